@@ -1,0 +1,71 @@
+"""What users hand in, as tensors of a known shape and dtype, or an error that says what came instead."""
+
+from collections.abc import Sized
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from .errors import ContractError, RewardError
+
+
+def describe(value: Any) -> str:
+    """A value as an error message shows it: its shape where it has one, else its type."""
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{type(value).__name__} {value!r}"[:120]
+
+
+def require_lengths(owner: str, num_rows: int, **named: Any) -> None:
+    """Every named value has `num_rows` entries.
+
+    Raises:
+        ContractError: naming the first that has not.
+    """
+    for name, value in named.items():
+        if not isinstance(value, Sized) or len(value) != num_rows:
+            raise ContractError(f"{owner}: {name} must have one entry per row = {num_rows}; got {describe(value)}.")
+
+
+def as_rewards(owner: str, value: Any, num_rows: int) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
+    """Rewards as a detached CPU tensor [N], or [N, T] with T > 1; values are not looked at.
+
+    Lists, integers and booleans become float64, float32 stays float32: nothing loses a digit.
+
+    Raises:
+        RewardError: another length, shape or kind. [N, 1] is refused: subtracting [N] from it would give [N, N].
+    """
+    expected = f"{owner} must return one number per row, [N] = [{num_rows}], or one per step, [N, T] with T > 1"
+    try:
+        if isinstance(value, list | tuple) and value and all(isinstance(entry, Tensor) for entry in value):
+            value = torch.stack(list(value))
+        rewards = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RewardError(f"{expected}; got {describe(value)}. Return a list, array or tensor of numbers.") from error
+    if rewards.is_complex():
+        raise RewardError(f"{expected}; got {describe(value)}. Return real numbers.")
+    if rewards.dim() not in (1, 2) or len(rewards) != num_rows or (rewards.dim() == 2 and rewards.shape[1] == 1):
+        hint = " Squeeze the last axis." if rewards.shape[1:] == (1,) else ""
+        raise RewardError(f"{expected}; got {describe(value)}.{hint}")
+    if not rewards.is_floating_point():
+        return rewards.cpu().double()
+    return rewards.cpu().float() if rewards.element_size() < 4 else rewards.cpu()
+
+
+def as_log_probs(owner: str, value: Any, num_rows: int) -> Float[Tensor, "N T"]:
+    """Log-probabilities [N] or [N, T] as [N, T], in float32 or better, gradient kept.
+
+    Raises:
+        ContractError: not a floating tensor of that shape.
+    """
+    required = f"{owner} must return [N] = [{num_rows}] or [N, T]"
+    if not isinstance(value, Tensor) or value.dim() not in (1, 2) or value.shape[0] != num_rows:
+        raise ContractError(f"{required}; got {describe(value)}. Return one log-probability per (state, action) pair.")
+    if not value.is_floating_point():
+        raise ContractError(f"{required}, floating; got {describe(value)}. Return log-probabilities, not indices.")
+    lifted = value.unsqueeze(1) if value.dim() == 1 else value
+    return lifted.float() if lifted.element_size() < 4 else lifted

@@ -1,0 +1,199 @@
+"""The data that flows from the sampler to the loss, and the one place that selects rows.
+
+Axis letters, the same everywhere: B states, G actions per state, N rows in all, T steps (decisions) per row,
+padded on the right. A row is one (state, action) pair; a group is the rows of one state.
+
+Four kinds of log-probabilities never share a name:
+
+- `behaviour_log_probs`: under the distribution the action was really drawn from (truncation, penalties included);
+- `old_log_probs`: under the policy as it was before this iteration's updates;
+- `log_probs`: under the policy now, with gradient;
+- `ref_log_probs`: under the reference policy.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .coercion import as_log_probs, as_rewards, require_lengths
+from .errors import ContractError, RewardError
+
+Rows: TypeAlias = Sequence[Any] | Tensor | np.ndarray[Any, Any]
+"""States or actions, one per row: a list, or a tensor or array whose first axis is the rows. Opaque to the core."""
+
+RowIndex: TypeAlias = Tensor | slice
+"""Which rows: an int64 tensor on the CPU, or a slice (which copies nothing)."""
+
+
+def select_rows(rows: Rows, index: RowIndex) -> Rows:
+    """The rows at `index`, as the same kind of container: tensors and arrays stay what they are, the rest is a list."""
+    if isinstance(index, slice):
+        return rows[index]
+    if isinstance(rows, Tensor):
+        return rows[index.to(rows.device)]
+    if isinstance(rows, np.ndarray):
+        return rows[index.numpy()]
+    return [rows[i] for i in index.tolist()]
+
+
+def repeat_rows(states: Rows, times: int) -> Rows:
+    """Each state `times` times in a row: state 0's copies first. Lists hold the same object, not copies of it."""
+    if isinstance(states, Tensor):
+        return states.repeat_interleave(times, dim=0)
+    if isinstance(states, np.ndarray):
+        return states.repeat(times, axis=0)
+    return [state for state in states for _ in range(times)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionScores:
+    """What one forward pass of the policy says about N given actions."""
+
+    log_probs: Float[Tensor, "N T"]
+    """log pi(step | everything before it), with gradient when the policy trains."""
+    mask: Bool[Tensor, "N T"]
+    """True where the policy decided; False for padding and for steps that were not the policy's."""
+    entropy: Float[Tensor, "N T"] | None = None
+    """Exact entropy of the distribution each step was drawn from, with gradient; None: the policy cannot tell."""
+    kl: Float[Tensor, "N T"] | None = None
+    """Exact divergence to the policy's own reference, with gradient; say in your docs which: KL(pi || ref) or KL(ref || pi)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledActions:
+    """G actions for each of B states, with what the sampler knows about them. Rows are group-major."""
+
+    actions: Any
+    """`actions[b][g]`: one sequence of G actions per state, or a tensor or array [B, G, ...]."""
+    mask: Bool[Tensor, "N T"]
+    """True where the policy decided."""
+    behaviour_log_probs: Float[Tensor, "N T"] | None = None
+    """Under the distribution actually drawn from; NaN where a step was not scored."""
+    scores: ActionScores | None = None
+    """What `score_actions` would return before any update; None: the sampler does not know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExperienceBatch:
+    """One iteration's rows, complete: nothing in it is filled in later, and None means that there is none."""
+
+    states: Rows
+    """N states: a group's state stands once per row."""
+    actions: Rows
+    """N actions."""
+    group_ids: Int[Tensor, " N"]
+    """Which rows were sampled for the same state; any integers."""
+    rewards: Float[Tensor, " N"] | Float[Tensor, "N T"]
+    """One reward per row, or one per step. On the CPU, in the precision the reward model gave."""
+    reward_components: Mapping[str, Float[Tensor, " N"]] = field(default_factory=dict)
+    """The named parts of the reward before they are weighted, where the reward model tells them."""
+    mask: Bool[Tensor, "N T"]
+    """True where the policy decided."""
+    old_log_probs: Float[Tensor, "N T"] | None = None
+    """None: the policy has not changed since, so the current log-probs are the old ones."""
+    behaviour_log_probs: Float[Tensor, "N T"] | None = None
+    """None: the sampler did not tell, and is taken to be the policy itself."""
+    ref_log_probs: Float[Tensor, "N T"] | None = None
+    """None: there is no reference, or its coefficient is zero."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What collecting cost and what it left out, by metric name."""
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return self.mask.shape[0]
+
+    @classmethod
+    def from_rows(
+        cls,
+        states: Rows,
+        actions: Rows,
+        rewards: Any,
+        group_ids: Any,
+        behaviour_log_probs: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> "ExperienceBatch":
+        """A batch from rollouts made elsewhere, ready for `trainer.update`.
+
+        Args:
+            states: N states, one per row.
+            actions: N actions.
+            rewards: [N], or [N, T] for rewards per step; anything `torch.as_tensor` takes.
+            group_ids: [N] integers; rows with the same number were sampled for the same state.
+            behaviour_log_probs: [N] or [N, T], under whatever sampled the actions.
+            mask: [N, T] bool, the policy's own steps; None: one step per row, or every step of `behaviour_log_probs`.
+
+        Raises:
+            ContractError: lengths or shapes that do not agree.
+            RewardError: rewards that are not finite numbers.
+        """
+        group_ids = torch.as_tensor(group_ids, dtype=torch.int64).cpu()
+        count = len(group_ids)
+        require_lengths("ExperienceBatch.from_rows", count, states=states, actions=actions)
+        if behaviour_log_probs is not None:
+            behaviour_log_probs = as_log_probs("behaviour_log_probs", behaviour_log_probs, count)
+        if mask is None:
+            shape = (count, 1) if behaviour_log_probs is None else behaviour_log_probs.shape
+            mask = torch.ones(shape, dtype=torch.bool)
+        rewards = as_rewards("ExperienceBatch.from_rows: rewards", rewards, count)
+        if not rewards.isfinite().all():
+            raise RewardError("ExperienceBatch.from_rows: rewards must be finite; drop such rows before.")
+        if mask.shape[0] != count or (rewards.dim() == 2 and rewards.shape != mask.shape):
+            raise ContractError(
+                f"ExperienceBatch.from_rows: mask and rewards per step must be [N, T] with N = {count}; "
+                f"got mask {list(mask.shape)}, rewards {list(rewards.shape)}."
+            )
+        return cls(
+            states=states,
+            actions=actions,
+            group_ids=group_ids,
+            rewards=rewards,
+            mask=mask,
+            behaviour_log_probs=behaviour_log_probs,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveInputs:
+    """All that a loss may look at, for the rows of one micro-batch."""
+
+    log_probs: Float[Tensor, "N T"]
+    """With gradient."""
+    old_log_probs: Float[Tensor, "N T"] | None
+    """None: the current policy is the old one, and the ratio is exactly 1."""
+    advantages: Float[Tensor, " N"] | Float[Tensor, "N T"]
+    """How much better a row (or a step) did than its baseline; no gradient."""
+    mask: Bool[Tensor, "N T"]
+    """True where the policy decided. Off-mask values of every other tensor are never used."""
+    weights: Float[Tensor, "N T"]
+    """The aggregation: the loss is the sum of per-step losses times these (see `step_weights`)."""
+    entropy: Float[Tensor, "N T"] | None = None
+    """Exact entropy, with gradient."""
+    entropy_weights: Float[Tensor, "N T"] | None = None
+    """The entropy term's own aggregation; None: `weights`."""
+    ref_log_probs: Float[Tensor, "N T"] | None = None
+    """Log-probs of the same steps under the reference policy."""
+    kl: Float[Tensor, "N T"] | None = None
+    """Exact divergence to the reference, with gradient."""
+    behaviour_log_probs: Float[Tensor, "N T"] | None = None
+    """Under the distribution actually drawn from; NaN: unscored, ratio 1."""
+    kl_coef: float | None = None
+    """The current (adaptive) coefficient; overrides the configured one. None: the configured one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveOutput:
+    """A scalar to differentiate, and what to report about it."""
+
+    loss: Float[Tensor, ""]
+    """Sum over this micro-batch; adding the micro-batches of an update gives the update's loss."""
+    metrics: Mapping[str, Float[Tensor, "3"]]
+    """Name -> detached (count, sum, sum of squares), which add over micro-batches, updates and ranks.
+
+    A count of 0 marks a share of the update's total (a loss term): shares add up, and are averaged over updates.
+    """
