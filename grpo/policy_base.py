@@ -1,4 +1,4 @@
-"""What a policy is: five methods, and optional capabilities of one method each.
+"""What a policy is: six methods, and optional capabilities of one method each.
 
 Nothing here is inherited from. A class that has the methods is a policy; a class that also has `score_actions`
 scores ragged steps, and so on. The trainer looks once, when it is built.
@@ -54,7 +54,7 @@ class PolicyModel(Protocol[StateT, ActionT]):
 
 @runtime_checkable
 class ScoresActions(Protocol):
-    """Ragged steps, exact entropy and exact divergence, from one forward pass."""
+    """Ragged steps and exact entropy, from one forward pass."""
 
     def score_actions(self, states: Any, actions: Any) -> ActionScores:
         """Scores of N (state, action) rows."""

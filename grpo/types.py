@@ -60,8 +60,6 @@ class ActionScores:
     """True where the policy decided; False for padding and for steps that were not the policy's."""
     entropy: Float[Tensor, "N T"] | None = None
     """Exact entropy of the distribution each step was drawn from, with gradient; None: the policy cannot tell."""
-    kl: Float[Tensor, "N T"] | None = None
-    """Exact divergence to the policy's own reference, with gradient; say in your docs which: KL(pi || ref) or KL(ref || pi)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +176,6 @@ class ObjectiveInputs:
     """The entropy term's own aggregation; None: `weights`."""
     ref_log_probs: Float[Tensor, "N T"] | None = None
     """Log-probs of the same steps under the reference policy."""
-    kl: Float[Tensor, "N T"] | None = None
-    """Exact divergence to the reference, with gradient."""
     behaviour_log_probs: Float[Tensor, "N T"] | None = None
     """Under the distribution actually drawn from; NaN: unscored, ratio 1."""
     kl_coef: float | None = None
