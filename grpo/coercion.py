@@ -69,3 +69,9 @@ def as_log_probs(owner: str, value: Any, num_rows: int) -> Float[Tensor, "N T"]:
         raise ContractError(f"{required}, floating; got {describe(value)}. Return log-probabilities, not indices.")
     lifted = value.unsqueeze(1) if value.dim() == 1 else value
     return lifted.float() if lifted.element_size() < 4 else lifted
+
+
+def pad_steps(values: Tensor, width: int, fill: float | bool) -> Tensor:
+    """[N, t] as [N, width], with `fill` in the new columns on the right; the tensor itself where t = width."""
+    missing = width - values.shape[1]
+    return torch.nn.functional.pad(values, (0, missing), value=fill) if missing else values

@@ -13,7 +13,7 @@ from torch import Tensor
 from .errors import ProtocolError
 from .types import ActionScores, SampledActions
 
-StateT = TypeVar("StateT")
+StateT = TypeVar("StateT", contravariant=True)
 ActionT = TypeVar("ActionT")
 
 

@@ -33,11 +33,13 @@ RowIndex: TypeAlias = Tensor | slice
 def select_rows(rows: Rows, index: RowIndex) -> Rows:
     """The rows at `index`, as the same kind of container: tensors and arrays stay what they are, the rest is a list."""
     if isinstance(index, slice):
-        return rows[index]
+        chosen: Rows = rows[index]
+        return chosen
     if isinstance(rows, Tensor):
         return rows[index.to(rows.device)]
     if isinstance(rows, np.ndarray):
-        return rows[index.numpy()]
+        picked: Rows = rows[index.numpy()]
+        return picked
     return [rows[i] for i in index.tolist()]
 
 

@@ -1,0 +1,297 @@
+"""Rewards into advantages: how much better than its group was each row, or each step?
+
+A = (R - baseline) / scale. Baseline and scale are independent choices, statistics are float64 and two-pass, and a group
+without differences gives exactly 0, whatever the rounding.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, assert_never
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .errors import ConfigError
+from .settings import Settings, setting
+from .types import ExperienceBatch
+
+Baseline = Literal["group_mean", "group_median", "leave_one_out", "global_mean", "none"]
+Scale = Literal["none", "group", "batch"]
+
+RELATIVE_BASELINES: tuple[Baseline, ...] = ("group_mean", "group_median", "leave_one_out")
+"""Baselines that a row's own group gives: alone in its group, a row has no relative information."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageConfig(Settings):
+    """How rewards become advantages."""
+
+    credit: Literal["row", "return_to_go"] | None = None
+    """For rewards per step: the row's (discounted) return for all its steps, or for each step what came from it on.
+    None: `return_to_go` for rewards per step. Rewards per row always give one advantage per row."""
+    baseline: Baseline = "group_mean"
+    """What a reward is compared with. `leave_one_out` is the group mean without the row itself; `global_mean` is a running
+    mean over earlier batches; `none` leaves the reward as it is."""
+    scale: Scale = "none"
+    """What the difference is divided by: nothing, or the standard deviation over the group or the batch. Dividing makes
+    easy and hard states weigh alike, and lets noise in nearly constant groups weigh as much as signal elsewhere."""
+    std_ddof: int = setting(1, at_least=0, at_most=1)
+    """Divisor n - ddof in the standard deviation."""
+    std_eps: float = setting(0.0, at_least=0.0)
+    """Added to the standard deviation. Larger damps groups with small differences."""
+    gamma: float = setting(1.0, at_least=0.0, at_most=1.0)
+    """Discount per step, for rewards per step. Smaller looks less far ahead."""
+    clip: float | None = setting(None, above=0.0)
+    """Bound on the advantage's size; smaller tames outliers, and biases."""
+
+
+def group_relative_advantages(
+    rewards: Float[Tensor, " N"],
+    group_ids: Int[Tensor, " N"],
+    *,
+    baseline: Baseline = "group_mean",
+    scale: Scale = "none",
+    std_ddof: int = 1,
+    std_eps: float = 0.0,
+    running_mean: float | None = None,
+) -> Float[Tensor, " N"]:
+    """One advantage per row, relative to the rows of the same group.
+
+    A[n] = (R[n] - b[n]) / s[n], with b one of
+      group_mean      mean of R over the group
+      group_median    median of R over the group (the mean of the two middle values when even)
+      leave_one_out   mean of R over the group's other rows, which makes A = n/(n-1) (R - mean)
+      global_mean     `running_mean`; where there is none yet, the mean of this batch
+      none            0
+    and s one of 1, std over the group + eps, std over the batch + eps.
+
+    Exactly 0: a group (or a scale) whose values are equal up to two units in the last place of their dtype, and a group of
+    one under a baseline of its own group.
+
+    Args:
+        rewards: one number per row.
+        group_ids: which rows belong together; any integers, in any order.
+        baseline: see above.
+        scale: see above.
+        std_ddof: divisor n - ddof.
+        std_eps: added to the standard deviation.
+        running_mean: for `global_mean`.
+
+    Returns:
+        Advantages in the dtype of `rewards`, computed in float64.
+
+    Example:
+        >>> group_relative_advantages(torch.tensor([1., 3., 2., 0., 4.]), torch.tensor([0, 0, 1, 1, 1])).tolist()
+        [-1.0, 1.0, 0.0, -2.0, 2.0]
+
+    Source:
+        Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; without the std: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783;
+        leave one out: Kool et al. 2019; Ahmadian et al. 2024 (RLOO), arXiv:2402.14740.
+    """
+    groups, counts = _number_groups(group_ids)
+    values = rewards.double()
+    means = _means(values, groups, counts)
+    tolerance = 2 * torch.finfo(rewards.dtype).eps
+    constant = _is_constant(values, groups, len(counts), tolerance)
+
+    size = counts[groups]
+    match baseline:
+        case "group_mean":
+            centred = values - means[groups]
+        case "group_median":
+            centred = values - _medians(values, groups, counts)[groups]
+        case "leave_one_out":
+            centred = (values - means[groups]) * (size / (size - 1).clamp(min=1))
+        case "global_mean":
+            centred = values - (values.mean() if running_mean is None else running_mean)
+        case "none":
+            centred = values
+        case _:
+            assert_never(baseline)
+    if baseline in RELATIVE_BASELINES:
+        centred = torch.where(constant[groups], 0.0, centred)
+
+    match scale:
+        case "none":
+            advantages = centred
+        case "group":
+            squares = torch.zeros_like(means).index_add_(0, groups, (values - means[groups]).square())
+            std = (squares / (counts - std_ddof).clamp(min=1)).sqrt()
+            advantages = _divide(centred, std[groups] + std_eps, constant[groups])
+        case "batch":
+            everything = torch.zeros_like(groups)
+            std = values.std(correction=std_ddof) if len(values) > std_ddof else values.new_zeros(())
+            advantages = _divide(centred, std + std_eps, _is_constant(values, everything, 1, tolerance))
+        case _:
+            assert_never(scale)
+    return advantages.to(rewards.dtype)
+
+
+def group_relative_returns(
+    rewards: Float[Tensor, "N T"],
+    mask: Bool[Tensor, "N T"],
+    group_ids: Int[Tensor, " N"],
+    *,
+    gamma: float = 1.0,
+    baseline: Baseline = "group_mean",
+    scale: Scale = "batch",
+    std_ddof: int = 1,
+    std_eps: float = 0.0,
+    running_mean: float | None = None,
+) -> Float[Tensor, "N T"]:
+    """One advantage per step: the return from there on, relative to the group's members that have such a step.
+
+    A[n,t] = (G[n,t] - b[n,t]) / s,  G[n,t] = r[n,t] + gamma G[n,t+1]
+
+    The baseline of step t is over the group's rows whose column t is valid: a member that has ended is left out, not
+    counted as 0, and one that is alone gets 0. `batch` is the std of G over all valid steps.
+
+    Args:
+        rewards: one number per step; off-mask values are never used.
+        mask: the valid steps.
+        group_ids: which rows belong together.
+        gamma: discount per step.
+        baseline: as in `group_relative_advantages`, per column.
+        scale: as there; `group` is the std over one group's column.
+        std_ddof: divisor n - ddof.
+        std_eps: added to the standard deviation.
+        running_mean: for `global_mean`.
+
+    Returns:
+        Advantages, 0 off the mask.
+
+    Source:
+        Shao et al. 2024, arXiv:2402.03300, sec. 4.1.3, without its normalisation of rewards before they are summed.
+    """
+    returns = discounted_returns(rewards, mask, gamma)
+    num_steps = mask.shape[1]
+    groups, _ = _number_groups(group_ids)
+    cells = groups.to(mask.device).unsqueeze(1) * num_steps + torch.arange(num_steps, device=mask.device)
+    advantages = torch.zeros_like(returns)
+    advantages[mask] = group_relative_advantages(
+        returns[mask],
+        cells[mask],
+        baseline=baseline,
+        scale=scale,
+        std_ddof=std_ddof,
+        std_eps=std_eps,
+        running_mean=running_mean,
+    )
+    return advantages
+
+
+def discounted_returns(rewards: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], gamma: float) -> Float[Tensor, "N T"]:
+    """G[n,t] = r[n,t] + gamma G[n,t+1], with rewards off the mask taken as 0.
+
+    Example:
+        >>> discounted_returns(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool), 0.5).tolist()
+        [[1.75, 1.5, 1.0]]
+
+    Source:
+        Sutton & Barto 2018, eq. 3.9.
+    """
+    clean = torch.where(mask, rewards, 0.0)
+    if gamma == 1.0:
+        return clean.flip(1).cumsum(1).flip(1)
+    columns = list(clean.unbind(1))
+    for t in reversed(range(len(columns) - 1)):
+        columns[t] = columns[t] + gamma * columns[t + 1]
+    return torch.stack(columns, dim=1)
+
+
+def group_statistics(rewards: Float[Tensor, " N"], group_ids: Int[Tensor, " N"]) -> dict[str, float]:
+    """Number of groups, their mean size, and the fraction without differences (groups of one included)."""
+    groups, counts = _number_groups(group_ids)
+    constant = _is_constant(rewards.double(), groups, len(counts), 2 * torch.finfo(rewards.dtype).eps)
+    return {
+        "group_stats/num_groups": float(len(counts)),
+        "group_stats/avg_group_size": len(group_ids) / len(counts),
+        "group_stats/zero_variance_fraction": float(constant.double().mean()),
+    }
+
+
+class AdvantageEstimator:
+    """`AdvantageConfig` applied to a batch; remembers the running mean that `global_mean` needs.
+
+    Example:
+        >>> estimator = AdvantageEstimator(AdvantageConfig(scale="group", std_ddof=0))
+    """
+
+    def __init__(self, config: AdvantageConfig) -> None:
+        self.config = config
+        self._count = 0
+        self._mean = 0.0
+
+    def __call__(self, batch: ExperienceBatch) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
+        """Advantages [N] for rewards per row, or [N, T] for returns to go, on the CPU."""
+        config = self.config
+        mask = batch.mask.cpu()
+        options: dict[str, Any] = {
+            "baseline": config.baseline,
+            "scale": config.scale,
+            "std_ddof": config.std_ddof,
+            "std_eps": config.std_eps,
+            "running_mean": self._mean if self._count else None,
+        }
+        rewards = batch.rewards
+        if rewards.dim() == 1 and config.credit == "return_to_go":
+            raise ConfigError(
+                "advantage.credit='return_to_go' needs rewards per step, [N, T]; the reward model gives [N]."
+            )
+        if rewards.dim() == 2 and config.credit == "row":
+            rewards = discounted_returns(rewards, mask, config.gamma)[:, 0]
+        if rewards.dim() == 1:
+            advantages = group_relative_advantages(rewards, batch.group_ids, **options)
+            self._remember(rewards)
+        else:
+            advantages = group_relative_returns(rewards, mask, batch.group_ids, gamma=config.gamma, **options)
+            self._remember(discounted_returns(rewards, mask, config.gamma)[mask])
+        return advantages if config.clip is None else advantages.clamp(-config.clip, config.clip)
+
+    def _remember(self, values: Tensor) -> None:
+        if self.config.baseline == "global_mean":
+            self._count += values.numel()
+            self._mean += (float(values.double().sum()) - values.numel() * self._mean) / self._count
+
+    def state_dict(self) -> dict[str, Any]:
+        """The running mean and how many values it has seen."""
+        return {"count": self._count, "mean": self._mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._count, self._mean = state["count"], state["mean"]
+
+
+def _number_groups(group_ids: Int[Tensor, " N"]) -> tuple[Int[Tensor, " N"], Int[Tensor, " B"]]:
+    """Group numbers 0..B-1 per row, and the rows of each group. Sorted ids, the usual case, need no sort."""
+    if bool((group_ids[1:] >= group_ids[:-1]).all()):
+        _, groups, counts = group_ids.unique_consecutive(return_inverse=True, return_counts=True)
+    else:
+        _, groups, counts = group_ids.unique(return_inverse=True, return_counts=True)
+    return groups, counts
+
+
+def _means(values: Tensor, groups: Tensor, counts: Tensor) -> Float[Tensor, " B"]:
+    """Mean per group; the second pass removes the rounding of the first."""
+    means = values.new_zeros(len(counts)).index_add_(0, groups, values) / counts
+    return means + torch.zeros_like(means).index_add_(0, groups, values - means[groups]) / counts
+
+
+def _medians(values: Tensor, groups: Tensor, counts: Tensor) -> Float[Tensor, " B"]:
+    """Median per group; rows sorted by value, then stably by group, put the middle ones at known places."""
+    by_value = values.argsort(stable=True)
+    ordered = values[by_value[groups[by_value].argsort(stable=True)]]
+    starts = counts.cumsum(0) - counts
+    return (ordered[starts + (counts - 1) // 2] + ordered[starts + counts // 2]) / 2
+
+
+def _is_constant(values: Tensor, groups: Tensor, num_groups: int, tolerance: float) -> Bool[Tensor, " B"]:
+    """Whether a group's values differ by no more than `tolerance` times the largest of them."""
+    low = values.new_empty(num_groups).scatter_reduce_(0, groups, values, "amin", include_self=False)
+    high = values.new_empty(num_groups).scatter_reduce_(0, groups, values, "amax", include_self=False)
+    return high - low <= tolerance * torch.maximum(low.abs(), high.abs())
+
+
+def _divide(values: Tensor, divisor: Tensor, constant: Tensor) -> Tensor:
+    """values / divisor, and exactly 0 where what the divisor measures is constant."""
+    return torch.where(constant, 0.0, values / torch.where(constant, 1.0, divisor))

@@ -1,0 +1,297 @@
+"""Checkpoints that are whole or not there: safetensors and JSON under a manifest of hashes, and no pickle.
+
+A checkpoint is a folder of `tensors.safetensors`, `state.json` and `manifest.json`. It is written beside its place, synced
+to disk, and renamed into it; it is verified, file by file, before anything in it is used.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from .errors import CheckpointError
+
+SCHEMA = 1
+MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
+
+
+def write_checkpoint(path: str | Path, state: Mapping[str, Any], *, iteration: int, score: float | None = None) -> Path:
+    """Write `state` as the folder `path`, all or nothing; a checkpoint that is there already is replaced.
+
+    Args:
+        path: the checkpoint's folder; its parent is made.
+        state: tensors, arrays, numbers, strings, None, and dicts, lists and tuples of these.
+        iteration: how far training is.
+        score: what tells the best of several checkpoints; larger is better.
+
+    Raises:
+        CheckpointError: it cannot be written (the disk is full, say), or holds something that is none of the above. What
+            was there before is untouched, and nothing temporary stays behind.
+    """
+    target = Path(path)
+    tensors: dict[str, Tensor] = {}
+    encoded = _encode(state, "state", tensors, {})
+    temporary: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
+        temporary.mkdir()
+        contents = {STATE: json.dumps(encoded).encode(), TENSORS: save(tensors)}
+        manifest = {
+            "schema": SCHEMA,
+            "iteration": iteration,
+            "score": score,
+            "files": {name: {"size": len(data), "sha256": _digest(data)} for name, data in contents.items()},
+        }
+        contents[MANIFEST] = json.dumps({**manifest, "sha256": _digest(json.dumps(manifest).encode())}).encode()
+        for name, data in contents.items():
+            _write_synced(temporary / name, data)
+        _sync_folder(temporary)
+        _move_into_place(temporary, target)
+        _sync_folder(target.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot write checkpoint {target}: {error}. What was there before is untouched."
+        ) from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The state that was written, after every file has been verified against the manifest.
+
+    Args:
+        path: a checkpoint's folder, or a folder of checkpoints, of which the newest whole one is read.
+
+    Raises:
+        CheckpointError: naming the file that is missing, cut, altered, foreign or newer than this version.
+    """
+    folder = Path(path)
+    if not _is_checkpoint(folder) and _is_checkpoint(_previous(folder)):
+        folder = _previous(folder)  # the writer was ended between its two renames
+    if not _is_checkpoint(folder):
+        return read_newest(folder)
+    contents = _verified(folder)
+    tensors = load(contents[TENSORS])
+    return _decode(json.loads(contents[STATE]), tensors)  # type: ignore[no-any-return]
+
+
+def read_newest(folder: str | Path) -> dict[str, Any]:
+    """The state of the newest whole checkpoint in `folder`; damaged ones are passed over.
+
+    Raises:
+        CheckpointError: there is none; says what is wrong with each.
+    """
+    problems = []
+    for candidate in sorted(_checkpoints(Path(folder)), key=_iteration, reverse=True):
+        try:
+            return read_checkpoint(candidate)
+        except CheckpointError as error:
+            problems.append(str(error))
+    raise CheckpointError(f"No whole checkpoint in {folder}. " + " ".join(problems))
+
+
+def best_checkpoint(folder: str | Path) -> Path:
+    """The checkpoint with the highest score in `folder`.
+
+    Raises:
+        CheckpointError: there is none with a score.
+    """
+    scored = [(score, path) for path in _checkpoints(Path(folder)) if (score := _manifest_score(path)) is not None]
+    if not scored:
+        raise CheckpointError(f"No checkpoint with a score in {folder}.")
+    return max(scored)[1]
+
+
+class CheckpointFolder:
+    """The newest `keep_last` checkpoints of a run, and the best one.
+
+    Args:
+        folder: where `iteration-00000010` and its kind stand.
+        keep_last: how many of the newest stay; older ones go, but for the best.
+    """
+
+    def __init__(self, folder: str | Path, keep_last: int) -> None:
+        self.folder = Path(folder)
+        self.keep_last = keep_last
+
+    def save(self, state: Mapping[str, Any], *, iteration: int, score: float | None) -> Path:
+        """Write one checkpoint, then, and only then, remove those that are neither new nor best."""
+        path = write_checkpoint(self.folder / f"iteration-{iteration:08d}", state, iteration=iteration, score=score)
+        newest = sorted(_checkpoints(self.folder), key=_iteration)[-self.keep_last :]
+        scored = [(value, path) for path in _checkpoints(self.folder) if (value := _manifest_score(path)) is not None]
+        kept = {*newest, *([max(scored)[1]] if scored else [])}
+        for old in _checkpoints(self.folder):
+            if old not in kept:
+                shutil.rmtree(old)
+        for abandoned in self.folder.glob(".iteration-*.tmp"):  # by a writer that was killed
+            shutil.rmtree(abandoned, ignore_errors=True)
+        return path
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if not path.name.startswith(".") and _is_checkpoint(path)]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
+
+
+def _iteration(path: Path) -> int:
+    try:
+        return int(json.loads((path / MANIFEST).read_bytes())["iteration"])
+    except (ValueError, KeyError, TypeError, OSError):
+        return -1  # damaged: the oldest of all; reading it says what is wrong
+
+
+def _manifest_score(path: Path) -> float | None:
+    try:
+        score = _verified_manifest(path)["score"]
+    except CheckpointError:
+        return None
+    return score if isinstance(score, int | float) and math.isfinite(score) else None
+
+
+def _verified_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        claimed = manifest.pop("sha256")
+        schema = manifest["schema"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a manifest ({type(error).__name__}): use another checkpoint.") from error
+    if claimed != _digest(json.dumps(manifest).encode()):
+        raise CheckpointError(f"{path} is damaged: its hash is not the one it holds. Use another checkpoint.")
+    if schema != SCHEMA:
+        raise CheckpointError(f"{path} has schema {schema}; this version reads {SCHEMA}. Update model-agnostic-grpo.")
+    return manifest  # type: ignore[no-any-return]
+
+
+def _verified(folder: Path) -> dict[str, bytes]:
+    """Contents of the two files, and of no other: the manifest's names are compared, never followed."""
+    manifest = _verified_manifest(folder)
+    if set(manifest["files"]) != {STATE, TENSORS}:
+        raise CheckpointError(
+            f"{folder / MANIFEST} names {sorted(manifest['files'])}; a checkpoint has {STATE} and {TENSORS}."
+        )
+    contents = {}
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path} is missing (or a link): the checkpoint is not whole. Use another.")
+        data = path.read_bytes()
+        if len(data) != expected["size"] or _digest(data) != expected["sha256"]:
+            raise CheckpointError(
+                f"{path} is damaged: {len(data)} bytes, or their hash, are not the manifest's. Use another."
+            )
+        contents[name] = data
+    return contents
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _previous(target: Path) -> Path:
+    return target.with_name(f".{target.name}.previous")
+
+
+def _move_into_place(temporary: Path, target: Path) -> None:
+    if not target.exists():
+        temporary.rename(target)
+        return
+    previous = _previous(target)
+    shutil.rmtree(previous, ignore_errors=True)
+    target.rename(previous)
+    try:
+        temporary.rename(target)
+    except OSError:
+        previous.rename(target)
+        raise
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _encode(value: Any, where: str, tensors: dict[str, Tensor], seen: dict[Any, str]) -> Any:
+    """JSON for `value`; tensors go to `tensors`, each storage once. Keys that JSON has not are spelled with a `$`."""
+    if isinstance(value, Tensor):
+        return {"$tensor": _store(value.detach(), tensors, seen)}
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        data = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.empty(0)
+        key = str(len(tensors))
+        tensors[key] = data
+        return {"$array": key, "dtype": str(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        items = [[key, _encode(entry, f"{where}[{key!r}]", tensors, seen)] for key, entry in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return dict(items)
+        return {"$items": [[_encode(key, where, tensors, seen), entry] for key, entry in items]}
+    if isinstance(value, list | tuple):
+        entries = [_encode(entry, f"{where}[{i}]", tensors, seen) for i, entry in enumerate(value)]
+        return entries if isinstance(value, list) else {"$tuple": entries}
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold. Give tensors, arrays, numbers, strings, None, "
+        "and dicts, lists and tuples of these."
+    )
+
+
+def _store(value: Tensor, tensors: dict[str, Tensor], seen: dict[Any, str]) -> str:
+    identity = (value.data_ptr(), value.device, value.dtype, tuple(value.shape), value.stride())
+    if value.numel() and identity in seen:
+        return seen[identity]
+    key = seen[identity] = str(len(tensors))
+    tensors[key] = value.cpu().contiguous().clone()
+    return key
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(entry, tensors) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    readers: dict[str, Callable[[], Any]] = {
+        "$tensor": lambda: tensors[value["$tensor"]],
+        "$array": lambda: _array(tensors[value["$array"]], value["dtype"], value["shape"]),
+        "$items": lambda: {_decode(key, tensors): _decode(entry, tensors) for key, entry in value["$items"]},
+        "$tuple": lambda: tuple(_decode(entry, tensors) for entry in value["$tuple"]),
+    }
+    for tag, read in readers.items():
+        if tag in value:
+            return read()
+    return {key: _decode(entry, tensors) for key, entry in value.items()}
+
+
+def _array(data: Tensor, dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
+    return np.frombuffer(data.numpy().tobytes(), dtype=dtype).reshape(shape).copy()

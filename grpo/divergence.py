@@ -1,0 +1,88 @@
+"""How far the policy is from its reference, and how spread out it is: per-step estimates [N, T], unreduced.
+
+With x = log pi(step) - log pi_ref(step), each `kl_*` estimates KL(pi || ref) from the sampled step alone. What they are as
+*loss terms* differs from what they are as numbers: see each gradient note (on-policy, in expectation over steps).
+"""
+
+from typing import Literal, assert_never
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+KLEstimator = Literal["k1", "k2", "k3", "k3_weighted"]
+
+
+def kl_k1(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    """k1 = x: unbiased, of high variance, may be negative.
+
+    Gradient: **zero** in expectation, since E[grad log pi] = 0. Report it; do not train on it.
+
+    Source:
+        Schulman 2020, "Approximating KL Divergence".
+    """
+    return x
+
+
+def kl_k2(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    """k2 = x^2 / 2: biased as a number, low variance.
+
+    Gradient: E[x grad log pi], which is exactly that of KL(pi || ref).
+
+    Source:
+        Schulman 2020, "Approximating KL Divergence".
+    """
+    return 0.5 * x.square()
+
+
+def kl_k3(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    """k3 = exp(-x) + x - 1: unbiased, never negative, low variance near the reference.
+
+    Gradient: that of KL(ref || pi), which keeps every action alive that the reference takes.
+
+    Source:
+        Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, eq. 4.
+    """
+    return torch.exp(-x) + x - 1.0
+
+
+def kl_k3_weighted(x: Float[Tensor, "N T"], ratio: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    """rho k3, with gradient through rho = pi / pi_old: unbiased also for steps that an older policy sampled.
+
+    Gradient: exactly that of KL(pi || ref).
+
+    Source:
+        DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, sec. 3.1.
+    """
+    return ratio * kl_k3(x)
+
+
+def estimate_kl(estimator: KLEstimator, x: Float[Tensor, "N T"], ratio: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    """The chosen estimate of KL(pi || ref) per step."""
+    match estimator:
+        case "k1":
+            return kl_k1(x)
+        case "k2":
+            return kl_k2(x)
+        case "k3":
+            return kl_k3(x)
+        case "k3_weighted":
+            return kl_k3_weighted(x, ratio)
+        case _:
+            assert_never(estimator)
+
+
+def score_function_entropy(log_probs: Float[Tensor, "N T"], ratio: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    """h = -rho sg(log pi): an estimate of the entropy whose gradient is right in expectation.
+
+    H = -E_old[rho log pi], so grad H = -E_old[rho (log pi + 1) grad log pi], and the 1 vanishes in expectation. The plain
+    -log pi has the right value and a gradient of **zero** in expectation: as a bonus it does nothing.
+
+    Args:
+        log_probs: of the sampled steps.
+        ratio: rho = pi / pi_old, with gradient.
+
+    Source:
+        Williams 1992, "Simple statistical gradient-following algorithms", with f = -log pi.
+    """
+    return -ratio * log_probs.detach()

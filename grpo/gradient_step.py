@@ -1,0 +1,162 @@
+"""One optimizer step, safely: unscale, check, clip, step, schedule; or leave every weight as it was."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, assert_never
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from .config import GRPOConfig
+from .errors import ConfigError, ContractError
+
+
+class GradientStep:
+    """Applies accumulated gradients, or skips the update when they are not finite.
+
+    Args:
+        policy_name: for error messages.
+        parameters: what `policy.get_parameters()` returned.
+        optimizer: the caller's; None: AdamW without weight decay at `learning_rate`.
+        lr_scheduler: stepped once per applied update.
+        learning_rate: for the default optimizer.
+        max_grad_norm: the total norm gradients are scaled down to; None: no bound.
+        use_scaler: scale the loss (float16 on CUDA), so that small gradients do not vanish.
+
+    Raises:
+        ConfigError: an optimizer that holds none of the policy's parameters.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy_name: str,
+        parameters: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        lr_scheduler: Any,
+        learning_rate: float,
+        max_grad_norm: float | None,
+        use_scaler: bool,
+    ) -> None:
+        self.policy_name = policy_name
+        self.parameters = {name: value for name, value in parameters.items() if value.requires_grad}
+        self.lr_scheduler = lr_scheduler
+        self.max_grad_norm = max_grad_norm
+        if optimizer is None and self.parameters:
+            optimizer = torch.optim.AdamW(self.parameters.values(), lr=learning_rate, weight_decay=0.0)
+        self.optimizer = optimizer
+        self._tensors = self._all_tensors()
+        device = self.device.type
+        self.scaler = torch.amp.GradScaler(device, enabled=use_scaler and device == "cuda")
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is; the CPU without parameters."""
+        return next((value.device for value in self.parameters.values()), torch.device("cpu"))
+
+    @property
+    def is_searching_scale(self) -> bool:
+        """The loss scale (float16) is still above 1, so a gradient that overflowed says nothing about the policy."""
+        return self.scaler.is_enabled() and self.scaler.get_scale() > 1.0
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the first parameter group, now; 0 without an optimizer."""
+        return 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
+
+    def backward(self, loss: Tensor) -> None:
+        """Add this micro-batch's gradient; a policy without trainable parameters has none to add.
+
+        Raises:
+            ContractError: the loss has no gradient although there are parameters to train, or the other way round.
+        """
+        if bool(self.parameters) != loss.requires_grad:
+            found, wanted = (
+                ("carry", "no tensor that requires") if loss.requires_grad else ("do not carry", "tensors that require")
+            )
+            raise ContractError(
+                f"{self.policy_name}: log-probabilities {found} a gradient, but get_parameters() holds {wanted} one. "
+                "Compute log-probabilities without no_grad(), detach() or item(), and return the parameters themselves: "
+                "dict(self.named_parameters()), not copies and not state_dict()."
+            )
+        if self.parameters:
+            self.scaler.scale(loss).backward()
+
+    def total_norm(self) -> Tensor:
+        """The norm of all gradients, unscaled, on the device.
+
+        Raises:
+            ContractError: no parameter has received a gradient.
+        """
+        if self.optimizer is not None:
+            self.scaler.unscale_(self.optimizer)
+        gradients = [tensor.grad for tensor in self._tensors if tensor.grad is not None]
+        if not gradients:
+            raise ContractError(
+                f"{self.policy_name}: no gradient reached get_parameters(). Return the very tensors that "
+                "get_log_probabilities() computes with: dict(self.named_parameters()), not copies and not state_dict()."
+            )
+        return get_total_norm(gradients)
+
+    def apply(self, total_norm: Tensor, norm: float) -> None:
+        """Clip, and step optimizer and scheduler. `norm` is `total_norm` on the host, and finite."""
+        if self.max_grad_norm is not None and norm > self.max_grad_norm:
+            clip_grads_with_norm_(self._tensors, self.max_grad_norm, total_norm)
+        if self.optimizer is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        self.clear()
+
+    def skip(self) -> None:
+        """Leave every weight and the optimizer's state as they are."""
+        if self.scaler.is_enabled() and self.optimizer is not None:
+            self.scaler.step(self.optimizer)  # does not step: it has seen that the gradients are not finite
+            self.scaler.update()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for tensor in self._tensors:
+            tensor.grad = None
+
+    def schedule(self, factor: float) -> None:
+        """Set every learning rate to `factor` times its initial one."""
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+    def _all_tensors(self) -> list[Tensor]:
+        """The trainable parameters and whatever else the optimizer moves, each once."""
+        tensors = {id(value): value for value in self.parameters.values()}
+        if self.optimizer is not None:
+            moved = [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
+            if self.parameters and not any(id(tensor) in tensors for tensor in moved):
+                raise ConfigError(
+                    f"optimizer holds none of the {len(tensors)} trainable tensors of {self.policy_name}.get_parameters(): "
+                    "it would never train the policy. Build it from policy.get_parameters().values()."
+                )
+            tensors.update((id(tensor), tensor) for tensor in moved)
+        return list(tensors.values())
+
+
+def schedule_factor(config: GRPOConfig, position: int, num_iterations: int) -> float:
+    """What the learning rate is multiplied by at iteration `position` (from 0) of a run.
+
+    It rises linearly over `warmup_ratio` of the run, then stays, or falls to 0 linearly or along half a cosine.
+    """
+    num_warmup = math.ceil(config.warmup_ratio * num_iterations)
+    if position < num_warmup:
+        return (position + 1) / num_warmup
+    progress = (position - num_warmup) / max(num_iterations - num_warmup, 1)
+    match config.lr_schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 - progress
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        case _:
+            assert_never(config.lr_schedule)

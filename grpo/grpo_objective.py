@@ -1,0 +1,247 @@
+"""The loss: surrogate + KL - entropy, each summed with a weights tensor that holds the normalisation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .divergence import KLEstimator, estimate_kl, score_function_entropy
+from .errors import ConfigError
+from .metrics import masked_moments
+from .settings import Settings, setting
+from .surrogates import clipped_surrogate
+from .types import ObjectiveInputs, ObjectiveOutput
+
+Aggregation = Literal["row_mean", "step_mean", "fixed_length", "row_sum", "group_mean"]
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +-this before exp: exp(20) = 5e8 is beyond every clip bound and far from overflow."""
+
+Objective = Callable[[ObjectiveInputs], ObjectiveOutput]
+"""The extension point: any such callable can stand in for `grpo_objective`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveConfig(Settings):
+    """What is minimised."""
+
+    clip_low: float = setting(0.2, at_least=0.0, at_most=1.0)
+    """How far below 1 the ratio may go before the gradient stops. Larger: bad actions are dropped faster. 1: no bound."""
+    clip_high: float = setting(0.2, at_least=0.0)
+    """How far above 1 the ratio may go before the gradient stops. Larger: good actions are taken up faster."""
+    kl_coef: float | None = setting(None, at_least=0.0)
+    """Weight of the divergence from the reference. Larger stays closer to it. None: 0.04 if a reference policy is passed,
+    else 0."""
+    kl_estimator: KLEstimator = "k3"
+    """How the divergence is estimated from the sampled step; see `grpo.divergence`, above all the gradient notes."""
+    entropy_coef: float = setting(0.0, at_least=0.0)
+    """Weight of the entropy bonus. Larger keeps the policy more random."""
+    entropy_estimator: Literal["exact", "score_function"] = "exact"
+    """`exact` needs a policy that gives it (`ActionScores.entropy`); `score_function` works for every policy, with noise."""
+    entropy_aggregation: Aggregation | None = None
+    """How the entropy term is aggregated. None: as `aggregation`."""
+    aggregation: Aggregation = "row_mean"
+    """How per-step losses become one number; read by the trainer, which turns it into weights (see `step_weights`)."""
+    fixed_length: int | None = setting(None, at_least=1)
+    """L of `fixed_length`: the same divisor for every row, whatever its length."""
+
+    def __post_init__(self) -> None:
+        """Check every value, and that a length is given exactly where it is read."""
+        Settings.__post_init__(self)
+        uses_length = "fixed_length" in (self.aggregation, self.entropy_aggregation)
+        if uses_length != (self.fixed_length is not None):
+            raise ConfigError(
+                f"ObjectiveConfig.fixed_length={self.fixed_length} with aggregation={self.aggregation!r}: "
+                "set a length exactly when an aggregation is 'fixed_length'."
+            )
+
+
+def step_weights(
+    mask: Bool[Tensor, "N T"],
+    aggregation: Aggregation,
+    *,
+    fixed_length: int | None = None,
+    group_ids: Int[Tensor, " N"] | None = None,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> Float[Tensor, "N T"]:
+    """The weight of each step in the loss sum(l * w): every normaliser of the GRPO family is a choice of these.
+
+      row_mean      mask / (len_n N)            each row counts the same (GRPO, arXiv:2402.03300)
+      step_mean     mask / sum(mask)            each step counts the same (DAPO, arXiv:2503.14476)
+      fixed_length  mask / (N L)                no length bias (Dr. GRPO, arXiv:2503.20783)
+      row_sum       mask / N                    the sum over a row is its loss (RLOO, arXiv:2402.14740)
+      group_mean    mask / (len_group B)        each group counts the same, and its steps alike
+
+    N counts rows without a valid step too. Computed once per update from the whole update's mask, so that micro-batches
+    and ranks add up exactly.
+
+    Args:
+        mask: the valid steps of the whole update.
+        aggregation: see above.
+        fixed_length: L, for `fixed_length`.
+        group_ids: for `group_mean`; a group's rows must be on one rank.
+        reduce: sums a count tensor over ranks; None: there is one.
+
+    Returns:
+        Weights in float64, 0 off the mask.
+
+    Raises:
+        ConfigError: a length or group ids are missing.
+
+    Example:
+        >>> step_weights(torch.tensor([[True, True], [True, False]]), "row_mean").tolist()
+        [[0.25, 0.25], [0.5, 0.0]]
+    """
+    lengths = mask.sum(1, keepdim=True).double()
+
+    def total(count: Tensor) -> Tensor:
+        return count if reduce is None else reduce(count)
+
+    num_rows = torch.full((), mask.shape[0], dtype=torch.float64, device=mask.device)
+    divisors: Tensor
+    match aggregation:
+        case "row_mean":
+            divisors = lengths * total(num_rows)
+        case "step_mean":
+            divisors = total(lengths.sum())
+        case "fixed_length":
+            if fixed_length is None:
+                raise ConfigError("step_weights: aggregation='fixed_length' needs fixed_length=L, the common divisor.")
+            divisors = total(num_rows) * fixed_length
+        case "row_sum":
+            divisors = total(num_rows)
+        case "group_mean":
+            if group_ids is None:
+                raise ConfigError("step_weights: aggregation='group_mean' needs group_ids.")
+            _, groups = group_ids.to(mask.device).unique(return_inverse=True)
+            num_groups = int(groups.max()) + 1
+            steps = lengths.new_zeros(num_groups, 1).index_add_(0, groups, lengths)
+            divisors = steps[groups] * total(num_rows.new_full((), num_groups))
+        case _:
+            assert_never(aggregation)
+    return torch.where(mask, 1.0 / divisors, 0.0)
+
+
+def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> ObjectiveOutput:
+    """The GRPO loss of one micro-batch.
+
+    L = sum_{n,t} w[n,t] (l[n,t] + kl_coef d[n,t]) - entropy_coef sum_{n,t} w_H[n,t] H[n,t]
+
+    with l the surrogate on rho = exp(log_probs - old_log_probs), d the estimate of the divergence from the reference, and
+    H the entropy. Without `old_log_probs` rho is exactly 1 and its gradient that of log_probs (REINFORCE).
+
+    Args:
+        inputs: see `ObjectiveInputs`; half precision is raised to float32.
+        config: `aggregation` and `fixed_length` are not read here: they are in `inputs.weights`.
+
+    Returns:
+        The loss, and moments of `total_loss`, `policy_loss`, `kl_penalty`, `entropy_bonus` (shares that add up:
+        total = policy + kl - entropy), `ratio`, `clip_fraction`, `clip_fraction_low`, `clip_fraction_high`,
+        `ratio_clamped_fraction`, `advantages`, `entropy` (sampled where it is not known), and with a reference `kl`.
+
+    Raises:
+        ConfigError: a KL term without reference log-probs, or an exact entropy bonus without an entropy.
+
+    Source:
+        Shao et al. 2024, arXiv:2402.03300, eq. 3.
+    """
+    mask = inputs.mask
+    log_probs = _on_mask(inputs.log_probs, mask)
+    old_log_probs = log_probs.detach() if inputs.old_log_probs is None else _on_mask(inputs.old_log_probs, mask)
+    log_ratio = log_probs - old_log_probs
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    advantages = inputs.advantages if inputs.advantages.dim() == 2 else inputs.advantages.unsqueeze(1)
+    advantages = torch.where(mask, advantages.to(log_probs.dtype), 0.0)
+    weights = inputs.weights.to(log_probs.dtype)
+
+    surrogate = clipped_surrogate(ratio, advantages, clip_low=config.clip_low, clip_high=config.clip_high)
+    policy_loss = (surrogate * weights).sum()
+    shares = {"policy_loss": policy_loss}
+    loss = policy_loss
+    spread = {"ratio": ratio, "advantages": advantages}
+
+    if inputs.ref_log_probs is not None:
+        x = (log_probs - _on_mask(inputs.ref_log_probs, mask)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        kl = estimate_kl(config.kl_estimator, x, ratio)
+        shares["kl_penalty"] = _kl_coef(inputs, config) * (kl * weights).sum()
+        loss = loss + shares["kl_penalty"]
+        spread["kl"] = kl
+    elif _kl_coef(inputs, config) > 0:
+        raise ConfigError(
+            f"objective.kl_coef={_kl_coef(inputs, config)} needs a reference. Pass reference_policy=..., or set kl_coef=0."
+        )
+
+    entropy = _entropy(inputs, config, log_probs, ratio)
+    spread["entropy"] = entropy
+    if config.entropy_coef > 0:
+        entropy_weights = weights if inputs.entropy_weights is None else inputs.entropy_weights.to(log_probs.dtype)
+        shares["entropy_bonus"] = config.entropy_coef * (entropy * entropy_weights).sum()
+        loss = loss - shares["entropy_bonus"]
+
+    with torch.no_grad():
+        too_low = (ratio < 1.0 - config.clip_low) & (advantages < 0)
+        too_high = (ratio > 1.0 + config.clip_high) & (advantages > 0)
+        fractions = {
+            "clip_fraction": too_low | too_high,
+            "clip_fraction_low": too_low,
+            "clip_fraction_high": too_high,
+            "ratio_clamped_fraction": log_ratio.abs() > MAX_LOG_RATIO,
+        }
+        return ObjectiveOutput(loss=loss, metrics=_moments({**shares, "total_loss": loss}, fractions, spread, mask))
+
+
+def _kl_coef(inputs: ObjectiveInputs, config: ObjectiveConfig) -> float:
+    if inputs.kl_coef is not None:
+        return inputs.kl_coef
+    if config.kl_coef is not None:
+        return config.kl_coef
+    return DEFAULT_KL_COEF if inputs.ref_log_probs is not None else 0.0
+
+
+DEFAULT_KL_COEF = 0.04
+"""Used when a reference policy is passed and no coefficient is set (DeepSeekMath, arXiv:2402.03300, sec. 4.2)."""
+
+
+def _entropy(inputs: ObjectiveInputs, config: ObjectiveConfig, log_probs: Tensor, ratio: Tensor) -> Tensor:
+    """The entropy per step: exact where that is wanted and known, else the estimate, which without a bonus is a metric only."""
+    match config.entropy_estimator:
+        case "exact":
+            if inputs.entropy is not None:
+                return _on_mask(inputs.entropy, inputs.mask)
+            if config.entropy_coef > 0:
+                raise ConfigError(
+                    f"objective.entropy_coef={config.entropy_coef} needs an exact entropy, and the policy gives none. "
+                    "Return it in ActionScores.entropy, or set entropy_estimator='score_function'."
+                )
+            return score_function_entropy(log_probs.detach(), ratio.detach())
+        case "score_function":
+            return score_function_entropy(log_probs, ratio)
+        case _:
+            assert_never(config.entropy_estimator)
+
+
+def _on_mask(values: Tensor, mask: Bool[Tensor, "N T"]) -> Tensor:
+    """Values with 0 off the mask, in float32 or better: what is off the mask (NaN, say) reaches no gradient."""
+    clean = torch.where(mask, values, 0.0)
+    return clean.float() if clean.element_size() < 4 else clean
+
+
+def _moments(
+    shares: dict[str, Tensor], fractions: dict[str, Tensor], spread: dict[str, Tensor], mask: Tensor
+) -> dict[str, Tensor]:
+    """All metrics as rows (count, sum, sum of squares) of one float64 tensor: one transfer when they are read."""
+    count = mask.sum(dtype=torch.float64)
+    zero = torch.zeros_like(count)
+    cells: list[Tensor] = []
+    for share in shares.values():
+        cells += [zero, share.detach().double(), zero]
+    for fraction in fractions.values():
+        total = fraction.sum(dtype=torch.float64)
+        cells += [count, total, total]
+    for values in spread.values():
+        cells += [count, *masked_moments(values.detach(), mask)]
+    rows = torch.stack(cells).view(-1, 3).unbind(0)
+    return dict(zip((*shares, *fractions, *spread), rows, strict=True))

@@ -1,0 +1,127 @@
+"""Streaming statistics that need no device synchronisation until they are reported, and where reports go."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol, Self, TextIO, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+def masked_moments(values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> tuple[Tensor, Tensor]:
+    """Sum and sum of squares over the mask, in float64, on the device."""
+    clean = torch.where(mask, values, 0.0)
+    return clean.sum(dtype=torch.float64), torch.linalg.vector_norm(clean, dtype=torch.float64).square()
+
+
+class Meter:
+    """Adds up (count, sum, sum of squares) per metric, on the device, and moves them all to the host at once.
+
+    A metric whose count is 0 is a share of an update's total: its shares are added and averaged over updates.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._moments: list[Tensor] = []
+        self._values: dict[str, tuple[int, float]] = {}
+
+    def add(self, moments: Mapping[str, Float[Tensor, "3"]]) -> None:
+        """Add one micro-batch's moments; nothing is computed or copied yet."""
+        self._names.extend(moments)
+        self._moments.extend(moments.values())
+
+    def add_value(self, name: str, value: float) -> None:
+        """Add one number that is on the host already; the mean is reported."""
+        count, total = self._values.get(name, (0, 0.0))
+        self._values[name] = (count + 1, total + value)
+
+    def report(self, num_updates: int) -> dict[str, tuple[float, float]]:
+        """(mean, standard deviation) of each metric, and an empty meter."""
+        result = {name: (total / count, 0.0) for name, (count, total) in self._values.items()}
+        if self._moments:
+            rows = torch.stack(self._moments).cpu().numpy()
+            totals: dict[str, np.ndarray] = {}
+            for name, row in zip(self._names, rows, strict=True):
+                totals[name] = totals[name] + row if name in totals else row
+            for name, (count, total, squares) in totals.items():
+                mean = total / (count or num_updates or 1)
+                variance = squares / count - mean**2 if count else 0.0
+                result[name] = (float(mean), math.sqrt(max(variance, 0.0)))
+        self._names, self._moments, self._values = [], [], {}
+        return result
+
+
+def reward_statistics(rewards: Float[Tensor, " N"]) -> dict[str, float]:
+    """Mean, standard deviation (n - 1), extremes and quartiles, under their metric names."""
+    values = rewards.double().numpy()
+    low, q25, median, q75, high = np.quantile(values, (0.0, 0.25, 0.5, 0.75, 1.0)).tolist()
+    return {
+        "rewards/mean": float(values.mean()),
+        "rewards/std": float(values.std(ddof=1)) if len(values) > 1 else 0.0,
+        "rewards/max": high,
+        "rewards/min": low,
+        "rewards/median": median,
+        "rewards/q25": q25,
+        "rewards/q75": q75,
+    }
+
+
+@runtime_checkable
+class MetricSink(Protocol):
+    """Where metrics go: a file, a dashboard, a plot."""
+
+    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
+        """Take the metrics of one iteration; iterations count from 1."""
+        ...
+
+    def close(self) -> None:
+        """Called by whoever opened the sink, when nothing more comes."""
+        ...
+
+
+class JSONLSink:
+    """One JSON object per iteration and line, appended and flushed; readable by anything.
+
+    Control characters in names are escaped, and a number JSON has no word for (NaN, infinity) is written as null.
+
+    Args:
+        path: the file; its folder is made, and lines are added to a file that exists.
+
+    Example:
+        >>> with JSONLSink("/tmp/metrics.jsonl") as sink:
+        ...     sink.log({"rewards/mean": 0.5}, iteration=1)
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = self.path.open("a", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
+        """Append one line."""
+        line = {"iteration": iteration, **{k: v if math.isfinite(v) else None for k, v in metrics.items()}}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, float | None]]:
+    """The lines a `JSONLSink` wrote."""
+    return [json.loads(line) for line in _lines(Path(path))]
+
+
+def _lines(path: Path) -> Iterable[str]:
+    return path.read_text(encoding="utf-8").splitlines()

@@ -1,0 +1,157 @@
+"""Calling a reward model that may fail: retries, rows left out, and errors that name the function and its rows."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from .coercion import as_rewards, pad_steps
+from .errors import GRPOError, RewardError
+from .reward_model_base import ReportsComponents, as_reward_model, reward_name
+from .settings import Settings, setting
+from .types import Rows, select_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardConfig(Settings):
+    """What happens when a reward cannot be had."""
+
+    non_finite: Literal["raise", "drop", "zero"] = "raise"
+    """A NaN or infinite reward: an error; its row leaves the batch and its group's statistics; or it counts as 0."""
+    on_failure: Literal["raise", "drop"] = "raise"
+    """The reward model raised, and raised again on every retry: an error; or the rows are asked for one by one,
+    and those that still raise leave the batch."""
+    num_retries: int = setting(0, at_least=0)
+    """Calls made again after one that raised. Larger: outlasts longer outages, hides real bugs for longer."""
+    retry_delay: float = setting(1.0, at_least=0.0)
+    """Seconds before the first retry; doubles with each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewards:
+    """Rewards of the rows that have one."""
+
+    values: Float[Tensor, " K"] | Float[Tensor, "K T"]
+    """K rewards, one per kept row."""
+    components: dict[str, Float[Tensor, " K"]]
+    """Named parts, where the reward model reports them."""
+    kept: Bool[Tensor, " N"] | None
+    """Which of the N rows these are; None: all."""
+    metrics: dict[str, float]
+    """Rows dropped, rewards set to zero, calls made again."""
+
+
+class RewardCalls:
+    """A reward model with the failure policy of `RewardConfig`.
+
+    Args:
+        reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
+        config: what to do when it fails.
+    """
+
+    def __init__(self, reward_model: Any, config: RewardConfig) -> None:
+        self.reward_model = as_reward_model(reward_model)
+        self.config = config
+        self._name = reward_name(self.reward_model)
+        self._reports_components = isinstance(self.reward_model, ReportsComponents)
+        self._num_retried = 0
+
+    def __call__(self, states: Rows, actions: Rows) -> Rewards:
+        """Rewards of N rows.
+
+        Raises:
+            RewardError: the reward model raised (chained), returned the wrong shape, or a number that is not finite,
+                and `config` does not say otherwise.
+        """
+        self._num_retried = 0
+        self.reward_model.eval()
+        count = len(states)
+        try:
+            total, components = self._ask(states, actions)
+            kept = torch.ones(count, dtype=torch.bool)
+        except RewardError:
+            if self.config.on_failure == "raise":
+                raise
+            total, components, kept = self._ask_row_by_row(states, actions)
+        finite = total.isfinite() if total.dim() == 1 else total.isfinite().all(1)
+        num_zeroed = 0
+        if not finite.all():
+            match self.config.non_finite:
+                case "raise":
+                    rows = kept.nonzero().squeeze(1)[~finite].tolist()
+                    shown = [total[i].tolist() for i in (~finite).nonzero().squeeze(1)[:4].tolist()]
+                    raise RewardError(
+                        f"{self._name} must return finite numbers; got {shown} at rows {rows[:16]}"
+                        f"{' ...' if len(rows) > 16 else ''} of {count}. "
+                        f"Mend the reward, or set reward.non_finite to 'drop' or 'zero'."
+                    )
+                case "drop":
+                    kept[kept.clone()] = finite
+                    total, components = total[finite], {name: part[finite] for name, part in components.items()}
+                case "zero":
+                    total = total.nan_to_num(0.0, 0.0, 0.0)
+                    num_zeroed = int((~finite).sum())
+        if not kept.any():
+            raise RewardError(f"{self._name}: no row of {count} has a reward, so there is nothing to learn from.")
+        metrics = {
+            "rows/dropped": float(count - int(kept.sum())),
+            "rewards/zeroed": float(num_zeroed),
+            "rewards/retries": float(self._num_retried),
+        }
+        return Rewards(values=total, components=components, kept=None if kept.all() else kept, metrics=metrics)
+
+    def _ask(self, states: Rows, actions: Rows, row: int | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """One call, made again `num_retries` times if it raises."""
+        for attempt in range(self.config.num_retries + 1):
+            try:
+                return self._call(states, actions)
+            except GRPOError:
+                raise
+            except Exception as error:
+                if attempt < self.config.num_retries:
+                    self._num_retried += 1
+                    time.sleep(self.config.retry_delay * 2**attempt)
+                    continue
+                rows = f"rows 0 to {len(states) - 1}" if row is None else f"row {row}"
+                raise RewardError(
+                    f"{self._name} raised {type(error).__name__}: {error} for {rows}, in {attempt + 1} call(s). "
+                    f"Mend it, or set reward.num_retries or reward.on_failure='drop'."
+                ) from error
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _call(self, states: Rows, actions: Rows) -> tuple[Tensor, dict[str, Tensor]]:
+        if self._reports_components:
+            components = {
+                name: as_rewards(f"{self._name}[{name!r}]", part, len(states))
+                for name, part in self.reward_model.compute_components(states, actions).items()
+            }
+            total = self.reward_model.combine(components)
+        else:
+            components, total = {}, self.reward_model.compute_rewards(states, actions)
+        return as_rewards(self._name, total, len(states)), components
+
+    def _ask_row_by_row(self, states: Rows, actions: Rows) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        answers, kept = [], torch.zeros(len(states), dtype=torch.bool)
+        for row in range(len(states)):
+            one = slice(row, row + 1)
+            try:
+                answers.append(self._ask(select_rows(states, one), select_rows(actions, one), row))
+                kept[row] = True
+            except RewardError:  # counted by the caller as dropped: that is what on_failure="drop" asks for
+                continue
+        if not answers:
+            raise RewardError(f"{self._name} raised for every one of {len(states)} rows.")
+        totals, parts = zip(*answers, strict=True)
+        return _join(totals), {name: _join([part[name] for part in parts]) for name in parts[0]}, kept
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    """Rows asked for one by one, as one tensor; rewards per step are padded to the longest."""
+    if parts[0].dim() == 1:
+        return torch.cat(list(parts))
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([pad_steps(part, width, 0.0) for part in parts])

@@ -1,0 +1,104 @@
+"""Frozen settings whose every value is checked on construction, from their types and declared bounds."""
+
+import dataclasses
+import math
+import operator
+import types
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+from .errors import ConfigError
+
+
+def setting(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field with bounds that `Settings` enforces."""
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    return dataclasses.field(default=default, metadata={k: v for k, v in bounds.items() if v is not None})
+
+
+_BOUNDS = {
+    "at_least": (">=", operator.ge),
+    "above": (">", operator.gt),
+    "at_most": ("<=", operator.le),
+    "below": ("<", operator.lt),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Base of the frozen, keyword-only configuration dataclasses: validation, `to_dict`, `from_dict`."""
+
+    def __post_init__(self) -> None:
+        """Check every field against its annotation and bounds.
+
+        Raises:
+            ConfigError: naming the field, what it must be, and what came.
+        """
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            kinds = _alternatives(type(self), field.name)  # type: ignore[arg-type]
+            name = f"{type(self).__name__}.{field.name}"
+            if not any(_is_a(value, kind) for kind in kinds):
+                raise ConfigError(f"{name} must be {' or '.join(map(_spell, kinds))}; got {value!r}.")
+            if value is None:
+                continue
+            for key, bound in field.metadata.items():
+                sign, holds = _BOUNDS[key]
+                if not holds(value, bound):
+                    raise ConfigError(f"{name} must be {sign} {bound}; got {value!r}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, None and dicts: ready for JSON, and for `from_dict`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The settings that `to_dict` described; missing keys take their defaults.
+
+        Raises:
+            ConfigError: an unknown key, or a value the field does not allow.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        unknown = [key for key in values if key not in names]
+        if unknown:
+            raise ConfigError(
+                f"{cls.__name__} has no setting {', '.join(map(repr, unknown))}; it has {', '.join(names)}."
+            )
+        return cls(**{key: _nested(cls, key, value) for key, value in values.items()})
+
+
+@cache
+def _alternatives(cls: Any, name: str) -> tuple[Any, ...]:
+    hint = get_type_hints(cls)[name]
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _nested(cls: type, name: str, value: Any) -> Any:
+    for kind in _alternatives(cls, name):
+        if isinstance(kind, type) and issubclass(kind, Settings) and isinstance(value, Mapping):
+            return kind.from_dict(value)
+    return value
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _spell(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(kind)))
+    return "None" if kind is types.NoneType else "a finite number" if kind is float else str(kind.__name__)

@@ -1,0 +1,343 @@
+"""The trainer: one iteration is collect, estimate advantages, update; a run is many of them."""
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .advantage_estimator import AdvantageEstimator, group_statistics
+from .checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
+from .config import GRPOConfig
+from .errors import ConfigError, GRPOWarning, NonFiniteGradientError
+from .experience_collector import ExperienceCollector
+from .gradient_step import GradientStep, schedule_factor
+from .grpo_objective import DEFAULT_KL_COEF, Objective, grpo_objective
+from .metrics import MetricSink, reward_statistics
+from .policy_base import POLICY_METHODS, ScoresReference, SplitsSteps, SyncsSampler, require_methods
+from .policy_update import PolicyUpdate, UpdateCounts
+from .random_state import preserved_random_state, seed_everything
+from .reward_model_base import as_reward_model
+from .state_source import StateSource
+from .trainer_state import put_trainer_state, take_trainer_state
+from .types import ExperienceBatch, Rows
+
+__all__ = ["GRPOConfig", "GRPOTrainer"]
+
+WITH_STD = ("ratio", "advantages", "kl")
+"""Metrics of the objective that are reported as a mean and a standard deviation."""
+
+ZERO_WITHOUT = ("train/kl_penalty", "train/kl_mean", "train/kl_std", "train/grad_norm", "train/learning_rate")
+"""Metrics that are 0 where there is no reference, or nothing was applied."""
+
+
+class GRPOTrainer:
+    """Trains any policy on any reward with group-relative advantages.
+
+    Args:
+        config: every setting; see `GRPOConfig`.
+        policy: a `PolicyModel`. Optional capabilities are looked up here, once.
+        reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
+        reference_policy: a frozen copy to stay close to: `copy.deepcopy(policy)`. It turns the KL term on.
+        optimizer: the one that is stepped; None: AdamW without weight decay over `policy.get_parameters()`.
+        lr_scheduler: stepped once per applied update.
+        objective: stands in for `grpo_objective`: any `ObjectiveInputs -> ObjectiveOutput`.
+        advantages: stands in for `AdvantageEstimator`: any `ExperienceBatch -> [N] or [N, T]`.
+
+    Raises:
+        ProtocolError: (a TypeError) methods are missing; all of them are named.
+        ConfigError: settings and arguments that contradict one another.
+
+    Example:
+        >>> trainer = GRPOTrainer(config=GRPOConfig(), policy=policy, reward_model=reward)  # doctest: +SKIP
+        >>> metrics = trainer.step(["state 1", "state 2"])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        config: GRPOConfig,
+        policy: Any,
+        reward_model: Any,
+        reference_policy: Any = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        objective: Objective | None = None,
+        advantages: Callable[[ExperienceBatch], Tensor] | None = None,
+    ) -> None:
+        require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
+        if lr_scheduler is not None and (config.lr_schedule != "constant" or config.warmup_ratio > 0):
+            raise ConfigError(
+                "lr_scheduler and config.lr_schedule or warmup_ratio both set the learning rate: keep one."
+            )
+        self.config = config
+        self.policy = policy
+        self.reward_model = as_reward_model(reward_model)
+        self.reference_policy = reference_policy
+        self.lr_scheduler = lr_scheduler
+        self.iteration = 0
+        if config.seed is not None:
+            seed_everything(config.seed)
+        self.data_seed = int(torch.randint(2**31, ())) if config.seed is None else config.seed
+        for model in (policy, self.reward_model, reference_policy):
+            if config.device is not None and model is not None:
+                model.to(config.device)
+        parameters = policy.get_parameters()
+        _require_separate_reference(parameters, policy, reference_policy)
+        self.kl_coef = _resolve_kl_coef(config, policy, reference_policy, has_own_loss=objective is not None)
+        self.gradient = GradientStep(
+            policy_name=type(policy).__name__,
+            parameters=parameters,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            learning_rate=config.learning_rate,
+            max_grad_norm=config.max_grad_norm,
+            use_scaler=config.autocast_dtype == "float16",
+        )
+        self.collector = ExperienceCollector(
+            policy=policy,
+            reward_model=self.reward_model,
+            group_size=config.group_size,
+            reference_policy=reference_policy,
+            use_reference=self.kl_coef > 0,
+            micro_batch_size=config.micro_batch_size,
+            reward=config.reward,
+            autocast=self._autocast,
+        )
+        self.advantages = advantages or AdvantageEstimator(config.advantage)
+        self.policy_update = PolicyUpdate(
+            config=config,
+            collector=self.collector,
+            gradient=self.gradient,
+            objective=objective or (lambda inputs: grpo_objective(inputs, config.objective)),
+            zero_advantage_is_inert=objective is None and self.kl_coef == 0 and config.objective.entropy_coef == 0,
+            splitter=policy if isinstance(policy, SplitsSteps) else None,
+            kl_coef=self.kl_coef,
+            seed=self.data_seed,
+        )
+        self._syncer = policy if isinstance(policy, SyncsSampler) else None
+        self._sampler_is_stale = True
+        self.run_position = 0
+        self._resume_at = 0
+
+    # One iteration
+
+    def step(self, states: Rows) -> dict[str, float]:
+        """One iteration: sample a group of actions per state, and improve the policy on them.
+
+        Args:
+            states: B states.
+
+        Returns:
+            Metrics by name (`train/...`, `rewards/...`, `group_stats/...`, `rows/...`, `steps/...`, `time/...`).
+
+        Raises:
+            ContractError: the policy broke its contract.
+            RewardError: a reward could not be had.
+            NonFiniteGradientError: `config.max_skipped_updates` updates in a row had to be skipped.
+        """
+        start = time.perf_counter()
+        metrics = self.update(self.collect(states))
+        return {**metrics, "time/iteration": time.perf_counter() - start}
+
+    def collect(self, states: Rows) -> ExperienceBatch:
+        """The first half of `step`: sampled, rewarded and scored rows, without gradient."""
+        if self._sampler_is_stale:
+            self._sync_sampler()
+        return self._complete(self.collector.collect(states))
+
+    def update(self, batch: ExperienceBatch) -> dict[str, float]:
+        """The second half of `step`: all updates on one batch, collected here or elsewhere."""
+        start = time.perf_counter()
+        batch = self._complete(batch)
+        advantages = self.advantages(batch)
+        self.policy.train()
+        counts = self.policy_update.run(batch, advantages)
+        self.iteration += 1
+        if counts.applied:
+            self._sync_sampler()
+        seconds = time.perf_counter() - start
+        return {**self._report(batch, counts), "time/update": seconds, "time/iteration": seconds}
+
+    def evaluate(self, states: Rows, *, num_actions_per_state: int | None = None) -> dict[str, float]:
+        """Mean and standard deviation of the reward of freshly sampled actions; nothing is trained.
+
+        Global random generators are left as they were, so that evaluating does not change what training does next.
+
+        Args:
+            states: states to act in.
+            num_actions_per_state: samples per state; None: `config.group_size`.
+        """
+        if self._sampler_is_stale:
+            self._sync_sampler()
+        with preserved_random_state():
+            rewards = self.collector.rewards_of(states, num_actions_per_state or self.config.group_size).double()
+        return {"eval/avg_reward": float(rewards.mean()), "eval/avg_reward_std": float(rewards.std(correction=0))}
+
+    # A run
+
+    def train(
+        self,
+        states: Any,
+        *,
+        num_iterations: int,
+        eval_states: Rows | None = None,
+        eval_every: int | None = None,
+        sinks: Sequence[MetricSink] = (),
+        checkpoint_dir: str | Path | None = None,
+        checkpoint_every: int | None = None,
+        keep_last: int = 3,
+        progress: bool = True,
+    ) -> list[dict[str, float]]:
+        """Many iterations, with a progress bar, evaluations, sinks and checkpoints.
+
+        After `load_checkpoint` of a checkpoint made by a run, the next call goes on where that run was:
+        `num_iterations` counts from its beginning.
+
+        Args:
+            states: a sequence or tensor of states, an iterable, or a sampler `iteration -> states`; see `StateSource`.
+            num_iterations: of the whole run.
+            eval_states: evaluated every `eval_every` iterations, and after the last.
+            eval_every: None: ten times in the run.
+            sinks: each is given every iteration's metrics.
+            checkpoint_dir: where `iteration-00000010` and its kind are written; None: nowhere.
+            checkpoint_every: None: ten times in the run. The last iteration, and one whose evaluation is the best so
+                far, are written too.
+            keep_last: newest checkpoints that stay, beside the best by `eval/avg_reward` (without `eval_states`, by
+                `rewards/mean`).
+            progress: show a progress bar.
+
+        Returns:
+            The metrics of each iteration done by this call.
+        """
+        source = StateSource(states, self.config.num_states_per_iteration, self.data_seed)
+        folder = None if checkpoint_dir is None else CheckpointFolder(checkpoint_dir, keep_last)
+        eval_every = eval_every or max(1, num_iterations // 10)
+        checkpoint_every = checkpoint_every or max(1, num_iterations // 10)
+        start, self._resume_at = self._resume_at, 0
+        history: list[dict[str, float]] = []
+        best = float("-inf")
+        with tqdm(total=num_iterations, initial=start, desc="GRPO", unit="it", disable=not progress) as bar:
+            for position in range(start, num_iterations):
+                is_last = position + 1 == num_iterations
+                self.gradient.schedule(schedule_factor(self.config, position, num_iterations))
+                try:
+                    metrics = self.step(source(position))
+                except NonFiniteGradientError:
+                    if folder is not None:
+                        folder.save(take_trainer_state(self), iteration=self.iteration, score=None)
+                    raise
+                self.run_position = position + 1
+                improved = False
+                if eval_states is not None and ((position + 1) % eval_every == 0 or is_last):
+                    metrics |= self.evaluate(eval_states)
+                    improved = metrics["eval/avg_reward"] > best
+                    best = max(best, metrics["eval/avg_reward"])
+                history.append(metrics)
+                for sink in sinks:
+                    sink.log(metrics, self.iteration)
+                if folder is not None and ((position + 1) % checkpoint_every == 0 or is_last or improved):
+                    score = metrics.get("eval/avg_reward" if eval_states is not None else "rewards/mean")
+                    folder.save(take_trainer_state(self), iteration=self.iteration, score=score)
+                bar.set_postfix(reward=f"{metrics['rewards/mean']:.3f}", refresh=False)
+                bar.update()
+        return history
+
+    def save_checkpoint(self, path: str | Path) -> Path:
+        """Write everything an exact resume needs to the folder `path`, all or nothing."""
+        return write_checkpoint(path, take_trainer_state(self), iteration=self.iteration)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Restore what `save_checkpoint` or `train(checkpoint_dir=...)` wrote, down to the random generators.
+
+        Args:
+            path: one checkpoint, or a folder of them, of which the newest whole one is taken.
+
+        Raises:
+            CheckpointError: nothing has been changed; the file or the item at fault is named.
+        """
+        put_trainer_state(self, read_checkpoint(path))
+        self._resume_at = self.run_position
+        self._sync_sampler()
+
+    # Parts
+
+    def _complete(self, batch: ExperienceBatch) -> ExperienceBatch:
+        return self.collector.complete(batch, several_updates=self.policy_update.num_updates(batch) > 1)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.config.autocast_dtype is None:
+            return nullcontext()
+        dtype = torch.bfloat16 if self.config.autocast_dtype == "bfloat16" else torch.float16
+        return torch.autocast(self.gradient.device.type, dtype)
+
+    def _sync_sampler(self) -> None:
+        if self._syncer is not None:
+            self._syncer.sync_sampler()
+        self._sampler_is_stale = False
+
+    def _report(self, batch: ExperienceBatch, counts: UpdateCounts) -> dict[str, float]:
+        """This iteration's metrics by name."""
+        metrics = dict.fromkeys(ZERO_WITHOUT, 0.0)
+        for name, (mean, std) in self.policy_update.meter.report(counts.applied or counts.planned).items():
+            if name in WITH_STD:
+                metrics |= {f"train/{name}_mean": mean, f"train/{name}_std": std}
+            else:
+                metrics[f"train/{name}"] = mean
+        rewards = batch.rewards if batch.rewards.dim() == 1 else batch.rewards.where(batch.mask.cpu(), 0).sum(1)
+        lengths = batch.mask.sum(1).double()
+        metrics |= {
+            "train/kl_coef": self.kl_coef,
+            "train/num_updates": float(counts.applied),
+            "train/skipped_updates": float(counts.planned - counts.applied),
+            "rows/skipped_zero_advantage": float(counts.rows_skipped),
+            "steps/mean": float(lengths.mean()),
+            "steps/max": float(lengths.max()),
+            **reward_statistics(rewards),
+            **group_statistics(rewards, batch.group_ids),
+            **batch.metrics,
+        }
+        for name, part in batch.reward_components.items():
+            values = part.double()
+            metrics |= {
+                f"rewards/{name}/mean": float(values.mean()),
+                f"rewards/{name}/std": float(values.std(correction=0)),
+            }
+        return metrics
+
+
+def _require_separate_reference(parameters: Mapping[str, Tensor], policy: Any, reference_policy: Any) -> None:
+    if reference_policy is None:
+        return
+    require_methods(reference_policy, POLICY_METHODS, "reference_policy", "PolicyModel")
+    trained = {value.data_ptr() for value in parameters.values() if value.requires_grad}
+    shared = [name for name, value in reference_policy.get_parameters().items() if value.data_ptr() in trained]
+    if reference_policy is policy or shared:
+        raise ConfigError(
+            f"reference_policy shares parameters with policy ({', '.join(shared[:3]) or 'it is the same object'}), so it "
+            "would move with it and the KL would stay 0. Pass copy.deepcopy(policy)."
+        )
+
+
+def _resolve_kl_coef(config: GRPOConfig, policy: Any, reference_policy: Any, *, has_own_loss: bool) -> float:
+    """The coefficient in force: None is `DEFAULT_KL_COEF` where a reference policy is passed, else 0."""
+    kl_coef = config.objective.kl_coef
+    if kl_coef is None:
+        return DEFAULT_KL_COEF if reference_policy is not None else 0.0
+    if kl_coef > 0 and reference_policy is None and not isinstance(policy, ScoresReference):
+        raise ConfigError(
+            f"objective.kl_coef={kl_coef} needs a reference. Pass reference_policy=..., or set kl_coef=0."
+        )
+    if kl_coef > 0 and config.objective.kl_estimator == "k1" and not has_own_loss:
+        warnings.warn(
+            "objective.kl_estimator='k1' as a loss has a gradient of zero in expectation: it adds noise and no pull. "
+            "Use 'k2' or 'k3_weighted' for KL(pi || ref), or 'k3' for KL(ref || pi).",
+            GRPOWarning,
+            stacklevel=3,
+        )
+    return kl_coef

@@ -1,0 +1,100 @@
+"""What an exact resume needs of a trainer, as one nested value; and putting it back."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import CheckpointError
+from .policy_base import HasState
+from .random_state import put_random_state, take_random_state
+
+if TYPE_CHECKING:
+    from .trainer import GRPOTrainer
+
+
+def take_trainer_state(trainer: "GRPOTrainer") -> dict[str, Any]:
+    """Parameters, optimizer, scheduler, scaler, generators, counters, and the `HasState` of everything that has one."""
+    return {
+        "config": trainer.config.to_dict(),
+        "parameters": dict(trainer.policy.get_parameters()),
+        "reference": None if trainer.reference_policy is None else dict(trainer.reference_policy.get_parameters()),
+        "stateful": {name: value.state_dict() for name, value in _stateful(trainer).items()},
+        "counters": {
+            "iteration": trainer.iteration,
+            "run_position": trainer.run_position,
+            "data_seed": trainer.data_seed,
+            "skipped_in_a_row": trainer.policy_update.skipped_in_a_row,
+        },
+        "row_order": trainer.policy_update.generator.get_state(),
+        "random": take_random_state(),
+    }
+
+
+def put_trainer_state(trainer: "GRPOTrainer", state: dict[str, Any]) -> None:
+    """Restore what `take_trainer_state` took; checked in full before anything is changed.
+
+    Raises:
+        CheckpointError: naming an item that is missing, or a tensor of another shape.
+    """
+    owner = type(trainer.policy).__name__
+    expected = {"config", "parameters", "reference", "stateful", "counters", "row_order", "random"}
+    _require_same_names("checkpoint", expected, state)
+    stateful = _stateful(trainer)
+    _require_same_names("checkpoint['stateful']", stateful, state["stateful"])
+    _require_same_tensors(owner, trainer.policy.get_parameters(), state["parameters"])
+    if trainer.reference_policy is not None:
+        if state["reference"] is None:
+            raise CheckpointError(
+                "The checkpoint was made without a reference_policy. Build the trainer as it was built then."
+            )
+        _require_same_tensors(f"reference {owner}", trainer.reference_policy.get_parameters(), state["reference"])
+        _copy(trainer.reference_policy.get_parameters(), state["reference"])
+    _copy(trainer.policy.get_parameters(), state["parameters"])
+    for name, value in stateful.items():
+        value.load_state_dict(state["stateful"][name])
+    counters = state["counters"]
+    trainer.iteration, trainer.run_position = counters["iteration"], counters["run_position"]
+    trainer.data_seed = counters["data_seed"]
+    trainer.policy_update.skipped_in_a_row = counters["skipped_in_a_row"]
+    trainer.policy_update.generator.set_state(state["row_order"])
+    put_random_state(state["random"])
+
+
+def _stateful(trainer: "GRPOTrainer") -> dict[str, Any]:
+    """Everything with a `state_dict`, by name. A reward model that is a network is not trained here, and not kept."""
+    candidates = {
+        "policy": trainer.policy,
+        "reward_model": None if isinstance(trainer.reward_model, torch.nn.Module) else trainer.reward_model,
+        "advantages": trainer.advantages,
+        "optimizer": trainer.gradient.optimizer,
+        "lr_scheduler": trainer.lr_scheduler,
+        "scaler": trainer.gradient.scaler if trainer.gradient.scaler.is_enabled() else None,
+    }
+    return {name: value for name, value in candidates.items() if isinstance(value, HasState)}
+
+
+def _require_same_names(where: str, expected: Any, found: Any) -> None:
+    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if missing or extra:
+        raise CheckpointError(
+            f"{where} lacks {missing or 'nothing'} and has {extra or 'nothing'} that this trainer has not. "
+            "Build the trainer with the same kinds of policy, reward model, optimizer and scheduler as when it was saved."
+        )
+
+
+def _require_same_tensors(owner: str, present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    _require_same_names(f"{owner}'s parameters in the checkpoint", present, saved)
+    for name, value in present.items():
+        if value.shape != saved[name].shape:
+            raise CheckpointError(
+                f"{owner}: {name} has shape {list(value.shape)}, and {list(saved[name].shape)} in the checkpoint. "
+                "Build the policy as it was when it was saved."
+            )
+
+
+def _copy(present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in present.items():
+            value.copy_(saved[name])
