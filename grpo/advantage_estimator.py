@@ -88,20 +88,20 @@ def group_relative_advantages(
         Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; without the std: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783;
         leave one out: Kool et al. 2019; Ahmadian et al. 2024 (RLOO), arXiv:2402.14740.
     """
-    groups, counts = _number_groups(group_ids)
-    values = rewards.double()
-    means = _means(values, groups, counts)
+    groups = _Groups.of(group_ids)
+    values = groups.gather(rewards.double())
     tolerance = 2 * torch.finfo(rewards.dtype).eps
-    constant = _is_constant(values, groups, len(counts), tolerance)
+    constant = groups.are_constant(values, tolerance)
+    means = groups.means(values)
 
-    size = counts[groups]
     match baseline:
         case "group_mean":
-            centred = values - means[groups]
+            centred = values - means
         case "group_median":
-            centred = values - _medians(values, groups, counts)[groups]
+            centred = values - groups.medians(values)
         case "leave_one_out":
-            centred = (values - means[groups]) * (size / (size - 1).clamp(min=1))
+            size = groups.spread(groups.counts)
+            centred = (values - means) * (size / (size - 1).clamp(min=1))
         case "global_mean":
             centred = values - (values.mean() if running_mean is None else running_mean)
         case "none":
@@ -109,22 +109,24 @@ def group_relative_advantages(
         case _:
             assert_never(baseline)
     if baseline in RELATIVE_BASELINES:
-        centred = torch.where(constant[groups], 0.0, centred)
+        centred = torch.where(constant, 0.0, centred)
 
     match scale:
         case "none":
             advantages = centred
         case "group":
-            squares = torch.zeros_like(means).index_add_(0, groups, (values - means[groups]).square())
-            std = (squares / (counts - std_ddof).clamp(min=1)).sqrt()
-            advantages = _divide(centred, std[groups] + std_eps, constant[groups])
+            size = groups.spread(groups.counts)
+            variance = groups.means((values - means).square()) * (size / (size - std_ddof).clamp(min=1))
+            advantages = torch.where(constant, 0.0, centred / torch.where(constant, 1.0, variance.sqrt() + std_eps))
         case "batch":
-            everything = torch.zeros_like(groups)
-            std = values.std(correction=std_ddof) if len(values) > std_ddof else values.new_zeros(())
-            advantages = _divide(centred, std + std_eps, _is_constant(values, everything, 1, tolerance))
+            everything_is_constant = (values.max() - values.min()) <= tolerance * values.abs().max()
+            if bool(everything_is_constant):
+                advantages = torch.zeros_like(centred)
+            else:
+                advantages = centred / (values.std(correction=std_ddof) + std_eps)
         case _:
             assert_never(scale)
-    return advantages.to(rewards.dtype)
+    return groups.scatter(advantages).to(rewards.dtype)
 
 
 def group_relative_returns(
@@ -165,8 +167,7 @@ def group_relative_returns(
     """
     returns = discounted_returns(rewards, mask, gamma)
     num_steps = mask.shape[1]
-    groups, _ = _number_groups(group_ids)
-    cells = groups.to(mask.device).unsqueeze(1) * num_steps + torch.arange(num_steps, device=mask.device)
+    cells = group_ids.to(mask.device).unsqueeze(1) * num_steps + torch.arange(num_steps, device=mask.device)
     advantages = torch.zeros_like(returns)
     advantages[mask] = group_relative_advantages(
         returns[mask],
@@ -201,11 +202,12 @@ def discounted_returns(rewards: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"],
 
 def group_statistics(rewards: Float[Tensor, " N"], group_ids: Int[Tensor, " N"]) -> dict[str, float]:
     """Number of groups, their mean size, and the fraction without differences (groups of one included)."""
-    groups, counts = _number_groups(group_ids)
-    constant = _is_constant(rewards.double(), groups, len(counts), 2 * torch.finfo(rewards.dtype).eps)
+    groups = _Groups.of(group_ids)
+    low, high = groups.extremes(groups.gather(rewards.double()))
+    constant = _is_constant(low, high, 2 * torch.finfo(rewards.dtype).eps)
     return {
-        "group_stats/num_groups": float(len(counts)),
-        "group_stats/avg_group_size": len(group_ids) / len(counts),
+        "group_stats/num_groups": float(len(groups.counts)),
+        "group_stats/avg_group_size": len(group_ids) / len(groups.counts),
         "group_stats/zero_variance_fraction": float(constant.double().mean()),
     }
 
@@ -262,36 +264,59 @@ class AdvantageEstimator:
         self._count, self._mean = state["count"], state["mean"]
 
 
-def _number_groups(group_ids: Int[Tensor, " N"]) -> tuple[Int[Tensor, " N"], Int[Tensor, " B"]]:
-    """Group numbers 0..B-1 per row, and the rows of each group. Sorted ids, the usual case, need no sort."""
-    if bool((group_ids[1:] >= group_ids[:-1]).all()):
-        _, groups, counts = group_ids.unique_consecutive(return_inverse=True, return_counts=True)
-    else:
-        _, groups, counts = group_ids.unique(return_inverse=True, return_counts=True)
-    return groups, counts
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Rows brought together group by group, so that a group's statistics are those of a run of neighbours."""
+
+    order: Int[Tensor, " N"] | None
+    """Which row stands at each place; None: groups are together already, which is the usual case."""
+    counts: Int[Tensor, " B"]
+    """Rows of each group."""
+
+    @classmethod
+    def of(cls, group_ids: Int[Tensor, " N"]) -> "_Groups":
+        order = None
+        if not bool((group_ids[1:] >= group_ids[:-1]).all()):
+            order = group_ids.argsort(stable=True)
+            group_ids = group_ids[order]
+        _, counts = group_ids.unique_consecutive(return_counts=True)
+        return cls(order, counts)
+
+    def gather(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """Rows in their groups' order."""
+        return values if self.order is None else values[self.order]
+
+    def scatter(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """Rows back in the caller's order."""
+        return values if self.order is None else torch.empty_like(values).scatter_(0, self.order, values)
+
+    def spread(self, per_group: Tensor) -> Tensor:
+        """One value per group, for each of its rows."""
+        return per_group.repeat_interleave(self.counts)
+
+    def means(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """Each row's group mean; the second pass removes the rounding of the first."""
+        first = self.spread(torch.segment_reduce(values, "mean", lengths=self.counts))
+        return first + self.spread(torch.segment_reduce(values - first, "mean", lengths=self.counts))
+
+    def medians(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """Each row's group median: sorted by value, then stably by group, the middle rows stand at known places."""
+        by_value = values.argsort(stable=True)
+        number = self.spread(torch.arange(len(self.counts), device=values.device))
+        ordered = values[by_value[number[by_value].argsort(stable=True)]]
+        starts = self.counts.cumsum(0) - self.counts
+        return self.spread((ordered[starts + (self.counts - 1) // 2] + ordered[starts + self.counts // 2]) / 2)
+
+    def extremes(self, values: Float[Tensor, " N"]) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+        """Smallest and largest of each group."""
+        low, high = (torch.segment_reduce(values, which, lengths=self.counts) for which in ("min", "max"))
+        return low, high
+
+    def are_constant(self, values: Float[Tensor, " N"], tolerance: float) -> Bool[Tensor, " N"]:
+        """Whether each row's group has no differences."""
+        return self.spread(_is_constant(*self.extremes(values), tolerance))
 
 
-def _means(values: Tensor, groups: Tensor, counts: Tensor) -> Float[Tensor, " B"]:
-    """Mean per group; the second pass removes the rounding of the first."""
-    means = values.new_zeros(len(counts)).index_add_(0, groups, values) / counts
-    return means + torch.zeros_like(means).index_add_(0, groups, values - means[groups]) / counts
-
-
-def _medians(values: Tensor, groups: Tensor, counts: Tensor) -> Float[Tensor, " B"]:
-    """Median per group; rows sorted by value, then stably by group, put the middle ones at known places."""
-    by_value = values.argsort(stable=True)
-    ordered = values[by_value[groups[by_value].argsort(stable=True)]]
-    starts = counts.cumsum(0) - counts
-    return (ordered[starts + (counts - 1) // 2] + ordered[starts + counts // 2]) / 2
-
-
-def _is_constant(values: Tensor, groups: Tensor, num_groups: int, tolerance: float) -> Bool[Tensor, " B"]:
-    """Whether a group's values differ by no more than `tolerance` times the largest of them."""
-    low = values.new_empty(num_groups).scatter_reduce_(0, groups, values, "amin", include_self=False)
-    high = values.new_empty(num_groups).scatter_reduce_(0, groups, values, "amax", include_self=False)
+def _is_constant(low: Float[Tensor, " B"], high: Float[Tensor, " B"], tolerance: float) -> Bool[Tensor, " B"]:
+    """Whether values between `low` and `high` differ by no more than `tolerance` times the largest of them."""
     return high - low <= tolerance * torch.maximum(low.abs(), high.abs())
-
-
-def _divide(values: Tensor, divisor: Tensor, constant: Tensor) -> Tensor:
-    """values / divisor, and exactly 0 where what the divisor measures is constant."""
-    return torch.where(constant, 0.0, values / torch.where(constant, 1.0, divisor))

@@ -89,6 +89,7 @@ class ExperienceCollector:
             old_log_probs, mask, behaviour_log_probs = _of_kept_rows(sampled, rewards.kept)
         clock.lap("time/score")
         _check_reward_steps(rewards.values, mask)
+        _require_finite(self._policy_name, mask, old_log_probs=old_log_probs, behaviour_log_probs=behaviour_log_probs)
         return ExperienceBatch(
             states=row_states,
             actions=row_actions,
@@ -119,8 +120,8 @@ class ExperienceCollector:
             additions["ref_log_probs"] = ref_log_probs.to(batch.mask.device)
         if additions:
             clock.lap("time/score", batch.metrics.get("time/score", 0.0))
+            _require_finite(self._policy_name, batch.mask, **additions)
             batch = replace(batch, **additions, metrics={**batch.metrics, **clock.laps})
-        _require_finite(self._policy_name, batch)
         return batch
 
     def sample(self, states: Rows, num_actions_per_state: int) -> tuple[Rows, Rows, SampledActions | None]:
@@ -289,14 +290,13 @@ def _require_same_steps(owner: str, found: Tensor, expected: Tensor) -> None:
         )
 
 
-def _require_finite(owner: str, batch: ExperienceBatch) -> None:
-    """Every log-prob of a sampled step is a number; one transfer for all of them."""
+def _require_finite(owner: str, mask: Tensor, **log_probs: Tensor | None) -> None:
+    """Every log-prob of a sampled step is a number (behaviour log-probs may be NaN: unscored); one transfer for all."""
     bad = {}
-    for field in ("old_log_probs", "ref_log_probs", "behaviour_log_probs"):
-        values = getattr(batch, field)
+    for field, values in log_probs.items():
         if values is not None:
             wrong = values.isinf() if field == "behaviour_log_probs" else ~values.isfinite()
-            bad[field] = (wrong & batch.mask).any(1)
+            bad[field] = (wrong & mask.to(values.device)).any(1)
     if bad and bool(torch.stack(list(bad.values())).any()):
         field, rows = next((name, rows.nonzero().squeeze(1).tolist()) for name, rows in bad.items() if rows.any())
         raise ContractError(

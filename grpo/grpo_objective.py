@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .divergence import KLEstimator, estimate_kl, score_function_entropy
 from .errors import ConfigError
-from .metrics import masked_moments
+from .metrics import moments
 from .settings import Settings, setting
 from .surrogates import clipped_surrogate
 from .types import ObjectiveInputs, ObjectiveOutput
@@ -161,7 +161,7 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     policy_loss = (surrogate * weights).sum()
     shares = {"policy_loss": policy_loss}
     loss = policy_loss
-    spread = {"ratio": ratio, "advantages": advantages}
+    spread = {"ratio": torch.where(mask, ratio.detach(), 0.0), "advantages": advantages}
 
     if inputs.ref_log_probs is not None:
         x = (log_probs - _on_mask(inputs.ref_log_probs, mask)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -190,7 +190,7 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
             "clip_fraction_high": too_high,
             "ratio_clamped_fraction": log_ratio.abs() > MAX_LOG_RATIO,
         }
-        return ObjectiveOutput(loss=loss, metrics=_moments({**shares, "total_loss": loss}, fractions, spread, mask))
+        return ObjectiveOutput(loss=loss, metrics=_metrics({**shares, "total_loss": loss}, fractions, spread, mask))
 
 
 def _kl_coef(inputs: ObjectiveInputs, config: ObjectiveConfig) -> float:
@@ -229,19 +229,22 @@ def _on_mask(values: Tensor, mask: Bool[Tensor, "N T"]) -> Tensor:
     return clean.float() if clean.element_size() < 4 else clean
 
 
-def _moments(
-    shares: dict[str, Tensor], fractions: dict[str, Tensor], spread: dict[str, Tensor], mask: Tensor
+def _metrics(
+    shares: dict[str, Tensor], fractions: dict[str, Tensor], spread: dict[str, Tensor], mask: Bool[Tensor, "N T"]
 ) -> dict[str, Tensor]:
-    """All metrics as rows (count, sum, sum of squares) of one float64 tensor: one transfer when they are read."""
-    count = mask.sum(dtype=torch.float64)
+    """All metrics as rows (count, sum, sum of squares) of one float64 tensor: one transfer when they are read.
+
+    Off the mask, fractions and spreads are 0 already.
+    """
+    count = mask.sum().double()
     zero = torch.zeros_like(count)
     cells: list[Tensor] = []
     for share in shares.values():
         cells += [zero, share.detach().double(), zero]
     for fraction in fractions.values():
-        total = fraction.sum(dtype=torch.float64)
+        total = fraction.sum().double()
         cells += [count, total, total]
     for values in spread.values():
-        cells += [count, *masked_moments(values.detach(), mask)]
+        cells += [count, *moments(values.detach())]
     rows = torch.stack(cells).view(-1, 3).unbind(0)
     return dict(zip((*shares, *fractions, *spread), rows, strict=True))
