@@ -16,6 +16,7 @@ from uuid import uuid4
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -293,5 +294,5 @@ def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return {key: _decode(entry, tensors) for key, entry in value.items()}
 
 
-def _array(data: Tensor, dtype: str, shape: list[int]) -> np.ndarray[Any, Any]:
+def _array(data: Tensor, dtype: str, shape: list[int]) -> NDArray[Any]:
     return np.frombuffer(data.numpy().tobytes(), dtype=dtype).reshape(shape).copy()

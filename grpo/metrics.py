@@ -4,11 +4,12 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, Self, TextIO, runtime_checkable
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -43,7 +44,7 @@ class Meter:
         result = {name: (total / count, 0.0) for name, (count, total) in self._values.items()}
         if self._moments:
             rows = torch.stack(self._moments).cpu().numpy()
-            totals: dict[str, np.ndarray] = {}
+            totals: dict[str, NDArray[Any]] = {}
             for name, row in zip(self._names, rows, strict=True):
                 totals[name] = totals[name] + row if name in totals else row
             for name, (count, total, squares) in totals.items():
@@ -69,7 +70,7 @@ def reward_statistics(rewards: Float[Tensor, " N"]) -> dict[str, float]:
     }
 
 
-def _quantiles(values: np.ndarray, fractions: Sequence[float]) -> list[float]:
+def _quantiles(values: NDArray[Any], fractions: Sequence[float]) -> list[float]:
     """`np.quantile` (linear), several at once, at a fifth of its time for a thousand values."""
     places = [(len(values) - 1) * fraction for fraction in fractions]
     below, above = [math.floor(place) for place in places], [math.ceil(place) for place in places]
@@ -119,7 +120,7 @@ class JSONLSink:
         """Close the file."""
         self._file.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "JSONLSink":
         return self
 
     def __exit__(self, *_: object) -> None:

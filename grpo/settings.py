@@ -6,9 +6,11 @@ import operator
 import types
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError
+
+SettingsT = TypeVar("SettingsT", bound="Settings")
 
 
 def setting(
@@ -60,7 +62,7 @@ class Settings:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+    def from_dict(cls: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
         """The settings that `to_dict` described; missing keys take their defaults.
 
         Raises:

@@ -18,12 +18,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .coercion import as_log_probs, as_rewards, require_lengths
 from .errors import ContractError, RewardError
 
-Rows: TypeAlias = Sequence[Any] | Tensor | np.ndarray[Any, Any]
+Rows: TypeAlias = Sequence[Any] | Tensor | NDArray[Any]
 """States or actions, one per row: a list, or a tensor or array whose first axis is the rows. Opaque to the core."""
 
 RowIndex: TypeAlias = Tensor | slice

@@ -1,0 +1,65 @@
+# The whole workflow; `make help` lists it. Every target makes .venv first where it is missing, and installs again
+# when pyproject.toml or constraints.txt change. Another interpreter: make test PYTHON=python3.12
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+RUN := .venv/bin/python -m
+INSTALL := $(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt
+DEMO := .venv/.installed-demo
+DEV := .venv/.installed-dev
+
+BENCHMARKS := $(patsubst benchmarks/%.py,benchmarks.%,$(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
+
+.PHONY: help demo test lint types layers notebooks bench clean
+
+help:  ## Show this list
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
+
+demo: $(DEMO)  ## Train a policy on a bandit whose best arm depends on the context
+	@$(RUN) examples.dynamic_bandit
+
+test: $(DEV)  ## Run the tests, all but the slow ones (more options: ARGS="-k name")
+	@$(RUN) pytest -m "not slow" $(ARGS)
+
+lint: $(DEV)  ## Check style and formatting
+	@$(RUN) ruff check .
+	@$(RUN) ruff format --check .
+
+types: $(DEV)  ## Check types: strict on grpo, standard on adapters
+	@$(RUN) mypy
+
+layers: $(DEV)  ## Check that modules import only from layers below them
+	@.venv/bin/lint-imports
+
+notebooks: export MPLBACKEND := Agg
+notebooks: $(DEV)  ## Execute every notebook in a temporary folder; the committed files stay as they are
+	@executed=$$(mktemp -d); trap 'rm -rf "$$executed"' EXIT; \
+	for notebook in $(wildcard notebooks/*.ipynb); do \
+		$(RUN) nbconvert --to notebook --execute --output-dir "$$executed" "$$notebook"; \
+	done
+
+bench: $(DEV)  ## Run every benchmark
+	@for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(RUN) "$$benchmark"; done
+
+clean:  ## Remove caches and build outputs (to start over: rm -rf .venv)
+	@rm -rf build dist *.egg-info htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+.venv/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@echo "Creating .venv with $$($(PYTHON) --version) ..."
+	@$(PYTHON) -m venv .venv
+
+$(DEMO): pyproject.toml constraints.txt | .venv/pyvenv.cfg
+	@echo "Installing what the demo needs into .venv (torch is large: the first time takes some minutes) ..."
+	@$(INSTALL) -e ".[gym,notebooks]"
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | .venv/pyvenv.cfg
+	@echo "Installing all extras and the development tools into .venv (the first time takes some minutes) ..."
+	@$(INSTALL) -e ".[all,dev]"
+	@touch $(DEMO) $@

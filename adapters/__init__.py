@@ -1,0 +1,1 @@
+"""One package per domain; import the domain itself: `from adapters.bandits import SoftmaxPolicy`."""

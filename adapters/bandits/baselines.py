@@ -1,0 +1,203 @@
+"""Strategies that draw their arm: Thompson sampling, EXP3.S and the gradient bandit, all runs side by side in numpy.
+
+Each is a `Baseline`: `select(rng) -> arms[R]`, `update(arms[R], rewards[R])`.
+
+Rewards: Thompson sampling needs [0, 1], or `likelihood="gaussian"` for unit-variance noise. EXP3.S rescales to [0, 1]
+from `reward_low..reward_high` and clips what lies outside: with Gaussian noise that shrinks large gaps, by little when
+the range covers three deviations around the means. The gradient bandit takes any rewards.
+"""
+
+from math import e, log, sqrt
+from typing import Literal, TypeAlias, assert_never
+
+import numpy as np
+from jaxtyping import Float64
+
+from grpo.errors import ConfigError, RewardError
+
+from .options import require_discount, require_option
+from .play import Arms, Rewards
+
+Likelihood: TypeAlias = Literal["bernoulli", "gaussian"]
+
+
+def sample_rows(probabilities: Float64[np.ndarray, "R K"], rng: np.random.Generator) -> Arms:
+    """One draw from each row, by inverting its distribution function; the last arm takes what rounding leaves."""
+    below = np.cumsum(probabilities[:, :-1], axis=1) <= rng.random((len(probabilities), 1))
+    return below.sum(axis=1)
+
+
+class ThompsonSampling:
+    """Pull the arm that is best in one draw from the posterior; with `discount` < 1 the posterior forgets.
+
+    At every pull counts and sums are multiplied by `discount`, then the pulled arm gains 1 and r. Means are drawn from
+    "bernoulli": Beta(1 + sums_a, 1 + counts_a - sums_a);  "gaussian": N(sums_a / (1 + counts_a), 1 / (1 + counts_a)).
+    A reward between 0 and 1 counts as that share of a success.
+
+    Args:
+        discount: 1: plain Thompson sampling; smaller forgets faster (an arm not pulled returns to the prior).
+        likelihood: of the rewards; "gaussian" has unit variance and a N(0, 1) prior.
+
+    Source: Thompson 1933; with discount: Raj & Kalyani 2017, arXiv:1707.09727, algorithm 1.
+    """
+
+    def __init__(
+        self, num_runs: int, num_arms: int, *, discount: float = 1.0, likelihood: Likelihood = "bernoulli"
+    ) -> None:
+        require_discount("ThompsonSampling", discount)
+        require_option("ThompsonSampling", "likelihood", likelihood, Likelihood)
+        self.discount = discount
+        self.likelihood: Likelihood = likelihood
+        self.runs = np.arange(num_runs)
+        self.counts = np.zeros((num_runs, num_arms))
+        self.sums = np.zeros((num_runs, num_arms))
+
+    def select(self, rng: np.random.Generator) -> Arms:
+        """The best arm of one posterior draw."""
+        match self.likelihood:
+            case "bernoulli":
+                failures = np.maximum(self.counts - self.sums, 0.0)
+                return rng.beta(1 + self.sums, 1 + failures).argmax(axis=1)
+            case "gaussian":
+                noise = rng.standard_normal(self.counts.shape)
+                return (self.sums / (1 + self.counts) + noise / np.sqrt(1 + self.counts)).argmax(axis=1)
+            case _:
+                assert_never(self.likelihood)
+
+    def update(self, arms: Arms, rewards: Rewards) -> None:
+        """Fade, then add one pull per run.
+
+        Raises:
+            RewardError: rewards outside [0, 1] under the Bernoulli likelihood.
+        """
+        if self.likelihood == "bernoulli" and (rewards.min() < 0 or rewards.max() > 1):
+            raise RewardError(
+                f"ThompsonSampling: likelihood='bernoulli' takes rewards in [0, 1]; got {rewards.min():g} to "
+                f"{rewards.max():g}. Use likelihood='gaussian', or rescale."
+            )
+        self.counts *= self.discount
+        self.sums *= self.discount
+        self.counts[self.runs, arms] += 1
+        self.sums[self.runs, arms] += rewards
+
+
+class EXP3S:
+    """Exponential weights against an adversary that may change its best arm.
+
+    p_a = (1 - gamma) w_a / sum_b w_b + gamma / K;  w_a <- w_a exp(gamma x_a / (K p_a)) + e alpha / K * sum_b w_b,
+    x_a = the rescaled reward of the pulled arm, 0 for the others
+
+    Args:
+        horizon: pulls per run in all, T.
+        num_changes: how often the best arm changes; S = num_changes + 1 segments.
+        exploration: gamma; None: min(1, sqrt(K (S log(K T) + e) / ((e - 1) T))). Larger explores more.
+        sharing: alpha; None: 1 / T. Larger forgets faster.
+        reward_low, reward_high: mapped to 0 and 1; what lies outside is clipped.
+
+    Source: Auer, Cesa-Bianchi, Freund & Schapire 2002, SIAM J. Comput. 32(1), figure 4 and corollary 8.3.
+    """
+
+    def __init__(
+        self,
+        num_runs: int,
+        num_arms: int,
+        *,
+        horizon: int,
+        num_changes: int,
+        exploration: float | None = None,
+        sharing: float | None = None,
+        reward_low: float = 0.0,
+        reward_high: float = 1.0,
+    ) -> None:
+        segments = num_changes + 1
+        tuned = sqrt(num_arms * (segments * log(num_arms * horizon) + e) / ((e - 1) * horizon))
+        self.exploration = min(1.0, tuned) if exploration is None else exploration
+        self.sharing = 1 / horizon if sharing is None else sharing
+        if not 0 < self.exploration <= 1 or self.sharing < 0 or reward_low >= reward_high:
+            raise ConfigError(
+                f"EXP3S: exploration must lie in (0, 1], sharing >= 0 and reward_low < reward_high; got "
+                f"{self.exploration}, {self.sharing}, {reward_low}, {reward_high}."
+            )
+        self.reward_low = reward_low
+        self.reward_high = reward_high
+        self.num_arms = num_arms
+        self.runs = np.arange(num_runs)
+        self.weights = np.full((num_runs, num_arms), 1 / num_arms)
+
+    def probabilities(self) -> Float64[np.ndarray, "R K"]:
+        """What the next arm is drawn from."""
+        return (1 - self.exploration) * self.weights + self.exploration / self.num_arms
+
+    def select(self, rng: np.random.Generator) -> Arms:
+        """One draw per run."""
+        return sample_rows(self.probabilities(), rng)
+
+    def update(self, arms: Arms, rewards: Rewards) -> None:
+        """Reward the pulled arms; weights are kept at sum 1, which changes no probability."""
+        scaled = np.clip((rewards - self.reward_low) / (self.reward_high - self.reward_low), 0.0, 1.0)
+        chosen = self.probabilities()[self.runs, arms]
+        weights = self.weights.copy()
+        weights[self.runs, arms] *= np.exp(self.exploration / self.num_arms * scaled / chosen)
+        weights += e * self.sharing / self.num_arms
+        self.weights = weights / weights.sum(axis=1, keepdims=True)
+
+
+class GradientBandit:
+    """Stochastic gradient ascent on softmax preferences, with a running-average baseline.
+
+    H_a <- (1 - logit_decay) H_a + step_size (r - baseline) (1{a pulled} - pi_a),  pi = softmax(H);
+    the baseline averages the rewards before this one (the first reward is its own baseline)
+
+    Args:
+        step_size: larger learns faster and forgets faster.
+        baseline_step_size: None: the average of all rewards; else baseline <- baseline + this * (r - baseline), which
+            follows a reward level that changes.
+        logit_decay: 0 as in the book; above 0 preferences shrink towards uniform, so that an arm given up for bad is
+            still tried, and a change found.
+
+    Source: Sutton & Barto, Reinforcement Learning, 2nd edition 2018, section 2.8, eq. 2.12.
+    """
+
+    def __init__(
+        self,
+        num_runs: int,
+        num_arms: int,
+        *,
+        step_size: float = 0.1,
+        baseline_step_size: float | None = None,
+        logit_decay: float = 0.0,
+    ) -> None:
+        averages = baseline_step_size is None or 0 < baseline_step_size <= 1
+        if step_size <= 0 or not 0 <= logit_decay < 1 or not averages:
+            raise ConfigError(
+                f"GradientBandit: step_size must be > 0, logit_decay in [0, 1) and baseline_step_size in (0, 1] or "
+                f"None; got {step_size}, {logit_decay}, {baseline_step_size}."
+            )
+        self.step_size = step_size
+        self.baseline_step_size = baseline_step_size
+        self.logit_decay = logit_decay
+        self.num_pulls = 0
+        self.runs = np.arange(num_runs)
+        self.baseline = np.zeros(num_runs)
+        self.preferences = np.zeros((num_runs, num_arms))
+
+    def probabilities(self) -> Float64[np.ndarray, "R K"]:
+        """softmax of the preferences."""
+        weights = np.exp(self.preferences - self.preferences.max(axis=1, keepdims=True))
+        return weights / weights.sum(axis=1, keepdims=True)
+
+    def select(self, rng: np.random.Generator) -> Arms:
+        """One draw per run."""
+        return sample_rows(self.probabilities(), rng)
+
+    def update(self, arms: Arms, rewards: Rewards) -> None:
+        """One step along the gradient of log pi, then the baseline."""
+        if self.num_pulls == 0:
+            self.baseline = np.array(rewards, dtype=np.float64)
+        self.num_pulls += 1
+        direction = -self.probabilities()
+        direction[self.runs, arms] += 1
+        advantage = (rewards - self.baseline)[:, None]
+        self.preferences = (1 - self.logit_decay) * self.preferences + self.step_size * advantage * direction
+        share = 1 / self.num_pulls if self.baseline_step_size is None else self.baseline_step_size
+        self.baseline = self.baseline + share * (rewards - self.baseline)

@@ -1,0 +1,82 @@
+"""The testbeds as Gymnasium environments: one run, one pull per step, nothing to observe.
+
+`import adapters.bandits` registers them; `gymnasium.make("bandits/AbruptBandit-v0")` builds one.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from .testbeds import Testbed, abrupt_testbed, dynamic_testbed, random_walk_testbed
+
+try:
+    import gymnasium
+except ImportError as error:
+    raise ImportError('adapters.bandits needs Gymnasium: pip install "model-agnostic-grpo[gym]"') from error
+
+
+class BanditEnv(gymnasium.Env[np.int64, np.int64 | int]):
+    """One run of a testbed: observation always 0, action = arm, truncated after the last step.
+
+    `info` holds `means` (expected rewards of the arms at the pull to come), `best_arm` (the first, where several are
+    best) and `step`.
+
+    Args:
+        testbed: with one run; `reset` draws its seed from the environment's own generator.
+    """
+
+    def __init__(self, testbed: Testbed) -> None:
+        self.testbed = testbed
+        self.observation_space = gymnasium.spaces.Discrete(1)
+        self.action_space = gymnasium.spaces.Discrete(testbed.num_arms)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.int64, dict[str, Any]]:
+        """A new run; the same seed gives the same means and rewards."""
+        super().reset(seed=seed)
+        self.testbed.reset(int(self.np_random.integers(2**31)))
+        return np.int64(0), self._info()
+
+    def step(self, action: np.int64 | int) -> tuple[np.int64, float, bool, bool, dict[str, Any]]:
+        """Pull one arm."""
+        reward = float(self.testbed.pull([0], [int(action)])[0])
+        truncated = bool(self.testbed.pulls[0] >= self.testbed.num_steps * self.testbed.pulls_per_step)
+        return np.int64(0), reward, False, truncated, self._info()
+
+    def _info(self) -> dict[str, Any]:
+        means = self.testbed.means_now([0])[0]
+        return {
+            "means": means,
+            "best_arm": int(means.argmax()),
+            "step": int(self.testbed.steps_at(self.testbed.pulls[0])),
+        }
+
+
+class DynamicBanditEnv(BanditEnv):
+    """Five arms, 100 steps, deterministic rewards; see `dynamic_testbed`."""
+
+    def __init__(self) -> None:
+        super().__init__(dynamic_testbed(pulls_per_step=1))
+
+
+class AbruptBanditEnv(BanditEnv):
+    """Three Bernoulli arms, 10,000 steps, the best arm changes twice; see `abrupt_testbed`."""
+
+    def __init__(self) -> None:
+        super().__init__(abrupt_testbed())
+
+
+class RandomWalkBanditEnv(BanditEnv):
+    """Ten Gaussian arms whose means walk, another walk every episode; see `random_walk_testbed`."""
+
+    def __init__(self, num_steps: int = 10_000, step_std: float = 0.01) -> None:
+        super().__init__(random_walk_testbed(num_steps=num_steps, step_std=step_std))
+
+
+def register_environments() -> None:
+    """Make the three known to `gymnasium.make`; a second call changes nothing."""
+    for environment in (DynamicBanditEnv, AbruptBanditEnv, RandomWalkBanditEnv):
+        name = f"bandits/{environment.__name__.removesuffix('Env')}-v0"
+        if name not in gymnasium.registry:
+            gymnasium.register(id=name, entry_point=f"{environment.__module__}:{environment.__name__}")

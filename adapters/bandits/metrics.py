@@ -1,0 +1,115 @@
+"""What to report about bandits that change, as free functions on arrays.
+
+Axis letters: S time steps, K arms, P pulls; leading axes (runs, seeds) pass through. A *segment* is a stretch of steps
+in one regime: regimes [0, 0, 1, 1, 0] have three.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float64, Int, Int64
+from numpy.typing import ArrayLike
+
+from grpo.errors import ConfigError
+
+
+def structured_reward(
+    rewards: ArrayLike, regimes: ArrayLike, structured: Sequence[int] = (1, 3)
+) -> Float64[np.ndarray, "..."] | np.float64:
+    """Mean reward over the steps whose regime has something to find.
+
+    On the dynamic bandit: chance .27, oracle .75. Steps of uniform regimes pay the same whatever is pulled, and would
+    only dilute the difference.
+
+    Args:
+        rewards: [..., S], per step.
+        regimes: [S], the regime of each step (`dynamic_regimes`).
+        structured: the regimes that count.
+    """
+    counted = np.isin(np.asarray(regimes), structured)
+    if not counted.any():
+        raise ConfigError(f"structured_reward: no step is in the regimes {tuple(structured)}; name others.")
+    return np.asarray(rewards, dtype=np.float64)[..., counted].mean(axis=-1)
+
+
+def best_arm_probability(probabilities: ArrayLike, means: ArrayLike) -> Float64[np.ndarray, "... S"]:
+    """Probability put on the best arm at each step: [..., S, K] -> [..., S].
+
+    Several arms equally good count together: where all are, it is 1 and says nothing.
+
+    Args:
+        probabilities: [..., S, K], of the policy; or fractions of pulls, see `pull_fractions`.
+        means: [..., S, K], expected rewards.
+    """
+    expected = np.asarray(means, dtype=np.float64)
+    best = expected == expected.max(axis=-1, keepdims=True)
+    return (np.asarray(probabilities, dtype=np.float64) * best).sum(axis=-1)
+
+
+def pull_fractions(arms: ArrayLike, num_arms: int, pulls_per_step: int) -> Float64[np.ndarray, "... S K"]:
+    """How often each arm was pulled within each step: what stands for probabilities where there is no policy.
+
+    Args:
+        arms: [..., P] with P = S * pulls_per_step.
+        num_arms: K.
+        pulls_per_step: pulls that make one step.
+    """
+    pulled = np.asarray(arms)
+    if pulled.shape[-1] % pulls_per_step:
+        raise ConfigError(
+            f"pull_fractions: the number of pulls must be a multiple of pulls_per_step={pulls_per_step}; "
+            f"got {pulled.shape[-1]}. Cut the last, incomplete step."
+        )
+    steps = pulled.reshape(*pulled.shape[:-1], -1, pulls_per_step)
+    return np.stack([(steps == arm).mean(axis=-1) for arm in range(num_arms)], axis=-1)
+
+
+def mean_by_regime(values: ArrayLike, regimes: ArrayLike) -> dict[int, Float64[np.ndarray, "..."] | np.float64]:
+    """Mean of a per-step value within each regime: with `best_arm_probability`, how well each regime was found.
+
+    Args:
+        values: [..., S].
+        regimes: [S].
+    """
+    per_step = np.asarray(values, dtype=np.float64)
+    labels = np.asarray(regimes)
+    return {int(regime): per_step[..., labels == regime].mean(axis=-1) for regime in np.unique(labels)}
+
+
+def segment_starts(regimes: Int[np.ndarray, " S"]) -> Int64[np.ndarray, " M"]:
+    """The first step of every segment: [0, 0, 1, 1, 0] -> [0, 2, 4]."""
+    return np.flatnonzero(np.concatenate(([True], regimes[1:] != regimes[:-1])))
+
+
+def time_to_reach(values: ArrayLike, regimes: ArrayLike, threshold: float = 0.5) -> Int64[np.ndarray, "... M"]:
+    """Steps after each segment's start until the value is first >= threshold; the segment's length if never.
+
+    With `best_arm_probability` and threshold .5 this is the time to 50 %: 0 where the first step is there already.
+
+    Args:
+        values: [..., S].
+        regimes: [S], with M segments.
+    """
+    reached = np.asarray(values, dtype=np.float64) >= threshold
+    labels = np.asarray(regimes)
+    starts = segment_starts(labels)
+    ends = np.append(starts[1:], len(labels))
+    times = [
+        np.where(segment.any(axis=-1), segment.argmax(axis=-1), segment.shape[-1])
+        for segment in (reached[..., start:end] for start, end in zip(starts, ends, strict=True))
+    ]
+    return np.stack(times, axis=-1)
+
+
+def cumulative_regret(means: ArrayLike, arms: ArrayLike) -> Float64[np.ndarray, "... P"]:
+    """sum over pulls so far of max_a means[p, a] - means[p, arms[p]].
+
+    Args:
+        means: [..., P, K], expected rewards at each pull.
+        arms: [..., P], pulled.
+    """
+    expected = np.asarray(means, dtype=np.float64)
+    pulled = np.asarray(arms)
+    expected = np.broadcast_to(expected, (*pulled.shape, expected.shape[-1]))
+    chosen = np.take_along_axis(expected, pulled[..., None], axis=-1)[..., 0]
+    return np.cumsum(expected.max(axis=-1) - chosen, axis=-1)

@@ -1,0 +1,167 @@
+"""The UCB family: optimism in the face of uncertainty, with no, fading or sliding memory; all runs side by side.
+
+Each is a `Baseline`: `select(rng) -> arms[R]`, `update(arms[R], rewards[R])`. Ties are broken at random.
+
+Rewards may be any whose noise is about as wide as `reward_range`: 1 for rewards in [0, 1]; 2 for unit-variance Gaussian
+noise, since Hoeffding's bound takes a range of 2 s for sub-Gaussian noise of deviation s.
+"""
+
+from math import ceil, log, sqrt
+
+import numpy as np
+from jaxtyping import Bool, Float64
+
+from grpo.errors import ConfigError
+
+from .options import require_discount
+from .play import Arms, Rewards
+
+
+def random_argmax(values: Float64[np.ndarray, "R K"], rng: np.random.Generator) -> Arms:
+    """argmax along each row, any of the best with equal probability."""
+    best: Bool[np.ndarray, "R K"] = values == values.max(axis=1, keepdims=True)
+    return np.where(best, rng.random(values.shape), -1.0).argmax(axis=1)
+
+
+class _UpperConfidence:
+    """Shared by the UCB family: pull argmax_a mean_a + bonus_a, every arm that counts nothing first.
+
+    bonus_a = reward_range * scale * sqrt(exploration * log(n) / counts_a)
+    """
+
+    def __init__(self, num_runs: int, num_arms: int, exploration: float, reward_range: float) -> None:
+        if exploration < 0 or reward_range <= 0:
+            raise ConfigError(
+                f"{type(self).__name__}: exploration must be >= 0 and reward_range > 0; "
+                f"got {exploration}, {reward_range}."
+            )
+        self.exploration = exploration
+        self.reward_range = reward_range
+        self.runs = np.arange(num_runs)
+        self.counts = np.zeros((num_runs, num_arms))
+        self.sums = np.zeros((num_runs, num_arms))
+
+    def _select(self, log_count: float, scale: float, rng: np.random.Generator) -> Arms:
+        counts = np.maximum(self.counts, 1e-300)
+        bonus = self.reward_range * scale * np.sqrt(self.exploration * max(log_count, 0.0) / counts)
+        return random_argmax(np.where(self.counts > 0, self.sums / counts + bonus, np.inf), rng)
+
+
+class UCB1(_UpperConfidence):
+    """Optimism for stationary arms: remembers everything, for ever.
+
+    index_a(t) = mean_a + reward_range * sqrt(exploration * log(t) / counts_a)
+
+    Args:
+        exploration: larger explores more; 1/2 as in Garivier & Moulines' simulations (Auer et al. use 2).
+        reward_range: how wide rewards are.
+
+    Source: Auer, Cesa-Bianchi & Fischer 2002, Machine Learning 47, figure 1; Garivier & Moulines 2008,
+    arXiv:0805.3415, section 4, for the constant.
+    """
+
+    def __init__(self, num_runs: int, num_arms: int, *, exploration: float = 0.5, reward_range: float = 1.0) -> None:
+        super().__init__(num_runs, num_arms, exploration, reward_range)
+        self.num_pulls = 0
+
+    def select(self, rng: np.random.Generator) -> Arms:
+        """The largest index."""
+        return self._select(log(max(self.num_pulls, 1)), 1.0, rng)
+
+    def update(self, arms: Arms, rewards: Rewards) -> None:
+        """Add one pull per run."""
+        self.num_pulls += 1
+        self.counts[self.runs, arms] += 1
+        self.sums[self.runs, arms] += rewards
+
+
+class DiscountedUCB(_UpperConfidence):
+    """UCB whose memory fades by a factor per pull.
+
+    index_a(t) = mean_a + 2 * reward_range * sqrt(exploration * log(sum_b counts_b) / counts_a),
+    counts and sums multiplied by `discount` at every pull
+
+    Args:
+        horizon: pulls per run in all; sets the default discount.
+        discount: None: 1 - 1 / (4 sqrt(horizon)), the paper's simulations. Smaller forgets faster.
+        exploration: larger explores more.
+        reward_range: how wide rewards are.
+
+    Source: Garivier & Moulines 2008, arXiv:0805.3415, section 2 (D-UCB) and section 4.
+    """
+
+    def __init__(
+        self,
+        num_runs: int,
+        num_arms: int,
+        *,
+        horizon: int,
+        discount: float | None = None,
+        exploration: float = 0.5,
+        reward_range: float = 1.0,
+    ) -> None:
+        super().__init__(num_runs, num_arms, exploration, reward_range)
+        self.discount = 1 - 1 / (4 * sqrt(horizon)) if discount is None else discount
+        require_discount("DiscountedUCB", self.discount)
+        self.total_count = 0.0
+
+    def select(self, rng: np.random.Generator) -> Arms:
+        """The largest index."""
+        return self._select(log(max(self.total_count, 1.0)), 2.0, rng)
+
+    def update(self, arms: Arms, rewards: Rewards) -> None:
+        """Fade, then add one pull per run."""
+        self.total_count = self.discount * self.total_count + 1
+        self.counts *= self.discount
+        self.sums *= self.discount
+        self.counts[self.runs, arms] += 1
+        self.sums[self.runs, arms] += rewards
+
+
+class SlidingWindowUCB(_UpperConfidence):
+    """UCB that remembers the last `window` pulls only.
+
+    index_a(t) = mean_a + reward_range * sqrt(exploration * log(min(t, window)) / counts_a), over the window
+
+    Args:
+        horizon: pulls per run in all; sets the default window.
+        window: None: 4 sqrt(horizon log(horizon)), the paper's simulations. Smaller forgets faster.
+        exploration: larger explores more.
+        reward_range: how wide rewards are.
+
+    Source: Garivier & Moulines 2008, arXiv:0805.3415, section 2 (SW-UCB) and section 4.
+    """
+
+    def __init__(
+        self,
+        num_runs: int,
+        num_arms: int,
+        *,
+        horizon: int,
+        window: int | None = None,
+        exploration: float = 0.5,
+        reward_range: float = 1.0,
+    ) -> None:
+        super().__init__(num_runs, num_arms, exploration, reward_range)
+        self.window = max(1, ceil(4 * sqrt(horizon * log(horizon)))) if window is None else window
+        if self.window < 1:
+            raise ConfigError(f"SlidingWindowUCB: window must be at least 1 pull; got {window}.")
+        self.num_pulls = 0
+        self._arms = np.zeros((self.window, num_runs), dtype=np.int64)
+        self._rewards = np.zeros((self.window, num_runs))
+
+    def select(self, rng: np.random.Generator) -> Arms:
+        """The largest index."""
+        return self._select(log(max(min(self.num_pulls, self.window), 1)), 1.0, rng)
+
+    def update(self, arms: Arms, rewards: Rewards) -> None:
+        """Add one pull per run; the oldest falls out."""
+        slot = self.num_pulls % self.window
+        if self.num_pulls >= self.window:
+            self.counts[self.runs, self._arms[slot]] -= 1
+            self.sums[self.runs, self._arms[slot]] -= self._rewards[slot]
+        self._arms[slot] = arms
+        self._rewards[slot] = rewards
+        self.counts[self.runs, arms] += 1
+        self.sums[self.runs, arms] += rewards
+        self.num_pulls += 1

@@ -1,0 +1,44 @@
+"""What holds for every test: one thread, a fixed seed, and the right `adapters`."""
+
+import importlib.util
+import os
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Sums in one order on every machine, and tiny tensors without the cost of a thread pool; subprocesses inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+
+
+def foreign_adapters() -> str | None:
+    """What stands in the way of our `adapters`, in words; None when nothing does."""
+    if any(distribution.name == "adapters" for distribution in metadata.distributions(name="adapters")):
+        return "AdapterHub's distribution `adapters` is installed"
+    spec = importlib.util.find_spec("adapters")
+    if spec is None:
+        return "there is no package `adapters`"
+    found = [Path(entry).resolve() for entry in spec.submodule_search_locations or ()]
+    return None if found == [ROOT / "adapters"] else f"`import adapters` finds {spec.origin or found}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Stop before the first test when `import adapters` could mean another package than ours."""
+    del config
+    obstacle = foreign_adapters()
+    if obstacle is not None:
+        raise pytest.UsageError(
+            f"These tests need the `adapters` of {ROOT}, but {obstacle}. AdapterHub's package on PyPI has the same "
+            f"import name, so only one of them can be used in one environment: run `pip uninstall adapters`, then "
+            f'`pip install -e ".[all,dev]"` in {ROOT}.'
+        )
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """Every test starts from the same random state, whichever ran before it."""
+    torch.manual_seed(0)

@@ -1,0 +1,144 @@
+"""Strategies that draw: updates by hand, posteriors in closed form; and all baselines' regrets on the abrupt testbed."""
+
+from math import e, exp, log, sqrt
+
+import numpy as np
+import pytest
+
+from adapters.bandits import (
+    EXP3S,
+    UCB1,
+    DiscountedUCB,
+    GradientBandit,
+    SlidingWindowUCB,
+    ThompsonSampling,
+    Uniform,
+    abrupt_testbed,
+    play,
+)
+from adapters.bandits.baselines import sample_rows
+from grpo.errors import ConfigError, RewardError
+
+HORIZON = 10_000
+
+
+def feed(baseline, arms: list[int], rewards: list[float]) -> None:
+    """One run's pulls, one after the other."""
+    for arm, reward in zip(arms, rewards, strict=True):
+        baseline.update(np.array([arm]), np.array([float(reward)]))
+
+
+def test_sample_rows_follows_each_row() -> None:
+    rng = np.random.default_rng(0)
+    drawn = sample_rows(np.tile([[0.2, 0.0, 0.8]], (20_000, 1)), rng)
+    counts = np.bincount(drawn, minlength=3)
+    assert counts[1] == 0
+    assert abs(counts[0] - 4_000) < 4 * sqrt(20_000 * 0.16)
+    assert sample_rows(np.array([[0.0, 1.0], [1.0, 0.0]]), rng).tolist() == [1, 0]
+
+
+def test_thompson_sampling_draws_from_the_posterior() -> None:
+    rng = np.random.default_rng(0)
+    baseline = ThompsonSampling(20_000, 2)
+    baseline.counts[:] = [3, 0]
+    baseline.sums[:] = [2, 0]
+    # P(U > X) for X ~ Beta(3, 2), U uniform is 1 - E X = 2/5
+    assert abs(baseline.select(rng).mean() - 0.4) < 4 * sqrt(0.24 / 20_000)
+    normal = ThompsonSampling(20_000, 2, likelihood="gaussian")
+    normal.counts[:] = [3, 0]
+    normal.sums[:] = [4, 0]
+    # X ~ N(4/4, 1/4), Z ~ N(0, 1): P(Z > X) = Phi(-1 / sqrt(1.25)) = Phi(-.8944) = .18555
+    assert abs(normal.select(rng).mean() - 0.18555) < 4 * sqrt(0.15 / 20_000)
+
+
+def test_discounted_thompson_forgets_every_arm() -> None:
+    baseline = ThompsonSampling(1, 2, discount=0.5)
+    feed(baseline, [0, 0, 1], [1.0, 0.25, 1.0])
+    # arm 0: counts 1, 1.5, .75; sums 1, .75, .375; arm 1: 1 and 1
+    np.testing.assert_allclose(baseline.counts, [[0.75, 1.0]])
+    np.testing.assert_allclose(baseline.sums, [[0.375, 1.0]])
+    with pytest.raises(RewardError, match=r"takes rewards in \[0, 1\]; got 1.5 to 1.5"):
+        feed(baseline, [0], [1.5])
+    feed(ThompsonSampling(1, 2, likelihood="gaussian"), [0], [-7.0])
+
+
+def test_exp3s_update_by_hand() -> None:
+    baseline = EXP3S(1, 2, horizon=100, num_changes=0, exploration=0.2, sharing=0.1, reward_low=-1.0, reward_high=1.0)
+    np.testing.assert_allclose(baseline.probabilities(), [[0.5, 0.5]])
+    feed(baseline, [1], [0.5])
+    # (.5 + 1) / 2 = .75 rescaled; divided by p = .5: 1.5; exp(.2 * 1.5 / 2) = exp(.15); sharing e * .1 / 2 of sum 1
+    weights = np.array([0.5 + e * 0.05, 0.5 * exp(0.15) + e * 0.05])
+    expected = 0.8 * weights / weights.sum() + 0.1
+    np.testing.assert_allclose(baseline.probabilities(), [expected])
+    clipped = EXP3S(1, 2, horizon=100, num_changes=0)
+    feed(clipped, [1], [-3.0])
+    np.testing.assert_allclose(clipped.probabilities(), [[0.5, 0.5]])
+
+
+def test_exp3s_is_tuned_as_published() -> None:
+    # K = 3, T = 10^4, S = 3: sqrt(3 (3 log(30,000) + e) / ((e - 1) 10^4)); log(30,000) = 10.309: sqrt(100.935 / 17183)
+    baseline = EXP3S(1, 3, horizon=HORIZON, num_changes=2)
+    assert baseline.exploration == pytest.approx(sqrt(3 * (3 * log(30_000) + e) / ((e - 1) * 10_000)))
+    assert baseline.exploration == pytest.approx(0.07664, abs=1e-5)
+    assert baseline.sharing == 1e-4
+    assert EXP3S(1, 3, horizon=1, num_changes=9).exploration == 1.0
+
+
+def test_gradient_bandit_by_hand() -> None:
+    baseline = GradientBandit(1, 2, step_size=0.5, logit_decay=0.1)
+    feed(baseline, [0], [2.0])  # the first reward is its own baseline: nothing moves
+    np.testing.assert_array_equal(baseline.preferences, [[0.0, 0.0]])
+    feed(baseline, [1], [4.0])  # .5 * (4 - 2) * (1 - .5) = .5 up, .5 * 2 * .5 down; average (2 + 4) / 2
+    np.testing.assert_allclose(baseline.preferences, [[-0.5, 0.5]])
+    np.testing.assert_allclose(baseline.baseline, [3.0])
+    feed(baseline, [1], [3.0])  # as expected: the preferences only decay
+    np.testing.assert_allclose(baseline.preferences, [[-0.45, 0.45]])
+    np.testing.assert_allclose(baseline.probabilities(), [[1 / (1 + exp(0.9)), 1 / (1 + exp(-0.9))]])
+    following = GradientBandit(1, 2, baseline_step_size=0.25)
+    feed(following, [0, 0], [2.0, 4.0])
+    np.testing.assert_allclose(following.baseline, [2.5])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: ThompsonSampling(1, 2, discount=1.1),
+        lambda: ThompsonSampling(1, 2, likelihood="poisson"),
+        lambda: EXP3S(1, 2, horizon=10, num_changes=0, reward_low=1.0),
+        lambda: EXP3S(1, 2, horizon=10, num_changes=0, exploration=0.0),
+        lambda: GradientBandit(1, 2, step_size=0.0),
+        lambda: GradientBandit(1, 2, baseline_step_size=0.0),
+        lambda: GradientBandit(1, 2, logit_decay=1.0),
+    ],
+)
+def test_settings_without_meaning_are_refused(build) -> None:
+    with pytest.raises(ConfigError):
+        build()
+
+
+REFERENCE = {
+    "uniform": (lambda: Uniform(20, 3), 1468),
+    "UCB1": (lambda: UCB1(20, 3), 661),
+    "discounted UCB": (lambda: DiscountedUCB(20, 3, horizon=HORIZON), 592),
+    "sliding-window UCB": (lambda: SlidingWindowUCB(20, 3, horizon=HORIZON), 284),
+    "EXP3.S": (lambda: EXP3S(20, 3, horizon=HORIZON, num_changes=2), 452),
+    "Thompson": (lambda: ThompsonSampling(20, 3), 765),
+    "discounted Thompson": (lambda: ThompsonSampling(20, 3, discount=0.99), 416),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_regret_on_the_abrupt_testbed(name: str) -> None:
+    build, expected = REFERENCE[name]
+    regret = play(build(), abrupt_testbed(num_runs=20, seed=2), HORIZON, seed=3).regrets.sum(axis=1)
+    standard_error = regret.std(ddof=1) / sqrt(20)
+    assert abs(regret.mean() - expected) < 0.06 * expected + 2 * standard_error
+
+
+def test_a_gradient_bandit_that_forgets_finds_the_change() -> None:
+    regrets = []
+    for logit_decay in (0.0, 0.001):
+        baseline = GradientBandit(20, 3, baseline_step_size=0.05, logit_decay=logit_decay)
+        regrets.append(play(baseline, abrupt_testbed(num_runs=20, seed=2), HORIZON, seed=3).regrets.sum(axis=1).mean())
+    assert regrets[0] > 750  # the change costs .4 * 2,000 = 800 when it is never found
+    assert regrets[1] < 450

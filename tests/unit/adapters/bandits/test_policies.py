@@ -1,0 +1,221 @@
+"""Policies: torch.distributions as the oracle, finite differences in float64, chi-square of the samplers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch.distributions import Categorical
+
+from adapters.bandits import MLPPolicy, SoftmaxPolicy
+from grpo.errors import ConfigError, ContractError
+from grpo.policy_base import (
+    POLICY_METHODS,
+    SamplesWithScores,
+    ScoresActions,
+    ScoresGroups,
+    ScoresReference,
+    require_methods,
+)
+
+
+def table_policy(num_states: int, num_actions: int = 5) -> SoftmaxPolicy:
+    policy = SoftmaxPolicy(num_actions, num_states).double()
+    with torch.no_grad():
+        policy.logits.copy_(torch.randn(num_states, num_actions, dtype=torch.float64) * 2)
+    return policy
+
+
+def mlp_policy(**kwargs) -> MLPPolicy:
+    policy = MLPPolicy(3, 5, hidden=(8,), **kwargs).double()
+    with torch.no_grad():
+        policy.head.weight.mul_(100)
+    return policy
+
+
+def test_capabilities_are_as_promised() -> None:
+    softmax, mlp = SoftmaxPolicy(3), MLPPolicy(2, 3)
+    for policy in (softmax, mlp):
+        require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
+        assert isinstance(policy, ScoresActions)
+        assert isinstance(policy, SamplesWithScores)
+    assert isinstance(softmax, ScoresReference)
+    assert not isinstance(mlp, ScoresReference)
+    assert isinstance(mlp, ScoresGroups)
+    assert softmax.get_parameters()["logits"] is softmax.logits
+    assert sum(tensor.numel() for tensor in mlp.get_parameters().values()) == 2 * 64 + 64 + 64 * 64 + 64 + 64 * 3 + 3
+
+
+def test_softmax_policy_starts_uniform() -> None:
+    policy = SoftmaxPolicy(4, num_states=2)
+    torch.testing.assert_close(policy.probabilities(), torch.full((2, 4), 0.25))
+    scores = policy.score_actions([0, 1], [3, 2])
+    torch.testing.assert_close(scores.log_probs, torch.full((2, 1), -math.log(4)))
+    torch.testing.assert_close(scores.entropy, torch.full((2, 1), math.log(4)))
+    torch.testing.assert_close(policy.reference_log_probabilities([0, 1], [3, 2]), torch.full((2, 1), -math.log(4)))
+
+
+def test_stateless_log_probs_by_hand() -> None:
+    policy = SoftmaxPolicy(3)
+    with torch.no_grad():
+        policy.logits.copy_(torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.2)]]))
+    scores = policy.score_actions(["any", None], [2, 0])
+    torch.testing.assert_close(scores.log_probs.exp(), torch.tensor([[0.2], [0.5]]))
+    entropy = -(0.5 * math.log(0.5) + 0.3 * math.log(0.3) + 0.2 * math.log(0.2))
+    torch.testing.assert_close(scores.entropy, torch.full((2, 1), entropy))
+    assert scores.mask.tolist() == [[True], [True]]
+
+
+@pytest.mark.parametrize("num_rows", [3, 40])  # fewer rows than states, and more: two ways through the table
+def test_table_agrees_with_torch_distributions(num_rows: int) -> None:
+    policy = table_policy(num_states=7)
+    states, actions = torch.randint(7, (num_rows,)), torch.randint(5, (num_rows,))
+    expected = Categorical(logits=policy.logits[states])
+    scores = policy.score_actions(states, actions)
+    torch.testing.assert_close(scores.log_probs, expected.log_prob(actions).unsqueeze(1))
+    torch.testing.assert_close(scores.entropy, expected.entropy().unsqueeze(1))
+    torch.testing.assert_close(policy.get_log_probabilities(states.tolist(), actions.tolist()), scores.log_probs[:, 0])
+    torch.testing.assert_close(policy.get_log_probabilities(states.numpy(), actions.numpy()), scores.log_probs[:, 0])
+
+
+@pytest.mark.parametrize("num_states", [1, 4, 30])
+def test_table_gradients_agree_with_finite_differences(num_states: int) -> None:
+    policy = table_policy(num_states)
+    states, actions = torch.randint(num_states, (8,)), torch.randint(5, (8,))
+
+    def scored(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.func.functional_call(policy, {"logits": logits}, (states, actions))
+        return scores.log_probs, scores.entropy
+
+    policy.forward = policy.score_actions
+    assert torch.autograd.gradcheck(scored, (policy.logits.detach().clone().requires_grad_(),))
+
+
+@pytest.mark.parametrize("method", ["score_actions", "score_groups"])
+def test_mlp_gradients_agree_with_finite_differences(method: str) -> None:
+    policy = mlp_policy()
+    states = torch.randn(4, 3, dtype=torch.float64)
+    actions = torch.randint(5, (4,) if method == "score_actions" else (4, 3))
+    names, values = zip(*policy.named_parameters(), strict=True)
+    policy.forward = getattr(policy, method)
+
+    def scored(*weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.func.functional_call(policy, dict(zip(names, weights, strict=True)), (states, actions))
+        return scores.log_probs, scores.entropy
+
+    assert torch.autograd.gradcheck(scored, tuple(value.detach().clone().requires_grad_() for value in values))
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_mlp_agrees_with_its_own_layers(activation) -> None:
+    policy = mlp_policy(activation=activation)
+    states, actions = torch.randn(6, 3, dtype=torch.float64), torch.randint(5, (6,))
+    first = policy.body[0]
+    hidden = getattr(torch, activation)(states @ first.weight.T + first.bias)
+    expected = Categorical(logits=hidden @ policy.head.weight.T + policy.head.bias)
+    scores = policy.score_actions(states, actions)
+    torch.testing.assert_close(scores.log_probs, expected.log_prob(actions).unsqueeze(1))
+    torch.testing.assert_close(scores.entropy, expected.entropy().unsqueeze(1))
+    listed = policy.get_log_probabilities([state.numpy() for state in states], actions.tolist())
+    torch.testing.assert_close(listed, scores.log_probs.squeeze(1))
+    torch.testing.assert_close(policy.get_log_probabilities(list(states), actions), listed)
+
+
+def test_mlp_starts_nearly_uniform_and_can_be_linear() -> None:
+    probabilities = MLPPolicy(3, 5).action_log_probs(torch.randn(100, 3)).exp()
+    assert (probabilities - 0.2).abs().max() < 0.005
+    assert [name for name, _ in MLPPolicy(3, 5, hidden=()).named_parameters()] == ["head.weight", "head.bias"]
+
+
+def test_groups_are_scored_like_their_rows() -> None:
+    policy = mlp_policy()
+    states = torch.randn(4, 3, dtype=torch.float64)
+    actions = torch.randint(5, (4, 6))
+    by_row = policy.score_actions(states.repeat_interleave(6, dim=0), actions.flatten())
+    for groups in (actions, actions.numpy(), list(actions), actions.tolist()):
+        by_group = policy.score_groups(states, groups)
+        torch.testing.assert_close(by_group.log_probs, by_row.log_probs)
+        torch.testing.assert_close(by_group.entropy, by_row.entropy)
+        assert by_group.mask.shape == (24, 1)
+        assert by_group.mask.all()
+
+
+def test_ragged_groups_are_scored_like_their_rows() -> None:
+    policy = mlp_policy()
+    states = torch.randn(3, 3, dtype=torch.float64)
+    groups = [torch.tensor([4, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([1, 1, 2])]
+    rows = torch.tensor([0, 0, 2, 2, 2])
+    by_row = policy.score_actions(states[rows], torch.cat(groups))
+    by_group = policy.score_groups(states, groups)
+    torch.testing.assert_close(by_group.log_probs, by_row.log_probs)
+    torch.testing.assert_close(by_group.entropy, by_row.entropy)
+
+
+def test_without_exact_entropy_there_is_none() -> None:
+    policy = mlp_policy(exact_entropy=False)
+    states, actions = torch.randn(2, 3), torch.tensor([[0, 1], [2, 3]])
+    assert policy.score_groups(states, actions).entropy is None
+    assert policy.score_actions(states, actions[:, 0]).entropy is None
+    assert policy.sample_actions(states, 2).scores.entropy is None
+
+
+@pytest.mark.parametrize("policy", [table_policy(1), table_policy(2), mlp_policy()], ids=["stateless", "table", "mlp"])
+def test_sampling_frequencies_are_the_probabilities(policy) -> None:
+    states = torch.randn(2, 3) if isinstance(policy, MLPPolicy) else torch.tensor([0, 1])
+    num_draws = 20_000
+    if isinstance(policy, MLPPolicy):
+        probabilities = policy.action_log_probs(states).exp().detach()
+    else:
+        probabilities = policy.probabilities().expand(2, 5)
+    actions = policy.generate_actions(states, num_draws, generator=torch.Generator().manual_seed(1))
+    assert actions.shape == (2, num_draws)
+    assert actions.dtype == torch.int64
+    for row, expected in zip(actions, probabilities.numpy(), strict=True):
+        counts = np.bincount(row.numpy(), minlength=5)
+        assert chisquare(counts, num_draws * expected / expected.sum()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("policy", [table_policy(1), table_policy(9), mlp_policy()], ids=["stateless", "table", "mlp"])
+def test_samples_carry_the_scores_of_the_policy(policy) -> None:
+    states = torch.randn(3, 3) if isinstance(policy, MLPPolicy) else torch.tensor([8, 0, 8]) % policy.num_states
+    sampled = policy.sample_actions(states, 4)
+    assert sampled.behaviour_log_probs is sampled.scores.log_probs
+    assert sampled.mask.shape == (12, 1)
+    assert not sampled.scores.log_probs.requires_grad
+    scores = policy.score_actions(states.repeat_interleave(4, dim=0), sampled.actions.flatten())
+    torch.testing.assert_close(sampled.scores.log_probs, scores.log_probs.detach())
+    torch.testing.assert_close(sampled.scores.entropy, scores.entropy.detach())
+    assert scores.log_probs.requires_grad
+    assert scores.entropy.requires_grad
+
+
+def test_what_is_not_an_action_or_state_is_refused() -> None:
+    policy = SoftmaxPolicy(3, num_states=2)
+    with pytest.raises(ContractError, match=r"actions must lie in 0\.\.2; got 1 to 3"):
+        policy.score_actions([0, 1], [1, 3])
+    with pytest.raises(ContractError, match=r"states must lie in 0\.\.1; got -1 to 0"):
+        policy.score_actions([-1, 0], [0, 0])
+    with pytest.raises(ContractError, match=r"must be whole numbers \[N\]; got float32 \[1\]"):
+        policy.score_actions([0], torch.tensor([0.5]))
+    with pytest.raises(ContractError, match="got 1 states, 2 actions"):
+        policy.score_actions([0], [0, 1])
+    mlp = MLPPolicy(2, 3)
+    with pytest.raises(ContractError, match="got 2 states, 1 actions"):
+        mlp.score_actions(torch.zeros(2, 2), [0])
+    with pytest.raises(ContractError, match="got 2 states, 1 groups"):
+        mlp.score_groups(torch.zeros(2, 2), [[0]])
+    with pytest.raises(ContractError, match=r"actions must lie in 0\.\.2"):
+        mlp.score_groups(torch.zeros(1, 2), [[-1]])
+    with pytest.raises(TypeError, match="temperature"):
+        policy.generate_actions([0], 2, temperature=0.5)
+
+
+def test_constructor_arguments_are_checked() -> None:
+    for build in (lambda: SoftmaxPolicy(0), lambda: SoftmaxPolicy(2, 0), lambda: MLPPolicy(0, 2)):
+        with pytest.raises(ConfigError, match="must be >= 1"):
+            build()
+    with pytest.raises(ConfigError, match="hidden"):
+        MLPPolicy(2, 2, hidden=(0,))
+    with pytest.raises(ConfigError, match="activation must be 'tanh' or 'relu'; got 'gelu'"):
+        MLPPolicy(2, 2, activation="gelu")

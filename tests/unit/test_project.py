@@ -1,0 +1,75 @@
+"""What pyproject.toml and constraints.txt promise to those who install this."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+PINS = [
+    Requirement(line)
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+DECLARED = [*PROJECT["dependencies"], *(entry for extra in EXTRAS.values() for entry in extra)]
+RANGES = [requirement for requirement in map(Requirement, DECLARED) if requirement.name != PROJECT["name"]]
+
+
+def test_the_core_depends_on_six_packages() -> None:
+    names = {canonicalize_name(Requirement(entry).name) for entry in PROJECT["dependencies"]}
+    assert names == {"torch", "numpy", "typing-extensions", "jaxtyping", "safetensors", "tqdm"}
+
+
+@pytest.mark.parametrize("version", ["2.5.1", "2.6.0", "2.9.1"])
+def test_versions_of_torch_that_run_code_on_load_are_refused(version: str) -> None:
+    """CVE-2025-32434 (below 2.6) and CVE-2026-24747 (below 2.10)."""
+    (torch,) = (requirement for requirement in RANGES if requirement.name == "torch")
+    assert not torch.specifier.contains(version)
+
+
+def test_every_extra_exists() -> None:
+    assert set(EXTRAS) == {
+        "gym", "robots", "llm", "llm-4bit", "vllm", "tools", "tracking", "notebooks", "bench", "dev", "all",
+    }  # fmt: skip
+
+
+def test_all_is_everything_but_vllm_bench_and_dev() -> None:
+    (everything,) = map(Requirement, EXTRAS["all"])
+    assert everything.name == PROJECT["name"]
+    assert everything.extras == set(EXTRAS) - {"vllm", "bench", "dev", "all"}
+
+
+def test_constraints_pin_one_exact_public_version_each() -> None:
+    """A local suffix such as +cpu would make the file useless where only another build is to be had."""
+    for pin in PINS:
+        (specifier,) = pin.specifier
+        assert specifier.operator == "==", pin
+        assert Version(specifier.version).local is None, pin
+    names = [canonicalize_name(pin.name) for pin in PINS]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("requirement", RANGES, ids=lambda requirement: requirement.name)
+def test_constraints_satisfy_the_ranges(requirement: Requirement) -> None:
+    versions = [pin.specifier for pin in PINS if canonicalize_name(pin.name) == canonicalize_name(requirement.name)]
+    assert len(versions) == 1, f"constraints.txt does not pin {requirement.name}"
+    (specifier,) = versions[0]
+    assert requirement.specifier.contains(specifier.version)
+
+
+def test_importing_grpo_imports_no_domain_and_no_optional_dependency() -> None:
+    """In a process of its own: here pytest and other tests have imported much already."""
+    script = "import sys, json, grpo; print(json.dumps([grpo.__file__, *sys.modules]))"
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    location, *modules = json.loads(result.stdout)
+    assert location == str(ROOT / "grpo" / "__init__.py")
+    assert not {"transformers", "gymnasium", "matplotlib", "wandb", "adapters"} & set(modules)
