@@ -7,13 +7,15 @@ without differences gives exactly 0, whatever the rounding.
 from dataclasses import dataclass
 from typing import Any, Literal, assert_never
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .errors import ConfigError
 from .settings import Settings, setting
-from .types import ExperienceBatch
+from .types import ExperienceBatch, run_bounds
 
 Baseline = Literal["group_mean", "group_median", "leave_one_out", "global_mean", "none"]
 Scale = Literal["none", "group", "batch"]
@@ -89,19 +91,18 @@ def group_relative_advantages(
         leave one out: Kool et al. 2019; Ahmadian et al. 2024 (RLOO), arXiv:2402.14740.
     """
     groups = _Groups.of(group_ids)
-    values = groups.gather(rewards.double())
+    values = groups.gather(_float64(rewards))
     tolerance = 2 * torch.finfo(rewards.dtype).eps
-    constant = groups.are_constant(values, tolerance)
-    means = groups.means(values)
+    constant = groups.spread(_is_constant(*groups.extremes(values), tolerance))
+    means = groups.spread(groups.means(values))
 
     match baseline:
         case "group_mean":
             centred = values - means
         case "group_median":
-            centred = values - groups.medians(values)
+            centred = values - groups.spread(groups.medians(values))
         case "leave_one_out":
-            size = groups.spread(groups.counts)
-            centred = (values - means) * (size / (size - 1).clamp(min=1))
+            centred = (values - means) * groups.spread(groups.counts / np.maximum(groups.counts - 1, 1))
         case "global_mean":
             centred = values - (values.mean() if running_mean is None else running_mean)
         case "none":
@@ -109,24 +110,23 @@ def group_relative_advantages(
         case _:
             assert_never(baseline)
     if baseline in RELATIVE_BASELINES:
-        centred = torch.where(constant, 0.0, centred)
+        centred = np.where(constant, 0.0, centred)
 
     match scale:
         case "none":
             advantages = centred
         case "group":
-            size = groups.spread(groups.counts)
-            variance = groups.means((values - means).square()) * (size / (size - std_ddof).clamp(min=1))
-            advantages = torch.where(constant, 0.0, centred / torch.where(constant, 1.0, variance.sqrt() + std_eps))
+            squares = groups.means((values - means) ** 2) * groups.counts
+            std = groups.spread(np.sqrt(squares / np.maximum(groups.counts - std_ddof, 1)) + std_eps)
+            advantages = np.where(constant, 0.0, centred / np.where(constant, 1.0, std))
         case "batch":
-            everything_is_constant = (values.max() - values.min()) <= tolerance * values.abs().max()
-            if bool(everything_is_constant):
-                advantages = torch.zeros_like(centred)
+            if _is_constant(values.min(), values.max(), tolerance):
+                advantages = np.zeros_like(centred)
             else:
-                advantages = centred / (values.std(correction=std_ddof) + std_eps)
+                advantages = centred / (values.std(ddof=std_ddof) + std_eps)
         case _:
             assert_never(scale)
-    return groups.scatter(advantages).to(rewards.dtype)
+    return torch.from_numpy(groups.scatter(advantages)).to(rewards)
 
 
 def group_relative_returns(
@@ -203,12 +203,11 @@ def discounted_returns(rewards: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"],
 def group_statistics(rewards: Float[Tensor, " N"], group_ids: Int[Tensor, " N"]) -> dict[str, float]:
     """Number of groups, their mean size, and the fraction without differences (groups of one included)."""
     groups = _Groups.of(group_ids)
-    low, high = groups.extremes(groups.gather(rewards.double()))
-    constant = _is_constant(low, high, 2 * torch.finfo(rewards.dtype).eps)
+    low, high = groups.extremes(groups.gather(_float64(rewards)))
     return {
         "group_stats/num_groups": float(len(groups.counts)),
         "group_stats/avg_group_size": len(group_ids) / len(groups.counts),
-        "group_stats/zero_variance_fraction": float(constant.double().mean()),
+        "group_stats/zero_variance_fraction": float(_is_constant(low, high, 2 * torch.finfo(rewards.dtype).eps).mean()),
     }
 
 
@@ -266,57 +265,67 @@ class AdvantageEstimator:
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Rows brought together group by group, so that a group's statistics are those of a run of neighbours."""
+    """Rows brought together group by group, so that a group's statistics are those of a run of neighbours.
 
-    order: Int[Tensor, " N"] | None
-    """Which row stands at each place; None: groups are together already, which is the usual case."""
-    counts: Int[Tensor, " B"]
-    """Rows of each group."""
+    In numpy: what is small here is the tensor, not the number of operations, and numpy's cost a third of torch's.
+    """
+
+    order: NDArray[np.int64] | None
+    """[N] which row stands at each place; None: groups are together already, which is the usual case."""
+    starts: NDArray[np.int64]
+    """[B] the first place of each group."""
+    counts: NDArray[np.int64]
+    """[B] rows of each group."""
 
     @classmethod
     def of(cls, group_ids: Int[Tensor, " N"]) -> "_Groups":
-        order = None
-        if not bool((group_ids[1:] >= group_ids[:-1]).all()):
-            order = group_ids.argsort(stable=True)
-            group_ids = group_ids[order]
-        _, counts = group_ids.unique_consecutive(return_counts=True)
-        return cls(order, counts)
+        ids = group_ids.cpu().numpy()
+        order: NDArray[np.int64] | None = None
+        if (ids[1:] < ids[:-1]).any():
+            order = ids.argsort(kind="stable")
+            ids = ids[order]
+        bounds = run_bounds(ids)
+        return cls(order, bounds[:-1], bounds[1:] - bounds[:-1])
 
-    def gather(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    def gather(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Rows in their groups' order."""
         return values if self.order is None else values[self.order]
 
-    def scatter(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    def scatter(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Rows back in the caller's order."""
-        return values if self.order is None else torch.empty_like(values).scatter_(0, self.order, values)
+        if self.order is None:
+            return values
+        back = np.empty_like(values)
+        back[self.order] = values
+        return back
 
-    def spread(self, per_group: Tensor) -> Tensor:
+    def spread(self, per_group: NDArray[Any]) -> NDArray[Any]:
         """One value per group, for each of its rows."""
-        return per_group.repeat_interleave(self.counts)
+        return np.repeat(per_group, self.counts)
 
-    def means(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-        """Each row's group mean; the second pass removes the rounding of the first."""
-        first = self.spread(torch.segment_reduce(values, "mean", lengths=self.counts))
-        return first + self.spread(torch.segment_reduce(values - first, "mean", lengths=self.counts))
+    def means(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[B]."""
+        sums: NDArray[np.float64] = np.add.reduceat(values, self.starts)
+        return sums / self.counts
 
-    def medians(self, values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-        """Each row's group median: sorted by value, then stably by group, the middle rows stand at known places."""
-        by_value = values.argsort(stable=True)
-        number = self.spread(torch.arange(len(self.counts), device=values.device))
-        ordered = values[by_value[number[by_value].argsort(stable=True)]]
-        starts = self.counts.cumsum(0) - self.counts
-        return self.spread((ordered[starts + (self.counts - 1) // 2] + ordered[starts + self.counts // 2]) / 2)
+    def medians(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[B]: sorted by group, then by value, the middle rows stand at known places."""
+        ordered = values[np.lexsort((values, self.spread(np.arange(len(self.counts)))))]
+        medians: NDArray[np.float64] = (
+            ordered[self.starts + (self.counts - 1) // 2] + ordered[self.starts + self.counts // 2]
+        ) / 2
+        return medians
 
-    def extremes(self, values: Float[Tensor, " N"]) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-        """Smallest and largest of each group."""
-        low, high = (torch.segment_reduce(values, which, lengths=self.counts) for which in ("min", "max"))
-        return low, high
-
-    def are_constant(self, values: Float[Tensor, " N"], tolerance: float) -> Bool[Tensor, " N"]:
-        """Whether each row's group has no differences."""
-        return self.spread(_is_constant(*self.extremes(values), tolerance))
+    def extremes(self, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[B] and [B]: smallest and largest."""
+        return np.minimum.reduceat(values, self.starts), np.maximum.reduceat(values, self.starts)
 
 
-def _is_constant(low: Float[Tensor, " B"], high: Float[Tensor, " B"], tolerance: float) -> Bool[Tensor, " B"]:
+def _is_constant(low: Any, high: Any, tolerance: float) -> Any:
     """Whether values between `low` and `high` differ by no more than `tolerance` times the largest of them."""
-    return high - low <= tolerance * torch.maximum(low.abs(), high.abs())
+    return high - low <= tolerance * np.maximum(np.abs(low), np.abs(high))
+
+
+def _float64(values: Tensor) -> NDArray[np.float64]:
+    """On the host: statistics are small, and not every device has float64."""
+    return values.detach().cpu().double().numpy()

@@ -1,7 +1,7 @@
 """One optimizer step, safely: unscale, check, clip, step, schedule; or leave every weight as it was."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, assert_never
 
 import torch
@@ -44,7 +44,7 @@ class GradientStep:
         self.lr_scheduler = lr_scheduler
         self.max_grad_norm = max_grad_norm
         if optimizer is None and self.parameters:
-            optimizer = torch.optim.AdamW(self.parameters.values(), lr=learning_rate, weight_decay=0.0)
+            optimizer = _default_optimizer(self.parameters.values(), learning_rate)
         self.optimizer = optimizer
         self._tensors = self._all_tensors()
         device = self.device.type
@@ -140,6 +140,13 @@ class GradientStep:
                 )
             tensors.update((id(tensor), tensor) for tensor in moved)
         return list(tensors.values())
+
+
+def _default_optimizer(parameters: Iterable[Tensor], learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW without weight decay; the fused one, several times faster for small networks, where the device has it."""
+    tensors = list(parameters)
+    fused = all(tensor.is_floating_point() and tensor.device.type in ("cpu", "cuda") for tensor in tensors)
+    return torch.optim.AdamW(tensors, lr=learning_rate, weight_decay=0.0, fused=fused)
 
 
 def schedule_factor(config: GRPOConfig, position: int, num_iterations: int) -> float:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Any, Literal, assert_never
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -97,11 +97,11 @@ def step_weights(
     """
     lengths = mask.sum(1, keepdim=True).double()
 
-    def total(count: Tensor) -> Tensor:
-        return count if reduce is None else reduce(count)
+    def total(count: Any) -> Any:
+        return count if reduce is None else reduce(torch.as_tensor(count, dtype=torch.float64, device=mask.device))
 
-    num_rows = torch.full((), mask.shape[0], dtype=torch.float64, device=mask.device)
-    divisors: Tensor
+    num_rows = mask.shape[0]
+    divisors: Any
     match aggregation:
         case "row_mean":
             divisors = lengths * total(num_rows)
@@ -119,7 +119,7 @@ def step_weights(
             _, groups = group_ids.to(mask.device).unique(return_inverse=True)
             num_groups = int(groups.max()) + 1
             steps = lengths.new_zeros(num_groups, 1).index_add_(0, groups, lengths)
-            divisors = steps[groups] * total(num_rows.new_full((), num_groups))
+            divisors = steps[groups] * total(num_groups)
         case _:
             assert_never(aggregation)
     return torch.where(mask, 1.0 / divisors, 0.0)
@@ -140,7 +140,7 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     Returns:
         The loss, and moments of `total_loss`, `policy_loss`, `kl_penalty`, `entropy_bonus` (shares that add up:
         total = policy + kl - entropy), `ratio`, `clip_fraction`, `clip_fraction_low`, `clip_fraction_high`,
-        `ratio_clamped_fraction`, `advantages`, `entropy` (sampled where it is not known), and with a reference `kl`.
+        `ratio_clamped_fraction`, `entropy` (sampled where it is not known), and with a reference `kl`.
 
     Raises:
         ConfigError: a KL term without reference log-probs, or an exact entropy bonus without an entropy.
@@ -150,18 +150,22 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     """
     mask = inputs.mask
     log_probs = _on_mask(inputs.log_probs, mask)
-    old_log_probs = log_probs.detach() if inputs.old_log_probs is None else _on_mask(inputs.old_log_probs, mask)
-    log_ratio = log_probs - old_log_probs
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weights = inputs.weights.to(log_probs.dtype)
     advantages = inputs.advantages if inputs.advantages.dim() == 2 else inputs.advantages.unsqueeze(1)
     advantages = torch.where(mask, advantages.to(log_probs.dtype), 0.0)
-    weights = inputs.weights.to(log_probs.dtype)
 
-    surrogate = clipped_surrogate(ratio, advantages, clip_low=config.clip_low, clip_high=config.clip_high)
+    log_ratio: Tensor | None = None
+    if inputs.old_log_probs is None:  # the ratio is 1, and no bound is reached
+        ratio = (log_probs - log_probs.detach()).exp()
+        surrogate = -ratio * advantages
+    else:
+        log_ratio = log_probs - _on_mask(inputs.old_log_probs, mask)
+        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        surrogate = clipped_surrogate(ratio, advantages, clip_low=config.clip_low, clip_high=config.clip_high)
     policy_loss = (surrogate * weights).sum()
     shares = {"policy_loss": policy_loss}
     loss = policy_loss
-    spread = {"ratio": torch.where(mask, ratio.detach(), 0.0), "advantages": advantages}
+    spread: dict[str, Tensor] = {}
 
     if inputs.ref_log_probs is not None:
         x = (log_probs - _on_mask(inputs.ref_log_probs, mask)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -182,15 +186,8 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
         loss = loss - shares["entropy_bonus"]
 
     with torch.no_grad():
-        too_low = (ratio < 1.0 - config.clip_low) & (advantages < 0)
-        too_high = (ratio > 1.0 + config.clip_high) & (advantages > 0)
-        fractions = {
-            "clip_fraction": too_low | too_high,
-            "clip_fraction_low": too_low,
-            "clip_fraction_high": too_high,
-            "ratio_clamped_fraction": log_ratio.abs() > MAX_LOG_RATIO,
-        }
-        return ObjectiveOutput(loss=loss, metrics=_metrics({**shares, "total_loss": loss}, fractions, spread, mask))
+        metrics = _metrics({**shares, "total_loss": loss}, spread, log_ratio, advantages, mask, config)
+    return ObjectiveOutput(loss=loss, metrics=metrics)
 
 
 def _kl_coef(inputs: ObjectiveInputs, config: ObjectiveConfig) -> float:
@@ -216,7 +213,11 @@ def _entropy(inputs: ObjectiveInputs, config: ObjectiveConfig, log_probs: Tensor
                     f"objective.entropy_coef={config.entropy_coef} needs an exact entropy, and the policy gives none. "
                     "Return it in ActionScores.entropy, or set entropy_estimator='score_function'."
                 )
-            return score_function_entropy(log_probs.detach(), ratio.detach())
+            return (
+                -log_probs.detach()
+                if inputs.old_log_probs is None
+                else score_function_entropy(log_probs, ratio).detach()
+            )
         case "score_function":
             return score_function_entropy(log_probs, ratio)
         case _:
@@ -230,21 +231,43 @@ def _on_mask(values: Tensor, mask: Bool[Tensor, "N T"]) -> Tensor:
 
 
 def _metrics(
-    shares: dict[str, Tensor], fractions: dict[str, Tensor], spread: dict[str, Tensor], mask: Bool[Tensor, "N T"]
-) -> dict[str, Tensor]:
+    shares: dict[str, Tensor],
+    spread: dict[str, Tensor],
+    log_ratio: Tensor | None,
+    advantages: Tensor,
+    mask: Bool[Tensor, "N T"],
+    config: ObjectiveConfig,
+) -> dict[str, Float[Tensor, "3"]]:
     """All metrics as rows (count, sum, sum of squares) of one float64 tensor: one transfer when they are read.
 
-    Off the mask, fractions and spreads are 0 already.
+    Off the mask, every value is 0 already.
+
+    Args:
+        shares: terms of the loss.
+        spread: [N, T] values that are averaged.
+        log_ratio: None where it is 0 by construction: then nothing is clipped, and nothing need be counted.
+        advantages: decide which bound counts.
+        mask: the valid steps.
+        config: the bounds.
     """
-    count = mask.sum().double()
+    count = mask.sum(dtype=torch.float64)
     zero = torch.zeros_like(count)
-    cells: list[Tensor] = []
-    for share in shares.values():
-        cells += [zero, share.detach().double(), zero]
-    for fraction in fractions.values():
-        total = fraction.sum().double()
-        cells += [count, total, total]
-    for values in spread.values():
-        cells += [count, *moments(values.detach())]
-    rows = torch.stack(cells).view(-1, 3).unbind(0)
-    return dict(zip((*shares, *fractions, *spread), rows, strict=True))
+    cells = {name: (zero, share.detach(), zero) for name, share in shares.items()}
+    cells |= {name: (count, *moments(values.detach())) for name, values in spread.items()}
+    if log_ratio is None:
+        cells["ratio"] = (count, count, count)
+        cells |= dict.fromkeys(CLIP_METRICS, (count, zero, zero))
+    else:
+        ratio = torch.where(mask, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0.0)
+        cells["ratio"] = (count, *moments(ratio))
+        too_low = ((ratio < 1.0 - config.clip_low) & (advantages < 0)).sum(dtype=torch.float64)
+        too_high = ((ratio > 1.0 + config.clip_high) & (advantages > 0)).sum(dtype=torch.float64)
+        clamped = (log_ratio.abs() > MAX_LOG_RATIO).sum(dtype=torch.float64)
+        for name, total in zip(CLIP_METRICS, (too_low, too_high, too_low + too_high, clamped), strict=True):
+            cells[name] = (count, total, total)
+    rows = torch.stack([cell for row in cells.values() for cell in row]).view(-1, 3).unbind(0)
+    return dict(zip(cells, rows, strict=True))
+
+
+CLIP_METRICS = ("clip_fraction_low", "clip_fraction_high", "clip_fraction", "ratio_clamped_fraction")
+"""Fractions of steps whose ratio is past a bound its advantage pushes towards, and past what `exp` is given."""

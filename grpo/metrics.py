@@ -43,14 +43,14 @@ class Meter:
         """(mean, standard deviation) of each metric, and an empty meter."""
         result = {name: (total / count, 0.0) for name, (count, total) in self._values.items()}
         if self._moments:
-            rows = torch.stack(self._moments).cpu().numpy()
-            totals: dict[str, NDArray[Any]] = {}
-            for name, row in zip(self._names, rows, strict=True):
-                totals[name] = totals[name] + row if name in totals else row
+            totals: dict[str, tuple[float, float, float]] = {}
+            for name, (count, total, squares) in zip(self._names, torch.stack(self._moments).tolist(), strict=True):
+                so_far = totals.get(name, (0.0, 0.0, 0.0))
+                totals[name] = (so_far[0] + count, so_far[1] + total, so_far[2] + squares)
             for name, (count, total, squares) in totals.items():
                 mean = total / (count or num_updates or 1)
                 variance = squares / count - mean**2 if count else 0.0
-                result[name] = (float(mean), math.sqrt(max(variance, 0.0)))
+                result[name] = (mean, math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else variance)
         self._names, self._moments, self._values = [], [], {}
         return result
 
@@ -59,15 +59,23 @@ def reward_statistics(rewards: Float[Tensor, " N"]) -> dict[str, float]:
     """Mean, standard deviation (n - 1), extremes and quartiles, under their metric names."""
     values = rewards.double().numpy()
     low, q25, median, q75, high = _quantiles(values, (0.0, 0.25, 0.5, 0.75, 1.0))
+    mean, std = mean_and_std(values, ddof=1)
     return {
-        "rewards/mean": float(values.mean()),
-        "rewards/std": float(values.std(ddof=1)) if len(values) > 1 else 0.0,
+        "rewards/mean": mean,
+        "rewards/std": std,
         "rewards/max": high,
         "rewards/min": low,
         "rewards/median": median,
         "rewards/q25": q25,
         "rewards/q75": q75,
     }
+
+
+def mean_and_std(values: NDArray[np.float64], ddof: int) -> tuple[float, float]:
+    """Mean, and standard deviation with divisor n - ddof (0 for a single value)."""
+    mean = float(values.mean())
+    centred = (values - mean).ravel()
+    return mean, math.sqrt(float(centred @ centred) / max(values.size - ddof, 1))
 
 
 def _quantiles(values: NDArray[Any], fractions: Sequence[float]) -> list[float]:

@@ -162,11 +162,11 @@ class PolicyUpdate:
 
     def _inputs(
         self, rows: TrainingRows, selected: RowIndex, weights: Tensor, entropy_weights: Tensor | None
-    ) -> tuple[ObjectiveInputs, Bool[Tensor, "2"]]:
+    ) -> tuple[ObjectiveInputs, Float[Tensor, ""]]:
         """Score these rows with gradient, and put what is known of them beside it, as wide as the scores are.
 
-        The second value says whether the steps are those of the batch, and whether their log-probs are finite; it stays
-        on the device until the update is applied.
+        The second value, the sum of all log-probs (finite only if each of them is), stays on the device until the update is
+        applied.
         """
         batch = rows.batch
         scores = self._collector.scorer(
@@ -178,18 +178,16 @@ class PolicyUpdate:
             raise ContractError(f"{self._owner} scored {width} steps of rows of {full_mask.shape[1]}. {_SAME_STEPS}")
 
         def beside(values: Tensor | None) -> Any:
-            if values is None or values.dim() == 1:
-                return values if values is None else values.to(device)
-            return values[:, :width].to(device)
+            if values is None:
+                return None
+            return (values if values.dim() == 1 or values.shape[1] == width else values[:, :width]).to(device)
 
         def of_batch(values: Tensor | None) -> Any:
             return None if values is None else beside(values[selected])
 
         mask = beside(full_mask)
-        same_steps = (scores.mask == mask).all()
-        if width < full_mask.shape[1]:
-            same_steps = same_steps & ~full_mask[:, width:].any().to(device)
-        finite = (scores.log_probs.detach().isfinite() | ~mask).all()
+        if not torch.equal(scores.mask, mask) or (width < full_mask.shape[1] and bool(full_mask[:, width:].any())):
+            raise ContractError(f"{self._owner} masks other steps in an update than in the batch. {_SAME_STEPS}")
         inputs = ObjectiveInputs(
             log_probs=scores.log_probs,
             old_log_probs=of_batch(batch.old_log_probs),
@@ -202,17 +200,16 @@ class PolicyUpdate:
             behaviour_log_probs=of_batch(batch.behaviour_log_probs),
             kl_coef=self._kl_coef,
         )
-        return inputs, torch.stack([same_steps, finite])
+        return inputs, torch.where(mask, scores.log_probs.detach(), 0.0).sum(dtype=torch.float64)
 
     def _apply(self, checks: list[Tensor]) -> bool:
         """Step the optimizer if everything is sound: one transfer to the host for all that has to be known."""
-        sound = torch.stack(checks).all(0)
         if not self._gradient.parameters:
-            self._require_sound(*sound.tolist())
+            self._require_finite(torch.stack(checks).tolist())
             return False
         total_norm = self._gradient.total_norm()
-        same_steps, finite, norm = torch.cat([sound.double(), total_norm.double().reshape(1).to(sound.device)]).tolist()
-        self._require_sound(same_steps, finite)
+        *log_probs, norm = torch.stack([*checks, total_norm.to(checks[0])]).tolist()
+        self._require_finite(log_probs)
         if not math.isfinite(norm):
             return self._skip_non_finite(norm)
         self.meter.add_value("grad_norm", norm)
@@ -221,12 +218,10 @@ class PolicyUpdate:
         self.skipped_in_a_row = 0
         return True
 
-    def _require_sound(self, same_steps: float, finite: float) -> None:
-        if same_steps and finite:
+    def _require_finite(self, log_probs: list[float]) -> None:
+        if all(math.isfinite(total) for total in log_probs):
             return
         self._gradient.clear()
-        if not same_steps:
-            raise ContractError(f"{self._owner} masks other steps in an update than in the batch. {_SAME_STEPS}")
         raise ContractError(
             f"{self._owner}: log-probabilities of sampled steps must be finite, and some are not. A sampled action cannot "
             "have probability 0: mask logits with torch.finfo(dtype).min, not -inf."

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import torch
 from jaxtyping import Bool, Float
@@ -70,39 +70,53 @@ class RewardCalls:
         self._num_retried = 0
         self.reward_model.eval()
         count = len(states)
+        kept = None
         try:
             total, components = self._ask(states, actions)
-            kept = torch.ones(count, dtype=torch.bool)
         except RewardError:
             if self.config.on_failure == "raise":
                 raise
             total, components, kept = self._ask_row_by_row(states, actions)
+        if bool(total.isfinite().all()):
+            return self._rewards(total, components, kept, count, num_zeroed=0)
+        return self._mend(total, components, torch.ones(count, dtype=torch.bool) if kept is None else kept)
+
+    def _mend(self, total: Tensor, components: dict[str, Tensor], kept: Tensor) -> Rewards:
+        """What `config.non_finite` says of rewards that are not finite; `kept` says whose rows they are."""
+        count = len(kept)
         finite = total.isfinite() if total.dim() == 1 else total.isfinite().all(1)
-        num_zeroed = 0
-        if not finite.all():
-            match self.config.non_finite:
-                case "raise":
-                    rows = kept.nonzero().squeeze(1)[~finite].tolist()
-                    shown = [total[i].tolist() for i in (~finite).nonzero().squeeze(1)[:4].tolist()]
+        match self.config.non_finite:
+            case "raise":
+                rows = kept.nonzero().squeeze(1)[~finite].tolist()
+                shown = [total[i].tolist() for i in (~finite).nonzero().squeeze(1)[:4].tolist()]
+                raise RewardError(
+                    f"{self._name} must return finite numbers; got {shown} at rows {rows[:16]}"
+                    f"{' ...' if len(rows) > 16 else ''} of {count}. "
+                    f"Mend the reward, or set reward.non_finite to 'drop' or 'zero'."
+                )
+            case "drop":
+                if not finite.any():
                     raise RewardError(
-                        f"{self._name} must return finite numbers; got {shown} at rows {rows[:16]}"
-                        f"{' ...' if len(rows) > 16 else ''} of {count}. "
-                        f"Mend the reward, or set reward.non_finite to 'drop' or 'zero'."
+                        f"{self._name}: no row of {count} has a reward, so there is nothing to learn from."
                     )
-                case "drop":
-                    kept[kept.clone()] = finite
-                    total, components = total[finite], {name: part[finite] for name, part in components.items()}
-                case "zero":
-                    total = total.nan_to_num(0.0, 0.0, 0.0)
-                    num_zeroed = int((~finite).sum())
-        if not kept.any():
-            raise RewardError(f"{self._name}: no row of {count} has a reward, so there is nothing to learn from.")
+                kept = kept.masked_scatter(kept, finite)
+                components = {name: part[finite] for name, part in components.items()}
+                return self._rewards(total[finite], components, kept, count, num_zeroed=0)
+            case "zero":
+                mended = total.nan_to_num(0.0, 0.0, 0.0)
+                return self._rewards(mended, components, kept, count, num_zeroed=int((~finite).sum()))
+            case _:
+                assert_never(self.config.non_finite)
+
+    def _rewards(
+        self, total: Tensor, components: dict[str, Tensor], kept: Tensor | None, count: int, *, num_zeroed: int
+    ) -> Rewards:
         metrics = {
-            "rows/dropped": float(count - int(kept.sum())),
+            "rows/dropped": float(count - len(total)),
             "rewards/zeroed": float(num_zeroed),
             "rewards/retries": float(self._num_retried),
         }
-        return Rewards(values=total, components=components, kept=None if kept.all() else kept, metrics=metrics)
+        return Rewards(values=total, components=components, kept=kept if len(total) < count else None, metrics=metrics)
 
     def _ask(self, states: Rows, actions: Rows, row: int | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """One call, made again `num_retries` times if it raises."""

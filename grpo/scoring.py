@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from .coercion import as_log_probs, describe, pad_steps
 from .errors import ContractError
 from .policy_base import ScoresActions, ScoresGroups
-from .types import ActionScores, RowIndex, Rows, select_rows
+from .types import ActionScores, RowIndex, Rows, run_bounds, select_rows
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 """Makes the context in which a policy computes."""
@@ -92,20 +93,13 @@ def check_scores(owner: str, scores: Any, num_rows: int) -> ActionScores:
 
 def _gather_groups(states: Rows, actions: Rows, group_ids: Int[Tensor, " N"]) -> tuple[Rows, Any]:
     """Each run of adjacent rows with one group id as one state and its actions; equal runs of a tensor stay one."""
-    _, counts = group_ids.unique_consecutive(return_counts=True)
-    starts = counts.cumsum(0) - counts
-    if isinstance(actions, Tensor | np.ndarray):
-        sizes = counts.tolist()
-        if min(sizes) == max(sizes):
-            grouped: Any = actions.reshape(len(sizes), sizes[0], *actions.shape[1:])
-        elif isinstance(actions, Tensor):
-            grouped = list(actions.split(sizes))
-        else:
-            grouped = np.split(actions, starts[1:].numpy())
-    else:
-        bounds = zip(starts.tolist(), (starts + counts).tolist(), strict=True)
-        grouped = [actions[start:stop] for start, stop in bounds]
-    return select_rows(states, starts), grouped
+    bounds = run_bounds(group_ids.numpy())
+    sizes = bounds[1:] - bounds[:-1]
+    if isinstance(actions, Tensor | np.ndarray) and (sizes == sizes[0]).all():
+        size = int(sizes[0])
+        return states[::size], actions.reshape(len(sizes), size, *actions.shape[1:])
+    grouped = [actions[start:stop] for start, stop in pairwise(bounds.tolist())]
+    return select_rows(states, torch.from_numpy(bounds[:-1])), grouped
 
 
 def score_in_parts(

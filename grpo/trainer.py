@@ -18,7 +18,7 @@ from .errors import ConfigError, GRPOWarning, NonFiniteGradientError
 from .experience_collector import ExperienceCollector
 from .gradient_step import GradientStep, schedule_factor
 from .grpo_objective import DEFAULT_KL_COEF, Objective, grpo_objective
-from .metrics import MetricSink, reward_statistics
+from .metrics import MetricSink, mean_and_std, reward_statistics
 from .policy_base import POLICY_METHODS, ScoresReference, SplitsSteps, SyncsSampler, require_methods
 from .policy_update import PolicyUpdate, UpdateCounts
 from .random_state import preserved_random_state, seed_everything
@@ -29,7 +29,7 @@ from .types import ExperienceBatch, Rows
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]
 
-WITH_STD = ("ratio", "advantages", "kl")
+WITH_STD = ("ratio", "kl")
 """Metrics of the objective that are reported as a mean and a standard deviation."""
 
 ZERO_WITHOUT = ("train/kl_penalty", "train/kl_mean", "train/kl_std", "train/grad_norm", "train/learning_rate")
@@ -162,7 +162,7 @@ class GRPOTrainer:
         if counts.applied:
             self._sync_sampler()
         seconds = time.perf_counter() - start
-        return {**self._report(batch, counts), "time/update": seconds, "time/iteration": seconds}
+        return {**self._report(batch, advantages, counts), "time/update": seconds, "time/iteration": seconds}
 
     def evaluate(self, states: Rows, *, num_actions_per_state: int | None = None) -> dict[str, float]:
         """Mean and standard deviation of the reward of freshly sampled actions; nothing is trained.
@@ -281,7 +281,7 @@ class GRPOTrainer:
             self._syncer.sync_sampler()
         self._sampler_is_stale = False
 
-    def _report(self, batch: ExperienceBatch, counts: UpdateCounts) -> dict[str, float]:
+    def _report(self, batch: ExperienceBatch, advantages: Tensor, counts: UpdateCounts) -> dict[str, float]:
         """This iteration's metrics by name."""
         metrics = dict.fromkeys(ZERO_WITHOUT, 0.0)
         for name, (mean, std) in self.policy_update.meter.report(counts.applied or counts.planned).items():
@@ -290,8 +290,12 @@ class GRPOTrainer:
             else:
                 metrics[f"train/{name}"] = mean
         rewards = batch.rewards if batch.rewards.dim() == 1 else batch.rewards.where(batch.mask.cpu(), 0).sum(1)
-        lengths = batch.mask.sum(1).double()
+        lengths = batch.mask.sum(1).cpu().numpy()
+        per_row = advantages if advantages.dim() == 1 else advantages[batch.mask.cpu()]
+        mean, std = mean_and_std(per_row.double().numpy(), ddof=0)
         metrics |= {
+            "train/advantages_mean": mean,
+            "train/advantages_std": std,
             "train/kl_coef": self.kl_coef,
             "train/num_updates": float(counts.applied),
             "train/skipped_updates": float(counts.planned - counts.applied),

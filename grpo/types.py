@@ -53,6 +53,11 @@ def repeat_rows(states: Rows, times: int) -> Rows:
     return [state for state in states for _ in range(times)]
 
 
+def run_bounds(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where runs of equal neighbours begin, and the end: [4, 4, 7, 4] -> [0, 2, 3, 4]."""
+    return np.concatenate(([0], np.flatnonzero(ids[1:] != ids[:-1]) + 1, [len(ids)]))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionScores:
     """What one forward pass of the policy says about N given actions."""
