@@ -1,7 +1,7 @@
 """What the framework costs: one `trainer.step` beside a hand-written torch loop that does the same mathematics.
 
-A contextual bandit: 64 features, an MLP of 2 x 64, 64 arms, 8 actions per state (the default), one update per iteration. Both sides start
-from the same weights and the same seed, and the benchmark first checks that they arrive at the same weights.
+A contextual bandit: 64 features, an MLP of 2 x 64, 64 arms, 8 actions per state (the default), one update per iteration.
+Both sides start from the same weights and the same seed, and the benchmark first checks that they arrive at the same ones.
 
     python -m benchmarks.overhead
 """

@@ -90,6 +90,8 @@ def group_relative_advantages(
         Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; without the std: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783;
         leave one out: Kool et al. 2019; Ahmadian et al. 2024 (RLOO), arXiv:2402.14740.
     """
+    if not rewards.numel():
+        return torch.zeros_like(rewards)
     groups = _Groups.of(group_ids)
     values = groups.gather(_float64(rewards))
     tolerance = 2 * torch.finfo(rewards.dtype).eps
@@ -116,14 +118,16 @@ def group_relative_advantages(
         case "none":
             advantages = centred
         case "group":
-            squares = groups.means((values - means) ** 2) * groups.counts
-            std = groups.spread(np.sqrt(squares / np.maximum(groups.counts - std_ddof, 1)) + std_eps)
+            peak = np.abs(values - means).max() or 1.0  # squares of what is at most 1 do not overflow
+            squares = groups.means(((values - means) / peak) ** 2) * groups.counts
+            std = groups.spread(peak * np.sqrt(squares / np.maximum(groups.counts - std_ddof, 1)) + std_eps)
             advantages = np.where(constant, 0.0, centred / np.where(constant, 1.0, std))
         case "batch":
             if _is_constant(values.min(), values.max(), tolerance):
                 advantages = np.zeros_like(centred)
             else:
-                advantages = centred / (values.std(ddof=std_ddof) + std_eps)
+                peak = np.abs(values).max()
+                advantages = centred / (peak * (values / peak).std(ddof=std_ddof) + std_eps)
         case _:
             assert_never(scale)
     return torch.from_numpy(groups.scatter(advantages)).to(rewards)
@@ -167,7 +171,8 @@ def group_relative_returns(
     """
     returns = discounted_returns(rewards, mask, gamma)
     num_steps = mask.shape[1]
-    cells = group_ids.to(mask.device).unsqueeze(1) * num_steps + torch.arange(num_steps, device=mask.device)
+    _, numbers = group_ids.to(mask.device).unique(return_inverse=True)
+    cells = numbers.unsqueeze(1) * num_steps + torch.arange(num_steps, device=mask.device)
     advantages = torch.zeros_like(returns)
     advantages[mask] = group_relative_advantages(
         returns[mask],
@@ -250,7 +255,7 @@ class AdvantageEstimator:
         return advantages if config.clip is None else advantages.clamp(-config.clip, config.clip)
 
     def _remember(self, values: Tensor) -> None:
-        if self.config.baseline == "global_mean":
+        if self.config.baseline == "global_mean" and values.numel():
             self._count += values.numel()
             self._mean += (float(values.double().sum()) - values.numel() * self._mean) / self._count
 

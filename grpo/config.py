@@ -46,7 +46,7 @@ class GRPOConfig(Settings):
     """Run the policy under `torch.autocast`; float16 on CUDA scales the loss too. None: as the policy computes."""
     device: str | None = None
     """Where policy, reference and reward model are moved to. None: they stay where they are."""
-    seed: int | None = setting(None, at_least=0)
+    seed: int | None = setting(None, at_least=0, at_most=2**64 - 1)
     """Seeds Python, numpy and torch when the trainer is built, and the order of rows and states. None: left alone."""
     advantage: AdvantageConfig = AdvantageConfig()
     """Rewards into advantages."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, assert_never
+from typing import Literal, assert_never
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -97,11 +97,12 @@ def step_weights(
     """
     lengths = mask.sum(1, keepdim=True).double()
 
-    def total(count: Any) -> Any:
-        return count if reduce is None else reduce(torch.as_tensor(count, dtype=torch.float64, device=mask.device))
+    def total(count: int | Tensor) -> Tensor:
+        local = torch.as_tensor(count, dtype=torch.float64, device=mask.device)
+        return local if reduce is None else reduce(local)
 
     num_rows = mask.shape[0]
-    divisors: Any
+    divisors: Tensor
     match aggregation:
         case "row_mean":
             divisors = lengths * total(num_rows)
@@ -116,8 +117,8 @@ def step_weights(
         case "group_mean":
             if group_ids is None:
                 raise ConfigError("step_weights: aggregation='group_mean' needs group_ids.")
-            _, groups = group_ids.to(mask.device).unique(return_inverse=True)
-            num_groups = int(groups.max()) + 1
+            names, groups = group_ids.to(mask.device).unique(return_inverse=True)
+            num_groups = len(names)
             steps = lengths.new_zeros(num_groups, 1).index_add_(0, groups, lengths)
             divisors = steps[groups] * total(num_groups)
         case _:

@@ -101,6 +101,7 @@ class PolicyUpdate:
             NonFiniteGradientError: too many skipped updates in a row.
         """
         rows = self._training_rows(batch, advantages)
+        self._gradient.clear()  # what others left behind is no part of this
         planned = applied = 0
         for selected in self._updates(rows.batch):
             applied += self._update(rows, selected, is_first=planned == 0)

@@ -1,8 +1,8 @@
 """Frozen settings whose every value is checked on construction, from their types and declared bounds."""
 
 import dataclasses
-import math
 import operator
+import sys
 import types
 from collections.abc import Mapping
 from functools import cache
@@ -94,7 +94,7 @@ def _is_a(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
     if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if kind is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, kind)

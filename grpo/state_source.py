@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 
 from .errors import ConfigError, ContractError
@@ -65,7 +66,7 @@ class StateSource:
         return select_rows(self._states, order[begin : begin + self._num])
 
     def _shuffled(self, number: int, size: int) -> torch.Tensor:
-        return torch.randperm(size, generator=torch.Generator().manual_seed(self._seed + number))
+        return torch.from_numpy(np.random.default_rng((self._seed, number)).permutation(size))
 
     def _from_iterable(self, iteration: int) -> Rows:
         assert self._num is not None

@@ -32,8 +32,11 @@ __all__ = ["GRPOConfig", "GRPOTrainer"]
 WITH_STD = ("ratio", "kl")
 """Metrics of the objective that are reported as a mean and a standard deviation."""
 
-ZERO_WITHOUT = ("train/kl_penalty", "train/kl_mean", "train/kl_std", "train/grad_norm", "train/learning_rate")
-"""Metrics that are 0 where there is no reference, or nothing was applied."""
+ZERO_WITHOUT = (
+    *("total_loss", "policy_loss", "kl_penalty", "kl_mean", "kl_std", "entropy", "entropy_bonus", "ratio_mean", "ratio_std"),
+    *("clip_fraction", "clip_fraction_low", "clip_fraction_high", "ratio_clamped_fraction", "grad_norm", "learning_rate"),
+)
+"""Metrics that are 0 where there is no such term, or nothing was updated."""
 
 
 class GRPOTrainer:
@@ -220,12 +223,14 @@ class GRPOTrainer:
         eval_every = eval_every or max(1, num_iterations // 10)
         checkpoint_every = checkpoint_every or max(1, num_iterations // 10)
         start, self._resume_at = self._resume_at, 0
+        has_schedule = self.config.lr_schedule != "constant" or self.config.warmup_ratio > 0
         history: list[dict[str, float]] = []
         best = float("-inf")
         with tqdm(total=num_iterations, initial=start, desc="GRPO", unit="it", disable=not progress) as bar:
             for position in range(start, num_iterations):
                 is_last = position + 1 == num_iterations
-                self.gradient.schedule(schedule_factor(self.config, position, num_iterations))
+                if has_schedule:
+                    self.gradient.schedule(schedule_factor(self.config, position, num_iterations))
                 try:
                     metrics = self.step(source(position))
                 except NonFiniteGradientError:
@@ -283,7 +288,7 @@ class GRPOTrainer:
 
     def _report(self, batch: ExperienceBatch, advantages: Tensor, counts: UpdateCounts) -> dict[str, float]:
         """This iteration's metrics by name."""
-        metrics = dict.fromkeys(ZERO_WITHOUT, 0.0)
+        metrics = {f"train/{name}": 0.0 for name in ZERO_WITHOUT}
         for name, (mean, std) in self.policy_update.meter.report(counts.applied or counts.planned).items():
             if name in WITH_STD:
                 metrics |= {f"train/{name}_mean": mean, f"train/{name}_std": std}

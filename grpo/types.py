@@ -53,7 +53,7 @@ def repeat_rows(states: Rows, times: int) -> Rows:
     return [state for state in states for _ in range(times)]
 
 
-def run_bounds(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+def run_bounds(ids: NDArray[Any]) -> NDArray[np.int64]:
     """Where runs of equal neighbours begin, and the end: [4, 4, 7, 4] -> [0, 2, 3, 4]."""
     return np.concatenate(([0], np.flatnonzero(ids[1:] != ids[:-1]) + 1, [len(ids)]))
 
@@ -140,6 +140,8 @@ class ExperienceBatch:
         """
         group_ids = torch.as_tensor(group_ids, dtype=torch.int64).cpu()
         count = len(group_ids)
+        if count == 0:
+            raise ContractError("ExperienceBatch.from_rows: no rows to learn from; pass at least one.")
         require_lengths("ExperienceBatch.from_rows", count, states=states, actions=actions)
         if behaviour_log_probs is not None:
             behaviour_log_probs = as_log_probs("behaviour_log_probs", behaviour_log_probs, count)
@@ -175,9 +177,9 @@ class ObjectiveInputs:
     advantages: Float[Tensor, " N"] | Float[Tensor, "N T"]
     """How much better a row (or a step) did than its baseline; no gradient."""
     mask: Bool[Tensor, "N T"]
-    """True where the policy decided. Off-mask values of every other tensor are never used."""
+    """True where the policy decided. What other tensors hold off the mask is never used."""
     weights: Float[Tensor, "N T"]
-    """The aggregation: the loss is the sum of per-step losses times these (see `step_weights`)."""
+    """The aggregation: the loss is the sum of per-step losses times these, 0 off the mask (see `step_weights`)."""
     entropy: Float[Tensor, "N T"] | None = None
     """Exact entropy, with gradient."""
     entropy_weights: Float[Tensor, "N T"] | None = None

@@ -11,6 +11,9 @@ from jaxtyping import Float64, Int64
 
 from .testbeds import Testbed
 
+STREAM = 1
+"""Beside the seed: a testbed with the same seed draws other numbers, else a strategy's draws would foretell its rewards."""
+
 Arms: TypeAlias = Int64[np.ndarray, " R"]
 Rewards: TypeAlias = Float64[np.ndarray, " R"]
 
@@ -52,7 +55,7 @@ def play(baseline: Baseline, testbed: Testbed, num_pulls: int, seed: int = 0) ->
     Raises:
         RewardError: the testbed ends before.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng((seed, STREAM))
     runs = np.arange(testbed.num_runs)
     steps = testbed.steps_at(testbed.pulls[:, None] + np.arange(num_pulls))
     arms = np.empty((testbed.num_runs, num_pulls), dtype=np.int64)

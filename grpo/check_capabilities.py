@@ -1,0 +1,276 @@
+"""The rules of the optional capabilities: what a policy offers beyond the six methods has to agree with them."""
+
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .check_probe import Draws, PolicyProbe, difference, perturbed, row_totals, scores_difference
+from .check_report import Verdict, failed, passed, skipped
+from .check_sampling import judge_samples
+from .checkpoint import read_checkpoint, write_checkpoint
+from .coercion import as_log_probs, describe, pad_steps, require_lengths
+from .policy_base import (
+    HasState,
+    PlansMicroBatches,
+    SamplesWithScores,
+    ScoresActions,
+    ScoresGroups,
+    ScoresReference,
+    SplitsSteps,
+    SyncsSampler,
+)
+from .scoring import Scorer
+from .types import ActionScores, select_rows
+from .update_plan import planned_parts
+
+
+def check_sync_sampler(probe: PolicyProbe) -> Verdict:
+    """Called before the first sample, as training does."""
+    if not isinstance(probe.policy, SyncsSampler):
+        return skipped("There is no sync_sampler().")
+    probe.policy.sync_sampler()
+    return passed("sync_sampler() returns.")
+
+
+def check_score_actions(probe: PolicyProbe) -> Verdict:
+    """Steps add up to what `get_log_probabilities` says of the row, and carry its gradient."""
+    if not isinstance(probe.policy, ScoresActions):
+        return skipped("There is no score_actions().")
+    owner = f"{probe.name}.score_actions"
+    states, actions, group_ids = probe.rows
+    scores = probe.row_scorer(states, actions, group_ids)
+    raw = probe.raw_log_probs(states, actions)
+    if raw.dim() == 1:
+        gap = difference(row_totals(scores.log_probs, scores.mask), raw)
+    else:
+        width = max(raw.shape[1], scores.mask.shape[1])
+        mask = pad_steps(scores.mask, width, False)
+        gap = difference(pad_steps(scores.log_probs, width, 0.0), pad_steps(raw, width, 0.0), mask)
+    if gap > probe.tolerance:
+        return failed(
+            f"{owner} must agree with get_log_probabilities(): its log-probs at the mask (summed over a row's steps where "
+            f"that returns [N]) differ by {gap:.2g}. Compute both from one forward; mask only what the policy did not decide."
+        )
+    return _require_gradient(probe, owner, scores) or passed(
+        f"{describe(scores.log_probs)}, {int(scores.mask.sum())} steps."
+    )
+
+
+def _require_gradient(probe: PolicyProbe, owner: str, scores: ActionScores) -> Verdict | None:
+    if bool(probe.parameters) == scores.log_probs.requires_grad:
+        return None
+    return failed(
+        f"{owner}: log_probs must carry a gradient exactly where get_parameters() holds tensors that require one "
+        f"({len(probe.parameters)} here); requires_grad is {scores.log_probs.requires_grad}. "
+        "Training uses this method: compute without no_grad() or detach(), and return the parameters themselves."
+    )
+
+
+def check_score_groups(probe: PolicyProbe) -> Verdict:
+    """Groups score as their rows do, also when a row has been dropped and groups are uneven."""
+    if not isinstance(probe.policy, ScoresGroups):
+        return skipped("There is no score_groups().")
+    owner = f"{probe.name}.score_groups"
+    states, actions, group_ids = probe.rows
+    scorer = Scorer(probe.only("score_groups"))
+    for kind, kept in (("equal", slice(0, len(group_ids))), ("uneven", slice(1, len(group_ids)))):
+        if kind == "uneven" and (probe.num_actions == 1 or len(probe.states) == 1):
+            continue
+        scores = scorer(select_rows(states, kept), select_rows(actions, kept), group_ids[kept])
+        expected = ActionScores(log_probs=probe.scores.log_probs[kept], mask=probe.scores.mask[kept])
+        gap = scores_difference(scores, expected)
+        if gap > probe.tolerance:
+            return failed(
+                f"{owner} must score as the rows one by one, in the order of the groups; with {kind} groups it differs by "
+                f"{gap:.2g} (inf: other steps are masked). Let state b's result serve all of actions[b], however many they are."
+            )
+        if (verdict := _require_gradient(probe, owner, scores)) is not None:
+            return verdict
+    return passed("Groups, equal and uneven, score as their rows do.")
+
+
+def check_sample_actions(probe: PolicyProbe) -> Verdict:
+    """Shapes as training checks them; what is told of the samples is what scoring them says."""
+    if not isinstance(probe.policy, SamplesWithScores):
+        return skipped("There is no sample_actions().")
+    owner = f"{probe.name}.sample_actions"
+    states, actions, sampled = probe.sample(probe.only("sample_actions"), probe.states, probe.num_actions)
+    assert sampled is not None
+    scores = probe.score(probe.row_scorer, states, actions, probe.rows[2])
+    told = sampled.scores or ActionScores(log_probs=scores.log_probs, mask=scores.mask)
+    width = max(sampled.mask.shape[1], scores.mask.shape[1])
+    if not torch.equal(pad_steps(sampled.mask, width, False).cpu(), pad_steps(scores.mask, width, False).cpu()):
+        return failed(
+            f"{owner}: mask must be that of scoring the sampled actions; they differ ({int(sampled.mask.sum())} and "
+            f"{int(scores.mask.sum())} steps). Mask the same steps in both: the policy's own decisions."
+        )
+    gap = scores_difference(told, scores)
+    if gap > probe.tolerance:
+        return failed(
+            f"{owner}: scores must be what score_actions() says of the sampled actions before any update; log-probs differ by "
+            f"{gap:.2g}. Where the sampler is not the policy itself, leave scores=None and give behaviour_log_probs."
+        )
+    behaviour = sampled.behaviour_log_probs
+    if behaviour is not None and bool((behaviour.isinf() & sampled.mask).any()):
+        return failed(
+            f"{owner}: behaviour_log_probs of sampled steps must be finite, or NaN for unscored; some are infinite."
+        )
+    return passed(f"{describe(sampled.mask)} mask, agrees with scoring.")
+
+
+def check_sampled_samples(probe: PolicyProbe) -> Verdict:
+    """`sample_actions` draws from its behaviour log-probs; without these, from the policy."""
+    if not isinstance(probe.policy, SamplesWithScores):
+        return skipped("There is no sample_actions().")
+    if probe.no_sampling_test:
+        return skipped(probe.no_sampling_test)
+    owner, draws = f"{probe.name}.sample_actions", probe.sampled
+    if draws.is_exact:
+        state = select_rows(draws.states, slice(0, 1))
+        totals = row_totals(draws.scores.log_probs, draws.scores.mask)
+        return judge_samples(owner, draws.actions, totals, lambda actions: probe.score_one_state(state, actions))
+    assert draws.sampled is not None
+    assert draws.sampled.behaviour_log_probs is not None
+    totals = row_totals(draws.sampled.behaviour_log_probs, draws.sampled.mask)
+    if not bool(totals.isfinite().all()):
+        return skipped("behaviour_log_probs has unscored steps (NaN).")
+    return judge_samples(owner, draws.actions, totals, None)
+
+
+def check_entropy(probe: PolicyProbe) -> Verdict:
+    """E[H_t + log p_t] = 0 at every step, so its sum over a row has mean 0 over samples of the policy."""
+    if probe.scores.entropy is None:
+        return skipped("Scores hold no entropy.")
+    if probe.num_samples == 0:
+        return skipped("num_samples=0.")
+    draws = probe.drawn
+    if not draws.is_exact or draws.scores.entropy is None:
+        return skipped("sample_actions() draws from another distribution on purpose.")
+    return _judge_entropy(f"{probe.name}.score_actions", draws, draws.scores.entropy)
+
+
+def _judge_entropy(owner: str, draws: Draws, entropy: Tensor) -> Verdict:
+    count = len(entropy)
+    surplus = row_totals(entropy + draws.scores.log_probs, draws.scores.mask)
+    error = float(surplus.std(correction=0)) / math.sqrt(count)
+    unseen = (
+        15 / count * (math.log(count) + 5)
+    )  # what actions so rare that `count` samples can miss them add to an entropy
+    mean = float(surplus.mean())
+    if not abs(mean) <= 5 * error + unseen:
+        exact = float(row_totals(entropy, draws.scores.mask).mean())
+        return failed(
+            f"{owner}: entropy must be the exact -sum p log p of each step's distribution, in nats; it sums to {exact:.4f} per "
+            f"row, and {count} samples give -log p = {exact - mean:.4f} +- {error:.4f}. Compute it from the log_softmax that "
+            "is sampled from, natural logarithm, or leave entropy=None."
+        )
+    return passed(f"It agrees with -log p of {count} samples to {abs(mean):.2g} (+- {error:.2g}) nats.")
+
+
+def check_plan(probe: PolicyProbe) -> Verdict:
+    """Every row in exactly one forward."""
+    if not isinstance(probe.policy, PlansMicroBatches):
+        return skipped("There is no plan_micro_batches().")
+    states, actions, _ = probe.rows
+    plan = probe.policy.plan_micro_batches(states, actions)
+    parts = planned_parts(f"{probe.name}.plan_micro_batches", plan, len(states))
+    return passed(f"{len(states)} rows in {len(parts)} forwards.")
+
+
+def check_split_steps(probe: PolicyProbe) -> Verdict:
+    """One row per valid step, row by row, that scores as the step did."""
+    if not isinstance(probe.policy, SplitsSteps):
+        return skipped("There is no split_steps().")
+    owner = f"{probe.name}.split_steps"
+    scores = probe.scores
+    count = int(scores.mask.sum())
+    states, actions = probe.policy.split_steps(*probe.rows[:2])
+    require_lengths(f"{owner}, one row per valid step", count, states=states, actions=actions)
+    split = probe.score(probe.row_scorer, states, actions, torch.arange(count))
+    if split.mask.shape[1] != 1 or not bool(split.mask.all()):
+        return failed(
+            f"{owner} must make rows of one step each; they score as {describe(split.log_probs)}. Split every step."
+        )
+    gap = difference(split.log_probs.squeeze(1), scores.log_probs[scores.mask])
+    if gap > probe.tolerance:
+        return failed(
+            f"{owner} must give one row per step, row 0's steps first and in order, each scoring as that step did; log-probs "
+            f"differ by {gap:.2g}. Leave masked steps out, and give each step the state it was taken in."
+        )
+    return passed(f"{count} steps score as in their rows.")
+
+
+def check_reference(probe: PolicyProbe) -> Verdict:
+    """The reference's log-probs stay when the policy moves."""
+    if not isinstance(probe.policy, ScoresReference):
+        return skipped("There is no reference_log_probabilities().")
+    owner, width = f"{probe.name}.reference_log_probabilities", probe.scores.mask.shape[1]
+
+    def ask() -> Tensor:
+        with torch.no_grad():
+            return as_log_probs(owner, probe.policy.reference_log_probabilities(*probe.rows[:2]), len(probe.rows[2]))
+
+    before = ask()
+    if before.shape[1] > width:
+        return failed(
+            f"{owner} must give at most the rows' {width} steps; got {describe(before)}. Score the same steps."
+        )
+    mask = probe.scores.mask[:, : before.shape[1]].to(before.device)
+    if not bool((before.isfinite() | ~mask).all()):
+        return failed(
+            f"{owner} must be finite for actions the policy takes. Let the reference give each some probability."
+        )
+    with perturbed(probe.parameters.values()):
+        gap = difference(ask(), before, mask)
+    if gap > probe.tolerance:
+        return failed(
+            f"{owner} must not change when get_parameters() does; it changed by {gap:.2g}, and the KL would stay near 0. "
+            "Compute it from frozen weights: the adapter switched off, a stored table or a copy."
+        )
+    return passed("It has the rows' shape, and stays when the parameters move.")
+
+
+def check_state(probe: PolicyProbe) -> Verdict:
+    """`state_dict` through a checkpoint on disk and `load_state_dict` is the same state, whatever happened in between."""
+    if not isinstance(probe.policy, HasState):
+        return skipped("There is no state_dict().")
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder) / "state", {"state": probe.policy.state_dict()}, iteration=0)
+        saved, again = read_checkpoint(path)["state"], read_checkpoint(path)["state"]
+    with perturbed(probe.parameters.values()):
+        probe.sample(probe.only(), probe.states, probe.num_actions)
+        probe.policy.load_state_dict(saved)
+        lost = _different(probe.policy.state_dict(), again)
+    if lost:
+        return failed(
+            f"{probe.name}.load_state_dict must restore what state_dict() returned; {lost} is another after a checkpoint and "
+            "some sampling. Put back every entry, and return copies of what changes in place."
+        )
+    return passed("It comes back from a checkpoint as it was.")
+
+
+def _different(found: Any, expected: Any, where: str = "state") -> str:
+    """The first place where two nested values differ; empty: none."""
+    if isinstance(expected, Tensor):
+        same = isinstance(found, Tensor) and found.shape == expected.shape and difference(found, expected) == 0.0
+        return "" if same else where
+    if isinstance(expected, np.ndarray):
+        return "" if np.array_equal(found, expected) else where
+    if isinstance(expected, Mapping):
+        if not isinstance(found, Mapping) or set(found) != set(expected):
+            return where
+        return next(
+            (bad for key in expected if (bad := _different(found[key], expected[key], f"{where}[{key!r}]"))), ""
+        )
+    if isinstance(expected, list | tuple):
+        if not isinstance(found, list | tuple) or len(found) != len(expected):
+            return where
+        pairs = enumerate(zip(found, expected, strict=True))
+        return next((bad for i, (one, other) in pairs if (bad := _different(one, other, f"{where}[{i}]"))), "")
+    return "" if found == expected or (found != found and expected != expected) else where

@@ -1,0 +1,261 @@
+"""A policy under examination: its samples and scores by each of its methods, taken once, and put back as it was found."""
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from .coercion import pad_steps
+from .experience_collector import ExperienceCollector
+from .policy_base import POLICY_METHODS, HasState, SamplesWithScores, ScoresActions, SplitsSteps
+from .random_state import seed_everything
+from .scoring import Scorer
+from .types import ActionScores, Rows, SampledActions, repeat_rows, select_rows
+
+MAX_ROWS_ONE_BY_ONE = 32
+"""Rows scored in a forward of their own."""
+ROWS_PER_FORWARD = 4096
+"""Rows of one forward when many samples are scored."""
+FULL_PRECISION, HALF_PRECISION = 1e-4, 0.05
+"""Largest difference, relative to 1 + |log-prob|, put down to rounding: other shapes sum in another order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draws:
+    """Many samples of one state."""
+
+    states: Rows
+    """The state, once per sample."""
+    actions: Rows
+    """The samples."""
+    sampled: SampledActions | None
+    """What the sampler told; None: it tells nothing."""
+    scores: ActionScores
+    """By the policy itself."""
+
+    @property
+    def is_exact(self) -> bool:
+        """The sampler draws from the policy itself, as far as it tells."""
+        behaviour = None if self.sampled is None else self.sampled.behaviour_log_probs
+        if behaviour is None:
+            return True
+        return (
+            behaviour.shape == self.scores.mask.shape
+            and difference(behaviour, self.scores.log_probs, self.scores.mask) < 1e-3
+        )
+
+
+class PolicyProbe:
+    """What the rules look at.
+
+    Args:
+        policy: has the six methods (every rule but the first needs that one).
+        states: B states.
+        num_actions: G.
+        seed: of everything random.
+        num_samples: drawn from the first state for tests of distributions.
+        device: where it is looked at; None: where it is.
+    """
+
+    def __init__(
+        self, policy: Any, states: Rows, num_actions: int, seed: int, num_samples: int, device: Any = None
+    ) -> None:
+        self.policy = policy
+        self.states = states
+        self.num_actions = num_actions
+        self.num_samples = num_samples
+        self.name = type(policy).__name__
+        self._seed = seed
+        self._device = device
+
+    def prepare(self) -> None:
+        """The same random numbers for every rule, whatever ran before it; evaluation mode."""
+        seed_everything(self._seed)
+        if self._device is not None:
+            self.policy.to(self._device)
+        self.policy.eval()
+
+    @cached_property
+    def rows(self) -> tuple[Rows, Rows, Int[Tensor, " N"]]:
+        """States, actions and group ids of N = B G rows, from `generate_actions`."""
+        states, actions, _ = self.sample(self.only(), self.states, self.num_actions)
+        return states, actions, torch.arange(len(self.states)).repeat_interleave(self.num_actions)
+
+    @cached_property
+    def scores(self) -> ActionScores:
+        """Of these rows: by `score_actions` where there is one, else `get_log_probabilities`; no gradient."""
+        return self.score(self.row_scorer, *self.rows)
+
+    @cached_property
+    def plain_scores(self) -> ActionScores:
+        """Of these rows, by `get_log_probabilities`."""
+        return self.score(Scorer(self.only()), *self.rows)
+
+    @cached_property
+    def row_scorer(self) -> Scorer:
+        """`score_actions` where there is one, else `get_log_probabilities`."""
+        return Scorer(self.only("score_actions") if isinstance(self.policy, ScoresActions) else self.only())
+
+    @cached_property
+    def generated(self) -> Draws:
+        """Samples of the first state by `generate_actions`."""
+        return self._draw(self.only())
+
+    @cached_property
+    def sampled(self) -> Draws:
+        """Samples of the first state by `sample_actions`."""
+        return self._draw(self.only("sample_actions"))
+
+    @property
+    def drawn(self) -> Draws:
+        """Samples of the first state by the method that training uses."""
+        return self.sampled if isinstance(self.policy, SamplesWithScores) else self.generated
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """By name; those that require a gradient."""
+        return {name: value for name, value in self.policy.get_parameters().items() if value.requires_grad}
+
+    @cached_property
+    def tolerance(self) -> float:
+        """What rounding explains, by the coarsest of the floating types in use."""
+        in_use = [value for value in self.policy.get_parameters().values() if value.is_floating_point()]
+        in_use.append(self.raw_log_probs(*self.rows[:2]))
+        return HALF_PRECISION if any(value.element_size() < 4 for value in in_use) else FULL_PRECISION
+
+    @property
+    def no_sampling_test(self) -> str:
+        """Why samples cannot be compared with log-probs; empty: they can."""
+        if self.num_samples == 0:
+            return "num_samples=0."
+        if isinstance(self.policy, SplitsSteps) and bool((self.scores.mask.sum(1) > 1).any()):
+            return "Actions are episodes of steps (split_steps): their distribution is the environment's as well."
+        return ""
+
+    def only(self, *methods: str) -> Any:
+        """The policy with the six methods and these: what training would see if it could do nothing else."""
+        kept = {name: staticmethod(getattr(self.policy, name)) for name in (*POLICY_METHODS, *methods)}
+        return type(self.name, (), kept)()
+
+    def sample(self, policy: Any, states: Rows, num_actions: int) -> tuple[Rows, Rows, SampledActions | None]:
+        """As training samples, with all its checks."""
+        collector = ExperienceCollector(policy=policy, reward_model=_no_reward, group_size=num_actions)
+        return collector.sample(states, num_actions)
+
+    def raw_log_probs(self, states: Rows, actions: Rows) -> Any:
+        """What `get_log_probabilities` returns, unchecked."""
+        with torch.no_grad():
+            return self.policy.get_log_probabilities(states, actions)
+
+    def score(self, scorer: Scorer, states: Rows, actions: Rows, group_ids: Int[Tensor, " N"]) -> ActionScores:
+        """Scores without gradient."""
+        with torch.no_grad():
+            return scorer(states, actions, group_ids)
+
+    def score_one_state(self, state: Rows, actions: Rows) -> Float[Tensor, " M"]:
+        """Log-probs of whole actions, all for the same state, in forwards of bounded size."""
+        totals = []
+        for start in range(0, len(actions), ROWS_PER_FORWARD):
+            part = select_rows(actions, slice(start, start + ROWS_PER_FORWARD))
+            ids = torch.zeros(len(part), dtype=torch.int64)
+            scores = self.score(self.row_scorer, repeat_rows(state, len(part)), part, ids)
+            totals.append(row_totals(scores.log_probs, scores.mask))
+        return torch.cat(totals)
+
+    def _draw(self, policy: Any) -> Draws:
+        states, actions, sampled = self.sample(policy, select_rows(self.states, slice(0, 1)), self.num_samples)
+        scores = self.score(self.row_scorer, states, actions, torch.zeros(len(states), dtype=torch.int64))
+        return Draws(states=states, actions=actions, sampled=sampled, scores=scores)
+
+
+def _no_reward(states: Any, _: Any) -> list[float]:
+    return [0.0] * len(states)
+
+
+def row_totals(log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> Float[Tensor, " N"]:
+    """Log-probs of whole rows: sums over the steps that count, in float64."""
+    return torch.where(mask, log_probs, 0.0).double().sum(1)
+
+
+def difference(found: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
+    """max |found - expected| / (1 + |expected|) where the mask is True; infinite where one is NaN and the other not."""
+    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    gaps = ((found - expected).abs() / (1 + expected.abs())).nan_to_num(float("inf"))
+    gaps = torch.where((found == expected) | (found.isnan() & expected.isnan()), 0.0, gaps)  # infinity equals itself
+    if mask is not None:
+        gaps = gaps[mask.cpu()]
+    return float(gaps.max()) if gaps.numel() else 0.0
+
+
+def scores_difference(found: ActionScores, expected: ActionScores) -> float:
+    """Difference of two scorings of the same rows at the steps that count; infinite if these are not the same steps."""
+    width = max(found.mask.shape[1], expected.mask.shape[1])
+    mask = pad_steps(expected.mask, width, False)
+    if not torch.equal(pad_steps(found.mask, width, False).cpu(), mask.cpu()):
+        return float("inf")
+    return difference(pad_steps(found.log_probs, width, 0.0), pad_steps(expected.log_probs, width, 0.0), mask)
+
+
+def some_rows(num_rows: int) -> list[int]:
+    """At most `MAX_ROWS_ONE_BY_ONE` rows, spread over all."""
+    step = -(-num_rows // MAX_ROWS_ONE_BY_ONE)
+    return list(range(0, num_rows, step))
+
+
+@contextmanager
+def perturbed(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, every floating parameter is moved by noise; after, each has its bits back."""
+    saved = [(value, value.detach().clone()) for value in parameters if value.is_floating_point()]
+    try:
+        with torch.no_grad():
+            for value, _ in saved:
+                value.add_(torch.randn_like(value), alpha=0.1)
+        yield
+    finally:
+        _put_back(saved)
+
+
+@contextmanager
+def left_as_found(policy: Any) -> Iterator[None]:
+    """After, parameters, buffers, further state and device are what they were before, and the policy is in train().
+
+    A method that raises in here is left alone: the rule that calls it reports it.
+    """
+    saved = {name: (value.device, value.detach().clone()) for name, value in _tensors(policy).items()}
+    state: Any = None
+    if isinstance(policy, HasState) and type(policy).state_dict is not nn.Module.state_dict:
+        with suppress(Exception):
+            state = copy.deepcopy(policy.state_dict())
+    try:
+        yield
+    finally:
+        with suppress(Exception):
+            moved = [home for name, (home, _) in saved.items() if _tensors(policy)[name].device != home]
+            if moved:
+                policy.to(moved[0])
+        if state is not None:
+            with suppress(Exception):
+                policy.load_state_dict(state)
+        _put_back([(value, saved[name][1]) for name, value in _tensors(policy).items() if name in saved])
+        with suppress(Exception):
+            policy.train()
+
+
+def _tensors(policy: Any) -> dict[str, Tensor]:
+    """Parameters, and the buffers of a module; what `get_parameters` fails to give is left out."""
+    found: dict[str, Any] = dict(policy.named_buffers()) if isinstance(policy, nn.Module) else {}
+    with suppress(Exception):
+        found |= policy.get_parameters()
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _put_back(saved: Sequence[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for value, bits in saved:
+            value.copy_(bits)

@@ -1,0 +1,277 @@
+"""The conformance kit: run it on your own policy and reward model before training, as `check_env` on an environment.
+
+report = check_policy(policy, states)
+print(report)                # a table: what holds, what is broken and how to mend it, what could not be looked at
+report.raise_for_failures()
+"""
+
+import copy
+from collections.abc import Collection
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import check_capabilities as capability
+from . import check_rules as rule
+from .check_probe import FULL_PRECISION, PolicyProbe, difference, left_as_found
+from .check_report import CheckReport, CheckResult, Rule, Verdict, failed, note, passed, run_rules, skipped
+from .coercion import as_rewards, describe, require_lengths
+from .errors import ConfigError, ContractError
+from .policy_base import POLICY_METHODS
+from .random_state import preserved_random_state
+from .reward_model_base import ReportsComponents, as_reward_model, reward_name
+from .types import Rows, select_rows
+
+__all__ = ["CheckReport", "CheckResult", "check_policy", "check_reward_model"]
+
+POLICY_RULES: tuple[Rule, ...] = (
+    Rule("methods", rule.check_methods),
+    Rule("modes", rule.check_modes, ("methods",)),
+    Rule("parameters", rule.check_parameters, ("modes",)),
+    Rule("sync_sampler", capability.check_sync_sampler, ("modes",)),
+    Rule("number of actions", rule.check_number_of_actions, ("modes", "sync_sampler")),
+    Rule("log-prob shape", rule.check_shape, ("number of actions",)),
+    Rule("log-prob dtype", rule.check_dtype, ("log-prob shape",)),
+    Rule("device", rule.check_device, ("log-prob dtype", "parameters")),
+    Rule("score_actions", capability.check_score_actions, ("device",)),
+    Rule("gradient", rule.check_gradient, ("score_actions",)),
+    Rule("log-probs finite", rule.check_finite, ("score_actions",)),
+    Rule("repeatable", rule.check_repeatable, ("log-probs finite",)),
+    Rule("train mode", rule.check_train_mode, ("repeatable",)),
+    Rule("independent rows", rule.check_rows, ("repeatable",)),
+    Rule("score_groups", capability.check_score_groups, ("repeatable",)),
+    Rule("sample_actions", capability.check_sample_actions, ("repeatable",)),
+    Rule("generated samples", rule.check_generated_samples, ("independent rows", "sample_actions")),
+    Rule("sampled samples", capability.check_sampled_samples, ("independent rows", "sample_actions")),
+    Rule("entropy", capability.check_entropy, ("generated samples", "sampled samples")),
+    Rule("plan_micro_batches", capability.check_plan, ("number of actions",)),
+    Rule("split_steps", capability.check_split_steps, ("repeatable",)),
+    Rule("reference", capability.check_reference, ("repeatable",)),
+    Rule("state", capability.check_state, ("number of actions", "parameters")),
+    Rule("deepcopy", rule.check_copy, ("repeatable",)),
+    Rule("to", rule.check_to, ("repeatable",)),
+)
+"""In order: each after those it needs."""
+
+
+def check_policy(
+    policy: Any,
+    states: Rows,
+    *,
+    num_actions_per_state: int = 4,
+    num_samples: int = 4096,
+    seed: int = 0,
+    strict: bool = False,
+    device: torch.device | str | None = None,
+    skip: Collection[str] = (),
+) -> CheckReport:
+    """Look at every rule a `PolicyModel` and its optional capabilities have to keep.
+
+    The policy is left as it was found (parameters, buffers, `HasState`, device, global random generators), in train(). For
+    the duration, memory holds two copies of its parameters. Distributions are tested at a false alarm in a million.
+
+    Args:
+        policy: yours.
+        states: a few of your states, at least two, of different lengths if they have any. More: slower, finds more.
+        num_actions_per_state: sampled for each.
+        num_samples: drawn in one call from the first state, to compare with the log-probs. Larger: finds smaller
+            differences (4096: a standard deviation 10 % off), needs more memory; 0: not compared (language models).
+        seed: of everything random in here.
+        strict: raise if a rule is broken.
+        device: move the policy there first, and back after; None: where it is.
+        skip: names of checks to leave out.
+
+    Returns:
+        One result per check; `report.ok`, `print(report)`.
+
+    Raises:
+        ContractError: with `strict`, listing all failures.
+        ConfigError: `skip` names no check; no states; a number out of range.
+    """
+    if len(states) == 0 or num_actions_per_state < 1 or num_samples < 0:
+        raise ConfigError(
+            f"check_policy needs at least one state, num_actions_per_state >= 1 and num_samples >= 0; got {len(states)} "
+            f"states, {num_actions_per_state} and {num_samples}."
+        )
+    probe = PolicyProbe(policy, states, num_actions_per_state, seed, num_samples, device)
+    is_whole = not isinstance(policy, type) and all(callable(getattr(policy, name, None)) for name in POLICY_METHODS)
+    with preserved_random_state(), left_as_found(policy) if is_whole else nullcontext():
+        results = run_rules(POLICY_RULES, probe, prepare=probe.prepare, skip=skip)
+    return _report(f"check_policy({probe.name})", results, strict)
+
+
+def _report(subject: str, results: tuple[CheckResult, ...], strict: bool) -> CheckReport:
+    report = CheckReport(subject=subject, results=results)
+    if strict:
+        report.raise_for_failures()
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class RewardProbe:
+    """A reward model, and the rows it is asked about."""
+
+    given: Any
+    states: Rows
+    actions: Rows
+
+    def ask(self, states: Rows, actions: Rows) -> Tensor:
+        """Rewards of rows, as training takes them."""
+        model = as_reward_model(self.given)
+        model.eval()
+        with torch.no_grad():
+            return as_rewards(reward_name(model), model.compute_rewards(states, actions), len(states))
+
+
+def _check_reward_methods(probe: RewardProbe) -> Verdict:
+    model = as_reward_model(probe.given)
+    model.train()
+    model.eval()
+    return passed(f"{reward_name(model)} can be asked.")
+
+
+def _check_reward_shape(probe: RewardProbe) -> Verdict:
+    return passed(f"{describe(probe.ask(probe.states, probe.actions))}.")
+
+
+def _check_reward_finite(probe: RewardProbe) -> Verdict:
+    rewards = probe.ask(probe.states, probe.actions)
+    bad = (~rewards.isfinite()).nonzero()[:, 0].unique().tolist()
+    if bad:
+        return failed(
+            f"{reward_name(as_reward_model(probe.given))} must return finite numbers; rows {bad[:16]} are not. Mend it, or "
+            "train with reward.non_finite='drop' or 'zero'."
+        )
+    return passed(f"From {float(rewards.min()):.4g} to {float(rewards.max()):.4g}.")
+
+
+def _check_reward_repeatable(probe: RewardProbe) -> Verdict:
+    first, second = probe.ask(probe.states, probe.actions), probe.ask(probe.states, probe.actions)
+    gap = difference(second, first) if second.shape == first.shape else float("inf")
+    if gap > 0:
+        return note(f"Two calls differ by up to {gap:.2g}: noise or memory. Advantages will hold that noise.")
+    return passed("Two calls agree.")
+
+
+def _check_reward_order(probe: RewardProbe) -> Verdict:
+    count = len(probe.states)
+    order = torch.arange(count).flip(0)
+    first, again = (probe.ask(probe.states, probe.actions) for _ in range(2))
+    if count < 2 or first.shape != again.shape or difference(again, first) > FULL_PRECISION:
+        return skipped("It takes two rows, and rewards that two calls agree on.")
+    turned = probe.ask(select_rows(probe.states, order), select_rows(probe.actions, order))
+    gap = difference(turned[order], first) if turned.shape == first.shape else float("inf")
+    if gap > FULL_PRECISION:
+        return note(
+            f"Rewards depend on the order of rows, by up to {gap:.2g}: a row then sees others of its batch. Rewards are asked "
+            "for again row by row after a failure (reward.on_failure='drop'), and would change."
+        )
+    return passed("Reversed rows have reversed rewards.")
+
+
+def _check_reward_inputs(probe: RewardProbe) -> Verdict:
+    try:
+        before = copy.deepcopy((probe.states, probe.actions))
+    except Exception as error:  # recovery: nothing is compared
+        return skipped(f"States and actions cannot be copied ({type(error).__name__}: {error}), so not compared.")
+    given = copy.deepcopy(before)
+    model = as_reward_model(probe.given)
+    model.eval()
+    with torch.no_grad():
+        model.compute_rewards(*given)
+    changed = [
+        name for name, now, then in zip(("states", "actions"), given, before, strict=True) if not _same(now, then)
+    ]
+    if changed:
+        return failed(
+            f"{reward_name(model)} must leave what it is given as it is; it changed "
+            f"{' and '.join(changed)}, which the policy is trained on afterwards. Work on a copy."
+        )
+    return passed("States and actions are left as they are.")
+
+
+def _check_reward_components(probe: RewardProbe) -> Verdict:
+    model: Any = as_reward_model(probe.given)
+    model.eval()
+    if not isinstance(model, ReportsComponents):
+        return skipped("There is no compute_components().")
+    name = reward_name(model)
+    parts = {
+        key: as_rewards(f"{name}[{key!r}]", part, len(probe.states))
+        for key, part in model.compute_components(probe.states, probe.actions).items()
+    }
+    bad = [key for key, part in parts.items() if not bool(part.isfinite().all())]
+    if bad:
+        return failed(
+            f"{name}: components must be finite; {', '.join(bad)} is not. Mend that part: a weight of 0 hides no NaN."
+        )
+    as_rewards(f"{name}: combine(components)", model.combine(parts), len(probe.states))
+    return passed(f"{', '.join(parts)} are finite.")
+
+
+REWARD_RULES: tuple[Rule, ...] = (
+    Rule("methods", _check_reward_methods),
+    Rule("inputs unchanged", _check_reward_inputs, ("methods",)),
+    Rule("reward shape", _check_reward_shape, ("inputs unchanged",)),
+    Rule("components", _check_reward_components, ("reward shape",)),
+    Rule("rewards finite", _check_reward_finite, ("components",)),
+    Rule("repeatable", _check_reward_repeatable, ("reward shape",)),
+    Rule("order of rows", _check_reward_order, ("rewards finite",)),
+)
+"""In order: each after those it needs."""
+
+
+def check_reward_model(reward_model: Any, states: Rows, actions: Rows, *, strict: bool = False) -> CheckReport:
+    """Look at every rule a `RewardModel`, or a plain `(states, actions) -> rewards`, has to keep.
+
+    Args:
+        reward_model: yours; a callable counts as one.
+        states: N states, one per row.
+        actions: N actions.
+        strict: raise if a rule is broken.
+
+    Returns:
+        One result per check; `report.ok`, `print(report)`.
+
+    Raises:
+        ContractError: with `strict`, listing all failures; always, if there are not as many states as actions.
+
+    Example:
+        >>> check_reward_model(lambda states, actions: [float(a == "yes") for a in actions], ["s", "s"], ["yes", "no"]).ok
+        True
+    """
+    if len(states) == 0:
+        raise ContractError("check_reward_model needs at least one row; got no states.")
+    require_lengths("check_reward_model", len(states), actions=actions)
+    with preserved_random_state():
+        results = run_rules(REWARD_RULES, RewardProbe(reward_model, states, actions), prepare=lambda: None, skip=())
+    return _report(f"check_reward_model({_name(reward_model)})", results, strict)
+
+
+def _name(reward_model: Any) -> str:
+    return getattr(reward_model, "__name__", type(reward_model).__name__)
+
+
+def _same(now: Any, then: Any, above: frozenset[int] = frozenset()) -> bool:
+    """Equal by value; objects are compared by what they hold, and those that hold themselves (`above`) only once."""
+    if type(now) is not type(then):
+        return False
+    if isinstance(now, Tensor):
+        return now.shape == then.shape and difference(now, then) == 0.0
+    if isinstance(now, np.ndarray):
+        return np.array_equal(now, then, equal_nan=now.dtype.kind in "fc")
+    if id(now) in above:
+        return True
+    above |= {id(now)}
+    if isinstance(now, dict):
+        return now.keys() == then.keys() and all(_same(now[key], then[key], above) for key in now)
+    if isinstance(now, list | tuple):
+        return len(now) == len(then) and all(_same(*pair, above) for pair in zip(now, then, strict=True))
+    if hasattr(now, "__dict__"):
+        return _same(vars(now), vars(then), above)
+    has_identity_only = type(now).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
+    return has_identity_only or bool(now == then) or bool(now != now)

@@ -1,0 +1,309 @@
+"""What must not change the loss, its gradient or an advantage, and what the gradient must agree with."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from grpo import (
+    ObjectiveConfig,
+    ObjectiveInputs,
+    group_relative_advantages,
+    group_relative_returns,
+    grpo_objective,
+    step_weights,
+)
+
+AGGREGATIONS = ["row_mean", "step_mean", "fixed_length", "row_sum", "group_mean"]
+KL_ESTIMATORS = ["k1", "k2", "k3", "k3_weighted"]
+SEEDS = st.integers(0, 2**32 - 1)
+few = settings(max_examples=40, deadline=None)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update's tensors, [N, T] each; `advantages` may be [N], `old` may be missing."""
+
+    log_probs: Tensor
+    old: Tensor | None
+    ref: Tensor
+    entropy: Tensor
+    advantages: Tensor
+    mask: Tensor
+    group_ids: Tensor
+
+    def rows(self, index: Any) -> "Update":
+        parts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return Update(**{name: None if part is None else part[index] for name, part in parts.items()})
+
+    def weights(self, aggregation: str) -> Tensor:
+        length = 7 if aggregation == "fixed_length" else None
+        return step_weights(self.mask, aggregation, fixed_length=length, group_ids=self.group_ids)
+
+    def inputs(self, weights: Tensor, log_probs: Tensor, entropy: Tensor) -> ObjectiveInputs:
+        return ObjectiveInputs(
+            log_probs=log_probs, old_log_probs=self.old, advantages=self.advantages, mask=self.mask, weights=weights,
+            entropy=entropy, ref_log_probs=self.ref,
+        )  # fmt: skip
+
+
+@st.composite
+def updates(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> Update:
+    """Ragged rows, holes and empty rows included, with ratios on both sides of the clip bounds."""
+    num_rows, width = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    generator = torch.Generator().manual_seed(draw(SEEDS))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    log_probs = -normal(num_rows, width).abs()
+    return Update(
+        log_probs=log_probs,
+        old=draw(st.sampled_from([None, log_probs + 0.3 * normal(num_rows, width)])),
+        ref=log_probs + 0.5 * normal(num_rows, width),
+        entropy=normal(num_rows, width).abs(),
+        advantages=draw(st.sampled_from([normal(num_rows), normal(num_rows, width)])),
+        mask=torch.rand(num_rows, width, generator=generator) < draw(st.sampled_from([0.4, 0.8, 1.0])),
+        group_ids=torch.randint(-2, 3, (num_rows,), generator=generator),
+    )
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ObjectiveConfig:
+    """Every term of the loss switched on."""
+    return ObjectiveConfig(
+        clip_low=draw(st.sampled_from([0.0, 0.2, 1.0])),
+        clip_high=draw(st.sampled_from([0.0, 0.28])),
+        kl_coef=0.3,
+        kl_estimator=draw(st.sampled_from(KL_ESTIMATORS)),
+        entropy_coef=0.2,
+        entropy_estimator=draw(st.sampled_from(["exact", "score_function"])),
+    )
+
+
+def evaluate(update: Update, weights: Tensor, config: ObjectiveConfig) -> tuple[Tensor, Tensor]:
+    """The loss, and its gradients with respect to log-probs and entropy, [2, N, T]."""
+    leaves = [update.log_probs.clone().requires_grad_(), update.entropy.clone().requires_grad_()]
+    loss = grpo_objective(update.inputs(weights, *leaves), config).loss
+    loss.backward()
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+    return loss.detach(), torch.stack(gradients)
+
+
+def assert_equal_up_to(tolerance: float, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> None:
+    """Losses, and gradients by the norm of their difference."""
+    (loss, gradient), (other_loss, other_gradient) = one, other
+    assert (loss - other_loss).abs() <= tolerance * max(1.0, loss.abs().item())
+    assert (gradient - other_gradient).norm() <= tolerance * gradient.norm()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@few
+@given(data=st.data())
+def test_micro_batches_add_up_to_the_whole(aggregation, dtype, tolerance, data):
+    update, config = data.draw(updates(dtype)), data.draw(configs())
+    weights = update.weights(aggregation)
+    num_rows = len(update.mask)
+    cuts = sorted(data.draw(st.sets(st.integers(1, num_rows - 1)))) if num_rows > 1 else []
+    order = torch.tensor(data.draw(st.permutations(range(num_rows))))
+    loss, gradient = torch.zeros((), dtype=dtype), torch.zeros(2, *update.mask.shape, dtype=dtype)
+    for rows in order.tensor_split(cuts):
+        part, part_gradient = evaluate(update.rows(rows), weights[rows], config)
+        loss += part
+        gradient[:, rows] += part_gradient
+    assert_equal_up_to(tolerance, evaluate(update, weights, config), (loss, gradient))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@few
+@given(data=st.data())
+def test_the_order_of_rows_does_not_matter(aggregation, data):
+    update, config = data.draw(updates()), data.draw(configs())
+    order = torch.tensor(data.draw(st.permutations(range(len(update.mask)))))
+    moved = update.rows(order)
+    loss, gradient = evaluate(update, update.weights(aggregation), config)
+    assert_equal_up_to(1e-12, (loss, gradient[:, order]), evaluate(moved, moved.weights(aggregation), config))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@few
+@given(update=updates(), config=configs(), extra=st.integers(1, 3))
+def test_padding_does_not_matter(aggregation, update, config, extra):
+    width = update.mask.shape[1]
+
+    def padded(values: Tensor | None, fill: float | bool) -> Tensor | None:
+        if values is None or values.dim() == 1:
+            return values
+        return torch.nn.functional.pad(values, (0, extra), value=fill)
+
+    wide = Update(
+        **{
+            name: padded(getattr(update, name), math.nan)
+            for name in ("log_probs", "old", "ref", "entropy", "advantages")
+        },
+        mask=padded(update.mask, False),
+        group_ids=update.group_ids,
+    )
+    loss, gradient = evaluate(wide, wide.weights(aggregation), config)
+    assert (gradient[:, :, width:] == 0).all()
+    assert_equal_up_to(1e-12, evaluate(update, update.weights(aggregation), config), (loss, gradient[:, :, :width]))
+
+
+@few
+@given(data=st.data())
+def test_the_numbers_of_groups_do_not_matter(data):
+    update = data.draw(updates())
+    old_names = sorted(set(update.group_ids.tolist()))
+    names = st.integers(-(2**63), 2**63 - 1)
+    new_names = data.draw(st.lists(names, min_size=len(old_names), max_size=len(old_names), unique=True))
+    new_ids = torch.tensor([dict(zip(old_names, new_names, strict=True))[g] for g in update.group_ids.tolist()])
+    renamed = replace(update, group_ids=new_ids)
+    assert torch.equal(renamed.weights("group_mean"), update.weights("group_mean"))
+    rewards = update.entropy[:, 0]
+    for baseline in ("group_mean", "group_median", "leave_one_out"):
+        for scale in ("none", "group"):
+            before, after = (
+                group_relative_advantages(rewards, ids, baseline=baseline, scale=scale)
+                for ids in (update.group_ids, new_ids)
+            )
+            assert after.tolist() == pytest.approx(before.tolist(), rel=1e-12, abs=1e-12)
+
+
+@few
+@given(data=st.data())
+def test_the_numbers_of_groups_do_not_matter_to_returns(data):
+    update = data.draw(updates())
+    new_names = data.draw(st.lists(st.integers(-(10**6), 10**6), min_size=5, max_size=5, unique=True))
+    new_ids = torch.tensor(new_names)[update.group_ids + 2]
+    before, after = (
+        group_relative_returns(update.entropy, update.mask, ids, gamma=0.9, scale="group")
+        for ids in (update.group_ids, new_ids)
+    )
+    assert torch.allclose(before, after, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", ["none", "group"])
+@pytest.mark.parametrize("baseline", ["group_mean", "group_median", "leave_one_out"])
+@few
+@given(rows=st.lists(st.tuples(st.integers(-40, 40), st.integers(0, 2)), min_size=1, max_size=10), data=st.data())
+def test_shifting_a_groups_rewards_changes_no_advantage(baseline, scale, rows, data):
+    # eighths, so that the shifted rewards are exact
+    shifts = [data.draw(st.integers(-1000, 1000)) for _ in range(3)]
+    group_ids = torch.tensor([g for _, g in rows])
+    plain = torch.tensor([r / 8 for r, _ in rows], dtype=torch.float64)
+    shifted = plain + torch.tensor([shifts[g] for _, g in rows])
+    before, after = (
+        group_relative_advantages(rewards, group_ids, baseline=baseline, scale=scale) for rewards in (plain, shifted)
+    )
+    assert after.tolist() == pytest.approx(before.tolist(), abs=1e-10)
+
+
+@few
+@given(data=st.data())
+def test_the_order_of_rows_does_not_matter_to_advantages(data):
+    rows = data.draw(st.lists(st.tuples(st.floats(-10, 10), st.integers(-2, 2)), min_size=1, max_size=10))
+    rewards, group_ids = torch.tensor([r for r, _ in rows], dtype=torch.float64), torch.tensor([g for _, g in rows])
+    order = torch.tensor(data.draw(st.permutations(range(len(rows)))))
+    baseline = data.draw(st.sampled_from(["group_mean", "group_median", "leave_one_out", "global_mean", "none"]))
+    before, after = (
+        group_relative_advantages(rewards[to], group_ids[to], baseline=baseline)
+        for to in (torch.arange(len(rows)), order)
+    )
+    assert after.tolist() == pytest.approx(before[order].tolist(), abs=1e-12)
+
+
+POISONED = ["log_probs", "old", "ref", "entropy", "advantages"]
+
+
+@pytest.mark.parametrize("name", POISONED)
+@few
+@given(update=updates(torch.float32), config=configs(), poison=st.sampled_from([math.nan, math.inf, -math.inf]))
+def test_what_is_under_the_mask_changes_nothing_at_all(name, update, config, poison):
+    values = getattr(update, name)
+    assume(values is not None and values.dim() == 2)
+    poisoned = replace(update, **{name: values.masked_fill(~update.mask, poison)})
+    weights = update.weights("row_mean")
+    loss, gradient = evaluate(update, weights, config)
+    poisoned_loss, poisoned_gradient = evaluate(poisoned, weights, config)
+    assert torch.equal(poisoned_loss, loss)
+    assert torch.equal(poisoned_gradient, gradient)
+    assert (gradient[:, ~update.mask] == 0).all()
+
+
+@few
+@given(update=updates(torch.float32), config=configs(), poison=st.sampled_from([math.nan, math.inf]))
+def test_the_report_never_sees_what_is_under_the_mask(update, config, poison):
+    spoiled = {
+        name: getattr(update, name).masked_fill(~update.mask, poison) for name in ("log_probs", "ref", "entropy")
+    }
+    weights = update.weights("step_mean")
+    reports = [
+        grpo_objective(one.inputs(weights, one.log_probs, one.entropy), config).metrics
+        for one in (update, replace(update, **spoiled))
+    ]
+    assert {name: moments.tolist() for name, moments in reports[0].items()} == {
+        name: moments.tolist() for name, moments in reports[1].items()
+    }
+
+
+@few
+@given(update=updates(), config=configs())
+def test_the_old_policy_left_out_is_the_current_one(update, config):
+    left_out, given_as_is = replace(update, old=None), replace(update, old=update.log_probs)
+    weights = update.weights("row_mean")
+    assert_equal_up_to(1e-14, evaluate(left_out, weights, config), evaluate(given_as_is, weights, config))
+
+
+@few
+@given(update=updates())
+def test_at_ratio_one_the_gradient_is_that_of_reinforce(update):
+    weights = update.weights("row_sum")
+    _, (gradient, _) = evaluate(replace(update, old=None), weights, ObjectiveConfig(kl_coef=0.0))
+    leaf = update.log_probs.clone().requires_grad_()
+    advantages = update.advantages if update.advantages.dim() == 2 else update.advantages[:, None]
+    reinforce = -(leaf * advantages * weights)[update.mask].sum()
+    (expected,) = torch.autograd.grad(reinforce, leaf)
+    assert torch.allclose(gradient, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+@settings(max_examples=20, deadline=None)
+@given(seed=SEEDS, entropy_coef=st.sampled_from([0.0, 0.5]))
+def test_the_gradient_agrees_with_finite_differences(estimator, seed, entropy_coef):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (3, 4)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    # ratios inside the bounds .8 and 1.28, and far below and above them: never within .05 of a kink
+    regions = torch.stack([uniform(0.4, 0.75), uniform(0.85, 1.23), uniform(1.33, 2.0)])
+    ratio = regions.gather(0, torch.randint(0, 3, (1, *shape), generator=generator)).squeeze(0)
+    log_probs = uniform(-2.0, -0.1).requires_grad_()
+    entropy = uniform(0.1, 1.0).requires_grad_()
+    mask = torch.rand(shape, generator=generator) < 0.8
+    update = Update(
+        log_probs=log_probs,
+        old=(log_probs - ratio.log()).detach(),
+        ref=(log_probs + uniform(-1.0, 1.0)).detach(),
+        entropy=entropy,
+        advantages=uniform(0.5, 2.0) * torch.randint(0, 2, shape, generator=generator).mul(2).sub(1),
+        mask=mask,
+        group_ids=torch.zeros(3, dtype=torch.int64),
+    )
+    config = ObjectiveConfig(
+        clip_low=0.2, clip_high=0.28, kl_coef=0.3, kl_estimator=estimator, entropy_coef=entropy_coef
+    )
+    weights = update.weights("step_mean")
+
+    def loss(*leaves: Tensor) -> Tensor:
+        return grpo_objective(update.inputs(weights, *leaves), config).loss
+
+    assert torch.autograd.gradcheck(loss, (log_probs, entropy), eps=1e-6, atol=1e-7, rtol=1e-6)

@@ -1,0 +1,500 @@
+"""Advantages against numbers worked by hand, and against exact fractions."""
+
+import json
+import math
+from fractions import Fraction
+from statistics import median
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from grpo import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    ConfigError,
+    ExperienceBatch,
+    RewardConfig,
+    discounted_returns,
+    group_relative_advantages,
+    group_relative_returns,
+)
+from grpo.advantage_estimator import group_statistics
+from grpo.reward_calls import RewardCalls
+
+RELATIVE = ["group_mean", "group_median", "leave_one_out"]
+BASELINES = [*RELATIVE, "global_mean", "none"]
+SCALES = ["none", "group", "batch"]
+
+
+def double(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def ids(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
+def batch_of(rewards: Tensor, group_ids: Tensor, mask: Tensor | None = None) -> ExperienceBatch:
+    shape = rewards.shape if rewards.dim() == 2 else (len(rewards), 1)
+    mask = torch.ones(shape, dtype=torch.bool) if mask is None else mask
+    rows = list(range(len(rewards)))
+    return ExperienceBatch(states=rows, actions=rows, group_ids=group_ids, rewards=rewards, mask=mask)
+
+
+def test_a_pair_and_a_triple():
+    # [1, 3]: mean 2 -> -1, 1.   [2, 0, 4]: mean 2 -> 0, -2, 2.
+    advantages = group_relative_advantages(torch.tensor([1.0, 3.0, 2.0, 0.0, 4.0]), ids(0, 0, 1, 1, 1))
+    assert advantages.tolist() == [-1, 1, 0, -2, 2]
+
+
+# Three groups, ragged, interleaved, unsorted, one id negative, one group of one:
+#   group  5: rows 0, 2, 5     rewards 1, 4, 10      mean 5, median 4
+#   group -3: rows 1, 4, 6, 7  rewards 2, 6, 4, 12   mean 6, median (4 + 6)/2 = 5
+#   group  9: row 3            reward  7
+GROUP_IDS = [5, -3, 5, 9, -3, 5, -3, -3]
+REWARDS = [1.0, 2.0, 4.0, 7.0, 6.0, 10.0, 4.0, 12.0]
+CENTRED = {
+    "group_mean": [-4, -4, -1, 0, 0, 5, -2, 6],
+    "group_median": [-3, -3, 0, 0, 1, 6, -1, 7],
+    # others' means: 1 -> 7, 4 -> 5.5, 10 -> 2.5;   2 -> 22/3, 6 -> 6, 4 -> 20/3, 12 -> 4;   7 has no others
+    "leave_one_out": [-6, -16 / 3, -1.5, 0, 0, 7.5, -8 / 3, 8],
+    # mean of all: 46/8 = 5.75
+    "global_mean": [-4.75, -3.75, -1.75, 1.25, 0.25, 4.25, -1.75, 6.25],
+    "none": REWARDS,
+}
+# squared distances from the group's mean: 16 + 1 + 25 = 42 over 3;   16 + 0 + 4 + 36 = 56 over 4
+# squared distances from 5.75, all rows:   22.5625 + 14.0625 + 3.0625 + 1.5625 + 0.0625 + 18.0625 + 3.0625 + 39.0625 = 101.5
+VARIANCES = {
+    ("group", 0): {5: 42 / 3, -3: 56 / 4},
+    ("group", 1): {5: 42 / 2, -3: 56 / 3},
+    ("batch", 0): dict.fromkeys([5, -3, 9], 101.5 / 8),
+    ("batch", 1): dict.fromkeys([5, -3, 9], 101.5 / 7),
+}
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_every_baseline_on_ragged_interleaved_groups(baseline):
+    advantages = group_relative_advantages(double(REWARDS), ids(*GROUP_IDS), baseline=baseline)
+    assert advantages.tolist() == pytest.approx(CENTRED[baseline], abs=1e-14)
+
+
+@pytest.mark.parametrize("std_eps", [0.0, 0.5])
+@pytest.mark.parametrize("scale_and_ddof", VARIANCES)
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_every_baseline_over_every_scale(baseline, scale_and_ddof, std_eps):
+    scale, ddof = scale_and_ddof
+    variances = VARIANCES[scale_and_ddof]
+    # a group of one has no standard deviation of its own: 0
+    expected = [
+        centred / (math.sqrt(variances[group]) + std_eps) if group in variances else 0
+        for centred, group in zip(CENTRED[baseline], GROUP_IDS, strict=True)
+    ]
+    advantages = group_relative_advantages(
+        double(REWARDS), ids(*GROUP_IDS), baseline=baseline, scale=scale, std_ddof=ddof, std_eps=std_eps
+    )
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-13, abs=1e-14)
+
+
+def test_global_mean_is_the_running_mean_where_there_is_one():
+    advantages = group_relative_advantages(double(REWARDS), ids(*GROUP_IDS), baseline="global_mean", running_mean=3.0)
+    assert advantages.tolist() == [-2, -1, 1, 4, 3, 7, 1, 9]
+
+
+def test_group_std_with_divisor_n():
+    # mean .7; deviations .1, -.1, .2, -.2; variance .1/4 = .025; .1/sqrt(.025) = .632, .2/sqrt(.025) = 1.265
+    advantages = group_relative_advantages(
+        torch.tensor([0.8, 0.6, 0.9, 0.5]), ids(0, 0, 0, 0), scale="group", std_ddof=0
+    )
+    assert advantages.tolist() == pytest.approx([0.632, -0.632, 1.265, -1.265], abs=5e-4)
+
+
+def test_median_of_an_odd_group_is_its_middle_value():
+    # sorted 1, 2, 100 -> 2
+    advantages = group_relative_advantages(double([100, 1, 2]), ids(4, 4, 4), baseline="group_median")
+    assert advantages.tolist() == [98, -1, 0]
+
+
+def test_median_of_an_even_group_is_between_its_middle_values():
+    # sorted 1, 2, 6, 100 -> 4
+    advantages = group_relative_advantages(double([100, 1, 6, 2]), ids(4, 4, 4, 4), baseline="group_median")
+    assert advantages.tolist() == [96, -3, 2, -2]
+
+
+def exact_advantages(
+    rewards: list[float], group_ids: list[int], baseline: str, scale: str, ddof: int, running_mean: float | None
+) -> list[float]:
+    """A = (R - b) / s row by row, in fractions up to the square root."""
+    values = [Fraction(r) for r in rewards]
+    batch_mean = sum(values) / len(values)
+
+    def standard_deviation(over: list[Fraction]) -> float:
+        mean = sum(over) / len(over)
+        return math.sqrt(sum((v - mean) ** 2 for v in over) / max(len(over) - ddof, 1))
+
+    result = []
+    for n, value in enumerate(values):
+        group = [v for v, g in zip(values, group_ids, strict=True) if g == group_ids[n]]
+        others = [v for m, v in enumerate(values) if group_ids[m] == group_ids[n] and m != n]
+        b = {
+            "group_mean": sum(group) / len(group),
+            "group_median": median(group),
+            "leave_one_out": sum(others) / len(others) if others else value,
+            "global_mean": batch_mean if running_mean is None else Fraction(running_mean),
+            "none": 0,
+        }[baseline]
+        s = {"none": 1.0, "group": standard_deviation(group), "batch": standard_deviation(values)}[scale]
+        result.append(float(value - b) / s if s else 0.0)
+    return result
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(-40, 40), st.integers(-2, 2)), min_size=1, max_size=12),
+    baseline=st.sampled_from(BASELINES),
+    scale=st.sampled_from(SCALES),
+    ddof=st.sampled_from([0, 1]),
+    running_mean=st.none() | st.integers(-3, 3).map(float),
+)
+def test_agrees_with_exact_fractions(rows, baseline, scale, ddof, running_mean):
+    rewards, group_ids = [r / 8 for r, _ in rows], [g for _, g in rows]
+    advantages = group_relative_advantages(
+        double(rewards), ids(*group_ids), baseline=baseline, scale=scale, std_ddof=ddof, running_mean=running_mean
+    )
+    expected = exact_advantages(rewards, group_ids, baseline, scale, ddof, running_mean)
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("value", [0.3, 0.9, -0.7])
+@pytest.mark.parametrize("scale", ["none", "group"])
+@pytest.mark.parametrize("baseline", RELATIVE)
+def test_constant_groups_of_any_size_give_exactly_zero(baseline, scale, value):
+    sizes = [2, 3, 7, 8, 10, 64, 100, 999, 1024]
+    group_ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    rewards = torch.full((sum(sizes),), value)
+    rewards[group_ids == 3] = torch.arange(8.0)  # one group with differences, so that not all is constant
+    advantages = group_relative_advantages(rewards, group_ids, baseline=baseline, scale=scale)
+    assert (advantages[group_ids != 3] == 0).all()
+    assert (advantages[group_ids == 3] != 0).sum() >= 7
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_a_constant_batch_over_its_own_std_gives_exactly_zero(baseline):
+    advantages = group_relative_advantages(
+        torch.full((12,), 0.3), torch.arange(12) // 4, baseline=baseline, scale="batch"
+    )
+    assert (advantages == 0).all()
+
+
+@pytest.mark.parametrize(
+    "almost_constant",
+    [
+        double([0.1 + 0.2, 0.3]),
+        double([0.1 * 3, 0.3, 0.3]),
+        torch.nextafter(torch.tensor([0.9, 0.9, 0.9]), torch.tensor([0.9, 1.0, 0.0])),
+        torch.tensor([0.1, 0.7], dtype=torch.float32) + torch.tensor([0.7, 0.1], dtype=torch.float32),
+    ],
+    ids=["float64-sum", "float64-product", "float32-neighbours", "float32-sum"],
+)
+@pytest.mark.parametrize("scale", ["none", "group"])
+@pytest.mark.parametrize("baseline", RELATIVE)
+def test_groups_that_differ_by_rounding_only_give_exactly_zero(baseline, scale, almost_constant):
+    group_ids = torch.zeros(len(almost_constant), dtype=torch.int64)
+    advantages = group_relative_advantages(almost_constant, group_ids, baseline=baseline, scale=scale)
+    assert (advantages == 0).all()
+
+
+def test_a_small_difference_is_not_taken_for_rounding():
+    # 0.3 and 0.3 + 1e-5 in float32: standardised with n, any two different values are -1 and 1
+    advantages = group_relative_advantages(torch.tensor([0.3, 0.30001]), ids(0, 0), scale="group", std_ddof=0)
+    assert advantages.tolist() == pytest.approx([-1, 1], abs=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["none", "group"])
+@pytest.mark.parametrize("baseline", RELATIVE)
+def test_a_group_of_one_gives_exactly_zero(baseline, scale):
+    advantages = group_relative_advantages(torch.tensor([0.3, 5.0, -2.0]), ids(2, 0, 1), baseline=baseline, scale=scale)
+    assert advantages.tolist() == [0, 0, 0]
+
+
+def test_a_group_of_one_keeps_a_baseline_that_is_not_its_own():
+    rewards, group_ids = torch.tensor([0.5, 5.0]), ids(1, 0)
+    assert group_relative_advantages(rewards, group_ids, baseline="none").tolist() == [0.5, 5.0]
+    # mean of both: 2.75
+    assert group_relative_advantages(rewards, group_ids, baseline="global_mean").tolist() == [-2.25, 2.25]
+
+
+def test_one_row_alone_over_the_batch_std_is_finite():
+    assert group_relative_advantages(torch.tensor([3.0]), ids(0), scale="batch").tolist() == [0]
+
+
+def test_large_offsets_keep_small_differences():
+    # 1e8 + {0, 1, 2, 3}: deviations -1.5, -.5, .5, 1.5; variance (2.25 + .25) 2 / 3 = 5/3
+    rewards = double([1e8, 1e8 + 1, 1e8 + 2, 1e8 + 3])
+    assert group_relative_advantages(rewards, ids(0, 0, 0, 0)).tolist() == [-1.5, -0.5, 0.5, 1.5]
+    expected = [d / math.sqrt(5 / 3) for d in (-1.5, -0.5, 0.5, 1.5)]
+    for scale in ("group", "batch"):
+        advantages = group_relative_advantages(rewards, ids(0, 0, 0, 0), scale=scale)
+        assert advantages.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_large_offsets_in_float32():
+    # the float32 neighbours of 1e8 are 8 apart; mean 1e8 + 12
+    advantages = group_relative_advantages(torch.tensor([1e8, 1e8 + 8, 1e8 + 16, 1e8 + 24]), ids(0, 0, 0, 0))
+    assert advantages.tolist() == [-12, -4, 4, 12]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_huge_rewards_agree_with_exact_fractions(baseline, scale, dtype):
+    rewards = torch.tensor([1e30, -2e30, 3e30, 0.5, 1e30, 1e29], dtype=dtype)
+    group_ids = [0, 0, 0, 1, 1, 1]
+    advantages = group_relative_advantages(rewards, ids(*group_ids), baseline=baseline, scale=scale)
+    expected = exact_advantages(rewards.tolist(), group_ids, baseline, scale, 1, None)
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-6 if dtype is torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_dtype_of_the_rewards_comes_back_and_they_stay_unchanged(dtype):
+    rewards = torch.tensor([1.0, 3.0], dtype=dtype)
+    assert group_relative_advantages(rewards, ids(0, 0), scale="batch").dtype == dtype
+    assert rewards.tolist() == [1.0, 3.0]
+
+
+def test_group_ids_may_be_any_integers():
+    # mean 2 and 7, whatever the groups are called
+    for first, second in [(0, 2**62), (-(2**63), 2**63 - 1), (7, -7)]:
+        advantages = group_relative_advantages(double([1, 5, 3, 9]), ids(first, second, first, second))
+        assert advantages.tolist() == [-1, -2, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
+def test_group_ids_may_be_of_any_integer_type(dtype):
+    # groups 3 and 1, interleaved, the larger number first: means 2 and 7
+    advantages = group_relative_advantages(double([1, 5, 3, 9]), ids(3, 1, 3, 1).to(dtype))
+    assert advantages.tolist() == [-1, -2, 1, 2]
+
+
+def test_group_ids_may_be_far_apart():
+    # hashes: from each to the next, and from the last to the first, the difference overflows upwards or is positive
+    first, second, third = 0, 6 * 10**18, -6 * 10**18
+    group_ids = ids(first, second, third, first, second, third)
+    advantages = group_relative_advantages(double([1, 5, 20, 3, 9, 30]), group_ids)
+    assert advantages.tolist() == [-1, -2, -5, 1, 2, 5]
+
+
+def test_a_kept_row_does_not_feel_a_dropped_siblings_reward():
+    # kept: [1, 3] of group 0 -> -1, 1; [2, 0, 4] of group 1 -> 0, -2, 2
+    for lost in (math.nan, math.inf, -math.inf):
+        rewards = [1.0, lost, 3.0, 2.0, 0.0, lost, 4.0]
+        scored = RewardCalls(lambda states, actions, r=rewards: r, RewardConfig(non_finite="drop"))(rewards, rewards)
+        advantages = group_relative_advantages(scored.values, ids(0, 0, 0, 1, 1, 1, 1)[scored.kept])
+        assert advantages.tolist() == [-1, 1, 0, -2, 2]
+
+
+def test_discounted_returns_of_ones():
+    # 1;  1 + .9 = 1.9;  1 + .9 * 1.9 = 2.71
+    returns = discounted_returns(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool), 0.9)
+    assert returns.tolist() == [pytest.approx([2.71, 1.9, 1.0])]
+
+
+def test_discounted_returns_take_masked_rewards_as_zero():
+    # row 0: 4; 2 + .5 * 4 = 4; 1 + .5 * 4 = 3.     row 1 ends after two: 6; 2 + .5 * 6 = 5
+    rewards = double([[1, 2, 4], [2, 6, math.nan]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    returns = discounted_returns(rewards, mask, 0.5)
+    assert returns[mask].tolist() == [3, 4, 4, 5, 6]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+def test_discounted_returns_against_their_definition(gamma):
+    rewards = double([[0.5, -1.0, 2.0, 3.0], [1.0, 0.25, 4.0, -8.0]])
+    returns = discounted_returns(rewards, torch.ones(2, 4, dtype=torch.bool), gamma)
+    for n in range(2):
+        for t in range(4):
+            expected = sum(gamma ** (k - t) * rewards[n, k].item() for k in range(t, 4))
+            assert returns[n, t].item() == pytest.approx(expected)
+
+
+# Returns to go, gamma 1:  row 0: 3, 2, 1    row 1: 2, 0 (ended)    row 2: 4, 4, 1
+# column means: (3 + 2 + 4)/3 = 3,  (2 + 0 + 4)/3 = 2,  (1 + 1)/2 = 1: row 1 is left out of the last, not counted as 0
+STEP_REWARDS = [[1.0, 1.0, 1.0], [2.0, 0.0, math.nan], [0.0, 3.0, 1.0]]
+STEP_MASK = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
+STEP_ADVANTAGES = [[0, 0, 0], [-1, -2, 0], [1, 2, 0]]
+# all valid returns 3 2 1 2 0 4 4 1: sum 17, squares 51, so the squared distances are 51 - 17^2/8 = 14.875
+STEP_BATCH_VARIANCE = {0: 14.875 / 8, 1: 14.875 / 7}
+
+
+def test_returns_relative_to_members_that_are_still_there():
+    advantages = group_relative_returns(double(STEP_REWARDS), STEP_MASK, ids(4, 4, 4), scale="none")
+    assert advantages.tolist() == STEP_ADVANTAGES
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_returns_over_the_std_of_all_valid_steps(ddof):
+    advantages = group_relative_returns(double(STEP_REWARDS), STEP_MASK, ids(4, 4, 4), scale="batch", std_ddof=ddof)
+    std = math.sqrt(STEP_BATCH_VARIANCE[ddof])
+    for row, expected in zip(advantages.tolist(), STEP_ADVANTAGES, strict=True):
+        assert row == pytest.approx([a / std for a in expected])
+
+
+def test_returns_over_the_std_of_one_column_of_a_group():
+    # column 0: 3, 2, 4 with divisor 2: std 1.  column 1: 2, 0, 4: std 2.  column 2: 1, 1: constant
+    advantages = group_relative_returns(double(STEP_REWARDS), STEP_MASK, ids(4, 4, 4), scale="group")
+    assert advantages.tolist() == [[0, 0, 0], [-1, -1, 0], [1, 1, 0]]
+
+
+def test_a_step_that_is_alone_in_its_group_gets_zero():
+    # group 0 keeps row 0 alone in the last column; group 1 is one row
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    rewards = double([[1, 5], [3, math.nan], [7, 7]])
+    # returns 6, 5 | 3 | 14, 7; column 0 of group 0: mean 4.5
+    advantages = group_relative_returns(rewards, mask, ids(0, 0, 1), scale="none")
+    assert advantages.tolist() == [[1.5, 0], [-1.5, 0], [0, 0]]
+
+
+def test_returns_with_a_discount():
+    # gamma .5: row 0: 1 + .5 * 2 = 2, 2;   row 1: 3 + .5 * 4 = 5, 4;   column means 3.5, 3
+    advantages = group_relative_returns(
+        double([[1, 2], [3, 4]]), torch.ones(2, 2, dtype=torch.bool), ids(1, 1), gamma=0.5, scale="none"
+    )
+    assert advantages.tolist() == [[-1.5, -1], [1.5, 1]]
+
+
+def test_a_masked_step_in_the_middle_passes_its_return_on():
+    # row 0: 1 + 0 + 4 = 5, masked, 4;   row 1: 1 + 1 + 1 = 3, 2, 1
+    mask = torch.tensor([[True, False, True], [True, True, True]])
+    advantages = group_relative_returns(double([[1, 9, 4], [1, 1, 1]]), mask, ids(0, 0), scale="none")
+    assert advantages.tolist() == [[1, 0, 1.5], [-1, 0, -1.5]]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_a_batch_without_a_valid_step_has_no_advantages(baseline, scale):
+    config = AdvantageConfig(baseline=baseline, scale=scale)
+    batch = batch_of(double([[1, 2], [3, 4]]), ids(0, 0), torch.zeros(2, 2, dtype=torch.bool))
+    assert AdvantageEstimator(config)(batch).tolist() == [[0, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("gamma", [0.9, 1.0])
+@pytest.mark.parametrize("scale", SCALES)
+def test_rewards_under_the_mask_are_never_used(scale, gamma, poison):
+    rewards = double([[1, 2, 0.5], [3, 0, 0], [2, 2, 0], [0, 0, 0]])
+    mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False], [False, False, False]])
+    poisoned = rewards.masked_fill(~mask, poison)
+    expected = group_relative_returns(rewards, mask, ids(0, 0, 1, 0), gamma=gamma, scale=scale)
+    assert torch.equal(group_relative_returns(poisoned, mask, ids(0, 0, 1, 0), gamma=gamma, scale=scale), expected)
+    assert (expected[~mask] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "group_ids",
+    [ids(0, 0, 2**62, 2**62), ids(0, 0, 64, 64).to(torch.int8), ids(-(2**63), -(2**63), 0, 0)],
+    ids=["multiples-of-2^62", "int8", "smallest-int64"],
+)
+def test_returns_keep_groups_apart_whatever_their_numbers(group_ids):
+    # returns 4, 3, 2, 1 times 1, 3 | 5, 9; group means 2 and 7 times 4, 3, 2, 1
+    rewards = double([[1] * 4, [3] * 4, [5] * 4, [9] * 4])
+    advantages = group_relative_returns(rewards, torch.ones(4, 4, dtype=torch.bool), group_ids, scale="none")
+    assert advantages.tolist() == [[-4, -3, -2, -1], [4, 3, 2, 1], [-8, -6, -4, -2], [8, 6, 4, 2]]
+
+
+def test_rewards_per_row_give_one_advantage_per_row():
+    advantages = AdvantageEstimator(AdvantageConfig())(batch_of(torch.tensor([1.0, 3.0]), ids(0, 0)))
+    assert advantages.tolist() == [-1, 1]
+
+
+@pytest.mark.parametrize("credit", [None, "return_to_go"])
+def test_rewards_per_step_give_returns_to_go_by_default(credit):
+    batch = batch_of(double(STEP_REWARDS), ids(0, 0, 0), STEP_MASK)
+    assert AdvantageEstimator(AdvantageConfig(credit=credit))(batch).tolist() == STEP_ADVANTAGES
+
+
+def test_credit_to_the_row_is_its_discounted_return():
+    # gamma .5: 1 + .5 + .25 = 1.75;  2 + 0 = 2;  0 + 1.5 + .25 = 1.75;  mean 5.5/3
+    batch = batch_of(double(STEP_REWARDS), ids(0, 0, 0), STEP_MASK)
+    advantages = AdvantageEstimator(AdvantageConfig(credit="row", gamma=0.5))(batch)
+    assert advantages.tolist() == pytest.approx([1.75 - 5.5 / 3, 2 - 5.5 / 3, 1.75 - 5.5 / 3])
+
+
+def test_return_to_go_of_rewards_per_row_is_an_error_that_names_the_field():
+    estimator = AdvantageEstimator(AdvantageConfig(credit="return_to_go"))
+    with pytest.raises(ConfigError, match=r"advantage\.credit"):
+        estimator(batch_of(torch.tensor([1.0, 3.0]), ids(0, 0)))
+
+
+def test_rows_whose_steps_add_up_to_the_same_return_give_exactly_zero():
+    # the same float32 rewards in four orders: equal returns but for rounding
+    estimator = AdvantageEstimator(AdvantageConfig(credit="row", scale="group"))
+    for seed in range(5):
+        steps = torch.rand(500, generator=torch.Generator().manual_seed(seed))
+        rewards = torch.stack([steps, steps.flip(0), steps.sort().values, steps.roll(100)])
+        assert estimator(batch_of(rewards, ids(0, 0, 0, 0))).tolist() == [0, 0, 0, 0]
+
+
+def test_clip_bounds_the_size_of_an_advantage():
+    rewards, group_ids = torch.tensor([1.0, 3.0, 2.0, 0.0, 4.0]), ids(0, 0, 1, 1, 1)
+    advantages = AdvantageEstimator(AdvantageConfig(clip=1.5))(batch_of(rewards, group_ids))
+    assert advantages.tolist() == [-1, 1, 0, -1.5, 1.5]
+
+
+def test_clip_bounds_advantages_per_step_too():
+    batch = batch_of(double(STEP_REWARDS), ids(0, 0, 0), STEP_MASK)
+    assert AdvantageEstimator(AdvantageConfig(clip=1.5))(batch).tolist() == [[0, 0, 0], [-1, -1.5, 0], [1, 1.5, 0]]
+
+
+def test_the_config_reaches_the_statistics():
+    config = AdvantageConfig(baseline="leave_one_out", scale="group", std_ddof=0, std_eps=0.5)
+    advantages = AdvantageEstimator(config)(batch_of(double(REWARDS), ids(*GROUP_IDS)))
+    expected = [
+        0 if group == 9 else centred / (math.sqrt(14) + 0.5)  # both variances are 14: see VARIANCES
+        for centred, group in zip(CENTRED["leave_one_out"], GROUP_IDS, strict=True)
+    ]
+    assert advantages.tolist() == pytest.approx(expected)
+
+
+def test_the_running_mean_leaves_the_current_batch_out():
+    estimator = AdvantageEstimator(AdvantageConfig(baseline="global_mean"))
+    # nothing seen yet: the batch's own mean, 2.  Then the mean of 1, 3 is 2.  Then that of 1, 3, 4, 6 is 3.5.
+    assert estimator(batch_of(double([1, 3]), ids(0, 0))).tolist() == [-1, 1]
+    assert estimator(batch_of(double([4, 6]), ids(0, 0))).tolist() == [2, 4]
+    assert estimator(batch_of(double([0]), ids(0))).tolist() == [-3.5]
+
+
+def test_the_running_mean_of_rewards_per_step_is_over_valid_returns():
+    estimator = AdvantageEstimator(AdvantageConfig(baseline="global_mean"))
+    estimator(batch_of(double(STEP_REWARDS), ids(0, 0, 0), STEP_MASK))
+    # eight valid returns, sum 17: mean 2.125
+    assert estimator(batch_of(double([[1, 2]]), ids(0))).tolist() == [[3 - 2.125, 2 - 2.125]]
+
+
+def test_the_running_mean_survives_a_save():
+    first, second = (AdvantageEstimator(AdvantageConfig(baseline="global_mean")) for _ in range(2))
+    first(batch_of(double([1, 3, 8]), ids(0, 0, 0)))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    # mean 4, then (12 + 9)/4 = 5.25
+    for estimator in (first, second):
+        assert estimator(batch_of(double([9]), ids(0))).tolist() == [5]
+        assert estimator(batch_of(double([9]), ids(0))).tolist() == [3.75]
+
+
+@pytest.mark.parametrize("baseline", [*RELATIVE, "none"])
+def test_other_baselines_forget_earlier_batches(baseline):
+    used, fresh = (AdvantageEstimator(AdvantageConfig(baseline=baseline)) for _ in range(2))
+    used(batch_of(double([100, 300]), ids(0, 0)))
+    batch = batch_of(double(REWARDS), ids(*GROUP_IDS))
+    assert torch.equal(used(batch), fresh(batch))
+
+
+def test_group_statistics_count_groups_without_differences():
+    # groups: [.3, .3] constant, [1, 2] not, [5] alone; 5 rows in 3 groups
+    statistics = group_statistics(torch.tensor([0.3, 1.0, 0.3, 2.0, 5.0]), ids(1, -1, 1, -1, 8))
+    assert statistics == {
+        "group_stats/num_groups": 3.0,
+        "group_stats/avg_group_size": pytest.approx(5 / 3),
+        "group_stats/zero_variance_fraction": pytest.approx(2 / 3),
+    }

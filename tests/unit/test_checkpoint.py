@@ -1,0 +1,1059 @@
+"""Checkpoints: exact resume from everywhere, damage that is always found, failures that leave what was there."""
+
+import builtins
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import config
+from torch import Tensor
+
+from grpo import (
+    AdvantageConfig,
+    CheckpointError,
+    GRPOConfig,
+    GRPOTrainer,
+    ObjectiveConfig,
+    WeightedRewards,
+    best_checkpoint,
+)
+from grpo.checkpoint import CheckpointFolder, read_checkpoint, read_newest, write_checkpoint
+from tests.policies import DuckPolicy, ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = ("manifest.json", "state.json", "tensors.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def no_type_checks() -> Iterator[None]:
+    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", False)
+
+
+# Exact resume
+
+
+class ManyGenerators(VectorPolicy):
+    """Samples by torch's generator, and now and then replaces an action by numpy's and Python's."""
+
+    def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+        groups = super().generate_actions(states, num_actions_per_state)
+        for group in groups:
+            group[0] = random.randrange(4)
+            group[1] = int(np.random.randint(4))  # noqa: NPY002
+        return groups
+
+
+class NoisyReward:
+    """A callable with noise of a generator of its own, and a memory: what repeats too often is worth less."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+        self.times_seen = dict.fromkeys(range(4), 0)
+
+    def __call__(self, states: Any, actions: Any) -> list[float]:
+        rewards = []
+        for action in actions:
+            self.times_seen[action] += 1
+            rewards.append(self.generator.normal() + action - 0.01 * self.times_seen[action])
+        return rewards
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.bit_generator.state, "times_seen": dict(self.times_seen)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.generator.bit_generator.state = state["generator"]
+        self.times_seen = dict(state["times_seen"])
+
+
+class NoisyModel(NoisyReward):
+    """The same as a reward model."""
+
+    compute_rewards = NoisyReward.__call__
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+    def to(self, device: Any) -> None: ...
+
+
+def plain_reward(states: Any, actions: Any) -> list[float]:
+    """Some groups have no differences."""
+    return [float(action == 2) + float(action == 1) * random.random() for action in actions]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "micro-batches": {"micro_batch_size": 3},
+    "epochs of batches": {"batch_size": 5, "num_epochs_per_update": 2},
+    "Adam and a schedule": {"lr_schedule": "cosine", "warmup_ratio": 0.3, "learning_rate": 0.05},
+    "reference": {"with_reference": True, "objective": ObjectiveConfig(kl_coef=0.1)},
+    "running baseline": {"advantage": AdvantageConfig(baseline="global_mean")},
+    "reward with a state": {"reward": NoisyModel},
+    "callable reward with a state": {"reward": NoisyReward},
+    "weighted rewards with a state": {
+        "reward": lambda seed: WeightedRewards({"x": NoisyModel(seed), "y": plain_reward})
+    },
+    "dropout": {"dropout": 0.5},
+    "dropout, several updates": {"dropout": 0.5, "num_epochs_per_update": 2},
+    "scheduler of the caller": {"with_scheduler": True, "batch_size": 4},
+    "duck-typed with a state": {"duck": True},
+    "exact sampler": {"exact": True, "num_epochs_per_update": 2},
+    "evaluated": {"evaluated": True, "batch_size": 5},
+}
+
+
+def built(case: str, seed: int) -> tuple[GRPOTrainer, Any, dict[str, Any]]:
+    """A trainer of this kind whose weights and generators start from `seed`; its states; options of `train`."""
+    options = dict(CASES[case])
+    torch.manual_seed(seed)
+    states: Any = torch.randn(7, 3, generator=torch.Generator().manual_seed(5))
+    reward = options.pop("reward", None)
+    reward_model: Any = plain_reward if reward is None else reward(seed)
+    if options.pop("duck", False):
+        policy: Any = DuckPolicy(num_actions=4, seed=seed)
+        policy.tensors["logits"].data.normal_()
+        states = [0, 1, 0]
+    elif options.pop("exact", False):
+        policy = ExactSampling()
+        states = [0, 1, 2, 3]
+        reward_model = lambda states, actions: [sum(action) + random.random() for action in actions]  # noqa: E731
+    else:
+        policy = ManyGenerators(dropout=options.pop("dropout", 0.0))
+    reference = None
+    if options.pop("with_reference", False):
+        reference = ManyGenerators()
+    scheduler = optimizer = None
+    if options.pop("with_scheduler", False):
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count))
+    extra = {"eval_states": states[:2], "eval_every": 3} if options.pop("evaluated", False) else {}
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=4, num_states_per_iteration=2, seed=seed, **options),
+        policy=policy,
+        reward_model=reward_model,
+        reference_policy=reference,
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+    )
+    return trainer, states, {"progress": False, **extra}
+
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:An update was skipped:grpo.errors.GRPOWarning", "ignore:.*Dropout or batch:grpo.errors.GRPOWarning"
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_stopped_after_any_iteration_ends_where_the_unbroken_one_does(case: str, tmp_path: Path) -> None:
+    trainer, states, options = built(case, seed=1)
+    unbroken = trainer.train(
+        states, num_iterations=10, checkpoint_dir=tmp_path, checkpoint_every=1, keep_last=100, **options
+    )
+    expected = digest(weights_of(trainer.policy))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"iteration-{n:08d}" for n in range(1, 11)]
+    for stopped in range(1, 10):
+        fresh, _, _ = built(case, seed=100 + stopped)
+        assert digest(weights_of(fresh.policy)) != expected
+        fresh.load_checkpoint(tmp_path / f"iteration-{stopped:08d}")
+        rest = fresh.train(states, num_iterations=10, **options)
+        assert digest(weights_of(fresh.policy)) == expected, f"stopped after iteration {stopped}"
+        assert len(rest) == 10 - stopped
+        for found, before in zip(rest, unbroken[stopped:], strict=True):
+            assert found["rewards/mean"] == before["rewards/mean"]
+            assert found["train/learning_rate"] == before["train/learning_rate"]
+            assert found.get("eval/avg_reward") == before.get("eval/avg_reward")
+        assert fresh.iteration == 10
+
+
+def test_a_run_that_was_interrupted_goes_on_from_its_folder(tmp_path: Path) -> None:
+    """Stopped by an exception in the sixth iteration; the newest whole checkpoint is that of the fifth."""
+
+    class Stop(Exception):
+        pass
+
+    class Interrupt:
+        def log(self, metrics: Any, iteration: int) -> None:
+            if iteration == 6:
+                raise Stop
+
+        def close(self) -> None: ...
+
+    whole, states, options = built("epochs of batches", seed=1)
+    whole.train(states, num_iterations=10, **options)
+    interrupted, *_ = built("epochs of batches", seed=1)
+    with pytest.raises(Stop):
+        interrupted.train(
+            states, num_iterations=10, sinks=[Interrupt()], checkpoint_dir=tmp_path, checkpoint_every=1, **options
+        )
+    resumed, *_ = built("epochs of batches", seed=2)
+    resumed.load_checkpoint(tmp_path)
+    assert resumed.iteration == 5
+    assert len(resumed.train(states, num_iterations=10, checkpoint_dir=tmp_path, checkpoint_every=1, **options)) == 5
+    assert digest(weights_of(resumed.policy)) == digest(weights_of(whole.policy))
+    assert read_newest(tmp_path)["counters"]["iteration"] == 10
+
+
+@pytest.mark.parametrize("case", ["plain", "epochs of batches", "reward with a state", "dropout"])
+def test_saving_by_hand_between_steps(case: str, tmp_path: Path) -> None:
+    """Steps of the caller's own; saving changes nothing in the run that is saved."""
+    unbroken, states, _ = built(case, seed=1)
+    for _ in range(6):
+        unbroken.step(states[:2])
+    trainer, *_ = built(case, seed=1)
+    for n in range(6):
+        assert trainer.save_checkpoint(tmp_path / str(n)) == tmp_path / str(n)
+        trainer.step(states[:2])
+    expected = digest(weights_of(unbroken.policy))
+    assert digest(weights_of(trainer.policy)) == expected
+    for n in range(6):
+        fresh, *_ = built(case, seed=50 + n)
+        fresh.load_checkpoint(str(tmp_path / str(n)))
+        assert fresh.iteration == n
+        for _ in range(6 - n):
+            fresh.step(states[:2])
+        assert digest(weights_of(fresh.policy)) == expected, n
+
+
+def test_parameters_stay_the_very_tensors_when_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    trainer, states, _ = built("plain", seed=1)
+    trainer.save_checkpoint(tmp_path / "here")
+    before = {name: id(tensor) for name, tensor in trainer.policy.get_parameters().items()}
+    trainer.load_checkpoint(tmp_path / "here")
+    assert {name: id(tensor) for name, tensor in trainer.policy.get_parameters().items()} == before
+    trainer.step(states[:2])
+
+
+# What is kept
+
+SMALL = {"n": 1, "tensor": torch.arange(6.0), "nested": {"list": [1, 2.5, None, "x"], "array": np.arange(3)}}
+
+
+def small(n: int) -> dict[str, Any]:
+    return {**SMALL, "n": n, "tensor": torch.full((6,), float(n))}
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_few_and_the_best_are_kept(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "run", keep_last=2)
+    kept = {}
+    for n, score in enumerate([0.1, 0.9, 0.5, None, float("nan"), 0.9, 0.3, 0.2], start=1):
+        path = folder.save(small(n), iteration=n, score=score)
+        assert read_checkpoint(path)["n"] == n
+        kept[n] = [int(name.removeprefix("iteration-")) for name in names_in(tmp_path / "run")]
+    assert kept[1] == [1]
+    assert kept[4] == [2, 3, 4]
+    assert kept[5] == [2, 4, 5]
+    assert kept[8][-2:] == [7, 8]
+    assert kept[8][0] in (2, 6)  # both are best
+    assert len(kept[8]) == 3
+    assert best_checkpoint(tmp_path / "run").name == f"iteration-{kept[8][0]:08d}"
+
+
+def test_a_run_keeps_the_best_by_its_evaluations(tmp_path: Path) -> None:
+    scores = {1: 0.0, 2: 5.0, 3: 1.0, 4: 2.0, 5: 3.0, 6: 4.0}
+    trainer, states, options = built("plain", seed=1)
+    trainer.evaluate = lambda states: {"eval/avg_reward": scores[trainer.iteration]}  # type: ignore[method-assign]
+    trainer.train(
+        states,
+        num_iterations=6,
+        eval_states=states,
+        eval_every=1,
+        checkpoint_dir=tmp_path,
+        checkpoint_every=1,
+        keep_last=2,
+        **options,
+    )
+    assert names_in(tmp_path) == [f"iteration-{n:08d}" for n in (2, 5, 6)]
+    assert best_checkpoint(tmp_path).name == "iteration-00000002"
+
+
+def test_without_a_score_there_is_no_best(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="No checkpoint with a score in"):
+        best_checkpoint(tmp_path)
+
+
+def test_pruning_takes_only_what_the_run_has_written(tmp_path: Path) -> None:
+    """A checkpoint saved by hand beside them, under a name of the user's, stays."""
+    write_checkpoint(tmp_path / "before-phase-2", small(0), iteration=0)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "extension").mkdir()
+    (tmp_path / "extension" / "manifest.json").write_text('{"name": "some other program"}')
+    folder = CheckpointFolder(tmp_path, keep_last=1)
+    for n in (1, 2, 3):
+        folder.save(small(n), iteration=n, score=float(n))
+    assert names_in(tmp_path) == ["before-phase-2", "extension", "iteration-00000003", "notes.txt"]
+
+
+def test_what_was_just_written_is_never_pruned(tmp_path: Path) -> None:
+    """A new run in the folder of an older and longer one."""
+    old = CheckpointFolder(tmp_path, keep_last=2)
+    for n in (10, 11, 12):
+        old.save(small(n), iteration=n, score=float(n))
+    path = CheckpointFolder(tmp_path, keep_last=2).save(small(1), iteration=1, score=0.0)
+    assert read_checkpoint(path)["n"] == 1
+
+
+def test_a_folder_of_the_users_is_never_replaced(tmp_path: Path) -> None:
+    """Only a checkpoint may be replaced by one: `save_checkpoint("results")` must not delete results."""
+    results = tmp_path / "results"
+    results.mkdir()
+    (results / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="results"):
+        write_checkpoint(results, small(1), iteration=1)
+    assert (results / "thesis.txt").read_text() == "years of work"
+    assert names_in(tmp_path) == ["results"]
+
+
+def test_a_folder_of_checkpoints_is_never_replaced_by_one(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "run", keep_last=3)
+    folder.save(small(1), iteration=1, score=None)
+    with pytest.raises(CheckpointError, match="run"):
+        write_checkpoint(tmp_path / "run", small(2), iteration=2)
+    assert read_newest(tmp_path / "run")["n"] == 1
+
+
+def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CheckpointError, match="file"):
+            write_checkpoint(path, small(1), iteration=1)
+    assert (tmp_path / "file").read_text() == "mine"
+    assert names_in(tmp_path) == ["file"]
+
+
+def test_a_folder_gives_its_newest_whole_checkpoint(tmp_path: Path) -> None:
+    for n in (9, 10, 11):
+        write_checkpoint(tmp_path / f"iteration-{n:08d}", small(n), iteration=n)
+    assert read_checkpoint(tmp_path)["n"] == 11
+    (tmp_path / "iteration-00000011" / "tensors.safetensors").write_bytes(b"cut")
+    assert read_checkpoint(tmp_path)["n"] == 10
+    (tmp_path / "iteration-00000010" / "state.json").unlink()
+    assert read_checkpoint(tmp_path)["n"] == 9
+    (tmp_path / "iteration-00000009" / "manifest.json").write_text("{")
+    with pytest.raises(CheckpointError, match="No whole checkpoint in") as caught:
+        read_checkpoint(tmp_path)
+    for part in ("tensors.safetensors", "state.json", "manifest.json"):
+        assert part in str(caught.value)
+
+
+def test_what_is_foreign_in_a_folder_is_passed_over(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "iteration-00000001", small(1), iteration=1)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "extension").mkdir()
+    (tmp_path / "extension" / "manifest.json").write_text('{"name": "some other program", "iteration": 99}')
+    assert read_checkpoint(tmp_path)["n"] == 1
+
+
+def test_the_folder_where_one_stands_may_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "iteration-00000001", small(1), iteration=1)
+    monkeypatch.chdir(tmp_path)
+    assert read_checkpoint(".")["n"] == 1
+    monkeypatch.chdir(tmp_path / "iteration-00000001")
+    assert read_checkpoint(".")["n"] == 1
+
+
+def test_nothing_there_is_an_error(tmp_path: Path) -> None:
+    for path in (tmp_path / "no such", tmp_path):
+        with pytest.raises(CheckpointError, match=f"No whole checkpoint in {path}"):
+            read_checkpoint(path)
+
+
+# Damage
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a trainer, which the tests below copy and damage."""
+    path = tmp_path_factory.mktemp("whole") / "checkpoint"
+    trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=TablePolicy(), reward_model=lambda s, a: [0.0, 1.0])
+    trainer.step(["a"])
+    return trainer.save_checkpoint(path)
+
+
+@pytest.fixture
+def damaged(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_bit_is_found(damaged: Path, name: str) -> None:
+    file = damaged / name
+    data = file.read_bytes()
+    generator = random.Random(name)
+    for _ in range(400):
+        place, bit = generator.randrange(len(data)), generator.randrange(8)
+        file.write_bytes(data[:place] + bytes([data[place] ^ (1 << bit)]) + data[place + 1 :])
+        with pytest.raises(CheckpointError, match=name):
+            read_checkpoint(damaged)
+    file.write_bytes(data)
+    read_checkpoint(damaged)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_cut_and_every_addition_is_found(damaged: Path, name: str) -> None:
+    file = damaged / name
+    data = file.read_bytes()
+    generator = random.Random(name)
+    cuts = {0, 1, len(data) - 1, *(generator.randrange(len(data)) for _ in range(200))}
+    for changed in (*(data[:cut] for cut in cuts), data + b"\0", data + b"x", data * 2, data[1:]):
+        file.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=name):
+            read_checkpoint(damaged)
+
+
+def test_blocks_that_were_never_written_are_found(damaged: Path) -> None:
+    """As after a power cut: the size is right, the contents are zeros."""
+    for name in FILES:
+        data = (damaged / name).read_bytes()
+        (damaged / name).write_bytes(bytes(len(data)))
+        with pytest.raises(CheckpointError, match=name):
+            read_checkpoint(damaged)
+        (damaged / name).write_bytes(data)
+
+
+def test_files_of_two_checkpoints_are_never_mixed(damaged: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", read_checkpoint(damaged) | {"extra": torch.ones(2)}, iteration=2)
+    for name in FILES:
+        data = (damaged / name).read_bytes()
+        shutil.copy(other / name, damaged / name)
+        with pytest.raises(CheckpointError):
+            read_checkpoint(damaged)
+        (damaged / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_an_error(damaged: Path, name: str) -> None:
+    (damaged / name).unlink()
+    with pytest.raises(CheckpointError, match=str(damaged)):
+        read_checkpoint(damaged)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_or_a_folder_in_place_of_a_file_is_refused(damaged: Path, name: str, tmp_path: Path) -> None:
+    """Nothing outside the folder is read, though the contents were right."""
+    shutil.copy(damaged / name, tmp_path / "elsewhere")
+    (damaged / name).unlink()
+    (damaged / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=name):
+        read_checkpoint(damaged)
+    (damaged / name).unlink()
+    (damaged / name).mkdir()
+    with pytest.raises(CheckpointError):
+        read_checkpoint(damaged)
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any], **contents: bytes) -> None:
+    """A manifest that was changed by someone who knows how it is hashed."""
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    manifest.pop("sha256")
+    for name, data in contents.items():
+        file = next(full for full in FILES if full.startswith(name))
+        (folder / file).write_bytes(data)
+        manifest["files"][file] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    change(manifest)
+    manifest["sha256"] = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_manifest_that_was_rewritten_alike_is_read(damaged: Path) -> None:
+    """So that the tests below fail for the reason they name."""
+    rewritten(damaged, lambda manifest: None)
+    read_checkpoint(damaged)
+
+
+def test_a_newer_schema_is_refused_by_name(damaged: Path) -> None:
+    rewritten(damaged, lambda manifest: manifest.update(schema=manifest["schema"] + 1))
+    with pytest.raises(CheckpointError, match=r"manifest\.json has schema 2; this version reads 1\. Update"):
+        read_checkpoint(damaged)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "extra.bin", "state.json/../../secret"])
+def test_names_in_a_manifest_are_never_followed(damaged: Path, name: str) -> None:
+    (damaged.parent / "secret").write_text("secret")
+    rewritten(damaged, lambda manifest: manifest["files"].update({name: {"size": 6, "sha256": "0"}}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json names"):
+        read_checkpoint(damaged)
+
+
+@pytest.mark.parametrize(
+    "contents", [{"tensors": b"not safetensors"}, {"state": b"not JSON"}, {"state": b'{"x": {"$tensor": "999"}}'}]
+)
+def test_contents_that_are_hashed_rightly_and_are_no_checkpoint(damaged: Path, contents: dict[str, bytes]) -> None:
+    rewritten(damaged, lambda manifest: None, **contents)
+    with pytest.raises(CheckpointError):
+        read_checkpoint(damaged)
+
+
+# Something is missing, or does not fit
+
+
+def full_state_of(trainer: GRPOTrainer) -> str:
+    """SHA-256 over all that loading may change."""
+    optimizer = trainer.gradient.optimizer
+    assert optimizer is not None
+    return digest(
+        weights_of(trainer.policy),
+        None if trainer.reference_policy is None else weights_of(trainer.reference_policy),
+        optimizer.state_dict(),
+        trainer.iteration,
+        trainer.data_seed,
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state(),  # noqa: NPY002
+    )
+
+
+def paths_in(value: Any, depth: int) -> Iterator[tuple[str, ...]]:
+    if isinstance(value, Mapping) and depth:
+        for key in value:
+            yield (key,)
+            yield from ((key, *rest) for rest in paths_in(value[key], depth - 1))
+
+
+def without(value: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    copied = dict(value)
+    if len(path) == 1:
+        del copied[path[0]]
+    else:
+        copied[path[0]] = without(copied[path[0]], path[1:])
+    return copied
+
+
+def saved_and_fresh(case: str, folder: Path) -> tuple[dict[str, Any], GRPOTrainer]:
+    """The state of a trainer after two steps; and another trainer, after one."""
+    trainer, states, _ = built(case, seed=1)
+    trainer.step(states[:2])
+    trainer.step(states[:2])
+    state = read_checkpoint(trainer.save_checkpoint(folder / "original"))
+    fresh, *_ = built(case, seed=2)
+    fresh.step(states[:2])
+    return state, fresh
+
+
+@pytest.mark.parametrize("case", ["reference", "running baseline", "reward with a state", "scheduler of the caller"])
+def test_a_missing_item_is_an_error_and_changes_nothing(case: str, tmp_path: Path) -> None:
+    """Each item, each item's items, and those of what has a state of its own, taken away one at a time."""
+    state, fresh = saved_and_fresh(case, tmp_path)
+    before = full_state_of(fresh)
+    missing = [path for path in paths_in(state, 3) if path[0] != "config"]
+    assert {("stateful", "optimizer"), ("counters", "iteration"), ("random", "torch"), ("row_order",)} <= set(missing)
+    silent: list[Any] = []
+    untyped: list[Any] = []
+    changed: list[Any] = []
+    for path in missing:
+        broken = write_checkpoint(tmp_path / "broken", without(state, path), iteration=2)
+        try:
+            fresh.load_checkpoint(broken)
+            if not (path[0] == "stateful" and len(path) == 3):  # a part's own items are for it to miss, or not
+                silent.append(path)
+                continue
+            fresh = saved_and_fresh(case, tmp_path / "again")[1]
+            before = full_state_of(fresh)
+        except CheckpointError:
+            pass
+        except Exception as error:
+            untyped.append((*path, type(error).__name__))
+        if full_state_of(fresh) != before:
+            changed.append(path)
+            fresh = saved_and_fresh(case, tmp_path / "again")[1]
+            before = full_state_of(fresh)
+    assert (silent, untyped, changed) == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("plain", "reference"),
+        ("reference", "plain"),
+        ("plain", "reward with a state"),
+        ("reward with a state", "plain"),
+        ("plain", "scheduler of the caller"),
+        ("scheduler of the caller", "plain"),
+        ("duck-typed with a state", "plain"),
+    ],
+)
+def test_a_trainer_of_another_kind_is_refused(saved: str, loaded: str, tmp_path: Path) -> None:
+    trainer, *_ = built(saved, seed=1)
+    path = trainer.save_checkpoint(tmp_path / "saved")
+    other, *_ = built(loaded, seed=2)
+    before = full_state_of(other)
+    with pytest.raises(CheckpointError):
+        other.load_checkpoint(path)
+    assert full_state_of(other) == before
+
+
+def test_parameters_of_another_shape_are_refused(tmp_path: Path) -> None:
+    def trainer_of(num_actions: int) -> GRPOTrainer:
+        policy = TablePolicy(num_actions=num_actions)
+        return GRPOTrainer(config=GRPOConfig(), policy=policy, reward_model=lambda s, a: [])
+
+    path = trainer_of(2).save_checkpoint(tmp_path / "two")
+    other = trainer_of(3)
+    before = full_state_of(other)
+    with pytest.raises(
+        CheckpointError, match=r"TablePolicy: logits has shape \[2, 3\], and \[2, 2\] in the checkpoint"
+    ):
+        other.load_checkpoint(path)
+    assert full_state_of(other) == before
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    """SGD's state under Adam would resume without its moments; two parameter groups do not fit into one."""
+
+    def trainer_of(make: Callable[[Any], torch.optim.Optimizer]) -> GRPOTrainer:
+        policy = VectorPolicy()
+        return GRPOTrainer(
+            config=GRPOConfig(group_size=4),
+            policy=policy,
+            reward_model=lambda s, actions: [float(action) for action in actions],
+            optimizer=make(list(policy.parameters())),
+        )
+
+    makers: list[Callable[[Any], torch.optim.Optimizer]] = [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+        lambda parameters: torch.optim.Adam([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1),
+    ]
+    for kept, make in enumerate(makers):
+        trainer = trainer_of(make)
+        trainer.step(torch.randn(2, 3))
+        path = trainer.save_checkpoint(tmp_path / str(kept))
+        for other, make_other in enumerate(makers):
+            if other != kept:
+                fresh = trainer_of(make_other)
+                before = full_state_of(fresh)
+                with pytest.raises(CheckpointError, match="optimizer"):
+                    fresh.load_checkpoint(path)
+                assert full_state_of(fresh) == before
+
+
+# Failing disks
+
+
+class Disk:
+    """Makes the k-th call (from 1) of one kind of file operation fail; counts them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, kind: str, k: int) -> None:
+        self.root, self.kind, self.k, self.count = str(root), kind, k, 0
+        for name in ("fsync", "rename", "replace", "mkdir", "write"):
+            if name == kind or (kind == "rename" and name == "replace"):
+                monkeypatch.setattr(os, name, self.failing(getattr(os, name)))
+        if kind in ("open", "write"):
+            real = io.open
+            for owner in (io, builtins):
+                monkeypatch.setattr(owner, "open", lambda *a, real=real, **k: self.opened(real, *a, **k))
+
+    def failing(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if self.kind != "mkdir" or not Path(arguments[0]).exists():  # one that exists needs no room
+                self.hit()
+            return real(*arguments, **options)
+
+        return call
+
+    def hit(self) -> None:
+        self.count += 1
+        if self.count == self.k:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def opened(self, real: Callable[..., Any], file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if not (isinstance(file, str | Path) and str(file).startswith(self.root) and set(mode) & set("wxa+")):
+            return real(file, mode, *arguments, **options)
+        if self.kind == "open":
+            self.hit()
+        handle = real(file, mode, *arguments, **options)
+        if self.kind != "write":
+            return handle
+        disk = self
+
+        class Handle:
+            def write(self, data: Any) -> Any:
+                if disk.count + 1 == disk.k:
+                    handle.write(data[: len(data) // 2])  # what fitted on the disk
+                disk.hit()
+                return handle.write(data)
+
+            def __enter__(self) -> Any:
+                return self
+
+            def __exit__(self, *_: Any) -> None:
+                handle.close()
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(handle, name)
+
+        return Handle()
+
+
+def failing_disks(
+    kind: str, root: Path, save: Callable[[], Any], prepare: Callable[[], Any]
+) -> Iterator[CheckpointError]:
+    """The error of every k at which an operation fails, until none does."""
+    for k in range(1, 40):
+        prepare()
+        with pytest.MonkeyPatch.context() as patch:
+            disk = Disk(patch, root, kind, k)
+            try:
+                save()
+            except CheckpointError as error:
+                assert disk.count >= k
+                raised = error
+            else:
+                assert disk.count < k, f"{kind} number {k} failed, and nothing was said"
+                assert k > 1, f"no {kind} was ever called"
+                return
+        yield raised
+    raise AssertionError("it never succeeds")
+
+
+OPERATIONS = ["fsync", "rename", "mkdir", "open", "write"]
+
+
+@pytest.mark.parametrize("kind", OPERATIONS)
+def test_a_full_disk_leaves_the_checkpoint_before(kind: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def prepare() -> None:
+        shutil.rmtree(run, ignore_errors=True)
+        CheckpointFolder(run, 3).save(small(1), iteration=1, score=1.0)
+
+    def save() -> None:
+        CheckpointFolder(run, 3).save(small(2), iteration=2, score=2.0)
+
+    for error in failing_disks(kind, tmp_path, save, prepare):
+        assert str(run / "iteration-00000002") in str(error)
+        assert os.strerror(errno.ENOSPC) in str(error)
+        assert isinstance(error.__cause__, OSError)
+        assert digest(read_checkpoint(run / "iteration-00000001")) == digest(small(1))
+        loaded = read_checkpoint(run)
+        assert digest(loaded) in (digest(small(1)), digest(small(2)))
+        assert set(names_in(run)) <= {"iteration-00000001", "iteration-00000002"}  # nothing temporary
+    assert digest(read_checkpoint(run)) == digest(small(2))
+
+
+@pytest.mark.parametrize("kind", OPERATIONS)
+def test_a_full_disk_leaves_the_checkpoint_that_was_to_be_replaced(kind: str, tmp_path: Path) -> None:
+    """What the error says of it is true: if it says "untouched", what loads is what was there."""
+    path = tmp_path / "checkpoint"
+
+    def prepare() -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        write_checkpoint(path, small(1), iteration=1)
+
+    for error in failing_disks(kind, tmp_path, lambda: write_checkpoint(path, small(2), iteration=2), prepare):
+        assert str(path) in str(error)
+        loaded = digest(read_checkpoint(path))
+        assert loaded in (digest(small(1)), digest(small(2)))
+        if "untouched" in str(error):
+            assert loaded == digest(small(1))
+        assert names_in(tmp_path) == ["checkpoint"]
+    assert digest(read_checkpoint(path)) == digest(small(2))
+    assert names_in(tmp_path) == ["checkpoint"]
+
+
+def test_a_run_stops_with_the_path_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, states, options = built("plain", seed=1)
+    trainer.train(states, num_iterations=2, checkpoint_dir=tmp_path / "run", checkpoint_every=1, **options)
+    before = weights_of(trainer.policy)
+    Disk(monkeypatch, tmp_path, "fsync", 1)
+    with pytest.raises(CheckpointError, match=r"iteration-00000003: .*No space left"):
+        trainer.train(states, num_iterations=2, checkpoint_dir=tmp_path / "run", checkpoint_every=1, **options)
+    assert not torch.equal(weights_of(trainer.policy), before)  # what was learned is still in memory
+    assert read_checkpoint(tmp_path / "run")["counters"]["iteration"] == 2
+
+
+# Killed while saving
+
+SAVE_FOR_EVER = """
+    import os, random, signal, sys, time
+    from pathlib import Path
+    import torch
+    from grpo import CheckpointError
+    from grpo.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
+
+    torch.set_num_threads(1)
+    root = Path(sys.argv[1])
+    generator = random.Random(7)
+
+    def save_for_ever():
+        for n in range(1, 100000):
+            state = {"n": n, "again": {"n": n}, "tensors": [torch.full((50,), n), torch.full((3,), n)]}
+            write_checkpoint(root / "same", state, iteration=n)
+            CheckpointFolder(root / "run", keep_last=2).save(state, iteration=n, score=float(n % 5))
+
+    def number_of(state):
+        numbers = {state["n"], state["again"]["n"], *(int(x) for t in state["tensors"] for x in t)}
+        assert len(numbers) == 1, numbers
+        return numbers.pop()
+
+    reached = []
+    for attempt in range(12):
+        child = os.fork()
+        if child == 0:
+            try:
+                save_for_ever()
+            finally:
+                os._exit(1)
+        time.sleep(0.05 + 0.12 * generator.random())
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status), "the writer ended by itself"
+        reached.append((number_of(read_checkpoint(root / "same")), number_of(read_checkpoint(root / "run"))))
+        for path in (root / "run").glob("iteration-*"):
+            try:
+                number_of(read_checkpoint(path))
+            except CheckpointError:
+                pass  # killed while it was being removed: said, not read
+        for folder in (root / "run").glob("iteration-*"):  # a new run begins
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+    assert all(abs(same - run) <= 1 for same, run in reached), reached
+    assert len(set(reached)) > 3, reached
+    CheckpointFolder(root / "run", keep_last=2).save({"n": 0}, iteration=1, score=None)
+    assert [path.name for path in (root / "run").iterdir()] == ["iteration-00000001"], "left behind by the killed"
+"""
+
+
+def in_a_process(script: str, *arguments: Any, timeout: float = 60) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_killed_at_any_time_what_loads_is_whole(tmp_path: Path) -> None:
+    in_a_process(SAVE_FOR_EVER, tmp_path)
+
+
+# No pickle
+
+CANARY = """
+    import pickle, sys
+    from pathlib import Path
+    import torch
+    from grpo import CheckpointError, GRPOConfig, GRPOTrainer
+    from grpo.checkpoint import read_checkpoint
+    from tests.policies import VectorPolicy
+
+    def built():
+        policy = VectorPolicy()
+        reward = lambda states, actions: [float(action) for action in actions]
+        return GRPOTrainer(config=GRPOConfig(group_size=4), policy=policy, reward_model=reward)
+
+    root = Path(sys.argv[1])
+    trainer = built()
+    trainer.step(torch.randn(2, 3))
+    trainer.save_checkpoint(root / "run" / "iteration-00000001")
+    fresh = built()
+    hostile = pickle.dumps(Path("x"))
+
+    events = []
+    sys.addaudithook(lambda event, arguments: events.append(event) if event.startswith("pickle") else None)
+    pickle.loads(hostile)
+    assert events == ["pickle.find_class"] * len(events) and events, "the canary does not sing"
+    events.clear()
+    fresh.load_checkpoint(root / "run")
+    fresh.step(torch.randn(2, 3))
+    for name in ("manifest.json", "state.json", "tensors.safetensors"):
+        file = root / "run" / "iteration-00000001" / name
+        data = file.read_bytes()
+        file.write_bytes(hostile)
+        try:
+            fresh.load_checkpoint(root / "run" / "iteration-00000001")
+        except CheckpointError:
+            pass
+        else:
+            raise AssertionError(name)
+        file.write_bytes(data)
+    assert not events, events
+"""
+
+
+def test_loading_never_unpickles(tmp_path: Path) -> None:
+    in_a_process(CANARY, tmp_path)
+
+
+# What a state may hold
+
+
+def round_trip(value: Any, folder: Path) -> Any:
+    return read_checkpoint(write_checkpoint(folder / "value", {"value": value}, iteration=0))["value"]
+
+
+ODD_VALUES: list[Any] = [
+    (1, (2, ("three", [4, (5,)])), ()),
+    {1: "int", "1": "str", None: "none", 2.5: "float", (1, "a"): "tuple", True + 1: "two"},
+    {"$tensor": "0", "$items": [1], "$tuple": (1,), "$array": {"$tensor": 3}, "$": 0, "a$": 1},
+    [{"$tuple": [1, 2]}, ({"$tensor": "7"},)],
+    {"": {}, "empty": [], "also": ()},
+    [float("inf"), float("-inf"), 1e308, 5e-324, -0.0, 0.1, 2**200, -(2**63), True, False, None],
+    ["", "\0", "line\nbreak", "\u2028", "ü", "\U0001f600", '"\\', "\ud800"],
+    torch.empty(0),
+    torch.empty(0, 3, dtype=torch.int64),
+    torch.tensor(3.5, dtype=torch.float64),
+    torch.tensor(True),
+    torch.randn(4, 3).t(),
+    torch.arange(10)[::3],
+    torch.zeros(2, 2).expand(3, 2, 2),
+    torch.tensor([1.0, float("nan"), float("-inf"), -0.0]),
+    random.Random(1).getstate(),
+]
+
+
+@pytest.mark.parametrize("value", ODD_VALUES, ids=lambda value: type(value).__name__)
+def test_odd_values_come_back_as_they_were(value: Any, tmp_path: Path) -> None:
+    found = round_trip(value, tmp_path)
+    assert digest(found) == digest(value)
+    assert type(found) is type(value)
+    if isinstance(value, Mapping):
+        assert list(found) == list(value)
+        assert [type(key) for key in found] == [type(key) for key in value]
+
+
+def test_nan_comes_back(tmp_path: Path) -> None:
+    assert str(round_trip(float("nan"), tmp_path)) == "nan"
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bool",
+        "i1",
+        "u1",
+        "i2",
+        "u2",
+        "i4",
+        "u4",
+        "i8",
+        "u8",
+        "f2",
+        "f4",
+        "f8",
+        "c8",
+        "c16",
+        ">f8",
+        "<U3",
+        "S2",
+        "M8[s]",
+    ],
+)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (2, 0, 3)])
+def test_arrays_of_every_dtype(dtype: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    array = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+    found = round_trip(array, tmp_path)
+    assert isinstance(found, np.ndarray)
+    assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    assert found.flags.writeable
+
+
+def test_arrays_that_are_not_contiguous(tmp_path: Path) -> None:
+    array = np.arange(12.0).reshape(3, 4).T[::2]
+    np.testing.assert_array_equal(round_trip(array, tmp_path), array)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float32(1.5),
+        np.int64(-3),
+        np.bool_(True),
+        np.str_("x"),
+        np.complex64(1 + 2j),
+        np.datetime64("2020-01-01"),
+        np.bytes_(b"x"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_numpy_scalars_come_back_equal_or_are_refused(value: Any, tmp_path: Path) -> None:
+    found = value
+    with contextlib.suppress(CheckpointError):
+        found = round_trip(value, tmp_path)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+        torch.float32, torch.float64, torch.complex64,
+    ],
+)  # fmt: skip
+def test_tensors_of_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensor = torch.tensor([[0.0, 1.0, 3.140625], [2.0, 100.0, 7.5]]).to(dtype)
+    found = round_trip(tensor, tmp_path)
+    assert found.dtype == dtype
+    assert torch.equal(found, tensor)
+
+
+def test_shared_tensors_and_views_come_back_equal_and_are_stored_once(tmp_path: Path) -> None:
+    shared = torch.randn(1000)
+    state = {
+        "a": shared,
+        "b": {"again": shared},
+        "head": shared[:10],
+        "flat": shared.view(10, 100),
+        "c": shared.clone(),
+    }
+    path = write_checkpoint(tmp_path / "shared", state, iteration=0)
+    found = read_checkpoint(path)
+    assert digest(found) == digest(state)
+    assert (path / "tensors.safetensors").stat().st_size < 4000 * 3 + 2000  # a, flat and c; b is a, head is small
+
+
+def test_a_parameter_is_saved_without_its_graph(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    found = round_trip(parameter * 2, tmp_path)
+    assert isinstance(found, Tensor)
+    assert not found.requires_grad
+
+
+class Unknown:
+    """Something no checkpoint can hold."""
+
+
+@pytest.mark.parametrize(
+    ("state", "place", "kind"),
+    [
+        ({"a": {"b": [0, lambda: 1]}}, r"state\['a'\]\['b'\]\[1\]", "function"),
+        ({"a": (Unknown(),)}, r"state\['a'\]\[0\]", "Unknown"),
+        ({"a": {1: {2, 3}}}, r"state\['a'\]\[1\]", "set"),
+        ({"a": b"bytes"}, r"state\['a'\]", "bytes"),
+        ({"a": 1j}, r"state\['a'\]", "complex"),
+        ({"a": np.array([object()])}, r"state\['a'\]", "ndarray"),
+        ({"a": {Unknown(): 1}}, r"state\['a'\]", "Unknown"),
+        ({"a": {"$x": [torch.float32]}}, r"state\['a'\]\['\$x'\]\[0\]", "dtype"),
+    ],
+)
+def test_what_cannot_be_held_is_named_with_its_place(state: Any, place: str, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"{place} is a {kind}, which a checkpoint cannot hold"):
+        write_checkpoint(tmp_path / "bad", state, iteration=0)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,44 @@
+"""The examples in the docstrings of `grpo` run and give what they say."""
+
+import ast
+import doctest
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import grpo
+
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+PARSER = doctest.DocTestParser()
+
+
+def documented_examples() -> Iterator[doctest.DocTest]:
+    """Read from the source: the type checks of these tests wrap functions, and `doctest` would pass over them."""
+    names = ["grpo", *(f"grpo.{module.name}" for module in pkgutil.iter_modules(grpo.__path__))]
+    for name in names:
+        module = importlib.import_module(name)
+        assert module.__file__ is not None
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8"))):
+            text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
+            if text and ">>>" in text:
+                where = f"{name}.{getattr(node, 'name', '')}".rstrip(".")
+                yield PARSER.get_doctest(text, dict(vars(module)), where, module.__file__, getattr(node, "lineno", 0))
+
+
+EXAMPLES = list(documented_examples())
+
+
+def test_there_are_examples() -> None:
+    assert len({example.name for example in EXAMPLES}) >= 8
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_examples_in_docstrings(example: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    report: list[str] = []
+    results = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.append)
+    assert results.attempted + sum(doctest.SKIP in shown.options for shown in example.examples) > 0
+    assert results.failed == 0, "".join(report)

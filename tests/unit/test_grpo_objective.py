@@ -1,0 +1,407 @@
+"""The loss against numbers worked by hand, its weights, its errors and what it reports."""
+
+import math
+
+import pytest
+import torch
+
+from grpo import ConfigError, ObjectiveConfig, grpo_objective, step_weights
+from tests.support import FourActions, loss_and_gradient, objective_inputs
+
+KL_ESTIMATORS = ["k1", "k2", "k3", "k3_weighted"]
+LOG2 = math.log(2)
+
+
+def double(values: list) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def shares(inputs, config) -> dict[str, float]:
+    return {name: float(moments[1]) for name, moments in grpo_objective(inputs, config).metrics.items()}
+
+
+# One row of two steps. log pi = log .5, log .25; old = log .4, log .25: ratios 1.25 and 1.
+#   surrogate, A = 2, bound 1.2:  -2.4, -2;                        weights .5: -2.2
+#   reference .25, .5: x = log 2, -log 2; k3 = log 2 - .5, 1 - log 2: sum .5, weighted .25
+#   entropy .3, .5: weighted .4
+def example(**changes):
+    tensors = {
+        "log_probs": double([[0.5, 0.25]]).log(),
+        "advantages": double([2]),
+        "old_log_probs": double([[0.4, 0.25]]).log(),
+        "ref_log_probs": double([[0.25, 0.5]]).log(),
+        "entropy": double([[0.3, 0.5]]),
+        "weights": double([[0.5, 0.5]]),
+    }
+    return objective_inputs(**{**tensors, **changes})
+
+
+def test_total_is_policy_plus_kl_minus_entropy():
+    output = grpo_objective(example(), ObjectiveConfig(kl_coef=0.1, entropy_coef=0.01))
+    assert output.loss.item() == pytest.approx(-2.2 + 0.1 * 0.25 - 0.01 * 0.4)
+    parts = {name: moments.tolist() for name, moments in output.metrics.items()}
+    # a share of the loss counts 0: shares add up
+    assert parts["policy_loss"] == [0, pytest.approx(-2.2), 0]
+    assert parts["kl_penalty"] == [0, pytest.approx(0.025), 0]
+    assert parts["entropy_bonus"] == [0, pytest.approx(0.004), 0]
+    assert parts["total_loss"] == [0, pytest.approx(-2.179), 0]
+
+
+def test_the_gradient_of_each_term():
+    # surrogate: step 0 is past its bound: 0; step 1: -w A rho = -1
+    # k3: d/dlog pi = 1 - exp(-x) = .5, -1; weighted .25, -.5; times .1
+    inputs = example()
+    _, gradient = loss_and_gradient(
+        inputs.log_probs,
+        inputs.advantages,
+        ObjectiveConfig(kl_coef=0.1),
+        old_log_probs=inputs.old_log_probs,
+        ref_log_probs=inputs.ref_log_probs,
+        weights=inputs.weights,
+    )
+    assert gradient.tolist() == [pytest.approx([0.025, -1.05])]
+
+
+def test_the_gradient_of_an_exact_entropy_is_minus_its_coefficient_times_its_weight():
+    entropy = double([[0.3, 0.5]]).requires_grad_()
+    grpo_objective(example(entropy=entropy), ObjectiveConfig(entropy_coef=0.01)).loss.backward()
+    assert entropy.grad.tolist() == [pytest.approx([-0.005, -0.005])]
+
+
+def test_entropy_may_have_weights_of_its_own():
+    inputs = example(entropy_weights=double([[1.0, 3.0]]))
+    # .3 + 3 * .5 = 1.8
+    assert shares(inputs, ObjectiveConfig(entropy_coef=0.1))["entropy_bonus"] == pytest.approx(0.18)
+    assert shares(inputs, ObjectiveConfig(entropy_coef=0.1))["policy_loss"] == pytest.approx(-2.2)
+
+
+def test_advantages_per_step():
+    # -min(1.25 * -1, 1.2 * -1) = 1.25;  -4
+    inputs = example(advantages=double([[-1.0, 4.0]]), ref_log_probs=None)
+    assert grpo_objective(inputs, ObjectiveConfig()).loss.item() == pytest.approx(0.5 * 1.25 - 0.5 * 4)
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_each_kl_estimator_reaches_the_loss(estimator):
+    # x = log 2, -log 2, ratios 1.25, 1, weights .5
+    k3 = (LOG2 - 0.5, 1 - LOG2)
+    values = {"k1": 0, "k2": LOG2**2 / 2, "k3": 0.5 * sum(k3), "k3_weighted": 0.5 * (1.25 * k3[0] + k3[1])}
+    config = ObjectiveConfig(kl_coef=1.0, kl_estimator=estimator)
+    assert grpo_objective(example(), config).loss.item() == pytest.approx(-2.2 + values[estimator])
+
+
+@pytest.mark.parametrize(
+    ("of_the_config", "of_the_inputs", "coefficient"),
+    [(None, None, 0.04), (0.1, None, 0.1), (0.1, 0.3, 0.3), (0.1, 0.0, 0.0), (None, 0.3, 0.3), (0.0, None, 0.0)],
+)
+def test_the_kl_coefficient_in_force(of_the_config, of_the_inputs, coefficient):
+    inputs = example(kl_coef=of_the_inputs)
+    penalty = shares(inputs, ObjectiveConfig(kl_coef=of_the_config))["kl_penalty"]
+    assert penalty == pytest.approx(coefficient * 0.25)
+
+
+def test_without_a_reference_there_is_no_kl():
+    for coefficient in (None, 0.0):
+        output = grpo_objective(example(ref_log_probs=None), ObjectiveConfig(kl_coef=coefficient))
+        assert output.loss.item() == pytest.approx(-2.2)
+        assert not {"kl", "kl_penalty"} & set(output.metrics)
+
+
+@pytest.mark.parametrize(("of_the_config", "of_the_inputs"), [(0.1, None), (None, 0.1), (0.0, 0.1)])
+def test_a_kl_coefficient_without_a_reference_is_an_error(of_the_config, of_the_inputs):
+    inputs = example(ref_log_probs=None, kl_coef=of_the_inputs)
+    with pytest.raises(ConfigError, match=r"objective\.kl_coef=0\.1 needs a reference"):
+        grpo_objective(inputs, ObjectiveConfig(kl_coef=of_the_config))
+
+
+def test_an_exact_entropy_bonus_without_an_entropy_is_an_error():
+    with pytest.raises(ConfigError, match=r"objective\.entropy_coef=0\.01 needs an exact entropy"):
+        grpo_objective(example(entropy=None), ObjectiveConfig(entropy_coef=0.01))
+
+
+def test_without_a_bonus_a_missing_entropy_is_only_estimated_for_the_report():
+    output = grpo_objective(example(entropy=None), ObjectiveConfig(kl_coef=0.0))
+    assert output.loss.item() == pytest.approx(-2.2)
+    # -rho log pi: 1.25 log 2, and log 4
+    assert output.metrics["entropy"][1].item() == pytest.approx(1.25 * LOG2 + 2 * LOG2)
+
+
+@pytest.mark.parametrize("entropy", [None, double([[9.0, 9.0]])])
+def test_the_score_function_estimate_needs_no_entropy_and_reads_none(entropy):
+    config = ObjectiveConfig(kl_coef=0.0, entropy_coef=0.1, entropy_estimator="score_function")
+    assert shares(example(entropy=entropy), config)["entropy_bonus"] == pytest.approx(0.1 * 0.5 * 3.25 * LOG2)
+
+
+@pytest.mark.parametrize("advantages", [double([1.5, -0.5]), double([[1.5, 2.0], [-0.5, 3.0]])])
+@pytest.mark.parametrize("given_as", ["none", "equal"])
+def test_ratio_one_gives_the_reinforce_gradient(given_as, advantages):
+    log_probs = double([[-0.1, -2.3], [-1.7, -0.4]])
+    weights = double([[0.5, 0.25], [0.125, 1.0]])
+    old = None if given_as == "none" else log_probs
+    loss, gradient = loss_and_gradient(log_probs, advantages, ObjectiveConfig(), old_log_probs=old, weights=weights)
+    per_step = advantages if advantages.dim() == 2 else advantages[:, None].expand(2, 2)
+    # d/dlog pi of -sum w A log pi; every number is a small multiple of a power of two: no rounding
+    assert torch.equal(gradient, -weights * per_step)
+    assert loss.item() == -(weights * per_step).sum().item()
+    metrics = grpo_objective(objective_inputs(log_probs, advantages, old_log_probs=old), ObjectiveConfig()).metrics
+    assert metrics["ratio"].tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "gradient_of"),
+    [("k1", None), ("k2", "kl_to_ref"), ("k3_weighted", "kl_to_ref"), ("k3", "kl_from_ref")],
+)
+def test_the_kl_term_descends_what_its_estimator_says(estimator, gradient_of):
+    policy = FourActions.example()
+    inputs = objective_inputs(
+        policy.log_probs(), torch.zeros(4), ref_log_probs=policy.ref_log_probs(), weights=policy.probs.unsqueeze(1)
+    )
+    grpo_objective(inputs, ObjectiveConfig(kl_coef=1.0, kl_estimator=estimator)).loss.backward()
+    expected = getattr(policy, f"gradient_of_{gradient_of}")().tolist() if gradient_of else [0] * 4
+    assert policy.theta.grad.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_the_score_function_bonus_ascends_the_entropy(off_policy):
+    policy = FourActions.example()
+    old = double([0.1, 0.4, 0.3, 0.2])
+    inputs = objective_inputs(
+        policy.log_probs(),
+        torch.zeros(4),
+        old_log_probs=old.log().unsqueeze(1) if off_policy else None,
+        weights=(old if off_policy else policy.probs).unsqueeze(1),
+    )
+    grpo_objective(inputs, ObjectiveConfig(entropy_coef=1.0, entropy_estimator="score_function")).loss.backward()
+    assert policy.theta.grad.tolist() == pytest.approx((-policy.gradient_of_entropy()).tolist(), rel=1e-12)
+
+
+def test_clip_fractions_count_steps_whose_gradient_was_cut():
+    # ratio .5 and 1.5 against bounds .8 and 1.2, either sign, and one inside: cut are (.5, A < 0) and (1.5, A > 0) twice
+    ratios, advantages = [[0.5, 0.5, 1.5, 1.5, 1.5, 1.0]], [[-1.0, 1.0, 1.0, -1.0, 2.0, 1.0]]
+    output = grpo_objective(
+        objective_inputs(double(ratios).log(), double(advantages), old_log_probs=torch.zeros(1, 6)), ObjectiveConfig()
+    )
+    assert output.metrics["clip_fraction"].tolist() == [6, 3, 3]
+    assert output.metrics["clip_fraction_low"].tolist() == [6, 1, 1]
+    assert output.metrics["clip_fraction_high"].tolist() == [6, 2, 2]
+
+
+def test_the_report_counts_valid_steps_only():
+    # valid: ratios 2, 1, .5 with A = 1, 1, -1;  k1 = log 2, 0, -log 2 (reference as old);  entropy .5, 1, 2
+    mask = torch.tensor([[True, True], [True, False]])
+    output = grpo_objective(
+        objective_inputs(
+            double([[2.0, 1.0], [0.5, 7.0]]).log(),
+            double([1, -1]),
+            old_log_probs=double([[0.0, 0.0], [0.0, 5.0]]),
+            ref_log_probs=double([[0.0, 0.0], [0.0, 5.0]]),
+            entropy=double([[0.5, 1.0], [2.0, 9.0]]),
+            mask=mask,
+            weights=mask / 3,
+        ),
+        ObjectiveConfig(kl_estimator="k1"),
+    )
+    report = {name: output.metrics[name].tolist() for name in ("ratio", "entropy", "kl")}
+    assert report["ratio"] == pytest.approx([3, 3.5, 4 + 1 + 0.25])
+    assert report["entropy"] == pytest.approx([3, 3.5, 0.25 + 1 + 4])
+    assert report["kl"] == pytest.approx([3, 0, 2 * LOG2**2])
+    assert output.metrics["clip_fraction"].tolist() == [3, 2, 2]
+
+
+def test_what_is_reported_carries_no_gradient():
+    log_probs = double([[-1.0, -2.0]]).requires_grad_()
+    output = grpo_objective(objective_inputs(log_probs, double([1])), ObjectiveConfig())
+    assert output.loss.requires_grad
+    assert not any(moments.requires_grad for moments in output.metrics.values())
+
+
+EXTREMES = [s * d for d in (0.0, 1.0, 19.5, 20.5, 88.0, 89.0, 700.0, 710.0, 1e4) for s in (1.0, -1.0)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_extreme_ratios_stay_finite(estimator, dtype):
+    difference = torch.tensor(EXTREMES, dtype=dtype).repeat(2).unsqueeze(1)
+    advantages = torch.tensor([1.0, -1.0], dtype=dtype).repeat_interleave(len(EXTREMES))
+    config = ObjectiveConfig(
+        clip_low=1.0, clip_high=1e9, kl_coef=0.1, kl_estimator=estimator, entropy_coef=0.1,
+        entropy_estimator="score_function",
+    )  # fmt: skip
+    for current, old in [(difference, 0 * difference), (0 * difference, difference)]:
+        loss, gradient = loss_and_gradient(current, advantages, config, old_log_probs=old, ref_log_probs=old)
+        assert loss.isfinite()
+        assert gradient.isfinite().all()
+        metrics = grpo_objective(
+            objective_inputs(current, advantages, old_log_probs=old, ref_log_probs=old), config
+        ).metrics
+        assert all(moments.isfinite().all() for moments in metrics.values())
+        # beyond 20: 20.5, 88, 89, 700, 710, 1e4, two signs, two advantages
+        assert metrics["ratio_clamped_fraction"].tolist() == [36, 24, 24]
+
+
+@pytest.mark.parametrize(("difference", "ratio"), [(1e4, math.exp(20)), (-1e4, math.exp(-20)), (3.0, math.exp(3))])
+def test_the_log_ratio_is_clamped_at_twenty(difference, ratio):
+    config = ObjectiveConfig(clip_low=1.0)
+    loss, _ = loss_and_gradient(double([[difference]]), double([-1]), config, old_log_probs=double([[0]]))
+    assert loss.item() == pytest.approx(ratio, rel=1e-12)
+
+
+def test_the_divergence_is_clamped_at_twenty():
+    config = ObjectiveConfig(kl_coef=1.0, kl_estimator="k2")
+    loss, _ = loss_and_gradient(double([[-1.0]]), double([0]), config, ref_log_probs=double([[-1e4]]))
+    assert loss.item() == 200  # 20^2 / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_reduced_in_float32(dtype):
+    generator = torch.Generator().manual_seed(3)
+    draw = {name: torch.randn(4096, 2, generator=generator) for name in ("log_probs", "old", "ref", "entropy")}
+    halves = {name: (-values.abs()).to(dtype) for name, values in draw.items()}
+    halves["old"] = halves["log_probs"] + (0.25 * draw["old"]).to(dtype)
+    advantages = torch.randn(4096, generator=generator)
+    mask = torch.rand(4096, 2, generator=generator) < 0.7
+    weights = step_weights(mask, "step_mean")
+    config = ObjectiveConfig(kl_coef=0.5, entropy_coef=0.5)
+    output = grpo_objective(
+        objective_inputs(
+            halves["log_probs"], advantages, old_log_probs=halves["old"], ref_log_probs=halves["ref"],
+            entropy=halves["entropy"], mask=mask, weights=weights,
+        ),
+        config,
+    )  # fmt: skip
+
+    exact = {name: values.double() for name, values in halves.items()}
+    rho, a = (exact["log_probs"] - exact["old"]).exp(), advantages.double().unsqueeze(1)
+    x = exact["log_probs"] - exact["ref"]
+    per_step = -torch.minimum(rho * a, rho.clamp(0.8, 1.2) * a) + 0.5 * ((-x).exp() + x - 1) - 0.5 * exact["entropy"]
+    assert output.loss.dtype == torch.float32
+    assert output.loss.item() == pytest.approx(per_step[mask].mean().item(), rel=1e-5)
+    assert output.metrics["ratio"][1].item() == pytest.approx(rho[mask].sum().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_precision_policy_gets_its_gradient(dtype):
+    # ratio 1: -w A, and .5 and -1.5 are half-precision numbers
+    log_probs = torch.tensor([[-0.5], [-1.0]], dtype=dtype)
+    _, gradient = loss_and_gradient(
+        log_probs, torch.tensor([1.0, -3.0]), ObjectiveConfig(), weights=double([[0.5]] * 2)
+    )
+    assert gradient.dtype == dtype
+    assert gradient.tolist() == [[-0.5], [1.5]]
+
+
+def test_float64_stays_float64():
+    # rho = 1 + 1e-12 is 1 in float32
+    loss, gradient = loss_and_gradient(
+        double([[math.log1p(1e-12)]]), double([1]), ObjectiveConfig(), old_log_probs=double([[0]])
+    )
+    assert loss.dtype == gradient.dtype == torch.float64
+    assert -1 - loss.item() == pytest.approx(1e-12, rel=1e-3)
+
+
+def test_metrics_of_micro_batches_add_up():
+    generator = torch.Generator().manual_seed(5)
+    log_probs, old, ref, entropy = (-torch.rand(6, 3, generator=generator, dtype=torch.float64) for _ in range(4))
+    advantages = torch.randn(6, generator=generator, dtype=torch.float64)
+    mask = torch.rand(6, 3, generator=generator) < 0.6
+    weights = step_weights(mask, "row_mean")
+    config = ObjectiveConfig(clip_low=0.05, clip_high=0.05, kl_coef=0.1, entropy_coef=0.1)
+
+    def metrics_of(rows: slice):
+        return grpo_objective(
+            objective_inputs(
+                log_probs[rows], advantages[rows], old_log_probs=old[rows], ref_log_probs=ref[rows],
+                entropy=entropy[rows], mask=mask[rows], weights=weights[rows],
+            ),
+            config,
+        ).metrics  # fmt: skip
+
+    whole, parts = metrics_of(slice(0, 6)), [metrics_of(slice(0, 1)), metrics_of(slice(1, 4)), metrics_of(slice(4, 6))]
+    assert set(whole) == set(parts[0])
+    for name, moments in whole.items():
+        assert sum(part[name] for part in parts).tolist() == pytest.approx(moments.tolist(), rel=1e-12, abs=1e-15)
+    # two of the whole's, the plain way
+    ratios = (log_probs - old).exp()[mask].tolist()
+    assert whole["ratio"].tolist() == pytest.approx([len(ratios), sum(ratios), sum(r * r for r in ratios)])
+    valid = [entropy[n, t].item() for n in range(6) for t in range(3) if mask[n, t]]
+    assert whole["entropy"].tolist() == pytest.approx([len(valid), sum(valid), sum(h * h for h in valid)])
+
+
+# Three rows of 3, 1 and 0 steps; the first two are one group.
+MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
+GROUPS = torch.tensor([7, 7, -2])
+WEIGHTS = {
+    "row_mean": ([1 / 9, 1 / 9, 1 / 9], [1 / 3, 0, 0]),  # 1/(3 * 3), 1/(1 * 3)
+    "step_mean": ([1 / 4, 1 / 4, 1 / 4], [1 / 4, 0, 0]),
+    "fixed_length": ([1 / 15, 1 / 15, 1 / 15], [1 / 15, 0, 0]),  # 1/(3 * 5)
+    "row_sum": ([1 / 3, 1 / 3, 1 / 3], [1 / 3, 0, 0]),
+    "group_mean": ([1 / 8, 1 / 8, 1 / 8], [1 / 8, 0, 0]),  # 4 steps in the group, 2 groups
+}
+# the row (or group) without a step stays in the denominator: 2/3 of the rows, half of the groups
+SUMS = {"row_mean": 2 / 3, "step_mean": 1, "fixed_length": 4 / 15, "row_sum": 4 / 3, "group_mean": 1 / 2}
+
+
+def options(aggregation: str, groups: torch.Tensor = GROUPS) -> dict:
+    return {"fixed_length": {"fixed_length": 5}, "group_mean": {"group_ids": groups}}.get(aggregation, {})
+
+
+@pytest.mark.parametrize("aggregation", WEIGHTS)
+def test_step_weights(aggregation):
+    weights = step_weights(MASK, aggregation, **options(aggregation))
+    assert weights.dtype == torch.float64
+    for row, expected in zip(weights.tolist(), [*WEIGHTS[aggregation], [0, 0, 0]], strict=True):
+        assert row == pytest.approx(expected, rel=1e-15)
+    assert weights.sum().item() == pytest.approx(SUMS[aggregation])
+
+
+@pytest.mark.parametrize("aggregation", WEIGHTS)
+def test_step_weights_without_any_step_are_zero(aggregation):
+    weights = step_weights(torch.zeros(3, 2, dtype=torch.bool), aggregation, **options(aggregation))
+    assert weights.tolist() == [[0, 0]] * 3
+
+
+@pytest.mark.parametrize("aggregation", WEIGHTS)
+def test_step_weights_of_no_rows(aggregation):
+    # a rank may have none, and still has to join the sum of the counts
+    calls = []
+    no_groups = torch.zeros(0, dtype=torch.int64)
+    weights = step_weights(
+        torch.zeros(0, 3, dtype=torch.bool), aggregation, **options(aggregation, no_groups),
+        reduce=lambda count: calls.append(count) or count + 4,
+    )  # fmt: skip
+    assert weights.shape == (0, 3)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("aggregation", WEIGHTS)
+def test_step_weights_of_two_ranks_are_those_of_one(aggregation):
+    mask = torch.tensor([[True, True], [True, False], [False, False], [True, True], [False, True]])
+    groups = torch.tensor([4, 4, 4, 1, 0])
+    whole = step_weights(mask, aggregation, **options(aggregation, groups))
+    # what the other rank would add: rows, steps or groups
+    others = {
+        "row_mean": (2, 3), "fixed_length": (2, 3), "row_sum": (2, 3), "step_mean": (3, 3), "group_mean": (2, 1)
+    }  # fmt: skip
+    for rows, other in zip((slice(0, 3), slice(3, 5)), others[aggregation], strict=True):
+        part = step_weights(
+            mask[rows], aggregation, **options(aggregation, groups[rows]), reduce=lambda count, n=other: count + n
+        )
+        assert part.tolist() == [pytest.approx(row) for row in whole[rows].tolist()]
+
+
+@pytest.mark.parametrize(("aggregation", "missing"), [("fixed_length", "fixed_length"), ("group_mean", "group_ids")])
+def test_step_weights_say_what_is_missing(aggregation, missing):
+    with pytest.raises(ConfigError, match=missing):
+        step_weights(MASK, aggregation)
+
+
+def test_row_mean_weights_make_the_loss_the_mean_of_row_means():
+    # on-policy the loss of a step is -A: rows of A = 1, 3 with lengths 3, 1 and an empty row: -(1 + 3)/3
+    loss, _ = loss_and_gradient(
+        double([[-1.0] * 3] * 3),
+        double([1, 3, 9]),
+        ObjectiveConfig(),
+        mask=MASK,
+        weights=step_weights(MASK, "row_mean"),
+    )
+    assert loss.item() == pytest.approx(-4 / 3)
