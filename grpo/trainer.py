@@ -33,8 +33,25 @@ WITH_STD = ("ratio", "kl")
 """Metrics of the objective that are reported as a mean and a standard deviation."""
 
 ZERO_WITHOUT = (
-    *("total_loss", "policy_loss", "kl_penalty", "kl_mean", "kl_std", "entropy", "entropy_bonus", "ratio_mean", "ratio_std"),
-    *("clip_fraction", "clip_fraction_low", "clip_fraction_high", "ratio_clamped_fraction", "grad_norm", "learning_rate"),
+    *(
+        "total_loss",
+        "policy_loss",
+        "kl_penalty",
+        "kl_mean",
+        "kl_std",
+        "entropy",
+        "entropy_bonus",
+        "ratio_mean",
+        "ratio_std",
+    ),
+    *(
+        "clip_fraction",
+        "clip_fraction_low",
+        "clip_fraction_high",
+        "ratio_clamped_fraction",
+        "grad_norm",
+        "learning_rate",
+    ),
 )
 """Metrics that are 0 where there is no such term, or nothing was updated."""
 

@@ -31,11 +31,11 @@ def require_targets(figures: dict[str, float]) -> None:
 
 
 def test_our_configuration_follows_the_dynamic_bandit() -> None:
-    require_targets(mean_figures(train_ours, range(3)))
+    require_targets(mean_figures(train_ours, range(2)))
 
 
 def test_the_original_configuration_loses_it() -> None:
-    figures = mean_figures(train_original, range(3))
+    figures = mean_figures(train_original, range(2))
     assert figures["arm 0"] < 0.3
     assert figures["structured reward"] < 0.5
 

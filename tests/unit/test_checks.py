@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from grpo.check_sampling import chi_square_p_value, kolmogorov_smirnov
-from grpo.checks import POLICY_RULES, REWARD_RULES, check_policy, check_reward_model
+from grpo.checks import check_policy, check_reward_model
+from grpo.checks.kit import POLICY_RULES, REWARD_RULES
+from grpo.checks.sampling import chi_square_p_value, kolmogorov_smirnov
 from grpo.errors import ConfigError, ContractError
 from grpo.reward_model_base import WeightedRewards
 from grpo.types import ActionScores, SampledActions

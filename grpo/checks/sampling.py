@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .check_report import Verdict, failed, passed, skipped
-from .types import Rows
+from grpo.types import Rows
+
+from .report import Verdict, failed, passed, skipped
 
 P_VALUE = 1e-6
 """Below it, samples do not come from the distribution: one conforming policy in a million is accused."""

@@ -1,9 +1,4 @@
-"""The conformance kit: run it on your own policy and reward model before training, as `check_env` on an environment.
-
-report = check_policy(policy, states)
-print(report)                # a table: what holds, what is broken and how to mend it, what could not be looked at
-report.raise_for_failures()
-"""
+"""The two public functions, and the ordered tables of rules they go through."""
 
 import copy
 from collections.abc import Collection
@@ -15,18 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import check_capabilities as capability
-from . import check_rules as rule
-from .check_probe import FULL_PRECISION, PolicyProbe, difference, left_as_found
-from .check_report import CheckReport, CheckResult, Rule, Verdict, failed, note, passed, run_rules, skipped
-from .coercion import as_rewards, describe, require_lengths
-from .errors import ConfigError, ContractError
-from .policy_base import POLICY_METHODS
-from .random_state import preserved_random_state
-from .reward_model_base import ReportsComponents, as_reward_model, reward_name
-from .types import Rows, select_rows
+from grpo.coercion import as_rewards, describe, require_lengths
+from grpo.errors import ConfigError, ContractError
+from grpo.policy_base import POLICY_METHODS
+from grpo.random_state import preserved_random_state
+from grpo.reward_model_base import ReportsComponents, as_reward_model, reward_name
+from grpo.types import Rows, select_rows
 
-__all__ = ["CheckReport", "CheckResult", "check_policy", "check_reward_model"]
+from . import capabilities as capability
+from . import rules as rule
+from .probe import FULL_PRECISION, PolicyProbe, difference, left_as_found
+from .report import CheckReport, CheckResult, Rule, Verdict, failed, note, passed, run_rules, skipped
 
 POLICY_RULES: tuple[Rule, ...] = (
     Rule("methods", rule.check_methods),

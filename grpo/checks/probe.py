@@ -11,12 +11,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from .coercion import pad_steps
-from .experience_collector import ExperienceCollector
-from .policy_base import POLICY_METHODS, HasState, SamplesWithScores, ScoresActions, SplitsSteps
-from .random_state import seed_everything
-from .scoring import Scorer
-from .types import ActionScores, Rows, SampledActions, repeat_rows, select_rows
+from grpo.coercion import pad_steps
+from grpo.experience_collector import ExperienceCollector
+from grpo.policy_base import POLICY_METHODS, HasState, SamplesWithScores, ScoresActions, SplitsSteps
+from grpo.random_state import seed_everything
+from grpo.scoring import Scorer
+from grpo.types import ActionScores, Rows, SampledActions, repeat_rows, select_rows
 
 MAX_ROWS_ONE_BY_ONE = 32
 """Rows scored in a forward of their own."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from .errors import ConfigError, ContractError, GRPOError
+from grpo.errors import ConfigError, ContractError, GRPOError
 
 Status: TypeAlias = Literal["passed", "failed", "skipped", "note"]
 

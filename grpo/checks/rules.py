@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .check_probe import PolicyProbe, difference, perturbed, scores_difference, some_rows
-from .check_report import Verdict, failed, note, passed, skipped
-from .check_sampling import judge_samples
-from .coercion import describe
-from .errors import ContractError
-from .policy_base import POLICY_METHODS, ScoresActions, ScoresReference, require_methods
-from .scoring import Scorer
-from .types import ActionScores, Rows, select_rows
+from grpo.coercion import describe
+from grpo.errors import ContractError
+from grpo.policy_base import POLICY_METHODS, ScoresActions, ScoresReference, require_methods
+from grpo.scoring import Scorer
+from grpo.types import ActionScores, Rows, select_rows
+
+from .probe import PolicyProbe, difference, perturbed, scores_difference, some_rows
+from .report import Verdict, failed, note, passed, skipped
+from .sampling import judge_samples
 
 
 def check_methods(probe: PolicyProbe) -> Verdict:

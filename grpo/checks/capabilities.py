@@ -10,12 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .check_probe import Draws, PolicyProbe, difference, perturbed, row_totals, scores_difference
-from .check_report import Verdict, failed, passed, skipped
-from .check_sampling import judge_samples
-from .checkpoint import read_checkpoint, write_checkpoint
-from .coercion import as_log_probs, describe, pad_steps, require_lengths
-from .policy_base import (
+from grpo.checkpoint import read_checkpoint, write_checkpoint
+from grpo.coercion import as_log_probs, describe, pad_steps, require_lengths
+from grpo.policy_base import (
     HasState,
     PlansMicroBatches,
     SamplesWithScores,
@@ -25,9 +22,13 @@ from .policy_base import (
     SplitsSteps,
     SyncsSampler,
 )
-from .scoring import Scorer
-from .types import ActionScores, select_rows
-from .update_plan import planned_parts
+from grpo.scoring import Scorer
+from grpo.types import ActionScores, select_rows
+from grpo.update_plan import planned_parts
+
+from .probe import Draws, PolicyProbe, difference, perturbed, row_totals, scores_difference
+from .report import Verdict, failed, passed, skipped
+from .sampling import judge_samples
 
 
 def check_sync_sampler(probe: PolicyProbe) -> Verdict:
