@@ -1,0 +1,96 @@
+"""Both examples run as a user runs them, and what they print shows that something was learned."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib import image
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMBER = r"\d+\.\d+"
+
+
+def run_example(name: str, *arguments: str, folder: Path) -> str:
+    """What `python -m examples.NAME` prints, started in `folder`: nothing may depend on where it is run from."""
+    process = subprocess.run(
+        [sys.executable, "-W", "error", "-m", f"examples.{name}", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+@pytest.fixture(scope="module")
+def bandit(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[float]], Path, Path]:
+    """Figures of the table by strategy, the plot, and the folder it was started in."""
+    folder, plots = tmp_path_factory.mktemp("elsewhere"), tmp_path_factory.mktemp("plots")
+    plot = plots / "new folder" / "bandit.png"
+    printed = run_example("dynamic_bandit", "--seed", "3", "--plot", str(plot), folder=folder)
+    rows = re.findall(rf"^(\S.*?) {{2,}}({NUMBER}(?: +{NUMBER}){{3}})$", printed, re.MULTILINE)
+    return {name: [float(figure) for figure in figures.split()] for name, figures in rows}, plot, folder
+
+
+def test_dynamic_bandit_follows_the_best_arm(bandit: tuple[dict[str, list[float]], Path, Path]) -> None:
+    table, _, _ = bandit
+    assert len(table) == 7, f"two configurations and five classics; got {sorted(table)}"
+    arm_3, arm_0, structured_reward, steps_to_half = table["GRPO, ours"]
+    assert arm_3 > 0.8
+    assert arm_0 > 0.8
+    assert structured_reward > 0.66  # chance .27, best possible .75
+    assert steps_to_half < 4
+
+
+def test_dynamic_bandit_shows_that_the_original_configuration_loses_arm_0(
+    bandit: tuple[dict[str, list[float]], Path, Path],
+) -> None:
+    table, _, _ = bandit
+    _, arm_0, structured_reward, _ = table["GRPO, original"]
+    assert arm_0 < 0.25
+    assert structured_reward < table["GRPO, ours"][2] - 0.15
+
+
+def test_dynamic_bandit_draws_what_it_found(bandit: tuple[dict[str, list[float]], Path, Path]) -> None:
+    _, plot, folder = bandit
+    assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    pixels = image.imread(plot)[..., :3]
+    height, width, _ = pixels.shape
+    assert height > 500
+    assert width > 500
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 100, "an empty canvas has one colour"
+    assert list(folder.iterdir()) == [], "with --plot nothing is written where it was started"
+
+
+@pytest.fixture(scope="module")
+def catapult(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run_example("custom_domain", folder=tmp_path_factory.mktemp("elsewhere"))
+
+
+def test_custom_domain_learns(catapult: str) -> None:
+    """Closeness on held-out targets; the best *single* shot for all of them has .34, so .6 takes looking at the target."""
+    found = re.search(rf"new targets: ({NUMBER}) before, ({NUMBER}) after; the best of all shots ({NUMBER})", catapult)
+    assert found is not None, catapult
+    before, after, best = map(float, found.groups())
+    assert before < 0.25
+    assert after > 0.6
+    assert after <= best < 1
+
+
+def test_custom_domain_passes_the_conformance_kit(catapult: str) -> None:
+    for subject in ("check_policy(Gunner)", "check_reward_model(Closeness)"):
+        assert re.search(rf"^{re.escape(subject)}: \d+ passed", catapult, re.MULTILINE), catapult
+    assert "FAILED" not in catapult
+    assert re.search(r"passed +generated samples ", catapult), "samples were really compared with the log-probs"
+
+
+def test_custom_domain_can_be_read_in_one_go() -> None:
+    lines = (ROOT / "examples" / "custom_domain.py").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 120
