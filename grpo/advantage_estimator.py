@@ -126,8 +126,9 @@ def group_relative_advantages(
             if _is_constant(values.min(), values.max(), tolerance):
                 advantages = np.zeros_like(centred)
             else:
-                peak = np.abs(values).max()
-                advantages = centred / (peak * (values / peak).std(ddof=std_ddof) + std_eps)
+                deviations = values - values.mean()
+                peak = np.abs(deviations).max()
+                advantages = centred / (peak * (deviations / peak).std(ddof=std_ddof) + std_eps)
         case _:
             assert_never(scale)
     return torch.from_numpy(groups.scatter(advantages)).to(rewards)

@@ -17,10 +17,11 @@ from uuid import uuid4
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import CheckpointError, ConfigError
 
 SCHEMA = 1
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
@@ -36,10 +37,12 @@ def write_checkpoint(path: str | Path, state: Mapping[str, Any], *, iteration: i
         score: what tells the best of several checkpoints; larger is better.
 
     Raises:
-        CheckpointError: it cannot be written (the disk is full, say), or holds something that is none of the above. What
-            was there before is untouched, and nothing temporary stays behind.
+        CheckpointError: it cannot be written (the disk is full, say), holds something that is none of the above, or would
+            replace something that is no checkpoint. Earlier checkpoints are whole, and nothing temporary stays behind.
     """
-    target = Path(path)
+    target = Path(path).absolute()
+    if target.exists() and not _is_checkpoint(target):
+        raise CheckpointError(f"{target} exists and is not a checkpoint, so it is not replaced. Choose another name.")
     tensors: dict[str, Tensor] = {}
     encoded = _encode(state, "state", tensors, {})
     temporary: Path | None = None
@@ -61,9 +64,7 @@ def write_checkpoint(path: str | Path, state: Mapping[str, Any], *, iteration: i
         _move_into_place(temporary, target)
         _sync_folder(target.parent)
     except OSError as error:
-        raise CheckpointError(
-            f"Cannot write checkpoint {target}: {error}. What was there before is untouched."
-        ) from error
+        raise CheckpointError(f"Cannot write checkpoint {target}: {error}. Earlier checkpoints are whole.") from error
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -79,14 +80,19 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: naming the file that is missing, cut, altered, foreign or newer than this version.
     """
-    folder = Path(path)
+    folder = Path(path).absolute()
     if not _is_checkpoint(folder) and _is_checkpoint(_previous(folder)):
         folder = _previous(folder)  # the writer was ended between its two renames
     if not _is_checkpoint(folder):
         return read_newest(folder)
     contents = _verified(folder)
-    tensors = load(contents[TENSORS])
-    return _decode(json.loads(contents[STATE]), tensors)  # type: ignore[no-any-return]
+    try:
+        state = _decode(json.loads(contents[STATE]), load(contents[TENSORS]))
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder} is whole, but no checkpoint of this package: {error!r}.") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{folder / STATE} holds a {type(state).__name__}, and no state of this package.")
+    return state
 
 
 def read_newest(folder: str | Path) -> dict[str, Any]:
@@ -120,26 +126,54 @@ class CheckpointFolder:
     """The newest `keep_last` checkpoints of a run, and the best one.
 
     Args:
-        folder: where `iteration-00000010` and its kind stand.
+        folder: where `iteration-00000010` and its kind stand; nothing else in it is ever touched.
         keep_last: how many of the newest stay; older ones go, but for the best.
+
+    Raises:
+        ConfigError: nothing would be kept.
     """
 
     def __init__(self, folder: str | Path, keep_last: int) -> None:
+        if keep_last < 1:
+            raise ConfigError(f"keep_last must be >= 1; got {keep_last}.")
         self.folder = Path(folder)
         self.keep_last = keep_last
 
+    def require_at_most(self, iteration: int) -> None:
+        """A run at `iteration` may write here.
+
+        Raises:
+            CheckpointError: the folder holds checkpoints of a run that is further on.
+        """
+        furthest = max(map(_iteration, self._own()), default=0)
+        if furthest > iteration:
+            raise CheckpointError(
+                f"{self.folder} holds a run that is at iteration {furthest}, and this trainer is at {iteration}. "
+                "Go on with it through trainer.load_checkpoint(...), or choose another checkpoint_dir."
+            )
+
+    def has(self, iteration: int) -> bool:
+        """A checkpoint of that iteration is there."""
+        return _is_checkpoint(self._path(iteration))
+
     def save(self, state: Mapping[str, Any], *, iteration: int, score: float | None) -> Path:
         """Write one checkpoint, then, and only then, remove those that are neither new nor best."""
-        path = write_checkpoint(self.folder / f"iteration-{iteration:08d}", state, iteration=iteration, score=score)
-        newest = sorted(_checkpoints(self.folder), key=_iteration)[-self.keep_last :]
-        scored = [(value, path) for path in _checkpoints(self.folder) if (value := _manifest_score(path)) is not None]
-        kept = {*newest, *([max(scored)[1]] if scored else [])}
-        for old in _checkpoints(self.folder):
+        path = write_checkpoint(self._path(iteration), state, iteration=iteration, score=score)
+        newest = sorted(self._own(), key=_iteration)[-self.keep_last :]
+        scored = [(value, old) for old in self._own() if (value := _manifest_score(old)) is not None]
+        kept = {path, *newest, *([max(scored)[1]] if scored else [])}
+        for old in self._own():
             if old not in kept:
-                shutil.rmtree(old)
-        for abandoned in self.folder.glob(".iteration-*.tmp"):  # by a writer that was killed
+                old.rename(old.with_name(f".{old.name}.{uuid4().hex}.tmp"))  # gone at once, whatever happens next
+        for abandoned in self.folder.glob(".iteration-*.tmp"):
             shutil.rmtree(abandoned, ignore_errors=True)
         return path
+
+    def _path(self, iteration: int) -> Path:
+        return self.folder.absolute() / f"iteration-{iteration:08d}"
+
+    def _own(self) -> list[Path]:
+        return [path for path in _checkpoints(self.folder.absolute()) if path.name.startswith("iteration-")]
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -169,6 +203,8 @@ def _manifest_score(path: Path) -> float | None:
 
 def _verified_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a link, which a checkpoint never holds. Use another checkpoint.")
     try:
         manifest = json.loads(path.read_bytes())
         claimed = manifest.pop("sha256")
@@ -251,7 +287,7 @@ def _encode(value: Any, where: str, tensors: dict[str, Tensor], seen: dict[Any, 
         tensors[key] = data
         return {"$array": key, "dtype": str(value.dtype), "shape": list(value.shape)}
     if isinstance(value, np.generic):
-        return value.item()
+        return _encode(value.item(), where, tensors, seen)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .coercion import as_log_probs, describe
-from .errors import ConfigError, ContractError, RewardError
+from .errors import ConfigError, ContractError
 from .policy_base import POLICY_METHODS, PlansMicroBatches, SamplesWithScores, ScoresReference, require_methods
 from .reward_calls import RewardCalls, RewardConfig
 from .scoring import Autocast, Scorer, check_scores, fit_steps, score_in_parts
@@ -75,21 +75,23 @@ class ExperienceCollector:
         row_states, row_actions, sampled = self.sample(states, self.group_size)
         clock.lap("time/sample")
         group_ids = torch.arange(len(states)).repeat_interleave(self.group_size)
-        with torch.no_grad():
-            rewards = self._reward_calls(row_states, row_actions)
-        clock.lap("time/reward")
-        if rewards.kept is not None:
-            kept = rewards.kept.nonzero().squeeze(1)
-            row_states, row_actions = select_rows(row_states, kept), select_rows(row_actions, kept)
-            group_ids = group_ids[kept]
         if sampled is None:
             old_log_probs, mask = self._find_steps(row_states, row_actions, group_ids)
             behaviour_log_probs = None
         else:
-            old_log_probs, mask, behaviour_log_probs = _of_kept_rows(sampled, rewards.kept)
-        clock.lap("time/score")
-        _check_reward_steps(rewards.values, mask)
+            old_log_probs = None if sampled.scores is None else sampled.scores.log_probs
+            mask, behaviour_log_probs = sampled.mask, sampled.behaviour_log_probs
         _require_finite(self._policy_name, mask, old_log_probs=old_log_probs, behaviour_log_probs=behaviour_log_probs)
+        clock.lap("time/score")
+        with torch.no_grad():
+            rewards = self._reward_calls(row_states, row_actions, mask)
+        clock.lap("time/reward")
+        if rewards.kept is not None:
+            kept = rewards.kept.nonzero().squeeze(1)
+            row_states, row_actions = select_rows(row_states, kept), select_rows(row_actions, kept)
+            group_ids, mask = group_ids[kept], mask[kept]
+            old_log_probs = None if old_log_probs is None else old_log_probs[kept]
+            behaviour_log_probs = None if behaviour_log_probs is None else behaviour_log_probs[kept]
         return ExperienceBatch(
             states=row_states,
             actions=row_actions,
@@ -110,6 +112,10 @@ class ExperienceCollector:
         """
         clock = _Clock()
         additions: dict[str, Any] = {}
+        if not several_updates and self._sampler is None and batch.old_log_probs is not None:
+            batch = replace(
+                batch, old_log_probs=None
+            )  # scored to find the steps; one update's old policy is the current one
         if several_updates and batch.old_log_probs is None:
             self.policy.eval()
             scores = self.score_rows(batch)
@@ -149,9 +155,9 @@ class ExperienceCollector:
 
     def rewards_of(self, states: Rows, num_actions_per_state: int) -> Tensor:
         """Rewards per row of freshly sampled actions, for evaluation."""
-        row_states, row_actions, _ = self.sample(states, num_actions_per_state)
+        row_states, row_actions, sampled = self.sample(states, num_actions_per_state)
         with torch.no_grad():
-            rewards = self._reward_calls(row_states, row_actions).values
+            rewards = self._reward_calls(row_states, row_actions, None if sampled is None else sampled.mask).values
         return rewards if rewards.dim() == 1 else rewards.sum(1)
 
     def plan_parts(self, states: Rows, actions: Rows) -> list[RowIndex]:
@@ -224,20 +230,6 @@ class _Reference:
         return ActionScores(log_probs=log_probs, mask=torch.ones_like(log_probs, dtype=torch.bool))
 
 
-def _of_kept_rows(sampled: SampledActions, kept: Tensor | None) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Old log-probs (where the sampler is exact), mask and behaviour log-probs of the rows that have a reward."""
-    mask, behaviour = sampled.mask, sampled.behaviour_log_probs
-    old_log_probs = None if sampled.scores is None else sampled.scores.log_probs
-    if kept is None:
-        return old_log_probs, mask, behaviour
-    kept = kept.to(mask.device)
-    return (
-        None if old_log_probs is None else old_log_probs[kept],
-        mask[kept],
-        None if behaviour is None else behaviour[kept],
-    )
-
-
 def _check_sampled(owner: str, sampled: SampledActions, num_rows: int) -> None:
     shape, device = sampled.mask.shape, sampled.mask.device
     if sampled.mask.dtype != torch.bool or sampled.mask.dim() != 2 or shape[0] != num_rows:
@@ -272,13 +264,6 @@ def _flatten_actions(owner: str, actions: Any, num_states: int, num_actions: int
     if counts != [num_actions] * num_states:
         raise ContractError(f"{required}; got {len(counts)} groups of {sorted(set(counts))} actions.")
     return [action for group in actions for action in group]
-
-
-def _check_reward_steps(rewards: Tensor, mask: Tensor) -> None:
-    if rewards.dim() == 2 and rewards.shape != mask.shape:
-        raise RewardError(
-            f"Rewards per step must be {list(mask.shape)}, like the policy's steps; got {describe(rewards)}."
-        )
 
 
 def _require_same_steps(owner: str, found: Tensor, expected: Tensor) -> None:

@@ -142,6 +142,8 @@ def require_methods(value: Any, methods: Sequence[str], role: str, protocol: str
     Raises:
         ProtocolError: (a TypeError) naming every method that is missing.
     """
+    if isinstance(value, type):
+        raise ProtocolError(f"{role} must be an instance; got the class {value.__name__}. Call it first.")
     missing = [name for name in methods if not callable(getattr(value, name, None))]
     if missing:
         listed = ", ".join(f"{name}()" for name in missing)

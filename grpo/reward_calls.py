@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .coercion import as_rewards, pad_steps
+from .coercion import as_rewards, describe, pad_steps
 from .errors import GRPOError, RewardError
 from .reward_model_base import ReportsComponents, as_reward_model, reward_name
 from .settings import Settings, setting
@@ -60,8 +60,13 @@ class RewardCalls:
         self._reports_components = isinstance(self.reward_model, ReportsComponents)
         self._num_retried = 0
 
-    def __call__(self, states: Rows, actions: Rows) -> Rewards:
+    def __call__(self, states: Rows, actions: Rows, mask: Bool[Tensor, "N T"] | None = None) -> Rewards:
         """Rewards of N rows.
+
+        Args:
+            states: N states.
+            actions: N actions.
+            mask: which steps count, where that is known: what rewards per step hold elsewhere is not looked at.
 
         Raises:
             RewardError: the reward model raised (chained), returned the wrong shape, or a number that is not finite,
@@ -77,6 +82,8 @@ class RewardCalls:
             if self.config.on_failure == "raise":
                 raise
             total, components, kept = self._ask_row_by_row(states, actions)
+        if total.dim() == 2 and mask is not None:
+            total = _on_mask(self._name, total, mask if kept is None else mask[kept.to(mask.device)])
         if bool(total.isfinite().all()):
             return self._rewards(total, components, kept, count, num_zeroed=0)
         return self._mend(total, components, torch.ones(count, dtype=torch.bool) if kept is None else kept)
@@ -161,6 +168,15 @@ class RewardCalls:
             raise RewardError(f"{self._name} raised for every one of {len(states)} rows.")
         totals, parts = zip(*answers, strict=True)
         return _join(totals), {name: _join([part[name] for part in parts]) for name in parts[0]}, kept
+
+
+def _on_mask(owner: str, rewards: Tensor, mask: Tensor) -> Tensor:
+    """Rewards per step, 0 off the mask."""
+    if rewards.shape != mask.shape:
+        raise RewardError(
+            f"Rewards per step must be {list(mask.shape)}, like the policy's steps; from {owner} got {describe(rewards)}."
+        )
+    return torch.where(mask.to(rewards.device), rewards, 0.0)
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:

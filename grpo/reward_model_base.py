@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .coercion import as_rewards
-from .errors import ConfigError, ProtocolError
-from .policy_base import require_methods
+from .errors import ConfigError
+from .policy_base import HasState, require_methods
 
 StateT = TypeVar("StateT", contravariant=True)
 ActionT = TypeVar("ActionT", contravariant=True)
@@ -70,6 +70,14 @@ class RewardFunction:
     def to(self, device: torch.device | str) -> "RewardFunction":
         """Nothing to move."""
         return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """The function's own, where it is an object with a state."""
+        return kept_state(self.function)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        restore_state(self.function, state)
 
     def __repr__(self) -> str:
         return reward_name(self)
@@ -134,6 +142,26 @@ class WeightedRewards:
             reward.to(device)
         return self
 
+    def state_dict(self) -> dict[str, Any]:
+        """Each part's state, by name."""
+        return {name: kept_state(reward) for name, reward in self.rewards.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        for name, reward in self.rewards.items():
+            restore_state(reward, state[name])
+
+
+def kept_state(value: Any) -> dict[str, Any]:
+    """The state an exact resume needs of something that rewards. A network is not trained here, and has none."""
+    return dict(value.state_dict()) if isinstance(value, HasState) and not isinstance(value, torch.nn.Module) else {}
+
+
+def restore_state(value: Any, state: dict[str, Any]) -> None:
+    """Restore what `kept_state` returned."""
+    if state:
+        value.load_state_dict(state)
+
 
 def as_reward_model(value: Any) -> Any:
     """`value` itself if it has `compute_rewards`, else the callable lifted.
@@ -143,8 +171,6 @@ def as_reward_model(value: Any) -> Any:
     """
     if not hasattr(value, "compute_rewards") and callable(value) and not isinstance(value, type):
         return RewardFunction(value)
-    if isinstance(value, type):
-        raise ProtocolError(f"reward_model must be an instance; got the class {value.__name__}. Call it first.")
     require_methods(value, ("compute_rewards", "train", "eval", "to"), "reward_model", "RewardModel")
     return value
 

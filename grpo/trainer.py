@@ -177,7 +177,11 @@ class GRPOTrainer:
         batch = self._complete(batch)
         advantages = self.advantages(batch)
         self.policy.train()
-        counts = self.policy_update.run(batch, advantages)
+        try:
+            counts = self.policy_update.run(batch, advantages)
+        except Exception:
+            self._sampler_is_stale = True  # some updates may have been made before the one that failed
+            raise
         self.iteration += 1
         if counts.applied:
             self._sync_sampler()
@@ -237,6 +241,8 @@ class GRPOTrainer:
         """
         source = StateSource(states, self.config.num_states_per_iteration, self.data_seed)
         folder = None if checkpoint_dir is None else CheckpointFolder(checkpoint_dir, keep_last)
+        if folder is not None:
+            folder.require_at_most(self.iteration)
         eval_every = eval_every or max(1, num_iterations // 10)
         checkpoint_every = checkpoint_every or max(1, num_iterations // 10)
         start, self._resume_at = self._resume_at, 0
@@ -251,7 +257,7 @@ class GRPOTrainer:
                 try:
                     metrics = self.step(source(position))
                 except NonFiniteGradientError:
-                    if folder is not None:
+                    if folder is not None and not folder.has(self.iteration):
                         folder.save(take_trainer_state(self), iteration=self.iteration, score=None)
                     raise
                 self.run_position = position + 1

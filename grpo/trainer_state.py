@@ -1,5 +1,6 @@
 """What an exact resume needs of a trainer, as one nested value; and putting it back."""
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
 
 def take_trainer_state(trainer: "GRPOTrainer") -> dict[str, Any]:
     """Parameters, optimizer, scheduler, scaler, generators, counters, and the `HasState` of everything that has one."""
+    reference = trainer.reference_policy
     return {
-        "config": trainer.config.to_dict(),
         "parameters": dict(trainer.policy.get_parameters()),
-        "reference": None if trainer.reference_policy is None else dict(trainer.reference_policy.get_parameters()),
+        "reference": {} if reference is None else {"parameters": dict(reference.get_parameters())},
+        "kinds": {name: type(value).__name__ for name, value in _stateful(trainer).items()},
         "stateful": {name: value.state_dict() for name, value in _stateful(trainer).items()},
         "counters": {
             "iteration": trainer.iteration,
@@ -33,27 +35,44 @@ def take_trainer_state(trainer: "GRPOTrainer") -> dict[str, Any]:
 
 
 def put_trainer_state(trainer: "GRPOTrainer", state: dict[str, Any]) -> None:
-    """Restore what `take_trainer_state` took; checked in full before anything is changed.
+    """Restore what `take_trainer_state` took, all or nothing.
 
     Raises:
-        CheckpointError: naming an item that is missing, or a tensor of another shape.
+        CheckpointError: naming what is missing, of another kind, or of another shape; the trainer is as it was.
     """
-    owner = type(trainer.policy).__name__
-    expected = {"config", "parameters", "reference", "stateful", "counters", "row_order", "random"}
-    _require_same_names("checkpoint", expected, state)
-    stateful = _stateful(trainer)
-    _require_same_names("checkpoint['stateful']", stateful, state["stateful"])
-    _require_same_tensors(owner, trainer.policy.get_parameters(), state["parameters"])
-    if trainer.reference_policy is not None:
-        if state["reference"] is None:
+    present = take_trainer_state(trainer)
+    _require_same_names("The checkpoint", present, state)
+    for part in ("reference", "kinds", "stateful", "counters", "random"):
+        _require_same_names(f"The checkpoint's {part!r}", present[part], state[part])
+    for name, kind in state["kinds"].items():
+        if kind != present["kinds"][name]:
             raise CheckpointError(
-                "The checkpoint was made without a reference_policy. Build the trainer as it was built then."
+                f"The checkpoint's {name} is a {kind}; this trainer's is a {present['kinds'][name]}. "
+                "Build the trainer as it was when it was saved."
             )
-        _require_same_tensors(f"reference {owner}", trainer.reference_policy.get_parameters(), state["reference"])
-        _copy(trainer.reference_policy.get_parameters(), state["reference"])
+    owner = type(trainer.policy).__name__
+    _require_same_tensors(owner, present["parameters"], state["parameters"])
+    if present["reference"]:
+        _require_same_tensors(
+            f"reference {owner}", present["reference"]["parameters"], state["reference"]["parameters"]
+        )
+    before = copy.deepcopy(present)
+    try:
+        _put(trainer, state)
+    except Exception as error:
+        _put(trainer, before)
+        raise CheckpointError(f"The checkpoint does not fit, and the trainer is as it was: {error!r}") from error
+
+
+def _put(trainer: "GRPOTrainer", state: dict[str, Any]) -> None:
     _copy(trainer.policy.get_parameters(), state["parameters"])
-    for name, value in stateful.items():
-        value.load_state_dict(state["stateful"][name])
+    if trainer.reference_policy is not None:
+        _copy(trainer.reference_policy.get_parameters(), state["reference"]["parameters"])
+    for name, value in _stateful(trainer).items():
+        try:
+            value.load_state_dict(state["stateful"][name])
+        except Exception as error:
+            raise CheckpointError(f"{name}: {error}") from error
     counters = state["counters"]
     trainer.iteration, trainer.run_position = counters["iteration"], counters["run_position"]
     trainer.data_seed = counters["data_seed"]

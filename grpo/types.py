@@ -149,6 +149,8 @@ class ExperienceBatch:
             shape = (count, 1) if behaviour_log_probs is None else behaviour_log_probs.shape
             mask = torch.ones(shape, dtype=torch.bool)
         rewards = as_rewards("ExperienceBatch.from_rows: rewards", rewards, count)
+        if rewards.shape == mask.shape:
+            rewards = torch.where(mask.cpu(), rewards, 0.0)
         if not rewards.isfinite().all():
             raise RewardError("ExperienceBatch.from_rows: rewards must be finite; drop such rows before.")
         if mask.shape[0] != count or (rewards.dim() == 2 and rewards.shape != mask.shape):

@@ -918,7 +918,9 @@ def test_a_policy_with_dropout_is_told_so_once() -> None:
     with torch.no_grad():
         policy.net[-1].weight.mul_(10)
     trainer, _ = by_hand(
-        policy=policy, rewards=lambda s, actions: [float(a) for a in actions], config={"group_size": 8}
+        policy=policy,
+        rewards=lambda s, actions: [float(a) for a in actions],
+        config={"group_size": 8, "num_epochs_per_update": 2},
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -130,7 +130,7 @@ REFERENCE = {
 @pytest.mark.parametrize("name", REFERENCE)
 def test_regret_on_the_abrupt_testbed(name: str) -> None:
     build, expected = REFERENCE[name]
-    regret = play(build(), abrupt_testbed(num_runs=20, seed=2), HORIZON, seed=2)  # draws of its own.regrets.sum(axis=1)
+    regret = play(build(), abrupt_testbed(num_runs=20, seed=2), HORIZON, seed=2).regrets.sum(axis=1)
     standard_error = regret.std(ddof=1) / sqrt(20)
     assert abs(regret.mean() - expected) < 0.06 * expected + 2 * standard_error
 
