@@ -38,7 +38,8 @@ class ObjectiveConfig(Settings):
     kl_estimator: KLEstimator = "k3"
     """How the divergence is estimated from the sampled step; see `grpo.divergence`, above all the gradient notes."""
     entropy_coef: float = setting(0.0, at_least=0.0)
-    """Weight of the entropy bonus. Larger keeps the policy more random."""
+    """Weight of the entropy bonus. Larger keeps the policy more random. Entropies are per step: a policy that returns the
+    log-prob of several decisions as one, [N], has one larger entropy where [N, T] has T smaller ones."""
     entropy_estimator: Literal["exact", "score_function"] = "exact"
     """`exact` needs a policy that gives it (`ActionScores.entropy`); `score_function` works for every policy, with noise."""
     entropy_aggregation: Aggregation | None = None

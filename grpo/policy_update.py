@@ -106,6 +106,8 @@ class PolicyUpdate:
         for selected in self._updates(rows.batch):
             applied += self._update(rows, selected, is_first=planned == 0)
             planned += 1
+        if rows.num_skipped == rows.batch.num_rows:
+            self._say_dead()
         return UpdateCounts(planned, applied, rows.num_skipped)
 
     def _training_rows(self, batch: ExperienceBatch, advantages: Tensor) -> TrainingRows:
@@ -127,7 +129,7 @@ class PolicyUpdate:
         if rows.live is not None:
             positions = rows.live[selected].nonzero().squeeze(1)
             if len(positions) == 0:
-                return self._skip_dead()
+                return False
         checks = []
         for part in self._parts(rows.batch, compose(selected, positions)):
             micro = compose(positions, part)
@@ -241,16 +243,17 @@ class PolicyUpdate:
             )
         return False
 
-    def _skip_dead(self) -> bool:
+    def _say_dead(self) -> None:
+        """Say, once, that an iteration had nothing to learn from."""
         if not self._has_said_dead:
             self._has_said_dead = True
             warnings.warn(
-                "An update was skipped: every group in it has equal rewards, so there is nothing to learn from. Rewards may be "
-                "too sparse, the task too easy or too hard, or the group too small (group_stats/zero_variance_fraction).",
+                "An iteration changed nothing: every group in it has equal rewards. Now and then that is normal; if "
+                "group_stats/zero_variance_fraction stays near 1, rewards are too sparse, the task too easy or too hard, or "
+                "groups too small. (Said once.)",
                 GRPOWarning,
-                stacklevel=2,
+                stacklevel=4,
             )
-        return False
 
     def _compare_modes(self, inputs: ObjectiveInputs) -> None:
         """Say, once, when train() changes what eval() gave: the first ratio is then not 1."""

@@ -64,7 +64,9 @@ def plot_dynamic_runs(
         by_name["best"].plot(np.where(structured, best, np.nan), label=run.name)
         if run.losses is not None:
             by_name["loss"].plot(run.losses, label=run.name)
-    by_name["rewards"].plot(means.max(1), color="black", linewidth=0.8, linestyle="--", label="best possible")
+    by_name["rewards"].plot(
+        means.max(1), color="black", linewidth=0.8, linestyle="--", drawstyle="steps-post", label="best"
+    )
     by_name["rewards"].set_ylabel("reward")
     by_name["best"].set_ylabel("P(best arm)")
     by_name["best"].set_ylim(0, 1)

@@ -27,14 +27,14 @@ from grpo.types import ActionScores, select_rows
 from grpo.update_plan import planned_parts
 
 from .probe import Draws, PolicyProbe, difference, perturbed, row_totals, scores_difference
-from .report import Verdict, failed, passed, skipped
+from .report import Verdict, absent, failed, passed, skipped
 from .sampling import judge_samples
 
 
 def check_sync_sampler(probe: PolicyProbe) -> Verdict:
     """Called before the first sample, as training does."""
     if not isinstance(probe.policy, SyncsSampler):
-        return skipped("There is no sync_sampler().")
+        return absent("sync_sampler")
     probe.policy.sync_sampler()
     return passed("sync_sampler() returns.")
 
@@ -42,7 +42,7 @@ def check_sync_sampler(probe: PolicyProbe) -> Verdict:
 def check_score_actions(probe: PolicyProbe) -> Verdict:
     """Steps add up to what `get_log_probabilities` says of the row, and carry its gradient."""
     if not isinstance(probe.policy, ScoresActions):
-        return skipped("There is no score_actions().")
+        return absent("score_actions")
     owner = f"{probe.name}.score_actions"
     states, actions, group_ids = probe.rows
     scores = probe.row_scorer(states, actions, group_ids)
@@ -76,7 +76,7 @@ def _require_gradient(probe: PolicyProbe, owner: str, scores: ActionScores) -> V
 def check_score_groups(probe: PolicyProbe) -> Verdict:
     """Groups score as their rows do, also when a row has been dropped and groups are uneven."""
     if not isinstance(probe.policy, ScoresGroups):
-        return skipped("There is no score_groups().")
+        return absent("score_groups")
     owner = f"{probe.name}.score_groups"
     states, actions, group_ids = probe.rows
     scorer = Scorer(probe.only("score_groups"))
@@ -99,7 +99,7 @@ def check_score_groups(probe: PolicyProbe) -> Verdict:
 def check_sample_actions(probe: PolicyProbe) -> Verdict:
     """Shapes as training checks them; what is told of the samples is what scoring them says."""
     if not isinstance(probe.policy, SamplesWithScores):
-        return skipped("There is no sample_actions().")
+        return absent("sample_actions")
     owner = f"{probe.name}.sample_actions"
     states, actions, sampled = probe.sample(probe.only("sample_actions"), probe.states, probe.num_actions)
     assert sampled is not None
@@ -128,7 +128,7 @@ def check_sample_actions(probe: PolicyProbe) -> Verdict:
 def check_sampled_samples(probe: PolicyProbe) -> Verdict:
     """`sample_actions` draws from its behaviour log-probs; without these, from the policy."""
     if not isinstance(probe.policy, SamplesWithScores):
-        return skipped("There is no sample_actions().")
+        return absent("sample_actions")
     if probe.no_sampling_test:
         return skipped(probe.no_sampling_test)
     owner, draws = f"{probe.name}.sample_actions", probe.sampled
@@ -177,7 +177,7 @@ def _judge_entropy(owner: str, draws: Draws, entropy: Tensor) -> Verdict:
 def check_plan(probe: PolicyProbe) -> Verdict:
     """Every row in exactly one forward."""
     if not isinstance(probe.policy, PlansMicroBatches):
-        return skipped("There is no plan_micro_batches().")
+        return absent("plan_micro_batches")
     states, actions, _ = probe.rows
     plan = probe.policy.plan_micro_batches(states, actions)
     parts = planned_parts(f"{probe.name}.plan_micro_batches", plan, len(states))
@@ -187,7 +187,7 @@ def check_plan(probe: PolicyProbe) -> Verdict:
 def check_split_steps(probe: PolicyProbe) -> Verdict:
     """One row per valid step, row by row, that scores as the step did."""
     if not isinstance(probe.policy, SplitsSteps):
-        return skipped("There is no split_steps().")
+        return absent("split_steps")
     owner = f"{probe.name}.split_steps"
     scores = probe.scores
     count = int(scores.mask.sum())
@@ -210,7 +210,7 @@ def check_split_steps(probe: PolicyProbe) -> Verdict:
 def check_reference(probe: PolicyProbe) -> Verdict:
     """The reference's log-probs stay when the policy moves."""
     if not isinstance(probe.policy, ScoresReference):
-        return skipped("There is no reference_log_probabilities().")
+        return absent("reference_log_probabilities")
     owner, width = f"{probe.name}.reference_log_probabilities", probe.scores.mask.shape[1]
 
     def ask() -> Tensor:
@@ -240,7 +240,7 @@ def check_reference(probe: PolicyProbe) -> Verdict:
 def check_state(probe: PolicyProbe) -> Verdict:
     """`state_dict` through a checkpoint on disk and `load_state_dict` is the same state, whatever happened in between."""
     if not isinstance(probe.policy, HasState):
-        return skipped("There is no state_dict().")
+        return absent("state_dict")
     with tempfile.TemporaryDirectory() as folder:
         path = write_checkpoint(Path(folder) / "state", {"state": probe.policy.state_dict()}, iteration=0)
         saved, again = read_checkpoint(path)["state"], read_checkpoint(path)["state"]

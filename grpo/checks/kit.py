@@ -20,7 +20,7 @@ from grpo.types import Rows, select_rows
 from . import capabilities as capability
 from . import rules as rule
 from .probe import FULL_PRECISION, PolicyProbe, difference, left_as_found
-from .report import CheckReport, CheckResult, Rule, Verdict, failed, note, passed, run_rules, skipped
+from .report import CheckReport, CheckResult, Rule, Verdict, absent, failed, note, passed, run_rules, skipped
 
 POLICY_RULES: tuple[Rule, ...] = (
     Rule("methods", rule.check_methods),
@@ -192,7 +192,7 @@ def _check_reward_components(probe: RewardProbe) -> Verdict:
     model: Any = as_reward_model(probe.given)
     model.eval()
     if not isinstance(model, ReportsComponents):
-        return skipped("There is no compute_components().")
+        return absent("compute_components")
     name = reward_name(model)
     parts = {
         key: as_rewards(f"{name}[{key!r}]", part, len(probe.states))

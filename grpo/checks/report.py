@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from grpo.errors import ConfigError, ContractError, GRPOError
 
-Status: TypeAlias = Literal["passed", "failed", "skipped", "note"]
+Status: TypeAlias = Literal["passed", "failed", "skipped", "absent", "note"]
 
 WIDTH = 120
 """Columns of a printed report."""
@@ -36,6 +36,11 @@ def skipped(message: str) -> Verdict:
     return Verdict("skipped", message)
 
 
+def absent(method: str) -> Verdict:
+    """The optional capability is not offered, so it has no rule to keep."""
+    return Verdict("absent", f"There is no {method}(), which is optional.")
+
+
 def note(message: str) -> Verdict:
     """Allowed, and worth knowing."""
     return Verdict("note", message)
@@ -48,7 +53,8 @@ class CheckResult:
     name: str
     """Of the rule; the same in every report."""
     status: Status
-    """`failed` breaks the contract; a `note` is allowed; `skipped` could not be looked at."""
+    """`failed` breaks the contract; a `note` is allowed; `skipped` could not be looked at; an `absent`
+    capability is optional."""
     message: str
     """What was required, what came, and what to do; or what was seen."""
 
@@ -91,11 +97,18 @@ class CheckReport:
         name_width = max((len(result.name) for result in self.results), default=0)
         lines = [f"{self.subject}: {counts}"]
         for result in self.results:
+            if result.status == "absent":
+                continue
             status = result.status.upper() if result.status == "failed" else result.status
             head = f"  {status:<7}  {result.name:<{name_width}}  "
             lines += textwrap.wrap(
                 result.message, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_long_words=False
             ) or [head.rstrip()]
+        not_offered = ", ".join(result.name for result in self.results if result.status == "absent")
+        if not_offered:
+            lines += textwrap.wrap(
+                f"optional, and not there: {not_offered}", WIDTH, initial_indent="  ", subsequent_indent="  "
+            )
         return "\n".join(lines)
 
 
