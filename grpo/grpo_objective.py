@@ -159,7 +159,7 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     log_ratio: Tensor | None = None
     if inputs.old_log_probs is None:  # the ratio is 1, and no bound is reached
         ratio = (log_probs - log_probs.detach()).exp()
-        surrogate = -ratio * advantages
+        surrogate = ratio * -advantages
     else:
         log_ratio = log_probs - _on_mask(inputs.old_log_probs, mask)
         ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
@@ -254,12 +254,9 @@ def _metrics(
     """
     count = mask.sum(dtype=torch.float64)
     zero = torch.zeros_like(count)
-    cells = {name: (zero, share.detach(), zero) for name, share in shares.items()}
+    cells = {name: (zero, share.detach().double(), zero) for name, share in shares.items()}
     cells |= {name: (count, *moments(values.detach())) for name, values in spread.items()}
-    if log_ratio is None:
-        cells["ratio"] = (count, count, count)
-        cells |= dict.fromkeys(CLIP_METRICS, (count, zero, zero))
-    else:
+    if log_ratio is not None:
         ratio = torch.where(mask, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0.0)
         cells["ratio"] = (count, *moments(ratio))
         too_low = ((ratio < 1.0 - config.clip_low) & (advantages < 0)).sum(dtype=torch.float64)
@@ -268,7 +265,11 @@ def _metrics(
         for name, total in zip(CLIP_METRICS, (too_low, too_high, too_low + too_high, clamped), strict=True):
             cells[name] = (count, total, total)
     rows = torch.stack([cell for row in cells.values() for cell in row]).view(-1, 3).unbind(0)
-    return dict(zip(cells, rows, strict=True))
+    metrics = dict(zip(cells, rows, strict=True))
+    if log_ratio is None:
+        metrics["ratio"] = count.expand(3)
+        metrics |= dict.fromkeys(CLIP_METRICS, torch.stack([count, zero, zero]))
+    return metrics
 
 
 CLIP_METRICS = ("clip_fraction_low", "clip_fraction_high", "clip_fraction", "ratio_clamped_fraction")
