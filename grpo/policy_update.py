@@ -248,7 +248,7 @@ class PolicyUpdate:
         if not self._has_said_dead:
             self._has_said_dead = True
             warnings.warn(
-                "An iteration changed nothing: every group in it has equal rewards. Now and then that is normal; if "
+                "An iteration had nothing to learn from: every group in it has equal rewards, or one row. Now and then that is normal; if "
                 "group_stats/zero_variance_fraction stays near 1, rewards are too sparse, the task too easy or too hard, or "
                 "groups too small. (Said once.)",
                 GRPOWarning,
