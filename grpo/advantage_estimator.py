@@ -10,12 +10,12 @@ from typing import Any, Literal, assert_never
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from numpy.typing import NDArray
 from torch import Tensor
 
 from .errors import ConfigError
+from .grouping import Groups, as_float64, is_constant
 from .settings import Settings, setting
-from .types import ExperienceBatch, run_bounds
+from .types import ExperienceBatch
 
 Baseline = Literal["group_mean", "group_median", "leave_one_out", "global_mean", "none"]
 Scale = Literal["none", "group", "batch"]
@@ -42,7 +42,7 @@ class AdvantageConfig(Settings):
     std_eps: float = setting(0.0, at_least=0.0)
     """Added to the standard deviation. Larger damps groups with small differences."""
     gamma: float = setting(1.0, at_least=0.0, at_most=1.0)
-    """Discount per step, for rewards per step. Smaller looks less far ahead."""
+    """Discount per column, for rewards per step, masked columns included. Smaller looks less far ahead."""
     clip: float | None = setting(None, above=0.0)
     """Bound on the advantage's size; smaller tames outliers, and biases."""
 
@@ -92,10 +92,10 @@ def group_relative_advantages(
     """
     if not rewards.numel():
         return torch.zeros_like(rewards)
-    groups = _Groups.of(group_ids)
-    values = groups.gather(_float64(rewards))
+    groups = Groups.of(group_ids)
+    values = groups.gather(as_float64(rewards))
     tolerance = 2 * torch.finfo(rewards.dtype).eps
-    constant = groups.spread(_is_constant(*groups.extremes(values), tolerance))
+    constant = groups.spread(is_constant(*groups.extremes(values), tolerance))
     means = groups.spread(groups.means(values))
 
     match baseline:
@@ -123,7 +123,7 @@ def group_relative_advantages(
             std = groups.spread(peak * np.sqrt(squares / np.maximum(groups.counts - std_ddof, 1)) + std_eps)
             advantages = np.where(constant, 0.0, centred / np.where(constant, 1.0, std))
         case "batch":
-            if _is_constant(values.min(), values.max(), tolerance):
+            if is_constant(values.min(), values.max(), tolerance):
                 advantages = np.zeros_like(centred)
             else:
                 deviations = values - values.mean()
@@ -208,12 +208,12 @@ def discounted_returns(rewards: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"],
 
 def group_statistics(rewards: Float[Tensor, " N"], group_ids: Int[Tensor, " N"]) -> dict[str, float]:
     """Number of groups, their mean size, and the fraction without differences (groups of one included)."""
-    groups = _Groups.of(group_ids)
-    low, high = groups.extremes(groups.gather(_float64(rewards)))
+    groups = Groups.of(group_ids)
+    low, high = groups.extremes(groups.gather(as_float64(rewards)))
     return {
         "group_stats/num_groups": float(len(groups.counts)),
         "group_stats/avg_group_size": len(group_ids) / len(groups.counts),
-        "group_stats/zero_variance_fraction": float(_is_constant(low, high, 2 * torch.finfo(rewards.dtype).eps).mean()),
+        "group_stats/zero_variance_fraction": float(is_constant(low, high, 2 * torch.finfo(rewards.dtype).eps).mean()),
     }
 
 
@@ -249,14 +249,16 @@ class AdvantageEstimator:
             rewards = discounted_returns(rewards, mask, config.gamma)[:, 0]
         if rewards.dim() == 1:
             advantages = group_relative_advantages(rewards, batch.group_ids, **options)
-            self._remember(rewards)
+            if config.baseline == "global_mean":
+                self._remember(rewards)
         else:
             advantages = group_relative_returns(rewards, mask, batch.group_ids, gamma=config.gamma, **options)
-            self._remember(discounted_returns(rewards, mask, config.gamma)[mask])
+            if config.baseline == "global_mean":
+                self._remember(discounted_returns(rewards, mask, config.gamma)[mask])
         return advantages if config.clip is None else advantages.clamp(-config.clip, config.clip)
 
     def _remember(self, values: Tensor) -> None:
-        if self.config.baseline == "global_mean" and values.numel():
+        if values.numel():
             self._count += values.numel()
             self._mean += (float(values.double().sum()) - values.numel() * self._mean) / self._count
 
@@ -267,71 +269,3 @@ class AdvantageEstimator:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._count, self._mean = state["count"], state["mean"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """Rows brought together group by group, so that a group's statistics are those of a run of neighbours.
-
-    In numpy: what is small here is the tensor, not the number of operations, and numpy's cost a third of torch's.
-    """
-
-    order: NDArray[np.int64] | None
-    """[N] which row stands at each place; None: groups are together already, which is the usual case."""
-    starts: NDArray[np.int64]
-    """[B] the first place of each group."""
-    counts: NDArray[np.int64]
-    """[B] rows of each group."""
-
-    @classmethod
-    def of(cls, group_ids: Int[Tensor, " N"]) -> "_Groups":
-        ids = group_ids.cpu().numpy()
-        order: NDArray[np.int64] | None = None
-        if (ids[1:] < ids[:-1]).any():
-            order = ids.argsort(kind="stable")
-            ids = ids[order]
-        bounds = run_bounds(ids)
-        return cls(order, bounds[:-1], bounds[1:] - bounds[:-1])
-
-    def gather(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Rows in their groups' order."""
-        return values if self.order is None else values[self.order]
-
-    def scatter(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Rows back in the caller's order."""
-        if self.order is None:
-            return values
-        back = np.empty_like(values)
-        back[self.order] = values
-        return back
-
-    def spread(self, per_group: NDArray[Any]) -> NDArray[Any]:
-        """One value per group, for each of its rows."""
-        return np.repeat(per_group, self.counts)
-
-    def means(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[B]."""
-        sums: NDArray[np.float64] = np.add.reduceat(values, self.starts)
-        return sums / self.counts
-
-    def medians(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[B]: sorted by group, then by value, the middle rows stand at known places."""
-        ordered = values[np.lexsort((values, self.spread(np.arange(len(self.counts)))))]
-        medians: NDArray[np.float64] = (
-            ordered[self.starts + (self.counts - 1) // 2] + ordered[self.starts + self.counts // 2]
-        ) / 2
-        return medians
-
-    def extremes(self, values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """[B] and [B]: smallest and largest."""
-        return np.minimum.reduceat(values, self.starts), np.maximum.reduceat(values, self.starts)
-
-
-def _is_constant(low: Any, high: Any, tolerance: float) -> Any:
-    """Whether values between `low` and `high` differ by no more than `tolerance` times the largest of them."""
-    return high - low <= tolerance * np.maximum(np.abs(low), np.abs(high))
-
-
-def _float64(values: Tensor) -> NDArray[np.float64]:
-    """On the host: statistics are small, and not every device has float64."""
-    return values.detach().cpu().double().numpy()

@@ -9,19 +9,16 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from torch import Tensor
 
 from .errors import CheckpointError, ConfigError
+from .state_codec import decode, encode
 
 SCHEMA = 1
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
@@ -43,8 +40,7 @@ def write_checkpoint(path: str | Path, state: Mapping[str, Any], *, iteration: i
     target = Path(path).absolute()
     if target.exists() and not _is_checkpoint(target):
         raise CheckpointError(f"{target} exists and is not a checkpoint, so it is not replaced. Choose another name.")
-    tensors: dict[str, Tensor] = {}
-    encoded = _encode(state, "state", tensors, {})
+    encoded, tensors = encode(state)
     temporary: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -87,8 +83,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         return read_newest(folder)
     contents = _verified(folder)
     try:
-        state = _decode(json.loads(contents[STATE]), load(contents[TENSORS]))
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        state = decode(json.loads(contents[STATE]), load(contents[TENSORS]))
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder} is whole, but no checkpoint of this package: {error!r}.") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{folder / STATE} holds a {type(state).__name__}, and no state of this package.")
@@ -140,17 +136,17 @@ class CheckpointFolder:
         self.keep_last = keep_last
 
     def require_at_most(self, iteration: int) -> None:
-        """A run at `iteration` may write here.
+        """A run at `iteration` may write here; damaged checkpoints do not count.
 
         Raises:
-            CheckpointError: the folder holds checkpoints of a run that is further on.
+            CheckpointError: the folder holds a whole checkpoint that is further on.
         """
-        furthest = max(map(_iteration, self._own()), default=0)
-        if furthest > iteration:
-            raise CheckpointError(
-                f"{self.folder} holds a run that is at iteration {furthest}, and this trainer is at {iteration}. "
-                "Go on with it through trainer.load_checkpoint(...), or choose another checkpoint_dir."
-            )
+        for path in self._own():
+            if _iteration(path) > iteration and _is_whole(path):
+                raise CheckpointError(
+                    f"{path} is of iteration {_iteration(path)}, and this trainer is at {iteration}. Go on from it through "
+                    "trainer.load_checkpoint(...), remove it, or choose another checkpoint_dir."
+                )
 
     def has(self, iteration: int) -> bool:
         """A checkpoint of that iteration is there."""
@@ -174,6 +170,14 @@ class CheckpointFolder:
 
     def _own(self) -> list[Path]:
         return [path for path in _checkpoints(self.folder.absolute()) if path.name.startswith("iteration-")]
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        _verified(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -275,60 +279,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _encode(value: Any, where: str, tensors: dict[str, Tensor], seen: dict[Any, str]) -> Any:
-    """JSON for `value`; tensors go to `tensors`, each storage once. Keys that JSON has not are spelled with a `$`."""
-    if isinstance(value, Tensor):
-        return {"$tensor": _store(value.detach(), tensors, seen)}
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        data = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.size else torch.empty(0)
-        key = str(len(tensors))
-        tensors[key] = data
-        return {"$array": key, "dtype": str(value.dtype), "shape": list(value.shape)}
-    if isinstance(value, np.generic):
-        return _encode(value.item(), where, tensors, seen)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        items = [[key, _encode(entry, f"{where}[{key!r}]", tensors, seen)] for key, entry in value.items()]
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return dict(items)
-        return {"$items": [[_encode(key, where, tensors, seen), entry] for key, entry in items]}
-    if isinstance(value, list | tuple):
-        entries = [_encode(entry, f"{where}[{i}]", tensors, seen) for i, entry in enumerate(value)]
-        return entries if isinstance(value, list) else {"$tuple": entries}
-    raise CheckpointError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold. Give tensors, arrays, numbers, strings, None, "
-        "and dicts, lists and tuples of these."
-    )
-
-
-def _store(value: Tensor, tensors: dict[str, Tensor], seen: dict[Any, str]) -> str:
-    identity = (value.data_ptr(), value.device, value.dtype, tuple(value.shape), value.stride())
-    if value.numel() and identity in seen:
-        return seen[identity]
-    key = seen[identity] = str(len(tensors))
-    tensors[key] = value.cpu().contiguous().clone()
-    return key
-
-
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decode(entry, tensors) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    readers: dict[str, Callable[[], Any]] = {
-        "$tensor": lambda: tensors[value["$tensor"]],
-        "$array": lambda: _array(tensors[value["$array"]], value["dtype"], value["shape"]),
-        "$items": lambda: {_decode(key, tensors): _decode(entry, tensors) for key, entry in value["$items"]},
-        "$tuple": lambda: tuple(_decode(entry, tensors) for entry in value["$tuple"]),
-    }
-    for tag, read in readers.items():
-        if tag in value:
-            return read()
-    return {key: _decode(entry, tensors) for key, entry in value.items()}
-
-
-def _array(data: Tensor, dtype: str, shape: list[int]) -> NDArray[Any]:
-    return np.frombuffer(data.numpy().tobytes(), dtype=dtype).reshape(shape).copy()

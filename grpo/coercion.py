@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .errors import ContractError, RewardError
@@ -31,13 +31,16 @@ def require_lengths(owner: str, num_rows: int, **named: Any) -> None:
             raise ContractError(f"{owner}: {name} must have one entry per row = {num_rows}; got {describe(value)}.")
 
 
-def as_rewards(owner: str, value: Any, num_rows: int) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
-    """Rewards as a detached CPU tensor [N], or [N, T] with T > 1; values are not looked at.
+def as_rewards(
+    owner: str, value: Any, num_rows: int, *, one_step_is_a_step: bool = False
+) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
+    """Rewards as a new CPU tensor [N], or [N, T] with T > 1; values are not looked at.
 
     Lists, integers and booleans become float64, float32 stays float32: nothing loses a digit.
 
     Raises:
-        RewardError: another length, shape or kind. [N, 1] is refused: subtracting [N] from it would give [N, N].
+        RewardError: another length, shape or kind. [N, 1] is refused, unless `one_step_is_a_step`: subtracting [N] from
+            it would give [N, N].
     """
     expected = f"{owner} must return one number per row, [N] = [{num_rows}], or one per step, [N, T] with T > 1"
     try:
@@ -48,12 +51,15 @@ def as_rewards(owner: str, value: Any, num_rows: int) -> Float[Tensor, " N"] | F
         raise RewardError(f"{expected}; got {describe(value)}. Return a list, array or tensor of numbers.") from error
     if rewards.is_complex():
         raise RewardError(f"{expected}; got {describe(value)}. Return real numbers.")
-    if rewards.dim() not in (1, 2) or len(rewards) != num_rows or (rewards.dim() == 2 and rewards.shape[1] == 1):
+    is_column = rewards.dim() == 2 and rewards.shape[1] == 1 and not one_step_is_a_step
+    if rewards.dim() not in (1, 2) or len(rewards) != num_rows or is_column:
         hint = " Squeeze the last axis." if rewards.shape[1:] == (1,) else ""
         raise RewardError(f"{expected}; got {describe(value)}.{hint}")
     if not rewards.is_floating_point():
         return rewards.cpu().double()
-    return rewards.cpu().float() if rewards.element_size() < 4 else rewards.cpu()
+    return torch.empty_like(rewards, dtype=torch.promote_types(rewards.dtype, torch.float32), device="cpu").copy_(
+        rewards
+    )
 
 
 def as_log_probs(owner: str, value: Any, num_rows: int) -> Float[Tensor, "N T"]:
@@ -69,6 +75,22 @@ def as_log_probs(owner: str, value: Any, num_rows: int) -> Float[Tensor, "N T"]:
         raise ContractError(f"{required}, floating; got {describe(value)}. Return log-probabilities, not indices.")
     lifted = value.unsqueeze(1) if value.dim() == 1 else value
     return lifted.float() if lifted.element_size() < 4 else lifted
+
+
+def as_advantages(value: Any, mask: Bool[Tensor, "N T"]) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
+    """Advantages [N] or [N, T] as a detached CPU tensor of finite numbers.
+
+    Raises:
+        ContractError: another shape, or a number that is not finite where the mask holds.
+    """
+    required = f"advantages must be [N] = [{mask.shape[0]}] or [N, T] = {list(mask.shape)}, finite"
+    if not isinstance(value, Tensor) or value.shape not in (mask.shape[:1], mask.shape):
+        raise ContractError(f"{required}; got {describe(value)}.")
+    advantages = value.detach().cpu()
+    counted = advantages if advantages.dim() == 1 else advantages[mask.cpu()]
+    if not bool(counted.isfinite().all()):
+        raise ContractError(f"{required}; got NaN or infinity. Look for 0/0 in the callable passed as advantages=.")
+    return advantages
 
 
 def pad_steps(values: Tensor, width: int, fill: float | bool) -> Tensor:

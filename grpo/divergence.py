@@ -10,6 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are bounded by this before exp: exp(20) = 5e8 is beyond every clip bound and far from overflow."""
+
 KLEstimator = Literal["k1", "k2", "k3", "k3_weighted"]
 
 
@@ -38,12 +41,14 @@ def kl_k2(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
 def kl_k3(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
     """k3 = exp(-x) + x - 1: unbiased, never negative, low variance near the reference.
 
-    Gradient: that of KL(ref || pi), which keeps every action alive that the reference takes.
+    Gradient: that of KL(ref || pi), which keeps every action alive that the reference takes. Where the reference finds a
+    step e^20 times likelier than the policy, both value and gradient stop growing.
 
     Source:
         Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, eq. 4.
     """
-    return torch.exp(-x) + x - 1.0
+    bounded = x.clamp(min=-MAX_LOG_RATIO)
+    return torch.expm1(-bounded) + bounded
 
 
 def kl_k3_weighted(x: Float[Tensor, "N T"], ratio: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .coercion import as_log_probs, describe
+from .coercion import as_log_probs, describe, pad_steps
 from .errors import ConfigError, ContractError
 from .policy_base import POLICY_METHODS, PlansMicroBatches, SamplesWithScores, ScoresReference, require_methods
 from .reward_calls import RewardCalls, RewardConfig
@@ -118,13 +118,14 @@ class ExperienceCollector:
             )  # scored to find the steps; one update's old policy is the current one
         if several_updates and batch.old_log_probs is None:
             self.policy.eval()
-            scores = self.score_rows(batch)
+            scores = self._score(batch.states, batch.actions, batch.group_ids)
             _require_same_steps(f"{self._policy_name}: the steps scored", scores.mask, batch.mask)
             additions["old_log_probs"] = fit_steps(self._policy_name, scores.log_probs, batch.mask.shape[1])
         if self._reference is not None and batch.ref_log_probs is None:
             ref_log_probs = self._reference(batch, self.plan_parts(batch.states, batch.actions))
-            additions["ref_log_probs"] = ref_log_probs.to(batch.mask.device)
+            additions["ref_log_probs"] = ref_log_probs
         if additions:
+            additions = {name: values.to(batch.mask.device) for name, values in additions.items()}
             clock.lap("time/score", batch.metrics.get("time/score", 0.0))
             _require_finite(self._policy_name, batch.mask, **additions)
             batch = replace(batch, **additions, metrics={**batch.metrics, **clock.laps})
@@ -166,10 +167,6 @@ class ExperienceCollector:
             return parts_in_order(len(states), self.micro_batch_size)
         plan = self._planner.plan_micro_batches(states, actions)
         return planned_parts(f"{self._policy_name}.plan_micro_batches", plan, len(states))
-
-    def score_rows(self, batch: ExperienceBatch) -> ActionScores:
-        """Log-probs and mask of all rows under the policy as it is, without gradient."""
-        return self._score(batch.states, batch.actions, batch.group_ids)
 
     def _score(self, states: Rows, actions: Rows, group_ids: Tensor) -> ActionScores:
         return score_in_parts(self.scorer, states, actions, group_ids, self.plan_parts(states, actions))
@@ -221,7 +218,15 @@ class _Reference:
         if self._policy is not None:
             self._policy.eval()
         scores = score_in_parts(self._score, batch.states, batch.actions, batch.group_ids, parts)
-        return fit_steps(self._name, scores.log_probs, batch.mask.shape[1])
+        log_probs = fit_steps(self._name, scores.log_probs, batch.mask.shape[1])
+        scored = pad_steps(scores.mask, batch.mask.shape[1], False)
+        if bool((batch.mask & ~scored.to(batch.mask.device)).any()):
+            raise ContractError(
+                f"{self._name} must score every step the policy decided, {list(batch.mask.shape)}; "
+                f"got {describe(scores.mask)}. "
+                "Return log-probs of the same steps, not their sum."
+            )
+        return log_probs
 
     def _ask_policy(self, states: Rows, actions: Rows, group_ids: Tensor) -> ActionScores:
         with self._autocast():
@@ -242,6 +247,8 @@ def _check_sampled(owner: str, sampled: SampledActions, num_rows: int) -> None:
         )
     if sampled.scores is not None:
         scores = check_scores(f"{owner}: scores", sampled.scores, num_rows)
+        if scores.mask.device != device:
+            raise ContractError(f"{owner}: scores must be on {device}, as mask is; got {scores.mask.device}.")
         if scores.mask is not sampled.mask and not torch.equal(scores.mask, sampled.mask):
             raise ContractError(f"{owner}: scores.mask must equal mask: both say which steps the policy decided.")
 
@@ -267,7 +274,7 @@ def _flatten_actions(owner: str, actions: Any, num_states: int, num_actions: int
 
 
 def _require_same_steps(owner: str, found: Tensor, expected: Tensor) -> None:
-    width = found.shape[1]
+    found, width = found.to(expected.device), found.shape[1]
     if width > expected.shape[1] or not torch.equal(found, expected[:, :width]) or bool(expected[:, width:].any()):
         raise ContractError(
             f"{owner} are not the batch's own: the masks differ (scored {describe(found)}, batch {describe(expected)}). "

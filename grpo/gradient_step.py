@@ -1,6 +1,7 @@
 """One optimizer step, safely: unscale, check, clip, step, schedule; or leave every weight as it was."""
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, assert_never
 
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .config import GRPOConfig
-from .errors import ConfigError, ContractError
+from .errors import ConfigError, ContractError, GRPOWarning
 
 
 class GradientStep:
@@ -46,7 +47,7 @@ class GradientStep:
         if optimizer is None and self.parameters:
             optimizer = _default_optimizer(self.parameters.values(), learning_rate)
         self.optimizer = optimizer
-        self._tensors = self._all_tensors()
+        self._require_parameters_in_optimizer()
         device = self.device.type
         self.scaler = torch.amp.GradScaler(device, enabled=use_scaler and device == "cuda")
 
@@ -91,7 +92,7 @@ class GradientStep:
         """
         if self.optimizer is not None:
             self.scaler.unscale_(self.optimizer)
-        gradients = [tensor.grad for tensor in self._tensors if tensor.grad is not None]
+        gradients = [tensor.grad for tensor in self._moved() if tensor.grad is not None]
         if not gradients:
             raise ContractError(
                 f"{self.policy_name}: no gradient reached get_parameters(). Return the very tensors that "
@@ -102,7 +103,7 @@ class GradientStep:
     def apply(self, total_norm: Tensor, norm: float) -> None:
         """Clip, and step optimizer and scheduler. `norm` is `total_norm` on the host, and finite."""
         if self.max_grad_norm is not None and norm > self.max_grad_norm:
-            clip_grads_with_norm_(self._tensors, self.max_grad_norm, total_norm)
+            clip_grads_with_norm_(self._moved(), self.max_grad_norm, total_norm)
         if self.optimizer is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -111,15 +112,14 @@ class GradientStep:
         self.clear()
 
     def skip(self) -> None:
-        """Leave every weight and the optimizer's state as they are."""
-        if self.scaler.is_enabled() and self.optimizer is not None:
-            self.scaler.step(self.optimizer)  # does not step: it has seen that the gradients are not finite
-            self.scaler.update()
+        """Leave every weight and the optimizer's state as they are; a loss scale comes down."""
+        if self.scaler.is_enabled():
+            self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
         self.clear()
 
     def clear(self) -> None:
         """Forget the gradients."""
-        for tensor in self._tensors:
+        for tensor in (*self.parameters.values(), *self._moved()):
             tensor.grad = None
 
     def schedule(self, factor: float) -> None:
@@ -128,18 +128,26 @@ class GradientStep:
             for group in self.optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
-    def _all_tensors(self) -> list[Tensor]:
-        """The trainable parameters and whatever else the optimizer moves, each once."""
-        tensors = {id(value): value for value in self.parameters.values()}
-        if self.optimizer is not None:
-            moved = [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
-            if self.parameters and not any(id(tensor) in tensors for tensor in moved):
-                raise ConfigError(
-                    f"optimizer holds none of the {len(tensors)} trainable tensors of {self.policy_name}.get_parameters(): "
-                    "it would never train the policy. Build it from policy.get_parameters().values()."
-                )
-            tensors.update((id(tensor), tensor) for tensor in moved)
-        return list(tensors.values())
+    def _moved(self) -> list[Tensor]:
+        """What the optimizer moves, which may be more than the policy's parameters, and may grow."""
+        return [] if self.optimizer is None else [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _require_parameters_in_optimizer(self) -> None:
+        moved = {id(tensor) for tensor in self._moved()}
+        left_out = [name for name, tensor in self.parameters.items() if id(tensor) not in moved]
+        if self.parameters and len(left_out) == len(self.parameters):
+            raise ConfigError(
+                f"optimizer holds none of the {len(left_out)} trainable tensors of {self.policy_name}.get_parameters(): "
+                "it would never train the policy. Build it from policy.get_parameters().values()."
+            )
+        if left_out:
+            warnings.warn(
+                f"optimizer does not hold {', '.join(left_out[:4])}{' ...' if len(left_out) > 4 else ''}, so "
+                f"{len(left_out)} of {len(self.parameters)} trainable tensors of {self.policy_name} stay as they are. "
+                "If that is meant, set requires_grad_(False) on them.",
+                GRPOWarning,
+                stacklevel=4,
+            )
 
 
 def _default_optimizer(parameters: Iterable[Tensor], learning_rate: float) -> torch.optim.Optimizer:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .divergence import KLEstimator, estimate_kl, score_function_entropy
+from .divergence import MAX_LOG_RATIO, KLEstimator, estimate_kl, score_function_entropy
 from .errors import ConfigError
 from .metrics import moments
 from .settings import Settings, setting
@@ -17,8 +17,8 @@ from .types import ObjectiveInputs, ObjectiveOutput
 
 Aggregation = Literal["row_mean", "step_mean", "fixed_length", "row_sum", "group_mean"]
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-this before exp: exp(20) = 5e8 is beyond every clip bound and far from overflow."""
+DEFAULT_KL_COEF = 0.04
+"""Used when a reference policy is passed and no coefficient is set (DeepSeekMath, arXiv:2402.03300, sec. 4.2)."""
 
 Objective = Callable[[ObjectiveInputs], ObjectiveOutput]
 """The extension point: any such callable can stand in for `grpo_objective`."""
@@ -170,7 +170,7 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     spread: dict[str, Tensor] = {}
 
     if inputs.ref_log_probs is not None:
-        x = (log_probs - _on_mask(inputs.ref_log_probs, mask)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        x = log_probs - _on_mask(inputs.ref_log_probs, mask)
         kl = estimate_kl(config.kl_estimator, x, ratio)
         shares["kl_penalty"] = _kl_coef(inputs, config) * (kl * weights).sum()
         loss = loss + shares["kl_penalty"]
@@ -198,10 +198,6 @@ def _kl_coef(inputs: ObjectiveInputs, config: ObjectiveConfig) -> float:
     if config.kl_coef is not None:
         return config.kl_coef
     return DEFAULT_KL_COEF if inputs.ref_log_probs is not None else 0.0
-
-
-DEFAULT_KL_COEF = 0.04
-"""Used when a reference policy is passed and no coefficient is set (DeepSeekMath, arXiv:2402.03300, sec. 4.2)."""
 
 
 def _entropy(inputs: ObjectiveInputs, config: ObjectiveConfig, log_probs: Tensor, ratio: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
@@ -133,12 +133,3 @@ class JSONLSink:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def read_jsonl(path: str | Path) -> list[dict[str, float | None]]:
-    """The lines a `JSONLSink` wrote."""
-    return [json.loads(line) for line in _lines(Path(path))]
-
-
-def _lines(path: Path) -> Iterable[str]:
-    return path.read_text(encoding="utf-8").splitlines()

@@ -33,19 +33,19 @@ class TrainingRows:
     live: Bool[Tensor, " N"] | None
     """Rows with an advantage, where rows without one change no gradient and are not forwarded; None: all count."""
 
-    @property
-    def num_skipped(self) -> int:
-        """Rows that are not forwarded."""
-        return 0 if self.live is None else int((~self.live).sum())
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateCounts:
     """What became of one iteration's updates."""
 
     planned: int
+    """Epochs x updates."""
     applied: int
+    """After which weights had changed."""
+    dead: int
+    """Not even forwarded, for lack of a row with an advantage."""
     rows_skipped: int
+    """Rows without an advantage, which no update forwarded."""
 
 
 class PolicyUpdate:
@@ -78,6 +78,7 @@ class PolicyUpdate:
         self.meter = Meter()
         self.generator = torch.Generator().manual_seed(seed)
         self.skipped_in_a_row = 0
+        self._num_dead = 0
         self._collector = collector
         self._gradient = gradient
         self._objective = objective
@@ -102,13 +103,17 @@ class PolicyUpdate:
         """
         rows = self._training_rows(batch, advantages)
         self._gradient.clear()  # what others left behind is no part of this
+        self.meter = Meter()
+        self._num_dead = 0
         planned = applied = 0
         for selected in self._updates(rows.batch):
             applied += self._update(rows, selected, is_first=planned == 0)
             planned += 1
-        if rows.num_skipped == rows.batch.num_rows:
+        if planned == self._num_dead:
             self._say_dead()
-        return UpdateCounts(planned, applied, rows.num_skipped)
+        is_dead = advantages == 0 if advantages.dim() == 1 else (advantages == 0).all(1)
+        num_skipped = int(is_dead.sum()) if self._zero_advantage_is_inert else 0
+        return UpdateCounts(planned=planned, applied=applied, dead=self._num_dead, rows_skipped=num_skipped)
 
     def _training_rows(self, batch: ExperienceBatch, advantages: Tensor) -> TrainingRows:
         if self._splitter is not None:
@@ -129,6 +134,7 @@ class PolicyUpdate:
         if rows.live is not None:
             positions = rows.live[selected].nonzero().squeeze(1)
             if len(positions) == 0:
+                self._num_dead += 1
                 return False
         checks = []
         for part in self._parts(rows.batch, compose(selected, positions)):
@@ -248,9 +254,9 @@ class PolicyUpdate:
         if not self._has_said_dead:
             self._has_said_dead = True
             warnings.warn(
-                "An iteration had nothing to learn from: every group in it has equal rewards, or one row. Now and then that is normal; if "
-                "group_stats/zero_variance_fraction stays near 1, rewards are too sparse, the task too easy or too hard, or "
-                "groups too small. (Said once.)",
+                "An iteration had nothing to learn from: every group in it has equal rewards, or one row. Now and then that is "
+                "normal; if group_stats/zero_variance_fraction stays near 1, rewards are too sparse, the task too easy or too "
+                "hard, or groups too small. (Said once.)",
                 GRPOWarning,
                 stacklevel=4,
             )

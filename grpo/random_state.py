@@ -17,12 +17,12 @@ def seed_everything(seed: int) -> None:
 
 
 def take_random_state() -> dict[str, Any]:
-    """State of the generators of Python, numpy, torch, and CUDA where there is one."""
+    """State of the generators of Python, numpy, torch, and CUDA where it is in use."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 
@@ -31,8 +31,8 @@ def put_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for device, generator_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(generator_state, device)
 
 
 @contextmanager

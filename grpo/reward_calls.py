@@ -45,6 +45,10 @@ class Rewards:
     """Rows dropped, rewards set to zero, calls made again."""
 
 
+class RewardRaisedError(RewardError):
+    """The reward model raised, which `on_failure` may forgive; the cause is chained."""
+
+
 class RewardCalls:
     """A reward model with the failure policy of `RewardConfig`.
 
@@ -78,10 +82,10 @@ class RewardCalls:
         kept = None
         try:
             total, components = self._ask(states, actions)
-        except RewardError:
+        except RewardRaisedError as error:
             if self.config.on_failure == "raise":
                 raise
-            total, components, kept = self._ask_row_by_row(states, actions)
+            total, components, kept = self._ask_row_by_row(states, actions, mask, error)
         if total.dim() == 2 and mask is not None:
             total = _on_mask(self._name, total, mask if kept is None else mask[kept.to(mask.device)])
         if bool(total.isfinite().all()):
@@ -111,6 +115,7 @@ class RewardCalls:
                 return self._rewards(total[finite], components, kept, count, num_zeroed=0)
             case "zero":
                 mended = total.nan_to_num(0.0, 0.0, 0.0)
+                components = {name: part.nan_to_num(0.0, 0.0, 0.0) for name, part in components.items()}
                 return self._rewards(mended, components, kept, count, num_zeroed=int((~finite).sum()))
             case _:
                 assert_never(self.config.non_finite)
@@ -125,8 +130,8 @@ class RewardCalls:
         }
         return Rewards(values=total, components=components, kept=kept if len(total) < count else None, metrics=metrics)
 
-    def _ask(self, states: Rows, actions: Rows, row: int | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """One call, made again `num_retries` times if it raises."""
+    def _ask(self, states: Rows, actions: Rows) -> tuple[Tensor, dict[str, Tensor]]:
+        """One call for all rows, made again `num_retries` times if it raises."""
         for attempt in range(self.config.num_retries + 1):
             try:
                 return self._call(states, actions)
@@ -137,37 +142,47 @@ class RewardCalls:
                     self._num_retried += 1
                     time.sleep(self.config.retry_delay * 2**attempt)
                     continue
-                rows = f"rows 0 to {len(states) - 1}" if row is None else f"row {row}"
-                raise RewardError(
-                    f"{self._name} raised {type(error).__name__}: {error} for {rows}, in {attempt + 1} call(s). "
-                    f"Mend it, or set reward.num_retries or reward.on_failure='drop'."
+                raise RewardRaisedError(
+                    f"{self._name} raised {type(error).__name__}: {error} for rows 0 to {len(states) - 1}, in {attempt + 1} "
+                    "call(s). Mend it, or set reward.num_retries or reward.on_failure='drop'."
                 ) from error
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _call(self, states: Rows, actions: Rows) -> tuple[Tensor, dict[str, Tensor]]:
-        if self._reports_components:
-            components = {
-                name: as_rewards(f"{self._name}[{name!r}]", part, len(states))
-                for name, part in self.reward_model.compute_components(states, actions).items()
-            }
-            total = self.reward_model.combine(components)
-        else:
-            components, total = {}, self.reward_model.compute_rewards(states, actions)
-        return as_rewards(self._name, total, len(states)), components
+    def _call(self, states: Rows, actions: Rows, *, is_single: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
+        """Total and components; a single row of one step may be [1, 1]."""
 
-    def _ask_row_by_row(self, states: Rows, actions: Rows) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        def checked(owner: str, value: Any) -> Tensor:
+            return as_rewards(owner, value, len(states), one_step_is_a_step=is_single)
+
+        if not self._reports_components:
+            return checked(self._name, self.reward_model.compute_rewards(states, actions)), {}
+        components = {
+            name: checked(f"{self._name}[{name!r}]", part)
+            for name, part in self.reward_model.compute_components(states, actions).items()
+        }
+        return checked(self._name, self.reward_model.combine(components)), components
+
+    def _ask_row_by_row(
+        self, states: Rows, actions: Rows, mask: Tensor | None, error: RewardRaisedError
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Rows that raise alone too are left out; what is returned in a wrong shape is an error still."""
         answers, kept = [], torch.zeros(len(states), dtype=torch.bool)
         for row in range(len(states)):
             one = slice(row, row + 1)
             try:
-                answers.append(self._ask(select_rows(states, one), select_rows(actions, one), row))
+                answers.append(self._call(select_rows(states, one), select_rows(actions, one), is_single=True))
                 kept[row] = True
-            except RewardError:  # counted by the caller as dropped: that is what on_failure="drop" asks for
-                continue
+            except GRPOError:
+                raise
+            except Exception as last:  # counted by the caller as dropped: that is what on_failure="drop" asks for
+                error.__cause__ = last
         if not answers:
-            raise RewardError(f"{self._name} raised for every one of {len(states)} rows.")
+            raise RewardError(f"{self._name} raised for every one of {len(states)} rows.") from error.__cause__
+        width = max(part.shape[1] for part, _ in answers) if answers[0][0].dim() == 2 else 0
+        if width and mask is not None:
+            width = mask.shape[1]
         totals, parts = zip(*answers, strict=True)
-        return _join(totals), {name: _join([part[name] for part in parts]) for name in parts[0]}, kept
+        return _join(totals, width), {name: _join([part[name] for part in parts], width) for name in parts[0]}, kept
 
 
 def _on_mask(owner: str, rewards: Tensor, mask: Tensor) -> Tensor:
@@ -179,9 +194,6 @@ def _on_mask(owner: str, rewards: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.to(rewards.device), rewards, 0.0)
 
 
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    """Rows asked for one by one, as one tensor; rewards per step are padded to the longest."""
-    if parts[0].dim() == 1:
-        return torch.cat(list(parts))
-    width = max(part.shape[1] for part in parts)
-    return torch.cat([pad_steps(part, width, 0.0) for part in parts])
+def _join(parts: Sequence[Tensor], width: int) -> Tensor:
+    """Rows asked for one by one, as one tensor; rewards per step are padded to `width`."""
+    return torch.cat([pad_steps(part, width, 0.0) if part.dim() == 2 else part for part in parts])

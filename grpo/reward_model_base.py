@@ -20,7 +20,7 @@ class RewardModel(Protocol[StateT, ActionT]):
     """Says how good each action was. It is never trained here: it is put in `eval()` before it is asked."""
 
     def compute_rewards(self, states: Sequence[StateT], actions: Sequence[ActionT]) -> Tensor:
-        """One finite number per row, [N], or one per step, [N, T]."""
+        """One finite number per row, [N], or one per step, [N, T] where T > 1; where every row has one step, [N]."""
         ...
 
     def train(self) -> Any:
@@ -117,8 +117,9 @@ class WeightedRewards:
         }
 
     def combine(self, components: Mapping[str, Float[Tensor, "N *T"]]) -> Float[Tensor, "N *T"]:
-        """The weighted sum, in float64."""
-        return torch.stack([self.weights[name] * part.double() for name, part in components.items()]).sum(0)
+        """The weighted sum, added in float64, as precise as the least precise part: rounding is no difference."""
+        total = torch.stack([self.weights[name] * part.double() for name, part in components.items()]).sum(0)
+        return total.to(min((part.dtype for part in components.values()), key=lambda dtype: dtype.itemsize))
 
     def compute_rewards(self, states: Any, actions: Any) -> Float[Tensor, "N *T"]:
         """The weighted sum of all parts."""
@@ -153,14 +154,25 @@ class WeightedRewards:
 
 
 def kept_state(value: Any) -> dict[str, Any]:
-    """The state an exact resume needs of something that rewards. A network is not trained here, and has none."""
-    return dict(value.state_dict()) if isinstance(value, HasState) and not isinstance(value, torch.nn.Module) else {}
+    """The state an exact resume needs of something that rewards. Of a network, the buffers: its weights do not change here."""
+    if isinstance(value, torch.nn.Module):
+        return dict(value.named_buffers())
+    return dict(value.state_dict()) if isinstance(value, HasState) else {}
 
 
 def restore_state(value: Any, state: dict[str, Any]) -> None:
-    """Restore what `kept_state` returned."""
-    if state:
+    """Restore what `kept_state` returned.
+
+    Raises:
+        ConfigError: there is a state, and nothing to take it.
+    """
+    if isinstance(value, torch.nn.Module):
+        for name, buffer in value.named_buffers():
+            buffer.copy_(state[name])
+    elif isinstance(value, HasState):
         value.load_state_dict(state)
+    elif state:
+        raise ConfigError(f"{type(value).__name__} has no load_state_dict() to take {sorted(state)}.")
 
 
 def as_reward_model(value: Any) -> Any:

@@ -29,6 +29,7 @@ class StateSource:
         self._states = states
         self._num = num_per_iteration
         self._seed = seed
+        self._orders: dict[int, torch.Tensor] = {}
         self._draw: Callable[[int], Rows]
         if isinstance(states, str | bytes | Mapping):
             raise ConfigError(
@@ -61,7 +62,8 @@ class StateSource:
         size = len(self._states)
         first = iteration * self._num
         passes = range(first // size, (first + self._num - 1) // size + 1)
-        order = torch.cat([self._shuffled(number, size) for number in passes])
+        self._orders = {k: self._orders[k] if k in self._orders else self._shuffled(k, size) for k in passes}
+        order = torch.cat(list(self._orders.values()))
         begin = first - passes[0] * size
         return select_rows(self._states, order[begin : begin + self._num])
 

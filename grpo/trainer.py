@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .advantage_estimator import AdvantageEstimator, group_statistics
+from .advantage_estimator import AdvantageEstimator
 from .checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
+from .coercion import as_advantages
 from .config import GRPOConfig
 from .errors import ConfigError, GRPOWarning, NonFiniteGradientError
 from .experience_collector import ExperienceCollector
 from .gradient_step import GradientStep, schedule_factor
 from .grpo_objective import DEFAULT_KL_COEF, Objective, grpo_objective
-from .metrics import MetricSink, mean_and_std, reward_statistics
+from .iteration_report import report_iteration
+from .metrics import MetricSink
 from .policy_base import POLICY_METHODS, ScoresReference, SplitsSteps, SyncsSampler, require_methods
-from .policy_update import PolicyUpdate, UpdateCounts
+from .policy_update import PolicyUpdate
 from .random_state import preserved_random_state, seed_everything
 from .reward_model_base import as_reward_model
 from .state_source import StateSource
@@ -28,32 +30,6 @@ from .trainer_state import put_trainer_state, take_trainer_state
 from .types import ExperienceBatch, Rows
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]
-
-WITH_STD = ("ratio", "kl")
-"""Metrics of the objective that are reported as a mean and a standard deviation."""
-
-ZERO_WITHOUT = (
-    *(
-        "total_loss",
-        "policy_loss",
-        "kl_penalty",
-        "kl_mean",
-        "kl_std",
-        "entropy",
-        "entropy_bonus",
-        "ratio_mean",
-        "ratio_std",
-    ),
-    *(
-        "clip_fraction",
-        "clip_fraction_low",
-        "clip_fraction_high",
-        "ratio_clamped_fraction",
-        "grad_norm",
-        "learning_rate",
-    ),
-)
-"""Metrics that are 0 where there is no such term, or nothing was updated."""
 
 
 class GRPOTrainer:
@@ -175,7 +151,7 @@ class GRPOTrainer:
         """The second half of `step`: all updates on one batch, collected here or elsewhere."""
         start = time.perf_counter()
         batch = self._complete(batch)
-        advantages = self.advantages(batch)
+        advantages = as_advantages(self.advantages(batch), batch.mask)
         self.policy.train()
         try:
             counts = self.policy_update.run(batch, advantages)
@@ -185,18 +161,25 @@ class GRPOTrainer:
         self.iteration += 1
         if counts.applied:
             self._sync_sampler()
+        measured = self.policy_update.meter.report(counts.planned - counts.dead)
+        metrics = report_iteration(
+            batch, advantages, counts, measured, kl_coef=self.kl_coef, learning_rate=self.gradient.learning_rate
+        )
         seconds = time.perf_counter() - start
-        return {**self._report(batch, advantages, counts), "time/update": seconds, "time/iteration": seconds}
+        return {**metrics, "time/update": seconds, "time/iteration": seconds}
 
     def evaluate(self, states: Rows, *, num_actions_per_state: int | None = None) -> dict[str, float]:
         """Mean and standard deviation of the reward of freshly sampled actions; nothing is trained.
 
-        Global random generators are left as they were, so that evaluating does not change what training does next.
+        Global random generators are left as they were. A reward model or a policy with a state of its own moves on all the
+        same: an evaluation of a bandit pulls its arms.
 
         Args:
             states: states to act in.
             num_actions_per_state: samples per state; None: `config.group_size`.
         """
+        if num_actions_per_state is not None and num_actions_per_state < 1:
+            raise ConfigError(f"evaluate: num_actions_per_state must be >= 1; got {num_actions_per_state}.")
         if self._sampler_is_stale:
             self._sync_sampler()
         with preserved_random_state():
@@ -218,14 +201,14 @@ class GRPOTrainer:
         keep_last: int = 3,
         progress: bool = True,
     ) -> list[dict[str, float]]:
-        """Many iterations, with a progress bar, evaluations, sinks and checkpoints.
+        """Many iterations, with a progress bar, evaluations, sinks and checkpoints; the policy is left in `train()`.
 
         After `load_checkpoint` of a checkpoint made by a run, the next call goes on where that run was:
         `num_iterations` counts from its beginning.
 
         Args:
             states: a sequence or tensor of states, an iterable, or a sampler `iteration -> states`; see `StateSource`.
-            num_iterations: of the whole run.
+            num_iterations: of the whole run. A learning rate schedule runs over them; `step` alone follows none.
             eval_states: evaluated every `eval_every` iterations, and after the last.
             eval_every: None: ten times in the run.
             sinks: each is given every iteration's metrics.
@@ -239,6 +222,13 @@ class GRPOTrainer:
         Returns:
             The metrics of each iteration done by this call.
         """
+        for name, value in (
+            ("num_iterations", num_iterations),
+            ("eval_every", eval_every),
+            ("checkpoint_every", checkpoint_every),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"train: {name} must be >= 1; got {value}.")
         source = StateSource(states, self.config.num_states_per_iteration, self.data_seed)
         folder = None if checkpoint_dir is None else CheckpointFolder(checkpoint_dir, keep_last)
         if folder is not None:
@@ -246,6 +236,13 @@ class GRPOTrainer:
         eval_every = eval_every or max(1, num_iterations // 10)
         checkpoint_every = checkpoint_every or max(1, num_iterations // 10)
         start, self._resume_at = self._resume_at, 0
+        if start >= num_iterations:
+            warnings.warn(
+                f"The run that was loaded is at iteration {start}, and num_iterations={num_iterations} counts from its "
+                "beginning: there is nothing left to do. Raise num_iterations to go on.",
+                GRPOWarning,
+                stacklevel=2,
+            )
         has_schedule = self.config.lr_schedule != "constant" or self.config.warmup_ratio > 0
         history: list[dict[str, float]] = []
         best = float("-inf")
@@ -257,6 +254,7 @@ class GRPOTrainer:
                 try:
                     metrics = self.step(source(position))
                 except NonFiniteGradientError:
+                    self.policy_update.skipped_in_a_row = 0  # who resumes from here starts to count anew
                     if folder is not None and not folder.has(self.iteration):
                         folder.save(take_trainer_state(self), iteration=self.iteration, score=None)
                     raise
@@ -309,46 +307,14 @@ class GRPOTrainer:
             self._syncer.sync_sampler()
         self._sampler_is_stale = False
 
-    def _report(self, batch: ExperienceBatch, advantages: Tensor, counts: UpdateCounts) -> dict[str, float]:
-        """This iteration's metrics by name."""
-        metrics = {f"train/{name}": 0.0 for name in ZERO_WITHOUT}
-        for name, (mean, std) in self.policy_update.meter.report(counts.applied or counts.planned).items():
-            if name in WITH_STD:
-                metrics |= {f"train/{name}_mean": mean, f"train/{name}_std": std}
-            else:
-                metrics[f"train/{name}"] = mean
-        rewards = batch.rewards if batch.rewards.dim() == 1 else batch.rewards.where(batch.mask.cpu(), 0).sum(1)
-        lengths = batch.mask.sum(1).cpu().numpy()
-        per_row = advantages if advantages.dim() == 1 else advantages[batch.mask.cpu()]
-        mean, std = mean_and_std(per_row.double().numpy(), ddof=0)
-        metrics |= {
-            "train/advantages_mean": mean,
-            "train/advantages_std": std,
-            "train/kl_coef": self.kl_coef,
-            "train/num_updates": float(counts.applied),
-            "train/skipped_updates": float(counts.planned - counts.applied),
-            "rows/skipped_zero_advantage": float(counts.rows_skipped),
-            "steps/mean": float(lengths.mean()),
-            "steps/max": float(lengths.max()),
-            **reward_statistics(rewards),
-            **group_statistics(rewards, batch.group_ids),
-            **batch.metrics,
-        }
-        for name, part in batch.reward_components.items():
-            values = part.double()
-            metrics |= {
-                f"rewards/{name}/mean": float(values.mean()),
-                f"rewards/{name}/std": float(values.std(correction=0)),
-            }
-        return metrics
-
 
 def _require_separate_reference(parameters: Mapping[str, Tensor], policy: Any, reference_policy: Any) -> None:
     if reference_policy is None:
         return
     require_methods(reference_policy, POLICY_METHODS, "reference_policy", "PolicyModel")
     trained = {value.data_ptr() for value in parameters.values() if value.requires_grad}
-    shared = [name for name, value in reference_policy.get_parameters().items() if value.data_ptr() in trained]
+    reference = reference_policy.get_parameters()
+    shared = [name for name, value in reference.items() if value.numel() and value.data_ptr() in trained]
     if reference_policy is policy or shared:
         raise ConfigError(
             f"reference_policy shares parameters with policy ({', '.join(shared[:3]) or 'it is the same object'}), so it "
@@ -360,7 +326,7 @@ def _resolve_kl_coef(config: GRPOConfig, policy: Any, reference_policy: Any, *, 
     """The coefficient in force: None is `DEFAULT_KL_COEF` where a reference policy is passed, else 0."""
     kl_coef = config.objective.kl_coef
     if kl_coef is None:
-        return DEFAULT_KL_COEF if reference_policy is not None else 0.0
+        kl_coef = DEFAULT_KL_COEF if reference_policy is not None else 0.0
     if kl_coef > 0 and reference_policy is None and not isinstance(policy, ScoresReference):
         raise ConfigError(
             f"objective.kl_coef={kl_coef} needs a reference. Pass reference_policy=..., or set kl_coef=0."

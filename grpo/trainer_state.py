@@ -10,6 +10,7 @@ from torch import Tensor
 from .errors import CheckpointError
 from .policy_base import HasState
 from .random_state import put_random_state, take_random_state
+from .reward_model_base import kept_state, restore_state
 
 if TYPE_CHECKING:
     from .trainer import GRPOTrainer
@@ -18,16 +19,21 @@ if TYPE_CHECKING:
 def take_trainer_state(trainer: "GRPOTrainer") -> dict[str, Any]:
     """Parameters, optimizer, scheduler, scaler, generators, counters, and the `HasState` of everything that has one."""
     reference = trainer.reference_policy
+    reward = ("reward_model", trainer.reward_model)
     return {
         "parameters": dict(trainer.policy.get_parameters()),
         "reference": {} if reference is None else {"parameters": dict(reference.get_parameters())},
-        "kinds": {name: type(value).__name__ for name, value in _stateful(trainer).items()},
-        "stateful": {name: value.state_dict() for name, value in _stateful(trainer).items()},
+        "kinds": {name: type(value).__name__ for name, value in (reward, *_stateful(trainer).items())},
+        "stateful": {
+            "reward_model": kept_state(trainer.reward_model),
+            **{name: value.state_dict() for name, value in _stateful(trainer).items()},
+        },
         "counters": {
             "iteration": trainer.iteration,
             "run_position": trainer.run_position,
             "data_seed": trainer.data_seed,
             "skipped_in_a_row": trainer.policy_update.skipped_in_a_row,
+            "decides_once_per_row": trainer.collector.scorer.one_step_device is not None,
         },
         "row_order": trainer.policy_update.generator.get_state(),
         "random": take_random_state(),
@@ -68,24 +74,27 @@ def _put(trainer: "GRPOTrainer", state: dict[str, Any]) -> None:
     _copy(trainer.policy.get_parameters(), state["parameters"])
     if trainer.reference_policy is not None:
         _copy(trainer.reference_policy.get_parameters(), state["reference"]["parameters"])
-    for name, value in _stateful(trainer).items():
+    loaders = {name: value.load_state_dict for name, value in _stateful(trainer).items()}
+    loaders["reward_model"] = lambda saved: restore_state(trainer.reward_model, saved)
+    for name, load in loaders.items():
         try:
-            value.load_state_dict(state["stateful"][name])
+            load(state["stateful"][name])
         except Exception as error:
             raise CheckpointError(f"{name}: {error}") from error
     counters = state["counters"]
     trainer.iteration, trainer.run_position = counters["iteration"], counters["run_position"]
     trainer.data_seed = counters["data_seed"]
     trainer.policy_update.skipped_in_a_row = counters["skipped_in_a_row"]
+    known = counters["decides_once_per_row"]
+    trainer.collector.scorer.one_step_device = trainer.gradient.device if known else None
     trainer.policy_update.generator.set_state(state["row_order"])
     put_random_state(state["random"])
 
 
 def _stateful(trainer: "GRPOTrainer") -> dict[str, Any]:
-    """Everything with a `state_dict`, by name. A reward model that is a network is not trained here, and not kept."""
+    """Everything else with a `state_dict`, by name."""
     candidates = {
         "policy": trainer.policy,
-        "reward_model": None if isinstance(trainer.reward_model, torch.nn.Module) else trainer.reward_model,
         "advantages": trainer.advantages,
         "optimizer": trainer.gradient.optimizer,
         "lr_scheduler": trainer.lr_scheduler,

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .coercion import as_log_probs, as_rewards, require_lengths
+from .coercion import as_log_probs, as_rewards, describe, require_lengths
 from .errors import ContractError, RewardError
 
 Rows: TypeAlias = Sequence[Any] | Tensor | NDArray[Any]
@@ -138,26 +138,29 @@ class ExperienceBatch:
             ContractError: lengths or shapes that do not agree.
             RewardError: rewards that are not finite numbers.
         """
+        owner = "ExperienceBatch.from_rows"
         group_ids = torch.as_tensor(group_ids, dtype=torch.int64).cpu()
+        if group_ids.dim() != 1 or len(group_ids) == 0:
+            raise ContractError(
+                f"{owner}: group_ids must be [N], one number per row, at least one; got {describe(group_ids)}."
+            )
         count = len(group_ids)
-        if count == 0:
-            raise ContractError("ExperienceBatch.from_rows: no rows to learn from; pass at least one.")
-        require_lengths("ExperienceBatch.from_rows", count, states=states, actions=actions)
+        require_lengths(owner, count, states=states, actions=actions)
         if behaviour_log_probs is not None:
-            behaviour_log_probs = as_log_probs("behaviour_log_probs", behaviour_log_probs, count)
+            behaviour_log_probs = as_log_probs(f"{owner}: behaviour_log_probs", behaviour_log_probs, count)
         if mask is None:
             shape = (count, 1) if behaviour_log_probs is None else behaviour_log_probs.shape
             mask = torch.ones(shape, dtype=torch.bool)
-        rewards = as_rewards("ExperienceBatch.from_rows: rewards", rewards, count)
-        if rewards.shape == mask.shape:
+        if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != count:
+            raise ContractError(f"{owner}: mask must be bool [N, T] with N = {count}; got {describe(mask)}.")
+        rewards = as_rewards(f"{owner}: rewards", rewards, count)
+        for name, values in (("rewards per step", rewards), ("behaviour_log_probs", behaviour_log_probs)):
+            if values is not None and values.dim() == 2 and values.shape != mask.shape:
+                raise ContractError(f"{owner}: {name} must be like mask, {list(mask.shape)}; got {describe(values)}.")
+        if rewards.dim() == 2:
             rewards = torch.where(mask.cpu(), rewards, 0.0)
         if not rewards.isfinite().all():
-            raise RewardError("ExperienceBatch.from_rows: rewards must be finite; drop such rows before.")
-        if mask.shape[0] != count or (rewards.dim() == 2 and rewards.shape != mask.shape):
-            raise ContractError(
-                f"ExperienceBatch.from_rows: mask and rewards per step must be [N, T] with N = {count}; "
-                f"got mask {list(mask.shape)}, rewards {list(rewards.shape)}."
-            )
+            raise RewardError(f"{owner}: rewards must be finite; drop such rows before.")
         return cls(
             states=states,
             actions=actions,

@@ -246,10 +246,19 @@ def test_the_log_ratio_is_clamped_at_twenty(difference, ratio):
     assert loss.item() == pytest.approx(ratio, rel=1e-12)
 
 
-def test_the_divergence_is_clamped_at_twenty():
-    config = ObjectiveConfig(kl_coef=1.0, kl_estimator="k2")
-    loss, _ = loss_and_gradient(double([[-1.0]]), double([0]), config, ref_log_probs=double([[-1e4]]))
-    assert loss.item() == 200  # 20^2 / 2
+@pytest.mark.parametrize(
+    ("estimator", "x", "value", "slope"),
+    [
+        ("k2", 25.0, 312.5, 25.0),  # x^2 / 2: nothing to bound, and the pull stays
+        ("k3", 25.0, 24.0, 1.0),  # e^-25 + 25 - 1, 1 - e^-25
+        ("k3", -25.0, math.exp(20) - 21, 0.0),  # bounded at x = -20
+    ],
+)
+def test_only_what_is_exponentiated_is_bounded(estimator, x, value, slope):
+    config = ObjectiveConfig(kl_coef=1.0, kl_estimator=estimator)
+    loss, gradient = loss_and_gradient(double([[x - 30]]), double([0]), config, ref_log_probs=double([[-30]]))
+    assert loss.item() == pytest.approx(value, rel=1e-9)
+    assert gradient.item() == pytest.approx(slope, abs=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -11,11 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo import JSONLSink, MetricSink
-from grpo.metrics import Meter, moments, read_jsonl, reward_statistics
+from grpo.metrics import Meter, moments, reward_statistics
 
 
 def row(count: float, total: float, squares: float) -> torch.Tensor:
     return torch.tensor([count, total, squares], dtype=torch.float64)
+
+
+def read_jsonl(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_moments_are_sum_and_sum_of_squares():

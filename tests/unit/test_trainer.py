@@ -229,9 +229,9 @@ def test_weighted_rewards_report_their_parts() -> None:
     )
     metrics = trainer.step(["a", "b"])
     assert metrics["rewards/right/mean"] == 0.75
-    assert metrics["rewards/right/std"] == pytest.approx(math.sqrt(0.75 * 0.25))
+    assert metrics["rewards/right/std"] == pytest.approx(0.5)  # 3/4 squared deviations over n - 1 = 3
     assert metrics["rewards/short/mean"] == 0.5
-    assert metrics["rewards/short/std"] == 0.5
+    assert metrics["rewards/short/std"] == pytest.approx(math.sqrt(1 / 3))
     assert metrics["rewards/mean"] == 2.0
     assert policy.logits[0].tolist() == [0.125, -0.125]
 
