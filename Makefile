@@ -19,7 +19,7 @@ BENCHMARKS := $(patsubst benchmarks/%.py,benchmarks.%,$(filter-out benchmarks/_%
 help:  ## Show this list
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
 
-demo: $(DEMO)  ## Train a policy on a bandit whose best arm depends on the context
+demo: $(DEMO)  ## Train a policy on a bandit whose best arm moves
 	@$(RUN) examples.dynamic_bandit
 
 test: $(DEV)  ## Run the tests, all but the slow ones (more options: ARGS="-k name")

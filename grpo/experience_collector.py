@@ -19,7 +19,7 @@ from .policy_base import POLICY_METHODS, PlansMicroBatches, SamplesWithScores, S
 from .reward_calls import RewardCalls, RewardConfig
 from .scoring import Autocast, Scorer, check_scores, fit_steps, score_in_parts
 from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, repeat_rows, select_rows
-from .update_plan import parts_in_order, planned_parts
+from .update_plan import num_selected, parts_in_order, planned_parts
 
 
 class ExperienceCollector:
@@ -60,7 +60,6 @@ class ExperienceCollector:
         self._policy_name = type(policy).__name__
         self._sampler = policy if isinstance(policy, SamplesWithScores) else None
         self._planner = policy if isinstance(policy, PlansMicroBatches) else None
-        self.has_plan = self._planner is not None
         self._autocast = autocast
         self._reference = _Reference(policy, reference_policy, autocast) if use_reference else None
 
@@ -113,17 +112,17 @@ class ExperienceCollector:
         clock = _Clock()
         additions: dict[str, Any] = {}
         if not several_updates and self._sampler is None and batch.old_log_probs is not None:
-            batch = replace(
-                batch, old_log_probs=None
-            )  # scored to find the steps; one update's old policy is the current one
+            batch = replace(batch, old_log_probs=None)  # they only served to find the steps: old is current here
         if several_updates and batch.old_log_probs is None:
             self.policy.eval()
             scores = self._score(batch.states, batch.actions, batch.group_ids)
             _require_same_steps(f"{self._policy_name}: the steps scored", scores.mask, batch.mask)
             additions["old_log_probs"] = fit_steps(self._policy_name, scores.log_probs, batch.mask.shape[1])
         if self._reference is not None and batch.ref_log_probs is None:
-            ref_log_probs = self._reference(batch, self.plan_parts(batch.states, batch.actions))
-            additions["ref_log_probs"] = ref_log_probs
+            everything = slice(0, batch.num_rows)
+            additions["ref_log_probs"] = self._reference(
+                batch, self.plan_parts(batch.states, batch.actions, everything)
+            )
         if additions:
             additions = {name: values.to(batch.mask.device) for name, values in additions.items()}
             clock.lap("time/score", batch.metrics.get("time/score", 0.0))
@@ -161,15 +160,17 @@ class ExperienceCollector:
             rewards = self._reward_calls(row_states, row_actions, None if sampled is None else sampled.mask).values
         return rewards if rewards.dim() == 1 else rewards.sum(1)
 
-    def plan_parts(self, states: Rows, actions: Rows) -> list[RowIndex]:
-        """The rows of each forward: the policy's own plan where it has one, else `micro_batch_size` in order."""
+    def plan_parts(self, states: Rows, actions: Rows, selected: RowIndex) -> list[RowIndex]:
+        """Positions within `selected` that go into each forward: the policy's own plan, else `micro_batch_size` in order."""
+        count = num_selected(selected)
         if self._planner is None:
-            return parts_in_order(len(states), self.micro_batch_size)
-        plan = self._planner.plan_micro_batches(states, actions)
-        return planned_parts(f"{self._policy_name}.plan_micro_batches", plan, len(states))
+            return parts_in_order(count, self.micro_batch_size)
+        plan = self._planner.plan_micro_batches(select_rows(states, selected), select_rows(actions, selected))
+        return planned_parts(f"{self._policy_name}.plan_micro_batches", plan, count)
 
     def _score(self, states: Rows, actions: Rows, group_ids: Tensor) -> ActionScores:
-        return score_in_parts(self.scorer, states, actions, group_ids, self.plan_parts(states, actions))
+        parts = self.plan_parts(states, actions, slice(0, len(group_ids)))
+        return score_in_parts(self.scorer, states, actions, group_ids, parts)
 
     def _find_steps(self, states: Rows, actions: Rows, group_ids: Tensor) -> tuple[Tensor | None, Tensor]:
         """Which steps count, for a sampler that does not say: what one scoring pass gives, old log-probs and mask.

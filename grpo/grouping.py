@@ -27,6 +27,7 @@ class Groups:
 
     @classmethod
     def of(cls, group_ids: Int[Tensor, " N"]) -> "Groups":
+        """The groups of rows with these ids: any integers, in any order."""
         ids = group_ids.cpu().numpy()
         order: NDArray[np.int64] | None = None
         if (ids[1:] < ids[:-1]).any():

@@ -137,7 +137,8 @@ class PolicyUpdate:
                 self._num_dead += 1
                 return False
         checks = []
-        for part in self._parts(rows.batch, compose(selected, positions)):
+        states, actions = rows.batch.states, rows.batch.actions
+        for part in self._collector.plan_parts(states, actions, compose(selected, positions)):
             micro = compose(positions, part)
             inputs, check = self._inputs(
                 rows,
@@ -163,11 +164,6 @@ class PolicyUpdate:
         return weights, step_weights(
             mask, config.entropy_aggregation, fixed_length=config.fixed_length, group_ids=group_ids
         )
-
-    def _parts(self, batch: ExperienceBatch, selected: RowIndex) -> list[RowIndex]:
-        if self._collector.micro_batch_size is None and not self._collector.has_plan:
-            return [slice(0, len(batch.group_ids[selected]))]
-        return self._collector.plan_parts(select_rows(batch.states, selected), select_rows(batch.actions, selected))
 
     def _inputs(
         self, rows: TrainingRows, selected: RowIndex, weights: Tensor, entropy_weights: Tensor | None

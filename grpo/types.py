@@ -131,7 +131,8 @@ class ExperienceBatch:
             actions: N actions.
             rewards: [N], or [N, T] for rewards per step; anything `torch.as_tensor` takes.
             group_ids: [N] integers; rows with the same number were sampled for the same state.
-            behaviour_log_probs: [N] or [N, T], under whatever sampled the actions.
+            behaviour_log_probs: [N] or [N, T], under whatever sampled the actions. They reach the objective as they are; the
+                built-in one does not correct for the difference, so let rollouts come from a policy close to the present one.
             mask: [N, T] bool, the policy's own steps; None: one step per row, or every step of `behaviour_log_probs`.
 
         Raises:

@@ -55,6 +55,11 @@ def planned_parts(owner: str, plan: Sequence[Sequence[int]], num_rows: int) -> l
     return parts
 
 
+def num_selected(index: RowIndex) -> int:
+    """How many rows an index selects."""
+    return index.stop - index.start if isinstance(index, slice) else len(index)
+
+
 def compose(outer: RowIndex, inner: RowIndex) -> RowIndex:
     """`rows[outer][inner]` as one index into `rows`."""
     if isinstance(outer, Tensor):

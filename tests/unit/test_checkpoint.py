@@ -816,7 +816,11 @@ SAVE_FOR_EVER = """
                 save_for_ever()
             finally:
                 os._exit(1)
-        time.sleep(0.05 + 0.12 * generator.random())
+        deadline = time.monotonic() + 30
+        while not list((root / "run").glob("iteration-*/manifest.json")):  # however slow the disk: one stands
+            assert time.monotonic() < deadline, "the writer writes nothing"
+            time.sleep(0.005)
+        time.sleep(0.12 * generator.random())
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         assert os.WIFSIGNALED(status), "the writer ended by itself"
