@@ -12,7 +12,7 @@ import platform
 import torch
 from torch import Tensor, nn
 
-from benchmarks.timing import time_pairs
+from benchmarks._timing import time_pairs
 from grpo import ActionScores, GRPOConfig, GRPOTrainer, SampledActions
 
 NUM_FEATURES, NUM_HIDDEN, NUM_ARMS, GROUP_SIZE = 64, 64, 64, 8

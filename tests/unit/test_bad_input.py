@@ -20,6 +20,7 @@ from grpo import (
     GRPOConfig,
     GRPOTrainer,
     NonFiniteGradientError,
+    ObjectiveConfig,
     ProtocolError,
     RewardConfig,
     RewardError,
@@ -31,10 +32,12 @@ from tests.policies import (
     ExactSampling,
     GroupScoring,
     RowScoring,
+    SequencePolicy,
     TablePolicy,
     digest,
     weights_of,
 )
+from tests.support import as_users_run_it
 
 
 def trainer_of(
@@ -350,6 +353,65 @@ def test_rollouts_with_another_mask_than_the_policys_are_refused() -> None:
         trainer.update(batch)
 
 
+ROLLOUTS: dict[str, Any] = {
+    "states": [0, 0, 1, 1],
+    "actions": [(1, 2, 0), (0,), (2, 0), (1,)],
+    "rewards": [0.0, 1.0, 0.0, 1.0],
+    "group_ids": [0, 0, 1, 1],
+    "mask": torch.tensor([[True, True, True], [True, False, False], [True, True, False], [True, False, False]]),
+}
+"""Rows of 3, 1, 2 and 1 steps, for a `RowScoring`."""
+
+
+class OwnReference(RowScoring):
+    """`ScoresReference`, with so many steps per row."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self.num_steps = num_steps
+
+    def reference_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+        return torch.full((len(actions), self.num_steps), -1.0, dtype=torch.float64)
+
+
+def trainer_with_reference(reference: Any, **settings: Any) -> GRPOTrainer:
+    own = isinstance(reference, OwnReference)
+    return GRPOTrainer(
+        config=GRPOConfig(objective=ObjectiveConfig(kl_coef=0.1), **settings),
+        policy=reference if own else RowScoring(),
+        reward_model=lambda states, actions: [],
+        reference_policy=None if own else reference,
+    )
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize(
+    ("reference", "name"),
+    [
+        (lambda: OwnReference(1), r"OwnReference\.reference_log_probabilities"),
+        (lambda: OwnReference(2), r"OwnReference\.reference_log_probabilities"),
+        (lambda: SequencePolicy(), "reference SequencePolicy"),
+        (lambda: Masks(flipped), "reference Masks"),
+    ],
+    ids=["the policy's own, sums", "the policy's own, two of three steps", "a policy, sums", "a policy, another step"],
+)
+def test_a_reference_that_leaves_out_steps_is_refused(reference: Any, name: str, micro_batch_size: int | None) -> None:
+    """A step it says nothing of must not count as one it is sure of."""
+    trainer = trainer_with_reference(reference(), micro_batch_size=micro_batch_size)
+    before = state_of(trainer)
+    with pytest.raises(ContractError, match=rf"{name} must score every step"):
+        trainer.update(ExperienceBatch.from_rows(**ROLLOUTS))
+    assert state_of(trainer) == before
+
+
+def test_a_reference_need_not_score_what_is_masked_for_all() -> None:
+    """A fourth step that no row has: three are enough."""
+    mask = torch.nn.functional.pad(ROLLOUTS["mask"], (0, 1), value=False)
+    trainer = trainer_with_reference(OwnReference(3))
+    metrics = trainer.update(ExperienceBatch.from_rows(**{**ROLLOUTS, "mask": mask}))
+    assert metrics["train/kl_mean"] > 0
+
+
 class Samples(ExactSampling):
     """What it says of its samples passes through a function."""
 
@@ -418,6 +480,88 @@ def test_rows_without_a_step_are_legal_and_carry_no_loss() -> None:
     metrics = trainer.update(ExperienceBatch.from_rows([0, 0], [(1, 0), ()], [1.0, 0.0], [0, 0], mask=mask))
     assert metrics["steps/mean"] == 1.0
     assert metrics["train/policy_loss"] == pytest.approx(-0.5 * 0.5)  # advantage 1/2, ratio 1, weight 1/2
+
+
+# Advantages of the caller's own
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda n: torch.ones(n - 1), r"got \[7\] float32"),
+        (lambda n: torch.ones(n, 2), r"got \[8, 2\] float32"),
+        (lambda n: torch.ones(1, n), r"got \[1, 8\] float32"),
+        (lambda n: torch.ones(n, 1, 1), r"got \[8, 1, 1\] float32"),
+        (lambda n: torch.tensor(1.0), r"got \[\] float32"),
+        (lambda n: [1.0] * n, r"got a list of 8"),
+        (lambda n: np.ones(n), r"got \[8\] float64"),
+        (lambda n: None, r"got NoneType"),
+        (lambda n: torch.tensor([1.0] * (n - 1) + [math.nan]), r"got NaN or infinity"),
+        (lambda n: torch.full((n, 1), math.inf), r"got NaN or infinity"),
+    ],
+)
+def test_advantages_that_are_not_one_number_per_row_or_step(make: Any, got: str) -> None:
+    policy = TablePolicy()
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=4, batch_size=2),
+        policy=policy,
+        reward_model=lambda states, actions: torch.arange(8.0),
+        advantages=lambda batch: make(batch.num_rows),
+    )
+    before = state_of(trainer)
+    with as_users_run_it(), pytest.raises(ContractError, match=rf"advantages must be \[N\] = \[8\].*{got}"):
+        trainer.step(["a", "b"])
+    assert state_of(trainer) == before
+
+
+def with_advantages(values: list[list[float]], filler: float) -> tuple[str, dict[str, float]]:
+    """Three updates on `ROLLOUTS` with these advantages on its mask, and `filler` off it: the state after, the metrics."""
+    torch.manual_seed(1)
+    trainer = GRPOTrainer(
+        config=GRPOConfig(),
+        policy=RowScoring(),
+        reward_model=lambda states, actions: [],
+        advantages=lambda batch: torch.tensor(values).where(batch.mask, filler),
+    )
+    for _ in range(3):
+        metrics = trainer.update(ExperienceBatch.from_rows(**ROLLOUTS))
+    return state_of(trainer), {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+def test_what_advantages_hold_off_the_mask_is_never_looked_at() -> None:
+    """NaN there gives the very updates that 0 there gives."""
+    values = [[1.0, -2.0, 0.5], [-1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [3.0, 0.0, 0.0]]
+    state, metrics = with_advantages(values, math.nan)
+    assert (state, metrics) == with_advantages(values, 0.0) 
+    assert math.isfinite(metrics["train/grad_norm"])
+
+
+def test_a_row_without_an_advantage_is_one_whatever_stands_off_its_mask() -> None:
+    state, metrics = with_advantages([[1.0, -2.0, 0.5], [0.0] * 3, [0.0] * 3, [3.0, 0.0, 0.0]], math.nan)
+    assert metrics["rows/skipped_zero_advantage"] == 2.0
+
+
+# Rollouts made elsewhere
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"mask": ROLLOUTS["mask"].double()}, r"mask must be bool \[N, T\] with N = 4; got \[4, 3\] float64"),
+        ({"mask": ROLLOUTS["mask"].long()}, r"mask must be bool \[N, T\] with N = 4; got \[4, 3\] int64"),
+        ({"mask": ROLLOUTS["mask"][:3]}, r"mask must be bool \[N, T\] with N = 4; got \[3, 3\] bool"),
+        ({"mask": ROLLOUTS["mask"][:, 0]}, r"mask must be bool \[N, T\] with N = 4; got \[4\] bool"),
+        ({"behaviour_log_probs": torch.zeros(4, 2)}, r"behaviour_log_probs must be like mask, \[4, 3\]; got \[4, 2\]"),
+        ({"behaviour_log_probs": torch.zeros(4)}, r"behaviour_log_probs must be like mask, \[4, 3\]; got \[4, 1\]"),
+        ({"behaviour_log_probs": torch.zeros(3, 3)}, r"behaviour_log_probs must .*\[4\] or \[N, T\]; got \[3, 3\]"),
+        ({"rewards": torch.zeros(4, 2)}, r"rewards per step must be like mask, \[4, 3\]; got \[4, 2\]"),
+        ({"group_ids": [[0], [0], [1], [1]]}, r"group_ids must be \[N\].*got \[4, 1\] int64"),
+        ({"group_ids": torch.tensor(0)}, r"group_ids must be \[N\].*got \[\] int64"),
+    ],
+)
+def test_rollouts_of_another_shape_are_refused(changes: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(ContractError, match=rf"ExperienceBatch\.from_rows: {pattern}"):
+        ExperienceBatch.from_rows(**{**ROLLOUTS, **changes})
 
 
 # Rewards
@@ -561,6 +705,28 @@ def test_rewards_of_every_right_kind(make: Any) -> None:
     assert not batch.rewards.requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize("make", [lambda x: x, lambda x: x.numpy(), lambda x: WeightedRewards({"x": lambda s, a: x})])
+def test_rewards_that_are_the_rewards_models_own_memory_are_copied(make: Any, dtype: torch.dtype) -> None:
+    memory = torch.tensor([1, 0, 2, 3], dtype=dtype)
+    made = make(memory)
+    batch = trainer_of(TablePolicy(), made if isinstance(made, WeightedRewards) else lambda s, a: made).collect(["a"])
+    memory.zero_()
+    assert batch.rewards.tolist() == [1.0, 0.0, 2.0, 3.0]
+    assert all(part.tolist() == [1.0, 0.0, 2.0, 3.0] for part in batch.reward_components.values())
+
+
+def test_parts_of_a_zeroed_reward_are_zeroed_too() -> None:
+    """x = (NaN, 1, 2, 3) counts as (0, 1, 2, 3): mean 3/2; its row's reward, NaN + 1, as 0."""
+    parts = {"x": lambda s, a: [math.nan, 1.0, 2.0, 3.0], "y": lambda s, a: [1.0] * 4}
+    trainer = trainer_of(TablePolicy(), WeightedRewards(parts), reward=RewardConfig(non_finite="zero"))
+    metrics = trainer.step(["a"])
+    assert metrics["rewards/x/mean"] == 1.5
+    assert metrics["rewards/x/std"] == pytest.approx(math.sqrt(5 / 3))
+    assert metrics["rewards/y/mean"] == 1.0
+    assert metrics["rewards/mean"] == pytest.approx((0 + 2 + 3 + 4) / 4)
+
+
 def test_one_part_of_a_weighted_reward_is_named_when_it_is_wrong() -> None:
     def right(states: Any, actions: Any) -> Any:
         return [0.0] * len(actions)
@@ -662,8 +828,88 @@ def test_retries_come_before_rows_are_dropped() -> None:
 
 def test_when_every_row_raises_that_is_an_error() -> None:
     trainer = trainer_of(TablePolicy(), Flaky(actions={0, 1}), reward=RewardConfig(on_failure="drop"))
-    with pytest.raises(RewardError, match=r"Flaky raised for every one of 8 rows"):
+    with pytest.raises(RewardError, match=r"Flaky raised for every one of 8 rows") as caught:
         trainer.step(["a", "b"])
+    assert isinstance(caught.value.__cause__, TimeoutError)
+
+
+def test_a_row_asked_for_alone_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four calls for all rows, with pauses of 1, 2 and 4 seconds; then one for each of eight rows, at once."""
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    flaky = Flaky(actions={0})
+    policy = TablePolicy(num_actions=7, script=[[0, 1, 2, 3], [0, 4, 5, 6]])
+    batch = trainer_of(policy, flaky, reward=RewardConfig(on_failure="drop", num_retries=3)).collect(["a", "b"])
+    assert pauses == [1.0, 2.0, 4.0]
+    assert flaky.calls == 4 + 8
+    assert batch.metrics["rewards/retries"] == 3.0
+    assert batch.actions == [1, 2, 3, 4, 5, 6]
+
+
+class RaggedScript(RowScoring):
+    """Always acts as `ROLLOUTS`: rows of 3, 1, 2 and 1 steps."""
+
+    def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+        actions = ROLLOUTS["actions"]
+        return [actions[:2], actions[2:]]
+
+
+RAGGED_REWARDS = [[2.0, 3.0, 1.0], [1.0, 0.0, 0.0], [3.0, 1.0, 0.0], [2.0, 0.0, 0.0]]
+"""1 + token, of every step of `ROLLOUTS`."""
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("failing", [None, 0, 1, 2, 3])
+def test_ragged_rewards_per_step_survive_being_asked_for_row_by_row(failing: int | None, weighted: bool) -> None:
+    """The call for all raises, and that for one row, or none; row 0 is the longest, rows 1 and 3 have one step."""
+
+    def reward(states: Any, actions: Any) -> Any:
+        (action,) = actions  # raises for more than one
+        if failing is not None and action == ROLLOUTS["actions"][failing]:
+            raise TimeoutError("the judge is away")
+        return [[1.0 + token for token in action]]
+
+    judge = WeightedRewards({"x": reward}) if weighted else reward
+    trainer = trainer_of(RaggedScript(), judge, group_size=2, reward=RewardConfig(on_failure="drop"))
+    batch = trainer.collect([0, 1])
+    kept = [row for row in range(4) if row != failing]
+    assert batch.actions == [ROLLOUTS["actions"][row] for row in kept]
+    assert batch.mask.tolist() == ROLLOUTS["mask"][kept].tolist()
+    assert batch.rewards.tolist() == [RAGGED_REWARDS[row] for row in kept]
+    assert trainer.update(batch)["rows/dropped"] == 4 - len(kept)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda action: torch.ones(2),
+        lambda action: torch.ones(1, 2, 2),
+        lambda action: torch.ones(1, 9),
+        lambda action: torch.ones(1, len(action) + 1) if len(action) == 2 else torch.ones(1, len(action)),
+        lambda action: torch.ones(1) if len(action) == 2 else torch.ones(1, len(action)),
+        lambda action: torch.ones(1, len(action)) if len(action) == 2 else torch.ones(1),
+        lambda action: ["one"],
+    ],
+    ids=[
+        "two rows",
+        "three axes",
+        "too many steps",
+        "one step too many",
+        "one row per row",
+        "one row per step",
+        "words",
+    ],
+)
+def test_a_wrong_shape_is_an_error_also_row_by_row(wrong: Any) -> None:
+    def reward(states: Any, actions: Any) -> Any:
+        (action,) = actions
+        return wrong(action)
+
+    trainer = trainer_of(RaggedScript(), reward, group_size=2, reward=RewardConfig(on_failure="drop"))
+    before = state_of(trainer)
+    with pytest.raises(RewardError, match="reward"):
+        trainer.step([0, 1])
+    assert state_of(trainer) == before
 
 
 def test_rows_that_raise_and_rows_that_are_not_finite_are_both_dropped() -> None:
@@ -826,6 +1072,18 @@ def test_too_many_skipped_updates_in_a_row_end_the_run_with_a_checkpoint(limit: 
     fresh.load_checkpoint(tmp_path)
     assert state_of(fresh) == state_of(trainer)
     assert fresh.iteration == len(states)
+
+
+def test_a_run_ended_by_skipped_updates_is_given_all_of_them_again_when_it_is_loaded(tmp_path: Path) -> None:
+    """Three in a row end it. Loaded, one more bad update is skipped, and a second; the third ends it."""
+    trainer = trainer_of(Poisoned(set(range(1, 100)), math.nan), max_skipped_updates=3)
+    with pytest.raises(NonFiniteGradientError):
+        trainer.train(["a", "b"], num_iterations=9, checkpoint_dir=tmp_path, checkpoint_every=9, progress=False)
+    resumed = trainer_of(Poisoned(set(range(100)), math.nan), max_skipped_updates=3)
+    resumed.load_checkpoint(tmp_path)
+    assert [resumed.step(["a", "b"])["train/skipped_updates"] for _ in range(2)] == [1.0, 1.0]
+    with pytest.raises(NonFiniteGradientError, match="3 updates in a row"):
+        resumed.step(["a", "b"])
 
 
 def test_one_sound_update_begins_the_count_again() -> None:
