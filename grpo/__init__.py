@@ -26,6 +26,7 @@ from .errors import (
 from .experience_collector import ExperienceCollector
 from .grpo_objective import ObjectiveConfig, grpo_objective, step_weights
 from .metrics import JSONLSink, MetricSink
+from .off_policy import sampler_weights
 from .policy_base import (
     HasState,
     PlansMicroBatches,
@@ -88,6 +89,7 @@ __all__ = [
     "kl_k2",
     "kl_k3",
     "kl_k3_weighted",
+    "sampler_weights",
     "score_function_entropy",
     "step_weights",
 ]

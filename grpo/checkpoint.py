@@ -193,7 +193,7 @@ def _is_checkpoint(path: Path) -> bool:
 def _iteration(path: Path) -> int:
     try:
         return int(json.loads((path / MANIFEST).read_bytes())["iteration"])
-    except (ValueError, KeyError, TypeError, OSError):
+    except (ValueError, KeyError, TypeError, OSError, RecursionError):
         return -1  # damaged: the oldest of all; reading it says what is wrong
 
 
@@ -213,7 +213,7 @@ def _verified_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_bytes())
         claimed = manifest.pop("sha256")
         schema = manifest["schema"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest ({type(error).__name__}): use another checkpoint.") from error
     if claimed != _digest(json.dumps(manifest).encode()):
         raise CheckpointError(f"{path} is damaged: its hash is not the one it holds. Use another checkpoint.")

@@ -78,7 +78,7 @@ def as_log_probs(owner: str, value: Any, num_rows: int) -> Float[Tensor, "N T"]:
 
 
 def as_advantages(value: Any, mask: Bool[Tensor, "N T"]) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
-    """Advantages [N] or [N, T] as a detached CPU tensor of finite numbers.
+    """Advantages [N] or [N, T] as a detached CPU tensor of finite numbers, 0 off the mask.
 
     Raises:
         ContractError: another shape, or a number that is not finite where the mask holds.
@@ -87,8 +87,9 @@ def as_advantages(value: Any, mask: Bool[Tensor, "N T"]) -> Float[Tensor, " N"] 
     if not isinstance(value, Tensor) or value.shape not in (mask.shape[:1], mask.shape):
         raise ContractError(f"{required}; got {describe(value)}.")
     advantages = value.detach().cpu()
-    counted = advantages if advantages.dim() == 1 else advantages[mask.cpu()]
-    if not bool(counted.isfinite().all()):
+    if advantages.dim() == 2:
+        advantages = torch.where(mask.cpu(), advantages, 0.0)
+    if not bool(advantages.isfinite().all()):
         raise ContractError(f"{required}; got NaN or infinity. Look for 0/0 in the callable passed as advantages=.")
     return advantages
 

@@ -90,14 +90,14 @@ class GradientStep:
         Raises:
             ContractError: no parameter has received a gradient.
         """
-        if self.optimizer is not None:
-            self.scaler.unscale_(self.optimizer)
         gradients = [tensor.grad for tensor in self._moved() if tensor.grad is not None]
         if not gradients:
             raise ContractError(
                 f"{self.policy_name}: no gradient reached get_parameters(). Return the very tensors that "
                 "get_log_probabilities() computes with: dict(self.named_parameters()), not copies and not state_dict()."
             )
+        if self.optimizer is not None:
+            self.scaler.unscale_(self.optimizer)
         return get_total_norm(gradients)
 
     def apply(self, total_norm: Tensor, norm: float) -> None:
@@ -115,6 +115,12 @@ class GradientStep:
         """Leave every weight and the optimizer's state as they are; a loss scale comes down."""
         if self.scaler.is_enabled():
             self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
+        self.clear()
+
+    def abandon(self) -> None:
+        """Forget an update that ends in an error, and that its gradients were unscaled; the loss scale stays."""
+        if self.scaler.is_enabled():
+            self.scaler.update(self.scaler.get_scale())
         self.clear()
 
     def clear(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from .divergence import MAX_LOG_RATIO, KLEstimator, estimate_kl, score_function_entropy
 from .errors import ConfigError
 from .metrics import moments
+from .off_policy import SamplerCorrection, sampler_weights
 from .settings import Settings, setting
 from .surrogates import clipped_surrogate
 from .types import ObjectiveInputs, ObjectiveOutput
@@ -48,6 +49,13 @@ class ObjectiveConfig(Settings):
     """How per-step losses become one number; read by the trainer, which turns it into weights (see `step_weights`)."""
     fixed_length: int | None = setting(None, at_least=1)
     """L of `fixed_length`: the same divisor for every row, whatever its length."""
+    sampler_correction: SamplerCorrection = "none"
+    """What is done about actions that another distribution sampled (`behaviour_log_probs`): nothing, or their surrogate is
+    weighed by the ratio to the policy's own probability, bounded (`truncate`) or left out beyond the bounds (`mask`)."""
+    sampler_ratio_low: float | None = setting(None, at_least=0.0)
+    """Smallest such weight. None: no bound."""
+    sampler_ratio_high: float | None = setting(3.0, above=0.0)
+    """Largest such weight. Larger corrects more, and lets single steps weigh more. None: no bound."""
 
     def __post_init__(self) -> None:
         """Check every value, and that a length is given exactly where it is read."""
@@ -58,6 +66,9 @@ class ObjectiveConfig(Settings):
                 f"ObjectiveConfig.fixed_length={self.fixed_length} with aggregation={self.aggregation!r}: "
                 "set a length exactly when an aggregation is 'fixed_length'."
             )
+        low, high = self.sampler_ratio_low, self.sampler_ratio_high
+        if low is not None and high is not None and low > high:
+            raise ConfigError(f"ObjectiveConfig.sampler_ratio_low={low} must not exceed sampler_ratio_high={high}.")
 
 
 def step_weights(
@@ -133,7 +144,8 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     L = sum_{n,t} w[n,t] (l[n,t] + kl_coef d[n,t]) - entropy_coef sum_{n,t} w_H[n,t] H[n,t]
 
     with l the surrogate on rho = exp(log_probs - old_log_probs), d the estimate of the divergence from the reference, and
-    H the entropy. Without `old_log_probs` rho is exactly 1 and its gradient that of log_probs (REINFORCE).
+    H the entropy; `sampler_correction` weighs l alone. Without `old_log_probs` rho is exactly 1 and its gradient that of
+    log_probs (REINFORCE).
 
     Args:
         inputs: see `ObjectiveInputs`; half precision is raised to float32.
@@ -142,10 +154,12 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     Returns:
         The loss, and moments of `total_loss`, `policy_loss`, `kl_penalty`, `entropy_bonus` (shares that add up:
         total = policy + kl - entropy), `ratio`, `clip_fraction`, `clip_fraction_low`, `clip_fraction_high`,
-        `ratio_clamped_fraction`, `entropy` (sampled where it is not known), and with a reference `kl`.
+        `ratio_clamped_fraction`, `entropy` (sampled where it is not known), with a reference `kl`, and
+        with a correction `sampler_ratio`.
 
     Raises:
-        ConfigError: a KL term without reference log-probs, or an exact entropy bonus without an entropy.
+        ConfigError: a KL term without reference log-probs, an exact entropy bonus without an entropy, or a correction without
+            behaviour log-probs.
 
     Source:
         Shao et al. 2024, arXiv:2402.03300, eq. 3.
@@ -156,6 +170,7 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     advantages = inputs.advantages if inputs.advantages.dim() == 2 else inputs.advantages.unsqueeze(1)
     advantages = torch.where(mask, advantages.to(log_probs.dtype), 0.0)
 
+    spread: dict[str, Tensor] = {}
     log_ratio: Tensor | None = None
     if inputs.old_log_probs is None:  # the ratio is 1, and no bound is reached
         ratio = (log_probs - log_probs.detach()).exp()
@@ -164,10 +179,13 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
         log_ratio = log_probs - _on_mask(inputs.old_log_probs, mask)
         ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         surrogate = clipped_surrogate(ratio, advantages, clip_low=config.clip_low, clip_high=config.clip_high)
+    if config.sampler_correction != "none":
+        correction = _sampler_correction(inputs, config, log_probs)
+        surrogate = surrogate * correction
+        spread["sampler_ratio"] = torch.where(mask, correction, 0.0)
     policy_loss = (surrogate * weights).sum()
     shares = {"policy_loss": policy_loss}
     loss = policy_loss
-    spread: dict[str, Tensor] = {}
 
     if inputs.ref_log_probs is not None:
         x = log_probs - _on_mask(inputs.ref_log_probs, mask)
@@ -190,6 +208,22 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     with torch.no_grad():
         metrics = _metrics({**shares, "total_loss": loss}, spread, log_ratio, advantages, mask, config)
     return ObjectiveOutput(loss=loss, metrics=metrics)
+
+
+def _sampler_correction(inputs: ObjectiveInputs, config: ObjectiveConfig, log_probs: Tensor) -> Tensor:
+    if inputs.behaviour_log_probs is None:
+        raise ConfigError(
+            f"objective.sampler_correction={config.sampler_correction!r} needs behaviour_log_probs. Return them in "
+            "SampledActions, pass them to ExperienceBatch.from_rows, or set sampler_correction='none'."
+        )
+    return sampler_weights(
+        log_probs if inputs.old_log_probs is None else inputs.old_log_probs.to(log_probs.dtype),
+        inputs.behaviour_log_probs.to(log_probs.dtype),
+        inputs.mask,
+        correction=config.sampler_correction,
+        low=config.sampler_ratio_low,
+        high=config.sampler_ratio_high,
+    )
 
 
 def _kl_coef(inputs: ObjectiveInputs, config: ObjectiveConfig) -> float:

@@ -10,7 +10,7 @@ from .metrics import mean_and_std, reward_statistics
 from .policy_update import UpdateCounts
 from .types import ExperienceBatch
 
-WITH_STD = ("ratio", "kl")
+WITH_STD = ("ratio", "kl", "sampler_ratio")
 """Metrics of the objective that are reported as a mean and a standard deviation."""
 
 ABSENT = {
@@ -56,7 +56,11 @@ def report_iteration(
         learning_rate: after the iteration.
     """
     mask = batch.mask.cpu()
-    rewards = batch.rewards if batch.rewards.dim() == 1 else batch.rewards.where(mask, 0).sum(1)
+
+    def per_row(values: Tensor) -> Tensor:
+        return values if values.dim() == 1 else values.where(mask, 0).sum(1)
+
+    rewards = per_row(batch.rewards)
     lengths = mask.sum(1).numpy()
     counted = advantages if advantages.dim() == 1 else advantages[mask]
     advantages_mean, advantages_std = mean_and_std(counted.double().numpy(), ddof=0)
@@ -67,7 +71,7 @@ def report_iteration(
         else:
             metrics[f"train/{name}"] = mean
     for name, part in batch.reward_components.items():
-        mean, std = mean_and_std(part.double().numpy(), ddof=1)
+        mean, std = mean_and_std(per_row(part).double().numpy(), ddof=1)
         metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
     return metrics | {
         "train/advantages_mean": advantages_mean,

@@ -226,7 +226,7 @@ class PolicyUpdate:
     def _require_finite(self, log_probs: list[float]) -> None:
         if all(math.isfinite(total) for total in log_probs):
             return
-        self._gradient.clear()
+        self._gradient.abandon()
         raise ContractError(
             f"{self._owner}: log-probabilities of sampled steps must be finite, and some are not. A sampled action cannot "
             "have probability 0: mask logits with torch.finfo(dtype).min, not -inf."

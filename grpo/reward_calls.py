@@ -37,7 +37,7 @@ class Rewards:
 
     values: Float[Tensor, " K"] | Float[Tensor, "K T"]
     """K rewards, one per kept row."""
-    components: dict[str, Float[Tensor, " K"]]
+    components: dict[str, Float[Tensor, "K *T"]]
     """Named parts, where the reward model reports them."""
     kept: Bool[Tensor, " N"] | None
     """Which of the N rows these are; None: all."""
@@ -178,11 +178,26 @@ class RewardCalls:
                 error.__cause__ = last
         if not answers:
             raise RewardError(f"{self._name} raised for every one of {len(states)} rows.") from error.__cause__
-        width = max(part.shape[1] for part, _ in answers) if answers[0][0].dim() == 2 else 0
-        if width and mask is not None:
-            width = mask.shape[1]
         totals, parts = zip(*answers, strict=True)
+        width = self._common_width(totals, None if mask is None else mask[kept.to(mask.device)].cpu())
         return _join(totals, width), {name: _join([part[name] for part in parts], width) for name in parts[0]}, kept
+
+    def _common_width(self, totals: Sequence[Tensor], mask: Tensor | None) -> int:
+        """How many steps rows asked for one by one are padded to; 0 for one number per row."""
+        if len({total.dim() for total in totals}) > 1:
+            raise RewardError(f"{self._name} gave one number for some rows, and one per step for others: choose one.")
+        if totals[0].dim() == 1:
+            return 0
+        widths = [total.shape[1] for total in totals]
+        if mask is None:
+            return max(widths)
+        decided = [int(row.nonzero().max()) + 1 if bool(row.any()) else 0 for row in mask]
+        for width, needed in zip(widths, decided, strict=True):
+            if not needed <= width <= mask.shape[1]:
+                raise RewardError(
+                    f"{self._name} must give a row of {needed} steps as many rewards, or up to {mask.shape[1]}; got {width}."
+                )
+        return mask.shape[1]
 
 
 def _on_mask(owner: str, rewards: Tensor, mask: Tensor) -> Tensor:

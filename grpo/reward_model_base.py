@@ -112,7 +112,12 @@ class WeightedRewards:
     def compute_components(self, states: Any, actions: Any) -> dict[str, Float[Tensor, "N *T"]]:
         """Each named reward [N], before weighting."""
         return {
-            name: as_rewards(reward_name(reward), reward.compute_rewards(states, actions), len(states))
+            name: as_rewards(
+                reward_name(reward),
+                reward.compute_rewards(states, actions),
+                len(states),
+                one_step_is_a_step=len(states) == 1,  # whether it may be is for who asked for one row to say
+            )
             for name, reward in self.rewards.items()
         }
 

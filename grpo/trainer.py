@@ -178,12 +178,11 @@ class GRPOTrainer:
             states: states to act in.
             num_actions_per_state: samples per state; None: `config.group_size`.
         """
-        if num_actions_per_state is not None and num_actions_per_state < 1:
-            raise ConfigError(f"evaluate: num_actions_per_state must be >= 1; got {num_actions_per_state}.")
+        num_actions = _at_least_one("num_actions_per_state", num_actions_per_state, self.config.group_size)
         if self._sampler_is_stale:
             self._sync_sampler()
         with preserved_random_state():
-            rewards = self.collector.rewards_of(states, num_actions_per_state or self.config.group_size).double()
+            rewards = self.collector.rewards_of(states, num_actions).double()
         return {"eval/avg_reward": float(rewards.mean()), "eval/avg_reward_std": float(rewards.std(correction=0))}
 
     # A run
@@ -222,19 +221,13 @@ class GRPOTrainer:
         Returns:
             The metrics of each iteration done by this call.
         """
-        for name, value in (
-            ("num_iterations", num_iterations),
-            ("eval_every", eval_every),
-            ("checkpoint_every", checkpoint_every),
-        ):
-            if value is not None and value < 1:
-                raise ConfigError(f"train: {name} must be >= 1; got {value}.")
+        num_iterations = _at_least_one("num_iterations", num_iterations, 1)
+        eval_every = _at_least_one("eval_every", eval_every, num_iterations // 10)
+        checkpoint_every = _at_least_one("checkpoint_every", checkpoint_every, num_iterations // 10)
         source = StateSource(states, self.config.num_states_per_iteration, self.data_seed)
         folder = None if checkpoint_dir is None else CheckpointFolder(checkpoint_dir, keep_last)
         if folder is not None:
             folder.require_at_most(self.iteration)
-        eval_every = eval_every or max(1, num_iterations // 10)
-        checkpoint_every = checkpoint_every or max(1, num_iterations // 10)
         start, self._resume_at = self._resume_at, 0
         if start >= num_iterations:
             warnings.warn(
@@ -306,6 +299,13 @@ class GRPOTrainer:
         if self._syncer is not None:
             self._syncer.sync_sampler()
         self._sampler_is_stale = False
+
+
+def _at_least_one(name: str, value: int | None, default: int) -> int:
+    """`value`, or where there is none the default, at least 1."""
+    if value is not None and value < 1:
+        raise ConfigError(f"{name} must be >= 1; got {value}.")
+    return max(default, 1) if value is None else value
 
 
 def _require_separate_reference(parameters: Mapping[str, Tensor], policy: Any, reference_policy: Any) -> None:

@@ -96,7 +96,7 @@ class ExperienceBatch:
     """Which rows were sampled for the same state; any integers."""
     rewards: Float[Tensor, " N"] | Float[Tensor, "N T"]
     """One reward per row, or one per step. On the CPU, in the precision the reward model gave."""
-    reward_components: Mapping[str, Float[Tensor, " N"]] = field(default_factory=dict)
+    reward_components: Mapping[str, Float[Tensor, "N *T"]] = field(default_factory=dict)
     """The named parts of the reward before they are weighted, where the reward model tells them."""
     mask: Bool[Tensor, "N T"]
     """True where the policy decided."""
@@ -131,8 +131,8 @@ class ExperienceBatch:
             actions: N actions.
             rewards: [N], or [N, T] for rewards per step; anything `torch.as_tensor` takes.
             group_ids: [N] integers; rows with the same number were sampled for the same state.
-            behaviour_log_probs: [N] or [N, T], under whatever sampled the actions. They reach the objective as they are; the
-                built-in one does not correct for the difference, so let rollouts come from a policy close to the present one.
+            behaviour_log_probs: [N] or [N, T], under whatever sampled the actions. Set
+                `objective.sampler_correction` to correct for the difference.
             mask: [N, T] bool, the policy's own steps; None: one step per row, or every step of `behaviour_log_probs`.
 
         Raises:

@@ -532,12 +532,12 @@ def test_what_advantages_hold_off_the_mask_is_never_looked_at() -> None:
     """NaN there gives the very updates that 0 there gives."""
     values = [[1.0, -2.0, 0.5], [-1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [3.0, 0.0, 0.0]]
     state, metrics = with_advantages(values, math.nan)
-    assert (state, metrics) == with_advantages(values, 0.0) 
+    assert (state, metrics) == with_advantages(values, 0.0)
     assert math.isfinite(metrics["train/grad_norm"])
 
 
 def test_a_row_without_an_advantage_is_one_whatever_stands_off_its_mask() -> None:
-    state, metrics = with_advantages([[1.0, -2.0, 0.5], [0.0] * 3, [0.0] * 3, [3.0, 0.0, 0.0]], math.nan)
+    _, metrics = with_advantages([[1.0, -2.0, 0.5], [0.0] * 3, [0.0] * 3, [3.0, 0.0, 0.0]], math.nan)
     assert metrics["rows/skipped_zero_advantage"] == 2.0
 
 
@@ -885,7 +885,7 @@ def test_ragged_rewards_per_step_survive_being_asked_for_row_by_row(failing: int
         lambda action: torch.ones(2),
         lambda action: torch.ones(1, 2, 2),
         lambda action: torch.ones(1, 9),
-        lambda action: torch.ones(1, len(action) + 1) if len(action) == 2 else torch.ones(1, len(action)),
+        lambda action: torch.ones(1, 2) if len(action) == 3 else torch.ones(1, len(action)),
         lambda action: torch.ones(1) if len(action) == 2 else torch.ones(1, len(action)),
         lambda action: torch.ones(1, len(action)) if len(action) == 2 else torch.ones(1),
         lambda action: ["one"],
@@ -894,7 +894,7 @@ def test_ragged_rewards_per_step_survive_being_asked_for_row_by_row(failing: int
         "two rows",
         "three axes",
         "too many steps",
-        "one step too many",
+        "one step too few",
         "one row per row",
         "one row per step",
         "words",

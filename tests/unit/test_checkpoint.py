@@ -27,6 +27,7 @@ from grpo import (
     CheckpointError,
     GRPOConfig,
     GRPOTrainer,
+    GRPOWarning,
     ObjectiveConfig,
     WeightedRewards,
     best_checkpoint,
@@ -94,6 +95,45 @@ class NoisyModel(NoisyReward):
     def to(self, device: Any) -> None: ...
 
 
+class CountingNetwork(torch.nn.Module):
+    """A reward network with a running count, of which every reward takes a part."""
+
+    times_seen: Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.worth = torch.nn.Linear(1, 1)
+        torch.nn.init.ones_(self.worth.weight)
+        torch.nn.init.zeros_(self.worth.bias)
+        self.register_buffer("times_seen", torch.full((4,), float(seed)))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+    def compute_rewards(self, states: Any, actions: Any) -> Tensor:
+        chosen = torch.as_tensor(actions)
+        self.times_seen += torch.bincount(chosen, minlength=4)
+        self.scratch += 1
+        worth: Tensor = self.worth(chosen.float().unsqueeze(1)).squeeze(1)
+        return worth - 0.1 * self.times_seen[chosen] + 0.01 * self.scratch * chosen
+
+
+class CallableNetwork(torch.nn.Module):
+    """The same as a callable."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.inner = CountingNetwork(seed)
+
+    def forward(self, states: Any, actions: Any) -> Tensor:
+        return self.inner.compute_rewards(states, actions)
+
+
+class DrawsToScore(ManyGenerators):
+    """Draws random numbers for every log-probability, as the README's first policy does."""
+
+    def get_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+        return super().get_log_probabilities(states, actions) + 0.1 * torch.randn(len(actions))
+
+
 def plain_reward(states: Any, actions: Any) -> list[float]:
     """Some groups have no differences."""
     return [float(action == 2) + float(action == 1) * random.random() for action in actions]
@@ -111,6 +151,14 @@ CASES: dict[str, dict[str, Any]] = {
     "weighted rewards with a state": {
         "reward": lambda seed: WeightedRewards({"x": NoisyModel(seed), "y": plain_reward})
     },
+    "reward network with a buffer": {"reward": CountingNetwork},
+    "callable reward network with a buffer": {"reward": CallableNetwork},
+    "weighted reward networks with buffers": {
+        "reward": lambda seed: WeightedRewards({"x": CountingNetwork(seed), "y": plain_reward})
+    },
+    "random numbers in scoring": {"policy": DrawsToScore},
+    "random numbers in scoring, several updates": {"policy": DrawsToScore, "batch_size": 5},
+    "loss scaler": {"with_scaler": True},
     "dropout": {"dropout": 0.5},
     "dropout, several updates": {"dropout": 0.5, "num_epochs_per_update": 2},
     "scheduler of the caller": {"with_scheduler": True, "batch_size": 4},
@@ -136,11 +184,12 @@ def built(case: str, seed: int) -> tuple[GRPOTrainer, Any, dict[str, Any]]:
         states = [0, 1, 2, 3]
         reward_model = lambda states, actions: [sum(action) + random.random() for action in actions]  # noqa: E731
     else:
-        policy = ManyGenerators(dropout=options.pop("dropout", 0.0))
+        policy = options.pop("policy", ManyGenerators)(dropout=options.pop("dropout", 0.0))
     reference = None
     if options.pop("with_reference", False):
         reference = ManyGenerators()
     scheduler = optimizer = None
+    with_scaler = options.pop("with_scaler", False)
     if options.pop("with_scheduler", False):
         optimizer = torch.optim.SGD(policy.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count))
@@ -153,6 +202,8 @@ def built(case: str, seed: int) -> tuple[GRPOTrainer, Any, dict[str, Any]]:
         optimizer=optimizer,
         lr_scheduler=scheduler,
     )
+    if with_scaler:
+        trainer.gradient.scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=3)
     return trainer, states, {"progress": False, **extra}
 
 
@@ -209,6 +260,82 @@ def test_a_run_that_was_interrupted_goes_on_from_its_folder(tmp_path: Path) -> N
     assert len(resumed.train(states, num_iterations=10, checkpoint_dir=tmp_path, checkpoint_every=1, **options)) == 5
     assert digest(weights_of(resumed.policy)) == digest(weights_of(whole.policy))
     assert read_newest(tmp_path)["counters"]["iteration"] == 10
+
+
+def test_a_policy_without_parameters_repeats_its_random_numbers(tmp_path: Path) -> None:
+    """The README's first policy: log-probabilities, like rewards, are random numbers, and the rewards tell."""
+
+    def trainer() -> GRPOTrainer:
+        policy = DuckPolicy(num_actions=4)
+        policy.tensors = {}
+        policy.generate_actions = lambda states, count, **_: [[0] * count for _ in states]  # type: ignore[method-assign]
+        policy.get_log_probabilities = lambda states, actions: torch.randn(len(actions))  # type: ignore[method-assign]
+        return GRPOTrainer(
+            config=GRPOConfig(group_size=4), policy=policy, reward_model=lambda s, actions: torch.rand(len(actions))
+        )
+
+    unbroken = trainer().train(
+        [0, 1], num_iterations=6, checkpoint_dir=tmp_path, checkpoint_every=1, keep_last=6, progress=False
+    )
+    for stopped in range(1, 6):
+        fresh = trainer()
+        fresh.load_checkpoint(tmp_path / f"iteration-{stopped:08d}")
+        rest = fresh.train([0, 1], num_iterations=6, progress=False)
+        assert [m["rewards/mean"] for m in rest] == [m["rewards/mean"] for m in unbroken[stopped:]]
+
+
+def damage_tensors(checkpoint: Path) -> None:
+    (checkpoint / "tensors.safetensors").write_bytes(b"cut")
+
+
+def damage_state(checkpoint: Path) -> None:
+    (checkpoint / "state.json").unlink()
+
+
+def damage_manifest(checkpoint: Path) -> None:
+    data = (checkpoint / "manifest.json").read_bytes()
+    (checkpoint / "manifest.json").write_bytes(data.replace(b'"sha256"', b'"sha257"', 1))
+
+
+@pytest.mark.parametrize("damage", [damage_tensors, damage_state, damage_manifest])
+def test_a_run_goes_on_in_its_folder_from_the_newest_whole_checkpoint(damage: Any, tmp_path: Path) -> None:
+    """Of ten iterations the last two are damaged: it goes on after the eighth, and writes them anew."""
+    kept: dict[str, Any] = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "keep_last": 9}
+    whole, states, options = built("epochs of batches", seed=1)
+    whole.train(states, num_iterations=10, **kept, **options)
+    for n in (9, 10):
+        damage(tmp_path / f"iteration-{n:08d}")
+    resumed, *_ = built("epochs of batches", seed=2)
+    resumed.load_checkpoint(tmp_path)
+    assert resumed.iteration == 8
+    assert len(resumed.train(states, num_iterations=10, **kept, **options)) == 2
+    assert digest(weights_of(resumed.policy)) == digest(weights_of(whole.policy))
+    assert [read_checkpoint(tmp_path / f"iteration-{n:08d}")["counters"]["iteration"] for n in (9, 10)] == [9, 10]
+
+
+def test_a_run_does_not_go_on_beside_a_whole_checkpoint_that_is_further(tmp_path: Path) -> None:
+    """The tenth is damaged, the ninth is not: who loaded the eighth would overwrite it."""
+    kept: dict[str, Any] = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "keep_last": 9}
+    trainer, states, options = built("plain", seed=1)
+    trainer.train(states, num_iterations=10, **kept, **options)
+    damage_tensors(tmp_path / "iteration-00000010")
+    resumed, *_ = built("plain", seed=2)
+    resumed.load_checkpoint(tmp_path / "iteration-00000008")
+    with pytest.raises(CheckpointError, match=r"iteration-00000009 is of iteration 9, and this trainer is at 8"):
+        resumed.train(states, num_iterations=10, **kept, **options)
+    assert resumed.iteration == 8
+
+
+def test_a_finished_run_that_is_loaded_is_finished(tmp_path: Path) -> None:
+    trainer, states, options = built("plain", seed=1)
+    trainer.train(states, num_iterations=3, checkpoint_dir=tmp_path, **options)
+    resumed, *_ = built("plain", seed=2)
+    resumed.load_checkpoint(tmp_path)
+    before = digest(weights_of(resumed.policy))
+    assert before == digest(weights_of(trainer.policy))
+    with pytest.warns(GRPOWarning, match=r"at iteration 3, and num_iterations=3 .*nothing left to do"):
+        assert resumed.train(states, num_iterations=3, checkpoint_dir=tmp_path, **options) == []
+    assert (resumed.iteration, digest(weights_of(resumed.policy))) == (3, before)
 
 
 @pytest.mark.parametrize("case", ["plain", "epochs of batches", "reward with a state", "dropout"])
@@ -504,6 +631,21 @@ def test_contents_that_are_hashed_rightly_and_are_no_checkpoint(damaged: Path, c
     rewritten(damaged, lambda manifest: None, **contents)
     with pytest.raises(CheckpointError):
         read_checkpoint(damaged)
+
+
+@pytest.mark.parametrize("depth", [300, 2_000, 200_000])
+@pytest.mark.parametrize("name", ["state", "manifest"])
+def test_nesting_beyond_all_measure_is_no_checkpoint(damaged: Path, name: str, depth: int) -> None:
+    """Rightly hashed, and too deep to be read; beside it stands an older one that is whole."""
+    older = write_checkpoint(damaged.parent / "older", small(0), iteration=0)
+    data = b'{"$tuple": [' * depth + b"]}" * depth
+    if name == "state":
+        rewritten(damaged, lambda manifest: None, state=data)
+    else:
+        (damaged / "manifest.json").write_bytes(data)
+    with pytest.raises(CheckpointError):
+        read_checkpoint(damaged)
+    assert digest(read_newest(damaged.parent)) == digest(read_checkpoint(older))
 
 
 # Something is missing, or does not fit
@@ -1053,6 +1195,9 @@ class Unknown:
         ({"a": b"bytes"}, r"state\['a'\]", "bytes"),
         ({"a": 1j}, r"state\['a'\]", "complex"),
         ({"a": np.array([object()])}, r"state\['a'\]", "ndarray"),
+        ({"a": np.zeros(2, dtype=[("x", "f4"), ("y", "i8")])}, r"state\['a'\]", "ndarray"),
+        ({"a": np.zeros(2, dtype=[("x", "O")])}, r"state\['a'\]", "ndarray"),
+        ({"a": [np.zeros(2, dtype="V8")]}, r"state\['a'\]\[0\]", "ndarray"),
         ({"a": {Unknown(): 1}}, r"state\['a'\]", "Unknown"),
         ({"a": {"$x": [torch.float32]}}, r"state\['a'\]\['\$x'\]\[0\]", "dtype"),
     ],

@@ -75,6 +75,9 @@ FIELDS = {
         "entropy_aggregation": choice(*AGGREGATIONS, optional=True),
         "aggregation": choice(*AGGREGATIONS),
         "fixed_length": integer(0, -1, optional=True, allowed=st.none()),
+        "sampler_correction": choice("none", "truncate", "mask"),
+        "sampler_ratio_low": number(*BELOW_ZERO, optional=True, allowed=UNIT),
+        "sampler_ratio_high": number(0, *BELOW_ZERO, optional=True, allowed=st.floats(1, 1e6)),
     },
     RewardConfig: {
         "non_finite": choice("raise", "drop", "zero"),

@@ -39,6 +39,12 @@ def test_k3_is_never_negative():
     assert (kl_k3(x) >= 0).all()
 
 
+@pytest.mark.parametrize("x", [1e-4, -1e-4])
+def test_k3_keeps_its_digits_near_the_reference(x):
+    # x^2 / 2 = 5e-9, where exp(-x) + x - 1 in float32 is off by up to 6e-8
+    assert kl_k3(torch.tensor([[x]], dtype=torch.float32)).item() == pytest.approx(5e-9, rel=0.01)
+
+
 def x_and_ratio(policy: FourActions, sampler: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     log_probs = policy.log_probs()
     return log_probs - policy.ref_log_probs(), (log_probs - sampler.log().unsqueeze(1)).exp()

@@ -1,10 +1,12 @@
 """The trainer against updates worked out by hand, its semantics, and every capability a policy may have."""
 
 import copy
+import dataclasses
 import math
 import random
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from grpo import (
     ActionScores,
+    AdvantageConfig,
     ConfigError,
     ContractError,
     ExperienceBatch,
@@ -217,6 +220,82 @@ def test_every_name_is_there_in_an_iteration_without_anything_to_learn() -> None
     assert metrics["train/total_loss"] == metrics["train/policy_loss"] == metrics["train/grad_norm"] == 0.0
 
 
+def test_what_was_not_measured_is_said_to_be_so() -> None:
+    """No forward pass: no ratio and no entropy, no loss; the learning rate is there all the same."""
+    trainer, _ = by_hand(rewards=[1.0] * 4)
+    with pytest.warns(GRPOWarning, match="equal rewards"):
+        metrics = trainer.step(["a", "b"])
+    assert metrics["train/learning_rate"] == 1.0
+    assert [metrics[f"train/{name}"] for name in ("total_loss", "policy_loss", "kl_penalty")] == [0.0] * 3
+    assert all(math.isnan(metrics[f"train/{name}"]) for name in ("entropy", "ratio_mean", "ratio_std"))
+
+
+def poisoned(policy: TablePolicy, *when: int) -> TablePolicy:
+    """The gradients of these backward passes, counted from 0, are NaN; losses stay finite."""
+    num_backwards = 0
+
+    def hook(gradient: Tensor) -> Tensor:
+        nonlocal num_backwards
+        num_backwards += 1
+        return gradient * math.nan if num_backwards - 1 in when else gradient
+
+    policy.logits.register_hook(hook)
+    return policy
+
+
+@pytest.mark.parametrize("when", [(0,), (0, 1)])
+def test_losses_are_means_over_the_updates_that_were_computed(when: tuple[int, ...]) -> None:
+    """Two updates of two rows, none of which changes what the next one sees: the loss is that of all four rows."""
+    trainer, _ = by_hand(
+        policy=poisoned(TablePolicy(script=SCRIPT), *when), reference_policy=quarters(), config={"batch_size": 2}
+    )
+    metrics = trainer.step(["a", "b"])
+    kl_mean = (0.5 + LN2 - 1.0 + 1.5 + math.log(2.0 / 3.0) - 1.0) / 2
+    assert metrics["train/skipped_updates"] == len(when)
+    assert metrics["train/kl_mean"] == pytest.approx(kl_mean)
+    assert metrics["train/kl_penalty"] == pytest.approx(0.04 * kl_mean)
+    assert metrics["train/policy_loss"] == pytest.approx(0.0)
+    assert metrics["train/total_loss"] == pytest.approx(0.04 * kl_mean)
+
+
+def test_losses_are_means_over_updates_also_beside_a_dead_one() -> None:
+    """One of two updates is of a group without advantages, and never forwarded; the other's loss is -(3 + 1)/2."""
+    trainer, _ = by_hand(advantages=lambda batch: torch.tensor([3.0, 1.0, 0.0, 0.0]), config={"batch_size": 2})
+    metrics = trainer.step(["a", "b"])
+    assert metrics["train/skipped_updates"] == 1.0
+    assert metrics["train/policy_loss"] == metrics["train/total_loss"] == -2.0
+
+
+def test_an_update_that_broke_off_leaves_nothing_in_the_next_ones_metrics() -> None:
+    """The first of two forwards is done, the second raises; then the same step, as if nothing had been."""
+    seen = []
+    for breaks in (False, True):
+        trainer, policy = by_hand(reference_policy=quarters(), config={"micro_batch_size": 2})
+        score = policy.get_log_probabilities
+        if breaks:
+            forwards = iter([True, True, True, False])  # both parts without gradient, then the first with one
+
+            def failing(states: Any, actions: Any, score: Any = score, forwards: Any = forwards) -> Tensor:
+                if next(forwards):
+                    return score(states, actions)
+                raise RuntimeError("out of memory")
+
+            policy.get_log_probabilities = failing
+            with pytest.raises(RuntimeError, match="out of memory"):
+                trainer.step(["a", "b"])
+            policy.get_log_probabilities = score
+        metrics = trainer.step(["a", "b"])
+        seen.append((without_time(metrics), policy.logits.tolist()))
+    assert seen[0] == seen[1]
+
+
+def test_metrics_of_rollouts_made_elsewhere_have_every_name() -> None:
+    trainer, _ = by_hand(policy=TablePolicy())
+    metrics = trainer.update(ExperienceBatch.from_rows(["a", "a"], [0, 1], [1.0, 0.0], [0, 0]))
+    assert set(metrics) >= METRICS
+    assert metrics["rows/dropped"] == metrics["time/sample"] == metrics["time/reward"] == 0.0
+
+
 def test_weighted_rewards_report_their_parts() -> None:
     """R = 2 right + short = (2, 1, 2, 3): the advantages are 1/2, -1/2, -1/2, 1/2 as before."""
     parts = {"right": lambda s, a: [1, 0, 1, 1], "short": lambda s, a: np.array([0.0, 1.0, 0.0, 1.0])}
@@ -234,6 +313,17 @@ def test_weighted_rewards_report_their_parts() -> None:
     assert metrics["rewards/short/std"] == pytest.approx(math.sqrt(1 / 3))
     assert metrics["rewards/mean"] == 2.0
     assert policy.logits[0].tolist() == [0.125, -0.125]
+
+
+def test_weighted_rewards_that_differ_by_rounding_alone_are_equal() -> None:
+    """In float32, 0.1 + 0.2 and 0.3 are apart by 7e-9 before they are rounded; divided by their std they would be +-0.7."""
+    parts = {"x": lambda s, a: torch.tensor([0.3, 0.1] * 2), "y": lambda s, a: torch.tensor([0.0, 0.2] * 2)}
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, advantage=AdvantageConfig(scale="group")),
+        policy=TablePolicy(),
+        reward_model=WeightedRewards(parts),
+    )
+    assert trainer.advantages(trainer.collect(["a", "b"])).tolist() == [0.0] * 4
 
 
 def test_steps_and_rewards_per_step_are_summed_over_the_policys_own() -> None:
@@ -283,6 +373,18 @@ def test_train_reports_evaluations_to_history_and_sinks() -> None:
     history = trainer.train(["a", "b"], num_iterations=5, eval_states=["a"], eval_every=2, sinks=[sink], progress=False)
     assert sink.seen == [(1, False), (2, True), (3, False), (4, True), (5, True)]
     assert ["eval/avg_reward_std" in metrics for metrics in history] == [False, True, False, True, True]
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("name", ["num_iterations", "eval_every", "checkpoint_every", "keep_last"])
+def test_counts_below_one_are_refused(name: str, value: int, tmp_path: Path) -> None:
+    trainer, policy = by_hand()
+    arguments: dict[str, Any] = {"num_iterations": 1, name: value}
+    with pytest.raises(ConfigError, match=rf"{name} must be >= 1; got {value}"):
+        trainer.train(["a", "b"], eval_states=["a"], checkpoint_dir=tmp_path, progress=False, **arguments)
+    with pytest.raises(ConfigError, match=rf"num_actions_per_state must be >= 1; got {value}"):
+        trainer.evaluate(["a", "b"], num_actions_per_state=value)
+    assert policy.calls["generate"] == 0
 
 
 # Optimizer and schedules
@@ -477,10 +579,27 @@ def test_a_reference_that_shares_parameters_is_refused() -> None:
     by_hand(policy=policy, reference_policy=copy.deepcopy(policy))
 
 
+def test_parameters_without_an_entry_are_shared_with_nobody() -> None:
+    """All of them have the same address, 0."""
+
+    class Padded(TablePolicy):
+        def __init__(self) -> None:
+            super().__init__(script=SCRIPT)
+            self.nothing = torch.nn.Parameter(torch.empty(0, 3))
+
+    policy = Padded()
+    trainer, _ = by_hand(policy=policy, reference_policy=copy.deepcopy(policy))
+    trainer.step(["a", "b"])
+    assert policy.logits.tolist() == [[0.125, -0.125]] * 2  # the KL to an equal has no gradient
+
+
 def test_k1_as_a_loss_warns_and_only_where_it_is_the_loss() -> None:
     objective = ObjectiveConfig(kl_estimator="k1", kl_coef=0.1)
     with pytest.warns(GRPOWarning, match="gradient of zero in expectation"):
         by_hand(reference_policy=quarters(), config={"objective": objective})
+    with pytest.warns(GRPOWarning, match="gradient of zero in expectation"):  # kl_coef=None: on with a reference
+        by_hand(reference_policy=quarters(), config={"objective": ObjectiveConfig(kl_estimator="k1")})
+    by_hand(config={"objective": ObjectiveConfig(kl_estimator="k1")})
     by_hand(reference_policy=quarters(), config={"objective": ObjectiveConfig(kl_estimator="k1", kl_coef=0.0)})
 
 
@@ -807,6 +926,15 @@ def test_one_update_of_all_split_steps_is_their_mean() -> None:
     assert metrics["steps/mean"] == pytest.approx(len(moves) / 6)
 
 
+def test_rows_without_an_advantage_are_counted_as_rows_where_steps_are_split() -> None:
+    """Rewards 1, 2, 3 and 0, 1, 2: the middle episode of each group has advantage 0, however many steps it has."""
+    policy = EpisodePolicy()
+    batch, *_ = episode_batch(policy)
+    batch = dataclasses.replace(batch, rewards=torch.tensor([1.0, 2.0, 3.0, 0.0, 1.0, 2.0]))
+    assert int(batch.mask[1].sum() + batch.mask[4].sum()) > 2
+    assert by_hand(policy=policy)[0].update(batch)["rows/skipped_zero_advantage"] == 2.0
+
+
 def test_a_policy_that_splits_into_another_number_of_steps_is_refused() -> None:
     class Short(EpisodePolicy):
         def split_steps(self, states: Any, actions: Any) -> tuple[Tensor, Tensor]:
@@ -881,6 +1009,15 @@ def test_custom_advantages_stand_in_for_the_estimator(per_step: bool) -> None:
     metrics = trainer.step(["a", "b"])
     assert policy.logits.tolist() == [[1.0, -1.0], [0.0, 0.0]]
     assert metrics["rows/skipped_zero_advantage"] == 3.0
+
+
+def test_custom_advantages_are_numbers_to_the_loss() -> None:
+    """As a critic gives them, with a graph, which is left alone; the second pass, at a ratio of 1.76, is clipped."""
+    values = torch.tensor([8.0, 0.0, 0.0, 0.0], requires_grad=True)
+    trainer, policy = by_hand(advantages=lambda batch: 1.0 * values, config={"num_epochs_per_update": 2})
+    trainer.step(["a", "b"])
+    assert policy.logits.tolist() == [[1.0, -1.0], [0.0, 0.0]]
+    assert values.grad is None
 
 
 # Numbers and modes
