@@ -1,9 +1,26 @@
 """Paired, interleaved timing: what a noisy machine can still tell."""
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's `mallopt`."""
+
+
+def keep_freed_memory() -> bool:
+    """Have the allocator keep what is freed, for both sides of a comparison; says whether it could be told (glibc only).
+
+    Else tensors of some megabytes are handed back to the system and faulted in again or not, as the layout of the heap
+    falls out, which moves either side by a tenth from run to run.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1) and mallopt(M_MMAP_THRESHOLD, 2**25))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import platform
 import torch
 from torch import Tensor, nn
 
-from benchmarks._timing import time_pairs
+from benchmarks._timing import keep_freed_memory, time_pairs
 from grpo import ActionScores, GRPOConfig, GRPOTrainer, SampledActions
 
 NUM_FEATURES, NUM_HIDDEN, NUM_ARMS, GROUP_SIZE = 64, 64, 64, 8
@@ -125,6 +125,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    keep_freed_memory()
     print(f"torch {torch.__version__}, 1 thread, {platform.processor() or platform.machine()}")
     print(f"{'':28s}{'trainer.step':>12s} {'hand-written':>12s}")
     for by_group, target in ((False, "row by row"), (True, "state once per group")):

@@ -1,5 +1,6 @@
 """What users hand in, as tensors of a known shape and dtype, or an error that says what came instead."""
 
+import math
 from collections.abc import Sized
 from typing import Any
 
@@ -57,9 +58,7 @@ def as_rewards(
         raise RewardError(f"{expected}; got {describe(value)}.{hint}")
     if not rewards.is_floating_point():
         return rewards.cpu().double()
-    return torch.empty_like(rewards, dtype=torch.promote_types(rewards.dtype, torch.float32), device="cpu").copy_(
-        rewards
-    )
+    return rewards.to("cpu", torch.promote_types(rewards.dtype, torch.float32), copy=True)
 
 
 def as_log_probs(owner: str, value: Any, num_rows: int) -> Float[Tensor, "N T"]:
@@ -89,7 +88,7 @@ def as_advantages(value: Any, mask: Bool[Tensor, "N T"]) -> Float[Tensor, " N"] 
     advantages = value.detach().cpu()
     if advantages.dim() == 2:
         advantages = torch.where(mask.cpu(), advantages, 0.0)
-    if not bool(advantages.isfinite().all()):
+    if not math.isfinite(advantages.sum(dtype=torch.float64)):  # one NaN or infinity is enough to show in the sum
         raise ContractError(f"{required}; got NaN or infinity. Look for 0/0 in the callable passed as advantages=.")
     return advantages
 

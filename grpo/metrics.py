@@ -58,7 +58,7 @@ class Meter:
 def reward_statistics(rewards: Float[Tensor, " N"]) -> dict[str, float]:
     """Mean, standard deviation (n - 1), extremes and quartiles, under their metric names."""
     values = rewards.double().numpy()
-    low, q25, median, q75, high = _quantiles(values, (0.0, 0.25, 0.5, 0.75, 1.0))
+    low, q25, median, q75, high = _quantiles(rewards.numpy(), (0.0, 0.25, 0.5, 0.75, 1.0))
     mean, std = mean_and_std(values, ddof=1)
     return {
         "rewards/mean": mean,
@@ -74,8 +74,8 @@ def reward_statistics(rewards: Float[Tensor, " N"]) -> dict[str, float]:
 def mean_and_std(values: NDArray[np.float64], ddof: int) -> tuple[float, float]:
     """Mean, and standard deviation with divisor n - ddof (0 for a single value)."""
     mean = float(values.mean())
-    centred = (values - mean).ravel()
-    return mean, math.sqrt(float(centred @ centred) / max(values.size - ddof, 1))
+    squares = float(np.square(values - mean).sum())  # not by BLAS, whose threads would spin
+    return mean, math.sqrt(squares / max(values.size - ddof, 1))
 
 
 def _quantiles(values: NDArray[Any], fractions: Sequence[float]) -> list[float]:

@@ -111,8 +111,7 @@ class PolicyUpdate:
             planned += 1
         if planned == self._num_dead:
             self._say_dead()
-        is_dead = advantages == 0 if advantages.dim() == 1 else (advantages == 0).all(1)
-        num_skipped = int(is_dead.sum()) if self._zero_advantage_is_inert else 0
+        num_skipped = 0 if rows.live is None else int((~_are_live(advantages)).sum())
         return UpdateCounts(planned=planned, applied=applied, dead=self._num_dead, rows_skipped=num_skipped)
 
     def _training_rows(self, batch: ExperienceBatch, advantages: Tensor) -> TrainingRows:
@@ -120,7 +119,7 @@ class PolicyUpdate:
             batch, advantages = split_steps(batch, advantages, self._splitter)
         if not self._zero_advantage_is_inert:
             return TrainingRows(batch, advantages, None)
-        live = advantages != 0 if advantages.dim() == 1 else (advantages != 0).any(1)
+        live = _are_live(advantages)
         return TrainingRows(batch, advantages, None if bool(live.all()) else live)
 
     def _updates(self, batch: ExperienceBatch) -> Iterator[RowIndex]:
@@ -270,6 +269,11 @@ class PolicyUpdate:
                 GRPOWarning,
                 stacklevel=2,
             )
+
+
+def _are_live(advantages: Tensor) -> Bool[Tensor, " N"]:
+    """Rows with an advantage, on any step."""
+    return advantages != 0 if advantages.dim() == 1 else (advantages != 0).any(1)
 
 
 _SAME_STEPS = "Score the same steps every time; give rollouts made elsewhere the mask of the policy's own decisions."
