@@ -41,7 +41,7 @@ def bandit(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[flo
 
 def test_dynamic_bandit_follows_the_best_arm(bandit: tuple[dict[str, list[float]], Path, Path]) -> None:
     table, _, _ = bandit
-    assert len(table) == 7, f"two configurations and five classics; got {sorted(table)}"
+    assert len(table) == 9, f"two configurations and seven classics; got {sorted(table)}"
     arm_3, arm_0, structured_reward, steps_to_half = table["GRPO, ours"]
     assert arm_3 > 0.8
     assert arm_0 > 0.8
