@@ -24,6 +24,10 @@ class RewardError(GRPOError, ValueError):
     """A reward model raised, or returned something that is not one finite number per row (or step)."""
 
 
+class RewardRaisedError(RewardError):
+    """A reward model raised, which `reward.on_failure` may forgive; the cause is chained."""
+
+
 class NonFiniteGradientError(GRPOError, RuntimeError):
     """Too many updates in a row had a gradient with NaN or infinity; no weight was changed by them."""
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .coercion import as_rewards, describe, pad_steps
-from .errors import GRPOError, RewardError
+from .errors import GRPOError, RewardError, RewardRaisedError
 from .reward_model_base import ReportsComponents, as_reward_model, reward_name
 from .settings import Settings, setting
 from .types import Rows, select_rows
@@ -43,10 +43,6 @@ class Rewards:
     """Which of the N rows these are; None: all."""
     metrics: dict[str, float]
     """Rows dropped, rewards set to zero, calls made again."""
-
-
-class RewardRaisedError(RewardError):
-    """The reward model raised, which `on_failure` may forgive; the cause is chained."""
 
 
 class RewardCalls:

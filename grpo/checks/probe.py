@@ -93,11 +93,6 @@ class PolicyProbe:
         return self.score(self.row_scorer, *self.rows)
 
     @cached_property
-    def plain_scores(self) -> ActionScores:
-        """Of these rows, by `get_log_probabilities`."""
-        return self.score(Scorer(self.only()), *self.rows)
-
-    @cached_property
     def row_scorer(self) -> Scorer:
         """`score_actions` where there is one, else `get_log_probabilities`."""
         return Scorer(self.only("score_actions") if isinstance(self.policy, ScoresActions) else self.only())

@@ -207,9 +207,7 @@ def built(case: str, seed: int) -> tuple[GRPOTrainer, Any, dict[str, Any]]:
     return trainer, states, {"progress": False, **extra}
 
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:An update was skipped:grpo.errors.GRPOWarning", "ignore:.*Dropout or batch:grpo.errors.GRPOWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*Dropout or batch:grpo.errors.GRPOWarning")
 
 
 @pytest.mark.parametrize("case", CASES)

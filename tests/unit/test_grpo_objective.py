@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo import ConfigError, ObjectiveConfig, grpo_objective, step_weights
+from grpo.metrics import Meter
 from tests.support import FourActions, loss_and_gradient, objective_inputs
 
 KL_ESTIMATORS = ["k1", "k2", "k3", "k3_weighted"]
@@ -414,3 +416,38 @@ def test_row_mean_weights_make_the_loss_the_mean_of_row_means():
         weights=step_weights(MASK, "row_mean"),
     )
     assert loss.item() == pytest.approx(-4 / 3)
+
+
+class CountsTransfers(TorchDispatchMode):
+    """Counts the operations that make the host wait for a device: a number read out of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_transfers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num_transfers += "_local_scalar_dense" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_metrics_wait_for_the_device_once_however_many_they_are():
+    inputs = objective_inputs(
+        torch.zeros(4, 3), torch.ones(4), old_log_probs=torch.zeros(4, 3), ref_log_probs=torch.zeros(4, 3)
+    )
+    config = ObjectiveConfig(kl_coef=0.1, entropy_coef=0.1, entropy_estimator="score_function")
+    with CountsTransfers() as counted:
+        float(torch.ones(()))
+        assert counted.num_transfers == 1, "the counter does not count"
+        metrics = grpo_objective(inputs, config).metrics
+        assert counted.num_transfers == 1  # none: the metrics stay on the device
+    assert len(metrics) == 11  # four loss terms, KL, entropy, ratio, four fractions
+    reads: list[tuple[int, ...]] = []
+    meter, plain_tolist = Meter(), torch.Tensor.tolist
+    meter.add(metrics)
+    meter.add(metrics)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", lambda self: reads.append(tuple(self.shape)) or plain_tolist(self))
+        with CountsTransfers() as counted:
+            meter.report(num_updates=1)
+    assert reads == [(22, 3)]  # both micro-batches, all metrics, in one piece
+    assert counted.num_transfers == 0  # and none one by one
