@@ -61,5 +61,5 @@ $(DEMO): pyproject.toml constraints.txt | .venv/pyvenv.cfg
 
 $(DEV): pyproject.toml constraints.txt | .venv/pyvenv.cfg
 	@echo "Installing all extras and the development tools into .venv (the first time takes some minutes) ..."
-	@$(INSTALL) -e ".[all,dev]"
+	@$(INSTALL) -e ".[all,dev,bench]"
 	@touch $(DEMO) $@

@@ -3,15 +3,20 @@
 Start with `GRPOTrainer`, `GRPOConfig`, and the two protocols `PolicyModel` and `RewardModel`; `grpo/README.md` is the map.
 """
 
+from .adaptive_coefficients import EntropyControl, KLControl
 from .advantage_estimator import (
     AdvantageConfig,
     AdvantageEstimator,
+    decoupled_advantages,
     discounted_returns,
+    generalized_advantages,
     group_relative_advantages,
     group_relative_returns,
 )
+from .aggregation import step_weights
 from .checkpoint import best_checkpoint
 from .config import GRPOConfig
+from .distributed import Engine, Replicated
 from .divergence import kl_k1, kl_k2, kl_k3, kl_k3_weighted, score_function_entropy
 from .errors import (
     CheckpointError,
@@ -24,11 +29,13 @@ from .errors import (
     RewardError,
 )
 from .experience_collector import ExperienceCollector
-from .grpo_objective import ObjectiveConfig, grpo_objective, step_weights
+from .grpo_objective import grpo_objective
 from .metrics import JSONLSink, MetricSink
+from .objective_config import ObjectiveConfig
 from .off_policy import sampler_weights
 from .policy_base import (
     HasState,
+    KeysStates,
     PlansMicroBatches,
     PolicyModel,
     SamplesWithScores,
@@ -40,7 +47,17 @@ from .policy_base import (
 )
 from .reward_calls import RewardConfig
 from .reward_model_base import RewardFunction, RewardModel, WeightedRewards
-from .surrogates import clipped_surrogate
+from .surrogates import (
+    cispo_surrogate,
+    clipped_surrogate,
+    dppo_tv_surrogate,
+    dro_surrogate,
+    gmpo_surrogate,
+    kl_cov_surrogate,
+    reinforce_surrogate,
+    sapo_surrogate,
+    vespo_surrogate,
+)
 from .trainer import GRPOTrainer
 from .types import ActionScores, ExperienceBatch, ObjectiveInputs, ObjectiveOutput, SampledActions
 
@@ -51,6 +68,8 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ContractError",
+    "Engine",
+    "EntropyControl",
     "ExperienceBatch",
     "ExperienceCollector",
     "GRPOConfig",
@@ -59,6 +78,8 @@ __all__ = [
     "GRPOWarning",
     "HasState",
     "JSONLSink",
+    "KLControl",
+    "KeysStates",
     "MetricSink",
     "NonFiniteGradientError",
     "ObjectiveConfig",
@@ -67,6 +88,7 @@ __all__ = [
     "PlansMicroBatches",
     "PolicyModel",
     "ProtocolError",
+    "Replicated",
     "RewardConfig",
     "RewardError",
     "RewardFunction",
@@ -80,16 +102,26 @@ __all__ = [
     "SyncsSampler",
     "WeightedRewards",
     "best_checkpoint",
+    "cispo_surrogate",
     "clipped_surrogate",
+    "decoupled_advantages",
     "discounted_returns",
+    "dppo_tv_surrogate",
+    "dro_surrogate",
+    "generalized_advantages",
+    "gmpo_surrogate",
     "group_relative_advantages",
     "group_relative_returns",
     "grpo_objective",
+    "kl_cov_surrogate",
     "kl_k1",
     "kl_k2",
     "kl_k3",
     "kl_k3_weighted",
+    "reinforce_surrogate",
     "sampler_weights",
+    "sapo_surrogate",
     "score_function_entropy",
     "step_weights",
+    "vespo_surrogate",
 ]

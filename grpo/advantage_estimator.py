@@ -1,224 +1,142 @@
-"""Rewards into advantages: how much better than its group was each row, or each step?
+"""Rewards into advantages: the settings, and the estimator that applies them to a batch."""
 
-A = (R - baseline) / scale. Baseline and scale are independent choices, statistics are float64 and two-pass, and a group
-without differences gives exactly 0, whatever the rounding.
-"""
-
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, assert_never
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from .errors import ConfigError
-from .grouping import Groups, as_float64, is_constant
+from .group_advantages import (
+    Baseline,
+    Scale,
+    decoupled_advantages,
+    group_relative_advantages,
+    group_statistics,
+)
 from .settings import Settings, setting
+from .step_advantages import (
+    discounted_returns,
+    generalized_advantages,
+    group_relative_returns,
+    process_supervised_advantages,
+    rewards_at_the_end,
+    state_group_advantages,
+)
 from .types import ExperienceBatch
 
-Baseline = Literal["group_mean", "group_median", "leave_one_out", "global_mean", "none"]
-Scale = Literal["none", "group", "batch"]
+__all__ = [
+    "AdvantageConfig",
+    "AdvantageEstimator",
+    "Baseline",
+    "Estimate",
+    "Scale",
+    "decoupled_advantages",
+    "discounted_returns",
+    "generalized_advantages",
+    "group_relative_advantages",
+    "group_relative_returns",
+    "group_statistics",
+    "process_supervised_advantages",
+    "state_group_advantages",
+]
 
-RELATIVE_BASELINES: tuple[Baseline, ...] = ("group_mean", "group_median", "leave_one_out")
-"""Baselines that a row's own group gives: alone in its group, a row has no relative information."""
+Credit = Literal["row", "return_to_go", "process_supervision", "gae", "gigpo"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageConfig(Settings):
     """How rewards become advantages."""
 
-    credit: Literal["row", "return_to_go"] | None = None
-    """For rewards per step: the row's (discounted) return for all its steps, or for each step what came from it on.
-    None: `return_to_go` for rewards per step. Rewards per row always give one advantage per row."""
+    credit: Credit | None = None
+    """Which steps a reward is credited to. `row`: all steps of its row alike. For rewards per step: `return_to_go`, the steps
+    before it; `process_supervision`, likewise, after standardising step rewards within the group. `gae`: by a critic (the
+    policy gives `values`), which is trained beside the policy. `gigpo`: the row, plus what followed in the same state (the
+    policy gives `state_keys`). None: `return_to_go` for rewards per step, `row` for rewards per row."""
     baseline: Baseline = "group_mean"
-    """What a reward is compared with. `leave_one_out` is the group mean without the row itself; `global_mean` is a running
-    mean over earlier batches; `none` leaves the reward as it is."""
+    """What a reward is compared with; see `group_relative_advantages`. `gae` has its own."""
     scale: Scale = "none"
-    """What the difference is divided by: nothing, or the standard deviation over the group or the batch. Dividing makes
-    easy and hard states weigh alike, and lets noise in nearly constant groups weigh as much as signal elsewhere."""
+    """What the difference is divided by. Dividing by the group's standard deviation makes easy and hard states weigh alike,
+    and lets noise in nearly constant groups weigh as much as signal elsewhere."""
     std_ddof: int = setting(1, at_least=0, at_most=1)
     """Divisor n - ddof in the standard deviation."""
     std_eps: float = setting(0.0, at_least=0.0)
-    """Added to the standard deviation. Larger damps groups with small differences."""
+    """Added to what is divided by. Larger damps groups with small differences."""
+    k: int | None = setting(None, at_least=2)
+    """Attempts of the baseline `max_at_k`. Larger cares more for rare successes, and less for being right every time."""
+    several_rewards: Literal["sum", "normalize_each"] = "sum"
+    """Several named rewards: their weighted sum is normalised, or each is, before they are added (GDPO)."""
     gamma: float = setting(1.0, at_least=0.0, at_most=1.0)
     """Discount per column, for rewards per step, masked columns included. Smaller looks less far ahead."""
+    gae_lambda: float = setting(0.95, at_least=0.0, at_most=1.0)
+    """`gae`: larger trusts what followed, smaller trusts the critic."""
+    gigpo_weight: float = setting(1.0, at_least=0.0)
+    """`gigpo`: weight of the step's advantage among equal states, beside the row's among its group."""
+    upweight_live_groups: bool = False
+    """Multiply by rows / rows in groups with differences, so that dead groups do not shrink the gradient (GPG)."""
+    positive_weight: float = setting(1.0, at_least=0.0)
+    """Factor on advantages above 0. Smaller learns more from what went wrong, which keeps the policy varied."""
+    negative_only: bool = False
+    """Advantages above 0 become 0: the same as a `positive_weight` of 0."""
     clip: float | None = setting(None, above=0.0)
     """Bound on the advantage's size; smaller tames outliers, and biases."""
+    reward_clip: float | None = setting(None, above=0.0)
+    """Bound on a reward's size, before anything else is done with it. Metrics show rewards as they came."""
+    normalize_rewards: bool = False
+    """Divide rewards by the running standard deviation of rows' total rewards: a learning rate then fits any unit of reward."""
+
+    def __post_init__(self) -> None:
+        """Check every value, and that choices do not contradict one another."""
+        Settings.__post_init__(self)
+        if (self.baseline == "max_at_k") != (self.k is not None):
+            raise ConfigError(
+                f"AdvantageConfig.k={self.k} with baseline={self.baseline!r}: set k exactly when the baseline is 'max_at_k'."
+            )
+        if self.negative_only and self.positive_weight not in (0.0, 1.0):
+            raise ConfigError(
+                f"AdvantageConfig.negative_only and positive_weight={self.positive_weight} contradict each other: keep one."
+            )
+        if self.credit == "gae" and self.scale not in ("none", "batch", "whiten"):
+            raise ConfigError(
+                f"AdvantageConfig.scale={self.scale!r} is over groups, which credit='gae' has not: use 'none', 'batch' or "
+                "'whiten'."
+            )
+        if self.credit not in (None, "row") and self.baseline in ("max_at_k", "length_weighted"):
+            raise ConfigError(
+                f"AdvantageConfig.baseline={self.baseline!r} compares whole rows: use it with credit='row', not "
+                f"{self.credit!r}."
+            )
+        if self.credit in ("process_supervision", "gigpo") and self.baseline == "global_mean":
+            raise ConfigError(
+                f"AdvantageConfig.baseline='global_mean' has no meaning under credit={self.credit!r}, which compares within "
+                "groups."
+            )
+        if self.several_rewards == "normalize_each" and (
+            self.credit not in (None, "row")
+            or (self.baseline, self.scale) != ("group_mean", "none")
+            or self.reward_clip is not None
+            or self.normalize_rewards
+        ):
+            raise ConfigError(
+                "AdvantageConfig.several_rewards='normalize_each' standardises each reward within its group and their sum over "
+                "the batch: leave credit, baseline, scale, reward_clip and normalize_rewards alone."
+            )
 
 
-def group_relative_advantages(
-    rewards: Float[Tensor, " N"],
-    group_ids: Int[Tensor, " N"],
-    *,
-    baseline: Baseline = "group_mean",
-    scale: Scale = "none",
-    std_ddof: int = 1,
-    std_eps: float = 0.0,
-    running_mean: float | None = None,
-) -> Float[Tensor, " N"]:
-    """One advantage per row, relative to the rows of the same group.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What one batch's rewards amount to."""
 
-    A[n] = (R[n] - b[n]) / s[n], with b one of
-      group_mean      mean of R over the group
-      group_median    median of R over the group (the mean of the two middle values when even)
-      leave_one_out   mean of R over the group's other rows, which makes A = n/(n-1) (R - mean)
-      global_mean     `running_mean`; where there is none yet, the mean of this batch
-      none            0
-    and s one of 1, std over the group + eps, std over the batch + eps.
-
-    Exactly 0: a group (or a scale) whose values are equal up to two units in the last place of their dtype, and a group of
-    one under a baseline of its own group.
-
-    Args:
-        rewards: one number per row.
-        group_ids: which rows belong together; any integers, in any order.
-        baseline: see above.
-        scale: see above.
-        std_ddof: divisor n - ddof.
-        std_eps: added to the standard deviation.
-        running_mean: for `global_mean`.
-
-    Returns:
-        Advantages in the dtype of `rewards`, computed in float64.
-
-    Example:
-        >>> group_relative_advantages(torch.tensor([1., 3., 2., 0., 4.]), torch.tensor([0, 0, 1, 1, 1])).tolist()
-        [-1.0, 1.0, 0.0, -2.0, 2.0]
-
-    Source:
-        Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; without the std: Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783;
-        leave one out: Kool et al. 2019; Ahmadian et al. 2024 (RLOO), arXiv:2402.14740.
-    """
-    if not rewards.numel():
-        return torch.zeros_like(rewards)
-    groups = Groups.of(group_ids)
-    values = groups.gather(as_float64(rewards))
-    tolerance = 2 * torch.finfo(rewards.dtype).eps
-    constant = groups.spread(is_constant(*groups.extremes(values), tolerance))
-    means = groups.spread(groups.means(values))
-
-    match baseline:
-        case "group_mean":
-            centred = values - means
-        case "group_median":
-            centred = values - groups.spread(groups.medians(values))
-        case "leave_one_out":
-            centred = (values - means) * groups.spread(groups.counts / np.maximum(groups.counts - 1, 1))
-        case "global_mean":
-            centred = values - (values.mean() if running_mean is None else running_mean)
-        case "none":
-            centred = values
-        case _:
-            assert_never(baseline)
-    if baseline in RELATIVE_BASELINES:
-        centred = np.where(constant, 0.0, centred)
-
-    match scale:
-        case "none":
-            advantages = centred
-        case "group":
-            peak = np.abs(values - means).max() or 1.0  # squares of what is at most 1 do not overflow
-            squares = groups.means(((values - means) / peak) ** 2) * groups.counts
-            std = groups.spread(peak * np.sqrt(squares / np.maximum(groups.counts - std_ddof, 1)) + std_eps)
-            advantages = np.where(constant, 0.0, centred / np.where(constant, 1.0, std))
-        case "batch":
-            if is_constant(values.min(), values.max(), tolerance):
-                advantages = np.zeros_like(centred)
-            else:
-                deviations = values - values.mean()
-                peak = np.abs(deviations).max()
-                advantages = centred / (peak * (deviations / peak).std(ddof=std_ddof) + std_eps)
-        case _:
-            assert_never(scale)
-    return torch.from_numpy(groups.scatter(advantages)).to(rewards)
-
-
-def group_relative_returns(
-    rewards: Float[Tensor, "N T"],
-    mask: Bool[Tensor, "N T"],
-    group_ids: Int[Tensor, " N"],
-    *,
-    gamma: float = 1.0,
-    baseline: Baseline = "group_mean",
-    scale: Scale = "batch",
-    std_ddof: int = 1,
-    std_eps: float = 0.0,
-    running_mean: float | None = None,
-) -> Float[Tensor, "N T"]:
-    """One advantage per step: the return from there on, relative to the group's members that have such a step.
-
-    A[n,t] = (G[n,t] - b[n,t]) / s,  G[n,t] = r[n,t] + gamma G[n,t+1]
-
-    The baseline of step t is over the group's rows whose column t is valid: a member that has ended is left out, not
-    counted as 0, and one that is alone gets 0. `batch` is the std of G over all valid steps.
-
-    Args:
-        rewards: one number per step; off-mask values are never used.
-        mask: the valid steps.
-        group_ids: which rows belong together.
-        gamma: discount per step.
-        baseline: as in `group_relative_advantages`, per column.
-        scale: as there; `group` is the std over one group's column.
-        std_ddof: divisor n - ddof.
-        std_eps: added to the standard deviation.
-        running_mean: for `global_mean`.
-
-    Returns:
-        Advantages, 0 off the mask.
-
-    Source:
-        Shao et al. 2024, arXiv:2402.03300, sec. 4.1.3, without its normalisation of rewards before they are summed.
-    """
-    returns = discounted_returns(rewards, mask, gamma)
-    num_steps = mask.shape[1]
-    _, numbers = group_ids.to(mask.device).unique(return_inverse=True)
-    cells = numbers.unsqueeze(1) * num_steps + torch.arange(num_steps, device=mask.device)
-    advantages = torch.zeros_like(returns)
-    advantages[mask] = group_relative_advantages(
-        returns[mask],
-        cells[mask],
-        baseline=baseline,
-        scale=scale,
-        std_ddof=std_ddof,
-        std_eps=std_eps,
-        running_mean=running_mean,
-    )
-    return advantages
-
-
-def discounted_returns(rewards: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], gamma: float) -> Float[Tensor, "N T"]:
-    """G[n,t] = r[n,t] + gamma G[n,t+1], with rewards off the mask taken as 0.
-
-    Example:
-        >>> discounted_returns(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool), 0.5).tolist()
-        [[1.75, 1.5, 1.0]]
-
-    Source:
-        Sutton & Barto 2018, eq. 3.9.
-    """
-    clean = torch.where(mask, rewards, 0.0)
-    if gamma == 1.0:
-        return clean.flip(1).cumsum(1).flip(1)
-    columns = list(clean.unbind(1))
-    for t in reversed(range(len(columns) - 1)):
-        columns[t] = columns[t] + gamma * columns[t + 1]
-    return torch.stack(columns, dim=1)
-
-
-def group_statistics(rewards: Float[Tensor, " N"], group_ids: Int[Tensor, " N"]) -> dict[str, float]:
-    """Number of groups, their mean size, and the fraction without differences (groups of one included)."""
-    groups = Groups.of(group_ids)
-    low, high = groups.extremes(groups.gather(as_float64(rewards)))
-    return {
-        "group_stats/num_groups": float(len(groups.counts)),
-        "group_stats/avg_group_size": len(group_ids) / len(groups.counts),
-        "group_stats/zero_variance_fraction": float(is_constant(low, high, 2 * torch.finfo(rewards.dtype).eps).mean()),
-    }
+    advantages: Float[Tensor, " N"] | Float[Tensor, "N T"]
+    """On the CPU."""
+    returns: Float[Tensor, "N T"] | None = None
+    """What a critic is trained towards; None: there is none."""
 
 
 class AdvantageEstimator:
-    """`AdvantageConfig` applied to a batch; remembers the running mean that `global_mean` needs.
+    """`AdvantageConfig` applied to a batch; remembers the running statistics that some settings need.
 
     Example:
         >>> estimator = AdvantageEstimator(AdvantageConfig(scale="group", std_ddof=0))
@@ -226,46 +144,204 @@ class AdvantageEstimator:
 
     def __init__(self, config: AdvantageConfig) -> None:
         self.config = config
-        self._count = 0
-        self._mean = 0.0
+        self._baseline = RunningMoments()
+        self._reward = RunningMoments()
 
     def __call__(self, batch: ExperienceBatch) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
-        """Advantages [N] for rewards per row, or [N, T] for returns to go, on the CPU."""
+        """Advantages, one per row or one per step, on the CPU."""
+        return self.estimate(batch).advantages
+
+    def estimate(self, batch: ExperienceBatch) -> Estimate:
+        """Advantages, and where there is a critic what it is trained towards.
+
+        Raises:
+            ConfigError: a setting needs something that the batch has not.
+        """
         config = self.config
         mask = batch.mask.cpu()
-        options: dict[str, Any] = {
+        rewards = self._prepared(batch.rewards, mask)
+        credit = config.credit or ("row" if rewards.dim() == 1 else "return_to_go")
+        returns = None
+        match credit:
+            case "row":
+                advantages = self._of_rows(batch, rewards, mask)
+            case "return_to_go":
+                _require_steps(rewards, credit)
+                if config.baseline in ("max_at_k", "length_weighted"):
+                    raise ConfigError(
+                        f"advantage.baseline={config.baseline!r} compares whole rows, and these rewards are per step: set "
+                        "credit='row'."
+                    )
+                options = {**self._options(), "running_mean": self._baseline.mean}
+                advantages = group_relative_returns(rewards, mask, batch.group_ids, gamma=config.gamma, **options)
+                if config.baseline == "global_mean":
+                    self._baseline.add(discounted_returns(rewards, mask, config.gamma)[mask])
+            case "process_supervision":
+                _require_steps(rewards, credit)
+                advantages = process_supervised_advantages(
+                    rewards, mask, batch.group_ids, gamma=config.gamma, **self._options()
+                )
+            case "gae":
+                returns, advantages = self._by_critic(batch, rewards, mask)
+            case "gigpo":
+                if batch.state_keys is None:
+                    raise ConfigError(
+                        "advantage.credit='gigpo' needs the state each step was taken in. Give the policy a method "
+                        "state_keys(states, actions) -> [N, T] integers, or pass state_keys to ExperienceBatch.from_rows."
+                    )
+                advantages = state_group_advantages(
+                    rewards,
+                    mask,
+                    batch.group_ids,
+                    batch.state_keys.cpu(),
+                    gamma=config.gamma,
+                    weight=config.gigpo_weight,
+                    **self._options(),
+                )
+            case _:
+                assert_never(credit)
+        return Estimate(advantages=self._finished(advantages, batch, mask), returns=returns)
+
+    def _of_rows(self, batch: ExperienceBatch, rewards: Tensor, mask: Tensor) -> Tensor:
+        """One advantage per row."""
+        config = self.config
+        if config.several_rewards == "normalize_each":
+            if not batch.reward_components or any(part.dim() != 1 for part in batch.reward_components.values()):
+                raise ConfigError(
+                    "advantage.several_rewards='normalize_each' needs several rewards by name, one number per row each: pass "
+                    "WeightedRewards({'name': reward, ...}) as reward_model."
+                )
+            return decoupled_advantages(
+                batch.reward_components,
+                batch.reward_weights,
+                batch.group_ids,
+                std_ddof=config.std_ddof,
+                std_eps=config.std_eps,
+            )
+        totals = rewards if rewards.dim() == 1 else discounted_returns(rewards, mask, config.gamma)[:, :1].sum(1)
+        advantages = group_relative_advantages(
+            totals,
+            batch.group_ids,
+            lengths=mask.sum(1),
+            k=config.k,
+            running_mean=self._baseline.mean,
+            **self._options(),
+        )
+        if config.baseline == "global_mean":
+            self._baseline.add(totals)
+        return advantages
+
+    def _by_critic(self, batch: ExperienceBatch, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns and advantages."""
+        config = self.config
+        if batch.values is None:
+            raise ConfigError(
+                "advantage.credit='gae' needs a critic's values. Return them in ActionScores.values (and final_values where "
+                "rows are cut off), or set credit=None for group-relative advantages."
+            )
+        per_step = rewards if rewards.dim() == 2 else rewards_at_the_end(rewards, mask)
+        values = batch.values.cpu()
+        final_values = None if batch.final_values is None else batch.final_values.cpu()
+        advantages = generalized_advantages(
+            per_step, values, mask, final_values, gamma=config.gamma, gae_lambda=config.gae_lambda
+        )
+        returns = torch.where(mask, advantages + values, 0.0).to(values.dtype)
+        one_group = torch.zeros(int(mask.sum()), dtype=torch.int64)
+        scaled = torch.zeros_like(advantages)
+        scaled[mask] = group_relative_advantages(
+            advantages[mask],
+            one_group,
+            baseline="none",
+            scale=config.scale,
+            std_ddof=config.std_ddof,
+            std_eps=config.std_eps,
+        )
+        return returns, scaled.to(values.dtype)
+
+    def _options(self) -> dict[str, Any]:
+        """What every group-relative estimate is told."""
+        config = self.config
+        return {
             "baseline": config.baseline,
             "scale": config.scale,
             "std_ddof": config.std_ddof,
             "std_eps": config.std_eps,
-            "running_mean": self._mean if self._count else None,
         }
-        rewards = batch.rewards
-        if rewards.dim() == 1 and config.credit == "return_to_go":
-            raise ConfigError(
-                "advantage.credit='return_to_go' needs rewards per step, [N, T]; the reward model gives [N]."
-            )
-        if rewards.dim() == 2 and config.credit == "row":
-            rewards = discounted_returns(rewards, mask, config.gamma)[:, 0]
-        if rewards.dim() == 1:
-            advantages = group_relative_advantages(rewards, batch.group_ids, **options)
-            if config.baseline == "global_mean":
-                self._remember(rewards)
-        else:
-            advantages = group_relative_returns(rewards, mask, batch.group_ids, gamma=config.gamma, **options)
-            if config.baseline == "global_mean":
-                self._remember(discounted_returns(rewards, mask, config.gamma)[mask])
+
+    def _prepared(self, rewards: Tensor, mask: Tensor) -> Tensor:
+        """Rewards after their bound and their running normalisation."""
+        config = self.config
+        if config.reward_clip is not None:
+            rewards = rewards.clamp(-config.reward_clip, config.reward_clip)
+        if config.normalize_rewards:
+            self._reward.add(rewards if rewards.dim() == 1 else torch.where(mask, rewards, 0.0).sum(1))
+            rewards = rewards / (self._reward.std or 1.0)
+        return rewards
+
+    def _finished(self, advantages: Tensor, batch: ExperienceBatch, mask: Tensor) -> Tensor:
+        """Advantages after what is done to them whatever they came from."""
+        config = self.config
+        if config.upweight_live_groups:
+            names, groups = batch.group_ids.unique(return_inverse=True)
+            live = torch.zeros(len(names), dtype=torch.bool)
+            live[groups[advantages.reshape(len(mask), -1).ne(0).any(1)]] = True
+            advantages = advantages * (len(mask) / max(int(live[groups].sum()), 1))
+        positive_weight = 0.0 if config.negative_only else config.positive_weight
+        if positive_weight != 1.0:
+            advantages = torch.where(advantages > 0, positive_weight * advantages, advantages)
         return advantages if config.clip is None else advantages.clamp(-config.clip, config.clip)
 
-    def _remember(self, values: Tensor) -> None:
-        if values.numel():
-            self._count += values.numel()
-            self._mean += (float(values.double().sum()) - values.numel() * self._mean) / self._count
-
     def state_dict(self) -> dict[str, Any]:
-        """The running mean and how many values it has seen."""
-        return {"count": self._count, "mean": self._mean}
+        """The running statistics."""
+        return {"baseline": self._baseline.state_dict(), "reward": self._reward.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self._count, self._mean = state["count"], state["mean"]
+        self._baseline.load_state_dict(state["baseline"])
+        self._reward.load_state_dict(state["reward"])
+
+
+class RunningMoments:
+    """Mean and variance of all values seen so far.
+
+    Source:
+        Chan, Golub & LeVeque 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+    """
+
+    def __init__(self) -> None:
+        self._count, self._mean, self._squares = 0, 0.0, 0.0
+
+    @property
+    def mean(self) -> float | None:
+        """None before the first value."""
+        return self._mean if self._count else None
+
+    @property
+    def std(self) -> float:
+        """With divisor n; 0 before the second value."""
+        return math.sqrt(self._squares / self._count) if self._count > 1 else 0.0
+
+    def add(self, values: Tensor) -> None:
+        """Take in more values."""
+        if not values.numel():
+            return
+        exact = values.double()
+        mean = float(exact.mean())
+        total = self._count + values.numel()
+        away = mean - self._mean
+        self._squares += float((exact - mean).square().sum()) + away**2 * self._count * values.numel() / total
+        self._mean += away * values.numel() / total
+        self._count = total
+
+    def state_dict(self) -> dict[str, Any]:
+        """Count, mean and sum of squared deviations."""
+        return {"count": self._count, "mean": self._mean, "squares": self._squares}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._count, self._mean, self._squares = state["count"], state["mean"], state["squares"]
+
+
+def _require_steps(rewards: Tensor, credit: str) -> None:
+    if rewards.dim() == 1:
+        raise ConfigError(f"advantage.credit={credit!r} needs rewards per step, [N, T]; the reward model gives [N].")

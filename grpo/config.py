@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from .adaptive_coefficients import EntropyControl, KLControl
 from .advantage_estimator import AdvantageConfig
-from .grpo_objective import ObjectiveConfig
+from .errors import ConfigError
+from .objective_config import ObjectiveConfig
 from .reward_calls import RewardConfig
 from .settings import Settings, setting
 
@@ -48,9 +50,57 @@ class GRPOConfig(Settings):
     """Where policy, reference and reward model are moved to. None: they stay where they are."""
     seed: int | None = setting(None, at_least=0, at_most=2**64 - 1)
     """Seeds Python, numpy and torch when the trainer is built, and the order of rows and states. None: left alone."""
+    kl_control: KLControl | None = None
+    """How the KL coefficient follows the measured divergence. None: it stays."""
+    entropy_control: EntropyControl | None = None
+    """How the entropy coefficient follows the measured entropy. None: it stays."""
+    reference_sync_every: int | None = setting(None, at_least=1)
+    """Iterations after which the reference policy moves towards the policy. Smaller pulls back less far. None: it is frozen."""
+    reference_mix: float = setting(1.0, above=0.0, at_most=1.0)
+    """How far it moves: 1 copies the policy. With `reference_sync_every=1`, an exponential moving average of decay 1 - mix.
+    Copying at every iteration leaves no divergence to pull on: use a longer interval or a smaller mix."""
+    dynamic_sampling_rounds: int = setting(0, at_least=0)
+    """Times that `train` may draw more states to replace groups without differences, which are left out. Larger fills the
+    batch more often, and costs more samples. 0: every group is used as it comes."""
+    replay_iterations: int = setting(0, at_least=0)
+    """Earlier iterations whose rows are used again beside the new ones: the limit on their staleness. Larger learns more from
+    each sample, and from older policies. 0: every row is used in its own iteration only."""
     advantage: AdvantageConfig = AdvantageConfig()
     """Rewards into advantages."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is minimised."""
     reward: RewardConfig = RewardConfig()
     """What happens when a reward cannot be had."""
+
+
+def needed_fields(config: GRPOConfig, *, has_own_loss: bool) -> set[str]:
+    """What these settings read of a batch beside what every update needs."""
+    needed = set()
+    if config.replay_iterations or (config.objective.selects_across_rows and not has_own_loss):
+        needed.add("old_log_probs")
+    if config.objective.top_entropy_fraction < 1.0 and not has_own_loss:
+        needed.add("entropy")
+    if config.advantage.credit == "gae":
+        needed.add("values")
+    if config.advantage.credit == "gigpo":
+        needed.add("state_keys")
+    return needed
+
+
+def require_step_level(config: GRPOConfig) -> None:
+    """A policy that splits its rows into steps has no rows left for the loss to look at.
+
+    Raises:
+        ConfigError: a setting that works on rows.
+    """
+    loss = config.objective
+    if (
+        loss.ratio_level not in ("step", "none")
+        or loss.surrogate in ("gmpo", "vespo")
+        or loss.sampler_ratio_level == "row"
+    ):
+        raise ConfigError(
+            "A policy with split_steps() is updated step by step, and this loss looks at rows: "
+            f"objective.ratio_level={loss.ratio_level!r}, surrogate={loss.surrogate!r}, "
+            f"sampler_ratio_level={loss.sampler_ratio_level!r}. Set all to those of steps, or leave split_steps() out."
+        )

@@ -13,7 +13,8 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0
 """Log-ratios are bounded by this before exp: exp(20) = 5e8 is beyond every clip bound and far from overflow."""
 
-KLEstimator = Literal["k1", "k2", "k3", "k3_weighted"]
+SampledKL = Literal["k1", "k2", "k3", "k3_weighted"]
+KLEstimator = Literal["k1", "k2", "k3", "k3_weighted", "exact"]
 
 
 def kl_k1(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
@@ -51,7 +52,7 @@ def kl_k3(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
     return torch.expm1(-bounded) + bounded
 
 
-def kl_k3_weighted(x: Float[Tensor, "N T"], ratio: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+def kl_k3_weighted(x: Float[Tensor, "N T"], ratio: Float[Tensor, "N #T"]) -> Float[Tensor, "N T"]:
     """rho k3, with gradient through rho = pi / pi_old: unbiased also for steps that an older policy sampled.
 
     Gradient: exactly that of KL(pi || ref).
@@ -62,7 +63,7 @@ def kl_k3_weighted(x: Float[Tensor, "N T"], ratio: Float[Tensor, "N T"]) -> Floa
     return ratio * kl_k3(x)
 
 
-def estimate_kl(estimator: KLEstimator, x: Float[Tensor, "N T"], ratio: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+def estimate_kl(estimator: SampledKL, x: Float[Tensor, "N T"], ratio: Float[Tensor, "N #T"]) -> Float[Tensor, "N T"]:
     """The chosen estimate of KL(pi || ref) per step."""
     match estimator:
         case "k1":
@@ -77,7 +78,7 @@ def estimate_kl(estimator: KLEstimator, x: Float[Tensor, "N T"], ratio: Float[Te
             assert_never(estimator)
 
 
-def score_function_entropy(log_probs: Float[Tensor, "N T"], ratio: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+def score_function_entropy(log_probs: Float[Tensor, "N T"], ratio: Float[Tensor, "N #T"]) -> Float[Tensor, "N T"]:
     """h = -rho sg(log pi): an estimate of the entropy whose gradient is right in expectation.
 
     H = -E_old[rho log pi], so grad H = -E_old[rho (log pi + 1) grad log pi], and the 1 vanishes in expectation. The plain

@@ -4,7 +4,7 @@ Every rule a policy or a reward model can break is checked here, before anything
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,14 @@ from torch import Tensor
 
 from .coercion import as_log_probs, describe, pad_steps
 from .errors import ConfigError, ContractError
-from .policy_base import POLICY_METHODS, PlansMicroBatches, SamplesWithScores, ScoresReference, require_methods
+from .policy_base import (
+    POLICY_METHODS,
+    KeysStates,
+    PlansMicroBatches,
+    SamplesWithScores,
+    ScoresReference,
+    require_methods,
+)
 from .reward_calls import RewardCalls, RewardConfig
 from .scoring import Autocast, Scorer, check_scores, fit_steps, score_in_parts
 from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, repeat_rows, select_rows
@@ -34,6 +41,8 @@ class ExperienceCollector:
         micro_batch_size: rows per scoring forward; None: all at once.
         reward: what to do when a reward cannot be had.
         autocast: the context in which policy and reference compute.
+        needs: fields of the batch that training needs whatever the number of updates: "old_log_probs", "entropy", "values",
+            "state_keys".
 
     Raises:
         ProtocolError: methods are missing; all of them are named.
@@ -50,6 +59,7 @@ class ExperienceCollector:
         micro_batch_size: int | None = None,
         reward: RewardConfig | None = None,
         autocast: Autocast = nullcontext,
+        needs: Collection[str] = (),
     ) -> None:
         require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
         self.policy = policy
@@ -60,8 +70,15 @@ class ExperienceCollector:
         self._policy_name = type(policy).__name__
         self._sampler = policy if isinstance(policy, SamplesWithScores) else None
         self._planner = policy if isinstance(policy, PlansMicroBatches) else None
+        self._needs = frozenset(needs)
+        self._keyer = policy if "state_keys" in needs and isinstance(policy, KeysStates) else None
         self._autocast = autocast
         self._reference = _Reference(policy, reference_policy, autocast) if use_reference else None
+
+    @property
+    def scores_itself(self) -> bool:
+        """Scores before any update come from the very policy that is trained, not from a sampler."""
+        return self._sampler is None
 
     def collect(self, states: Rows) -> ExperienceBatch:
         """Sample `group_size` actions per state and have them rewarded; no gradient.
@@ -75,12 +92,19 @@ class ExperienceCollector:
         clock.lap("time/sample")
         group_ids = torch.arange(len(states)).repeat_interleave(self.group_size)
         if sampled is None:
-            old_log_probs, mask = self._find_steps(row_states, row_actions, group_ids)
-            behaviour_log_probs = None
+            scores, mask = self._find_steps(row_states, row_actions, group_ids)
+            known = {} if scores is None else self._stored(scores)
         else:
-            old_log_probs = None if sampled.scores is None else sampled.scores.log_probs
-            mask, behaviour_log_probs = sampled.mask, sampled.behaviour_log_probs
-        _require_finite(self._policy_name, mask, old_log_probs=old_log_probs, behaviour_log_probs=behaviour_log_probs)
+            known = {} if sampled.scores is None else self._stored(sampled.scores)
+            if sampled.behaviour_log_probs is not None:
+                known["behaviour_log_probs"] = sampled.behaviour_log_probs
+            mask = sampled.mask
+        _require_finite(
+            self._policy_name,
+            mask,
+            old_log_probs=known.get("old_log_probs"),
+            behaviour_log_probs=known.get("behaviour_log_probs"),
+        )
         clock.lap("time/score")
         with torch.no_grad():
             rewards = self._reward_calls(row_states, row_actions, mask)
@@ -89,46 +113,73 @@ class ExperienceCollector:
             kept = rewards.kept.nonzero().squeeze(1)
             row_states, row_actions = select_rows(row_states, kept), select_rows(row_actions, kept)
             group_ids, mask = group_ids[kept], mask[kept]
-            old_log_probs = None if old_log_probs is None else old_log_probs[kept]
-            behaviour_log_probs = None if behaviour_log_probs is None else behaviour_log_probs[kept]
+            known = {name: value[kept] for name, value in known.items()}
         return ExperienceBatch(
             states=row_states,
             actions=row_actions,
             group_ids=group_ids,
             rewards=rewards.values,
             reward_components=rewards.components,
+            reward_weights=rewards.weights,
             mask=mask,
-            old_log_probs=old_log_probs,
-            behaviour_log_probs=behaviour_log_probs,
             metrics={**rewards.metrics, **clock.laps},
+            **known,
         )
 
     def complete(self, batch: ExperienceBatch, *, several_updates: bool) -> ExperienceBatch:
-        """Add what training on `batch` needs and it lacks: old log-probs (for several updates), reference log-probs.
+        """Add what training on `batch` needs and it lacks: scores before any update, reference log-probs, keys of states.
 
         Raises:
             ContractError: log-probs of sampled steps that are not finite, or steps that disagree with the batch's mask.
         """
         clock = _Clock()
         additions: dict[str, Any] = {}
-        if not several_updates and self._sampler is None and batch.old_log_probs is not None:
+        needs = self._needs | {"old_log_probs"} if several_updates else self._needs
+        if not needs and self._sampler is None and batch.old_log_probs is not None:
             batch = replace(batch, old_log_probs=None)  # they only served to find the steps: old is current here
-        if several_updates and batch.old_log_probs is None:
+        if any(getattr(batch, name) is None for name in needs - {"state_keys"}):
             self.policy.eval()
             scores = self._score(batch.states, batch.actions, batch.group_ids)
             _require_same_steps(f"{self._policy_name}: the steps scored", scores.mask, batch.mask)
-            additions["old_log_probs"] = fit_steps(self._policy_name, scores.log_probs, batch.mask.shape[1])
+            additions |= {
+                name: value if value.dim() == 1 else fit_steps(self._policy_name, value, batch.mask.shape[1])
+                for name, value in self._stored(scores).items()
+            }
         if self._reference is not None and batch.ref_log_probs is None:
             everything = slice(0, batch.num_rows)
             additions["ref_log_probs"] = self._reference(
                 batch, self.plan_parts(batch.states, batch.actions, everything)
             )
+        if self._keyer is not None and batch.state_keys is None:
+            additions["state_keys"] = self._keys(self._keyer, batch)
         if additions:
             additions = {name: values.to(batch.mask.device) for name, values in additions.items()}
             clock.lap("time/score", batch.metrics.get("time/score", 0.0))
-            _require_finite(self._policy_name, batch.mask, **additions)
+            log_probs = {name: additions[name] for name in ("old_log_probs", "ref_log_probs") if name in additions}
+            _require_finite(self._policy_name, batch.mask, **log_probs)
             batch = replace(batch, **additions, metrics={**batch.metrics, **clock.laps})
         return batch
+
+    def _stored(self, scores: ActionScores) -> dict[str, Tensor]:
+        """Of the scores before any update, what training will read."""
+        stored: dict[str, Tensor | None] = {"old_log_probs": scores.log_probs}
+        if "entropy" in self._needs:
+            stored["entropy"] = scores.entropy
+        if "values" in self._needs:
+            stored |= {"values": scores.values, "final_values": scores.final_values}
+        # copies, since a critic may return a view of its parameters, which move
+        return {name: value.detach().clone() for name, value in stored.items() if value is not None}
+
+    def _keys(self, keyer: KeysStates, batch: ExperienceBatch) -> Tensor:
+        keys: Any = keyer.state_keys(batch.states, batch.actions)
+        num_rows, width = batch.mask.shape
+        is_integer = isinstance(keys, Tensor) and not (keys.is_floating_point() or keys.is_complex())
+        if not is_integer or keys.dim() != 2 or len(keys) != num_rows or bool(batch.mask[:, keys.shape[1] :].any()):
+            raise ContractError(
+                f"{self._policy_name}.state_keys must return integers {[num_rows, width]}, like the steps; "
+                f"got {describe(keys)}."
+            )
+        return pad_steps(keys[:, :width], width, 0)  # where the longest row has left the batch, keys may be narrower
 
     def sample(self, states: Rows, num_actions_per_state: int) -> tuple[Rows, Rows, SampledActions | None]:
         """Row states and row actions, group-major, and what the sampler told with them."""
@@ -163,7 +214,7 @@ class ExperienceCollector:
     def plan_parts(self, states: Rows, actions: Rows, selected: RowIndex) -> list[RowIndex]:
         """Positions within `selected` that go into each forward: the policy's own plan, else `micro_batch_size` in order."""
         count = num_selected(selected)
-        if self._planner is None:
+        if self._planner is None or count == 0:
             return parts_in_order(count, self.micro_batch_size)
         plan = self._planner.plan_micro_batches(select_rows(states, selected), select_rows(actions, selected))
         return planned_parts(f"{self._policy_name}.plan_micro_batches", plan, count)
@@ -172,15 +223,15 @@ class ExperienceCollector:
         parts = self.plan_parts(states, actions, slice(0, len(group_ids)))
         return score_in_parts(self.scorer, states, actions, group_ids, parts)
 
-    def _find_steps(self, states: Rows, actions: Rows, group_ids: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Which steps count, for a sampler that does not say: what one scoring pass gives, old log-probs and mask.
+    def _find_steps(self, states: Rows, actions: Rows, group_ids: Tensor) -> tuple[ActionScores | None, Tensor]:
+        """Which steps count, for a sampler that does not say: what one scoring pass gives, and the mask.
 
         A plain policy that has shown one log-prob per row needs no pass.
         """
         if self.scorer.one_step_device is not None:
             return None, torch.ones(len(group_ids), 1, dtype=torch.bool, device=self.scorer.one_step_device)
         scores = self._score(states, actions, group_ids)
-        return scores.log_probs, scores.mask
+        return scores, scores.mask
 
 
 class _Clock:

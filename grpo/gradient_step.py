@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .config import GRPOConfig
+from .distributed import Engine, OneProcess
 from .errors import ConfigError, ContractError, GRPOWarning
 
 
@@ -24,6 +25,7 @@ class GradientStep:
         learning_rate: for the default optimizer.
         max_grad_norm: the total norm gradients are scaled down to; None: no bound.
         use_scaler: scale the loss (float16 on CUDA), so that small gradients do not vanish.
+        engine: adds up the gradients of several ranks; None: there is one.
 
     Raises:
         ConfigError: an optimizer that holds none of the policy's parameters.
@@ -39,9 +41,11 @@ class GradientStep:
         learning_rate: float,
         max_grad_norm: float | None,
         use_scaler: bool,
+        engine: Engine | None = None,
     ) -> None:
         self.policy_name = policy_name
         self.parameters = {name: value for name, value in parameters.items() if value.requires_grad}
+        self._engine = engine or OneProcess()
         self.lr_scheduler = lr_scheduler
         self.max_grad_norm = max_grad_norm
         if optimizer is None and self.parameters:
@@ -90,6 +94,7 @@ class GradientStep:
         Raises:
             ContractError: no parameter has received a gradient.
         """
+        self._add_up_ranks()
         gradients = [tensor.grad for tensor in self._moved() if tensor.grad is not None]
         if not gradients:
             raise ContractError(
@@ -137,6 +142,18 @@ class GradientStep:
     def _moved(self) -> list[Tensor]:
         """What the optimizer moves, which may be more than the policy's parameters, and may grow."""
         return [] if self.optimizer is None else [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _add_up_ranks(self) -> None:
+        """The sum of all ranks' gradients, in one call per dtype; where a rank has none, it adds zeros."""
+        if self._engine.num_ranks == 1:
+            return
+        tensors = list({id(tensor): tensor for tensor in (*self.parameters.values(), *self._moved())}.values())
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype and tensor.requires_grad]
+            flat = [torch.zeros_like(t).flatten() if t.grad is None else t.grad.flatten() for t in alike]
+            total = self._engine.sum(torch.cat(flat)).split([tensor.numel() for tensor in alike])
+            for tensor, gradient in zip(alike, total, strict=True):
+                tensor.grad = gradient.view_as(tensor)
 
     def _require_parameters_in_optimizer(self) -> None:
         moved = {id(tensor) for tensor in self._moved()}

@@ -1,14 +1,17 @@
 """Rows brought together group by group, and the statistics of a group."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from jaxtyping import Int
 from numpy.typing import NDArray
 from torch import Tensor
 
 from .types import run_bounds
+
+ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Groups:
         """Rows in their groups' order."""
         return values if self.order is None else values[self.order]
 
-    def scatter(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def scatter(self, values: NDArray[Any]) -> NDArray[Any]:
         """Rows back in the caller's order."""
         if self.order is None:
             return values
@@ -48,7 +51,7 @@ class Groups:
         back[self.order] = values
         return back
 
-    def spread(self, per_group: NDArray[Any]) -> NDArray[Any]:
+    def spread(self, per_group: NDArray[ScalarT]) -> NDArray[ScalarT]:
         """One value per group, for each of its rows."""
         return np.repeat(per_group, self.counts)
 
@@ -78,3 +81,8 @@ def is_constant(low: Any, high: Any, tolerance: float) -> Any:
 def as_float64(values: Tensor) -> NDArray[np.float64]:
     """On the host: statistics are small, and not every device has float64."""
     return values.detach().cpu().double().numpy()
+
+
+def rounding_of(values: Tensor) -> float:
+    """Relative differences up to this are rounding: two units in the last place."""
+    return 2 * torch.finfo(values.dtype).eps

@@ -1,216 +1,246 @@
-"""The loss: surrogate + KL - entropy, each summed with a weights tensor that holds the normalisation."""
+"""The loss: surrogate + KL - entropy (+ value error), each summed with a weights tensor that holds the normalisation."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, assert_never
+from dataclasses import replace
+from typing import assert_never
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .divergence import MAX_LOG_RATIO, KLEstimator, estimate_kl, score_function_entropy
-from .errors import ConfigError
-from .metrics import moments
-from .off_policy import SamplerCorrection, sampler_weights
-from .settings import Settings, setting
-from .surrogates import clipped_surrogate
+from .blockwise import in_blocks
+from .divergence import MAX_LOG_RATIO, estimate_kl, kl_k3, score_function_entropy
+from .errors import ConfigError, ContractError
+from .objective_config import DEFAULT_KL_COEF, ObjectiveConfig
+from .objective_metrics import objective_metrics
+from .off_policy import on_policy_rows, sampler_weights
+from .ratios import bounded_exp, log_ratio_at_level
+from .selection import select_steps
+from .surrogates import (
+    MIN_LOG_VESPO_WEIGHT,
+    cispo_surrogate,
+    clipped_surrogate,
+    dppo_tv_surrogate,
+    dro_surrogate,
+    gmpo_surrogate,
+    kl_cov_surrogate,
+    reinforce_surrogate,
+    sapo_surrogate,
+    vespo_surrogate,
+)
 from .types import ObjectiveInputs, ObjectiveOutput
-
-Aggregation = Literal["row_mean", "step_mean", "fixed_length", "row_sum", "group_mean"]
-
-DEFAULT_KL_COEF = 0.04
-"""Used when a reference policy is passed and no coefficient is set (DeepSeekMath, arXiv:2402.03300, sec. 4.2)."""
 
 Objective = Callable[[ObjectiveInputs], ObjectiveOutput]
 """The extension point: any such callable can stand in for `grpo_objective`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectiveConfig(Settings):
-    """What is minimised."""
-
-    clip_low: float = setting(0.2, at_least=0.0, at_most=1.0)
-    """How far below 1 the ratio may go before the gradient stops. Larger: bad actions are dropped faster. 1: no bound."""
-    clip_high: float = setting(0.2, at_least=0.0)
-    """How far above 1 the ratio may go before the gradient stops. Larger: good actions are taken up faster."""
-    kl_coef: float | None = setting(None, at_least=0.0)
-    """Weight of the divergence from the reference. Larger stays closer to it. None: 0.04 if a reference policy is passed,
-    else 0."""
-    kl_estimator: KLEstimator = "k3"
-    """How the divergence is estimated from the sampled step; see `grpo.divergence`, above all the gradient notes."""
-    entropy_coef: float = setting(0.0, at_least=0.0)
-    """Weight of the entropy bonus. Larger keeps the policy more random. Entropies are per step: a policy that returns the
-    log-prob of several decisions as one, [N], has one larger entropy where [N, T] has T smaller ones."""
-    entropy_estimator: Literal["exact", "score_function"] = "exact"
-    """`exact` needs a policy that gives it (`ActionScores.entropy`); `score_function` works for every policy, with noise."""
-    entropy_aggregation: Aggregation | None = None
-    """How the entropy term is aggregated. None: as `aggregation`."""
-    aggregation: Aggregation = "row_mean"
-    """How per-step losses become one number; read by the trainer, which turns it into weights (see `step_weights`)."""
-    fixed_length: int | None = setting(None, at_least=1)
-    """L of `fixed_length`: the same divisor for every row, whatever its length."""
-    sampler_correction: SamplerCorrection = "none"
-    """What is done about actions that another distribution sampled (`behaviour_log_probs`): nothing, or their surrogate is
-    weighed by the ratio to the policy's own probability, bounded (`truncate`) or left out beyond the bounds (`mask`)."""
-    sampler_ratio_low: float | None = setting(None, at_least=0.0)
-    """Smallest such weight. None: no bound."""
-    sampler_ratio_high: float | None = setting(3.0, above=0.0)
-    """Largest such weight. Larger corrects more, and lets single steps weigh more. None: no bound."""
-
-    def __post_init__(self) -> None:
-        """Check every value, and that a length is given exactly where it is read."""
-        Settings.__post_init__(self)
-        uses_length = "fixed_length" in (self.aggregation, self.entropy_aggregation)
-        if uses_length != (self.fixed_length is not None):
-            raise ConfigError(
-                f"ObjectiveConfig.fixed_length={self.fixed_length} with aggregation={self.aggregation!r}: "
-                "set a length exactly when an aggregation is 'fixed_length'."
-            )
-        low, high = self.sampler_ratio_low, self.sampler_ratio_high
-        if low is not None and high is not None and low > high:
-            raise ConfigError(f"ObjectiveConfig.sampler_ratio_low={low} must not exceed sampler_ratio_high={high}.")
-
-
-def step_weights(
-    mask: Bool[Tensor, "N T"],
-    aggregation: Aggregation,
-    *,
-    fixed_length: int | None = None,
-    group_ids: Int[Tensor, " N"] | None = None,
-    reduce: Callable[[Tensor], Tensor] | None = None,
-) -> Float[Tensor, "N T"]:
-    """The weight of each step in the loss sum(l * w): every normaliser of the GRPO family is a choice of these.
-
-      row_mean      mask / (len_n N)            each row counts the same (GRPO, arXiv:2402.03300)
-      step_mean     mask / sum(mask)            each step counts the same (DAPO, arXiv:2503.14476)
-      fixed_length  mask / (N L)                no length bias (Dr. GRPO, arXiv:2503.20783)
-      row_sum       mask / N                    the sum over a row is its loss (RLOO, arXiv:2402.14740)
-      group_mean    mask / (len_group B)        each group counts the same, and its steps alike
-
-    N counts rows without a valid step too. Computed once per update from the whole update's mask, so that micro-batches
-    and ranks add up exactly.
-
-    Args:
-        mask: the valid steps of the whole update.
-        aggregation: see above.
-        fixed_length: L, for `fixed_length`.
-        group_ids: for `group_mean`; a group's rows must be on one rank.
-        reduce: sums a count tensor over ranks; None: there is one.
-
-    Returns:
-        Weights in float64, 0 off the mask.
-
-    Raises:
-        ConfigError: a length or group ids are missing.
-
-    Example:
-        >>> step_weights(torch.tensor([[True, True], [True, False]]), "row_mean").tolist()
-        [[0.25, 0.25], [0.5, 0.0]]
-    """
-    lengths = mask.sum(1, keepdim=True).double()
-
-    def total(count: int | Tensor) -> Tensor:
-        local = torch.as_tensor(count, dtype=torch.float64, device=mask.device)
-        return local if reduce is None else reduce(local)
-
-    num_rows = mask.shape[0]
-    divisors: Tensor
-    match aggregation:
-        case "row_mean":
-            divisors = lengths * total(num_rows)
-        case "step_mean":
-            divisors = total(lengths.sum())
-        case "fixed_length":
-            if fixed_length is None:
-                raise ConfigError("step_weights: aggregation='fixed_length' needs fixed_length=L, the common divisor.")
-            divisors = total(num_rows) * fixed_length
-        case "row_sum":
-            divisors = total(num_rows)
-        case "group_mean":
-            if group_ids is None:
-                raise ConfigError("step_weights: aggregation='group_mean' needs group_ids.")
-            names, groups = group_ids.to(mask.device).unique(return_inverse=True)
-            num_groups = len(names)
-            steps = lengths.new_zeros(num_groups, 1).index_add_(0, groups, lengths)
-            divisors = steps[groups] * total(num_groups)
-        case _:
-            assert_never(aggregation)
-    return torch.where(mask, 1.0 / divisors, 0.0)
-
-
 def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> ObjectiveOutput:
     """The GRPO loss of one micro-batch.
 
-    L = sum_{n,t} w[n,t] (l[n,t] + kl_coef d[n,t]) - entropy_coef sum_{n,t} w_H[n,t] H[n,t]
+    L = sum_{n,t} w[n,t] (m[n,t] u[n,t] l[n,t] + kl_coef d[n,t] + value_coef e[n,t]) - entropy_coef sum_{n,t} w_H[n,t] H[n,t]
 
-    with l the surrogate on rho = exp(log_probs - old_log_probs), d the estimate of the divergence from the reference, and
-    H the entropy; `sampler_correction` weighs l alone. Without `old_log_probs` rho is exactly 1 and its gradient that of
-    log_probs (REINFORCE).
+    with l the surrogate on rho = exp(log_probs - old_log_probs), m the steps it counts (`keep`, rows that are not too far off),
+    u what corrects for the sampler, d the estimate of the divergence from the reference, e the squared error of a critic, and H
+    the entropy. Without `old_log_probs` rho is exactly 1 and its gradient that of log_probs (REINFORCE).
+
+    Large inputs are evaluated in blocks of rows, each with its gradient: the same numbers, in less time and memory.
 
     Args:
         inputs: see `ObjectiveInputs`; half precision is raised to float32.
         config: `aggregation` and `fixed_length` are not read here: they are in `inputs.weights`.
 
     Returns:
-        The loss, and moments of `total_loss`, `policy_loss`, `kl_penalty`, `entropy_bonus` (shares that add up:
-        total = policy + kl - entropy), `ratio`, `clip_fraction`, `clip_fraction_low`, `clip_fraction_high`,
-        `ratio_clamped_fraction`, `entropy` (sampled where it is not known), with a reference `kl`, and
-        with a correction `sampler_ratio`.
+        The loss, and moments of `total_loss`, `policy_loss`, `kl_penalty`, `entropy_bonus`, `value_loss` (shares that add up:
+        total = policy + kl - entropy + value), `ratio`, `clip_fraction`, `clip_fraction_low`, `clip_fraction_high`,
+        `ratio_clamped_fraction`, `entropy` (sampled where it is not known), and where there is one `kl`, `sampler_ratio`,
+        `kept_fraction`.
 
     Raises:
-        ConfigError: a KL term without reference log-probs, an exact entropy bonus without an entropy, or a correction without
-            behaviour log-probs.
+        ConfigError: a term lacks what it is computed from (a reference, an entropy, behaviour log-probs).
+        ContractError: densities where the surrogate is for probabilities.
 
     Source:
         Shao et al. 2024, arXiv:2402.03300, eq. 3.
     """
+    if config.selects_across_rows and inputs.keep is None and inputs.penalised is None:
+        keep, penalised = select_steps(
+            config,
+            mask=inputs.mask,
+            log_probs=inputs.log_probs.detach(),
+            advantages=inputs.advantages,
+            entropy=None if inputs.entropy is None else inputs.entropy.detach(),
+        )
+        inputs = replace(inputs, keep=keep, penalised=penalised)
+    return in_blocks(lambda rows: _objective_of(rows, config), inputs)
+
+
+def _objective_of(inputs: ObjectiveInputs, config: ObjectiveConfig) -> ObjectiveOutput:
     mask = inputs.mask
     log_probs = _on_mask(inputs.log_probs, mask)
     weights = inputs.weights.to(log_probs.dtype)
-    advantages = inputs.advantages if inputs.advantages.dim() == 2 else inputs.advantages.unsqueeze(1)
-    advantages = torch.where(mask, advantages.to(log_probs.dtype), 0.0)
+    advantages = inputs.advantages.to(log_probs.dtype)
+    advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else torch.where(mask, advantages, 0.0)
 
-    spread: dict[str, Tensor] = {}
-    log_ratio: Tensor | None = None
     if inputs.old_log_probs is None:  # the ratio is 1, and no bound is reached
-        ratio = (log_probs - log_probs.detach()).exp()
-        surrogate = ratio * -advantages
+        step_log_ratio = log_probs - log_probs.detach()
     else:
-        log_ratio = log_probs - _on_mask(inputs.old_log_probs, mask)
-        ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        surrogate = clipped_surrogate(ratio, advantages, clip_low=config.clip_low, clip_high=config.clip_high)
-    if config.sampler_correction != "none":
-        correction = _sampler_correction(inputs, config, log_probs)
-        surrogate = surrogate * correction
-        spread["sampler_ratio"] = torch.where(mask, correction, 0.0)
-    policy_loss = (surrogate * weights).sum()
-    shares = {"policy_loss": policy_loss}
-    loss = policy_loss
+        step_log_ratio = _difference(log_probs, inputs.old_log_probs, mask)
+    log_ratio = log_ratio_at_level(step_log_ratio, mask, config.ratio_level)
+    ratio = bounded_exp(log_ratio)
 
-    if inputs.ref_log_probs is not None:
-        x = log_probs - _on_mask(inputs.ref_log_probs, mask)
-        kl = estimate_kl(config.kl_estimator, x, ratio)
-        shares["kl_penalty"] = _kl_coef(inputs, config) * (kl * weights).sum()
+    correction = _sampler_correction(inputs, config, log_probs)
+    surrogate = _surrogate(inputs, config, log_probs, step_log_ratio, log_ratio, ratio, advantages, correction)
+    counted = _counted_steps(inputs, config, log_probs, advantages)
+    policy_weights = weights if counted is None else torch.where(counted, weights, 0.0)
+    if correction is not None and config.surrogate != "vespo":
+        policy_weights = policy_weights * correction
+    shares = {"policy_loss": (surrogate * policy_weights).sum()}
+    loss = shares["policy_loss"]
+    spread: dict[str, Tensor] = {}
+
+    kl_coef = _coef(inputs.kl_coef, config.kl_coef, DEFAULT_KL_COEF if inputs.ref_log_probs is not None else 0.0)
+    kl = _divergence(inputs, config, log_probs, ratio, kl_coef)
+    if kl is not None:
+        term, spread["kl"] = kl
+        shares["kl_penalty"] = kl_coef * (term * weights).sum()
         loss = loss + shares["kl_penalty"]
-        spread["kl"] = kl
-    elif _kl_coef(inputs, config) > 0:
-        raise ConfigError(
-            f"objective.kl_coef={_kl_coef(inputs, config)} needs a reference. Pass reference_policy=..., or set kl_coef=0."
-        )
 
-    entropy = _entropy(inputs, config, log_probs, ratio)
-    spread["entropy"] = entropy
-    if config.entropy_coef > 0:
-        entropy_weights = weights if inputs.entropy_weights is None else inputs.entropy_weights.to(log_probs.dtype)
-        shares["entropy_bonus"] = config.entropy_coef * (entropy * entropy_weights).sum()
+    entropy_coef = _coef(inputs.entropy_coef, config.entropy_coef, 0.0)
+    spread["entropy"] = _entropy(inputs, config, log_probs, ratio, entropy_coef)
+    if entropy_coef > 0:
+        entropy_weights = weights
+        if inputs.entropy_weights is not None:
+            entropy_weights = inputs.entropy_weights.to(log_probs.dtype)
+        shares["entropy_bonus"] = entropy_coef * (spread["entropy"] * entropy_weights).sum()
         loss = loss - shares["entropy_bonus"]
 
+    if inputs.returns is not None and inputs.values is not None:
+        error = _value_error(inputs.values, inputs.old_values, inputs.returns, mask, config.value_clip)
+        shares["value_loss"] = config.value_coef * (error * weights).sum()
+        loss = loss + shares["value_loss"]
+
+    if correction is not None:
+        spread["sampler_ratio"] = torch.where(mask, correction, 0.0)
     with torch.no_grad():
-        metrics = _metrics({**shares, "total_loss": loss}, spread, log_ratio, advantages, mask, config)
+        moved = log_probs.exp() - sampled_log_probs(inputs, log_probs).exp() if config.surrogate == "dppo_tv" else None
+        metrics = objective_metrics(
+            shares={**shares, "total_loss": loss},
+            spread=spread,
+            ratio=None if inputs.old_log_probs is None else ratio,
+            log_ratio=log_ratio,
+            step_log_ratio=step_log_ratio,
+            moved=moved,
+            advantages=advantages,
+            mask=mask,
+            counted=counted,
+            config=config,
+        )
     return ObjectiveOutput(loss=loss, metrics=metrics)
 
 
-def _sampler_correction(inputs: ObjectiveInputs, config: ObjectiveConfig, log_probs: Tensor) -> Tensor:
+def _surrogate(
+    inputs: ObjectiveInputs,
+    config: ObjectiveConfig,
+    log_probs: Float[Tensor, "N T"],
+    step_log_ratio: Float[Tensor, "N T"],
+    log_ratio: Float[Tensor, "N #T"],
+    ratio: Float[Tensor, "N #T"],
+    advantages: Float[Tensor, "N #T"],
+    correction: Float[Tensor, "N #T"] | None,
+) -> Float[Tensor, "N #T"]:
+    """The chosen policy loss per step."""
+    match config.surrogate:
+        case "clip" | "clip_cov":
+            if inputs.old_log_probs is None:
+                return ratio * -advantages
+            return clipped_surrogate(
+                ratio,
+                advantages,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                delta=config.delta,
+                dual_clip=config.dual_clip,
+            )
+        case "none":
+            return reinforce_surrogate(log_probs, advantages)
+        case "cispo":
+            return cispo_surrogate(ratio, log_probs, advantages, clip_low=config.clip_low, clip_high=config.clip_high)
+        case "sapo":
+            return sapo_surrogate(
+                ratio,
+                advantages,
+                temperature_pos=config.sapo_temperature_pos,
+                temperature_neg=config.sapo_temperature_neg,
+            )
+        case "gmpo":
+            return gmpo_surrogate(
+                step_log_ratio, advantages, inputs.mask, clip_low=config.clip_low, clip_high=config.clip_high
+            )
+        case "vespo":
+            return vespo_surrogate(
+                _log_row_weight(step_log_ratio, correction, inputs.mask),
+                log_probs,
+                advantages,
+                k_pos=config.vespo_k_pos,
+                lambda_pos=config.vespo_lambda_pos,
+                k_neg=config.vespo_k_neg,
+                lambda_neg=config.vespo_lambda_neg,
+            )
+        case "dro":
+            return dro_surrogate(log_ratio, log_probs, advantages, beta=config.dro_beta)
+        case "dppo_tv":
+            _require_probabilities(log_probs)
+            return dppo_tv_surrogate(
+                ratio, log_probs, sampled_log_probs(inputs, log_probs), advantages, tv_limit=config.tv_limit
+            )
+        case "kl_cov":
+            penalised = torch.zeros_like(inputs.mask) if inputs.penalised is None else inputs.penalised
+            return kl_cov_surrogate(ratio, log_ratio, advantages, penalised, coef=config.cov_kl_coef)
+        case _:
+            assert_never(config.surrogate)
+
+
+def _log_row_weight(
+    step_log_ratio: Float[Tensor, "N T"], correction: Float[Tensor, "N #T"] | None, mask: Bool[Tensor, "N T"]
+) -> Float[Tensor, "N 1"]:
+    """VESPO's log w: from the policy that sampled to the one now, over the whole row."""
+    log_weight = step_log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).sum(1, keepdim=True)
+    if correction is not None:
+        log_correction = correction.log().clamp(MIN_LOG_VESPO_WEIGHT, MAX_LOG_RATIO)
+        if correction.shape[1] > 1:
+            log_correction = torch.where(mask, log_correction, 0.0)
+        log_weight = log_weight + log_correction.sum(1, keepdim=True)
+    return log_weight.clamp(MIN_LOG_VESPO_WEIGHT, MAX_LOG_RATIO)
+
+
+def _counted_steps(
+    inputs: ObjectiveInputs, config: ObjectiveConfig, log_probs: Tensor, advantages: Tensor
+) -> Bool[Tensor, "N T"] | None:
+    """The steps whose surrogate counts; None: all."""
+    counted = inputs.keep
+    if config.off_policy_threshold is not None:
+        sampled = inputs.behaviour_log_probs
+        if sampled is None:
+            sampled = sampled_log_probs(inputs, log_probs)
+        near = on_policy_rows(log_probs, sampled, advantages, inputs.mask, config.off_policy_threshold)
+        counted = near.expand_as(inputs.mask) if counted is None else counted & near
+    return counted
+
+
+def sampled_log_probs(inputs: ObjectiveInputs, log_probs: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    """What the steps were sampled with: behaviour log-probs where they are known, else those before any update."""
+    old = log_probs.detach() if inputs.old_log_probs is None else _on_mask(inputs.old_log_probs, inputs.mask)
+    if inputs.behaviour_log_probs is None:
+        return old
+    behaviour = _on_mask(inputs.behaviour_log_probs, inputs.mask)
+    return torch.where(behaviour.isnan(), old, behaviour).to(log_probs.dtype)
+
+
+def _sampler_correction(
+    inputs: ObjectiveInputs, config: ObjectiveConfig, log_probs: Tensor
+) -> Float[Tensor, "N #T"] | None:
+    if config.sampler_correction == "none":
+        return None
     if inputs.behaviour_log_probs is None:
         raise ConfigError(
             f"objective.sampler_correction={config.sampler_correction!r} needs behaviour_log_probs. Return them in "
@@ -221,86 +251,97 @@ def _sampler_correction(inputs: ObjectiveInputs, config: ObjectiveConfig, log_pr
         inputs.behaviour_log_probs.to(log_probs.dtype),
         inputs.mask,
         correction=config.sampler_correction,
+        level=config.sampler_ratio_level,
         low=config.sampler_ratio_low,
         high=config.sampler_ratio_high,
     )
 
 
-def _kl_coef(inputs: ObjectiveInputs, config: ObjectiveConfig) -> float:
-    if inputs.kl_coef is not None:
-        return inputs.kl_coef
-    if config.kl_coef is not None:
-        return config.kl_coef
-    return DEFAULT_KL_COEF if inputs.ref_log_probs is not None else 0.0
+def _coef(current: float | None, configured: float | None, default: float) -> float:
+    """The adaptive coefficient where there is one, else the configured one."""
+    return current if current is not None else configured if configured is not None else default
 
 
-def _entropy(inputs: ObjectiveInputs, config: ObjectiveConfig, log_probs: Tensor, ratio: Tensor) -> Tensor:
+def _divergence(
+    inputs: ObjectiveInputs, config: ObjectiveConfig, log_probs: Tensor, ratio: Tensor, kl_coef: float
+) -> tuple[Float[Tensor, "N T"], Float[Tensor, "N T"]] | None:
+    """The chosen estimate of the divergence from the reference, per step, and what is reported of it; None: there is none.
+
+    Reported is k3 (or the exact value), whatever the term: it is never negative, and can be compared between runs.
+    """
+    if config.kl_estimator == "exact":
+        if inputs.kl is None and kl_coef > 0:
+            raise ConfigError(
+                f"objective.kl_coef={kl_coef} with kl_estimator='exact' needs the divergence itself, and the policy gives "
+                "none. Return it in ActionScores.kl, or estimate it: kl_estimator='k3' and a reference policy."
+            )
+        exact = None if inputs.kl is None else _on_mask(inputs.kl, inputs.mask)
+        return None if exact is None else (exact, exact)
+    if inputs.ref_log_probs is None:
+        if kl_coef > 0:
+            raise ConfigError(
+                f"objective.kl_coef={kl_coef} needs a reference. Pass reference_policy=..., or set kl_coef=0."
+            )
+        return None
+    x = _difference(log_probs, inputs.ref_log_probs, inputs.mask)
+    term = estimate_kl(config.kl_estimator, x, ratio)
+    return term, term if config.kl_estimator == "k3" else kl_k3(x.detach())
+
+
+def _entropy(
+    inputs: ObjectiveInputs, config: ObjectiveConfig, log_probs: Tensor, ratio: Tensor, entropy_coef: float
+) -> Float[Tensor, "N T"]:
     """The entropy per step: exact where that is wanted and known, else the estimate, which without a bonus is a metric only."""
     match config.entropy_estimator:
         case "exact":
             if inputs.entropy is not None:
                 return _on_mask(inputs.entropy, inputs.mask)
-            if config.entropy_coef > 0:
+            if entropy_coef > 0:
                 raise ConfigError(
-                    f"objective.entropy_coef={config.entropy_coef} needs an exact entropy, and the policy gives none. "
+                    f"objective.entropy_coef={entropy_coef} needs an exact entropy, and the policy gives none. "
                     "Return it in ActionScores.entropy, or set entropy_estimator='score_function'."
                 )
-            return (
-                -log_probs.detach()
-                if inputs.old_log_probs is None
-                else score_function_entropy(log_probs, ratio).detach()
-            )
+            if inputs.old_log_probs is None:
+                return -log_probs.detach()
+            return score_function_entropy(log_probs.detach(), ratio.detach())
         case "score_function":
             return score_function_entropy(log_probs, ratio)
         case _:
             assert_never(config.entropy_estimator)
 
 
+def _value_error(
+    values: Tensor, old_values: Tensor | None, returns: Tensor, mask: Tensor, clip: float | None
+) -> Float[Tensor, "N T"]:
+    """Squared error of a critic; the larger of it and the one its value may move to, where that is bounded.
+
+    e = max((v - R)^2, (v_old + clip(v - v_old, -c, c) - R)^2)
+
+    Source:
+        Schulman et al. 2017, arXiv:1707.06347, eq. 9; the clip is that of its reference implementation.
+    """
+    values, returns = _on_mask(values, mask), _on_mask(returns, mask)
+    error = (values - returns).square()
+    if clip is None or old_values is None:
+        return error
+    old = _on_mask(old_values, mask)
+    return torch.maximum(error, (old + (values - old).clamp(-clip, clip) - returns).square())
+
+
+def _require_probabilities(log_probs: Tensor) -> None:
+    if bool((log_probs > 1e-5).any()):
+        raise ContractError(
+            f"objective.surrogate='dppo_tv' compares probabilities, and a log-prob of {float(log_probs.max()):.3g} is that "
+            "of a density. Use surrogate='clip' with continuous actions."
+        )
+
+
+def _difference(log_probs: Tensor, others: Tensor, mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    """log_probs - others, 0 off the mask."""
+    return torch.where(mask, log_probs - others.to(log_probs.dtype), 0.0)
+
+
 def _on_mask(values: Tensor, mask: Bool[Tensor, "N T"]) -> Tensor:
     """Values with 0 off the mask, in float32 or better: what is off the mask (NaN, say) reaches no gradient."""
     clean = torch.where(mask, values, 0.0)
     return clean.float() if clean.element_size() < 4 else clean
-
-
-def _metrics(
-    shares: dict[str, Tensor],
-    spread: dict[str, Tensor],
-    log_ratio: Tensor | None,
-    advantages: Tensor,
-    mask: Bool[Tensor, "N T"],
-    config: ObjectiveConfig,
-) -> dict[str, Float[Tensor, "3"]]:
-    """All metrics as rows (count, sum, sum of squares) of one float64 tensor: one transfer when they are read.
-
-    Off the mask, every value is 0 already.
-
-    Args:
-        shares: terms of the loss.
-        spread: [N, T] values that are averaged.
-        log_ratio: None where it is 0 by construction: then nothing is clipped, and nothing need be counted.
-        advantages: decide which bound counts.
-        mask: the valid steps.
-        config: the bounds.
-    """
-    count = mask.sum(dtype=torch.float64)
-    zero = torch.zeros_like(count)
-    cells = {name: (zero, share.detach().double(), zero) for name, share in shares.items()}
-    cells |= {name: (count, *moments(values.detach())) for name, values in spread.items()}
-    if log_ratio is not None:
-        ratio = torch.where(mask, log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 0.0)
-        cells["ratio"] = (count, *moments(ratio))
-        too_low = ((ratio < 1.0 - config.clip_low) & (advantages < 0)).sum(dtype=torch.float64)
-        too_high = ((ratio > 1.0 + config.clip_high) & (advantages > 0)).sum(dtype=torch.float64)
-        clamped = (log_ratio.abs() > MAX_LOG_RATIO).sum(dtype=torch.float64)
-        for name, total in zip(CLIP_METRICS, (too_low, too_high, too_low + too_high, clamped), strict=True):
-            cells[name] = (count, total, total)
-    rows = torch.stack([cell for row in cells.values() for cell in row]).view(-1, 3).unbind(0)
-    metrics = dict(zip(cells, rows, strict=True))
-    if log_ratio is None:
-        metrics["ratio"] = count.expand(3)
-        metrics |= dict.fromkeys(CLIP_METRICS, torch.stack([count, zero, zero]))
-    return metrics
-
-
-CLIP_METRICS = ("clip_fraction_low", "clip_fraction_high", "clip_fraction", "ratio_clamped_fraction")
-"""Fractions of steps whose ratio is past a bound its advantage pushes towards, and past what `exp` is given."""

@@ -20,6 +20,7 @@ ABSENT = {
     "train/kl_mean": 0.0,
     "train/kl_std": 0.0,
     "train/entropy_bonus": 0.0,
+    "train/value_loss": 0.0,
     "train/clip_fraction": 0.0,
     "train/clip_fraction_low": 0.0,
     "train/clip_fraction_high": 0.0,
@@ -42,7 +43,6 @@ def report_iteration(
     counts: UpdateCounts,
     measured: Mapping[str, tuple[float, float]],
     *,
-    kl_coef: float,
     learning_rate: float,
 ) -> dict[str, float]:
     """Metrics by name.
@@ -52,7 +52,6 @@ def report_iteration(
         advantages: [N] or [N, T], on the CPU.
         counts: what became of the updates.
         measured: mean and standard deviation of what the updates metered; overrides `learning_rate`.
-        kl_coef: in force.
         learning_rate: after the iteration.
     """
     mask = batch.mask.cpu()
@@ -76,7 +75,6 @@ def report_iteration(
     return metrics | {
         "train/advantages_mean": advantages_mean,
         "train/advantages_std": advantages_std,
-        "train/kl_coef": kl_coef,
         "train/num_updates": float(counts.applied),
         "train/skipped_updates": float(counts.planned - counts.applied),
         "rows/skipped_zero_advantage": float(counts.rows_skipped),

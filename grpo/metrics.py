@@ -2,9 +2,9 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, Protocol, TextIO, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,9 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def moments(values: Float[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
-    """Sum and sum of squares in float64, on the device; values off a mask have to be 0 already."""
-    return values.sum(dtype=torch.float64), torch.linalg.vector_norm(values, dtype=torch.float64).square()
+def moments(values: Float[Tensor, "N T"]) -> tuple[Tensor, Tensor]:
+    """Sum and sum of squares in float64, on the device; values off a mask have to be 0 already.
+
+    One axis is reduced in the values' own precision, the other in float64: nearly as good as float64 throughout, which would
+    first copy everything.
+    """
+    dim = 1 if values.shape[1] >= 32 else 0
+    norms = torch.linalg.vector_norm(values, dim=dim)
+    return values.sum(dim).sum(dtype=torch.float64), norms.double().square().sum()
+
+
+Totals: TypeAlias = dict[str, tuple[float, float, float]]
+"""Name -> (count, sum, sum of squares)."""
 
 
 class Meter:
@@ -39,20 +49,37 @@ class Meter:
         count, total = self._values.get(name, (0, 0.0))
         self._values[name] = (count + 1, total + value)
 
-    def report(self, num_updates: int) -> dict[str, tuple[float, float]]:
-        """(mean, standard deviation) of each metric, and an empty meter."""
+    def report(
+        self, num_updates: int, everywhere: Callable[[Totals], list[Totals]] | None = None
+    ) -> dict[str, tuple[float, float]]:
+        """(mean, standard deviation) of each metric, and an empty meter.
+
+        Args:
+            num_updates: what shares of updates' totals are averaged over.
+            everywhere: this rank's totals -> those of all ranks; None: there is one.
+        """
         result = {name: (total / count, 0.0) for name, (count, total) in self._values.items()}
+        own: Totals = {}
         if self._moments:
-            totals: dict[str, tuple[float, float, float]] = {}
-            for name, (count, total, squares) in zip(self._names, torch.stack(self._moments).tolist(), strict=True):
-                so_far = totals.get(name, (0.0, 0.0, 0.0))
-                totals[name] = (so_far[0] + count, so_far[1] + total, so_far[2] + squares)
-            for name, (count, total, squares) in totals.items():
-                mean = total / (count or num_updates or 1)
-                variance = squares / count - mean**2 if count else 0.0
-                result[name] = (mean, math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else variance)
+            for name, moments in zip(self._names, torch.stack(self._moments).tolist(), strict=True):
+                _add(own, name, moments)
+        totals = own
+        if everywhere is not None:
+            totals = {}
+            for theirs in everywhere(own):
+                for name, moments in theirs.items():
+                    _add(totals, name, moments)
+        for name, (count, total, squares) in totals.items():
+            mean = total / (count or num_updates or 1)
+            variance = squares / count - mean**2 if count else 0.0
+            result[name] = (mean, math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else variance)
         self._names, self._moments, self._values = [], [], {}
         return result
+
+
+def _add(totals: Totals, name: str, moments: Sequence[float]) -> None:
+    so_far = totals.get(name, (0.0, 0.0, 0.0))
+    totals[name] = (so_far[0] + moments[0], so_far[1] + moments[1], so_far[2] + moments[2])
 
 
 def reward_statistics(rewards: Float[Tensor, " N"]) -> dict[str, float]:

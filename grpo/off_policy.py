@@ -6,9 +6,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .divergence import MAX_LOG_RATIO
+from .ratios import bounded_exp, mean_over_steps
 
 SamplerCorrection = Literal["none", "truncate", "mask"]
+SamplerRatioLevel = Literal["step", "row"]
 
 
 def sampler_weights(
@@ -17,12 +18,13 @@ def sampler_weights(
     mask: Bool[Tensor, "N T"],
     *,
     correction: SamplerCorrection,
+    level: SamplerRatioLevel = "step",
     low: float | None = None,
     high: float | None = None,
-) -> Float[Tensor, "N T"]:
+) -> Float[Tensor, "N #T"]:
     """Importance weights from what sampled each step to the policy before this iteration's updates.
 
-    u[n,t] = exp(old_log_probs - behaviour_log_probs)
+    u[n,t] = exp(old_log_probs - behaviour_log_probs), or one weight per row: u[n] = exp(the sum of these over its steps)
       none      1
       truncate  clip(u, low, high)         bounded bias for bounded variance
       mask      u if low <= u <= high else 0
@@ -34,6 +36,7 @@ def sampler_weights(
         behaviour_log_probs: under the distribution actually drawn from; NaN: unscored, weight 1.
         mask: valid steps; elsewhere the weight is 1, whatever the inputs hold.
         correction: see above.
+        level: a weight per step is biased and of low variance; one per row is exact where nothing bounds it.
         low: smallest weight; None: no bound.
         high: largest weight; None: no bound. Larger corrects more, and lets single steps weigh more.
 
@@ -49,14 +52,21 @@ def sampler_weights(
     """
     scored = mask & ~behaviour_log_probs.isnan()
     log_ratio = torch.where(scored, old_log_probs.detach() - behaviour_log_probs, 0.0)
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    match level:
+        case "step":
+            pass
+        case "row":
+            log_ratio = log_ratio.sum(1, keepdim=True)
+        case _:
+            assert_never(level)
+    ratio = bounded_exp(log_ratio)
     match correction:
         case "none":
             return torch.ones_like(ratio)
         case "truncate":
             return ratio if low is None and high is None else ratio.clamp(low, high)
         case "mask":
-            inside = torch.ones_like(mask)
+            inside = torch.ones_like(ratio, dtype=torch.bool)
             if low is not None:
                 inside = inside & (ratio >= low)
             if high is not None:
@@ -64,3 +74,31 @@ def sampler_weights(
             return torch.where(inside, ratio, 0.0)
         case _:
             assert_never(correction)
+
+
+def on_policy_rows(
+    log_probs: Float[Tensor, "N T"],
+    sampled_log_probs: Float[Tensor, "N T"],
+    advantages: Float[Tensor, "N #T"],
+    mask: Bool[Tensor, "N T"],
+    threshold: float,
+) -> Bool[Tensor, "N #T"]:
+    """Rows near enough to what sampled them to learn from; those with A >= 0 always are.
+
+    m[n,t] = A[n,t] >= 0 or mean over steps of (sampled_log_probs - log_probs) <= threshold
+
+    A bad row that the policy has moved away from already says little about the policy, and pushes it further.
+
+    Args:
+        log_probs: now; no gradient is taken through it.
+        sampled_log_probs: under what sampled the steps, or before this iteration's updates; NaN: unscored, no difference.
+        advantages: how much better than its baseline.
+        mask: the valid steps.
+        threshold: larger keeps rows that are further off.
+
+    Source:
+        DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, sec. 3.1, eq. 9.
+    """
+    known = mask & ~sampled_log_probs.isnan()
+    distance = torch.where(known, sampled_log_probs - log_probs.detach(), 0.0)
+    return (advantages >= 0) | (mean_over_steps(distance, mask) <= threshold)

@@ -121,6 +121,15 @@ class SplitsSteps(Protocol):
 
 
 @runtime_checkable
+class KeysStates(Protocol):
+    """Domains whose states recur within a group, for `advantage.credit="gigpo"`."""
+
+    def state_keys(self, states: Any, actions: Any) -> Tensor:
+        """[N, T] integers: the state each step was taken in; equal numbers mark equal states within a group."""
+        ...
+
+
+@runtime_checkable
 class HasState(Protocol):
     """Anything else that an exact resume needs: environments, generators, counters."""
 

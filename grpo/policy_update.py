@@ -10,28 +10,23 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from .adaptive_coefficients import Coefficients
+from .aggregation import step_weights
 from .config import GRPOConfig
-from .errors import ContractError, GRPOWarning, NonFiniteGradientError
+from .distributed import Engine
+from .errors import ConfigError, ContractError, GRPOWarning, NonFiniteGradientError
 from .experience_collector import ExperienceCollector
 from .gradient_step import GradientStep
-from .grpo_objective import Objective, step_weights
+from .grpo_objective import Objective
 from .metrics import Meter
 from .policy_base import SplitsSteps
+from .selection import select_steps
+from .training_rows import TrainingRows, require_discrete, split_steps
 from .types import ExperienceBatch, ObjectiveInputs, RowIndex, select_rows
-from .update_plan import compose, epoch_of_updates, num_updates_per_epoch
+from .update_plan import compose, epoch_of_updates, num_selected, num_updates_per_epoch
 
 TRAIN_MODE_TOLERANCE = 0.05
 """Largest change of a log-prob between eval() and train() that is put down to rounding (bfloat16) and not to dropout."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingRows:
-    """What updates read: a batch, and how its rows (or their steps) did."""
-
-    batch: ExperienceBatch
-    advantages: Float[Tensor, " N"] | Float[Tensor, "N T"]
-    live: Bool[Tensor, " N"] | None
-    """Rows with an advantage, where rows without one change no gradient and are not forwarded; None: all count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +51,11 @@ class PolicyUpdate:
         collector: scores rows and plans forwards.
         gradient: the optimizer step.
         objective: the loss.
-        zero_advantage_is_inert: a row whose advantage is 0 has no gradient at all (no KL, no entropy, the built-in loss).
+        has_own_loss: `objective` is the caller's, of which nothing is known.
         splitter: makes one row of every step, where the policy can.
-        kl_coef: weight of the KL term, now.
+        coefficients: weights of the KL and the entropy term, as they are now.
         seed: of the order of rows.
+        engine: brings several ranks together.
     """
 
     def __init__(
@@ -69,39 +65,51 @@ class PolicyUpdate:
         collector: ExperienceCollector,
         gradient: GradientStep,
         objective: Objective,
-        zero_advantage_is_inert: bool,
+        has_own_loss: bool,
         splitter: SplitsSteps | None,
-        kl_coef: float,
+        coefficients: Coefficients,
         seed: int,
+        engine: Engine,
     ) -> None:
         self.config = config
         self.meter = Meter()
         self.generator = torch.Generator().manual_seed(seed)
+        self.choice_generator = torch.Generator().manual_seed(seed)
+        """Drawn from in step on all ranks, whatever their numbers of rows."""
+        self._engine = engine
         self.skipped_in_a_row = 0
         self._num_dead = 0
         self._collector = collector
         self._gradient = gradient
         self._objective = objective
-        self._zero_advantage_is_inert = zero_advantage_is_inert
+        self._has_own_loss = has_own_loss
+        self._zero_advantage_is_inert = config.objective.needs_an_advantage and not has_own_loss
+        self._needs_entropy = (
+            config.entropy_control is not None and config.objective.entropy_estimator == "exact" and not has_own_loss
+        )
         self._splitter = splitter
-        self._kl_coef = kl_coef
+        self._coefficients = coefficients
         self._owner = type(collector.policy).__name__
         self._has_compared_modes = False
-        self._has_said_dead = False
 
     def num_updates(self, batch: ExperienceBatch) -> int:
-        """How many updates `run` will make of this batch."""
+        """How many updates `run` will make of this batch: as many as the rank with most rows needs."""
         num_rows = batch.num_rows if self._splitter is None else int(batch.mask.sum())
-        return num_updates_per_epoch(num_rows, self.config.batch_size) * self.config.num_epochs_per_update
+        return self._num_per_epoch(num_rows) * self.config.num_epochs_per_update
 
-    def run(self, batch: ExperienceBatch, advantages: Tensor) -> UpdateCounts:
+    def _num_per_epoch(self, num_rows: int) -> int:
+        own = num_updates_per_epoch(num_rows, self.config.batch_size)
+        return own if self._engine.num_ranks == 1 else max(self._engine.gather_objects(own))
+
+    def run(self, rows: TrainingRows) -> UpdateCounts:
         """Every epoch's updates.
 
         Raises:
             ContractError: the policy scores other steps than it sampled, or without a gradient.
             NonFiniteGradientError: too many skipped updates in a row.
         """
-        rows = self._training_rows(batch, advantages)
+        skipped = _are_live(rows.advantages).logical_not()
+        rows = self._prepared(rows)
         self._gradient.clear()  # what others left behind is no part of this
         self.meter = Meter()
         self._num_dead = 0
@@ -109,22 +117,27 @@ class PolicyUpdate:
         for selected in self._updates(rows.batch):
             applied += self._update(rows, selected, is_first=planned == 0)
             planned += 1
-        if planned == self._num_dead:
-            self._say_dead()
-        num_skipped = 0 if rows.live is None else int((~_are_live(advantages)).sum())
+        num_skipped = 0 if rows.live is None else int(skipped.sum())
         return UpdateCounts(planned=planned, applied=applied, dead=self._num_dead, rows_skipped=num_skipped)
 
-    def _training_rows(self, batch: ExperienceBatch, advantages: Tensor) -> TrainingRows:
+    def _prepared(self, rows: TrainingRows) -> TrainingRows:
+        """Steps as rows where the policy splits them, and which rows need a forward."""
         if self._splitter is not None:
-            batch, advantages = split_steps(batch, advantages, self._splitter)
-        if not self._zero_advantage_is_inert:
-            return TrainingRows(batch, advantages, None)
-        live = _are_live(advantages)
-        return TrainingRows(batch, advantages, None if bool(live.all()) else live)
+            rows = split_steps(rows, self._splitter)
+        if self.config.objective.surrogate == "dppo_tv":
+            require_discrete(rows.batch.actions)
+        if not self._zero_advantage_is_inert or self._coefficients.may_be_positive or rows.returns is not None:
+            return rows
+        live = _are_live(rows.advantages)
+        return replace(rows, live=None if bool(live.all()) else live)
 
     def _updates(self, batch: ExperienceBatch) -> Iterator[RowIndex]:
         for _ in range(self.config.num_epochs_per_update):
-            yield from epoch_of_updates(batch.group_ids, self.config.batch_size, self.generator)
+            missing = self._num_per_epoch(batch.num_rows)
+            for selected in epoch_of_updates(batch.group_ids, self.config.batch_size, self.generator):
+                missing -= 1
+                yield selected
+            yield from [slice(0, 0)] * missing
 
     def _update(self, rows: TrainingRows, selected: RowIndex, *, is_first: bool) -> bool:
         """Accumulate one update's gradient over its micro-batches and apply it. Says whether weights changed."""
@@ -132,9 +145,11 @@ class PolicyUpdate:
         positions: RowIndex = slice(0, len(weights))
         if rows.live is not None:
             positions = rows.live[selected].nonzero().squeeze(1)
-            if len(positions) == 0:
-                self._num_dead += 1
-                return False
+        num_live = torch.tensor(float(num_selected(positions)))
+        if int(self._engine.sum(num_live)) == 0:
+            self._num_dead += 1
+            return False
+        selection = self._selection(rows, selected)
         checks = []
         states, actions = rows.batch.states, rows.batch.actions
         for part in self._collector.plan_parts(states, actions, compose(selected, positions)):
@@ -142,10 +157,11 @@ class PolicyUpdate:
             inputs, check = self._inputs(
                 rows,
                 compose(selected, micro),
-                weights[micro],
-                None if entropy_weights is None else entropy_weights[micro],
+                weights=weights[micro],
+                entropy_weights=None if entropy_weights is None else entropy_weights[micro],
+                **{name: None if steps is None else steps[micro] for name, steps in selection.items()},
             )
-            if is_first and not self._has_compared_modes:
+            if is_first and not self._has_compared_modes and rows.num_replayed == 0:
                 self._compare_modes(inputs)
             output = self._objective(inputs)
             self._gradient.backward(output.loss)
@@ -157,15 +173,35 @@ class PolicyUpdate:
         """The whole update's step weights, and the entropy term's own where it has any."""
         config = self.config.objective
         mask, group_ids = batch.mask[selected], batch.group_ids[selected]
-        weights = step_weights(mask, config.aggregation, fixed_length=config.fixed_length, group_ids=group_ids)
+        options: dict[str, Any] = {
+            "fixed_length": config.fixed_length,
+            "group_ids": group_ids,
+            "reduce": None if self._engine.num_ranks == 1 else self._engine.sum,
+        }
+        weights = step_weights(mask, config.aggregation, **options)
         if config.entropy_aggregation is None:
             return weights, None
-        return weights, step_weights(
-            mask, config.entropy_aggregation, fixed_length=config.fixed_length, group_ids=group_ids
+        return weights, step_weights(mask, config.entropy_aggregation, **options)
+
+    def _selection(self, rows: TrainingRows, selected: RowIndex) -> dict[str, Tensor | None]:
+        """The whole update's choice of steps, from what was stored at collection."""
+        config, batch = self.config.objective, rows.batch
+        if self._has_own_loss or not config.selects_across_rows:
+            return {}
+        assert batch.old_log_probs is not None
+        keep, penalised = select_steps(
+            config,
+            mask=batch.mask[selected],
+            log_probs=batch.old_log_probs[selected],
+            advantages=rows.advantages[selected].to(batch.mask.device),
+            entropy=None if batch.entropy is None else batch.entropy[selected],
+            generator=self.choice_generator,
+            gather=self._engine.gather,
         )
+        return {"keep": keep, "penalised": penalised}
 
     def _inputs(
-        self, rows: TrainingRows, selected: RowIndex, weights: Tensor, entropy_weights: Tensor | None
+        self, rows: TrainingRows, selected: RowIndex, **of_update: Tensor | None
     ) -> tuple[ObjectiveInputs, Float[Tensor, ""]]:
         """Score these rows with gradient, and put what is known of them beside it, as wide as the scores are.
 
@@ -176,6 +212,11 @@ class PolicyUpdate:
         scores = self._collector.scorer(
             select_rows(batch.states, selected), select_rows(batch.actions, selected), batch.group_ids[selected]
         )
+        if self._needs_entropy and scores.entropy is None:
+            raise ConfigError(
+                f"config.entropy_control needs an exact entropy, and {self._owner} gives none. Return it in "
+                "ActionScores.entropy, or set objective.entropy_estimator='score_function'."
+            )
         full_mask = batch.mask[selected]
         width, device = scores.log_probs.shape[1], scores.log_probs.device
         if width > full_mask.shape[1]:
@@ -194,26 +235,32 @@ class PolicyUpdate:
             raise ContractError(f"{self._owner} masks other steps in an update than in the batch. {_SAME_STEPS}")
         inputs = ObjectiveInputs(
             log_probs=scores.log_probs,
-            old_log_probs=of_batch(batch.old_log_probs),
+            old_log_probs=None if rows.old_is_current else of_batch(batch.old_log_probs),
             advantages=of_batch(rows.advantages),
             mask=mask,
-            weights=beside(weights),
             entropy=scores.entropy,
-            entropy_weights=beside(entropy_weights),
             ref_log_probs=of_batch(batch.ref_log_probs),
             behaviour_log_probs=of_batch(batch.behaviour_log_probs),
-            kl_coef=self._kl_coef,
+            kl=scores.kl,
+            kl_coef=self._coefficients.kl_coef,
+            entropy_coef=self._coefficients.entropy_coef,
+            values=scores.values,
+            old_values=of_batch(batch.values),
+            returns=of_batch(rows.returns),
+            **{name: beside(values) for name, values in of_update.items()},
         )
         return inputs, torch.where(mask, scores.log_probs.detach(), 0.0).sum(dtype=torch.float64)
 
     def _apply(self, checks: list[Tensor]) -> bool:
         """Step the optimizer if everything is sound: one transfer to the host for all that has to be known."""
+        own = torch.stack(checks).sum() if checks else torch.zeros((), dtype=torch.float64)
+        log_probs = self._engine.sum(own)
         if not self._gradient.parameters:
-            self._require_finite(torch.stack(checks).tolist())
+            self._require_finite(log_probs.item())
             return False
         total_norm = self._gradient.total_norm()
-        *log_probs, norm = torch.stack([*checks, total_norm.to(checks[0])]).tolist()
-        self._require_finite(log_probs)
+        sum_of_log_probs, norm = torch.stack([log_probs, total_norm.to(log_probs)]).tolist()
+        self._require_finite(sum_of_log_probs)
         if not math.isfinite(norm):
             return self._skip_non_finite(norm)
         self.meter.add_value("grad_norm", norm)
@@ -222,8 +269,8 @@ class PolicyUpdate:
         self.skipped_in_a_row = 0
         return True
 
-    def _require_finite(self, log_probs: list[float]) -> None:
-        if all(math.isfinite(total) for total in log_probs):
+    def _require_finite(self, sum_of_log_probs: float) -> None:
+        if math.isfinite(sum_of_log_probs):
             return
         self._gradient.abandon()
         raise ContractError(
@@ -243,18 +290,6 @@ class PolicyUpdate:
                 "torch.autograd.set_detect_anomaly(True) names the operation."
             )
         return False
-
-    def _say_dead(self) -> None:
-        """Say, once, that an iteration had nothing to learn from."""
-        if not self._has_said_dead:
-            self._has_said_dead = True
-            warnings.warn(
-                "An iteration had nothing to learn from: every group in it has equal rewards, or one row. Now and then that is "
-                "normal; if group_stats/zero_variance_fraction stays near 1, rewards are too sparse, the task too easy or too "
-                "hard, or groups too small. (Said once.)",
-                GRPOWarning,
-                stacklevel=4,
-            )
 
     def _compare_modes(self, inputs: ObjectiveInputs) -> None:
         """Say, once, when train() changes what eval() gave: the first ratio is then not 1."""
@@ -277,37 +312,3 @@ def _are_live(advantages: Tensor) -> Bool[Tensor, " N"]:
 
 
 _SAME_STEPS = "Score the same steps every time; give rollouts made elsewhere the mask of the policy's own decisions."
-
-
-def split_steps(batch: ExperienceBatch, advantages: Tensor, policy: SplitsSteps) -> tuple[ExperienceBatch, Tensor]:
-    """Every valid step as a row of its own (T = 1), row by row; what has shape [N, T] is read at the mask.
-
-    Raises:
-        ContractError: the policy makes another number of rows than there are valid steps.
-    """
-    mask = batch.mask
-    num_steps = int(mask.sum())
-    states, actions = policy.split_steps(batch.states, batch.actions)
-    if len(states) != num_steps or len(actions) != num_steps:
-        raise ContractError(
-            f"{type(policy).__name__}.split_steps must return one row per valid step = {num_steps}; "
-            f"got {len(states)} states and {len(actions)} actions."
-        )
-
-    def at_mask(values: Tensor | None) -> Any:
-        return None if values is None else values[mask.to(values.device)].unsqueeze(1)
-
-    per_step = advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand(mask.shape)
-    split = replace(
-        batch,
-        states=states,
-        actions=actions,
-        group_ids=torch.arange(num_steps),
-        rewards=torch.zeros(num_steps, dtype=batch.rewards.dtype),
-        reward_components={},
-        mask=torch.ones(num_steps, 1, dtype=torch.bool, device=mask.device),
-        old_log_probs=at_mask(batch.old_log_probs),
-        behaviour_log_probs=at_mask(batch.behaviour_log_probs),
-        ref_log_probs=at_mask(batch.ref_log_probs),
-    )
-    return split, per_step[mask.to(per_step.device)]

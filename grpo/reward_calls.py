@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .coercion import as_rewards, describe, pad_steps
 from .errors import GRPOError, RewardError, RewardRaisedError
-from .reward_model_base import ReportsComponents, as_reward_model, reward_name
+from .reward_model_base import ReportsComponents, WeightedRewards, as_reward_model, reward_name
 from .settings import Settings, setting
 from .types import Rows, select_rows
 
@@ -39,6 +39,8 @@ class Rewards:
     """K rewards, one per kept row."""
     components: dict[str, Float[Tensor, "K *T"]]
     """Named parts, where the reward model reports them."""
+    weights: dict[str, float]
+    """What each part is weighed with, where that is known."""
     kept: Bool[Tensor, " N"] | None
     """Which of the N rows these are; None: all."""
     metrics: dict[str, float]
@@ -58,6 +60,7 @@ class RewardCalls:
         self.config = config
         self._name = reward_name(self.reward_model)
         self._reports_components = isinstance(self.reward_model, ReportsComponents)
+        self._weights = self.reward_model.weights if isinstance(self.reward_model, WeightedRewards) else {}
         self._num_retried = 0
 
     def __call__(self, states: Rows, actions: Rows, mask: Bool[Tensor, "N T"] | None = None) -> Rewards:
@@ -124,7 +127,13 @@ class RewardCalls:
             "rewards/zeroed": float(num_zeroed),
             "rewards/retries": float(self._num_retried),
         }
-        return Rewards(values=total, components=components, kept=kept if len(total) < count else None, metrics=metrics)
+        return Rewards(
+            values=total,
+            components=components,
+            weights=self._weights,
+            kept=kept if len(total) < count else None,
+            metrics=metrics,
+        )
 
     def _ask(self, states: Rows, actions: Rows) -> tuple[Tensor, dict[str, Tensor]]:
         """One call for all rows, made again `num_retries` times if it raises."""

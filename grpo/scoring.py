@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
@@ -77,13 +78,14 @@ def check_scores(owner: str, scores: Any, num_rows: int) -> ActionScores:
         raise ContractError(f"{owner}: log_probs must be [N, T] with N = {num_rows}; got {describe(scores.log_probs)}.")
     if scores.mask.dtype != torch.bool:
         raise ContractError(f"{owner}: mask must be bool; got {describe(scores.mask)}. Return mask.bool().")
-    for field in ("log_probs", "mask", "entropy"):
+    for field in ("log_probs", "mask", "entropy", "values", "kl", "final_values"):
         value = getattr(scores, field)
         if value is None:
             continue
-        if value.shape != shape or value.device != scores.log_probs.device:
+        expected = shape[:1] if field == "final_values" else shape
+        if value.shape != expected or value.device != scores.log_probs.device:
             raise ContractError(
-                f"{owner}: {field} must be {list(shape)} on {scores.log_probs.device}, as log_probs is; "
+                f"{owner}: {field} must be {list(expected)} on {scores.log_probs.device}, as log_probs is; "
                 f"got {describe(value)} on {value.device}."
             )
         if field != "mask" and not value.is_floating_point():
@@ -109,21 +111,26 @@ def score_in_parts(
     group_ids: Int[Tensor, " N"],
     parts: Sequence[RowIndex],
 ) -> ActionScores:
-    """Log-probs and mask of all N rows without gradient, one forward per part, padded to the longest."""
+    """Scores of all N rows without gradient, one forward per part, padded to the longest."""
     with torch.no_grad():
         scored = [score(select_rows(states, part), select_rows(actions, part), group_ids[part]) for part in parts]
     if len(scored) == 1 and isinstance(parts[0], slice):
         return scored[0]
     width = max(scores.log_probs.shape[1] for scores in scored)
-    log_probs = torch.cat([pad_steps(scores.log_probs, width, 0.0) for scores in scored])
-    mask = torch.cat([pad_steps(scores.mask, width, False) for scores in scored])
     everyone = torch.arange(len(group_ids))
-    order = torch.cat([everyone[part] for part in parts]).argsort().to(mask.device)
-    return ActionScores(log_probs=log_probs[order], mask=mask[order])
+    order = torch.cat([everyone[part] for part in parts]).argsort().to(scored[0].mask.device)
+
+    def together(name: str) -> Any:
+        values = [getattr(scores, name) for scores in scored]
+        if any(value is None for value in values):
+            return None
+        return torch.cat([pad_steps(value, width, 0) if value.dim() == 2 else value for value in values])[order]
+
+    return ActionScores(**{field.name: together(field.name) for field in fields(ActionScores)})
 
 
 def fit_steps(owner: str, values: Float[Tensor, "N t"], width: int) -> Float[Tensor, "N T"]:
-    """Log-probs padded on the right to the batch's number of steps.
+    """Values per step padded on the right to the batch's number of steps.
 
     Raises:
         ContractError: they have more steps than the batch.

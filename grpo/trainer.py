@@ -2,8 +2,9 @@
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,31 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .advantage_estimator import AdvantageEstimator
+from .adaptive_coefficients import Coefficients
+from .advantage_estimator import AdvantageEstimator, Estimate
+from .batches import gather_rewards
 from .checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from .coercion import as_advantages
-from .config import GRPOConfig
+from .config import GRPOConfig, needed_fields, require_step_level
+from .diagnosis import Diagnosis
+from .distributed import Engine, OneProcess, require_equal_weights
+from .dynamic_sampling import collect_live_groups
 from .errors import ConfigError, GRPOWarning, NonFiniteGradientError
 from .experience_collector import ExperienceCollector
 from .gradient_step import GradientStep, schedule_factor
-from .grpo_objective import DEFAULT_KL_COEF, Objective, grpo_objective
+from .grpo_objective import Objective, grpo_objective
 from .iteration_report import report_iteration
 from .metrics import MetricSink
-from .policy_base import POLICY_METHODS, ScoresReference, SplitsSteps, SyncsSampler, require_methods
-from .policy_update import PolicyUpdate
+from .policy_base import POLICY_METHODS, SplitsSteps, SyncsSampler, require_methods
+from .policy_update import PolicyUpdate, UpdateCounts
 from .random_state import preserved_random_state, seed_everything
+from .reference import move_reference, require_reference, resolve_kl_coef
+from .replay import RecentRows
 from .reward_model_base import as_reward_model
 from .state_source import StateSource
 from .trainer_state import put_trainer_state, take_trainer_state
-from .types import ExperienceBatch, Rows
+from .training_rows import TrainingRows
+from .types import ExperienceBatch, Rows, select_rows
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]
 
@@ -43,7 +52,9 @@ class GRPOTrainer:
         optimizer: the one that is stepped; None: AdamW without weight decay over `policy.get_parameters()`.
         lr_scheduler: stepped once per applied update.
         objective: stands in for `grpo_objective`: any `ObjectiveInputs -> ObjectiveOutput`.
-        advantages: stands in for `AdvantageEstimator`: any `ExperienceBatch -> [N] or [N, T]`.
+        advantages: stands in for `AdvantageEstimator`: any `ExperienceBatch -> [N] or [N, T]`; given this rank's rows.
+        engine: brings several processes together (`grpo.distributed.Replicated`); each rank passes its own states to `step`,
+            and takes its share of them in `train`. `batch_size` is per rank. None: there is one process.
 
     Raises:
         ProtocolError: (a TypeError) methods are missing; all of them are named.
@@ -65,8 +76,12 @@ class GRPOTrainer:
         lr_scheduler: Any = None,
         objective: Objective | None = None,
         advantages: Callable[[ExperienceBatch], Tensor] | None = None,
+        engine: Engine | None = None,
     ) -> None:
         require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
+        splitter = policy if isinstance(policy, SplitsSteps) else None
+        if splitter is not None and objective is None:
+            require_step_level(config)
         if lr_scheduler is not None and (config.lr_schedule != "constant" or config.warmup_ratio > 0):
             raise ConfigError(
                 "lr_scheduler and config.lr_schedule or warmup_ratio both set the learning rate: keep one."
@@ -77,15 +92,24 @@ class GRPOTrainer:
         self.reference_policy = reference_policy
         self.lr_scheduler = lr_scheduler
         self.iteration = 0
+        self.engine: Engine = engine or OneProcess()
         if config.seed is not None:
-            seed_everything(config.seed)
-        self.data_seed = int(torch.randint(2**31, ())) if config.seed is None else config.seed
+            seed_everything(config.seed + self.engine.rank)
+        drawn = int(torch.randint(2**31, ())) if config.seed is None else config.seed
+        self.data_seed: int = self.engine.gather_objects(drawn)[0]
         for model in (policy, self.reward_model, reference_policy):
             if config.device is not None and model is not None:
                 model.to(config.device)
         parameters = policy.get_parameters()
-        _require_separate_reference(parameters, policy, reference_policy)
-        self.kl_coef = _resolve_kl_coef(config, policy, reference_policy, has_own_loss=objective is not None)
+        require_reference(config, policy, reference_policy)
+        require_equal_weights(self.engine, parameters)
+        kl_coef = resolve_kl_coef(config, policy, reference_policy, has_own_loss=objective is not None)
+        self.coefficients = Coefficients(
+            kl_coef=kl_coef,
+            entropy_coef=config.objective.entropy_coef,
+            kl_control=config.kl_control,
+            entropy_control=config.entropy_control,
+        )
         self.gradient = GradientStep(
             policy_name=type(policy).__name__,
             parameters=parameters,
@@ -94,40 +118,47 @@ class GRPOTrainer:
             learning_rate=config.learning_rate,
             max_grad_norm=config.max_grad_norm,
             use_scaler=config.autocast_dtype == "float16",
+            engine=self.engine,
         )
         self.collector = ExperienceCollector(
             policy=policy,
             reward_model=self.reward_model,
             group_size=config.group_size,
             reference_policy=reference_policy,
-            use_reference=self.kl_coef > 0,
+            use_reference=kl_coef > 0 and config.objective.kl_estimator != "exact",
             micro_batch_size=config.micro_batch_size,
             reward=config.reward,
             autocast=self._autocast,
+            needs=needed_fields(config, has_own_loss=objective is not None),
         )
+        self.recent = RecentRows(config.replay_iterations)
         self.advantages = advantages or AdvantageEstimator(config.advantage)
         self.policy_update = PolicyUpdate(
             config=config,
             collector=self.collector,
             gradient=self.gradient,
             objective=objective or (lambda inputs: grpo_objective(inputs, config.objective)),
-            zero_advantage_is_inert=objective is None and self.kl_coef == 0 and config.objective.entropy_coef == 0,
-            splitter=policy if isinstance(policy, SplitsSteps) else None,
-            kl_coef=self.kl_coef,
+            has_own_loss=objective is not None,
+            splitter=splitter,
+            coefficients=self.coefficients,
             seed=self.data_seed,
+            engine=self.engine,
         )
+        self.diagnosis = Diagnosis(config)
         self._syncer = policy if isinstance(policy, SyncsSampler) else None
         self._sampler_is_stale = True
         self.run_position = 0
+        self.num_draws = 0
         self._resume_at = 0
 
     # One iteration
 
-    def step(self, states: Rows) -> dict[str, float]:
+    def step(self, states: Rows, *, more_states: Callable[[], Rows] | None = None) -> dict[str, float]:
         """One iteration: sample a group of actions per state, and improve the policy on them.
 
         Args:
             states: B states.
+            more_states: where `config.dynamic_sampling_rounds` takes further states from; `train` passes its own.
 
         Returns:
             Metrics by name (`train/...`, `rewards/...`, `group_stats/...`, `rows/...`, `steps/...`, `time/...`).
@@ -138,33 +169,37 @@ class GRPOTrainer:
             NonFiniteGradientError: `config.max_skipped_updates` updates in a row had to be skipped.
         """
         start = time.perf_counter()
-        metrics = self.update(self.collect(states))
+        metrics = self.update(self.collect(states, more_states=more_states))
         return {**metrics, "time/iteration": time.perf_counter() - start}
 
-    def collect(self, states: Rows) -> ExperienceBatch:
+    def collect(self, states: Rows, *, more_states: Callable[[], Rows] | None = None) -> ExperienceBatch:
         """The first half of `step`: sampled, rewarded and scored rows, without gradient."""
         if self._sampler_is_stale:
             self._sync_sampler()
-        return self._complete(self.collector.collect(states))
+        rounds = self.config.dynamic_sampling_rounds
+        if rounds == 0:
+            return self._complete(self.collector.collect(states))
+        return self._complete(collect_live_groups(self.collector.collect, states, more_states, rounds))
 
     def update(self, batch: ExperienceBatch) -> dict[str, float]:
         """The second half of `step`: all updates on one batch, collected here or elsewhere."""
         start = time.perf_counter()
         batch = self._complete(batch)
-        advantages = as_advantages(self.advantages(batch), batch.mask)
+        everyone, estimate, rows = self._training_rows(batch)
         self.policy.train()
         try:
-            counts = self.policy_update.run(batch, advantages)
+            counts = self.policy_update.run(rows)
         except Exception:
             self._sampler_is_stale = True  # some updates may have been made before the one that failed
             raise
         self.iteration += 1
         if counts.applied:
             self._sync_sampler()
-        measured = self.policy_update.meter.report(counts.planned - counts.dead)
-        metrics = report_iteration(
-            batch, advantages, counts, measured, kl_coef=self.kl_coef, learning_rate=self.gradient.learning_rate
-        )
+        every = self.config.reference_sync_every
+        if every is not None and self.iteration % every == 0:
+            parameters = self.reference_policy.get_parameters()
+            move_reference(parameters, self.policy.get_parameters(), self.config.reference_mix)
+        metrics = self._report(everyone, estimate, rows, counts)
         seconds = time.perf_counter() - start
         return {**metrics, "time/update": seconds, "time/iteration": seconds}
 
@@ -229,6 +264,8 @@ class GRPOTrainer:
         if folder is not None:
             folder.require_at_most(self.iteration)
         start, self._resume_at = self._resume_at, 0
+        if start == 0:
+            self.num_draws = 0
         if start >= num_iterations:
             warnings.warn(
                 f"The run that was loaded is at iteration {start}, and num_iterations={num_iterations} counts from its "
@@ -245,7 +282,7 @@ class GRPOTrainer:
                 if has_schedule:
                     self.gradient.schedule(schedule_factor(self.config, position, num_iterations))
                 try:
-                    metrics = self.step(source(position))
+                    metrics = self.step(self._draw(source), more_states=lambda: self._draw(source))
                 except NonFiniteGradientError:
                     self.policy_update.skipped_in_a_row = 0  # who resumes from here starts to count anew
                     if folder is not None and not folder.has(self.iteration):
@@ -286,6 +323,54 @@ class GRPOTrainer:
 
     # Parts
 
+    def _draw(self, source: StateSource) -> Rows:
+        """The next states of a run; how many draws it has made is what a resumed one goes on from."""
+        self.num_draws += 1
+        states = source(self.num_draws - 1)
+        if self.engine.num_ranks == 1:
+            return states
+        if len(states) < self.engine.num_ranks:
+            raise ConfigError(
+                f"Every one of {self.engine.num_ranks} ranks needs a state; got {len(states)}. Raise num_states_per_iteration."
+            )
+        own = torch.arange(len(states)).tensor_split(self.engine.num_ranks)[self.engine.rank]
+        return select_rows(states, own)
+
+    def _training_rows(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, Estimate, TrainingRows]:
+        """The rewards of all ranks, what they amount to, and the rows that this rank trains on."""
+        everyone, own = gather_rewards(batch, self.engine)
+        width = batch.mask.shape[1]
+        if isinstance(self.advantages, AdvantageEstimator):
+            estimate = self.advantages.estimate(everyone)
+            estimate = replace(estimate, advantages=as_advantages(estimate.advantages, everyone.mask))
+            advantages = estimate.advantages[own]
+            advantages = advantages if advantages.dim() == 1 else advantages[:, :width]
+        else:  # the caller's sees this rank's rows alone
+            advantages = as_advantages(self.advantages(batch), batch.mask)
+            estimate = Estimate(advantages=self.engine.gather(advantages)[0])
+        rows = TrainingRows(
+            batch=batch,
+            advantages=advantages,
+            returns=None if estimate.returns is None else estimate.returns[own, :width],
+            old_is_current=self.collector.scores_itself and self.policy_update.num_updates(batch) == 1,
+        )
+        return everyone, estimate, self.recent.join(rows)
+
+    def _report(
+        self, everyone: ExperienceBatch, estimate: Estimate, rows: TrainingRows, counts: UpdateCounts
+    ) -> dict[str, float]:
+        """An iteration's metrics; the coefficients follow them."""
+        measured = self.policy_update.meter.report(counts.planned - counts.dead, self.engine.gather_objects)
+        metrics = report_iteration(
+            everyone, estimate.advantages, counts, measured, learning_rate=self.gradient.learning_rate
+        )
+        metrics |= self.coefficients.report("")
+        self.coefficients.follow(measured)
+        metrics |= self.coefficients.report("_next")
+        metrics["rows/replayed"] = float(rows.num_replayed)
+        self.diagnosis.look(metrics, measured=measured, several_updates=counts.planned > 1)
+        return metrics
+
     def _complete(self, batch: ExperienceBatch) -> ExperienceBatch:
         return self.collector.complete(batch, several_updates=self.policy_update.num_updates(batch) > 1)
 
@@ -306,36 +391,3 @@ def _at_least_one(name: str, value: int | None, default: int) -> int:
     if value is not None and value < 1:
         raise ConfigError(f"{name} must be >= 1; got {value}.")
     return max(default, 1) if value is None else value
-
-
-def _require_separate_reference(parameters: Mapping[str, Tensor], policy: Any, reference_policy: Any) -> None:
-    if reference_policy is None:
-        return
-    require_methods(reference_policy, POLICY_METHODS, "reference_policy", "PolicyModel")
-    trained = {value.data_ptr() for value in parameters.values() if value.requires_grad}
-    reference = reference_policy.get_parameters()
-    shared = [name for name, value in reference.items() if value.numel() and value.data_ptr() in trained]
-    if reference_policy is policy or shared:
-        raise ConfigError(
-            f"reference_policy shares parameters with policy ({', '.join(shared[:3]) or 'it is the same object'}), so it "
-            "would move with it and the KL would stay 0. Pass copy.deepcopy(policy)."
-        )
-
-
-def _resolve_kl_coef(config: GRPOConfig, policy: Any, reference_policy: Any, *, has_own_loss: bool) -> float:
-    """The coefficient in force: None is `DEFAULT_KL_COEF` where a reference policy is passed, else 0."""
-    kl_coef = config.objective.kl_coef
-    if kl_coef is None:
-        kl_coef = DEFAULT_KL_COEF if reference_policy is not None else 0.0
-    if kl_coef > 0 and reference_policy is None and not isinstance(policy, ScoresReference):
-        raise ConfigError(
-            f"objective.kl_coef={kl_coef} needs a reference. Pass reference_policy=..., or set kl_coef=0."
-        )
-    if kl_coef > 0 and config.objective.kl_estimator == "k1" and not has_own_loss:
-        warnings.warn(
-            "objective.kl_estimator='k1' as a loss has a gradient of zero in expectation: it adds noise and no pull. "
-            "Use 'k2' or 'k3_weighted' for KL(pi || ref), or 'k3' for KL(ref || pi).",
-            GRPOWarning,
-            stacklevel=3,
-        )
-    return kl_coef

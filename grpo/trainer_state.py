@@ -31,11 +31,13 @@ def take_trainer_state(trainer: "GRPOTrainer") -> dict[str, Any]:
         "counters": {
             "iteration": trainer.iteration,
             "run_position": trainer.run_position,
+            "num_draws": trainer.num_draws,
             "data_seed": trainer.data_seed,
             "skipped_in_a_row": trainer.policy_update.skipped_in_a_row,
             "decides_once_per_row": trainer.collector.scorer.one_step_device is not None,
         },
         "row_order": trainer.policy_update.generator.get_state(),
+        "step_choice": trainer.policy_update.choice_generator.get_state(),
         "random": take_random_state(),
     }
 
@@ -83,11 +85,12 @@ def _put(trainer: "GRPOTrainer", state: dict[str, Any]) -> None:
             raise CheckpointError(f"{name}: {error}") from error
     counters = state["counters"]
     trainer.iteration, trainer.run_position = counters["iteration"], counters["run_position"]
-    trainer.data_seed = counters["data_seed"]
+    trainer.data_seed, trainer.num_draws = counters["data_seed"], counters["num_draws"]
     trainer.policy_update.skipped_in_a_row = counters["skipped_in_a_row"]
     known = counters["decides_once_per_row"]
     trainer.collector.scorer.one_step_device = trainer.gradient.device if known else None
     trainer.policy_update.generator.set_state(state["row_order"])
+    trainer.policy_update.choice_generator.set_state(state["step_choice"])
     put_random_state(state["random"])
 
 
@@ -96,6 +99,8 @@ def _stateful(trainer: "GRPOTrainer") -> dict[str, Any]:
     candidates = {
         "policy": trainer.policy,
         "advantages": trainer.advantages,
+        "coefficients": trainer.coefficients,
+        "recent_rows": trainer.recent,
         "optimizer": trainer.gradient.optimizer,
         "lr_scheduler": trainer.lr_scheduler,
         "scaler": trainer.gradient.scaler if trainer.gradient.scaler.is_enabled() else None,

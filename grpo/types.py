@@ -68,6 +68,12 @@ class ActionScores:
     """True where the policy decided; False for padding and for steps that were not the policy's."""
     entropy: Float[Tensor, "N T"] | None = None
     """Exact entropy of the distribution each step was drawn from, with gradient; None: the policy cannot tell."""
+    values: Float[Tensor, "N T"] | None = None
+    """A critic's estimate of what is still to come at each step, with gradient; None: there is no critic."""
+    final_values: Float[Tensor, " N"] | None = None
+    """The critic's value of where a row stopped: 0 where it terminated, V(next state) where it was cut off. None: all 0."""
+    kl: Float[Tensor, "N T"] | None = None
+    """Exact divergence of each step's distribution from the policy's own reference, with gradient; None: cannot tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +112,16 @@ class ExperienceBatch:
     """None: the sampler did not tell, and is taken to be the policy itself."""
     ref_log_probs: Float[Tensor, "N T"] | None = None
     """None: there is no reference, or its coefficient is zero."""
+    entropy: Float[Tensor, "N T"] | None = None
+    """At collection, where a selection of steps needs it."""
+    values: Float[Tensor, "N T"] | None = None
+    """A critic's, at collection."""
+    final_values: Float[Tensor, " N"] | None = None
+    """0 where a row terminated, the critic's value of what followed where it was cut off; None: all 0."""
+    state_keys: Int[Tensor, "N T"] | None = None
+    """Equal numbers within a group mark steps taken in the same state, for `credit="gigpo"`."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """What each of `reward_components` is weighed with; empty: 1."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What collecting cost and what it left out, by metric name."""
 
@@ -123,6 +139,7 @@ class ExperienceBatch:
         group_ids: Any,
         behaviour_log_probs: Tensor | None = None,
         mask: Tensor | None = None,
+        state_keys: Tensor | None = None,
     ) -> "ExperienceBatch":
         """A batch from rollouts made elsewhere, ready for `trainer.update`.
 
@@ -134,6 +151,7 @@ class ExperienceBatch:
             behaviour_log_probs: [N] or [N, T], under whatever sampled the actions. Set
                 `objective.sampler_correction` to correct for the difference.
             mask: [N, T] bool, the policy's own steps; None: one step per row, or every step of `behaviour_log_probs`.
+            state_keys: [N, T] integers, for `advantage.credit="gigpo"`; None: the policy is asked, if it can tell.
 
         Raises:
             ContractError: lengths or shapes that do not agree.
@@ -155,7 +173,8 @@ class ExperienceBatch:
         if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != count:
             raise ContractError(f"{owner}: mask must be bool [N, T] with N = {count}; got {describe(mask)}.")
         rewards = as_rewards(f"{owner}: rewards", rewards, count)
-        for name, values in (("rewards per step", rewards), ("behaviour_log_probs", behaviour_log_probs)):
+        per_step = {"rewards per step": rewards, "behaviour_log_probs": behaviour_log_probs, "state_keys": state_keys}
+        for name, values in per_step.items():
             if values is not None and values.dim() == 2 and values.shape != mask.shape:
                 raise ContractError(f"{owner}: {name} must be like mask, {list(mask.shape)}; got {describe(values)}.")
         if rewards.dim() == 2:
@@ -169,6 +188,7 @@ class ExperienceBatch:
             rewards=rewards,
             mask=mask,
             behaviour_log_probs=behaviour_log_probs,
+            state_keys=state_keys,
         )
 
 
@@ -194,8 +214,22 @@ class ObjectiveInputs:
     """Log-probs of the same steps under the reference policy."""
     behaviour_log_probs: Float[Tensor, "N T"] | None = None
     """Under the distribution actually drawn from; NaN: unscored, ratio 1."""
+    kl: Float[Tensor, "N T"] | None = None
+    """Exact divergence from the policy's own reference, with gradient."""
+    keep: Bool[Tensor, "N T"] | None = None
+    """Steps whose surrogate counts, chosen from the whole update; it touches no other term. None: chosen from these rows."""
+    penalised: Bool[Tensor, "N T"] | None = None
+    """Steps that KL-Cov pulls back, chosen from the whole update. None: chosen from these rows."""
     kl_coef: float | None = None
     """The current (adaptive) coefficient; overrides the configured one. None: the configured one."""
+    entropy_coef: float | None = None
+    """Likewise."""
+    values: Float[Tensor, "N T"] | None = None
+    """A critic's values now, with gradient."""
+    old_values: Float[Tensor, "N T"] | None = None
+    """And at collection."""
+    returns: Float[Tensor, "N T"] | None = None
+    """What the critic is trained towards; None: there is no value loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

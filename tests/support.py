@@ -13,12 +13,9 @@ from grpo import ObjectiveConfig, ObjectiveInputs, grpo_objective
 
 
 def objective_inputs(log_probs: Tensor, advantages: Tensor, **others: Any) -> ObjectiveInputs:
-    """Inputs with every step valid and of weight 1, and the current policy as the old one, unless told otherwise."""
-    defaults: dict[str, Any] = {
-        "old_log_probs": None,
-        "mask": torch.ones(log_probs.shape, dtype=torch.bool),
-        "weights": torch.ones(log_probs.shape, dtype=torch.float64),
-    }
+    """Inputs with every step valid, valid steps of weight 1, and the current policy as the old one, unless told otherwise."""
+    mask = others.get("mask", torch.ones(log_probs.shape, dtype=torch.bool))
+    defaults: dict[str, Any] = {"old_log_probs": None, "mask": mask, "weights": mask.double()}
     return ObjectiveInputs(log_probs=log_probs, advantages=advantages, **{**defaults, **others})
 
 

@@ -18,6 +18,7 @@ from grpo.reward_model_base import ReportsComponents, as_reward_model, reward_na
 from grpo.types import Rows, select_rows
 
 from . import capabilities as capability
+from . import extras as extra
 from . import rules as rule
 from .probe import FULL_PRECISION, PolicyProbe, difference, left_as_found
 from .report import CheckReport, CheckResult, Rule, Verdict, absent, failed, note, passed, run_rules, skipped
@@ -42,6 +43,9 @@ POLICY_RULES: tuple[Rule, ...] = (
     Rule("generated samples", rule.check_generated_samples, ("independent rows", "sample_actions")),
     Rule("sampled samples", capability.check_sampled_samples, ("independent rows", "sample_actions")),
     Rule("entropy", capability.check_entropy, ("generated samples", "sampled samples")),
+    Rule("values", extra.check_values, ("score_actions",)),
+    Rule("kl", extra.check_kl, ("score_actions",)),
+    Rule("state_keys", extra.check_state_keys, ("repeatable",)),
     Rule("plan_micro_batches", capability.check_plan, ("number of actions",)),
     Rule("split_steps", capability.check_split_steps, ("repeatable",)),
     Rule("reference", capability.check_reference, ("repeatable",)),

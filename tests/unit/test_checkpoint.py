@@ -32,6 +32,7 @@ from grpo import (
     WeightedRewards,
     best_checkpoint,
 )
+from grpo.adaptive_coefficients import EntropyControl, KLControl
 from grpo.checkpoint import CheckpointFolder, read_checkpoint, read_newest, write_checkpoint
 from tests.policies import DuckPolicy, ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
 
@@ -165,6 +166,28 @@ CASES: dict[str, dict[str, Any]] = {
     "duck-typed with a state": {"duck": True},
     "exact sampler": {"exact": True, "num_epochs_per_update": 2},
     "evaluated": {"evaluated": True, "batch_size": 5},
+    "replay": {"replay_iterations": 2, "batch_size": 6},
+    "replay of lists": {"exact": True, "replay_iterations": 2},
+    "dynamic sampling": {"dynamic_sampling_rounds": 2},
+    "reference that follows, adaptive KL": {
+        "with_reference": True,
+        "reference_sync_every": 2,
+        "reference_mix": 0.5,
+        "num_epochs_per_update": 2,
+        "learning_rate": 0.05,
+        "kl_control": KLControl(target=1e-3),
+        "objective": ObjectiveConfig(kl_coef=0.01),
+    },
+    "adaptive entropy": {
+        "entropy_control": EntropyControl(target=1.3),
+        "objective": ObjectiveConfig(entropy_estimator="score_function"),
+        "learning_rate": 0.1,
+    },
+    "running normalisation of rewards": {"advantage": AdvantageConfig(normalize_rewards=True)},
+    "steps drawn at random": {
+        "objective": ObjectiveConfig(surrogate="clip_cov", cov_fraction=0.2, cov_low=-1.0),
+        "batch_size": 4,
+    },
 }
 
 

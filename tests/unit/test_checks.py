@@ -112,6 +112,9 @@ class Plane(Gaussian):
         return normal.log_prob(actions[:, 0]) + normal.log_prob(actions[:, 1] - actions[:, 0])
 
 
+STEEP = torch.tensor([0.0, 1.0, 2.0, 3.0])
+
+
 class Sequences(nn.Module):
     """One to three tokens, 0 ends; a state is (number, tokens so far). Every capability but `split_steps`."""
 
@@ -137,7 +140,15 @@ class Sequences(nn.Module):
         log_probs = self.all_log_probs(states, width, table)
         chosen = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
-        return ActionScores(log_probs=torch.where(mask, chosen, 0.0), mask=mask, entropy=entropy)
+        kl = (log_probs.exp() * (log_probs - self.all_log_probs(states, width, self.frozen + 0.1 * STEEP))).sum(-1)
+        return ActionScores(
+            log_probs=torch.where(mask, chosen, 0.0),
+            mask=mask,
+            entropy=entropy,
+            values=log_probs.amax(-1),
+            final_values=torch.zeros(len(actions)),
+            kl=kl,
+        )
 
     def score_actions(self, states, actions):
         return self.forward_scores(states, actions, self.table)
@@ -170,6 +181,10 @@ class Sequences(nn.Module):
     def plan_micro_batches(self, states, actions):
         order = sorted(range(len(actions)), key=lambda row: len(actions[row]))
         return [order[start : start + 3] for start in range(0, len(order), 3)]
+
+    def state_keys(self, states, actions):
+        width = max(map(len, actions))
+        return torch.tensor([[10 * number + t for t in range(width)] for number, _ in states])
 
     def sync_sampler(self):
         self.syncs += 1
@@ -205,7 +220,7 @@ def statuses(report):
             STATES,
             {
                 *("sync_sampler", "score_actions", "score_groups", "sample_actions", "sampled samples", "entropy"),
-                *("plan_micro_batches", "split_steps", "reference", "state"),
+                *("plan_micro_batches", "split_steps", "reference", "state", "values", "kl", "state_keys"),
             },
         ),
         (
@@ -213,7 +228,7 @@ def statuses(report):
             STATES,
             {
                 *("sync_sampler", "score_actions", "score_groups", "sample_actions", "sampled samples", "entropy"),
-                *("plan_micro_batches", "split_steps", "reference"),
+                *("plan_micro_batches", "split_steps", "reference", "values", "kl", "state_keys"),
             },
         ),
         (Sequences(), SEQUENCE_STATES, {"split_steps"}),
@@ -280,10 +295,17 @@ def scores_with(**changes):
 
     def score_actions(self, states, actions):
         scores = Sequences.score_actions(self, states, actions)
-        fields = {name: getattr(scores, name) for name in ("log_probs", "mask", "entropy")}
+        fields = {name: getattr(scores, name) for name in ("log_probs", "mask", "entropy", "values", "kl")}
         return ActionScores(**{**fields, **{name: change(scores) for name, change in changes.items()}})
 
     return score_actions
+
+
+def by_first_sight(self, states, actions):
+    """Numbers states in the order in which they come."""
+    keys = Sequences.state_keys(self, states, actions)
+    seen = {}
+    return torch.tensor([[seen.setdefault(key, len(seen)) for key in row] for row in keys.tolist()])
 
 
 def sampled_with(**changes):
@@ -541,6 +563,18 @@ BROKEN = [
         "exp(log_probs)",
     ),
     (sequences(score_actions=scores_with(entropy=lambda x: x.entropy / math.log(2))), "entropy", "failed", "in nats"),
+    (sequences(score_actions=scores_with(values=lambda x: x.values.log())), "values", "failed", "must be finite"),
+    (sequences(score_actions=scores_with(values=lambda x: x.values.detach())), "values", "failed", "carry a gradient"),
+    (
+        sequences(score_actions=scores_with(final_values=lambda x: x.values[:, 0] / 0)),
+        "values",
+        "failed",
+        "final_values must be finite",
+    ),
+    (sequences(score_actions=scores_with(kl=lambda x: -x.kl)), "kl", "failed", "never negative"),
+    (sequences(score_actions=scores_with(kl=lambda x: x.kl.detach())), "kl", "failed", "carry a gradient"),
+    (sequences(state_keys=lambda self, s, a: torch.zeros(len(a), 9)), "state_keys", "failed", "must return integers"),
+    (sequences(state_keys=by_first_sight), "state_keys", "failed", "depend on the row alone"),
     (
         sequences(plan_micro_batches=lambda self, s, a: [range(len(a) - 1)]),
         "plan_micro_batches",
@@ -651,19 +685,19 @@ def test_no_states_are_refused():
 def test_strict_raises_with_all_failures():
     policy = table(generate_actions=greedy, __deepcopy__=raising)
     with pytest.raises(
-        ContractError, match=r"(?s)breaks 2 of 25 rules:\n- generated samples: .*\n- deepcopy: .*not today"
+        ContractError, match=r"(?s)breaks 2 of 28 rules:\n- generated samples: .*\n- deepcopy: .*not today"
     ):
         check_policy(policy, STATES, strict=True)
     report = check_policy(policy, STATES)
     assert not report.ok
     assert [result.name for result in report.failures] == ["generated samples", "deepcopy"]
-    with pytest.raises(ContractError, match="breaks 2 of 25"):
+    with pytest.raises(ContractError, match="breaks 2 of 28"):
         report.raise_for_failures()
 
 
 def test_the_report_prints_as_an_aligned_table():
     lines = str(check_policy(table(to=raising), STATES)).splitlines()
-    assert lines[0] == "check_policy(Broken): 14 passed, 9 absent, 1 skipped, 1 failed"
+    assert lines[0] == "check_policy(Broken): 14 passed, 10 absent, 3 skipped, 1 failed"
     assert lines[1].startswith("  passed   methods             Broken has generate_actions")
     [failure] = [line for line in lines if line.startswith("  FAILED")]
     assert failure.startswith("  FAILED   to                  No exception was expected; RuntimeError: not today")

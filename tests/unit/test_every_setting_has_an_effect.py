@@ -2,13 +2,28 @@
 
 import dataclasses
 import math
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, RewardConfig, SampledActions
+from grpo import (
+    ActionScores,
+    AdvantageConfig,
+    EntropyControl,
+    GRPOConfig,
+    GRPOTrainer,
+    KLControl,
+    ObjectiveConfig,
+    RewardConfig,
+    SampledActions,
+    WeightedRewards,
+)
 from grpo.errors import GRPOError
+from grpo.settings import Settings
 from tests.policies import ExactSampling, digest, weights_of
 
 
@@ -26,11 +41,52 @@ class Sampler(ExactSampling):
         return super().to(*arguments, **keywords)
 
 
+class Critic(Sampler):
+    """And with a value for each place in a sequence."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.value = nn.Parameter(torch.zeros(self.max_steps, dtype=self.head.weight.dtype))
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        return dataclasses.replace(scores, values=self.value[: scores.mask.shape[1]].repeat(len(actions), 1))
+
+
+class Keyed(Sampler):
+    """And it tells states apart by what was written last."""
+
+    def state_keys(self, states: Any, actions: Any) -> Tensor:
+        keys = torch.zeros(len(actions), self.max_steps, dtype=torch.int64)
+        for row, action in enumerate(actions):
+            keys[row, 1 : len(action)] = torch.tensor(action[:-1], dtype=torch.int64)
+        return keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What a run meets, beside the setting in question."""
+
+    policy: type[Sampler] = Sampler
+    float32: bool = False
+    """Autocast leaves float64 alone."""
+    nan_gradients: bool = False
+    per_step: bool = False
+    """Rewards per step."""
+    several_rewards: bool = False
+    dead_group: bool = False
+    """All rewards in state 0 are equal."""
+    first_is_nan: bool = False
+    first_call_raises: bool = False
+    credit: Literal["gae"] | None = None
+    """`gae` trains a critic."""
+
+
 class Rewards:
     """By the number of ones, per row or per step; may fail in the ways that `RewardConfig` is about."""
 
-    def __init__(self, *, per_step: bool, first_is_nan: bool, first_call_raises: bool) -> None:
-        self.per_step, self.first_is_nan, self.raises = per_step, first_is_nan, first_call_raises
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.raises = scene, scene.first_call_raises
 
     def __call__(self, states: Any, actions: Any) -> Any:
         if self.raises:
@@ -41,113 +97,187 @@ class Rewards:
         for row, action in enumerate(actions):
             for place, token in enumerate(action):
                 rewards[row, place] = float(token == 1) + 0.1 * place + 0.01 * (row % 3)
-        if self.first_is_nan:
+        if self.scene.dead_group:
+            rewards[torch.tensor([state == 0 for state in states])] = 0.5
+        if self.scene.first_is_nan:
             rewards[0] = math.nan
-        return rewards if self.per_step else rewards.sum(1)
+        return rewards if self.scene.per_step else rewards.sum(1)
 
 
-def outcome(config: GRPOConfig, monkeypatch: pytest.MonkeyPatch, scene: dict[str, bool]) -> str:
+def lengths(states: Any, actions: Any) -> list[float]:
+    return [float(len(action)) for action in actions]
+
+
+def outcome(config: GRPOConfig, scene: Scene) -> str:
     """Everything a run of two iterations leaves behind, as one hash: weights, forwards, seconds slept, the error."""
     slept: list[float] = []
-    monkeypatch.setattr("grpo.reward_calls.time.sleep", slept.append)
     torch.manual_seed(0)
-    dtype = torch.float32 if scene.get("float32") else torch.float64  # autocast leaves float64 alone
-    policy, reference = Sampler(max_steps=3, dtype=dtype), Sampler(max_steps=3, dtype=dtype)
-    if scene.get("nan_gradients"):
+    options: dict[str, Any] = {"max_steps": 3, "dtype": torch.float32 if scene.float32 else torch.float64}
+    policy, reference = scene.policy(**options), scene.policy(**options)
+    if scene.nan_gradients:
         policy.head.weight.register_hook(lambda gradient: gradient * math.nan)
-    rewards = Rewards(
-        per_step=scene.get("per_step", False),
-        first_is_nan=scene.get("first_is_nan", False),
-        first_call_raises=scene.get("first_call_raises", False),
-    )
+    rewards: Any = Rewards(scene)
+    if scene.several_rewards:
+        rewards = WeightedRewards({"ones": rewards, "lengths": lengths})
     error = ""
-    try:
-        trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards, reference_policy=reference)
-        trainer.train([0, 1, 2, 3], num_iterations=2, progress=False)
-    except GRPOError as raised:
-        error = f"{type(raised).__name__}: {raised}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("grpo.reward_calls.time.sleep", slept.append)
+        try:
+            trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards, reference_policy=reference)
+            trainer.train([0, 1, 2, 3], num_iterations=2, progress=False)
+        except GRPOError as raised:
+            error = f"{type(raised).__name__}: {raised}"
     calls = sorted(policy.calls.items())
     return digest(weights_of(policy), policy.rows_scored, calls, slept, error)
 
 
-BASE: dict[str, Any] = {"group_size": 4, "batch_size": 6, "num_epochs_per_update": 2, "learning_rate": 0.05, "seed": 0}
-STEPS, NAN = {"per_step": True}, {"first_is_nan": True}
+@cache
+def repeated_outcome(config: GRPOConfig, scene: Scene) -> str:
+    """That of a run whose repetition leaves the same behind."""
+    first = outcome(config, scene)
+    assert first == outcome(config, scene), "the scene itself is not repeatable"
+    return first
 
-CASES: dict[type, dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, bool]]]] = {
+
+BASE: dict[str, Any] = {"group_size": 4, "batch_size": 6, "num_epochs_per_update": 2, "learning_rate": 0.05, "seed": 0}
+PLAIN, STEPS, SEVERAL, DEAD = Scene(), Scene(per_step=True), Scene(several_rewards=True), Scene(dead_group=True)
+NAN, RAISES = Scene(first_is_nan=True), Scene(first_call_raises=True)
+CRITIC, KEYED = Scene(policy=Critic), Scene(policy=Keyed)
+TRAINED_CRITIC = Scene(policy=Critic, credit="gae")
+
+Case = tuple[dict[str, Any], dict[str, Any], Scene]
+"""Settings that are the same in both runs, the one that is changed in the second, and what both runs meet."""
+
+
+def vespo(**changed: Any) -> Case:
+    return {"surrogate": "vespo"}, changed, PLAIN
+
+
+CASES: dict[type[Settings], dict[str, Case]] = {
     GRPOConfig: {
-        "group_size": ({}, {"group_size": 3}, {}),
-        "num_states_per_iteration": ({}, {"num_states_per_iteration": 2}, {}),
-        "batch_size": ({}, {"batch_size": 5}, {}),
-        "micro_batch_size": ({}, {"micro_batch_size": 2}, {}),
-        "num_epochs_per_update": ({}, {"num_epochs_per_update": 3}, {}),
-        "learning_rate": ({}, {"learning_rate": 0.01}, {}),
-        "lr_schedule": ({}, {"lr_schedule": "linear"}, {}),
-        "warmup_ratio": ({}, {"warmup_ratio": 0.9}, {}),
-        "max_grad_norm": ({}, {"max_grad_norm": 1e-9}, {}),
-        "max_skipped_updates": ({}, {"max_skipped_updates": 2}, {"nan_gradients": True}),
-        "autocast_dtype": ({}, {"autocast_dtype": "bfloat16"}, {"float32": True}),
-        "device": ({}, {"device": "cpu"}, {}),
-        "seed": ({}, {"seed": 1}, {}),
+        "group_size": ({}, {"group_size": 3}, PLAIN),
+        "num_states_per_iteration": ({}, {"num_states_per_iteration": 2}, PLAIN),
+        "batch_size": ({}, {"batch_size": 5}, PLAIN),
+        "micro_batch_size": ({}, {"micro_batch_size": 2}, PLAIN),
+        "num_epochs_per_update": ({}, {"num_epochs_per_update": 3}, PLAIN),
+        "learning_rate": ({}, {"learning_rate": 0.01}, PLAIN),
+        "lr_schedule": ({}, {"lr_schedule": "linear"}, PLAIN),
+        "warmup_ratio": ({}, {"warmup_ratio": 0.9}, PLAIN),
+        "max_grad_norm": ({}, {"max_grad_norm": 1e-9}, PLAIN),
+        "max_skipped_updates": ({}, {"max_skipped_updates": 2}, Scene(nan_gradients=True)),
+        "autocast_dtype": ({}, {"autocast_dtype": "bfloat16"}, Scene(float32=True)),
+        "device": ({}, {"device": "cpu"}, PLAIN),
+        "seed": ({}, {"seed": 1}, PLAIN),
+        "kl_control": ({}, {"kl_control": KLControl()}, PLAIN),
+        "entropy_control": ({}, {"entropy_control": EntropyControl(target=2.0)}, PLAIN),
+        "reference_sync_every": ({}, {"reference_sync_every": 1}, PLAIN),
+        "reference_mix": ({"reference_sync_every": 1}, {"reference_mix": 0.5}, PLAIN),
+        "dynamic_sampling_rounds": ({}, {"dynamic_sampling_rounds": 1}, DEAD),
+        "replay_iterations": ({}, {"replay_iterations": 1}, PLAIN),
     },
     AdvantageConfig: {
         "credit": ({}, {"credit": "row"}, STEPS),
-        "baseline": ({}, {"baseline": "none"}, {}),
-        "scale": ({}, {"scale": "batch"}, {}),
-        "std_ddof": ({"scale": "group"}, {"scale": "group", "std_ddof": 0}, {}),
-        "std_eps": ({"scale": "group"}, {"scale": "group", "std_eps": 0.5}, {}),
+        "baseline": ({}, {"baseline": "none"}, PLAIN),
+        "scale": ({}, {"scale": "batch"}, PLAIN),
+        "std_ddof": ({"scale": "group"}, {"std_ddof": 0}, PLAIN),
+        "std_eps": ({"scale": "group"}, {"std_eps": 0.5}, PLAIN),
+        "k": ({"baseline": "max_at_k", "k": 2}, {"k": 3}, PLAIN),
+        "several_rewards": ({}, {"several_rewards": "normalize_each"}, SEVERAL),
         "gamma": ({}, {"gamma": 0.5}, STEPS),
-        "clip": ({}, {"clip": 0.05}, {}),
+        "gae_lambda": ({"credit": "gae"}, {"gae_lambda": 0.5}, CRITIC),
+        "gigpo_weight": ({"credit": "gigpo"}, {"gigpo_weight": 2.0}, KEYED),
+        "upweight_live_groups": ({}, {"upweight_live_groups": True}, DEAD),
+        "positive_weight": ({}, {"positive_weight": 0.5}, PLAIN),
+        "negative_only": ({}, {"negative_only": True}, PLAIN),
+        "clip": ({}, {"clip": 0.05}, PLAIN),
+        "reward_clip": ({}, {"reward_clip": 0.5}, PLAIN),
+        "normalize_rewards": ({}, {"normalize_rewards": True}, PLAIN),
     },
     ObjectiveConfig: {
-        "clip_low": ({}, {"clip_low": 0.01}, {}),
-        "clip_high": ({}, {"clip_high": 0.01}, {}),
-        "kl_coef": ({}, {"kl_coef": 0.5}, {}),
-        "kl_estimator": ({}, {"kl_estimator": "k2"}, {}),
-        "entropy_coef": ({}, {"entropy_coef": 0.5}, {}),
-        "entropy_estimator": ({"entropy_coef": 0.5}, {"entropy_coef": 0.5, "entropy_estimator": "score_function"}, {}),
-        "entropy_aggregation": ({"entropy_coef": 0.5}, {"entropy_coef": 0.5, "entropy_aggregation": "step_mean"}, {}),
-        "aggregation": ({}, {"aggregation": "step_mean"}, {}),
-        "fixed_length": (
-            {"aggregation": "fixed_length", "fixed_length": 3},
-            {"aggregation": "fixed_length", "fixed_length": 9},
-            {},
-        ),
-        "sampler_correction": ({}, {"sampler_correction": "mask"}, {}),
-        "sampler_ratio_low": (
-            {"sampler_correction": "truncate"},
-            {"sampler_correction": "truncate", "sampler_ratio_low": 0.9},
-            {},
-        ),
-        "sampler_ratio_high": (
-            {"sampler_correction": "truncate"},
-            {"sampler_correction": "truncate", "sampler_ratio_high": 1.1},
-            {},
-        ),
+        "surrogate": ({}, {"surrogate": "none"}, PLAIN),
+        "ratio_level": ({}, {"ratio_level": "row"}, PLAIN),
+        "clip_low": ({}, {"clip_low": 0.01}, PLAIN),
+        "clip_high": ({}, {"clip_high": 0.01}, PLAIN),
+        "delta": ({"clip_high": 0.01}, {"delta": 1.02}, PLAIN),
+        "dual_clip": ({}, {"dual_clip": 1.02}, PLAIN),
+        "sapo_temperature_pos": ({"surrogate": "sapo"}, {"sapo_temperature_pos": 3.0}, PLAIN),
+        "sapo_temperature_neg": ({"surrogate": "sapo"}, {"sapo_temperature_neg": 3.0}, PLAIN),
+        "vespo_k_pos": vespo(vespo_k_pos=0.5),
+        "vespo_lambda_pos": vespo(vespo_lambda_pos=0.5),
+        "vespo_k_neg": vespo(vespo_k_neg=0.5),
+        "vespo_lambda_neg": vespo(vespo_lambda_neg=0.5),
+        "dro_beta": ({"surrogate": "dro"}, {"dro_beta": 0.5}, PLAIN),
+        "tv_limit": ({"surrogate": "dppo_tv"}, {"tv_limit": 0.01}, PLAIN),
+        "cov_fraction": ({"surrogate": "kl_cov"}, {"cov_fraction": 0.5}, PLAIN),
+        "cov_low": ({"surrogate": "clip_cov", "cov_fraction": 0.5, "cov_low": -9.0}, {"cov_low": 0.0}, PLAIN),
+        "cov_high": ({"surrogate": "clip_cov", "cov_fraction": 0.5, "cov_low": -9.0}, {"cov_high": 0.0}, PLAIN),
+        "cov_kl_coef": ({"surrogate": "kl_cov", "cov_fraction": 0.5}, {"cov_kl_coef": 0.1}, PLAIN),
+        "top_entropy_fraction": ({}, {"top_entropy_fraction": 0.5}, PLAIN),
+        "off_policy_threshold": ({}, {"off_policy_threshold": 0.1}, PLAIN),
+        "sampler_correction": ({}, {"sampler_correction": "mask"}, PLAIN),
+        "sampler_ratio_level": ({"sampler_correction": "truncate"}, {"sampler_ratio_level": "row"}, PLAIN),
+        "sampler_ratio_low": ({"sampler_correction": "truncate"}, {"sampler_ratio_low": 0.9}, PLAIN),
+        "sampler_ratio_high": ({"sampler_correction": "truncate"}, {"sampler_ratio_high": 1.1}, PLAIN),
+        "kl_coef": ({}, {"kl_coef": 0.5}, PLAIN),
+        "kl_estimator": ({}, {"kl_estimator": "k2"}, PLAIN),
+        "entropy_coef": ({}, {"entropy_coef": 0.5}, PLAIN),
+        "entropy_estimator": ({"entropy_coef": 0.5}, {"entropy_estimator": "score_function"}, PLAIN),
+        "entropy_aggregation": ({"entropy_coef": 0.5}, {"entropy_aggregation": "step_mean"}, PLAIN),
+        "value_coef": ({}, {"value_coef": 1.0}, TRAINED_CRITIC),
+        "value_clip": ({}, {"value_clip": 1e-6}, TRAINED_CRITIC),
+        "aggregation": ({}, {"aggregation": "step_mean"}, PLAIN),
+        "fixed_length": ({"aggregation": "fixed_length", "fixed_length": 3}, {"fixed_length": 9}, PLAIN),
     },
     RewardConfig: {
         "non_finite": ({"non_finite": "drop"}, {"non_finite": "zero"}, NAN),
-        "on_failure": ({}, {"on_failure": "drop"}, {"first_call_raises": True}),
-        "num_retries": ({}, {"num_retries": 1}, {"first_call_raises": True}),
-        "retry_delay": ({"num_retries": 1}, {"num_retries": 1, "retry_delay": 5.0}, {"first_call_raises": True}),
+        "on_failure": ({}, {"on_failure": "drop"}, RAISES),
+        "num_retries": ({}, {"num_retries": 1}, RAISES),
+        "retry_delay": ({"num_retries": 1}, {"retry_delay": 5.0}, RAISES),
+    },
+    KLControl: {  # the divergence is about 0.3, the coefficient begins at 0.04
+        "rule": ({}, {"rule": "proportional"}, PLAIN),
+        "target": ({}, {"target": 100.0}, PLAIN),
+        "coef_min": ({"target": 100.0}, {"coef_min": 0.035}, PLAIN),
+        "coef_max": ({}, {"coef_max": 0.05}, PLAIN),
+        "gain": ({"rule": "proportional"}, {"gain": 0.5}, PLAIN),
+    },
+    EntropyControl: {  # the entropy is about 1, the coefficient begins at 0
+        "target": ({}, {"target": 2.0}, PLAIN),
+        "delta": ({"target": 2.0}, {"delta": 0.1}, PLAIN),
+        "coef_min": ({"target": 2.0}, {"coef_min": 0.5}, PLAIN),
+        "coef_max": ({"target": 2.0}, {"coef_max": 0.002}, PLAIN),
     },
 }
-PARTS = {AdvantageConfig: "advantage", ObjectiveConfig: "objective", RewardConfig: "reward"}
+PARTS: dict[type[Settings], str] = {
+    AdvantageConfig: "advantage",
+    ObjectiveConfig: "objective",
+    RewardConfig: "reward",
+    KLControl: "kl_control",
+    EntropyControl: "entropy_control",
+}
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_every_field_is_among_the_cases(kind: type) -> None:
-    fields = {field.name for field in dataclasses.fields(kind)}
-    assert fields - set(PARTS.values()) == set(CASES[kind])
+def test_every_field_is_among_the_cases(kind: type[Settings]) -> None:
+    """One that is always another config has that one's fields there."""
+    fields = {field.name for field in dataclasses.fields(kind) if not isinstance(field.default, Settings)}
+    assert fields == set(CASES[kind])
+
+
+def test_every_part_of_the_config_has_cases_of_its_own() -> None:
+    kinds = {kind for hint in get_type_hints(GRPOConfig).values() for kind in (hint, *get_args(hint))}
+    parts = {kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Settings)}
+    assert parts == set(PARTS) == set(CASES) - {GRPOConfig}
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, cases in CASES.items() for name in cases])
 @pytest.mark.filterwarnings("ignore::grpo.errors.GRPOWarning")  # bfloat16 moves log-probs, and that is said
-def test_changed_alone_it_changes_what_a_run_does(kind: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after, scene = CASES[kind][name]
+def test_changed_alone_it_changes_what_a_run_does(kind: type[Settings], name: str) -> None:
+    shared, changed, scene = CASES[kind][name]
+    assert list(changed) == [name]
 
     def config(values: dict[str, Any]) -> GRPOConfig:
-        return GRPOConfig(**(BASE | values if kind is GRPOConfig else BASE | {PARTS[kind]: kind(**values)}))
+        of_kind = values if kind is GRPOConfig else {PARTS[kind]: kind(**values)}
+        return GRPOConfig(**BASE | {"advantage": AdvantageConfig(credit=scene.credit)} | of_kind)
 
-    first = outcome(config(before), monkeypatch, scene)
-    assert first == outcome(config(before), monkeypatch, scene), "the scene itself is not repeatable"
-    assert first != outcome(config(after), monkeypatch, scene)
+    assert repeated_outcome(config(shared), scene) != outcome(config(shared | changed), scene)

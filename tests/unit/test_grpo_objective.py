@@ -189,7 +189,8 @@ def test_clip_fractions_count_steps_whose_gradient_was_cut():
 
 
 def test_the_report_counts_valid_steps_only():
-    # valid: ratios 2, 1, .5 with A = 1, 1, -1;  k1 = log 2, 0, -log 2 (reference as old);  entropy .5, 1, 2
+    # valid: ratios 2, 1, .5 with A = 1, 1, -1;  x = log 2, 0, -log 2 (reference as old), so that
+    # k3 = .5 + log 2 - 1, 0, 2 - log 2 - 1;  entropy .5, 1, 2
     mask = torch.tensor([[True, True], [True, False]])
     output = grpo_objective(
         objective_inputs(
@@ -201,13 +202,27 @@ def test_the_report_counts_valid_steps_only():
             mask=mask,
             weights=mask / 3,
         ),
-        ObjectiveConfig(kl_estimator="k1"),
+        ObjectiveConfig(),
     )
     report = {name: output.metrics[name].tolist() for name in ("ratio", "entropy", "kl")}
     assert report["ratio"] == pytest.approx([3, 3.5, 4 + 1 + 0.25])
     assert report["entropy"] == pytest.approx([3, 3.5, 0.25 + 1 + 4])
-    assert report["kl"] == pytest.approx([3, 0, 2 * LOG2**2])
+    assert report["kl"] == pytest.approx([3, 0.5, (LOG2 - 0.5) ** 2 + (1 - LOG2) ** 2])
     assert output.metrics["clip_fraction"].tolist() == [3, 2, 2]
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_the_reported_kl_is_k3_whatever_the_estimator(estimator):
+    # log 2 - .5 and 1 - log 2
+    kl = grpo_objective(example(), ObjectiveConfig(kl_coef=1.0, kl_estimator=estimator)).metrics["kl"]
+    assert kl.tolist() == pytest.approx([2, 0.5, (LOG2 - 0.5) ** 2 + (1 - LOG2) ** 2])
+
+
+def test_the_reported_kl_is_the_exact_one_where_that_is_the_term():
+    inputs = example(kl=double([[0.5, 1.5]]))
+    output = grpo_objective(inputs, ObjectiveConfig(kl_coef=0.1, kl_estimator="exact"))
+    assert output.metrics["kl"].tolist() == pytest.approx([2, 2, 2.5])
+    assert output.metrics["kl_penalty"].tolist() == [0, pytest.approx(0.1 * 0.5 * (0.5 + 1.5)), 0]
 
 
 def test_what_is_reported_carries_no_gradient():

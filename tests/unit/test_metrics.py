@@ -27,12 +27,14 @@ def test_moments_are_sum_and_sum_of_squares():
     assert (total.item(), squares.item()) == (2, pytest.approx(14))
 
 
-def test_moments_of_float32_are_added_in_float64():
-    # 1e8 + 1 is 1e8 in float32
-    total, squares = moments(torch.tensor([1e8, 1.0, -1e8]))
+@pytest.mark.parametrize("shape", ["32 columns", "32 rows"])
+def test_moments_of_float32_are_added_in_float64(shape):
+    # 32 each of 1e8, 1 and -1e8. Each kind alone is exact in float32, 3.2e9 = 12500000 * 2^8; 3.2e9 + 32 is 3.2e9 there
+    values = torch.tensor([[1e8], [1.0], [-1e8]]).expand(3, 32)
+    total, squares = moments(values if shape == "32 columns" else values.T)
     assert total.dtype == squares.dtype == torch.float64
-    assert total.item() == 1
-    assert squares.item() == pytest.approx(2e16)
+    assert total.item() == 32
+    assert squares.item() == pytest.approx(64e16)
 
 
 def test_meter_adds_micro_batches_and_reports_mean_and_deviation():

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import logging
 import math
 import random
 import re
@@ -118,16 +119,17 @@ def test_a_duck_typed_policy_is_trained_alike() -> None:
 OBJECTIVE_METRICS = {
     f"train/{name}"
     for name in (
-        "total_loss", "policy_loss", "kl_penalty", "kl_mean", "kl_std", "entropy", "ratio_mean", "ratio_std",
-        "clip_fraction", "clip_fraction_low", "clip_fraction_high", "advantages_mean", "advantages_std", "grad_norm",
-        "learning_rate", "kl_coef", "skipped_updates",
+        "total_loss", "policy_loss", "kl_penalty", "kl_mean", "kl_std", "entropy_bonus", "entropy", "value_loss",
+        "ratio_mean", "ratio_std", "ratio_clamped_fraction", "clip_fraction", "clip_fraction_low", "clip_fraction_high",
+        "advantages_mean", "advantages_std", "grad_norm", "learning_rate", "kl_coef", "kl_coef_next", "entropy_coef",
+        "entropy_coef_next", "num_updates", "skipped_updates",
     )
 }  # fmt: skip
 METRICS = (
     OBJECTIVE_METRICS
     | {f"rewards/{name}" for name in ("mean", "std", "max", "min", "median", "q25", "q75")}
     | {f"group_stats/{name}" for name in ("num_groups", "avg_group_size", "zero_variance_fraction")}
-    | {"rows/dropped", "rows/skipped_zero_advantage", "steps/mean", "steps/max"}
+    | {"rows/dropped", "rows/replayed", "rows/skipped_zero_advantage", "steps/mean", "steps/max"}
     | {f"time/{name}" for name in ("sample", "reward", "score", "update", "iteration")}
 )
 """The names of design.md, "Metric names"."""
@@ -153,9 +155,15 @@ def test_metrics_of_a_step_worked_out_by_hand() -> None:
         "train/kl_mean": kl_mean,
         "train/kl_std": kl_std,
         "train/kl_coef": 0.04,
+        "train/kl_coef_next": 0.04,
+        "train/entropy_bonus": 0.0,
+        "train/entropy_coef": 0.0,
+        "train/entropy_coef_next": 0.0,
         "train/entropy": LN2,
+        "train/value_loss": 0.0,
         "train/ratio_mean": 1.0,
         "train/ratio_std": 0.0,
+        "train/ratio_clamped_fraction": 0.0,
         "train/clip_fraction": 0.0,
         "train/clip_fraction_low": 0.0,
         "train/clip_fraction_high": 0.0,
@@ -163,6 +171,7 @@ def test_metrics_of_a_step_worked_out_by_hand() -> None:
         "train/advantages_std": 0.5,
         "train/grad_norm": 2.0 * abs(g),
         "train/learning_rate": 1.0,
+        "train/num_updates": 1.0,
         "train/skipped_updates": 0.0,
         "rewards/mean": 2.0,
         "rewards/std": math.sqrt((1 + 4 + 1 + 4) / 3),
@@ -175,6 +184,7 @@ def test_metrics_of_a_step_worked_out_by_hand() -> None:
         "group_stats/avg_group_size": 2.0,
         "group_stats/zero_variance_fraction": 0.0,
         "rows/dropped": 0.0,
+        "rows/replayed": 0.0,
         "rows/skipped_zero_advantage": 0.0,
         "steps/mean": 1.0,
         "steps/max": 1.0,
@@ -214,8 +224,7 @@ def test_metrics_of_a_second_pass_see_the_changed_policy() -> None:
 
 def test_every_name_is_there_in_an_iteration_without_anything_to_learn() -> None:
     trainer, _ = by_hand(rewards=[1.0] * 4)
-    with pytest.warns(GRPOWarning, match="equal rewards"):
-        metrics = trainer.step(["a", "b"])
+    metrics = trainer.step(["a", "b"])
     assert set(metrics) >= METRICS
     assert metrics["train/total_loss"] == metrics["train/policy_loss"] == metrics["train/grad_norm"] == 0.0
 
@@ -223,10 +232,10 @@ def test_every_name_is_there_in_an_iteration_without_anything_to_learn() -> None
 def test_what_was_not_measured_is_said_to_be_so() -> None:
     """No forward pass: no ratio and no entropy, no loss; the learning rate is there all the same."""
     trainer, _ = by_hand(rewards=[1.0] * 4)
-    with pytest.warns(GRPOWarning, match="equal rewards"):
-        metrics = trainer.step(["a", "b"])
+    metrics = trainer.step(["a", "b"])
     assert metrics["train/learning_rate"] == 1.0
-    assert [metrics[f"train/{name}"] for name in ("total_loss", "policy_loss", "kl_penalty")] == [0.0] * 3
+    losses = ("total_loss", "policy_loss", "kl_penalty", "entropy_bonus", "value_loss")
+    assert [metrics[f"train/{name}"] for name in losses] == [0.0] * 5
     assert all(math.isnan(metrics[f"train/{name}"]) for name in ("entropy", "ratio_mean", "ratio_std"))
 
 
@@ -427,8 +436,7 @@ def test_the_scheduler_is_not_stepped_by_a_skipped_update() -> None:
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     scheduler = CountingScheduler(optimizer)
     trainer, _ = by_hand(rewards=[2.0] * 4, policy=policy, optimizer=optimizer, lr_scheduler=scheduler)
-    with pytest.warns(GRPOWarning):
-        trainer.step(["a", "b"])
+    assert trainer.step(["a", "b"])["train/skipped_updates"] == 1.0
     assert scheduler.calls == 0
 
 
@@ -685,8 +693,7 @@ def test_the_sampler_is_given_the_weights_when_they_changed_and_only_then(tmp_pa
     trainer.step(["a", "b"])
     assert policy.calls["sync"] == 2  # this one changed weights
     rewards[:] = [1.0] * 4
-    with pytest.warns(GRPOWarning):
-        trainer.step(["a", "b"])
+    trainer.step(["a", "b"])
     assert policy.calls["sync"] == 2  # this one did not
     trainer.save_checkpoint(tmp_path / "here")
     trainer.load_checkpoint(tmp_path / "here")
@@ -1094,7 +1101,7 @@ def test_modes_while_collecting_and_while_updating() -> None:
 # Nothing to learn from
 
 
-def test_updates_of_dead_groups_are_skipped_counted_and_said_once() -> None:
+def test_updates_of_dead_groups_are_skipped_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """Two updates of one group each, both without differences, for two epochs."""
     trainer, policy = by_hand(
         rewards=[1.0, 1.0, 7.0, 7.0],
@@ -1102,9 +1109,10 @@ def test_updates_of_dead_groups_are_skipped_counted_and_said_once() -> None:
         optimizer=None,
     )
     before = digest(weights_of(policy))
-    with pytest.warns(GRPOWarning, match="every group in it has equal rewards") as caught:
-        metrics, _ = trainer.step(["a", "b"]), trainer.step(["a", "b"])
-    assert len(caught) == 1
+    metrics, _ = trainer.step(["a", "b"]), trainer.step(["a", "b"])
+    ((logger, level, said),) = caplog.record_tuples
+    assert (logger, level) == ("grpo", logging.WARNING)
+    assert said.startswith("all groups are dead: an iteration had nothing to learn from")
     assert digest(weights_of(policy)) == before
     assert trainer.gradient.optimizer is not None
     assert not trainer.gradient.optimizer.state  # Adam has not counted a step
@@ -1113,9 +1121,10 @@ def test_updates_of_dead_groups_are_skipped_counted_and_said_once() -> None:
     assert metrics["rows/skipped_zero_advantage"] == 4.0
 
 
-def test_one_dead_group_of_two_skips_its_update_alone() -> None:
+def test_one_dead_group_of_two_skips_its_update_alone(caplog: pytest.LogCaptureFixture) -> None:
     trainer, policy = by_hand(rewards=[1.0, 0.0, 7.0, 7.0], config={"batch_size": 2})
-    metrics = trainer.step(["a", "b"])  # and says nothing: that is an ordinary iteration
+    metrics = trainer.step(["a", "b"])
+    assert not caplog.records  # that is an ordinary iteration
     assert metrics["train/skipped_updates"] == 1.0
     assert policy.logits.tolist() == [[0.25, -0.25], [0.0, 0.0]]  # an update of two rows: weights 1/2
 

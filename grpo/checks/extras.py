@@ -1,0 +1,71 @@
+"""The rules of what scores may hold beside log-probs: a critic's values, an exact divergence; and of keys of states."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo.coercion import describe
+from grpo.policy_base import KeysStates
+from grpo.types import select_rows
+
+from .probe import PolicyProbe, difference
+from .report import Verdict, absent, failed, passed, skipped
+
+NEGATIVE_BY_ROUNDING = -1e-4
+"""A divergence below this is not one that rounding has pushed below 0."""
+
+
+def check_values(probe: PolicyProbe) -> Verdict:
+    """A critic's values are finite wherever the policy decided, and can be trained."""
+    scores = probe.row_scorer(*probe.rows)
+    owner = f"{probe.name}.score_actions"
+    if scores.values is None:
+        return skipped("Scores hold no values.")
+    if not bool(scores.values[scores.mask].isfinite().all()):
+        return failed(f"{owner}: values must be finite at every step of the mask. Look for 0/0 in the value head.")
+    if scores.final_values is not None and not bool(scores.final_values.isfinite().all()):
+        return failed(
+            f"{owner}: final_values must be finite: 0 where a row terminated, V(next state) where it was cut off."
+        )
+    if probe.parameters and not scores.values.requires_grad:
+        return failed(
+            f"{owner}: values must carry a gradient, or the critic is never trained. Compute them without no_grad()."
+        )
+    return passed(f"{describe(scores.values)}" + ("" if scores.final_values is None else ", with final values") + ".")
+
+
+def check_kl(probe: PolicyProbe) -> Verdict:
+    """An exact divergence is finite, never negative, and can be trained on."""
+    scores = probe.row_scorer(*probe.rows)
+    owner = f"{probe.name}.score_actions"
+    if scores.kl is None:
+        return skipped("Scores hold no kl.")
+    at_steps = scores.kl.detach()[scores.mask]
+    if not bool((at_steps.isfinite() & (at_steps >= NEGATIVE_BY_ROUNDING)).all()):
+        return failed(
+            f"{owner}: kl must be a divergence, finite and never negative; its least is {float(at_steps.min()):.3g}. Give the "
+            "sum over all actions of each step, not log_probs - ref_log_probs of the one taken."
+        )
+    if probe.parameters and not scores.kl.requires_grad:
+        return failed(f"{owner}: kl must carry a gradient, or it pulls at nothing. Compute it without no_grad().")
+    return passed(f"{describe(scores.kl)}, mean {float(at_steps.mean()):.3g}.")
+
+
+def check_state_keys(probe: PolicyProbe) -> Verdict:
+    """One integer per step, of the row alone: rows in another order have the same keys."""
+    if not isinstance(probe.policy, KeysStates):
+        return absent("state_keys")
+    owner, mask = f"{probe.name}.state_keys", probe.scores.mask
+    states, actions, group_ids = probe.rows
+    keys: Any = probe.policy.state_keys(states, actions)
+    if not isinstance(keys, Tensor) or keys.shape != mask.shape or keys.is_floating_point():
+        return failed(f"{owner} must return integers {list(mask.shape)}, one per step; got {describe(keys)}.")
+    backwards = torch.arange(len(group_ids) - 1, -1, -1)
+    again = probe.policy.state_keys(select_rows(states, backwards), select_rows(actions, backwards))
+    if again.shape != keys.shape or difference(again.double(), keys[backwards].double(), mask[backwards]) > 0:
+        return failed(
+            f"{owner} must depend on the row alone; with rows in another order the keys differ. Number states by what they "
+            "are, not by when they are first seen."
+        )
+    return passed(f"{len(keys[mask].unique())} states in {int(mask.sum())} steps.")

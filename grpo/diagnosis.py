@@ -1,0 +1,87 @@
+"""What a run's numbers say, in words, once: the cases that `docs/debugging.md` explains."""
+
+import logging
+import math
+from collections.abc import Collection, Mapping
+
+from .config import GRPOConfig
+
+logger = logging.getLogger("grpo")
+
+PATIENCE = 10
+"""Iterations in a row that must show a sign before it is said."""
+
+LOW_ENTROPY = 0.1
+"""Fraction of the first iterations' entropy below which it has collapsed."""
+
+TINY = 1e-6
+"""What counts as 0."""
+
+
+class Diagnosis:
+    """Watches the metrics of each iteration and says once, through the logger `grpo`, what stands out.
+
+    Args:
+        config: what the run was asked to do.
+    """
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self._config = config
+        self._said: set[str] = set()
+        self._in_a_row: dict[str, int] = {}
+        self._first_entropy = math.nan
+
+    def look(self, metrics: Mapping[str, float], *, measured: Collection[str], several_updates: bool) -> None:
+        """Take one iteration's metrics, of which the loss gave those in `measured`: what it did not give says nothing."""
+        nothing_differs = metrics["train/advantages_std"] == 0.0 == metrics["train/advantages_mean"]
+        self._count("all groups are dead", nothing_differs, patience=1)
+        if metrics["train/num_updates"] == 0 or nothing_differs:
+            return
+        loss_is_zero = abs(metrics["train/total_loss"]) < TINY < metrics["train/grad_norm"]
+        self._count("the loss is 0", "total_loss" in measured and loss_is_zero and not several_updates, patience=1)
+        clips = "clip_fraction" in measured and self._config.objective.surrogate == "clip" and several_updates
+        self._count("nothing is ever clipped", clips and metrics["train/clip_fraction"] == 0.0)
+        penalised = "kl" in measured and metrics["train/kl_coef"] > 0
+        self._count("the KL is 0", penalised and abs(metrics["train/kl_mean"]) < TINY)
+        self._watch_entropy(metrics["train/entropy"])
+
+    def _watch_entropy(self, entropy: float) -> None:
+        if not math.isfinite(entropy):
+            return
+        if math.isnan(self._first_entropy):
+            self._first_entropy = entropy
+        collapsed = self._first_entropy > 0.0 and entropy < LOW_ENTROPY * self._first_entropy
+        self._count("the entropy has collapsed", collapsed, patience=3)  # dead iterations in between are not measured
+
+    def _count(self, sign: str, seen: bool, patience: int = PATIENCE) -> None:
+        self._in_a_row[sign] = self._in_a_row.get(sign, 0) + 1 if seen else 0
+        if self._in_a_row[sign] >= patience and sign not in self._said:
+            self._said.add(sign)
+            logger.warning("%s: %s (Said once; docs/debugging.md has more.)", sign, ADVICE[sign])
+
+
+ADVICE = {
+    "the loss is 0": (
+        "with one update per iteration the ratio is exactly 1 and a group's advantages add up to 0, so the loss is 0 whatever "
+        "its gradient is. Watch rewards/mean and train/grad_norm instead."
+    ),
+    "nothing is ever clipped": (
+        "no step has left the clip range in several updates. Either the updates are small (a larger learning_rate or "
+        "num_epochs_per_update would learn more from each sample), or there is nothing to learn: see train/grad_norm."
+    ),
+    "the KL is 0": (
+        "the policy is where its reference is, so the KL term does nothing. A reference that is copied at every iteration "
+        "never falls behind (use a larger reference_sync_every, or a smaller reference_mix); one that is frozen means that "
+        "the policy has not moved (see train/grad_norm and train/learning_rate)."
+    ),
+    "all groups are dead": (
+        "an iteration had nothing to learn from: in every group all rewards are equal, or there is one row. Now and then that "
+        "is normal. If group_stats/zero_variance_fraction stays near 1, make rewards less sparse, the task easier or harder, "
+        "groups larger (group_size), or draw other states (dynamic_sampling_rounds)."
+    ),
+    "the entropy has collapsed": (
+        "the policy has become nearly deterministic: a tenth of the entropy it began with. If it did so too early, add an "
+        "entropy bonus (objective.entropy_coef, entropy_control) or a pull to a reference, raise objective.clip_high, or lower "
+        "learning_rate."
+    ),
+}

@@ -1,0 +1,331 @@
+"""One function per published recipe, with its settings: `GRPOTrainer(config=presets.dapo(), ...)`.
+
+Batches are counted in rows, as everywhere here: a paper's 512 prompts of 16 answers are `num_states_per_iteration=512` and
+`group_size=16`, and its mini-batch of 512 answers is `batch_size=512`. Learning rates are those of language models with
+billions of parameters; small networks want a thousand times more. To change something, `dataclasses.replace(presets.dapo(),
+learning_rate=1e-3)`.
+
+What a paper does not state is left at the default, or taken from the authors' code, and said.
+"""
+
+import math
+
+from .adaptive_coefficients import KLControl
+from .advantage_estimator import AdvantageConfig
+from .config import GRPOConfig
+from .objective_config import ObjectiveConfig
+
+# Language models with verifiable rewards
+
+
+def deepseek_math() -> GRPOConfig:
+    """GRPO as first published: group std, one mean per row, k3 to a reference.
+
+    The paper gives no clip range; 0.2 is the common one.
+
+    Source:
+        Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, sec. 4.1 and 4.2.
+    """
+    return GRPOConfig(
+        group_size=64,
+        num_states_per_iteration=16,
+        learning_rate=1e-6,
+        advantage=AdvantageConfig(scale="group"),
+        objective=ObjectiveConfig(kl_coef=0.04, kl_estimator="k3", aggregation="row_mean"),
+    )
+
+
+def dapo() -> GRPOConfig:
+    """Decoupled clip, dynamic sampling, a mean over steps, no KL.
+
+    The paper's warm-up is 20 iterations (`warmup_ratio = 20 / num_iterations`); its overlong punishment is a reward's business.
+
+    Source:
+        Yu et al. 2025 (DAPO), arXiv:2503.14476, sec. 3 and 4.1; the bound on draws and the gradient norm: its code.
+    """
+    return GRPOConfig(
+        group_size=16,
+        num_states_per_iteration=512,
+        batch_size=512,
+        learning_rate=1e-6,
+        max_grad_norm=1.0,
+        dynamic_sampling_rounds=9,
+        advantage=AdvantageConfig(scale="group"),
+        objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.0, aggregation="step_mean"),
+    )
+
+
+def dr_grpo(max_length: int = 3000) -> GRPOConfig:
+    """GRPO done right: no division by the std, nor by a row's own length.
+
+    Args:
+        max_length: the same divisor for every row, as a rule the longest that a row can be.
+
+    Source:
+        Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, sec. 3; batches and learning rate: the authors' code.
+    """
+    return GRPOConfig(
+        group_size=8,
+        num_states_per_iteration=128,
+        batch_size=128,
+        learning_rate=1e-6,
+        advantage=AdvantageConfig(scale="none"),
+        objective=ObjectiveConfig(
+            clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="fixed_length", fixed_length=max_length
+        ),
+    )
+
+
+def gspo() -> GRPOConfig:
+    """One ratio per row, its geometric mean over steps, under a very narrow clip.
+
+    The paper splits each iteration's rows into 4 updates; group, batch and learning rate are those of verl's recipe.
+
+    Source:
+        Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 5 to 7, sec. 5.1.
+    """
+    return GRPOConfig(
+        group_size=16,
+        num_states_per_iteration=512,
+        batch_size=2048,
+        learning_rate=1e-6,
+        advantage=AdvantageConfig(scale="group"),
+        objective=ObjectiveConfig(
+            ratio_level="row", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0, aggregation="row_mean"
+        ),
+    )
+
+
+def cispo() -> GRPOConfig:
+    """The importance weight is bounded instead of the objective, so that every step keeps a gradient.
+
+    The paper does not tell its upper bound: 5 (`clip_high=4`) is ScaleRL's, where 4 to 8 did equally well. Group, batch and
+    learning rate are not told either; the group is DAPO's, whose dynamic sampling it shares.
+
+    Source:
+        MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5; Khatri et al. 2025 (ScaleRL), arXiv:2510.13786, A.17.2.
+    """
+    return GRPOConfig(
+        group_size=16,
+        learning_rate=1e-6,
+        dynamic_sampling_rounds=9,
+        advantage=AdvantageConfig(scale="group"),
+        objective=ObjectiveConfig(surrogate="cispo", clip_low=1.0, clip_high=4.0, kl_coef=0.0, aggregation="step_mean"),
+    )
+
+
+def sapo() -> GRPOConfig:
+    """A smooth gate instead of a clip, a little steeper for bad actions.
+
+    Group, batch and learning rate are not told in the paper.
+
+    Source:
+        Gao et al. 2025 (SAPO), arXiv:2511.20347.
+    """
+    return GRPOConfig(
+        group_size=16,
+        learning_rate=1e-6,
+        advantage=AdvantageConfig(scale="group"),
+        objective=ObjectiveConfig(
+            surrogate="sapo",
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+            kl_coef=0.0,
+            aggregation="row_mean",
+        ),
+    )
+
+
+def gmpo() -> GRPOConfig:
+    """The geometric mean of a row's ratios, each clipped to exp(-0.4) .. exp(0.4).
+
+    Source:
+        Zhao et al. 2025 (GMPO), arXiv:2507.20673; group, batches, learning rate and the std: the authors' code.
+    """
+    return GRPOConfig(
+        group_size=8,
+        num_states_per_iteration=128,
+        batch_size=128,
+        learning_rate=1e-6,
+        advantage=AdvantageConfig(scale="group"),
+        objective=ObjectiveConfig(
+            surrogate="gmpo",
+            clip_low=1.0 - math.exp(-0.4),
+            clip_high=math.exp(0.4) - 1.0,
+            kl_coef=0.0,
+            aggregation="row_mean",
+        ),
+    )
+
+
+def rloo() -> GRPOConfig:
+    """REINFORCE on whole rows, with the mean of the others as the baseline.
+
+    The paper subtracts the KL from the reward; here it is a loss term per step (`k2`, of the same sign and scale).
+
+    Source:
+        Ahmadian et al. 2024 (RLOO), arXiv:2402.14740, sec. 4 and app. C.
+    """
+    return GRPOConfig(
+        group_size=4,
+        learning_rate=1e-6,
+        advantage=AdvantageConfig(baseline="leave_one_out", scale="none"),
+        objective=ObjectiveConfig(surrogate="none", kl_coef=0.03, kl_estimator="k2", aggregation="row_sum"),
+    )
+
+
+def reinforce_plus_plus_baseline() -> GRPOConfig:
+    """The group's mean as the baseline, then whitened over the whole batch; k2 to a reference in the loss.
+
+    The paper gives no coefficient for the KL, nor batches: these are OpenRLHF's.
+
+    Source:
+        Hu et al. 2025 (REINFORCE++), arXiv:2501.03262, eq. 6 to 8.
+    """
+    return GRPOConfig(
+        group_size=8,
+        num_states_per_iteration=128,
+        learning_rate=5e-7,
+        advantage=AdvantageConfig(baseline="group_mean", scale="whiten"),
+        objective=ObjectiveConfig(clip_low=0.2, clip_high=0.2, kl_coef=1e-5, kl_estimator="k2", aggregation="row_mean"),
+    )
+
+
+def gpg() -> GRPOConfig:
+    """The plain policy gradient: no ratio, no clip, no reference; live groups make up for dead ones.
+
+    Where fewer than 60 % of the rows have a signal, the paper draws further ones: `dynamic_sampling_rounds` does.
+
+    Source:
+        Chu et al. 2025 (GPG), arXiv:2504.02546, eq. 5 to 7.
+    """
+    return GRPOConfig(
+        group_size=8,
+        learning_rate=1e-6,
+        advantage=AdvantageConfig(scale="none", upweight_live_groups=True),
+        objective=ObjectiveConfig(surrogate="none", kl_coef=0.0, aggregation="step_mean"),
+    )
+
+
+def maxrl() -> GRPOConfig:
+    """Divides by the group's mean reward, which climbs the likelihood of success instead of its mean; for rewards 0 and 1.
+
+    Source:
+        Tajwar et al. 2026 (MaxRL), arXiv:2602.02710; batches, eps and the gradient norm: the authors' code.
+    """
+    return GRPOConfig(
+        group_size=16,
+        num_states_per_iteration=256,
+        learning_rate=1e-6,
+        max_grad_norm=0.3,
+        advantage=AdvantageConfig(scale="mean", std_eps=1e-6),
+        objective=ObjectiveConfig(clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="step_mean"),
+    )
+
+
+def bnpo() -> GRPOConfig:
+    """Divides by a Beta density that follows how success rates are distributed; for rewards in [0, 1].
+
+    The warm-up is 10 updates (`warmup_ratio = 10 / num_iterations`).
+
+    Source:
+        Xiao et al. 2025 (BNPO), arXiv:2506.02864; all numbers: the authors' code.
+    """
+    return GRPOConfig(
+        group_size=16,
+        num_states_per_iteration=32,
+        learning_rate=1e-6,
+        max_grad_norm=1.0,
+        advantage=AdvantageConfig(scale="beta"),
+        objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28, dual_clip=10.0, kl_coef=0.0, aggregation="row_sum"),
+    )
+
+
+# Choosing tools
+
+
+def tool_default() -> GRPOConfig:
+    """For policies that choose tools: an adaptive KL, four passes over small batches."""
+    return _tools()
+
+
+def tool_use() -> GRPOConfig:
+    """More careful than `tool_default`: smaller steps, a firmer KL, half the passes."""
+    return _tools(
+        group_size=4,
+        learning_rate=5e-6,
+        kl_coef=0.05,
+        kl_target=0.02,
+        entropy_coef=0.005,
+        num_epochs=2,
+        batch_size=16,
+        clip=0.15,
+    )
+
+
+def tool_exploration() -> GRPOConfig:
+    """`tool_default` with more entropy, less KL and a wider clip."""
+    return _tools(entropy_coef=0.05, kl_coef=0.01, clip=0.3)
+
+
+def tool_stable() -> GRPOConfig:
+    """`tool_default` with a tenth of the learning rate, a firm KL and a narrow clip."""
+    return _tools(learning_rate=1e-6, kl_coef=0.1, clip=0.1, num_epochs=2)
+
+
+def _tools(
+    *,
+    group_size: int = 8,
+    learning_rate: float = 1e-5,
+    kl_coef: float = 0.02,
+    kl_target: float = 0.01,
+    entropy_coef: float = 0.01,
+    num_epochs: int = 4,
+    batch_size: int = 32,
+    clip: float = 0.2,
+) -> GRPOConfig:
+    return GRPOConfig(
+        group_size=group_size,
+        batch_size=batch_size,
+        num_epochs_per_update=num_epochs,
+        learning_rate=learning_rate,
+        max_grad_norm=1.0,
+        kl_control=KLControl(rule="threshold", target=kl_target, coef_min=0.001, coef_max=0.1),
+        advantage=AdvantageConfig(scale="group", std_ddof=0, gamma=0.99, gae_lambda=0.95),
+        objective=ObjectiveConfig(clip_low=clip, clip_high=clip, kl_coef=kl_coef, entropy_coef=entropy_coef),
+    )
+
+
+# Conversations
+
+
+def conservative() -> GRPOConfig:
+    """Conversations: small steps on large groups."""
+    return _conversation(learning_rate=1e-6, group_size=32, num_groups=8, max_grad_norm=0.5, warmup_ratio=0.2)
+
+
+def balanced() -> GRPOConfig:
+    """Conversations: the middle way."""
+    return _conversation(learning_rate=5e-6, group_size=16, num_groups=4, max_grad_norm=1.0, warmup_ratio=0.1)
+
+
+def aggressive() -> GRPOConfig:
+    """Conversations: large steps on small groups."""
+    return _conversation(learning_rate=1e-5, group_size=8, num_groups=2, max_grad_norm=2.0, warmup_ratio=0.05)
+
+
+def _conversation(
+    *, learning_rate: float, group_size: int, num_groups: int, max_grad_norm: float, warmup_ratio: float
+) -> GRPOConfig:
+    """`num_groups` groups per update, accumulated one by one."""
+    return GRPOConfig(
+        group_size=group_size,
+        batch_size=num_groups * group_size,
+        micro_batch_size=group_size,
+        learning_rate=learning_rate,
+        lr_schedule="cosine",
+        warmup_ratio=warmup_ratio,
+        max_grad_norm=max_grad_norm,
+        advantage=AdvantageConfig(reward_clip=10.0),
+        objective=ObjectiveConfig(clip_low=0.2, clip_high=0.2, kl_coef=0.1, entropy_coef=0.01),
+    )

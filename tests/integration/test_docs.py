@@ -1,0 +1,153 @@
+"""What docs/ says exists: settings, their choices, metrics, headings; and its examples print what stands below them.
+
+That each page also runs in an interpreter of its own is `test_readme.py`'s.
+"""
+
+import contextlib
+import io
+import re
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+
+from adapters.bandits import SoftmaxPolicy
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, RewardConfig, WeightedRewards, presets
+from grpo.diagnosis import ADVICE
+from tests.policies import TablePolicy
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+COMING_FROM, DEBUGGING = DOCS / "coming_from.md", DOCS / "debugging.md"
+SECONDS_PER_BLOCK = 2.0
+NOT_RUN = "<!-- not run -->"
+
+SECTIONS: dict[str, type] = {
+    "objective": ObjectiveConfig,
+    "advantage": AdvantageConfig,
+    "reward": RewardConfig,
+    "config": GRPOConfig,
+}
+SETTING = re.compile(r"(?<![\w.-])(objective|advantage|reward|config)\.([a-z]\w*)(?:=\"(\w+)\")?")
+METRIC = re.compile(r"(?<![\w/])((?:train|rewards|group_stats|rows|steps|time|eval)/[a-z0-9_]+)(?![\w/])")
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n+^```text\n(?P<printed>.*?)^```$)?", re.MULTILINE | re.DOTALL)
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def test_there_is_something_to_check() -> None:
+    assert {COMING_FROM, DEBUGGING} <= set(PAGES)
+    assert len(SETTING.findall(COMING_FROM.read_text(encoding="utf-8"))) > 100
+    assert len(set(METRIC.findall(DEBUGGING.read_text(encoding="utf-8")))) > 25
+    assert len(BLOCK.findall(DEBUGGING.read_text(encoding="utf-8"))) > 2
+
+
+def test_what_counts_as_a_setting() -> None:
+    text = 'set `objective.surrogate="clip"`, `config.seed`; not `--reward.clip_range`, `my.config.x`, nor `ObjectiveConfig.y`'
+    assert SETTING.findall(text) == [("objective", "surrogate", "clip"), ("config", "seed", "")]
+
+
+def test_what_counts_as_a_metric() -> None:
+    text = "`train/kl_mean`, `rewards/NAME/mean`, `rewards/std`; not `pretrain/x`, nor `actor/train/y`"
+    assert METRIC.findall(text) == ["train/kl_mean", "rewards/std"]
+
+
+@pages
+def test_every_setting_is_a_field_and_every_choice_one_of_its_own(page: Path) -> None:
+    for section, name, choice in SETTING.findall(page.read_text(encoding="utf-8")):
+        kind = SECTIONS[section]
+        assert name in {field.name for field in fields(kind)}, f"{page.name}: {section}.{name}"
+        if choice:
+            assert choice in choices(get_type_hints(kind)[name]), f'{page.name}: {section}.{name}="{choice}"'
+
+
+def choices(hint: Any) -> set[str]:
+    """The strings that an annotation allows, in unions too."""
+    return {hint} if isinstance(hint, str) else {word for part in get_args(hint) for word in choices(part)}
+
+
+@pages
+def test_every_metric_is_measured(page: Path) -> None:
+    """By a plain run; those of the KL, a sampler's correction and further draws by a run that has such a thing."""
+    runs = metrics_of_small_runs()
+    for name in METRIC.findall(page.read_text(encoding="utf-8")):
+        run = next((sign for sign in ("kl", "sampler", "drawn") if sign in name), "plain")
+        assert name in runs[run], f"{page.name}: {name}"
+    assert runs["kl"]["train/kl_mean"] > 0
+    assert runs["sampler"]["train/sampler_ratio_mean"] == 1.0
+    assert runs["drawn"]["rewards/mean_drawn"] == 0.5
+    assert not [name for name in runs["plain"] if "sampler" in name or "drawn" in name]
+
+
+def metrics_of_small_runs() -> dict[str, dict[str, float]]:
+    """Two states, two actions, two epochs of updates: a step and an evaluation each."""
+    truncate = ObjectiveConfig(sampler_correction="truncate")
+    reference = TablePolicy([0, 1])
+    half_right = [[0, 1, 0, 1], [0, 1, 0, 1]]
+    return {
+        "plain": metrics_of(TablePolicy([0, 1])),
+        "kl": metrics_of(TablePolicy([0, 1]), reference, objective=ObjectiveConfig(kl_coef=0.1)),
+        "sampler": metrics_of(SoftmaxPolicy(num_actions=2, num_states=2), objective=truncate),
+        "drawn": metrics_of(TablePolicy([0, 1], script=half_right), dynamic_sampling_rounds=1),
+    }
+
+
+def metrics_of(policy: Any, reference: Any = None, **settings: Any) -> dict[str, float]:
+    def right(states: Any, actions: Any) -> torch.Tensor:
+        return torch.tensor([float(action == state) for state, action in zip(states, actions, strict=True)])
+
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=4, num_epochs_per_update=2, learning_rate=0.5, seed=0, **settings),
+        policy=policy,
+        reward_model=WeightedRewards({"right": right}),
+        reference_policy=reference,
+    )
+    return trainer.step([0, 1]) | trainer.evaluate([0, 1])
+
+
+@pages
+def test_examples_print_what_stands_below_them(page: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    text = page.read_text(encoding="utf-8")
+    for block in BLOCK.finditer(text):
+        if text[: block.start()].rstrip().endswith(NOT_RUN):
+            continue
+        printed = io.StringIO()
+        start = time.perf_counter()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block["code"], page.name, "exec"), namespace)
+        assert time.perf_counter() - start < SECONDS_PER_BLOCK, block["code"]
+        if block["printed"] is not None:
+            assert printed.getvalue() == block["printed"]
+
+
+def test_what_the_log_says_is_explained() -> None:
+    text = DEBUGGING.read_text(encoding="utf-8")
+    assert set(re.findall(r"log\s+says \"([^\"]+)\"", text)) == set(ADVICE)
+
+
+def test_every_preset_exists() -> None:
+    lists = re.findall(r"`grpo\.presets`: ([^|\n]+)", COMING_FROM.read_text(encoding="utf-8"))
+    names = [name for found in lists for name in re.findall(r"`(\w+)`", found)]
+    assert len(names) > 10
+    for name in names:
+        assert isinstance(getattr(presets, name)(), GRPOConfig), name
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    headings = {heading_anchor(line) for line in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("#"):
+            assert target[1:] in headings, f"{page.name}: {target}"
+        elif "://" not in target:
+            assert (page.parent / target.split("#")[0]).exists(), f"{page.name}: {target}"
+
+
+def heading_anchor(heading: str) -> str:
+    """As GitHub makes it: lower case, punctuation gone, spaces into hyphens."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

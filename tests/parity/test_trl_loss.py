@@ -1,0 +1,226 @@
+"""Losses and gradients against `GRPOTrainer._compute_loss` of TRL, called without a model (see `trl_code`)."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import blockwise
+from grpo.adaptive_coefficients import Coefficients, EntropyControl
+from grpo.off_policy import on_policy_rows
+from grpo.selection import top_entropy_steps
+from tests.parity import trl_code
+from tests.parity.cases import TOLERANCE, Case, draws, random_case
+from tests.parity.trl_code import LossType, RatioLevel, TRLSettings
+from tests.parity.trl_mapping import LOSS_TYPES, assert_same, our_loss, random_settings, their_loss
+
+LEVELS: tuple[RatioLevel, ...] = ("token", "sequence")
+
+
+def leaves_of(case: Case) -> tuple[Tensor, Tensor]:
+    return case.log_probs.clone().requires_grad_(), case.entropy.clone().requires_grad_()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_surrogate_divergence_and_entropy_bonus(loss_type: LossType, level: RatioLevel) -> None:
+    for seed, choose, generator in draws(1, 50):
+        case, settings = random_case(seed, choose, generator), random_settings(choose, loss_type, level)
+        leaves = leaves_of(case)
+        assert_same(our_loss(case, *leaves, settings), their_loss(case, *leaves, settings), case, settings, *leaves)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_selected_steps_and_rows(loss_type: LossType, level: RatioLevel) -> None:
+    """Top-entropy steps and the off-policy mask, which leave the divergence alone. Entropies repeat: ties are kept."""
+    for seed, choose, generator in draws(2, 25):
+        case = random_case(seed, choose, generator)
+        if choose.random() < 0.5:
+            case = replace(case, entropy=case.entropy.mul(4).round().div(4))
+        settings = replace(
+            random_settings(choose, loss_type, level),
+            top_entropy_quantile=choose.choice([0.1, 0.2, 0.5, 0.8, 1.0]),
+            off_policy_mask_threshold=choose.choice([None, 0.0, 0.05, 0.5]),
+        )
+        leaves = leaves_of(case)
+        assert_same(our_loss(case, *leaves, settings), their_loss(case, *leaves, settings), case, settings, *leaves)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", [loss_type for loss_type in LOSS_TYPES if loss_type != "bnpo"])
+def test_micro_batches_add_up(loss_type: LossType, level: RatioLevel) -> None:
+    """One update of ours is the sum of TRL's micro-batches of equal size.
+
+    Not bnpo: TRL divides by the number of steps in the micro-batch, so that its sum depends on the split.
+    """
+    for seed, choose, generator in draws(3, 15):
+        count, size = choose.choice([2, 3]), choose.randint(1, 3)
+        case = random_case(seed, choose, generator, num_rows=count * size)
+        settings = replace(random_settings(choose, loss_type, level), entropy_coef=0.0)  # a mean per micro-batch
+        split = replace(settings, current_gradient_accumulation_steps=count, steps_per_generation=count)
+        leaves = leaves_of(case)
+        inputs = trl_code.loss_inputs(
+            case.mask, case.advantages, case.old_log_probs, ref_per_token_logps=case.ref_log_probs
+        )
+        num_items = inputs.pop("num_items_in_batch")
+        theirs = sum(
+            trl_code.loss(
+                {**{name: values[rows] for name, values in inputs.items()}, "num_items_in_batch": num_items},
+                *(leaf[rows] for leaf in leaves),
+                split,
+            )
+            for rows in (slice(start, start + size) for start in range(0, count * size, size))
+        )
+        assert_same(our_loss(case, *leaves, settings), theirs, case, settings, *leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("percent", range(5, 100, 5))
+def test_which_steps_are_top_entropy(percent: int, dtype: torch.dtype) -> None:
+    """Every number of steps up to 60, with and without ties, so that the quantile falls on a step as well as between two.
+
+    Where it falls on a step, that step is kept: the quantile is its entropy. TRL finds the place in float32, and loses the
+    step where (1 - fraction) (count - 1) is rounded up.
+    """
+    fraction = percent / 100
+    trainer = trl_code.trainer(TRLSettings())
+    for count in range(1, 61):
+        generator = torch.Generator().manual_seed(count)
+        mask = torch.zeros(3, count, dtype=torch.bool)
+        mask.view(-1)[torch.randperm(3 * count, generator=generator)[:count]] = True
+        for number in (
+            torch.rand(3, count, generator=generator),
+            torch.randint(4, (3, count), generator=generator) / 4,
+        ):
+            entropy = number.to(dtype)
+            ours = top_entropy_steps(entropy[mask], fraction)
+            theirs = trainer.get_high_entropy_mask(entropy, mask.long(), 1 - fraction)[mask]
+            place, between = divmod((100 - percent) * (count - 1), 100)
+            expected = theirs if between else entropy[mask] >= entropy[mask].sort().values[place]
+            assert torch.equal(ours, expected), f"fraction {fraction} of {count} steps"
+            assert not (theirs & ~ours).any()
+
+
+def test_which_rows_are_on_policy() -> None:
+    for _, choose, generator in draws(8, 300):
+        case = random_case(0, choose, generator)
+        advantages = case.advantages.unsqueeze(1) if case.advantages.dim() == 1 else case.advantages
+        threshold = choose.choice([0.0, 0.05, 0.5])
+        theirs = trl_code.GRPOTrainer.get_off_policy_mask(
+            advantages, case.log_probs, case.behaviour_log_probs, case.mask.long(), threshold
+        )
+        ours = on_policy_rows(case.log_probs, case.behaviour_log_probs, advantages, case.mask, threshold)
+        assert torch.equal(ours, theirs.bool())
+
+
+MODES: tuple[trl_code.SamplerMode, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+PAIRS = [(kind, mode) for kind in LOSS_TYPES for mode in MODES if kind != "vespo" or mode.startswith("token")]
+
+
+def generated(case: Case, settings: TRLSettings) -> tuple[Case, dict[str, Tensor]]:
+    """The loss inputs that TRL's trainer makes of rewards and sampler log-probs, and the case with its advantages."""
+    rewards = case.advantages.reshape(len(case.mask), -1).sum(1, keepdim=True)
+    rollouts = trl_code.Rollouts(
+        mask=case.mask,
+        # without a pass of its own for old log-probs, the trainer would have the policy's present ones
+        old_log_probs=case.log_probs if case.old_log_probs is None else case.old_log_probs,
+        ref_log_probs=case.ref_log_probs,
+        behaviour_log_probs=case.behaviour_log_probs,
+        rewards=rewards,
+        reward_weights=torch.ones(1, dtype=torch.float64),
+    )
+    inputs = trl_code.advantages_and_ratios(rollouts, settings)
+    return replace(case, advantages=inputs["advantages"]), inputs
+
+
+def with_sampler(settings: TRLSettings, choose: random.Random, mode: trl_code.SamplerMode) -> TRLSettings:
+    bounds = [(None, 1.1), (None, 3.0), (0.5, None), (0.9, 2.0)]
+    if mode.endswith("mask"):
+        bounds.append((None, None))  # to truncate, TRL needs a bound
+    low, high = choose.choice(bounds)
+    return replace(
+        settings,
+        use_vllm=True,
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_min=low,
+        vllm_importance_sampling_clip_max=high,
+        num_generations=2,
+    )
+
+
+@pytest.mark.parametrize(("loss_type", "mode"), PAIRS)
+def test_sampler_correction(loss_type: LossType, mode: trl_code.SamplerMode) -> None:
+    """From rewards and sampler log-probs, NaN ones among them, to the loss, through TRL's `_generate_and_score_completions`."""
+    for seed, choose, generator in draws(4, 12):
+        settings = with_sampler(random_settings(choose, loss_type, choose.choice(LEVELS)), choose, mode)
+        case, inputs = generated(random_case(seed, choose, generator, num_rows=2 * choose.randint(1, 3)), settings)
+        leaves = leaves_of(case)
+        theirs = trl_code.loss(inputs, *leaves, settings)
+        assert_same(our_loss(case, *leaves, settings), theirs, case, settings, *leaves)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_everything_at_once(loss_type: LossType) -> None:
+    """All terms, selections and corrections together; the off-policy mask then looks at the sampler's log-probs."""
+    for seed, choose, generator in draws(5, 40):
+        mode = choose.choice([mode for kind, mode in PAIRS if kind == loss_type])
+        settings = replace(
+            with_sampler(random_settings(choose, loss_type, choose.choice(LEVELS)), choose, mode),
+            top_entropy_quantile=choose.choice([0.2, 0.5, 0.8, 1.0]),
+            off_policy_mask_threshold=choose.choice([None, 0.0, 0.1]),
+        )
+        case, inputs = generated(random_case(seed, choose, generator, num_rows=2 * choose.randint(1, 3)), settings)
+        leaves = leaves_of(case)
+        theirs = trl_code.loss(inputs, *leaves, settings)
+        assert_same(our_loss(case, *leaves, settings), theirs, case, settings, *leaves)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_an_update_in_blocks_of_rows(loss_type: LossType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large updates are evaluated; what is chosen from all steps is not chosen block by block."""
+    for seed, choose, generator in draws(7, 15):
+        monkeypatch.setitem(blockwise.STEPS_PER_BLOCK, "cpu", choose.choice([1, 6]))
+        settings = replace(
+            random_settings(choose, loss_type, choose.choice(LEVELS)), top_entropy_quantile=choose.choice([0.3, 1.0])
+        )
+        case = random_case(seed, choose, generator, num_rows=choose.randint(4, 12))
+        leaves = leaves_of(case)
+        assert_same(our_loss(case, *leaves, settings), their_loss(case, *leaves, settings), case, settings, *leaves)
+
+
+def test_adaptive_entropy_coefficient() -> None:
+    """The coefficient, and whether it acts, update after update.
+
+    Not for the first: before anything is measured, TRL leaves the bonus out, and we apply the configured coefficient.
+    """
+    for seed, choose, generator in draws(9, 50):
+        case = random_case(seed, choose, generator)
+        if not case.mask.any():
+            continue
+        control = EntropyControl(
+            target=choose.choice([0.5, 0.8]), delta=choose.choice([0.005, 0.3]), coef_min=0.01, coef_max=0.4
+        )
+        settings = TRLSettings(
+            use_adaptive_entropy=True,
+            entropy_coef=0.1,
+            entropy_target=control.target,
+            entropy_coef_delta=control.delta,
+            entropy_coef_min=control.coef_min,
+            entropy_coef_max=control.coef_max,
+        )
+        trainer = trl_code.updating_trainer(settings)
+        ours = Coefficients(kl_coef=0.0, entropy_coef=0.1, kl_control=None, entropy_control=control)
+        inputs = trl_code.loss_inputs(case.mask, torch.zeros_like(case.advantages), case.old_log_probs)
+        for update in range(8):
+            entropy = torch.rand(case.mask.shape, generator=generator, dtype=torch.float64) + choose.choice([0.0, 0.3])
+            mean_entropy = float(entropy[case.mask].mean())
+            bonus = -float(trl_code.next_loss(trainer, inputs, case.log_probs, entropy))  # all that is left of the loss
+            if update > 0:
+                assert bonus == pytest.approx(ours.entropy_coef * mean_entropy, rel=TOLERANCE, abs=1e-15), (
+                    f"seed {seed}"
+                )
+            ours.follow({"entropy": (mean_entropy, 0.0)})
+            assert ours.state_dict()["entropy"] == pytest.approx(trainer.entropy_coef, rel=TOLERANCE), f"seed {seed}"

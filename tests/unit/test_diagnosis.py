@@ -1,0 +1,132 @@
+"""What a run's numbers say is said in words, once, and only where it is so."""
+
+import copy
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig, ObjectiveOutput
+from grpo.diagnosis import ADVICE
+from tests.policies import TablePolicy
+
+ROOT = Path(__file__).parents[2]
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The signs that were named, in order."""
+    return [record.message.split(":")[0] for record in caplog.records if record.name == "grpo"]
+
+
+def run(
+    num_steps: int,
+    *,
+    lr: float = 1.0,
+    rewards: Any = (1.0, 0.0, 0.0, 1.0),
+    reference: bool = False,
+    logits: Any = None,
+    objective: Any = None,
+    **settings: Any,
+) -> None:
+    policy = TablePolicy(script=[[0, 1], [1, 0]], logits=logits)
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, **settings),
+        policy=policy,
+        reward_model=lambda states, actions: list(rewards),
+        reference_policy=copy.deepcopy(policy) if reference else None,
+        optimizer=torch.optim.SGD(policy.parameters(), lr=lr),
+        objective=objective,
+    )
+    for _ in range(num_steps):
+        trainer.step(["a", "b"])
+
+
+def test_a_loss_of_zero_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
+    run(3)
+    assert said(caplog) == ["the loss is 0"]
+    assert "rewards/mean" in caplog.text
+
+
+def test_with_several_updates_a_loss_is_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    run(3, num_epochs_per_update=2)
+    assert said(caplog) == []
+
+
+def test_nothing_clipped_is_said_after_ten_iterations_of_several_updates(caplog: pytest.LogCaptureFixture) -> None:
+    run(9, num_epochs_per_update=2, lr=1e-3)
+    assert said(caplog) == []
+    run(11, num_epochs_per_update=2, lr=1e-3)
+    assert said(caplog) == ["nothing is ever clipped"]
+
+
+def test_what_is_clipped_now_and_then_is_not_never_clipped(caplog: pytest.LogCaptureFixture) -> None:
+    run(11, num_epochs_per_update=4, lr=3.0)
+    assert "nothing is ever clipped" not in said(caplog)
+
+
+def test_a_reference_that_is_copied_every_time_has_no_kl(caplog: pytest.LogCaptureFixture) -> None:
+    run(11, reference=True, reference_sync_every=1, objective=None)
+    assert "the KL is 0" in said(caplog)
+    caplog.clear()
+    run(11, reference=True)
+    assert "the KL is 0" not in said(caplog)
+
+
+def test_dead_groups(caplog: pytest.LogCaptureFixture) -> None:
+    run(3, rewards=(1.0, 1.0, 0.3, 0.3))
+    assert said(caplog) == ["all groups are dead"]
+
+
+def test_one_live_group_is_enough(caplog: pytest.LogCaptureFixture) -> None:
+    run(3, rewards=(1.0, 1.0, 0.3, 0.7))
+    assert "all groups are dead" not in said(caplog)
+
+
+def test_an_entropy_that_collapses(caplog: pytest.LogCaptureFixture) -> None:
+    """Pushed towards one action until a tenth of ln 2 is left of the entropy, and a little longer."""
+    policy = TablePolicy()
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=128, seed=0),
+        policy=policy,
+        reward_model=lambda states, actions: [float(action) for action in actions],
+        optimizer=torch.optim.SGD(policy.parameters(), lr=3.0),
+    )
+    for _ in range(80):
+        trainer.step(["a", "b"])
+    assert "the entropy has collapsed" in said(caplog)
+
+
+def test_an_entropy_that_was_low_from_the_start_has_not_collapsed(caplog: pytest.LogCaptureFixture) -> None:
+    run(15, lr=1e-3, logits=[[5.0, -5.0], [5.0, -5.0]])
+    assert "the entropy has collapsed" not in said(caplog)
+
+
+def test_a_loss_of_the_callers_is_judged_by_what_it_reports(caplog: pytest.LogCaptureFixture) -> None:
+    """It reports nothing: neither its loss nor its divergence can be said to be 0."""
+    run(
+        11,
+        reference=True,
+        objective=lambda inputs: ObjectiveOutput(
+            loss=(inputs.log_probs.squeeze(1) * inputs.advantages).sum(), metrics={}
+        ),
+    )
+    assert said(caplog) == []
+
+
+def test_it_is_said_at_the_level_of_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    run(1)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+
+
+def test_the_page_has_every_sign() -> None:
+    page = (ROOT / "docs" / "debugging.md").read_text()
+    assert [sign for sign in ADVICE if sign not in page] == []
+    settings = set(
+        re.findall(r"\b(?:group_size|dynamic_sampling_rounds|reference_sync_every|reference_mix)\b", str(ADVICE))
+    )
+    assert all(hasattr(GRPOConfig(), name) for name in settings)
+    assert hasattr(ObjectiveConfig(), "entropy_coef")

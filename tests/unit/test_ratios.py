@@ -1,0 +1,134 @@
+"""Probability ratios at the level of steps and of rows: values, gradients, holes, and rows without a step."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import ObjectiveConfig
+from grpo.ratios import bounded_exp, log_ratio_at_level, mean_over_steps
+from tests.support import loss_and_gradient
+
+LEVELS = ["step", "row", "row_sum", "row_step", "none"]
+
+
+def double(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# Row 0 has a hole in the middle, row 1 is full, row 2 has no step at all.
+MASK = torch.tensor([[True, False, True], [True, True, True], [False, False, False]])
+LOG_RATIO = double([[0.3, 0.0, -0.1], [0.5, 0.2, -0.1], [0.0, 0.0, 0.0]])
+# means: (.3 - .1)/2 = .1, (.5 + .2 - .1)/3 = .2, none: 0.    sums: .2, .6, 0
+VALUES = {
+    "step": [[0.3, 0.0, -0.1], [0.5, 0.2, -0.1], [0.0, 0.0, 0.0]],
+    "row": [[0.1], [0.2], [0.0]],
+    "row_sum": [[0.2], [0.6], [0.0]],
+    "row_step": [[0.1, 0.1, 0.1], [0.2, 0.2, 0.2], [0.0, 0.0, 0.0]],  # the row's, at every step
+    "none": [[0.0] * 3] * 3,
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_values_by_hand(level):
+    torch.testing.assert_close(log_ratio_at_level(LOG_RATIO, MASK, level), double(VALUES[level]), rtol=0, atol=1e-15)
+
+
+# What comes from above: one number per step, or one per row.
+UPSTREAM_OF_STEPS = [[1.0, 2.0, 4.0], [3.0, 5.0, 7.0], [11.0, 13.0, 17.0]]
+UPSTREAM_OF_ROWS = [[2.0], [3.0], [5.0]]
+ON_STEPS = [[1.0, 0.0, 4.0], [3.0, 5.0, 7.0], [0.0, 0.0, 0.0]]
+GRADIENTS = {
+    "step": ON_STEPS,
+    "row": [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]],  # 2/2 on two steps, 3/3 on three
+    "row_sum": [[2.0, 0.0, 2.0], [3.0, 3.0, 3.0], [0.0, 0.0, 0.0]],
+    "row_step": ON_STEPS,
+    "none": ON_STEPS,
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_by_hand(level):
+    leaf = LOG_RATIO.clone().requires_grad_()
+    at_level = log_ratio_at_level(torch.where(MASK, leaf, 0.0), MASK, level)
+    upstream = double(UPSTREAM_OF_ROWS if at_level.shape[1] == 1 else UPSTREAM_OF_STEPS)
+    (gradient,) = torch.autograd.grad(at_level, leaf, upstream)
+    torch.testing.assert_close(gradient, double(GRADIENTS[level]), rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("level", ["step", "row", "row_sum"])
+def test_where_nothing_is_detached_finite_differences_agree(level):
+    leaf = LOG_RATIO.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: log_ratio_at_level(torch.where(MASK, x, 0.0), MASK, level).exp(), leaf)
+
+
+def test_the_row_is_the_geometric_mean_and_the_row_sum_the_product():
+    # ratios 2 and 8: geometric mean 4, product 16
+    x, everywhere = double([[math.log(2), math.log(8)]]), torch.ones(1, 2, dtype=torch.bool)
+    assert log_ratio_at_level(x, everywhere, "row").exp().item() == pytest.approx(4, rel=1e-14)
+    assert log_ratio_at_level(x, everywhere, "row_sum").exp().item() == pytest.approx(16, rel=1e-14)
+
+
+def test_one_step_per_row_makes_all_levels_but_none_the_same():
+    x, everywhere = double([[0.3], [-0.7]]), torch.ones(2, 1, dtype=torch.bool)
+    for level in LEVELS[:-1]:
+        assert torch.equal(log_ratio_at_level(x, everywhere, level), x)
+
+
+def test_mean_over_steps_of_a_row_without_steps_is_zero():
+    assert mean_over_steps(
+        double([[6.0, 0.0], [0.0, 0.0]]), torch.tensor([[True, False], [False, False]])
+    ).tolist() == [
+        [6.0],
+        [0.0],
+    ]
+
+
+def test_beyond_twenty_the_exponential_stands_still():
+    x = double([[25.0, -25.0, 2.0, -2.0, 0.0]]).requires_grad_()
+    ratio = bounded_exp(x)
+    assert ratio[0].tolist() == pytest.approx([math.exp(20), math.exp(-20), math.exp(2), math.exp(-2), 1], rel=1e-14)
+    (gradient,) = torch.autograd.grad(ratio.sum(), x)
+    assert gradient[0].tolist() == pytest.approx([0, 0, math.exp(2), math.exp(-2), 1], rel=1e-14)
+
+
+# One row of two steps and a hole: x = .05, (NaN), .03; A = 2, weights 1/2 each. Nothing reaches a bound of .2.
+#   step      l_t = -2 e^x_t, weighted by 1/2;                   gradient -e^x_t
+#   row       mean .04: the loss is -2 e^.04 (weights sum to 1); gradient -2 e^.04 / 2 per step
+#   row_sum   sum .08: -2 e^.08;                                 gradient -2 e^.08 per step
+#   row_step  as row                                             gradient -2 e^.04 w_t = -e^.04 per step
+#   none      ratio 1: -2;                                       gradient -2 w_t = -1 per step
+THROUGH_THE_LOSS = {
+    "step": (-math.exp(0.05) - math.exp(0.03), [-math.exp(0.05), -math.exp(0.03)]),
+    "row": (-2 * math.exp(0.04), [-math.exp(0.04)] * 2),
+    "row_sum": (-2 * math.exp(0.08), [-2 * math.exp(0.08)] * 2),
+    "row_step": (-2 * math.exp(0.04), [-math.exp(0.04)] * 2),
+    "none": (-2.0, [-1.0, -1.0]),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_level_through_the_loss_with_a_poisoned_hole(level):
+    expected_loss, (first, last) = THROUGH_THE_LOSS[level]
+    loss, gradient = loss_and_gradient(
+        double([[-1.0, math.nan, -2.0]]),
+        double([2.0]),
+        ObjectiveConfig(ratio_level=level),
+        old_log_probs=double([[-1.05, math.nan, -2.03]]),
+        mask=torch.tensor([[True, False, True]]),
+        weights=double([[0.5, 0.0, 0.5]]),
+    )
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-14)
+    assert gradient[0].tolist() == pytest.approx([first, 0.0, last], rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("level", "clipped"), [("step", [True, False]), ("row", [True, True]), ("row_step", [True, True])]
+)
+def test_a_bound_stops_the_step_or_the_whole_row(level, clipped):
+    # x = .9, -.1: the step's ratio 2.46 is beyond 1.2, and so is the row's, exp(.4) = 1.49
+    _, gradient = loss_and_gradient(
+        double([[-0.1, -1.1]]), double([1.0]), ObjectiveConfig(ratio_level=level), old_log_probs=double([[-1.0, -1.0]])
+    )
+    assert (gradient[0] == 0).tolist() == clipped

@@ -1,0 +1,235 @@
+"""Settings that meet: critics, state keys, dynamic sampling, replay and failing rewards in one run."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from grpo import (
+    ActionScores,
+    AdvantageConfig,
+    AdvantageEstimator,
+    ConfigError,
+    ContractError,
+    EntropyControl,
+    ExperienceBatch,
+    GRPOConfig,
+    GRPOTrainer,
+    KLControl,
+    ObjectiveConfig,
+    RewardConfig,
+    WeightedRewards,
+)
+from grpo.training_rows import require_discrete
+from tests.policies import EpisodePolicy, RowScoring, TablePolicy
+
+
+def totals(states: Any, actions: Any) -> list[float]:
+    return [float(sum(action)) for action in actions]
+
+
+class Critic(RowScoring):
+    """Its values are a view of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        return dataclasses.replace(scores, values=self.value[: scores.mask.shape[1]].expand(scores.mask.shape))
+
+
+class Keyed(RowScoring):
+    """Always writes the same four rows, and has all steps in one state; keys are as wide as the rows that are asked about."""
+
+    def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+        return [[(1, 1, 1), (1, 0), (1,), (0,)] for _ in states]
+
+    def state_keys(self, states: Any, actions: Any) -> torch.Tensor:
+        return torch.zeros(len(actions), max(map(len, actions)), dtype=torch.int64)
+
+
+def test_a_critics_values_at_collection_stay_what_they_were() -> None:
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=4, num_epochs_per_update=2, seed=0, advantage=AdvantageConfig(credit="gae")),
+        policy=Critic(),
+        reward_model=totals,
+    )
+    batch = trainer.collect([0, 1])
+    assert batch.values is not None
+    before = batch.values.clone()
+    trainer.update(batch)
+    assert torch.equal(batch.values, before)
+    assert not torch.equal(trainer.policy.value, torch.zeros(4))
+
+
+def test_a_critic_learns_what_follows() -> None:
+    """Every row earns 1: the value of each of its steps becomes 1 at lambda 1, and the policy has nothing to learn."""
+    policy = Critic()
+    config = GRPOConfig(
+        group_size=8,
+        seed=0,
+        max_grad_norm=None,
+        advantage=AdvantageConfig(credit="gae", gae_lambda=1.0),
+        objective=ObjectiveConfig(aggregation="step_mean"),
+    )
+    with pytest.warns(UserWarning, match="optimizer does not hold"):
+        trainer = GRPOTrainer(
+            config=config,
+            policy=policy,
+            reward_model=lambda states, actions: [1.0] * len(actions),
+            optimizer=torch.optim.SGD([policy.value], lr=0.5),
+        )
+    losses = [trainer.step([0, 1, 2])["train/value_loss"] for _ in range(200)]
+    assert policy.value[0].item() == pytest.approx(1.0, abs=0.02)
+    assert losses[0] == pytest.approx(0.5)  # .5 (0 - 1)^2
+    assert losses[-1] < 0.05
+
+
+def test_keys_may_be_narrower_than_the_batch_once_the_longest_row_has_left() -> None:
+    trainer = GRPOTrainer(
+        config=GRPOConfig(
+            group_size=4, advantage=AdvantageConfig(credit="gigpo"), reward=RewardConfig(non_finite="drop")
+        ),
+        policy=Keyed(),
+        reward_model=lambda states, actions: [math.nan if len(action) == 3 else float(action[0]) for action in actions],
+    )
+    assert trainer.step([0, 1])["rows/dropped"] == 2
+
+
+def test_keys_of_another_shape_are_refused() -> None:
+    class Wrong(Keyed):
+        def state_keys(self, states: Any, actions: Any) -> torch.Tensor:
+            return super().state_keys(states, actions)[:, :1]
+
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=4, advantage=AdvantageConfig(credit="gigpo")), policy=Wrong(), reward_model=totals
+    )
+    with pytest.raises(ContractError, match=r"Wrong.state_keys must return integers \[4, 3\]"):
+        trainer.step([0])
+
+
+def test_live_groups_are_those_with_an_advantage() -> None:
+    """Two of two groups differ step by step, although totals are equal; of two groups one is dead once rewards are bounded."""
+
+    def advantages(rewards: Any, width: int, **settings: Any) -> torch.Tensor:
+        mask = torch.ones(4, width, dtype=torch.bool)
+        batch = ExperienceBatch.from_rows([0] * 4, [0] * 4, rewards, [0, 0, 1, 1], mask=mask)
+        return AdvantageEstimator(AdvantageConfig(**settings))(batch)
+
+    steps = [[1.0, 0.0], [0.0, 1.0]] * 2
+    assert torch.equal(advantages(steps, 2), advantages(steps, 2, upweight_live_groups=True))
+    rows = [5.0, 6.0, 0.0, 1.0]
+    assert advantages(rows, 1, reward_clip=2.0, upweight_live_groups=True).tolist() == [0.0, 0.0, -1.0, 1.0]
+
+
+def test_dynamic_sampling_sees_differences_between_steps() -> None:
+    """The totals are equal, the steps are not: the group stays."""
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, dynamic_sampling_rounds=1),
+        policy=PairWriter(),
+        reward_model=lambda states, actions: [[1.0, 0.0], [0.0, 1.0]],
+    )
+    batch = trainer.collect([0], more_states=lambda: pytest.fail("nothing is missing"))
+    assert batch.num_rows == 2
+
+
+class PairWriter(RowScoring):
+    def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+        return [[(1, 2), (2, 1)] for _ in states]
+
+
+def test_dynamic_sampling_replaces_groups_whose_rewards_failed() -> None:
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, dynamic_sampling_rounds=3, reward=RewardConfig(non_finite="drop")),
+        policy=TablePolicy(range(4), script=None),
+        reward_model=lambda states, actions: [math.nan if state == 0 else float(i) for i, state in enumerate(states)],
+    )
+    batch = trainer.collect([0, 1], more_states=lambda: [2])
+    assert sorted(set(batch.states)) == [1, 2]
+    assert batch.metrics["group_stats/num_rounds"] == 1
+
+
+def test_rows_with_and_without_named_rewards_are_replayed_together() -> None:
+    policy = TablePolicy()
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, replay_iterations=1, seed=0),
+        policy=policy,
+        reward_model=WeightedRewards({"x": lambda states, actions: [float(action) for action in actions]}),
+    )
+    trainer.update(ExperienceBatch.from_rows(["a", "a"], [0, 1], [0.0, 1.0], [0, 0]))
+    assert trainer.step(["a", "b"])["rows/replayed"] == 2
+
+
+def test_an_entropy_to_control_has_to_be_known_from_the_start() -> None:
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=4, entropy_control=EntropyControl(target=0.5), seed=0),
+        policy=TablePolicy(),
+        reward_model=lambda states, actions: [float(action) for action in actions],
+    )
+    with pytest.raises(ConfigError, match=r"entropy_control needs an exact entropy, and TablePolicy gives none"):
+        trainer.step(["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"kl_control": KLControl(coef_max=0.1), "objective": ObjectiveConfig(kl_coef=0.5)}, "kl"),
+        ({"entropy_control": EntropyControl(coef_max=0.1), "objective": ObjectiveConfig(entropy_coef=0.5)}, "entropy"),
+    ],
+)
+def test_a_controlled_coefficient_starts_within_its_bounds(settings: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"objective.{name}_coef=0.5 is where config.{name}_control starts"):
+        GRPOTrainer(
+            config=GRPOConfig(**settings), policy=TablePolicy(), reward_model=totals, reference_policy=TablePolicy()
+        )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ratio_level": "row"},
+        {"ratio_level": "row_sum"},
+        {"surrogate": "gmpo"},
+        {"surrogate": "vespo"},
+        {"sampler_ratio_level": "row"},
+    ],
+)
+def test_what_works_on_rows_is_refused_where_steps_are_split(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"A policy with split_steps\(\) is updated step by step"):
+        GRPOTrainer(
+            config=GRPOConfig(objective=ObjectiveConfig(**settings)), policy=EpisodePolicy(), reward_model=totals
+        )
+
+
+@pytest.mark.parametrize(
+    "actions", [torch.randn(3), torch.randn(3, 2), [0.5, 1.0], [[0.1, 0.2], [0.3, 0.4]], [torch.randn(2)] * 2]
+)
+def test_real_valued_actions_have_no_probabilities(actions: Any) -> None:
+    with pytest.raises(ConfigError, match=r"surrogate='dppo_tv' compares probabilities of actions"):
+        require_discrete(actions)
+
+
+@pytest.mark.parametrize("actions", [torch.tensor([1, 2]), [1, 2], [(1, 2), (3,)], ["left", "right"], [()], []])
+def test_discrete_actions_of_any_kind_have(actions: Any) -> None:
+    require_discrete(actions)
+
+
+def test_a_policy_with_densities_is_refused_before_it_is_trained() -> None:
+    class Normal(TablePolicy):
+        def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+            return [[0.5, -0.5] for _ in states]
+
+        def get_log_probabilities(self, states: Any, actions: Any) -> torch.Tensor:
+            return torch.distributions.Normal(self.logits[0, 0], 3.0).log_prob(torch.tensor(actions))
+
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, objective=ObjectiveConfig(surrogate="dppo_tv")),
+        policy=Normal(),
+        reward_model=lambda states, actions: list(actions),
+    )
+    with pytest.raises(ConfigError, match="real numbers, which have"):
+        trainer.step(["a"])
