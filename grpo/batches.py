@@ -94,8 +94,16 @@ def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBa
         values=everywhere(batch.values),
         final_values=everywhere(batch.final_values),
         state_keys=everywhere(batch.state_keys),
+        metrics=_add_up(engine.gather_objects(dict(batch.metrics)), dict(batch.metrics)),
     )
     return everyone, slice(start, start + batch.num_rows)
+
+
+def _add_up(all_metrics: Sequence[dict[str, float]], own: dict[str, float]) -> dict[str, float]:
+    """Counts are added up over ranks and means averaged; seconds are this rank's."""
+    total = {name: sum(metrics.get(name, 0.0) for metrics in all_metrics) for name in own}
+    means = {name: value / len(all_metrics) for name, value in total.items() if name == "rewards/mean_drawn"}
+    return {**total, **means, **{name: value for name, value in own.items() if name.startswith("time/")}}
 
 
 def join_steps(parts: Sequence[Tensor], width: int) -> Tensor:

@@ -126,7 +126,7 @@ def require_equal_weights(engine: Engine, parameters: dict[str, Tensor]) -> None
     """
     if engine.num_ranks == 1:
         return
-    sums = [(name, float(value.detach().double().sum())) for name, value in parameters.items()]
+    sums = [(name, _fingerprint(value)) for name, value in parameters.items()]
     everyone = engine.gather_objects(sums)
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
@@ -135,3 +135,9 @@ def require_equal_weights(engine: Engine, parameters: dict[str, Tensor]) -> None
                 f"Ranks must start from the same weights; rank {rank} differs from rank 0 in {', '.join(differing[:3])}. Build "
                 "the policy after torch.manual_seed(the same number), or load the same file on every rank."
             )
+
+
+def _fingerprint(values: Tensor) -> float:
+    """A sum in which every place has a weight of its own."""
+    flat = values.detach().flatten().double().cpu()
+    return float((flat * torch.arange(1, len(flat) + 1)).sum())

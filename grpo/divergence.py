@@ -55,7 +55,7 @@ def kl_k3(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
 def kl_k3_weighted(x: Float[Tensor, "N T"], ratio: Float[Tensor, "N #T"]) -> Float[Tensor, "N T"]:
     """rho k3, with gradient through rho = pi / pi_old: unbiased also for steps that an older policy sampled.
 
-    Gradient: exactly that of KL(pi || ref).
+    Gradient: exactly that of KL(pi || ref), where rho is the step's own ratio.
 
     Source:
         DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, sec. 3.1.

@@ -147,9 +147,11 @@ class GradientStep:
         """The sum of all ranks' gradients, in one call per dtype; where a rank has none, it adds zeros."""
         if self._engine.num_ranks == 1:
             return
-        tensors = list({id(tensor): tensor for tensor in (*self.parameters.values(), *self._moved())}.values())
+        everything = {id(tensor): tensor for tensor in (*self.parameters.values(), *self._moved())}.values()
+        reached = self._engine.sum(torch.tensor([float(tensor.grad is not None) for tensor in everything])).tolist()
+        tensors = [tensor for tensor, count in zip(everything, reached, strict=True) if count]
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            alike = [tensor for tensor in tensors if tensor.dtype == dtype and tensor.requires_grad]
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = [torch.zeros_like(t).flatten() if t.grad is None else t.grad.flatten() for t in alike]
             total = self._engine.sum(torch.cat(flat)).split([tensor.numel() for tensor in alike])
             for tensor, gradient in zip(alike, total, strict=True):

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .blockwise import in_blocks
+from .blockwise import in_blocks, on_mask
 from .divergence import MAX_LOG_RATIO, estimate_kl, kl_k3, score_function_entropy
 from .errors import ConfigError, ContractError
 from .objective_config import DEFAULT_KL_COEF, ObjectiveConfig
@@ -75,8 +75,8 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
 
 
 def _objective_of(inputs: ObjectiveInputs, config: ObjectiveConfig) -> ObjectiveOutput:
-    mask = inputs.mask
-    log_probs = _on_mask(inputs.log_probs, mask)
+    """What carries a gradient is 0 off the mask here."""
+    mask, log_probs = inputs.mask, inputs.log_probs
     weights = inputs.weights.to(log_probs.dtype)
     advantages = inputs.advantages.to(log_probs.dtype)
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else torch.where(mask, advantages, 0.0)
@@ -106,7 +106,8 @@ def _objective_of(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objective
         loss = loss + shares["kl_penalty"]
 
     entropy_coef = _coef(inputs.entropy_coef, config.entropy_coef, 0.0)
-    spread["entropy"] = _entropy(inputs, config, log_probs, ratio, entropy_coef)
+    own_ratio = ratio if config.ratio_level == "step" else bounded_exp(step_log_ratio)
+    spread["entropy"] = _entropy(inputs, config, log_probs, own_ratio, entropy_coef)
     if entropy_coef > 0:
         entropy_weights = weights
         if inputs.entropy_weights is not None:
@@ -229,10 +230,10 @@ def _counted_steps(
 
 def sampled_log_probs(inputs: ObjectiveInputs, log_probs: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
     """What the steps were sampled with: behaviour log-probs where they are known, else those before any update."""
-    old = log_probs.detach() if inputs.old_log_probs is None else _on_mask(inputs.old_log_probs, inputs.mask)
+    old = log_probs.detach() if inputs.old_log_probs is None else on_mask(inputs.old_log_probs, inputs.mask)
     if inputs.behaviour_log_probs is None:
         return old
-    behaviour = _on_mask(inputs.behaviour_log_probs, inputs.mask)
+    behaviour = on_mask(inputs.behaviour_log_probs, inputs.mask)
     return torch.where(behaviour.isnan(), old, behaviour).to(log_probs.dtype)
 
 
@@ -275,8 +276,7 @@ def _divergence(
                 f"objective.kl_coef={kl_coef} with kl_estimator='exact' needs the divergence itself, and the policy gives "
                 "none. Return it in ActionScores.kl, or estimate it: kl_estimator='k3' and a reference policy."
             )
-        exact = None if inputs.kl is None else _on_mask(inputs.kl, inputs.mask)
-        return None if exact is None else (exact, exact)
+        return None if inputs.kl is None else (inputs.kl, inputs.kl)
     if inputs.ref_log_probs is None:
         if kl_coef > 0:
             raise ConfigError(
@@ -295,7 +295,7 @@ def _entropy(
     match config.entropy_estimator:
         case "exact":
             if inputs.entropy is not None:
-                return _on_mask(inputs.entropy, inputs.mask)
+                return inputs.entropy
             if entropy_coef > 0:
                 raise ConfigError(
                     f"objective.entropy_coef={entropy_coef} needs an exact entropy, and the policy gives none. "
@@ -320,11 +320,11 @@ def _value_error(
     Source:
         Schulman et al. 2017, arXiv:1707.06347, eq. 9; the clip is that of its reference implementation.
     """
-    values, returns = _on_mask(values, mask), _on_mask(returns, mask)
+    returns = on_mask(returns, mask).to(values.dtype)
     error = (values - returns).square()
     if clip is None or old_values is None:
         return error
-    old = _on_mask(old_values, mask)
+    old = on_mask(old_values, mask).to(values.dtype)
     return torch.maximum(error, (old + (values - old).clamp(-clip, clip) - returns).square())
 
 
@@ -337,11 +337,5 @@ def _require_probabilities(log_probs: Tensor) -> None:
 
 
 def _difference(log_probs: Tensor, others: Tensor, mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:
-    """log_probs - others, 0 off the mask."""
-    return torch.where(mask, log_probs - others.to(log_probs.dtype), 0.0)
-
-
-def _on_mask(values: Tensor, mask: Bool[Tensor, "N T"]) -> Tensor:
-    """Values with 0 off the mask, in float32 or better: what is off the mask (NaN, say) reaches no gradient."""
-    clean = torch.where(mask, values, 0.0)
-    return clean.float() if clean.element_size() < 4 else clean
+    """log_probs - others, 0 off the mask as `log_probs` is."""
+    return log_probs - on_mask(others, mask).to(log_probs.dtype)

@@ -14,14 +14,21 @@ from torch import Tensor
 
 
 def moments(values: Float[Tensor, "N T"]) -> tuple[Tensor, Tensor]:
-    """Sum and sum of squares in float64, on the device; values off a mask have to be 0 already.
+    """Sum and sum of squares in float64, on the device; values off a mask have to be 0 already."""
+    norms = torch.linalg.vector_norm(values, dim=_long_axis(values))
+    return total(values), norms.double().square().sum()
 
-    One axis is reduced in the values' own precision, the other in float64: nearly as good as float64 throughout, which would
-    first copy everything.
+
+def total(values: Float[Tensor, "N T"]) -> Tensor:
+    """The sum in float64: one axis in the values' own precision, the other in float64.
+
+    That is nearly as good as float64 throughout, which would first copy everything.
     """
-    dim = 1 if values.shape[1] >= 32 else 0
-    norms = torch.linalg.vector_norm(values, dim=dim)
-    return values.sum(dim).sum(dtype=torch.float64), norms.double().square().sum()
+    return values.sum(_long_axis(values)).sum(dtype=torch.float64)
+
+
+def _long_axis(values: Float[Tensor, "N T"]) -> int:
+    return 1 if values.shape[1] >= 32 else 0
 
 
 Totals: TypeAlias = dict[str, tuple[float, float, float]]

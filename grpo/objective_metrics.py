@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .divergence import MAX_LOG_RATIO
-from .metrics import moments
+from .metrics import moments, total
 from .objective_config import ObjectiveConfig
 from .ratios import bounded_exp
 from .surrogates import clip_bounds
@@ -41,8 +41,14 @@ def objective_metrics(
         counted: those whose surrogate counts; None: all.
         config: the bounds.
     """
-    count = torch.count_nonzero(mask).double()
+    lengths = torch.count_nonzero(mask, dim=1)
+    count = lengths.sum().double()
     zero = torch.zeros_like(count)
+
+    def over_steps(values: Tensor) -> Tensor:
+        """The sum over valid steps of values that are 0 off the mask, or that are one per row."""
+        return total(values) if values.shape == mask.shape else (values.squeeze(1).double() * lengths).sum()
+
     cells = {name: (zero, share.detach().double(), zero) for name, share in shares.items()}
     cells |= {name: (count, *moments(values.detach())) for name, values in spread.items()}
     if counted is not None:
@@ -50,14 +56,12 @@ def objective_metrics(
         cells["kept_fraction"] = (count, kept, kept)
     if ratio is not None:
         off_one = ratio.detach() - 1.0  # the square of what is nearly 1 would lose what differs
-        if off_one.shape != mask.shape:
-            off_one = torch.where(mask, off_one, 0.0)
-        total, squares = moments(off_one)
-        cells["ratio"] = (count, total + count, squares + 2.0 * total + count)
-        stopped = _stopped_steps(ratio, step_log_ratio, moved, advantages, mask, config)
-        too_low, too_high = (torch.count_nonzero(steps).double() for steps in stopped)
-        clamped = torch.count_nonzero(mask & (log_ratio.abs() > MAX_LOG_RATIO)).double()
-        for name, number in zip(CLIP_METRICS, (too_low, too_high, too_low + too_high, clamped), strict=True):
+        sum_off, squares_off = over_steps(off_one), over_steps(off_one.square())
+        cells["ratio"] = (count, sum_off + count, squares_off + 2.0 * sum_off + count)
+        too_low, too_high = _stopped_steps(ratio.detach(), step_log_ratio.detach(), moved, advantages, config)
+        clamped = log_ratio.detach().abs().gt_(MAX_LOG_RATIO)
+        parts = [zero if steps is None else over_steps(steps) for steps in (too_low, too_high)]
+        for name, number in zip(CLIP_METRICS, (*parts, parts[0] + parts[1], over_steps(clamped)), strict=True):
             cells[name] = (count, number, number)
     rows = torch.stack([cell for row in cells.values() for cell in row]).view(-1, 3).unbind(0)
     metrics = dict(zip(cells, rows, strict=True))
@@ -68,20 +72,19 @@ def objective_metrics(
 
 
 def _stopped_steps(
-    ratio: Tensor,
-    step_log_ratio: Tensor,
-    moved: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    config: ObjectiveConfig,
-) -> tuple[Tensor, Tensor]:
-    """Steps that have moved past the lower, and past the upper bound that their advantage pushes towards."""
+    ratio: Tensor, step_log_ratio: Tensor, moved: Tensor | None, advantages: Tensor, config: ObjectiveConfig
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """1 for steps past the lower, and past the upper bound that their advantage pushes towards, else 0; None: no bounds.
+
+    Off the mask a step's ratio is 1, inside every bound.
+    """
     if moved is not None:
-        return (advantages < 0) & (moved < -config.tv_limit), (advantages > 0) & (moved > config.tv_limit)
+        low, high = (advantages < 0) & (moved < -config.tv_limit), (advantages > 0) & (moved > config.tv_limit)
+        return low.to(moved.dtype), high.to(moved.dtype)
     if config.surrogate not in ("clip", "clip_cov", "cispo", "gmpo"):
-        none = torch.zeros_like(mask)
-        return none, none
+        return None, None
     lowest, highest = clip_bounds(advantages, config.clip_low, config.clip_high)
     at_steps = bounded_exp(step_log_ratio) if config.surrogate == "gmpo" else ratio
-    too_low, too_high = at_steps < lowest, at_steps > highest  # off the mask a step's ratio is 1, inside every bound
-    return (too_low, too_high) if at_steps.shape == mask.shape else (too_low & mask, too_high & mask)
+    if at_steps.shape[1] == 1 < advantages.shape[1]:
+        at_steps = at_steps.expand_as(advantages)
+    return at_steps.clone().lt_(lowest), at_steps.clone().gt_(highest)

@@ -3,7 +3,7 @@
 Batches are counted in rows, as everywhere here: a paper's 512 prompts of 16 answers are `num_states_per_iteration=512` and
 `group_size=16`, and its mini-batch of 512 answers is `batch_size=512`. Learning rates are those of language models with
 billions of parameters; small networks want a thousand times more. To change something, `dataclasses.replace(presets.dapo(),
-learning_rate=1e-3)`.
+learning_rate=1e-3)`, above all `num_states_per_iteration`: a shorter list of states is repeated to fill it.
 
 What a paper does not state is left at the default, or taken from the authors' code, and said.
 """
@@ -99,14 +99,16 @@ def gspo() -> GRPOConfig:
 def cispo() -> GRPOConfig:
     """The importance weight is bounded instead of the objective, so that every step keeps a gradient.
 
-    The paper does not tell its upper bound: 5 (`clip_high=4`) is ScaleRL's, where 4 to 8 did equally well. Group, batch and
-    learning rate are not told either; the group is DAPO's, whose dynamic sampling it shares.
+    The paper does not tell its upper bound: 5 (`clip_high=4`) is ScaleRL's, where 4 to 8 did equally well. Group, batches and
+    learning rate are not told either: they are DAPO's, whose dynamic sampling it shares.
 
     Source:
         MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5; Khatri et al. 2025 (ScaleRL), arXiv:2510.13786, A.17.2.
     """
     return GRPOConfig(
         group_size=16,
+        num_states_per_iteration=512,
+        batch_size=512,
         learning_rate=1e-6,
         dynamic_sampling_rounds=9,
         advantage=AdvantageConfig(scale="group"),
@@ -117,13 +119,15 @@ def cispo() -> GRPOConfig:
 def sapo() -> GRPOConfig:
     """A smooth gate instead of a clip, a little steeper for bad actions.
 
-    Group, batch and learning rate are not told in the paper.
+    The paper splits each iteration's rows into 4 updates; group, batches and learning rate are not told: they are `gspo`'s.
 
     Source:
         Gao et al. 2025 (SAPO), arXiv:2511.20347.
     """
     return GRPOConfig(
         group_size=16,
+        num_states_per_iteration=512,
+        batch_size=2048,
         learning_rate=1e-6,
         advantage=AdvantageConfig(scale="group"),
         objective=ObjectiveConfig(
@@ -300,17 +304,20 @@ def _tools(
 
 
 def conservative() -> GRPOConfig:
-    """Conversations: small steps on large groups."""
+    """Conversations: small steps on large groups.
+
+    The KL of 0.1 per step is strong where rewards are not scaled and at most 1: lower it, or set `advantage.scale="group"`.
+    """
     return _conversation(learning_rate=1e-6, group_size=32, num_groups=8, max_grad_norm=0.5, warmup_ratio=0.2)
 
 
 def balanced() -> GRPOConfig:
-    """Conversations: the middle way."""
+    """Conversations: the middle way; see `conservative` for the KL."""
     return _conversation(learning_rate=5e-6, group_size=16, num_groups=4, max_grad_norm=1.0, warmup_ratio=0.1)
 
 
 def aggressive() -> GRPOConfig:
-    """Conversations: large steps on small groups."""
+    """Conversations: large steps on small groups; see `conservative` for the KL."""
     return _conversation(learning_rate=1e-5, group_size=8, num_groups=2, max_grad_norm=2.0, warmup_ratio=0.05)
 
 

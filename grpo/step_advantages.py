@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .group_advantages import Baseline, Scale, group_relative_advantages
+from .group_advantages import ABSOLUTE_BASELINES, Baseline, Scale, group_relative_advantages
 
 
 def discounted_returns(rewards: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], gamma: float) -> Float[Tensor, "N T"]:
@@ -93,7 +93,8 @@ def process_supervised_advantages(
 
     A[n,t] = sum over s >= t of gamma^(s-t) (r[n,s] - b) / s_b,  b and s_b over all valid steps of the group
 
-    Where every step gives the same reward (CartPole) it is 0: only what differs between steps is seen.
+    Where every step gives the same reward (CartPole) it is 0: only what differs between steps is seen. 0 for a row alone in its
+    group.
 
     Args:
         rewards: one number per step.
@@ -106,7 +107,10 @@ def process_supervised_advantages(
         Shao et al. 2024, arXiv:2402.03300, sec. 4.1.3.
     """
     groups = group_ids.to(mask.device).view(-1, 1, 1).expand(*mask.shape, 1)
-    return torch.where(mask, discounted_returns(_among_steps(rewards, mask, groups, **options), mask, gamma), 0.0)
+    _, places, counts = group_ids.to(mask.device).unique(return_inverse=True, return_counts=True)
+    alone = (counts[places] == 1) & (options.get("baseline", "group_mean") not in ABSOLUTE_BASELINES)
+    returns = discounted_returns(_among_steps(rewards, mask, groups, **options), mask, gamma)
+    return torch.where(mask & ~alone.unsqueeze(1), returns, 0.0)
 
 
 def state_group_advantages(

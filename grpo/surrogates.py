@@ -2,7 +2,7 @@
 
 Each takes ratios rho = pi / pi_old ([N, T], or [N, 1] for one per row), log-probabilities where its gradient goes through
 them, and advantages (broadcast over steps), and returns a loss per step; only `grpo_objective` sums. At rho = 1 the gradient
-of each is that of REINFORCE, -A grad log pi: they differ in what they do once the policy has moved.
+of each is that of REINFORCE, -A grad log rho: they differ in what they do once the policy has moved.
 """
 
 import math
@@ -11,10 +11,14 @@ from typing import Literal
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import hardshrink
 
 from .divergence import MAX_LOG_RATIO
 
 Surrogate = Literal["clip", "none", "cispo", "sapo", "gmpo", "vespo", "dro", "dppo_tv", "kl_cov", "clip_cov"]
+
+ROUNDING = 1e-6
+"""Log-ratios up to this are those of two forwards of the same policy, not of a policy that has moved."""
 
 MIN_LOG_VESPO_WEIGHT = math.log(1e-8)
 """VESPO's importance weights are bounded below by this before their powers are taken."""
@@ -136,7 +140,7 @@ def sapo_surrogate(
         Gao et al. 2025 (SAPO), arXiv:2511.20347.
     """
     tau = _either(advantages > 0, temperature_pos, temperature_neg, ratio.dtype)
-    return -(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * advantages
+    return torch.sigmoid(tau * (ratio - 1.0)) * (advantages * (-4.0 / tau))
 
 
 def gmpo_surrogate(
@@ -278,7 +282,8 @@ def kl_cov_surrogate(
     Source:
         Cui et al. 2025, arXiv:2505.22617.
     """
-    return -ratio * advantages + torch.where(penalised, coef * log_ratio.abs(), 0.0)
+    moved = hardshrink(log_ratio, ROUNDING).abs()  # |x| has a full gradient however little x is off 0
+    return -ratio * advantages + torch.where(penalised, coef * moved, 0.0)
 
 
 def _either(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from .config import GRPOConfig, needed_fields, require_step_level
 from .diagnosis import Diagnosis
 from .distributed import Engine, OneProcess, require_equal_weights
 from .dynamic_sampling import collect_live_groups
-from .errors import ConfigError, GRPOWarning, NonFiniteGradientError
+from .errors import CheckpointError, ConfigError, GRPOWarning, NonFiniteGradientError
 from .experience_collector import ExperienceCollector
 from .gradient_step import GradientStep, schedule_factor
 from .grpo_objective import Objective, grpo_objective
@@ -93,10 +93,12 @@ class GRPOTrainer:
         self.lr_scheduler = lr_scheduler
         self.iteration = 0
         self.engine: Engine = engine or OneProcess()
-        if config.seed is not None:
-            seed_everything(config.seed + self.engine.rank)
         drawn = int(torch.randint(2**31, ())) if config.seed is None else config.seed
         self.data_seed: int = self.engine.gather_objects(drawn)[0]
+        if (
+            config.seed is not None or self.engine.num_ranks > 1
+        ):  # ranks that draw the same numbers sample the same actions
+            seed_everything((self.data_seed + self.engine.rank) % 2**64)
         for model in (policy, self.reward_model, reference_policy):
             if config.device is not None and model is not None:
                 model.to(config.device)
@@ -207,7 +209,7 @@ class GRPOTrainer:
         """Mean and standard deviation of the reward of freshly sampled actions; nothing is trained.
 
         Global random generators are left as they were. A reward model or a policy with a state of its own moves on all the
-        same: an evaluation of a bandit pulls its arms.
+        same: an evaluation of a bandit pulls its arms. On several ranks, the samples of all of them count.
 
         Args:
             states: states to act in.
@@ -217,7 +219,7 @@ class GRPOTrainer:
         if self._sampler_is_stale:
             self._sync_sampler()
         with preserved_random_state():
-            rewards = self.collector.rewards_of(states, num_actions).double()
+            rewards, _ = self.engine.gather(self.collector.rewards_of(states, num_actions).double())
         return {"eval/avg_reward": float(rewards.mean()), "eval/avg_reward_std": float(rewards.std(correction=0))}
 
     # A run
@@ -260,7 +262,7 @@ class GRPOTrainer:
         eval_every = _at_least_one("eval_every", eval_every, num_iterations // 10)
         checkpoint_every = _at_least_one("checkpoint_every", checkpoint_every, num_iterations // 10)
         source = StateSource(states, self.config.num_states_per_iteration, self.data_seed)
-        folder = None if checkpoint_dir is None else CheckpointFolder(checkpoint_dir, keep_last)
+        folder = None if checkpoint_dir is None else CheckpointFolder(self._of_rank(checkpoint_dir), keep_last)
         if folder is not None:
             folder.require_at_most(self.iteration)
         start, self._resume_at = self._resume_at, 0
@@ -276,7 +278,9 @@ class GRPOTrainer:
         has_schedule = self.config.lr_schedule != "constant" or self.config.warmup_ratio > 0
         history: list[dict[str, float]] = []
         best = float("-inf")
-        with tqdm(total=num_iterations, initial=start, desc="GRPO", unit="it", disable=not progress) as bar:
+        with tqdm(
+            total=num_iterations, initial=start, desc="GRPO", unit="it", disable=not progress or self.engine.rank > 0
+        ) as bar:
             for position in range(start, num_iterations):
                 is_last = position + 1 == num_iterations
                 if has_schedule:
@@ -305,8 +309,8 @@ class GRPOTrainer:
         return history
 
     def save_checkpoint(self, path: str | Path) -> Path:
-        """Write everything an exact resume needs to the folder `path`, all or nothing."""
-        return write_checkpoint(path, take_trainer_state(self), iteration=self.iteration)
+        """Write everything an exact resume needs to the folder `path`, all or nothing; each of several ranks to one in it."""
+        return write_checkpoint(self._of_rank(path), take_trainer_state(self), iteration=self.iteration)
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Restore what `save_checkpoint` or `train(checkpoint_dir=...)` wrote, down to the random generators.
@@ -317,11 +321,22 @@ class GRPOTrainer:
         Raises:
             CheckpointError: nothing has been changed; the file or the item at fault is named.
         """
-        put_trainer_state(self, read_checkpoint(path))
+        state = read_checkpoint(self._of_rank(path))
+        iterations = self.engine.gather_objects(state["counters"]["iteration"]) if self.engine.num_ranks > 1 else []
+        if len(set(iterations)) > 1:
+            raise CheckpointError(
+                f"Ranks would go on from different iterations, {iterations}: {path} holds other checkpoints for each. Name one "
+                "that all ranks have written."
+            )
+        put_trainer_state(self, state)
         self._resume_at = self.run_position
         self._sync_sampler()
 
     # Parts
+
+    def _of_rank(self, path: str | Path) -> Path:
+        """Several ranks have a folder each: every one has random generators of its own to go on with."""
+        return Path(path) if self.engine.num_ranks == 1 else Path(path) / f"rank-{self.engine.rank}"
 
     def _draw(self, source: StateSource) -> Rows:
         """The next states of a run; how many draws it has made is what a resumed one goes on from."""
@@ -361,13 +376,14 @@ class GRPOTrainer:
     ) -> dict[str, float]:
         """An iteration's metrics; the coefficients follow them."""
         measured = self.policy_update.meter.report(counts.planned - counts.dead, self.engine.gather_objects)
+        counts = replace(counts, rows_skipped=sum(self.engine.gather_objects(counts.rows_skipped)))
         metrics = report_iteration(
             everyone, estimate.advantages, counts, measured, learning_rate=self.gradient.learning_rate
         )
         metrics |= self.coefficients.report("")
         self.coefficients.follow(measured)
         metrics |= self.coefficients.report("_next")
-        metrics["rows/replayed"] = float(rows.num_replayed)
+        metrics["rows/replayed"] = float(sum(self.engine.gather_objects(rows.num_replayed)))
         self.diagnosis.look(metrics, measured=measured, several_updates=counts.planned > 1)
         return metrics
 

@@ -78,9 +78,15 @@ class FourActions:
 
 @contextmanager
 def as_users_run_it() -> Iterator[None]:
-    """Without the type checks that pytest's jaxtyping hook puts before every call into grpo: users have none."""
+    """Without the type checks that pytest's jaxtyping hook puts before every call into grpo: users have none.
+
+    Functions within functions are not wrapped either, each time they are defined, which takes longer than all the rest.
+    """
+    wrap = jaxtyping.jaxtyped
     jaxtyping.config.update("jaxtyping_disable", True)
+    jaxtyping.jaxtyped = lambda **_: lambda function: function
     try:
         yield
     finally:
+        jaxtyping.jaxtyped = wrap
         jaxtyping.config.update("jaxtyping_disable", False)

@@ -5,7 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks._memory import peak_extra_memory
+from benchmarks.objective import CASES, HAS_TRL, INSTALL, TOLERANCE, Batch, largest_difference, our_run, their_run
 from benchmarks.overhead import check_same
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,3 +24,28 @@ def test_the_overhead_benchmark_prints_a_ratio_for_each_size() -> None:
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert printed.count("ratio") == 4
     assert printed.count("state once per group") == 2
+
+
+def test_peak_memory_counts_what_is_freed_again_and_temporaries_of_an_operation() -> None:
+    """Of four float32 tensors of 1000 in a row two exist at once; a sum in float64 copies its operand first."""
+    values = torch.ones(1000)
+    assert peak_extra_memory(lambda: values.neg()) == 4000
+    assert peak_extra_memory(lambda: values.neg().neg().neg().neg()) == 8000
+    assert peak_extra_memory(lambda: values.sum(dtype=torch.float64)) >= 8000
+
+
+@pytest.mark.skipif(not HAS_TRL, reason=f"TRL is {INSTALL}")
+@pytest.mark.parametrize("name", CASES)
+def test_the_objective_and_trl_compute_the_same(name: str) -> None:
+    torch.manual_seed(0)
+    batch = Batch.random(64, 32, "cpu")
+    assert largest_difference(our_run(batch, CASES[name]), their_run(batch, CASES[name])) < TOLERANCE
+
+
+def test_the_objective_benchmark_prints_a_line_for_each_comparison() -> None:
+    size = ["--rows", "64", "--steps", "32", "--repeats", "3"]
+    command = [sys.executable, "-W", "error", "-m", "benchmarks.objective", *size]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed.count(" : floor") == len(CASES)
+    assert printed.count(" : TRL") == (len(CASES) if HAS_TRL else 0)
+    assert (INSTALL in printed) != HAS_TRL

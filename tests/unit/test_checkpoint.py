@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jaxtyping import config
 from torch import Tensor
 
 from grpo import (
@@ -35,6 +34,7 @@ from grpo import (
 from grpo.adaptive_coefficients import EntropyControl, KLControl
 from grpo.checkpoint import CheckpointFolder, read_checkpoint, read_newest, write_checkpoint
 from tests.policies import DuckPolicy, ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
+from tests.support import as_users_run_it
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("manifest.json", "state.json", "tensors.safetensors")
@@ -43,9 +43,8 @@ FILES = ("manifest.json", "state.json", "tensors.safetensors")
 @pytest.fixture(autouse=True)
 def no_type_checks() -> Iterator[None]:
     """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", False)
+    with as_users_run_it():
+        yield
 
 
 # Exact resume

@@ -1,0 +1,238 @@
+"""What each of two processes runs: everything that `test_ranks.py` looks at, written to one file per rank.
+
+    torchrun --nproc-per-node 2 on_each_rank.py FOLDER
+
+Nothing is judged here: a rank that stopped at an assertion would leave the others waiting.
+"""
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo import GRPOError, GRPOTrainer, RewardConfig
+from grpo.distributed import Replicated
+from tests.every_config import EVERY, PRESETS, Done, Rows, TellingPlanned, make_policy, make_trainer, update
+from tests.policies import RowScoring, weights_of
+
+SHARES = {
+    "one group": [range(3), range(3, 15)],
+    "no advantage": [range(13), range(13, 15)],
+}
+"""Which rows of `Rows.example` are whose: 1 group and 4, ragged; and a rank whose only group has equal rewards."""
+
+WITH_UPDATES_OF_THEIR_OWN = ["dapo", "rloo", "tool_default", "kl_cov", "clip_cov", "top_entropy", "value_loss"]
+"""One of each pattern of collectives that there is."""
+
+UNEQUAL = [
+    [torch.arange(6.0).reshape(2, 3), torch.arange(10.0, 15.0).reshape(1, 5)],
+    [torch.tensor([True, False, True]), torch.tensor([True])],
+    [torch.zeros(0, 2, dtype=torch.int64), torch.tensor([[7, 8, 9]])],
+    [torch.full((1, 2, 2), 0.5, dtype=torch.float64), torch.ones(3, 1, 2, dtype=torch.float64)],
+]
+"""What each rank brings to `gather`."""
+
+
+def no_reward(states: Any, actions: Any) -> list[float]:
+    return [0.0] * len(states)
+
+
+def as_dict(done: Done) -> dict[str, Any]:
+    return {"gradients": done.gradients, "weights": done.weights, "metrics": done.metrics}
+
+
+def updates(engine: Replicated) -> dict[str, Any]:
+    """One call of `GRPOTrainer.update` for every configuration, in both precisions."""
+    results = {}
+    rows, single = (
+        Rows.example(dtype).take(SHARES["one group"][engine.rank]) for dtype in (torch.float64, torch.float32)
+    )
+    for name, config in EVERY.items():
+        results[name, "float64"] = as_dict(update(config, rows, engine=engine))
+        results[name, "float32"] = as_dict(update(config, single, engine=engine))
+    return results
+
+
+def without_an_advantage(engine: Replicated) -> dict[str, Any]:
+    """The same where one rank has nothing to learn from: every preset, in forwards that the policy plans."""
+    rows = Rows.example().take(SHARES["no advantage"][engine.rank])
+    return {name: as_dict(update(EVERY[name], rows, kind=TellingPlanned, engine=engine)) for name in PRESETS}
+
+
+def different_numbers_of_updates(engine: Replicated) -> dict[str, Any]:
+    """Updates of 4 rows: one rank has 1 per pass, the other 3."""
+    results = {}
+    rows = Rows.example().take(SHARES["one group"][engine.rank])
+    for name in WITH_UPDATES_OF_THEIR_OWN:
+        results[name] = as_dict(update(replace(EVERY[name], batch_size=4), rows, engine=engine))
+    return results
+
+
+def gathered(engine: Replicated) -> list[Any]:
+    return [engine.gather(parts[engine.rank]) for parts in UNEQUAL]
+
+
+def summed(engine: Replicated) -> Any:
+    own = torch.tensor([1.0, 10.0]) * (engine.rank + 1)
+    return own, engine.sum(own), engine.gather_objects({"rank": engine.rank})
+
+
+def message_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except GRPOError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def unequal_weights(engine: Replicated) -> str:
+    policy = make_policy()
+    with torch.no_grad():
+        policy.head.weight += 1e-3 * engine.rank
+    return message_of(lambda: make_trainer(EVERY["dapo"], policy, engine=engine))
+
+
+class WithAnUnusedParameter(RowScoring):
+    """One tensor that no gradient reaches, as a frozen branch or a head that is not asked."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+
+def unused_parameter(engine: Any) -> torch.Tensor:
+    """After two updates by an optimizer that moves, or shrinks, whatever has a gradient."""
+    policy = make_policy(WithAnUnusedParameter)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1, weight_decay=0.5)
+    config = EVERY["dapo"]
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=no_reward, optimizer=optimizer, engine=engine)
+    rows = SHARES["one group"][engine.rank] if engine.num_ranks > 1 else range(15)
+    trainer.update(Rows.example().take(rows).batch(config))
+    return policy.unused.detach()
+
+
+class Copied(RowScoring):
+    """`get_parameters` gives copies, which no gradient reaches."""
+
+    def get_parameters(self) -> dict[str, torch.Tensor]:
+        return {name: value.detach().clone().requires_grad_() for name, value in self.named_parameters()}
+
+
+def copied_parameters(engine: Any) -> str:
+    config = EVERY["dapo"]
+    trainer = GRPOTrainer(config=config, policy=make_policy(Copied), reward_model=no_reward, engine=engine)
+    rows = Rows.example().take(SHARES["one group"][engine.rank])
+    return message_of(lambda: trainer.update(rows.batch(config)))
+
+
+def samples_without_a_seed(engine: Any) -> list[Any]:
+    """What the same policy does in the same state: built as the error about unequal weights advises, without `config.seed`."""
+    config = replace(EVERY["dapo"], seed=None, group_size=16)
+    trainer, _ = make_trainer(config, make_policy(RowScoring), engine=engine)
+    return [list(action) for action in trainer.collect([0]).actions]
+
+
+class NanOnOneRank(RowScoring):
+    """Rank 1's log-probs are not numbers."""
+
+    rank = 0
+
+    def _scores(self, states: Any, actions: Any) -> Any:
+        scores = super()._scores(states, actions)
+        return replace(scores, log_probs=scores.log_probs / (1 - self.rank))
+
+
+def not_a_number(engine: Replicated) -> str:
+    """Found while updating, where ranks compare notes."""
+    policy = make_policy(NanOnOneRank)
+    policy.rank = engine.rank
+    config = replace(EVERY["dapo"], num_epochs_per_update=1)
+    trainer, _ = make_trainer(config, policy, engine=engine)
+    rows = Rows.example().take(SHARES["one group"][engine.rank])
+    return message_of(lambda: trainer.update(rows.batch(config)))
+
+
+def run(engine: Any, num_states: int = 5) -> dict[str, Any]:
+    """Three iterations of `train`, with the states that were rewarded in each."""
+    seen: list[list[int]] = []
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        seen.append(list(states))
+        return [float(sum(action)) for action in actions]
+
+    policy = make_policy(RowScoring)
+    config = replace(EVERY["balanced"], num_states_per_iteration=num_states, group_size=2, num_epochs_per_update=1)
+    config = replace(config, objective=replace(config.objective, kl_coef=0.0))
+    trainer, _ = make_trainer(config, policy, engine=engine, reward_model=reward)
+    states = [0, 1, 2, 3] * 2
+    message = message_of(lambda: trainer.train(states, num_iterations=3, progress=False))
+    return {"seen": seen, "weights": weights_of(policy), "message": message}
+
+
+def dropped(engine: Replicated) -> dict[str, float]:
+    """Four rewards on rank 0; three on rank 1, of which one is not a number."""
+    rewards = [[0.0, 1.0, 2.0, 3.0], [float("nan"), 1.0, 2.0]][engine.rank]
+    config = replace(EVERY["dapo"], group_size=len(rewards), reward=RewardConfig(non_finite="drop"))
+    trainer, _ = make_trainer(config, make_policy(RowScoring), engine=engine, reward_model=lambda *_: rewards)
+    return trainer.step([engine.rank])
+
+
+def run_with_checkpoints(engine: Replicated, folder: Path) -> str:
+    trainer, _ = make_trainer(
+        replace(EVERY["dapo"], num_states_per_iteration=4),
+        make_policy(RowScoring),
+        engine=engine,
+        reward_model=lambda states, actions: [float(sum(action)) for action in actions],
+    )
+    try:
+        trainer.train([0, 1, 2, 3], num_iterations=8, checkpoint_dir=folder, checkpoint_every=1, progress=False)
+    except Exception as error:  # of any kind: what one rank raises shows on the other as anything at all
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="objective.kl_estimator='k1'")
+    dist.init_process_group("gloo")
+    engine = Replicated()
+    results = {
+        "updates": updates(engine),
+        "different numbers": different_numbers_of_updates(engine),
+        "without an advantage": without_an_advantage(engine),
+        "gathered": gathered(engine),
+        "summed": summed(engine),
+        "unequal weights": unequal_weights(engine),
+        "unused parameter": unused_parameter(engine),
+        "copied parameters": copied_parameters(engine),
+        "samples": samples_without_a_seed(engine),
+        "dropped": dropped(engine),
+        "not a number": not_a_number(engine),
+        "run": run(engine),
+        "too few states": run(engine, num_states=1),
+    }
+    torch.save(results, folder / f"rank{engine.rank}.pt")
+    dist.barrier()
+    written = run_with_checkpoints(
+        engine, folder / "checkpoints"
+    )  # last: a rank that fails here leaves the others behind
+    (folder / f"checkpoints{engine.rank}.txt").write_text(written)
+
+
+if __name__ == "__main__":
+    code = 0
+    try:
+        main(Path(sys.argv[1]))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        code = 1
+    os._exit(code)  # at once: the process group's own end would wait for the others

@@ -1,0 +1,205 @@
+"""Two processes that share the rows of an update make the update that one process makes of all of them.
+
+One launch runs `on_each_rank.py` on both ranks; the tests look at what it wrote. A rank that waited for ever would end it.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo import ConfigError
+from grpo.checkpoint import read_checkpoint
+from grpo.distributed import Engine, OneProcess, Replicated
+from tests.every_config import EVERY, PRESETS, Rows, update
+from tests.integration import on_each_rank
+from tests.integration.on_each_rank import UNEQUAL, WITH_UPDATES_OF_THEIR_OWN
+from tests.support import as_users_run_it
+
+pytestmark = pytest.mark.filterwarnings("ignore:objective.kl_estimator='k1'")
+ROOT = Path(__file__).parents[2]
+SECONDS = 120
+COUNTED = ["rows/skipped_zero_advantage", "rows/dropped", "rows/replayed"]
+"""Counts of rows, of which every rank has its own; they have a test of theirs."""
+
+
+def comparable(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name not in COUNTED and not name.startswith("time/")}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank wrote."""
+    folder = tmp_path_factory.mktemp("ranks")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]  # on a free port
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "1"}
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            [*launch, on_each_rank.__file__, str(folder)], cwd=ROOT, env=environment, stdout=output, stderr=output
+        )
+        try:
+            code = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its workers
+            process.wait()
+            code = None
+    said = (folder / "output").read_text()[-6000:]
+    assert code is not None, f"The ranks wait for one another after {SECONDS} seconds:\n{said}"
+    assert code == 0, said
+    results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    for rank, result in enumerate(results):
+        result["checkpoints"] = (folder / f"checkpoints{rank}.txt").read_text(), folder / "checkpoints"
+    return results
+
+
+@pytest.fixture(autouse=True)
+def as_users() -> Iterator[None]:
+    with as_users_run_it():
+        yield
+
+
+def assert_equal_to_one_process(done: dict[str, Any], name: str, dtype: torch.dtype) -> None:
+    alone = update(EVERY[name], Rows.example(dtype))
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    assert len(done["gradients"]) == len(alone.gradients) == 2
+    for together, single in zip(done["gradients"], alone.gradients, strict=True):
+        assert (together - single).norm() <= tolerance * single.norm()
+    assert (done["weights"] - alone.weights).norm() <= tolerance
+    for metric, value in comparable(alone.metrics).items():
+        assert done["metrics"][metric] == pytest.approx(value, rel=tolerance, abs=1e-6, nan_ok=True), metric
+
+
+def assert_equal_on_both(ranks: list[dict[str, Any]], *path: Any) -> None:
+    """To the last bit, so that ranks never drift apart."""
+    zero, one = ranks
+    for key in path:
+        zero, one = zero[key], one[key]
+    assert torch.equal(zero["weights"], one["weights"])
+    assert len(zero["gradients"]) == len(one["gradients"])
+    for metric, value in comparable(zero["metrics"]).items():
+        assert one["metrics"][metric] == pytest.approx(value, rel=0, abs=0, nan_ok=True), metric
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", EVERY)
+def test_the_update_is_that_of_one_process(ranks, name, dtype):
+    key = name, str(dtype).removeprefix("torch.")
+    assert_equal_on_both(ranks, "updates", key)
+    assert_equal_to_one_process(ranks[0]["updates"][key], name, dtype)
+
+
+def test_counts_of_rows_are_those_of_all_ranks(ranks):
+    # 2 rows of equal rewards and 1 alone in its group are skipped by rank 1; 1 of its rows has no reward
+    for results in ranks:
+        assert results["updates"]["dapo", "float64"]["metrics"]["rows/skipped_zero_advantage"] == 3
+        assert results["dropped"]["rows/dropped"] == 1
+        assert results["dropped"]["rewards/mean"] == pytest.approx(1.5)  # 0, 1, 2, 3 and 1, 2
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_rank_without_an_advantage_takes_part_all_the_same(ranks, name):
+    assert_equal_on_both(ranks, "without an advantage", name)
+    assert_equal_to_one_process(ranks[0]["without an advantage"][name], name, torch.float64)
+
+
+@pytest.mark.parametrize("name", WITH_UPDATES_OF_THEIR_OWN)
+def test_ranks_with_fewer_rows_wait_for_the_others(ranks, name):
+    # 3 and 12 rows in updates of 4 are 1 and 3 updates per pass: 3 for both, twice
+    assert_equal_on_both(ranks, "different numbers", name)
+    done = ranks[0]["different numbers"][name]
+    assert len(done["gradients"]) + done["metrics"]["train/skipped_updates"] == 6
+    assert len(done["gradients"]) >= 4
+    assert done["weights"].isfinite().all()
+
+
+@pytest.mark.parametrize("case", range(len(UNEQUAL)))
+def test_gather_pads_to_the_widest(ranks, case):
+    first, second = UNEQUAL[case]
+    width = [max(sizes) for sizes in zip(first.shape[1:], second.shape[1:], strict=True)]
+    expected = first.new_zeros(len(first) + len(second), *width)
+    expected[(slice(0, len(first)), *(slice(0, size) for size in first.shape[1:]))] = first
+    expected[(slice(len(first), None), *(slice(0, size) for size in second.shape[1:]))] = second
+    for rank, results in enumerate(ranks):
+        together, start = results["gathered"][case]
+        assert together.dtype == first.dtype
+        assert torch.equal(together, expected)
+        assert start == (0, len(first))[rank]
+
+
+def test_sums_are_new_tensors_and_objects_come_one_per_rank(ranks):
+    for rank, results in enumerate(ranks):
+        own, total, objects = results["summed"]
+        assert own.tolist() == [1.0 + rank, 10.0 * (1 + rank)]
+        assert total.tolist() == [3.0, 30.0]
+        assert objects == [{"rank": 0}, {"rank": 1}]
+
+
+def test_ranks_that_start_from_other_weights_are_told_so_everywhere(ranks):
+    for results in ranks:
+        assert results["unequal weights"].startswith(
+            "ConfigError: Ranks must start from the same weights; rank 1 differs"
+        )
+        assert "head.weight" in results["unequal weights"]
+
+
+def test_a_log_prob_that_is_not_finite_on_one_rank_stops_all(ranks):
+    for results in ranks:
+        assert results["not a number"].startswith(
+            "ContractError: NanOnOneRank: log-probabilities of sampled steps must"
+        )
+
+
+def test_what_no_gradient_reaches_stays_as_it_is(ranks):
+    assert on_each_rank.unused_parameter(OneProcess()).tolist() == [1, 1, 1]
+    for results in ranks:
+        assert results["unused parameter"].tolist() == [1, 1, 1]
+
+
+def test_a_policy_that_no_gradient_reaches_is_told_so(ranks):
+    for results in ranks:
+        assert results["copied parameters"].startswith("ContractError: Copied: no gradient reached get_parameters().")
+
+
+def test_ranks_do_not_sample_the_same_actions(ranks):
+    assert ranks[0]["samples"] != ranks[1]["samples"]
+
+
+def test_a_run_on_several_ranks_writes_checkpoints(ranks):
+    for rank, results in enumerate(ranks):
+        message, shared = results["checkpoints"]
+        assert message == "nothing was raised"
+        folder = shared / f"rank-{rank}"
+        newest = [f"iteration-{iteration:08d}" for iteration in (6, 7, 8)]
+        kept = sorted(path.name for path in folder.iterdir())
+        assert kept[-3:] == newest
+        assert len(kept) <= 4  # and the best by its evaluations, which is the same on every rank
+        assert kept == sorted(path.name for path in (shared / "rank-0").iterdir())
+        assert [read_checkpoint(folder / name)["counters"]["iteration"] for name in newest] == [6, 7, 8]
+
+
+def test_train_gives_each_rank_its_share_of_the_states(ranks):
+    alone = on_each_rank.run(OneProcess())
+    assert [len(states) for states in alone["seen"]] == [10, 10, 10]
+    for drawn, first, second in zip(alone["seen"], ranks[0]["run"]["seen"], ranks[1]["run"]["seen"], strict=True):
+        assert first + second == drawn
+        assert (len(first), len(second)) == (6, 4)  # 3 and 2 states, two actions each
+    assert torch.equal(ranks[0]["run"]["weights"], ranks[1]["run"]["weights"])
+    assert not torch.equal(ranks[0]["run"]["weights"], ranks[0]["too few states"]["weights"])
+
+
+def test_train_refuses_fewer_states_than_ranks(ranks):
+    for results in ranks:
+        assert results["too few states"]["message"].startswith(
+            "ConfigError: Every one of 2 ranks needs a state; got 1."
+        )
+
+
+def test_both_engines_are_engines():
+    assert isinstance(OneProcess(), Engine)
+    with pytest.raises(ConfigError, match=r"call torch[.]distributed[.]init_process_group"):
+        Replicated()

@@ -1,0 +1,301 @@
+"""Every preset, and every choice of the loss that no preset makes: however rows are split, it is the same update."""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import grpo.blockwise
+from grpo import ObjectiveConfig, ObjectiveInputs, grpo_objective, step_weights
+from grpo.selection import select_steps
+from tests.every_config import (
+    EVERY,
+    FURTHER,
+    PRESETS,
+    Done,
+    Rows,
+    TellingGroups,
+    TellingPlanned,
+    make_policy,
+    make_trainer,
+    update,
+)
+from tests.policies import ExactSampling, GroupScoring, RowScoring
+from tests.support import as_users_run_it
+
+pytestmark = pytest.mark.filterwarnings("ignore:objective.kl_estimator='k1'")
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+TERMS = ["total_loss", "policy_loss", "kl_penalty", "entropy_bonus", "value_loss", "kl_mean", "entropy"]
+
+
+@pytest.fixture(autouse=True)
+def as_users() -> Iterator[None]:
+    with as_users_run_it():
+        yield
+
+
+@functools.cache
+def as_a_whole(name: str, dtype: torch.dtype) -> Done:
+    """All rows in one forward, in the order in which they were sampled: what every split is held against."""
+    return update(EVERY[name], Rows.example(dtype))
+
+
+def partition(num_rows: int, seed: int = 0) -> list[list[int]]:
+    """Rows in parts of 1 to 4, drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randperm(num_rows, generator=generator).tolist()
+    parts = []
+    while rows:
+        size = int(torch.randint(1, 5, (), generator=generator))
+        parts.append(rows[:size])
+        rows = rows[size:]
+    return parts
+
+
+def shuffled(rows: Rows) -> Rows:
+    return rows.take(torch.randperm(len(rows), generator=torch.Generator().manual_seed(3)).tolist())
+
+
+class Both(TellingGroups, TellingPlanned):
+    """By group, in parts of its own, which cut groups."""
+
+
+def by_group_in_any_parts_and_order(name: str, rows: Rows) -> Done:
+    return update(EVERY[name], shuffled(rows), kind=Both, plan=partition)
+
+
+def in_micro_batches_padded_in_blocks(name: str, rows: Rows) -> Done:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo.blockwise, "STEPS_PER_BLOCK", {"cpu": 1})
+        return update(replace(EVERY[name], micro_batch_size=7), rows, extra=3)
+
+
+def all_at_once(name: str, rows: Rows) -> Done:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpo.blockwise, "STEPS_PER_BLOCK", {"cpu": 6})
+        return update(EVERY[name], shuffled(rows), kind=TellingPlanned, plan=partition, extra=1)
+
+
+SPLITS = [by_group_in_any_parts_and_order, in_micro_batches_padded_in_blocks]
+
+
+def assert_same(one: Done, other: Done, tolerance: float) -> None:
+    """The gradient of every update, by the norm of the difference, and the terms of the loss."""
+    assert len(one.gradients) == len(other.gradients) > 0
+    for ours, theirs in zip(one.gradients, other.gradients, strict=True):
+        assert ours.norm() > 1e-5  # nothing to compare would be no comparison
+        assert (ours - theirs).norm() <= tolerance * ours.norm()
+    for term in TERMS:
+        loss, same = one.metrics[f"train/{term}"], other.metrics[f"train/{term}"]
+        assert same == pytest.approx(loss, rel=tolerance, abs=tolerance), term
+
+
+def test_the_presets_are_found():
+    assert {"deepseek_math", "dapo", "gspo", "tool_default", "balanced"} <= set(PRESETS)
+    assert not set(PRESETS) & set(FURTHER)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("name", EVERY)
+def test_any_split_is_the_same_update(name, split):
+    whole = as_a_whole(name, torch.float64)
+    assert_same(whole, split(name, Rows.example()), TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_any_split_is_the_same_update_in_float32(name):
+    whole = as_a_whole(name, torch.float32)
+    assert_same(whole, all_at_once(name, Rows.example(torch.float32)), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_is_compared_has_moved(name):
+    # else the second update would repeat the first, and ratios, bounds and pulls would not be compared at all
+    whole = as_a_whole(name, torch.float64)
+    first, second = whole.gradients
+    assert (first - second).norm() > 0.01 * first.norm()
+    if EVERY[name].objective.ratio_level != "none":
+        assert whole.metrics["train/ratio_std"] > 0.1
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_several_updates_per_pass_are_the_same_in_any_order_and_any_parts(name):
+    # groups of 4, which updates of 8 rows do not cut
+    rows = Rows.example().take([3, 4, 5, 6, 8, 10, 11, 12])
+    rows = replace(rows, group_ids=[0] * 4 + [1] * 4, states=[0] * 4 + [1] * 4)
+    twice = replace(
+        rows.take([*range(8), *range(7, -1, -1)]), group_ids=[0] * 4 + [1] * 4 + [2] * 4 + [3] * 4, states=[0, 1] * 8
+    )
+    config = replace(EVERY[name], batch_size=8)
+    whole = update(config, twice)
+    assert len(whole.gradients) == 4
+    assert_same(whole, update(config, shuffled(twice), kind=TellingPlanned, plan=partition), 1e-10)
+
+
+class SamplingOnly(ExactSampling):
+    """Tells how likely its samples were, and no more."""
+
+    tells_scores = False
+
+
+def step_of(name: str, kind: Any, micro_batch_size: int | None = None) -> Done:
+    policy = make_policy(kind)
+    config = replace(EVERY[name], micro_batch_size=micro_batch_size)
+    trainer, optimizer = make_trainer(
+        config,
+        policy,
+        reference=make_policy(RowScoring, seed=1),
+        reward_model=lambda states, actions: [
+            math.sin(state + sum(action)) ** 2 for state, action in zip(states, actions, strict=True)
+        ],
+    )
+    torch.manual_seed(5)
+    metrics = trainer.step([0, 1, 2])
+    return Done(gradients=optimizer.gradients, weights=torch.zeros(0), metrics=metrics)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_the_policy_can_tell_besides_changes_no_update(name):
+    plain = step_of(name, RowScoring)
+    assert_same(plain, step_of(name, GroupScoring, micro_batch_size=5), 1e-10)
+    assert_same(plain, step_of(name, ExactSampling), 1e-10)
+    assert_same(plain, step_of(name, SamplingOnly), 1e-10)
+
+
+# The loss alone
+
+SEEDS = st.integers(0, 2**32 - 1)
+LEAVES = ["log_probs", "entropy", "kl", "values"]
+
+
+def objective_inputs(config: ObjectiveConfig, seed: int, dtype: torch.dtype) -> ObjectiveInputs:
+    """Ragged rows, with holes and empty ones, whose ratios are on both sides of every bound."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows, width = torch.randint(2, 8, (2,), generator=generator).tolist()
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    shape = (num_rows, width)
+    log_probs = -normal(*shape).abs()
+    mask = torch.rand(shape, generator=generator) < 0.7
+    behaviour = log_probs + 0.3 * normal(*shape)
+    behaviour[0, 0] = math.nan
+    group_ids = torch.randint(0, 3, (num_rows,), generator=generator)
+    length = {"fixed_length": config.fixed_length, "group_ids": group_ids}
+    inputs = ObjectiveInputs(
+        log_probs=log_probs,
+        old_log_probs=None if seed % 4 == 0 else log_probs + 0.3 * normal(*shape),
+        advantages=normal(num_rows) if seed % 2 else normal(*shape),
+        mask=mask,
+        weights=step_weights(mask, config.aggregation, **length),
+        entropy=normal(*shape).abs(),
+        entropy_weights=config.entropy_aggregation and step_weights(mask, config.entropy_aggregation, **length),
+        ref_log_probs=log_probs + 0.5 * normal(*shape),
+        behaviour_log_probs=behaviour,
+        kl=normal(*shape).abs(),
+        values=normal(*shape),
+        old_values=normal(*shape),
+        returns=normal(*shape) if seed % 3 else None,
+    )
+    keep, penalised = select_steps(
+        config, mask=mask, log_probs=log_probs, advantages=inputs.advantages, entropy=inputs.entropy
+    )
+    return replace(inputs, keep=keep, penalised=penalised)
+
+
+def rows_of(inputs: ObjectiveInputs, index: Tensor, extra: int = 0) -> ObjectiveInputs:
+    """Some rows of everything, with further columns of NaN that no mask holds."""
+
+    def of(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 1:
+            return value[index] if isinstance(value, Tensor) else value
+        fill = False if value.dtype == torch.bool else math.nan
+        return torch.nn.functional.pad(value[index], (0, extra), value=fill)
+
+    parts = replace(inputs, **{field.name: of(getattr(inputs, field.name)) for field in fields(inputs)})
+    weights = {name: getattr(parts, name) for name in ("weights", "entropy_weights")}
+    return replace(parts, **{name: None if w is None else w.nan_to_num(0.0) for name, w in weights.items()})
+
+
+def evaluate(inputs: ObjectiveInputs, config: ObjectiveConfig) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The loss, its gradient with respect to all that can have one, [4, N, T], and the metrics."""
+    leaves = {name: getattr(inputs, name).clone().requires_grad_() for name in LEAVES}
+    output = grpo_objective(replace(inputs, **leaves), config)
+    output.loss.backward()
+    found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves.values()]
+    return output.loss.detach(), torch.stack(found), dict(output.metrics)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@settings(max_examples=6, deadline=None)
+@given(data=st.data(), seed=SEEDS, dtype=st.sampled_from([*TOLERANCE]))
+def test_the_loss_of_any_parts_in_any_blocks_is_that_of_the_whole(name, data, seed, dtype):
+    config = EVERY[name].objective
+    inputs = objective_inputs(config, seed, dtype)
+    loss, gradient, metrics = evaluate(inputs, config)
+    num_rows, width = inputs.mask.shape
+    order = torch.tensor(data.draw(st.permutations(range(num_rows))))
+    cuts = sorted(data.draw(st.sets(st.integers(1, num_rows - 1), max_size=2)))
+    total, together, summed = torch.zeros((), dtype=torch.float64), torch.zeros_like(gradient), {}
+    for rows in order.tensor_split(cuts):
+        extra, steps_per_block = data.draw(st.integers(0, 2)), data.draw(st.sampled_from([1, 10, 10**6]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grpo.blockwise, "STEPS_PER_BLOCK", {"cpu": steps_per_block})
+            part, part_gradient, moments = evaluate(rows_of(inputs, rows, extra), config)
+        total += part
+        together[:, rows] = part_gradient[:, :, :width]
+        assert (part_gradient[:, :, width:] == 0).all()
+        summed = {key: value + summed.get(key, 0.0) for key, value in moments.items()}
+    assert (total - loss).abs() <= TOLERANCE[dtype] * max(1.0, loss.abs().item())
+    assert (together - gradient).norm() <= TOLERANCE[dtype] * gradient.norm()
+    assert summed.keys() == metrics.keys()
+    for key, value in metrics.items():
+        assert summed[key].tolist() == pytest.approx(value.tolist(), rel=TOLERANCE[dtype], abs=TOLERANCE[dtype]), key
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_these_blocks_are_blocks(name, monkeypatch):
+    monkeypatch.setattr(grpo.blockwise, "STEPS_PER_BLOCK", {"cpu": 1})
+    config = EVERY[name].objective
+    inputs = objective_inputs(config, 1, torch.float64)
+    leaf = inputs.log_probs.clone().requires_grad_()
+    blocks = grpo_objective(replace(inputs, log_probs=leaf), config).loss
+    assert "Blocks" in blocks.grad_fn.name()
+    (2.5 * blocks).backward()  # whatever stands behind it, a loss scale say
+    monkeypatch.setattr(grpo.blockwise, "STEPS_PER_BLOCK", {"cpu": 10**6})
+    _, gradient, _ = evaluate(inputs, config)
+    assert torch.allclose(leaf.grad, 2.5 * gradient[0], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("steps_per_block", [1, 10**6])
+def test_what_the_loss_does_not_use_gets_no_gradient(steps_per_block, monkeypatch):
+    # an action of probability 0: the derivative of p log p is infinite there, and 0 times that is no number
+    monkeypatch.setattr(grpo.blockwise, "STEPS_PER_BLOCK", {"cpu": steps_per_block})
+    logits = torch.tensor([[0.0, -math.inf, 1.0]] * 4, dtype=torch.float64, requires_grad=True)
+    log_softmax = logits.log_softmax(1)
+    inputs = ObjectiveInputs(
+        log_probs=log_softmax[:, :1],
+        old_log_probs=None,
+        advantages=torch.tensor([1.0, -1.0, 2.0, 0.0], dtype=torch.float64),
+        mask=torch.ones(4, 1, dtype=torch.bool),
+        weights=torch.full((4, 1), 0.25, dtype=torch.float64),
+        entropy=torch.special.entr(log_softmax.exp()).sum(1, keepdim=True),
+    )
+    (gradient,) = torch.autograd.grad(grpo_objective(inputs, ObjectiveConfig(kl_coef=0.0)).loss, logits)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 5])
+def test_kl_cov_does_not_pull_on_rounding(micro_batch_size):
+    # before the first update nothing has moved, but other rows in a forward change the last bits of its log-probs
+    config = replace(EVERY["kl_cov"], batch_size=8)
+    whole, parts = (update(replace(config, micro_batch_size=size), Rows.example()) for size in (None, micro_batch_size))
+    assert (parts.gradients[0] - whole.gradients[0]).norm() <= 1e-10 * whole.gradients[0].norm()

@@ -1,0 +1,476 @@
+"""What the gradient of the loss is, by enumeration: every action (or row) once, with its probability as its weight.
+
+The estimators as functions have such tests in `tests/unit/test_divergence.py`; here they are terms of `grpo_objective`, or go
+through the trainer.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    ExperienceBatch,
+    GRPOConfig,
+    GRPOTrainer,
+    ObjectiveConfig,
+    ObjectiveInputs,
+    RewardConfig,
+    grpo_objective,
+)
+from tests.every_config import EVERY, PRESETS, Rows, make_policy, make_trainer
+from tests.policies import RowScoring, TablePolicy, gradient_of, weights_of
+from tests.support import FourActions, as_users_run_it, objective_inputs
+
+NO_BOUND = {"clip_low": 1.0, "clip_high": 1e9}
+
+
+@pytest.fixture(autouse=True)
+def as_users() -> Iterator[None]:
+    with as_users_run_it():
+        yield
+
+
+# One decision: the terms of the loss
+
+OTHER_POLICY = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64)
+
+
+def expected_gradient(config: ObjectiveConfig, sampler: Tensor | None, **others: Any) -> Tensor:
+    """Of the loss of all four actions, each weighed by how often `sampler` takes it; None: the policy itself, as it is now."""
+    policy = FourActions.example()
+    often = policy.probs if sampler is None else sampler
+    inputs = objective_inputs(
+        policy.log_probs(),
+        torch.zeros(4, dtype=torch.float64),
+        old_log_probs=None if sampler is None else sampler.log().unsqueeze(1),
+        weights=often.unsqueeze(1),
+        ref_log_probs=policy.ref_log_probs(),
+        **others,
+    )
+    (gradient,) = torch.autograd.grad(grpo_objective(inputs, config).loss, policy.theta)
+    return gradient
+
+
+def only_kl(estimator: str, **others: Any) -> ObjectiveConfig:
+    return ObjectiveConfig(kl_coef=1.0, kl_estimator=estimator, **others)
+
+
+def test_k1_in_the_loss_pulls_nowhere():
+    assert expected_gradient(only_kl("k1"), None).tolist() == pytest.approx([0] * 4, abs=1e-15)
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3_weighted"])
+def test_k2_and_weighted_k3_in_the_loss_pull_as_kl_to_the_reference_does(estimator):
+    expected = FourActions.example().gradient_of_kl_to_ref().tolist()
+    assert expected_gradient(only_kl(estimator), None).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_k3_in_the_loss_pulls_as_kl_from_the_reference_does():
+    expected = FourActions.example().gradient_of_kl_from_ref().tolist()
+    assert expected_gradient(only_kl("k3"), None).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("level", ["step", "row", "row_sum", "row_step"])
+def test_weighted_k3_in_the_loss_is_right_off_policy_and_past_the_clip_bounds(level):
+    # the bounds are narrow: they are for the surrogate, and must not stop the pull
+    config = only_kl("k3_weighted", ratio_level=level, clip_low=0.01, clip_high=0.01)
+    expected = FourActions.example().gradient_of_kl_to_ref().tolist()
+    assert expected_gradient(config, OTHER_POLICY).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("sampler", [None, OTHER_POLICY], ids=["on-policy", "off-policy"])
+def test_the_sampled_entropy_bonus_climbs_the_entropy(sampler):
+    config = ObjectiveConfig(entropy_coef=1.0, entropy_estimator="score_function", kl_coef=0.0, clip_low=0.01)
+    expected = (-FourActions.example().gradient_of_entropy()).tolist()  # a bonus is subtracted from the loss
+    assert expected_gradient(config, sampler).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_exact_entropy_bonus_climbs_the_entropy():
+    # each row carries the entropy of the whole distribution, and the weights add up to 1
+    policy = FourActions.example()
+    log_probs = policy.log_probs()
+    entropy = -(log_probs.exp() * log_probs).sum().expand(4, 1)
+    inputs = objective_inputs(
+        log_probs,
+        torch.zeros(4, dtype=torch.float64),
+        weights=policy.probs.unsqueeze(1),
+        entropy=entropy,
+    )
+    loss = grpo_objective(inputs, ObjectiveConfig(entropy_coef=1.0, kl_coef=0.0)).loss
+    (gradient,) = torch.autograd.grad(loss, policy.theta)
+    assert gradient.tolist() == pytest.approx((-policy.gradient_of_entropy()).tolist(), rel=1e-12)
+
+
+# Two decisions: the importance of a row
+
+
+@dataclass(frozen=True)
+class TwoSteps:
+    """Two moves of three each, the second's odds depending on the first: nine rows, enumerated.
+
+    J = sum over rows of p(row) R(row), so that dJ = sum of R dp, which autograd takes of the nine products themselves.
+    """
+
+    first: Tensor
+    second: Tensor
+
+    @classmethod
+    def example(cls, seed: int = 0) -> "TwoSteps":
+        generator = torch.Generator().manual_seed(seed)
+        first, second = (torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in (1, 3))
+        return cls(first.requires_grad_(), second.requires_grad_())
+
+    def log_probs(self) -> Tensor:
+        """[9, 2]: log-probs of both moves in every row."""
+        first = self.first.log_softmax(1).squeeze(0).repeat_interleave(3)
+        return torch.stack([first, self.second.log_softmax(1).flatten()], dim=1)
+
+    def probs(self) -> Tensor:
+        return self.log_probs().sum(1).exp()
+
+    def gradient(self, value: Tensor) -> Tensor:
+        parts = torch.autograd.grad(value, [self.first, self.second])
+        return torch.cat([part.flatten() for part in parts])
+
+
+REWARDS = torch.tensor([0.3, -1.0, 2.0, 0.0, 0.7, -0.4, 1.1, -2.0, 0.5], dtype=torch.float64)
+
+
+def rows(policy: TwoSteps, often: Tensor, *, per_row: float, **others: Any) -> ObjectiveInputs:
+    """The nine rows; each step weighs `per_row` times how often its row is sampled."""
+    weights = (per_row * often.detach()).unsqueeze(1).expand(9, 2)
+    return objective_inputs(policy.log_probs(), REWARDS, weights=weights, **others)
+
+
+def minus_dj(policy: TwoSteps) -> Tensor:
+    return -policy.gradient((policy.probs() * REWARDS).sum())
+
+
+@pytest.mark.parametrize(
+    ("options", "per_row"),
+    [
+        # a row's one ratio stands in the loss once per step: each counts half. Times the log-prob of each step, once
+        ({"surrogate": "clip", **NO_BOUND}, 0.5),
+        ({"surrogate": "kl_cov", "cov_kl_coef": 0.0}, 0.5),
+        ({"surrogate": "cispo", **NO_BOUND}, 1.0),
+    ],
+    ids=["clip", "kl_cov", "cispo"],
+)
+def test_importance_weights_of_whole_rows_make_up_for_another_sampler(options, per_row):
+    policy, sampler = TwoSteps.example(), TwoSteps.example(seed=1)
+    config = ObjectiveConfig(ratio_level="row_sum", kl_coef=0.0, **options)
+    inputs = rows(policy, sampler.probs(), per_row=per_row, old_log_probs=sampler.log_probs().detach())
+    found = policy.gradient(grpo_objective(inputs, config).loss)
+    expected = minus_dj(policy)
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-15)
+    # and ratios per step do not: this is what the level is for
+    per_step = grpo_objective(rows(policy, sampler.probs(), per_row=1.0, old_log_probs=inputs.old_log_probs),
+                              replace(config, ratio_level="step")).loss  # fmt: skip
+    assert not torch.allclose(policy.gradient(per_step), expected, rtol=0.1)
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "none", "cispo", "sapo", "dro", "dppo_tv"])
+def test_the_samplers_correction_of_whole_rows_makes_its_samples_the_policys_own(surrogate):
+    policy, sampler = TwoSteps.example(), TwoSteps.example(seed=1)
+    config = ObjectiveConfig(
+        surrogate=surrogate,
+        tv_limit=1.0,
+        sampler_correction="truncate",
+        sampler_ratio_level="row",
+        sampler_ratio_high=None,
+        kl_coef=0.0,
+    )
+    elsewhere = rows(policy, sampler.probs(), per_row=1.0, behaviour_log_probs=sampler.log_probs().detach())
+    own = rows(policy, policy.probs(), per_row=1.0)
+    corrected = policy.gradient(grpo_objective(elsewhere, config).loss)
+    assert torch.allclose(corrected, minus_dj(policy), rtol=1e-12, atol=1e-15)
+    uncorrected = policy.gradient(grpo_objective(own, replace(config, sampler_correction="none")).loss)
+    assert torch.allclose(corrected, uncorrected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("aggregation", ["row_sum", "row_mean"])
+def test_the_samplers_correction_through_the_trainer(aggregation):
+    # a sampler that takes each of the nine rows equally often: a batch of each of them once is its expectation
+    policy = make_policy(RowScoring, num_states=1)
+    actions = [(first, second) for first in range(1, 4) for second in range(1, 4)]
+    scores = policy.score_actions([0] * 9, actions)
+    often = torch.full((9, 2), 1 / 3, dtype=torch.float64).log()
+    config = GRPOConfig(
+        max_grad_norm=None,
+        advantage=AdvantageConfig(baseline="none"),
+        objective=ObjectiveConfig(
+            aggregation=aggregation,
+            sampler_correction="truncate",
+            sampler_ratio_level="row",
+            sampler_ratio_high=None,
+        ),
+    )
+    trainer, optimizer = make_trainer(config, policy)
+    row_log_probs = scores.log_probs.sum(1)
+    length = 1 if aggregation == "row_sum" else 2
+    # sum over rows of p(row) R(row), since u / 9 = p
+    expected = gradient_of(policy, -(row_log_probs.exp() * REWARDS).sum() / length)
+    trainer.update(ExperienceBatch.from_rows([0] * 9, actions, REWARDS, [0] * 9, behaviour_log_probs=often))
+    (found,) = optimizer.gradients
+    assert torch.allclose(found, expected, rtol=1e-11, atol=1e-15)
+
+
+# The first update
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ObjectiveInputs, dict[str, Tensor]]]:
+    """What each update's loss is given, and its metrics."""
+    kept: list[tuple[ObjectiveInputs, dict[str, Tensor]]] = []
+
+    def watched(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Any:
+        output = grpo_objective(inputs, config)
+        kept.append((inputs, dict(output.metrics)))
+        return output
+
+    monkeypatch.setattr("grpo.trainer.grpo_objective", watched)
+    return kept
+
+
+def without_other_terms(config: GRPOConfig) -> GRPOConfig:
+    return replace(config, kl_control=None, objective=replace(config.objective, kl_coef=0.0, entropy_coef=0.0))
+
+
+def reinforce(inputs: ObjectiveInputs, correction: Any = 1.0) -> Tensor:
+    """-sum of w A log pi, of the steps under the mask."""
+    advantages = inputs.advantages if inputs.advantages.dim() == 2 else inputs.advantages.unsqueeze(1)
+    return -(inputs.weights * correction * advantages * inputs.log_probs)[inputs.mask].sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", [*PRESETS, "top_entropy", "kl_cov", "clip_cov"])
+def test_the_ratio_of_a_single_update_is_exactly_1(seen, name, dtype):
+    config = replace(EVERY[name], num_epochs_per_update=1)
+    trainer, _ = make_trainer(config, make_policy(dtype=dtype), reference=make_policy(RowScoring, dtype, seed=1))
+    trainer.update(Rows.example(dtype).batch(config))
+    ((inputs, metrics),) = seen
+    assert (
+        inputs.old_log_probs is None
+    )  # whatever was stored for the choice of steps: the policy is the one that sampled
+    count, total, squares = metrics["ratio"].tolist()
+    assert count == total == squares == int(inputs.mask.sum()) > 0
+    assert metrics["clip_fraction"].tolist() == [count, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", [*PRESETS, "top_entropy", "kl_cov", "clip_cov"])
+def test_the_ratio_of_the_first_of_several_updates_is_1_up_to_the_rounding_of_a_forward(seen, name, dtype):
+    # that of a forward of all rows, where this one leaves out those without an advantage
+    config = EVERY[name]
+    trainer, _ = make_trainer(config, make_policy(dtype=dtype), reference=make_policy(RowScoring, dtype, seed=1))
+    trainer.update(Rows.example(dtype).batch(config))
+    assert len(seen) == 2
+    inputs, metrics = seen[0]
+    assert inputs.old_log_probs is not None
+    moved = (inputs.log_probs - inputs.old_log_probs)[inputs.mask].abs().max()
+    assert moved <= 8 * torch.finfo(dtype).eps
+    if len(inputs.mask) == len(Rows.example()):
+        assert moved == 0
+    assert metrics["clip_fraction"][1] == 0
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2])
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_first_gradient_of_every_preset_is_that_of_reinforce(name, num_epochs):
+    config = without_other_terms(replace(EVERY[name], num_epochs_per_update=num_epochs))
+    policy = make_policy(RowScoring)
+    trainer, optimizer = make_trainer(config, policy)
+    batch = Rows.example().batch(config)
+    advantages = AdvantageEstimator(config.advantage)(batch)
+    weights = reference_weights(batch, config.objective)
+    log_probs = policy.score_actions(batch.states, batch.actions).log_probs
+    expected = gradient_of(policy, -(weights * advantages.unsqueeze(1) * log_probs)[batch.mask].sum())
+    trainer.update(batch)
+    assert (optimizer.gradients[0] - expected).norm() <= 1e-12 * expected.norm()
+
+
+def reference_weights(batch: ExperienceBatch, config: ObjectiveConfig) -> Tensor:
+    """Row by row, from the names of the aggregations alone."""
+    lengths = batch.mask.sum(1).tolist()
+    weights = torch.zeros(batch.mask.shape, dtype=torch.float64)
+    for row, length in enumerate(lengths):
+        divisor = {
+            "row_mean": length * len(lengths),
+            "step_mean": sum(lengths),
+            "fixed_length": len(lengths) * (config.fixed_length or 0),
+            "row_sum": len(lengths),
+        }[config.aggregation]
+        weights[row] = 1.0 / divisor if length else 0.0
+    return weights
+
+
+SURROGATES = ["clip", "none", "cispo", "sapo", "gmpo", "vespo", "dro", "dppo_tv", "kl_cov", "clip_cov"]
+
+
+@pytest.mark.parametrize("given_as_old", [False, True])
+@pytest.mark.parametrize("level", ["step", "row", "row_sum", "row_step", "none"])
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_at_ratio_one_every_surrogate_is_reinforce(surrogate, level, given_as_old):
+    generator = torch.Generator().manual_seed(0)
+    leaf = -torch.rand(4, 3, generator=generator, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 0, 0], [0, 0, 0]]).bool()
+    lengths = mask.sum(1, keepdim=True)
+    advantages = torch.tensor([1.5, -0.5, 0.25, 2.0], dtype=torch.float64)
+    # each step of a row weighs alike; where the sum over a row is one ratio, a step's weight is shared out among them
+    weights = torch.where(mask, 1.0 / (4 * lengths.clamp(min=1)), 0.0).double()
+    log_probs = leaf.requires_grad_()
+    inputs = objective_inputs(
+        log_probs,
+        advantages,
+        mask=mask,
+        weights=weights,
+        old_log_probs=log_probs.detach() if given_as_old else None,
+    )
+    # clip-cov is asked to hold nothing back here, and dro and kl-cov pull by 0 where nothing has moved
+    config = ObjectiveConfig(surrogate=surrogate, ratio_level=level, cov_low=1e6, cov_high=1e7, kl_coef=0.0)
+    (found,) = torch.autograd.grad(grpo_objective(inputs, config).loss, leaf)
+    own_gradient = surrogate in (
+        "none",
+        "cispo",
+        "gmpo",
+        "vespo",
+        "dro",
+    )  # through log_probs, or at a level of their own
+    share = lengths if level == "row_sum" and not own_gradient else 1.0
+    (expected,) = torch.autograd.grad(reinforce(inputs, share), leaf)
+    assert torch.allclose(found, expected, rtol=1e-14, atol=0)
+    assert (found[~mask] == 0).all()
+
+
+# Nothing to learn from
+
+SIZES = [1, 2, 3, 7, 8, 64, 1000, 1024]
+CONSTANTS = [0.3, 0.9, 0.1, 1 / 3, 0.7, 0.2, 0.6, 0.99]
+LEARNS_BY_ADVANTAGE_ALONE = [
+    name
+    for name, config in EVERY.items()
+    if name in PRESETS and not config.objective.kl_coef and not config.objective.entropy_coef
+]
+
+
+def constant_groups(dtype: torch.dtype, *, shift: int = 0) -> tuple[list[int], list[int], Tensor]:
+    """States, actions and rewards of groups of 1 to 1,024 rows, each of equal rewards that no binary fraction hits."""
+    states = [state for state, size in enumerate(SIZES) for _ in range(size)]
+    actions = [row % 3 for row in range(len(states))]
+    values = CONSTANTS[shift:] + CONSTANTS[:shift]
+    return states, actions, torch.tensor([values[state] for state in states], dtype=dtype)
+
+
+def table_policy() -> TablePolicy:
+    torch.manual_seed(0)
+    return TablePolicy(range(len(SIZES) + 1), 3, logits=torch.randn(len(SIZES) + 1, 3))
+
+
+def test_there_are_presets_that_learn_by_the_advantage_alone():
+    assert {"dapo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo", "gpg", "maxrl", "bnpo"} <= {*LEARNS_BY_ADVANTAGE_ALONE}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", LEARNS_BY_ADVANTAGE_ALONE)
+def test_groups_of_equal_rewards_move_no_weight_by_a_bit(name, dtype):
+    policy = table_policy()
+    before = weights_of(policy)
+    trainer = GRPOTrainer(
+        config=replace(EVERY[name], batch_size=1000), policy=policy, reward_model=lambda states, actions: actions
+    )
+    for shift in (0, 3):
+        states, actions, rewards = constant_groups(dtype, shift=shift)
+        metrics = trainer.update(ExperienceBatch.from_rows(states, actions, rewards, states))
+        assert metrics["train/num_updates"] == 0
+        assert metrics["rows/skipped_zero_advantage"] == len(states)
+        assert metrics["group_stats/zero_variance_fraction"] == 1
+    assert torch.equal(weights_of(policy), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "advantage",
+    [*PRESETS, AdvantageConfig(baseline="group_median", scale="whiten")],
+    ids=lambda v: v if isinstance(v, str) else "median, whiten",
+)
+def test_groups_of_equal_rewards_take_no_part_in_what_others_teach(advantage, dtype):
+    # one more state, whose four rewards differ: its logits move, and those of no other state, by no bit
+    preset = advantage if isinstance(advantage, str) else "dapo"
+    config, policy = without_other_terms(EVERY[preset]), table_policy()
+    if isinstance(advantage, AdvantageConfig):  # a median is not the mean, so that whitening moves every row but these
+        config = replace(config, advantage=advantage)
+    before = policy.logits.detach().clone()
+    states, actions, rewards = constant_groups(dtype)
+    states, actions = [*states, *[len(SIZES)] * 4], [*actions, 0, 1, 2, 0]
+    rewards = torch.cat([rewards, torch.tensor([0.3, 0.9, 0.3, 0.5], dtype=dtype)])
+    trainer, _ = make_trainer(config, policy)
+    trainer.update(ExperienceBatch.from_rows(states, actions, rewards, states))
+    moved = (policy.logits.detach() != before).any(1).tolist()
+    assert moved == [False] * len(SIZES) + [True]
+
+
+@pytest.mark.parametrize("name", ["dro", "kl_cov"])
+def test_pulls_without_an_advantage_start_at_0(name):
+    # these losses act on rows without an advantage too, but only once the policy has moved
+    config, policy = replace(EVERY[name], num_epochs_per_update=1), table_policy()
+    trainer, optimizer = make_trainer(config, policy)
+    states, actions, rewards = constant_groups(torch.float32)
+    trainer.update(ExperienceBatch.from_rows(states, actions, rewards, states))
+    assert (torch.cat(optimizer.gradients) == 0).all()
+
+
+# Rows that were rejected
+
+TRUE_REWARDS = {"a": [0.3, 0.9, 0.4, 0.1], "b": [0.2, 0.2, 0.8, 0.5]}
+REJECTED = {("a", 1), ("b", 0), ("b", 2)}
+
+
+def collected(config: GRPOConfig, reward: Any) -> tuple[ExperienceBatch, Tensor]:
+    """What is left of two groups of four, and its advantages."""
+    policy = TablePolicy(("a", "b"), 4, script=[[0, 1, 2, 3], [0, 1, 2, 3]])
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=reward)
+    batch = trainer.collect(["a", "b"])
+    return batch, AdvantageEstimator(config.advantage)(batch)
+
+
+def not_finite(value: float) -> Any:
+    return RewardConfig(non_finite="drop"), lambda states, actions: [
+        value if (state, action) in REJECTED else TRUE_REWARDS[state][action]
+        for state, action in zip(states, actions, strict=True)
+    ]
+
+
+def failing(value: float) -> Any:
+    def reward(states: list[str], actions: list[int]) -> list[float]:
+        pairs = list(zip(states, actions, strict=True))
+        if REJECTED & set(pairs):
+            raise ValueError(f"no reward for some of these, e.g. {value}")
+        return [TRUE_REWARDS[state][action] for state, action in pairs]
+
+    return RewardConfig(on_failure="drop"), reward
+
+
+@pytest.mark.parametrize("rejecting", [not_finite, failing])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_kept_rows_advantage_knows_nothing_of_a_rejected_sibling(name, value, rejecting):
+    settings, reward = rejecting(value)
+    config = replace(without_other_terms(EVERY[name]), reward=settings, num_epochs_per_update=1)
+    batch, advantages = collected(config, reward)
+    kept = [(s, a) for s in TRUE_REWARDS for a in range(4) if (s, a) not in REJECTED]
+    assert list(zip(batch.states, batch.actions, strict=True)) == kept
+    assert batch.metrics["rows/dropped"] == 3
+    # the same rows as if there had never been others
+    alone = ExperienceBatch.from_rows(
+        [s for s, _ in kept], [a for _, a in kept], [TRUE_REWARDS[s][a] for s, a in kept], [s == "b" for s, _ in kept]
+    )
+    expected = AdvantageEstimator(config.advantage)(alone)
+    assert torch.equal(advantages, expected)
+    assert (advantages != 0).all()
