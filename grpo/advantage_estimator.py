@@ -16,6 +16,7 @@ from .group_advantages import (
     group_relative_advantages,
     group_statistics,
 )
+from .grouping import Groups
 from .settings import Settings, setting
 from .step_advantages import (
     discounted_returns,
@@ -151,8 +152,12 @@ class AdvantageEstimator:
         """Advantages, one per row or one per step, on the CPU."""
         return self.estimate(batch).advantages
 
-    def estimate(self, batch: ExperienceBatch) -> Estimate:
+    def estimate(self, batch: ExperienceBatch, groups: Groups | None = None) -> Estimate:
         """Advantages, and where there is a critic what it is trained towards.
+
+        Args:
+            batch: the rows.
+            groups: made of `batch.group_ids`; None: they are made here.
 
         Raises:
             ConfigError: a setting needs something that the batch has not.
@@ -164,7 +169,7 @@ class AdvantageEstimator:
         returns = None
         match credit:
             case "row":
-                advantages = self._of_rows(batch, rewards, mask)
+                advantages = self._of_rows(batch, rewards, mask, groups or Groups.of(batch.group_ids))
             case "return_to_go":
                 _require_steps(rewards, credit)
                 if config.baseline in ("max_at_k", "length_weighted"):
@@ -202,7 +207,7 @@ class AdvantageEstimator:
                 assert_never(credit)
         return Estimate(advantages=self._finished(advantages, batch, mask), returns=returns)
 
-    def _of_rows(self, batch: ExperienceBatch, rewards: Tensor, mask: Tensor) -> Tensor:
+    def _of_rows(self, batch: ExperienceBatch, rewards: Tensor, mask: Tensor, groups: Groups) -> Tensor:
         """One advantage per row."""
         config = self.config
         if config.several_rewards == "normalize_each":
@@ -221,8 +226,8 @@ class AdvantageEstimator:
         totals = rewards if rewards.dim() == 1 else discounted_returns(rewards, mask, config.gamma)[:, :1].sum(1)
         advantages = group_relative_advantages(
             totals,
-            batch.group_ids,
-            lengths=mask.sum(1),
+            groups,
+            lengths=mask.sum(1) if config.baseline == "length_weighted" else None,
             k=config.k,
             running_mean=self._baseline.mean,
             **self._options(),

@@ -88,7 +88,8 @@ def as_advantages(value: Any, mask: Bool[Tensor, "N T"]) -> Float[Tensor, " N"] 
     advantages = value.detach().cpu()
     if advantages.dim() == 2:
         advantages = torch.where(mask.cpu(), advantages, 0.0)
-    if not math.isfinite(advantages.sum(dtype=torch.float64)):  # one NaN or infinity is enough to show in the sum
+    total = np.add.reduce(advantages.numpy(), axis=None, dtype=np.float64)
+    if not math.isfinite(total):  # one NaN or infinity is enough to show in the sum
         raise ContractError(f"{required}; got NaN or infinity. Look for 0/0 in the callable passed as advantages=.")
     return advantages
 

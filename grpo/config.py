@@ -1,6 +1,6 @@
 """The trainer's settings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from .adaptive_coefficients import EntropyControl, KLControl
@@ -65,11 +65,11 @@ class GRPOConfig(Settings):
     replay_iterations: int = setting(0, at_least=0)
     """Earlier iterations whose rows are used again beside the new ones: the limit on their staleness. Larger learns more from
     each sample, and from older policies. 0: every row is used in its own iteration only."""
-    advantage: AdvantageConfig = AdvantageConfig()
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     """Rewards into advantages."""
-    objective: ObjectiveConfig = ObjectiveConfig()
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """What is minimised."""
-    reward: RewardConfig = RewardConfig()
+    reward: RewardConfig = field(default_factory=RewardConfig)
     """What happens when a reward cannot be had."""
 
 

@@ -31,7 +31,7 @@ MAX_BETA_WEIGHT = 1e6
 
 def group_relative_advantages(
     rewards: Float[Tensor, " N"],
-    group_ids: Int[Tensor, " N"],
+    group_ids: Int[Tensor, " N"] | Groups,
     *,
     baseline: Baseline = "group_mean",
     scale: Scale = "none",
@@ -64,7 +64,7 @@ def group_relative_advantages(
 
     Args:
         rewards: one number per row.
-        group_ids: which rows belong together; any integers, in any order.
+        group_ids: which rows belong together; any integers, in any order (or the `Groups` made of them).
         baseline: see above.
         scale: see above.
         std_ddof: divisor n - ddof.
@@ -94,7 +94,7 @@ def group_relative_advantages(
     advantages = _relative(
         as_float64(rewards),
         rounding_of(rewards),
-        Groups.of(group_ids),
+        group_ids if isinstance(group_ids, Groups) else Groups.of(group_ids),
         baseline,
         scale,
         std_ddof,
@@ -126,8 +126,7 @@ def _relative(
     constant = groups.spread(is_constant(*groups.extremes(values), tolerance))
     dead = constant if baseline not in ABSOLUTE_BASELINES else np.zeros_like(constant)
     centred = np.where(dead, 0.0, _centre(values, groups, baseline, weights, k, running_mean))
-    scaled = _rescale(centred, values, groups, constant, scale, tolerance, std_ddof, std_eps)
-    return groups.scatter(np.where(dead, 0.0, scaled))
+    return groups.scatter(_rescale(centred, values, groups, constant, dead, scale, tolerance, std_ddof, std_eps))
 
 
 def _centre(
@@ -139,20 +138,21 @@ def _centre(
     running_mean: float | None,
 ) -> Floats:
     """R - b, in the groups' order."""
-    means: Floats = groups.spread(groups.means(values))
     match baseline:
         case "group_mean":
-            return values - means
+            return values - groups.spread(groups.means(values))
         case "group_median":
             return values - groups.spread(groups.medians(values))
         case "leave_one_out":
-            return (values - means) * groups.spread(groups.counts / np.maximum(groups.counts - 1, 1))
+            factors = groups.counts / np.maximum(groups.counts - 1, 1)
+            return (values - groups.spread(groups.means(values))) * groups.spread(factors)
         case "length_weighted":
             if weights is None:
                 raise ConfigError("baseline='length_weighted' needs lengths=..., the steps of each row.")
+            off_mean: Floats = values - groups.spread(groups.means(values))
             totals = groups.means(weights)
-            shift = groups.means(weights * (values - means)) / np.where(totals > 0, totals, 1.0)
-            return values - means - groups.spread(shift)
+            shift = groups.means(weights * off_mean) / np.where(totals > 0, totals, 1.0)
+            return off_mean - groups.spread(shift)
         case "max_at_k":
             if k is None:
                 raise ConfigError("baseline='max_at_k' needs k=..., the number of attempts.")
@@ -170,27 +170,29 @@ def _rescale(
     values: Floats,
     groups: Groups,
     constant: NDArray[np.bool_],
+    dead: NDArray[np.bool_],
     scale: Scale,
     tolerance: float,
     std_ddof: int,
     std_eps: float,
 ) -> Floats:
-    """(R - b) / s, in the groups' order."""
-    means: Floats = groups.spread(groups.means(values))
-    rounding = tolerance * float(np.abs(values).max())
+    """(R - b) / s, in the groups' order; rows of dead groups, which are 0, stay 0."""
     match scale:
         case "none":
             return centred
         case "group":
-            peak = np.abs(values - means).max() or 1.0  # squares of what is at most 1 do not overflow
-            squares = groups.means(((values - means) / peak) ** 2) * groups.counts
+            off_mean: Floats = values - groups.spread(groups.means(values))
+            peak = np.abs(off_mean).max() or 1.0  # squares of what is at most 1 do not overflow
+            squares = groups.means((off_mean / peak) ** 2) * groups.counts
             std: Floats = groups.spread(peak * np.sqrt(squares / np.maximum(groups.counts - std_ddof, 1)) + std_eps)
             return np.where(constant, 0.0, centred / np.where(constant, 1.0, std))
         case "batch":
-            return centred / _std(values, rounding, std_ddof, std_eps)
+            return centred / _std(values, tolerance * float(np.abs(values).max()), std_ddof, std_eps)
         case "whiten":
-            return (centred - float(centred.mean())) / _std(centred, rounding, std_ddof, std_eps)
+            spread = _std(centred, tolerance * float(np.abs(values).max()), std_ddof, std_eps)
+            return np.where(dead, 0.0, (centred - float(centred.mean())) / spread)
         case "mean":
+            means: Floats = groups.spread(groups.means(values))
             positive = means > 0
             return np.where(positive, centred / np.where(positive, means + std_eps, 1.0), 0.0)
         case "beta":
@@ -318,12 +320,14 @@ def live_rows(rewards: Float[Tensor, "N *T"], group_ids: Int[Tensor, " N"]) -> N
     return live
 
 
-def group_statistics(rewards: Float[Tensor, " N"], group_ids: Int[Tensor, " N"]) -> dict[str, float]:
+def group_statistics(rewards: Float[Tensor, " N"], group_ids: Int[Tensor, " N"] | Groups) -> dict[str, float]:
     """Number of groups, their mean size, and the fraction without differences (groups of one included)."""
-    groups = Groups.of(group_ids)
+    groups = group_ids if isinstance(group_ids, Groups) else Groups.of(group_ids)
+    num_groups = len(groups.counts)
     low, high = groups.extremes(groups.gather(as_float64(rewards)))
     return {
-        "group_stats/num_groups": float(len(groups.counts)),
-        "group_stats/avg_group_size": len(group_ids) / len(groups.counts),
-        "group_stats/zero_variance_fraction": float(is_constant(low, high, rounding_of(rewards)).mean()),
+        "group_stats/num_groups": float(num_groups),
+        "group_stats/avg_group_size": len(rewards) / num_groups,
+        "group_stats/zero_variance_fraction": np.count_nonzero(is_constant(low, high, rounding_of(rewards)))
+        / num_groups,
     }

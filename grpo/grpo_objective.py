@@ -86,7 +86,7 @@ def _objective_of(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objective
     else:
         step_log_ratio = _difference(log_probs, inputs.old_log_probs, mask)
     log_ratio = log_ratio_at_level(step_log_ratio, mask, config.ratio_level)
-    ratio = bounded_exp(log_ratio)
+    ratio = log_ratio.exp() if inputs.old_log_probs is None else bounded_exp(log_ratio)
 
     correction = _sampler_correction(inputs, config, log_probs)
     surrogate = _surrogate(inputs, config, log_probs, step_log_ratio, log_ratio, ratio, advantages, correction)

@@ -3,9 +3,11 @@
 import math
 from collections.abc import Mapping
 
+import numpy as np
 from torch import Tensor
 
 from .advantage_estimator import group_statistics
+from .grouping import Groups
 from .metrics import mean_and_std, reward_statistics
 from .policy_update import UpdateCounts
 from .types import ExperienceBatch
@@ -42,6 +44,7 @@ def report_iteration(
     advantages: Tensor,
     counts: UpdateCounts,
     measured: Mapping[str, tuple[float, float]],
+    groups: Groups,
     *,
     learning_rate: float,
 ) -> dict[str, float]:
@@ -52,6 +55,7 @@ def report_iteration(
         advantages: [N] or [N, T], on the CPU.
         counts: what became of the updates.
         measured: mean and standard deviation of what the updates metered; overrides `learning_rate`.
+        groups: made of the batch's group ids.
         learning_rate: after the iteration.
     """
     mask = batch.mask.cpu()
@@ -66,7 +70,7 @@ def report_iteration(
     metrics = {**ABSENT, "train/learning_rate": learning_rate}
     for name, (mean, std) in measured.items():
         if name in WITH_STD:
-            metrics |= {f"train/{name}_mean": mean, f"train/{name}_std": std}
+            metrics[f"train/{name}_mean"], metrics[f"train/{name}_std"] = mean, std
         else:
             metrics[f"train/{name}"] = mean
     for name, part in batch.reward_components.items():
@@ -78,9 +82,9 @@ def report_iteration(
         "train/num_updates": float(counts.applied),
         "train/skipped_updates": float(counts.planned - counts.applied),
         "rows/skipped_zero_advantage": float(counts.rows_skipped),
-        "steps/mean": float(lengths.mean()),
-        "steps/max": float(lengths.max()),
+        "steps/mean": float(np.add.reduce(lengths)) / len(lengths),
+        "steps/max": float(np.maximum.reduce(lengths)),
         **reward_statistics(rewards),
-        **group_statistics(rewards, batch.group_ids),
+        **group_statistics(rewards, groups),
         **batch.metrics,
     }

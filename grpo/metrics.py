@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeAlias, runtime_checkable
 
@@ -12,9 +12,15 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+SMALL = 2**16
+"""Up to so many values a copy in float64 costs less than further operations."""
+
 
 def moments(values: Float[Tensor, "N T"]) -> tuple[Tensor, Tensor]:
     """Sum and sum of squares in float64, on the device; values off a mask have to be 0 already."""
+    if values.numel() <= SMALL:
+        exact = values.double()
+        return exact.sum(), exact.square().sum()
     norms = torch.linalg.vector_norm(values, dim=_long_axis(values))
     return total(values), norms.double().square().sum()
 
@@ -68,14 +74,12 @@ class Meter:
         result = {name: (total / count, 0.0) for name, (count, total) in self._values.items()}
         own: Totals = {}
         if self._moments:
-            for name, moments in zip(self._names, torch.stack(self._moments).tolist(), strict=True):
-                _add(own, name, moments)
+            _add_up(own, zip(self._names, torch.stack(self._moments).tolist(), strict=True))
         totals = own
         if everywhere is not None:
             totals = {}
             for theirs in everywhere(own):
-                for name, moments in theirs.items():
-                    _add(totals, name, moments)
+                _add_up(totals, theirs.items())
         for name, (count, total, squares) in totals.items():
             mean = total / (count or num_updates or 1)
             variance = squares / count - mean**2 if count else 0.0
@@ -84,9 +88,10 @@ class Meter:
         return result
 
 
-def _add(totals: Totals, name: str, moments: Sequence[float]) -> None:
-    so_far = totals.get(name, (0.0, 0.0, 0.0))
-    totals[name] = (so_far[0] + moments[0], so_far[1] + moments[1], so_far[2] + moments[2])
+def _add_up(totals: Totals, parts: Iterable[tuple[str, Sequence[float]]]) -> None:
+    for name, (count, total, squares) in parts:
+        so_far = totals.get(name, (0.0, 0.0, 0.0))
+        totals[name] = (so_far[0] + count, so_far[1] + total, so_far[2] + squares)
 
 
 def reward_statistics(rewards: Float[Tensor, " N"]) -> dict[str, float]:
@@ -107,8 +112,8 @@ def reward_statistics(rewards: Float[Tensor, " N"]) -> dict[str, float]:
 
 def mean_and_std(values: NDArray[np.float64], ddof: int) -> tuple[float, float]:
     """Mean, and standard deviation with divisor n - ddof (0 for a single value)."""
-    mean = float(values.mean())
-    squares = float(np.square(values - mean).sum())  # not by BLAS, whose threads would spin
+    mean = float(np.add.reduce(values)) / values.size  # half the time of values.mean() for a thousand values
+    squares = float(np.add.reduce(np.square(values - mean)))  # not by BLAS, whose threads would spin
     return mean, math.sqrt(squares / max(values.size - ddof, 1))
 
 

@@ -41,13 +41,14 @@ def objective_metrics(
         counted: those whose surrogate counts; None: all.
         config: the bounds.
     """
-    lengths = torch.count_nonzero(mask, dim=1)
-    count = lengths.sum().double()
+    count = torch.count_nonzero(mask).double()
     zero = torch.zeros_like(count)
 
     def over_steps(values: Tensor) -> Tensor:
         """The sum over valid steps of values that are 0 off the mask, or that are one per row."""
-        return total(values) if values.shape == mask.shape else (values.squeeze(1).double() * lengths).sum()
+        if values.shape == mask.shape:
+            return total(values)
+        return (values.squeeze(1).double() * torch.count_nonzero(mask, dim=1)).sum()
 
     cells = {name: (zero, share.detach().double(), zero) for name, share in shares.items()}
     cells |= {name: (count, *moments(values.detach())) for name, values in spread.items()}

@@ -108,7 +108,7 @@ class PolicyUpdate:
             ContractError: the policy scores other steps than it sampled, or without a gradient.
             NonFiniteGradientError: too many skipped updates in a row.
         """
-        skipped = _are_live(rows.advantages).logical_not()
+        advantages = rows.advantages
         rows = self._prepared(rows)
         self._gradient.clear()  # what others left behind is no part of this
         self.meter = Meter()
@@ -117,7 +117,7 @@ class PolicyUpdate:
         for selected in self._updates(rows.batch):
             applied += self._update(rows, selected, is_first=planned == 0)
             planned += 1
-        num_skipped = 0 if rows.live is None else int(skipped.sum())
+        num_skipped = 0 if rows.live is None else int((~_are_live(advantages)).sum())
         return UpdateCounts(planned=planned, applied=applied, dead=self._num_dead, rows_skipped=num_skipped)
 
     def _prepared(self, rows: TrainingRows) -> TrainingRows:
@@ -129,7 +129,7 @@ class PolicyUpdate:
         if not self._zero_advantage_is_inert or self._coefficients.may_be_positive or rows.returns is not None:
             return rows
         live = _are_live(rows.advantages)
-        return replace(rows, live=None if bool(live.all()) else live)
+        return rows if bool(live.all()) else replace(rows, live=live)
 
     def _updates(self, batch: ExperienceBatch) -> Iterator[RowIndex]:
         for _ in range(self.config.num_epochs_per_update):
@@ -145,10 +145,11 @@ class PolicyUpdate:
         positions: RowIndex = slice(0, len(weights))
         if rows.live is not None:
             positions = rows.live[selected].nonzero().squeeze(1)
-        num_live = torch.tensor(float(num_selected(positions)))
-        if int(self._engine.sum(num_live)) == 0:
-            self._num_dead += 1
-            return False
+        if rows.live is not None or self._engine.num_ranks > 1:
+            num_live = torch.tensor(float(num_selected(positions)))
+            if int(self._engine.sum(num_live)) == 0:
+                self._num_dead += 1
+                return False
         selection = self._selection(rows, selected)
         checks = []
         states, actions = rows.batch.states, rows.batch.actions
@@ -253,7 +254,13 @@ class PolicyUpdate:
 
     def _apply(self, checks: list[Tensor]) -> bool:
         """Step the optimizer if everything is sound: one transfer to the host for all that has to be known."""
-        own = torch.stack(checks).sum() if checks else torch.zeros((), dtype=torch.float64)
+        own = (
+            checks[0]
+            if len(checks) == 1
+            else torch.stack(checks).sum()
+            if checks
+            else torch.zeros((), dtype=torch.float64)
+        )
         log_probs = self._engine.sum(own)
         if not self._gradient.parameters:
             self._require_finite(log_probs.item())

@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .adaptive_coefficients import Coefficients
-from .advantage_estimator import AdvantageEstimator, Estimate
+from .advantage_estimator import AdvantageEstimator
 from .batches import gather_rewards
 from .checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from .coercion import as_advantages
@@ -24,6 +24,7 @@ from .dynamic_sampling import collect_live_groups
 from .errors import CheckpointError, ConfigError, GRPOWarning, NonFiniteGradientError
 from .experience_collector import ExperienceCollector
 from .gradient_step import GradientStep, schedule_factor
+from .grouping import Groups
 from .grpo_objective import Objective, grpo_objective
 from .iteration_report import report_iteration
 from .metrics import MetricSink
@@ -187,7 +188,7 @@ class GRPOTrainer:
         """The second half of `step`: all updates on one batch, collected here or elsewhere."""
         start = time.perf_counter()
         batch = self._complete(batch)
-        everyone, estimate, rows = self._training_rows(batch)
+        everyone, groups, advantages, rows = self._training_rows(batch)
         self.policy.train()
         try:
             counts = self.policy_update.run(rows)
@@ -201,7 +202,7 @@ class GRPOTrainer:
         if every is not None and self.iteration % every == 0:
             parameters = self.reference_policy.get_parameters()
             move_reference(parameters, self.policy.get_parameters(), self.config.reference_mix)
-        metrics = self._report(everyone, estimate, rows, counts)
+        metrics = self._report(everyone, groups, advantages, rows, counts)
         seconds = time.perf_counter() - start
         return {**metrics, "time/update": seconds, "time/iteration": seconds}
 
@@ -351,39 +352,46 @@ class GRPOTrainer:
         own = torch.arange(len(states)).tensor_split(self.engine.num_ranks)[self.engine.rank]
         return select_rows(states, own)
 
-    def _training_rows(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, Estimate, TrainingRows]:
-        """The rewards of all ranks, what they amount to, and the rows that this rank trains on."""
+    def _training_rows(self, batch: ExperienceBatch) -> tuple[ExperienceBatch, Groups, Tensor, TrainingRows]:
+        """The rewards of all ranks, their groups, the advantages they amount to, and the rows that this rank trains on."""
         everyone, own = gather_rewards(batch, self.engine)
+        groups = Groups.of(everyone.group_ids)
         width = batch.mask.shape[1]
+        returns = None
         if isinstance(self.advantages, AdvantageEstimator):
-            estimate = self.advantages.estimate(everyone)
-            estimate = replace(estimate, advantages=as_advantages(estimate.advantages, everyone.mask))
-            advantages = estimate.advantages[own]
-            advantages = advantages if advantages.dim() == 1 else advantages[:, :width]
+            estimate = self.advantages.estimate(everyone, groups)
+            all_advantages = as_advantages(estimate.advantages, everyone.mask)
+            advantages = all_advantages[own] if all_advantages.dim() == 1 else all_advantages[own, :width]
+            returns = None if estimate.returns is None else estimate.returns[own, :width]
         else:  # the caller's sees this rank's rows alone
             advantages = as_advantages(self.advantages(batch), batch.mask)
-            estimate = Estimate(advantages=self.engine.gather(advantages)[0])
-        rows = TrainingRows(
-            batch=batch,
-            advantages=advantages,
-            returns=None if estimate.returns is None else estimate.returns[own, :width],
-            old_is_current=self.collector.scores_itself and self.policy_update.num_updates(batch) == 1,
-        )
-        return everyone, estimate, self.recent.join(rows)
+            all_advantages, _ = self.engine.gather(advantages)
+        is_fresh = self.collector.scores_itself and self.policy_update.num_updates(batch) == 1
+        rows = TrainingRows(batch=batch, advantages=advantages, returns=returns, old_is_current=is_fresh)
+        return everyone, groups, all_advantages, self.recent.join(rows)
 
     def _report(
-        self, everyone: ExperienceBatch, estimate: Estimate, rows: TrainingRows, counts: UpdateCounts
+        self,
+        everyone: ExperienceBatch,
+        groups: Groups,
+        advantages: Tensor,
+        rows: TrainingRows,
+        counts: UpdateCounts,
     ) -> dict[str, float]:
         """An iteration's metrics; the coefficients follow them."""
-        measured = self.policy_update.meter.report(counts.planned - counts.dead, self.engine.gather_objects)
-        counts = replace(counts, rows_skipped=sum(self.engine.gather_objects(counts.rows_skipped)))
+        num_replayed, everywhere = rows.num_replayed, None
+        if self.engine.num_ranks > 1:
+            everywhere = self.engine.gather_objects
+            counts = replace(counts, rows_skipped=sum(everywhere(counts.rows_skipped)))
+            num_replayed = sum(everywhere(num_replayed))
+        measured = self.policy_update.meter.report(counts.planned - counts.dead, everywhere)
         metrics = report_iteration(
-            everyone, estimate.advantages, counts, measured, learning_rate=self.gradient.learning_rate
+            everyone, advantages, counts, measured, groups, learning_rate=self.gradient.learning_rate
         )
         metrics |= self.coefficients.report("")
         self.coefficients.follow(measured)
         metrics |= self.coefficients.report("_next")
-        metrics["rows/replayed"] = float(sum(self.engine.gather_objects(rows.num_replayed)))
+        metrics["rows/replayed"] = float(num_replayed)
         self.diagnosis.look(metrics, measured=measured, several_updates=counts.planned > 1)
         return metrics
 

@@ -55,7 +55,11 @@ def repeat_rows(states: Rows, times: int) -> Rows:
 
 def run_bounds(ids: NDArray[Any]) -> NDArray[np.int64]:
     """Where runs of equal neighbours begin, and the end: [4, 4, 7, 4] -> [0, 2, 3, 4]."""
-    return np.concatenate(([0], np.flatnonzero(ids[1:] != ids[:-1]) + 1, [len(ids)]))
+    changes = np.flatnonzero(ids[1:] != ids[:-1])
+    bounds = np.empty(len(changes) + 2, dtype=np.int64)
+    bounds[0], bounds[-1] = 0, len(ids)
+    np.add(changes, 1, out=bounds[1:-1])
+    return bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
