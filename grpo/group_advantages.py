@@ -325,9 +325,9 @@ def group_statistics(rewards: Float[Tensor, " N"], group_ids: Int[Tensor, " N"] 
     groups = group_ids if isinstance(group_ids, Groups) else Groups.of(group_ids)
     num_groups = len(groups.counts)
     low, high = groups.extremes(groups.gather(as_float64(rewards)))
+    num_constant = float(np.count_nonzero(is_constant(low, high, rounding_of(rewards))))
     return {
         "group_stats/num_groups": float(num_groups),
         "group_stats/avg_group_size": len(rewards) / num_groups,
-        "group_stats/zero_variance_fraction": np.count_nonzero(is_constant(low, high, rounding_of(rewards)))
-        / num_groups,
+        "group_stats/zero_variance_fraction": num_constant / num_groups,
     }
