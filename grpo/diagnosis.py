@@ -3,6 +3,9 @@
 import logging
 import math
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from .config import GRPOConfig
 
@@ -11,11 +14,18 @@ logger = logging.getLogger("grpo")
 PATIENCE = 10
 """Iterations in a row that must show a sign before it is said."""
 
-LOW_ENTROPY = 0.1
+LOW_ENTROPY = 0.05
 """Fraction of the first iterations' entropy below which it has collapsed."""
 
 TINY = 1e-6
 """What counts as 0."""
+
+
+def beside_the_bar() -> AbstractContextManager[None]:
+    """While a progress bar is shown, what is said stands on lines of its own."""
+    root = logging.getLogger()
+    redirected: AbstractContextManager[None] = logging_redirect_tqdm([root if root.handlers else logger])
+    return redirected
 
 
 class Diagnosis:
@@ -29,7 +39,8 @@ class Diagnosis:
         self._config = config
         self._said: set[str] = set()
         self._in_a_row: dict[str, int] = {}
-        self._first_entropy = math.nan
+        self._first_entropy = self._entropy = math.nan
+        self._has_clipped = False
 
     def look(self, metrics: Mapping[str, float], *, measured: Collection[str], several_updates: bool) -> None:
         """Take one iteration's metrics, of which the loss gave those in `measured`: what it did not give says nothing."""
@@ -40,18 +51,21 @@ class Diagnosis:
         loss_is_zero = abs(metrics["train/total_loss"]) < TINY < metrics["train/grad_norm"]
         self._count("the loss is 0", "total_loss" in measured and loss_is_zero and not several_updates, patience=1)
         clips = "clip_fraction" in measured and self._config.objective.surrogate == "clip" and several_updates
-        self._count("nothing is ever clipped", clips and metrics["train/clip_fraction"] == 0.0)
+        self._has_clipped = self._has_clipped or metrics["train/clip_fraction"] > 0.0
+        self._count("nothing is ever clipped", clips and not self._has_clipped)
         penalised = "kl" in measured and metrics["train/kl_coef"] > 0
         self._count("the KL is 0", penalised and abs(metrics["train/kl_mean"]) < TINY)
         self._watch_entropy(metrics["train/entropy"])
 
     def _watch_entropy(self, entropy: float) -> None:
+        """By a moving average: where the policy gives no exact entropy, an iteration's estimate depends on what was sampled."""
         if not math.isfinite(entropy):
             return
         if math.isnan(self._first_entropy):
-            self._first_entropy = entropy
-        collapsed = self._first_entropy > 0.0 and entropy < LOW_ENTROPY * self._first_entropy
-        self._count("the entropy has collapsed", collapsed, patience=3)  # dead iterations in between are not measured
+            self._first_entropy = self._entropy = entropy
+        self._entropy += (entropy - self._entropy) / PATIENCE
+        collapsed = self._first_entropy > 0.0 and self._entropy < LOW_ENTROPY * self._first_entropy
+        self._count("the entropy has collapsed", collapsed, patience=1)
 
     def _count(self, sign: str, seen: bool, patience: int = PATIENCE) -> None:
         self._in_a_row[sign] = self._in_a_row.get(sign, 0) + 1 if seen else 0
@@ -66,8 +80,9 @@ ADVICE = {
         "its gradient is. Watch rewards/mean and train/grad_norm instead."
     ),
     "nothing is ever clipped": (
-        "no step has left the clip range in several updates. Either the updates are small (a larger learning_rate or "
-        "num_epochs_per_update would learn more from each sample), or there is nothing to learn: see train/grad_norm."
+        "no step has left the clip range, in ten iterations of several updates. Either the updates are small (a larger "
+        "learning_rate or num_epochs_per_update would learn more from each sample), or there is nothing to learn: see "
+        "train/grad_norm."
     ),
     "the KL is 0": (
         "the policy is where its reference is, so the KL term does nothing. A reference that is copied at every iteration "
@@ -80,7 +95,7 @@ ADVICE = {
         "groups larger (group_size), or draw other states (dynamic_sampling_rounds)."
     ),
     "the entropy has collapsed": (
-        "the policy has become nearly deterministic: a tenth of the entropy it began with. If it did so too early, add an "
+        "the policy has become nearly deterministic: a twentieth of the entropy it began with. If it did so too early, add an "
         "entropy bonus (objective.entropy_coef, entropy_control) or a pull to a reference, raise objective.clip_high, or lower "
         "learning_rate."
     ),

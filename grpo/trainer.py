@@ -18,7 +18,7 @@ from .batches import gather_rewards
 from .checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from .coercion import as_advantages
 from .config import GRPOConfig, needed_fields, require_step_level
-from .diagnosis import Diagnosis
+from .diagnosis import Diagnosis, beside_the_bar
 from .distributed import Engine, OneProcess, require_equal_weights
 from .dynamic_sampling import collect_live_groups
 from .errors import CheckpointError, ConfigError, GRPOWarning, NonFiniteGradientError
@@ -279,9 +279,11 @@ class GRPOTrainer:
         has_schedule = self.config.lr_schedule != "constant" or self.config.warmup_ratio > 0
         history: list[dict[str, float]] = []
         best = float("-inf")
-        with tqdm(
-            total=num_iterations, initial=start, desc="GRPO", unit="it", disable=not progress or self.engine.rank > 0
-        ) as bar:
+        quiet = not progress or self.engine.rank > 0
+        with (
+            tqdm(total=num_iterations, initial=start, desc="GRPO", unit="it", disable=quiet) as bar,
+            nullcontext() if quiet else beside_the_bar(),
+        ):
             for position in range(start, num_iterations):
                 is_last = position + 1 == num_iterations
                 if has_schedule:
