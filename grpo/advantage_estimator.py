@@ -16,7 +16,7 @@ from .group_advantages import (
     group_relative_advantages,
     group_statistics,
 )
-from .grouping import Groups
+from .grouping import Groups, rounding_of
 from .settings import Settings, setting
 from .step_advantages import (
     discounted_returns,
@@ -93,7 +93,8 @@ class AdvantageConfig(Settings):
         Settings.__post_init__(self)
         if (self.baseline == "max_at_k") != (self.k is not None):
             raise ConfigError(
-                f"AdvantageConfig.k={self.k} with baseline={self.baseline!r}: set k exactly when the baseline is 'max_at_k'."
+                f"AdvantageConfig.k={self.k} with baseline={self.baseline!r}: 'max_at_k' needs k=the number of attempts, and "
+                "the other baselines need k=None."
             )
         if self.negative_only and self.positive_weight not in (0.0, 1.0):
             raise ConfigError(
@@ -122,7 +123,9 @@ class AdvantageConfig(Settings):
         ):
             raise ConfigError(
                 "AdvantageConfig.several_rewards='normalize_each' standardises each reward within its group and their sum over "
-                "the batch: leave credit, baseline, scale, reward_clip and normalize_rewards alone."
+                f"the batch, and reads nothing else; got credit={self.credit!r}, baseline={self.baseline!r}, "
+                f"scale={self.scale!r}, reward_clip={self.reward_clip}, normalize_rewards={self.normalize_rewards}. Set "
+                "credit=None, baseline='group_mean', scale='none', reward_clip=None, normalize_rewards=False."
             )
 
 
@@ -246,6 +249,7 @@ class AdvantageEstimator:
             )
         per_step = rewards if rewards.dim() == 2 else rewards_at_the_end(rewards, mask)
         values = batch.values.cpu()
+        values = values.float() if values.element_size() < 4 else values
         final_values = None if batch.final_values is None else batch.final_values.cpu()
         advantages = generalized_advantages(
             per_step, values, mask, final_values, gamma=config.gamma, gae_lambda=config.gae_lambda
@@ -314,7 +318,7 @@ class RunningMoments:
     """
 
     def __init__(self) -> None:
-        self._count, self._mean, self._squares = 0, 0.0, 0.0
+        self._count, self._mean, self._squares, self._rounding = 0, 0.0, 0.0, 0.0
 
     @property
     def mean(self) -> float | None:
@@ -323,8 +327,9 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """With divisor n; 0 before the second value."""
-        return math.sqrt(self._squares / self._count) if self._count > 1 else 0.0
+        """With divisor n; 0 before the second value, and where all values are equal but for rounding."""
+        std = math.sqrt(self._squares / self._count) if self._count else 0.0
+        return std if std > self._rounding else 0.0
 
     def add(self, values: Tensor) -> None:
         """Take in more values."""
@@ -337,14 +342,16 @@ class RunningMoments:
         self._squares += float((exact - mean).square().sum()) + away**2 * self._count * values.numel() / total
         self._mean += away * values.numel() / total
         self._count = total
+        self._rounding = max(self._rounding, rounding_of(values) * float(exact.abs().max()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Count, mean and sum of squared deviations."""
-        return {"count": self._count, "mean": self._mean, "squares": self._squares}
+        """Count, mean, sum of squared deviations, and the difference that is rounding."""
+        return {"count": self._count, "mean": self._mean, "squares": self._squares, "rounding": self._rounding}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self._count, self._mean, self._squares = state["count"], state["mean"], state["squares"]
+        self._count, self._mean = state["count"], state["mean"]
+        self._squares, self._rounding = state["squares"], state["rounding"]
 
 
 def _require_steps(rewards: Tensor, credit: str) -> None:

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from .coercion import pad_steps
 from .distributed import Engine
+from .errors import ContractError
 from .types import ExperienceBatch, Rows, select_rows
+
+MISSING = {"final_values": 0.0, "behaviour_log_probs": float("nan")}
+"""What stands for such a field where a batch has none: a row that terminated, a step that was not scored."""
 
 SCORED = ("old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy", "values", "final_values", "state_keys")
 """Fields that may be missing: several batches have one together where each of them has it."""
@@ -40,9 +44,15 @@ def join_batches(batches: Sequence[ExperienceBatch]) -> ExperienceBatch:
         return batches[0]
     width = max(batch.mask.shape[1] for batch in batches)
 
+    device = batches[0].mask.device
+
     def joined(name: str) -> Any:
         parts = [getattr(batch, name) for batch in batches]
-        return None if any(part is None for part in parts) else join_steps(parts, width)
+        if name in MISSING and not all(part is None for part in parts):
+            parts = [_filled(part, name, batch) for part, batch in zip(parts, batches, strict=True)]
+        if any(part is None for part in parts):
+            return None
+        return join_steps([part if name == "rewards" else part.to(device) for part in parts], width)
 
     groups: list[Tensor] = []
     num_groups = 0
@@ -83,8 +93,17 @@ def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBa
         together, start = engine.gather(values)
         return together
 
+    final_values = batch.final_values
     names, numbers = batch.group_ids.unique(return_inverse=True)
     num_groups = engine.gather_objects(len(names))
+    fields_of = engine.gather_objects(_fields_there(batch))
+    if any(there != fields_of[0] for there in fields_of):
+        raise ContractError(
+            f"Every rank's batch must hold the same fields; they hold {fields_of}. Have the policy give the same scores, and "
+            "the reward model the same parts, on every rank."
+        )
+    if any(engine.gather_objects(final_values is not None)):
+        final_values = batch.rewards.new_zeros(batch.num_rows) if final_values is None else final_values
     everyone = replace(
         batch,
         group_ids=everywhere(numbers + sum(num_groups[: engine.rank])),
@@ -92,7 +111,7 @@ def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBa
         reward_components={name: everywhere(part) for name, part in batch.reward_components.items()},
         mask=everywhere(batch.mask),
         values=everywhere(batch.values),
-        final_values=everywhere(batch.final_values),
+        final_values=everywhere(final_values),
         state_keys=everywhere(batch.state_keys),
         metrics=_add_up(engine.gather_objects(dict(batch.metrics)), dict(batch.metrics)),
     )
@@ -111,9 +130,22 @@ def join_steps(parts: Sequence[Tensor], width: int) -> Tensor:
     return torch.cat([pad_steps(part, width, 0) if part.dim() == 2 else part for part in parts])
 
 
+def _fields_there(batch: ExperienceBatch) -> list[str]:
+    there = [name for name in ("values", "state_keys") if getattr(batch, name) is not None]
+    return [*there, *sorted(batch.reward_components)]
+
+
+def _filled(part: Tensor | None, name: str, batch: ExperienceBatch) -> Tensor:
+    if part is not None:
+        return part
+    shape = batch.mask.shape[:1] if name == "final_values" else batch.mask.shape
+    return torch.full(shape, MISSING[name], device=batch.mask.device)
+
+
 def _join_rows(parts: Sequence[Rows]) -> Rows:
     if all(isinstance(part, Tensor) for part in parts):
-        return torch.cat([torch.as_tensor(part) for part in parts])
+        first = torch.as_tensor(parts[0])
+        return torch.cat([torch.as_tensor(part).to(first.device) for part in parts])
     if all(isinstance(part, np.ndarray) for part in parts):
         return np.concatenate([np.asarray(part) for part in parts])
     return [row for part in parts for row in part]

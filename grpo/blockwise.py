@@ -29,7 +29,7 @@ def in_blocks(objective: Callable[[ObjectiveInputs], ObjectiveOutput], inputs: O
     A dozen operations on [N, T] read and write main memory a dozen times; on a block they stay in the cache, and nothing but
     the gradient is kept for the backward pass. Small inputs, and those being compiled, are evaluated as a whole.
 
-    What carries a gradient reaches `objective` with 0 off the mask, in float32 or better.
+    Blocks have no second derivative. What carries a gradient reaches `objective` with 0 off the mask, in float32 or better.
     """
     num_rows, width = inputs.log_probs.shape
     limit = STEPS_PER_BLOCK.get(inputs.log_probs.device.type, STEPS_PER_BLOCK_ELSEWHERE)

@@ -82,10 +82,11 @@ def as_advantages(value: Any, mask: Bool[Tensor, "N T"]) -> Float[Tensor, " N"] 
     Raises:
         ContractError: another shape, or a number that is not finite where the mask holds.
     """
-    required = f"advantages must be [N] = [{mask.shape[0]}] or [N, T] = {list(mask.shape)}, finite"
+    required = f"advantages must be a tensor [N] = [{mask.shape[0]}] or [N, T] = {list(mask.shape)}, finite"
     if not isinstance(value, Tensor) or value.shape not in (mask.shape[:1], mask.shape):
         raise ContractError(f"{required}; got {describe(value)}.")
     advantages = value.detach().cpu()
+    advantages = advantages.float() if advantages.element_size() < 4 else advantages
     if advantages.dim() == 2:
         advantages = torch.where(mask.cpu(), advantages, 0.0)
     total = np.add.reduce(advantages.numpy(), axis=None, dtype=np.float64)

@@ -29,7 +29,7 @@ class GRPOConfig(Settings):
     num_states_per_iteration: int | None = setting(None, at_least=1)
     """States that `train` draws for one iteration (B). None: all of them."""
     batch_size: int | None = setting(None, at_least=1)
-    """Rows per update. Smaller: more updates per iteration, each noisier and further off-policy. None: all rows."""
+    """Rows per update, on each rank. Smaller: more updates per iteration, each noisier and further off-policy. None: all."""
     micro_batch_size: int | None = setting(None, at_least=1)
     """Rows per forward. Smaller: less memory, the same gradient. None: all rows of the update."""
     num_epochs_per_update: int = setting(1, at_least=1)
@@ -72,6 +72,15 @@ class GRPOConfig(Settings):
     reward: RewardConfig = field(default_factory=RewardConfig)
     """What happens when a reward cannot be had."""
 
+    def __post_init__(self) -> None:
+        """Check every value, and that groups are large enough for what they are compared by."""
+        Settings.__post_init__(self)
+        if self.advantage.k is not None and self.advantage.k > self.group_size:
+            raise ConfigError(
+                f"GRPOConfig.group_size={self.group_size} has fewer rows than the advantage.k={self.advantage.k} attempts it "
+                "is to estimate the best of: raise group_size, or lower k."
+            )
+
 
 def needed_fields(config: GRPOConfig, *, has_own_loss: bool) -> set[str]:
     """What these settings read of a batch beside what every update needs."""
@@ -94,13 +103,11 @@ def require_step_level(config: GRPOConfig) -> None:
         ConfigError: a setting that works on rows.
     """
     loss = config.objective
-    if (
-        loss.ratio_level not in ("step", "none")
-        or loss.surrogate in ("gmpo", "vespo")
-        or loss.sampler_ratio_level == "row"
-    ):
+    looks_at_rows = loss.ratio_level not in ("step", "none") or loss.surrogate in ("gmpo", "vespo")
+    if looks_at_rows or loss.sampler_ratio_level == "row" or loss.off_policy_threshold is not None:
         raise ConfigError(
             "A policy with split_steps() is updated step by step, and this loss looks at rows: "
             f"objective.ratio_level={loss.ratio_level!r}, surrogate={loss.surrogate!r}, "
-            f"sampler_ratio_level={loss.sampler_ratio_level!r}. Set all to those of steps, or leave split_steps() out."
+            f"sampler_ratio_level={loss.sampler_ratio_level!r}, off_policy_threshold={loss.off_policy_threshold}. Set all to "
+            "those of steps, or leave split_steps() out."
         )

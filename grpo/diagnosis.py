@@ -44,12 +44,17 @@ class Diagnosis:
 
     def look(self, metrics: Mapping[str, float], *, measured: Collection[str], several_updates: bool) -> None:
         """Take one iteration's metrics, of which the loss gave those in `measured`: what it did not give says nothing."""
-        nothing_differs = metrics["train/advantages_std"] == 0.0 == metrics["train/advantages_mean"]
-        self._count("all groups are dead", nothing_differs, patience=1)
-        if metrics["train/num_updates"] == 0 or nothing_differs:
+        no_advantage = metrics["train/advantages_std"] == 0.0 == metrics["train/advantages_mean"]
+        dead = metrics["group_stats/zero_variance_fraction"] == 1.0
+        self._count("all groups are dead", no_advantage and dead, patience=1)
+        self._count("all advantages are 0", no_advantage and not dead, patience=1)
+        if metrics["train/num_updates"] == 0 or no_advantage:
             return
+        num_rows = metrics["group_stats/num_groups"] * metrics["group_stats/avg_group_size"]
+        unused = not several_updates and self._config.batch_size is not None and self._config.batch_size > num_rows
+        self._count("batch_size is larger than an iteration", unused, patience=1)
         loss_is_zero = abs(metrics["train/total_loss"]) < TINY < metrics["train/grad_norm"]
-        self._count("the loss is 0", "total_loss" in measured and loss_is_zero and not several_updates, patience=1)
+        self._count("the loss is 0", "policy_loss" in measured and loss_is_zero and not several_updates, patience=1)
         clips = "clip_fraction" in measured and self._config.objective.surrogate == "clip" and several_updates
         self._has_clipped = self._has_clipped or metrics["train/clip_fraction"] > 0.0
         self._count("nothing is ever clipped", clips and not self._has_clipped)
@@ -77,7 +82,7 @@ class Diagnosis:
 ADVICE = {
     "the loss is 0": (
         "with one update per iteration the ratio is exactly 1 and a group's advantages add up to 0, so the loss is 0 whatever "
-        "its gradient is. Watch rewards/mean and train/grad_norm instead."
+        "its gradient is, and nothing is clipped. Watch rewards/mean and train/grad_norm instead."
     ),
     "nothing is ever clipped": (
         "no step has left the clip range, in ten iterations of several updates. Either the updates are small (a larger "
@@ -93,6 +98,15 @@ ADVICE = {
         "an iteration had nothing to learn from: in every group all rewards are equal, or there is one row. Now and then that "
         "is normal. If group_stats/zero_variance_fraction stays near 1, make rewards less sparse, the task easier or harder, "
         "groups larger (group_size), or draw other states (dynamic_sampling_rounds)."
+    ),
+    "all advantages are 0": (
+        "rewards differ within groups, and yet no row is better than another. Look at what is done to them: "
+        "advantage.scale='mean' where no group's mean reward is above 0, negative_only where no reward is below its baseline, "
+        "a reward_clip that makes them equal."
+    ),
+    "batch_size is larger than an iteration": (
+        "all rows go into one update, in which every ratio is 1: nothing is clipped, and surrogates that differ in their "
+        "bounds are the same. For several updates, lower batch_size below the rows of an iteration (states x group_size)."
     ),
     "the entropy has collapsed": (
         "the policy has become nearly deterministic: a twentieth of the entropy it began with. If it did so too early, add an "

@@ -62,7 +62,8 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     Source:
         Shao et al. 2024, arXiv:2402.03300, eq. 3.
     """
-    if config.selects_across_rows and inputs.keep is None and inputs.penalised is None:
+    lacks_keep = inputs.keep is None and (config.top_entropy_fraction < 1.0 or config.surrogate == "clip_cov")
+    if lacks_keep or (inputs.penalised is None and config.surrogate == "kl_cov"):
         keep, penalised = select_steps(
             config,
             mask=inputs.mask,
@@ -70,7 +71,11 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
             advantages=inputs.advantages,
             entropy=None if inputs.entropy is None else inputs.entropy.detach(),
         )
-        inputs = replace(inputs, keep=keep, penalised=penalised)
+        inputs = replace(
+            inputs,
+            keep=keep if inputs.keep is None else inputs.keep,
+            penalised=penalised if inputs.penalised is None else inputs.penalised,
+        )
     return in_blocks(lambda rows: _objective_of(rows, config), inputs)
 
 

@@ -110,8 +110,13 @@ class ObjectiveConfig(Settings):
         uses_length = "fixed_length" in (self.aggregation, self.entropy_aggregation)
         if uses_length != (self.fixed_length is not None):
             raise ConfigError(
-                f"ObjectiveConfig.fixed_length={self.fixed_length} with aggregation={self.aggregation!r}: "
-                "set a length exactly when an aggregation is 'fixed_length'."
+                f"ObjectiveConfig.fixed_length={self.fixed_length} with aggregation={self.aggregation!r}: 'fixed_length' needs "
+                "fixed_length=the longest that a row can be, and the others need fixed_length=None."
+            )
+        if (self.delta, self.dual_clip) != (None, None) and self.surrogate not in ("clip", "clip_cov"):
+            raise ConfigError(
+                f"ObjectiveConfig.delta={self.delta} and dual_clip={self.dual_clip} bound the clipped surrogate, and "
+                f"surrogate={self.surrogate!r} reads neither: leave them None."
             )
         low, high = self.sampler_ratio_low, self.sampler_ratio_high
         if low is not None and high is not None and low > high:

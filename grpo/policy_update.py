@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .adaptive_coefficients import Coefficients
 from .aggregation import step_weights
+from .coercion import describe
 from .config import GRPOConfig
 from .distributed import Engine
 from .errors import ConfigError, ContractError, GRPOWarning, NonFiniteGradientError
@@ -22,7 +23,7 @@ from .metrics import Meter
 from .policy_base import SplitsSteps
 from .selection import select_steps
 from .training_rows import TrainingRows, require_discrete, split_steps
-from .types import ExperienceBatch, ObjectiveInputs, RowIndex, select_rows
+from .types import ExperienceBatch, ObjectiveInputs, ObjectiveOutput, RowIndex, select_rows
 from .update_plan import compose, epoch_of_updates, num_selected, num_updates_per_epoch
 
 TRAIN_MODE_TOLERANCE = 0.05
@@ -124,7 +125,7 @@ class PolicyUpdate:
         """Steps as rows where the policy splits them, and which rows need a forward."""
         if self._splitter is not None:
             rows = split_steps(rows, self._splitter)
-        if self.config.objective.surrogate == "dppo_tv":
+        if self.config.objective.surrogate == "dppo_tv" and not self._has_own_loss:
             require_discrete(rows.batch.actions)
         if not self._zero_advantage_is_inert or self._coefficients.may_be_positive or rows.returns is not None:
             return rows
@@ -165,8 +166,18 @@ class PolicyUpdate:
             if is_first and not self._has_compared_modes and rows.num_replayed == 0:
                 self._compare_modes(inputs)
             output = self._objective(inputs)
+            if not isinstance(output, ObjectiveOutput):
+                raise ContractError(
+                    f"objective must return ObjectiveOutput(loss=..., metrics=...); got {describe(output)}. "
+                    "metrics may be empty."
+                )
             self._gradient.backward(output.loss)
             self.meter.add(output.metrics)
+            if (
+                "total_loss" not in output.metrics
+            ):  # a loss of the caller's may report what it likes; what it is, is known
+                loss = output.loss.detach().double()
+                self.meter.add({"total_loss": torch.stack([torch.zeros_like(loss), loss, torch.zeros_like(loss)])})
             checks.append(check)
         return self._apply(checks)
 
@@ -218,6 +229,11 @@ class PolicyUpdate:
                 f"config.entropy_control needs an exact entropy, and {self._owner} gives none. Return it in "
                 "ActionScores.entropy, or set objective.entropy_estimator='score_function'."
             )
+        if rows.returns is not None and scores.values is None:
+            raise ContractError(
+                f"{self._owner} gave values when its rows were collected, and gives none in an update: the critic would not be "
+                "trained. Return ActionScores.values whenever rows are scored."
+            )
         full_mask = batch.mask[selected]
         width, device = scores.log_probs.shape[1], scores.log_probs.device
         if width > full_mask.shape[1]:
@@ -254,13 +270,7 @@ class PolicyUpdate:
 
     def _apply(self, checks: list[Tensor]) -> bool:
         """Step the optimizer if everything is sound: one transfer to the host for all that has to be known."""
-        own = (
-            checks[0]
-            if len(checks) == 1
-            else torch.stack(checks).sum()
-            if checks
-            else torch.zeros((), dtype=torch.float64)
-        )
+        own = torch.stack(checks).sum() if len(checks) > 1 else next(iter(checks), torch.zeros((), dtype=torch.float64))
         log_probs = self._engine.sum(own)
         if not self._gradient.parameters:
             self._require_finite(log_probs.item())

@@ -2,8 +2,14 @@
 
 Batches are counted in rows, as everywhere here: a paper's 512 prompts of 16 answers are `num_states_per_iteration=512` and
 `group_size=16`, and its mini-batch of 512 answers is `batch_size=512`. Learning rates are those of language models with
-billions of parameters; small networks want a thousand times more. To change something, `dataclasses.replace(presets.dapo(),
-learning_rate=1e-3)`, above all `num_states_per_iteration`: a shorter list of states is repeated to fill it.
+billions of parameters; small networks want a thousand times more. To change something:
+
+    recipe = presets.dapo()
+    config = replace(recipe, learning_rate=1e-3, objective=replace(recipe.objective, clip_high=0.3))   # dataclasses.replace
+
+On a small problem change `num_states_per_iteration` (a shorter list of states is repeated to fill it) and `batch_size` with it:
+rows / batch_size is the number of updates per iteration, and with one update every ratio is 1 and most recipes coincide. Clip
+bounds belong to a learning rate too.
 
 What a paper does not state is left at the default, or taken from the authors' code, and said.
 """
@@ -79,7 +85,8 @@ def dr_grpo(max_length: int = 3000) -> GRPOConfig:
 def gspo() -> GRPOConfig:
     """One ratio per row, its geometric mean over steps, under a very narrow clip.
 
-    The paper splits each iteration's rows into 4 updates; group, batch and learning rate are those of verl's recipe.
+    The bounds fit rows of hundreds of steps and small learning rates: widen them with either (watch `train/clip_fraction`). The
+    paper splits each iteration's rows into 4 updates; group, batch and learning rate are those of verl's recipe.
 
     Source:
         Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 5 to 7, sec. 5.1.

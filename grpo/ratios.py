@@ -51,9 +51,8 @@ def log_ratio_at_level(
 
 def bounded_exp(log_ratio: Float[Tensor, "N #T"]) -> Float[Tensor, "N #T"]:
     """exp of a log-ratio that is bounded to +-20 first; beyond the bounds the gradient is 0."""
-    return hardtanh(
-        log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO
-    ).exp()  # a clamp, with a backward pass of a fifth of the time
+    # hardtanh is a clamp with a backward pass of a fifth of the time
+    return hardtanh(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def mean_over_steps(values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N 1"]:

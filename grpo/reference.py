@@ -62,13 +62,22 @@ def resolve_kl_coef(config: GRPOConfig, policy: Any, reference_policy: Any, *, h
     kl_coef, estimator = config.objective.kl_coef, config.objective.kl_estimator
     if kl_coef is None:
         kl_coef = DEFAULT_KL_COEF if reference_policy is not None else 0.0
+    if estimator == "exact" and reference_policy is not None:
+        raise ConfigError(
+            "objective.kl_estimator='exact' reads the policy's own ActionScores.kl, and would never look at reference_policy: "
+            "leave it out, or estimate the divergence from it with kl_estimator='k3'."
+        )
     has_reference = reference_policy is not None or isinstance(policy, ScoresReference)
     if kl_coef > 0 and estimator != "exact" and not has_reference:
         raise ConfigError(
-            f"objective.kl_coef={kl_coef} needs a reference. Pass reference_policy=..., or set kl_coef=0."
+            f"objective.kl_coef={kl_coef} needs a reference. Pass reference_policy=..., or set kl_coef=0"
+            f"{'' if config.kl_control is None else ' and kl_control=None'}."
         )
     if kl_coef == 0 and config.kl_control is not None:
-        raise ConfigError("config.kl_control needs a KL term to control: set objective.kl_coef above 0.")
+        raise ConfigError(
+            "config.kl_control needs a KL term to control. Pass reference_policy=copy.deepcopy(policy) with objective.kl_coef "
+            "above 0, or set kl_control=None."
+        )
     if kl_coef > 0 and estimator == "k1" and not has_own_loss:
         warnings.warn(
             "objective.kl_estimator='k1' as a loss has a gradient of zero in expectation: it adds noise and no pull. "

@@ -48,6 +48,11 @@ class RecentRows:
             num_replayed=batch.num_rows - rows.batch.num_rows,
         )
 
+    def forget_reference(self) -> None:
+        """The reference has moved: what it said of these rows is no longer so."""
+        kept = [replace(rows, batch=replace(rows.batch, ref_log_probs=None)) for rows in self._recent]
+        self._recent = deque(kept, maxlen=self._limit)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that is remembered."""
         return {"rows": [_as_dict(rows) for rows in self._recent]}

@@ -122,6 +122,10 @@ def score_in_parts(
 
     def together(name: str) -> Any:
         values = [getattr(scores, name) for scores in scored]
+        if name == "final_values" and any(value is not None for value in values):  # None says that all rows terminated
+            values = [
+                s.log_probs.new_zeros(len(s.mask)) if v is None else v for s, v in zip(scored, values, strict=True)
+            ]
         if any(value is None for value in values):
             return None
         return torch.cat([pad_steps(value, width, 0) if value.dim() == 2 else value for value in values])[order]

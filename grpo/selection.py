@@ -60,6 +60,7 @@ def select_steps(
             )
         keep = whole(lambda all_steps: top_entropy_steps(all_steps, config.top_entropy_fraction), entropy)
     if config.surrogate in ("clip_cov", "kl_cov"):
+        log_probs = log_probs.float() if log_probs.element_size() < 4 else log_probs
         per_step = advantages.to(log_probs) if advantages.dim() == 2 else advantages.to(log_probs).unsqueeze(1)
         pairs = torch.stack([log_probs, per_step.expand_as(log_probs)], dim=-1)
         if config.surrogate == "kl_cov":

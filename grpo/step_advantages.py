@@ -186,9 +186,8 @@ def generalized_advantages(
     next_value = after if final_values is None else final_values.double()
     next_advantage = after
     discount = torch.tensor(gamma, dtype=torch.float64)
-    begun = torch.zeros(
-        len(mask), dtype=torch.bool, device=mask.device
-    )  # from the row's last valid step backwards; padding on the right takes no time
+    # from a row's last valid step backwards: padding on the right takes no time
+    begun = torch.zeros(len(mask), dtype=torch.bool, device=mask.device)
     columns = []
     for t in reversed(range(mask.shape[1])):
         valid = mask[:, t]

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import hardshrink
 
-from .divergence import MAX_LOG_RATIO
+from .ratios import bounded_exp, mean_over_steps
 
 Surrogate = Literal["clip", "none", "cispo", "sapo", "gmpo", "vespo", "dro", "dppo_tv", "kl_cov", "clip_cov"]
 
@@ -168,8 +168,7 @@ def gmpo_surrogate(
     """
     low = math.log1p(-clip_low) if clip_low < 1.0 else -math.inf
     pessimistic = torch.where(advantages > 0, log_ratio.clamp(max=math.log1p(clip_high)), log_ratio.clamp(min=low))
-    means = pessimistic.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    return -advantages * means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(log_ratio)
+    return -advantages * bounded_exp(mean_over_steps(pessimistic, mask)).expand_as(log_ratio)
 
 
 def vespo_surrogate(
@@ -214,18 +213,19 @@ def dro_surrogate(
     *,
     beta: float,
 ) -> Float[Tensor, "N T"]:
-    """DRO: REINFORCE with a quadratic pull towards the old policy instead of an importance weight.
+    """DRO per step: REINFORCE with a quadratic pull towards the old policy instead of an importance weight.
 
     l[n,t] = -A[n,t] log_probs[n,t] + beta / 2 (log rho[n,t])^2
 
     Args:
-        log_ratio: log rho, with gradient; at `row_sum` it is the paper's, of the whole row.
+        log_ratio: log rho, with gradient.
         log_probs: with gradient.
         advantages: how much better than its baseline.
         beta: larger stays closer to the policy that sampled.
 
     Source:
-        Richemond et al. 2024 (DRO), arXiv:2405.19107, eq. 4, without its learned value.
+        Richemond et al. 2024 (DRO), arXiv:2405.19107, eq. 4, per step instead of per row, anchored to the old policy instead of
+        a reference, and without its learned value.
     """
     return -advantages * log_probs + 0.5 * beta * log_ratio.square()
 
@@ -242,8 +242,9 @@ def dppo_tv_surrogate(
 
     l[n,t] = -m[n,t] rho[n,t] A[n,t],  m = 0 where pi - mu > limit and A > 0, and where mu - pi > limit and A < 0, else 1
 
-    with mu the probability the step was sampled with. For probabilities alone: a density may be larger than 1, and a difference
-    of densities is no distance.
+    with mu the probability the step was sampled with. The paper's ratio is pi / mu as well: with a sampler that is not the
+    policy, correct for it (`sampler_correction`). For probabilities alone: a density may be larger than 1, and a difference of
+    densities is no distance.
 
     Args:
         ratio: pi / pi_old, with gradient.
@@ -288,4 +289,5 @@ def kl_cov_surrogate(
 
 def _either(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
     """One of two numbers, not rounded to float32 on the way as `torch.where` does with plain floats."""
-    return torch.where(condition, torch.tensor(yes, dtype=dtype), torch.tensor(no, dtype=dtype))
+    one, other = (torch.full((), number, dtype=dtype, device=condition.device) for number in (yes, no))
+    return torch.where(condition, one, other)

@@ -96,14 +96,17 @@ class GRPOTrainer:
         self.engine: Engine = engine or OneProcess()
         drawn = int(torch.randint(2**31, ())) if config.seed is None else config.seed
         self.data_seed: int = self.engine.gather_objects(drawn)[0]
-        if (
-            config.seed is not None or self.engine.num_ranks > 1
-        ):  # ranks that draw the same numbers sample the same actions
+        if config.seed is not None or self.engine.num_ranks > 1:
+            # ranks that draw the same numbers would sample the same actions
             seed_everything((self.data_seed + self.engine.rank) % 2**64)
         for model in (policy, self.reward_model, reference_policy):
             if config.device is not None and model is not None:
                 model.to(config.device)
         parameters = policy.get_parameters()
+        if advantages is not None and config.advantage.credit == "gae":
+            raise ConfigError(
+                "advantages=... stands in for the estimator that advantage.credit='gae' trains the critic by: keep one of them."
+            )
         require_reference(config, policy, reference_policy)
         require_equal_weights(self.engine, parameters)
         kl_coef = resolve_kl_coef(config, policy, reference_policy, has_own_loss=objective is not None)
@@ -182,7 +185,8 @@ class GRPOTrainer:
         rounds = self.config.dynamic_sampling_rounds
         if rounds == 0:
             return self._complete(self.collector.collect(states))
-        return self._complete(collect_live_groups(self.collector.collect, states, more_states, rounds))
+        clip = self.config.advantage.reward_clip
+        return self._complete(collect_live_groups(self.collector.collect, states, more_states, rounds, clip))
 
     def update(self, batch: ExperienceBatch) -> dict[str, float]:
         """The second half of `step`: all updates on one batch, collected here or elsewhere."""
@@ -202,6 +206,7 @@ class GRPOTrainer:
         if every is not None and self.iteration % every == 0:
             parameters = self.reference_policy.get_parameters()
             move_reference(parameters, self.policy.get_parameters(), self.config.reference_mix)
+            self.recent.forget_reference()
         metrics = self._report(everyone, groups, advantages, rows, counts)
         seconds = time.perf_counter() - start
         return {**metrics, "time/update": seconds, "time/iteration": seconds}
@@ -370,7 +375,10 @@ class GRPOTrainer:
             all_advantages, _ = self.engine.gather(advantages)
         is_fresh = self.collector.scores_itself and self.policy_update.num_updates(batch) == 1
         rows = TrainingRows(batch=batch, advantages=advantages, returns=returns, old_is_current=is_fresh)
-        return everyone, groups, all_advantages, self.recent.join(rows)
+        rows = self.recent.join(rows)
+        if rows.num_replayed:  # where the reference has moved, what it says of them has been forgotten
+            rows = replace(rows, batch=self._complete(rows.batch))
+        return everyone, groups, all_advantages, rows
 
     def _report(
         self,

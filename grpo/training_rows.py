@@ -71,9 +71,14 @@ def split_steps(rows: TrainingRows, policy: SplitsSteps) -> TrainingRows:
 def require_discrete(actions: Any) -> None:
     """Refuse real-valued actions, whose log-probs are of densities."""
     first = actions[0] if len(actions) else 0
-    kind = first.dtype.is_floating_point if isinstance(first, Tensor) else np.asarray(first, dtype=object).ravel()[:1]
-    is_real = kind if isinstance(kind, bool) else any(isinstance(entry, float | np.floating) for entry in kind)
-    if is_real:
+    parts = first.tolist() if isinstance(first, Tensor) else first
+    entries = np.asarray(parts, dtype=object).ravel()
+    numbers = [entry.tolist() if isinstance(entry, Tensor) else entry for entry in entries]
+    # floats that are whole numbers may well be classes
+    if any(
+        isinstance(number, float | np.floating) and not float(number).is_integer()
+        for number in np.hstack(numbers or [0])
+    ):
         raise ConfigError(
             "objective.surrogate='dppo_tv' compares probabilities of actions, and these actions are real numbers, which have "
             "densities. Use surrogate='clip' with continuous actions."

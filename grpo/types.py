@@ -142,8 +142,8 @@ class ExperienceBatch:
         rewards: Any,
         group_ids: Any,
         behaviour_log_probs: Tensor | None = None,
-        mask: Tensor | None = None,
-        state_keys: Tensor | None = None,
+        mask: Any = None,
+        state_keys: Any = None,
     ) -> "ExperienceBatch":
         """A batch from rollouts made elsewhere, ready for `trainer.update`.
 
@@ -174,6 +174,10 @@ class ExperienceBatch:
         if mask is None:
             shape = (count, 1) if behaviour_log_probs is None else behaviour_log_probs.shape
             mask = torch.ones(shape, dtype=torch.bool)
+        mask = torch.as_tensor(mask)
+        state_keys = None if state_keys is None else torch.as_tensor(state_keys)
+        if state_keys is not None and (state_keys.dim() != 2 or state_keys.is_floating_point()):
+            raise ContractError(f"{owner}: state_keys must be integers [N, T], like mask; got {describe(state_keys)}.")
         if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != count:
             raise ContractError(f"{owner}: mask must be bool [N, T] with N = {count}; got {describe(mask)}.")
         rewards = as_rewards(f"{owner}: rewards", rewards, count)

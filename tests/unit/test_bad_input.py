@@ -509,7 +509,7 @@ def test_advantages_that_are_not_one_number_per_row_or_step(make: Any, got: str)
         advantages=lambda batch: make(batch.num_rows),
     )
     before = state_of(trainer)
-    with as_users_run_it(), pytest.raises(ContractError, match=rf"advantages must be \[N\] = \[8\].*{got}"):
+    with as_users_run_it(), pytest.raises(ContractError, match=rf"advantages must be a tensor \[N\] = \[8\].*{got}"):
         trainer.step(["a", "b"])
     assert state_of(trainer) == before
 

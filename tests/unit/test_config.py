@@ -210,6 +210,8 @@ def advantages_apart(values: dict[str, Any]) -> dict[str, Any]:
 def objectives_apart(values: dict[str, Any]) -> dict[str, Any]:
     """Likewise: bounds in order, and `delta` beyond the one that clips."""
     values = in_order("sampler_ratio_low", "sampler_ratio_high", in_order("cov_low", "cov_high", values))
+    if values["surrogate"] not in ("clip", "clip_cov"):
+        values = values | {"delta": None, "dual_clip": None}
     return values | {"delta": values["delta"] and values["delta"] + values["clip_high"]}
 
 
@@ -225,7 +227,7 @@ APART: dict[type, Callable[[dict[str, Any]], dict[str, Any]]] = {
     KLControl: lambda values: in_order("coef_min", "coef_max", values),
     EntropyControl: lambda values: in_order("coef_min", "coef_max", values),
     RewardConfig: dict,
-    GRPOConfig: dict,
+    GRPOConfig: lambda values: values | {"group_size": max(values["group_size"], values["advantage"].k or 1)},
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import ActionScores, GRPOConfig, GRPOTrainer, ObjectiveConfig, ObjectiveOutput
+from grpo import ActionScores, AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, ObjectiveOutput
 from grpo.diagnosis import ADVICE
 from tests.policies import TablePolicy
 
@@ -78,6 +78,19 @@ def test_a_reference_that_is_copied_every_time_has_no_kl(caplog: pytest.LogCaptu
 def test_dead_groups(caplog: pytest.LogCaptureFixture) -> None:
     run(3, rewards=(1.0, 1.0, 0.3, 0.3))
     assert said(caplog) == ["all groups are dead"]
+
+
+def test_advantages_that_are_made_0_are_told_from_rewards_that_are_equal(caplog: pytest.LogCaptureFixture) -> None:
+    run(2, rewards=(-1.0, 0.0, -2.0, -3.0), advantage=AdvantageConfig(scale="mean"))
+    assert said(caplog) == ["all advantages are 0"]
+
+
+@pytest.mark.parametrize(("batch_size", "is_said"), [(5, True), (4, False), (2, False), (None, False)])
+def test_a_batch_size_that_no_iteration_fills(
+    batch_size: int | None, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(2, batch_size=batch_size)
+    assert ("batch_size is larger than an iteration" in said(caplog)) == is_said
 
 
 def test_one_live_group_is_enough(caplog: pytest.LogCaptureFixture) -> None:

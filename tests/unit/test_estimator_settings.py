@@ -325,9 +325,9 @@ def test_baselines_of_rows_are_refused_for_steps_by_the_name_of_the_setting(sett
         ({"baseline": "max_at_k"}, r"k=None with baseline='max_at_k'"),
         ({"negative_only": True, "positive_weight": 0.5}, r"contradict each other"),
         ({"credit": "gae", "scale": "group"}, r"scale='group' is over groups"),
-        ({"several_rewards": "normalize_each", "credit": "gae"}, r"leave credit"),
-        ({"several_rewards": "normalize_each", "reward_clip": 1.0}, r"leave credit"),
-        ({"several_rewards": "normalize_each", "normalize_rewards": True}, r"leave credit"),
+        ({"several_rewards": "normalize_each", "credit": "gae"}, r"reads nothing else"),
+        ({"several_rewards": "normalize_each", "reward_clip": 1.0}, r"reads nothing else"),
+        ({"several_rewards": "normalize_each", "normalize_rewards": True}, r"reads nothing else"),
     ],
 )
 def test_settings_that_contradict_one_another_are_refused(settings, message):

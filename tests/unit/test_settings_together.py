@@ -19,6 +19,7 @@ from grpo import (
     GRPOTrainer,
     KLControl,
     ObjectiveConfig,
+    ObjectiveOutput,
     RewardConfig,
     WeightedRewards,
 )
@@ -233,3 +234,151 @@ def test_a_policy_with_densities_is_refused_before_it_is_trained() -> None:
     )
     with pytest.raises(ConfigError, match="real numbers, which have"):
         trainer.step(["a"])
+
+
+def test_a_group_has_as_many_rows_as_attempts() -> None:
+    advantage = AdvantageConfig(baseline="max_at_k", k=4)
+    assert GRPOConfig(group_size=4, advantage=advantage).group_size == 4
+    with pytest.raises(ConfigError, match=r"group_size=3 has fewer rows than the advantage.k=4 attempts"):
+        GRPOConfig(group_size=3, advantage=advantage)
+
+
+@pytest.mark.parametrize("bound", [{"delta": 4.0}, {"dual_clip": 3.0}])
+def test_bounds_of_the_clip_are_refused_where_nothing_is_clipped_by_them(bound: dict[str, float]) -> None:
+    for surrogate in ("clip", "clip_cov"):
+        assert ObjectiveConfig(surrogate=surrogate, **bound)
+    with pytest.raises(ConfigError, match=r"surrogate='cispo' reads neither"):
+        ObjectiveConfig(surrogate="cispo", **bound)
+
+
+def test_a_loss_of_the_callers_returns_an_output() -> None:
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, seed=0),
+        policy=TablePolicy(script=[[0, 1], [1, 0]]),
+        reward_model=lambda states, actions: [float(action) for action in actions],
+        objective=lambda inputs: inputs.log_probs.sum(),
+    )
+    with pytest.raises(ContractError, match=r"objective must return ObjectiveOutput\(.*\); got \[\] float64"):
+        trainer.step(["a", "b"])
+
+
+def test_a_loss_that_reports_nothing_is_reported_itself() -> None:
+    """The sum over all micro-batches: 5 of each of two."""
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, micro_batch_size=2, seed=0),
+        policy=TablePolicy(script=[[0, 1], [1, 0]]),
+        reward_model=lambda states, actions: [float(action) for action in actions],
+        objective=lambda inputs: ObjectiveOutput(loss=0 * inputs.log_probs.sum() + 5.0, metrics={}),
+    )
+    assert trainer.step(["a", "b"])["train/total_loss"] == 10.0
+
+
+def test_a_critic_is_trained_by_the_estimator_alone() -> None:
+    with pytest.raises(
+        ConfigError, match=r"advantages=... stands in for the estimator that advantage.credit='gae' trains"
+    ):
+        GRPOTrainer(
+            config=GRPOConfig(advantage=AdvantageConfig(credit="gae")),
+            policy=Critic(),
+            reward_model=totals,
+            advantages=lambda batch: torch.zeros(batch.num_rows),
+        )
+
+
+def test_a_critic_that_is_silent_in_updates_is_told_so() -> None:
+    class SilentInUpdates(Critic):
+        def score_actions(self, states: Any, actions: Any) -> ActionScores:
+            scores = super().score_actions(states, actions)
+            return dataclasses.replace(scores, values=None) if self.training else scores
+
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, advantage=AdvantageConfig(credit="gae"), seed=0),
+        policy=SilentInUpdates(),
+        reward_model=totals,
+    )
+    with pytest.raises(ContractError, match=r"the critic would not be trained"):
+        trainer.step([0, 1])
+
+
+def test_a_critic_in_half_precision_is_trained_towards_returns_in_float32() -> None:
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    batch = ExperienceBatch.from_rows([0, 0], [0, 0], [[1.0, 0.25], [0.5, 0.125]], [0, 0], mask=mask)
+    batch = dataclasses.replace(batch, values=torch.full((2, 2), 0.3, dtype=torch.bfloat16))
+    estimate = AdvantageEstimator(AdvantageConfig(credit="gae", gae_lambda=1.0)).estimate(batch)
+    assert estimate.returns is not None
+    assert estimate.returns.dtype == estimate.advantages.dtype == torch.float32
+    assert estimate.returns.tolist() == [
+        [1.25, 0.25],
+        [0.625, 0.125],
+    ]  # the discounted returns, not rounded to bfloat16
+
+
+def test_advantages_of_the_callers_may_be_in_half_precision() -> None:
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2),
+        policy=TablePolicy(script=[[0, 1], [1, 0]]),
+        reward_model=lambda states, actions: [1.0, 0.0, 0.0, 1.0],
+        advantages=lambda batch: (batch.rewards - 0.5).to(torch.bfloat16),
+    )
+    assert trainer.step(["a", "b"])["train/num_updates"] == 1
+
+
+@pytest.mark.parametrize("baseline", ["none", "global_mean"])
+def test_rewards_that_are_all_the_same_are_not_divided_by_rounding(baseline: Any) -> None:
+    estimator = AdvantageEstimator(AdvantageConfig(baseline=baseline, normalize_rewards=True))
+    advantages = estimator(ExperienceBatch.from_rows([0] * 3, [0] * 3, [0.1] * 3, [0] * 3))
+    assert advantages.tolist() == pytest.approx([0.1] * 3 if baseline == "none" else [0.0] * 3, abs=1e-12)
+
+
+def test_a_reference_that_has_moved_is_asked_again_about_replayed_rows() -> None:
+    seen = []
+
+    def objective(inputs: Any) -> ObjectiveOutput:
+        seen.append(inputs.ref_log_probs)
+        return ObjectiveOutput(loss=-(inputs.log_probs.squeeze(1) * inputs.advantages).mean(), metrics={})
+
+    policy, reference = TablePolicy(script=[[0, 1], [1, 0]]), TablePolicy()
+    trainer = GRPOTrainer(
+        config=GRPOConfig(
+            group_size=2, replay_iterations=1, reference_sync_every=1, objective=ObjectiveConfig(kl_coef=0.1)
+        ),
+        policy=policy,
+        reward_model=lambda states, actions: [1.0, 0.0, 0.0, 1.0],
+        reference_policy=reference,
+        optimizer=torch.optim.SGD(policy.parameters(), lr=1.0),
+        objective=objective,
+    )
+    trainer.step(["a", "b"])
+    moved = reference.logits.detach().log_softmax(1)
+    trainer.step(["a", "b"])
+    new, replayed = seen[1][:4], seen[1][4:]
+    assert torch.equal(new, replayed)  # the same states and actions: one reference, one answer
+    assert torch.equal(replayed.squeeze(1), torch.stack([moved[0, 0], moved[0, 1], moved[1, 1], moved[1, 0]]))
+
+
+def test_dynamic_sampling_sees_rewards_as_they_are_bounded() -> None:
+    """5 and 6 are the same once rewards are at most 1: the group teaches nothing, and is left out."""
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, dynamic_sampling_rounds=1, advantage=AdvantageConfig(reward_clip=1.0)),
+        policy=TablePolicy(range(4)),
+        reward_model=lambda states, actions: [5.0, 6.0] if states[0] == 0 else [0.0, 1.0],
+    )
+    batch = trainer.collect([0], more_states=lambda: [1])
+    assert batch.states == [1, 1]
+    assert batch.metrics["group_stats/num_left_out"] == 1
+
+
+def test_what_draws_have_cost_counts_whether_or_not_their_groups_stay() -> None:
+    count = iter(range(10))
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        return [math.nan, 1.0, 1.0] if next(count) < 2 else [math.nan, 0.0, 1.0]
+
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=3, dynamic_sampling_rounds=3, reward=RewardConfig(non_finite="drop")),
+        policy=TablePolicy(range(4)),
+        reward_model=reward,
+    )
+    batch = trainer.collect([0], more_states=lambda: [1])
+    assert batch.metrics["rows/dropped"] == 3
+    assert batch.metrics["group_stats/num_rounds"] == 2

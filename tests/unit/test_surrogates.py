@@ -395,7 +395,8 @@ def test_at_ratio_one_every_surrogate_has_the_reinforce_gradient(surrogate, old)
     weights = torch.where(mask, double([[0.5], [0.25], [2.0]]), 0.0)
     advantages = double([1.5, -0.5, 0.25])
     chosen = {"keep": mask} if surrogate == "clip_cov" else {"penalised": mask} if surrogate == "kl_cov" else {}
-    config = ObjectiveConfig(surrogate=surrogate, delta=4.0, dual_clip=3.0)
+    bounds = {"delta": 4.0, "dual_clip": 3.0} if surrogate in ("clip", "clip_cov") else {}
+    config = ObjectiveConfig(surrogate=surrogate, **bounds)
     _, gradient = loss_and_gradient(
         log_probs,
         advantages,
