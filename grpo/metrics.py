@@ -119,11 +119,13 @@ def mean_and_std(values: NDArray[np.float64], ddof: int) -> tuple[float, float]:
 
 def _quantiles(values: NDArray[Any], fractions: Sequence[float]) -> list[float]:
     """`np.quantile` (linear), several at once, at a fifth of its time for a thousand values."""
-    places = [(len(values) - 1) * fraction for fraction in fractions]
-    below, above = [math.floor(place) for place in places], [math.ceil(place) for place in places]
-    ordered = np.partition(values, sorted({*below, *above}))
-    parts = zip(ordered[below].tolist(), ordered[above].tolist(), places, below, strict=True)
-    return [low + (high - low) * (place - floor) for low, high, place, floor in parts]
+    ordered, last = np.sort(values), len(values) - 1
+    found = []
+    for fraction in fractions:
+        below = int(last * fraction)
+        low, high = ordered.item(below), ordered.item(min(below + 1, last))
+        found.append(low + (high - low) * (last * fraction - below))
+    return found
 
 
 @runtime_checkable
