@@ -1,130 +1,125 @@
-"""A loss that is a sum over rows, evaluated in blocks of rows that stay in the processor's cache."""
+"""A loss that is a sum over rows, evaluated in blocks of rows that stay in the processor's cache, with its gradient."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from jaxtyping import Float, Float64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .masking import reads_at_once
 from .types import ObjectiveInputs, ObjectiveOutput
 
-STEPS_PER_BLOCK = {"cpu": 2**18}
-"""How many steps are evaluated at a time, by device: few enough that temporaries stay in the last cache."""
+STEPS_PER_BLOCK = {"cpu": 2**17}
+"""How many steps are evaluated at a time, by device: few enough that temporaries stay in the cache."""
 
 STEPS_PER_BLOCK_ELSEWHERE = 2**23
 """On an accelerator a block has to keep the whole device busy; there it only bounds the memory that temporaries take."""
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers as wide as a float, by bytes."""
-
 DIFFERENTIABLE = ("log_probs", "entropy", "kl", "values")
-"""The inputs that carry a gradient."""
+"""The inputs that may carry a gradient."""
 
 
-def in_blocks(objective: Callable[[ObjectiveInputs], ObjectiveOutput], inputs: ObjectiveInputs) -> ObjectiveOutput:
-    """`objective(inputs)`, block of rows by block of rows, each with its gradient; for an objective that is a sum over rows.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """What is known of some rows: their loss, and its gradient in closed form."""
 
-    A dozen operations on [N, T] read and write main memory a dozen times; on a block they stay in the cache, and nothing but
-    the gradient is kept for the backward pass. Small inputs, and those being compiled, are evaluated as a whole.
+    loss: Float64[Tensor, ""]
+    gradients: Mapping[str, Float[Tensor, "N T"]]
+    """By input, of those that were asked for and that a term reads; 0 off the mask."""
+    names: tuple[str, ...]
+    """Of the metrics."""
+    moments: Float64[Tensor, "M 3"]
+    """Their (count, sum, sum of squares)."""
 
-    Blocks have no second derivative. What carries a gradient reaches `objective` with 0 off the mask, in float32 or better.
+
+Evaluate = Callable[[ObjectiveInputs, Collection[str]], Evaluated]
+"""Rows, and the names of inputs whose gradient is wanted -> the loss of these rows."""
+
+
+def in_blocks(evaluate: Evaluate, inputs: ObjectiveInputs) -> ObjectiveOutput:
+    """`evaluate`, block of rows by block of rows; for an objective that is a sum over rows.
+
+    Dozens of operations on [N, T] read and write main memory as often; on a block they stay in the cache. There is no graph:
+    `evaluate` gives the gradient beside the loss, and that is all that is kept for the backward pass. Small inputs are one
+    block, and so are those being compiled. A second derivative is not to be had.
     """
     num_rows, width = inputs.log_probs.shape
     limit = STEPS_PER_BLOCK.get(inputs.log_probs.device.type, STEPS_PER_BLOCK_ELSEWHERE)
     rows = max(limit // max(width, 1), 1)
-    if num_rows < 2 * rows or torch.compiler.is_compiling():
-        return objective(_masked(inputs))
-    metrics: dict[str, Tensor] = {}
-    leaves = [getattr(inputs, name) for name in DIFFERENTIABLE]
+    wanted = _wanted(inputs)
+    with torch.no_grad():
+        if num_rows < 2 * rows or torch.compiler.is_compiling():
+            whole = evaluate(inputs, wanted)
+        else:
+            whole = _sum_of_blocks(evaluate, inputs, wanted, rows)
+        dtype = torch.promote_types(inputs.log_probs.dtype, torch.float32)
+        loss = whole.loss.to(dtype)
+    names = list(whole.gradients)
+    if names:
+        leaves = [getattr(inputs, name) for name in names]
+        gradients = [whole.gradients[name].to(leaf.dtype) for name, leaf in zip(names, leaves, strict=True)]
+        loss = _WithGradients.apply(loss, gradients, *leaves)  # type: ignore[no-untyped-call]
+    return ObjectiveOutput(loss=loss, metrics=dict(zip(whole.names, whole.moments.unbind(0), strict=True)))
+
+
+def _wanted(inputs: ObjectiveInputs) -> tuple[str, ...]:
+    """The inputs that carry a gradient."""
     if not torch.is_grad_enabled():
-        leaves = [None if leaf is None else leaf.detach() for leaf in leaves]
-    loss: Tensor = _Blocks.apply(objective, inputs, rows, metrics, *leaves)  # type: ignore[no-untyped-call]
-    return ObjectiveOutput(loss=loss, metrics=metrics)
+        return ()
+    values = [(name, getattr(inputs, name)) for name in DIFFERENTIABLE]
+    return tuple(name for name, value in values if value is not None and value.requires_grad)
 
 
-class _Blocks(torch.autograd.Function):
-    """Forward computes each block's gradient as well; backward hands them out, scaled."""
+def _sum_of_blocks(
+    evaluate: Evaluate, inputs: ObjectiveInputs, wanted: Collection[str], rows: int
+) -> Evaluated:
+    """All rows, from blocks of so many."""
+    gradients: dict[str, Tensor] = {}  # an input that no block looks at has none
+    blocks: list[Evaluated] = []
+    for start in range(0, len(inputs.mask), rows):
+        here = slice(start, start + rows)
+        block = evaluate(_rows_of(inputs, here), wanted)
+        for name, gradient in block.gradients.items():
+            if name not in gradients:
+                gradients[name] = torch.empty_like(getattr(inputs, name))
+            gradients[name][here] = gradient
+        blocks.append(replace(block, gradients={}))
+    return Evaluated(
+        loss=torch.stack([block.loss for block in blocks]).sum(),
+        gradients=gradients,
+        names=blocks[0].names,
+        moments=torch.stack([block.moments for block in blocks]).sum(0),
+    )
+
+
+class _WithGradients(torch.autograd.Function):
+    """A loss whose gradient is known already; backward hands it out, scaled."""
 
     @staticmethod
-    def forward(ctx: Any, objective: Any, inputs: ObjectiveInputs, rows: int, metrics: Any, *leaves: Any) -> Tensor:
-        """The sum of the blocks' losses; `metrics` is filled with the sums of theirs."""
-        del leaves  # they are in `inputs`; here they tell autograd what this depends on
-        wanted = dict(zip(DIFFERENTIABLE, ctx.needs_input_grad[4:], strict=True))
-        names = [name for name in DIFFERENTIABLE if wanted[name]]
-        gradients: dict[str, Tensor] = {}  # an input that no block looks at has none
-        losses = []
-        for start in range(0, len(inputs.mask), rows):
-            here = slice(start, start + rows)
-            block = _rows_of(inputs, here, names)
-            with torch.set_grad_enabled(bool(names)):
-                output = objective(block)
-            if names:
-                found: Sequence[Tensor | None] = [None] * len(names)
-                if output.loss.requires_grad:  # else no term looks at what carries a gradient
-                    found = torch.autograd.grad(
-                        output.loss, [getattr(block, name) for name in names], allow_unused=True
-                    )
-                for name, gradient in zip(names, found, strict=True):
-                    if gradient is not None:
-                        whole = gradients[name] if name in gradients else torch.zeros_like(getattr(inputs, name))
-                        gradients[name] = whole
-                        # where the mask does not hold nothing was read, whatever a sum over steps says
-                        whole[here] = on_mask(gradient, block.mask)
-            losses.append(output.loss.detach())
-            for name, moments in output.metrics.items():
-                metrics[name] = metrics[name] + moments if name in metrics else moments
-        ctx.gradients = [gradients.get(name) for name in DIFFERENTIABLE]
-        total = (
-            torch.stack(losses).sum(dtype=torch.float64)
-            if losses[0].device.type == "cpu"
-            else torch.stack(losses).sum()
-        )
-        return total.to(losses[0].dtype)
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *leaves: Tensor) -> Tensor:
+        """The loss; `leaves` tell autograd what it depends on."""
+        del leaves
+        ctx.gradients = gradients
+        return loss.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
         """The stored gradients, times what comes from above (1, as a rule)."""
         (scale,) = upstream
-        if scale.device.type == "cpu" and scale.item() == 1.0:
-            scaled = ctx.gradients
-        else:
-            scaled = [None if gradient is None else gradient * scale for gradient in ctx.gradients]
-        return None, None, None, None, *scaled
+        if reads_at_once(scale) and scale.item() == 1.0:
+            return None, None, *ctx.gradients
+        return None, None, *(gradient * scale for gradient in ctx.gradients)
 
 
-def _rows_of(inputs: ObjectiveInputs, rows: slice, differentiable: list[str]) -> ObjectiveInputs:
-    """Some rows of everything; leaves of a graph of their own, masked before it begins: that costs no backward pass."""
+def _rows_of(inputs: ObjectiveInputs, rows: slice) -> ObjectiveInputs:
+    """Some rows of everything."""
     parts: dict[str, Any] = {}
     for field in fields(inputs):
         value = getattr(inputs, field.name)
         if isinstance(value, Tensor):
-            parts[field.name] = value[rows].detach()
-    block = _masked(replace(inputs, **parts))
-    for name in differentiable:
-        getattr(block, name).requires_grad_()
-    return block
-
-
-def _masked(inputs: ObjectiveInputs) -> ObjectiveInputs:
-    """Everything that may carry a gradient is 0 off the mask."""
-    values = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
-    masked: dict[str, Any] = {name: on_mask(value, inputs.mask) for name, value in values.items() if value is not None}
-    return replace(inputs, **masked)
-
-
-def on_mask(values: Tensor, mask: Tensor) -> Tensor:
-    """Values with 0 off the mask, in float32 or better: what is off the mask (NaN, say) reaches no gradient.
-
-    On the CPU, where no gradient is wanted, by multiplying bit patterns: NaN x 0 is NaN, its bits x 0 are 0. That takes a third
-    of the time of a selection.
-    """
-    needs_grad = values.requires_grad and torch.is_grad_enabled()
-    if needs_grad or values.device.type != "cpu" or torch.compiler.is_compiling():
-        clean = torch.where(mask, values, 0.0)
-    else:
-        bits = INTEGERS[values.element_size()]
-        clean = (values.view(bits) * mask.view(torch.uint8).to(bits)).view(values.dtype)
-    return clean.float() if clean.element_size() < 4 else clean
+            parts[field.name] = value[rows]
+    return replace(inputs, **parts)

@@ -1,13 +1,11 @@
 """What the loss tells about itself, computed beside it and without a synchronisation."""
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from .divergence import MAX_LOG_RATIO
 from .metrics import moments, total
-from .objective_config import ObjectiveConfig
-from .ratios import bounded_exp
+from .objective_steps import Steps
 from .surrogates import clip_bounds
 
 CLIP_METRICS = ("clip_fraction_low", "clip_fraction_high", "clip_fraction", "ratio_clamped_fraction")
@@ -15,77 +13,75 @@ CLIP_METRICS = ("clip_fraction_low", "clip_fraction_high", "clip_fraction", "rat
 
 
 def objective_metrics(
-    *,
-    shares: dict[str, Tensor],
-    spread: dict[str, Tensor],
-    ratio: Float[Tensor, "N #T"] | None,
-    log_ratio: Float[Tensor, "N #T"],
-    step_log_ratio: Float[Tensor, "N T"],
-    moved: Float[Tensor, "N T"] | None,
-    advantages: Float[Tensor, "N #T"],
-    mask: Bool[Tensor, "N T"],
+    shares: dict[str, Float[Tensor, ""]],
+    spread: dict[str, Float[Tensor, "N T"]],
+    steps: Steps,
     counted: Bool[Tensor, "N T"] | None,
-    config: ObjectiveConfig,
-) -> dict[str, Float[Tensor, "3"]]:
+) -> tuple[tuple[str, ...], Float64[Tensor, "M 3"]]:
     """All metrics as rows (count, sum, sum of squares) of one float64 tensor: one transfer when they are read.
 
     Args:
         shares: terms of the loss.
-        spread: [N, T] values that are averaged, 0 off the mask.
-        ratio: at the ratio level; None where it is 1 by construction: then nothing is clipped, and nothing need be counted.
-        log_ratio: its logarithm.
-        step_log_ratio: per step, 0 off the mask.
-        moved: pi - pi_old per step, where the surrogate bounds that instead of the ratio.
-        advantages: decide which bound counts.
-        mask: the valid steps.
-        counted: those whose surrogate counts; None: all.
-        config: the bounds.
+        spread: values that are averaged, 0 off the mask.
+        steps: the rows.
+        counted: those steps whose surrogate counts; None: all.
+
+    Returns:
+        The names, and the rows.
     """
-    count = torch.count_nonzero(mask).double()
+    count = steps.count
     zero = torch.zeros_like(count)
-
-    def over_steps(values: Tensor) -> Tensor:
-        """The sum over valid steps of values that are 0 off the mask, or that are one per row."""
-        if values.shape == mask.shape:
-            return total(values)
-        return (values.squeeze(1).double() * torch.count_nonzero(mask, dim=1)).sum()
-
-    cells = {name: (zero, share.detach().double(), zero) for name, share in shares.items()}
-    cells |= {name: (count, *moments(values.detach())) for name, values in spread.items()}
+    cells = {name: (zero, share, zero) for name, share in shares.items()}
+    cells |= {name: (count, *moments(values)) for name, values in spread.items()}
     if counted is not None:
-        kept = torch.count_nonzero(counted & mask).double()
+        kept = torch.count_nonzero(counted & steps.mask).double()
         cells["kept_fraction"] = (count, kept, kept)
-    if ratio is not None:
-        off_one = ratio.detach() - 1.0  # the square of what is nearly 1 would lose what differs
-        sum_off, squares_off = over_steps(off_one), over_steps(off_one.square())
-        cells["ratio"] = (count, sum_off + count, squares_off + 2.0 * sum_off + count)
-        too_low, too_high = _stopped_steps(ratio.detach(), step_log_ratio.detach(), moved, advantages, config)
-        clamped = log_ratio.detach().abs().gt_(MAX_LOG_RATIO)
-        parts = [zero if steps is None else over_steps(steps) for steps in (too_low, too_high)]
-        for name, number in zip(CLIP_METRICS, (*parts, parts[0] + parts[1], over_steps(clamped)), strict=True):
+    if steps.inputs.old_log_probs is None:  # the ratio is 1: nothing is clipped, and nothing need be counted
+        cells["ratio"] = (count, count, count)
+        cells |= dict.fromkeys(CLIP_METRICS, (count, zero, zero))
+    else:
+        cells["ratio"] = _ratio_moments(steps)
+        low, high = _stopped_steps(steps) or (zero, zero)
+        beyond = zero if steps.ratio.beyond is None else _over_steps(steps.ratio.beyond, steps)
+        for name, number in zip(CLIP_METRICS, (low, high, low + high, beyond), strict=True):
             cells[name] = (count, number, number)
-    rows = torch.stack([cell for row in cells.values() for cell in row]).view(-1, 3).unbind(0)
-    metrics = dict(zip(cells, rows, strict=True))
-    if ratio is None:
-        metrics["ratio"] = count.expand(3)
-        metrics |= dict.fromkeys(CLIP_METRICS, torch.stack([count, zero, zero]))
-    return metrics
+    return tuple(cells), torch.stack([cell for row in cells.values() for cell in row]).view(-1, 3)
 
 
-def _stopped_steps(
-    ratio: Tensor, step_log_ratio: Tensor, moved: Tensor | None, advantages: Tensor, config: ObjectiveConfig
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """1 for steps past the lower, and past the upper bound that their advantage pushes towards, else 0; None: no bounds.
+def _ratio_moments(steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, sum and sum of squares of the ratio over valid steps; off the mask it is 1, or the row's."""
+    count = steps.count
+    off_one = steps.ratio.value - 1.0  # the square of what is nearly 1 would lose what differs
+    if off_one.shape == steps.mask.shape:
+        sum_off, squares_off = moments(off_one)
+    else:
+        sum_off, squares_off = _over_steps(off_one, steps), _over_steps(off_one.square(), steps)
+    return count, sum_off + count, squares_off + 2.0 * sum_off + count
+
+
+def _over_steps(values: Float[Tensor, "N #T"], steps: Steps) -> Tensor:
+    """The sum over valid steps of values that are 0 off the mask, or that are one per row."""
+    if values.shape == steps.mask.shape:
+        return total(values)
+    return (values.squeeze(1).double() * steps.lengths).sum()
+
+
+def _stopped_steps(steps: Steps) -> tuple[Tensor, Tensor] | None:
+    """How many steps are past the lower, and past the upper bound that their advantage pushes towards; None: no bounds.
 
     Off the mask a step's ratio is 1, inside every bound.
     """
-    if moved is not None:
+    config, advantages = steps.config, steps.advantages
+    if config.surrogate == "dppo_tv":
+        moved = steps.log_probs.exp() - steps.sampled_log_probs.exp()
         low, high = (advantages < 0) & (moved < -config.tv_limit), (advantages > 0) & (moved > config.tv_limit)
-        return low.to(moved.dtype), high.to(moved.dtype)
+        return torch.count_nonzero(low).double(), torch.count_nonzero(high).double()
     if config.surrogate not in ("clip", "clip_cov", "cispo", "gmpo"):
-        return None, None
+        return None
     lowest, highest = clip_bounds(advantages, config.clip_low, config.clip_high)
-    at_steps = bounded_exp(step_log_ratio) if config.surrogate == "gmpo" else ratio
-    if at_steps.shape[1] == 1 < advantages.shape[1]:
-        at_steps = at_steps.expand_as(advantages)
-    return at_steps.clone().lt_(lowest), at_steps.clone().gt_(highest)
+    ratio = (steps.step_ratio if config.surrogate == "gmpo" else steps.ratio).value
+    ratio, lowest, highest = torch.broadcast_tensors(ratio, lowest, highest) if ratio.shape[1] == 1 else (ratio, lowest, highest)
+    # compared into floats: a comparison into booleans takes four times as long
+    too_low = torch.lt(ratio, lowest, out=torch.empty_like(ratio))
+    too_high = torch.gt(ratio, highest, out=torch.empty_like(ratio))
+    return _over_steps(too_low, steps), _over_steps(too_high, steps)

@@ -59,7 +59,7 @@ def sampler_weights(
             log_ratio = log_ratio.sum(1, keepdim=True)
         case _:
             assert_never(level)
-    ratio = bounded_exp(log_ratio)
+    ratio = bounded_exp(log_ratio).value
     match correction:
         case "none":
             return torch.ones_like(ratio)

@@ -1,8 +1,8 @@
-"""Per-step policy losses, unreduced.
+"""Per-step policy losses, unreduced, and their slopes.
 
 Each takes ratios rho = pi / pi_old ([N, T], or [N, 1] for one per row), log-probabilities where its gradient goes through
-them, and advantages (broadcast over steps), and returns a loss per step; only `grpo_objective` sums. At rho = 1 the gradient
-of each is that of REINFORCE, -A grad log rho: they differ in what they do once the policy has moved.
+them, and advantages (broadcast over steps), and returns a loss per step with its slope in what it goes through; only
+`grpo_objective` sums. At rho = 1 each pushes as REINFORCE does, by -A: they differ in what they do once the policy has moved.
 """
 
 import math
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import hardshrink
 
 from .ratios import bounded_exp, mean_over_steps
+from .step_loss import StepLoss
 
 Surrogate = Literal["clip", "none", "cispo", "sapo", "gmpo", "vespo", "dro", "dppo_tv", "kl_cov", "clip_cov"]
 
@@ -32,31 +33,29 @@ def clipped_surrogate(
     clip_high: float,
     delta: float | None = None,
     dual_clip: float | None = None,
-) -> Float[Tensor, "N #T"]:
+) -> StepLoss:
     """Per-step PPO surrogate, clipped to a trust region.
 
     l[n,t] = -min(rho[n,t] A[n,t], clip(rho[n,t], 1 - low, 1 + high) A[n,t])
 
-    The gradient is that of -rho A inside the region, and exactly 0 once the step has already moved past the bound
-    its advantage pushes towards: above 1 + high for A > 0, below 1 - low for A < 0. Two further bounds hold where A < 0 and
-    the ratio is large, where the loss above has no bound: `delta` replaces the unclipped rho by min(rho, delta), and
-    `dual_clip` bounds the loss by -c A.
+    Slope in rho: -A inside the region, and exactly 0 once the step has already moved past the bound its advantage pushes
+    towards: above 1 + high for A > 0, below 1 - low for A < 0. Two further bounds hold where A < 0 and the ratio is large,
+    where the loss above has no bound: `delta` replaces the unclipped rho by min(rho, delta), and `dual_clip` bounds the loss
+    by -c A.
 
     Args:
-        ratio: pi / pi_old, with gradient.
+        ratio: pi / pi_old.
         advantages: how much better than its baseline; [N, 1] or [N, T].
         clip_low: distance below 1; larger lets bad actions become rarer within one iteration, 1 is no lower bound.
         clip_high: distance above 1; larger lets good actions become more likely within one iteration.
         delta: absolute bound on the unclipped ratio, above 1 + high; smaller forgets more of what went badly wrong.
         dual_clip: c > 1, the same idea as a bound on the loss.
 
-    Returns:
-        The loss per step.
-
     Example:
         >>> ratio, advantages = torch.tensor([[1.5, 1.5], [0.5, 0.5]]), torch.tensor([[1.0, -1.0], [1.0, -1.0]])
-        >>> clipped_surrogate(ratio, advantages, clip_low=0.2, clip_high=0.2).tolist()
-        [[-1.2000000476837158, 1.5], [-0.5, 0.800000011920929]]
+        >>> clipped = clipped_surrogate(ratio, advantages, clip_low=0.2, clip_high=0.2)
+        >>> clipped.loss.tolist(), clipped.by_ratio.tolist()
+        ([[-1.2000000476837158, 1.5], [-0.5, 0.800000011920929]], [[-0.0, 1.0], [-1.0, 0.0]])
 
     Source:
         Schulman et al. 2017, arXiv:1707.06347, eq. 7; separate bounds: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 8;
@@ -67,7 +66,9 @@ def clipped_surrogate(
     beyond = min(bound for bound in (delta, dual_clip, math.inf) if bound is not None)
     if beyond < math.inf:
         high = torch.where(advantages < 0, beyond, high)
-    return -advantages * ratio.clamp(low, high)
+    clipped = torch.minimum(torch.maximum(ratio, low), high)
+    moves = clipped.clone().eq_(ratio)
+    return StepLoss(-advantages * clipped, by_ratio=moves * -advantages)
 
 
 def clip_bounds(
@@ -76,20 +77,20 @@ def clip_bounds(
     """Between which ratios PPO's minimum follows the ratio: from 1 - low where A < 0, up to 1 + high where A > 0.
 
     min(rho A, clip(rho, 1 - low, 1 + high) A) = A clip(rho, lowest, highest) with the bound that A pushes towards, and none on
-    the other side: one clamp in place of two products and a minimum, whose gradient takes several times as long.
+    the other side: one clamp in place of two products and a minimum, and the slope is 0 wherever the clamp has moved rho.
     """
     lowest = _either(advantages < 0, 1.0 - clip_low, -math.inf, advantages.dtype)
     highest = _either(advantages > 0, 1.0 + clip_high, math.inf, advantages.dtype)
     return lowest, highest
 
 
-def reinforce_surrogate(log_probs: Float[Tensor, "N T"], advantages: Float[Tensor, "N #T"]) -> Float[Tensor, "N T"]:
-    """l[n,t] = -A[n,t] log_probs[n,t]: the policy gradient without an importance weight.
+def reinforce_surrogate(log_probs: Float[Tensor, "N T"], advantages: Float[Tensor, "N #T"]) -> StepLoss:
+    """l[n,t] = -A[n,t] log_probs[n,t], of slope -A[n,t]: the policy gradient without an importance weight.
 
     Source:
         Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning".
     """
-    return -advantages * log_probs
+    return StepLoss(-advantages * log_probs, by_log_prob=-advantages)
 
 
 def cispo_surrogate(
@@ -99,14 +100,16 @@ def cispo_surrogate(
     *,
     clip_low: float,
     clip_high: float,
-) -> Float[Tensor, "N T"]:
+) -> StepLoss:
     """CISPO: a bounded importance weight on REINFORCE, so that every step keeps a gradient.
 
     l[n,t] = -sg(clip(rho[n,t], 1 - low, 1 + high)) A[n,t] log_probs[n,t]
 
+    Slope in log_probs: -clip(rho[n,t], 1 - low, 1 + high) A[n,t], never 0 but with A.
+
     Args:
-        ratio: pi / pi_old; no gradient is taken through it.
-        log_probs: with gradient.
+        ratio: pi / pi_old.
+        log_probs: log pi.
         advantages: how much better than its baseline.
         clip_low: distance below 1; 1 is no lower bound, as in the paper.
         clip_high: distance above 1, not the bound itself: a bound of 5 is clip_high=4.
@@ -114,7 +117,8 @@ def cispo_surrogate(
     Source:
         MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5.
     """
-    return -ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high) * advantages * log_probs
+    push = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * -advantages
+    return StepLoss(push * log_probs, by_log_prob=push)
 
 
 def sapo_surrogate(
@@ -123,15 +127,15 @@ def sapo_surrogate(
     *,
     temperature_pos: float,
     temperature_neg: float,
-) -> Float[Tensor, "N #T"]:
+) -> StepLoss:
     """SAPO: a smooth gate in place of a hard clip.
 
     l[n,t] = -(4 / tau) sigmoid(tau (rho[n,t] - 1)) A[n,t],  tau = temperature_pos where A > 0, else temperature_neg
 
-    The gradient is that of -rho A, times 4 s (1 - s), which is 1 at rho = 1 and falls off on both sides.
+    Slope in rho, with s for the sigmoid: -4 s (1 - s) A, which is -A at rho = 1 and falls off on both sides.
 
     Args:
-        ratio: pi / pi_old, with gradient.
+        ratio: pi / pi_old.
         advantages: how much better than its baseline.
         temperature_pos: larger lets good actions move less far.
         temperature_neg: larger lets bad actions move less far.
@@ -140,7 +144,9 @@ def sapo_surrogate(
         Gao et al. 2025 (SAPO), arXiv:2511.20347.
     """
     tau = _either(advantages > 0, temperature_pos, temperature_neg, ratio.dtype)
-    return torch.sigmoid(tau * (ratio - 1.0)) * (advantages * (-4.0 / tau))
+    gate = torch.addcmul(-tau, tau, ratio).sigmoid()  # of tau (rho - 1)
+    by_ratio: Tensor = torch.ops.aten.sigmoid_backward(-4.0 * advantages, gate)  # -4 A s (1 - s), in one pass
+    return StepLoss(gate * (advantages * (-4.0 / tau)), by_ratio=by_ratio)
 
 
 def gmpo_surrogate(
@@ -150,14 +156,16 @@ def gmpo_surrogate(
     *,
     clip_low: float,
     clip_high: float,
-) -> Float[Tensor, "N T"]:
+) -> StepLoss:
     """GMPO: the geometric mean over a row's steps of their clipped ratios, which single outliers hardly move.
 
     l[n,t] = -A[n,t] exp(mean over steps s of c[n,s]),
       c = min(x, log(1 + high)) where A > 0, max(x, log(1 - low)) where A <= 0,  x = log_probs - old_log_probs
 
+    Slope in the row's mean: l itself. A step moves that mean by 1 / (number of steps) where c = x, and not where it is bounded.
+
     Args:
-        log_ratio: x per step, 0 off the mask, with gradient.
+        log_ratio: x per step, 0 off the mask.
         advantages: how much better than its baseline.
         mask: the valid steps.
         clip_low: distance of the bound below 1; the paper's exp(-0.4) is 0.33.
@@ -168,7 +176,9 @@ def gmpo_surrogate(
     """
     low = math.log1p(-clip_low) if clip_low < 1.0 else -math.inf
     pessimistic = torch.where(advantages > 0, log_ratio.clamp(max=math.log1p(clip_high)), log_ratio.clamp(min=low))
-    return -advantages * bounded_exp(mean_over_steps(pessimistic, mask)).expand_as(log_ratio)
+    mean = bounded_exp(mean_over_steps(pessimistic, mask))
+    free = (pessimistic == log_ratio) & mask
+    return StepLoss(-advantages * mean.value, by_row_mean=-advantages * mean.slope, free=free.to(log_ratio.dtype))
 
 
 def vespo_surrogate(
@@ -180,15 +190,17 @@ def vespo_surrogate(
     lambda_pos: float,
     k_neg: float,
     lambda_neg: float,
-) -> Float[Tensor, "N T"]:
+) -> StepLoss:
     """VESPO: REINFORCE under a smooth kernel of the row's importance weight w, in place of a clip.
 
     l[n,t] = -sg(phi(w[n])) A[n,t] log_probs[n,t],  phi(w) = w^k exp(lambda (1 - w)),  so that phi(1) = 1
 
+    Slope in log_probs: -phi(w[n]) A[n,t].
+
     Args:
         log_weight: log w, the sum over the row's steps of log_probs - old_log_probs (plus log-weights that correct for the
-            sampler); no gradient is taken through it.
-        log_probs: with gradient.
+            sampler).
+        log_probs: log pi.
         advantages: how much better than its baseline.
         k_pos: where A >= 0; larger discounts rows more that have become rarer.
         lambda_pos: where A >= 0; larger discounts rows more that have become more likely.
@@ -198,12 +210,12 @@ def vespo_surrogate(
     Source:
         Shen et al. 2026 (VESPO), arXiv:2602.10693.
     """
-    log_w = log_weight.detach().clamp(min=MIN_LOG_VESPO_WEIGHT)
+    log_w = log_weight.clamp(min=MIN_LOG_VESPO_WEIGHT)
     good = advantages >= 0
     k = _either(good, k_pos, k_neg, log_w.dtype)
     rate = _either(good, lambda_pos, lambda_neg, log_w.dtype)
-    phi = (rate + k * log_w - rate * log_w.exp()).exp()
-    return -phi * advantages * log_probs
+    push = -(rate + k * log_w - rate * log_w.exp()).exp() * advantages
+    return StepLoss(push * log_probs, by_log_prob=push)
 
 
 def dro_surrogate(
@@ -212,14 +224,16 @@ def dro_surrogate(
     advantages: Float[Tensor, "N #T"],
     *,
     beta: float,
-) -> Float[Tensor, "N T"]:
+) -> StepLoss:
     """DRO per step: REINFORCE with a quadratic pull towards the old policy instead of an importance weight.
 
     l[n,t] = -A[n,t] log_probs[n,t] + beta / 2 (log rho[n,t])^2
 
+    Slopes: -A[n,t] in log_probs, and beta log rho[n,t] in log rho.
+
     Args:
-        log_ratio: log rho, with gradient.
-        log_probs: with gradient.
+        log_ratio: log rho.
+        log_probs: log pi.
         advantages: how much better than its baseline.
         beta: larger stays closer to the policy that sampled.
 
@@ -227,7 +241,8 @@ def dro_surrogate(
         Richemond et al. 2024 (DRO), arXiv:2405.19107, eq. 4, per step instead of per row, anchored to the old policy instead of
         a reference, and without its learned value.
     """
-    return -advantages * log_probs + 0.5 * beta * log_ratio.square()
+    loss = -advantages * log_probs + 0.5 * beta * log_ratio.square()
+    return StepLoss(loss, by_log_prob=-advantages, by_log_ratio=beta * log_ratio)
 
 
 def dppo_tv_surrogate(
@@ -237,18 +252,18 @@ def dppo_tv_surrogate(
     advantages: Float[Tensor, "N #T"],
     *,
     tv_limit: float,
-) -> Float[Tensor, "N T"]:
+) -> StepLoss:
     """DPPO with binary total variation: a step leaves the loss when its *probability* has moved too far, not its ratio.
 
     l[n,t] = -m[n,t] rho[n,t] A[n,t],  m = 0 where pi - mu > limit and A > 0, and where mu - pi > limit and A < 0, else 1
 
-    with mu the probability the step was sampled with. The paper's ratio is pi / mu as well: with a sampler that is not the
+    with mu the probability the step was sampled with. Slope in rho: -m[n,t] A[n,t]. The paper's ratio is pi / mu as well: with a sampler that is not the
     policy, correct for it (`sampler_correction`). For probabilities alone: a density may be larger than 1, and a difference of
     densities is no distance.
 
     Args:
-        ratio: pi / pi_old, with gradient.
-        log_probs: log pi of the sampled steps; no gradient is taken through it.
+        ratio: pi / pi_old.
+        log_probs: log pi of the sampled steps.
         sampled_log_probs: log mu.
         advantages: how much better than its baseline.
         tv_limit: larger lets a step's probability move further.
@@ -256,9 +271,10 @@ def dppo_tv_surrogate(
     Source:
         Qi et al. 2026 (DPPO), arXiv:2602.04879, eq. 12 and 13.
     """
-    moved = log_probs.detach().exp() - sampled_log_probs.exp()
+    moved = log_probs.exp() - sampled_log_probs.exp()
     stopped = torch.where(advantages > 0, moved > tv_limit, (advantages < 0) & (moved < -tv_limit))
-    return torch.where(stopped, 0.0, -ratio * advantages)
+    by_ratio = torch.where(stopped, 0.0, -advantages)
+    return StepLoss(ratio * by_ratio, by_ratio=by_ratio)
 
 
 def kl_cov_surrogate(
@@ -268,14 +284,16 @@ def kl_cov_surrogate(
     penalised: Bool[Tensor, "N T"],
     *,
     coef: float,
-) -> Float[Tensor, "N T"]:
+) -> StepLoss:
     """KL-Cov: no clip, but a pull back on the few steps that would cost the most entropy.
 
     l[n,t] = -rho[n,t] A[n,t] + coef |log rho[n,t]| where penalised, -rho[n,t] A[n,t] elsewhere
 
+    Slopes: -A[n,t] in rho, and in log rho coef sign(log rho[n,t]) where penalised: full, however little it is off 0.
+
     Args:
-        ratio: pi / pi_old, with gradient.
-        log_ratio: log rho, with gradient.
+        ratio: pi / pi_old.
+        log_ratio: log rho.
         advantages: how much better than its baseline.
         penalised: the steps of largest covariance, see `grpo.selection.largest_covariances`.
         coef: larger holds those steps closer.
@@ -283,8 +301,8 @@ def kl_cov_surrogate(
     Source:
         Cui et al. 2025, arXiv:2505.22617.
     """
-    moved = hardshrink(log_ratio, ROUNDING).abs()  # |x| has a full gradient however little x is off 0
-    return -ratio * advantages + torch.where(penalised, coef * moved, 0.0)
+    moved = torch.where(penalised, hardshrink(log_ratio, ROUNDING), 0.0)  # the sign of what is rounding would push too
+    return StepLoss(-ratio * advantages + coef * moved.abs(), by_ratio=-advantages, by_log_ratio=coef * moved.sign())
 
 
 def _either(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
