@@ -1,7 +1,7 @@
 """A loss that is a sum over rows, evaluated in blocks of rows that stay in the processor's cache, with its gradient."""
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .masking import reads_at_once
-from .types import ObjectiveInputs, ObjectiveOutput
+from .metrics import StepSums
+from .types import ObjectiveInputs
 
-STEPS_PER_BLOCK = {"cpu": 2**17}
+STEPS_PER_BLOCK = {"cpu": 2**18}
 """How many steps are evaluated at a time, by device: few enough that temporaries stay in the cache."""
 
 STEPS_PER_BLOCK_ELSEWHERE = 2**23
@@ -22,47 +23,54 @@ DIFFERENTIABLE = ("log_probs", "entropy", "kl", "values")
 """The inputs that may carry a gradient."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    """What is known of some rows: their loss, and its gradient in closed form."""
+Gradients = dict[str, Float[Tensor, "N T"]]
+"""By input: 0 off the mask."""
 
-    loss: Float64[Tensor, ""]
-    gradients: Mapping[str, Float[Tensor, "N T"]]
-    """By input, of those that were asked for and that a term reads; 0 off the mask."""
-    names: tuple[str, ...]
-    """Of the metrics."""
-    moments: Float64[Tensor, "M 3"]
-    """Their (count, sum, sum of squares)."""
+Evaluate = Callable[[ObjectiveInputs, Collection[str], StepSums], Gradients]
+"""Some rows, the names of inputs whose gradient is wanted, and where to add up -> the gradients of those that a term reads."""
 
 
-Evaluate = Callable[[ObjectiveInputs, Collection[str]], Evaluated]
-"""Rows, and the names of inputs whose gradient is wanted -> the loss of these rows."""
-
-
-def in_blocks(evaluate: Evaluate, inputs: ObjectiveInputs) -> ObjectiveOutput:
+def in_blocks(evaluate: Evaluate, inputs: ObjectiveInputs) -> tuple[dict[str, Float64[Tensor, ""]], Gradients]:
     """`evaluate`, block of rows by block of rows; for an objective that is a sum over rows.
 
     Dozens of operations on [N, T] read and write main memory as often; on a block they stay in the cache. There is no graph:
-    `evaluate` gives the gradient beside the loss, and that is all that is kept for the backward pass. Small inputs are one
-    block, and so are those being compiled. A second derivative is not to be had.
+    `evaluate` gives the gradient beside the loss, and that is all that is kept. Small inputs are one block, and so are those
+    being compiled.
+
+    Returns:
+        The sums over all rows, and the gradients.
     """
     num_rows, width = inputs.log_probs.shape
     limit = STEPS_PER_BLOCK.get(inputs.log_probs.device.type, STEPS_PER_BLOCK_ELSEWHERE)
     rows = max(limit // max(width, 1), 1)
+    dtype = torch.promote_types(inputs.log_probs.dtype, torch.float32)
     wanted = _wanted(inputs)
     with torch.no_grad():
         if num_rows < 2 * rows or torch.compiler.is_compiling():
-            whole = evaluate(inputs, wanted)
-        else:
-            whole = _sum_of_blocks(evaluate, inputs, wanted, rows)
-        dtype = torch.promote_types(inputs.log_probs.dtype, torch.float32)
-        loss = whole.loss.to(dtype)
-    names = list(whole.gradients)
-    if names:
-        leaves = [getattr(inputs, name) for name in names]
-        gradients = [whole.gradients[name].to(leaf.dtype) for name, leaf in zip(names, leaves, strict=True)]
-        loss = _WithGradients.apply(loss, gradients, *leaves)  # type: ignore[no-untyped-call]
-    return ObjectiveOutput(loss=loss, metrics=dict(zip(whole.names, whole.moments.unbind(0), strict=True)))
+            sums = StepSums(width)
+            found = evaluate(inputs, wanted, sums)
+            gradients = {name: gradient.to(getattr(inputs, name).dtype) for name, gradient in found.items()}
+            names, table = sums.table(dtype)
+            return StepSums.total(names, [table]), gradients
+        gradients, tables = {}, []
+        for start, block in zip(range(0, num_rows, rows), _blocks_of(inputs, rows), strict=True):
+            sums = StepSums(width)
+            for name, gradient in evaluate(block, wanted, sums).items():
+                if name not in gradients:
+                    gradients[name] = torch.empty_like(getattr(inputs, name))
+                gradients[name][start : start + rows] = gradient
+            names, table = sums.table(dtype)
+            tables.append(table)
+        return StepSums.total(names, tables), gradients
+
+
+def with_gradients(loss: Float[Tensor, ""], gradients: Gradients, inputs: ObjectiveInputs) -> Float[Tensor, ""]:
+    """The loss, to be differentiated with respect to what it has gradients for. A second derivative is not to be had."""
+    if not gradients:
+        return loss
+    leaves = [getattr(inputs, name) for name in gradients]
+    attached: Tensor = _WithGradients.apply(loss, list(gradients.values()), *leaves)  # type: ignore[no-untyped-call]
+    return attached
 
 
 def _wanted(inputs: ObjectiveInputs) -> tuple[str, ...]:
@@ -71,28 +79,6 @@ def _wanted(inputs: ObjectiveInputs) -> tuple[str, ...]:
         return ()
     values = [(name, getattr(inputs, name)) for name in DIFFERENTIABLE]
     return tuple(name for name, value in values if value is not None and value.requires_grad)
-
-
-def _sum_of_blocks(
-    evaluate: Evaluate, inputs: ObjectiveInputs, wanted: Collection[str], rows: int
-) -> Evaluated:
-    """All rows, from blocks of so many."""
-    gradients: dict[str, Tensor] = {}  # an input that no block looks at has none
-    blocks: list[Evaluated] = []
-    for start in range(0, len(inputs.mask), rows):
-        here = slice(start, start + rows)
-        block = evaluate(_rows_of(inputs, here), wanted)
-        for name, gradient in block.gradients.items():
-            if name not in gradients:
-                gradients[name] = torch.empty_like(getattr(inputs, name))
-            gradients[name][here] = gradient
-        blocks.append(replace(block, gradients={}))
-    return Evaluated(
-        loss=torch.stack([block.loss for block in blocks]).sum(),
-        gradients=gradients,
-        names=blocks[0].names,
-        moments=torch.stack([block.moments for block in blocks]).sum(0),
-    )
 
 
 class _WithGradients(torch.autograd.Function):
@@ -115,11 +101,9 @@ class _WithGradients(torch.autograd.Function):
         return None, None, *(gradient * scale for gradient in ctx.gradients)
 
 
-def _rows_of(inputs: ObjectiveInputs, rows: slice) -> ObjectiveInputs:
-    """Some rows of everything."""
-    parts: dict[str, Any] = {}
-    for field in fields(inputs):
-        value = getattr(inputs, field.name)
-        if isinstance(value, Tensor):
-            parts[field.name] = value[rows]
-    return replace(inputs, **parts)
+def _blocks_of(inputs: ObjectiveInputs, rows: int) -> Iterator[ObjectiveInputs]:
+    """The inputs, so many rows at a time."""
+    values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    parts = {name: value.detach().split(rows) for name, value in values.items() if isinstance(value, Tensor)}
+    for block in zip(*parts.values(), strict=True):
+        yield ObjectiveInputs(**values | dict(zip(parts, block, strict=True)))

@@ -3,18 +3,21 @@
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from .blockwise import Evaluated, in_blocks
+from .blockwise import Gradients, in_blocks, with_gradients
 from .log_prob_gradient import LogProbGradient
 from .masking import OnMask
-from .metrics import total
+from .metrics import StepSums
 from .objective_config import DEFAULT_KL_COEF, ObjectiveConfig
-from .objective_metrics import objective_metrics
+from .objective_metrics import objective_metrics, observe
 from .objective_steps import Steps
 from .objective_terms import counted_steps, divergence, entropy, sampler_correction, surrogate, value_error
 from .selection import select_steps
+from .step_loss import times
 from .types import ObjectiveInputs, ObjectiveOutput
 
 Objective = Callable[[ObjectiveInputs], ObjectiveOutput]
@@ -65,64 +68,85 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
             keep=keep if inputs.keep is None else inputs.keep,
             penalised=penalised if inputs.penalised is None else inputs.penalised,
         )
-    return in_blocks(partial(_evaluate, config), inputs)
+    coefs = Coefs.of(inputs, config)
+    sums, gradients = in_blocks(partial(_evaluate, config, coefs), inputs)
+    with torch.no_grad():
+        shares = {"policy_loss": sums["policy_loss"]}
+        shares |= {name: coef * sums[name] for name, coef in coefs._asdict().items() if name in sums}
+        total = sums["policy_loss"]
+        for name in list(shares)[1:]:
+            total = total - shares[name] if name == "entropy_bonus" else total + shares[name]
+        metrics = objective_metrics(sums, {**shares, "total_loss": total}, config)
+        loss = total.to(torch.promote_types(inputs.log_probs.dtype, torch.float32))
+    return ObjectiveOutput(loss=with_gradients(loss, gradients, inputs), metrics=metrics)
 
 
-def _evaluate(config: ObjectiveConfig, inputs: ObjectiveInputs, wanted: Collection[str]) -> Evaluated:
-    """The loss of some rows, its gradient with respect to the inputs in `wanted`, and what is reported."""
+class Coefs(NamedTuple):
+    """What the terms beside the surrogate are multiplied with, by the share of the loss that they are."""
+
+    kl_penalty: float
+    entropy_bonus: float
+    value_loss: float
+
+    @classmethod
+    def of(cls, inputs: ObjectiveInputs, config: ObjectiveConfig) -> "Coefs":
+        """The adaptive coefficients where there are any, else the configured ones."""
+        kl, entropy_coef = config.kl_coef, config.entropy_coef
+        if kl is None:
+            kl = DEFAULT_KL_COEF if inputs.ref_log_probs is not None else 0.0
+        return cls(
+            kl_penalty=kl if inputs.kl_coef is None else inputs.kl_coef,
+            entropy_bonus=entropy_coef if inputs.entropy_coef is None else inputs.entropy_coef,
+            value_loss=config.value_coef,
+        )
+
+
+def _evaluate(
+    config: ObjectiveConfig, coefs: Coefs, inputs: ObjectiveInputs, wanted: Collection[str], sums: StepSums
+) -> Gradients:
+    """Add up the terms of some rows, and give their gradients with respect to the inputs in `wanted`."""
     steps = Steps(inputs, config)
     weights = steps.weights
     gradient = LogProbGradient(steps, wanted="log_probs" in wanted)
-    gradients: dict[str, Tensor] = {}
+    gradients: Gradients = {}
     spread: dict[str, Tensor] = {}
 
     correction = sampler_correction(steps)
     policy = surrogate(steps, correction)
     counted = counted_steps(steps)
     policy_weights = weights if counted is None else OnMask(counted)(weights)
-    if correction is not None and config.surrogate != "vespo":
-        policy_weights = policy_weights * correction
+    if correction is not None:
+        spread["sampler_ratio"] = steps.on_mask(correction)
+        if config.surrogate != "vespo":
+            policy_weights = policy_weights * correction
     gradient.add(policy, policy_weights)
-    loss = total(policy.loss * policy_weights)
-    shares = {"policy_loss": loss}
+    sums.add("policy_loss", times(policy.loss, policy_weights))
 
-    kl_coef = _coef(inputs.kl_coef, config.kl_coef, DEFAULT_KL_COEF if inputs.ref_log_probs is not None else 0.0)
-    kl = divergence(steps, kl_coef)
+    kl = divergence(steps, coefs.kl_penalty)
     if kl is not None:
         term, spread["kl"] = kl
-        gradient.add(term, weights, kl_coef)
+        sums.add("kl_penalty", term.loss * weights)
+        gradient.add(term, weights, coefs.kl_penalty)
         if "kl" in wanted and config.kl_estimator == "exact":
-            gradients["kl"] = steps.on_mask(kl_coef * weights)
-        shares["kl_penalty"] = kl_coef * total(term.loss * weights)
-        loss = loss + shares["kl_penalty"]
+            gradients["kl"] = steps.on_mask(coefs.kl_penalty * weights)
 
-    entropy_coef = _coef(inputs.entropy_coef, config.entropy_coef, 0.0)
-    bonus = entropy(steps, entropy_coef)
+    bonus = entropy(steps, coefs.entropy_bonus)
     spread["entropy"] = bonus.loss
-    if entropy_coef > 0:
+    if coefs.entropy_bonus > 0:
         entropy_weights = weights if inputs.entropy_weights is None else inputs.entropy_weights.to(steps.dtype)
-        gradient.add(bonus, entropy_weights, -entropy_coef, by_own_ratio=True)
+        sums.add("entropy_bonus", bonus.loss * entropy_weights)
+        gradient.add(bonus, entropy_weights, -coefs.entropy_bonus, by_own_ratio=True)
         if "entropy" in wanted and config.entropy_estimator == "exact":
-            gradients["entropy"] = steps.on_mask(-entropy_coef * entropy_weights)
-        shares["entropy_bonus"] = entropy_coef * total(bonus.loss * entropy_weights)
-        loss = loss - shares["entropy_bonus"]
+            gradients["entropy"] = steps.on_mask(-coefs.entropy_bonus * entropy_weights)
 
     critic = value_error(steps)
     if critic is not None:
         error, slope = critic
+        sums.add("value_loss", error * weights)
         if "values" in wanted:
-            gradients["values"] = config.value_coef * (slope * weights)
-        shares["value_loss"] = config.value_coef * total(error * weights)
-        loss = loss + shares["value_loss"]
+            gradients["values"] = coefs.value_loss * (slope * weights)
 
+    observe(sums, spread, steps, counted)
     if "log_probs" in wanted:
         gradients["log_probs"] = gradient.total()
-    if correction is not None:
-        spread["sampler_ratio"] = steps.on_mask(correction)
-    names, moments = objective_metrics({**shares, "total_loss": loss}, spread, steps, counted)
-    return Evaluated(loss=loss, gradients=gradients, names=names, moments=moments)
-
-
-def _coef(current: float | None, configured: float | None, default: float) -> float:
-    """The adaptive coefficient where there is one, else the configured one."""
-    return current if current is not None else configured if configured is not None else default
+    return gradients

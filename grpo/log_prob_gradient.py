@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .objective_steps import Steps
 from .ratios import mean_over_steps, slope_by_steps
-from .step_loss import StepLoss
+from .step_loss import StepLoss, times
 
 
 class LogProbGradient:
@@ -75,5 +75,5 @@ def _plus(so_far: Tensor | None, slope: Tensor | None, factor: Tensor, coef: flo
         return so_far
     if so_far is not None:
         return so_far.addcmul_(slope, factor, value=coef)
-    product = slope * factor
+    product = times(slope, factor)
     return product if coef == 1.0 else product.mul_(coef)

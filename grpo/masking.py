@@ -1,7 +1,7 @@
 """What stands off the mask reaches nothing."""
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,14 +35,23 @@ class OnMask:
         bits = INTEGERS[values.element_size()]
         return (values.view(bits) * self._as(bits)).view(values.dtype)
 
-    def count(self) -> Tensor:
-        """How many steps are valid, in float64."""
-        if not reads_at_once(self.mask):
-            return torch.count_nonzero(self.mask).double()
-        return self._as(torch.int32).sum(dtype=torch.int32).double()
+    def in_place(self, values: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+        """The same, where nobody else has these values: memory that was just written is there already."""
+        if not reads_at_once(values):
+            return torch.where(self.mask, values, 0.0)
+        bits = INTEGERS[values.element_size()]
+        values.view(bits).mul_(self._as(bits))
+        return values
+
+    @property
+    def integers(self) -> Int32[Tensor, "N T"]:
+        """1 on the mask, else 0."""
+        return self._as(torch.int32)
 
     def _as(self, integers: torch.dtype) -> Tensor:
         """The mask as integers, converted once."""
+        if torch.compiler.is_compiling():
+            return self.mask.to(integers)
         if integers not in self._integers:
             self._integers[integers] = self.mask.view(torch.uint8).to(integers)
         return self._integers[integers]

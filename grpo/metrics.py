@@ -8,33 +8,56 @@ from typing import Any, Protocol, TextIO, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-SMALL = 2**16
-"""Up to so many values a copy in float64 costs less than further operations."""
+class StepSums:
+    """Sums over the steps of [N, T], several at once, nearly as good as in float64, which would first copy everything.
 
-
-def moments(values: Float[Tensor, "N T"]) -> tuple[Tensor, Tensor]:
-    """Sum and sum of squares in float64, on the device; values off a mask have to be 0 already."""
-    if values.numel() <= SMALL:
-        exact = values.double()
-        return exact.sum(), exact.square().sum()
-    norms = torch.linalg.vector_norm(values, dim=_long_axis(values))
-    return total(values), norms.double().square().sum()
-
-
-def total(values: Float[Tensor, "N T"]) -> Tensor:
-    """The sum in float64: one axis in the values' own precision, the other in float64.
-
-    That is nearly as good as float64 throughout, which would first copy everything.
+    One axis is summed in the values' own precision; what is left of all of them is one small table, and only that is summed
+    in float64, once, whatever the number of blocks that the rows come in.
     """
-    return values.sum(_long_axis(values)).sum(dtype=torch.float64)
+
+    def __init__(self, num_steps: int) -> None:
+        self._axis = 1 if num_steps >= 32 else 0
+        self._names: list[str] = []
+        self._parts: list[Tensor | None] = []
+
+    def add(self, name: str, values: Float[Tensor, "N T"] | None) -> None:
+        """Values that are 0 off the mask; None: all 0."""
+        self._names.append(name)
+        self._parts.append(None if values is None else values.sum(self._axis))
+
+    def add_counts(self, name: str, integers: Int[Tensor, "N T"]) -> None:
+        """Numbers 0 and 1."""
+        self._names.append(name)
+        self._parts.append(integers.sum(self._axis, dtype=integers.dtype))
+
+    def add_moments(self, name: str, values: Float[Tensor, "N T"]) -> None:
+        """Values and their squares."""
+        self.add(name, values)
+        self._names.append(f"{name}{SQUARED}")
+        self._parts.append(torch.linalg.vector_norm(values, dim=self._axis))
+
+    def table(self, dtype: torch.dtype) -> tuple[tuple[str, ...], Float[Tensor, "K S"]]:
+        """The names, and what is left to be summed."""
+        zeros = next(torch.zeros_like(part, dtype=dtype) for part in self._parts if part is not None)
+        parts = [zeros if part is None else part if part.dtype == dtype else part.to(dtype) for part in self._parts]
+        return tuple(self._names), torch.stack(parts)
+
+    @staticmethod
+    def total(names: tuple[str, ...], tables: Sequence[Float[Tensor, "K _"]]) -> dict[str, Float64[Tensor, ""]]:
+        """The sums over all blocks."""
+        table = (tables[0] if len(tables) == 1 else torch.cat(list(tables), dim=1)).double()
+        for name, norms in zip(names, table, strict=True):
+            if name.endswith(SQUARED):
+                norms.square_()
+        return dict(zip(names, table.sum(1).unbind(0), strict=True))
 
 
-def _long_axis(values: Float[Tensor, "N T"]) -> int:
-    return 1 if values.shape[1] >= 32 else 0
+SQUARED = " squared"
+"""Ends the names of sums of squares."""
 
 
 Totals: TypeAlias = dict[str, tuple[float, float, float]]

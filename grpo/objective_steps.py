@@ -31,16 +31,6 @@ class Steps:
         return self.inputs.mask
 
     @cached_property
-    def count(self) -> Float[Tensor, ""]:
-        """How many they are."""
-        return self.on_mask.count()
-
-    @cached_property
-    def lengths(self) -> Float[Tensor, " N"]:
-        """And how many in each row."""
-        return torch.count_nonzero(self.mask, dim=1).double()
-
-    @cached_property
     def log_probs(self) -> Float[Tensor, "N T"]:
         """Log pi."""
         return self.on_mask(self._log_probs)
@@ -96,4 +86,4 @@ class Steps:
 
     def less(self, others: Tensor) -> Float[Tensor, "N T"]:
         """log_probs - others."""
-        return self.on_mask(self._log_probs - others.detach().to(self.dtype))
+        return self.on_mask.in_place(self._log_probs - others.detach().to(self.dtype))

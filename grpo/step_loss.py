@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -11,6 +12,8 @@ class StepLoss(NamedTuple):
 
     The slope is what a variant is: minus the push that a step gets. A loss of several arguments has a slope in each, and the
     push is the sum of what they pass on to the log-probs. None: that argument is not read, or no gradient is taken through it.
+
+    Slopes belong to the receiver, who may overwrite them.
     """
 
     loss: Float[Tensor, "N #T"]
@@ -25,3 +28,13 @@ class StepLoss(NamedTuple):
     """Slope in the mean of the row's bounded log-ratios (GMPO)."""
     free: Float[Tensor, "N T"] | None = None
     """Beside `by_row_mean`: 1 where a step's log-ratio is inside its bounds, and moves that mean, else 0."""
+
+
+def times(values: Float[Tensor, "N #T"], factor: Float[Tensor, "N #T"]) -> Float[Tensor, "N #T"]:
+    """values x factor, in the memory of `values` (which nobody else may need) where the product has room in it.
+
+    What was just written is still in the cache, where fresh memory is not: that is half the time of a product.
+    """
+    if factor.shape[1] <= values.shape[1]:
+        return values.mul_(factor)
+    return torch.mul(values, factor)

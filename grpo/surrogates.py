@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import hardshrink
 
 from .ratios import bounded_exp, mean_over_steps
-from .step_loss import StepLoss
+from .step_loss import StepLoss, times
 
 Surrogate = Literal["clip", "none", "cispo", "sapo", "gmpo", "vespo", "dro", "dppo_tv", "kl_cov", "clip_cov"]
 
@@ -68,7 +68,7 @@ def clipped_surrogate(
         high = torch.where(advantages < 0, beyond, high)
     clipped = torch.minimum(torch.maximum(ratio, low), high)
     moves = clipped.clone().eq_(ratio)
-    return StepLoss(-advantages * clipped, by_ratio=moves * -advantages)
+    return StepLoss(times(clipped, -advantages), by_ratio=times(moves, -advantages))
 
 
 def clip_bounds(
@@ -117,7 +117,8 @@ def cispo_surrogate(
     Source:
         MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5.
     """
-    push = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * -advantages
+    push = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    push = times(push, -advantages)
     return StepLoss(push * log_probs, by_log_prob=push)
 
 
@@ -144,9 +145,9 @@ def sapo_surrogate(
         Gao et al. 2025 (SAPO), arXiv:2511.20347.
     """
     tau = _either(advantages > 0, temperature_pos, temperature_neg, ratio.dtype)
-    gate = torch.addcmul(-tau, tau, ratio).sigmoid()  # of tau (rho - 1)
-    by_ratio: Tensor = torch.ops.aten.sigmoid_backward(-4.0 * advantages, gate)  # -4 A s (1 - s), in one pass
-    return StepLoss(gate * (advantages * (-4.0 / tau)), by_ratio=by_ratio)
+    gate = (tau * ratio).sub_(tau).sigmoid_()
+    by_ratio: Tensor = torch.ops.aten.sigmoid_backward.default(-4.0 * advantages, gate)  # -4 A s (1 - s), in one pass
+    return StepLoss(times(gate, advantages * (-4.0 / tau)), by_ratio=by_ratio)
 
 
 def gmpo_surrogate(
@@ -307,5 +308,4 @@ def kl_cov_surrogate(
 
 def _either(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
     """One of two numbers, not rounded to float32 on the way as `torch.where` does with plain floats."""
-    one, other = (torch.full((), number, dtype=dtype, device=condition.device) for number in (yes, no))
-    return torch.where(condition, one, other)
+    return torch.where(condition, yes, torch.full((), no, dtype=dtype, device=condition.device))
