@@ -50,9 +50,9 @@ def in_blocks(evaluate: Evaluate, inputs: ObjectiveInputs) -> tuple[dict[str, Fl
             sums = StepSums(width)
             found = evaluate(inputs, wanted, sums)
             gradients = {name: gradient.to(getattr(inputs, name).dtype) for name, gradient in found.items()}
-            names, table = sums.table(dtype)
-            return StepSums.total(names, [table]), gradients
+            return StepSums.total(*sums.table(dtype)), gradients
         gradients, tables = {}, []
+        names: tuple[str, ...] = ()
         for start, block in zip(range(0, num_rows, rows), _blocks_of(inputs, rows), strict=True):
             sums = StepSums(width)
             for name, gradient in evaluate(block, wanted, sums).items():
@@ -61,7 +61,7 @@ def in_blocks(evaluate: Evaluate, inputs: ObjectiveInputs) -> tuple[dict[str, Fl
                 gradients[name][start : start + rows] = gradient
             names, table = sums.table(dtype)
             tables.append(table)
-        return StepSums.total(names, tables), gradients
+        return StepSums.total(names, *tables), gradients
 
 
 def with_gradients(loss: Float[Tensor, ""], gradients: Gradients, inputs: ObjectiveInputs) -> Float[Tensor, ""]:

@@ -1,8 +1,8 @@
 """How far the policy is from its reference, and how spread out it is: per-step estimates [N, T], unreduced.
 
-With x = log pi(step) - log pi_ref(step), each `kl_*` estimates KL(pi || ref) from the sampled step alone, and gives the slope of
-that estimate. What they are as *loss terms* differs from what they are as numbers: see each gradient note (on-policy, in
-expectation over steps).
+With x = log pi(step) - log pi_ref(step), each `kl_*` estimates KL(pi || ref) from the sampled step alone, and gives the
+slope of that estimate. What they are as *loss terms* differs from what they are as numbers: see each gradient note (on-policy,
+in expectation over steps).
 """
 
 from typing import Literal, assert_never

@@ -33,9 +33,9 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     u what corrects for the sampler, d the estimate of the divergence from the reference, e the squared error of a critic, and H
     the entropy. Without `old_log_probs` rho is exactly 1 and its gradient that of log_probs (REINFORCE).
 
-    Every term gives its slope beside its value, and the gradient is put together from these: there is no graph to differentiate,
-    and large inputs are evaluated in blocks of rows. The loss can be differentiated once, with respect to `log_probs`,
-    `entropy`, `kl` and `values`.
+    Every term gives its slope beside its value, and the gradient is put together from these: there is no graph to
+    differentiate, and large inputs are evaluated in blocks of rows. The loss can be differentiated once, with respect to
+    `log_probs`, `entropy`, `kl` and `values`.
 
     Args:
         inputs: see `ObjectiveInputs`; half precision is raised to float32.

@@ -12,6 +12,7 @@ from jaxtyping import Float, Float64, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+
 class StepSums:
     """Sums over the steps of [N, T], several at once, nearly as good as in float64, which would first copy everything.
 
@@ -47,9 +48,9 @@ class StepSums:
         return tuple(self._names), torch.stack(parts)
 
     @staticmethod
-    def total(names: tuple[str, ...], tables: Sequence[Float[Tensor, "K _"]]) -> dict[str, Float64[Tensor, ""]]:
+    def total(names: tuple[str, ...], *tables: Float[Tensor, "K _"]) -> dict[str, Float64[Tensor, ""]]:
         """The sums over all blocks."""
-        table = (tables[0] if len(tables) == 1 else torch.cat(list(tables), dim=1)).double()
+        table = (tables[0] if len(tables) == 1 else torch.cat(tables, dim=1)).double()
         for name, norms in zip(names, table, strict=True):
             if name.endswith(SQUARED):
                 norms.square_()

@@ -100,6 +100,7 @@ def _stopped_steps(steps: Steps, scratch: Float[Tensor, "N #T"]) -> Iterator[Flo
     lowest, highest = clip_bounds(advantages, config.clip_low, config.clip_high)
     ratio = (steps.step_ratio if config.surrogate == "gmpo" else steps.ratio).value
     # compared into floats: a comparison into booleans takes four times as long
-    found = scratch if scratch.shape[1] >= lowest.shape[1] and scratch.shape == ratio.shape else torch.empty_like(ratio + lowest)
+    shape = torch.broadcast_shapes(ratio.shape, lowest.shape)
+    found = scratch if scratch.shape == shape else ratio.new_empty(shape)
     yield _per_step(torch.lt(ratio, lowest, out=found), steps)
     yield _per_step(torch.gt(ratio, highest, out=found), steps)

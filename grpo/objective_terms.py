@@ -80,9 +80,7 @@ def surrogate(steps: Steps, correction: Float[Tensor, "N #T"] | None) -> StepLos
         case "kl_cov":
             penalised = steps.inputs.penalised
             penalised = torch.zeros_like(steps.mask) if penalised is None else penalised
-            return kl_cov_surrogate(
-                steps.ratio.value, steps.log_ratio, advantages, penalised, coef=config.cov_kl_coef
-            )
+            return kl_cov_surrogate(steps.ratio.value, steps.log_ratio, advantages, penalised, coef=config.cov_kl_coef)
         case _:
             assert_never(config.surrogate)
 

@@ -68,9 +68,7 @@ def log_ratio_at_level(
             assert_never(level)
 
 
-def slope_by_steps(
-    slope: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], level: RatioLevel
-) -> Float[Tensor, "N T"]:
+def slope_by_steps(slope: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], level: RatioLevel) -> Float[Tensor, "N T"]:
     """What slopes in the log-ratios of a level are in the log-ratio x of each step: `log_ratio_at_level`, backwards.
 
       step, row_step, none   s[n,t]

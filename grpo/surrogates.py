@@ -258,9 +258,10 @@ def dppo_tv_surrogate(
 
     l[n,t] = -m[n,t] rho[n,t] A[n,t],  m = 0 where pi - mu > limit and A > 0, and where mu - pi > limit and A < 0, else 1
 
-    with mu the probability the step was sampled with. Slope in rho: -m[n,t] A[n,t]. The paper's ratio is pi / mu as well: with a sampler that is not the
-    policy, correct for it (`sampler_correction`). For probabilities alone: a density may be larger than 1, and a difference of
-    densities is no distance.
+    with mu the probability the step was sampled with. Slope in rho: -m[n,t] A[n,t].
+
+    The paper's ratio is pi / mu as well: with a sampler that is not the policy, correct for it (`sampler_correction`). For
+    probabilities alone: a density may be larger than 1, and a difference of densities is no distance.
 
     Args:
         ratio: pi / pi_old.

@@ -56,9 +56,9 @@ class FourActions:
     def ref_log_probs(self) -> Tensor:
         return self.ref.log().unsqueeze(1)
 
-    def expected_gradient(self, per_action: Tensor, sampler: Tensor) -> Tensor:
-        """E_{a ~ sampler} of the gradient of `per_action[a]`: a sum over all four, no sampling."""
-        (gradient,) = torch.autograd.grad((sampler * per_action.squeeze(1)).sum(), self.theta)
+    def expected_gradient(self, slope: Tensor, sampler: Tensor) -> Tensor:
+        """E_{a ~ sampler} of `slope[a]` grad log pi(a): a sum over all four, no sampling."""
+        (gradient,) = torch.autograd.grad((sampler * (slope * self.log_probs()).squeeze(1)).sum(), self.theta)
         return gradient
 
     def gradient_of_kl_to_ref(self) -> Tensor:

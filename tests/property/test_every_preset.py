@@ -262,13 +262,12 @@ def test_the_loss_of_any_parts_in_any_blocks_is_that_of_the_whole(name, data, se
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_these_blocks_are_blocks(name, monkeypatch):
+def test_the_gradient_of_blocks_is_scaled_by_what_comes_from_above(name, monkeypatch):
     monkeypatch.setattr(grpo.blockwise, "STEPS_PER_BLOCK", {"cpu": 1})
     config = EVERY[name].objective
     inputs = objective_inputs(config, 1, torch.float64)
     leaf = inputs.log_probs.clone().requires_grad_()
     blocks = grpo_objective(replace(inputs, log_probs=leaf), config).loss
-    assert "Blocks" in blocks.grad_fn.name()
     (2.5 * blocks).backward()  # whatever stands behind it, a loss scale say
     monkeypatch.setattr(grpo.blockwise, "STEPS_PER_BLOCK", {"cpu": 10**6})
     _, gradient, _ = evaluate(inputs, config)

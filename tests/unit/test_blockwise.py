@@ -1,5 +1,6 @@
 """Large inputs, evaluated block of rows by block of rows: the same loss, gradients and metrics as in one piece."""
 
+import importlib
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -67,8 +68,19 @@ def evaluated(inputs: ObjectiveInputs, config: ObjectiveConfig, upstream: float 
     return {"loss": output.loss.detach(), **output.metrics, **gradients}
 
 
-def was_in_blocks(loss: Tensor) -> bool:
-    return type(loss.grad_fn).__name__ == "_BlocksBackward"
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each block had that was evaluated."""
+    sizes: list[int] = []
+    module = importlib.import_module("grpo.grpo_objective")  # the package's attribute of that name is the function
+    evaluate = module._evaluate
+
+    def watched(config: Any, coefs: Any, inputs: ObjectiveInputs, *others: Any) -> Any:
+        sizes.append(len(inputs.mask))
+        return evaluate(config, coefs, inputs, *others)
+
+    monkeypatch.setattr(module, "_evaluate", watched)
+    return sizes
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-12) -> None:
@@ -93,13 +105,13 @@ EVERYTHING = {
 
 @pytest.mark.parametrize("level", get_args(RatioLevel))
 @pytest.mark.parametrize("surrogate", get_args(Surrogate))
-def test_blocks_equal_the_whole(surrogate, level, monkeypatch):
+def test_blocks_equal_the_whole(surrogate, level, blocks, monkeypatch):
     config = ObjectiveConfig(surrogate=surrogate, ratio_level=level, **EVERYTHING)
     whole = evaluated(leaves_of(tensors()), config)
     monkeypatch.setitem(blockwise.STEPS_PER_BLOCK, "cpu", 2 * WIDTH)
     inputs = leaves_of(tensors())
-    assert was_in_blocks(grpo_objective(inputs, config).loss)
     assert_same(evaluated(inputs, config), whole)
+    assert blocks == [7, 2, 2, 2, 1]
     for name in LEAVES:
         assert (whole[f"d {name}"] != 0).any()
         assert (whole[f"d {name}"][~inputs.mask] == 0).all()
@@ -129,13 +141,7 @@ def test_blocks_equal_the_whole_under_other_settings(settings, changes, monkeypa
     config = ObjectiveConfig(**settings)
     whole = evaluated(leaves_of(given), config)
     monkeypatch.setitem(blockwise.STEPS_PER_BLOCK, "cpu", 2 * WIDTH)
-    found = evaluated(leaves_of(given), config)
-    # in one piece a tensor that no term reads has no gradient; in blocks it has one of 0
-    for name in LEAVES:
-        if whole[f"d {name}"] is None:
-            assert found[f"d {name}"] is None or (found[f"d {name}"] == 0).all()
-            found[f"d {name}"] = None
-    assert_same(found, whole)
+    assert_same(evaluated(leaves_of(given), config), whole)
 
 
 def test_advantages_per_step_in_blocks(monkeypatch):
@@ -146,20 +152,22 @@ def test_advantages_per_step_in_blocks(monkeypatch):
     assert_same(evaluated(leaves_of(given), config), whole)
 
 
-@pytest.mark.parametrize("limit", [1, WIDTH, 3 * WIDTH, 3 * WIDTH + 2])
-def test_any_size_of_block(limit, monkeypatch):
+@pytest.mark.parametrize(
+    ("limit", "sizes"), [(1, [1] * 7), (WIDTH, [1] * 7), (3 * WIDTH, [3, 3, 1]), (3 * WIDTH + 2, [3, 3, 1])]
+)
+def test_any_size_of_block(limit, sizes, blocks, monkeypatch):
     """Less than a row makes blocks of one row; 3 and 3 2/3 rows make blocks of three, the last of one."""
     config = ObjectiveConfig(**EVERYTHING)
     whole = evaluated(leaves_of(tensors()), config)
     monkeypatch.setitem(blockwise.STEPS_PER_BLOCK, "cpu", limit)
-    inputs = leaves_of(tensors())
-    assert was_in_blocks(grpo_objective(inputs, config).loss)
-    assert_same(evaluated(inputs, config), whole)
+    assert_same(evaluated(leaves_of(tensors()), config), whole)
+    assert blocks == [7, *sizes]
 
 
-def test_less_than_two_blocks_are_one_piece(monkeypatch):
+def test_less_than_two_blocks_are_one_piece(blocks, monkeypatch):
     monkeypatch.setitem(blockwise.STEPS_PER_BLOCK, "cpu", 4 * WIDTH)
-    assert not was_in_blocks(grpo_objective(leaves_of(tensors()), ObjectiveConfig(**EVERYTHING)).loss)
+    grpo_objective(leaves_of(tensors()), ObjectiveConfig(**EVERYTHING))
+    assert blocks == [7]
 
 
 def test_the_gradient_is_scaled_by_what_comes_from_above(in_blocks_of_two):
@@ -191,25 +199,24 @@ def test_two_backwards_add_up_in_the_leaves(in_blocks_of_two):
         torch.testing.assert_close(getattr(inputs, name).grad, 2 * gradient, rtol=1e-15, atol=0)
 
 
-def test_gradients_reach_parameters_that_several_inputs_share(monkeypatch):
+def test_gradients_reach_parameters_that_several_inputs_share(blocks, monkeypatch):
     """log-probs and entropy of one softmax, whose logits they meet in."""
     logits = torch.randn(NUM_ROWS, WIDTH, 4, dtype=torch.float64)
     chosen = torch.randint(4, (NUM_ROWS, WIDTH, 1))
 
-    def gradient() -> tuple[bool, Tensor]:
+    def gradient() -> Tensor:
         leaf = logits.clone().requires_grad_()
         log_probs = leaf.log_softmax(-1)
         given = tensors() | {"old_log_probs": None, "behaviour_log_probs": None, "keep": None}
         given["log_probs"] = log_probs.gather(-1, chosen).squeeze(-1)
         given["entropy"] = -(log_probs.exp() * log_probs).sum(-1)
         loss = grpo_objective(objective_inputs(**given), ObjectiveConfig(value_coef=0.0)).loss
-        return was_in_blocks(loss), torch.autograd.grad(loss, leaf)[0]
+        return torch.autograd.grad(loss, leaf)[0]
 
-    in_one, whole = gradient()
+    whole = gradient()
     monkeypatch.setitem(blockwise.STEPS_PER_BLOCK, "cpu", 2 * WIDTH)
-    in_several, blocks = gradient()
-    assert (in_one, in_several) == (False, True)
-    torch.testing.assert_close(blocks, whole, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(gradient(), whole, rtol=1e-12, atol=1e-15)
+    assert blocks == [7, 2, 2, 2, 1]
 
 
 def test_only_what_asks_for_a_gradient_gets_one(in_blocks_of_two):
@@ -228,24 +235,31 @@ def test_under_no_grad_the_numbers_are_the_same_and_nothing_is_differentiated(mo
     with torch.no_grad():
         whole = grpo_objective(inputs, config)
         monkeypatch.setitem(blockwise.STEPS_PER_BLOCK, "cpu", 2 * WIDTH)
-        blocks = grpo_objective(inputs, config)
-    assert not blocks.loss.requires_grad
-    assert_same({"loss": blocks.loss, **blocks.metrics}, {"loss": whole.loss, **whole.metrics})
+        parts = grpo_objective(inputs, config)
+    assert not parts.loss.requires_grad
+    assert_same({"loss": parts.loss, **parts.metrics}, {"loss": whole.loss, **whole.metrics})
 
 
-def test_under_no_grad_no_gradient_is_computed(in_blocks_of_two, monkeypatch):
+def test_under_no_grad_no_gradient_is_put_together(in_blocks_of_two, monkeypatch):
     """An evaluation must not pay for a backward pass that nobody can ask for."""
-    differentiated = []
-    compute = torch.autograd.grad
-
-    def listen(*args: Any, **options: Any) -> Any:
-        differentiated.append(1)
-        return compute(*args, **options)
-
-    monkeypatch.setattr(torch.autograd, "grad", listen)
+    module = importlib.import_module("grpo.log_prob_gradient")
+    asked = []
+    monkeypatch.setattr(module, "times", lambda *values: asked.append(1) or torch.mul(*values))
+    inputs = leaves_of(tensors())
     with torch.no_grad():
-        grpo_objective(leaves_of(tensors()), ObjectiveConfig(**EVERYTHING))
-    assert not differentiated
+        grpo_objective(inputs, ObjectiveConfig(**EVERYTHING))
+    assert not asked
+    grpo_objective(inputs, ObjectiveConfig(**EVERYTHING))
+    assert asked, "nothing goes through what is watched here"
+
+
+def test_there_is_no_second_derivative(in_blocks_of_two):
+    """Slopes are constants to autograd: what they depend on would be forgotten, so it is refused."""
+    inputs = leaves_of(tensors())
+    loss = grpo_objective(inputs, ObjectiveConfig(**EVERYTHING)).loss
+    (gradient,) = torch.autograd.grad(loss, inputs.log_probs, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        gradient.sum().backward()
 
 
 def test_inputs_without_any_gradient(in_blocks_of_two, monkeypatch):
@@ -288,8 +302,8 @@ def test_the_inputs_are_left_as_they_were(in_blocks_of_two):
             torch.testing.assert_close(getattr(inputs, name).detach(), value, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_large_batch_comes_in_blocks_by_itself():
-    """At the real size: twice 2^18 steps, half a second."""
+def test_a_large_batch_comes_in_blocks_by_itself(blocks):
+    """At the real size: two blocks, half a second."""
     rows = 2 * blockwise.STEPS_PER_BLOCK["cpu"] // 64
     log_probs = -torch.rand(rows, 64)
     advantages = torch.randn(rows)
@@ -298,7 +312,7 @@ def test_a_large_batch_comes_in_blocks_by_itself():
         objective_inputs(leaf, advantages, old_log_probs=log_probs, weights=torch.full((rows, 64), 1e-3).double()),
         ObjectiveConfig(),
     )
-    assert was_in_blocks(output.loss)
+    assert blocks == [rows // 2, rows // 2]
     output.loss.backward()
     # ratio 1: -w A
     torch.testing.assert_close(leaf.grad, (-1e-3 * advantages.unsqueeze(1)).expand_as(leaf), rtol=1e-6, atol=0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from grpo import ObjectiveConfig
-from grpo.ratios import bounded_exp, log_ratio_at_level, mean_over_steps
+from grpo.ratios import bounded_exp, log_ratio_at_level, mean_over_steps, slope_by_steps
 from tests.support import loss_and_gradient
 
 LEVELS = ["step", "row", "row_sum", "row_step", "none"]
@@ -35,14 +35,13 @@ def test_values_by_hand(level):
     torch.testing.assert_close(log_ratio_at_level(LOG_RATIO, MASK, level), double(VALUES[level]), rtol=0, atol=1e-15)
 
 
-# What comes from above: one number per step, or one per row.
-UPSTREAM_OF_STEPS = [[1.0, 2.0, 4.0], [3.0, 5.0, 7.0], [11.0, 13.0, 17.0]]
-UPSTREAM_OF_ROWS = [[2.0], [3.0], [5.0]]
+# What each step's loss has as its slope in the log-ratio of the level.
+SLOPES = [[1.0, 2.0, 4.0], [3.0, 5.0, 7.0], [11.0, 13.0, 17.0]]
 ON_STEPS = [[1.0, 0.0, 4.0], [3.0, 5.0, 7.0], [0.0, 0.0, 0.0]]
 GRADIENTS = {
     "step": ON_STEPS,
-    "row": [[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]],  # 2/2 on two steps, 3/3 on three
-    "row_sum": [[2.0, 0.0, 2.0], [3.0, 3.0, 3.0], [0.0, 0.0, 0.0]],
+    "row": [[2.5, 0.0, 2.5], [5.0, 5.0, 5.0], [0.0, 0.0, 0.0]],  # (1 + 4)/2 on two steps, (3 + 5 + 7)/3 on three
+    "row_sum": [[5.0, 0.0, 5.0], [15.0, 15.0, 15.0], [0.0, 0.0, 0.0]],
     "row_step": ON_STEPS,
     "none": ON_STEPS,
 }
@@ -50,17 +49,17 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_by_hand(level):
-    leaf = LOG_RATIO.clone().requires_grad_()
-    at_level = log_ratio_at_level(torch.where(MASK, leaf, 0.0), MASK, level)
-    upstream = double(UPSTREAM_OF_ROWS if at_level.shape[1] == 1 else UPSTREAM_OF_STEPS)
-    (gradient,) = torch.autograd.grad(at_level, leaf, upstream)
-    torch.testing.assert_close(gradient, double(GRADIENTS[level]), rtol=1e-15, atol=0)
+    slopes = torch.where(MASK, double(SLOPES), 0.0)
+    torch.testing.assert_close(slope_by_steps(slopes, MASK, level), double(GRADIENTS[level]), rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("level", ["step", "row", "row_sum"])
-def test_where_nothing_is_detached_finite_differences_agree(level):
+def test_where_nothing_is_detached_the_slopes_are_those_of_autograd(level):
     leaf = LOG_RATIO.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: log_ratio_at_level(torch.where(MASK, x, 0.0), MASK, level).exp(), leaf)
+    at_level = log_ratio_at_level(torch.where(MASK, leaf, 0.0), MASK, level)
+    slopes = torch.where(MASK, double(SLOPES), 0.0)
+    (gradient,) = torch.autograd.grad((at_level * slopes).sum(), leaf)
+    torch.testing.assert_close(slope_by_steps(slopes, MASK, level), gradient, rtol=1e-15, atol=0)
 
 
 def test_the_row_is_the_geometric_mean_and_the_row_sum_the_product():
@@ -86,11 +85,28 @@ def test_mean_over_steps_of_a_row_without_steps_is_zero():
 
 
 def test_beyond_twenty_the_exponential_stands_still():
-    x = double([[25.0, -25.0, 2.0, -2.0, 0.0]]).requires_grad_()
-    ratio = bounded_exp(x)
-    assert ratio[0].tolist() == pytest.approx([math.exp(20), math.exp(-20), math.exp(2), math.exp(-2), 1], rel=1e-14)
-    (gradient,) = torch.autograd.grad(ratio.sum(), x)
-    assert gradient[0].tolist() == pytest.approx([0, 0, math.exp(2), math.exp(-2), 1], rel=1e-14)
+    ratio = bounded_exp(double([[25.0, -25.0, 2.0, -2.0, 0.0]]))
+    expected = [math.exp(20), math.exp(-20), math.exp(2), math.exp(-2), 1]
+    assert ratio.value[0].tolist() == pytest.approx(expected, rel=1e-14)
+    assert ratio.slope[0].tolist() == pytest.approx([0, 0, *expected[2:]], rel=1e-14)
+    assert ratio.beyond[0].tolist() == [1, 1, 0, 0, 0]
+
+
+def test_within_twenty_it_is_the_exponential():
+    ratio = bounded_exp(double([[20.0, -20.0, 2.0]]))
+    assert ratio.value[0].tolist() == pytest.approx([math.exp(20), math.exp(-20), math.exp(2)], rel=1e-14)
+    assert torch.equal(ratio.slope, ratio.value)
+    assert ratio.beyond is None
+
+
+def test_what_is_no_number_stays_so():
+    ratio = bounded_exp(double([[math.nan, 0.0]]))
+    assert ratio.value.isnan().tolist() == ratio.slope.isnan().tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_no_steps_at_all(shape):
+    assert bounded_exp(torch.zeros(shape)).value.shape == shape
 
 
 # One row of two steps and a hole: x = .05, (NaN), .03; A = 2, weights 1/2 each. Nothing reaches a bound of .2.

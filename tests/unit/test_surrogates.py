@@ -1,4 +1,4 @@
-"""Every surrogate, value and gradient, at ratio 1, inside and outside its bounds."""
+"""Every surrogate, value and slope, at ratio 1, inside and outside its bounds: by hand, and against autograd of its formula."""
 
 import math
 
@@ -27,13 +27,16 @@ def double(values: list) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def value_and_gradient(ratio: float, advantage: float, clip_low: float, clip_high: float) -> tuple[float, float]:
-    """One step's loss and its derivative with respect to the ratio."""
-    leaf = torch.tensor([[ratio]], dtype=torch.float64, requires_grad=True)
-    advantages = torch.tensor([[advantage]], dtype=torch.float64)
-    loss = clipped_surrogate(leaf, advantages, clip_low=clip_low, clip_high=clip_high)
-    loss.sum().backward()
-    return loss.item(), leaf.grad.item()
+def value_and_slope(ratio: float, advantage: float, clip_low: float, clip_high: float) -> tuple[float, float]:
+    """One step's loss and its slope in the ratio."""
+    return loss_and_slope(clipped_surrogate, ratio, advantage, clip_low=clip_low, clip_high=clip_high)
+
+
+def loss_and_slope(formula, ratio: float, advantage: float, **options) -> tuple[float, float]:
+    """One step's loss and its slope in the ratio, which is the only one it has."""
+    step = formula(double([[ratio]]), double([[advantage]]), **options)
+    assert step._replace(loss=None, by_ratio=None) == (None,) * len(step)
+    return step.loss.item(), step.by_ratio.item()
 
 
 # loss = -min(rho A, clip(rho, 1 - low, 1 + high) A); inside, or where the min takes the unclipped arm, d loss / d rho = -A
@@ -54,7 +57,7 @@ def value_and_gradient(ratio: float, advantage: float, clip_low: float, clip_hig
     ],
 )
 def test_symmetric_bounds(ratio, advantage, loss, gradient):
-    assert value_and_gradient(ratio, advantage, 0.2, 0.2) == pytest.approx((loss, gradient))
+    assert value_and_slope(ratio, advantage, 0.2, 0.2) == pytest.approx((loss, gradient))
 
 
 @pytest.mark.parametrize(
@@ -69,34 +72,44 @@ def test_symmetric_bounds(ratio, advantage, loss, gradient):
     ],
 )
 def test_a_higher_upper_bound(ratio, advantage, loss, gradient):
-    assert value_and_gradient(ratio, advantage, 0.2, 0.28) == pytest.approx((loss, gradient))
+    assert value_and_slope(ratio, advantage, 0.2, 0.28) == pytest.approx((loss, gradient))
 
 
 @pytest.mark.parametrize("ratio", [1e-6, 0.01, 0.5, 0.99])
 def test_clip_low_of_one_is_no_lower_bound(ratio):
     # -min(-rho, -clip(rho, 0, 1.2)) = rho
-    assert value_and_gradient(ratio, -1.0, 1.0, 0.2) == pytest.approx((ratio, 1.0))
+    assert value_and_slope(ratio, -1.0, 1.0, 0.2) == pytest.approx((ratio, 1.0))
 
 
 def test_clip_low_of_one_leaves_the_upper_bound():
-    assert value_and_gradient(1.5, 1.0, 1.0, 0.2) == pytest.approx((-1.2, 0.0))
+    assert value_and_slope(1.5, 1.0, 1.0, 0.2) == pytest.approx((-1.2, 0.0))
 
 
 @pytest.mark.parametrize(("ratio", "advantage"), [(1.01, 1.0), (0.99, -1.0)])
 def test_bounds_of_zero_stop_at_one(ratio, advantage):
-    assert value_and_gradient(ratio, advantage, 0.0, 0.0) == pytest.approx((-advantage, 0.0))
+    assert value_and_slope(ratio, advantage, 0.0, 0.0) == pytest.approx((-advantage, 0.0))
 
 
 def test_one_advantage_per_row_counts_for_all_its_steps():
     ratio = torch.tensor([[0.5, 1.0, 1.5], [0.5, 1.0, 1.5]])
-    loss = clipped_surrogate(ratio, torch.tensor([[1.0], [-1.0]]), clip_low=0.25, clip_high=0.25)
-    assert loss.tolist() == [[-0.5, -1.0, -1.25], [0.75, 1.0, 1.5]]
+    step = clipped_surrogate(ratio, torch.tensor([[1.0], [-1.0]]), clip_low=0.25, clip_high=0.25)
+    assert step.loss.tolist() == [[-0.5, -1.0, -1.25], [0.75, 1.0, 1.5]]
+    assert step.by_ratio.tolist() == [[-1.0, -1.0, 0.0], [0.0, 1.0, 1.0]]
+
+
+def test_one_ratio_per_row_meets_advantages_per_step():
+    # .5 A: -min(.5, .75), -min(-.5, -.75)
+    step = clipped_surrogate(torch.tensor([[0.5]]), torch.tensor([[1.0, -1.0]]), clip_low=0.25, clip_high=0.25)
+    assert step.loss.tolist() == [[-0.5, 0.75]]
+    assert step.by_ratio.tolist() == [[-1.0, 0.0]]
 
 
 def test_advantages_per_step_count_step_by_step():
     ratio, advantages = torch.tensor([[0.5, 1.0, 1.5]]), torch.tensor([[-4.0, 3.0, 2.0]])
     # -min(-2, -3) = 3;  -3;  -min(3, 2.5)
-    assert clipped_surrogate(ratio, advantages, clip_low=0.25, clip_high=0.25).tolist() == [[3.0, -3.0, -2.5]]
+    step = clipped_surrogate(ratio, advantages, clip_low=0.25, clip_high=0.25)
+    assert step.loss.tolist() == [[3.0, -3.0, -2.5]]
+    assert step.by_ratio.tolist() == [[0.0, -3.0, 0.0]]
 
 
 RATIOS = torch.linspace(0.00317, 6.00317, 2001, dtype=torch.float64).unsqueeze(1)  # meets no bound exactly
@@ -117,23 +130,13 @@ def by_definition(ratio, advantages, clip_low, clip_high, delta, dual_clip):
 )
 @pytest.mark.parametrize(("clip_low", "clip_high"), [(0.2, 0.2), (0.2, 0.28), (1.0, 0.5), (0.0, 0.0)])
 def test_one_clamp_is_the_minimum_and_maximum_of_the_papers(clip_low, clip_high, delta, dual_clip):
-    results = []
-    for formula in (clipped_surrogate, by_definition):
-        leaf = RATIOS.expand(-1, ADVANTAGES.shape[1]).clone().requires_grad_()
-        bounds = {"clip_low": clip_low, "clip_high": clip_high, "delta": delta, "dual_clip": dual_clip}
-        loss = formula(leaf, ADVANTAGES.expand_as(leaf), **bounds)
-        results.append((loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]))
-    (loss, gradient), (expected_loss, expected_gradient) = results
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-15, atol=0)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-15, atol=0)
-
-
-def loss_and_slope(formula, at: float, advantage: float, **options) -> tuple[float, float]:
-    """One step's loss and its derivative with respect to the first argument of `formula`."""
-    leaf = double([[at]]).requires_grad_()
-    loss = formula(leaf, double([[advantage]]), **options)
-    (slope,) = torch.autograd.grad(loss.sum(), leaf)
-    return loss.item(), slope.item()
+    bounds = {"clip_low": clip_low, "clip_high": clip_high, "delta": delta, "dual_clip": dual_clip}
+    ratio = RATIOS.expand(-1, ADVANTAGES.shape[1]).clone().requires_grad_()
+    expected = by_definition(ratio, ADVANTAGES.expand_as(ratio), **bounds)
+    (expected_slope,) = torch.autograd.grad(expected.sum(), ratio)
+    step = clipped_surrogate(ratio.detach(), ADVANTAGES.expand_as(ratio), **bounds)
+    torch.testing.assert_close(step.loss, expected.detach(), rtol=1e-15, atol=0)
+    torch.testing.assert_close(step.by_ratio, expected_slope, rtol=1e-15, atol=0)
 
 
 # bounds .8 and 1.2 beside them
@@ -167,29 +170,28 @@ def test_bounds_are_not_rounded_to_float32():
 
 
 def test_reinforce_by_hand():
-    # -A log pi; gradient -A
-    log_probs = double([[-1.0, -0.5]]).requires_grad_()
-    loss = reinforce_surrogate(log_probs, double([[2.0, -4.0]]))
-    assert loss.tolist() == [[2.0, -2.0]]
-    assert torch.autograd.grad(loss.sum(), log_probs)[0].tolist() == [[-2.0, 4.0]]
+    # -A log pi; slope -A
+    step = reinforce_surrogate(double([[-1.0, -0.5]]), double([[2.0, -4.0]]))
+    assert step.loss.tolist() == [[2.0, -2.0]]
+    assert step.by_log_prob.tolist() == [[-2.0, 4.0]]
+    assert step.by_ratio is step.by_log_ratio is None
 
 
 def test_cispo_bounds_the_weight_and_never_stops_the_gradient():
     # bounds 1 - .5 and 1 + 4: weights .5, 1, 3, 5; log pi = -1
-    ratio = double([[0.1, 1.0, 3.0, 9.0]]).requires_grad_()
+    ratio, log_probs = double([[0.1, 1.0, 3.0, 9.0]]), torch.full((1, 4), -1.0, dtype=torch.float64)
     for advantage in (2.0, -2.0):
-        log_probs = torch.full((1, 4), -1.0, dtype=torch.float64, requires_grad=True)
-        loss = cispo_surrogate(ratio, log_probs, double([[advantage]]), clip_low=0.5, clip_high=4.0)
+        step = cispo_surrogate(ratio, log_probs, double([[advantage]]), clip_low=0.5, clip_high=4.0)
         expected = [weight * advantage for weight in (0.5, 1.0, 3.0, 5.0)]
-        assert loss[0].tolist() == expected
-        gradient, through_ratio = torch.autograd.grad(loss.sum(), (log_probs, ratio), allow_unused=True)
-        assert gradient[0].tolist() == [-e for e in expected]
-        assert through_ratio is None
+        assert step.loss[0].tolist() == expected
+        assert step.by_log_prob[0].tolist() == [-e for e in expected]
+        assert step.by_ratio is step.by_log_ratio is None
 
 
 def test_cispo_without_a_lower_bound():
-    loss = cispo_surrogate(double([[0.01]]), double([[-1.0]]), double([[1.0]]), clip_low=1.0, clip_high=4.0)
-    assert loss.item() == 0.01
+    step = cispo_surrogate(double([[0.01]]), double([[-1.0]]), double([[1.0]]), clip_low=1.0, clip_high=4.0)
+    assert step.loss.item() == 0.01
+    assert step.by_log_prob.item() == -0.01
 
 
 # sigmoid(log 3) = 3/4: the gradient's factor 4 s (1 - s) is 3/4; at 1 it is 1 and the value 2 A / tau
@@ -210,14 +212,18 @@ def test_sapo_by_hand(ratio, advantage, loss, slope):
 
 
 def test_sapos_slope_is_that_of_the_plain_ratio_times_a_squared_hyperbolic_secant():
-    leaf = RATIOS.expand(-1, 2).clone().requires_grad_()
-    loss = sapo_surrogate(leaf, double([[1.5, -1.5]]).expand_as(leaf), temperature_pos=1.0, temperature_neg=1.05)
-    (slope,) = torch.autograd.grad(loss.sum(), leaf)
+    ratio = RATIOS.expand(-1, 2).clone().requires_grad_()
+    tau, advantages = double([[1.0, 1.05]]), double([[1.5, -1.5]])
+    step = sapo_surrogate(ratio.detach(), advantages.expand_as(ratio), temperature_pos=1.0, temperature_neg=1.05)
+    by_definition = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+    torch.testing.assert_close(step.loss, by_definition.detach(), rtol=1e-13, atol=0)
+    (by_autograd,) = torch.autograd.grad(by_definition.sum(), ratio)
+    torch.testing.assert_close(step.by_ratio, by_autograd, rtol=1e-12, atol=0)
     expected = [
         [-1.5 / math.cosh(1.0 * (rho - 1) / 2) ** 2, 1.5 / math.cosh(1.05 * (rho - 1) / 2) ** 2]
         for rho in RATIOS.squeeze(1).tolist()
     ]
-    torch.testing.assert_close(slope, double(expected), rtol=1e-12, atol=0)
+    torch.testing.assert_close(step.by_ratio, double(expected), rtol=1e-12, atol=0)
 
 
 # Bounds 1/2 and 2. x = log 8, a hole, -log 4.
@@ -230,25 +236,27 @@ def test_sapos_slope_is_that_of_the_plain_ratio_times_a_squared_hyperbolic_secan
 )
 def test_gmpo_by_hand(advantage, loss, gradient):
     mask = torch.tensor([[True, False, True]])
-    x = double([[math.log(8), 0.0, -math.log(4)]]).requires_grad_()
-    losses = gmpo_surrogate(torch.where(mask, x, 0.0), double([[advantage]]), mask, clip_low=0.5, clip_high=1.0)
-    assert losses[mask].tolist() == pytest.approx([loss, loss], rel=1e-14)
-    assert torch.autograd.grad(losses[mask].sum(), x)[0][0].tolist() == pytest.approx(gradient, rel=1e-14)
+    x = double([[math.log(8), 0.0, -math.log(4)]])
+    step = gmpo_surrogate(x, double([[advantage]]), mask, clip_low=0.5, clip_high=1.0)
+    losses, slopes = (values.expand_as(x)[mask] for values in (step.loss, step.by_row_mean))
+    assert losses.tolist() == pytest.approx([loss, loss], rel=1e-14)
+    assert (slopes.sum() / 2 * step.free)[0].tolist() == pytest.approx(gradient, rel=1e-14)
 
 
 def test_gmpo_bounds_each_step_by_the_sign_of_its_own_advantage():
     # x = log 8 with A = 1: log 2;  x = -log 4 with A = -1: -log 2;  mean 0, and nothing is left to move
-    x = double([[math.log(8), -math.log(4)]]).requires_grad_()
-    everywhere = torch.ones(1, 2, dtype=torch.bool)
-    losses = gmpo_surrogate(x, double([[1.0, -1.0]]), everywhere, clip_low=0.5, clip_high=1.0)
-    assert losses[0].tolist() == pytest.approx([-1.0, 1.0], rel=1e-14)
-    assert torch.autograd.grad(losses[0, 0], x)[0].tolist() == [[0.0, 0.0]]
+    x, everywhere = double([[math.log(8), -math.log(4)]]), torch.ones(1, 2, dtype=torch.bool)
+    step = gmpo_surrogate(x, double([[1.0, -1.0]]), everywhere, clip_low=0.5, clip_high=1.0)
+    assert step.loss[0].tolist() == pytest.approx([-1.0, 1.0], rel=1e-14)
+    assert step.by_row_mean[0].tolist() == pytest.approx([-1.0, 1.0], rel=1e-14)
+    assert step.free.tolist() == [[0.0, 0.0]]
 
 
 def test_gmpo_without_a_lower_bound_and_without_steps():
     x, advantages = double([[-9.0], [0.0]]), double([[-1.0], [-1.0]])
-    losses = gmpo_surrogate(x, advantages, torch.tensor([[True], [False]]), clip_low=1.0, clip_high=0.2)
-    assert losses.squeeze(1).tolist() == pytest.approx([math.exp(-9), 1.0])
+    step = gmpo_surrogate(x, advantages, torch.tensor([[True], [False]]), clip_low=1.0, clip_high=0.2)
+    assert step.loss.squeeze(1).tolist() == pytest.approx([math.exp(-9), 1.0])
+    assert step.free.squeeze(1).tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("advantage", [0.0, -1.0])
@@ -279,13 +287,10 @@ VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
 
 @pytest.mark.parametrize(("weight", "advantage", "phi"), PHI)
 def test_vespo_by_hand(weight, advantage, phi):
-    log_probs = double([[-2.0, -0.5]]).requires_grad_()
-    log_weight = double([[math.log(weight)]]).requires_grad_()
-    loss = vespo_surrogate(log_weight, log_probs, double([[advantage]]), **VESPO)
-    assert loss[0].tolist() == pytest.approx([2 * phi * advantage, 0.5 * phi * advantage], rel=1e-7)
-    gradient, through_weight = torch.autograd.grad(loss.sum(), (log_probs, log_weight), allow_unused=True)
-    assert gradient[0].tolist() == pytest.approx([-phi * advantage] * 2, rel=1e-7)
-    assert through_weight is None
+    step = vespo_surrogate(double([[math.log(weight)]]), double([[-2.0, -0.5]]), double([[advantage]]), **VESPO)
+    assert step.loss[0].tolist() == pytest.approx([2 * phi * advantage, 0.5 * phi * advantage], rel=1e-7)
+    assert step.by_log_prob.expand(1, 2)[0].tolist() == pytest.approx([-phi * advantage] * 2, rel=1e-7)
+    assert step.by_ratio is step.by_log_ratio is None
 
 
 def test_vespo_takes_the_product_over_the_row_and_the_sampler_into_its_weight():
@@ -317,13 +322,11 @@ def test_vespo_leaves_rows_out_that_the_sampler_correction_leaves_out():
 
 
 def test_dro_by_hand():
-    # -A log pi + beta/2 x^2: 3 + .25 * .04 = 3.01;  -.5 + .25 * .01 = -.4975;  gradient -A + beta x
-    log_probs = double([[-1.0, -0.5]]).requires_grad_()
-    x = log_probs - double([[-1.2, -0.4]])  # .2, -.1
-    loss = dro_surrogate(x, log_probs, double([[3.0, -1.0]]), beta=0.5)
-    assert loss[0].tolist() == pytest.approx([3.01, -0.4975], rel=1e-14)
-    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
-    assert gradient[0].tolist() == pytest.approx([-3 + 0.5 * 0.2, 1 - 0.5 * 0.1], rel=1e-14)
+    # -A log pi + beta/2 x^2: 3 + .25 * .04 = 3.01;  -.5 + .25 * .01 = -.4975;  slopes -A and beta x
+    step = dro_surrogate(double([[0.2, -0.1]]), double([[-1.0, -0.5]]), double([[3.0, -1.0]]), beta=0.5)
+    assert step.loss[0].tolist() == pytest.approx([3.01, -0.4975], rel=1e-14)
+    assert step.by_log_prob[0].tolist() == [-3, 1]
+    assert step.by_log_ratio[0].tolist() == pytest.approx([0.5 * 0.2, -0.5 * 0.1], rel=1e-14)
 
 
 def test_dro_over_the_whole_row():
@@ -353,13 +356,12 @@ def test_dro_over_the_whole_row():
     ],
 )
 def test_dppo_stops_where_the_probability_has_moved_too_far(pi, mu, advantage, stopped):
-    log_probs = double([[math.log(pi)]]).requires_grad_()
-    sampled = double([[math.log(mu)]])
-    loss = dppo_tv_surrogate((log_probs - sampled).exp(), log_probs, sampled, double([[advantage]]), tv_limit=0.2)
-    expected = 0.0 if stopped else -pi / mu * advantage
-    assert loss.item() == pytest.approx(expected, rel=1e-14)
-    # d (-rho A) / d log pi = -rho A; the test of the distance has no gradient
-    assert torch.autograd.grad(loss.sum(), log_probs)[0].item() == pytest.approx(expected, rel=1e-14)
+    log_probs, sampled = double([[math.log(pi)]]), double([[math.log(mu)]])
+    step = dppo_tv_surrogate((log_probs - sampled).exp(), log_probs, sampled, double([[advantage]]), tv_limit=0.2)
+    assert step.loss.item() == pytest.approx(0.0 if stopped else -pi / mu * advantage, rel=1e-14)
+    # d (-rho A) / d rho = -A; the test of the distance has no slope
+    assert step.by_ratio.item() == (0.0 if stopped else -advantage)
+    assert step.by_log_prob is step.by_log_ratio is None
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
@@ -368,20 +370,23 @@ def test_dppo_is_the_mask_of_its_paper_on_a_grid(advantage):
     grid = torch.linspace(0.013, 0.987, 75, dtype=torch.float64)
     pi, mu = grid.unsqueeze(1).expand(75, 75), grid.unsqueeze(0).expand(75, 75)
     ratio = pi / mu
-    loss = dppo_tv_surrogate(ratio, pi.log(), mu.log(), torch.full((75, 1), advantage).double(), tv_limit=0.2)
-    wrong_way = ratio > 1 if advantage > 0 else ratio < 1
-    torch.testing.assert_close(loss, torch.where(wrong_way & ((pi - mu).abs() > 0.2), 0.0, -ratio * advantage))
+    step = dppo_tv_surrogate(ratio, pi.log(), mu.log(), torch.full((75, 1), advantage).double(), tv_limit=0.2)
+    stopped = (ratio > 1 if advantage > 0 else ratio < 1) & ((pi - mu).abs() > 0.2)
+    torch.testing.assert_close(step.loss, torch.where(stopped, 0.0, -ratio * advantage))
+    assert torch.equal(step.by_ratio, torch.where(stopped, 0.0, -advantage).double())
 
 
 def test_kl_cov_pulls_back_the_chosen_steps_only():
     # x = log 2, log 2, -log 2, 0: ratios 2, 2, 1/2, 1; A = 1, coef .5; the second is not chosen
     log_2 = math.log(2)
-    x = double([[log_2, log_2, -log_2, 0.0]]).requires_grad_()
+    x = double([[log_2, log_2, -log_2, 0.0]])
     chosen = torch.tensor([[True, False, True, True]])
-    loss = kl_cov_surrogate(x.exp(), x, double([[1.0]]), chosen, coef=0.5)
-    assert loss[0].tolist() == pytest.approx([-2 + log_2 / 2, -2, -0.5 + log_2 / 2, -1], rel=1e-14)
-    # -rho A + coef sign(x)
-    assert torch.autograd.grad(loss.sum(), x)[0][0].tolist() == pytest.approx([-1.5, -2, -1, -1], rel=1e-14)
+    step = kl_cov_surrogate(x.exp(), x, double([[1.0]]), chosen, coef=0.5)
+    assert step.loss[0].tolist() == pytest.approx([-2 + log_2 / 2, -2, -0.5 + log_2 / 2, -1], rel=1e-14)
+    # -A in rho, coef sign(x) in x: together -rho A + coef sign(x)
+    assert step.by_log_ratio[0].tolist() == [0.5, 0, -0.5, 0]
+    whole = step.by_ratio * x.exp() + step.by_log_ratio
+    assert whole[0].tolist() == pytest.approx([-1.5, -2, -1, -1], rel=1e-14)
 
 
 SURROGATES = ["clip", "none", "cispo", "sapo", "gmpo", "vespo", "dro", "dppo_tv", "kl_cov", "clip_cov"]
