@@ -38,6 +38,7 @@ TOLERANCE = 1e-5
 """Largest relative difference of losses and of gradients (as norms), in float32."""
 
 KL_COEF, CISPO_BOUND = 0.04, 5.0
+VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
 
 HAS_TRL = importlib.util.find_spec("trl") is not None
 INSTALL = 'not installed; to compare with it: pip install -e ".[bench]"'
@@ -60,6 +61,13 @@ CASES = {
         theirs={"loss_type": "cispo", "epsilon_high": CISPO_BOUND},
     ),
     "sapo": Case(ours=ObjectiveConfig(surrogate="sapo"), theirs={"loss_type": "sapo"}),
+    "vespo": Case(
+        ours=ObjectiveConfig(surrogate="vespo", aggregation="step_mean"),
+        theirs={
+            "loss_type": "vespo",
+            **{f"vespo_{name}": value for name, value in VESPO.items()},
+        },
+    ),
 }
 
 
@@ -134,6 +142,7 @@ def their_run(batch: Batch, case: Case, *, compiled: bool = False) -> Run:
         "num_items_in_batch": batch.mask.sum(),
     }
     self = _stand_in(case, (batch.log_probs, batch.entropy, None))
+    self.get_gamma_weights = GRPOTrainer.get_gamma_weights  # of VESPO
 
     def evaluate(_log_probs: Tensor) -> tuple[Tensor, None]:
         return GRPOTrainer._compute_loss(self, self.model, inputs), None

@@ -1,6 +1,7 @@
 """A block's tensors, as every term of the loss reads them."""
 
-from functools import cached_property
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,6 +11,26 @@ from .masking import OnMask, raised
 from .objective_config import ObjectiveConfig
 from .ratios import Ratio, bounded_exp, log_ratio_at_level
 from .types import ObjectiveInputs
+
+T = TypeVar("T")
+
+
+class once(Generic[T]):
+    """A property that is computed when it is first read: `functools.cached_property` without its lock (Python < 3.12).
+
+    The lock takes longer than most that is computed here, and a compiler cannot look through it.
+    """
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self._name = compute.__name__
+        self.__doc__ = compute.__doc__
+
+    def __get__(self, owner: Any, _kind: Any = None) -> T:
+        """Only asked where the owner has no attribute of that name yet."""
+        value = self._compute(owner)
+        setattr(owner, self._name, value)
+        return value
 
 
 class Steps:
@@ -30,37 +51,37 @@ class Steps:
         """The valid steps."""
         return self.inputs.mask
 
-    @cached_property
+    @once
     def log_probs(self) -> Float[Tensor, "N T"]:
         """Log pi."""
         return self.on_mask(self._log_probs)
 
-    @cached_property
+    @once
     def advantages(self) -> Float[Tensor, "N #T"]:
         """One per row, or one per step."""
         advantages = self.inputs.advantages.to(self.dtype)
         return advantages.unsqueeze(1) if advantages.dim() == 1 else self.on_mask(advantages)
 
-    @cached_property
+    @once
     def weights(self) -> Float[Tensor, "N T"]:
         """The aggregation, 0 off the mask by contract."""
         return self.inputs.weights.to(self.dtype)
 
-    @cached_property
+    @once
     def step_log_ratio(self) -> Float[Tensor, "N T"]:
         """Log pi - log pi_old of each step."""
         if self.inputs.old_log_probs is None:
             return torch.zeros_like(self._log_probs)
         return self.less(self.inputs.old_log_probs)
 
-    @cached_property
+    @once
     def log_ratio(self) -> Float[Tensor, "N #T"]:
         """The same at the ratio level."""
         if self.inputs.old_log_probs is None:
             return torch.zeros_like(self._log_probs[:, :1])
         return log_ratio_at_level(self.step_log_ratio, self.mask, self.config.ratio_level)
 
-    @cached_property
+    @once
     def ratio(self) -> Ratio:
         """Its exponential, which is 1 throughout where the old policy is the one now."""
         if self.inputs.old_log_probs is None:
@@ -68,13 +89,13 @@ class Steps:
             return Ratio(one, one)
         return bounded_exp(self.log_ratio)
 
-    @cached_property
+    @once
     def step_ratio(self) -> Ratio:
         """Each step's own ratio."""
         own = self.config.ratio_level == "step" or self.inputs.old_log_probs is None
         return self.ratio if own else bounded_exp(self.step_log_ratio)
 
-    @cached_property
+    @once
     def sampled_log_probs(self) -> Float[Tensor, "N T"]:
         """What the steps were sampled with: behaviour log-probs where they are known, else those before any update."""
         old = self.inputs.old_log_probs

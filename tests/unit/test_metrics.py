@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo import JSONLSink, MetricSink
-from grpo.metrics import Meter, moments, reward_statistics
+from grpo.metrics import Meter, StepSums, reward_statistics
 
 
 def row(count: float, total: float, squares: float) -> torch.Tensor:
@@ -22,16 +22,42 @@ def read_jsonl(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def summed(*blocks: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The moments of all of them, each counted by its number of 1s."""
+    tables = []
+    for values in blocks:
+        sums = StepSums(values.shape[1])
+        sums.add_moments("value", values)
+        sums.add_counts("ones", (values == 1).int())
+        sums.add("nothing", None)
+        names, table = sums.table(values.dtype)
+        tables.append(table)
+    return StepSums.total(names, *tables)
+
+
 def test_moments_are_sum_and_sum_of_squares():
-    total, squares = moments(torch.tensor([[1.0, -2.0], [3.0, 0.0]]))
-    assert (total.item(), squares.item()) == (2, pytest.approx(14))
+    sums = summed(torch.tensor([[1.0, -2.0], [3.0, 0.0]]))
+    assert {name: value.item() for name, value in sums.items()} == {
+        "value": 2, "value squared": pytest.approx(14), "ones": 1, "nothing": 0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [3, 40])
+def test_blocks_add_up_whatever_their_size(width):
+    values = torch.randn(7, width, dtype=torch.float64)
+    values[2:4] = 1.0
+    whole, parts = summed(values), summed(values[:3], values[3:4], values[4:])
+    assert {name: value.item() for name, value in parts.items()} == {
+        name: pytest.approx(value.item(), rel=1e-12) for name, value in whole.items()
+    }
+    assert whole["ones"] == 2 * width
 
 
 @pytest.mark.parametrize("shape", ["32 columns", "32 rows"])
 def test_moments_of_float32_are_added_in_float64(shape):
     # 32 each of 1e8, 1 and -1e8. Each kind alone is exact in float32, 3.2e9 = 12500000 * 2^8; 3.2e9 + 32 is 3.2e9 there
     values = torch.tensor([[1e8], [1.0], [-1e8]]).expand(3, 32)
-    total, squares = moments(values if shape == "32 columns" else values.T)
+    total, squares = list(summed(values if shape == "32 columns" else values.T).values())[:2]
     assert total.dtype == squares.dtype == torch.float64
     assert total.item() == 32
     assert squares.item() == pytest.approx(64e16)
