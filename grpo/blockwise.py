@@ -5,12 +5,12 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .masking import reads_at_once
-from .metrics import StepSums
+from .metrics import Number, StepSums
 from .types import ObjectiveInputs
 
 STEPS_PER_BLOCK = {"cpu": 2**18}
@@ -30,7 +30,7 @@ Evaluate = Callable[[ObjectiveInputs, Collection[str], StepSums], Gradients]
 """Some rows, the names of inputs whose gradient is wanted, and where to add up -> the gradients of those that a term reads."""
 
 
-def in_blocks(evaluate: Evaluate, inputs: ObjectiveInputs) -> tuple[dict[str, Float64[Tensor, ""]], Gradients]:
+def in_blocks(evaluate: Evaluate, inputs: ObjectiveInputs) -> tuple[dict[str, Number], Gradients]:
     """`evaluate`, block of rows by block of rows; for an objective that is a sum over rows.
 
     Dozens of operations on [N, T] read and write main memory as often; on a block they stay in the cache. There is no graph:

@@ -76,8 +76,9 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
         total = sums["policy_loss"]
         for name in list(shares)[1:]:
             total = total - shares[name] if name == "entropy_bonus" else total + shares[name]
-        metrics = objective_metrics(sums, {**shares, "total_loss": total}, config)
-        loss = total.to(torch.promote_types(inputs.log_probs.dtype, torch.float32))
+        device = inputs.mask.device
+        metrics = objective_metrics(sums, {**shares, "total_loss": total}, config, device)
+        loss = torch.as_tensor(total, dtype=torch.promote_types(inputs.log_probs.dtype, torch.float32), device=device)
     return ObjectiveOutput(loss=with_gradients(loss, gradients, inputs), metrics=metrics)
 
 

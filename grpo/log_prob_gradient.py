@@ -58,10 +58,14 @@ class LogProbGradient:
     def total(self) -> Float[Tensor, "N T"]:
         """The gradient, 0 off the mask."""
         steps = self._steps
-        at_level = _plus(self._by_log_ratio, self._by_ratio, steps.ratio.slope)
+        at_level = self._by_log_ratio
+        if self._by_ratio is not None:
+            at_level = _plus(at_level, self._by_ratio, steps.ratio.slope)
         if at_level is not None:
             at_level = slope_by_steps(at_level, steps.mask, steps.config.ratio_level)
-        own = _plus(None, self._by_step_ratio, steps.step_ratio.slope)
+        own = self._by_step_ratio
+        if own is not None:
+            own = times(own, steps.step_ratio.slope)
         parts = [part for part in (at_level, self._by_log_prob, own, self._by_row_mean) if part is not None]
         gradient = parts[0]
         for part in parts[1:]:

@@ -12,6 +12,11 @@ from jaxtyping import Float, Float64, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .masking import reads_at_once
+
+Number: TypeAlias = float | Float64[Tensor, ""]
+"""A number that the host knows, or one that is still on its device: they are added and multiplied alike."""
+
 
 class StepSums:
     """Sums over the steps of [N, T], several at once, nearly as good as in float64, which would first copy everything.
@@ -43,22 +48,30 @@ class StepSums:
 
     def table(self, dtype: torch.dtype) -> tuple[tuple[str, ...], Float[Tensor, "K S"]]:
         """The names, and what is left to be summed."""
-        zeros = next(torch.zeros_like(part, dtype=dtype) for part in self._parts if part is not None)
-        parts = [zeros if part is None else part if part.dtype == dtype else part.to(dtype) for part in self._parts]
-        return tuple(self._names), torch.stack(parts)
+        known = next(part for part in self._parts if part is not None)
+        parts = [torch.zeros_like(known) if part is None else part for part in self._parts]
+        return tuple(self._names), torch.stack([part if part.dtype == dtype else part.to(dtype) for part in parts])
 
     @staticmethod
-    def total(names: tuple[str, ...], *tables: Float[Tensor, "K _"]) -> dict[str, Float64[Tensor, ""]]:
+    def total(names: tuple[str, ...], *tables: Float[Tensor, "K _"]) -> dict[str, Number]:
         """The sums over all blocks."""
         table = (tables[0] if len(tables) == 1 else torch.cat(tables, dim=1)).double()
-        for name, norms in zip(names, table, strict=True):
+        for place, name in enumerate(names):
             if name.endswith(SQUARED):
-                norms.square_()
-        return dict(zip(names, table.sum(1).unbind(0), strict=True))
+                table[place].square_()
+        sums = table.sum(1)
+        return dict(zip(names, sums.tolist() if reads_at_once(sums) else sums.unbind(0), strict=True))
 
 
 SQUARED = " squared"
 """Ends the names of sums of squares."""
+
+
+def as_tensor(numbers: Sequence[Number], device: torch.device) -> Float64[Tensor, " K"]:
+    """Numbers side by side, all of one kind or all of the other."""
+    if isinstance(numbers[0], float):
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+    return torch.stack(numbers)  # type: ignore[arg-type]
 
 
 Totals: TypeAlias = dict[str, tuple[float, float, float]]

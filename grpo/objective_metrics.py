@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from .metrics import StepSums
+from .metrics import Number, StepSums, as_tensor
 from .objective_config import ObjectiveConfig
 from .objective_steps import Steps
 from .surrogates import clip_bounds
@@ -51,9 +51,7 @@ def observe(
 
 
 def objective_metrics(
-    sums: Mapping[str, Float64[Tensor, ""]],
-    shares: Mapping[str, Float64[Tensor, ""]],
-    config: ObjectiveConfig,
+    sums: Mapping[str, Number], shares: Mapping[str, Number], config: ObjectiveConfig, device: torch.device
 ) -> dict[str, Float64[Tensor, "3"]]:
     """All metrics as (count, sum, sum of squares): rows of one tensor, for one transfer when they are read.
 
@@ -61,9 +59,10 @@ def objective_metrics(
         sums: of all rows.
         shares: the terms of the loss.
         config: the bounds.
+        device: where the metrics are to be.
     """
     count = sums["steps"]
-    zero = torch.zeros_like(count)
+    zero = 0.0 * count
     cells = {name: (zero, share, zero) for name, share in shares.items()}
     cells |= {name: (count, sums[name], sums[f"{name} squared"]) for name in SPREAD if name in sums}
     if "kept" in sums:
@@ -77,7 +76,7 @@ def objective_metrics(
         low, high = (sums["too_low"], sums["too_high"]) if config.surrogate in BOUNDED else (zero, zero)
         for name, number in zip(CLIP_METRICS, (low, high, low + high, sums["beyond"]), strict=True):
             cells[name] = (count, number, number)
-    rows = torch.stack([cell for row in cells.values() for cell in row]).view(-1, 3).unbind(0)
+    rows = as_tensor([cell for row in cells.values() for cell in row], device).view(-1, 3).unbind(0)
     return dict(zip(cells, rows, strict=True))
 
 
@@ -100,7 +99,7 @@ def _stopped_steps(steps: Steps, scratch: Float[Tensor, "N #T"]) -> Iterator[Flo
     lowest, highest = clip_bounds(advantages, config.clip_low, config.clip_high)
     ratio = (steps.step_ratio if config.surrogate == "gmpo" else steps.ratio).value
     # compared into floats: a comparison into booleans takes four times as long
-    shape = torch.broadcast_shapes(ratio.shape, lowest.shape)
+    shape = max(ratio.shape, lowest.shape, key=lambda shape: shape[1])
     found = scratch if scratch.shape == shape else ratio.new_empty(shape)
     yield _per_step(torch.lt(ratio, lowest, out=found), steps)
     yield _per_step(torch.gt(ratio, highest, out=found), steps)

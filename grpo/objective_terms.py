@@ -31,6 +31,8 @@ def surrogate(steps: Steps, correction: Float[Tensor, "N #T"] | None) -> StepLos
     config, advantages = steps.config, steps.advantages
     match config.surrogate:
         case "clip" | "clip_cov":
+            if steps.inputs.old_log_probs is None:  # the ratio is 1, inside every bound
+                return StepLoss(-advantages, by_log_ratio=-advantages)
             return clipped_surrogate(
                 steps.ratio.value,
                 advantages,
@@ -179,6 +181,8 @@ def entropy(steps: Steps, entropy_coef: float) -> StepLoss:
             pass
         case _:
             assert_never(steps.config.entropy_estimator)
+    if steps.inputs.old_log_probs is None:  # the ratio is 1
+        return StepLoss(-steps.log_probs, by_ratio=-steps.log_probs if entropy_coef > 0 else None)
     return score_function_entropy(steps.log_probs, steps.step_ratio.value)
 
 

@@ -308,5 +308,7 @@ def kl_cov_surrogate(
 
 
 def _either(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
-    """One of two numbers, not rounded to float32 on the way as `torch.where` does with plain floats."""
+    """One of two numbers, not rounded on the way to the default dtype, as `torch.where` does with plain floats."""
+    if dtype == torch.get_default_dtype():
+        return torch.where(condition, yes, no)
     return torch.where(condition, yes, torch.full((), no, dtype=dtype, device=condition.device))
