@@ -122,7 +122,7 @@ class ExperienceCollector:
             reward_components=rewards.components,
             reward_weights=rewards.weights,
             mask=mask,
-            metrics={**rewards.metrics, **clock.laps},
+            metrics={**({} if sampled is None else sampled.metrics), **rewards.metrics, **clock.laps},
             **known,
         )
 

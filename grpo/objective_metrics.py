@@ -99,7 +99,7 @@ def _stopped_steps(steps: Steps, scratch: Float[Tensor, "N #T"]) -> Iterator[Flo
     lowest, highest = clip_bounds(advantages, config.clip_low, config.clip_high)
     ratio = (steps.step_ratio if config.surrogate == "gmpo" else steps.ratio).value
     # compared into floats: a comparison into booleans takes four times as long
-    shape = max(ratio.shape, lowest.shape, key=lambda shape: shape[1])
+    shape = lowest.shape if ratio.shape[1] == 1 else ratio.shape
     found = scratch if scratch.shape == shape else ratio.new_empty(shape)
     yield _per_step(torch.lt(ratio, lowest, out=found), steps)
     yield _per_step(torch.gt(ratio, highest, out=found), steps)

@@ -92,6 +92,8 @@ class SampledActions:
     """Under the distribution actually drawn from; NaN where a step was not scored."""
     scores: ActionScores | None = None
     """What `score_actions` would return before any update; None: the sampler does not know."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Costs and counts of the sampling, by metric name; they are added up over rounds and ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from benchmarks import control_speed
 from benchmarks._memory import peak_extra_memory
 from benchmarks.objective import CASES, HAS_TRL, INSTALL, TOLERANCE, Batch, largest_difference, our_run, their_run
 from benchmarks.overhead import check_same
@@ -49,3 +52,32 @@ def test_the_objective_benchmark_prints_a_line_for_each_comparison() -> None:
     assert printed.count(" : floor") == len(CASES)
     assert printed.count(" : TRL") == (len(CASES) if HAS_TRL else 0)
     assert (INSTALL in printed) != HAS_TRL
+
+
+def test_the_control_benchmark_prints_a_line_for_each_comparison() -> None:
+    command = [sys.executable, "-W", "error", "-m", "benchmarks.control_speed", "--quick"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    has_sb3, has_mujoco = control_speed.HAS_SB3, control_speed.HAS_MUJOCO
+    assert printed.count("CartPole, training : ") == 1 + has_sb3
+    assert printed.count("HalfCheetah, training : ") == (has_sb3 and has_mujoco)
+    assert printed.count("HalfCheetah, rollout of 16 : ") == has_mujoco
+    assert printed.count(" : bare loop") == 2
+    assert printed.count("CartPole until 475, ") == 2 * has_sb3
+    assert (control_speed.INSTALL in printed) != (has_sb3 and has_mujoco)
+
+
+def test_an_evaluation_is_the_mean_length_of_twenty_episodes() -> None:
+    """Pushing left always ends within a dozen steps; pushing towards where the pole falls lasts to the end."""
+    pool = control_speed.make_pool(control_speed.CARTPOLE, control_speed.NUM_EVAL_EPISODES)
+    assert not control_speed.is_learned(pool, _Rule(lambda seen: 0 * seen[:, 0]))
+    assert control_speed.is_learned(pool, _Rule(lambda seen: seen @ [0.0, 0.1, 1.0, 0.5] > 0))
+
+
+class _Rule:
+    """Acts as Stable-Baselines3's learners are asked to, by a rule instead of a network."""
+
+    def __init__(self, rule: Callable[[np.ndarray], np.ndarray]) -> None:
+        self.rule = rule
+
+    def predict(self, observations: np.ndarray, *, deterministic: bool) -> tuple[np.ndarray, None]:
+        return self.rule(observations).astype(np.int64), None

@@ -1,11 +1,13 @@
-"""Both examples run as a user runs them, and what they print shows that something was learned."""
+"""The examples run as a user runs them, and what they print shows that something was learned."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import imageio.v3 as iio
 import numpy as np
 import pytest
 from matplotlib import image
@@ -94,3 +96,51 @@ def test_custom_domain_passes_the_conformance_kit(catapult: str) -> None:
 def test_custom_domain_can_be_read_in_one_go() -> None:
     lines = (ROOT / "examples" / "custom_domain.py").read_text(encoding="utf-8").splitlines()
     assert len(lines) < 120
+
+
+def test_control_learns_writes_what_it_says_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "control" / "CartPole-v1"
+    printed = run_example("control", "--steps", "1500", folder=tmp_path)
+    found = re.search(rf"100 new episodes: return ({NUMBER}) ", printed)
+    assert found is not None, printed
+    assert float(found.group(1)) > 30, "it falls within 10 steps at first"
+    assert {"metrics.jsonl", "curve.json", "learning_curve.png", "best", "last"} == {
+        path.name for path in folder.iterdir()
+    }
+    assert (folder / "learning_curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    first = json.loads((folder / "curve.json").read_text())
+    assert first["steps"][-1] >= 1500
+
+    run_example("control", "--steps", "4000", folder=tmp_path)
+    second = json.loads((folder / "curve.json").read_text())
+    assert second["steps"][: len(first["steps"])] == first["steps"]
+    assert second["steps"][-1] >= 4000
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1)), "none twice, none left out"
+    assert [line["episodes/total_steps"] for line in lines if "eval/return" in line] == second["steps"]
+
+
+def test_robot_reach_learns_from_named_terms_and_films_the_result(tmp_path: Path) -> None:
+    pytest.importorskip("mujoco")
+    printed = run_example("robot_reach", "--steps", "6000", folder=tmp_path)
+    before, after = map(float, re.findall(rf"^(?:before|after ): ({NUMBER}) cm", printed, re.MULTILINE))
+    assert after < before, printed
+    films = list(tmp_path.rglob("*.gif"))
+    if "no film:" in printed:
+        assert not films
+        assert "MUJOCO_GL" in printed
+        return
+    assert f"written: {films[0].relative_to(tmp_path)}" in printed
+    assert films[0].read_bytes().startswith(b"GIF8")
+    frames = iio.imread(films[0])
+    assert len(frames) <= 40
+    assert max(frames.shape[1:3]) <= 240
+    assert len(np.unique(frames.reshape(-1, frames.shape[-1]), axis=0)) > 20, "an empty picture has one colour"
+
+
+def test_robot_reach_says_so_where_nothing_can_be_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mujoco")
+    monkeypatch.setenv("MUJOCO_GL", "disable")
+    printed = run_example("robot_reach", "--steps", "1", folder=tmp_path)
+    assert re.search(r"^no film: Reacher-v5 cannot be rendered here", printed, re.MULTILINE), printed
+    assert not list(tmp_path.rglob("*.gif"))

@@ -1,0 +1,93 @@
+"""Gymnasium environments and robots: groups of episodes that begin alike, compared step by step, without a critic.
+
+Needs Gymnasium (`pip install "model-agnostic-grpo[gym]"`), and for MuJoCo and films `[robots]`.
+
+Example:
+    Learn CartPole, in a few seconds::
+
+        from adapters.control import EnvironmentReward, EpisodePolicy, episode_starts, evaluate_policy
+        from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
+
+        policy = EpisodePolicy("CartPole-v1", num_members=16)
+        config = GRPOConfig(
+            group_size=8, batch_size=256, num_epochs_per_update=4, max_grad_norm=0.5,
+            advantage=AdvantageConfig(gamma=0.98, scale="batch"),
+        )
+        trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
+        trainer.train(episode_starts(num_groups=2), num_iterations=20)
+        print(evaluate_policy(policy))
+
+`preset_for(env_id)` has the settings of CartPole, Acrobot, Pendulum, Reacher, HalfCheetah and Hopper, and a start for others.
+"""
+
+try:
+    import gymnasium as _gymnasium  # noqa: F401  # the one place that says what to install
+except ImportError as error:
+    raise ImportError('adapters.control needs Gymnasium: pip install "model-agnostic-grpo[gym]"') from error
+
+from .distributions import (
+    ActionDistribution,
+    Bernoulli,
+    Beta,
+    Categorical,
+    Composite,
+    FromTorch,
+    Gaussian,
+    MultiCategorical,
+    SquashedGaussian,
+    distribution_for,
+)
+from .episodes import Episode, EpisodeStart, episode_starts
+from .evaluation import Evaluation, evaluate_policy
+from .networks import CNNTorso, mlp_torso
+from .plots import plot_learning_curves
+from .policies import EpisodePolicy
+from .pools import AsyncPool, EnvironmentPool, NativeCartPole, PoolStep, SerialPool, WorkerLost, make_pool
+from .presets import PRESETS, ControlPreset, preset_for
+from .rewards import EnvironmentReward, StepReward, effort
+from .snapshots import Snapshot, Snapshotable, restore_snapshot, take_snapshot
+from .training import LearningCurve, train_control
+from .video import record_frames, record_video
+
+__all__ = [
+    "PRESETS",
+    "ActionDistribution",
+    "AsyncPool",
+    "Bernoulli",
+    "Beta",
+    "CNNTorso",
+    "Categorical",
+    "Composite",
+    "ControlPreset",
+    "EnvironmentPool",
+    "EnvironmentReward",
+    "Episode",
+    "EpisodePolicy",
+    "EpisodeStart",
+    "Evaluation",
+    "FromTorch",
+    "Gaussian",
+    "LearningCurve",
+    "MultiCategorical",
+    "NativeCartPole",
+    "PoolStep",
+    "SerialPool",
+    "Snapshot",
+    "Snapshotable",
+    "SquashedGaussian",
+    "StepReward",
+    "WorkerLost",
+    "distribution_for",
+    "effort",
+    "episode_starts",
+    "evaluate_policy",
+    "make_pool",
+    "mlp_torso",
+    "plot_learning_curves",
+    "preset_for",
+    "record_frames",
+    "record_video",
+    "restore_snapshot",
+    "take_snapshot",
+    "train_control",
+]

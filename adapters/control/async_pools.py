@@ -1,0 +1,293 @@
+"""Environments in worker processes of their own, which may be lost."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from queue import Empty
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+from jaxtyping import Int64
+
+from grpo.errors import ConfigError, ContractError, GRPOError
+
+from .episodes import EpisodeStart
+from .pool_base import (
+    TO_BE_RESET,
+    EpisodeSteps,
+    PoolStep,
+    WorkerLost,
+    environment_name,
+    find_misfit,
+    misfit_fault,
+    require_fixed_shape,
+    reward_fault,
+    take_rows,
+)
+from .snapshots import restore_snapshot
+
+SNAPSHOT = "adapters.control.snapshot"
+"""The reset option that carries a snapshot to a worker."""
+
+GRACE = 2.0
+"""Seconds for all workers together to close their environments, before they are killed."""
+
+LAST_WORDS = 1.0
+"""Seconds to wait for what a lost worker left: its exception, or its exit code."""
+
+
+class WorkerEnv(gymnasium.Wrapper):
+    """What runs in a worker: it restores snapshots, and checks observations before they are written to shared memory.
+
+    There, an array of another shape but as many numbers would be taken for the declared one.
+    """
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        self.metadata = {**env.metadata, "name": environment_name(env)}  # AsyncVectorEnv passes it on
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """As the environment does, or from a snapshot."""
+        if options is not None and SNAPSHOT in options:
+            return self._checked(restore_snapshot(self.env, options[SNAPSHOT])), {}
+        observation, info = self.env.reset(seed=seed, options=options)
+        return self._checked(observation), info
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """As the environment does, its reward a number."""
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        try:
+            reward = float(reward)
+        except (TypeError, ValueError) as error:
+            raise ContractError(reward_fault(reward)) from error
+        return self._checked(observation), reward, terminated, truncated, info
+
+    def _checked(self, observation: Any) -> Any:
+        if misfit := find_misfit(self.observation_space, observation):
+            raise ContractError(misfit_fault(misfit))
+        return observation
+
+
+def make_worker_env(env_fn: Callable[[], gymnasium.Env]) -> WorkerEnv:
+    """In the worker."""
+    return WorkerEnv(env_fn())
+
+
+class AsyncPool:
+    """An `EnvironmentPool` in worker processes, on Gymnasium's `AsyncVectorEnv` with shared memory.
+
+    Its own step() sends every worker a step, waits for all, and cannot say which of them failed. Here the same messages go
+    through its `parent_pipes` to the members named, and to no others.
+
+    A worker that dies, raises or does not answer in time costs all of them: the workers are killed and started again, and
+    `WorkerLost` names the member. The row of rebuilds ends when every member lost in it has completed a step.
+
+    Args:
+        env_fns: one per member.
+        timeout: seconds that one call may take; None: any time, and an environment that hangs is waited for.
+        max_rebuilds: in a row; more raise ContractError.
+        infos: whether `PoolStep.infos` is filled.
+
+    Raises:
+        ConfigError: no environments, or observations without a fixed shape.
+        ContractError: a worker ends while its environment is made.
+    """
+
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], gymnasium.Env]],
+        *,
+        timeout: float | None = 60.0,
+        max_rebuilds: int = 3,
+        infos: bool = False,
+    ) -> None:
+        if not env_fns or (timeout is not None and timeout <= 0) or max_rebuilds < 0:
+            raise ConfigError(
+                "AsyncPool: at least one environment, timeout > 0 or None, and max_rebuilds >= 0 are required; got "
+                f"{len(env_fns)}, {timeout}, {max_rebuilds}."
+            )
+        self._env_fns = [partial(make_worker_env, env_fn) for env_fn in env_fns]
+        self._timeout = timeout
+        self._max_rebuilds = max_rebuilds
+        self._infos = infos
+        self.num_members = len(env_fns)
+        self.num_rebuilds = 0
+        self._vector: AsyncVectorEnv | None = None
+        vector = self._build()
+        self.observation_space = vector.single_observation_space
+        self.action_space = vector.single_action_space
+        self._steps = EpisodeSteps(vector.metadata["name"], self.num_members)
+        self._rebuilds_in_a_row = 0
+        self._unproven: set[int] = set()  # lost in the present row, and without a completed step since
+        self._waiting = False  # for answers: true between two calls only where an exception came in between
+
+    def _build(self) -> AsyncVectorEnv:
+        try:
+            vector = AsyncVectorEnv(self._env_fns, autoreset_mode=AutoresetMode.DISABLED)
+        except (EOFError, ConnectionError) as error:
+            raise ContractError(
+                "AsyncPool: a worker ended while it made its environment. Make one with vectorization='sync' to see why."
+            ) from error
+        self._vector = vector
+        try:
+            require_fixed_shape(vector.single_observation_space)
+        except ConfigError:
+            self.close()
+            raise
+        return vector
+
+    def reset(self, members: Sequence[int], starts: Sequence[EpisodeStart]) -> tuple[Any, list[dict[str, Any]]]:
+        """Begin an episode in each; one that begins from a snapshot has an empty info.
+
+        Raises:
+            ConfigError: the pool is closed.
+            ContractError: an observation does not fit its space, or is not finite.
+            WorkerLost: the pool was rebuilt.
+        """
+        vector = self._open_vector()
+        self._steps.begin(members)
+        answers = self._ask(list(members), [("reset", _reset_arguments(start)) for start in starts])
+        observations = take_rows(vector.observations, list(members))
+        self._steps.require_finite(members, observations)
+        return observations, [info for _, info in answers]
+
+    def step(self, members: Int64[np.ndarray, " n"], actions: Any) -> PoolStep:
+        """Step each, at the same time.
+
+        Raises:
+            ConfigError: the pool is closed.
+            ContractError: a member has no episode, an observation does not fit its space, or something is not finite.
+            WorkerLost: the pool was rebuilt.
+        """
+        vector = self._open_vector()
+        self._steps.advance(members)
+        places = members.tolist()
+        answers = self._ask(places, [("step", actions[row]) for row in range(len(places))])
+        if self._unproven:
+            self._unproven.difference_update(places)
+            self._rebuilds_in_a_row = self._rebuilds_in_a_row if self._unproven else 0
+        _, rewards, terminated, truncated, infos = zip(*answers, strict=True)
+        step = PoolStep(
+            observations=take_rows(vector.observations, members),
+            rewards=np.array(rewards, dtype=np.float64),
+            terminated=np.array(terminated, dtype=bool),
+            truncated=np.array(truncated, dtype=bool),
+            infos=infos if self._infos else None,
+        )
+        self._steps.require_finite(places, step.observations, step.rewards)
+        self._steps.end(members, step.terminated | step.truncated)
+        return step
+
+    def _ask(self, members: list[int], messages: list[tuple[str, Any]]) -> list[Any]:
+        """One message to each member, and its answer."""
+        if self._waiting:
+            # Ctrl-C, say: answers to that call may still be in the pipes, and would be taken for this one's.
+            raise self._rebuild(dict.fromkeys(members, "had not answered when an earlier call was interrupted"), [])
+        self._waiting = True
+        pipes = self._open_vector().parent_pipes
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        lost: dict[int, str | ContractError] = {}
+        for member, message in zip(members, messages, strict=True):
+            try:
+                pipes[member].send(message)
+            except OSError:
+                lost[member] = self._how_it_ended(member)
+        answers, raised = [], []
+        for member in members:
+            if member in lost:
+                continue
+            try:
+                if not pipes[member].poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                    lost[member] = f"gave no answer within {self._timeout:g} s"
+                    continue
+                answer, is_well = pipes[member].recv()
+            except (EOFError, OSError):
+                lost[member] = self._how_it_ended(member)
+                continue
+            if is_well:
+                answers.append(answer)
+            else:
+                raised.append(member)
+                lost[member] = "raised an exception that did not reach this process"
+        traces: list[str] = []
+        for _ in raised:
+            lost.update(self._next_exception(traces))
+        if lost:
+            raise self._rebuild(lost, traces)
+        self._waiting = False
+        return answers
+
+    def _how_it_ended(self, member: int) -> str:
+        process = self._open_vector().processes[member]
+        process.join(LAST_WORDS)  # the pipe closes a moment before the exit code is there
+        return f"ended with exit code {process.exitcode}"
+
+    def _next_exception(self, traces: list[str]) -> dict[int, str | ContractError]:
+        """Whose it is, and what; from the queue that all workers share."""
+        try:
+            member, kind, value, trace = self._open_vector().error_queue.get(timeout=LAST_WORDS)
+        except Empty:  # it could not be pickled
+            return {}
+        traces.append(trace)
+        if issubclass(kind, GRPOError):  # found by us, and no better on a second try
+            return {member: self._steps.error(member, str(value))}
+        return {member: f"raised {kind.__name__}: {value}"}
+
+    def _rebuild(self, lost: dict[int, str | ContractError], traces: list[str]) -> ContractError | WorkerLost:
+        """New workers for all; what to raise about it."""
+        error = self._replace_workers(lost)
+        for trace in traces:
+            error.add_note(f"In the worker:\n{trace}")
+        return error
+
+    def _replace_workers(self, lost: dict[int, str | ContractError]) -> ContractError | WorkerLost:
+        self._stop(grace=0.0)
+        self._waiting = False
+        self._steps.numbers[:] = TO_BE_RESET
+        self._unproven |= set(lost)
+        members = sorted(lost)
+        reason = "; ".join(f"member {member}, which {lost[member]}" for member in members)
+        if self._rebuilds_in_a_row >= self._max_rebuilds:
+            return ContractError(
+                f"{self._steps.name}: workers were lost {self._rebuilds_in_a_row + 1} times, and at least one member has "
+                f"not completed a step since it was; the last time, {reason}. The pool is closed. Look at the "
+                "environment: run it with vectorization='sync', where its errors are seen as they are."
+            )
+        self._rebuilds_in_a_row += 1
+        self.num_rebuilds += 1
+        self._build()
+        faults = [fault for fault in lost.values() if isinstance(fault, ContractError)]
+        return faults[0] if faults else WorkerLost(members, reason)
+
+    def close(self) -> None:
+        """Have the workers close their environments; those that do not within a moment are killed."""
+        self._stop(grace=GRACE)
+
+    def _stop(self, grace: float) -> None:
+        # Not AsyncVectorEnv.close() alone: it waits without end for an answer, or for a process that ignores SIGTERM.
+        vector, self._vector = self._vector, None
+        if vector is None:
+            return
+        if grace:
+            for pipe in vector.parent_pipes:
+                with suppress(OSError):  # its worker is gone already
+                    pipe.send(("close", None))
+        deadline = time.monotonic() + grace
+        for process in vector.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            process.kill()
+        vector.close(terminate=True)
+
+    def _open_vector(self) -> AsyncVectorEnv:
+        if self._vector is None:
+            raise ConfigError("AsyncPool: the pool is closed. Make another one with make_pool(...).")
+        return self._vector
+
+
+def _reset_arguments(start: EpisodeStart) -> dict[str, Any]:
+    if start.snapshot is not None:
+        return {"seed": None, "options": {SNAPSHOT: start.snapshot}}
+    return {"seed": start.seed, "options": None if start.options is None else dict(start.options)}

@@ -1,0 +1,281 @@
+"""Distributions of real numbers: `Box` spaces."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from jaxtyping import Bool, Float
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from grpo.errors import ConfigError, ContractError
+
+from .action_distribution import as_batch_of, refuse_mask, wide
+
+LOG_STD_LOW, LOG_STD_HIGH = -20.0, 2.0
+"""Where log_std is clamped (Haarnoja et al. 2018, arXiv:1801.01290, their code)."""
+
+HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+def gaussian_sample(parameters: Float[Tensor, "n 2*D"], noise: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
+    """mean + std * noise; the parameters are mean | log_std."""
+    mean, log_std = parameters.chunk(2, -1)
+    return torch.addcmul(mean, log_std.clamp(LOG_STD_LOW, LOG_STD_HIGH).exp(), noise)
+
+
+def gaussian_log_prob(parameters: Float[Tensor, "n 2*D"], values: Float[Tensor, "n D"]) -> Float[Tensor, " n"]:
+    """-sum over d of (z^2 / 2 + log_std + log(2 pi) / 2), z = (value - mean) / std."""
+    mean, log_std = parameters.chunk(2, -1)
+    log_std = log_std.clamp(LOG_STD_LOW, LOG_STD_HIGH)
+    scaled = (values - mean) * (-log_std).exp()
+    return (-0.5 * scaled.square() - log_std).sum(-1) - values.shape[-1] * HALF_LOG_2PI
+
+
+class _BoxDistribution:
+    """Two parameters per dimension; the way to and from the environment."""
+
+    action_dtype = torch.float32
+    num_categories = 0
+
+    def __init__(self, space: spaces.Box) -> None:
+        if not np.issubdtype(space.dtype, np.floating):
+            raise ConfigError(
+                f"{type(self).__name__} is for boxes of floats; got {space}. Describe whole numbers by "
+                "Discrete or MultiDiscrete."
+            )
+        self.env_shape, self.env_dtype = space.shape, space.dtype
+        self.low, self.high = space.low.ravel(), space.high.ravel()
+        self.num_noise = self.low.size
+        self.num_parameters = 2 * self.low.size
+        self.action_shape: tuple[int, ...] = (self.low.size,)
+
+    def to_env(self, actions: Float[Tensor, "n D"]) -> NDArray[Any]:
+        """Clipped to the bounds, [n, *shape of the space]; log-probabilities are of the action before."""
+        batch = np.clip(actions.detach().cpu().numpy(), self.low, self.high).astype(self.env_dtype, copy=False)
+        return batch.reshape(len(batch), *self.env_shape)
+
+    def from_env(self, actions: Any) -> Float[Tensor, "n D"]:
+        """float32 [n, D]."""
+        return torch.from_numpy(as_batch_of(self, actions, self.env_shape, "f").astype(np.float32))
+
+
+class Gaussian(_BoxDistribution):
+    """pi = N(mean, std^2), independent in each dimension, parameters mean | log_std; log_std is clamped to [-20, 2].
+
+    What leaves the box is clipped on its way to the environment and scored as it was before: as far as the policy can see, the
+    clipping is the environment's.
+    """
+
+    def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
+        """Standard normal."""
+        return rng.standard_normal((num_steps, self.num_noise), dtype=np.float32)
+
+    def sample(
+        self,
+        parameters: Float[Tensor, "n 2*D"],
+        noise: Float[Tensor, "n D"],
+        allowed: Bool[Tensor, "n K"] | None = None,
+    ) -> Float[Tensor, "n D"]:
+        """mean + std * noise."""
+        refuse_mask(self, allowed)
+        return gaussian_sample(parameters, noise)
+
+    def mode(
+        self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Float[Tensor, "n D"]:
+        """The mean."""
+        refuse_mask(self, allowed)
+        return wide(parameters).chunk(2, -1)[0]
+
+    def log_prob(
+        self,
+        parameters: Float[Tensor, "n 2*D"],
+        actions: Float[Tensor, "n D"],
+        allowed: Bool[Tensor, "n K"] | None = None,
+    ) -> Float[Tensor, " n"]:
+        """log pi(actions), summed over dimensions."""
+        refuse_mask(self, allowed)
+        return gaussian_log_prob(wide(parameters), actions)
+
+    def entropy(
+        self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Float[Tensor, " n"]:
+        """sum over d of (log_std + (1 + log(2 pi)) / 2)."""
+        refuse_mask(self, allowed)
+        log_std = wide(parameters).chunk(2, -1)[1].clamp(LOG_STD_LOW, LOG_STD_HIGH)
+        return log_std.sum(-1) + log_std.shape[-1] * (0.5 + HALF_LOG_2PI)
+
+
+class _BoundedDistribution(_BoxDistribution):
+    """Actions that fill finite bounds."""
+
+    def __init__(self, space: spaces.Box) -> None:
+        super().__init__(space)
+        low, high = self.low.astype(np.float64), self.high.astype(np.float64)
+        widths = high - low
+        if not ((widths > 0) & (widths < np.finfo(np.float32).max)).all():
+            raise ConfigError(
+                f"{type(self).__name__} needs finite bounds with low < high in every dimension; got {space}. Use Gaussian "
+                "(kind='gaussian'), or wrap the environment (gymnasium.wrappers.RescaleAction)."
+            )
+        self._constants = {
+            dtype: [torch.from_numpy(constant).to(dtype) for constant in (low, high, widths)]
+            for dtype in (torch.float32, torch.float64)
+        }
+        self._log_widths = float(np.log(widths).sum())
+
+    def _log_fractions(
+        self, actions: Float[Tensor, "n D"], like: Tensor
+    ) -> tuple[Float[Tensor, "n D"], Float[Tensor, "n D"]]:
+        """log x and log(1 - x), x = (action - low) / (high - low).
+
+        Each distance is taken from its own bound, which is exact near it. At a bound it counts as one rounding step instead of
+        0: the bound stands for all that was rounded to it.
+        """
+        low, high, width = self._bounds(like)
+        step = 0.25 * torch.finfo(actions.dtype).eps  # of x, next to the bounds of [-1, 1]
+        return ((actions - low) / width).clamp(min=step).log(), ((high - actions) / width).clamp(min=step).log()
+
+    def _between(self, fractions: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
+        """low + (high - low) x."""
+        low, _, width = self._bounds(fractions)
+        return torch.addcmul(low, width, fractions)
+
+    def _bounds(self, like: Tensor) -> list[Float[Tensor, " D"]]:
+        """low, high, high - low."""
+        return [constant.to(like.device) for constant in self._constants[like.dtype]]
+
+
+class SquashedGaussian(_BoundedDistribution):
+    """action = low + (high - low) (1 + tanh(u)) / 2, u Gaussian with parameters mean | log_std.
+
+    log pi(action) = log N(u; mean, std^2) - sum over d of log(action's derivative by u)
+    u = (log x - log(1 - x)) / 2,  derivative = 2 (high - low) x (1 - x),  x = (action - low) / (high - low)
+
+    Source: Haarnoja et al. 2018, arXiv:1801.01290, appendix C, with tanh written as 2 sigmoid(2u) - 1.
+    """
+
+    def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
+        """Standard normal."""
+        return rng.standard_normal((num_steps, self.num_noise), dtype=np.float32)
+
+    def sample(
+        self,
+        parameters: Float[Tensor, "n 2*D"],
+        noise: Float[Tensor, "n D"],
+        allowed: Bool[Tensor, "n K"] | None = None,
+    ) -> Float[Tensor, "n D"]:
+        """The squashed Gaussian sample."""
+        refuse_mask(self, allowed)
+        return self._between((2.0 * gaussian_sample(wide(parameters), noise)).sigmoid())
+
+    def mode(
+        self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Float[Tensor, "n D"]:
+        """The squashed mean, which is the median; the density itself may peak elsewhere, even at both bounds."""
+        refuse_mask(self, allowed)
+        return self._between((2.0 * wide(parameters).chunk(2, -1)[0]).sigmoid())
+
+    def log_prob(
+        self,
+        parameters: Float[Tensor, "n 2*D"],
+        actions: Float[Tensor, "n D"],
+        allowed: Bool[Tensor, "n K"] | None = None,
+    ) -> Float[Tensor, " n"]:
+        """log pi(actions), summed over dimensions."""
+        refuse_mask(self, allowed)
+        parameters = wide(parameters)
+        log_x, log_rest = self._log_fractions(actions, parameters)
+        log_derivatives = (log_x + log_rest).sum(-1) + (self._log_widths + self.num_noise * math.log(2.0))
+        return gaussian_log_prob(parameters, 0.5 * (log_x - log_rest)) - log_derivatives
+
+    def entropy(self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None) -> None:
+        """There is no closed form."""
+        refuse_mask(self, allowed)
+
+
+class Beta(_BoundedDistribution):
+    """x = (action - low) / (high - low) has density x^(alpha - 1) (1 - x)^(beta - 1) / B(alpha, beta), each dimension.
+
+    Parameters raw_alpha | raw_beta, alpha = 1 + softplus(raw_alpha) and beta likewise: at least 1, so that there is one peak.
+
+    Logarithms are taken in float64, since log B is a small difference of large numbers.
+
+    Source: Chou et al. 2017, "Improving Stochastic Policy Gradients in Continuous Control with Deep Reinforcement Learning
+    using the Beta Distribution", section 4.
+    """
+
+    def __init__(self, space: spaces.Box) -> None:
+        super().__init__(space)
+        self.num_noise = 2
+
+    def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
+        """The two halves of a 48-bit seed, whole numbers that float32 holds exactly.
+
+        A Beta variable is drawn by rejection, with a number of tries that no array can hold; a seed per row holds any number.
+        """
+        return rng.integers(2**24, size=(num_steps, 2)).astype(np.float32)
+
+    def sample(
+        self,
+        parameters: Float[Tensor, "n 2*D"],
+        noise: Float[Tensor, "n 2"],
+        allowed: Bool[Tensor, "n K"] | None = None,
+    ) -> Float[Tensor, "n D"]:
+        """x = g / (g + h) of Gamma variables g and h, drawn by numpy from one random stream per row."""
+        refuse_mask(self, allowed)
+        shapes = (1.0 + functional.softplus(parameters.detach().double())).cpu().numpy()
+        if not np.isfinite(shapes).all():
+            raise ContractError(
+                "Beta: parameters must be finite; the network gave NaN or infinity. Lower the learning rate, or set "
+                "max_grad_norm."
+            )
+        gammas = np.empty_like(shapes)
+        bits = np.random.Philox(key=0)
+        rng, stream = np.random.Generator(bits), bits.state
+        for row, (left, right) in enumerate(noise.tolist()):
+            stream["state"]["key"][0] = int(left) << 24 | int(right)
+            bits.state = stream  # the beginning of that key's stream, at half the cost of a new generator
+            gammas[row] = rng.standard_gamma(shapes[row])
+        of_alpha, of_beta = np.split(gammas, 2, axis=1)
+        return self._between(torch.from_numpy(of_alpha / (of_alpha + of_beta)).to(wide(parameters)))
+
+    def mode(
+        self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Float[Tensor, "n D"]:
+        """x = (alpha - 1) / (alpha + beta - 2): the peak; the middle where all is equally likely."""
+        refuse_mask(self, allowed)
+        alpha_less_1, beta_less_1 = (functional.softplus(wide(parameters)) + 1e-30).chunk(2, -1)
+        return self._between(alpha_less_1 / (alpha_less_1 + beta_less_1))
+
+    def log_prob(
+        self,
+        parameters: Float[Tensor, "n 2*D"],
+        actions: Float[Tensor, "n D"],
+        allowed: Bool[Tensor, "n K"] | None = None,
+    ) -> Float[Tensor, " n"]:
+        """log pi(actions), summed over dimensions."""
+        refuse_mask(self, allowed)
+        less_1 = functional.softplus(parameters.double())
+        log_fractions = torch.cat(self._log_fractions(actions, less_1), dim=-1)
+        log_prob = (less_1 * log_fractions).sum(-1) - self._log_normalisers(less_1)
+        return log_prob.to(wide(parameters).dtype)
+
+    def entropy(
+        self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Float[Tensor, " n"]:
+        """log B - (alpha - 1) psi(alpha) - (beta - 1) psi(beta) + (alpha + beta - 2) psi(alpha + beta) + log(high - low)."""
+        refuse_mask(self, allowed)
+        less_1 = functional.softplus(parameters.double())
+        both = less_1.unflatten(-1, (2, -1)).sum(-2)
+        slopes = (both * torch.digamma(both + 2.0)).sum(-1) - (less_1 * torch.digamma(less_1 + 1.0)).sum(-1)
+        return (self._log_normalisers(less_1) + slopes).to(wide(parameters).dtype)
+
+    def _log_normalisers(self, less_1: Float[Tensor, "n 2*D"]) -> Float[Tensor, " n"]:
+        """sum over d of log(B(alpha, beta) (high - low))."""
+        both = less_1.unflatten(-1, (2, -1)).sum(-2)
+        return torch.lgamma(less_1 + 1.0).sum(-1) - torch.lgamma(both + 2.0).sum(-1) + self._log_widths

@@ -1,0 +1,244 @@
+"""Distributions of whole numbers: `Discrete`, `MultiDiscrete` and `MultiBinary` spaces."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from jaxtyping import Bool, Float, Int64
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from grpo.errors import ContractError
+
+from .action_distribution import as_batch_of, refuse_mask, require_mask_shape, require_range, wide
+
+
+def masked_log_softmax(
+    logits: Float[Tensor, "*rows K"], allowed: Bool[Tensor, "*rows K"] | None
+) -> Float[Tensor, "*rows K"]:
+    """log p(k) = logits[k] - log sum over allowed j of exp(logits[j]); -inf where k is not allowed."""
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    return logits.log_softmax(-1)
+
+
+def masked_entropy(logits: Float[Tensor, "*rows K"], allowed: Bool[Tensor, "*rows K"] | None) -> Float[Tensor, "*rows"]:
+    """H = -sum over allowed k of p(k) log p(k)."""
+    log_probs = masked_log_softmax(logits, allowed)
+    probs = log_probs.exp()
+    if allowed is not None:
+        log_probs = log_probs.masked_fill(~allowed, 0.0)  # 0 times -inf is NaN, and so is its gradient
+    return -torch.linalg.vecdot(probs, log_probs)
+
+
+class Categorical:
+    """pi(k) = softmax(parameters)[k], of a `Discrete` space.
+
+    Sampling is argmax(logits + Gumbel noise) (Maddison et al. 2014, arXiv:1411.0030, section 2): two calls, no softmax.
+    """
+
+    action_shape: tuple[int, ...] = ()
+    action_dtype = torch.int64
+
+    def __init__(self, space: spaces.Discrete) -> None:
+        self.num_parameters = self.num_noise = self.num_categories = int(space.n)
+        self.start = int(space.start)
+        self.env_dtype = space.dtype
+
+    def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
+        """Gumbel."""
+        return rng.gumbel(size=(num_steps, self.num_noise)).astype(np.float32)
+
+    def sample(
+        self, parameters: Float[Tensor, "n K"], noise: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Int64[Tensor, " n"]:
+        """A category per row."""
+        return self.mode(parameters + noise, allowed)
+
+    def mode(self, parameters: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None) -> Int64[Tensor, " n"]:
+        """The most likely category, the first of several."""
+        possible = self._checked(parameters, allowed)
+        return (parameters if possible is None else parameters.masked_fill(~possible, -torch.inf)).argmax(-1)
+
+    def log_prob(
+        self, parameters: Float[Tensor, "n K"], actions: Int64[Tensor, " n"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Float[Tensor, " n"]:
+        """log pi(actions)."""
+        log_probs = masked_log_softmax(wide(parameters), self._checked(parameters, allowed))
+        return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(
+        self, parameters: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Float[Tensor, " n"]:
+        """In nats."""
+        return masked_entropy(wide(parameters), self._checked(parameters, allowed))
+
+    def to_env(self, actions: Int64[Tensor, " n"]) -> NDArray[Any]:
+        """Whole numbers [n] from the space's `start` on."""
+        return (actions.cpu().numpy() + self.start).astype(self.env_dtype, copy=False)
+
+    def from_env(self, actions: Any) -> Int64[Tensor, " n"]:
+        """Whole numbers [n] from 0 on."""
+        categories = as_batch_of(self, actions, (), "iu").astype(np.int64)[:, 0] - self.start
+        require_range(self, categories, self.num_categories)
+        return torch.from_numpy(categories)
+
+    def _checked(self, parameters: Tensor, allowed: Bool[Tensor, "n K"] | None) -> Bool[Tensor, "n K"] | None:
+        if allowed is not None:
+            require_mask_shape(self, parameters, allowed)
+            possible = allowed.any(-1)
+            if not possible.all():
+                raise ContractError(
+                    f"Categorical: every row of the mask must allow an action; row {int((~possible).nonzero()[0])} allows "
+                    "none. Correct the mask, or end the episode where nothing can be done."
+                )
+        return allowed
+
+
+class MultiCategorical:
+    """Independent categories, pi(k_1 ... k_D) = product of softmax(logits of d)[k_d], of a `MultiDiscrete` space.
+
+    The logits of all variables stand side by side, sum K in all. They are laid out as a table [n, D, largest K], so that the
+    work is one call for all variables; places beyond a variable's own K are masked.
+    """
+
+    action_dtype = torch.int64
+
+    def __init__(self, space: spaces.MultiDiscrete) -> None:
+        sizes = space.nvec.ravel().astype(np.int64)
+        self.num_parameters = self.num_noise = self.num_categories = int(sizes.sum())
+        self.sizes: list[int] = sizes.tolist()
+        self.action_shape: tuple[int, ...] = (len(sizes),)
+        self.env_shape, self.env_dtype, self.start = space.nvec.shape, space.dtype, space.start.ravel().astype(np.int64)
+        columns = np.arange(sizes.max())
+        valid = columns < sizes[:, None]
+        first = np.cumsum(sizes) - sizes
+        self._places = torch.from_numpy(np.where(valid, first[:, None] + columns, 0).ravel())
+        self._valid = None if valid.all() else torch.from_numpy(valid)
+
+    def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
+        """Gumbel."""
+        return rng.gumbel(size=(num_steps, self.num_noise)).astype(np.float32)
+
+    def sample(
+        self, parameters: Float[Tensor, "n K"], noise: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Int64[Tensor, "n D"]:
+        """A category per row and variable."""
+        return self.mode(parameters + noise, allowed)
+
+    def mode(
+        self, parameters: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Int64[Tensor, "n D"]:
+        """The most likely category of each variable."""
+        logits, possible = self._table(parameters), self._possible(parameters, allowed)
+        return (logits if possible is None else logits.masked_fill(~possible, -torch.inf)).argmax(-1)
+
+    def log_prob(
+        self,
+        parameters: Float[Tensor, "n K"],
+        actions: Int64[Tensor, "n D"],
+        allowed: Bool[Tensor, "n K"] | None = None,
+    ) -> Float[Tensor, " n"]:
+        """log pi(actions), summed over the variables."""
+        log_probs = masked_log_softmax(self._table(wide(parameters)), self._possible(parameters, allowed))
+        return log_probs.gather(-1, actions.unsqueeze(-1)).sum((-2, -1))
+
+    def entropy(
+        self, parameters: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Float[Tensor, " n"]:
+        """In nats, summed over the variables."""
+        return masked_entropy(self._table(wide(parameters)), self._possible(parameters, allowed)).sum(-1)
+
+    def to_env(self, actions: Int64[Tensor, "n D"]) -> NDArray[Any]:
+        """Whole numbers [n, *shape of the space], from its `start` on."""
+        batch = (actions.cpu().numpy() + self.start).astype(self.env_dtype, copy=False)
+        return batch.reshape(len(batch), *self.env_shape)
+
+    def from_env(self, actions: Any) -> Int64[Tensor, "n D"]:
+        """Whole numbers [n, D], from 0 on."""
+        categories = as_batch_of(self, actions, self.env_shape, "iu").astype(np.int64) - self.start
+        require_range(self, categories, self.sizes)
+        return torch.from_numpy(categories)
+
+    def _table(self, side_by_side: Tensor) -> Tensor:
+        """[n, sum K] as [n, D, largest K]; a view where all K are equal."""
+        if self._valid is not None:
+            side_by_side = side_by_side.index_select(1, self._places.to(side_by_side.device))
+        return side_by_side.unflatten(1, (len(self.sizes), max(self.sizes)))
+
+    def _possible(self, parameters: Tensor, allowed: Bool[Tensor, "n K"] | None) -> Bool[Tensor, "*n D K"] | None:
+        """Where the table holds what can be taken; None: everywhere."""
+        valid = None if self._valid is None else self._valid.to(parameters.device)
+        if allowed is None:
+            return valid
+        require_mask_shape(self, parameters, allowed)
+        table = self._table(allowed) if valid is None else self._table(allowed) & valid
+        possible = table.any(-1)
+        if not possible.all():
+            row, variable = (~possible).nonzero()[0].tolist()
+            raise ContractError(
+                f"MultiCategorical: every row of the mask must allow a value of every variable; row {row} allows none of "
+                f"variable {variable}. Correct the mask, or end the episode where nothing can be done."
+            )
+        return table
+
+
+class Bernoulli:
+    """Independent bits, pi(bit d is 1) = sigmoid(parameters[d]), of a `MultiBinary` space."""
+
+    action_dtype = torch.int64
+    num_categories = 0
+
+    def __init__(self, space: spaces.MultiBinary) -> None:
+        self.env_shape = space.shape
+        self.num_parameters = self.num_noise = int(np.prod(space.shape))
+        self.action_shape: tuple[int, ...] = (self.num_parameters,)
+
+    def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
+        """Logistic: P(noise < x) = sigmoid(x)."""
+        return rng.logistic(size=(num_steps, self.num_noise)).astype(np.float32)
+
+    def sample(
+        self, parameters: Float[Tensor, "n D"], noise: Float[Tensor, "n D"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Int64[Tensor, "n D"]:
+        """0 or 1 per row and bit."""
+        refuse_mask(self, allowed)
+        return (noise < parameters).long()
+
+    def mode(
+        self, parameters: Float[Tensor, "n D"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Int64[Tensor, "n D"]:
+        """1 where that is likelier than 0."""
+        refuse_mask(self, allowed)
+        return (parameters > 0).long()
+
+    def log_prob(
+        self,
+        parameters: Float[Tensor, "n D"],
+        actions: Int64[Tensor, "n D"],
+        allowed: Bool[Tensor, "n K"] | None = None,
+    ) -> Float[Tensor, " n"]:
+        """log pi(actions), summed over the bits: log sigmoid(x) for 1, log sigmoid(-x) for 0."""
+        refuse_mask(self, allowed)
+        logits = wide(parameters)
+        return functional.logsigmoid(torch.where(actions.bool(), logits, -logits)).sum(-1)
+
+    def entropy(
+        self, parameters: Float[Tensor, "n D"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Float[Tensor, " n"]:
+        """In nats, summed over the bits: H = x sigmoid(-x) - log sigmoid(x), at |x|, where nothing cancels."""
+        refuse_mask(self, allowed)
+        size = wide(parameters).abs()
+        return (size * torch.sigmoid(-size) - functional.logsigmoid(size)).sum(-1)
+
+    def to_env(self, actions: Int64[Tensor, "n D"]) -> NDArray[np.int8]:
+        """0 and 1, int8 [n, *shape of the space]."""
+        return actions.cpu().numpy().astype(np.int8).reshape(len(actions), *self.env_shape)
+
+    def from_env(self, actions: Any) -> Int64[Tensor, "n D"]:
+        """0 and 1, [n, D]."""
+        bits = as_batch_of(self, actions, self.env_shape, "iub").astype(np.int64)
+        require_range(self, bits, 2)
+        return torch.from_numpy(bits)

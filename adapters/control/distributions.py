@@ -1,0 +1,185 @@
+"""Distributions of actions for every Gymnasium space: `distribution_for(space)`.
+
+Those of numbers stand in `discrete_actions` and `box_actions`, their combinations in `composite`; all are imported from here.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, assert_never, get_args
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from jaxtyping import Bool, Float, Shaped
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grpo.errors import ConfigError, ContractError
+
+from .action_distribution import ActionDistribution, refuse_mask
+from .box_actions import Beta, Gaussian, SquashedGaussian
+from .composite import Composite
+from .discrete_actions import Bernoulli, Categorical, MultiCategorical
+
+__all__ = [
+    "ActionDistribution",
+    "Bernoulli",
+    "Beta",
+    "Categorical",
+    "Composite",
+    "FromTorch",
+    "Gaussian",
+    "Kind",
+    "MultiCategorical",
+    "SquashedGaussian",
+    "distribution_for",
+]
+
+Kind: TypeAlias = Literal["auto", "gaussian", "squashed", "beta"]
+"""Of boxes: `auto` is `gaussian`, clipped to the bounds; `squashed` and `beta` fill finite bounds and need no clipping."""
+
+
+def distribution_for(space: spaces.Space[Any], kind: Kind = "auto") -> ActionDistribution:
+    """The distribution of a space's actions.
+
+    Args:
+        space: `Discrete`, `MultiDiscrete`, `MultiBinary`, `Box` of floats; `Dict` and `Tuple` of these, nested as they like.
+        kind: of the boxes in it.
+
+    Raises:
+        ConfigError: another space or kind, a box of whole numbers, infinite bounds with `squashed` or `beta`.
+
+    Example:
+        >>> distribution_for(spaces.Dict(arm=spaces.Box(-1, 1, (6,)), grip=spaces.Discrete(2))).num_parameters
+        14
+    """
+    if kind not in get_args(Kind):
+        raise ConfigError(f"distribution_for: kind must be one of {', '.join(get_args(Kind))}; got {kind!r}.")
+    match space:
+        case spaces.Discrete():
+            return Categorical(space)
+        case spaces.MultiDiscrete():
+            return MultiCategorical(space)
+        case spaces.MultiBinary():
+            return Bernoulli(space)
+        case spaces.Box():
+            return _box_distribution(space, kind)
+        case spaces.Dict():
+            return Composite({name: distribution_for(part, kind) for name, part in space.spaces.items()})
+        case spaces.Tuple():
+            return Composite([distribution_for(part, kind) for part in space.spaces])
+        case _:
+            raise ConfigError(
+                f"distribution_for: actions must be Discrete, MultiDiscrete, MultiBinary, Box, or a Dict or Tuple of these; "
+                f"got {space}. Wrap the environment (gymnasium.wrappers.TransformAction), or pass a distribution of your own."
+            )
+
+
+def _box_distribution(space: spaces.Box, kind: Kind) -> ActionDistribution:
+    match kind:
+        case "auto" | "gaussian":
+            return Gaussian(space)
+        case "squashed":
+            return SquashedGaussian(space)
+        case "beta":
+            return Beta(space)
+        case _:
+            assert_never(kind)
+
+
+class FromTorch:
+    """A distribution of your own: a function from parameters [n, P] to a `torch.distributions.Distribution` over n rows.
+
+    Sampling follows torch's global generator: `num_noise` is 0, and rows are not independent of their number. A sample has
+    [n] or [n, D] numbers, as the space's actions are encoded; log-probabilities and entropies are summed to one per row.
+
+    Args:
+        space: of the actions; says how they go to the environment and back.
+        num_parameters: P.
+        build: parameters [n, P] -> distribution.
+
+    Example:
+        >>> laplace = FromTorch(spaces.Box(-1, 1, (3,)), 3, lambda mean: torch.distributions.Laplace(mean, 0.1))
+        >>> laplace.sample(torch.zeros(2, 3), torch.empty(2, 0)).shape
+        torch.Size([2, 3])
+    """
+
+    num_noise = 0
+    num_categories = 0
+
+    def __init__(
+        self,
+        space: spaces.Space[Any],
+        num_parameters: int,
+        build: Callable[[Float[Tensor, "n P"]], torch.distributions.Distribution],
+    ) -> None:
+        if num_parameters < 1:
+            raise ConfigError(f"FromTorch: num_parameters must be >= 1; got {num_parameters}.")
+        self.num_parameters = num_parameters
+        self._build = build
+        encoding = distribution_for(space)
+        self.action_shape, self.action_dtype = encoding.action_shape, encoding.action_dtype
+        self.to_env, self.from_env = encoding.to_env, encoding.from_env
+
+    def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
+        """Nothing."""
+        return np.empty((num_steps, 0), dtype=np.float32)
+
+    def sample(
+        self, parameters: Float[Tensor, "n P"], noise: Float[Tensor, "n 0"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Shaped[Tensor, "n *action"]:
+        """What `Distribution.sample` gives."""
+        refuse_mask(self, allowed)
+        return self._encoded(self._build(parameters).sample())
+
+    def mode(
+        self, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Shaped[Tensor, "n *action"]:
+        """What `Distribution.mode` gives."""
+        refuse_mask(self, allowed)
+        distribution = self._build(parameters)
+        try:
+            return self._encoded(distribution.mode)
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"FromTorch: {type(distribution).__name__} has no mode, which deterministic actions need. Give the "
+                "distribution that `build` returns a property `mode`, or act with deterministic=False."
+            ) from error
+
+    def log_prob(
+        self,
+        parameters: Float[Tensor, "n P"],
+        actions: Shaped[Tensor, "n *action"],
+        allowed: Bool[Tensor, "n K"] | None = None,
+    ) -> Float[Tensor, " n"]:
+        """What `Distribution.log_prob` gives."""
+        refuse_mask(self, allowed)
+        values = actions.to(torch.promote_types(parameters.dtype, torch.float32))  # torch takes whole numbers as floats
+        return self._per_row(self._build(parameters).log_prob(values), len(parameters))
+
+    def entropy(
+        self, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"] | None = None
+    ) -> Float[Tensor, " n"] | None:
+        """What `Distribution.entropy` gives; None where it has none."""
+        refuse_mask(self, allowed)
+        try:
+            entropy = self._build(parameters).entropy()
+        except NotImplementedError:  # torch's way of saying that there is no closed form
+            return None
+        return self._per_row(entropy, len(parameters))
+
+    def _encoded(self, values: Tensor) -> Shaped[Tensor, "n *action"]:
+        required = list(self.action_shape)
+        if list(values.shape[1:]) != required:
+            raise ContractError(
+                f"FromTorch: actions must be [n, *action] = {['n', *required]}; the distribution of `build` gave "
+                f"{list(values.shape)}. Let it have batch and event shapes that end so."
+            )
+        return values if self.action_dtype.is_floating_point else values.long()
+
+    def _per_row(self, values: Tensor, num_rows: int) -> Float[Tensor, " n"]:
+        if not values.dim() or len(values) != num_rows:
+            raise ContractError(
+                f"FromTorch: log_prob and entropy must have n = {num_rows} rows; the distribution of `build` gave "
+                f"{list(values.shape)}. Let its batch shape begin with n."
+            )
+        return values.flatten(1).sum(-1) if values.dim() > 1 else values

@@ -1,0 +1,96 @@
+"""How good a policy is: its episodes from beginnings it was not trained on, without noise."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grpo.errors import ConfigError
+
+from .distributions import ActionDistribution
+from .episodes import EpisodeStart
+from .policies import EpisodePolicy
+from .rollouts import Record
+
+EVALUATION_SEED = 2**31
+"""Resets for evaluation are seeded from here on; those of training are spread over all 32-bit numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Returns and lengths of E episodes."""
+
+    returns: NDArray[np.float64]
+    """[E], undiscounted."""
+    lengths: NDArray[np.int64]
+    """[E]"""
+
+    @property
+    def mean_return(self) -> float:
+        """Over episodes."""
+        return float(self.returns.mean())
+
+    def __str__(self) -> str:
+        """Mean and standard deviation."""
+        spread, length = self.returns.std(), self.lengths.mean()
+        return f"return {self.mean_return:.1f} +- {spread:.1f} in {len(self.returns)} episodes of {length:.0f} steps"
+
+
+def evaluate_policy(
+    policy: EpisodePolicy,
+    *,
+    num_episodes: int = 20,
+    seed: int = EVALUATION_SEED,
+    deterministic: bool = True,
+    max_steps: int | None = None,
+) -> Evaluation:
+    """Episodes from resets with seeds `seed`, `seed + 1`, ...; neither the policy nor a random generator is changed.
+
+    Args:
+        policy: its pool is used: not while it samples.
+        num_episodes: E. Larger is more exact.
+        seed: of the first reset, and of the noise.
+        deterministic: the most likely action at each step, instead of a random one.
+        max_steps: where episodes are cut off, beside the environment's own limit; an environment without one needs it.
+    """
+    if num_episodes < 1:
+        raise ConfigError(f"evaluate_policy: num_episodes must be >= 1; got {num_episodes}.")
+    starts = [EpisodeStart(seed=seed + number) for number in range(num_episodes)]
+    record = act_out(policy, starts, seed=seed, deterministic=deterministic, max_steps=max_steps)
+    returns = [float(part.sum()) for part in record.rewards.split(record.lengths)]
+    return Evaluation(returns=np.array(returns), lengths=np.array(record.lengths))
+
+
+def act_out(
+    policy: EpisodePolicy, starts: list[EpisodeStart], *, seed: int, deterministic: bool, max_steps: int | None
+) -> Record:
+    """One episode from each start, by the policy as it is."""
+    training = policy.training
+    policy.eval()
+    try:
+        distribution = _MostLikely(policy.distribution) if deterministic else policy.distribution
+        return policy.roll_out(starts, seed=seed, max_steps=max_steps, distribution=distribution)
+    finally:
+        policy.train(training)
+
+
+class _MostLikely:
+    """A distribution from which the most likely action is drawn."""
+
+    num_noise = 0
+
+    def __init__(self, distribution: ActionDistribution) -> None:
+        self._distribution = distribution
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._distribution, name)
+
+    def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
+        """None."""
+        return np.empty((num_steps, 0), dtype=np.float32)
+
+    def sample(self, parameters: Tensor, noise: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """The mode."""
+        return self._distribution.mode(parameters, allowed)

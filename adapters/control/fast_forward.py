@@ -1,0 +1,120 @@
+"""Small networks in NumPy, for one decision at a time: torch's dispatch costs more than their arithmetic."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from .networks import SharedStd
+from .observations import MAX_DEVIATION, RunningNormalizer
+
+SINGLE_THREADED = 2**18
+"""Multiply-adds of a product up to which OpenBLAS works alone; beyond, it would wake threads, for microseconds."""
+
+Step = Callable[[NDArray[np.float32]], NDArray[np.float32]]
+"""May overwrite what it is given."""
+
+
+class FastForward:
+    """Modules one after another, as NumPy functions of the weights as they are now; made by `fast_forward`."""
+
+    def __init__(self, steps: Sequence[Step], max_rows: int) -> None:
+        self._steps = steps
+        self.max_rows = max_rows
+        """Beyond it torch is the faster one."""
+
+    def __call__(self, values: Float[np.ndarray, "n inputs"]) -> Float[np.ndarray, "n outputs"]:
+        """The last module's outputs."""
+        values = values.copy()
+        for step in self._steps:
+            values = step(values)
+        return values
+
+
+def fast_forward(*modules: nn.Module | None) -> FastForward | None:
+    """The modules (None: left out) in NumPy; None: one of them is not known here.
+
+    Known are `Sequential`, `Linear`, `Tanh`, `ReLU`, `SharedStd` and `RunningNormalizer`, with float32 weights on the CPU and
+    no hooks. The functions read the weights' memory: what an optimizer writes in place is seen. Results differ from torch's by
+    rounding.
+    """
+    steps: list[Step] = []
+    present = [module for module in modules if module is not None]
+    if not all(_add(steps, module) for module in present):
+        return None
+    sizes = [parameter.numel() for module in present for parameter in module.parameters()]
+    return FastForward(steps, SINGLE_THREADED // max(sizes, default=1))
+
+
+def _add(steps: list[Step], module: nn.Module) -> bool:
+    """Append the module's functions; False: it is not known."""
+    if module._forward_hooks or module._forward_pre_hooks or not all(map(_is_plain, module.parameters())):
+        return False
+    match module:  # classes themselves: a subclass may compute something else
+        case nn.Sequential() if type(module) is nn.Sequential:
+            return all(_add(steps, part) for part in module)
+        case nn.Linear() if type(module) is nn.Linear:
+            steps.append(_linear(module))
+        case nn.Tanh():
+            steps.append(lambda values: np.tanh(values, out=values))
+        case nn.ReLU():
+            steps.append(lambda values: np.maximum(values, 0.0, out=values))
+        case SharedStd():
+            steps.append(_shared_std(module))
+        case RunningNormalizer():
+            steps.append(_normalized(module))
+        case _:
+            return False
+    return True
+
+
+def _is_plain(values: Tensor) -> bool:
+    return values.device.type == "cpu" and values.dtype == torch.float32
+
+
+def _array(values: Tensor) -> NDArray[np.float32]:
+    """The same memory."""
+    shared: NDArray[Any] = values.detach().numpy()
+    return shared
+
+
+def _linear(layer: nn.Linear) -> Step:
+    weight, bias = _array(layer.weight).T, dict(layer.named_parameters()).get("bias")
+    if bias is None:
+        return lambda values: values @ weight
+    added = _array(bias)
+
+    def forward(values: NDArray[np.float32]) -> NDArray[np.float32]:
+        product = values @ weight
+        product += added
+        return product
+
+    return forward
+
+
+def _shared_std(head: SharedStd) -> Step:
+    mean, log_std = _linear(head.mean), _array(head.log_std)
+    num_actions = len(log_std)
+
+    def forward(features: NDArray[np.float32]) -> NDArray[np.float32]:
+        parameters = np.empty((len(features), 2 * num_actions), dtype=np.float32)
+        parameters[:, :num_actions] = mean(features)
+        parameters[:, num_actions:] = log_std
+        return parameters
+
+    return forward
+
+
+def _normalized(normalizer: RunningNormalizer) -> Step:
+    shift, scale = _array(normalizer._shift), _array(normalizer._scale)
+
+    def forward(observations: NDArray[np.float32]) -> NDArray[np.float32]:
+        observations -= shift
+        observations *= scale
+        return np.clip(observations, -MAX_DEVIATION, MAX_DEVIATION, out=observations)
+
+    return forward

@@ -1,0 +1,142 @@
+"""Observations of any Gymnasium space as tensors, and their running normalisation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from grpo.errors import ConfigError
+
+MIN_VARIANCE = 1e-8
+"""Added to variances, so that what never changes is 0 and not divided by 0."""
+
+MAX_DEVIATION = 10.0
+"""Normalised observations are bounded by this many standard deviations."""
+
+
+class ObservationEncoder:
+    """A batch of observations, as environments give them, into one tensor [n, *shape].
+
+    Boxes of one or two axes and everything else become flat float32: categories one-hot, parts of `Dict` and `Tuple` side by
+    side in Gymnasium's order. Boxes of three axes are images and stay as they are, with their dtype.
+
+    Args:
+        space: of a single observation.
+
+    Raises:
+        ConfigError: a space without a fixed size (`Text`, `Graph`, `Sequence`).
+    """
+
+    def __init__(self, space: spaces.Space) -> None:
+        self.is_image = isinstance(space, spaces.Box) and len(space.shape) == 3
+        self._encode = self._keep if self.is_image else _encoder(space)
+        self.shape: tuple[int, ...] = space.shape if self.is_image else (spaces.flatdim(space),)  # type: ignore[assignment]
+        self.dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype if self.is_image else torch.float32
+
+    def __call__(self, observations: Any) -> Shaped[Tensor, "n *features"]:
+        """A copy: the environments may overwrite theirs."""
+        return torch.from_numpy(self._encode(observations))
+
+    def _keep(self, observations: Any) -> Any:
+        return np.array(observations)
+
+
+def _encoder(space: spaces.Space) -> Callable[[Any], Any]:
+    """Batches of one space into float32 [n, width]."""
+    match space:
+        case spaces.Box() | spaces.MultiBinary():
+            width = int(np.prod(space.shape))
+            return lambda batch: np.array(batch, dtype=np.float32).reshape(-1, width)
+        case spaces.Discrete():
+            table = np.eye(int(space.n), dtype=np.float32)
+            return lambda batch: table[np.asarray(batch) - int(space.start)]
+        case spaces.MultiDiscrete():
+            sizes, starts = space.nvec.ravel(), np.asarray(space.start).ravel()
+            offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]) - starts
+
+            def one_hot(batch: Any) -> Any:
+                places = np.asarray(batch).reshape(-1, len(sizes)) + offsets
+                encoded = np.zeros((len(places), int(sizes.sum())), dtype=np.float32)
+                np.put_along_axis(encoded, places, 1.0, axis=1)
+                return encoded
+
+            return one_hot
+        case spaces.Dict():
+            parts = {name: _encoder(part) for name, part in space.spaces.items()}
+            return lambda batch: np.concatenate([encode(batch[name]) for name, encode in parts.items()], axis=1)
+        case spaces.Tuple():
+            encoders = [_encoder(part) for part in space.spaces]
+            return lambda batch: np.concatenate([e(part) for e, part in zip(encoders, batch, strict=True)], axis=1)
+        case _:
+            raise ConfigError(
+                f"Observations of {space} have no fixed size. Wrap the environment so that it gives a Box, Discrete, "
+                "MultiDiscrete, MultiBinary, Dict or Tuple (gymnasium.wrappers.TransformObservation)."
+            )
+
+
+class RunningNormalizer(nn.Module):
+    """(x - mean) / std of all observations seen so far, in at most +-10.
+
+    What has been seen counts from the next `begin` on: within an iteration observations are sampled and scored by the same
+    statistics, so that the first ratio is 1. The statistics are buffers, and travel in checkpoints.
+
+    mean and variance of two parts together: Chan et al. 1979, "Updating formulae and a pairwise algorithm", eq. 2.1.
+    """
+
+    mean: Tensor
+    squares: Tensor
+    count: Tensor
+    pending_mean: Tensor
+    pending_squares: Tensor
+    pending_count: Tensor
+    _shift: Tensor
+    _scale: Tensor
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        for name in ("mean", "squares", "pending_mean", "pending_squares"):  # squares: summed squared deviations
+            self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
+        for name in ("count", "pending_count"):
+            self.register_buffer(name, torch.zeros((), dtype=torch.float64))
+        self.register_buffer("_shift", torch.zeros(shape))
+        self.register_buffer("_scale", torch.ones(shape))
+
+    def forward(self, observations: Float[Tensor, "n *features"]) -> Float[Tensor, "n *features"]:
+        """Normalised observations."""
+        return ((observations - self._shift) * self._scale).clamp(-MAX_DEVIATION, MAX_DEVIATION)
+
+    def see(self, observations: Float[Tensor, "n *features"]) -> None:
+        """Have these counted from the next `begin` on."""
+        values = observations.double()
+        part = (values.new_tensor(len(values)), values.mean(0), values.var(0, correction=0) * len(values))
+        pending = (self.pending_count, self.pending_mean, self.pending_squares)
+        for own, merged in zip(pending, _merge(pending, part), strict=True):
+            own.copy_(merged)
+
+    def begin(self) -> None:
+        """Count what has been seen."""
+        if float(self.pending_count) == 0.0:
+            return
+        own = (self.count, self.mean, self.squares)
+        pending = (self.pending_count, self.pending_mean, self.pending_squares)
+        for value, merged in zip(own, _merge(own, pending), strict=True):
+            value.copy_(merged)
+        for value in pending:
+            value.zero_()
+        self._shift.copy_(self.mean)
+        self._scale.copy_((self.squares / self.count + MIN_VARIANCE).rsqrt())
+
+
+Moments = tuple[Tensor, Tensor, Tensor]
+"""Count, mean, summed squared deviations."""
+
+
+def _merge(first: Moments, second: Moments) -> Moments:
+    count = first[0] + second[0]
+    apart = second[1] - first[1]
+    mean = first[1] + apart * (second[0] / count)
+    return count, mean, first[2] + second[2] + apart.square() * (first[0] * second[0] / count)

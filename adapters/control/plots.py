@@ -1,0 +1,51 @@
+"""Learning curves. Needs matplotlib (`pip install "model-agnostic-grpo[notebooks]"`)."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .training import LearningCurve
+
+
+def plot_learning_curves(
+    curves: Mapping[str, Sequence[LearningCurve]],
+    path: str | Path | None,
+    *,
+    title: str,
+    threshold: float | None = None,
+) -> Any:
+    """Return against steps: the median of each kind of run, and its quartiles where there are several.
+
+    Args:
+        curves: name -> runs, which differ in their seed.
+        path: a PNG to write, its folder made; None: the figure is only returned.
+        title: above the picture.
+        threshold: a line to reach.
+
+    Returns:
+        The matplotlib figure.
+    """
+    import matplotlib
+
+    if path is not None:
+        matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name, runs in curves.items():
+        steps = np.unique(np.concatenate([run.steps for run in runs]))
+        returns = np.stack([np.interp(steps, run.steps, run.returns) for run in runs])
+        (line,) = axis.plot(steps, np.median(returns, axis=0), label=name)
+        if len(runs) > 1:
+            low, high = np.quantile(returns, (0.25, 0.75), axis=0)
+            axis.fill_between(steps, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    if threshold is not None:
+        axis.axhline(threshold, color="grey", linestyle="--", linewidth=1, label=f"learned: {threshold:g}")
+    axis.set(xlabel="steps of the environment", ylabel="return, without noise", title=title)
+    axis.legend(loc="lower right")
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    return figure

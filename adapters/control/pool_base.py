@@ -1,0 +1,263 @@
+"""What every pool of environments has in common: the interface, batches of observations, and who is in which step.
+
+Axis letters: M members of a pool, n of them in one call.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector.utils import create_empty_array
+from jaxtyping import Bool, Float64, Int64
+
+from grpo.errors import ConfigError, ContractError, GRPOError
+
+from .episodes import EpisodeStart
+
+TO_BE_RESET = -1
+"""In the place of a step's number: no episode is running."""
+
+
+class WorkerLost(GRPOError, RuntimeError):
+    """Worker processes died, raised or hung. The pool is whole again; every member has to be reset.
+
+    Args:
+        members: whose workers.
+        reason: what became of them.
+    """
+
+    def __init__(self, members: Sequence[int], reason: str) -> None:
+        super().__init__(members, reason)  # both, so that it can be pickled
+        self.members = list(members)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"Lost the worker of {self.reason}. The pool was rebuilt: reset its members and run their episodes again."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStep:
+    """One step of n members, in the order in which they were named."""
+
+    observations: Any
+    """[n, ...], or the space's nest of such arrays; valid until the next call of the pool: copy what is to stay."""
+    rewards: Float64[np.ndarray, " n"]
+    """The environments'."""
+    terminated: Bool[np.ndarray, " n"]
+    """The environment came to an end."""
+    truncated: Bool[np.ndarray, " n"]
+    """It was cut off."""
+    infos: Sequence[dict[str, Any]] | None
+    """One per member; None: nobody asked."""
+
+
+@runtime_checkable
+class EnvironmentPool(Protocol):
+    """Environments that advance together, each in an episode of its own.
+
+    Nothing is reset on its own: a member whose episode ended, or that was never reset, raises ContractError when stepped.
+    """
+
+    num_members: int
+    """M."""
+    observation_space: gymnasium.Space
+    """Of one member."""
+    action_space: gymnasium.Space
+    """Of one member."""
+
+    def reset(self, members: Sequence[int], starts: Sequence[EpisodeStart]) -> tuple[Any, list[dict[str, Any]]]:
+        """Begin an episode in each of `members`: their observations (batched, valid until the next call) and infos."""
+        ...
+
+    def step(self, members: Int64[np.ndarray, " n"], actions: Any) -> PoolStep:
+        """Step `members`, and no other; `actions[i]` belongs to `members[i]`."""
+        ...
+
+    def close(self) -> None:
+        """Close the environments; closing twice is allowed, any other use afterwards a ConfigError."""
+        ...
+
+
+def environment_name(env: gymnasium.Env) -> str:
+    """What errors call it: its id, or its class where it has none."""
+    return type(env.unwrapped).__name__ if env.spec is None else env.spec.id
+
+
+def find_misfit(space: gymnasium.Space, observation: Any) -> str | None:
+    """Why an observation cannot stand in a batch of its space, in words; None: it can.
+
+    Numbers may be narrowed within their kind (float64 to float32), as Gymnasium's vector environments do.
+    """
+    parts: list[tuple[str, gymnasium.Space, Any]]
+    match space:
+        case spaces.Dict():
+            if not isinstance(observation, Mapping) or set(observation) != set(space.spaces):
+                got = f"the keys {list(observation)}" if isinstance(observation, Mapping) else _kind(observation)
+                return f"must be a dict with the keys {list(space.spaces)}; got {got}"
+            parts = [(repr(key), part, observation[key]) for key, part in space.spaces.items()]
+        case spaces.Tuple():
+            if not isinstance(observation, tuple) or len(observation) != len(space.spaces):
+                got = str(len(observation)) if isinstance(observation, tuple) else _kind(observation)
+                return f"must be a tuple of {len(space.spaces)}; got {got}"
+            parts = [(str(place), part, observation[place]) for place, part in enumerate(space.spaces)]
+        case _:
+            required = f"must be {space.dtype} {list(space.shape or ())}"
+            try:
+                array = np.asarray(observation)
+            except ValueError:  # rows of different lengths
+                return f"{required}; got {_kind(observation)} of uneven rows"
+            if array.shape == space.shape and np.can_cast(array.dtype, space.dtype or array.dtype, "same_kind"):
+                return None
+            return f"{required}; got {array.dtype} {list(array.shape)}"
+    misfits = ((name, find_misfit(part, value)) for name, part, value in parts)
+    return next((f"[{name}] {misfit}" for name, misfit in misfits if misfit), None)
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def misfit_fault(misfit: str) -> str:
+    """What `find_misfit` says, as an error says it."""
+    return f"the observation {misfit}. Correct what the environment returns, or its observation_space."
+
+
+def reward_fault(reward: Any) -> str:
+    """What is wrong with a reward that is no number."""
+    return f"the reward must be a number; got {reward!r}. Correct what the environment returns."
+
+
+def take_rows(batch: Any, rows: Any) -> Any:
+    """`batch[rows]` in every array of a nest."""
+    if isinstance(batch, dict):
+        return {key: take_rows(part, rows) for key, part in batch.items()}
+    return tuple(take_rows(part, rows) for part in batch) if isinstance(batch, tuple) else batch[rows]
+
+
+def finite_rows(batch: Any, num_rows: int) -> Bool[np.ndarray, " n"]:
+    """Which rows hold neither NaN nor infinity."""
+    if isinstance(batch, dict | tuple):
+        parts = batch.values() if isinstance(batch, dict) else batch
+        return np.logical_and.reduce([finite_rows(part, num_rows) for part in parts])
+    if batch.dtype.kind != "f":
+        return np.ones(num_rows, dtype=bool)
+    return np.isfinite(batch).reshape(num_rows, -1).all(axis=1)
+
+
+class ObservationRows:
+    """A batch of observations that is written row by row, in memory that is used again.
+
+    Raises:
+        ConfigError: a space whose observations have no fixed shape.
+    """
+
+    def __init__(self, space: gymnasium.Space, num_rows: int) -> None:
+        require_fixed_shape(space)
+        self.space = space
+        self.batch = create_empty_array(space, num_rows, fn=np.empty)
+        self._shape, self._dtype = space.shape, space.dtype
+
+    def write(self, row: int, observation: Any) -> str | None:
+        """Put it there; or what `find_misfit` says, where it does not fit."""
+        # numpy would broadcast another shape. Arrays as declared are done with by this line, which is quick.
+        if type(observation) is not np.ndarray or observation.shape != self._shape or observation.dtype != self._dtype:
+            misfit = find_misfit(self.space, observation)
+            if misfit:
+                return misfit
+        _write(self.batch, row, observation)
+        return None
+
+
+def _write(batch: Any, row: int, observation: Any) -> None:
+    if isinstance(batch, np.ndarray):
+        batch[row] = observation
+        return
+    for key in batch if isinstance(batch, dict) else range(len(batch)):
+        _write(batch[key], row, observation[key])
+
+
+def require_fixed_shape(space: gymnasium.Space) -> None:
+    """Observations that can be batched into arrays.
+
+    Raises:
+        ConfigError: any other space.
+    """
+    match space:
+        case spaces.Dict():
+            for part in space.spaces.values():
+                require_fixed_shape(part)
+        case spaces.Tuple():
+            for part in space.spaces:
+                require_fixed_shape(part)
+        case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
+            return
+        case _:
+            raise ConfigError(
+                f"A pool needs observations of a fixed shape; got {space}. Wrap the environment so that it gives a Box, "
+                "Discrete, MultiDiscrete, MultiBinary, Dict or Tuple (gymnasium.wrappers.TransformObservation)."
+            )
+
+
+class EpisodeSteps:
+    """Which step of its episode each member is in, and the errors that name it.
+
+    Args:
+        name: of the environment.
+        num_members: M.
+    """
+
+    def __init__(self, name: str, num_members: int) -> None:
+        self.name = name
+        self.numbers: Int64[np.ndarray, " M"] = np.full(num_members, TO_BE_RESET)
+
+    def begin(self, members: Sequence[int]) -> None:
+        """Their first observation is step 0's."""
+        self.numbers[list(members)] = 0
+
+    def advance(self, members: Int64[np.ndarray, " n"]) -> None:
+        """They are about to take a step.
+
+        Raises:
+            ContractError: one of them has no episode.
+        """
+        numbers = self.numbers[members]
+        if np.count_nonzero(numbers == TO_BE_RESET):  # a microsecond less than any(), every step
+            idle = members[numbers == TO_BE_RESET].tolist()
+            raise ContractError(
+                f"{self.name}: step() takes members in the middle of an episode; {idle} were not reset since they were "
+                "made, lost, or came to an end. Call reset(members, starts) first."
+            )
+        self.numbers[members] = numbers + 1
+
+    def end(self, members: Int64[np.ndarray, " n"], ended: Bool[np.ndarray, " n"]) -> None:
+        """Those that ended have to be reset before they are stepped again."""
+        if np.count_nonzero(ended):
+            self.numbers[members[ended]] = TO_BE_RESET
+
+    def error(self, member: int, fault: str) -> ContractError:
+        """`fault`, of this member in its present step."""
+        return ContractError(f"{self.name}, member {member}, step {self.numbers[member]}: {fault}")
+
+    def require_finite(
+        self, members: Sequence[int], observations: Any, rewards: Float64[np.ndarray, " n"] | None = None
+    ) -> None:
+        """Neither NaN nor infinity.
+
+        Raises:
+            ContractError: naming the first member that gave one, and the step of its episode.
+        """
+        finite = finite_rows(observations, len(members))
+        if not finite.all():
+            raise self.error(
+                members[int(finite.argmin())],
+                "the observation holds NaN or infinity. Look for divisions by zero or a simulation that blew up in "
+                "the environment, and whether its actions are within their bounds.",
+            )
+        if rewards is not None and not np.isfinite(rewards).all():
+            row = int(np.isfinite(rewards).argmin())
+            raise self.error(members[row], f"the reward must be finite; got {rewards[row]}. Correct the environment's.")

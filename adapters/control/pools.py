@@ -1,0 +1,264 @@
+"""Many environments stepped together, member by member; `make_pool` chooses how.
+
+`SerialPool` steps any environments one after the other, `NativeCartPole` all its columns at once, `AsyncPool` in worker
+processes, which pays where a step costs more than a message to another process and back.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, TypeAlias, assert_never, get_args
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.error import DependencyNotInstalled, DeprecatedEnv, UnregisteredEnv
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
+from jaxtyping import Int64
+
+from grpo.errors import ConfigError
+
+from .async_pools import AsyncPool
+from .episodes import EpisodeStart
+from .native_pools import NATIVE_IDS, NativeCartPole, is_native_keyword
+from .pool_base import (
+    EnvironmentPool,
+    EpisodeSteps,
+    ObservationRows,
+    PoolStep,
+    WorkerLost,
+    environment_name,
+    misfit_fault,
+    reward_fault,
+    take_rows,
+)
+from .snapshots import restore_snapshot
+
+__all__ = [
+    "AsyncPool",
+    "EnvironmentPool",
+    "NativeCartPole",
+    "PoolStep",
+    "SerialPool",
+    "Vectorization",
+    "WorkerLost",
+    "make_pool",
+]
+
+Vectorization: TypeAlias = Literal["auto", "sync", "async", "native"]
+
+
+class SerialPool:
+    """An `EnvironmentPool` in this process: a loop over the members named, and over no others.
+
+    Args:
+        envs: one per member, with equal spaces; or a `SyncVectorEnv`, whose environments are taken over.
+        infos: whether `PoolStep.infos` is filled.
+
+    Raises:
+        ConfigError: no environments, the same one twice, spaces that differ or whose observations have no fixed shape.
+    """
+
+    def __init__(self, envs: Sequence[gymnasium.Env] | SyncVectorEnv, *, infos: bool = False) -> None:
+        # A SyncVectorEnv's own step() steps all its environments: with autoreset disabled it asserts that none has
+        # finished, and on NEXT_STEP it slips a transition with reward 0 in between two episodes.
+        self._envs = list(envs.envs) if isinstance(envs, SyncVectorEnv) else list(envs)
+        if not self._envs or len({id(env) for env in self._envs}) < len(self._envs):
+            raise ConfigError(
+                f"SerialPool needs at least one environment, and another one for each member; got {len(self._envs)}. "
+                "A factory has to make a new environment at every call."
+            )
+        self.num_members = len(self._envs)
+        self.observation_space = self._envs[0].observation_space
+        self.action_space = self._envs[0].action_space
+        name = environment_name(self._envs[0])
+        for member, env in enumerate(self._envs):
+            if env.observation_space != self.observation_space or env.action_space != self.action_space:
+                raise ConfigError(
+                    f"SerialPool: all members need the spaces of member 0, {self.observation_space} and "
+                    f"{self.action_space}; member {member} ({name}) has {env.observation_space}, {env.action_space}."
+                )
+        self._infos = infos
+        self._rows = ObservationRows(self.observation_space, self.num_members)
+        self._steps = EpisodeSteps(name, self.num_members)
+        self._closed = False
+
+    def reset(self, members: Sequence[int], starts: Sequence[EpisodeStart]) -> tuple[Any, list[dict[str, Any]]]:
+        """Begin an episode in each; one that begins from a snapshot has an empty info.
+
+        Raises:
+            ConfigError: the pool is closed.
+            ContractError: an observation does not fit its space, or is not finite.
+        """
+        self._require_open()
+        infos = []
+        info: dict[str, Any]
+        self._steps.begin(members)
+        for row, (member, start) in enumerate(zip(members, starts, strict=True)):
+            env, info = self._envs[member], {}
+            if start.snapshot is None:
+                options = None if start.options is None else dict(start.options)
+                observation, info = env.reset(seed=start.seed, options=options)
+            else:
+                observation = restore_snapshot(env, start.snapshot)
+            if misfit := self._rows.write(row, observation):
+                raise self._steps.error(member, misfit_fault(misfit))
+            infos.append(info)
+        observations = take_rows(self._rows.batch, slice(len(members)))
+        self._steps.require_finite(members, observations)
+        return observations, infos
+
+    def step(self, members: Int64[np.ndarray, " n"], actions: Any) -> PoolStep:
+        """Step each.
+
+        Raises:
+            ConfigError: the pool is closed.
+            ContractError: a member has no episode, an observation does not fit its space, or something is not finite.
+        """
+        self._require_open()
+        self._steps.advance(members)
+        num_rows, places = len(members), members.tolist()
+        rewards = np.empty(num_rows)
+        terminated, truncated = np.empty(num_rows, dtype=bool), np.empty(num_rows, dtype=bool)
+        infos: list[dict[str, Any]] | None = [] if self._infos else None
+        envs, write = self._envs, self._rows.write
+        for row, member in enumerate(places):
+            observation, reward, terminated[row], truncated[row], info = envs[member].step(actions[row])
+            try:
+                rewards[row] = reward
+            except (TypeError, ValueError) as error:
+                raise self._steps.error(member, reward_fault(reward)) from error
+            if misfit := write(row, observation):
+                raise self._steps.error(member, misfit_fault(misfit))
+            if infos is not None:
+                infos.append(info)
+        observations = take_rows(self._rows.batch, slice(num_rows))
+        self._steps.require_finite(places, observations, rewards)
+        self._steps.end(members, terminated | truncated)
+        return PoolStep(
+            observations=observations, rewards=rewards, terminated=terminated, truncated=truncated, infos=infos
+        )
+
+    def close(self) -> None:
+        """Close every environment."""
+        if not self._closed:
+            self._closed = True
+            for env in self._envs:
+                env.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ConfigError("SerialPool: the pool is closed. Make another one with make_pool(...).")
+
+
+def make_pool(
+    env: str | Callable[[], gymnasium.Env] | VectorEnv,
+    num_members: int,
+    *,
+    vectorization: Vectorization = "auto",
+    infos: bool = False,
+    **env_kwargs: Any,
+) -> EnvironmentPool:
+    """A pool of `num_members` environments.
+
+    Args:
+        env: an id; a factory, which makes a new environment at every call; or a vector environment of Gymnasium's, as the
+            pool is to be (an `AsyncVectorEnv` is closed, and made anew from its factories).
+        num_members: M; more cost memory, and make the batches larger that a network sees at once.
+        vectorization: `auto`: native for CartPole, else sync.
+        infos: whether `PoolStep.infos` is filled, for what is read from it (action masks).
+        env_kwargs: of `gymnasium.make`, where `env` is an id.
+
+    Raises:
+        ConfigError: an unknown id, a missing extra, or settings that do not go together.
+
+    Example:
+        >>> pool = make_pool("CartPole-v1", 2)
+        >>> observations, _ = pool.reset([0, 1], [EpisodeStart(seed=0), EpisodeStart(seed=1)])
+        >>> pool.step(np.array([1]), np.array([0])).rewards
+        array([1.])
+    """
+    if num_members < 1 or vectorization not in get_args(Vectorization):
+        raise ConfigError(
+            f"make_pool: num_members must be >= 1 and vectorization one of {get_args(Vectorization)}; got {num_members} "
+            f"and {vectorization!r}."
+        )
+    if isinstance(env, str):
+        with _explained(env):
+            return _pool_of_id(env, num_members, vectorization, infos, env_kwargs)
+    if env_kwargs:
+        raise ConfigError(f"make_pool: only an id takes keywords of the environment; got {sorted(env_kwargs)} as well.")
+    if isinstance(env, VectorEnv):
+        if num_members != env.num_envs or vectorization != "auto":
+            raise ConfigError(
+                f"make_pool: a vector environment is taken as it is, with num_members={env.num_envs} and "
+                f"vectorization='auto'; got {num_members} and {vectorization!r}."
+            )
+        return _pool_of_vector_env(env, infos)
+    if not callable(env):
+        raise ConfigError(
+            f"make_pool: env must be an id, a factory of environments or a vector environment; got {type(env).__name__}. "
+            "A single environment cannot be copied: pass a function that makes one."
+        )
+    return _pool_of_factory(env, num_members, vectorization, infos)
+
+
+@contextmanager
+def _explained(env_id: str) -> Iterator[None]:
+    """What Gymnasium raises about an id, as errors that say what to do."""
+    try:
+        yield
+    except (UnregisteredEnv, DeprecatedEnv) as error:
+        near = difflib.get_close_matches(env_id, gymnasium.registry, n=3, cutoff=0.5)
+        meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ConfigError(
+            f"make_pool: no environment is registered as {env_id!r}.{meant} If it comes with another package, import the "
+            f"package that registers it first. (Gymnasium: {error})"
+        ) from error
+    except DependencyNotInstalled as error:
+        is_mujoco = "mujoco" in str(error).lower()
+        remedy = 'pip install "model-agnostic-grpo[robots]"' if is_mujoco else str(error)
+        raise ConfigError(f"make_pool: {env_id} needs a package that is not installed: {remedy}") from error
+
+
+def _pool_of_id(
+    env_id: str, num_members: int, vectorization: Vectorization, infos: bool, env_kwargs: dict[str, Any]
+) -> EnvironmentPool:
+    is_native = env_id in NATIVE_IDS and all(is_native_keyword(*item) for item in env_kwargs.items())
+    if is_native and vectorization in ("auto", "native"):
+        return NativeCartPole(num_members, env_id=env_id, infos=infos, **env_kwargs)
+    return _pool_of_factory(partial(gymnasium.make, env_id, **env_kwargs), num_members, vectorization, infos)
+
+
+def _pool_of_factory(
+    factory: Callable[[], gymnasium.Env], num_members: int, vectorization: Vectorization, infos: bool
+) -> EnvironmentPool:
+    match vectorization:
+        case "auto" | "sync":
+            return SerialPool([factory() for _ in range(num_members)], infos=infos)
+        case "async":
+            return AsyncPool([factory] * num_members, infos=infos)
+        case "native":
+            raise ConfigError(
+                f"make_pool: vectorization='native' takes {' or '.join(NATIVE_IDS)}, with no other keywords than "
+                f"sutton_barto_reward and max_episode_steps >= 1; got {factory}. Use vectorization='sync'."
+            )
+        case _:
+            assert_never(vectorization)
+
+
+def _pool_of_vector_env(env: VectorEnv, infos: bool) -> EnvironmentPool:
+    match env:
+        case SyncVectorEnv():
+            return SerialPool(env, infos=infos)
+        case AsyncVectorEnv():
+            env.close()
+            return AsyncPool(env.env_fns, infos=infos)
+        case CartPoleVectorEnv():
+            return NativeCartPole(env, infos=infos)
+        case _:
+            raise ConfigError(
+                f"make_pool: {type(env).__name__} cannot be stepped member by member. Pass an id or a factory, a "
+                "SyncVectorEnv or an AsyncVectorEnv; wrappers go around the single environments."
+            )

@@ -1,0 +1,142 @@
+"""How each environment is trained: one table."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from gymnasium import spaces
+
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
+
+from .policies import EpisodePolicy
+from .pools import make_pool
+from .rewards import EnvironmentReward
+
+ADAM_EPS = 1e-5
+"""As PPO's implementations have it: steps of parameters with tiny gradients stay small."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlPreset:
+    """Settings of one environment; what is not here is `GRPOConfig`'s default."""
+
+    env_id: str
+    total_steps: int
+    """Steps of the environment in a whole run, evaluations not counted."""
+    threshold: float
+    """Mean return (20 episodes, the most likely actions) that counts as learned."""
+    gamma: float
+    """Discount. Smaller looks less far ahead, and has less variance: without a critic what counts is short."""
+    num_groups: int = 2
+    """Beginnings per iteration. Larger averages over more of them, and updates less often."""
+    group_size: int = 8
+    """Episodes from each beginning. Larger has a better baseline, and updates less often."""
+    batch_size: int = 256
+    """Steps of an update."""
+    num_epochs: int = 4
+    """Passes over an iteration's steps. Larger learns more from each step, until clipping stops it."""
+    learning_rate: float = 1e-3
+    """Adam's."""
+    clip: float = 0.2
+    """Bound of the ratio, on either side."""
+    entropy_coef: float = 0.0
+    """Larger keeps exploring longer."""
+    initial_log_std: float = 0.0
+    """Of Gaussian actions. Smaller explores less."""
+    normalize_observations: bool = False
+    """Where their parts differ in size."""
+    max_episode_steps: int | None = None
+    """Where training cuts episodes off. Smaller updates more often, and sees less of what comes late."""
+    evaluate_every: int = 10_000
+    """Steps between evaluations."""
+
+    def make_policy(self, **options: Any) -> EpisodePolicy:
+        """A new policy on environments of its own; its weights follow torch's global generator."""
+        settings: dict[str, Any] = {
+            "num_members": self.num_groups * self.group_size,
+            "initial_log_std": self.initial_log_std,
+            "normalize_observations": self.normalize_observations,
+            "max_episode_steps": self.max_episode_steps,
+        }
+        return EpisodePolicy(self.env_id, **settings | options)
+
+    def make_config(self, seed: int | None = None) -> GRPOConfig:
+        """The trainer's settings."""
+        return GRPOConfig(
+            group_size=self.group_size,
+            batch_size=self.batch_size,
+            num_epochs_per_update=self.num_epochs,
+            learning_rate=self.learning_rate,
+            max_grad_norm=0.5,
+            seed=seed,
+            advantage=AdvantageConfig(gamma=self.gamma, scale="batch"),
+            objective=ObjectiveConfig(
+                clip_low=self.clip, clip_high=self.clip, entropy_coef=self.entropy_coef, aggregation="step_mean"
+            ),
+        )
+
+    def make_trainer(
+        self, policy: EpisodePolicy, *, seed: int | None = None, reward_model: Any = None, **options: Any
+    ) -> GRPOTrainer:
+        """A trainer with Adam.
+
+        Args:
+            policy: what `make_policy` made.
+            seed: of the trainer.
+            reward_model: None: the environment's own rewards, per step.
+            options: of `GRPOTrainer`.
+        """
+        return GRPOTrainer(
+            config=self.make_config(seed),
+            policy=policy,
+            reward_model=EnvironmentReward() if reward_model is None else reward_model,
+            optimizer=torch.optim.Adam(policy.parameters(), lr=self.learning_rate, eps=ADAM_EPS, fused=True),
+            **options,
+        )
+
+
+_MUJOCO = ControlPreset(
+    env_id="",
+    total_steps=500_000,
+    threshold=0.0,
+    gamma=0.99,
+    batch_size=512,
+    num_epochs=10,
+    learning_rate=3e-4,
+    normalize_observations=True,
+    evaluate_every=50_000,
+)
+
+PRESETS = {
+    preset.env_id: preset
+    for preset in (
+        ControlPreset(
+            env_id="CartPole-v1",
+            total_steps=30_000,
+            threshold=475.0,
+            gamma=0.99,
+            num_groups=1,
+            evaluate_every=2_000,
+        ),
+        ControlPreset(env_id="Acrobot-v1", total_steps=120_000, threshold=-100.0, gamma=0.99),
+        ControlPreset(env_id="Pendulum-v1", total_steps=250_000, threshold=-200.0, gamma=0.97, num_epochs=10),
+        replace(_MUJOCO, env_id="Reacher-v5", total_steps=300_000, threshold=-5.5, gamma=0.9, num_groups=4),
+        replace(_MUJOCO, env_id="HalfCheetah-v5", threshold=1300.0, gamma=0.9, num_groups=1, max_episode_steps=250),
+        replace(_MUJOCO, env_id="Hopper-v5", threshold=1500.0, gamma=0.99),
+    )
+}
+"""By environment id."""
+
+
+def preset_for(env_id: str) -> ControlPreset:
+    """The preset of an environment, or a starting point for one that has none: that of the robots for actions in a box.
+
+    Raises:
+        ConfigError: an environment that cannot be made.
+    """
+    if env_id in PRESETS:
+        return PRESETS[env_id]
+    pool = make_pool(env_id, 1)
+    base = _MUJOCO if isinstance(pool.action_space, spaces.Box) else PRESETS["Acrobot-v1"]
+    pool.close()
+    return replace(base, env_id=env_id, total_steps=500_000, threshold=float("inf"), evaluate_every=25_000)

@@ -1,0 +1,295 @@
+"""The complete state of an environment: taken in mid-episode, put back into the same or another instance.
+
+Covered without further work: Gymnasium's classic control, toy text and MuJoCo, and Gymnasium-Robotics' mazes. Any other
+environment takes part by being `Snapshotable`.
+
+What a state consists of, layer by layer from the outermost wrapper to the environment:
+- attributes of plain data, settings included, since some tasks draw their settings anew in every episode;
+- random generators (`np_random`), so that chance continues as it would have;
+- MuJoCo's state of integration, and what was derived from it;
+- environments inside the environment (a maze holds a robot), and the running moments of normalising wrappers.
+
+Not part of it: spaces (and `action_space.sample()`), what only draws pictures, the MuJoCo model, global generators.
+"""
+
+import pickle
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.wrappers import HumanRendering, PassiveEnvChecker, RecordVideo, RenderCollection
+from gymnasium.wrappers.utils import RunningMeanStd
+
+from grpo.errors import ConfigError, ContractError
+
+Copied = TypeVar("Copied")
+
+COVERED_MODULES = (
+    "gymnasium.envs.classic_control.",
+    "gymnasium.envs.toy_text.",
+    "gymnasium.envs.mujoco.",
+    "gymnasium_robotics.envs.maze.",
+)
+
+# Wrappers that look on: the checker's memory is of its own calls, a recorder's of its own video.
+ONLOOKERS = (PassiveEnvChecker, RecordVideo, RenderCollection, HumanRendering)
+
+# `render_mode` is the instance's own, lest a worker open its trunk's window; the others repeat constructor arguments.
+NOT_STATE = ("render_mode", "metadata", "_cached_spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs")
+
+SCALARS = (int, float, complex, str, bytes, np.generic)
+COLLECTIONS = (list, tuple, set, frozenset, deque)
+SETTING_TYPES = (gymnasium.Space, EnvSpec, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, type)
+# By name, as these packages may be absent.
+SETTING_NAMES = (
+    "pygame.",
+    "gymnasium.envs.mujoco.mujoco_rendering.",
+    "gymnasium_robotics.envs.maze.maze.Maze.",
+    "gymnasium_robotics.envs.maze.maze_v4.Maze.",
+    "gymnasium_robotics.utils.mujoco_utils.MujocoModelNames.",
+    "mujoco._structs.MjModel.",
+)
+
+# After `mj_step` these lag one substep behind positions and velocities, and some rewards difference them across a step
+# (Ant: xpos, Humanoid: xipos): `mj_forward` alone would give the branch another first reward than the trunk's.
+DERIVED_FIELDS = (
+    *("xpos", "xquat", "xmat", "xipos", "ximat", "geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "subtree_com"),
+    *("cinert", "cvel", "cacc", "cfrc_int", "cfrc_ext", "qacc", "qfrc_actuator", "qfrc_constraint", "actuator_force"),
+    *("ten_length", "ten_velocity", "sensordata"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One moment of an environment, as plain data: it can be pickled, stored and restored any number of times."""
+
+    environment: str
+    """The registered id, or the class's name where there is none."""
+
+    observation: Any
+    """What the agent saw at that moment, wrappers included."""
+
+    layers: tuple[tuple[str, dict[str, Any]], ...]
+    """Class name and state of each wrapper, outermost first, and of the environment itself, last."""
+
+
+@runtime_checkable
+class Snapshotable(Protocol):
+    """What a class of your own implements to take part: the unwrapped environment, or a wrapper for its own layer.
+
+    An environment's `np_random` is kept for it. Where every other part of the state is an attribute of plain data, a
+    numpy generator or MuJoCo data, the two methods are `return environment_state(self)` and
+    `restore_environment_state(self, state)`.
+    """
+
+    def snapshot(self) -> Any:
+        """All that decides the future, as data that pickles; it may refer to live objects, and is copied at once."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Become the instance that returned `state`, whatever this one did before; it may never have been reset."""
+        ...
+
+
+def take_snapshot(env: gymnasium.Env, observation: Any) -> Snapshot:
+    """The state of `env` between two steps; `env` goes on as if nothing had happened.
+
+    Args:
+        env: with all its wrappers.
+        observation: what its last `reset` or `step` returned.
+
+    Raises:
+        ConfigError: an environment that is neither covered nor `Snapshotable`, or holds state of an unknown kind.
+        ContractError: a `Snapshotable` whose state does not pickle.
+    """
+    name = _name(env)
+    inner = env.unwrapped
+    if not isinstance(inner, Snapshotable) and not _qualified_name(inner).startswith(COVERED_MODULES):
+        raise ConfigError(
+            f"take_snapshot: {name} must be one of Gymnasium's classic control, toy text and MuJoCo environments, or "
+            f"implement Snapshotable; got {_qualified_name(inner)} Give the class snapshot(self), which returns all "
+            "that decides its future as plain data, and restore(self, state). If that is all in attributes of plain "
+            "data, they are environment_state(self) and restore_environment_state(self, state)."
+        )
+    layers = tuple((type(layer).__name__, _layer_state(layer)) for layer in _stateful(_layers(env)))
+    try:
+        return _copy(Snapshot(environment=name, observation=observation, layers=layers))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ContractError(
+            f"take_snapshot: the state and the observation of {name} must pickle; got {error}. Return numbers, "
+            "strings, numpy arrays, and dicts, lists and tuples of these from snapshot()."
+        ) from error
+
+
+def restore_snapshot(env: gymnasium.Env, snapshot: Snapshot) -> Any:
+    """Make `env` what the snapshot's environment was: from here the same actions lead to the same future.
+
+    Args:
+        env: the one the snapshot is of, or another made the same way; it may never have been reset.
+
+    Returns:
+        The observation at that moment, a copy.
+
+    Raises:
+        ContractError: a snapshot of another environment, or of other wrappers.
+    """
+    layers = _layers(env)
+    stateful = _stateful(layers)
+    theirs, ours = [name for name, _ in snapshot.layers], [type(layer).__name__ for layer in stateful]
+    if (snapshot.environment, theirs) != (_name(env), ours):
+        raise ContractError(
+            f"restore_snapshot: a snapshot of {_name(env)} {ours} was required; got one of {snapshot.environment} "
+            f"{theirs}. Restore it into an environment that is made and wrapped as its own was."
+        )
+    if any(isinstance(layer, PassiveEnvChecker) and not layer.checked_reset for layer in layers):
+        env.reset(seed=0)  # the checker compares the first step with a reset, and fails where there was none
+    snapshot = _copy(snapshot)  # a step may write into what it finds, and another branch may start here
+    for layer, (_, state) in zip(stateful, snapshot.layers, strict=True):
+        _restore_layer(layer, state)
+    return snapshot.observation
+
+
+def environment_state(owner: Any) -> dict[str, Any]:
+    """The part of an object's attributes that can decide its future; live, not copied.
+
+    Attributes that are views of one another come back as separate arrays: keep the one, and take the view when needed.
+    The MuJoCo model is taken to be constant: a task that changes it (masses, goals that are bodies) adds the changes.
+
+    Raises:
+        ConfigError: an attribute of which it is unknown whether it is state, and how to copy it.
+    """
+    state: dict[str, dict[str, Any]] = {"values": {}, "generators": {}, "simulations": {}, "nested": {}}
+    for name, value in vars(owner).items():
+        is_next_layer = isinstance(owner, gymnasium.Wrapper) and name == "env"
+        if is_next_layer or name in NOT_STATE:
+            continue
+        if _is_plain(value):
+            state["values"][name] = value
+        elif isinstance(value, np.random.Generator):
+            state["generators"][name] = value.bit_generator.state
+        elif _qualified_name(value) == "mujoco._structs.MjData.":
+            state["simulations"][name] = _simulation_state(value)
+        elif isinstance(value, gymnasium.Env | RunningMeanStd):
+            state["nested"][name] = environment_state(value)
+        elif not _is_setting(value):
+            raise ConfigError(
+                f"{type(owner).__name__}.{name} must be plain data, a numpy generator or MuJoCo data for its state to be "
+                f"copied; got {type(value).__name__}. Implement Snapshotable: snapshot() and restore(state) on "
+                f"{type(owner).__name__}."
+            )
+    return state
+
+
+def restore_environment_state(owner: Any, state: Mapping[str, Any]) -> None:
+    """Put back what `environment_state` found, in place; the instance keeps its own windows and pictures."""
+    attributes = vars(owner)
+    for name, value in state["values"].items():
+        if not _is_setting(attributes.get(name)):  # None at the trunk, an open window here
+            attributes[name] = value
+    for name, generator_state in state["generators"].items():
+        _restore_generator(owner, name, generator_state)
+    for name, simulation in state["simulations"].items():
+        _restore_simulation(attributes[name], simulation)
+    for name, nested in state["nested"].items():
+        restore_environment_state(attributes[name], nested)
+
+
+def _layer_state(layer: gymnasium.Env) -> dict[str, Any]:
+    if not isinstance(layer, Snapshotable):
+        return environment_state(layer)
+    state = {"own": layer.snapshot()}
+    if layer is layer.unwrapped:
+        state["generator"] = layer.np_random.bit_generator.state
+    return state
+
+
+def _restore_layer(layer: gymnasium.Env, state: Mapping[str, Any]) -> None:
+    if not isinstance(layer, Snapshotable):
+        restore_environment_state(layer, state)
+        return
+    layer.restore(state["own"])
+    if "generator" in state:
+        _restore_generator(layer, "_np_random", state["generator"])
+
+
+def _restore_generator(owner: Any, name: str, state: Mapping[str, Any]) -> None:
+    """In place, for the instance may have handed its generator on to parts of its own."""
+    if not isinstance(vars(owner).get(name), np.random.Generator):
+        vars(owner)[name] = np.random.Generator(getattr(np.random, state["bit_generator"])())
+    vars(owner)[name].bit_generator.state = state
+
+
+def _simulation_state(data: Any) -> dict[str, Any]:
+    mujoco = import_module("mujoco")  # only now: whoever has its data has it
+    signature = mujoco.mjtState.mjSTATE_INTEGRATION
+    integration = np.empty(mujoco.mj_stateSize(data.model, signature))
+    mujoco.mj_getState(data.model, data, integration, signature)
+    return {"integration": integration, "derived": {name: getattr(data, name).copy() for name in DERIVED_FIELDS}}
+
+
+def _restore_simulation(data: Any, state: Mapping[str, Any]) -> None:
+    mujoco = import_module("mujoco")
+    signature = mujoco.mjtState.mjSTATE_INTEGRATION
+    required, integration = mujoco.mj_stateSize(data.model, signature), state["integration"]
+    if len(integration) != required:
+        raise ContractError(
+            f"restore_snapshot: the MuJoCo model needs a state of {required} numbers; got {len(integration)}. Make both "
+            "environments from the same model file."
+        )
+    mujoco.mj_setState(data.model, data, integration, signature)
+    mujoco.mj_forward(data.model, data)  # contacts and constraints, whose number varies
+    for name, value in state["derived"].items():
+        getattr(data, name)[:] = value
+
+
+def _layers(env: gymnasium.Env) -> list[gymnasium.Env]:
+    """Outermost wrapper first, the environment itself last."""
+    layers = [env]
+    while isinstance(layers[-1], gymnasium.Wrapper):
+        layers.append(layers[-1].env)
+    return layers
+
+
+def _stateful(layers: Iterable[gymnasium.Env]) -> list[gymnasium.Env]:
+    return [layer for layer in layers if not isinstance(layer, ONLOOKERS)]
+
+
+def _name(env: gymnasium.Env) -> str:
+    inner = env.unwrapped
+    return inner.spec.id if inner.spec else type(inner).__qualname__
+
+
+def _qualified_name(value: Any) -> str:
+    """Module and class, with a dot at the end so that a prefix is a whole name."""
+    return f"{type(value).__module__}.{type(value).__qualname__}."
+
+
+def _is_plain(value: Any) -> bool:
+    """Data whose copy is as good as itself."""
+    if value is None or isinstance(value, SCALARS):
+        return True
+    if isinstance(value, dict):
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    if isinstance(value, COLLECTIONS):
+        return all(map(_is_plain, value))
+    return isinstance(value, np.ndarray) and not value.dtype.hasobject
+
+
+def _is_setting(value: Any) -> bool:
+    """Fixed for the life of an instance, or only there to draw; so are lists of these (Taxi's pictures)."""
+    if isinstance(value, list | tuple):
+        return len(value) > 0 and all(map(_is_setting, value))
+    return isinstance(value, SETTING_TYPES) or _qualified_name(value).startswith(SETTING_NAMES)
+
+
+def _copy(value: Copied) -> Copied:
+    """Deep, through pickle: several times faster on tables than `copy.deepcopy`, and shared parts stay shared."""
+    copied: Copied = pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+    return copied

@@ -1,0 +1,400 @@
+"""What training on environments costs: `adapters.control` beside PPO of Stable-Baselines3 and of a script of one file.
+
+- steps per second, training included: learners that begin anew, each for as many steps as a preset's run on CartPole has, or
+  two of its iterations on HalfCheetah; SB3 with rl-zoo's settings for CartPole, and its defaults for HalfCheetah;
+- seconds until CartPole is learned: 475 over 20 episodes without noise, evaluated about every 2,000 steps, from the same
+  beginnings on either side; neither evaluations nor the making of learners count;
+- the rollout alone, beside the environments stepped without anyone to decide, and with the network alone.
+
+A ratio is of two sides that ran one after the other, in turn; seconds are of the processor (`time.process_time`), and ratios
+by the clock on the wall stand beside. One thread.
+
+    python -m benchmarks.control_speed                  # about fifteen minutes
+    python -m benchmarks.control_speed --repeats 15 --seeds 10
+    python -m benchmarks.control_speed --quick          # whether it runs
+"""
+
+import argparse
+import gc
+import importlib.util
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"  # is read when torch is loaded
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.vector import SyncVectorEnv
+
+from adapters.control import EpisodePolicy, EpisodeStart, episode_starts, make_pool, preset_for
+from adapters.control.evaluation import EVALUATION_SEED
+from benchmarks._ppo import PPO
+from benchmarks._timing import keep_freed_memory
+from grpo import GRPOTrainer
+from grpo.policy_update import UpdateCounts
+from grpo.training_rows import TrainingRows
+
+HAS_SB3 = importlib.util.find_spec("stable_baselines3") is not None
+HAS_MUJOCO = importlib.util.find_spec("mujoco") is not None
+INSTALL = 'not installed; to compare with it: pip install -e ".[bench,robots]"'
+
+CARTPOLE, HALF_CHEETAH = "CartPole-v1", "HalfCheetah-v5"
+
+EVALUATE_EVERY, NUM_EVAL_EPISODES, THRESHOLD = 2_000, 20, 475.0
+
+MOST_STEPS = 100_000
+"""Of a run to the threshold; the length over which rl-zoo's learning rate and clipping fall to 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """Steps of environments, and what they took."""
+
+    steps: int
+    cpu: float
+    """Seconds of the processor."""
+    wall: float
+    """Seconds."""
+    idle: float = 0.0
+    """Fraction of the steps that updates left out, since their advantage was 0: speed that is no merit."""
+    is_learned: bool = False
+    """It ended because the threshold was reached."""
+
+
+Run = Callable[[int], Spent]
+"""Seed -> a run that begins anew."""
+
+
+class Stopwatch:
+    """Processor and wall time since it was made, without the pauses."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._start = (time.process_time(), time.perf_counter())
+
+    def spent(self, steps: int, **more: Any) -> Spent:
+        """Until now."""
+        cpu, wall = time.process_time() - self._start[0], time.perf_counter() - self._start[1]
+        return Spent(steps=steps, cpu=cpu, wall=wall, **more)
+
+    def leave_out(self, work: Callable[[], Any]) -> Any:
+        """The result of what is not to count."""
+        before = (time.process_time(), time.perf_counter())
+        result = work()
+        self._start = (
+            self._start[0] + time.process_time() - before[0],
+            self._start[1] + time.perf_counter() - before[1],
+        )
+        return result
+
+
+# Learners
+
+
+def our_learner(
+    env_id: str, num_steps: int, seed: int, *, reached: Callable[[Any], bool] | None = None, **options: Any
+) -> Spent:
+    """Ours with its preset, until so many steps or `reached(policy)`."""
+    torch.manual_seed(seed)
+    preset = preset_for(env_id)
+    policy = preset.make_policy(**options)
+    trainer = preset.make_trainer(policy, seed=seed)
+    starts = episode_starts(preset.num_groups, seed=seed)
+    left_out = count_left_out(trainer)
+    steps, due, is_reached = 0, EVALUATE_EVERY, False
+    watch = Stopwatch()
+    while steps < num_steps and not is_reached:
+        metrics = trainer.step(starts(trainer.iteration))
+        steps += round(metrics["episodes/steps"])
+        if reached is not None and steps >= due:
+            due = steps + EVALUATE_EVERY
+            is_reached = watch.leave_out(lambda: reached(policy))
+    spent = watch.spent(steps, idle=sum(left_out) / steps, is_learned=is_reached)
+    policy.pool.close()
+    return spent
+
+
+def count_left_out(trainer: GRPOTrainer) -> list[int]:
+    """Grows by an entry per iteration: steps without an advantage, which the metrics tell of whole episodes only."""
+    run, numbers = trainer.policy_update.run, []
+
+    def counted(rows: TrainingRows) -> UpdateCounts:
+        numbers.append(int(torch.count_nonzero((rows.advantages == 0) & rows.batch.mask)))
+        return run(rows)
+
+    trainer.policy_update.run = counted
+    return numbers
+
+
+def sb3_learner(env_id: str, num_steps: int, seed: int, *, reached: Callable[[Any], bool] | None = None) -> Spent:
+    """PPO of Stable-Baselines3: rl-zoo's settings for CartPole, else its defaults and one environment."""
+    from stable_baselines3 import PPO as SB3PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+
+    settings: dict[str, Any] = {}
+    if env_id == CARTPOLE:
+        settings = {
+            "n_steps": 32,
+            "batch_size": 256,
+            "gae_lambda": 0.8,
+            "gamma": 0.98,
+            "n_epochs": 20,
+            "ent_coef": 0.0,
+            "learning_rate": lambda left: left * 1e-3,
+            "clip_range": lambda left: left * 0.2,
+        }
+    envs = make_vec_env(env_id, n_envs=8 if env_id == CARTPOLE else 1, seed=seed)
+    learner = SB3PPO("MlpPolicy", envs, seed=seed, device="cpu", **settings)
+    watch = Stopwatch()
+
+    class Evaluate(BaseCallback):
+        """Between an update and the next rollout."""
+
+        due, is_reached = EVALUATE_EVERY, False
+
+        def _on_rollout_start(self) -> None:
+            if reached is not None and self.num_timesteps >= self.due:
+                self.due = self.num_timesteps + EVALUATE_EVERY
+                self.is_reached = watch.leave_out(lambda: reached(learner))
+
+        def _on_step(self) -> bool:
+            return not self.is_reached
+
+    evaluate = Evaluate()
+    learner.learn(num_steps, callback=None if reached is None else evaluate)
+    spent = watch.spent(learner.num_timesteps, is_learned=evaluate.is_reached)
+    envs.close()
+    return spent
+
+
+def script_learner(env_id: str, num_steps: int, seed: int) -> Spent:
+    """PPO of `_ppo`."""
+    learner = PPO(env_id, num_steps, seed)
+    watch = Stopwatch()
+    return watch.spent(learner.run())
+
+
+def is_learned(pool: Any, learner: Any) -> bool:
+    """Whether the most likely actions last for 475 steps, in the mean of 20 episodes; for anything with SB3's `predict`."""
+    members = np.arange(NUM_EVAL_EPISODES)
+    observations, _ = pool.reset(members, [EpisodeStart(seed=EVALUATION_SEED + member) for member in members.tolist()])
+    total = 0.0
+    while len(members):
+        actions, _ = learner.predict(observations, deterministic=True)
+        step = pool.step(members, np.asarray(actions))
+        total += float(step.rewards.sum())
+        alive = ~(step.terminated | step.truncated)
+        members, observations = members[alive], step.observations[alive]
+    return total / NUM_EVAL_EPISODES >= THRESHOLD
+
+
+# Rollouts
+
+
+def our_rollout(policy: EpisodePolicy, num_episodes: int) -> Run:
+    """Episodes of one group, sampled and scored."""
+
+    def run(seed: int) -> Spent:
+        torch.manual_seed(seed)
+        watch = Stopwatch()
+        sampled = policy.sample_actions([EpisodeStart(seed=seed)], num_episodes)
+        return watch.spent(round(sampled.metrics["episodes/steps"]))
+
+    return run
+
+
+def raw_environments(env_id: str, num_envs: int, num_steps: int) -> Run:
+    """Gymnasium's `SyncVectorEnv`, stepped with actions that were drawn before."""
+    envs = SyncVectorEnv([lambda: gymnasium.make(env_id)] * num_envs)
+    envs.action_space.seed(0)
+    actions = [envs.action_space.sample() for _ in range(num_steps)]
+
+    def run(seed: int) -> Spent:
+        watch = Stopwatch()
+        envs.reset(seed=seed)
+        for action in actions:
+            envs.step(action)
+        return watch.spent(num_steps * num_envs)
+
+    return run
+
+
+def bare_loop(policy: EpisodePolicy, num_envs: int, num_steps: int) -> Run:
+    """The policy's network and Gymnasium's `CartPoleVectorEnv`; actions were drawn before, nothing is kept."""
+    envs = gymnasium.make_vec(CARTPOLE, num_envs, vectorization_mode="vector_entry_point")
+    actions = list(np.random.default_rng(0).integers(2, size=(num_steps, num_envs)))
+
+    @torch.no_grad()
+    def run(seed: int) -> Spent:
+        watch = Stopwatch()
+        observations, _ = envs.reset(seed=seed)
+        for action in actions:
+            policy.actor(torch.from_numpy(observations))
+            observations, *_ = envs.step(action)
+        return watch.spent(num_steps * num_envs)
+
+    return run
+
+
+# Comparisons
+
+
+def repeated(run: Run, seconds: float) -> Run:
+    """Runs, each with a seed of its own, until so many seconds of the processor are spent; all of them together."""
+
+    def runs(seed: int) -> Spent:
+        done: list[Spent] = []
+        while not done or sum(one.cpu for one in done) < seconds:
+            done.append(run(1000 * seed + len(done)))
+        steps = sum(one.steps for one in done)
+        return Spent(
+            steps=steps,
+            cpu=sum(one.cpu for one in done),
+            wall=sum(one.wall for one in done),
+            idle=sum(one.idle * one.steps for one in done) / steps,
+        )
+
+    return runs
+
+
+def in_turn(first: Run, second: Run, repeats: int) -> tuple[list[Spent], list[Spent]]:
+    """`repeats` pairs; the order within a pair alternates."""
+    results: tuple[list[Spent], list[Spent]] = ([], [])
+    for pair in range(repeats):
+        for which in (0, 1) if pair % 2 == 0 else (1, 0):
+            results[which].append((first, second)[which](pair))
+    return results
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Of any number of values."""
+    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return low, median, high
+
+
+def ratio_text(first: list[float], second: list[float]) -> str:
+    """Median and quartiles of the quotients of pairs."""
+    low, median, high = quartiles([a / b for a, b in zip(first, second, strict=True)])
+    return f"{median:5.2f} ({low:.2f} to {high:.2f})"
+
+
+def report_speed(name: str, first: Run, second: Run, repeats: int, target: str) -> None:
+    """One line: steps per second of the processor, ours : the other side's, and the ratio by either clock."""
+    ours, theirs = in_turn(first, second, repeats)
+    rates = [[one.steps / one.cpu for one in side] for side in (ours, theirs)]
+    walls = [[one.steps / one.wall for one in side] for side in (ours, theirs)]
+    medians = "".join(f"{statistics.median(side):12,.0f}" for side in rates)
+    idle = statistics.median(one.idle for one in ours)
+    note = f"; {idle:.0%} of our steps had no advantage, and were left out of updates" if idle >= 0.005 else ""
+    print(f"{name:44s}{medians}   {ratio_text(*rates):24s}{ratio_text(*walls):24s}{target}{note}", flush=True)
+
+
+def report_threshold(num_seeds: int, most_steps: int) -> None:
+    """Processor seconds until CartPole is learned; the sides run in turn, seed by seed."""
+    pool = make_pool(CARTPOLE, NUM_EVAL_EPISODES)
+
+    def reached(learner: Any) -> bool:
+        return is_learned(pool, learner)
+
+    ours, theirs = in_turn(
+        lambda seed: our_learner(CARTPOLE, most_steps, seed, reached=reached),
+        lambda seed: sb3_learner(CARTPOLE, most_steps, seed, reached=reached),
+        num_seeds,
+    )
+    medians = []
+    for name, runs in (("ours", ours), ("SB3 PPO, zoo", theirs)):
+        seconds = [run.cpu if run.is_learned else math.inf for run in runs]
+        medians.append(statistics.median(seconds))
+        print(
+            f"{f'CartPole until {THRESHOLD:g}, {name}':44s}{medians[-1]:10.2f} s of CPU ({min(seconds):.2f} to "
+            f"{max(seconds):.2f}), {statistics.median(run.steps for run in runs):,.0f} steps, "
+            f"{sum(run.is_learned for run in runs)} of {len(runs)} seeds"
+        )
+    ratio = f"{medians[0] / medians[1]:.2f}" if math.isfinite(max(medians)) else "not learned: no"
+    print(f"{'':44s}{ratio} ratio of the medians; at most 0.5", flush=True)
+
+
+def report_training(repeats: int, seconds: float, *, quick: bool) -> None:
+    """Steps per second, training included."""
+    steps = 600 if quick else preset_for(CARTPOLE).total_steps
+    ours = repeated(lambda seed: our_learner(CARTPOLE, steps, seed), seconds)
+    if HAS_SB3:
+        theirs = repeated(lambda seed: sb3_learner(CARTPOLE, steps, seed), seconds)
+        report_speed("CartPole, training : SB3 PPO, zoo", ours, theirs, repeats, "at least 4")
+    script = repeated(lambda seed: script_learner(CARTPOLE, steps, seed), seconds)
+    report_speed("CartPole, training : CleanRL-style PPO", ours, script, repeats, "at least 3")
+    if HAS_SB3 and HAS_MUJOCO:
+        options = {"max_episode_steps": 50} if quick else {}
+        steps = 400 if quick else 16_000
+        report_speed(
+            "HalfCheetah, training : SB3 PPO, defaults",
+            repeated(lambda seed: our_learner(HALF_CHEETAH, steps, seed, **options), seconds),
+            repeated(lambda seed: sb3_learner(HALF_CHEETAH, steps, seed), seconds),
+            repeats,
+            "at least 4",
+        )
+
+
+def report_rollouts(repeats: int, *, quick: bool) -> None:
+    """Steps per second, nothing trained."""
+    if HAS_MUJOCO:
+        steps = 50 if quick else 1_000
+        policy = preset_for(HALF_CHEETAH).make_policy(num_members=16, max_episode_steps=steps)
+        report_speed(
+            "HalfCheetah, rollout of 16 : raw environments",
+            our_rollout(policy, 16),
+            raw_environments(HALF_CHEETAH, 16, steps),
+            repeats,
+            "at least 0.6",
+        )
+    torch.manual_seed(0)
+    preset, num_members = preset_for(CARTPOLE), 64
+    policy = preset.make_policy(num_members=num_members)
+    loop = bare_loop(policy, num_members, 50 if quick else 2_000)
+    short = our_rollout(policy, 128 if quick else 4_096)
+    report_speed("CartPole, 64 members, untrained : bare loop", short, loop, repeats, "at least 0.77")
+    trainer, starts = preset.make_trainer(policy, seed=0), episode_starts(preset.num_groups)
+    for iteration in range(1 if quick else 30):  # its episodes are then some hundred steps long, and not some twenty
+        trainer.step(starts(iteration))
+    trained = our_rollout(policy, 64 if quick else 256)
+    report_speed("CartPole, 64 members, trained : bare loop", trained, loop, repeats, "at least 0.77")
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7, help="pairs per line")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of the processor, at least, per side of a pair")
+    parser.add_argument("--seeds", type=int, default=5, help="of the runs to the threshold")
+    parser.add_argument("--quick", action="store_true", help="everything once, and short")
+    args = parser.parse_args()
+    repeats, seconds, seeds = (1, 0.0, 1) if args.quick else (args.repeats, args.seconds, args.seeds)
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    print(
+        f"torch {torch.__version__}, gymnasium {gymnasium.__version__}, 1 thread on {os.cpu_count()} cores, "
+        f"{platform.machine()}, load {os.getloadavg()[0]:.1f}"
+    )
+    print(f"Stable-Baselines3 {version('stable_baselines3') if HAS_SB3 else INSTALL}")
+    print(f"MuJoCo {version('mujoco') if HAS_MUJOCO else INSTALL}")
+    print(
+        f"{'steps per CPU-second':44s}{'ours':>12s}{'other':>12s}   {'ratio by CPU time':24s}{'by wall time':24s}target"
+    )
+    report_training(repeats, seconds, quick=args.quick)
+    report_rollouts(repeats, quick=args.quick)
+    if HAS_SB3:
+        report_threshold(seeds, 1_000 if args.quick else MOST_STEPS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Train a policy on a Gymnasium environment, without a critic: groups of episodes that begin alike are compared, step by step.
+
+    python -m examples.control                                  # CartPole-v1: learned in seconds
+    python -m examples.control --env HalfCheetah-v5             # a robot; needs model-agnostic-grpo[robots]
+    python -m examples.control --env MountainCarContinuous-v0   # any id: settings for a start
+    python -m examples.control --env Hopper-v5 --video          # and a film of the result
+
+Environments of other packages: `--import ale_py`. A run that was stopped goes on when it is started again.
+Written to runs/control/ENV/: metrics.jsonl, curve.json, learning_curve.png, the checkpoints `best` and `last`, and the film.
+"""
+
+import argparse
+import importlib
+from pathlib import Path
+
+import gymnasium as gym
+import torch
+
+from adapters.control import (
+    episode_starts,
+    evaluate_policy,
+    plot_learning_curves,
+    preset_for,
+    record_video,
+    train_control,
+)
+from grpo import JSONLSink
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--env", default="CartPole-v1", metavar="ID")
+    parser.add_argument(
+        "--import", dest="package", metavar="PACKAGE", help="imported first, to register its environments"
+    )
+    parser.add_argument("--steps", type=int, help="of training; default: the preset's")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="default: runs/control/ENV")
+    parser.add_argument("--video", action="store_true", help="film an episode of the best policy (mp4)")
+    args = parser.parse_args()
+    if args.package:
+        importlib.import_module(args.package)
+    torch.set_num_threads(1)  # networks this small gain nothing from more
+    torch.manual_seed(args.seed)
+
+    preset = preset_for(args.env)
+    policy = preset.make_policy()
+    trainer = preset.make_trainer(policy, seed=args.seed)
+    folder = args.folder or Path("runs/control") / args.env
+    total_steps = args.steps or preset.total_steps
+    with JSONLSink(folder / "metrics.jsonl") as sink:
+        curve = train_control(
+            trainer,
+            episode_starts(preset.num_groups, seed=args.seed),
+            total_steps=total_steps,
+            evaluate_every=min(preset.evaluate_every, total_steps),
+            sinks=[sink],
+            folder=folder,
+        )
+    trainer.load_checkpoint(folder / "best")
+    print(f"\n{args.env} after {curve.steps[-1]:,} steps, at {curve.steps[-1] / curve.seconds[-1]:,.0f} a second")
+    print(f"best policy, 100 new episodes: {evaluate_policy(policy, num_episodes=100, seed=1)}")
+    learned = curve.steps_to(preset.threshold)
+    if learned is not None:
+        print(f"{preset.threshold:g} reached after {learned:,} steps")
+    plot_learning_curves({"GRPO": [curve]}, folder / "learning_curve.png", title=args.env, threshold=preset.threshold)
+    print(f"written: {folder}/learning_curve.png")
+    if args.video:
+        print(f"written: {record_video(policy, gym.spec(args.env), folder / 'video')}")
+
+
+if __name__ == "__main__":
+    main()

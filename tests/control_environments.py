@@ -1,0 +1,155 @@
+"""Environments and pools that the tests of adapters/control share: small, quick, and honest about what was done to them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from adapters.control.episodes import EpisodeStart
+from adapters.control.pools import EnvironmentPool, PoolStep, WorkerLost
+
+UNIT = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+
+class Chance(gymnasium.Env):
+    """Observes (a number drawn at the reset, the step's number, a number drawn at the step); pays the drawn number.
+
+    Ends after `length` steps, or where the drawn number is above `end_above`. Whatever is done changes nothing.
+    """
+
+    observation_space = spaces.Box(0.0, 100.0, (3,), np.float32)
+    action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def __init__(self, length: int = 5, end_above: float = 2.0) -> None:
+        self.length, self.end_above = length, end_above
+        self.num_steps = 0
+        self.first = 0.0
+        self.time = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.first, self.time = (options or {}).get("first", self.np_random.random()), 0
+        return np.array([self.first, 0.0, 0.0], dtype=np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.num_steps += 1
+        self.time += 1
+        drawn = self.np_random.random()
+        ended = self.time >= self.length or drawn > self.end_above
+        return np.array([self.first, self.time, drawn], dtype=np.float32), float(drawn), ended, False, {}
+
+
+class Spaces(gymnasium.Env):
+    """Any spaces: observes samples of its own, seeded, and pays for its action, number by number.
+
+    Ends after `length` steps, by a limit where `is_cut_off`.
+    """
+
+    def __init__(
+        self, observation_space: spaces.Space, action_space: spaces.Space, length: int = 4, is_cut_off: bool = False
+    ) -> None:
+        self.observation_space, self.action_space = observation_space, action_space
+        self.length, self.is_cut_off = length, is_cut_off
+        self.time = 0
+        self.actions: list[Any] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.time = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
+        self.actions.append(action)
+        self.time += 1
+        over = self.time >= self.length
+        flat = spaces.flatten(self.action_space, action)
+        reward = float(flat @ np.arange(1.0, len(flat) + 1.0))
+        return self.observation_space.sample(), reward, over and not self.is_cut_off, over and self.is_cut_off, {}
+
+
+class Crossing(gymnasium.Env):
+    """Five actions, of which `info["action_mask"]` allows some, others at every step; taking another one is an error."""
+
+    observation_space = spaces.Box(0.0, 1.0, (5,), np.float32)
+    action_space = spaces.Discrete(5)
+
+    def __init__(self, tells: bool = True, allows: int = 2, length: int = 6) -> None:
+        self.tells, self.allows, self.length = tells, allows, length
+        self.time = 0
+        self.mask = np.ones(5, dtype=np.int8)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.time = 0
+        return self._look()
+
+    def _look(self) -> tuple[Any, dict[str, Any]]:
+        self.mask = np.zeros(5, dtype=np.int8)
+        self.mask[self.np_random.permutation(5)[: self.allows]] = 1
+        return self.mask.astype(np.float32), {"action_mask": self.mask} if self.tells else {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.mask[action], f"{action} is not allowed, {self.mask}"
+        self.time += 1
+        observation, info = self._look()
+        return observation, float(action), self.time >= self.length, False, info
+
+
+GOALS = spaces.Dict(
+    {
+        "observation": spaces.Box(-1.0, 1.0, (3,), np.float64),
+        "achieved_goal": spaces.Box(-1.0, 1.0, (2,), np.float64),
+        "desired_goal": spaces.Box(-1.0, 1.0, (2,), np.float64),
+    }
+)
+
+
+def space_of_everything() -> spaces.Dict:
+    """A nest of every space that has a fixed size."""
+    return spaces.Dict(
+        {
+            "pair": spaces.Tuple((spaces.Discrete(4, start=2), spaces.Box(-1.0, 1.0, (2, 3), np.float32))),
+            "bits": spaces.MultiBinary([2, 2]),
+            "wheels": spaces.MultiDiscrete([3, 2]),
+            "deep": spaces.Dict({"one": spaces.Discrete(2), "two": spaces.Box(-1.0, 1.0, (), np.float64)}),
+        }
+    )
+
+
+class Watched:
+    """A pool, and what was asked of it; loses a worker in the calls of `step` that are named (counted from 0)."""
+
+    def __init__(self, pool: EnvironmentPool, lost_in: Sequence[int] = (), *, lost_at_reset: bool = False) -> None:
+        self.pool = pool
+        self.lost_in, self.lost_at_reset = lost_in, lost_at_reset
+        self.num_members, self.observation_space = pool.num_members, pool.observation_space
+        self.action_space = pool.action_space
+        self.num_calls = 0
+        self.stepped: list[list[int]] = []
+        self.begun: list[tuple[int, EpisodeStart]] = []
+        self.stale: set[int] = set()
+
+    def reset(self, members: Sequence[int], starts: Sequence[EpisodeStart]) -> tuple[Any, list[dict[str, Any]]]:
+        if self.lost_at_reset:
+            self.lost_at_reset = False
+            raise WorkerLost(members, "member 0, which was never seen")
+        self.begun += zip(members, starts, strict=True)
+        self.stale -= set(members)
+        return self.pool.reset(members, starts)
+
+    def step(self, members: Any, actions: Any) -> PoolStep:
+        call, self.num_calls = self.num_calls, self.num_calls + 1
+        if call in self.lost_in:
+            self.stale = set(range(self.num_members))  # all have to be reset
+            raise WorkerLost(members.tolist()[:1], f"member {members[0]}, which ended with exit code 7")
+        assert not self.stale & set(members.tolist())
+        self.stepped.append(members.tolist())
+        return self.pool.step(members, actions)
+
+    def close(self) -> None:
+        self.pool.close()

@@ -1,0 +1,423 @@
+"""adapters/control on real environments: the conformance kit, the trainer with every kind of credit, pictures and peers."""
+
+import copy
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.utils.env_checker import check_env
+from torch import Tensor
+
+from adapters.control import (
+    PRESETS,
+    EnvironmentReward,
+    EpisodePolicy,
+    EpisodeStart,
+    LearningCurve,
+    StepReward,
+    episode_starts,
+    plot_learning_curves,
+    preset_for,
+    record_frames,
+    record_video,
+)
+from adapters.control.episodes import Episode
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, WeightedRewards
+from grpo.checks import check_policy, check_reward_model
+from grpo.errors import ConfigError
+from tests.control_environments import GOALS, UNIT, Chance, Crossing, Spaces, space_of_everything
+
+HAS_ROBOTICS = importlib.util.find_spec("gymnasium_robotics") is not None
+STARTS = [EpisodeStart(seed=1), EpisodeStart(seed=2)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """An environment, how it is played, and how many samples the kit draws of it."""
+
+    environment: Any
+    options: dict[str, Any] = field(default_factory=dict)
+    num_samples: int = 30
+
+    def policy(self, **options: Any) -> EpisodePolicy:
+        return EpisodePolicy(self.environment, **{"num_members": 6, "hidden": (8,)} | self.options | options)
+
+
+def nested(actions: spaces.Space, observations: spaces.Space = UNIT) -> Case:
+    return Case(lambda: Spaces(observations, actions))
+
+
+PENDULUM = {"max_episode_steps": 10}
+CASES = {
+    "CartPole, native": Case("CartPole-v1", num_samples=200),
+    "CartPole, sync": Case("CartPole-v1", {"vectorization": "sync"}),
+    "CartPole, critic": Case("CartPole-v1", {"critic": True}),
+    "CartPole, whole episodes": Case("CartPole-v1", {"split_steps": False}),
+    "Acrobot": Case("Acrobot-v1", {"max_episode_steps": 10}, num_samples=10),
+    "Pendulum, gaussian": Case("Pendulum-v1", {**PENDULUM, "distribution": "gaussian", "critic": True}),
+    "Pendulum, squashed": Case("Pendulum-v1", {**PENDULUM, "distribution": "squashed", "std": "observation"}),
+    "Pendulum, beta": Case("Pendulum-v1", {**PENDULUM, "distribution": "beta"}),
+    "Pendulum, normalised": Case("Pendulum-v1", {**PENDULUM, "normalize_observations": True}),
+    "FrozenLake": Case("FrozenLake-v1"),
+    "Taxi, masked": Case("Taxi-v4", {"action_mask": "info", "max_episode_steps": 10}),
+    "Blackjack": Case("Blackjack-v1"),
+    "goals": nested(UNIT, GOALS),
+    "dict": nested(spaces.Dict({"arm": UNIT, "grip": spaces.Discrete(3, start=1)}), space_of_everything()),
+    "tuple": nested(spaces.Tuple((spaces.MultiDiscrete([3, 2]), UNIT))),
+    "multidiscrete": nested(spaces.MultiDiscrete([[3, 2], [2, 2]])),
+    "multibinary": nested(spaces.MultiBinary(3)),
+    "HalfCheetah": Case(
+        "HalfCheetah-v5", {"max_episode_steps": 8, "num_members": 3, "normalize_observations": True}, num_samples=6
+    ),
+    "PointMaze": Case("PointMaze_UMaze-v3", {"max_episode_steps": 8, "num_members": 3}, num_samples=6),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+    if request.param == "PointMaze":
+        if not HAS_ROBOTICS:
+            pytest.skip("gymnasium-robotics is not installed")
+        import gymnasium_robotics
+
+        gymnasium.register_envs(gymnasium_robotics)
+    return CASES[request.param]
+
+
+def counted(reward: Any, lengths: list[int]) -> Callable[[Any, Sequence[Episode]], Tensor]:
+    """A reward model's rewards; and how long the episodes were that it was asked about."""
+
+    def rewards(states: Any, actions: Sequence[Episode]) -> Tensor:
+        lengths.extend(map(len, actions))
+        return reward.compute_rewards(states, actions)
+
+    return rewards
+
+
+def of_its_actions(episode: Episode) -> Tensor:
+    """So that there is something to learn where the environment pays nothing."""
+    return episode.actions.double().reshape(len(episode), -1).sum(1)
+
+
+def test_the_kit(case: Case) -> None:
+    policy = case.policy()
+    report = check_policy(policy, STARTS, num_samples=case.num_samples, strict=True)
+    skipped_or_absent = {result.name for result in report.results if result.status != "passed"}
+    assert not skipped_or_absent & {"split_steps", "sample_actions", "state_keys", "independent rows"} - (
+        {"split_steps"} if case.options.get("split_steps") is False else set()
+    )
+    rows = [episode for group in policy.generate_actions(STARTS, 2) for episode in group]
+    states = [start for start in STARTS for _ in range(2)]
+    for reward in (EnvironmentReward(), EnvironmentReward(per="episode"), StepReward(of_its_actions)):
+        check_reward_model(reward, states, rows, strict=True)
+
+
+def test_two_iterations(case: Case) -> None:
+    lengths: list[int] = []
+    policy = case.policy()
+    reward = WeightedRewards({"env": counted(EnvironmentReward(), lengths), "own": StepReward(of_its_actions)})
+    trainer = GRPOTrainer(config=GRPOConfig(group_size=6, seed=0), policy=policy, reward_model=reward)
+    for iteration in range(2):
+        before = [value.clone() for value in policy.actor.parameters()]
+        lengths.clear()
+        metrics = trainer.step(episode_starts(2)(iteration))
+        assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+        assert metrics["train/ratio_std"] < 1e-4
+        assert metrics["episodes/steps"] == sum(lengths)
+        assert metrics["steps/mean"] == pytest.approx(sum(lengths) / 12)
+        assert len(lengths) == 12
+        assert any(not torch.equal(now, then) for now, then in zip(policy.actor.parameters(), before, strict=True))
+        assert all(bool(value.isfinite().all()) for value in policy.parameters())
+
+
+FAKES: dict[str, Callable[[], gymnasium.Env]] = {
+    "chance": Chance,
+    "crossing": Crossing,
+    "goals": lambda: Spaces(GOALS, UNIT),
+    "nested": lambda: Spaces(space_of_everything(), spaces.Tuple((spaces.MultiDiscrete([3, 2]), UNIT))),
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAKES if kind != "crossing"])  # it refuses what the checker samples
+def test_the_fakes_are_environments(kind: str) -> None:
+    check_env(FAKES[kind](), skip_render_check=True)
+
+
+# Credit, ratios, references
+
+
+def trained(
+    policy: EpisodePolicy, reward: Any = None, reference: Any = None, **settings: Any
+) -> list[dict[str, float]]:
+    """Metrics of two iterations, in which the weights moved."""
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=3, seed=0, **settings),
+        policy=policy,
+        reward_model=reward or EnvironmentReward(),
+        reference_policy=reference,
+    )
+    history = []
+    for iteration in range(2):
+        before = torch.cat([value.detach().flatten() for value in policy.parameters()])
+        history.append(trainer.step(episode_starts(2)(iteration)))
+        after = torch.cat([value.detach().flatten() for value in policy.parameters()])
+        assert bool(after.isfinite().all())
+        assert not torch.equal(before, after)
+    return history
+
+
+def test_a_critic_learns_by_gae() -> None:
+    torch.manual_seed(0)
+    policy = CASES["Pendulum, gaussian"].policy()
+    assert policy.critic is not None
+    config = GRPOConfig(
+        group_size=4,
+        seed=0,
+        learning_rate=2e-2,
+        num_epochs_per_update=8,
+        advantage=AdvantageConfig(credit="gae", gamma=0.5),
+    )
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
+    losses = [trainer.step(STARTS)["train/value_loss"] for _ in range(5)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "advantage"),
+    [
+        ("FrozenLake", AdvantageConfig(credit="gigpo", gamma=0.9)),
+        ("CartPole, native", AdvantageConfig(credit="gigpo")),
+        ("Pendulum, gaussian", AdvantageConfig(credit="process_supervision", scale="group")),
+        ("CartPole, native", AdvantageConfig(baseline="leave_one_out", gamma=0.9)),
+    ],
+)
+def test_other_credit(kind: str, advantage: AdvantageConfig) -> None:
+    reward = WeightedRewards({"env": EnvironmentReward(), "own": StepReward(of_its_actions)})
+    for metrics in trained(CASES[kind].policy(), reward, advantage=advantage):
+        assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_frozen_lake_has_states_that_recur() -> None:
+    """Or gigpo would be the row's advantage alone."""
+    policy = CASES["FrozenLake"].policy()
+    episodes = policy.generate_actions(STARTS[:1], 6)[0]
+    keys = policy.state_keys(None, episodes)
+    numbers = torch.cat([one.observations.argmax(1) for one in episodes])
+    mask = torch.arange(keys.shape[1]) < torch.tensor([[len(one)] for one in episodes])
+    assert len(keys[mask].unique()) == len(numbers.unique()) < len(numbers)
+
+
+def test_ratios_of_whole_episodes() -> None:
+    policy = EpisodePolicy("CartPole-v1", num_members=6, hidden=(8,), split_steps=False)
+    history = trained(
+        policy,
+        EnvironmentReward(per="episode"),
+        objective=ObjectiveConfig(ratio_level="row"),
+        advantage=AdvantageConfig(scale="group"),
+    )
+    assert [metrics["train/ratio_mean"] for metrics in history] == pytest.approx([1.0, 1.0], abs=1e-5)
+    with pytest.raises(ConfigError, match=r"ratio_level='row'"):  # of single steps there is none
+        trained(EpisodePolicy("CartPole-v1", num_members=6), objective=ObjectiveConfig(ratio_level="row"))
+
+
+def test_split_or_not_the_gradient_is_the_same() -> None:
+    """One update of all steps, each weighing alike: cutting episodes into steps changes nothing."""
+
+    def weights(split_steps: bool) -> Tensor:
+        torch.manual_seed(4)
+        policy = EpisodePolicy("CartPole-v1", num_members=6, hidden=(8,), split_steps=split_steps)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+        config = GRPOConfig(group_size=3, seed=0, objective=ObjectiveConfig(aggregation="step_mean"))
+        trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward(), optimizer=optimizer)
+        trainer.step(STARTS)
+        return torch.cat([value.detach().flatten() for value in policy.parameters()])
+
+    torch.testing.assert_close(weights(True), weights(False), rtol=1e-5, atol=1e-7)
+
+
+def test_replay() -> None:
+    first, second = trained(CASES["Pendulum, gaussian"].policy(), replay_iterations=1)
+    assert (first["rows/replayed"], second["rows/replayed"]) == (0.0, 6.0)
+
+
+def test_replay_of_masked_episodes() -> None:
+    reward = StepReward(of_its_actions)
+    assert trained(CASES["Taxi, masked"].policy(), reward, replay_iterations=1)[1]["rows/replayed"] == 6.0
+
+
+@pytest.mark.parametrize("split_steps", [True, False])
+def test_a_reference(split_steps: bool) -> None:
+    policy = EpisodePolicy("CartPole-v1", num_members=6, hidden=(8,), split_steps=split_steps)
+    reference = copy.deepcopy(policy)
+    frozen = [value.clone() for value in reference.parameters()]
+    objective = ObjectiveConfig(kl_coef=0.1, kl_estimator="k3")
+    first, second = trained(policy, reference=reference, objective=objective, learning_rate=0.02)
+    assert first["train/kl_mean"] == pytest.approx(0.0, abs=1e-6)
+    assert second["train/kl_mean"] > 1e-5
+    assert all(torch.equal(now, then) for now, then in zip(reference.parameters(), frozen, strict=True))
+
+
+def test_dynamic_sampling_adds_up_what_was_sampled() -> None:
+    lengths: list[int] = []
+    policy = EpisodePolicy("Pendulum-v1", num_members=6, hidden=(8,), max_episode_steps=5, normalize_observations=True)
+    is_first = iter([True])
+
+    def rewards(states: Any, actions: Sequence[Episode]) -> Tensor:
+        lengths.extend(map(len, actions))
+        dead = next(is_first, False)
+        return torch.zeros(len(actions)) if dead else torch.stack([one.rewards.sum() for one in actions])
+
+    config = GRPOConfig(group_size=3, seed=0, dynamic_sampling_rounds=1)
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
+    (metrics,) = trainer.train(episode_starts(2), num_iterations=1, progress=False)
+    assert len(lengths) == 12
+    assert metrics["episodes/steps"] == sum(lengths)
+    assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_it_learns_to_push_one_way() -> None:
+    """The least that learning can mean: actions that are paid for become likelier."""
+    torch.manual_seed(0)
+    policy = EpisodePolicy(lambda: Spaces(UNIT, spaces.Discrete(4)), num_members=8, hidden=(8,))
+    config = GRPOConfig(group_size=8, seed=0, learning_rate=0.02, advantage=AdvantageConfig(scale="batch"))
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
+    returns = [
+        metrics["rewards/mean"] for metrics in trainer.train(episode_starts(2), num_iterations=25, progress=False)
+    ]
+    assert returns[0] < 4 * 3.0  # 2.5 a step by chance
+    assert returns[-1] > 4 * 3.5  # 4 at best
+
+
+# Peers
+
+
+def test_stable_baselines_evaluates_our_policy() -> None:
+    peer = pytest.importorskip("stable_baselines3.common.evaluation", reason="stable-baselines3 is not installed")
+    from stable_baselines3.common.monitor import Monitor
+
+    policy = EpisodePolicy("CartPole-v1", num_members=2, hidden=(4,))
+    with torch.no_grad():
+        policy.actor[1].weight.zero_()
+        policy.actor[1].bias.copy_(torch.tensor([0.0, 0.1]))  # to the right, always
+    returns, lengths = peer.evaluate_policy(
+        policy, Monitor(gymnasium.make("CartPole-v1")), n_eval_episodes=4, return_episode_rewards=True
+    )
+    assert returns == lengths
+    assert set(lengths) <= {8, 9, 10}
+    boxes = EpisodePolicy("Pendulum-v1", num_members=1, hidden=(4,))
+    mean, _ = peer.evaluate_policy(boxes, Monitor(gymnasium.make("Pendulum-v1")), n_eval_episodes=1)
+    assert -2000 < mean < -1
+
+
+# Presets, plots, films
+
+
+def test_presets_are_of_environments_that_exist() -> None:
+    assert len(PRESETS) >= 6
+    for env_id, preset in PRESETS.items():
+        assert env_id in gymnasium.registry
+        assert preset_for(env_id) is preset
+        assert preset.env_id == env_id
+        config = preset.make_config(seed=3)
+        assert (config.group_size, config.advantage.gamma, config.seed) == (preset.group_size, preset.gamma, 3)
+
+
+def test_a_preset_trains() -> None:
+    preset = PRESETS["CartPole-v1"]
+    policy = preset.make_policy(hidden=(8,))
+    assert policy.pool.num_members == preset.num_groups * preset.group_size
+    trainer = preset.make_trainer(policy, seed=0)
+    assert trainer.gradient.optimizer.param_groups[0]["lr"] == preset.learning_rate  # type: ignore[union-attr]
+    metrics = trainer.step(episode_starts(preset.num_groups)(0))
+    assert metrics["group_stats/num_groups"] == preset.num_groups
+
+
+def test_an_environment_without_a_preset() -> None:
+    robots, others = preset_for("MountainCarContinuous-v0"), preset_for("MountainCar-v0")
+    assert (robots.env_id, robots.normalize_observations) == ("MountainCarContinuous-v0", True)
+    assert (others.env_id, others.normalize_observations) == ("MountainCar-v0", False)
+    with pytest.raises(ConfigError, match=r"no environment is registered as 'CartPool-v1'. Did you mean 'CartPole-v1'"):
+        preset_for("CartPool-v1")
+
+
+def test_learning_curves_as_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    runs = [
+        LearningCurve(iterations=[0, 1], steps=[0, 100], returns=[low, low + 10.0], seconds=[1.0, 2.0])
+        for low in (0.0, 2.0, 8.0)
+    ]
+    path = tmp_path / "new" / "curves.png"
+    figure = plot_learning_curves({"GRPO": runs, "one": runs[:1]}, path, title="CartPole", threshold=9.0)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    median, single, threshold = figure.axes[0].get_lines()
+    assert median.get_ydata().tolist() == [2.0, 12.0]
+    assert single.get_ydata().tolist() == [0.0, 10.0]
+    assert list(threshold.get_ydata()) == [9.0, 9.0]
+    (quartiles,) = figure.axes[0].collections  # of the one that has several runs: 1 to 5 at first, 11 to 15 at last
+    assert sorted(set(quartiles.get_paths()[0].vertices[:, 1])) == [1.0, 5.0, 11.0, 15.0]
+
+
+@pytest.fixture
+def screenless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    if not os.environ.get("DISPLAY"):
+        monkeypatch.setenv("MUJOCO_GL", os.environ.get("MUJOCO_GL", "egl"))
+
+
+def frames_or_skip(*args: Any, **options: Any) -> list[Any]:
+    try:
+        return record_frames(*args, **options)
+    except ConfigError as error:
+        pytest.skip(f"no renderer: {error}")
+
+
+@pytest.mark.usefixtures("screenless")
+def test_frames_of_cartpole() -> None:
+    policy = EpisodePolicy("CartPole-v1", num_members=1, hidden=(4,))
+    frames = frames_or_skip(policy, "CartPole-v1", num_frames=12, every=3)
+    assert len(frames) == 12
+    assert {frame.shape for frame in frames} == {(400, 600, 3)}
+    assert any(not np.array_equal(frame, frames[0]) for frame in frames[1:])
+    env = gymnasium.make("CartPole-v1", render_mode="rgb_array")
+    observation, _ = env.reset(seed=0)
+    np.testing.assert_array_equal(frames[0], env.render())
+    for _ in range(3):
+        action, _ = policy.predict(observation, deterministic=True)
+        observation, *_ = env.step(action)
+    np.testing.assert_array_equal(frames[1], env.render())
+
+
+def test_pictures_that_mean_nothing() -> None:
+    with pytest.raises(ConfigError, match="every and num_frames must be >= 1; got 0, 5"):
+        record_frames(EpisodePolicy("CartPole-v1", num_members=1), "CartPole-v1", every=0, num_frames=5)
+
+
+@pytest.mark.usefixtures("screenless")
+def test_frames_of_a_robot() -> None:
+    pytest.importorskip("mujoco", reason="mujoco is not installed")
+    frames = frames_or_skip(EpisodePolicy("Reacher-v5", num_members=1), "Reacher-v5", num_frames=2, width=64, height=48)
+    assert [frame.shape for frame in frames] == [(48, 64, 3)] * 2
+
+
+@pytest.mark.usefixtures("screenless")
+def test_a_film_of_cartpole(tmp_path: Path) -> None:
+    pytest.importorskip("moviepy", reason="moviepy is not installed")
+    policy = EpisodePolicy("CartPole-v1", num_members=1, hidden=(4,))
+    frames_or_skip(policy, "CartPole-v1", num_frames=1)
+    path = record_video(policy, "CartPole-v1", tmp_path / "film", max_episode_steps=8)
+    assert path.stat().st_size > 1000
+    assert path.read_bytes()[4:8] == b"ftyp"  # an MP4 begins so
+
+
+@pytest.mark.usefixtures("screenless")
+def test_what_cannot_be_rendered() -> None:
+    with pytest.raises(ConfigError, match="cannot be rendered here"):
+        record_frames(EpisodePolicy("CartPole-v1", num_members=1), "CartPole-v1", no_such_keyword=1)
