@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
+from typing import Literal
 
 import numpy as np
 import torch
@@ -60,22 +61,23 @@ def run_all(env_id: str, seeds: Sequence[int], workers: int, total_steps: int | 
             yield curve
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
-    low, middle, high = np.quantile(np.asarray(values, dtype=float), (0.25, 0.5, 0.75), method="higher")
+def quartiles(values: Sequence[float], method: Literal["lower", "higher"]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile; between two values the worse one."""
+    low, middle, high = np.quantile(np.asarray(values, dtype=float), (0.25, 0.5, 0.75), method=method)
     return float(low), float(middle), float(high)
 
 
 def report(env_id: str, curves: Sequence[LearningCurve]) -> str:
     """One line of the table."""
     threshold, budget = preset_for(env_id).threshold, preset_for(env_id).total_steps
+    assert threshold is not None  # the table's have one
     speed = float(np.median([curve.steps[-1] / curve.seconds[-1] for curve in curves]))
-    final = quartiles([curve.returns[-1] for curve in curves])
+    final = quartiles([curve.returns[-1] for curve in curves], "lower")
     line = f"{env_id:16s}{threshold:9g}{budget:10,d}"
     if env_id in TO_THRESHOLD:
         reached = [curve.steps_to(threshold) for curve in curves]
         needed = [float("inf") if steps is None or steps > budget else float(steps) for steps in reached]
-        low, middle, high = quartiles(needed)
+        low, middle, high = quartiles(needed, "higher")
         count = sum(steps < float("inf") for steps in needed)
         line += f"   {count:2d}/{len(curves)} reach it, after {middle:9,.0f} steps ({low:,.0f} to {high:,.0f})"
     else:

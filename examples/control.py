@@ -6,7 +6,7 @@
     python -m examples.control --env Hopper-v5 --video          # and a film of the result
 
 Environments of other packages: `--import ale_py`. A run that was stopped goes on when it is started again.
-Written to runs/control/ENV/: metrics.jsonl, curve.json, learning_curve.png, the checkpoints `best` and `last`, and the film.
+Written to runs/control/ENV/seed-0/: metrics.jsonl, curve.json, learning_curve.png, the checkpoints `best` and `last`, the film.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, help="of training; default: the preset's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, help="default: runs/control/ENV")
+    parser.add_argument("--folder", type=Path, help="default: runs/control/ENV/seed-SEED")
     parser.add_argument("--video", action="store_true", help="film an episode of the best policy (mp4)")
     args = parser.parse_args()
     if args.package:
@@ -46,7 +46,7 @@ def main() -> None:
     preset = preset_for(args.env)
     policy = preset.make_policy()
     trainer = preset.make_trainer(policy, seed=args.seed)
-    folder = args.folder or Path("runs/control") / args.env
+    folder = args.folder or Path("runs/control") / args.env / f"seed-{args.seed}"
     total_steps = args.steps or preset.total_steps
     with JSONLSink(folder / "metrics.jsonl") as sink:
         curve = train_control(
@@ -60,7 +60,7 @@ def main() -> None:
     trainer.load_checkpoint(folder / "best")
     print(f"\n{args.env} after {curve.steps[-1]:,} steps, at {curve.steps[-1] / curve.seconds[-1]:,.0f} a second")
     print(f"best policy, 100 new episodes: {evaluate_policy(policy, num_episodes=100, seed=1)}")
-    learned = curve.steps_to(preset.threshold)
+    learned = None if preset.threshold is None else curve.steps_to(preset.threshold)
     if learned is not None:
         print(f"{preset.threshold:g} reached after {learned:,} steps")
     plot_learning_curves({"GRPO": [curve]}, folder / "learning_curve.png", title=args.env, threshold=preset.threshold)

@@ -2,10 +2,11 @@
 
 import logging
 import math
+import warnings
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 
-from tqdm.contrib.logging import logging_redirect_tqdm
+from tqdm import TqdmWarning
 
 from .config import GRPOConfig
 
@@ -23,6 +24,9 @@ TINY = 1e-6
 
 def beside_the_bar() -> AbstractContextManager[None]:
     """While a progress bar is shown, what is said stands on lines of its own."""
+    with warnings.catch_warnings():  # on import it asks notebooks for widgets, which nothing here needs
+        warnings.simplefilter("ignore", TqdmWarning)
+        from tqdm.contrib.logging import logging_redirect_tqdm
     root = logging.getLogger()
     redirected: AbstractContextManager[None] = logging_redirect_tqdm([root if root.handlers else logger])
     return redirected

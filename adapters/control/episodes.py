@@ -68,8 +68,8 @@ def episode_starts(num_groups: int, *, seed: int = 0) -> Callable[[int], list[Ep
         >>> starts(7) == starts(7), starts(7) == starts(8)
         (True, False)
     """
-    if num_groups < 1:
-        raise ConfigError(f"episode_starts: num_groups must be >= 1; got {num_groups}.")
+    if num_groups < 1 or seed < 0:
+        raise ConfigError(f"episode_starts: num_groups must be >= 1 and seed >= 0; got {num_groups}, {seed}.")
 
     def starts(iteration: int) -> list[EpisodeStart]:
         seeds = np.random.SeedSequence([seed, iteration]).generate_state(num_groups)

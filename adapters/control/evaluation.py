@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo.errors import ConfigError
+from grpo.random_state import preserved_random_state
 
 from .distributions import ActionDistribution
 from .episodes import EpisodeStart
@@ -53,12 +54,15 @@ def evaluate_policy(
         num_episodes: E. Larger is more exact.
         seed: of the first reset, and of the noise.
         deterministic: the most likely action at each step, instead of a random one.
-        max_steps: where episodes are cut off, beside the environment's own limit; an environment without one needs it.
+        max_steps: where episodes are cut off, beside the environment's own limit.
     """
     if num_episodes < 1:
         raise ConfigError(f"evaluate_policy: num_episodes must be >= 1; got {num_episodes}.")
     starts = [EpisodeStart(seed=seed + number) for number in range(num_episodes)]
-    record = act_out(policy, starts, seed=seed, deterministic=deterministic, max_steps=max_steps)
+    if max_steps is not None and max_steps < 1:
+        raise ConfigError(f"evaluate_policy: max_steps must be >= 1, or None; got {max_steps}.")
+    with preserved_random_state():
+        record = act_out(policy, starts, seed=seed, deterministic=deterministic, max_steps=max_steps)
     returns = [float(part.sum()) for part in record.rewards.split(record.lengths)]
     return Evaluation(returns=np.array(returns), lengths=np.array(record.lengths))
 
@@ -67,13 +71,14 @@ def act_out(
     policy: EpisodePolicy, starts: list[EpisodeStart], *, seed: int, deterministic: bool, max_steps: int | None
 ) -> Record:
     """One episode from each start, by the policy as it is."""
-    training = policy.training
+    training = {module: module.training for module in policy.modules()}
     policy.eval()
     try:
         distribution = _MostLikely(policy.distribution) if deterministic else policy.distribution
         return policy.roll_out(starts, seed=seed, max_steps=max_steps, distribution=distribution)
     finally:
-        policy.train(training)
+        for module, mode in training.items():  # each as it was: someone may have frozen one
+            module.training = mode
 
 
 class _MostLikely:

@@ -15,6 +15,8 @@ from .observations import MAX_DEVIATION, RunningNormalizer
 SINGLE_THREADED = 2**18
 """Multiply-adds of a product up to which OpenBLAS works alone; beyond, it would wake threads, for microseconds."""
 
+KNOWN = (nn.Sequential, nn.Linear, nn.Tanh, nn.ReLU, SharedStd, RunningNormalizer)
+
 Step = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 """May overwrite what it is given."""
 
@@ -52,12 +54,15 @@ def fast_forward(*modules: nn.Module | None) -> FastForward | None:
 
 def _add(steps: list[Step], module: nn.Module) -> bool:
     """Append the module's functions; False: it is not known."""
-    if module._forward_hooks or module._forward_pre_hooks or not all(map(_is_plain, module.parameters())):
+    arrays = [module.shift, module.scale] if isinstance(module, RunningNormalizer) else list(module.parameters())
+    if module._forward_hooks or module._forward_pre_hooks or not all(map(_is_plain, arrays)):
         return False
-    match module:  # classes themselves: a subclass may compute something else
-        case nn.Sequential() if type(module) is nn.Sequential:
+    if type(module) not in KNOWN:  # a subclass may compute something else
+        return False
+    match module:
+        case nn.Sequential():
             return all(_add(steps, part) for part in module)
-        case nn.Linear() if type(module) is nn.Linear:
+        case nn.Linear():
             steps.append(_linear(module))
         case nn.Tanh():
             steps.append(lambda values: np.tanh(values, out=values))
@@ -67,8 +72,6 @@ def _add(steps: list[Step], module: nn.Module) -> bool:
             steps.append(_shared_std(module))
         case RunningNormalizer():
             steps.append(_normalized(module))
-        case _:
-            return False
     return True
 
 
@@ -110,7 +113,7 @@ def _shared_std(head: SharedStd) -> Step:
 
 
 def _normalized(normalizer: RunningNormalizer) -> Step:
-    shift, scale = _array(normalizer._shift), _array(normalizer._scale)
+    shift, scale = _array(normalizer.shift), _array(normalizer.scale)
 
     def forward(observations: NDArray[np.float32]) -> NDArray[np.float32]:
         observations -= shift

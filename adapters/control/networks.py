@@ -84,7 +84,7 @@ class SharedStd(nn.Module):
     def __init__(self, num_features: int, num_actions: int, *, gain: float, initial_log_std: float) -> None:
         super().__init__()
         self.mean = linear(num_features, num_actions, gain)
-        self.log_std = nn.Parameter(torch.full((num_actions,), initial_log_std))
+        self.log_std = nn.Parameter(torch.full((num_actions,), float(initial_log_std)))
 
     def forward(self, features: Float[Tensor, "n features"]) -> Float[Tensor, "n parameters"]:
         """Means and log standard deviations side by side."""

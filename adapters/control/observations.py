@@ -93,8 +93,8 @@ class RunningNormalizer(nn.Module):
     pending_mean: Tensor
     pending_squares: Tensor
     pending_count: Tensor
-    _shift: Tensor
-    _scale: Tensor
+    shift: Tensor
+    scale: Tensor
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -102,12 +102,12 @@ class RunningNormalizer(nn.Module):
             self.register_buffer(name, torch.zeros(shape, dtype=torch.float64))
         for name in ("count", "pending_count"):
             self.register_buffer(name, torch.zeros((), dtype=torch.float64))
-        self.register_buffer("_shift", torch.zeros(shape))
-        self.register_buffer("_scale", torch.ones(shape))
+        self.register_buffer("shift", torch.zeros(shape))
+        self.register_buffer("scale", torch.ones(shape))
 
     def forward(self, observations: Float[Tensor, "n *features"]) -> Float[Tensor, "n *features"]:
         """Normalised observations."""
-        return ((observations - self._shift) * self._scale).clamp(-MAX_DEVIATION, MAX_DEVIATION)
+        return ((observations - self.shift) * self.scale).clamp(-MAX_DEVIATION, MAX_DEVIATION)
 
     def see(self, observations: Float[Tensor, "n *features"]) -> None:
         """Have these counted from the next `begin` on."""
@@ -127,8 +127,8 @@ class RunningNormalizer(nn.Module):
             value.copy_(merged)
         for value in pending:
             value.zero_()
-        self._shift.copy_(self.mean)
-        self._scale.copy_((self.squares / self.count + MIN_VARIANCE).rsqrt())
+        self.shift.copy_(self.mean)
+        self.scale.copy_((self.squares / self.count + MIN_VARIANCE).rsqrt())
 
 
 Moments = tuple[Tensor, Tensor, Tensor]

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 from gymnasium import spaces
+from gymnasium.vector import VectorEnv
 from jaxtyping import Float, Float64, Int, Shaped
 from torch import Tensor, nn
 
@@ -25,6 +26,8 @@ from .rollouts import Decide, Record, roll_out
 ActionMask: TypeAlias = Literal["info"] | Callable[[Tensor], Tensor] | None
 """`info`: what the environment tells as `info["action_mask"]`; or encoded observations [n, ...] -> bool [n, K]."""
 
+DEFAULT_MEMBERS = 16
+
 HEAD_GAIN = 0.01
 """Of the last layer: the policy begins nearly uniform, or with a mean near 0."""
 
@@ -37,7 +40,8 @@ class EpisodePolicy(nn.Module):
 
     Args:
         environment: an id, a function that makes one, a Gymnasium vector environment, or a pool of `make_pool`.
-        num_members: environments that run at a time. More make better use of each forward, and take more memory.
+        num_members: environments that run at a time. More make better use of each forward, and take more memory. None: as
+            many as a vector environment or a pool has, else 16.
         torso: observations [n, *shape] -> features [n, F]; None: `mlp_torso` of `hidden`, or `CNNTorso` for images.
         hidden: widths of the default torsos.
         activation: of the default torsos.
@@ -63,7 +67,7 @@ class EpisodePolicy(nn.Module):
         self,
         environment: Any,
         *,
-        num_members: int = 16,
+        num_members: int | None = None,
         torso: nn.Module | None = None,
         hidden: Sequence[int] = (64, 64),
         activation: Activation = "tanh",
@@ -87,11 +91,17 @@ class EpisodePolicy(nn.Module):
                 f"{action_mask!r}."
             )
         if isinstance(environment, EnvironmentPool):
-            if make:
-                raise ConfigError(f"EpisodePolicy: a pool is already made; {sorted(make)} would be read by nothing.")
+            if make or num_members not in (None, environment.num_members):
+                raise ConfigError(
+                    f"EpisodePolicy: the pool is made already, with {environment.num_members} members; "
+                    f"num_members={num_members} and {sorted(make)} would be read by nothing. Leave them out."
+                )
             self.pool = environment
         else:
-            self.pool = make_pool(environment, num_members, infos=action_mask == "info", **make)
+            default = environment.num_envs if isinstance(environment, VectorEnv) else DEFAULT_MEMBERS
+            self.pool = make_pool(
+                environment, default if num_members is None else num_members, infos=action_mask == "info", **make
+            )
         self.encoder = ObservationEncoder(self.pool.observation_space)
         self.distribution = (
             distribution_for(self.pool.action_space, distribution) if isinstance(distribution, str) else distribution
@@ -115,6 +125,8 @@ class EpisodePolicy(nn.Module):
         if critic is True:
             own = new_torso() if torso is None else copy.deepcopy(torso)
             self.critic = nn.Sequential(own, linear(num_outputs(own, example), 1, gain=1.0))
+        if self.critic is not None and num_outputs(self.critic, example) != 1:
+            raise ConfigError("EpisodePolicy: a critic must turn observations [n, *shape] into values [n, 1].")
         self.register_buffer("_sampled_with", torch.full_like(self._fingerprint(), torch.nan))
         if split_steps:
             self.split_steps = self._split_steps  # an attribute: a method would be a capability in any case
@@ -333,7 +345,7 @@ class EpisodePolicy(nn.Module):
     # Parts
 
     def _fingerprint(self) -> Float64[Tensor, " W"]:
-        """Another one whenever a weight is another: the sum of each."""
+        """Sums of the weights: a step of an optimizer leaves none of them as it was."""
         return torch.stack([parameter.detach().sum(dtype=torch.float64) for parameter in self.parameters()])
 
     @property
@@ -342,8 +354,9 @@ class EpisodePolicy(nn.Module):
         return self._sampled_with.device
 
     def get_parameters(self) -> dict[str, Tensor]:
-        """Those of actor and critic."""
-        return dict(self.named_parameters())
+        """Those of actor and critic; and how observations are normalised, which is not trained but belongs to them."""
+        constants = {} if self.normalizer is None else {"shift": self.normalizer.shift, "scale": self.normalizer.scale}
+        return {**dict(self.named_parameters()), **{f"normalizer.{name}": value for name, value in constants.items()}}
 
     def _prepared(self, observations: Tensor) -> Tensor:
         observations = observations.to(self.device)
@@ -354,7 +367,11 @@ class EpisodePolicy(nn.Module):
             return None
         if callable(self.action_mask):
             return self.action_mask(observations)
-        if infos is None or any("action_mask" not in info for info in infos):
+        if infos is None:
+            raise ConfigError(
+                "EpisodePolicy: action_mask='info' needs a pool that keeps infos: make_pool(..., infos=True)."
+            )
+        if any("action_mask" not in info for info in infos):
             raise ContractError(
                 "EpisodePolicy: action_mask='info' needs info['action_mask'] after every reset and step, and this environment "
                 "gives none. Pass a callable (encoded observations -> bool [n, K]), or action_mask=None."

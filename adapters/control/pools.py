@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.error import DependencyNotInstalled, DeprecatedEnv, UnregisteredEnv
+from gymnasium.error import Error as GymnasiumError
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 from jaxtyping import Int64
 
@@ -220,6 +221,8 @@ def _explained(env_id: str) -> Iterator[None]:
         is_mujoco = "mujoco" in str(error).lower()
         remedy = 'pip install "model-agnostic-grpo[robots]"' if is_mujoco else str(error)
         raise ConfigError(f"make_pool: {env_id} needs a package that is not installed: {remedy}") from error
+    except (GymnasiumError, ImportError) as error:
+        raise ConfigError(f"make_pool: {env_id!r} cannot be found: {error}") from error
 
 
 def _pool_of_id(

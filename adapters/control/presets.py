@@ -23,8 +23,8 @@ class ControlPreset:
     env_id: str
     total_steps: int
     """Steps of the environment in a whole run, evaluations not counted."""
-    threshold: float
-    """Mean return (20 episodes, the most likely actions) that counts as learned."""
+    threshold: float | None
+    """Mean return (20 episodes, the most likely actions) that counts as learned; None: nobody has said."""
     gamma: float
     """Discount. Smaller looks less far ahead, and has less variance: without a critic what counts is short."""
     num_groups: int = 2
@@ -98,7 +98,7 @@ class ControlPreset:
 _MUJOCO = ControlPreset(
     env_id="",
     total_steps=500_000,
-    threshold=0.0,
+    threshold=None,
     gamma=0.99,
     batch_size=512,
     num_epochs=10,
@@ -122,7 +122,7 @@ PRESETS = {
         ControlPreset(env_id="Pendulum-v1", total_steps=250_000, threshold=-200.0, gamma=0.97, num_epochs=10),
         replace(_MUJOCO, env_id="Reacher-v5", total_steps=300_000, threshold=-5.5, gamma=0.9, num_groups=4),
         replace(_MUJOCO, env_id="HalfCheetah-v5", threshold=1300.0, gamma=0.9, num_groups=1, max_episode_steps=250),
-        replace(_MUJOCO, env_id="Hopper-v5", threshold=1500.0, gamma=0.99),
+        replace(_MUJOCO, env_id="Hopper-v5", threshold=1500.0, gamma=0.99, learning_rate=6e-4, max_episode_steps=400),
     )
 }
 """By environment id."""
@@ -139,4 +139,4 @@ def preset_for(env_id: str) -> ControlPreset:
     pool = make_pool(env_id, 1)
     base = _MUJOCO if isinstance(pool.action_space, spaces.Box) else PRESETS["Acrobot-v1"]
     pool.close()
-    return replace(base, env_id=env_id, total_steps=500_000, threshold=float("inf"), evaluate_every=25_000)
+    return replace(base, env_id=env_id, total_steps=500_000, threshold=None, evaluate_every=25_000)

@@ -21,11 +21,11 @@ from .pools import EnvironmentPool, PoolStep, WorkerLost
 NOISE_AHEAD = 32
 """Steps for which a member's random numbers are drawn in one call."""
 
+LONGEST = 100_000
+"""Steps after which any episode is cut off: an environment need not have a limit of its own."""
+
 MAX_LOSSES_IN_A_ROW = 3
 """Calls that may lose workers without an episode's end in between; what is run again is the same to the last bit."""
-
-MAX_ATTEMPTS = 5
-"""At an episode whose environment dies or hangs, before it is given up."""
 
 Decide = Callable[[Shaped[Tensor, "n *features"]], Float[Tensor, "n P"]]
 """Encoded observations -> parameters of the distribution of actions."""
@@ -80,7 +80,7 @@ def roll_out(
         encode: observations into tensors.
         allow: which categories are allowed.
         seed: of the noise.
-        max_steps: where an episode is cut off, beside the environment's own limit; None: there only.
+        max_steps: where an episode is cut off, beside the environment's own limit; None: there, and after `LONGEST`.
 
     Raises:
         ContractError: an environment or the network gives what is not finite, or workers are lost again and again.
@@ -123,8 +123,10 @@ def _with(rows: Tensor | None, more: Tensor | None) -> Tensor | None:
 def _step(pool: EnvironmentPool, members: NDArray[np.int64], parameters: Tensor, actions: Any) -> PoolStep:
     try:
         return pool.step(members, actions)
-    except ContractError:
-        _require_finite(parameters)  # an environment is not to blame for what it was told to do
+    except WorkerLost:
+        raise
+    except Exception:  # whatever an environment raises, it is not to blame for what it was told to do
+        _require_finite(parameters)
         raise
 
 
@@ -202,8 +204,7 @@ class _Running:
     ) -> Tensor | None:
         """Which places of the batch are still alive; None: all."""
         ended = terminated | truncated
-        if max_steps is not None:
-            ended |= self.ages >= max_steps
+        ended |= self.ages >= (LONGEST if max_steps is None else max_steps)
         if not ended.any():
             return None
         for place in ended.nonzero()[0]:

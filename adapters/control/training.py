@@ -9,6 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from grpo import GRPOTrainer
+from grpo.errors import ConfigError
 from grpo.metrics import MetricSink
 
 from .episodes import EpisodeStart
@@ -62,16 +63,23 @@ def train_control(
         evaluate_every: steps between evaluations, of which there is one at the end, too.
         num_eval_episodes: of each; they act without noise.
         eval_seed: of their first reset.
-        max_eval_steps: of each episode; an environment without a limit of its own needs it.
+        max_eval_steps: of each episode, beside the environment's own limit.
         stop_at: end as soon as an evaluation reaches it; None: never early.
         sinks: given every iteration's metrics, and `eval/return` where there was an evaluation.
         folder: where `best` and `last` checkpoints and `curve.json` are written after evaluations; None: nowhere. A run
-            whose `last` is there goes on from it.
+            whose `last` is there goes on from it, with the settings it had.
         progress: show a progress bar.
 
     Returns:
         The evaluations.
+
+    Raises:
+        ConfigError: `folder` has a run with other settings.
     """
+    if evaluate_every < 1 or total_steps < 1:
+        raise ConfigError(
+            f"train_control: total_steps, evaluate_every must be >= 1; got {total_steps}, {evaluate_every}."
+        )
     policy: EpisodePolicy = trainer.policy
     run = _Run(trainer, None if folder is None else Path(folder))
     with tqdm(total=total_steps, initial=run.steps, desc="control", unit="step", disable=not progress) as bar:
@@ -107,9 +115,12 @@ class _Run:
         self.steps = 0
         self.seconds = 0.0
         self.curve = LearningCurve()
+        self.settings = json.loads(json.dumps(trainer.config.to_dict()))
         if folder is not None and (folder / "last").exists():
-            trainer.load_checkpoint(folder / "last")
             written = json.loads((folder / "curve.json").read_text())
+            if written.pop("settings") != self.settings:
+                raise ConfigError(f"{folder} holds a run with other settings. Name another folder, or delete that one.")
+            trainer.load_checkpoint(folder / "last")
             known = written["iterations"].index(trainer.iteration) + 1  # the curve is written first, and may be ahead
             self.curve = LearningCurve(**{name: values[:known] for name, values in written.items()})
             self.steps, self.seconds = self.curve.steps[-1], self.curve.seconds[-1]
@@ -123,7 +134,7 @@ class _Run:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             unfinished = self.folder / "curve.json.new"
-            unfinished.write_text(json.dumps(asdict(self.curve)))
+            unfinished.write_text(json.dumps({**asdict(self.curve), "settings": self.settings}))
             unfinished.replace(self.folder / "curve.json")
             for name in ("best", "last") if is_best else ("last",):
                 self.trainer.save_checkpoint(self.folder / name)

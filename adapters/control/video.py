@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,9 @@ def record_video(policy: EpisodePolicy, environment: Any, folder: str | Path, *,
     env = gym.wrappers.RecordVideo(
         _renderable(environment, make), str(folder), name_prefix="episode", disable_logger=True
     )
-    for _ in _frames(policy, env, seed, None):
-        pass
-    env.close()
+    with closing(env):
+        for _ in _frames(policy, env, seed, None):
+            pass
     return Path(folder) / "episode-episode-0.mp4"
 
 
@@ -58,12 +59,11 @@ def record_frames(
     """
     if every < 1 or num_frames < 1:
         raise ConfigError(f"record_frames: every and num_frames must be >= 1; got {every}, {num_frames}.")
-    env = _renderable(environment, make)
     frames: list[Frame] = []
-    while len(frames) < num_frames:
-        frames += islice(_frames(policy, env, seed, every), num_frames - len(frames))
-        seed += 1
-    env.close()
+    with closing(_renderable(environment, make)) as env:
+        while len(frames) < num_frames:
+            frames += islice(_frames(policy, env, seed, every), num_frames - len(frames))
+            seed += 1
     return frames
 
 

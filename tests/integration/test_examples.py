@@ -99,7 +99,7 @@ def test_custom_domain_can_be_read_in_one_go() -> None:
 
 
 def test_control_learns_writes_what_it_says_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "control" / "CartPole-v1"
+    folder = tmp_path / "runs" / "control" / "CartPole-v1" / "seed-0"
     printed = run_example("control", "--steps", "1500", folder=tmp_path)
     found = re.search(rf"100 new episodes: return ({NUMBER}) ", printed)
     assert found is not None, printed

@@ -30,7 +30,7 @@ def test_starts_are_the_same_in_every_run_and_others_in_every_iteration() -> Non
 
 
 def test_starts_need_a_group() -> None:
-    with pytest.raises(ConfigError, match="num_groups must be >= 1; got 0"):
+    with pytest.raises(ConfigError, match="num_groups must be >= 1 and seed >= 0; got 0, 0"):
         episode_starts(0)
 
 

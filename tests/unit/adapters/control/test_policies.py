@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from adapters.control import EnvironmentReward, EpisodePolicy, FromTorch, StepReward, take_snapshot
 from adapters.control.episodes import Episode, EpisodeStart, episode_starts
+from adapters.control.fast_forward import fast_forward
 from adapters.control.networks import CNNTorso
 from adapters.control.policies import as_batch
 from adapters.control.pools import SerialPool, make_pool
-from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
 from grpo.errors import ConfigError, ContractError
 from grpo.policy_base import SplitsSteps
 from tests.control_environments import GOALS, UNIT, Chance, Crossing, Spaces, Watched, space_of_everything
@@ -450,8 +451,37 @@ def test_images_are_not_normalised() -> None:
 
 
 def test_keywords_of_a_pool_that_is_made() -> None:
-    with pytest.raises(ConfigError, match=r"a pool is already made; \['vectorization'\] would be read by nothing"):
+    with pytest.raises(ConfigError, match=r"the pool is made already.*\['vectorization'\] would be read by nothing"):
         EpisodePolicy(SerialPool([Chance()]), vectorization="sync")
+    with pytest.raises(ConfigError, match=r"the pool is made already, with 1 members; num_members=3"):
+        EpisodePolicy(SerialPool([Chance()]), num_members=3)
+    assert EpisodePolicy(SerialPool([Chance(), Chance()])).pool.num_members == 2
+    assert EpisodePolicy(gymnasium.make_vec("CartPole-v1", 3)).pool.num_members == 3
+
+
+def test_off_the_cpu_the_network_is_asked_where_it_is() -> None:
+    policy = EpisodePolicy("Pendulum-v1", num_members=1, normalize_observations=True).to("meta")
+    assert fast_forward(policy.normalizer, policy.actor) is None
+    assert policy.decide(torch.zeros(2, 3)).device.type == "meta"
+
+
+def test_a_moved_reference_normalises_as_the_policy_does() -> None:
+    policy = EpisodePolicy("Pendulum-v1", num_members=3, max_episode_steps=9, normalize_observations=True)
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=3, seed=0, reference_sync_every=1, objective=ObjectiveConfig(kl_coef=0.1)),
+        policy=policy,
+        reward_model=EnvironmentReward(),
+        reference_policy=(reference := copy.deepcopy(policy)),
+    )
+    for iteration in range(3):
+        trainer.step(episode_starts(2)(iteration))
+    x = torch.randn(5, 3)
+    torch.testing.assert_close(reference.decide(x), policy.decide(x))
+
+
+def test_a_critic_gives_one_value() -> None:
+    with pytest.raises(ConfigError, match=r"a critic must turn observations"):
+        EpisodePolicy("CartPole-v1", num_members=1, critic=nn.Linear(4, 3))
 
 
 def test_no_mask_for_actions_without_categories() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -302,12 +303,23 @@ def test_masks_are_respected_at_every_step(make: type[Crossing], mask: Any) -> N
     )
 
 
-@pytest.mark.parametrize("told", [{"tells": False}, {"infos": False}])
-def test_a_mask_that_is_missing(told: dict[str, bool]) -> None:
-    env = Crossing(tells=told.get("tells", True))
-    policy = policy_on(SerialPool([env], infos=told.get("infos", True)), action_mask="info")
+def test_a_mask_that_is_missing() -> None:
+    policy = policy_on(SerialPool([Crossing(tells=False)], infos=True), action_mask="info")
     with pytest.raises(ContractError, match=r"action_mask='info' needs info\['action_mask'\] .* Pass a callable"):
         policy.sample_actions(starts_of(1), 1)
+
+
+def test_a_pool_that_keeps_no_infos() -> None:
+    policy = policy_on(SerialPool([Crossing()]), action_mask="info")
+    with pytest.raises(ConfigError, match=r"make_pool\(..., infos=True\)"):
+        policy.sample_actions(starts_of(1), 1)
+
+
+def test_an_environment_without_a_limit_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapters.control.rollouts.LONGEST", 40)
+    policy = EpisodePolicy("CliffWalking-v1", num_members=2)
+    assert gymnasium.spec("CliffWalking-v1").max_episode_steps is None
+    assert max(policy.roll_out(starts_of(1, 2), seed=0).lengths) == 40
 
 
 def test_nothing_allowed() -> None:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.control import EnvironmentReward, EpisodePolicy, LearningCurve, evaluate_policy, train_control
+from adapters.control import EnvironmentReward, EpisodePolicy, LearningCurve, evaluate_policy, preset_for, train_control
 from adapters.control.episodes import episode_starts
 from adapters.control.evaluation import EVALUATION_SEED
 from adapters.control.pools import SerialPool
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
+from grpo.errors import ConfigError
 from tests.control_environments import Chance, Watched
 
 
@@ -118,7 +119,17 @@ def test_an_interrupted_run_goes_on_to_the_same_curve(tmp_path: Path) -> None:
     for name, value in first.policy.state_dict().items():
         assert torch.equal(second.policy.state_dict()[name], value), name
     saved = json.loads((tmp_path / "broken" / "curve.json").read_text())
+    del saved["settings"]
     assert LearningCurve(**saved) == resumed
+    with pytest.raises(ConfigError, match="holds a run with other settings"):
+        train_control(
+            preset_for("CartPole-v1").make_trainer(first.policy, seed=123),
+            episode_starts(2),
+            total_steps=450,
+            evaluate_every=150,
+            folder=tmp_path / "broken",
+            **QUIET,
+        )
     assert resumed.seconds == sorted(resumed.seconds)
 
 
