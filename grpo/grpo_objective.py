@@ -43,9 +43,9 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
 
     Returns:
         The loss, and moments of `total_loss`, `policy_loss`, `kl_penalty`, `entropy_bonus`, `value_loss` (shares that add up:
-        total = policy + kl - entropy + value), `ratio`, `clip_fraction`, `clip_fraction_low`, `clip_fraction_high`,
-        `ratio_clamped_fraction`, `entropy` (sampled where it is not known), and where there is one `kl`, `sampler_ratio`,
-        `kept_fraction`.
+        total = policy + kl - entropy + value), `ratio` (the surrogate's: VESPO's is the row's), `clip_fraction`,
+        `clip_fraction_low`, `clip_fraction_high`, `ratio_clamped_fraction`, `entropy` (sampled where it is not known), and
+        where there is one `kl`, `sampler_ratio`, `kept_fraction`.
 
     Raises:
         ConfigError: a term lacks what it is computed from (a reference, an entropy, behaviour log-probs).

@@ -39,11 +39,11 @@ def observe(
         sums.add("kept", (counted & steps.mask).to(steps.dtype))
     if steps.inputs.old_log_probs is None:  # the ratio is 1: nothing is clipped, and nothing need be counted
         return
-    ratio = steps.ratio.value
+    ratio = steps.loss_ratio.value
     scratch = torch.empty_like(ratio)  # memory that was just written is in the cache
     off_one = torch.sub(ratio, 1.0, out=scratch)  # the square of what is nearly 1 would lose what differs
     sums.add_moments("ratio_off_one", _per_step(off_one, steps))
-    beyond = steps.ratio.beyond
+    beyond = steps.loss_ratio.beyond
     sums.add("beyond", None if beyond is None else _per_step(beyond, steps))
     if steps.config.surrogate in BOUNDED:
         for name, stopped in zip(("too_low", "too_high"), _stopped_steps(steps, scratch), strict=True):

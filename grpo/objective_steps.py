@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from .divergence import MAX_LOG_RATIO
 from .masking import OnMask, raised
 from .objective_config import ObjectiveConfig
 from .ratios import Ratio, bounded_exp, log_ratio_at_level
@@ -88,6 +89,18 @@ class Steps:
             one = torch.ones_like(self.log_ratio)
             return Ratio(one, one)
         return bounded_exp(self.log_ratio)
+
+    @once
+    def row_log_ratio(self) -> Float[Tensor, "N 1"]:
+        """Of the whole row: the sum over its steps, each bounded. VESPO's, whatever the ratio level."""
+        return self.step_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).sum(1, keepdim=True)
+
+    @once
+    def loss_ratio(self) -> Ratio:
+        """The ratio that the surrogate looks at."""
+        if self.config.surrogate == "vespo" and self.inputs.old_log_probs is not None:
+            return bounded_exp(self.row_log_ratio)
+        return self.ratio
 
     @once
     def step_ratio(self) -> Ratio:

@@ -89,7 +89,7 @@ def surrogate(steps: Steps, correction: Float[Tensor, "N #T"] | None) -> StepLos
 
 def _log_row_weight(steps: Steps, correction: Float[Tensor, "N #T"] | None) -> Float[Tensor, "N 1"]:
     """VESPO's log w: from the policy that sampled to the one now, over the whole row."""
-    log_weight = steps.step_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).sum(1, keepdim=True)
+    log_weight = steps.row_log_ratio
     if correction is not None:
         log_correction = correction.log().clamp(MIN_LOG_VESPO_WEIGHT, MAX_LOG_RATIO)
         if correction.shape[1] > 1:

@@ -488,3 +488,15 @@ def test_a_device_is_never_waited_for(surrogate, level):
     output.loss.backward()
     assert leaf.grad.shape == (4, 3)
     assert output.metrics["ratio"].is_meta
+
+
+def test_the_ratio_of_vespo_is_the_rows():
+    # log-ratios .1 and .2, and .5 off the mask: the first row weighs exp(.3), at both of its steps; the second exp(-.4)
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    moved = torch.tensor([[0.1, 0.2, 0.5], [-0.4, 9.0, 9.0]], dtype=torch.float64)
+    old = torch.full((2, 3), -1.0, dtype=torch.float64)
+    inputs = objective_inputs(old + moved, torch.tensor([1.0, -1.0]), old_log_probs=old, mask=mask)
+    count, total, squares = grpo_objective(inputs, ObjectiveConfig(surrogate="vespo")).metrics["ratio"].tolist()
+    assert count == 3
+    assert total == pytest.approx(2 * math.exp(0.3) + math.exp(-0.4))
+    assert squares == pytest.approx(2 * math.exp(0.6) + math.exp(-0.8))
