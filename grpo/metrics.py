@@ -46,6 +46,15 @@ class StepSums:
         self._names.append(f"{name}{SQUARED}")
         self._parts.append(torch.linalg.vector_norm(values, dim=self._axis))
 
+    def add_row_moments(self, name: str, values: Float[Tensor, "N 1"], integers: Int[Tensor, "N T"]) -> None:
+        """Values and their squares, each as often as its row has a 1; written out only where rows are what is summed."""
+        if self._axis == 0:
+            self.add_moments(name, values * integers)
+            return
+        counts = integers.sum(1, dtype=integers.dtype).to(values.dtype)
+        self._names += [name, f"{name}{SQUARED}"]
+        self._parts += [values.squeeze(1) * counts, values.squeeze(1) * counts.sqrt()]
+
     def table(self, dtype: torch.dtype) -> tuple[tuple[str, ...], Float[Tensor, "K S"]]:
         """The names, and what is left to be summed."""
         known = next(part for part in self._parts if part is not None)

@@ -42,7 +42,10 @@ def observe(
     ratio = steps.loss_ratio.value
     scratch = torch.empty_like(ratio)  # memory that was just written is in the cache
     off_one = torch.sub(ratio, 1.0, out=scratch)  # the square of what is nearly 1 would lose what differs
-    sums.add_moments("ratio_off_one", _per_step(off_one, steps))
+    if off_one.shape == steps.mask.shape:
+        sums.add_moments("ratio_off_one", off_one)
+    else:
+        sums.add_row_moments("ratio_off_one", off_one, steps.on_mask.integers)
     beyond = steps.loss_ratio.beyond
     sums.add("beyond", None if beyond is None else _per_step(beyond, steps))
     if steps.config.surrogate in BOUNDED:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .divergence import MAX_LOG_RATIO
+from .divergence import MAX_LOG_RATIO, may_exceed_bounds
 from .masking import OnMask, raised
 from .objective_config import ObjectiveConfig
 from .ratios import Ratio, bounded_exp, log_ratio_at_level
@@ -93,7 +93,10 @@ class Steps:
     @once
     def row_log_ratio(self) -> Float[Tensor, "N 1"]:
         """Of the whole row: the sum over its steps, each bounded. VESPO's, whatever the ratio level."""
-        return self.step_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).sum(1, keepdim=True)
+        bounded = self.step_log_ratio
+        if may_exceed_bounds(bounded):
+            bounded = bounded.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return bounded.sum(1, keepdim=True)
 
     @once
     def loss_ratio(self) -> Ratio:

@@ -53,6 +53,16 @@ def test_blocks_add_up_whatever_their_size(width):
     assert whole["ones"] == 2 * width
 
 
+@pytest.mark.parametrize("width", [2, 32])
+def test_moments_of_rows_are_those_of_their_steps(width):
+    values = torch.tensor([[2.0], [-3.0], [5.0]], dtype=torch.float64)
+    ones = torch.zeros(3, width, dtype=torch.int32)
+    ones[0, 0] = ones[1, :2] = 1  # 2 once, -3 twice, 5 never: sum 2 - 6, squares 4 + 18
+    sums = StepSums(width)
+    sums.add_row_moments("value", values, ones)
+    assert StepSums.total(*sums.table(torch.float64)) == {"value": -4.0, "value squared": pytest.approx(22.0)}
+
+
 @pytest.mark.parametrize("shape", ["32 columns", "32 rows"])
 def test_moments_of_float32_are_added_in_float64(shape):
     # 32 each of 1e8, 1 and -1e8. Each kind alone is exact in float32, 3.2e9 = 12500000 * 2^8; 3.2e9 + 32 is 3.2e9 there
