@@ -364,8 +364,9 @@ def report_rollouts(repeats: int, *, quick: bool) -> None:
     short = our_rollout(policy, 128 if quick else 4_096)
     report_speed("CartPole, 64 members, untrained : bare loop", short, loop, repeats, "at least 0.77")
     trainer, starts = preset.make_trainer(policy, seed=0), episode_starts(preset.num_groups)
-    for iteration in range(1 if quick else 30):  # its episodes are then some hundred steps long, and not some twenty
-        trainer.step(starts(iteration))
+    length = 0.0
+    while length < (1 if quick else THRESHOLD):  # what the last iteration's episodes lasted, on the average
+        length = trainer.step(starts(trainer.iteration))["steps/mean"]
     trained = our_rollout(policy, 64 if quick else 256)
     report_speed("CartPole, 64 members, trained : bare loop", trained, loop, repeats, "at least 0.77")
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 import gymnasium
@@ -14,7 +15,7 @@ from jaxtyping import Float64, Int64
 from grpo.errors import ConfigError, ContractError
 
 from .episodes import EpisodeStart
-from .pool_base import TO_BE_RESET, EpisodeSteps, PoolStep
+from .pool_base import EpisodeSteps, PoolStep
 from .snapshots import restore_snapshot
 
 NATIVE_IDS = ("CartPole-v0", "CartPole-v1")
@@ -26,17 +27,16 @@ def is_native_keyword(name: str, value: Any) -> bool:
 
 
 class NativeCartPole:
-    """An `EnvironmentPool` on Gymnasium's `CartPoleVectorEnv`: one numpy step for all columns, wanted or not.
+    """An `EnvironmentPool` of CartPoles as columns of one array: one numpy step for the members that are named.
 
-    Beginnings and trajectories are those of the id's single environment, bit for bit: both compute in float64 by the same
-    formulas, and numpy's functions give the same for a number as for an array of them.
+    Beginnings and trajectories are those of the id's single environment, bit for bit: the same formulas in float64, and numpy's
+    functions give the same for a number as for an array of them.
 
-    `CartPoleVectorEnv` itself begins an episode on its own, one step late, from one generator for all, and takes neither a
-    list of seeds nor a mask. What belongs to a member is therefore written into its column: `state`, `steps`, `prev_done`.
-    Columns without an episode go on beginning episodes of their own, which keeps their numbers small; nobody sees them.
+    Gymnasium's `CartPoleVectorEnv` lends its settings and spaces, and is never stepped: it steps all its columns, begins an
+    episode on its own, one step late, from one generator for all, and takes neither a list of seeds nor a mask.
 
     Args:
-        members: how many, or a `CartPoleVectorEnv`, which is taken over.
+        members: how many, or a `CartPoleVectorEnv` whose settings are taken.
         env_id: CartPole-v1, 500 steps, or CartPole-v0, 200.
         infos: whether `PoolStep.infos` is filled (all are empty).
         env_kwargs: `sutton_barto_reward`, `max_episode_steps`.
@@ -60,11 +60,10 @@ class NativeCartPole:
         self.num_members = self._env.num_envs
         self.observation_space: gymnasium.Space = self._env.single_observation_space
         self.action_space: gymnasium.Space = self._env.single_action_space
-        self._env.reset()  # makes the array; each column is written when its member begins
+        self._states = np.zeros((4, self.num_members))  # x, x', a, a' of `moved`
         self._infos = infos
         self._steps = EpisodeSteps(env_id, self.num_members)
-        self._generators: list[np.random.Generator | None] = [None] * self.num_members
-        self._actions = np.zeros(self.num_members, dtype=np.int64)
+        self._chance: list[int | np.random.Generator | None] = [None] * self.num_members
         self._closed = False
 
     def reset(self, members: Sequence[int], starts: Sequence[EpisodeStart]) -> tuple[Any, list[dict[str, Any]]]:
@@ -74,28 +73,37 @@ class NativeCartPole:
             ConfigError: the pool is closed.
         """
         self._require_open()
-        states = self._states()
-        for member, start in zip(members, starts, strict=True):
-            states[:, member], self._env.steps[member] = self._begin(member, start)
-            self._env.prev_done[member] = False
         self._steps.begin(members)
-        return states.T[list(members)].astype(np.float32), [{} for _ in members]
+        for member, start in zip(members, starts, strict=True):
+            self._states[:, member] = self._begin(member, start)
+        return self._states.T[list(members)].astype(np.float32), [{} for _ in members]
 
-    def _begin(self, member: int, start: EpisodeStart) -> tuple[Float64[np.ndarray, " 4"], int]:
-        """State [4], and how many steps of the time limit are gone."""
+    def _begin(self, member: int, start: EpisodeStart) -> Float64[np.ndarray, " 4"]:
+        """Where it begins."""
         if start.snapshot is not None:
             env_id, env_kwargs = self._make
             single = gymnasium.make(env_id, **env_kwargs)
             restore_snapshot(single, start.snapshot)
             self._require_same_settings(single)
-            self._generators[member] = deepcopy(single.unwrapped.np_random)
-            return single.get_wrapper_attr("state"), single.get_wrapper_attr("_elapsed_steps")
-        generator = self._generators[member]
-        if start.seed is not None or generator is None:
-            generator = self._generators[member] = np_random(start.seed)[0]
+            self._chance[member] = deepcopy(single.unwrapped.np_random)
+            self._steps.numbers[member] = single.get_wrapper_attr("_elapsed_steps")  # of the time limit
+            return single.get_wrapper_attr("state")
         options = None if start.options is None else dict(start.options)
         low, high = maybe_parse_reset_bounds(options, -0.05, 0.05)
-        return generator.uniform(low=low, high=high, size=4), 0
+        if start.seed is not None:
+            self._chance[member] = start.seed
+            return _seeded_state(start.seed, low, high)
+        return self._generator(member).uniform(low=low, high=high, size=4)
+
+    def _generator(self, member: int) -> np.random.Generator:
+        """Where its last reset left it, for a reset without a seed: these are rare, and generators are slow to make."""
+        chance = self._chance[member]
+        if not isinstance(chance, np.random.Generator):
+            generator, _ = np_random(chance)
+            if chance is not None:
+                generator.uniform(size=4)  # what the reset with that seed drew
+            self._chance[member] = chance = generator
+        return chance
 
     def _require_same_settings(self, single: gymnasium.Env) -> None:
         """A snapshot brings its settings along, but all columns share theirs."""
@@ -111,49 +119,33 @@ class NativeCartPole:
                 "differ. Use vectorization='sync'."
             )
 
-    def _states(self) -> Float64[np.ndarray, "4 M"]:
-        states: Any = self._env.state  # declared as None, which it is before the first reset
-        return states
-
     def step(self, members: Int64[np.ndarray, " n"], actions: Any) -> PoolStep:
-        """Step each. States are finite where actions are valid, which the environment checks; nothing is checked again.
+        """Step each. States are finite where they were, and nothing is checked but the actions.
 
         Raises:
             ConfigError: the pool is closed.
-            ContractError: a member has no episode, or actions are not whole numbers.
+            ContractError: a member has no episode, or actions are not 0 or 1.
         """
         self._require_open()
-        actions = np.asarray(actions)
-        if actions.dtype.kind not in "iu":  # numpy would cut off what is behind the point
-            got = f"{actions.dtype} {list(actions.shape)}"
-            raise ContractError(f"{self._steps.name}: actions must be whole numbers, 0 or 1; got {got}.")
-        self._steps.advance(members)
-        self._actions[members] = actions
         env = self._env
-        paused = self._paused(members)
-        before = self._states()  # the step makes a new array
-        observations, rewards, terminated, truncated, _ = env.step(self._actions)
-        if paused is not None:
-            self._states()[:, paused] = before[:, paused]
-            env.steps[paused] -= 1
-            env.prev_done[paused] = False
-        terminated, truncated = terminated[members], truncated[members]
+        actions = np.asarray(actions)
+        # numpy would cut off what is behind the point
+        if actions.dtype.kind not in "iu" or np.count_nonzero(actions >> 1):
+            got = f"{actions.dtype} {list(actions.shape)}" if actions.dtype.kind not in "iu" else actions.tolist()
+            raise ContractError(f"{self._steps.name}: actions must be whole numbers, 0 or 1; got {got}.")
+        numbers = self._steps.advance(members)
+        states = moved(env, self._states.take(members, axis=1), actions)  # several times as fast as indexing
+        self._states[:, members] = states
+        terminated = (np.abs(states[0]) > env.x_threshold) | (np.abs(states[2]) > env.theta_threshold_radians)
+        truncated = numbers >= env.max_episode_steps
         self._steps.end(members, terminated | truncated)
         return PoolStep(
-            observations=observations.take(members, axis=0),  # five times as fast as indexing
-            rewards=rewards[members].astype(np.float64),
+            observations=states.T.astype(np.float32),
+            rewards=-terminated.astype(np.float64) if env._sutton_barto_reward else np.ones(len(members)),
             terminated=terminated,
             truncated=truncated,
             infos=[{} for _ in members] if self._infos else None,
         )
-
-    def _paused(self, members: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " p"] | None:
-        """In the middle of an episode, but not to be stepped; None: nobody."""
-        if len(members) == self.num_members:
-            return None
-        others = self._steps.numbers != TO_BE_RESET
-        others[members] = False
-        return np.flatnonzero(others) if others.any() else None
 
     def close(self) -> None:
         """Close the environment."""
@@ -164,3 +156,42 @@ class NativeCartPole:
     def _require_open(self) -> None:
         if self._closed:
             raise ConfigError("NativeCartPole: the pool is closed. Make another one with make_pool(...).")
+
+
+def moved(
+    env: CartPoleVectorEnv, states: Float64[np.ndarray, "4 n"], actions: Int64[np.ndarray, " n"]
+) -> Float64[np.ndarray, "4 n"]:
+    """One time step on. With masses m (pole) and M (both), l half the pole's length, F the force, x the cart's place, a the
+    pole's angle:
+
+    u   = (F + m l a'^2 sin a) / M
+    a'' = (g sin a - u cos a) / (l (4/3 - m cos^2 a / M))
+    x'' = u - m l a'' cos a / M
+
+    and explicit Euler, x + tau x' and x' + tau x''; with the settings' other integrator, x moves by the new x'.
+
+    Source:
+        Florian 2007, "Correct equations for the dynamics of the cart-pole system", without friction. The order of the
+        operations is that of Gymnasium's `CartPoleEnv.step`.
+    """
+    x, x_dot, angle, spin = states
+    cosine, sine = np.cos(angle), np.sin(angle)
+    force = np.array([-env.force_mag, env.force_mag]).take(actions)
+    push = (force + env.polemass_length * np.square(spin) * sine) / env.total_mass
+    spin_dot = (env.gravity * sine - cosine * push) / (
+        env.length * (4.0 / 3.0 - env.masspole * np.square(cosine) / env.total_mass)
+    )
+    x_dot_dot = push - env.polemass_length * spin_dot * cosine / env.total_mass
+    following = np.empty_like(states)
+    np.add(x_dot, env.tau * x_dot_dot, out=following[1])
+    np.add(spin, env.tau * spin_dot, out=following[3])
+    _, x_dot, _, spin = states if env.kinematics_integrator == "euler" else following
+    np.add(x, env.tau * x_dot, out=following[0])
+    np.add(angle, env.tau * spin, out=following[2])
+    return following
+
+
+@lru_cache(maxsize=4096)
+def _seeded_state(seed: int, low: float, high: float) -> Float64[np.ndarray, " 4"]:
+    """Where CartPole's `reset(seed=...)` begins: the members of a group do so alike."""
+    return np_random(seed)[0].uniform(low=low, high=high, size=4)

@@ -219,20 +219,22 @@ class EpisodeSteps:
         """Their first observation is step 0's."""
         self.numbers[list(members)] = 0
 
-    def advance(self, members: Int64[np.ndarray, " n"]) -> None:
-        """They are about to take a step.
+    def advance(self, members: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """They are about to take a step: the numbers of theirs.
 
         Raises:
             ContractError: one of them has no episode.
         """
-        numbers = self.numbers[members]
+        numbers = self.numbers.take(members)
         if np.count_nonzero(numbers == TO_BE_RESET):  # a microsecond less than any(), every step
             idle = members[numbers == TO_BE_RESET].tolist()
             raise ContractError(
                 f"{self.name}: step() takes members in the middle of an episode; {idle} were not reset since they were "
                 "made, lost, or came to an end. Call reset(members, starts) first."
             )
-        self.numbers[members] = numbers + 1
+        numbers += 1
+        self.numbers[members] = numbers
+        return numbers
 
     def end(self, members: Int64[np.ndarray, " n"], ended: Bool[np.ndarray, " n"]) -> None:
         """Those that ended have to be reset before they are stepped again."""

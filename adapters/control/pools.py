@@ -258,7 +258,7 @@ def _pool_of_vector_env(env: VectorEnv, infos: bool) -> EnvironmentPool:
         case AsyncVectorEnv():
             env.close()
             return AsyncPool(env.env_fns, infos=infos)
-        case CartPoleVectorEnv():
+        case CartPoleVectorEnv() if type(env) is CartPoleVectorEnv:  # a subclass may compute something else
             return NativeCartPole(env, infos=infos)
         case _:
             raise ConfigError(

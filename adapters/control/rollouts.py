@@ -15,11 +15,9 @@ from grpo.errors import ContractError
 
 from .distributions import ActionDistribution
 from .episodes import EpisodeStart
+from .noise import StepNoise
 from .observations import ObservationEncoder
 from .pools import EnvironmentPool, PoolStep, WorkerLost
-
-NOISE_AHEAD = 32
-"""Steps for which a member's random numbers are drawn in one call."""
 
 LONGEST = 100_000
 """Steps after which any episode is cut off: an environment need not have a limit of its own."""
@@ -68,9 +66,9 @@ def roll_out(
 ) -> Record:
     """One episode from each of N starts.
 
-    A member whose episode ends begins the next one that waits; when none waits it is left out. Each episode's noise comes from
-    a generator of its own, of (seed, row): it does not depend on which member runs it, or on who else is alive. (The network's
-    sums do, by a rounding error, since they depend on the number of rows; with the same pool, all is the same bit for bit.)
+    A member whose episode ends begins the next one that waits; when none waits it is left out. An episode's noise is of (seed,
+    row, step): it does not depend on which member runs it, or on who else is alive. (The network's sums do, by a rounding
+    error, since they depend on the number of rows; with the same pool, all is the same bit for bit.)
 
     Args:
         pool: environments, M of them.
@@ -97,7 +95,7 @@ def roll_out(
                 observations, allowed = _with(observations, begun), _with(allowed, allow(begun, beginning[1]))
             assert observations is not None  # what is unfinished runs, or has just begun
             parameters = decide(observations)
-            actions = distribution.sample(parameters, running.take_noise(), allowed)
+            actions = distribution.sample(parameters, running.noise.of_step(running.members), allowed)
             step = _step(pool, running.members, parameters, distribution.to_env(actions))
         except WorkerLost as lost:
             num_lost += len(lost.members)
@@ -146,17 +144,14 @@ class _Running:
     ) -> None:
         self.pool = pool
         self.starts = starts
-        self.distribution = distribution
-        self.seed = seed
+        self.noise = StepNoise(distribution, pool.num_members, seed)
         self.waiting = deque(range(len(starts)))
         self.free = list(range(pool.num_members))
-        self.members = np.empty(0, dtype=np.int64)  # alive, in the order of the batch
+        self.members = np.empty(0, dtype=np.int64)  # alive, in the order of the batch: who began first comes first
         self.runs = np.empty(0, dtype=np.int64)  # theirs
-        self.ages = np.empty(0, dtype=np.int64)  # steps they have taken
+        self.begun = np.empty(0, dtype=np.int64)  # the number of batches before their first
         self.row_of_run: list[int] = []
         self.ends: dict[int, tuple[int, bool, Tensor]] = {}  # row -> run, terminated, final observation
-        self.generators: list[np.random.Generator] = [np.random.default_rng(0)] * pool.num_members
-        self.noise = np.empty((pool.num_members, NOISE_AHEAD, distribution.num_noise), dtype=np.float32)
         self.losses_in_a_row = 0
         self.num_ended = 0  # when the last loss came
         self.steps: list[tuple[NDArray[np.int64], Tensor, Tensor, Tensor, NDArray[np.float64], Tensor | None]] = []
@@ -172,21 +167,14 @@ class _Running:
             return None
         members, self.free = self.free[:count], self.free[count:]
         rows = [self.waiting.popleft() for _ in range(count)]
-        first = len(self.row_of_run)
+        runs = range(len(self.row_of_run), len(self.row_of_run) + count)
         self.row_of_run += rows
-        self.members = np.append(self.members, members)
-        self.runs = np.append(self.runs, np.arange(first, first + count))
-        self.ages = np.append(self.ages, np.zeros(count, dtype=np.int64))
+        self.members = np.concatenate([self.members, members])
+        self.runs = np.concatenate([self.runs, runs])
+        self.begun = np.concatenate([self.begun, [len(self.steps)] * count])
         for member, row in zip(members, rows, strict=True):
-            self.generators[member] = np.random.default_rng([self.seed, row])
+            self.noise.begin(member, row)
         return self.pool.reset(members, [self.starts[row] for row in rows])
-
-    def take_noise(self) -> Tensor:
-        """[n, num_noise]"""
-        places = self.ages % NOISE_AHEAD
-        for member in self.members[places == 0]:
-            self.noise[member] = self.distribution.noise(self.generators[member], NOISE_AHEAD)
-        return torch.from_numpy(self.noise[self.members, places])
 
     def keep(
         self,
@@ -197,22 +185,25 @@ class _Running:
         allowed: Tensor | None,
     ) -> None:
         self.steps.append((self.runs, observations, parameters, actions, rewards, allowed))
-        self.ages = self.ages + 1
 
     def finish(
         self, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_], following: Tensor, max_steps: int | None
     ) -> Tensor | None:
         """Which places of the batch are still alive; None: all."""
+        limit = LONGEST if max_steps is None else max_steps
         ended = terminated | truncated
-        ended |= self.ages >= (LONGEST if max_steps is None else max_steps)
-        if not ended.any():
+        if len(self.steps) - self.begun[0] >= limit:
+            ended |= len(self.steps) - self.begun >= limit
+        if not np.count_nonzero(ended):
             return None
-        for place in ended.nonzero()[0]:
-            run = int(self.runs[place])
-            self.ends[self.row_of_run[run]] = (run, bool(terminated[place]), following[place].clone())
+        places = torch.from_numpy(ended.nonzero()[0])
+        runs, members, finals = self.runs[ended].tolist(), self.members[ended].tolist(), following[places].unbind()
+        for run, member, fell, final in zip(runs, members, terminated[ended].tolist(), finals, strict=True):
+            self.ends[self.row_of_run[run]] = (run, fell, final)
+            self.noise.end(member)
         alive = ~ended
-        self.free += self.members[ended].tolist()
-        self.members, self.runs, self.ages = self.members[alive], self.runs[alive], self.ages[alive]
+        self.free += members
+        self.members, self.runs, self.begun = self.members[alive], self.runs[alive], self.begun[alive]
         return torch.from_numpy(alive)
 
     def start_over(self, lost: WorkerLost) -> None:
@@ -230,7 +221,9 @@ class _Running:
                 "environment's errors are seen as they are."
             ) from lost
         self.waiting.extendleft(sorted({self.row_of_run[run] for run in self.runs.tolist()}, reverse=True))
-        self.members, self.runs, self.ages = self.members[:0], self.runs[:0], self.ages[:0]
+        for member in self.members.tolist():
+            self.noise.end(member)
+        self.members, self.runs, self.begun = self.members[:0], self.runs[:0], self.begun[:0]
         self.free = list(range(self.pool.num_members))
 
     def record(self, num_lost: int) -> Record:

@@ -15,6 +15,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
@@ -265,6 +266,32 @@ def test_native_actions_are_not_cut_off() -> None:
     pool.reset([0], starts_of(0))
     with pytest.raises(ContractError, match=r"whole numbers, 0 or 1; got float64 \[1\]"):
         pool.step(np.array([0]), np.array([0.7]))
+    for action in (2, -1):
+        with pytest.raises(ContractError, match=rf"whole numbers, 0 or 1; got \[{action}\]"):
+            pool.step(np.array([0]), np.array([action]))
+
+
+@pytest.mark.parametrize("integrator", ["euler", "semi-implicit euler"])
+def test_native_settings_are_those_of_the_vector_environment(integrator: str) -> None:
+    """Each of them another than CartPole's; the episode goes on past the angle at which CartPole's would end."""
+    settings = {"kinematics_integrator": integrator, "gravity": 7.0, "force_mag": 5.0, "tau": 0.01}
+    settings |= {"masspole": 0.3, "total_mass": 1.7, "length": 0.8, "polemass_length": 0.24}
+    settings |= {"theta_threshold_radians": 0.7, "x_threshold": 0.5}
+    vector: Any = gymnasium.make_vec("CartPole-v1", 1, vectorization_mode="vector_entry_point")
+    single: Any = gymnasium.make("CartPole-v1")
+    for env in (vector.unwrapped, single.unwrapped):
+        vars(env).update(settings)
+    for number, episode in enumerate(through_pool(make_pool(vector, 1), starts_of(3, 4), 999)):
+        assert_same(episode, by_hand(single, EpisodeStart(seed=3 + number), number, 999))
+        assert max(abs(observation[2]) for observation, *_ in episode) > 0.25
+
+
+def test_a_cart_pole_that_computes_something_else_is_not_native() -> None:
+    class Other(CartPoleVectorEnv):
+        pass
+
+    with pytest.raises(ConfigError, match="Other cannot be stepped member by member"):
+        make_pool(Other(2), 2)
 
 
 @pytest.mark.parametrize("vectorization", ["native", "sync", "async"])

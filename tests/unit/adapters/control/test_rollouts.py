@@ -120,15 +120,16 @@ def test_an_episode_does_not_depend_on_which_others_run(kind: str) -> None:
 
 
 def test_noise_is_of_the_row_and_of_the_step() -> None:
-    """More steps than are drawn ahead: the noise neither repeats nor is shared between rows."""
+    """More steps than are drawn ahead, and a row that begins in between: the noise neither repeats nor is shared."""
     policy = policy_on(SerialPool([Chance(70) for _ in range(2)]))
     with torch.no_grad():
         policy.actor[1].mean.weight.zero_()  # action = noise
-    record = policy.roll_out(starts_of(0, 0), seed=1)
-    assert len(record.actions.unique(dim=0)) == 140
-    noise = [policy.distribution.noise(rng, 96) for rng in (np.random.default_rng([1, row]) for row in (0, 1))]
-    for row in (0, 1):  # drawn 32 steps at a time from the row's own generator
-        torch.testing.assert_close(record.actions[70 * row : 70 * row + 70], torch.from_numpy(noise[row][:70]))
+    record = policy.roll_out(starts_of(0, 0, 0), seed=1)
+    assert len(record.actions.unique(dim=0)) == 3 * 70
+    for row in range(3):  # drawn 64 steps at a time, from the row's key and the block's counter
+        blocks = [np.random.Philox(key=1 + (row << 64), counter=block << 64) for block in (0, 1)]
+        noise = np.concatenate([policy.distribution.noise(np.random.Generator(block), 64) for block in blocks])
+        torch.testing.assert_close(record.actions[70 * row : 70 * row + 70], torch.from_numpy(noise[:70]))
 
 
 def test_only_the_living_are_stepped_and_the_finished_replaced() -> None:

@@ -1,0 +1,67 @@
+"""The random numbers of sampled actions, for members that begin and end at any time."""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from .distributions import ActionDistribution
+
+NOISE_AHEAD = 64
+"""Steps for which a member's random numbers are drawn in one call: a block."""
+
+NOT_RUNNING = -1
+
+
+class StepNoise:
+    """Every member's noise is that of its episode's row and step, whoever else runs.
+
+    Block b of row r is what a counter-based generator gives at key (seed, r) from counter (0, b, 0, 0) on (Philox: Salmon et
+    al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). No generator belongs to anybody, and none has to be made.
+
+    A member's blocks are laid around a ring, from the place at which it began: what one batch needs stands side by side.
+
+    Args:
+        distribution: whose noise.
+        num_members: M.
+        seed: of all of it, from 0 to 2^64 - 1.
+    """
+
+    def __init__(self, distribution: ActionDistribution, num_members: int, seed: int) -> None:
+        self._distribution = distribution
+        self._seed = seed
+        self._philox = np.random.Philox(key=0)
+        self._generator = np.random.Generator(self._philox)
+        self._at_start = self._philox.state
+        self._ring = np.empty((NOISE_AHEAD, num_members, distribution.num_noise), dtype=np.float32)
+        self._place = 0
+        self._places = np.full(num_members, NOT_RUNNING)  # where each member's blocks begin
+        self._rows = np.empty(num_members, dtype=np.int64)
+        self._blocks = np.empty(num_members, dtype=np.int64)  # the number of its next one
+
+    def begin(self, member: int, row: int) -> None:
+        """The next step is this row's first."""
+        self._places[member], self._rows[member], self._blocks[member] = self._place, row, 0
+
+    def end(self, member: int) -> None:
+        """It takes no further step."""
+        self._places[member] = NOT_RUNNING
+
+    def of_step(self, members: Int64[np.ndarray, " n"]) -> Float[Tensor, "n num_noise"]:
+        """That of the next step of all who run, in the order of `members`."""
+        for member in (self._places == self._place).nonzero()[0]:
+            self._refill(member)
+        noise = self._ring[self._place].take(members, axis=0)
+        self._place = (self._place + 1) % NOISE_AHEAD
+        return torch.from_numpy(noise)
+
+    def _refill(self, member: int) -> None:
+        block = self._draw(self._rows[member], self._blocks[member])
+        self._blocks[member] += 1
+        self._ring[self._place :, member] = block[: NOISE_AHEAD - self._place]
+        self._ring[: self._place, member] = block[NOISE_AHEAD - self._place :]
+
+    def _draw(self, row: int, block: int) -> Float[np.ndarray, "steps num_noise"]:
+        key, counter = np.array([self._seed, row], dtype=np.uint64), np.array([0, block, 0, 0], dtype=np.uint64)
+        self._philox.state = {**self._at_start, "state": {"key": key, "counter": counter}}
+        return self._distribution.noise(self._generator, NOISE_AHEAD)
