@@ -26,10 +26,12 @@ def discounted_returns(rewards: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"],
     clean = torch.where(mask, rewards, 0.0)
     if gamma == 1.0 or clean.shape[1] == 0:
         return clean.flip(1).cumsum(1).flip(1)
-    columns = list(clean.unbind(1))
-    for t in reversed(range(len(columns) - 1)):
-        columns[t] = columns[t] + gamma * columns[t + 1]
-    return torch.stack(columns, dim=1)
+    returns, reach = clean, 1  # of the next `reach` rewards; twice as many each time
+    while reach < clean.shape[1]:
+        further = gamma**reach * returns[:, reach:]
+        returns = torch.cat([returns[:, :-reach] + further, returns[:, -reach:]], dim=1)
+        reach *= 2
+    return returns
 
 
 def group_relative_returns(
@@ -68,11 +70,10 @@ def group_relative_returns(
     Source:
         Shao et al. 2024, arXiv:2402.03300, sec. 4.1.3, without its normalisation of rewards before they are summed.
     """
-    columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
     return _among_steps(
         discounted_returns(rewards, mask, gamma),
         mask,
-        torch.stack([group_ids.to(mask.device).unsqueeze(1).expand(mask.shape), columns], dim=-1),
+        _pairs(group_ids.to(mask.device).unsqueeze(1), torch.arange(mask.shape[1], device=mask.device)),
         baseline=baseline,
         scale=scale,
         std_ddof=std_ddof,
@@ -106,7 +107,7 @@ def process_supervised_advantages(
     Source:
         Shao et al. 2024, arXiv:2402.03300, sec. 4.1.3.
     """
-    groups = group_ids.to(mask.device).view(-1, 1, 1).expand(*mask.shape, 1)
+    groups = group_ids.to(mask.device).unsqueeze(1).expand(mask.shape)
     _, places, counts = group_ids.to(mask.device).unique(return_inverse=True, return_counts=True)
     alone = (counts[places] == 1) & (options.get("baseline", "group_mean") not in ABSOLUTE_BASELINES)
     returns = discounted_returns(_among_steps(rewards, mask, groups, **options), mask, gamma)
@@ -146,8 +147,8 @@ def state_group_advantages(
     else:
         totals = torch.where(mask, rewards, 0.0).sum(1)
     of_rows = group_relative_advantages(totals, group_ids, **options).to(mask.device).unsqueeze(1)
-    places = torch.stack([group_ids.to(mask.device).unsqueeze(1).expand(mask.shape), state_keys], dim=-1)
-    of_states = _among_steps(discounted_returns(per_step, mask, gamma), mask, places, **options)
+    cells = _pairs(group_ids.to(mask.device).unsqueeze(1), state_keys)
+    of_states = _among_steps(discounted_returns(per_step, mask, gamma), mask, cells, **options)
     return torch.where(mask, of_rows + weight * of_states, 0.0)
 
 
@@ -208,10 +209,16 @@ def rewards_at_the_end(rewards: Float[Tensor, " N"], mask: Bool[Tensor, "N T"]) 
 
 
 def _among_steps(
-    values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], places: Int[Tensor, "N T K"], **options: Any
+    values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], cells: Int[Tensor, "N T"], **options: Any
 ) -> Float[Tensor, "N T"]:
-    """`group_relative_advantages` of the valid steps, those with equal `places` being a group."""
-    _, cells = places[mask].unique(dim=0, return_inverse=True)
+    """`group_relative_advantages` of the valid steps, those in equal `cells` being a group."""
     advantages = torch.zeros_like(values)
-    advantages[mask] = group_relative_advantages(values[mask], cells, **options)
+    advantages[mask] = group_relative_advantages(values[mask], cells[mask], **options)
     return advantages
+
+
+def _pairs(first: Int[Tensor, "N 1"], second: Int[Tensor, "..."]) -> Int[Tensor, "N T"]:
+    """A number for each pair: equal where both are."""
+    _, first = first.unique(return_inverse=True)
+    values, second = second.unique(return_inverse=True)
+    return first * len(values) + second
