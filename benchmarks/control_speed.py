@@ -4,7 +4,8 @@
   two of its iterations on HalfCheetah; SB3 with rl-zoo's settings for CartPole, and its defaults for HalfCheetah;
 - seconds until CartPole is learned: 475 over 20 episodes without noise, evaluated about every 2,000 steps, from the same
   beginnings on either side; neither evaluations nor the making of learners count;
-- the rollout alone, beside the environments stepped without anyone to decide, and with the network alone.
+- the rollout alone, beside the environments stepped without anyone to decide, and with the network alone: Gymnasium's vector
+  environment, and our own pool.
 
 A ratio is of two sides that ran one after the other, in turn; seconds are of the processor (`time.process_time`), and ratios
 by the clock on the wall stand beside. One thread.
@@ -246,6 +247,26 @@ def bare_loop(policy: EpisodePolicy, num_envs: int, num_steps: int) -> Run:
     return run
 
 
+def bare_pool(policy: EpisodePolicy, num_steps: int) -> Run:
+    """The policy's network and its own pool; the most likely actions, nothing is kept."""
+    pool = policy.pool
+    members = np.arange(pool.num_members)
+
+    @torch.no_grad()
+    def run(seed: int) -> Spent:
+        watch = Stopwatch()
+        start = EpisodeStart(seed=seed)
+        observations, _ = pool.reset(members.tolist(), [start] * len(members))
+        for _ in range(num_steps):
+            step = pool.step(members, policy.actor(torch.from_numpy(observations)).argmax(1).numpy())
+            observations, ended = step.observations, members[step.terminated | step.truncated].tolist()
+            if ended:
+                observations[ended] = pool.reset(ended, [start] * len(ended))[0]
+        return watch.spent(num_steps * len(members))
+
+    return run
+
+
 # Comparisons
 
 
@@ -369,6 +390,8 @@ def report_rollouts(repeats: int, *, quick: bool) -> None:
         length = trainer.step(starts(trainer.iteration))["steps/mean"]
     trained = our_rollout(policy, 64 if quick else 256)
     report_speed("CartPole, 64 members, trained : bare loop", trained, loop, repeats, "at least 0.77")
+    own = bare_pool(policy, 50 if quick else 2_000)
+    report_speed("CartPole, 64 members, trained : bare pool", trained, own, repeats, "what is not the environment's")
 
 
 def main() -> None:

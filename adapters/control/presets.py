@@ -120,7 +120,15 @@ PRESETS = {
         ),
         ControlPreset(env_id="Acrobot-v1", total_steps=120_000, threshold=-100.0, gamma=0.99),
         ControlPreset(env_id="Pendulum-v1", total_steps=250_000, threshold=-200.0, gamma=0.97, num_epochs=10),
-        replace(_MUJOCO, env_id="Reacher-v5", total_steps=300_000, threshold=-5.5, gamma=0.9, num_groups=4),
+        replace(
+            _MUJOCO,
+            env_id="Reacher-v5",
+            total_steps=300_000,
+            threshold=-5.5,
+            gamma=0.9,
+            num_groups=4,
+            initial_log_std=-1.0,
+        ),
         replace(_MUJOCO, env_id="HalfCheetah-v5", threshold=1300.0, gamma=0.9, num_groups=1, max_episode_steps=250),
         replace(_MUJOCO, env_id="Hopper-v5", threshold=1500.0, gamma=0.995, learning_rate=6e-4),
     )

@@ -153,8 +153,10 @@ def test_presets_of_control_are_as_the_table_says() -> None:
             f"{preset.learning_rate:g}",
             "normalised" if preset.normalize_observations else "as they are",
         ], env_id
-    rest = {(preset.clip, preset.entropy_coef, preset.initial_log_std) for preset in PRESETS.values()}
-    assert rest == {(0.2, 0.0, 0.0)}, "what stands below the table"
+    # what stands below the table
+    assert {(preset.clip, preset.entropy_coef) for preset in PRESETS.values()} == {(0.2, 0.0)}
+    assert {env_id: p.initial_log_std for env_id, p in PRESETS.items() if p.initial_log_std} == {"Reacher-v5": -1.0}
+    assert {env_id: p.max_episode_steps for env_id, p in PRESETS.items() if p.max_episode_steps} == {"HalfCheetah-v5": 250}
 
 
 @pages
