@@ -130,7 +130,9 @@ PRESETS = {
             initial_log_std=-1.0,
         ),
         replace(_MUJOCO, env_id="HalfCheetah-v5", threshold=1300.0, gamma=0.9, num_groups=1, max_episode_steps=250),
-        replace(_MUJOCO, env_id="Hopper-v5", threshold=1500.0, gamma=0.995, learning_rate=6e-4),
+        replace(
+            _MUJOCO, env_id="Hopper-v5", threshold=1500.0, gamma=0.995, num_groups=1, group_size=16, learning_rate=6e-4
+        ),
     )
 }
 """By environment id."""
