@@ -123,7 +123,8 @@ def test_the_kit(case: Case) -> None:
 def test_two_iterations(case: Case) -> None:
     lengths: list[int] = []
     policy = case.policy()
-    reward = WeightedRewards({"env": counted(EnvironmentReward(), lengths), "own": StepReward(of_its_actions)})
+    terms = {"env": counted(EnvironmentReward(), lengths), "own": StepReward(of_its_actions)}
+    reward = WeightedRewards(terms, weights={"env": 1.0, "own": 0.5})  # with 1 a card too many would cancel its cost
     trainer = GRPOTrainer(config=GRPOConfig(group_size=6, seed=0), policy=policy, reward_model=reward)
     for iteration in range(2):
         before = [value.clone() for value in policy.actor.parameters()]
