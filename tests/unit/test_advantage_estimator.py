@@ -310,12 +310,13 @@ def test_discounted_returns_take_masked_rewards_as_zero():
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
-def test_discounted_returns_against_their_definition(gamma):
-    rewards = double([[0.5, -1.0, 2.0, 3.0], [1.0, 0.25, 4.0, -8.0]])
-    returns = discounted_returns(rewards, torch.ones(2, 4, dtype=torch.bool), gamma)
+@pytest.mark.parametrize("num_steps", [1, 4, 7])  # sums are doubled in length: not only powers of two
+def test_discounted_returns_against_their_definition(gamma, num_steps):
+    rewards = double([[0.5, -1.0, 2.0, 3.0, -2.5, 1.0, 6.0], [1.0, 0.25, 4.0, -8.0, 2.0, 5.0, -1.0]])[:, :num_steps]
+    returns = discounted_returns(rewards, torch.ones(2, num_steps, dtype=torch.bool), gamma)
     for n in range(2):
-        for t in range(4):
-            expected = sum(gamma ** (k - t) * rewards[n, k].item() for k in range(t, 4))
+        for t in range(num_steps):
+            expected = sum(gamma ** (k - t) * rewards[n, k].item() for k in range(t, num_steps))
             assert returns[n, t].item() == pytest.approx(expected)
 
 
