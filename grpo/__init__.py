@@ -28,8 +28,10 @@ from .errors import (
     ProtocolError,
     RewardError,
 )
+from .evaluation import ComparisonReport, compare_policies
 from .experience_collector import ExperienceCollector
 from .grpo_objective import grpo_objective
+from .measurement import PolicyMeasurement, measure_policy
 from .metrics import JSONLSink, MetricSink
 from .objective_config import ObjectiveConfig
 from .off_policy import sampler_weights
@@ -66,6 +68,7 @@ __all__ = [
     "AdvantageConfig",
     "AdvantageEstimator",
     "CheckpointError",
+    "ComparisonReport",
     "ConfigError",
     "ContractError",
     "Engine",
@@ -86,6 +89,7 @@ __all__ = [
     "ObjectiveInputs",
     "ObjectiveOutput",
     "PlansMicroBatches",
+    "PolicyMeasurement",
     "PolicyModel",
     "ProtocolError",
     "Replicated",
@@ -104,6 +108,7 @@ __all__ = [
     "best_checkpoint",
     "cispo_surrogate",
     "clipped_surrogate",
+    "compare_policies",
     "decoupled_advantages",
     "discounted_returns",
     "dppo_tv_surrogate",
@@ -118,6 +123,7 @@ __all__ = [
     "kl_k2",
     "kl_k3",
     "kl_k3_weighted",
+    "measure_policy",
     "reinforce_surrogate",
     "sampler_weights",
     "sapo_surrogate",

@@ -87,12 +87,16 @@ def _nested(cls: type, name: str, value: Any) -> Any:
     for kind in _alternatives(cls, name):
         if isinstance(kind, type) and issubclass(kind, Settings) and isinstance(value, Mapping):
             return kind.from_dict(value)
+        if get_origin(kind) is tuple and isinstance(value, list):
+            return tuple(value)  # JSON has no tuples
     return value
 
 
 def _is_a(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
+    if get_origin(kind) is tuple:  # tuple[X, ...]
+        return isinstance(value, tuple) and all(_is_a(entry, get_args(kind)[0]) for entry in value)
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if kind is int:
@@ -103,4 +107,6 @@ def _is_a(value: Any, kind: Any) -> bool:
 def _spell(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(repr, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return f"a tuple of {_spell(get_args(kind)[0])}"
     return "None" if kind is types.NoneType else "a finite number" if kind is float else str(kind.__name__)

@@ -1,0 +1,620 @@
+"""Measuring and comparing policies: numbers by hand, what is shared between the sides, and what is left untouched."""
+
+import copy
+import json
+import math
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo import (
+    ConfigError,
+    ContractError,
+    GRPOConfig,
+    GRPOTrainer,
+    PolicyMeasurement,
+    ProtocolError,
+    RewardConfig,
+    RewardError,
+    SampledActions,
+    WeightedRewards,
+    compare_policies,
+    measure_policy,
+)
+from grpo.evaluation import ComparisonReport, paired_interval
+from grpo.random_state import take_random_state
+from tests.policies import DuckPolicy, ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
+
+STATES = ["up", "down", "same"]
+# reward = action: means .25, 1, .5 before, and .75, .5, .5 after
+BEFORE = [[0, 0, 1, 0], [1, 1, 1, 1], [1, 0, 1, 0]]
+AFTER = [[1, 1, 1, 0], [1, 0, 0, 1], [0, 0, 1, 1]]
+
+
+def action_itself(states: Any, actions: Any) -> list[float]:
+    return [float(action) for action in actions]
+
+
+def paying(*rewards: Any) -> Any:
+    """Action k pays `rewards[k]`."""
+    return lambda states, actions: [rewards[action] for action in actions]
+
+
+def scripted(script: list[list[int]], states: Any = STATES) -> TablePolicy:
+    return TablePolicy(states, script=script)
+
+
+def compared(before: Any, after: Any, reward_model: Any = action_itself, **options: Any) -> ComparisonReport:
+    """Scripted policies side by side; as many actions as the scripts have."""
+    states = STATES[: len(before)]
+    options = {"num_actions_per_state": len(before[0]), "progress": False, **options}
+    return compare_policies(scripted(before, states), scripted(after, states), states, reward_model, **options)
+
+
+def measured(policy: Any, states: Any = STATES, reward_model: Any = action_itself, **options: Any) -> PolicyMeasurement:
+    return measure_policy(policy, states, reward_model, **{"progress": False, **options})
+
+
+# Numbers
+
+
+def test_by_hand() -> None:
+    report = compared(BEFORE, AFTER)
+    assert report.mean_reward_before == pytest.approx((0.25 + 1.0 + 0.5) / 3)
+    assert report.mean_reward_after == pytest.approx((0.75 + 0.5 + 0.5) / 3)
+    assert report.improvement == pytest.approx(0.0)
+    assert report.improvement_percent == pytest.approx(0.0)
+    rows = [(state.label, state.before, state.after, state.difference, state.outcome) for state in report.states]
+    assert rows == [
+        ("up", 0.25, 0.75, 0.5, "improved"),
+        ("down", 1.0, 0.5, -0.5, "worse"),
+        ("same", 0.5, 0.5, 0.0, "unchanged"),
+    ]
+    assert (report.num_improved, report.num_worse, report.num_unchanged) == (1, 1, 1)
+    assert report.num_actions_per_state == 4
+    assert report.components_before == report.components_after == {}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "percent"),
+    [
+        (2, 3, 50.0),  # 100 (3 - 2) / 2
+        (-2, -1, 50.0),  # 100 (-1 + 2) / |-2|: better is positive
+        (-2, -3, -50.0),
+        (-2, 2, 200.0),
+        (4, 0, -100.0),
+        (0, 5, None),  # of nothing
+        (0, 0, None),
+    ],
+)
+def test_percent_of_the_original(before: int, after: int, percent: float | None) -> None:
+    assert compared([[before]], [[after]]).improvement_percent == percent
+
+
+def test_a_baseline_that_is_only_rounding_has_no_percentage() -> None:
+    """.1 + .2 - .3 is 5.6e-17 in float64."""
+    report = compared([[0, 1, 2]], [[3, 3, 3]], paying(0.1, 0.2, -0.3, 1.0))
+    assert report.mean_reward_before != 0.0
+    assert report.improvement_percent is None
+    assert report.improvement == pytest.approx(1.0)
+
+
+def test_rounding_is_no_change() -> None:
+    """In float32 the means of (.3, 0) and (.1, .2) differ by 1e-9; by 1e-3 is a change."""
+    report = compared([[0, 1], [0, 1]], [[2, 3], [2, 4]], paying(*torch.tensor([0.3, 0.0, 0.1, 0.2, 0.203])))
+    assert report.states[0].difference != 0.0
+    assert [state.outcome for state in report.states] == ["unchanged", "improved"]
+
+
+def test_one_state_has_no_interval() -> None:
+    report = compared([[0]], [[1]])
+    assert report.confidence_interval is None
+    assert report.improvement == 1.0
+    assert "none from one state" in str(report)
+
+
+def test_the_interval_is_of_the_differences() -> None:
+    """Differences 0 and 1, whatever the rewards: resampled means are 0, .5, 1 with probability 1/4, 1/2, 1/4."""
+    report = compared([[5], [-5]], [[5], [-4]])
+    assert report.confidence == 0.95
+    assert report.confidence_interval == (0.0, 1.0)
+    assert compared([[5], [-5]], [[5], [-4]], confidence=0.4).confidence_interval == (0.5, 0.5)
+
+
+def test_the_interval_follows_the_seed() -> None:
+    differences = np.arange(12.0) ** 2
+    for seed in (0, 7):
+        expected = paired_interval(differences, confidence=0.95, seed=seed)
+        assert (
+            of_many(12, lambda states, actions: [action**2 for action in actions], seed).confidence_interval == expected
+        )
+    assert expected != paired_interval(differences, confidence=0.95, seed=0)
+
+
+def test_intervals_by_hand() -> None:
+    assert paired_interval(np.array([0.25, 0.25, 0.25]), confidence=0.99, seed=3) == (0.25, 0.25)
+    # 60 % and two states: quantiles .2 and .8 lie within the outer quarters
+    assert paired_interval(np.array([0.0, 1.0]), confidence=0.6, seed=0) == (0.0, 1.0)
+    assert paired_interval(np.array([7.0]), confidence=0.95, seed=0) is None
+
+
+def test_for_many_states_the_interval_is_the_normal_one() -> None:
+    """Mean -+ 1.96 s / sqrt(B), by the central limit theorem; 400 states are resampled in several blocks."""
+    differences = np.random.default_rng(0).normal(0.3, 2.0, size=400)
+    low, high = paired_interval(differences, confidence=0.95, seed=1) or (math.nan, math.nan)
+    half = 1.96 * differences.std() / math.sqrt(400)
+    assert low == pytest.approx(differences.mean() - half, abs=0.05 * half)
+    assert high == pytest.approx(differences.mean() + half, abs=0.05 * half)
+    wider = paired_interval(differences, confidence=0.99, seed=1)
+    assert wider is not None
+    assert wider[0] < low < high < wider[1]
+    assert paired_interval(differences, confidence=0.95, seed=1) == (low, high)
+    assert paired_interval(differences, confidence=0.95, seed=2) != (low, high)
+
+
+# Parts of the reward
+
+
+def test_parts_are_reported_unweighted() -> None:
+    """right = action: 7/12 and 7/12; twice = 2 action, weighed .25: total 1.5 action."""
+    reward = WeightedRewards(
+        {"right": action_itself, "twice": lambda states, actions: [2.0 * action for action in actions]},
+        {"right": 1.0, "twice": 0.25},
+    )
+    report = compared(BEFORE, [[1] * 4] * 3, reward_model=reward)
+    assert report.components_before == pytest.approx({"right": 7 / 12, "twice": 14 / 12})
+    assert report.components_after == {"right": 1.0, "twice": 2.0}
+    assert report.mean_reward_after == 1.5
+    assert "twice" in str(report)
+
+
+class Ragged:
+    """Part "odd" is told only of batches with a state "odd", and applies (is no NaN) only to actions above 0."""
+
+    def compute_components(self, states: Any, actions: Any) -> dict[str, torch.Tensor]:
+        own = torch.tensor([float(action) for action in actions])
+        parts = {"all": own}
+        if "odd" in states:
+            parts["odd"] = torch.where(own > 0, 10 * own, math.nan)
+        return parts
+
+    def combine(self, components: Any) -> torch.Tensor:
+        return components["all"]
+
+    def compute_rewards(self, states: Any, actions: Any) -> torch.Tensor:
+        return self.combine(self.compute_components(states, actions))
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+    def to(self, device: Any) -> None: ...
+
+
+class Looked(TablePolicy):
+    """`script` by state, in any batch."""
+
+    def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+        self.calls[f"batch of {len(states)}"] += 1
+        return [self.script[self.places[state]] for state in states]  # type: ignore[index]
+
+
+def test_parts_that_are_not_everywhere() -> None:
+    """odd: state "odd" alone, of actions (0, 2) and (3, 1): the mean of 20, then of 30 and 10. Never elsewhere."""
+    states = ["even", "odd"]
+    sides = [Looked(states, script=[[1, 1], row]) for row in ([0, 2], [3, 1])]
+    report = compare_policies(*sides, states, Ragged(), num_actions_per_state=2, batch_size=1, progress=False)
+    assert report.components_before == {"all": 1.0, "odd": 20.0}
+    assert report.components_after == {"all": 1.5, "odd": 20.0}
+    nothing = Looked(states, script=[[1, 1], [0, 0]])
+    report = compare_policies(
+        nothing, sides[0], states, Ragged(), num_actions_per_state=2, batch_size=1, progress=False
+    )
+    assert report.components_before == {"all": 0.5}
+    assert report.components_after == {"all": 1.0, "odd": 20.0}
+    line = next(line for line in str(report).splitlines() if line.endswith("  odd") and "20.0000" in line)
+    assert line.split() == ["-", "20.0000", "-", "odd"]
+
+
+def test_a_part_counts_every_state_the_same() -> None:
+    """odd: NaN and 40 in one state, 10 and 10 in the other: (40 + 10) / 2, and not the rows' 60 / 3."""
+    policy = Looked(["odd", "too"], script=[[0, 4], [1, 1]])
+    found = measured(policy, ["odd", "too"], Ragged(), num_actions_per_state=2)
+    assert found.component_means == {"all": 1.5, "odd": 25.0}
+
+
+class ThreeSteps(ExactSampling):
+    """Rows of 1, 2 and 3 decisions out of 3."""
+
+    def sample_actions(self, states: Any, num_actions_per_state: int) -> SampledActions:
+        mask = torch.tensor([[True, False, False], [True, True, False], [True, True, True]])
+        return SampledActions(actions=[["a", "b", "c"]], mask=mask)
+
+
+def test_rewards_per_step_are_added_up_where_the_policy_decided() -> None:
+    """Steps pay 1, 10, 100 and nothing that is read off the mask: 1, 11, 111."""
+    reward = WeightedRewards(
+        {"steps": lambda states, actions: [[1.0, math.nan, math.nan], [1.0, 10.0, math.inf], [1.0, 10.0, 100.0]]}
+    )
+    found = measured(ThreeSteps(), ["s"], reward, num_actions_per_state=3)
+    assert found.rewards.tolist() == [[1.0, 11.0, 111.0]]
+    assert found.components["steps"].tolist() == [[1.0, 11.0, 111.0]]
+    assert found.mean_reward == 41.0
+
+
+def test_a_row_left_out_takes_its_steps_along() -> None:
+    """The first row is left out: 11 and 111, mean 61."""
+    found = measured(
+        ThreeSteps(),
+        ["s"],
+        lambda states, actions: [[math.nan, 5.0, 5.0], [1.0, 10.0, 5.0], [1.0, 10.0, 100.0]],
+        num_actions_per_state=3,
+        reward=RewardConfig(non_finite="drop"),
+    )
+    assert found.rewards[0, 1:].tolist() == [11.0, 111.0]
+    assert found.rewards[0, 0].isnan()
+    assert found.mean_reward == 61.0
+
+
+# Random numbers, gradients, modes
+
+
+def test_both_sides_meet_the_same_random_numbers() -> None:
+    policy = TablePolicy(STATES, 50)
+    for batch_size in (1, 2, 3):
+        report = compare_policies(
+            policy, copy.deepcopy(policy), STATES, action_itself, batch_size=batch_size, progress=False
+        )
+        assert report.num_unchanged == 3
+        assert report.improvement == 0.0
+
+
+def test_measuring_is_repeatable_and_follows_the_seed() -> None:
+    policy = TablePolicy(STATES, 50)
+    first = measured(policy)
+    torch.rand(7)
+    assert torch.equal(measured(policy).rewards, first.rewards)
+    assert not torch.equal(measured(policy, seed=1).rewards, first.rewards)
+    assert len(set(map(tuple, measured(policy, batch_size=1).rewards.tolist()))) == 3  # batches differ
+
+
+def test_global_random_generators_are_untouched() -> None:
+    def random_reward(states: Any, actions: Any) -> list[float]:
+        return [random.random() + np.random.rand() for _ in actions]  # noqa: NPY002
+
+    def generators() -> str:
+        """Those of numpy and torch; the type checks of these tests draw from Python's own."""
+        return digest({name: state for name, state in take_random_state().items() if name != "python"})
+
+    before = generators()
+    first = measured(TablePolicy(STATES), reward_model=random_reward)
+    assert generators() == before
+    assert torch.equal(first.rewards, measured(TablePolicy(STATES), reward_model=random_reward).rewards)
+
+    def failing(states: Any, actions: Any) -> list[float]:
+        torch.rand(1)
+        raise ValueError("broken")
+
+    with pytest.raises(RewardError, match="broken"):
+        measured(TablePolicy(STATES), reward_model=failing)
+    assert generators() == before
+
+
+def test_nothing_is_trained_and_no_gradient_is_kept() -> None:
+    class Watching(TablePolicy):
+        def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+            assert not torch.is_grad_enabled()
+            return super().generate_actions(states, num_actions_per_state)
+
+    def watching(states: Any, actions: Any) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
+        return torch.ones(len(actions), requires_grad=True)
+
+    policy = Watching(STATES)
+    before = weights_of(policy)
+    found = measured(policy, reward_model=watching)
+    assert not found.rewards.requires_grad
+    assert torch.equal(weights_of(policy), before)
+    assert policy.logits.grad is None
+    assert policy.calls == {"generate": 1}  # and nothing was scored
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_is_put_back(training: bool) -> None:
+    policy = VectorPolicy(dropout=0.5).train(training)
+    policy.net[2].train(not training)
+    seen = []
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        seen.append(policy.training or policy.net[2].training)
+        return action_itself(states, actions)
+
+    measured(policy, torch.zeros(2, 3), reward)
+    assert seen == [False]
+    assert policy.training is training
+    assert policy.net[2].training is not training
+    with pytest.raises(RewardError):
+        measured(policy, torch.zeros(2, 3), lambda states, actions: None)
+    assert policy.training is training
+
+
+def test_the_mode_of_what_is_no_module() -> None:
+    hidden = DuckPolicy()
+    measured(hidden, [0, 1])
+    assert hidden.mode == "eval"  # it does not tell its mode
+    telling = DuckPolicy()
+    telling.training = True  # type: ignore[attr-defined]
+    measured(telling, [0, 1])
+    assert telling.mode == "train"
+
+
+def test_a_separate_sampler_is_given_the_weights_first() -> None:
+    class Synced(TablePolicy):
+        def sync_sampler(self) -> None:
+            assert not self.calls["generate"]
+            self.calls["sync"] += 1
+
+    policy = Synced(STATES)
+    measured(policy, batch_size=1)
+    assert policy.calls == {"sync": 1, "generate": 3}
+
+
+# Before and after
+
+
+def test_before_and_after_training_of_one_policy() -> None:
+    policy = TablePolicy(STATES)
+    before = measured(policy, num_actions_per_state=64, seed=5)
+    config = GRPOConfig(seed=0, learning_rate=0.3, num_states_per_iteration=3)
+    GRPOTrainer(config=config, policy=policy, reward_model=action_itself).train(
+        STATES, num_iterations=20, progress=False
+    )
+    report = compare_policies(before, policy, STATES, action_itself, progress=False)
+    assert report.mean_reward_before == pytest.approx(0.5, abs=0.1)
+    assert report.mean_reward_after > 0.9
+    assert report.num_improved == 3
+    assert report.confidence_interval is not None
+    assert report.confidence_interval[0] > 0.3
+    assert (report.num_actions_per_state, report.seed) == (64, 5)  # as it was measured
+
+
+def test_an_earlier_measurement_is_as_good_as_the_policy() -> None:
+    before, after = TablePolicy(STATES, 9), TablePolicy(STATES, 9, logits=torch.randn(3, 9))
+    options: dict[str, Any] = {"num_actions_per_state": 5, "batch_size": 2, "seed": 4, "progress": False}
+    earlier = measured(before, **options)
+    expected = compare_policies(before, after, STATES, action_itself, **options)
+    assert compare_policies(earlier, after, STATES, action_itself, progress=False) == expected
+    assert compare_policies(earlier, after, STATES, action_itself, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"num_actions_per_state": 4}, "num_actions_per_state must be 8, as `original` was measured; got 4"),
+        ({"batch_size": 1}, "batch_size must be 32"),
+        ({"seed": 1}, "seed must be 0"),
+    ],
+)
+def test_measured_in_another_way(option: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compare_policies(measured(TablePolicy(STATES)), TablePolicy(STATES), STATES, action_itself, **option)
+
+
+def test_measured_in_other_states() -> None:
+    policy = TablePolicy(STATES)
+    before = measured(policy)
+    with pytest.raises(ContractError, match="must be the 3 that `original` was measured in; got 2"):
+        compare_policies(before, policy, STATES[:2], action_itself)
+    with pytest.raises(ContractError, match="in the same order; state 0 was 'up', and is another now"):
+        compare_policies(before, policy, STATES[::-1], action_itself)
+    assert policy.calls == {"generate": 1}  # found out before anything was sampled
+
+
+def vectors(kind: str) -> Any:
+    values = [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    return {"list": values, "tensor": torch.tensor(values), "array": np.array(values)}[kind]
+
+
+@pytest.mark.parametrize("kind", ["list", "tensor", "array"])
+def test_states_of_any_container(kind: str) -> None:
+    policy = VectorPolicy()
+    before = measured(policy, vectors(kind), batch_size=1)
+    assert before.rewards.shape == (2, 8)
+    assert compare_policies(before, policy, vectors(kind), action_itself, progress=False).num_unchanged == 2
+    changed = vectors(kind)
+    changed[1][2] += 1e-6
+    with pytest.raises(ContractError, match="state 1"):
+        compare_policies(before, policy, changed, action_itself, progress=False)
+
+
+def test_states_are_told_apart_by_what_they_hold() -> None:
+    def fingerprint(state: Any) -> str:
+        policy = TablePolicy(script=[[0]])
+        return measured(policy, [state], num_actions_per_state=1).fingerprints[0]
+
+    class Opaque:
+        pass
+
+    row = {"prompt": "1+1=", "answer": 2, "vector": torch.ones(2, dtype=torch.bfloat16)}
+    assert fingerprint(row) == fingerprint({**row, "vector": torch.ones(2, dtype=torch.bfloat16)})
+    others = [
+        {**row, "answer": 3},
+        {**row, "vector": torch.zeros(2, dtype=torch.bfloat16)},
+        1,
+        "1",
+        1.5,
+        None,
+        Opaque(),
+    ]
+    others += [torch.zeros(4), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32)]  # the same bytes
+    assert len({fingerprint(state) for state in [row, *others]}) == 1 + len(others)
+    assert fingerprint(Opaque()) == fingerprint(Opaque())  # nothing is known of it but its type
+
+
+# What is refused, left out, or called by name
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"num_actions_per_state": 0}, "num_actions_per_state must be >= 1; got 0"),
+        ({"batch_size": 0}, "batch_size must be >= 1; got 0"),
+        ({"seed": -1}, "seed must be >= 0; got -1"),
+        ({"confidence": 0.0}, "confidence must be > 0 and < 1; got 0.0"),
+        ({"confidence": 1.0}, "confidence must be > 0 and < 1; got 1.0"),
+    ],
+)
+def test_numbers_out_of_range(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compare_policies(TablePolicy(STATES), TablePolicy(STATES), STATES, action_itself, **option)
+
+
+def test_wrong_arguments() -> None:
+    policy = TablePolicy(STATES)
+    with pytest.raises(ContractError, match="pass at least one"):
+        measured(policy, [])
+    with pytest.raises(ConfigError, match="pass what measure_policy returned"):
+        compare_policies(policy, policy, STATES, action_itself)
+    with pytest.raises(ProtocolError, match="original must implement PolicyModel"):
+        compare_policies("policy", policy, STATES, action_itself)
+    with pytest.raises(ProtocolError, match="trained must implement PolicyModel"):
+        compare_policies(policy, measured(policy), STATES, action_itself)
+    with pytest.raises(ProtocolError, match="reward_model must implement RewardModel"):
+        measured(policy, reward_model=object())
+    assert policy.calls == {"generate": 1}
+
+
+def test_rows_without_a_reward_can_be_left_out() -> None:
+    """Before: (NaN, 1) -> 1 and (0, 0) -> 0; after: 1 and 1, nothing left out."""
+    before, after, reward_model = [[2, 1], [0, 0]], [[1, 1], [1, 1]], paying(0.0, 1.0, math.nan)
+    with pytest.raises(RewardError, match="finite"):
+        compared(before, after, reward_model)
+    report = compared(before, after, reward_model, reward=RewardConfig(non_finite="drop"))
+    assert [(state.before, state.after) for state in report.states] == [(1.0, 1.0), (0.0, 1.0)]
+    assert report.reward_failures_before["rows/dropped"] == 1.0
+    assert report.reward_failures_after["rows/dropped"] == 0.0
+    assert "rows/dropped: 1 before, 0 after" in str(report)
+    assert "rewards/zeroed" not in str(report)
+
+
+def test_a_state_without_any_reward_is_an_error() -> None:
+    policy = scripted([[0, 1], [2, 2], [1, 1]])
+    options: dict[str, Any] = {"num_actions_per_state": 2, "reward": RewardConfig(non_finite="drop")}
+    with pytest.raises(RewardError, match=r"all 2 rows of state\(s\) \[1\] were left out, .* 'down'"):
+        measured(policy, STATES, paying(0.0, 1.0, math.nan), **options)
+
+
+def test_labels() -> None:
+    states = ["a prompt", ("a", 1), "x" * 300, ("x" * 300,)]
+    labels = measured(TablePolicy(states), states).labels
+    assert labels[:3] == ("a prompt", "('a', 1)", "x" * 300)
+    assert len(labels[3]) == 200
+    rows = [{"prompt": "1+1="}, {"prompt": "2+2="}]
+    policy = TablePolicy(script=[[0], [1]])
+    found = measured(policy, rows, num_actions_per_state=1, label=lambda row: row["prompt"])
+    assert found.labels == ("1+1=", "2+2=")
+
+
+def test_the_progress_bar_counts_states_and_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    measured(TablePolicy(STATES), batch_size=2)
+    assert capsys.readouterr().err == ""
+    measured(TablePolicy(STATES), batch_size=2, progress=True)
+    assert "3/3" in capsys.readouterr().err
+
+
+# What is shown and kept
+
+
+def test_json_holds_everything_and_is_strict(tmp_path: Path) -> None:
+    report = compared([[0, 0]], [[1, 0]], WeightedRewards({"part": action_itself}))
+    assert report.improvement_percent is None
+    assert report.confidence_interval is None
+    path = tmp_path / "reports" / "report.json"
+    text = report.to_json(path)
+    assert path.read_text(encoding="utf-8") == text + "\n"
+    assert report.to_json() == text
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    found = json.loads(text, parse_constant=refuse)
+    assert found["states"] == [
+        {"label": "up", "before": 0.0, "after": 0.5, "difference": 0.5, "outcome": "improved"},
+    ]
+    assert found["improvement_percent"] is None
+    assert found["components_after"] == {"part": 0.5}
+    assert found == {**asdict(report), "states": found["states"]}
+    interval = json.loads(compared(BEFORE, AFTER).to_json())["confidence_interval"]
+    assert interval == pytest.approx([-0.5, 0.5])  # all three resampled alike: 1/27, more than 2.5 %
+
+
+def test_the_table_by_hand() -> None:
+    report = compared(BEFORE, AFTER, WeightedRewards({"right": action_itself}))
+    assert str(report).splitlines() == [
+        "Mean reward: 0.5833 -> 0.5833, +0.0000 (+0 %)",
+        "95 % confidence interval of the difference: -0.5000 to +0.5000",
+        "3 states: 1 improved, 1 worse, 1 unchanged; 4 actions in each",
+        "",
+        "      before       after  difference  part of the reward",
+        "      0.5833      0.5833     +0.0000  right",
+        "",
+        "      before       after  difference  state",
+        "      0.2500      0.7500     +0.5000  up",
+        "      0.5000      0.5000     +0.0000  same",
+        "      1.0000      0.5000     -0.5000  down",
+    ]
+
+
+def of_many(num_states: int, reward_model: Any = action_itself, seed: int = 0) -> ComparisonReport:
+    """State k goes from action 0 to action k."""
+    states = [f"gains {k}" for k in range(num_states)]
+    sides = [scripted([[0]] * num_states, states), scripted([[k] for k in range(num_states)], states)]
+    return compare_policies(*sides, states, reward_model, num_actions_per_state=1, seed=seed, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "shown"),
+    [
+        (3, ["gains 5", "gains 4", "... 3 more", "gains 0"]),
+        (2, ["gains 5", "... 4 more", "gains 0"]),
+        (0, ["... 6 more"]),
+        (6, [f"gains {k}" for k in (5, 4, 3, 2, 1, 0)]),
+        (None, [f"gains {k}" for k in (5, 4, 3, 2, 1, 0)]),
+    ],
+)
+def test_the_table_shows_both_ends(max_rows: int | None, shown: list[str]) -> None:
+    lines = of_many(6).table(max_rows=max_rows).splitlines()
+    start = next(place for place, line in enumerate(lines) if line.endswith("difference  state"))
+    assert [line[38:] for line in lines[start + 1 :]] == shown
+
+
+def test_the_table_is_short_by_default() -> None:
+    assert len(str(of_many(32)).splitlines()) == 3 + 2 + 21
+
+
+def test_the_table_stays_within_100_columns_and_obeys_no_label() -> None:
+    states = ["long " * 100, "two\nlines\tand \x1b[31mred\x1b[0m \ud800", "x" * 62, "x" * 63]
+    sides = [scripted([[k]] * 4, states) for k in (0, 1)]
+    reward_model = WeightedRewards({"a name " * 30: lambda states, actions: [-1.23e30 * a for a in actions]})
+    report = compare_policies(*sides, states, reward_model, num_actions_per_state=1, progress=False)
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) == 100
+    assert "  -1.23e+30   -1.23e+30" in lines[5]
+    assert lines[-3].endswith("  two lines and \\x1b[31mred\\x1b[0m \\ud800")
+    assert lines[-2].endswith("x" * 62)
+    assert lines[-1].endswith("x" * 59 + "...")
+    assert all(line.isprintable() for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0.0000"), (1e-4, "0.0001"), (99e-6, "9.90e-05"), (99_999, "99999.0000"), (-123_456, "-1.23e+05")],
+)
+def test_numbers_keep_their_column(value: float, shown: str) -> None:
+    row = str(compared([[0]], [[1]], paying(value, value))).splitlines()[-1]
+    assert row == f"{shown:>12}{shown:>12}{'+0.0000':>12}  up"
