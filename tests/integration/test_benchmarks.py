@@ -54,6 +54,14 @@ def test_the_objective_benchmark_prints_a_line_for_each_comparison() -> None:
     assert (INSTALL in printed) != HAS_TRL
 
 
+@pytest.mark.skipif(not HAS_TRL, reason=f"TRL is {INSTALL}")
+def test_the_language_model_benchmark_times_both_and_the_bare_loop() -> None:
+    command = [sys.executable, "-m", "benchmarks.llm_vs_trl", "--cases", "tiny", "--pairs", "1", "--skip-memory"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "prompt 8, completion 4, group 2, 4 rows" in printed
+    assert printed.count(" x (") == 2  # against TRL, against the bare loop
+
+
 def test_the_control_benchmark_prints_a_line_for_each_comparison() -> None:
     command = [sys.executable, "-W", "error", "-m", "benchmarks.control_speed", "--quick"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

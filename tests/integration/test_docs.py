@@ -16,13 +16,14 @@ import torch
 
 from adapters.bandits import SoftmaxPolicy
 from adapters.control import PRESETS
+from adapters.llm import SamplingConfig
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, RewardConfig, WeightedRewards, presets
 from grpo.diagnosis import ADVICE
 from tests.policies import TablePolicy
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-COMING_FROM, DEBUGGING, CONTROL = DOCS / "coming_from.md", DOCS / "debugging.md", DOCS / "control.md"
+COMING_FROM, DEBUGGING, CONTROL, LLM = (DOCS / f"{name}.md" for name in ("coming_from", "debugging", "control", "llm"))
 SECONDS_PER_BLOCK = 2.0
 NOT_RUN = "<!-- not run -->"
 
@@ -31,8 +32,9 @@ SECTIONS: dict[str, type] = {
     "advantage": AdvantageConfig,
     "reward": RewardConfig,
     "config": GRPOConfig,
+    "sampling": SamplingConfig,
 }
-SETTING = re.compile(r"(?<![\w.-])(objective|advantage|reward|config)\.([a-z]\w*)(?:=\"(\w+)\")?")
+SETTING = re.compile(r"(?<![\w.-])(objective|advantage|reward|config|sampling)\.([a-z]\w*)(?:=\"(\w+)\")?")
 METRIC = re.compile(r"(?<![\w/])((?:train|rewards|group_stats|rows|steps|time|eval)/[a-z0-9_]+)(?![\w/])")
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n+^```text\n(?P<printed>.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
@@ -40,10 +42,11 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def test_there_is_something_to_check() -> None:
-    assert {COMING_FROM, DEBUGGING, CONTROL} <= set(PAGES)
+    assert {COMING_FROM, DEBUGGING, CONTROL, LLM} <= set(PAGES)
     assert len(SETTING.findall(COMING_FROM.read_text(encoding="utf-8"))) > 100
     assert len(set(METRIC.findall(DEBUGGING.read_text(encoding="utf-8")))) > 25
     assert len(BLOCK.findall(DEBUGGING.read_text(encoding="utf-8"))) > 2
+    assert len(BLOCK.findall(LLM.read_text(encoding="utf-8"))) > 5
 
 
 def test_what_counts_as_a_setting() -> None:
@@ -110,7 +113,9 @@ def metrics_of(policy: Any, reference: Any = None, **settings: Any) -> dict[str,
 
 
 @pages
-def test_examples_print_what_stands_below_them(page: Path) -> None:
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_examples_print_what_stands_below_them(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where examples write
     namespace: dict[str, Any] = {"__name__": "__main__"}
     text = page.read_text(encoding="utf-8")
     for block in BLOCK.finditer(text):

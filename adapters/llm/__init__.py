@@ -1,0 +1,66 @@
+"""GRPO for Hugging Face causal language models: prompts computed once per group, no logits kept, any sampler.
+
+Needs transformers and PEFT (`pip install "model-agnostic-grpo[llm]"`), and for 4- and 8-bit models `[llm-4bit]`.
+
+Example:
+    Teach a model to answer, from a reward function written as for TRL::
+
+        from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig
+        from grpo import GRPOConfig, GRPOTrainer
+
+        def right(completions, answer, **columns):
+            return [float(completion.strip() == truth) for completion, truth in zip(completions, answer)]
+
+        policy = HFPolicy.from_pretrained("Qwen/Qwen3-0.6B", lora=True, sampling=SamplingConfig(max_new_tokens=64))
+        trainer = GRPOTrainer(
+            config=GRPOConfig(group_size=8, learning_rate=1e-5), policy=policy, reward_model=CompletionRewards(right)
+        )
+        trainer.train([{"prompt": "1 + 1 = ", "answer": "2"}], num_iterations=100)
+"""
+
+try:
+    import transformers as _transformers  # noqa: F401  # the one place that says what to install
+except ImportError as error:
+    raise ImportError('adapters.llm needs transformers: pip install "model-agnostic-grpo[llm]"') from error
+
+from .completions import Completion
+from .gsm8k import extract_answer, gsm8k_prompt, load_gsm8k
+from .gsm8k_rewards import correctness_first, hybrid_reward
+from .json_schema import JSONSchemaMatch
+from .loading import add_lora, load_model
+from .merged_weights import merged_weights
+from .policies import HFPolicy
+from .rewards import CompletionRewards
+from .samplers import SampledTokens, Sampler
+from .sampling_config import SamplingConfig
+from .token_log_probs import token_log_probs
+from .verifiers import Between, ExactMatch, OverlongPunishment, PerToken, RegexMatch, tags_pattern
+from .vllm_engine import VLLMSampler
+from .vllm_server import VLLMServerSampler
+
+__all__ = [
+    "Between",
+    "Completion",
+    "CompletionRewards",
+    "ExactMatch",
+    "HFPolicy",
+    "JSONSchemaMatch",
+    "OverlongPunishment",
+    "PerToken",
+    "RegexMatch",
+    "SampledTokens",
+    "Sampler",
+    "SamplingConfig",
+    "VLLMSampler",
+    "VLLMServerSampler",
+    "add_lora",
+    "correctness_first",
+    "extract_answer",
+    "gsm8k_prompt",
+    "hybrid_reward",
+    "load_gsm8k",
+    "load_model",
+    "merged_weights",
+    "tags_pattern",
+    "token_log_probs",
+]

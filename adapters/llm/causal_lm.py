@@ -1,0 +1,138 @@
+"""A Hugging Face causal language model taken apart: its decoder, its output head, and what its cache can do."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from grpo.errors import ContractError
+
+
+class CausalLM:
+    """The parts of a causal language model, plain or adapted by PEFT.
+
+    Args:
+        model: a `PreTrainedModel` with an output head, or a `PeftModel` around one.
+
+    Raises:
+        ContractError: it has no decoder or no output head, or its adapter is made of virtual tokens.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        adapter = getattr(model, "active_peft_config", None)
+        if adapter is not None and adapter.is_prompt_learning:
+            raise ContractError(
+                f"An adapter must be part of the layers, such as LoRA; got {adapter.peft_type}, whose virtual tokens the "
+                "decoder alone does not see."
+            )
+        plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+        head = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
+        if head is None or plain.base_model is plain or plain.config.is_encoder_decoder:
+            raise ContractError(
+                f"A decoder-only causal language model is needed, with an output head; got {type(plain).__name__}. "
+                "Load it with AutoModelForCausalLM."
+            )
+        self.plain = plain
+        self.config = plain.config.get_text_config(decoder=True)
+        self._logits_are_head_of_hidden: bool | None = None
+
+    @property
+    def decoder(self) -> nn.Module:
+        """Token ids to hidden states, everything but the head."""
+        return self.plain.base_model
+
+    @property
+    def head(self) -> nn.Module:
+        """Hidden states to logits."""
+        linear = self.plain.get_output_embeddings()
+        post = LogitsPostprocessing(self.config)
+        return linear if post.is_identity else nn.Sequential(linear, post)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the token ids go."""
+        return self.plain.get_input_embeddings().weight.device
+
+    @property
+    def computes_in_float32(self) -> bool:
+        """Or better: weights are neither of half precision nor quantised, and autocast is off."""
+        is_wide = self.plain.dtype in (torch.float32, torch.float64) and not getattr(self.plain, "is_quantized", False)
+        return is_wide and not torch.is_autocast_enabled(self.device.type)
+
+    @property
+    def max_positions(self) -> int | None:
+        """The longest sequence the model was made for; None: it does not say."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Every layer keeps all keys and values of its past, so that one prompt's can serve several completions."""
+        return not getattr(self.plain, "_is_stateful", False) and all(
+            type(layer) is DynamicLayer for layer in DynamicCache(config=self.config).layers
+        )
+
+    @property
+    def checkpoints_gradients(self) -> bool:
+        """Layers are run again in the backward pass, which a cache does not survive."""
+        return self.plain.training and any(
+            getattr(part, "gradient_checkpointing", False) for part in self.plain.modules()
+        )
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The model in evaluation mode, for as long as this lasts."""
+        was_training = self.plain.training
+        self.plain.eval()
+        try:
+            yield
+        finally:
+            self.plain.train(was_training)
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """The head, applied to the decoder's hidden states, gives the model's own logits.
+
+        Raises:
+            ContractError: it does not.
+        """
+        if self._logits_are_head_of_hidden:
+            return
+        # several, since the embedding of a padding token may be 0, and all its logits then are
+        tokens = torch.arange(8, device=self.device)[None] % len(self.plain.get_input_embeddings().weight)
+        with self.evaluating():
+            expected = self.plain(input_ids=tokens, use_cache=False).logits.float()
+            got = self.head(self.decoder(input_ids=tokens, use_cache=False).last_hidden_state).float()
+        tolerance = 1e-4 if self.computes_in_float32 else 1e-2
+        if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item()):
+            raise ContractError(
+                f"{type(self.plain).__name__} makes its logits in a way that is not known here: its output head, applied to "
+                "its last hidden states, gives others. Report the architecture, or use another."
+            )
+        self._logits_are_head_of_hidden = True
+
+
+class LogitsPostprocessing(nn.Module):
+    """What some architectures do to the head's output: a soft cap (Gemma), a division (Granite), a factor (Cohere)."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+        self.factor = float(getattr(config, "logit_scale", None) or 1) / float(
+            getattr(config, "logits_scaling", None) or 1
+        )
+
+    @property
+    def is_identity(self) -> bool:
+        """Nothing is done."""
+        return self.cap is None and self.factor == 1
+
+    def forward(self, logits: Float[Tensor, "*any V"]) -> Float[Tensor, "*any V"]:
+        """The model's logits."""
+        logits = logits if self.factor == 1 else logits * self.factor
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)

@@ -1,0 +1,291 @@
+"""Batched decoding: each prompt prefilled once, finished rows leaving the batch, every row's randomness its own."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, assert_never
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.cache_utils import DynamicLayer
+
+from .causal_lm import CausalLM
+from .completions import FinishReason
+from .samplers import SampledTokens
+from .sampling_config import SamplingConfig
+from .shared_prompts import Rows, prefill
+from .token_draw import TokenDraw
+
+GROWTH = 128
+"""Positions by which the keys' and values' memory grows."""
+MOST_ENDED = 1 / 8
+"""Share of the rows in the batch that may have ended before they are taken out: taking out copies the others' cache."""
+
+
+class StopStrings:
+    """Looks for stop strings at the end of what each row has written.
+
+    Args:
+        tokenizer: decodes the last tokens.
+        strings: what ends a completion.
+    """
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._strings = tuple(strings)
+        # a token stands for one byte at least, so no more of them can hold the string; the rest complete a character
+        self._num_tokens = max((len(string.encode()) for string in strings), default=0) + 4
+
+    def found(self, tokens: Int[Tensor, "R T"]) -> list[bool]:
+        """Which rows hold one of the strings in their last tokens."""
+        if not self._strings:
+            return [False] * len(tokens)
+        texts = self._tokenizer.batch_decode(tokens[:, -self._num_tokens :], skip_special_tokens=True)
+        return [any(string in text for string in self._strings) for text in texts]
+
+
+class Progress:
+    """Which of N rows go on, and why the others ended."""
+
+    def __init__(self, draw: TokenDraw, stops: StopStrings, config: SamplingConfig, count: int) -> None:
+        self._draw = draw
+        self._stops = stops
+        self._config = config
+        self.alive = [True] * count
+        self.lengths = [config.max_new_tokens] * count
+        self.reasons: list[FinishReason] = ["length"] * count
+
+    def advance(self, rows: Sequence[int], tokens: Int[Tensor, " R"], step: int) -> None:
+        """Note which of `rows` end with these tokens; what rows that have ended before are given does not count."""
+        ended = self._draw.ends(tokens).tolist()
+        stopped = [False] * len(rows)
+        if step + 1 >= self._config.min_new_tokens:
+            begin = max(self._config.min_new_tokens - 1, 0)  # what was written before does not end it afterwards
+            stopped = self._stops.found(self._draw.tokens[list(rows), begin : step + 1])
+        for row, has_ended, has_stopped in zip(rows, ended, stopped, strict=True):
+            if self.alive[row] and (has_ended or has_stopped):
+                self.alive[row] = False
+                self.lengths[row] = step + 1
+                self.reasons[row] = "end" if has_ended else "stop"
+
+    def sampled(self) -> SampledTokens:
+        """What was drawn, each row as long as it is."""
+        draw, longest = self._draw, max(self.lengths)
+
+        def cut(values: Tensor) -> list[list[Any]]:
+            return [row[:length] for row, length in zip(values[:, :longest].tolist(), self.lengths, strict=True)]
+
+        behaviour = cut(draw.behaviour_log_probs)
+        return SampledTokens(
+            token_ids=cut(draw.tokens),
+            finish_reasons=self.reasons,
+            behaviour_log_probs=behaviour,
+            policy_log_probs=behaviour if self._config.is_exact else cut(draw.policy_log_probs),
+            entropies=None if draw.entropies is None else cut(draw.entropies),
+        )
+
+
+class DecodingSampler:
+    """Samples from the model that is trained.
+
+    Args:
+        lm: the model.
+        tokenizer: for stop strings.
+        with_entropy: also tell the entropies.
+        max_rows: rows decoded together. Larger: faster, and more memory for keys and values. None: all.
+        loop: the one here; or that of transformers' `generate`, which every architecture has, and which models are given
+            whose cache cannot be shared. Both draw the same tokens.
+    """
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        tokenizer: Any,
+        *,
+        with_entropy: bool = False,
+        max_rows: int | None = None,
+        loop: Literal["own", "generate"] = "own",
+    ) -> None:
+        self._lm = lm
+        self._tokenizer = tokenizer
+        self._with_entropy = with_entropy
+        self._max_rows = max_rows
+        self._loop = loop if lm.shares_prompts else "generate"
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_per_prompt: int,
+        config: SamplingConfig,
+        *,
+        end_token_ids: Sequence[int],
+        seeds: Sequence[int],
+    ) -> SampledTokens:
+        """See `Sampler.sample`."""
+        per_pass = len(prompts) if self._max_rows is None else max(1, self._max_rows // num_per_prompt)
+        parts = []
+        for begin in range(0, len(prompts), per_pass):
+            some = prompts[begin : begin + per_pass]
+            rows = [list(prompt) for prompt in some for _ in range(num_per_prompt)]
+            draw = TokenDraw(
+                config,
+                rows,
+                end_token_ids=end_token_ids,
+                seeds=seeds[begin * num_per_prompt :][: len(rows)],
+                device=self._lm.device,
+                with_entropy=self._with_entropy,
+            )
+            progress = Progress(draw, StopStrings(self._tokenizer, config.stop), config, len(rows))
+            with self._lm.evaluating():  # layers that are checkpointed in training keep no cache there
+                match self._loop:
+                    case "own":
+                        _decode(self._lm, some, num_per_prompt, config.max_new_tokens, draw, progress)
+                    case "generate":
+                        _decode_with_generate(self._lm, rows, config.max_new_tokens, draw, progress)
+                    case _:
+                        assert_never(self._loop)
+            parts.append(progress.sampled())
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def sync(self, model: Any) -> None:
+        """Nothing to take over: the weights are the model's own."""
+
+
+def _decode(
+    lm: CausalLM, prompts: Sequence[Sequence[int]], size: int, max_steps: int, draw: TokenDraw, progress: Progress
+) -> None:
+    """Draw completions of `size` rows per prompt, with a cache that holds the rows that go on."""
+    prefilled = prefill(lm, prompts)
+    spread = Rows(torch.arange(len(prompts), device=lm.device).repeat_interleave(size), len(prompts))
+    cache = DynamicCache()
+    cache.layers = [_GrowingLayer(layer, spread) for layer in prefilled.cache.layers]
+    hidden = spread.spread(prefilled.last_hidden)
+    mask = None if prefilled.mask is None else prefilled.mask[spread.prompt]
+    lengths = prefilled.lengths[spread.prompt]
+    rows = list(range(len(hidden)))  # those in the batch, by number; one that has ended may stay for a while
+    head = lm.head
+    for step in range(max_steps):
+        tokens = draw(head(hidden), torch.tensor(rows, device=lm.device), step)
+        progress.advance(rows, tokens, step)
+        going = [position for position, row in enumerate(rows) if progress.alive[row]]
+        if not going or step + 1 == max_steps:
+            return
+        if len(rows) - len(going) >= max(1, MOST_ENDED * len(rows)):
+            kept = torch.tensor(going, device=lm.device)
+            cache.batch_select_indices(kept)
+            rows, tokens, lengths = [rows[position] for position in going], tokens[kept], lengths[kept]
+            mask = None if mask is None else mask[kept]
+        options: dict[str, Any] = {}
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+            options = {"attention_mask": mask, "position_ids": (lengths + step)[:, None]}
+        output = lm.decoder(input_ids=tokens[:, None], past_key_values=cache, use_cache=True, **options)
+        hidden = output.last_hidden_state[:, -1]
+
+
+def _decode_with_generate(
+    lm: CausalLM, prompts: Sequence[Sequence[int]], max_steps: int, draw: TokenDraw, progress: Progress
+) -> None:
+    """Draw one completion per row in transformers' own loop, with its own caches."""
+    width = max(map(len, prompts))
+    padded = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=lm.device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=lm.device)
+    defaults = lm.plain.generation_config
+    lm.plain.generation_config = GenerationConfig()  # the model's own may penalise, truncate, and end completions
+    try:
+        lm.plain.generate(
+            input_ids=padded,
+            attention_mask=(torch.arange(width, device=lm.device) >= width - lengths[:, None]).long(),
+            generation_config=GenerationConfig(
+                max_new_tokens=max_steps, do_sample=False, pad_token_id=0, use_cache=True
+            ),
+            logits_processor=LogitsProcessorList([_Drawing(draw, width)]),
+            stopping_criteria=StoppingCriteriaList([_Stopping(progress, width)]),
+        )
+    finally:
+        lm.plain.generation_config = defaults
+
+
+class _Drawing(LogitsProcessor):
+    """Draws the token, and leaves `generate` no other."""
+
+    def __init__(self, draw: TokenDraw, width: int) -> None:
+        self._draw = draw
+        self._width = width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        rows = torch.arange(len(scores), device=scores.device)
+        tokens = self._draw(scores.clone(), rows, input_ids.shape[1] - self._width)
+        return torch.full_like(scores, -math.inf).scatter_(1, tokens[:, None], 0.0)
+
+
+class _Stopping(StoppingCriteria):
+    """Which rows have ended."""
+
+    def __init__(self, progress: Progress, width: int) -> None:
+        self._progress = progress
+        self._width = width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        self._progress.advance(range(len(input_ids)), input_ids[:, -1], input_ids.shape[1] - self._width - 1)
+        return ~torch.tensor(self._progress.alive, device=input_ids.device)
+
+
+class _GrowingLayer(DynamicLayer):
+    """One layer's keys and values of all rows, in memory that grows by steps; they are written once and not moved."""
+
+    def __init__(self, prompts: Any, rows: Rows) -> None:
+        super().__init__()
+        self.is_initialized = True
+        length = prompts.keys.shape[-2]
+        self._keys, self._values = (_room(rows.spread(part), length) for part in (prompts.keys, prompts.values))
+        self._view(length)
+
+    def _view(self, length: int) -> tuple[Tensor, Tensor]:
+        filled = self._keys[:, :, :length], self._values[:, :, :length]
+        self.keys, self.values = filled
+        return filled
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """All keys and values, with these at the end."""
+        begin = self.get_seq_length()
+        end = begin + key_states.shape[-2]
+        if end > self._keys.shape[-2]:
+            self._keys, self._values = (_room(part, end) for part in self._view(begin))
+        self._keys[:, :, begin:end], self._values[:, :, begin:end] = key_states, value_states
+        return self._view(end)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        length = self.get_seq_length()
+        self._keys, self._values = (_room(part.index_select(0, indices), length) for part in self._view(length))
+        self._view(length)
+
+
+def _room(values: Tensor, length: int) -> Tensor:
+    """`values` with room for more than `length` positions."""
+    count, heads, filled, size = values.shape
+    roomy = values.new_empty(count, heads, length + GROWTH, size)
+    roomy[:, :, :filled] = values
+    return roomy
+
+
+def _joined(parts: Sequence[SampledTokens]) -> SampledTokens:
+    def all_of(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        return None if values[0] is None else [row for value in values for row in value]
+
+    names: list[str] = ["token_ids", "finish_reasons", "behaviour_log_probs", "policy_log_probs", "entropies"]
+    joined = {name: all_of(name) for name in names}
+    if all(part.policy_log_probs is part.behaviour_log_probs for part in parts):
+        joined["policy_log_probs"] = joined["behaviour_log_probs"]
+    return SampledTokens(**joined)

@@ -1,0 +1,77 @@
+"""Completions that have to be JSON of a given shape. Needs jsonschema (`pip install "model-agnostic-grpo[llm]"`)."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grpo.errors import ConfigError
+
+MAX_CHARS = 1_000_000
+"""Longer text is not parsed."""
+
+
+class JSONSchemaMatch:
+    """1 where the completion is JSON that a schema allows, else 0.
+
+    Neither what a model nor what a schema says makes it fetch anything: references lead into the schema itself. A `pattern` in
+    the schema backtracks like any other of Python's (see `RegexMatch`).
+
+    Args:
+        schema: in the dialect that its `$schema` names, or the latest one.
+        extract: text -> the part of it that has to be JSON, None: there is none, and the reward is 0. None: the whole text.
+
+    Raises:
+        ConfigError: a schema that is none.
+        ImportError: jsonschema is not installed.
+
+    Example:
+        >>> JSONSchemaMatch({"type": "object", "required": ["city"]})('{"city": "Oslo"}')
+        1.0
+    """
+
+    def __init__(self, schema: Mapping[str, Any], extract: Callable[[str], str | None] | None = None) -> None:
+        try:
+            import jsonschema  # type: ignore[import-untyped]
+            import referencing
+        except ImportError as error:
+            raise ImportError('JSONSchemaMatch needs jsonschema: pip install "model-agnostic-grpo[llm]"') from error
+        kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+        try:
+            kind.check_schema(schema)
+        except jsonschema.SchemaError as error:
+            raise ConfigError(f"JSONSchemaMatch needs a JSON schema; at {error.json_path}: {error.message}.") from error
+        self.schema = schema
+        self.extract = extract
+        self._validator = kind(schema, registry=referencing.Registry())
+
+    def __call__(self, completion: str) -> float:
+        """Parse, and validate."""
+        text = completion if self.extract is None else self.extract(completion)
+        if text is None or len(text) > MAX_CHARS:
+            return 0.0
+        try:
+            value = json.loads(text, parse_float=_finite, parse_int=_integer, parse_constant=_finite)
+        except (
+            ValueError,
+            RecursionError,
+        ):  # no JSON, or nested too deeply to look at: the model's doing, not a failure
+            return 0.0
+        try:
+            return float(self._validator.is_valid(value))
+        except RecursionError:
+            return 0.0
+
+
+def _finite(text: str) -> float:
+    """NaN and infinities are no JSON, though Python reads them; nor is a number too large for a float."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no JSON number")
+    return number
+
+
+def _integer(text: str) -> int:
+    """Exact, but not beyond what arithmetic with floats, as in `multipleOf`, can take."""
+    _finite(text)
+    return int(text)

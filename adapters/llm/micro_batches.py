@@ -1,0 +1,86 @@
+"""Which rows go through the model together."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+FORWARD_COST = 256
+"""Positions that one more forward pass is taken to cost, whatever is in it."""
+
+
+def plan_by_tokens(
+    prompt_lengths: Sequence[int],
+    prompt_of_row: Sequence[int],
+    lengths: Sequence[int],
+    budget: int,
+    *,
+    shares_prompts: bool,
+) -> list[Sequence[int]]:
+    """A partition of the rows into forward passes of at most `budget` positions, with few positions in all.
+
+    A pass over R rows of K prompts computes K max P + R max T positions where prompts are shared, R max(P + T) else. Rows are
+    put in order, once prompt by prompt and once by length alone, and each order is cut where the total is least, by dynamic
+    programming; the better of the two is taken. A row that exceeds the budget goes alone.
+
+    Args:
+        prompt_lengths: P of each of B prompts.
+        prompt_of_row: which prompt each of N rows continues.
+        lengths: T of each row.
+        budget: positions per pass.
+        shares_prompts: a prompt is computed once per pass.
+
+    Returns:
+        Rows of each pass, those of one prompt adjacent.
+    """
+    count = len(lengths)
+    prompts, tokens = np.asarray(prompt_of_row), np.asarray(lengths)
+    own = np.asarray(prompt_lengths)[prompts]
+    total = tokens if shares_prompts else own + tokens
+    longest = np.zeros(len(prompt_lengths), dtype=np.int64)
+    np.maximum.at(longest, prompts, total)
+    by_length = np.lexsort((prompts, -total))
+    by_prompt = np.lexsort((-total, prompts, -longest[prompts]))
+    shared = own if shares_prompts else np.zeros(count, dtype=np.int64)
+    plans = [_cut(order, prompts, shared, total, budget) for order in (by_prompt, by_length)]
+    _, parts = min(plans, key=lambda plan: plan[0])
+    return [part[np.argsort(prompts[part], kind="stable")].tolist() for part in parts]
+
+
+def _cut(
+    order: np.ndarray, prompts: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray, budget: int
+) -> tuple[float, list[np.ndarray]]:
+    """The cheapest cut of this order into consecutive parts, and its cost.
+
+    best[j] = min over i < j of best[i] + positions(i..j) + FORWARD_COST, the parts that fit; all i at once.
+    """
+    count = len(order)
+    prompts, prompt_lengths, lengths = prompts[order], prompt_lengths[order], lengths[order]
+    next_of_prompt = _next_of_the_same(prompts)
+    best = np.zeros(count + 1)
+    begin_of = np.zeros(count + 1, dtype=np.int64)
+    for end in range(1, count + 1):
+        back = slice(end - 1, None, -1)  # parts that begin at end - 1, end - 2, ..., 0
+        longest = np.maximum.accumulate(lengths[back])
+        longest_prompt = np.maximum.accumulate(prompt_lengths[back])
+        num_prompts = np.cumsum(next_of_prompt[back] >= end)
+        positions = num_prompts * longest_prompt + np.arange(1, end + 1) * longest
+        fits = max(1, int(np.searchsorted(positions, budget, side="right")))  # they only grow
+        cost = best[back.start :: -1][:fits] + positions[:fits] + FORWARD_COST
+        cheapest = int(cost.argmin())
+        best[end], begin_of[end] = cost[cheapest], end - 1 - cheapest
+    parts = []
+    end = count
+    while end > 0:
+        parts.append(order[begin_of[end] : end])
+        end = begin_of[end]
+    return float(best[count]), parts[::-1]
+
+
+def _next_of_the_same(values: np.ndarray) -> np.ndarray:
+    """Where each value comes next, or beyond the end."""
+    following = np.full(len(values), len(values))
+    seen: dict[int, int] = {}
+    for position in range(len(values) - 1, -1, -1):
+        following[position] = seen.get(int(values[position]), len(values))
+        seen[int(values[position])] = position
+    return following

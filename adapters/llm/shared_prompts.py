@@ -1,0 +1,141 @@
+"""Hidden states of completions: each prompt computed once for all its completions, forward and backward.
+
+A prompt's keys and values are the same for every completion of it. They are computed once, with gradient, and every row's
+attention reads them in place; the backward pass adds up what the rows send back, and runs once through the prompt. For a
+group of G completions of T tokens of a prompt of P, P + G T positions are computed instead of G (P + T).
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from .causal_lm import CausalLM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilled:
+    """B prompts after one forward pass, padded on the left."""
+
+    cache: DynamicCache
+    """Keys and values of every layer, [B, heads, P, size]."""
+    last_hidden: Float[Tensor, "B H"]
+    """Of each prompt's last token: what the first token of a completion is drawn from."""
+    mask: Bool[Tensor, "B P"] | None
+    """Where a prompt has tokens; None: everywhere, all are equally long."""
+    lengths: Int[Tensor, " B"]
+    """Tokens of each prompt."""
+
+
+def prefill(lm: CausalLM, prompts: Sequence[Sequence[int]]) -> Prefilled:
+    """One forward pass over B prompts, with gradient unless it is switched off."""
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    width = int(lengths.max())
+    token_ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=lm.device)
+    options: dict[str, Any] = {}
+    mask = None
+    if bool((lengths != width).any()):
+        mask = (torch.arange(width) >= width - lengths[:, None]).to(lm.device)
+        options = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
+    cache = DynamicCache(config=lm.config)
+    output = lm.decoder(input_ids=token_ids, past_key_values=cache, use_cache=True, **options)
+    return Prefilled(
+        cache=output.past_key_values,
+        last_hidden=output.last_hidden_state[:, -1],
+        mask=mask,
+        lengths=lengths.to(lm.device),
+    )
+
+
+def hidden_with_shared_prompts(
+    lm: CausalLM, prompts: Sequence[Sequence[int]], prompt_of_row: Int[Tensor, " N"], completions: Int[Tensor, "N T"]
+) -> Float[Tensor, "N T H"]:
+    """Hidden states that each of a completion's tokens is drawn from.
+
+    Args:
+        lm: the model.
+        prompts: B lists of token ids.
+        prompt_of_row: which prompt each row continues.
+        completions: token ids, padded on the right with any.
+    """
+    prefilled = prefill(lm, prompts)
+    rows = Rows(prompt_of_row.to(lm.device), len(prompts))
+    first = rows.spread(prefilled.last_hidden)[:, None]
+    if completions.shape[1] < 2:
+        return first[:, : completions.shape[1]]
+    inputs = completions[:, :-1].to(lm.device)
+    options: dict[str, Any] = {}
+    if prefilled.mask is not None:
+        own = torch.ones(
+            inputs.shape, dtype=torch.bool, device=lm.device
+        )  # what is padded on the right, none before looks at
+        positions = prefilled.lengths[rows.prompt, None] + torch.arange(inputs.shape[1], device=lm.device)
+        if lm.max_positions is not None:
+            positions = positions.clamp_max(
+                lm.max_positions - 1
+            )  # what pads a short row may lie beyond the last position
+        options = {"attention_mask": torch.cat([prefilled.mask[rows.prompt], own], 1), "position_ids": positions}
+    cache = DynamicCache()
+    cache.layers = [_SharedLayer(layer, rows) for layer in prefilled.cache.layers]
+    rest = lm.decoder(input_ids=inputs, past_key_values=cache, use_cache=True, **options).last_hidden_state
+    return torch.cat([first, rest], 1)
+
+
+def hidden_of_whole_rows(
+    lm: CausalLM, prompts: Sequence[Sequence[int]], prompt_of_row: Int[Tensor, " N"], completions: Int[Tensor, "N T"]
+) -> Float[Tensor, "N T H"]:
+    """The same from one forward pass over every row's prompt and completion: for models whose cache cannot be shared.
+
+    Rows begin at their first token and are padded on the right, which nothing before looks at: neither masks nor position
+    ids are needed, whatever the architecture.
+    """
+    rows = [[*prompts[prompt], *row] for prompt, row in zip(prompt_of_row.tolist(), completions.tolist(), strict=True)]
+    width = min(max(len(row) for row in rows), lm.max_positions or sys.maxsize)  # beyond it there is padding only
+    token_ids = torch.tensor([(row + [0] * (width - len(row)))[:width] for row in rows], device=lm.device)
+    hidden = lm.decoder(input_ids=token_ids, use_cache=False).last_hidden_state
+    begins = torch.tensor([len(prompts[prompt]) - 1 for prompt in prompt_of_row.tolist()], device=lm.device)
+    positions = (begins[:, None] + torch.arange(completions.shape[1], device=lm.device)).clamp_max(width - 1)
+    return hidden.gather(1, positions[:, :, None].expand(-1, -1, hidden.shape[-1]))
+
+
+class Rows:
+    """Which prompt each row continues, and how what is known of prompts is spread over rows."""
+
+    def __init__(self, prompt: Int[Tensor, " N"], num_prompts: int) -> None:
+        self.prompt = prompt
+        size, rest = divmod(len(prompt), num_prompts)
+        regular = torch.arange(num_prompts, device=prompt.device).repeat_interleave(size)
+        self.group_size = size if rest == 0 and bool((prompt == regular).all()) else None
+        """Rows per prompt, where they are adjacent and equally many."""
+
+    def spread(self, values: Float[Tensor, "B *any"]) -> Float[Tensor, "N *any"]:
+        """Each prompt's value at each of its rows."""
+        return values.index_select(0, self.prompt)
+
+    def join(self, of_prompts: Float[Tensor, "B K P D"], of_rows: Float[Tensor, "N K T D"]) -> Float[Tensor, "N K L D"]:
+        """Keys (or values) of a row's prompt, then its own: written once, without a copy of the prompts in between."""
+        if self.group_size is None:
+            return torch.cat([of_prompts.index_select(0, self.prompt), of_rows], 2)
+        size = self.group_size
+        shared = of_prompts[:, None].expand(-1, size, -1, -1, -1)
+        return torch.cat([shared, of_rows.unflatten(0, (-1, size))], 3).flatten(0, 1)
+
+
+class _SharedLayer(DynamicLayer):
+    """One layer's prompts, read by all rows; what the rows add is used and not kept."""
+
+    def __init__(self, prompts: Any, rows: Rows) -> None:
+        super().__init__()
+        self.keys, self.values, self.is_initialized = prompts.keys, prompts.values, True
+        self._prompts = prompts
+        self._rows = rows
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values that the rows attend to."""
+        return self._rows.join(self._prompts.keys, key_states), self._rows.join(self._prompts.values, value_states)

@@ -1,0 +1,159 @@
+"""Log-probabilities of given tokens from hidden states, through the output head in blocks, forward and backward.
+
+No [N, T, V] tensor ever exists: of each block's logits only the token's log-probability and, on request, the entropy are
+kept, and the backward pass computes the block's logits again.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+BLOCK_BYTES = 64 * 2**20
+"""Of float32 logits per block: large enough to keep a GPU's cores busy, small beside everything else."""
+
+
+def token_log_probs(
+    hidden: Float[Tensor, "M H"],
+    head: nn.Module,
+    tokens: Int[Tensor, " M"],
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
+    """log p(token) and the entropy of p, for p = softmax(head(hidden) / temperature), in float32 or better.
+
+    With p the softmax, y the token and H the entropy (temperature 1):
+    d log p(y) / d logits = onehot(y) - p,   dH / d logits = -p (log p + H).
+
+    Args:
+        hidden: M positions, of any rows, in any order.
+        head: the output head; a plain `nn.Linear` has its gradient in blocks too, others are run again by checkpointing.
+        tokens: what was chosen at each position.
+        temperature: divides the logits. Larger: a flatter distribution.
+        with_entropy: compute the entropy as well.
+    """
+    if type(head) is nn.Linear:
+        weight: Tensor = head.weight
+        bias: Tensor | None = head.bias
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        log_probs, entropy = _LinearHead.apply(hidden, weight, bias, tokens, temperature, with_entropy)
+    else:
+        log_probs, entropy = _checkpointed(hidden, head, tokens, temperature, with_entropy)
+    return log_probs, entropy if with_entropy else None
+
+
+def blocks(count: int, vocabulary_size: int) -> Iterator[slice]:
+    """Slices of `range(count)`, one at least, whose float32 logits take `BLOCK_BYTES` at most."""
+    step = max(1, BLOCK_BYTES // (4 * vocabulary_size))
+    return (slice(start, min(start + step, count)) for start in range(0, max(count, 1), step))
+
+
+def wide(logits: Float[Tensor, "M V"], temperature: float) -> Float[Tensor, "M V"]:
+    """`logits / temperature` in float32 or better. The argument is the caller's no longer: it may be overwritten."""
+    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+class _LinearHead(torch.autograd.Function):
+    """Blocks of a linear head. What is kept for the backward pass has no vocabulary axis."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        log_probs = hidden.new_empty(len(tokens), dtype=dtype)
+        normaliser = torch.empty_like(log_probs)
+        entropies = torch.empty_like(log_probs) if entropy else log_probs.new_empty(0)
+        for block in blocks(len(tokens), len(weight)):
+            logits = wide(nn.functional.linear(hidden[block], weight, bias), temperature)
+            chosen = logits.gather(1, tokens[block, None]).squeeze(1)
+            normaliser[block] = logits.logsumexp(1)
+            log_probs[block] = chosen - normaliser[block]
+            if entropy:
+                logits -= normaliser[block, None]
+                entropies[block] = -(logits.exp() * logits).sum(1)
+        ctx.save_for_backward(hidden, weight, bias, tokens, normaliser, entropies)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return log_probs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, log_prob_slopes: Tensor | None, entropy_slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, tokens, normaliser, entropies = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight = (
+            torch.zeros_like(weight, dtype=normaliser.dtype) if needs_weight else None
+        )  # blocks add up in float32
+        of_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if needs_bias else None
+        for block in blocks(len(tokens), len(weight)):
+            logits = wide(nn.functional.linear(hidden[block], weight, bias), ctx.temperature)
+            slopes = _slopes_of_logits(
+                logits.sub_(normaliser[block, None]),
+                tokens[block],
+                None if log_prob_slopes is None else log_prob_slopes[block],
+                None if entropy_slopes is None or not len(entropies) else entropy_slopes[block],
+                entropies[block] if len(entropies) else entropies,
+            )
+            if ctx.temperature != 1:
+                slopes.div_(ctx.temperature)
+            if of_bias is not None:
+                of_bias += slopes.sum(0)
+            slopes = slopes.to(weight.dtype)
+            if of_hidden is not None:
+                torch.mm(slopes, weight, out=of_hidden[block])
+            if of_weight is not None:
+                if of_weight.dtype == slopes.dtype:
+                    of_weight.addmm_(slopes.t(), hidden[block])
+                else:
+                    of_weight += slopes.t() @ hidden[block]
+        if of_weight is not None:
+            of_weight = of_weight.to(weight.dtype)
+        return of_hidden, of_weight, None if of_bias is None else of_bias.to(bias.dtype), None, None, None
+
+
+def _slopes_of_logits(
+    all_log_probs: Tensor, tokens: Tensor, of_log_probs: Tensor | None, of_entropy: Tensor | None, entropy: Tensor
+) -> Tensor:
+    """What the slopes of log-probabilities and entropies are, as slopes of the logits; `all_log_probs` is used up."""
+    if of_entropy is None:
+        assert of_log_probs is not None
+        slopes = all_log_probs.exp_().mul_(-of_log_probs[:, None])
+    else:
+        probs = all_log_probs.exp()
+        slopes = all_log_probs.add_(entropy[:, None]).mul_(-of_entropy[:, None])
+        if of_log_probs is not None:
+            slopes -= of_log_probs[:, None]
+        slopes *= probs
+    if of_log_probs is not None:
+        slopes.scatter_add_(1, tokens[:, None], of_log_probs[:, None].to(slopes.dtype))
+    return slopes
+
+
+def _checkpointed(
+    hidden: Tensor, head: nn.Module, tokens: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Any other head (quantised, adapted by LoRA): each block is run again in the backward pass."""
+
+    def of_block(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        all_log_probs = (head(hidden).to(torch.promote_types(hidden.dtype, torch.float32)) / temperature).log_softmax(1)
+        log_probs = all_log_probs.gather(1, tokens[:, None]).squeeze(1)
+        return (log_probs, -(all_log_probs.exp() * all_log_probs).sum(1)) if with_entropy else (log_probs,)
+
+    vocabulary_size = getattr(head, "out_features", None) or head(hidden[:1].detach()).shape[-1]
+    parts = []
+    for block in blocks(len(tokens), vocabulary_size):
+        arguments = hidden[block], tokens[block]
+        if torch.is_grad_enabled():
+            parts.append(torch.utils.checkpoint.checkpoint(of_block, *arguments, use_reentrant=False))
+        else:
+            parts.append(of_block(*arguments))
+    log_probs, *entropy = (torch.cat(values) for values in zip(*parts, strict=True))
+    return log_probs, entropy[0] if entropy else None

@@ -1,0 +1,361 @@
+"""One GRPO iteration of a language model, beside TRL's `GRPOTrainer` and beside a bare loop: time and peak memory.
+
+Both sides train the same model (copies of one random Qwen3) on the same prompts with the same reward function: sample a group
+per prompt, reward it, one optimizer update. TRL's own `train()` runs; when it has finished a step, ours makes one, so that the
+two are timed in turn in one process: on a CPU in seconds of CPU time, which other programs do not take part in, on CUDA by the
+clock. Peak memory is each side's own process: the most it had resident (on CUDA: allocated).
+The bare loop calls the adapter's functions for sampling and scoring, and writes the rest by hand: no trainer, no checks.
+
+    python -m benchmarks.llm_vs_trl                      # the four cases of the table
+    python -m benchmarks.llm_vs_trl --cases long --pairs 3
+    python -m benchmarks.llm_vs_trl --device cuda        # a model of the shape of Qwen3-0.6B, in bfloat16
+"""
+
+import argparse
+import copy
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers.utils import logging
+
+from adapters.llm import HFPolicy, SamplingConfig
+from grpo import GRPOConfig, GRPOTrainer
+
+LEARNING_RATE = 1e-6
+HAZARD = 1 / 160
+"""Chance per token that a completion of the "ragged" case ends: of at most 256 tokens it then has 128 on average."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What one iteration consists of."""
+
+    prompt: int
+    """Tokens of a prompt."""
+    completion: int
+    """Tokens of a completion, at most."""
+    group: int
+    """Completions per prompt."""
+    rows: int = 32
+    """Completions in all."""
+    hazard: float = 0.0
+    """Chance per token that a completion ends; 0: all have full length."""
+
+    def __str__(self) -> str:
+        lengths = f"1 to {self.completion}" if self.hazard else str(self.completion)
+        return f"prompt {self.prompt}, completion {lengths}, group {self.group}, {self.rows} rows"
+
+
+CASES = {
+    "medium": Case(prompt=256, completion=64, group=8),
+    "long": Case(prompt=512, completion=64, group=16),
+    "short": Case(prompt=32, completion=256, group=8),
+    "ragged": Case(prompt=32, completion=256, group=8, hazard=HAZARD),
+}
+TINY = {"tiny": Case(prompt=8, completion=4, group=2, rows=4)}
+"""To see that the benchmark runs."""
+CUDA_CASES = {"gpu": Case(prompt=1024, completion=512, group=16, rows=64)}
+
+
+def make_model(case: Case, device: str) -> Qwen3ForCausalLM:
+    """Random weights; on a CPU the small model of the table in float32, on CUDA the shape of Qwen3-0.6B in bfloat16."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": 32_000,
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "tie_word_embeddings": False,
+    }
+    if device == "cuda":
+        shape |= {
+            "vocab_size": 151_936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        }
+    config = Qwen3Config(**shape, max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, bos_token_id=None)
+    model = Qwen3ForCausalLM(config)
+    head = nn.Linear(config.hidden_size, config.vocab_size)  # with a bias, which says how often completions end
+    head.weight.data.copy_(model.lm_head.weight.data)
+    head.bias.data.zero_()
+    head.bias.data[0] = -1e4  # never the padding token
+    head.bias.data[1] = math.log(config.vocab_size * case.hazard / (1 - case.hazard)) if case.hazard else -1e4
+    model.lm_head = head
+    return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+
+
+def make_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
+    """One word per token."""
+    vocabulary = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, vocabulary_size)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def make_prompts(case: Case, vocabulary_size: int) -> list[str]:
+    """One per group."""
+    words = torch.randint(
+        2, vocabulary_size, (case.rows // case.group, case.prompt), generator=torch.Generator().manual_seed(1)
+    )
+    return [" ".join(f"w{word}" for word in row) for row in words.tolist()]
+
+
+def share_of_even_tokens(completion_ids: Any, **_: Any) -> list[float]:
+    """A reward in which the rows of a group differ."""
+    return [sum(token % 2 == 0 for token in row) / max(len(row), 1) for row in completion_ids]
+
+
+def our_iteration(case: Case, model: Qwen3ForCausalLM, tokenizer: Any, prompts: list[str]) -> Callable[[], object]:
+    """`GRPOTrainer.step`."""
+    policy = HFPolicy(
+        model, tokenizer, sampling=SamplingConfig(max_new_tokens=case.completion), max_tokens_per_forward=10**9
+    )
+    config = GRPOConfig(group_size=case.group, learning_rate=LEARNING_RATE, seed=0)
+
+    def reward(_: Any, actions: Any) -> list[float]:
+        return share_of_even_tokens([action.token_ids for action in actions])
+
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=reward)
+    return lambda: trainer.step(prompts)
+
+
+def bare_iteration(case: Case, model: Qwen3ForCausalLM, tokenizer: Any, prompts: list[str]) -> Callable[[], object]:
+    """The same techniques in a loop of its own: nothing is checked, planned or reported."""
+    from adapters.llm.causal_lm import CausalLM
+    from adapters.llm.decoding import DecodingSampler
+    from adapters.llm.shared_prompts import hidden_with_shared_prompts
+    from adapters.llm.token_log_probs import token_log_probs
+
+    lm = CausalLM(model)
+    sampler = DecodingSampler(lm, tokenizer)
+    sampling = SamplingConfig(max_new_tokens=case.completion)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    prompt_of_row = torch.arange(len(prompts)).repeat_interleave(case.group)
+    step = 0
+
+    def iteration() -> None:
+        nonlocal step
+        step += 1
+        model.eval()
+        prompt_ids = tokenizer(prompts)["input_ids"]
+        sampled = sampler.sample(
+            prompt_ids, case.group, sampling, end_token_ids=[1], seeds=range(step * case.rows, (step + 1) * case.rows)
+        )
+        lengths = torch.tensor([len(row) for row in sampled.token_ids])
+        width = int(lengths.max())
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in sampled.token_ids])
+        old = torch.tensor([row + [0.0] * (width - len(row)) for row in sampled.behaviour_log_probs], device=lm.device)
+        rewards = torch.tensor(share_of_even_tokens(sampled.token_ids)).view(len(prompts), case.group)
+        advantages = (rewards - rewards.mean(1, keepdim=True)).flatten().to(lm.device)
+        model.train()
+        mask = (torch.arange(width) < lengths[:, None]).to(lm.device)
+        hidden = hidden_with_shared_prompts(lm, prompt_ids, prompt_of_row, tokens)
+        log_probs, _ = token_log_probs(hidden[mask], lm.head, tokens.to(lm.device)[mask])
+        weights = (mask / lengths.to(lm.device)[:, None] / case.rows)[mask]
+        ratio = (log_probs - old[mask]).exp()
+        of_step = advantages[:, None].expand_as(mask)[mask]
+        loss = -(weights * torch.minimum(ratio * of_step, ratio.clamp(0.8, 1.2) * of_step)).sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return iteration
+
+
+def run_trl(
+    case: Case,
+    model: Qwen3ForCausalLM,
+    tokenizer: Any,
+    prompts: list[str],
+    steps: int,
+    after_step: Callable[[float], None],
+) -> dict[str, Any]:
+    """TRL's `train()`, its step times handed to `after_step`; returns its arguments."""
+    import trl
+    from datasets import Dataset
+
+    class Timer(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.begin = now(model)
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            after_step(now(model) - self.begin)
+
+    arguments = {
+        "per_device_train_batch_size": case.rows,
+        "gradient_accumulation_steps": 1,
+        "num_generations": case.group,
+        "num_iterations": 1,
+        "max_completion_length": case.completion,
+        "beta": 0.0,
+        "temperature": 1.0,
+        "loss_type": "grpo",
+        "learning_rate": LEARNING_RATE,
+        "max_grad_norm": 1.0,
+        "max_steps": steps,
+        "gradient_checkpointing": False,
+        "bf16": model.dtype == torch.bfloat16,
+        "use_cpu": model.device.type == "cpu",
+        "logging_steps": 10**6,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_num_workers": 0,
+    }
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = trl.GRPOTrainer(
+            model=model,
+            processing_class=tokenizer,
+            reward_funcs=share_of_even_tokens,
+            args=trl.GRPOConfig(output_dir=folder, **arguments),
+            train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
+            callbacks=[Timer()],
+        )
+        trainer.train()
+    return arguments
+
+
+def now(model: Qwen3ForCausalLM) -> float:
+    """Seconds: of CPU time, or of the clock when all that was launched on CUDA is done."""
+    if model.device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(run: Callable[[], object], model: Qwen3ForCausalLM) -> float:
+    """Seconds of one run."""
+    begin = now(model)
+    run()
+    return now(model) - begin
+
+
+def compare(case: Case, device: str, pairs: int, *, with_memory: bool) -> None:
+    """Print times in turn, and peak memory."""
+    model = make_model(case, device)
+    tokenizer = make_tokenizer(model.config.vocab_size)
+    prompts = make_prompts(case, model.config.vocab_size)
+    theirs_model = copy.deepcopy(model)
+    ours = our_iteration(case, copy.deepcopy(model), tokenizer, prompts)
+    bare = bare_iteration(case, copy.deepcopy(model), tokenizer, prompts)
+    times: dict[str, list[float]] = {"trl": [], "ours": [], "bare": []}
+
+    def after_step(seconds: float) -> None:
+        times["trl"].append(seconds)
+        for name, run in (
+            (("ours", ours), ("bare", bare)) if len(times["trl"]) % 2 else (("bare", bare), ("ours", ours))
+        ):
+            times[name].append(timed(run, model))
+
+    arguments = run_trl(case, theirs_model, tokenizer, prompts, pairs + 1, after_step)
+    after_warmup = {name: values[1:] for name, values in times.items()}
+    median = {name: statistics.median(values) for name, values in after_warmup.items()}
+
+    def ratio(first: str, second: str) -> str:
+        ratios = [a / b for a, b in zip(after_warmup[first], after_warmup[second], strict=True)]
+        return f"{statistics.median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
+
+    print(f"\n{case}; TRL's arguments: {json.dumps(arguments)}")
+    print(f"  s/iteration  TRL {median['trl']:.2f}   ours {median['ours']:.2f}   bare loop {median['bare']:.2f}")
+    print(f"  speed against TRL {ratio('trl', 'ours')}   time against the bare loop {ratio('ours', 'bare')}")
+    if with_memory:
+        theirs_mb, ours_mb = (peak_memory(case, device, side) for side in ("trl", "ours"))
+        print(f"  peak MB      TRL {theirs_mb:.0f}   ours {ours_mb:.0f}   ratio {ours_mb / theirs_mb:.2f}", flush=True)
+
+
+def peak_memory(case: Case, device: str, side: str) -> float:
+    """Megabytes, of two iterations in a process of their own."""
+    names = [name for name, known in (CASES | TINY | CUDA_CASES).items() if known == case]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.llm_vs_trl",
+        "--device",
+        device,
+        "--cases",
+        names[0],
+        "--memory-of",
+        side,
+    ]
+    finished = subprocess.run(command, check=True, capture_output=True, text=True)
+    return float(finished.stdout.strip().splitlines()[-1])
+
+
+def print_peak_memory(case: Case, device: str, side: str) -> None:
+    """What `peak_memory` reads."""
+    model = make_model(case, device)
+    tokenizer = make_tokenizer(model.config.vocab_size)
+    prompts = make_prompts(case, model.config.vocab_size)
+    if side == "trl":
+        run_trl(case, model, tokenizer, prompts, 2, lambda _: None)
+    else:
+        run = our_iteration(case, model, tokenizer, prompts)
+        run()
+        run()
+    if device == "cuda":
+        print(torch.cuda.max_memory_allocated() / 2**20)
+    else:
+        # not getrusage, whose maximum a child inherits from the parent it was forked from
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        print(int(status["VmHWM"].split()[0]) / 2**10)
+
+
+def main() -> None:
+    """Read the command line, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--cases", nargs="+", help=f"of {', '.join(CASES)}; with --device cuda, of {', '.join(CUDA_CASES)}"
+    )
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--skip-memory", action="store_true")
+    parser.add_argument("--memory-of", choices=("trl", "ours"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    logging.set_verbosity_error()
+    cases = CUDA_CASES if options.device == "cuda" else CASES
+    chosen = [(TINY | cases)[name] for name in options.cases or cases]
+    if options.memory_of:
+        print_peak_memory(chosen[0], options.device, options.memory_of)
+        return
+    where = torch.cuda.get_device_name() if options.device == "cuda" else f"{options.threads} thread(s)"
+    print(
+        f"torch {torch.__version__}, transformers {version('transformers')}, TRL {version('trl')}, "
+        f"Python {platform.python_version()}, {where}; medians of {options.pairs} interleaved iterations"
+    )
+    for case in chosen:
+        compare(case, options.device, options.pairs, with_memory=not options.skip_memory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Tiny language models trained end to end, through the conformance kit, and back from checkpoints."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig
+from adapters.llm import policies as policies_module
+from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig, compare_policies, grpo_objective, measure_policy
+from grpo.checks import check_policy
+from tests.llm_models import FAMILIES, character_tokenizer, tiny_model
+from tests.support import as_users_run_it
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing.*:FutureWarning",  # transformers renames it; PEFT asks for it
+)
+
+STATES = ["1+1=", "12+30=?", "abc"]
+
+
+def count_of_ones(states: Any, actions: Any) -> list[float]:
+    return [float(action.text.count("1")) for action in actions]
+
+
+def policy_of(model: Any = None, **options: Any) -> HFPolicy:
+    sampling = options.pop("sampling", SamplingConfig(max_new_tokens=8))
+    return HFPolicy(model or tiny_model(), character_tokenizer(), sampling=sampling, **options)
+
+
+def with_lora(model: Any = None) -> Any:
+    return get_peft_model(model or tiny_model(), LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
+
+
+def trainer_of(policy: HFPolicy, reward: Any = count_of_ones, **settings: Any) -> GRPOTrainer:
+    config = GRPOConfig(**{"group_size": 8, "learning_rate": 3e-3, "seed": 0} | settings)
+    return GRPOTrainer(config=config, policy=policy, reward_model=reward)
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def largest_change(model: Any, before: dict[str, Tensor]) -> float:
+    return max(float((value - before[name]).abs().max()) for name, value in weights_of(model).items())
+
+
+POLICIES: dict[str, Callable[[], HFPolicy]] = {
+    "plain": lambda: policy_of(),
+    "LoRA": lambda: policy_of(with_lora()),
+    "reference model": lambda: policy_of(reference_model=tiny_model("llama")),
+    "truncated sampling, exact entropy": lambda: policy_of(
+        sampling=SamplingConfig(max_new_tokens=6, temperature=0.7, top_p=0.9, repetition_penalty=1.2),
+        exact_entropy=True,
+        max_tokens_per_forward=50,
+    ),
+    "generate": lambda: policy_of(sampler="generate", mask_truncated=True),
+    **{family: lambda family=family: policy_of(tiny_model(family)) for family in FAMILIES if family != "qwen3"},
+}
+
+
+@pytest.mark.parametrize("kind", POLICIES)
+def test_the_conformance_kit_passes(kind: str) -> None:
+    report = check_policy(POLICIES[kind](), STATES, num_samples=50)
+    report.raise_for_failures()
+    assert report.ok
+    has_reference = kind in ("LoRA", "reference model")
+    assert (report["reference"].status == "passed") == has_reference
+    assert report["sample_actions"].status == "passed"
+
+
+def test_short_completions_are_drawn_as_often_as_they_are_likely() -> None:
+    """One token each: few enough answers for the kit to count them."""
+    policy = policy_of(sampling=SamplingConfig(max_new_tokens=1))
+    report = check_policy(policy, STATES, num_samples=1000)
+    assert report["generated samples"].status == report["sampled samples"].status == "passed"
+
+
+# Learning
+
+
+@pytest.mark.parametrize("kind", ["plain", "LoRA", "mistral"])
+def test_a_trivial_reward_is_learned(kind: str) -> None:
+    """As many ones as there are steps: at first about one step in 43 is a one."""
+    trainer = trainer_of(POLICIES[kind](), learning_rate=1e-2)
+    rewards = [trainer.step(STATES)["rewards/mean"] for _ in range(20)]
+    assert sum(rewards[:3]) / 3 < 1.5
+    assert sum(rewards[-3:]) / 3 > 5
+
+
+def test_in_bfloat16_a_step_is_taken_and_the_ratio_stays_at_one() -> None:
+    policy = policy_of(tiny_model(dtype=torch.bfloat16))
+    before = weights_of(policy.model)
+    metrics = trainer_of(policy, batch_size=12).step(STATES)  # two updates: the old log-probs are scored
+    assert largest_change(policy.model, before) > 0
+    assert metrics["train/ratio_mean"] == pytest.approx(1, abs=0.1)
+
+
+def test_under_autocast_weights_stay_float32() -> None:
+    policy = policy_of(tiny_model())
+    before = weights_of(policy.model)
+    metrics = trainer_of(policy, autocast_dtype="bfloat16", batch_size=12, learning_rate=1e-4).step(STATES)
+    assert largest_change(policy.model, before) > 0
+    assert {value.dtype for value in policy.get_parameters().values()} == {torch.float32}
+    assert metrics["train/ratio_mean"] == pytest.approx(1, abs=0.1)
+
+
+def test_only_the_adapter_moves() -> None:
+    policy = policy_of(with_lora())
+    before = weights_of(policy.model)
+    trainer_of(policy).step(STATES)
+    after = weights_of(policy.model)
+    moved = {name for name in after if not torch.equal(after[name], before[name])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+
+
+# What is computed, and what is not
+
+
+def forwarded_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    counts: list[int] = []
+    inner = policies_module.HFPolicy._score
+
+    def counting(self: HFPolicy, prompts: Any, prompt_of_row: Any, actions: Any, **options: Any) -> Any:
+        counts.append(len(actions))
+        return inner(self, prompts, prompt_of_row, actions, **options)
+
+    monkeypatch.setattr(policies_module.HFPolicy, "_score", counting)
+    return counts
+
+
+def test_no_pass_for_old_log_probs_and_none_for_rows_without_an_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_group_differs(states: Any, actions: Any) -> list[float]:
+        return [
+            float(len(action.text)) if state == STATES[0] else 1.0
+            for state, action in zip(states, actions, strict=True)
+        ]
+
+    counts = forwarded_rows(monkeypatch)
+    metrics = trainer_of(policy_of(), first_group_differs, num_epochs_per_update=2).step(STATES)
+    assert metrics["rows/skipped_zero_advantage"] >= 16  # two groups whole
+    live = 24 - int(metrics["rows/skipped_zero_advantage"])
+    assert counts == [live, live]  # one forward per epoch: the sampler's scores are the old ones
+
+
+def test_nothing_is_forwarded_where_all_are_rewarded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = forwarded_rows(monkeypatch)
+    policy = policy_of()
+    before = weights_of(policy.model)
+    trainer_of(policy, lambda states, actions: [1.0] * len(actions)).step(STATES)
+    assert counts == []
+    assert largest_change(policy.model, before) == 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_p": 0.7}])
+def test_the_first_of_several_updates_has_a_ratio_of_one(changes: dict[str, Any]) -> None:
+    """By the sampler's scores, whatever truncates; the correction for that is the objective's."""
+    ratios: list[Tensor] = []
+
+    def watching(inputs: Any) -> Any:
+        ratios.append((inputs.log_probs - inputs.old_log_probs).detach()[inputs.mask].exp())
+        return objective(inputs)
+
+    config = ObjectiveConfig(sampler_correction="truncate")
+
+    def objective(inputs: Any) -> Any:
+        return grpo_objective(inputs, config)
+
+    policy = policy_of(sampling=SamplingConfig(max_new_tokens=8, **changes))
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=8, num_epochs_per_update=2, learning_rate=1e-2, seed=0, objective=config),
+        policy=policy,
+        reward_model=count_of_ones,
+        objective=watching,
+    )
+    trainer.step(STATES)
+    assert float((ratios[0] - 1).abs().max()) < 2e-5
+    assert float((ratios[-1] - 1).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_the_budget_of_a_forward_changes_no_weight(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One update of the same rows in one forward, in several, and in one per row."""
+    counts = forwarded_rows(monkeypatch)
+    found, num_forwards = [], []
+    for budget in (10**6, 60, 1):
+        policy = policy_of(tiny_model(kind), max_tokens_per_forward=budget)
+        optimizer = torch.optim.SGD(policy.get_parameters().values(), lr=0.1)  # Adam's first step is a sign
+        trainer = GRPOTrainer(
+            config=GRPOConfig(group_size=8, seed=0), policy=policy, reward_model=count_of_ones, optimizer=optimizer
+        )
+        before = weights_of(policy.model)
+        counts.clear()
+        trainer.step(STATES)
+        num_forwards.append(len(counts))
+        assert largest_change(policy.model, before) > 1e-3
+        found.append(weights_of(policy.model))
+    assert num_forwards[0] == 1 < num_forwards[1] < num_forwards[2]
+    for weights in found[1:]:
+        assert max(float((weights[name] - found[0][name]).abs().max()) for name in weights) < 1e-6
+
+
+# References
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "reference model"])
+def test_a_divergence_from_the_reference_pulls_back(kind: str) -> None:
+    def reference() -> HFPolicy:
+        return policy_of(with_lora()) if kind == "LoRA" else policy_of(reference_model=tiny_model())
+
+    divergences = []
+    for coef in (0.0001, 1.0):
+        trainer = trainer_of(reference(), objective=ObjectiveConfig(kl_coef=coef), learning_rate=1e-2)
+        metrics = [trainer.step(STATES) for _ in range(4)]
+        assert metrics[0]["train/kl_mean"] == pytest.approx(
+            0, abs=1e-6
+        )  # adapter and reference begin as the model does
+        divergences.append(metrics[-1]["train/kl_mean"])
+    assert divergences[0] > 3 * divergences[1] > 0
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("kind", ["plain", "LoRA", "mistral"])
+def test_a_run_goes_on_from_its_checkpoint_exactly(kind: str, tmp_path: Path) -> None:
+    whole = trainer_of(POLICIES[kind]())
+    for iteration in range(4):
+        if iteration == 2:
+            whole.save_checkpoint(tmp_path / "second")
+        whole.step(STATES)
+    again = trainer_of(POLICIES[kind](), seed=5)
+    again.load_checkpoint(tmp_path / "second")
+    for _ in range(2):
+        again.step(STATES)
+    expected, found = whole.policy.get_parameters(), again.policy.get_parameters()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_data_set_is_trained_on_measured_and_compared() -> None:
+    """Its rows are made as they are asked for; the column of the answers reaches the reward."""
+    problems = Dataset.from_list([{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(4)])
+
+    def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [float(truth in completion) for completion, truth in zip(completions, answer, strict=True)]
+
+    policy = HFPolicy(tiny_model(), character_tokenizer(), sampling=SamplingConfig(max_new_tokens=6))
+    reward = CompletionRewards(right)
+    config = GRPOConfig(group_size=8, num_states_per_iteration=4, learning_rate=1e-2, seed=0)
+    with as_users_run_it():  # a data set has what is used of a sequence, and is none
+        before = measure_policy(policy, problems, reward, progress=False)
+        trainer = GRPOTrainer(config=config, policy=policy, reward_model=reward)
+        trainer.train(problems, num_iterations=15, progress=False)
+        report = compare_policies(before, policy, problems, reward, progress=False)
+    assert report.improvement > 0.1
+    assert report.components_after["right"] == report.mean_reward_after

@@ -1,0 +1,231 @@
+"""The examples of language models run as a user runs them, on models made here."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib import image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from adapters.llm import HFPolicy
+from examples import arithmetic_llm, gsm8k_qwen
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # PEFT asks transformers for it
+)
+CHAT_TEMPLATE = "{% for message in messages %}<user>{{ message['content'] }}<end>{% endfor %}<assistant>"
+
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Calls an example's `main` as `python -m` would, in a folder of its own, and returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def run_main(example: ModuleType, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [str(example.__file__), *map(str, arguments)])
+        capsys.readouterr()
+        example.main()
+        return capsys.readouterr().out
+
+    return run_main
+
+
+# examples/arithmetic_llm.py
+
+
+def arithmetic(run: Run, *arguments: object) -> tuple[dict[str, tuple[float, float]], str]:
+    """Shares of held-out sums that are right before and after GRPO, by kind of answer; and what was printed."""
+    printed = run(arithmetic_llm, *arguments)
+    found = re.findall(r"^held-out sums right, (\w+): ([\d.]+)% -> ([\d.]+)%$", printed, re.MULTILINE)
+    assert len(found) == 2, printed
+    return {kind: (float(before) / 100, float(after) / 100) for kind, before, after in found}, printed
+
+
+def test_arithmetic_writes_what_it_says(run: Run, tmp_path: Path) -> None:
+    """A few steps of each phase; what they teach takes minutes, and has a test of its own."""
+    shares, _ = arithmetic(run, "--warmup-steps", "40", "--iterations", "2", "--seed", "3")
+    before, after = shares["sampled"]
+    folder = tmp_path / "runs" / "arithmetic_llm" / "seed-3"
+    assert {path.name for path in folder.iterdir()} == {
+        "metrics.jsonl",
+        "comparison.json",
+        "learning_curve.png",
+        "model",
+    }
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+    comparison = json.loads((folder / "comparison.json").read_text())
+    assert comparison["mean_reward_before"] == pytest.approx(before, abs=6e-4)
+    assert comparison["mean_reward_after"] == pytest.approx(after, abs=6e-4)
+    pixels = image.imread(folder / "learning_curve.png")[..., :3]
+    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 100, "an empty canvas has one colour"
+    assert AutoModelForCausalLM.from_pretrained(folder / "model").num_parameters() == pytest.approx(8e5, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1600)
+def test_arithmetic_goes_from_below_40_to_above_90_per_cent(run: Run) -> None:
+    shares, printed = arithmetic(run)
+    for before, after in shares.values():
+        assert before < 0.4, printed
+        assert after > 0.9, printed
+
+
+def test_arithmetic_holds_out_what_it_says() -> None:
+    """No sum is in two of the three parts, in whichever order its numbers stand; together they are all 90 x 90."""
+    parts = [{row["prompt"].rstrip("=") for row in rows} for rows in arithmetic_llm.make_sums(seed=0)]
+    assert sum(map(len, parts)) == len(set().union(*parts)) == 90 * 90
+    for prompts in parts:
+        assert {"+".join(reversed(prompt.split("+"))) for prompt in prompts} == prompts
+    [row] = [row for rows in arithmetic_llm.make_sums(seed=0) for row in rows if row["prompt"] == "17+25="]
+    assert row["answer"] == "24", "42, ones first"
+
+
+# examples/gsm8k_qwen.py
+
+PROBLEMS = [
+    ("Ann has 3 bags with 4 apples each. She eats 2. How many are left?", "3 * 4 = 12 apples, 12 - 2 = 10.\n#### 10"),
+    ("A train goes 60 miles an hour. How far does it get in 3 hours?", "60 * 3 = <<60*3=180>>180 miles.\n#### 180"),
+    ("A book costs $12, a pen $3. What do a book and two pens cost?", "2 * 3 = 6, and 12 + 6 = 18.\n#### 18"),
+    ("Tom reads 20 pages a day. How many in a week?", "20 * 7 = 140 pages.\n#### 140"),
+    ("Half of the 30 children are girls. How many boys are there?", "30 / 2 = 15.\n#### 15"),
+    ("A farm sells 1,000 eggs and then 234 more. How many is that?", "1000 + 234 = 1234.\n#### 1,234"),
+]
+MARKS = "".join(map(chr, range(32, 127))) + "\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a tiny model that has a conversation's template, and six problems in GSM8K's format."""
+    vocabulary = {mark: number for number, mark in enumerate(["<end>", "<user>", "<assistant>", *MARKS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>"]})
+    fast.chat_template = CHAT_TEMPLATE
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+        "num_attention_heads": 2,
+    }
+    ends = {"bos_token_id": None, "eos_token_id": 0, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=len(vocabulary), **sizes, **ends)).save_pretrained(tmp_path / "tiny")
+    fast.save_pretrained(tmp_path / "tiny")
+    lines = [json.dumps({"question": question, "answer": answer}) for question, answer in PROBLEMS]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+SMALL = ["--model", "tiny", "--data", "train.jsonl", "--samples", "4", "--batch-size", "2", "--max-new-tokens", "12"]
+
+
+def written(folder: Path) -> Path:
+    """Where it wrote, after a look at what."""
+    found = folder / "runs" / "gsm8k_qwen"
+    names = {"metrics.jsonl", "config.json", "checkpoints", "model", "comparison.json"}
+    assert {path.name for path in found.iterdir()} == names
+    return found
+
+
+def iterations_of(folder: Path) -> list[int]:
+    return [json.loads(line)["iteration"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_gsm8k_trains_an_adapter_and_says_what_came_of_it(run: Run, folder: Path) -> None:
+    printed = run(gsm8k_qwen, *SMALL, "--no-load-in-4bit", "--learning-rate", "0.01")
+    runs = written(folder)
+    assert iterations_of(runs) == [1, 2], "4 problems, 2 in each iteration"
+    metrics = json.loads((runs / "metrics.jsonl").read_text().splitlines()[0])
+    assert metrics["group_stats/avg_group_size"] == 4
+    assert {f"rewards/{part}/mean" for part in ("correct", "answered", "marked")} <= metrics.keys()
+
+    comparison = json.loads((runs / "comparison.json").read_text())
+    assert [state["label"] for state in comparison["states"]] == [question for question, _ in PROBLEMS[4:]], (
+        "not trained on"
+    )
+    assert "Mean reward: " in printed
+    assert PROBLEMS[4][0] + "\n--> " in printed
+
+    config = json.loads((runs / "model" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (16, 32)
+    policy = HFPolicy.from_pretrained(runs / "model")
+    learned = [part for name, part in policy.get_parameters().items() if "lora_B" in name]
+    assert len(learned) == 2 * 7, "of all linear layers"
+    assert any(part.any() for part in learned), "B is 0 before any update"
+    assert policy.tokenizer.chat_template == CHAT_TEMPLATE
+
+    settings = json.loads((runs / "config.json").read_text())
+    assert settings["reward"] == "correctness_first"
+    assert settings["grpo"]["group_size"] == 4
+    assert settings["sampling"]["max_new_tokens"] == 12
+
+
+def test_gsm8k_goes_on_where_it_stopped(run: Run, folder: Path) -> None:
+    plain = [*SMALL, "--no-load-in-4bit", "--reward", "hybrid", "--kl-coef", "0.1"]
+    run(gsm8k_qwen, *plain, "--iterations", "1")
+    run(gsm8k_qwen, *plain, "--iterations", "3", "--resume")
+    assert iterations_of(written(folder)) == [1, 2, 3]
+    last = json.loads((written(folder) / "metrics.jsonl").read_text().splitlines()[-1])
+    assert "rewards/mathematics/mean" in last
+    assert "train/kl_mean" in last
+
+
+def test_gsm8k_trains_on_four_bits(run: Run, folder: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    run(gsm8k_qwen, *SMALL, "--learning-rate", "0.01")
+    learned = HFPolicy.from_pretrained(written(folder) / "model").get_parameters()
+    assert any(part.any() for name, part in learned.items() if "lora_B" in name)
+
+
+class FakeWandb(ModuleType):
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.told: list[Any] = []
+
+    def init(self, project: str, config: dict[str, Any]) -> "FakeWandb":
+        self.told.append((project, config["grpo"]["group_size"]))
+        return self
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.told.append((step, "rewards/mean" in metrics))
+
+    def finish(self) -> None:
+        self.told.append("finished")
+
+
+def test_gsm8k_tracks_where_it_is_asked_to(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    run(gsm8k_qwen, *SMALL, "--no-load-in-4bit", "--wandb", "sums")
+    assert wandb.told == [("sums", 4), (1, True), (2, True), "finished"]
+
+
+def test_gsm8k_imports_no_tracker_unasked(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `wandb` that cannot be imported is in the way only of who asks for it."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    plain = [*SMALL, "--no-load-in-4bit", "--iterations", "1"]
+    run(gsm8k_qwen, *plain)
+    with pytest.raises(SystemExit, match="--wandb needs: pip install wandb"):
+        run(gsm8k_qwen, *plain, "--wandb", "sums")
+
+
+def test_gsm8k_says_what_is_wrong_with_the_data(run: Run, folder: Path) -> None:
+    with pytest.raises(SystemExit, match=r"train\.jsonl has 6 problems: with --samples 6 none is left to evaluate"):
+        run(gsm8k_qwen, *SMALL, "--samples", "6")

@@ -1,0 +1,96 @@
+from collections import Counter
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from adapters.llm.prompts import PromptEncoder, prompt_of
+from grpo.errors import ContractError
+from tests.llm_models import CHARACTERS, END, character_tokenizer
+
+CHAT = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + '.' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ prefix if prefix else '=' }}{% endif %}"
+)
+
+
+def ids(text: str) -> list[int]:
+    return [CHARACTERS.index(character) + 2 for character in text]
+
+
+def encoder(tokenizer: Any = None, **options: Any) -> PromptEncoder:
+    return PromptEncoder(tokenizer or character_tokenizer(), options.pop("column", "prompt"), options)
+
+
+def test_text_messages_and_rows_are_prompts() -> None:
+    assert prompt_of("1+1") == "1+1"
+    assert prompt_of(CHAT) is CHAT
+    assert prompt_of({"prompt": "1+1", "answer": "2"}) == "1+1"
+    assert prompt_of({"question": CHAT}, "question") is CHAT
+
+
+def test_a_row_without_the_prompt_column_names_those_it_has() -> None:
+    with pytest.raises(ContractError, match=r"prompt column 'prompt'; got the columns \['answer', 'question'\]"):
+        prompt_of({"question": "1+1", "answer": "2"})
+
+
+@pytest.mark.parametrize("wrong", [7, None, b"1+1", [], ["1+1"], [{"content": "1"}], {"prompt": 3}, {"prompt": None}])
+def test_anything_else_is_refused(wrong: Any) -> None:
+    with pytest.raises(ContractError, match="must be text, or a list of chat messages"):
+        prompt_of(wrong)
+
+
+def test_prompts_are_encoded_in_order() -> None:
+    assert encoder()(["1+1", {"prompt": "abc"}, "1+1"]) == [ids("1+1"), ids("abc"), ids("1+1")]
+
+
+def test_equal_texts_and_the_same_row_are_tokenized_once() -> None:
+    calls: Counter[str] = Counter()
+    tokenizer = character_tokenizer()
+
+    class Counting:
+        chat_template = None
+
+        def __call__(self, text: str) -> Any:
+            calls[text] += 1
+            return tokenizer(text)
+
+    row = {"prompt": "abc"}
+    encoder(Counting())([row, "1+1", row, row, "1+1"])
+    assert calls == {"abc": 1, "1+1": 1}
+
+
+def test_rows_that_a_data_set_makes_when_asked_are_not_taken_for_one_another() -> None:
+    """Such a row is gone before the next one is made, which may then have its id."""
+    texts = ["a" * (1 + i % 7) for i in range(60)]
+    assert encoder()(Dataset.from_dict({"prompt": texts})) == [ids(text) for text in texts]
+
+
+def test_chats_go_through_the_template_which_writes_the_special_tokens() -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    # the template's <eos> is one token, and ours is a template of its own end: "=" begins the answer
+    expected = [*ids("system.add"), END, *ids("user.1+1"), END, *ids("=")]
+    assert encoder(tokenizer)([CHAT]) == [expected]
+    assert encoder(tokenizer, prefix="a.")([CHAT]) == [expected[:-1] + ids("a.")]
+
+
+def test_a_tokenizer_that_adds_tokens_adds_them_to_text_and_not_to_what_the_template_wrote() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = character_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", END)])
+    tokenizer.chat_template = TEMPLATE
+    assert encoder(tokenizer)(["1+1"]) == [[END, *ids("1+1")]]
+    assert encoder(tokenizer)([CHAT])[0][: len("system")] == ids("system")
+
+
+def test_a_chat_without_a_template_says_what_to_do() -> None:
+    with pytest.raises(ContractError, match=r"state 1 is a chat, and the tokenizer has no chat template\. Set"):
+        encoder()(["1+1", CHAT])
+
+
+def test_an_empty_prompt_is_refused_by_its_number() -> None:
+    with pytest.raises(ContractError, match="prompt of state 2 has no token"):
+        encoder()(["1+1", "a", ""])
