@@ -67,7 +67,14 @@ class CausalLM:
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence the model was made for; None: it does not say."""
+        """The longest sequence the model was made for; None: it does not say.
+
+        LongRoPE (arXiv:2402.13753) turns all positions otherwise once any is beyond the original length: what a row is
+        worth would then depend on the others in its batch. There it is the original length.
+        """
+        rotary = getattr(self.config, "rope_parameters", None) or {}
+        if rotary.get("rope_type") == "longrope":
+            return int(rotary["original_max_position_embeddings"])
         return getattr(self.config, "max_position_embeddings", None)
 
     @property

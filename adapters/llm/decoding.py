@@ -1,7 +1,7 @@
 """Batched decoding: each prompt prefilled once, finished rows leaving the batch, every row's randomness its own."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, assert_never
 
 import torch
@@ -46,8 +46,6 @@ class StopStrings:
 
     def found(self, tokens: Int[Tensor, "R T"]) -> list[bool]:
         """Which rows hold one of the strings in their last tokens."""
-        if not self._strings:
-            return [False] * len(tokens)
         texts = self._tokenizer.batch_decode(tokens[:, -self._num_tokens :], skip_special_tokens=True)
         return [any(string in text for string in self._strings) for text in texts]
 
@@ -67,7 +65,7 @@ class Progress:
         """Note which of `rows` end with these tokens; what rows that have ended before are given does not count."""
         ended = self._draw.ends(tokens).tolist()
         stopped = [False] * len(rows)
-        if step + 1 >= self._config.min_new_tokens:
+        if self._config.stop and step + 1 >= self._config.min_new_tokens:
             begin = max(self._config.min_new_tokens - 1, 0)  # what was written before does not end it afterwards
             stopped = self._stops.found(self._draw.tokens[list(rows), begin : step + 1])
         for row, has_ended, has_stopped in zip(rows, ended, stopped, strict=True):
@@ -131,16 +129,16 @@ class DecodingSampler:
         seeds: Sequence[int],
     ) -> SampledTokens:
         """See `Sampler.sample`."""
-        per_pass = len(prompts) if self._max_rows is None else max(1, self._max_rows // num_per_prompt)
         parts = []
-        for begin in range(0, len(prompts), per_pass):
-            some = prompts[begin : begin + per_pass]
-            rows = [list(prompt) for prompt in some for _ in range(num_per_prompt)]
+        num_done = 0
+        for chosen, size in _passes(len(prompts), num_per_prompt, self._max_rows):
+            some = prompts[chosen]
+            rows = [list(prompt) for prompt in some for _ in range(size)]
             draw = TokenDraw(
                 config,
                 rows,
                 end_token_ids=end_token_ids,
-                seeds=seeds[begin * num_per_prompt :][: len(rows)],
+                seeds=seeds[num_done : num_done + len(rows)],
                 device=self._lm.device,
                 with_entropy=self._with_entropy,
             )
@@ -148,16 +146,29 @@ class DecodingSampler:
             with self._lm.evaluating():  # layers that are checkpointed in training keep no cache there
                 match self._loop:
                     case "own":
-                        _decode(self._lm, some, num_per_prompt, config.max_new_tokens, draw, progress)
+                        _decode(self._lm, some, size, config.max_new_tokens, draw, progress)
                     case "generate":
                         _decode_with_generate(self._lm, rows, config.max_new_tokens, draw, progress)
                     case _:
                         assert_never(self._loop)
             parts.append(progress.sampled())
+            num_done += len(rows)
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def sync(self, model: Any) -> None:
         """Nothing to take over: the weights are the model's own."""
+
+
+def _passes(num_prompts: int, size: int, max_rows: int | None) -> Iterator[tuple[slice, int]]:
+    """Which prompts are decoded together, and how many rows of each, in the order of the rows."""
+    if max_rows is not None and max_rows < size:
+        for prompt in range(num_prompts):
+            for begin in range(0, size, max_rows):
+                yield slice(prompt, prompt + 1), min(max_rows, size - begin)
+        return
+    at_once = num_prompts if max_rows is None else max_rows // size
+    for begin in range(0, num_prompts, at_once):
+        yield slice(begin, min(begin + at_once, num_prompts)), size
 
 
 def _decode(

@@ -74,7 +74,7 @@ class HFPolicy:
         sampler: Sampler | Literal["decoding", "generate"] = "decoding",
         reference_model: Any = None,
         prompt_column: str = "prompt",
-        end_token_ids: Sequence[int] | None = None,
+        end_token_ids: Sequence[int] | int | None = None,
         exact_entropy: bool = False,
         mask_truncated: bool = False,
         max_tokens_per_forward: int = 16_384,
@@ -89,8 +89,10 @@ class HFPolicy:
                 "HFPolicy: sampling.temperature must be above 0: a group of equal completions teaches nothing. For evaluation, "
                 "call generate_actions(states, 1, temperature=0)."
             )
-        if max_tokens_per_forward < 1:
-            raise ConfigError(f"HFPolicy: max_tokens_per_forward must be at least 1; got {max_tokens_per_forward}.")
+        limits = {"max_tokens_per_forward": max_tokens_per_forward, "max_rows_per_decode": max_rows_per_decode}
+        for name, limit in limits.items():
+            if limit is not None and limit < 1:
+                raise ConfigError(f"HFPolicy: {name} must be at least 1; got {limit}.")
         self._lm = CausalLM(model)
         self._lm.check_head()
         self._reference = None if reference_model is None else CausalLM(reference_model.requires_grad_(False).eval())
@@ -378,9 +380,11 @@ def _grouped(completions: list[Completion], size: int) -> list[list[Completion]]
     return [completions[begin : begin + size] for begin in range(0, len(completions), size)]
 
 
-def _end_token_ids(tokenizer: Any, lm: CausalLM, given: Sequence[int] | None, sampling: SamplingConfig) -> list[int]:
+def _end_token_ids(
+    tokenizer: Any, lm: CausalLM, given: Sequence[int] | int | None, sampling: SamplingConfig
+) -> list[int]:
     if given is not None:
-        return list(given)
+        return [given] if isinstance(given, int) else list(given)
     configured = getattr(lm.plain.generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, list) else [configured]
     found = sorted({token for token in [tokenizer.eos_token_id, *listed] if token is not None})

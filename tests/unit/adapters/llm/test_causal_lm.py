@@ -151,3 +151,17 @@ def test_the_longest_sequence() -> None:
     assert CausalLM(tiny_model("qwen3")).max_positions == 64
     assert CausalLM(tiny_model("gpt2", n_positions=32)).max_positions == 32  # by another name
     assert CausalLM(tiny_model("mamba")).max_positions is None
+
+
+def test_rotary_positions_that_change_with_the_length_end_where_they_change() -> None:
+    rotary = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "factor": 4.0,
+    }
+    model = tiny_model("llama", rope_parameters=rotary, max_position_embeddings=64)
+    assert CausalLM(model).max_positions == 16
+    assert CausalLM(tiny_model("llama")).max_positions == 64

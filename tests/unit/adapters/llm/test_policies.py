@@ -510,3 +510,29 @@ def test_a_prompt_that_two_groups_share_is_computed_once() -> None:
     )
     policy.score_groups(["abc", "abc"], [ROWS[:1], ROWS[1:]])
     assert widths[0] == 1
+
+
+@pytest.mark.parametrize("name", ["max_tokens_per_forward", "max_rows_per_decode"])
+def test_limits_are_at_least_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1; got 0"):
+        policy_of(**{name: 0})
+
+
+def test_a_limit_of_rows_holds_within_a_group_too() -> None:
+    policy, free = policy_of(max_rows_per_decode=2), policy_of()
+    rows: list[int] = []
+    policy.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    torch.manual_seed(5)
+    some = policy.generate_actions(STATES, 5)
+    assert max(rows) == 2
+    torch.manual_seed(5)
+    assert [[c.token_ids for c in group] for group in free.generate_actions(STATES, 5)] == [
+        [c.token_ids for c in group] for group in some
+    ]
+
+
+def test_one_end_token_may_be_a_number() -> None:
+    [[action]] = policy_of(end_token_ids=1, max_new_tokens=40).generate_actions(["abc"], 1, temperature=0)
+    assert 1 not in action.token_ids[:-1]
