@@ -40,7 +40,6 @@ class CausalLM:
             )
         self.plain = plain
         self.config = plain.config.get_text_config(decoder=True)
-        self._logits_are_head_of_hidden: bool | None = None
 
     @property
     def decoder(self) -> nn.Module:
@@ -108,8 +107,6 @@ class CausalLM:
         Raises:
             ContractError: it does not.
         """
-        if self._logits_are_head_of_hidden:
-            return
         # several, since the embedding of a padding token may be 0, and all its logits then are
         tokens = torch.arange(8, device=self.device)[None] % len(self.plain.get_input_embeddings().weight)
         with self.evaluating():
@@ -121,7 +118,6 @@ class CausalLM:
                 f"{type(self.plain).__name__} makes its logits in a way that is not known here: its output head, applied to "
                 "its last hidden states, gives others. Report the architecture, or use another."
             )
-        self._logits_are_head_of_hidden = True
 
 
 class LogitsPostprocessing(nn.Module):

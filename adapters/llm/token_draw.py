@@ -55,10 +55,10 @@ class TokenDraw:
         self._uniforms = torch.from_numpy(streams).to(device)
         self._shaping = LogitsProcessorList(_truncations(config))
         self._penalty = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)
-        self._longest_prompt = max(map(len, prompts))
         self._history: Tensor | None = None
         if config.repetition_penalty != 1:  # padded with a token that is in the row anyway
-            filled = [list(prompt) + prompt[:1] * (self._longest_prompt - len(prompt)) for prompt in map(list, prompts)]
+            longest = max(map(len, prompts))
+            filled = [list(prompt) + prompt[:1] * (longest - len(prompt)) for prompt in map(list, prompts)]
             self._history = torch.tensor(filled, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         """[N, max_new_tokens]: what was drawn."""
@@ -79,7 +79,6 @@ class TokenDraw:
                 wide(logits, config.temperature), uniforms[:, 0], self.entropies is not None
             )
         else:
-            logits = wide(logits, 1.0)
             shaped = self._shaped(logits.clone(), rows, step)
             if config.temperature == 0:
                 tokens = shaped.argmax(1)
