@@ -116,6 +116,7 @@ PRESETS = {
             threshold=475.0,
             gamma=0.99,
             num_groups=1,
+            normalize_observations=True,
             evaluate_every=2_000,
         ),
         ControlPreset(env_id="Acrobot-v1", total_steps=120_000, threshold=-100.0, gamma=0.99),
