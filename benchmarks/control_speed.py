@@ -380,9 +380,8 @@ def report_rollouts(repeats: int, *, quick: bool) -> None:
         )
     torch.manual_seed(0)
     preset, num_members = preset_for(CARTPOLE), 64
-    policy = preset.make_policy(
-        num_members=num_members, normalize_observations=False
-    )  # the loop has no statistics either
+    as_they_are = {"normalize_observations": False}  # the loop keeps no statistics either
+    policy = preset.make_policy(num_members=num_members, **as_they_are)
     loop = bare_loop(policy, num_members, 50 if quick else 2_000)
     short = our_rollout(policy, 128 if quick else 4_096)
     report_speed("CartPole, 64 members, untrained : bare loop", short, loop, repeats, "at least 0.77")
