@@ -69,8 +69,7 @@ def load_model(
             else {"trust_remote_code": trust_remote_code, "revision": adapter.get("revision")}
         ),
     )
-    if load_in_4bit:
-        _keep_differentiable(model)
+    keep_differentiable(model)
     tokenizer = AutoTokenizer.from_pretrained(str(name_or_folder), **options)
     if adapter is not None:
         peft = _require_peft()
@@ -90,6 +89,26 @@ def add_lora(model: Any, config: Any = None) -> Any:
     peft = _require_peft()
     config = config or peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     return peft.get_peft_model(model, config)
+
+
+def keep_differentiable(model: Any) -> None:
+    """Keep 4-bit weights in a form that gradients pass through: on some CPUs, bitsandbytes packs them when they are first
+    evaluated, for a kernel that has no gradient and says nothing that stops training.
+
+    Raises:
+        ConfigError: an adapter is to be trained, and the weights below it are packed already, which loses digits of theirs.
+    """
+    linears = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
+    for linear in linears:
+        linear.support_avx512bf16_for_cpu = False
+    states = [getattr(linear.weight, "quant_state", None) for linear in linears]
+    is_packed = any(getattr(state, "packing_format_for_cpu", False) for state in states)
+    if is_packed and any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "The 4-bit weights of this model have been evaluated before, and bitsandbytes has packed them for a kernel of this "
+            "CPU that no gradient passes through. Load the model again, and make the HFPolicy before anything is evaluated; "
+            "or load it with adapters.llm.load_model, which keeps them as they are."
+        )
 
 
 def save_model(model: Any, tokenizer: Any, folder: str | Path, *, merge: bool = False) -> None:
@@ -128,15 +147,6 @@ def _quantisation(in_4bit: bool, in_8bit: bool, dtype: torch.dtype | Literal["au
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16 if dtype == "auto" else dtype,
     )
-
-
-def _keep_differentiable(model: Any) -> None:
-    """On some CPUs, bitsandbytes packs weights when they are first evaluated, for a kernel that no gradient passes through."""
-    from bitsandbytes.nn.modules import Linear4bit
-
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
 
 
 def _require_peft() -> Any:

@@ -16,7 +16,7 @@ from grpo.errors import ConfigError, ContractError
 from .causal_lm import CausalLM
 from .completions import Completion, completion_mask, padded
 from .decoding import DecodingSampler
-from .loading import load_model, save_model
+from .loading import keep_differentiable, load_model, save_model
 from .micro_batches import plan_by_tokens
 from .prompts import PromptEncoder, PromptState
 from .samplers import SampledTokens, Sampler
@@ -93,6 +93,7 @@ class HFPolicy:
         for name, limit in limits.items():
             if limit is not None and limit < 1:
                 raise ConfigError(f"HFPolicy: {name} must be at least 1; got {limit}.")
+        keep_differentiable(model)
         self._lm = CausalLM(model)
         self._lm.check_head()
         self._reference = None if reference_model is None else CausalLM(reference_model.requires_grad_(False).eval())

@@ -5,13 +5,14 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 
 from adapters.llm import HFPolicy, SamplingConfig
@@ -221,17 +222,78 @@ def test_gradients_pass_through_four_bits_after_an_evaluation(folder: Path) -> N
     policy = HFPolicy.from_pretrained(folder, lora=True, load_in_4bit=True, dtype=torch.float32)
     disturb(policy.model)
     logits(policy.model.eval())
+    assert_gradients_are_those_of_plain_weights(policy)
+
+
+def assert_gradients_are_those_of_plain_weights(policy: HFPolicy) -> None:
+    """Of a model that has the dequantised ones, and the same adapter."""
+
+    def slopes(each: HFPolicy) -> dict[str, Tensor]:
+        rows = ["abc", "1+1=", "1+1="], [completion(3, 4, 5), completion(6, 7), completion(8)]
+        return gradients(each.model, each.train().score_actions(*rows).log_probs.sum())
+
+    found = slopes(policy)  # before its weights are read, which would unpack them
     plain = base_model()
     with policy.model.disable_adapter():
         plain.load_state_dict(dict(merged_weights(policy.model)))
     other = HFPolicy(add_lora(plain), character_tokenizer())
     other.model.load_state_dict(policy.get_parameters(), strict=False)
-    rows = ["abc", "1+1=", "1+1="], [completion(3, 4, 5), completion(6, 7), completion(8)]
-    slopes = []
-    for each in (policy, other):
-        scores = each.train().score_actions(*rows)
-        slopes.append(gradients(each.model, scores.log_probs.sum()))
-    assert relative_difference(*slopes) < 1e-4
+    assert relative_difference(found, slopes(other)) < 1e-4
+
+
+class Packed(nn.Linear):
+    """A `Linear4bit` as it is on a CPU with AVX512-BF16, whatever this one has."""
+
+    support_avx512bf16_for_cpu = True
+    """A frozen one packs its weight when it is evaluated, and says so in the weight's state."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.support_avx512bf16_for_cpu and not self.training:
+            self.weight.quant_state.packing_format_for_cpu = True
+        return super().forward(x)
+
+
+def four_bit_model() -> Any:
+    model = base_model()
+    layer = model.model.layers[0].mlp
+    plain, layer.up_proj = layer.up_proj, Packed(64, 64, bias=False)
+    layer.up_proj.weight = plain.weight.requires_grad_(False)
+    layer.up_proj.weight.quant_state = SimpleNamespace(packing_format_for_cpu=False)
+    return model.eval()
+
+
+def test_a_model_that_others_have_quantised_is_kept_differentiable_before_anything_is_evaluated() -> None:
+    model = four_bit_model()
+    HFPolicy(model, character_tokenizer())
+    logits(model.eval())
+    linear = model.model.layers[0].mlp.up_proj
+    assert not linear.weight.quant_state.packing_format_for_cpu
+
+
+def test_a_quantised_model_that_has_been_evaluated_before_is_refused_where_it_is_to_be_trained() -> None:
+    model = four_bit_model()
+    logits(model)
+    with pytest.raises(ConfigError, match=r"packed .* Load the model again, and make the HFPolicy before"):
+        HFPolicy(model, character_tokenizer())
+    HFPolicy(model.requires_grad_(False), character_tokenizer())
+
+
+def test_gradients_pass_through_four_bits_of_a_model_from_memory(folder: Path) -> None:
+    """Loaded by transformers itself. Where the CPU's kernel would pack the weights, they are not."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    if not bitsandbytes.functional.has_avx512bf16():
+        pytest.skip("this CPU has no AVX512-BF16, so bitsandbytes packs nothing")
+    quantised = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        quantization_config=transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        ),
+        device_map={"": "cpu"},
+    )
+    policy = HFPolicy(add_lora(quantised), character_tokenizer())
+    disturb(policy.model)
+    logits(policy.model.eval())
+    assert_gradients_are_those_of_plain_weights(policy)
 
 
 @pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning")
