@@ -100,6 +100,17 @@ class CausalLM:
         finally:
             self.plain.train(was_training)
 
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """The model it was made for, in evaluation mode, for as long as this lasts."""
+        trained = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
+        try:
+            with self.evaluating(), self.model.disable_adapter():
+                yield
+        finally:  # PEFT would go on to train parts of the adapter that were frozen
+            for parameter, requires_grad in trained.items():
+                parameter.requires_grad_(requires_grad)
+
     @torch.no_grad()
     def check_head(self) -> None:
         """The head, applied to the decoder's hidden states, gives the model's own logits.

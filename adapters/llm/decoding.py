@@ -1,6 +1,7 @@
 """Batched decoding: each prompt prefilled once, finished rows leaving the batch, every row's randomness its own."""
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, assert_never
 
@@ -8,24 +9,20 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.cache_utils import DynamicLayer
 
 from .causal_lm import CausalLM
 from .completions import FinishReason
+from .decoding_batch import DecodingBatch
 from .samplers import SampledTokens
 from .sampling_config import SamplingConfig
-from .shared_prompts import Rows, prefill
 from .token_draw import TokenDraw
 
-GROWTH = 128
-"""Positions by which the keys' and values' memory grows."""
 MOST_ENDED = 1 / 8
 """Share of the rows in the batch that may have ended before they are taken out: taking out copies the others' cache."""
 
@@ -99,6 +96,7 @@ class DecodingSampler:
         tokenizer: for stop strings.
         with_entropy: also tell the entropies.
         max_rows: rows decoded together. Larger: faster, and more memory for keys and values. None: all.
+        max_tokens_per_forward: positions of prompts that are forwarded together before they are continued. None: all.
         loop: the one here; or that of transformers' `generate`, which every architecture has, and which models are given
             whose cache cannot be shared. Both draw the same tokens.
     """
@@ -110,12 +108,14 @@ class DecodingSampler:
         *,
         with_entropy: bool = False,
         max_rows: int | None = None,
+        max_tokens_per_forward: int | None = None,
         loop: Literal["own", "generate"] = "own",
     ) -> None:
         self._lm = lm
         self._tokenizer = tokenizer
         self._with_entropy = with_entropy
         self._max_rows = max_rows
+        self._max_tokens = max_tokens_per_forward or sys.maxsize
         self._loop = loop if lm.shares_prompts else "generate"
 
     @torch.no_grad()
@@ -146,7 +146,8 @@ class DecodingSampler:
             with self._lm.evaluating():  # layers that are checkpointed in training keep no cache there
                 match self._loop:
                     case "own":
-                        _decode(self._lm, some, size, config.max_new_tokens, draw, progress)
+                        batch = DecodingBatch.of_prompts(self._lm, some, size, self._max_tokens)
+                        _decode(self._lm, batch, config.max_new_tokens, draw, progress)
                     case "generate":
                         _decode_with_generate(self._lm, rows, config.max_new_tokens, draw, progress)
                     case _:
@@ -171,36 +172,23 @@ def _passes(num_prompts: int, size: int, max_rows: int | None) -> Iterator[tuple
         yield slice(begin, min(begin + at_once, num_prompts)), size
 
 
-def _decode(
-    lm: CausalLM, prompts: Sequence[Sequence[int]], size: int, max_steps: int, draw: TokenDraw, progress: Progress
-) -> None:
-    """Draw completions of `size` rows per prompt, with a cache that holds the rows that go on."""
-    prefilled = prefill(lm, prompts)
-    spread = Rows(torch.arange(len(prompts), device=lm.device).repeat_interleave(size), len(prompts))
-    cache = DynamicCache()
-    cache.layers = [_GrowingLayer(layer, spread) for layer in prefilled.cache.layers]
-    hidden = spread.spread(prefilled.last_hidden)
-    mask = None if prefilled.mask is None else prefilled.mask[spread.prompt]
-    lengths = prefilled.lengths[spread.prompt]
-    rows = list(range(len(hidden)))  # those in the batch, by number; one that has ended may stay for a while
+def _decode(lm: CausalLM, batch: DecodingBatch, max_steps: int, draw: TokenDraw, progress: Progress) -> None:
+    """Draw completions, with a cache that holds the rows that go on."""
     head = lm.head
     for step in range(max_steps):
-        tokens = draw(head(hidden), torch.tensor(rows, device=lm.device), step)
-        progress.advance(rows, tokens, step)
-        going = [position for position, row in enumerate(rows) if progress.alive[row]]
+        tokens = draw(head(batch.hidden), batch.on_device, step)
+        progress.advance(batch.rows, tokens, step)
+        going = [position for position, row in enumerate(batch.rows) if progress.alive[row]]
         if not going or step + 1 == max_steps:
             return
-        if len(rows) - len(going) >= max(1, MOST_ENDED * len(rows)):
-            kept = torch.tensor(going, device=lm.device)
-            cache.batch_select_indices(kept)
-            rows, tokens, lengths = [rows[position] for position in going], tokens[kept], lengths[kept]
-            mask = None if mask is None else mask[kept]
+        if len(batch.rows) - len(going) >= max(1, MOST_ENDED * len(batch.rows)):
+            tokens = tokens[batch.keep(going)]
         options: dict[str, Any] = {}
-        if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-            options = {"attention_mask": mask, "position_ids": (lengths + step)[:, None]}
-        output = lm.decoder(input_ids=tokens[:, None], past_key_values=cache, use_cache=True, **options)
-        hidden = output.last_hidden_state[:, -1]
+        if batch.mask is not None:
+            batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(tokens), 1)], 1)
+            options = {"attention_mask": batch.mask, "position_ids": (batch.lengths + step)[:, None]}
+        output = lm.decoder(input_ids=tokens[:, None], past_key_values=batch.cache, use_cache=True, **options)
+        batch.hidden = output.last_hidden_state[:, -1]
 
 
 def _decode_with_generate(
@@ -249,45 +237,6 @@ class _Stopping(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         self._progress.advance(range(len(input_ids)), input_ids[:, -1], input_ids.shape[1] - self._width - 1)
         return ~torch.tensor(self._progress.alive, device=input_ids.device)
-
-
-class _GrowingLayer(DynamicLayer):
-    """One layer's keys and values of all rows, in memory that grows by steps; they are written once and not moved."""
-
-    def __init__(self, prompts: Any, rows: Rows) -> None:
-        super().__init__()
-        self.is_initialized = True
-        length = prompts.keys.shape[-2]
-        self._keys, self._values = (_room(rows.spread(part), length) for part in (prompts.keys, prompts.values))
-        self._view(length)
-
-    def _view(self, length: int) -> tuple[Tensor, Tensor]:
-        filled = self._keys[:, :, :length], self._values[:, :, :length]
-        self.keys, self.values = filled
-        return filled
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """All keys and values, with these at the end."""
-        begin = self.get_seq_length()
-        end = begin + key_states.shape[-2]
-        if end > self._keys.shape[-2]:
-            self._keys, self._values = (_room(part, end) for part in self._view(begin))
-        self._keys[:, :, begin:end], self._values[:, :, begin:end] = key_states, value_states
-        return self._view(end)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
-        length = self.get_seq_length()
-        self._keys, self._values = (_room(part.index_select(0, indices), length) for part in self._view(length))
-        self._view(length)
-
-
-def _room(values: Tensor, length: int) -> Tensor:
-    """`values` with room for more than `length` positions."""
-    count, heads, filled, size = values.shape
-    roomy = values.new_empty(count, heads, length + GROWTH, size)
-    roomy[:, :, :filled] = values
-    return roomy
 
 
 def _joined(parts: Sequence[SampledTokens]) -> SampledTokens:

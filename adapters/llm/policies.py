@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +20,7 @@ from .micro_batches import plan_by_tokens
 from .prompts import PromptEncoder, PromptState
 from .samplers import SampledTokens, Sampler
 from .sampling_config import SamplingConfig
-from .shared_prompts import hidden_of_whole_rows, hidden_with_shared_prompts
-from .token_log_probs import token_log_probs
+from .scoring import check_sampler, score_tokens
 
 
 class HFPolicy:
@@ -48,13 +46,13 @@ class HFPolicy:
         end_token_ids: tokens that end a completion; None: those of the tokenizer and the model's generation config.
         exact_entropy: scores tell the entropy of every step. It costs one more pass over the logits.
         mask_truncated: completions that reached `max_new_tokens` carry no loss (DAPO, arXiv:2503.14476).
-        max_tokens_per_forward: positions forwarded together in scoring and training, padding and prompts included. Larger:
-            faster on a GPU, more memory.
+        max_tokens_per_forward: positions forwarded together in scoring and training, padding and prompts included, and of
+            prompts before they are continued. Larger: faster on a GPU, more memory.
         max_rows_per_decode: rows decoded together; None: all.
         chat_template_options: for prompts that are chat messages.
 
     Raises:
-        ConfigError: a setting that cannot be.
+        ConfigError: a setting that cannot be, or a model that draws tokens otherwise than it scores them.
         ContractError: a model that is no decoder-only language model.
 
     Example:
@@ -122,9 +120,12 @@ class HFPolicy:
             tokenizer,
             with_entropy=exact_entropy,
             max_rows=max_rows_per_decode,
+            max_tokens_per_forward=max_tokens_per_forward,
             loop="generate" if sampler == "generate" else "own",
         )
         self._sampler = own if isinstance(sampler, str) else sampler
+        if self._sampler is own:
+            check_sampler(self._lm, own)
         self._has_told = False
 
     @classmethod
@@ -183,8 +184,12 @@ class HFPolicy:
             states: B prompts.
             num_actions_per_state: G.
             sampling: settings of `SamplingConfig` that hold for this call, `temperature=0` for instance.
+
+        Raises:
+            ConfigError: a setting that there is not, or a value that it cannot have.
         """
-        completions, _ = self._sample(states, num_actions_per_state, replace(self.sampling, **sampling))
+        config = SamplingConfig.from_dict(self.sampling.to_dict() | sampling)
+        completions, _ = self._sample(states, num_actions_per_state, config)
         return _grouped(completions, num_actions_per_state)
 
     def sample_actions(self, states: Sequence[PromptState], num_actions_per_state: int) -> SampledActions:
@@ -222,34 +227,29 @@ class HFPolicy:
     def score_groups(self, states: Sequence[PromptState], actions: Sequence[Sequence[Completion]]) -> ActionScores:
         """Scores of all completions, group by group."""
         rows = [prompt for prompt, group in zip(self._encode(states), actions, strict=True) for _ in group]
-        return self._score(*_distinct(rows), [completion for group in actions for completion in group])
+        completions = [completion for group in actions for completion in group]
+        return self._score(*_distinct(rows), completions, with_entropy=self._exact_entropy)
 
     def score_actions(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> ActionScores:
         """Scores of N rows; equal prompts are computed once wherever they stand."""
-        return self._score(*_distinct(self._encode(states)), actions)
+        return self._score(*_distinct(self._encode(states)), actions, with_entropy=self._exact_entropy)
 
     def get_log_probabilities(
         self, states: Sequence[PromptState], actions: Sequence[Completion]
     ) -> Float[Tensor, " N"]:
         """log pi(completion | prompt): the sum over its tokens."""
-        scores = self.score_actions(states, actions)
-        return torch.where(scores.mask, scores.log_probs, 0.0).sum(1)
+        return self._score(*_distinct(self._encode(states)), actions).log_probs.sum(1)  # 0 off the mask
 
     @torch.no_grad()
     def _reference_log_probabilities(
         self, states: Sequence[PromptState], actions: Sequence[Completion]
     ) -> Float[Tensor, "N T"]:
         """The same tokens under the frozen reference model, or under the model with its adapter switched off."""
-        prompts, prompt_of_row = _distinct(self._encode(states))
+        rows = _distinct(self._encode(states))
         if self._reference is not None:
-            return self._score(prompts, prompt_of_row, actions, lm=self._reference).log_probs
-        trained = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
-        try:
-            with self._lm.evaluating(), self.model.disable_adapter():
-                return self._score(prompts, prompt_of_row, actions).log_probs
-        finally:  # PEFT would go on to train parts of the adapter that were frozen
-            for parameter, requires_grad in trained.items():
-                parameter.requires_grad_(requires_grad)
+            return self._score(*rows, actions, lm=self._reference).log_probs
+        with self._lm.without_adapter():
+            return self._score(*rows, actions).log_probs
 
     def plan_micro_batches(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> list[Sequence[int]]:
         """Rows of each forward pass: within `max_tokens_per_forward`, and with as little padding as can be."""
@@ -339,7 +339,9 @@ class HFPolicy:
         prompts: Sequence[Sequence[int]],
         prompt_of_row: Int[Tensor, " N"],
         actions: Sequence[Completion],
+        *,
         lm: CausalLM | None = None,
+        with_entropy: bool = False,
     ) -> ActionScores:
         lm = lm or self._lm
         lengths = [len(prompts[prompt]) + len(c) for prompt, c in zip(prompt_of_row.tolist(), actions, strict=True)]
@@ -347,26 +349,15 @@ class HFPolicy:
         mask = completion_mask(actions, mask_truncated=self._mask_truncated)
         width = mask.shape[1]
         padding = [[*tokens, *[0] * (width - len(tokens))] for tokens in self._scored_tokens(actions)]
-        tokens = torch.tensor(padding, dtype=torch.int64).view(len(actions), width)
-        shares_prompts = self._shares_prompts if lm is self._lm else lm.shares_prompts
-        hidden_of = hidden_with_shared_prompts if shares_prompts else hidden_of_whole_rows
-        hidden = hidden_of(lm, prompts, prompt_of_row, tokens)
-        positions = mask.flatten().nonzero().squeeze(1).to(hidden.device)  # no other position meets the head
-        log_probs, entropy = token_log_probs(
-            hidden.flatten(0, 1).index_select(0, positions),
-            lm.head,
-            tokens.flatten().to(hidden.device).index_select(0, positions),
+        return score_tokens(
+            lm,
+            prompts,
+            prompt_of_row,
+            torch.tensor(padding, dtype=torch.int64).view(mask.shape),
+            mask,
             temperature=self.sampling.scoring_temperature,
-            with_entropy=self._exact_entropy and lm is self._lm,
-        )
-
-        def on_steps(values: Tensor) -> Tensor:
-            return values.new_zeros(mask.numel()).index_copy(0, positions, values).view(mask.shape)
-
-        return ActionScores(
-            log_probs=on_steps(log_probs),
-            mask=mask.to(hidden.device),
-            entropy=None if entropy is None else on_steps(entropy),
+            with_entropy=with_entropy,
+            shares_prompts=self._shares_prompts if lm is self._lm else lm.shares_prompts,
         )
 
 

@@ -5,7 +5,6 @@ attention reads them in place; the backward pass adds up what the rows send back
 group of G completions of T tokens of a prompt of P, P + G T positions are computed instead of G (P + T).
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,10 +32,16 @@ class Prefilled:
     """Tokens of each prompt."""
 
 
-def prefill(lm: CausalLM, prompts: Sequence[Sequence[int]]) -> Prefilled:
-    """One forward pass over B prompts, with gradient unless it is switched off."""
+def prefill(lm: CausalLM, prompts: Sequence[Sequence[int]], width: int | None = None) -> Prefilled:
+    """One forward pass over B prompts, with gradient unless it is switched off.
+
+    Args:
+        lm: the model.
+        prompts: B lists of token ids.
+        width: what they are padded to; None: the longest.
+    """
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    width = int(lengths.max())
+    width = width or int(lengths.max())
     token_ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=lm.device)
     options: dict[str, Any] = {}
     mask = None
@@ -65,7 +70,7 @@ def hidden_with_shared_prompts(
         completions: token ids, padded on the right with any.
     """
     prefilled = prefill(lm, prompts)
-    rows = Rows(prompt_of_row.to(lm.device), len(prompts))
+    rows = Rows(prompt_of_row, len(prompts), lm.device)
     first = rows.spread(prefilled.last_hidden)[:, None]
     if completions.shape[1] < 2:
         return first[:, : completions.shape[1]]
@@ -88,30 +93,48 @@ def hidden_with_shared_prompts(
 
 
 def hidden_of_whole_rows(
-    lm: CausalLM, prompts: Sequence[Sequence[int]], prompt_of_row: Int[Tensor, " N"], completions: Int[Tensor, "N T"]
+    lm: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    prompt_of_row: Int[Tensor, " N"],
+    completions: Int[Tensor, "N T"],
+    lengths: Int[Tensor, " N"],
 ) -> Float[Tensor, "N T H"]:
     """The same from one forward pass over every row's prompt and completion: for models whose cache cannot be shared.
 
     Rows begin at their first token and are padded on the right, which nothing before looks at: neither masks nor position
     ids are needed, whatever the architecture.
+
+    Args:
+        lm: the model.
+        prompts: B lists of token ids.
+        prompt_of_row: which prompt each row continues.
+        completions: token ids, padded on the right with any.
+        lengths: tokens of each completion; hidden states beyond them mean nothing.
     """
-    rows = [[*prompts[prompt], *row] for prompt, row in zip(prompt_of_row.tolist(), completions.tolist(), strict=True)]
-    width = min(max(len(row) for row in rows), lm.max_positions or sys.maxsize)  # beyond it there is padding only
-    token_ids = torch.tensor([(row + [0] * (width - len(row)))[:width] for row in rows], device=lm.device)
+    of_rows = zip(prompt_of_row.tolist(), completions.tolist(), lengths.tolist(), strict=True)
+    rows = [[*prompts[prompt], *row[:length]] for prompt, row, length in of_rows]
+    width = max(map(len, rows))
+    token_ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=lm.device)
     hidden = lm.decoder(input_ids=token_ids, use_cache=False).last_hidden_state
-    begins = torch.tensor([len(prompts[prompt]) - 1 for prompt in prompt_of_row.tolist()], device=lm.device)
-    positions = (begins[:, None] + torch.arange(completions.shape[1], device=lm.device)).clamp_max(width - 1)
+    begins = torch.tensor([len(prompts[prompt]) - 1 for prompt in prompt_of_row.tolist()])
+    positions = (begins[:, None] + torch.arange(completions.shape[1])).clamp_max(width - 1).to(lm.device)
     return hidden.gather(1, positions[:, :, None].expand(-1, -1, hidden.shape[-1]))
 
 
 class Rows:
-    """Which prompt each row continues, and how what is known of prompts is spread over rows."""
+    """Which prompt each row continues, and how what is known of prompts is spread over rows.
 
-    def __init__(self, prompt: Int[Tensor, " N"], num_prompts: int) -> None:
-        self.prompt = prompt
+    Args:
+        prompt: of each row; on the CPU, where it is looked at.
+        num_prompts: B.
+        device: where the model is.
+    """
+
+    def __init__(self, prompt: Int[Tensor, " N"], num_prompts: int, device: torch.device) -> None:
         size, rest = divmod(len(prompt), num_prompts)
-        regular = torch.arange(num_prompts, device=prompt.device).repeat_interleave(size)
-        self.group_size = size if rest == 0 and bool((prompt == regular).all()) else None
+        is_regular = rest == 0 and torch.equal(prompt, torch.arange(num_prompts).repeat_interleave(size))
+        self.prompt = prompt.to(device)
+        self.group_size = size if is_regular else None
         """Rows per prompt, where they are adjacent and equally many."""
 
     def spread(self, values: Float[Tensor, "B *any"]) -> Float[Tensor, "N *any"]:

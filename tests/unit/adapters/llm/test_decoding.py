@@ -1,6 +1,7 @@
 """Sampling from tiny models: the same tokens whatever the loop, the batch and the padding, and their probabilities."""
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from adapters.llm import HFPolicy, SampledTokens, SamplingConfig, decoding
+from adapters.llm import HFPolicy, SampledTokens, SamplingConfig, decoding, decoding_batch
 from adapters.llm.causal_lm import CausalLM
 from adapters.llm.decoding import DecodingSampler, StopStrings
+from adapters.llm.shared_prompts import prefill
 from tests.llm_models import (
     CHARACTERS,
     END,
@@ -172,7 +174,7 @@ def test_rows_that_leave_the_batch_change_nothing(
 def test_memory_that_grows_by_small_steps_changes_nothing(growth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = SamplingConfig(max_new_tokens=12)
     expected = sample(tiny_model(), config)
-    monkeypatch.setattr(decoding, "GROWTH", growth)
+    monkeypatch.setattr(decoding_batch, "GROWTH", growth)
     assert_same(sample(tiny_model(), config), expected)
 
 
@@ -188,14 +190,50 @@ def test_decoding_in_parts_changes_nothing(setting: str, max_rows: int) -> None:
 
 def test_each_prompt_is_prefilled_once_and_the_batch_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    shapes: list[tuple[int, ...]] = []
-    model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
+    shapes = shapes_of(model)
     monkeypatch.setattr(decoding, "MOST_ENDED", 0.0)
     sampled = sample(model, SamplingConfig(max_new_tokens=20, stop=("1", "2", "a", "b")), size=6)
     alive = [sum(len(row) > step for row in sampled.token_ids) for step in range(1, max(map(len, sampled.token_ids)))]
     assert shapes == [(3, 7), *((count, 1) for count in alive)]
+
+
+def shapes_of(model: Any) -> list[tuple[int, ...]]:
+    """Of the token ids that the decoder is given from now on."""
+    shapes: list[tuple[int, ...]] = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+@pytest.mark.parametrize(("max_tokens", "parts"), [(21, [3]), (20, [2, 1]), (7, [1, 1, 1]), (1, [1, 1, 1])])
+def test_prompts_are_forwarded_within_a_budget_and_continued_together(
+    family: str, max_tokens: int, parts: list[int]
+) -> None:
+    """Three prompts, the longest of 7 tokens: padding counts."""
+    config = SamplingConfig(max_new_tokens=9)
+    expected = sample(tiny_model(family), config, with_entropy=True)
+    model = tiny_model(family)
+    shapes = shapes_of(model)
+    assert_same(sample(model, config, with_entropy=True, max_tokens_per_forward=max_tokens), expected)
+    assert shapes[: len(parts) + 1] == [*((count, 7) for count in parts), (9, 1)]
+
+
+def test_the_prompts_keys_and_values_are_let_go_before_the_rows_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def remembering(*args: Any) -> Any:
+        prefilled = prefill(*args)
+        made.append(weakref.ref(prefilled.cache))
+        return prefilled
+
+    monkeypatch.setattr(decoding_batch, "prefill", remembering)
+    model = tiny_model()
+    alive: list[list[bool]] = []
+    model.model.register_forward_pre_hook(lambda module, args: alive.append([each() is not None for each in made]))
+    sample(model, SamplingConfig(max_new_tokens=2, min_new_tokens=2))
+    assert alive == [[], [False]]
 
 
 # How completions end

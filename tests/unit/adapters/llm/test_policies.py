@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from adapters.llm import HFPolicy, SampledTokens, SamplingConfig
+from adapters.llm import HFPolicy, SampledTokens, SamplingConfig, scoring, token_log_probs
 from adapters.llm.completions import Completion
 from grpo.errors import ConfigError, ContractError
 from grpo.policy_base import ScoresReference
@@ -115,6 +115,8 @@ def test_settings_of_one_call_are_checked_and_do_not_stay() -> None:
     assert policy.sampling.max_new_tokens == 8
     with pytest.raises(ConfigError, match=r"SamplingConfig\.top_p"):
         policy.generate_actions(STATES, 1, top_p=2.0)
+    with pytest.raises(ConfigError, match=r"no setting 'max_tokens', 'topk'; it has max_new_tokens, .*top_k, "):
+        policy.generate_actions(STATES, 1, max_tokens=5, topk=3)
 
 
 def test_rows_chats_and_texts_are_sampled_alike() -> None:
@@ -270,6 +272,25 @@ def test_the_entropy_is_exact_and_only_told_on_request() -> None:
     assert_rows(entropy, expected)
 
 
+@pytest.mark.parametrize("of", ["adapter", "reference model"])
+def test_nobody_computes_the_entropy_of_a_reference_or_of_a_sum(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def asking(*args: Any, with_entropy: bool, **options: Any) -> Any:
+        asked.append(with_entropy)
+        return token_log_probs(*args, with_entropy=with_entropy, **options)
+
+    options = {"model": adapted()} if of == "adapter" else {"reference_model": tiny_model()}
+    policy = policy_of(exact_entropy=True, **options)
+    monkeypatch.setattr(scoring, "token_log_probs", asking)
+    policy.reference_log_probabilities(STATES, ROWS)
+    policy.get_log_probabilities(STATES, ROWS)
+    assert asked == [False, False]
+    policy.score_actions(STATES, ROWS)
+    policy.score_groups(STATES, [[row] for row in ROWS])
+    assert asked[2:] == [True, True]
+
+
 @pytest.mark.parametrize("of", ["log_probs", "entropy"])
 def test_gradients_agree_with_finite_differences(of: str) -> None:
     model = tiny_model("gpt2", dtype=torch.float64)
@@ -378,6 +399,21 @@ def test_gradient_checkpointing_gives_the_same_gradient_and_says_once_what_it_co
     policy.score_actions(["abcd"] * 3, ROWS)
     policy.eval().score_actions(["abcd"] * 3, ROWS)  # nothing is run again there: prompts are shared
     assert shapes == [(3, 4 + 4), (1, 4), (3, 3)]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_gives_an_adapter_the_same_gradient(use_reentrant: bool) -> None:
+    model = adapted(target_modules="all-linear")
+    policy = policy_of(model).train()
+    weights = torch.randn(3, 4)
+    scores = policy.score_actions(STATES, ROWS)
+    expected = gradients(model, (scores.log_probs * weights).sum())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    again = policy.score_actions(STATES, ROWS)
+    (again.log_probs * weights).sum().backward()
+    found = {name: parameter.grad for name, parameter in policy.get_parameters().items()}
+    assert relative_difference(found, expected) < 2e-6
+    assert all(slope.any() for slope in expected.values())
 
 
 def test_plans_count_prompts_as_they_are_computed() -> None:

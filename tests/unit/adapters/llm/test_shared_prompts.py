@@ -112,7 +112,10 @@ def test_shared_prompts_and_whole_rows_give_the_same_hidden_states_and_gradients
     width = max(map(len, actions))
     tokens = torch.tensor([[*action.token_ids, *[0] * (width - len(action))] for action in actions])
     mask = torch.arange(width) < torch.tensor([len(action) for action in actions])[:, None]
-    found = [of(lm, prompts, prompt_of_row, tokens) for of in (hidden_with_shared_prompts, hidden_of_whole_rows)]
+    found = [
+        hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens),
+        hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, mask.sum(1)),
+    ]
     torch.testing.assert_close(found[0][mask], found[1][mask], atol=1e-11, rtol=0)
     weights = weights_of(mask)[:, :, None]
     slopes = [gradients(model, (hidden * weights).sum()) for hidden in found]
@@ -125,8 +128,9 @@ def test_the_padding_decides_nothing() -> None:
     prompts, rows = [[5, 6, 7, 8], [9]], torch.tensor([0, 1])
     tokens = torch.tensor([[10, 11, 0, 0], [12, 13, 14, 15]])
     other = torch.tensor([[10, 11, 33, 34], [12, 13, 14, 15]])
-    for of in (hidden_with_shared_prompts, hidden_of_whole_rows):
-        first, second = of(lm, prompts, rows, tokens), of(lm, prompts, rows, other)
+    lengths = torch.tensor([2, 4])
+    for of, more in ((hidden_with_shared_prompts, ()), (hidden_of_whole_rows, (lengths,))):
+        first, second = of(lm, prompts, rows, tokens, *more), of(lm, prompts, rows, other, *more)
         assert torch.equal(first[0, :2], second[0, :2])
         assert torch.equal(first[1], second[1])
 
@@ -172,6 +176,20 @@ def test_groups_are_scored_as_their_rows_in_uneven_groups_too() -> None:
     torch.testing.assert_close(by_group.log_probs, by_row.log_probs, atol=1e-12, rtol=0)
 
 
+def test_whole_rows_are_as_wide_as_the_longest_of_them() -> None:
+    """A long prompt with a short completion beside a short prompt with a long one: 2 rows of 10, not of 9 + 8."""
+    model = tiny_model("mistral")
+    policy = HFPolicy(model, TOKENIZER, max_tokens_per_forward=20)
+    rows = ["abcdefghi", "ab"], [completion(5), completion(*range(2, 10))]
+    assert list(map(len, policy.plan_micro_batches(*rows))) == [2]
+    shapes: list[tuple[int, ...]] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    policy.score_actions(*rows)
+    assert shapes == [(2, 10)]
+
+
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_completions_without_a_single_token(family: str) -> None:
     scores = HFPolicy(tiny_model(family), TOKENIZER).score_actions(["abc", "1"], [completion(), completion()])
@@ -183,13 +201,14 @@ def test_completions_without_a_single_token(family: str) -> None:
     [([0, 0, 1, 1, 2, 2], 2), ([0, 1, 2], 1), ([0, 0, 1, 2], None), ([0, 1, 2, 0, 1, 2], None), ([2, 1, 0], None)],
 )
 def test_only_adjacent_groups_of_one_size_are_regular(prompt: list[int], size: int | None) -> None:
-    assert Rows(torch.tensor(prompt), 3).group_size == size
+    assert Rows(torch.tensor(prompt), 3, torch.device("cpu")).group_size == size
+    assert Rows(torch.tensor(prompt), 3, torch.device("meta")).group_size == size  # no device is waited for
 
 
 @pytest.mark.parametrize("prompt", [[0, 0, 1, 1], [1, 0, 0, 1]])
 def test_rows_attend_to_their_prompt_then_to_themselves(prompt: list[int]) -> None:
     of_prompts, of_rows = torch.randn(2, 3, 5, 4), torch.randn(4, 3, 2, 4)
-    joined = Rows(torch.tensor(prompt), 2).join(of_prompts, of_rows)
+    joined = Rows(torch.tensor(prompt), 2, torch.device("cpu")).join(of_prompts, of_rows)
     expected = torch.stack([torch.cat([of_prompts[p], of_rows[row]], 1) for row, p in enumerate(prompt)])
     assert torch.equal(joined, expected)
 
