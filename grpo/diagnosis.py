@@ -18,6 +18,9 @@ PATIENCE = 10
 LOW_ENTROPY = 0.05
 """Fraction of the first iterations' entropy below which it has collapsed."""
 
+FAR_SAMPLER = 0.01
+"""Nats per step between sampler and policy that are no rounding: in bfloat16, a step's own 0.05 amount to 0.001."""
+
 TINY = 1e-6
 """What counts as 0."""
 
@@ -64,6 +67,9 @@ class Diagnosis:
         self._count("nothing is ever clipped", clips and not self._has_clipped)
         penalised = "kl" in measured and metrics["train/kl_coef"] > 0
         self._count("the KL is 0", penalised and abs(metrics["train/kl_mean"]) < TINY)
+        uncorrected = "sampler_divergence" in measured and self._config.objective.sampler_correction == "none"
+        differs = uncorrected and metrics["train/sampler_divergence"] > FAR_SAMPLER
+        self._count("the sampler is not the policy", differs)
         self._watch_entropy(metrics["train/entropy"])
 
     def _watch_entropy(self, entropy: float) -> None:
@@ -111,6 +117,11 @@ ADVICE = {
     "batch_size is larger than an iteration": (
         "all rows go into one update, in which every ratio is 1: nothing is clipped, and surrogates that differ in their "
         "bounds are the same. For several updates, lower batch_size below the rows of an iteration (states x group_size)."
+    ),
+    "the sampler is not the policy": (
+        "actions are drawn from one distribution and taken for samples of another: by their behaviour log-probs, the two are "
+        "train/sampler_divergence nats apart in every step. Truncation (top_k, top_p, min_p) and penalties do that, and so do "
+        "other engines and old weights. Set objective.sampler_correction='truncate', or sample from the policy itself."
     ),
     "the entropy has collapsed": (
         "the policy has become nearly deterministic: a twentieth of the entropy it began with. If it did so too early, add an "

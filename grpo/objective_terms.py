@@ -175,7 +175,8 @@ def entropy(steps: Steps, entropy_coef: float) -> StepLoss:
             if entropy_coef > 0:
                 raise ConfigError(
                     f"objective.entropy_coef={entropy_coef} needs an exact entropy, and the policy gives none. "
-                    "Return it in ActionScores.entropy, or set entropy_estimator='score_function'."
+                    "Return it in ActionScores.entropy (some policies do on request: exact_entropy=True), or set "
+                    "entropy_estimator='score_function'."
                 )
         case "score_function":
             pass

@@ -3,7 +3,7 @@
 from typing import Literal, assert_never
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from .ratios import bounded_exp, mean_over_steps
@@ -74,6 +74,31 @@ def sampler_weights(
             return torch.where(inside, ratio, 0.0)
         case _:
             assert_never(correction)
+
+
+def sampler_divergence(
+    old_log_probs: Float[Tensor, "N T"], behaviour_log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
+) -> Float64[Tensor, "3"]:
+    """How far the policy is from what sampled: KL(behaviour || old) per step, as (count, sum, sum of squares).
+
+    D = mean over scored steps of behaviour_log_probs[n,t] - old_log_probs[n,t]
+
+    Rounding changes it in second order only, a truncation that keeps the share m of the policy in first order: by -log m.
+
+    Args:
+        old_log_probs: before this iteration's updates; no gradient is taken through it.
+        behaviour_log_probs: under the distribution actually drawn from; NaN: unscored, not counted.
+        mask: the valid steps.
+
+    Example:
+        >>> everywhere = torch.ones(1, 2, dtype=torch.bool)
+        >>> old, behaviour = torch.tensor([[0.5, 0.4]]).log(), torch.tensor([[0.5, 0.5]]).log()
+        >>> [round(value, 3) for value in sampler_divergence(old, behaviour, everywhere).tolist()]
+        [2.0, 0.223, 0.05]
+    """
+    scored = mask & ~behaviour_log_probs.isnan()
+    gap = torch.where(scored, behaviour_log_probs - old_log_probs.detach(), 0.0).double()
+    return torch.stack([scored.sum(dtype=torch.float64), gap.sum(), gap.square().sum()])
 
 
 def on_policy_rows(

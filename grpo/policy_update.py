@@ -20,6 +20,7 @@ from .experience_collector import ExperienceCollector
 from .gradient_step import GradientStep
 from .grpo_objective import Objective
 from .metrics import Meter
+from .off_policy import sampler_divergence
 from .policy_base import SplitsSteps
 from .selection import select_steps
 from .training_rows import TrainingRows, require_discrete, split_steps
@@ -173,6 +174,10 @@ class PolicyUpdate:
                 )
             self._gradient.backward(output.loss)
             self.meter.add(output.metrics)
+            if inputs.behaviour_log_probs is not None and not self._has_own_loss:
+                old = inputs.log_probs if inputs.old_log_probs is None else inputs.old_log_probs
+                found = sampler_divergence(old, inputs.behaviour_log_probs, inputs.mask)
+                self.meter.add({"sampler_divergence": found})
             if (
                 "total_loss" not in output.metrics
             ):  # a loss of the caller's may report what it likes; what it is, is known
@@ -227,7 +232,8 @@ class PolicyUpdate:
         if self._needs_entropy and scores.entropy is None:
             raise ConfigError(
                 f"config.entropy_control needs an exact entropy, and {self._owner} gives none. Return it in "
-                "ActionScores.entropy, or set objective.entropy_estimator='score_function'."
+                "ActionScores.entropy (some policies do on request: exact_entropy=True), or set "
+                "objective.entropy_estimator='score_function'."
             )
         if rows.returns is not None and scores.values is None:
             raise ContractError(

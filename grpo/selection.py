@@ -56,7 +56,8 @@ def select_steps(
         if entropy is None:
             raise ConfigError(
                 f"objective.top_entropy_fraction={config.top_entropy_fraction} needs an exact entropy, and the policy gives "
-                "none. Return it in ActionScores.entropy, or set top_entropy_fraction=1."
+                "none. Return it in ActionScores.entropy (some policies do on request: exact_entropy=True), or set "
+                "top_entropy_fraction=1."
             )
         keep = whole(lambda all_steps: top_entropy_steps(all_steps, config.top_entropy_fraction), entropy)
     if config.surrogate in ("clip_cov", "kl_cov"):

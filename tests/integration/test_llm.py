@@ -12,8 +12,17 @@ from torch import Tensor
 
 from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig
 from adapters.llm import policies as policies_module
-from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig, compare_policies, grpo_objective, measure_policy
+from grpo import (
+    EntropyControl,
+    GRPOConfig,
+    GRPOTrainer,
+    ObjectiveConfig,
+    compare_policies,
+    grpo_objective,
+    measure_policy,
+)
 from grpo.checks import check_policy
+from grpo.errors import ConfigError
 from tests.llm_models import FAMILIES, character_tokenizer, tiny_model
 from tests.support import as_users_run_it
 
@@ -91,6 +100,22 @@ def test_a_trivial_reward_is_learned(kind: str) -> None:
     rewards = [trainer.step(STATES)["rewards/mean"] for _ in range(20)]
     assert sum(rewards[:3]) / 3 < 1.5
     assert sum(rewards[-3:]) / 3 > 5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"objective": ObjectiveConfig(entropy_coef=0.01)},
+        {"objective": ObjectiveConfig(top_entropy_fraction=0.2)},
+        {"entropy_control": EntropyControl(target=0.2)},
+    ],
+)
+def test_who_needs_the_exact_entropy_is_told_how_to_ask_for_it(settings: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"needs an exact entropy, .* \(some policies do on request: exact_entropy=True\)"
+    ):
+        trainer_of(policy_of(), **settings).step(STATES)
+    trainer_of(policy_of(exact_entropy=True), **settings).step(STATES)
 
 
 def test_in_bfloat16_a_step_is_taken_and_the_ratio_stays_at_one() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import ActionScores, AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, ObjectiveOutput
+from grpo import (
+    ActionScores,
+    AdvantageConfig,
+    GRPOConfig,
+    GRPOTrainer,
+    ObjectiveConfig,
+    ObjectiveOutput,
+    SampledActions,
+)
 from grpo.diagnosis import ADVICE
 from tests.policies import TablePolicy
 
@@ -128,6 +137,96 @@ def test_an_entropy_that_collapses(caplog: pytest.LogCaptureFixture) -> None:
 def test_an_entropy_that_was_low_from_the_start_has_not_collapsed(caplog: pytest.LogCaptureFixture) -> None:
     run(15, lr=1e-3, logits=[[5.0, -5.0], [5.0, -5.0]])
     assert "the entropy has collapsed" not in said(caplog)
+
+
+class Drawn(KnowsItsEntropy):
+    """Says that its actions were drawn with log-probs that are `off` more than the policy's: one number, or one per row."""
+
+    def __init__(self, off: Any, *, tells_scores: bool) -> None:
+        super().__init__(script=[[0, 1], [1, 0]])
+        self.off = torch.as_tensor(off, dtype=torch.float64).expand(4).unsqueeze(1)
+        self.tells_scores = tells_scores
+
+    def sample_actions(self, states: Any, num_actions_per_state: int) -> SampledActions:
+        actions = self.generate_actions(states, num_actions_per_state)
+        scores = self.score_actions([state for state in states for _ in range(2)], [*actions[0], *actions[1]])
+        return SampledActions(
+            actions=actions,
+            mask=scores.mask,
+            behaviour_log_probs=scores.log_probs + self.off,
+            scores=scores if self.tells_scores else None,
+        )
+
+
+def train_on(policy: Drawn, num_steps: int, objective: Any = None, **settings: Any) -> dict[str, float]:
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, objective=ObjectiveConfig(**settings)),
+        policy=policy,
+        reward_model=lambda states, actions: [1.0, 0.0, 0.0, 1.0],
+        optimizer=torch.optim.SGD(policy.parameters(), lr=1e-3),
+        objective=objective,
+    )
+    return [trainer.step(["a", "b"]) for _ in range(num_steps)][-1]
+
+
+SIGN = "the sampler is not the policy"
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "none", "vespo", "cispo"])
+@pytest.mark.parametrize("tells_scores", [False, True])
+def test_a_truncated_sampler_without_a_correction(
+    tells_scores: bool, surrogate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nine tenths of the policy are kept: -ln .9 in every step. Once, after ten iterations; with old log-probs and without."""
+    policy = Drawn(-math.log(0.9), tells_scores=tells_scores)
+    metrics = train_on(policy, 9, surrogate=surrogate)
+    assert metrics["train/sampler_divergence"] == pytest.approx(0.10536, abs=1e-5)
+    assert SIGN not in said(caplog)
+    train_on(policy, 12, surrogate=surrogate)
+    assert said(caplog).count(SIGN) == 1
+    assert "objective.sampler_correction='truncate'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        0.0,
+        0.005,
+        [0.05, -0.05, 0.04, -0.04],  # rounding: as often up as down
+        [math.nan, 0.0, math.nan, 0.0],  # unscored steps count nowhere
+        math.nan,
+    ],
+)
+def test_a_sampler_that_is_the_policy_to_rounding(off: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for tells_scores in (False, True):
+        metrics = train_on(Drawn(off, tells_scores=tells_scores), 12)
+        assert metrics["train/sampler_divergence"] == pytest.approx(0.005 if off == 0.005 else 0.0, abs=1e-9)
+    assert SIGN not in said(caplog)
+
+
+def test_unscored_steps_do_not_hide_the_others() -> None:
+    assert train_on(Drawn([math.nan, 0.1, math.nan, 0.3], tells_scores=True), 1)["train/sampler_divergence"] == (
+        pytest.approx(0.2)
+    )
+
+
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_where_it_is_corrected_for_nothing_is_said(correction: str, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = train_on(Drawn(0.1, tells_scores=True), 12, sampler_correction=correction)
+    assert metrics["train/sampler_divergence"] == pytest.approx(0.1)
+    assert SIGN not in said(caplog)
+
+
+def test_a_loss_of_the_callers_may_correct_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    policy = Drawn(0.1, tells_scores=True)
+    train_on(
+        policy,
+        12,
+        objective=lambda inputs: ObjectiveOutput(
+            loss=(inputs.log_probs.squeeze(1) * inputs.advantages).sum(), metrics={}
+        ),
+    )
+    assert SIGN not in said(caplog)
 
 
 def test_a_loss_of_the_callers_is_judged_by_what_it_reports(caplog: pytest.LogCaptureFixture) -> None:

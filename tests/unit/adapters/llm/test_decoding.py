@@ -13,6 +13,7 @@ from adapters.llm import HFPolicy, SampledTokens, SamplingConfig, decoding, deco
 from adapters.llm.causal_lm import CausalLM
 from adapters.llm.decoding import DecodingSampler, StopStrings
 from adapters.llm.shared_prompts import prefill
+from grpo import sampler_weights
 from tests.llm_models import (
     CHARACTERS,
     END,
@@ -139,6 +140,49 @@ def test_every_family_is_sampled_as_it_is_scored(family: str) -> None:
         assert sampled.behaviour_log_probs[row] == pytest.approx(expected.tolist(), abs=1e-5)
     assert_same(sample(model, config, loop="generate"), sampled)
     assert CausalLM(model).shares_prompts == (family in SHARING)
+
+
+@pytest.mark.parametrize("setting", ["top-k", "top-p", "min-p"])
+def test_the_weight_of_what_was_drawn_is_the_share_of_the_policy_that_it_was_drawn_from(setting: str) -> None:
+    """E_mu[pi / mu] is pi's mass where mu > 0: below 1, since a correction cannot weigh what is never drawn."""
+    config = SamplingConfig(max_new_tokens=6, **SETTINGS[setting])
+    policy = HFPolicy(tiny_model(), TOKENIZER, sampling=config)
+    torch.manual_seed(0)
+    sampled = policy.sample_actions(STATES, 4)
+    assert sampled.scores is not None
+    assert sampled.behaviour_log_probs is not None
+    weights = sampler_weights(
+        sampled.scores.log_probs, sampled.behaviour_log_probs, sampled.mask, correction="truncate"
+    )
+    masses = []
+    rows = [action for group in sampled.actions for action in group]
+    for row, action in enumerate(rows):
+        prompt = PROMPTS[row // 4]
+        with torch.no_grad():
+            logits = row_logits(policy.model, prompt, action.token_ids)
+        for step in range(len(action)):
+            written = [*prompt, *action.token_ids[:step]]
+            drawn_from = sampling_distribution(logits[step].numpy(), config, written=written, step=step)
+            masses.append(logits[step].double().softmax(0)[torch.from_numpy(drawn_from > 0)].sum().item())
+    assert weights[sampled.mask].tolist() == pytest.approx(masses, abs=1e-5)
+    assert weights[sampled.mask].mean().item() == pytest.approx(sum(masses) / len(masses), abs=1e-5)
+    assert min(masses) < 0.9
+
+
+@pytest.mark.parametrize("setting", ["penalty", "coin"])
+def test_the_mean_weight_is_1_where_everything_may_be_drawn(setting: str) -> None:
+    """To four standard errors."""
+    settings: dict[str, dict[str, Any]] = {
+        "penalty": {"repetition_penalty": 1.3},
+        "coin": {"xtc_probability": 0.5, "xtc_threshold": 0.05},
+    }
+    sampled = sample(tiny_model(), SamplingConfig(max_new_tokens=1, **settings[setting]), size=2000)
+    assert sampled.policy_log_probs is not None
+    old, behaviour = torch.tensor(sampled.policy_log_probs), torch.tensor(sampled.behaviour_log_probs)
+    everywhere = torch.ones_like(old, dtype=torch.bool)
+    weights = sampler_weights(old, behaviour, everywhere, correction="truncate")
+    assert weights.std() > 0.05
+    assert abs(weights.mean().item() - 1) < 4 * weights.std().item() / math.sqrt(len(weights))
 
 
 # Whatever is in the batch
