@@ -47,7 +47,7 @@ class HFPolicy:
         exact_entropy: scores tell the entropy of every step. It costs one more pass over the logits.
         mask_truncated: completions that reached `max_new_tokens` carry no loss (DAPO, arXiv:2503.14476).
         max_tokens_per_forward: positions forwarded together in scoring and training, padding and prompts included, and of
-            prompts before they are continued. Larger: faster on a GPU, more memory.
+            shared prompts before they are continued. Larger: faster on a GPU, more memory.
         max_rows_per_decode: rows decoded together; None: all.
         chat_template_options: for prompts that are chat messages.
 

@@ -15,7 +15,7 @@ from matplotlib import image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from adapters.llm import HFPolicy
+from adapters.llm import HFPolicy, SamplingConfig
 from examples import arithmetic_llm, gsm8k_qwen
 
 pytestmark = pytest.mark.filterwarnings(
@@ -55,7 +55,7 @@ def arithmetic(run: Run, *arguments: object) -> tuple[dict[str, tuple[float, flo
 
 
 def test_arithmetic_writes_what_it_says(run: Run, tmp_path: Path) -> None:
-    """A few steps of each phase; what they teach takes minutes, and has a test of its own."""
+    """A few steps of each phase, which teach that answers end; the sums take minutes, and have a test of their own."""
     shares, _ = arithmetic(run, "--warmup-steps", "40", "--iterations", "2", "--seed", "3")
     before, after = shares["sampled"]
     folder = tmp_path / "runs" / "arithmetic_llm" / "seed-3"
@@ -65,13 +65,22 @@ def test_arithmetic_writes_what_it_says(run: Run, tmp_path: Path) -> None:
         "learning_curve.png",
         "model",
     }
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+    iterations = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(iterations) == 2
+    for metrics in iterations:
+        assert metrics["train/num_updates"] > 0
+        assert metrics["completions/truncated"] < 0.5 * 32 * 16, "three in four, of a model that has learned nothing"
     comparison = json.loads((folder / "comparison.json").read_text())
     assert comparison["mean_reward_before"] == pytest.approx(before, abs=6e-4)
     assert comparison["mean_reward_after"] == pytest.approx(after, abs=6e-4)
     pixels = image.imread(folder / "learning_curve.png")[..., :3]
     assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 100, "an empty canvas has one colour"
-    assert AutoModelForCausalLM.from_pretrained(folder / "model").num_parameters() == pytest.approx(8e5, rel=0.05)
+    saved = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert saved.num_parameters() == pytest.approx(8e5, rel=0.05)
+    sampling = SamplingConfig(max_new_tokens=arithmetic_llm.MAX_NEW_TOKENS)
+    again = HFPolicy(saved, arithmetic_llm.make_tokenizer(), sampling=sampling)
+    _, _, held_out = arithmetic_llm.make_sums(seed=3)
+    assert arithmetic_llm.accuracy(again, held_out) == pytest.approx(shares["likeliest"][1], abs=6e-4)
 
 
 @pytest.mark.slow
@@ -81,6 +90,8 @@ def test_arithmetic_goes_from_below_40_to_above_90_per_cent(run: Run) -> None:
     for before, after in shares.values():
         assert before < 0.4, printed
         assert after > 0.9, printed
+    [worked] = re.findall(r"of which the processor worked (\d+) s", printed)
+    assert int(worked) < 600, "about four minutes, it says; elsewhere perhaps ten"
 
 
 def test_arithmetic_holds_out_what_it_says() -> None:
