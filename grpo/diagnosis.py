@@ -121,7 +121,8 @@ ADVICE = {
     "the sampler is not the policy": (
         "actions are drawn from one distribution and taken for samples of another: by their behaviour log-probs, the two are "
         "train/sampler_divergence nats apart in every step. Truncation (top_k, top_p, min_p) and penalties do that, and so do "
-        "other engines and old weights. Set objective.sampler_correction='truncate', or sample from the policy itself."
+        "other engines, old weights, and dropout that is on in updates only. Set objective.sampler_correction='truncate', or "
+        "sample from the policy itself."
     ),
     "the entropy has collapsed": (
         "the policy has become nearly deterministic: a twentieth of the entropy it began with. If it did so too early, add an "

@@ -38,7 +38,7 @@ def score_tokens(
         prompts: B lists of token ids.
         prompt_of_row: which prompt each row continues.
         tokens: of the completions, padded on the right with any; on the CPU, as the mask is.
-        mask: the tokens that count; where a prompt's rows have none at all, it is computed all the same.
+        mask: the tokens that count, all of a row or none of it.
         temperature: divides the logits.
         with_entropy: compute the entropies as well.
         shares_prompts: compute a prompt once for all its rows.
