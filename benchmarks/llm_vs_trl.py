@@ -1,13 +1,15 @@
-"""One GRPO iteration of a language model, beside TRL's `GRPOTrainer` and beside a bare loop: time and peak memory.
+"""One GRPO iteration of a language model, beside TRL's `GRPOTrainer` and beside loops by hand: time and peak memory.
 
-Both sides train the same model (copies of one random Qwen3) on the same prompts with the same reward function: sample a group
-per prompt, reward it, one optimizer update. TRL's own `train()` runs; when it has finished a step, ours makes one, so that the
-two are timed in turn in one process: on a CPU in seconds of CPU time, which other programs do not take part in, on CUDA by the
-clock. Peak memory is each side's own process: the most it had resident (on CUDA: allocated).
-The bare loop calls the adapter's functions for sampling and scoring, and writes the rest by hand: no trainer, no checks.
+All sides train the same model (copies of one random Qwen3) on the same prompts with the same reward function: sample
+a group per prompt, reward it, one optimizer update. TRL's own `train()` runs; when it has finished a step, the others
+make one, so that all are timed in turn in one process: on a CPU in seconds of CPU time, which other programs do not
+take part in, on CUDA by the clock. Peak memory is each side's own process: the most it had resident (on CUDA: allocated).
+The bare loop is `benchmarks/_bare_llm.py`: torch and transformers alone, the same techniques. The fused one is the same
+loop with one more: it takes its one loss's gradient where the logits are, three products with the head instead of four.
 
     python -m benchmarks.llm_vs_trl                      # the four cases of the table
     python -m benchmarks.llm_vs_trl --cases long --pairs 3
+    python -m benchmarks.llm_vs_trl --skip-trl           # only against the loops by hand
     python -m benchmarks.llm_vs_trl --device cuda        # a model of the shape of Qwen3-0.6B, in bfloat16
 """
 
@@ -32,12 +34,15 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import PreTrainedTokenizerFast, PrinterCallback, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from transformers.utils import logging
 
 from adapters.llm import HFPolicy, SamplingConfig
+from benchmarks._bare_llm import BareLoop
 from grpo import GRPOConfig, GRPOTrainer
 
+SIDES = {"trl": "TRL", "ours": "ours", "bare": "bare loop", "fused": "fused bare loop"}
+"""What is compared, and how it is printed."""
 LEARNING_RATE = 1e-6
 HAZARD = 1 / 160
 """Chance per token that a completion of the "ragged" case ends: of at most 256 tokens it then has 128 on average."""
@@ -74,8 +79,14 @@ TINY = {"tiny": Case(prompt=8, completion=4, group=2, rows=4)}
 CUDA_CASES = {"gpu": Case(prompt=1024, completion=512, group=16, rows=64)}
 
 
-def make_model(case: Case, device: str) -> Qwen3ForCausalLM:
-    """Random weights; on a CPU the small model of the table in float32, on CUDA the shape of Qwen3-0.6B in bfloat16."""
+def make_model(case: Case, device: str, **changes: Any) -> Qwen3ForCausalLM:
+    """Random weights; on a CPU the small model of the table in float32, on CUDA the shape of Qwen3-0.6B in bfloat16.
+
+    Args:
+        case: says how often completions end.
+        device: "cpu" or "cuda".
+        changes: of the shape.
+    """
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "vocab_size": 32_000,
@@ -97,7 +108,9 @@ def make_model(case: Case, device: str) -> Qwen3ForCausalLM:
             "num_key_value_heads": 8,
             "head_dim": 128,
         }
-    config = Qwen3Config(**shape, max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, bos_token_id=None)
+    config = Qwen3Config(
+        **shape | changes, max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, bos_token_id=None
+    )
     model = Qwen3ForCausalLM(config)
     head = nn.Linear(config.hidden_size, config.vocab_size)  # with a bias, which says how often completions end
     head.weight.data.copy_(model.lm_head.weight.data)
@@ -145,48 +158,20 @@ def our_iteration(case: Case, model: Qwen3ForCausalLM, tokenizer: Any, prompts: 
     return lambda: trainer.step(prompts)
 
 
-def bare_iteration(case: Case, model: Qwen3ForCausalLM, tokenizer: Any, prompts: list[str]) -> Callable[[], object]:
-    """The same techniques in a loop of its own: nothing is checked, planned or reported."""
-    from adapters.llm.causal_lm import CausalLM
-    from adapters.llm.decoding import DecodingSampler
-    from adapters.llm.shared_prompts import hidden_with_shared_prompts
-    from adapters.llm.token_log_probs import token_log_probs
-
-    lm = CausalLM(model)
-    sampler = DecodingSampler(lm, tokenizer)
-    sampling = SamplingConfig(max_new_tokens=case.completion)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    prompt_of_row = torch.arange(len(prompts)).repeat_interleave(case.group)
-    step = 0
-
-    def iteration() -> None:
-        nonlocal step
-        step += 1
-        model.eval()
-        prompt_ids = tokenizer(prompts)["input_ids"]
-        sampled = sampler.sample(
-            prompt_ids, case.group, sampling, end_token_ids=[1], seeds=range(step * case.rows, (step + 1) * case.rows)
-        )
-        lengths = torch.tensor([len(row) for row in sampled.token_ids])
-        width = int(lengths.max())
-        tokens = torch.tensor([row + [0] * (width - len(row)) for row in sampled.token_ids])
-        old = torch.tensor([row + [0.0] * (width - len(row)) for row in sampled.behaviour_log_probs], device=lm.device)
-        rewards = torch.tensor(share_of_even_tokens(sampled.token_ids)).view(len(prompts), case.group)
-        advantages = (rewards - rewards.mean(1, keepdim=True)).flatten().to(lm.device)
-        model.train()
-        mask = (torch.arange(width) < lengths[:, None]).to(lm.device)
-        hidden = hidden_with_shared_prompts(lm, prompt_ids, prompt_of_row, tokens)
-        log_probs, _ = token_log_probs(hidden[mask], lm.head, tokens.to(lm.device)[mask])
-        weights = (mask / lengths.to(lm.device)[:, None] / case.rows)[mask]
-        ratio = (log_probs - old[mask]).exp()
-        of_step = advantages[:, None].expand_as(mask)[mask]
-        loss = -(weights * torch.minimum(ratio * of_step, ratio.clamp(0.8, 1.2) * of_step)).sum()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return iteration
+def bare_iteration(
+    case: Case, model: Qwen3ForCausalLM, tokenizer: Any, prompts: list[str], *, knows_its_loss: bool = False
+) -> Callable[[], object]:
+    """The same by hand."""
+    loop = BareLoop(
+        model,
+        group_size=case.group,
+        max_steps=case.completion,
+        end_token_id=1,
+        reward=share_of_even_tokens,
+        learning_rate=LEARNING_RATE,
+        knows_its_loss=knows_its_loss,
+    )
+    return lambda: loop.step(tokenizer(prompts)["input_ids"])
 
 
 def run_trl(
@@ -239,6 +224,7 @@ def run_trl(
             train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
             callbacks=[Timer()],
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     return arguments
 
@@ -258,54 +244,52 @@ def timed(run: Callable[[], object], model: Qwen3ForCausalLM) -> float:
     return now(model) - begin
 
 
-def compare(case: Case, device: str, pairs: int, *, with_memory: bool) -> None:
+def compare(case: Case, device: str, pairs: int, *, with_trl: bool, with_memory: bool) -> None:
     """Print times in turn, and peak memory."""
     model = make_model(case, device)
     tokenizer = make_tokenizer(model.config.vocab_size)
     prompts = make_prompts(case, model.config.vocab_size)
-    theirs_model = copy.deepcopy(model)
-    ours = our_iteration(case, copy.deepcopy(model), tokenizer, prompts)
-    bare = bare_iteration(case, copy.deepcopy(model), tokenizer, prompts)
-    times: dict[str, list[float]] = {"trl": [], "ours": [], "bare": []}
+    theirs = copy.deepcopy(model) if with_trl else None
+    runs = {
+        "ours": our_iteration(case, copy.deepcopy(model), tokenizer, prompts),
+        "bare": bare_iteration(case, copy.deepcopy(model), tokenizer, prompts),
+        "fused": bare_iteration(case, copy.deepcopy(model), tokenizer, prompts, knows_its_loss=True),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ("trl", *runs)}
 
-    def after_step(seconds: float) -> None:
-        times["trl"].append(seconds)
-        for name, run in (
-            (("ours", ours), ("bare", bare)) if len(times["trl"]) % 2 else (("bare", bare), ("ours", ours))
-        ):
-            times[name].append(timed(run, model))
+    def run_all(seconds_of_trl: float) -> None:
+        times["trl"].append(seconds_of_trl)
+        for name in list(runs)[:: 1 if len(times["trl"]) % 2 else -1]:
+            times[name].append(timed(runs[name], model))
 
-    arguments = run_trl(case, theirs_model, tokenizer, prompts, pairs + 1, after_step)
+    print(f"\n{case}")
+    if theirs is not None:
+        print(f"  TRL's arguments: {json.dumps(run_trl(case, theirs, tokenizer, prompts, pairs + 1, run_all))}")
+    else:
+        for _ in range(pairs + 1):
+            run_all(math.nan)
     after_warmup = {name: values[1:] for name, values in times.items()}
-    median = {name: statistics.median(values) for name, values in after_warmup.items()}
 
     def ratio(first: str, second: str) -> str:
         ratios = [a / b for a, b in zip(after_warmup[first], after_warmup[second], strict=True)]
         return f"{statistics.median(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
 
-    print(f"\n{case}; TRL's arguments: {json.dumps(arguments)}")
-    print(f"  s/iteration  TRL {median['trl']:.2f}   ours {median['ours']:.2f}   bare loop {median['bare']:.2f}")
-    print(f"  speed against TRL {ratio('trl', 'ours')}   time against the bare loop {ratio('ours', 'bare')}")
+    sides = [side for side in SIDES if with_trl or side != "trl"]
+    print("  s/iteration", *(f"  {SIDES[side]} {statistics.median(after_warmup[side]):.2f}" for side in sides))
+    if with_trl:
+        print(f"  speed against TRL {ratio('trl', 'ours')}")
+    print(f"  time against the bare loop {ratio('ours', 'bare')}   against the fused one {ratio('ours', 'fused')}")
     if with_memory:
-        theirs_mb, ours_mb = (peak_memory(case, device, side) for side in ("trl", "ours"))
-        print(f"  peak MB      TRL {theirs_mb:.0f}   ours {ours_mb:.0f}   ratio {ours_mb / theirs_mb:.2f}", flush=True)
+        megabytes = {side: peak_memory(case, device, side) for side in sides if side != "fused"}
+        print("  peak MB    ", *(f"  {SIDES[side]} {value:.0f}" for side, value in megabytes.items()), flush=True)
 
 
 def peak_memory(case: Case, device: str, side: str) -> float:
     """Megabytes, of two iterations in a process of their own."""
     names = [name for name, known in (CASES | TINY | CUDA_CASES).items() if known == case]
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.llm_vs_trl",
-        "--device",
-        device,
-        "--cases",
-        names[0],
-        "--memory-of",
-        side,
-    ]
-    finished = subprocess.run(command, check=True, capture_output=True, text=True)
+    options = ["--device", device, "--cases", names[0], "--memory-of", side]
+    command = [sys.executable, "-m", "benchmarks.llm_vs_trl", *options]
+    finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return float(finished.stdout.strip().splitlines()[-1])
 
 
@@ -317,7 +301,7 @@ def print_peak_memory(case: Case, device: str, side: str) -> None:
     if side == "trl":
         run_trl(case, model, tokenizer, prompts, 2, lambda _: None)
     else:
-        run = our_iteration(case, model, tokenizer, prompts)
+        run = (our_iteration if side == "ours" else bare_iteration)(case, model, tokenizer, prompts)
         run()
         run()
     if device == "cuda":
@@ -337,8 +321,9 @@ def main() -> None:
     )
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--skip-trl", action="store_true", help="only ours and the loops by hand")
     parser.add_argument("--skip-memory", action="store_true")
-    parser.add_argument("--memory-of", choices=("trl", "ours"), help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", choices=("trl", "ours", "bare"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -349,12 +334,13 @@ def main() -> None:
         print_peak_memory(chosen[0], options.device, options.memory_of)
         return
     where = torch.cuda.get_device_name() if options.device == "cuda" else f"{options.threads} thread(s)"
+    trl = "" if options.skip_trl else f"TRL {version('trl')}, "
     print(
-        f"torch {torch.__version__}, transformers {version('transformers')}, TRL {version('trl')}, "
-        f"Python {platform.python_version()}, {where}; medians of {options.pairs} interleaved iterations"
+        f"torch {torch.__version__}, transformers {version('transformers')}, {trl}Python {platform.python_version()}, "
+        f"{where}; medians of {options.pairs} interleaved iterations"
     )
     for case in chosen:
-        compare(case, options.device, options.pairs, with_memory=not options.skip_memory)
+        compare(case, options.device, options.pairs, with_trl=not options.skip_trl, with_memory=not options.skip_memory)
 
 
 if __name__ == "__main__":
