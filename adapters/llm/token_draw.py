@@ -158,14 +158,15 @@ def draw(
 ) -> tuple[Int[Tensor, " R"], Float[Tensor, " R"], Float[Tensor, " R"] | None]:
     """One token of softmax(logits) per row by inversion, its log-probability, and the entropy.
 
-    Probabilities are added up block by block in float64, then within the block where the sum passes the random number: one
-    pass over the vocabulary, and a token of probability 0 is never drawn.
+    Probabilities are added up block by block, the blocks in float64, then within the block where the sum passes the random
+    number: one pass over the vocabulary, and a token of probability 0 is never drawn.
     """
     largest = logits.amax(1, keepdim=True)
     weights = (logits - largest).exp_()
     vocabulary_size = logits.shape[1]
-    blocked = torch.nn.functional.pad(weights, (0, -vocabulary_size % BLOCK)).unflatten(1, (-1, BLOCK))
-    sums = blocked.sum(2, dtype=torch.float64)
+    missing = -vocabulary_size % BLOCK
+    blocked = (torch.nn.functional.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
+    sums = blocked.sum(2).double()  # of 256 float32 numbers each: sums in float64 would take seven times as long
     block, before, total = _first_beyond(sums, uniforms * sums.sum(1))
     rows = torch.arange(len(logits), device=logits.device)
     within, _, _ = _first_beyond(blocked[rows, block].double(), uniforms * total - before)

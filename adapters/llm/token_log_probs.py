@@ -11,8 +11,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-BLOCK_BYTES = 64 * 2**20
-"""Of float32 logits per block: large enough to keep a GPU's cores busy, small beside everything else."""
+BLOCK_BYTES = 31 * 2**20
+"""Of float32 logits per block on a CPU. Memory of 32 MiB or more the C library gives back at once, so that every block would
+have its pages made anew."""
+GPU_BLOCK_BYTES = 256 * 2**20
+"""And elsewhere: large enough to keep a GPU's cores busy, small beside everything else."""
 
 
 def token_log_probs(
@@ -48,9 +51,9 @@ def token_log_probs(
     return log_probs, entropy if with_entropy else None
 
 
-def blocks(count: int, vocabulary_size: int) -> Iterator[slice]:
-    """Slices of `range(count)`, one at least, whose float32 logits take `BLOCK_BYTES` at most."""
-    step = max(1, BLOCK_BYTES // (4 * vocabulary_size))
+def blocks(count: int, vocabulary_size: int, device: torch.device) -> Iterator[slice]:
+    """Slices of `range(count)`, one at least, whose float32 logits take no more than a block's bytes on that device."""
+    step = max(1, (BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES) // (4 * vocabulary_size))
     return (slice(start, min(start + step, count)) for start in range(0, max(count, 1), step))
 
 
@@ -71,14 +74,13 @@ class _LinearHead(torch.autograd.Function):
         log_probs = hidden.new_empty(len(tokens), dtype=dtype)
         normaliser = torch.empty_like(log_probs)
         entropies = torch.empty_like(log_probs) if entropy else log_probs.new_empty(0)
-        for block in blocks(len(tokens), len(weight)):
+        for block in blocks(len(tokens), len(weight), hidden.device):
             logits = wide(nn.functional.linear(hidden[block], weight, bias), temperature)
-            chosen = logits.gather(1, tokens[block, None]).squeeze(1)
-            normaliser[block] = logits.logsumexp(1)
-            log_probs[block] = chosen - normaliser[block]
+            all_log_probs = logits.log_softmax(1)  # one pass; logsumexp makes four
+            log_probs[block] = all_log_probs.gather(1, tokens[block, None]).squeeze(1)
+            normaliser[block] = logits.gather(1, tokens[block, None]).squeeze(1) - log_probs[block]
             if entropy:
-                logits -= normaliser[block, None]
-                entropies[block] = -(logits.exp() * logits).sum(1)
+                entropies[block] = -(all_log_probs.exp() * all_log_probs).sum(1)
         ctx.save_for_backward(hidden, weight, bias, tokens, normaliser, entropies)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -93,7 +95,7 @@ class _LinearHead(torch.autograd.Function):
             torch.zeros_like(weight, dtype=normaliser.dtype) if needs_weight else None
         )  # blocks add up in float32
         of_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if needs_bias else None
-        for block in blocks(len(tokens), len(weight)):
+        for block in blocks(len(tokens), len(weight), hidden.device):
             logits = wide(nn.functional.linear(hidden[block], weight, bias), ctx.temperature)
             slopes = _slopes_of_logits(
                 logits.sub_(normaliser[block, None]),
@@ -149,7 +151,7 @@ def _checkpointed(
 
     vocabulary_size = getattr(head, "out_features", None) or head(hidden[:1].detach()).shape[-1]
     parts = []
-    for block in blocks(len(tokens), vocabulary_size):
+    for block in blocks(len(tokens), vocabulary_size, hidden.device):
         arguments = hidden[block], tokens[block]
         if torch.is_grad_enabled():
             parts.append(torch.utils.checkpoint.checkpoint(of_block, *arguments, use_reentrant=False))

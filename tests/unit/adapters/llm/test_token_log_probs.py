@@ -136,9 +136,11 @@ def test_autocast_reaches_the_head() -> None:
 
 
 def test_blocks_cover_everything_once() -> None:
-    assert [(b.start, b.stop) for b in blocks(7, module.BLOCK_BYTES // (4 * 3))] == [(0, 3), (3, 6), (6, 7)]
-    assert [(b.start, b.stop) for b in blocks(2, 10**12)] == [(0, 1), (1, 2)]  # one position at least
-    assert [(b.start, b.stop) for b in blocks(0, 10)] == [(0, 0)]  # so that nothing at all has a gradient of 0
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [(b.start, b.stop) for b in blocks(7, module.BLOCK_BYTES // (4 * 3), cpu)] == [(0, 3), (3, 6), (6, 7)]
+    assert [(b.start, b.stop) for b in blocks(7, module.GPU_BLOCK_BYTES // (4 * 4), gpu)] == [(0, 4), (4, 7)]
+    assert [(b.start, b.stop) for b in blocks(2, 10**12, cpu)] == [(0, 1), (1, 2)]  # one position at least
+    assert [(b.start, b.stop) for b in blocks(0, 10, cpu)] == [(0, 0)]  # so that nothing at all has a gradient of 0
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
