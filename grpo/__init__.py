@@ -14,6 +14,7 @@ from .advantage_estimator import (
     group_relative_returns,
 )
 from .aggregation import step_weights
+from .buffers import ExperienceBuffer, GroupBuffer, mini_batches
 from .checkpoint import best_checkpoint
 from .config import GRPOConfig
 from .distributed import Engine, Replicated
@@ -49,6 +50,7 @@ from .policy_base import (
 )
 from .reward_calls import RewardConfig
 from .reward_model_base import RewardFunction, RewardModel, WeightedRewards
+from .running_statistics import RunningStatistics
 from .surrogates import (
     cispo_surrogate,
     clipped_surrogate,
@@ -74,11 +76,13 @@ __all__ = [
     "Engine",
     "EntropyControl",
     "ExperienceBatch",
+    "ExperienceBuffer",
     "ExperienceCollector",
     "GRPOConfig",
     "GRPOError",
     "GRPOTrainer",
     "GRPOWarning",
+    "GroupBuffer",
     "HasState",
     "JSONLSink",
     "KLControl",
@@ -97,6 +101,7 @@ __all__ = [
     "RewardError",
     "RewardFunction",
     "RewardModel",
+    "RunningStatistics",
     "SampledActions",
     "SamplesWithScores",
     "ScoresActions",
@@ -124,6 +129,7 @@ __all__ = [
     "kl_k3",
     "kl_k3_weighted",
     "measure_policy",
+    "mini_batches",
     "reinforce_surrogate",
     "sampler_weights",
     "sapo_surrogate",

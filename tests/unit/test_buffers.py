@@ -1,0 +1,227 @@
+"""Buffers by hand, and under eight threads; mini-batches."""
+
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from grpo import ConfigError, HasState
+from grpo.buffers import ExperienceBuffer, GroupBuffer, mini_batches
+
+NUM_THREADS = 8
+PER_THREAD = 2_000
+
+
+@pytest.fixture
+def hurried() -> Iterator[None]:
+    """Threads take turns as often as the interpreter lets them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def run_together(*works: Callable[[], None]) -> None:
+    """Each in a thread of its own, from one starting shot on; what they raise is raised."""
+    ready = threading.Barrier(len(works))
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], None]) -> None:
+        ready.wait()
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+# ExperienceBuffer
+
+
+def test_the_oldest_leave_and_are_counted() -> None:
+    buffer = ExperienceBuffer[int](capacity=3)
+    buffer.add(1)
+    buffer.extend([2, 3])
+    assert (buffer.snapshot(), buffer.num_dropped, len(buffer)) == ([1, 2, 3], 0, 3)
+    buffer.extend([4, 5])  # 1 and 2 leave
+    assert (buffer.snapshot(), buffer.num_dropped) == ([3, 4, 5], 2)
+    buffer.extend(range(10, 17))  # 3 that were there, and 4 of 7 that are new
+    assert (buffer.snapshot(), buffer.num_dropped) == ([14, 15, 16], 9)
+
+
+def test_ten_thousand_unless_told_otherwise() -> None:
+    buffer = ExperienceBuffer[int]()
+    buffer.extend(range(10_001))
+    assert (len(buffer), buffer.num_dropped, buffer.snapshot()[0]) == (10_000, 1, 1)
+
+
+def test_a_snapshot_leaves_everything_and_a_drain_nothing() -> None:
+    buffer = ExperienceBuffer[str]()
+    buffer.extend("ab")
+    seen = buffer.snapshot()
+    seen.append("c")
+    assert len(buffer) == 2
+    assert buffer.drain() == ["a", "b"]
+    assert (buffer.drain(), len(buffer), buffer.num_dropped) == ([], 0, 0)
+
+
+def test_clear_is_a_new_start() -> None:
+    buffer = ExperienceBuffer[int](capacity=1)
+    buffer.extend([1, 2])
+    buffer.clear()
+    assert (buffer.snapshot(), buffer.num_dropped) == ([], 0)
+    buffer.add(3)
+    assert buffer.snapshot() == [3]
+
+
+def test_its_state_survives_json_and_a_smaller_capacity() -> None:
+    buffer = ExperienceBuffer[float](capacity=3)
+    buffer.extend([0.1, 0.2, 0.3, 0.4])
+    assert isinstance(buffer, HasState)
+    state = json.loads(json.dumps(buffer.state_dict()))
+    same, smaller = ExperienceBuffer[float](capacity=3), ExperienceBuffer[float](capacity=2)
+    same.add(9.0)
+    same.load_state_dict(state)
+    assert (same.snapshot(), same.num_dropped) == ([0.2, 0.3, 0.4], 1)
+    same.add(0.5)  # the capacity still holds
+    assert (same.snapshot(), same.num_dropped) == ([0.3, 0.4, 0.5], 2)
+    smaller.load_state_dict(state)
+    assert (smaller.snapshot(), smaller.num_dropped) == ([0.3, 0.4], 2)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_eight_threads_add_and_others_drain_and_nothing_is_lost_or_doubled() -> None:
+    buffer = ExperienceBuffer[tuple[int, int]](capacity=NUM_THREADS * PER_THREAD)
+    drained: list[list[tuple[int, int]]] = [[], []]
+    finished = [threading.Event() for _ in range(NUM_THREADS)]
+
+    def add(thread: int) -> None:
+        for number in range(0, PER_THREAD, 2):
+            buffer.add((thread, number))
+            buffer.extend([(thread, number + 1)])
+        finished[thread].set()
+
+    def drain(into: list[tuple[int, int]]) -> None:
+        while not all(event.is_set() for event in finished):
+            into += buffer.drain()
+
+    works = [lambda thread=thread: add(thread) for thread in range(NUM_THREADS)]
+    run_together(*works, *(lambda into=into: drain(into) for into in drained))
+    everything = [*drained[0], *drained[1], *buffer.drain()]
+    assert Counter(everything) == Counter((t, n) for t in range(NUM_THREADS) for n in range(PER_THREAD))
+    assert buffer.num_dropped == 0
+
+
+@pytest.mark.usefixtures("hurried")
+def test_under_eight_threads_every_item_is_there_or_counted_as_dropped() -> None:
+    buffer = ExperienceBuffer[int](capacity=100)
+
+    def add() -> None:
+        for number in range(PER_THREAD):
+            buffer.add(number)
+
+    run_together(*[add] * NUM_THREADS)
+    assert len(buffer) == 100
+    assert buffer.num_dropped == NUM_THREADS * PER_THREAD - 100
+
+
+@pytest.mark.usefixtures("hurried")
+def test_what_is_put_in_at_once_stays_together() -> None:
+    buffer = ExperienceBuffer[int]()
+
+    def add(thread: int) -> None:
+        for _ in range(100):
+            buffer.extend([thread] * 10)
+
+    run_together(*(lambda thread=thread: add(thread) for thread in range(NUM_THREADS)))
+    items = buffer.drain()
+    assert len(items) == 8_000
+    assert all(len(set(items[start : start + 10])) == 1 for start in range(0, 8_000, 10))
+
+
+# GroupBuffer
+
+
+def test_groups_come_out_once_in_the_order_of_their_first_items() -> None:
+    buffer = GroupBuffer[str, int]()
+    buffer.add("b", 1)
+    buffer.add("a", 2)
+    buffer.extend("b", [3, 4])
+    buffer.extend("empty", [])
+    assert len(buffer) == 4
+    groups = buffer.drain()
+    assert list(groups.items()) == [("b", [1, 3, 4]), ("a", [2])]
+    assert (buffer.drain(), len(buffer)) == ({}, 0)
+    buffer.add("b", 5)
+    assert groups["b"] == [1, 3, 4]  # what was handed out is the caller's
+    assert buffer.drain() == {"b": [5]}
+
+
+def test_small_groups_stay_until_they_are_large_enough() -> None:
+    buffer = GroupBuffer[int, int]()
+    buffer.extend(0, [1, 2])
+    buffer.extend(1, [3])
+    assert buffer.drain(min_size=2) == {0: [1, 2]}
+    assert len(buffer) == 1
+    buffer.add(1, 4)
+    assert buffer.drain(min_size=2) == {1: [3, 4]}
+    buffer.add(1, 5)
+    buffer.clear()
+    assert buffer.drain() == {}
+
+
+@pytest.mark.usefixtures("hurried")
+def test_eight_threads_fill_groups_and_others_drain_and_nothing_is_lost_or_doubled() -> None:
+    buffer = GroupBuffer[int, tuple[int, int]]()
+    drained: list[list[dict[int, list[tuple[int, int]]]]] = [[], []]
+    finished = [threading.Event() for _ in range(NUM_THREADS)]
+
+    def add(thread: int) -> None:
+        for number in range(PER_THREAD):
+            buffer.add(number % 7, (thread, number))
+        finished[thread].set()
+
+    def drain(into: list[dict[int, list[tuple[int, int]]]]) -> None:
+        while not all(event.is_set() for event in finished):
+            into.append(buffer.drain())
+
+    works = [lambda thread=thread: add(thread) for thread in range(NUM_THREADS)]
+    run_together(*works, *(lambda into=into: drain(into) for into in drained))
+    found: Counter[tuple[int, int]] = Counter()
+    for groups in [*drained[0], *drained[1], buffer.drain()]:
+        for group_id, items in groups.items():
+            assert all(number % 7 == group_id for _, number in items)
+            found.update(items)
+    assert found == Counter((t, n) for t in range(NUM_THREADS) for n in range(PER_THREAD))
+
+
+# Mini-batches
+
+
+def test_mini_batches_keep_the_order_and_the_remainder() -> None:
+    assert mini_batches(list(range(7)), 3) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert mini_batches("abcd", 2) == ["ab", "cd"]
+    assert mini_batches([1, 2], 5) == [[1, 2]]
+    assert mini_batches([], 5) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: ExperienceBuffer(0), "ExperienceBuffer.capacity must be >= 1; got 0"),
+        (lambda: GroupBuffer().drain(min_size=0), "GroupBuffer.drain: min_size must be >= 1; got 0"),
+        (lambda: mini_batches([1], 0), "mini_batches: batch_size must be >= 1; got 0"),
+    ],
+)
+def test_sizes_below_one_are_refused(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make()
