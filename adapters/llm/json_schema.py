@@ -32,7 +32,7 @@ class JSONSchemaMatch:
 
     def __init__(self, schema: Mapping[str, Any], extract: Callable[[str], str | None] | None = None) -> None:
         try:
-            import jsonschema  # type: ignore[import-untyped]
+            import jsonschema
             import referencing
         except ImportError as error:
             raise ImportError('JSONSchemaMatch needs jsonschema: pip install "model-agnostic-grpo[llm]"') from error

@@ -2,10 +2,12 @@
 
 import copy
 import json
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,21 @@ import torch
 
 from adapters.llm import HFPolicy, SamplingConfig
 from adapters.llm.samplers import SampledTokens
-from benchmarks import _bare_llm, control_speed, llm_vs_trl
+from adapters.tools import ToolCall, ToolCatalogue, ToolResult, ToolTask
+from adapters.tools.workbench import workbench_catalogue
+from benchmarks import _bare_llm, control_speed, llm_vs_trl, tool_speed
 from benchmarks._bare_llm import BareLoop
 from benchmarks._memory import peak_extra_memory
+from benchmarks._tool_baselines import LinearArms, LinUCB, NearestDescription, Remembering, in_batches
 from benchmarks.objective import CASES, HAS_TRL, INSTALL, TOLERANCE, Batch, largest_difference, our_run, their_run
 from benchmarks.overhead import check_same
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import GRPOWarning
 
 ROOT = Path(__file__).resolve().parents[2]
+
+STRICT = ["-W", "error"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+"""Elsewhere an executor warns that its workers are less confined."""
 
 
 @pytest.mark.parametrize("by_group", [False, True])
@@ -245,3 +253,122 @@ class _Rule:
 
     def predict(self, observations: np.ndarray, *, deterministic: bool) -> tuple[np.ndarray, None]:
         return self.rule(observations).astype(np.int64), None
+
+
+def test_the_benchmark_of_tools_gives_every_method_the_same_tasks_and_calls() -> None:
+    command = [sys.executable, *STRICT, "-m", "benchmarks.tools", "--seeds", "1", "--iterations", "3"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("| ")]
+    methods = {row[0]: row for row in rows if len(row) == 8}
+    right_tool = {
+        name: [float(cell.split()[0]) for cell in row[1:5]] for name, row in methods.items() if name != "method"
+    }
+
+    # without weights every task has the call of the first tool, which is right for 20 of 660 (10 of 330)
+    assert right_tool["untrained policy"][::2] == [3.0, 3.0]
+    # a description is of use only where words are shared
+    assert right_tool["nearest description"][0] > 30.0
+    assert right_tool["nearest description"][2] < 10.0
+    # 3 iterations of 64 tasks show some of the 33 tools; nobody is right in more calls than in tools
+    assert right_tool["supervised (right calls given)"][0] > 30.0
+    assert all(of[1] <= of[0] and of[3] <= of[2] for of in right_tool.values())
+
+    calls = {name: row[5] for name, row in methods.items()}
+    learners = ("GRPO", "REINFORCE, running baseline", "LinUCB")
+    assert [calls[name] for name in learners] == ["1,536"] * 3  # 3 x 64 x 8
+    assert {calls[name] for name in right_tool.keys() - set(learners)} == {"0"}
+    executed = re.search(r"192 tasks, 1,536 calls, of which ([\d,]+) were executed", printed)
+    assert executed is not None
+    assert 192 < int(executed[1].replace(",", "")) < 1_536
+    assert re.search(r"One that was executed: \w+\(\{.*\}\) -> ", printed)
+    assert [row[0] for row in rows if len(row) == 3][1:] == [
+        "added, close to the description", "added, other words", "the other 33",
+    ]  # fmt: skip
+
+
+def test_a_baseline_meets_all_tasks_equally_often() -> None:
+    """21 of 7 tasks, 4 at a time: each one three times, and in every round of 7 once."""
+    tasks = [_task(str(i)) for i in range(7)]
+    batches = list(in_batches(tasks, 21, 4, seed=0))
+    assert [len(batch) for batch in batches] == [4, 4, 4, 4, 4, 1]
+    texts = [task.text for batch in batches for task in batch]
+    assert all(Counter(texts[i : i + 7]) == Counter("0123456") for i in (0, 7, 14))
+    assert texts[:7] != texts[7:14]
+
+
+def test_a_call_is_remembered_with_its_result() -> None:
+    asked: list[ToolCall] = []
+
+    class Executor:
+        def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+            asked.extend(calls)
+            return [ToolResult(output=call.arguments["a"]) for call in calls]
+
+    remembering = Remembering(Executor())
+    one, two = (ToolCall(tool="t", arguments={"a": a}) for a in (1, 2))
+    assert [result.output for result in remembering.run([one, two, one])] == [1, 2, 1]
+    assert [result.output for result in remembering.run([two, ToolCall(tool="t", arguments={"a": 3})])] == [2, 3]
+    assert [call.arguments["a"] for call in asked] == [1, 2, 3]
+
+
+def test_the_nearest_description_takes_defaults() -> None:
+    """`order` and `key` have defaults; what the request does not say of `items` comes from its slots."""
+    nearest = NearestDescription(workbench_catalogue())
+    [call] = nearest.predict([_task("sort this list of items", slots={"items": ["b", "a"]})])
+    assert call == ToolCall(tool="sort_items", arguments={"items": ["b", "a"], "key": "alphabet", "order": "ascending"})
+    [call] = nearest.predict([_task("list the files in a folder")])
+    assert call == ToolCall(tool="list_files", arguments={"order": "name"})  # without the optional kind
+
+
+def test_the_arms_of_linucb_are_ridge_regressions() -> None:
+    """x = 2, r = 3, then twice x = 1, r = 0 and 1: A = 1 + 4 + 1 + 1 = 7, b = 6 + 1 = 7, theta = 1, bound 2 / sqrt(7)."""
+    arms = LinearArms(2, 1, alpha=2.0)
+    arms.learn(1, torch.tensor([[2.0]]), torch.tensor([3.0]))
+    arms.learn(1, torch.tensor([[1.0], [1.0]]), torch.tensor([0.0, 1.0]))
+    x = torch.tensor([[1.0], [3.0]])
+    torch.testing.assert_close(arms.scores(x, slice(0, 2), explore=False), torch.tensor([[0.0, 1.0], [0.0, 3.0]]))
+    # nothing is known of the first: A = 1
+    bounds = torch.tensor([[2.0, 1 + 2 / 7**0.5], [6.0, 3 + 6 / 7**0.5]])
+    torch.testing.assert_close(arms.scores(x, slice(0, 2), explore=True), bounds)
+
+
+def test_linucb_learns_the_tool_and_its_value_from_their_own_rewards() -> None:
+    """Two requests: one for `sort_items`, descending; one for `unique_items`. No other call brings anything."""
+    catalogue = workbench_catalogue()
+    small = ToolCatalogue([catalogue["sort_items"], catalogue["unique_items"]])
+    tasks = [_task("up to down", tool="sort_items", order="descending"), _task("once each", tool="unique_items")]
+
+    class Rewards:
+        def compute_components(self, states: Sequence[ToolTask], calls: Sequence[ToolCall]) -> dict[str, torch.Tensor]:
+            pairs = list(zip(states, calls, strict=True))
+            right = [call.tool == task.tool for task, call in pairs]
+            same = [all(call.arguments.get(k) == v for k, v in task.arguments.items()) for task, call in pairs]
+            return {
+                "tool": 0.5 * torch.tensor(right),
+                "parameters": 0.3 * torch.tensor([a and b for a, b in zip(right, same, strict=True)]),
+            }
+
+    bandit = LinUCB(small, lambda texts: torch.eye(2)[[int("once" in text) for text in texts]], alpha=1.0, seed=0)
+    bandit.train(tasks, Rewards(), num_calls=200, batch_size=4, seed=0)  # type: ignore[arg-type]
+    first, second = bandit.predict(tasks)
+    assert (first.tool, first.arguments["order"], second.tool) == ("sort_items", "descending", "unique_items")
+
+
+def test_the_policy_over_a_thousand_tools_and_the_bare_loop_draw_and_score_the_same() -> None:
+    assert tool_speed.check_same(tool_speed.make_problem(12, 8, 6)) < 1e-6
+
+
+def test_the_benchmark_of_the_executor_prints_each_figure() -> None:
+    command = [sys.executable, *STRICT, "-m", "benchmarks.tool_speed", "--quick"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    ratios = [float(ratio) for ratio in re.findall(r"([\d.]+) x the ideal", printed)]
+    assert len(ratios) == 2
+    assert min(ratios) >= 1.0  # no call can be faster than it sleeps
+    assert len(re.findall(r"calls that only add, .* per second", printed)) == 3
+    assert printed.count("400 calls, 1,000 tools") == 2
+
+
+def _task(text: str, *, tool: str = "t", slots: dict[str, object] | None = None, **arguments: object) -> ToolTask:
+    return ToolTask(
+        text=text, tool=tool, arguments=arguments, category="c", difficulty="easy", slots=slots or {}, shares_words=True
+    )

@@ -144,3 +144,44 @@ def test_robot_reach_says_so_where_nothing_can_be_rendered(tmp_path: Path, monke
     printed = run_example("robot_reach", "--steps", "1", folder=tmp_path)
     assert re.search(r"^no film: Reacher-v5 cannot be rendered here", printed, re.MULTILINE), printed
     assert not list(tmp_path.rglob("*.gif"))
+
+
+def test_tool_routing_learns_from_what_its_calls_bring_in(tmp_path: Path) -> None:
+    printed = run_example("tool_routing", "--iterations", "60", "--seed", "5", folder=tmp_path)
+    folder = tmp_path / "runs" / "tool_routing" / "seed-5"
+    assert re.search(r"^33 tools in 6 categories", printed, re.MULTILINE), printed
+    shares = {
+        when: [float(share) / 100 for share in re.findall(rf"({NUMBER})%", figures)]
+        for when, figures in re.findall(r"^(before|after): +(.*)$", printed, re.MULTILINE)
+    }
+    right_tool, right_in_all, *where_no_word_is_shared = shares["before"]
+    assert right_tool < 0.04, "chance is 1/33"
+    assert right_in_all < 0.03
+    assert where_no_word_is_shared[0] < 0.06
+    right_tool, right_in_all, *where_no_word_is_shared = shares["after"]
+    assert right_tool > 0.8
+    assert right_in_all > 0.25
+    assert where_no_word_is_shared[0] > 0.7
+    added = re.findall(
+        rf"^(?:two tools added|after 20 more iterations): +right tool +({NUMBER})% of the new, +({NUMBER})% of the others$",
+        printed,
+        re.MULTILINE,
+    )
+    assert len(added) == 2, printed
+    assert float(added[1][1]) > 80
+
+    assert {path.name for path in folder.iterdir()} == {
+        "accuracy.png", "calls.jsonl", "confusion.png", "metrics.jsonl", "policy", "report.json",
+    }  # fmt: skip
+    for name in ("confusion.png", "accuracy.png"):
+        pixels = image.imread(folder / name)[..., :3]
+        assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50, "an empty canvas has one colour"
+    report = json.loads((folder / "report.json").read_text())
+    assert report["overall"]["right_tool"] == pytest.approx(right_tool, abs=0.0006), "what was printed"
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(metrics) == 60
+    assert metrics[-1]["rewards/tool/mean"] > metrics[0]["rewards/tool/mean"] + 0.2
+    assert metrics[-1]["rewards/executed/mean"] > metrics[0]["rewards/executed/mean"], "it has learned what can run"
+    calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+    assert {call["ok"] for call in calls} == {True, False}, "they were really made: untrained, many fail"
+    assert len({call["tool"] for call in calls}) == 35

@@ -1,0 +1,277 @@
+"""Tools: what they are called, what they are for, what they take, and how they are run."""
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import jsonschema
+
+from grpo.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+
+
+class _Absent(Enum):
+    """One value that stays itself where a policy that holds it is copied or pickled."""
+
+    ABSENT = "left out"
+
+
+ABSENT = _Absent.ABSENT
+"""The choice to leave an optional parameter out."""
+
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+_JSON_TYPES: Mapping[Any, Mapping[str, Any]] = {
+    str: {"type": "string"},
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    Path: {"type": "string", "format": "path"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterChoices:
+    """The values of one parameter that a schema enumerates: a decision of the policy."""
+
+    name: str
+    """Of the parameter."""
+    values: tuple[Any, ...]
+    """What may be chosen; `ABSENT` stands for leaving the parameter out."""
+    texts: tuple[str, ...]
+    """Each value in words, for an encoder: the value, then the name of the parameter. Together they make a pair of words, which
+    tells `from_unit="mile"` from `to_unit="mile"`."""
+
+    def index(self, arguments: Mapping[str, Any]) -> int | None:
+        """Which value stands in `arguments`; None: one that is not enumerated."""
+        if self.name not in arguments:
+            return next((i for i, value in enumerate(self.values) if value is ABSENT), None)
+        given = arguments[self.name]
+        # True == 1 in Python, but not in JSON
+        same = (
+            i
+            for i, value in enumerate(self.values)
+            if value == given and isinstance(value, bool) == isinstance(given, bool)
+        )
+        return next(same, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """One tool.
+
+    Raises:
+        ConfigError: a name that is none, no description, or a schema that is not one of an object.
+    """
+
+    name: str
+    """Letters, digits, `_`, `-` and `.`, at most 64."""
+    description: str
+    """What it is for: a policy knows a tool by its name and these words."""
+    function: Callable[..., Any]
+    """Called with the arguments by name, in a worker process, so that it must be importable (at the top level of a module); may
+    be `async def`. What it returns has to be something JSON can hold."""
+    category: str = "general"
+    """Tools of one category are alike: choosing another one of the same is half right."""
+    parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMETERS)
+    """JSON Schema of the arguments, an object. Strings of `"format": "path"` are confined to the executor's root."""
+    remote: bool = False
+    """The work is done by another process or machine, as behind a client: an `async def` that is awaited in this process."""
+    timeout: float | None = None
+    """Seconds for one call; None: the executor's. Larger waits longer for what hangs."""
+    cost: float = 0.0
+    """Of one call, in any unit; read by `call_cost`."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if not NAME.fullmatch(self.name):
+            raise ConfigError(f"Tool.name must be 1 to 64 letters, digits, '_', '-' or '.'; got {self.name!r}.")
+        if not self.description.strip():
+            raise ConfigError(f"Tool {self.name}: description must say what the tool is for; policies choose by it.")
+        if not callable(self.function):
+            raise ConfigError(f"Tool {self.name}: function must be callable; got {self.function!r}.")
+        if self.remote and not inspect.iscoroutinefunction(self.function):
+            raise ConfigError(
+                f"Tool {self.name}: a remote tool's function must be `async def`: this process awaits it."
+            )
+        try:
+            jsonschema.Draft202012Validator.check_schema(self.parameters)
+        except jsonschema.SchemaError as error:
+            raise ConfigError(f"Tool {self.name}: parameters at {error.json_path}: {error.message}.") from error
+        if self.parameters.get("type") != "object":
+            raise ConfigError(f'Tool {self.name}: parameters must be a JSON Schema with "type": "object".')
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any], **fields: Any) -> "Tool":
+        """A tool from a Python function: its name, its docstring, and a schema from its annotations.
+
+        `str`, `int`, `float`, `bool`, `Path` (confined to the executor's root), `Literal[...]` (an enumeration), `list[...]` of
+        these, `dict`, and `... | None`; a parameter with a default may be left out.
+
+        Args:
+            function: every parameter annotated.
+            fields: of the tool, instead of what the function says.
+
+        Raises:
+            ConfigError: a parameter whose annotation is none of these.
+        """
+        described: dict[str, Any] = {"name": function.__name__, "description": inspect.getdoc(function) or ""}
+        if "parameters" not in fields:
+            described["parameters"] = _schema_of(function)
+        return cls(function=function, **described | fields)
+
+    @property
+    def properties(self) -> Mapping[str, Any]:
+        """Schemas of the parameters by name."""
+        return self.parameters.get("properties", {})
+
+    @property
+    def choices(self) -> tuple[ParameterChoices, ...]:
+        """The decisions that come after choosing this tool, in the schema's order."""
+        required = self.parameters.get("required", ())
+        found = []
+        for name, schema in self.properties.items():
+            values = _enumerated(schema)
+            if values is None:
+                continue
+            if name not in required and "default" not in schema:
+                values.append((ABSENT, "left out"))
+            if len(values) > 1:
+                found.append(
+                    ParameterChoices(
+                        name=name,
+                        values=tuple(v for v, _ in values),
+                        texts=tuple(f"{text} {_words(name)}" for _, text in values),
+                    )
+                )
+        return tuple(found)
+
+    @property
+    def constants(self) -> Mapping[str, Any]:
+        """Required parameters for which the schema allows one value only."""
+        allowed = {name: _enumerated(self.properties.get(name, {})) for name in self.parameters.get("required", ())}
+        return {name: values[0][0] for name, values in allowed.items() if values is not None and len(values) == 1}
+
+    @property
+    def text(self) -> str:
+        """Name and description, for an encoder."""
+        return f"{_words(self.name)}: {self.description}"
+
+
+class ToolCatalogue(Mapping[str, Tool]):
+    """Tools by name, in order.
+
+    Args:
+        tools: at least one; names differ.
+
+    Raises:
+        ConfigError: no tool, or two of one name.
+
+    Example:
+        >>> def add(a: float, b: float) -> float:
+        ...     "Add two numbers."
+        ...     return a + b
+        >>> list(ToolCatalogue([Tool.from_function(add)]))
+        ['add']
+    """
+
+    def __init__(self, tools: Iterable[Tool]) -> None:
+        listed = list(tools)
+        self._tools = {tool.name: tool for tool in listed}
+        if not listed:
+            raise ConfigError("ToolCatalogue needs at least one tool.")
+        if len(self._tools) < len(listed):
+            twice = sorted({tool.name for tool in listed if sum(other.name == tool.name for other in listed) > 1})
+            raise ConfigError(f"ToolCatalogue: names must differ; twice: {', '.join(twice)}.")
+
+    def __getitem__(self, name: str) -> Tool:
+        return self._tools[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tools)
+
+    def __len__(self) -> int:
+        return len(self._tools)
+
+    def with_tools(self, *tools: Tool) -> "ToolCatalogue":
+        """A new catalogue, with more tools at its end."""
+        return ToolCatalogue([*self.values(), *tools])
+
+    def without(self, *names: str) -> "ToolCatalogue":
+        """A new catalogue that lacks some tools."""
+        return ToolCatalogue(tool for name, tool in self.items() if name not in names)
+
+    @property
+    def categories(self) -> tuple[str, ...]:
+        """In the order of their first tools."""
+        return tuple(dict.fromkeys(tool.category for tool in self.values()))
+
+
+def _words(name: str) -> str:
+    return re.sub(r"[_.-]+", " ", name)
+
+
+def _enumerated(schema: Mapping[str, Any]) -> list[tuple[Any, str]] | None:
+    """Values that a parameter's schema enumerates, each with its text; None: it does not.
+
+    `enum`, `const`, booleans, and `oneOf` or `anyOf` of constants, which may have a `title` or `description` each.
+    """
+    for key in ("oneOf", "anyOf"):
+        parts = [_enumerated(part) if isinstance(part, Mapping) else None for part in schema.get(key, ())]
+        if parts and all(part is not None for part in parts):
+            return [value for part in parts if part for value in part]
+    if "enum" in schema:
+        values = list(schema["enum"])
+    elif "const" in schema:
+        values = [schema["const"]]
+    elif schema.get("type") == "boolean":
+        values = [False, True]
+    else:
+        return None
+    about = " ".join(str(schema[key]) for key in ("title", "description") if key in schema)
+    return [(value, f"{value if isinstance(value, str) else json.dumps(value)} {about}".strip()) for value in values]
+
+
+def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    hints = get_type_hints(function)
+    properties, required = {}, []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ConfigError(f"{function.__name__}: {parameter} cannot be given by name; write Tool(parameters=...).")
+        schema = _json_type(hints.get(name))
+        if schema is None:
+            raise ConfigError(
+                f"{function.__name__}: parameter {name} must be annotated: str, int, float, bool, Path, Literal, dict, or a "
+                f"list of these; got {hints.get(name)}. Or write the schema yourself: Tool(parameters=...)."
+            )
+        if parameter.default is parameter.empty:
+            required.append(name)
+        elif parameter.default is not None:
+            default = parameter.default
+            schema["default"] = str(default) if isinstance(default, Path) else default
+        properties[name] = schema
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _json_type(hint: Any) -> dict[str, Any] | None:
+    """The schema of an annotation; None: it has none here."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint in _JSON_TYPES:
+        return dict(_JSON_TYPES[hint])
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if hint is dict or origin is dict:
+        return {"type": "object"}
+    if hint is list or origin is list:
+        items = _json_type(arguments[0]) if arguments else {}
+        return None if items is None else {"type": "array", "items": items}
+    if origin in (Union, types.UnionType):
+        kinds = [kind for kind in arguments if kind is not type(None)]
+        return _json_type(kinds[0]) if len(kinds) == 1 else None
+    return None

@@ -1,0 +1,170 @@
+"""Programs as tools, started from a list of arguments, never by a shell."""
+
+import os
+import selectors
+import string
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from grpo.errors import ConfigError
+
+from .catalogue import Tool
+from .errors import InvalidArgumentsError, OutputTooLargeError
+
+_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "ash", "fish", "csh", "tcsh", "busybox"})
+_STDERR_BYTES = 2_000
+
+
+class CommandFailedError(RuntimeError):
+    """A program ended with another status than 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A program as the function of a tool; returns what it writes to its standard output.
+
+    Each element of `argv` becomes one argument of the program, whatever its text is. `{parameter}`, alone or within an element,
+    stands for the value of that parameter: text as it is, numbers in decimal, booleans as `true` and `false`. Braces that
+    are meant are doubled. An element with a parameter that the call leaves out is left out with it.
+
+    A value at the beginning of an element must not begin with `-`, lest the program take it for an option, unless the element
+    `--` stands before it, after which programs that follow POSIX expect none. So also a negative number; `--by={number}` takes
+    it.
+
+    Args:
+        argv: the program, found in PATH, and its arguments.
+        max_output_bytes: of its standard output; beyond, it is killed. Larger lets it write more.
+
+    Raises:
+        ConfigError: no program, a program that depends on the call, or a shell with `-c`.
+
+    Example:
+        >>> count = Command(("wc", "-l", "--", "{path}"))
+        >>> tool = Tool(
+        ...     name="count_lines", description="Count the lines of a file.", function=count,
+        ...     parameters={"type": "object", "properties": {"path": {"type": "string", "format": "path"}}},
+        ... )
+    """
+
+    argv: Sequence[str]
+    max_output_bytes: int = 100_000
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if isinstance(self.argv, str) or not self.argv or not all(isinstance(element, str) for element in self.argv):
+            raise ConfigError(f"Command.argv must be a list of texts, the program first; got {self.argv!r}.")
+        if any("\0" in element for element in self.argv) or not self.argv[0]:
+            raise ConfigError(f"Command.argv must be arguments that a program can have; got {self.argv!r}.")
+        if any(name is not None for _, name in _parts(self.argv[0])):
+            raise ConfigError(f"Command.argv: the program must not depend on the call; got {self.argv[0]!r}.")
+        if PurePath(self.argv[0]).name in _SHELLS and any(element.startswith("-") for element in self.argv[1:]):
+            raise ConfigError(
+                f"Command.argv must not be a shell's command line; got {self.argv!r}. Name the program itself."
+            )
+        for element in self.argv:
+            _parts(element)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the parameters."""
+        return frozenset(name for element in self.argv for _, name in _parts(element) if name is not None)
+
+    def check(self, tool: Tool) -> None:
+        """Whether the tool's parameters are those that `argv` names.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        if self.names != set(tool.properties):
+            raise ConfigError(
+                f"Tool {tool.name}: Command.argv must name each parameter of the schema, and no other; it names "
+                f"{sorted(self.names)}, the schema {sorted(tool.properties)}."
+            )
+
+    def __call__(self, **arguments: Any) -> str:
+        """Run it.
+
+        Raises:
+            InvalidArgumentsError: a value that cannot be an argument, or could be an option.
+            OutputTooLargeError: more than `max_output_bytes`.
+            CommandFailedError: another exit status than 0; the end of its standard error is in the message.
+        """
+        argv = self.resolve(arguments)
+        with subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, shell=False
+        ) as process:
+            try:
+                stdout, stderr = self._read(process)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode != 0:
+            raise CommandFailedError(
+                f"{argv[0]} ended with status {process.returncode}: {stderr.decode(errors='replace').strip()}"
+            )
+        return stdout.decode(errors="replace")
+
+    def resolve(self, arguments: dict[str, Any]) -> list[str]:
+        """The program's arguments.
+
+        Raises:
+            InvalidArgumentsError: a value that cannot be an argument, or could be an option.
+        """
+        texts = {name: _text(name, value) for name, value in arguments.items() if value is not None}
+        argv: list[str] = []
+        for element in self.argv:
+            parts = _parts(element)
+            if any(name is not None and name not in texts for _, name in parts):
+                continue
+            resolved = "".join(literal + ("" if name is None else texts[name]) for literal, name in parts)
+            starts_with_value = bool(parts) and parts[0][0] == ""
+            if starts_with_value and resolved.startswith("-") and "--" not in argv:
+                raise InvalidArgumentsError(f"{parts[0][1]} must not begin with '-'; got {resolved[:100]!r}.")
+            argv.append(resolved)
+        return argv
+
+    def _read(self, process: "subprocess.Popen[bytes]") -> tuple[bytes, bytes]:
+        """Standard output, and the end of standard error; no more than that is ever held."""
+        assert process.stdout is not None
+        assert process.stderr is not None
+        held: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
+        with selectors.DefaultSelector() as selector:
+            for pipe in held:
+                selector.register(pipe, selectors.EVENT_READ)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    stream: Any = key.fileobj
+                    part = os.read(stream.fileno(), 65536)
+                    if not part:
+                        selector.unregister(stream)
+                    held[stream] += part
+                    del held[process.stderr][:-_STDERR_BYTES]
+                    if len(held[process.stdout]) > self.max_output_bytes:
+                        raise OutputTooLargeError(f"output must take at most {self.max_output_bytes} bytes.")
+        return bytes(held[process.stdout]), bytes(held[process.stderr])
+
+
+def _parts(element: str) -> list[tuple[str, str | None]]:
+    """Literal texts, each with the parameter that follows it."""
+    try:
+        parts = list(string.Formatter().parse(element))
+    except ValueError as error:
+        raise ConfigError(f"Command.argv: {element!r}: {error}; braces that are meant are doubled.") from error
+    for _, name, spec, conversion in parts:
+        if name is not None and (not name.isidentifier() or spec or conversion):
+            raise ConfigError(f"Command.argv: {element!r} must hold nothing but {{parameter}}; got {{{name}}}.")
+    return [(literal, name) for literal, name, _, _ in parts]
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if not isinstance(value, str | int | float) and not hasattr(value, "__fspath__"):
+        raise InvalidArgumentsError(f"{name} must be text, a number or a boolean; got {type(value).__name__}.")
+    text = str(value)
+    if "\0" in text:
+        raise InvalidArgumentsError(f"{name} must not hold the character 0, which no argument can.")
+    return text

@@ -1,0 +1,153 @@
+"""Text as vectors: what a policy knows of a request, of a tool, and of a value."""
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grpo.errors import ConfigError, ContractError
+
+from .words import STOP_WORDS
+
+Encoder: TypeAlias = Callable[[Sequence[str]], Any]
+"""N texts -> N vectors [N, F], as a tensor, an array or lists: `HashingEncoder`, or any model's `encode`."""
+
+_WORD = re.compile(r"[^\W\d_]+|\d+")
+_MAX_WORD = 64
+
+
+class HashingEncoder:
+    """Bags of hashed words, pairs of words, and pieces of words: nothing to train, to download, or to keep. For English.
+
+    x = h / |h|, where h_j is the sum of weight(f) sign(f) over the features f of the text that fall on j. Numbers count as one
+    word, whatever their value. Two texts without a feature in common have a cosine near 0, up to collisions. A text without any
+    feature is the zero vector.
+
+    Args:
+        num_features: F. Larger: fewer collisions, more memory.
+        pair_weight: of two words that follow one another, a word alone counting 1. They tell "a to z" from "z to a".
+        piece_weight: of all of a word's pieces of four letters together. They make "converting" resemble "convert".
+
+    Example:
+        >>> encoder = HashingEncoder(256)
+        >>> convert, converting, sort = encoder(["convert", "converting", "sort"])
+        >>> bool(convert @ converting > convert @ sort)
+        True
+
+    Source:
+        Weinberger et al. 2009, Feature Hashing for Large Scale Multitask Learning, arXiv:0902.2206, sec. 2.
+    """
+
+    def __init__(self, num_features: int = 1024, *, pair_weight: float = 1.0, piece_weight: float = 0.3) -> None:
+        if num_features < 1 or not 0 <= pair_weight < float("inf") or not 0 <= piece_weight < float("inf"):
+            raise ConfigError(
+                f"HashingEncoder: num_features must be >= 1, and both weights finite and >= 0; "
+                f"got {num_features}, {pair_weight}, {piece_weight}."
+            )
+        self.num_features = num_features
+        self.pair_weight = pair_weight
+        self.piece_weight = piece_weight
+
+    def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
+        """One vector of length 1 per text."""
+        vectors = np.zeros((len(texts), self.num_features), dtype=np.float32)
+        for vector, text in zip(vectors, texts, strict=True):
+            places, weights = self._features(text)
+            np.add.at(vector, places % self.num_features, weights)
+            vector /= max(float(np.linalg.norm(vector)), 1e-12)
+        return torch.from_numpy(vectors)
+
+    def _features(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Hashes, and signed weights."""
+        words = [("0" if word.isdigit() else word)[:_MAX_WORD] for word in _WORD.findall(text.lower())]
+        found: list[tuple[int, float]] = []
+        for word in words:
+            if word not in STOP_WORDS:
+                found.append(_hashed(f"word {word}", 1.0))
+                pieces = _pieces(word)
+                found += (_hashed(f"piece {piece}", self.piece_weight / len(pieces) ** 0.5) for piece in pieces)
+        if self.pair_weight:
+            found += (_hashed(f"pair {a} {b}", self.pair_weight) for a, b in pairwise(words))
+        places, weights = zip(*found, strict=True) if found else ((), ())
+        return np.asarray(places, dtype=np.int64), np.asarray(weights, dtype=np.float32)
+
+
+def _pieces(word: str) -> list[str]:
+    """Four letters at a time, the ends marked: "sort" -> "<sor", "sort", "ort>"."""
+    marked = f"<{word}>"
+    return [marked[i : i + 4] for i in range(max(len(marked) - 3, 1))]
+
+
+def _hashed(feature: str, weight: float) -> tuple[int, float]:
+    place = _hash(feature)
+    return place >> 1, weight if place & 1 else -weight
+
+
+@lru_cache(maxsize=100_000)
+def _hash(feature: str) -> int:
+    """The same in every process, unlike `hash`."""
+    return int.from_bytes(blake2b(feature.encode(), digest_size=6).digest(), "little")
+
+
+def with_own_feature(texts: Sequence[str], vectors: Float[Tensor, "N F"], weight: float) -> Float[Tensor, "N F"]:
+    """Each vector with a feature that belongs to its text alone, of length 1 again: (e + weight u) / |e + weight u|.
+
+    u is 0 but for one place, +1 or -1, which depends on the whole text. Texts that differ in one word have nearly the same e;
+    what is learned of u holds for one of them only.
+    """
+    places, signs = zip(*(_hashed(f"text {text}", 1.0) for text in texts), strict=True)
+    own = vectors.clone()
+    own[torch.arange(len(texts)), torch.tensor(places) % vectors.shape[1]] += weight * torch.tensor(signs)
+    return own / own.norm(dim=1, keepdim=True).clamp(min=1e-12)
+
+
+class CachedEncoder:
+    """An encoder that is asked once for each text, until `capacity` others have come.
+
+    Args:
+        encoder: frozen; what it returns is kept.
+        capacity: texts that are remembered. Larger: more memory, fewer calls.
+    """
+
+    def __init__(self, encoder: Encoder, capacity: int = 10_000) -> None:
+        self.encoder = encoder
+        self.capacity = capacity
+        self._known: OrderedDict[str, Tensor] = OrderedDict()
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
+        """One vector per text, float32, on the CPU.
+
+        Raises:
+            ContractError: the encoder did not return one vector of finite numbers per text.
+        """
+        new = [text for text in dict.fromkeys(texts) if text not in self._known]
+        found = dict(zip(new, self._encode(new), strict=True)) if new else {}
+        vectors = torch.stack([found[text] if text in found else self._known[text] for text in texts])
+        for text in texts:
+            if text in self._known:
+                self._known.move_to_end(text)
+        self._known.update(found)
+        while len(self._known) > self.capacity:
+            self._known.popitem(last=False)
+        return vectors
+
+    def _encode(self, texts: list[str]) -> Tensor:
+        answer = self.encoder(texts)
+        vectors = torch.as_tensor(np.asarray(answer) if isinstance(answer, list) else answer)
+        vectors = vectors.detach().to("cpu", torch.float32)
+        if vectors.dim() != 2 or len(vectors) != len(texts) or not bool(vectors.isfinite().all()):
+            raise ContractError(
+                f"The encoder must return finite vectors [N, F] for N = {len(texts)} texts; got {list(vectors.shape)}"
+                f"{'' if bool(vectors.isfinite().all()) else ' with NaN or infinity'}."
+            )
+        return vectors

@@ -1,0 +1,227 @@
+"""The loop of the executor: its turns, deadlines and results."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from grpo.errors import ConfigError
+
+from .arguments import ArgumentChecker, RefusedArgumentsError, encode_arguments
+from .call_log import CallLog
+from .calls import ToolCall, ToolResult
+from .catalogue import Tool
+from .errors import ToolError, ToolRaisedError, ToolTimeoutError
+from .worker_calls import described, encode_output
+from .worker_pool import ERRORS, WorkerPool
+from .workers import WorkerSource
+
+_GRACE_SECONDS = 1.0
+"""For a remote tool to end after it was cancelled; then it is left alone."""
+CLEAN_UP_SECONDS = 10.0
+"""For what is given up to end."""
+
+
+class Engine:
+    """One event loop in one thread, where everything happens.
+
+    Args:
+        source: see `WorkerPool`.
+        checkers: of the remote tools.
+        num_workers, max_output_bytes, max_concurrency, timeout: see `ToolExecutor`.
+        log: None: none.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[], WorkerSource],
+        checkers: Mapping[str, ArgumentChecker],
+        *,
+        num_workers: int,
+        max_output_bytes: int,
+        max_concurrency: int,
+        timeout: float,
+        log: CallLog | None,
+    ) -> None:
+        self._checkers = checkers
+        self._num_workers = num_workers
+        self._max_concurrency = max_concurrency
+        self._max_output_bytes = max_output_bytes
+        self._timeout = timeout
+        self._log = log
+        self._loop = asyncio.new_event_loop()
+        self._pool = WorkerPool(source, num_workers)
+        self._turns = asyncio.Semaphore(max_concurrency)
+        self._runs: set[asyncio.Task[Any]] = set()
+        self._left: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._serve, name="ToolExecutor", daemon=True)
+        self._lock = threading.Lock()
+        self._closing = False
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                self._loop.run_forever()
+                return
+            except (SystemExit, KeyboardInterrupt):  # in a task that a remote tool started: it ends no one else's calls
+                continue
+
+    @property
+    def is_current(self) -> bool:
+        """The calling thread is the engine's."""
+        return threading.current_thread() is self._thread
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        """Do it in the loop.
+
+        Raises:
+            ConfigError: it is closed, or about to be.
+        """
+        with self._lock:
+            if not self._closing:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise ConfigError("ToolExecutor is closed. Make another one.")
+
+    async def start(self) -> list[str]:
+        """The first worker; returns what could not be taken from it."""
+        await self._pool.start()
+        return self._pool.problems
+
+    async def run(self, calls: list[tuple[ToolCall, Tool | ToolError]], ended: threading.Event) -> list[ToolResult]:
+        """All calls, then `ended`."""
+        results = [ToolResult()] * len(calls)
+
+        async def take(turns: Iterator[int]) -> None:
+            for i in turns:
+                results[i] = await self._result(*calls[i])
+
+        task = asyncio.current_task()
+        assert task is not None
+        self._runs.add(task)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for remote, at_once in ((False, self._num_workers), (True, self._max_concurrency)):
+                    mine = [
+                        i for i, (_, tool) in enumerate(calls) if (isinstance(tool, Tool) and tool.remote) == remote
+                    ]
+                    turns = iter(mine)
+                    for _ in range(min(at_once, len(mine))):
+                        group.create_task(take(turns))
+        finally:
+            self._runs.discard(task)
+            ended.set()
+        return results
+
+    async def _result(self, call: ToolCall, tool: Tool | ToolError) -> ToolResult:
+        clock = _Clock()
+        text, size = None, 0
+        try:
+            if isinstance(tool, ToolError):
+                raise tool
+            try:
+                text = encode_arguments(call.arguments)
+                output, size = await (self._await(tool, text, clock) if tool.remote else self._ask(tool, text, clock))
+            except RefusedArgumentsError as error:
+                raise ERRORS[error.error](f"{tool.name}: {error}") from None
+            result = ToolResult(output=output, seconds=clock.seconds)
+        except ToolError as error:
+            result = ToolResult(error=error, seconds=clock.seconds)
+        if self._log is not None:
+            self._log.write(call, text, result, size)
+        return result
+
+    async def _ask(self, tool: Tool, text: str, clock: "_Clock") -> tuple[Any, int]:
+        timeout = tool.timeout if tool.timeout is not None else self._timeout
+        try:
+            return await self._pool.call(f'["{tool.name}",{text}]'.encode(), timeout, clock.begin)
+        except ToolError as error:
+            raise type(error)(f"{tool.name}: {error}") from None
+
+    async def _await(self, tool: Tool, text: str, clock: "_Clock") -> tuple[Any, int]:
+        async with self._turns:
+            clock.begin()
+            arguments = self._checkers[tool.name](json.loads(text))
+            timeout = tool.timeout if tool.timeout is not None else self._timeout
+            value = await self._in_time(tool, arguments, timeout)
+        fits, content = encode_output(value, self._max_output_bytes)
+        answer = json.loads(content)
+        if not fits:
+            raise ERRORS[answer[0]](f"{tool.name}: {answer[1]}")
+        return answer, len(content)
+
+    async def _in_time(self, tool: Tool, arguments: dict[str, Any], timeout: float) -> Any:
+        """Await what a tool does; a call that does not even end when it is cancelled is left behind."""
+        task = asyncio.create_task(_outcome(tool, arguments))
+        try:
+            await asyncio.wait([task], timeout=timeout)
+        finally:
+            late = not task.done()
+            if late:
+                task.cancel()
+                await asyncio.wait([task], timeout=_GRACE_SECONDS)
+                if not task.done():
+                    self._left.add(task)
+                    task.add_done_callback(self._left.discard)
+        if late:
+            raise ToolTimeoutError(f"{tool.name}: no answer within {timeout:g} s; it was cancelled.")
+        value, error = task.result()
+        for kind in ERRORS.values():
+            if isinstance(error, kind):
+                raise kind(f"{tool.name}: {error}") from error
+        if error is not None:
+            raise ToolRaisedError(f"{tool.name}: {described(error)}") from error
+        return value
+
+    def close(self) -> None:
+        """Give up what runs, end the workers, and end the loop."""
+        with self._lock:
+            self._closing = True
+        if self.is_current:  # collected as garbage in this very thread
+            self._pool.close()
+            self._loop.stop()
+            return
+        try:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(2 * CLEAN_UP_SECONDS)
+        finally:
+            self._loop.set_exception_handler(lambda *_: None)  # of remote calls left behind, which were said to be
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLEAN_UP_SECONDS)
+        self._loop.close()
+
+    async def _end(self) -> None:
+        runs = list(self._runs)
+        for task in runs:
+            task.cancel()
+        if runs:
+            await asyncio.wait(runs, timeout=CLEAN_UP_SECONDS / 2)
+        for task in self._left:
+            task.cancel()
+        self._pool.close()
+        await asyncio.sleep(0)  # transports close in the next turn of the loop
+
+
+async def _outcome(tool: Tool, arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
+    """What a remote tool returns or raises, whatever it is: a `SystemExit` that left the task would end the loop."""
+    try:
+        return await tool.function(**arguments), None
+    except BaseException as error:
+        return None, error
+
+
+class _Clock:
+    """Seconds since a call's turn came."""
+
+    def __init__(self) -> None:
+        self._begun: float | None = None
+
+    def begin(self) -> None:
+        self._begun = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self._begun is None else time.perf_counter() - self._begun

@@ -1,0 +1,86 @@
+"""Pictures of what is chosen. Needs matplotlib (`pip install "model-agnostic-grpo[notebooks]"`)."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from .evaluation import ToolReport
+
+
+def plot_confusion(
+    reports: Mapping[str, ToolReport], path: str | Path | None, *, of: Literal["tool", "category"] = "tool"
+) -> Any:
+    """Which tool is called where which is right: one panel per report, shares of each row.
+
+    Args:
+        reports: title -> report, side by side, over one catalogue.
+        path: a PNG to write, its folder made; None: the figure is only returned.
+        of: tools, or their categories.
+
+    Returns:
+        The matplotlib figure.
+    """
+    plt = _pyplot(path)
+    first = next(iter(reports.values()))
+    shown = _rows_with_calls([report.confusion_matrix(of) for report in reports.values()])
+    names = np.array(first.tools if of == "tool" else first.categories)[shown]
+    side = 2.2 + 0.2 * len(names)
+    figure, axes = plt.subplots(
+        1, len(reports), figsize=(side * len(reports), side), squeeze=False, sharey=True, layout="constrained"
+    )
+    shares: Any = None
+    for axis, (title, report) in zip(axes[0], reports.items(), strict=True):
+        counts = report.confusion_matrix(of)[np.ix_(shown, shown)]
+        shares = axis.imshow(counts / np.maximum(counts.sum(1, keepdims=True), 1), vmin=0, vmax=1, cmap="Blues")
+        axis.set_title(f"{title}: {report.overall.right_tool:.0%} right")
+        axis.set_xticks(range(len(names)), names, rotation=90)
+        axis.set_yticks(range(len(names)), names)
+        axis.tick_params(labelsize=7)
+        axis.set_xlabel("called")
+    axes[0, 0].set_ylabel("right")
+    figure.colorbar(shares, ax=axes[0], label="share of the tasks of a row", shrink=0.6)
+    return _written(figure, path)
+
+
+def plot_accuracy(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], path: str | Path | None) -> Any:
+    """Shares of what was right against the calls made.
+
+    Args:
+        curves: name -> (calls, shares).
+        path: as for `plot_confusion`.
+
+    Returns:
+        The matplotlib figure.
+    """
+    plt = _pyplot(path)
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name, (calls, shares) in curves.items():
+        axis.plot(calls, shares, label=name)
+    axis.set(xlabel="calls of tools", ylabel="share of held-out tasks", ylim=(0, 1.02))
+    axis.legend(loc="lower right")
+    return _written(figure, path)
+
+
+def _rows_with_calls(matrices: Sequence[np.ndarray]) -> np.ndarray:
+    """Tools that were right or called somewhere: others are empty rows and columns."""
+    total = np.sum(matrices, axis=0)
+    return np.flatnonzero(total.sum(0) + total.sum(1))
+
+
+def _pyplot(path: str | Path | None) -> Any:
+    import matplotlib
+
+    if path is not None:
+        matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _written(figure: Any, path: str | Path | None) -> Any:
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    return figure

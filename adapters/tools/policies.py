@@ -1,0 +1,363 @@
+"""A policy that chooses a tool, then the values of its parameters.
+
+Axis letters as in `grpo`: B states, G calls per state, N rows, T steps. K tools, C values, F numbers in a state's vector, D in
+an encoded text.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from grpo.errors import ConfigError, ContractError
+from grpo.types import ActionScores, SampledActions
+
+from .calls import ToolCall
+from .catalogue import Tool, ToolCatalogue
+from .choice_tables import ChoiceTables
+from .encoders import CachedEncoder, Encoder, HashingEncoder, with_own_feature
+from .tasks import ToolTask
+
+SIMILARITY_GAIN = 20.0
+"""What multiplies s: cosines are small, and a step of an optimizer is as long for s as for any of the many weights of W."""
+
+OWN_FEATURE = 3.0
+"""Weight of what belongs to one value of one parameter, beside its words: "feet" means another thing in `from` than in `to`."""
+
+PROBE = "Convert 12 miles to feet, please."
+"""What two encoders are told apart by."""
+
+
+def state_text(state: Any) -> Any:
+    """What is asked for: a task's text, or the state itself, which is a text or a vector."""
+    return state.text if isinstance(state, ToolTask) else state
+
+
+def task_slots(state: Any, tool: Tool) -> Mapping[str, Any]:  # noqa: ARG001  # another `fill` may look at the tool
+    """The values found in a task, for those parameters of the tool that its schema does not enumerate."""
+    return state.slots if isinstance(state, ToolTask) else {}
+
+
+class ToolSelectionPolicy(nn.Module):
+    """Chooses by what tools are for, not by their place in a list.
+
+    With x a state's vector, e a text's, and e' that of a value with its own feature (`with_own_feature`):
+
+        logit(tool k) = e(name and description of k) . (W h(x) + b + 20 s x)
+        logit(value v of a parameter) = e'(v) . (W' h(x) + b' + s' x)
+
+    h is the identity, or a network; s x compares a request with a description directly, where both are texts. W, b and s are 0
+    at the start: every tool, and every value, is as likely as any other. No weight belongs to one tool, so what has been
+    learned about words holds for a tool that is added later (`add_tools`): it is one more e.
+
+    Steps: the tool, then each parameter that its schema enumerates (`ParameterChoices`), in the schema's order; other
+    parameters are filled in from the state and are no decisions. What is not available has probability 0, and no gradient.
+
+    Args:
+        catalogue: the tools.
+        encoder: N texts -> [N, D]; frozen. It is asked once per text.
+        num_features: None: states are texts. F: they are vectors.
+        hidden: widths of h's layers, with tanh between; empty: the identity.
+        describe: what to encode of a state, a text or a vector; a `ToolTask` gives its text.
+        fill: (state, tool) -> values of parameters that are not enumerated; a `ToolTask` gives its slots. Names that the tool
+            does not have, or that are decided, are left out.
+        available: state -> names that may be chosen in it, None for all. None: always all.
+
+    Raises:
+        ConfigError: sizes below 1.
+
+    Example:
+        >>> def add(a: float, b: float) -> float: "Add two numbers."
+        >>> def shout(text: str) -> str: "Write a text in capitals."
+        >>> policy = ToolSelectionPolicy(ToolCatalogue([Tool.from_function(add), Tool.from_function(shout)]))
+        >>> policy.tool_probabilities(["what is two plus two?"])
+        tensor([[0.5000, 0.5000]])
+    """
+
+    tool_vectors: Tensor
+    """e of each tool, [K, D]."""
+    value_vectors: Tensor
+    """e of each different text of a value, [C, D]."""
+    _values: Tensor
+    _exists: Tensor
+    _decides: Tensor
+
+    def __init__(
+        self,
+        catalogue: ToolCatalogue,
+        *,
+        encoder: Encoder | None = None,
+        num_features: int | None = None,
+        hidden: Sequence[int] = (),
+        describe: Callable[[Any], Any] = state_text,
+        fill: Callable[[Any, Tool], Mapping[str, Any]] = task_slots,
+        available: Callable[[Any], Collection[str] | None] | None = None,
+    ) -> None:
+        super().__init__()
+        if min(num_features or 1, *hidden, 1) < 1 or num_features == 0:
+            raise ConfigError(
+                f"ToolSelectionPolicy: num_features and hidden must be >= 1; got {num_features}, {tuple(hidden)}."
+            )
+        self.encoder = CachedEncoder(HashingEncoder() if encoder is None else encoder)
+        self.num_features = num_features
+        self.hidden = tuple(hidden)
+        self.describe, self.fill, self.available = describe, fill, available
+        self._use(catalogue)
+        num_text_features = self.tool_vectors.shape[1]
+        widths = [num_text_features if num_features is None else num_features, *hidden]
+        layers = [[nn.Linear(a, b), nn.Tanh()] for a, b in pairwise(widths)]
+        self.body = nn.Sequential(*(layer for pair in layers for layer in pair))
+        self.tool_query = _zero_linear(widths[-1], num_text_features)
+        self.value_query = _zero_linear(widths[-1], num_text_features)
+        self.similarity = nn.Parameter(torch.zeros(2)) if num_features is None else None
+
+    def add_tools(self, *tools: Tool) -> None:
+        """From now on these can be chosen too. No weight changes, so that an optimizer can go on.
+
+        Raises:
+            ConfigError: a name that is taken.
+        """
+        self._use(self.catalogue.with_tools(*tools))
+
+    # the methods of `PolicyModel` and its capabilities
+
+    @torch.no_grad()
+    def sample_actions(
+        self, states: Any, num_actions_per_state: int, generator: torch.Generator | None = None
+    ) -> SampledActions:
+        """G calls per state, drawn from the policy, with their scores."""
+        tools, values = self._log_probs(states)
+        drawn = torch.multinomial(tools.exp(), num_actions_per_state, replacement=True, generator=generator)
+        rows = torch.arange(len(drawn), device=drawn.device).repeat_interleave(num_actions_per_state)
+        per_value = self._value_log_probs(values, rows, drawn.flatten())
+        flat = per_value.exp().flatten(0, 1)
+        steps = drawn.view(-1, 1)
+        if flat.numel():
+            chosen = torch.multinomial(flat, 1, generator=generator).view(len(rows), -1)
+            steps = torch.cat([steps, chosen.where(self._decides[steps[:, 0], 1:], 0)], dim=1)
+        scores = self._scores(tools, per_value, rows, steps)
+        calls = self._calls(states, rows.tolist(), steps.tolist())
+        groups = [calls[i : i + num_actions_per_state] for i in range(0, len(calls), num_actions_per_state)]
+        return SampledActions(actions=groups, mask=scores.mask, behaviour_log_probs=scores.log_probs, scores=scores)
+
+    def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> list[list[ToolCall]]:
+        """The calls of `sample_actions`, which takes the keywords."""
+        return self.sample_actions(states, num_actions_per_state, **kwargs).actions
+
+    def score_actions(self, states: Any, actions: Sequence[ToolCall]) -> ActionScores:
+        """Log-probs [N, T], T = 1 + the most parameters to choose, and their exact entropy."""
+        return self._score(states, actions, torch.arange(len(actions)))
+
+    def score_groups(self, states: Any, actions: Sequence[Sequence[ToolCall]]) -> ActionScores:
+        """The same, row by row of all groups, with each state encoded once."""
+        rows = torch.arange(len(states)).repeat_interleave(torch.tensor([len(group) for group in actions]))
+        return self._score(states, [call for group in actions for call in group], rows)
+
+    def get_log_probabilities(self, states: Any, actions: Sequence[ToolCall]) -> Float[Tensor, " N"]:
+        """log pi(call | state): the sum over its steps."""
+        return self.score_actions(states, actions).log_probs.sum(1)
+
+    def get_parameters(self) -> dict[str, Tensor]:
+        """The weights; there are none that belong to a single tool."""
+        return dict(self.named_parameters())
+
+    # for users
+
+    @torch.no_grad()
+    def predict(self, states: Any) -> list[ToolCall]:
+        """The most likely call for each state: the likeliest tool, and the likeliest values of its parameters."""
+        tools, values = self._log_probs(states)
+        best, rows = tools.argmax(1), torch.arange(len(tools), device=tools.device)
+        per_value = self._value_log_probs(values, rows, best)
+        chosen = per_value.argmax(2) if per_value.numel() else best.new_zeros(len(best), 0)
+        return self._calls(states, rows.tolist(), torch.cat([best.unsqueeze(1), chosen], dim=1).tolist())
+
+    @torch.no_grad()
+    def tool_probabilities(self, states: Any) -> Float[Tensor, "B K"]:
+        """pi(tool | state), in the catalogue's order."""
+        return self._log_probs(states)[0].exp()
+
+    def save(self, folder: str | Path) -> None:
+        """Weights, sizes, and the names and schemas of the tools; functions and the encoder are code, and stay there."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = self.state_dict() | {"encoder_probe": self.encoder([PROBE])}
+        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "policy.safetensors")
+        tools = [
+            {"name": t.name, "category": t.category, "description": t.description, "parameters": dict(t.parameters)}
+            for t in self.catalogue.values()
+        ]
+        sizes = {
+            "num_features": self.num_features,
+            "hidden": self.hidden,
+            "num_text_features": self.tool_vectors.shape[1],
+        }
+        (folder / "policy.json").write_text(json.dumps(sizes | {"tools": tools}, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: str | Path, catalogue: ToolCatalogue, **options: Any) -> "ToolSelectionPolicy":
+        """What `save` wrote, over any catalogue: it knows tools by their descriptions.
+
+        Args:
+            folder: `save`'s.
+            catalogue: the tools to choose from.
+            options: of the constructor; the encoder has to be the one it learned with.
+
+        Raises:
+            ConfigError: no policy there, or another encoder.
+        """
+        folder = Path(folder)
+        try:
+            sizes = json.loads((folder / "policy.json").read_text())
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{folder} holds no policy: policy.json is missing. ToolSelectionPolicy.save writes one."
+            ) from error
+        policy = cls(catalogue, num_features=sizes["num_features"], hidden=sizes["hidden"], **options)
+        if policy.tool_vectors.shape[1] != sizes["num_text_features"]:
+            raise ConfigError(
+                f"{folder}: the policy learned with an encoder of {sizes['num_text_features']} features; "
+                f"this one has {policy.tool_vectors.shape[1]}. Pass encoder=..., the one it was made with."
+            )
+        weights = load_file(folder / "policy.safetensors")
+        probe = weights.pop("encoder_probe")
+        difference = policy.encoder([PROBE]) - probe
+        if float(difference.norm()) > 0.05 * float(probe.norm()):  # another precision makes less of a difference
+            raise ConfigError(
+                f"{folder}: the policy learned with an encoder that answers otherwise. "
+                f"Pass encoder=..., the one it was made with."
+            )
+        policy.load_state_dict(weights)
+        return policy
+
+    # inside
+
+    def _use(self, catalogue: ToolCatalogue) -> None:
+        """Encode a catalogue; on the device where the policy is, in its precision."""
+        self.catalogue = catalogue
+        self._tables = tables = ChoiceTables(catalogue)
+        known = next(self.buffers(), torch.zeros(()))  # the vectors of the tools so far
+        tool_vectors = self.encoder(tables.tool_texts)
+        value_vectors = tool_vectors[:0]
+        if tables.value_texts:
+            value_vectors = with_own_feature(tables.value_texts, self.encoder(tables.value_texts), OWN_FEATURE)
+        for name, value in {
+            "tool_vectors": tool_vectors,
+            "value_vectors": value_vectors,
+            "_values": tables.values,
+            "_exists": tables.exists,
+            "_decides": tables.decides,
+        }.items():
+            dtype = known.dtype if value.is_floating_point() else value.dtype
+            self.register_buffer(name, value.to(known.device, dtype), persistent=False)
+
+    def _vectors(self, states: Any) -> Float[Tensor, "B F"]:
+        """Each state's x."""
+        described = [self.describe(state) for state in states]
+        if self.num_features is None:
+            wrong = next((what for what in described if not isinstance(what, str)), None)
+            if wrong is not None:
+                raise ContractError(
+                    f"ToolSelectionPolicy: states must be texts; got {type(wrong).__name__}. "
+                    f"Pass num_features=... if they are vectors, or describe=... to make them texts."
+                )
+            return self.encoder(described).to(self.tool_vectors)
+        text = next((what for what in described if isinstance(what, str)), None)
+        vectors = (
+            [] if text is not None else [torch.as_tensor(what, dtype=self.tool_vectors.dtype) for what in described]
+        )
+        wrong = next((list(vector.shape) for vector in vectors if vector.shape != (self.num_features,)), text)
+        if wrong is not None:
+            raise ContractError(
+                f"ToolSelectionPolicy: states must be vectors of num_features = {self.num_features}; got {wrong!r}."
+            )
+        return torch.stack(vectors).to(self.tool_vectors.device)
+
+    def _log_probs(self, states: Any) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B C"]]:
+        """log pi(tool | state), and the logits of all values."""
+        vectors = self._vectors(states)
+        hidden = self.body(vectors)
+        tool_query, value_query = self.tool_query(hidden), self.value_query(hidden)
+        if self.similarity is not None:
+            tool_query = tool_query + SIMILARITY_GAIN * self.similarity[0] * vectors
+            value_query = value_query + self.similarity[1] * vectors
+        logits = tool_query @ self.tool_vectors.T
+        allowed = self._allowed(states)
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
+        return logits.log_softmax(1), value_query @ self.value_vectors.T
+
+    def _allowed(self, states: Any) -> Bool[Tensor, "B K"] | None:
+        if self.available is None:
+            return None
+        rows = []
+        for place, state in enumerate(states):
+            names = self.available(state)
+            row = [True] * len(self.catalogue) if names is None else [name in names for name in self.catalogue]
+            if not any(row):
+                raise ContractError(
+                    f"ToolSelectionPolicy: available(state) must name at least one tool of the catalogue; "
+                    f"for state {place} it named {list(names or ())[:9]}."
+                )
+            rows.append(row)
+        return torch.tensor(rows, device=self.tool_vectors.device)
+
+    def _value_log_probs(
+        self, logits: Float[Tensor, "B C"], rows: Int64[Tensor, " N"], tools: Int64[Tensor, " N"]
+    ) -> Float[Tensor, "N J V"]:
+        """log pi(value | state, tool) of each parameter of each row's tool; where there is no value, almost -inf."""
+        exists = self._exists[tools]
+        width = int(self._decides[tools].sum(1).max()) - 1 if len(tools) else 0
+        places, exists = self._values[tools][:, :width], exists[:, :width]
+        found = logits[rows.view(-1, 1, 1), places]
+        return found.masked_fill(~exists, torch.finfo(found.dtype).min).log_softmax(2)
+
+    def _scores(
+        self,
+        tools: Float[Tensor, "B K"],
+        per_value: Float[Tensor, "N J V"],
+        rows: Int64[Tensor, " N"],
+        steps: Int64[Tensor, "N T"],
+    ) -> ActionScores:
+        mask = self._decides[steps[:, 0]][:, : 1 + per_value.shape[1]]
+        steps = steps[:, : mask.shape[1]]
+        first = tools[rows, steps[:, 0]].unsqueeze(1)
+        entropy = _entropy(tools)[rows].unsqueeze(1)
+        if per_value.shape[1]:
+            later = per_value.gather(2, steps[:, 1:].unsqueeze(2)).squeeze(2).where(mask[:, 1:], 0.0)
+            first = torch.cat([first, later], dim=1)
+            entropy = torch.cat([entropy, _entropy(per_value).where(mask[:, 1:], 0.0)], dim=1)
+        return ActionScores(log_probs=first, mask=mask, entropy=entropy)
+
+    def _score(self, states: Any, calls: Sequence[ToolCall], rows: Int64[Tensor, " N"]) -> ActionScores:
+        tools, values = self._log_probs(states)
+        device = tools.device
+        steps = self._tables.steps_of("ToolSelectionPolicy", calls).to(device)
+        rows = rows.to(device)
+        return self._scores(tools, self._value_log_probs(values, rows, steps[:, 0]), rows, steps)
+
+    def _calls(self, states: Any, rows: Sequence[int], steps: Sequence[Sequence[int]]) -> list[ToolCall]:
+        tools = self._tables.tools
+        return [
+            self._tables.call(taken, self.fill(states[row], tools[taken[0]]))
+            for row, taken in zip(rows, steps, strict=True)
+        ]
+
+
+def _zero_linear(num_inputs: int, num_outputs: int) -> nn.Linear:
+    layer = nn.Linear(num_inputs, num_outputs)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def _entropy(log_probs: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows"]:
+    """H = - sum p log p, in nats, exact and with gradient; what has no probability adds 0."""
+    # where p is 0, almost -inf times a gradient above 1 would be -inf, and that times p NaN
+    return -torch.linalg.vecdot(log_probs.exp(), log_probs.clamp(min=-1000.0))

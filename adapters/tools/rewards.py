@@ -1,0 +1,168 @@
+"""Rewards of calls: executed once, then judged by any number of functions, each reported under its name."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo.errors import ConfigError
+from grpo.reward_model_base import WeightedRewards
+
+from .calls import ToolCall, ToolResult
+from .catalogue import ToolCatalogue
+from .tasks import ToolTask
+
+CallReward: TypeAlias = Callable[[Any, ToolCall, ToolResult], float]
+"""(task, call, result) -> a number."""
+
+RIGHT_TOOL, SAME_CATEGORY, RIGHT_PARAMETERS, EXECUTED = 0.5, 0.2, 0.3, 0.2
+
+
+class RunsCalls(Protocol):
+    """What executes: a `ToolExecutor`, or a stand-in."""
+
+    def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """A result per call, in order; a call that fails has an error in its result."""
+        ...
+
+
+class ToolRewards(WeightedRewards):
+    """R = sum_k weight_k f_k(task, call, result).
+
+    Args:
+        executor: what executes.
+        functions: name -> function; see `standard_rewards`.
+        weights: name -> weight; None: all 1.
+        reuse_results: execute calls that are asked for several times at once, as a group that has learned does, only once.
+            For tools that compute and change nothing.
+
+    Raises:
+        ConfigError: no function, or weights for others.
+
+    Example:
+        With the rewards that everything here is measured with::
+
+            with ToolExecutor(catalogue) as executor:
+                rewards = ToolRewards(executor, standard_rewards(catalogue))
+    """
+
+    def __init__(
+        self,
+        executor: RunsCalls,
+        functions: Mapping[str, CallReward],
+        weights: Mapping[str, float] | None = None,
+        *,
+        reuse_results: bool = False,
+    ) -> None:
+        super().__init__({name: self._of_rows(name, function) for name, function in functions.items()}, weights)
+        self.executor = executor
+        self.reuse_results = reuse_results
+        self._results: list[ToolResult] = []
+
+    def compute_components(self, states: Sequence[Any], actions: Sequence[ToolCall]) -> dict[str, Float[Tensor, " N"]]:
+        """Execute all calls, then ask each function.
+
+        Raises:
+            RewardError: a function does not return a number for a call.
+            RuntimeError: a function raised; it and the call are named, and the cause is chained.
+        """
+        self._results = self._run_once(actions) if self.reuse_results else self.executor.run(list(actions))
+        return super().compute_components(states, actions)
+
+    def _run_once(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """A result for each call; equal ones have the same."""
+        keys = [f"{call.tool} {json.dumps(call.arguments, default=repr)}" for call in calls]
+        different = dict(zip(keys, calls, strict=True))
+        results = dict(zip(different, self.executor.run(list(different.values())), strict=True))
+        return [results[key] for key in keys]
+
+    def _of_rows(self, name: str, function: CallReward) -> Callable[[Any, Any], list[float]]:
+        """A function of one row as one of all rows, with the results that are at hand."""
+
+        def ask(states: Sequence[Any], actions: Sequence[ToolCall]) -> list[float]:
+            answers = []
+            for task, call, result in zip(states, actions, self._results, strict=True):
+                try:
+                    answers.append(function(task, call, result))
+                except Exception as error:
+                    raise RuntimeError(
+                        f"The reward {name} raised {type(error).__name__} for {call}: {error}"
+                    ) from error
+            return answers
+
+        ask.__name__ = name
+        return ask
+
+
+def standard_rewards(catalogue: ToolCatalogue) -> dict[str, CallReward]:
+    """`tool` 0.5 or 0.2, `parameters` up to 0.3, `executed` 0.2: together 1 for a call that is right in all."""
+    return {
+        "tool": right_tool(catalogue),
+        "parameters": right_parameters,
+        "executed": executed,
+    }
+
+
+def right_tool(catalogue: ToolCatalogue) -> CallReward:
+    """0.5 for the right tool, 0.2 for another one of its category, else 0."""
+    category = {name: tool.category for name, tool in catalogue.items()}
+
+    def tool(task: ToolTask, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
+        if call.tool == task.tool:
+            return RIGHT_TOOL
+        return SAME_CATEGORY if category.get(call.tool) == task.category else 0.0
+
+    return tool
+
+
+def right_parameters(task: ToolTask, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
+    """0.3 times the share of arguments that are as they should be, of all that should be or are; 0 for another tool.
+
+    Example:
+        >>> rest = {"text": "", "category": "c", "difficulty": "easy", "slots": {}, "shares_words": True}
+        >>> task = ToolTask(tool="t", arguments={"a": 1, "b": 2}, **rest)
+        >>> call = ToolCall(tool="t", arguments={"a": 1, "b": 3, "d": 4})
+        >>> round(right_parameters(task, call, ToolResult()), 9)  # one of a, b, d
+        0.1
+    """
+    if call.tool != task.tool:
+        return 0.0
+    names = {*task.arguments, *call.arguments}
+    if not names:
+        return RIGHT_PARAMETERS
+    return RIGHT_PARAMETERS * sum(has_argument(call, name, task.arguments) for name in names) / len(names)
+
+
+def has_argument(call: ToolCall, name: str, arguments: Mapping[str, Any]) -> bool:
+    """`name` stands in both, with the same value; True is not 1."""
+    if name not in call.arguments or name not in arguments:
+        return False
+    given, wanted = call.arguments[name], arguments[name]
+    return bool(given == wanted) and isinstance(given, bool) == isinstance(wanted, bool)
+
+
+def executed(task: Any, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
+    """0.2 if the tool ran and its output came back."""
+    return EXECUTED if result.ok else 0.0
+
+
+def latency_cost(per_second: float) -> CallReward:
+    """`per_second` off for each second that the call took. Larger: slow tools are avoided even where they are right."""
+    if not per_second >= 0:
+        raise ConfigError(f"latency_cost: per_second must be >= 0; got {per_second}.")
+
+    def latency(task: Any, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
+        return -per_second * result.seconds
+
+    return latency
+
+
+def call_cost(catalogue: ToolCatalogue, per_unit: float = 1.0) -> CallReward:
+    """`per_unit` off for each unit of `Tool.cost`. Larger: dear tools are avoided even where they are right."""
+
+    def cost(task: Any, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
+        return -per_unit * catalogue[call.tool].cost if call.tool in catalogue else 0.0
+
+    return cost

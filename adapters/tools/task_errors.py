@@ -1,0 +1,183 @@
+"""Five kinds of error that a call can make on a task: found in a call, and made on purpose."""
+
+from collections.abc import Iterator, Mapping
+from random import Random
+from typing import Any, Literal, assert_never
+
+import jsonschema
+import referencing
+import referencing.exceptions
+
+from grpo.errors import ConfigError
+
+from .calls import ToolCall
+from .catalogue import ABSENT, Tool, ToolCatalogue
+from .tasks import ToolTask
+
+ErrorKind = Literal["wrong_tool", "wrong_parameter", "missing", "invalid", "redundant"]
+"""What is wrong with a call; `classify_error` says when which."""
+
+_UNLIKE_ANY: tuple[Any, ...] = ({"?": []}, [None], "?", -0.5, None, True)
+"""Of every JSON type, so that nearly every schema refuses one of them."""
+
+
+def classify_error(task: ToolTask, call: ToolCall, catalogue: ToolCatalogue) -> ErrorKind | None:
+    """The first of these that holds; None: the call is right.
+
+    1. `invalid`: the catalogue lacks the tool, or the tool's schema refuses an argument. That a required one is absent is not
+       held against the call here, whichever the tool.
+    2. `wrong_tool`: another tool than the task's.
+    3. `missing`: the call lacks an argument of the task's, required by the schema or not. Not so where the task has the
+       schema's default, which stands for what is absent.
+    4. `redundant`: the call has an argument that the task has not. Not so where it is the schema's default.
+    5. `wrong_parameter`: an argument has another value than the task's. Numbers are compared as JSON does: 1 is 1.0, not true.
+
+    Raises:
+        ConfigError: the catalogue lacks the task's own tool.
+    """
+    tool = _tool_of(task, catalogue)
+    called = catalogue.get(call.tool)
+    if called is None or _refuses(called, call.arguments):
+        return "invalid"
+    if called.name != tool.name:
+        return "wrong_tool"
+    defaults = {name: schema["default"] for name, schema in tool.properties.items() if "default" in schema}
+    expected, given = defaults | dict(task.arguments), defaults | dict(call.arguments)
+    if not expected.keys() <= given.keys():
+        return "missing"
+    different = [name for name in given if name not in expected or not _same(given[name], expected[name])]
+    if any(name not in task.arguments for name in different):
+        return "redundant"
+    return "wrong_parameter" if different else None
+
+
+def make_erroneous_call(task: ToolTask, kind: ErrorKind, catalogue: ToolCatalogue, rng: Random) -> ToolCall | None:
+    """A call that is wrong in one way, otherwise right, and of which `classify_error` says `kind`.
+
+    A call of another tool has the values of the request as far as that tool takes them, and any of the values that its schema
+    enumerates.
+
+    Args:
+        task: its right call is changed.
+        kind: of error.
+        catalogue: has the task's tool.
+        rng: which of the possible calls.
+
+    Returns:
+        None where no call makes this error: no other tool, no argument to leave out, none to add, no other value.
+
+    Raises:
+        ConfigError: the catalogue lacks the task's own tool.
+    """
+    tool = _tool_of(task, catalogue)
+    match kind:
+        case "wrong_tool":
+            candidates = _calls_of_others(task, catalogue, rng)
+        case "wrong_parameter":
+            candidates = _changed(task, list(task.arguments), tool, rng)
+        case "redundant":
+            candidates = _changed(task, [name for name in tool.properties if name not in task.arguments], tool, rng)
+        case "missing":
+            candidates = _shortened(task, rng)
+        case "invalid":
+            candidates = _invalid(task, tool, catalogue, rng)
+        case _:
+            assert_never(kind)
+    return next((call for call in candidates if classify_error(task, call, catalogue) == kind), None)
+
+
+def _tool_of(task: ToolTask, catalogue: ToolCatalogue) -> Tool:
+    if task.tool not in catalogue:
+        raise ConfigError(f"the catalogue must have the task's tool {task.tool!r}; it has {', '.join(catalogue)}.")
+    return catalogue[task.tool]
+
+
+def _refuses(tool: Tool, arguments: Mapping[str, Any]) -> bool:
+    """An argument is not allowed; absent ones aside."""
+    # a schema that does not say so allows no other arguments, just as when the call is executed
+    schema = {"additionalProperties": False} | dict(tool.parameters) | {"required": []}
+    validator = jsonschema.Draft202012Validator(
+        schema, registry=referencing.Registry()
+    )  # nothing is fetched for a `$ref`
+    try:
+        return not validator.is_valid(dict(arguments))
+    except referencing.exceptions.Unresolvable:  # nor is such a call executed
+        return True
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal as JSON: true is not 1, in lists and objects too."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def _call(task: ToolTask, **changes: Any) -> ToolCall:
+    return ToolCall(tool=task.tool, arguments=dict(task.arguments) | changes)
+
+
+def _shuffled(values: Any, rng: Random) -> list[Any]:
+    listed = list(values)
+    rng.shuffle(listed)
+    return listed
+
+
+def _calls_of_others(task: ToolTask, catalogue: ToolCatalogue, rng: Random) -> Iterator[ToolCall]:
+    for name in _shuffled(catalogue, rng):
+        tool = catalogue[name]
+        chosen = {choice.name: rng.choice(choice.values) for choice in tool.choices}
+        said = {name: value for name, value in task.slots.items() if name in tool.properties}
+        arguments = chosen | said | dict(tool.constants)
+        yield ToolCall(tool=name, arguments={name: value for name, value in arguments.items() if value is not ABSENT})
+
+
+def _changed(task: ToolTask, names: list[str], tool: Tool, rng: Random) -> Iterator[ToolCall]:
+    """One argument has another value; which of them are allowed and wrong is for `classify_error` to say."""
+    choices = {choice.name: choice.values for choice in tool.choices}
+    for name in _shuffled(names, rng):
+        if name in choices:
+            values = [value for value in _shuffled(choices[name], rng) if value is not ABSENT]
+        else:
+            values = [*_near(task.arguments.get(name)), "?", 7, 0.5, True, ["?"], [7], {}]
+        yield from (_call(task, **{name: value}) for value in values)
+
+
+def _near(value: Any) -> list[Any]:
+    """Other values of the same type."""
+    if isinstance(value, str):
+        return [value + " ?", value[:-1]]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return [value + 1, value - 1, value * 2]
+    if isinstance(value, list):
+        return [value[:-1], value[::-1], value + value[:1]]
+    return []
+
+
+def _shortened(task: ToolTask, rng: Random) -> Iterator[ToolCall]:
+    for name in _shuffled(task.arguments, rng):
+        yield ToolCall(
+            tool=task.tool, arguments={other: value for other, value in task.arguments.items() if other != name}
+        )
+
+
+def _invalid(task: ToolTask, tool: Tool, catalogue: ToolCatalogue, rng: Random) -> Iterator[ToolCall]:
+    """An argument of another type, one that the tool does not have, or a tool that there is not: each as often."""
+    wrong_types = (
+        _call(task, **{name: value})
+        for name in _shuffled(tool.properties, rng)
+        for value in _shuffled(_UNLIKE_ANY, rng)
+    )
+    unknown_arguments = iter([_call(task, **{_unused("extra", tool.properties): 1})])
+    unknown_tools = iter([ToolCall(tool=_unused(task.tool, catalogue), arguments=dict(task.arguments))])
+    for ways in _shuffled((wrong_types, unknown_arguments, unknown_tools), rng):
+        yield from ways
+
+
+def _unused(name: str, names: Any) -> str:
+    while name in names:
+        name += "_"
+    return name

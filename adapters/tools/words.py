@@ -1,0 +1,67 @@
+"""The words of a request that say what is meant."""
+
+import re
+
+_STOP_WORDS = """
+a about above after again all also am an and another any anything are as at be been before being below between both but by
+can could did do does doing done down during each either else every everything few for from further get gets getting give
+given gives giving had has have having he her here hers him his how i if in into is it its itself just let like make makes
+making may me might mine more most much must my need needs neither no nor not nothing now of off on once one ones only or
+other others our out over own please put same shall she should so some something such than that the their them then there
+these they this those through to too under until up us use used using very want was we were what whatever when where
+whether which while who whom whose why will with within without would yet you your yours
+"""
+STOP_WORDS = frozenset(_STOP_WORDS.split())
+"""English words that carry no meaning of their own in a request."""
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in order, in lower case, without its values.
+
+    Values are what stands in double quotes, and whatever has a digit, a slash, or a dot inside: numbers, dates, file names.
+
+    Example:
+        >>> words('Read 3 lines of notes/a.txt and don\\'t show "the end"')
+        ['read', 'lines', 'of', 'and', 'don', 't', 'show']
+    """
+    tokens = re.sub(r'"[^"]*"', " ", text.lower()).split()
+    tokens = [token.strip(".,;:!?()'") for token in tokens]
+    return [word for token in tokens if not re.search(r"[\d./\\]", token) for word in re.findall(r"[^\W_]+", token)]
+
+
+def content_words(text: str) -> frozenset[str]:
+    """Stems of the words of a text that are no stop words, nor parts of a value (see `words`).
+
+    The stems bring together what English inflection and the commonest derivations set apart; nothing more.
+
+    Example:
+        >>> sorted(content_words("Converting the units: a conversion of 3 units that converts"))
+        ['convert', 'unit']
+    """
+    return frozenset(_stem(word) for word in words(text) if len(word) > 1 and word not in STOP_WORDS)
+
+
+_ENDINGS = (
+    ("rsion", "rt"), ("ision", "id"), ("ization", ""), ("isation", ""), ("ation", ""), ("ition", "it"), ("ction", "ct"),
+    ("ment", ""), ("ating", ""), ("ising", ""), ("izing", ""), ("ated", ""), ("ised", ""), ("ized", ""), ("ate", ""),
+    ("ise", ""), ("ize", ""), ("ying", ""), ("ied", ""), ("ing", ""), ("ence", ""), ("ent", ""), ("est", ""), ("ed", ""),
+    ("er", ""), ("ply", "pl"), ("ly", ""), ("or", ""), ("ical", ""), ("al", ""), ("ic", ""), ("e", ""),
+)  # fmt: skip
+
+
+def _stem(word: str) -> str:
+    if word.endswith("ies") and len(word) > 4:
+        word = word[:-3] + "y"
+    elif re.search(r"(ss|x|ch|sh)es$", word):
+        word = word[:-2]
+    elif word.endswith("s") and not word.endswith(("ss", "us", "is")):
+        word = word[:-1]
+    for ending, instead in _ENDINGS:
+        stem = word.removesuffix(ending)
+        if stem != word and len(stem) + len(instead) >= 3 and re.search(r"[aeiouy]", stem + instead):
+            word = stem + instead
+            break
+    if re.search(r"([bdgmnprt])\1$", word):
+        word = word[:-1]
+    # what an ending has left: arrange, arranged; the y of summary, but not that of day
+    return re.sub(r"(?<=[a-z]{3})e$|(?<=[^aeiou])y$", "", word)

@@ -1,0 +1,16 @@
+"""A workbench of real tools, and requests for them: what examples, tests and benchmarks choose from.
+
+All of it is executed: text, arithmetic, dates, conversion, lists, and files in a folder.
+"""
+
+from .tasks import make_workbench_tasks, workbench_split
+from .tools import ADDED_LATER, WORKBENCH_FILES, make_workbench_files, workbench_catalogue
+
+__all__ = [
+    "ADDED_LATER",
+    "WORKBENCH_FILES",
+    "make_workbench_files",
+    "make_workbench_tasks",
+    "workbench_catalogue",
+    "workbench_split",
+]

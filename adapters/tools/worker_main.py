@@ -1,0 +1,258 @@
+"""The fork server of `ToolExecutor`: it imports the tools once, and forks the workers.
+
+    executor --- control socket ---> fork server --- fork ---> worker 0, 1, ...
+        `------------- one socket for each worker --------------'
+
+What comes from here is JSON, never pickled: the executor trusts none of it.
+
+This module and those it imports are loaded as a package of their own (`BOOT`), so that neither `adapters.tools` nor the user's
+`__main__` is imported, unless the tools do.
+"""
+
+import contextlib
+import gc
+import inspect
+import json
+import os
+import pickle
+import runpy
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+from .arguments import ArgumentChecker, RefusedArgumentsError
+from .worker_calls import Worker, described, receive, send
+from .worker_process import LINUX, PR_SET_CHILD_SUBREAPER, children, confine_process, prctl
+
+BOOT = """
+import sys, types
+package = types.ModuleType("tool_worker")
+package.__path__ = [sys.argv[2]]
+sys.modules["tool_worker"] = package
+from tool_worker.worker_main import main
+main(int(sys.argv[1]))
+"""
+"""Run with the control socket's descriptor and this folder."""
+ORDER = struct.Struct(">cI")
+"""To the fork server: what (`SPAWN` comes with a socket), and which slot."""
+SPAWN, KILL, QUIT = b"s", b"k", b"q"
+INSIDE = "MODEL_AGNOSTIC_GRPO_TOOL_WORKER"
+"""Set in the environment here: an executor made by the import of a tool's module is refused."""
+
+_SOCKET = 3
+_NUM_UIDS = 1000
+
+
+class ForkServer:
+    """Forks workers and ends them, all that they started included.
+
+    Args:
+        control: orders come from here.
+        setup: as `workers.ForkServer` wrote it.
+        tools: name -> (function, checker).
+    """
+
+    def __init__(self, control: socket.socket, setup: dict[str, Any], tools: dict[str, Any]) -> None:
+        self.control = control
+        self.setup = setup
+        self.tools = tools
+        self.workers: dict[int, int] = {}
+        self.ended: dict[int, int] = {}
+        self.uids: dict[int, int] = {}
+        self.locks: list[socket.socket] = []
+        self.may_drop = LINUX and os.geteuid() == 0 and setup["limits"]["first_uid"] is not None
+
+    def serve(self) -> None:
+        """Until the executor says so, or is gone, and cannot remove its folder itself."""
+        told = False
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a worker leaves behind becomes a child of this process, to be reaped
+        while order := self._order():
+            (kind, slot), connection = order
+            if kind == SPAWN and connection is not None:
+                self._spawn(slot, connection)
+            elif kind == KILL:
+                send(self.control, json.dumps({"killed": slot, "status": self._end(slot)}).encode())
+            elif kind == QUIT:
+                told = True
+                break
+        for slot in list(self.workers):
+            self._end(slot)
+        if self.setup["own_root"] and not told:
+            shutil.rmtree(self.setup["root"], ignore_errors=True)  # nobody is left to hear of what stays
+
+    def _order(self) -> tuple[Any, socket.socket | None] | None:
+        data, passed = b"", []
+        while len(data) < ORDER.size:
+            part, descriptors, _, _ = socket.recv_fds(self.control, ORDER.size - len(data), 1)
+            if not part:
+                return None
+            data += part
+            passed += descriptors
+        return ORDER.unpack(data), socket.socket(fileno=passed[0]) if passed else None
+
+    def _spawn(self, slot: int, connection: socket.socket) -> None:
+        """Fork; a failure closes the socket, which the executor sees."""
+        with connection:
+            user = (self._uid(slot), self._uid(0)) if self.may_drop else None
+            with contextlib.suppress(OSError):  # no memory, or too many processes
+                pid = os.fork()
+                if pid == 0:
+                    try:
+                        self._become_worker(connection, user)
+                    finally:
+                        os._exit(70)
+                self.workers[slot] = pid
+
+    def _uid(self, slot: int) -> int:
+        """A user id that no other executor holds: its mark is the name of a socket that ends with this process."""
+        if slot not in self.uids:
+            first = self.setup["limits"]["first_uid"]
+            for uid in range(first, first + _NUM_UIDS):
+                lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                try:
+                    lock.bind(f"\0model-agnostic-grpo tool worker {uid}")
+                except OSError:
+                    lock.close()
+                    continue
+                self.locks.append(lock)
+                self.uids[slot] = uid
+                break
+            else:
+                raise RuntimeError(f"all of the {_NUM_UIDS} user ids from {first} on are taken by other executors")
+        return self.uids[slot]
+
+    def _become_worker(self, connection: socket.socket, user: tuple[int, int] | None) -> None:
+        for held in (self.control, *self.locks):
+            held.detach()  # closed below, by number; not once more by Python
+        os.dup2(connection.detach(), _SOCKET)
+        os.closerange(_SOCKET + 1, os.sysconf("SC_OPEN_MAX"))
+        answers = socket.socket(fileno=_SOCKET)
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):
+            os.dup2(null, standard)
+        os.close(null)
+        try:
+            problems = confine_process(self.setup, user)
+        except BaseException as error:
+            send(answers, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+            return
+        send(answers, json.dumps({"problems": problems}).encode())
+        Worker(answers, self.setup, self.tools, alone=user is not None and os.getresuid() == (user[0],) * 3).serve()
+
+    def _end(self, slot: int) -> int | None:
+        """Kill the worker of a slot with all that it started; returns how it had ended, as `os.waitpid` says."""
+        pid = self.workers.pop(slot, None)
+        if pid is None:
+            return self.ended.pop(slot, None)
+        _kill_group(pid)
+        if slot in self.uids:
+            self._kill_user(self.uids[slot])
+        status = os.waitpid(pid, 0)[1]
+        until = time.monotonic() + 1.0
+        while (strays := self._strays()) and time.monotonic() < until:
+            if slot not in self.uids:
+                for stray in strays:
+                    os.kill(stray, signal.SIGKILL)
+            time.sleep(0.0005)
+        return status
+
+    def _strays(self) -> list[int]:
+        """Reap what has ended; returns children that are no workers."""
+        known = {pid: slot for slot, pid in self.workers.items()}
+        with contextlib.suppress(ChildProcessError, AttributeError):  # some systems have no `waitid`
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if found.si_pid in known:  # its number is its group's, and free for others once it has been reaped
+                    _kill_group(found.si_pid)
+                    slot = known[found.si_pid]
+                    if slot in self.uids:
+                        self._kill_user(self.uids[slot])
+                    self.ended[slot] = os.waitpid(found.si_pid, 0)[1]
+                    del self.workers[slot]
+                else:
+                    os.waitpid(found.si_pid, 0)
+        return [pid for pid in children() if pid not in self.workers.values()]
+
+    def _kill_user(self, uid: int) -> None:
+        """All processes of a user, at once; only that user may be asked to do it."""
+        for _ in range(10):  # one of them might kill the killer first
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    os.setgroups([])
+                    os.setresuid(uid, uid, uid)
+                    if uid > 0 and os.getresuid() == (uid, uid, uid):
+                        os.kill(-1, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+                finally:
+                    os._exit(0)
+            if os.waitpid(pid, 0)[1] == 0:
+                return
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def load_tools(setup: dict[str, Any]) -> dict[str, Any]:
+    """Import the functions, once for all workers."""
+    sys.path[:] = setup["sys_path"]
+    if setup["main"] is not None:
+        _import_main(*setup["main"])
+    tools: dict[str, Any] = {}
+    for name, (function, parameters) in setup["tools"].items():
+        try:
+            tools[name] = _loaded(bytes.fromhex(function)), None
+        except BaseException as error:
+            raise RuntimeError(f"tool {name} cannot be imported: {described(error)}") from error
+        checker = ArgumentChecker(tools[name][0], parameters, setup["root"])
+        with contextlib.suppress(RefusedArgumentsError):
+            checker({})  # what the libraries read from disk at first use is read here, where it can be
+        tools[name] = tools[name][0], checker
+    if any(inspect.iscoroutinefunction(function) for function, _ in tools.values()):
+        import asyncio  # noqa: F401
+    return tools
+
+
+def _loaded(pickled: bytes) -> Callable[..., Any]:
+    """A function by the name under which the executor's process knows it, or an object from there."""
+    return pickle.loads(pickled)
+
+
+def _import_main(kind: str, where: str) -> None:
+    """The script that is `__main__` in the executor's process, under a name for which it does not run its main part."""
+    run = runpy.run_module if kind == "module" else runpy.run_path
+    module = types.ModuleType("__mp_main__")
+    module.__dict__.update(run(where, run_name="__mp_main__"))
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+
+
+def main(descriptor: int) -> None:
+    """Everything."""
+    control = socket.socket(fileno=descriptor)
+    received = receive(control)
+    if received is None:
+        return
+    setup = json.loads(received)
+    try:
+        tools = load_tools(setup)
+        server = ForkServer(control, setup, tools)
+        if server.may_drop and setup["own_root"]:
+            os.chown(setup["root"], 0, server._uid(0))
+            os.chmod(setup["root"], 0o2770)  # noqa: PTH101  # the workers' files belong to a group they have in common
+    except BaseException as error:  # an import may raise anything; the executor says what
+        send(control, json.dumps({"error": f"{described(error)}"}).encode())
+        return
+    gc.collect()
+    gc.freeze()  # pages that the collector does not write to stay shared
+    send(control, json.dumps({"ready": os.getpid()}).encode())
+    server.serve()

@@ -1,0 +1,124 @@
+"""Warm workers, of which each call takes the next one that is free."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+from grpo.errors import ConfigError
+
+from .errors import (
+    InvalidArgumentsError,
+    InvalidOutputError,
+    OutputTooLargeError,
+    PathOutsideRootError,
+    ToolRaisedError,
+    ToolTimeoutError,
+    WorkerDiedError,
+)
+from .worker_calls import OK, RETIRE
+from .worker_connection import Worker, WorkerLostError
+from .workers import WorkerSource
+
+ERRORS = {
+    kind.__name__: kind
+    for kind in (
+        InvalidArgumentsError,
+        PathOutsideRootError,
+        OutputTooLargeError,
+        InvalidOutputError,
+        ToolRaisedError,
+    )
+}
+"""What a worker may answer with."""
+
+
+class WorkerPool:
+    """Warm workers, started when they are needed.
+
+    Args:
+        source: makes a fork server: the first one, and another where that one died.
+        num_workers: at once.
+    """
+
+    def __init__(self, source: Callable[[], WorkerSource], num_workers: int) -> None:
+        self._make_source = source
+        self._source: WorkerSource | None = None
+        self._starting = asyncio.Lock()
+        self._turns = asyncio.Semaphore(num_workers)
+        self._idle: list[Worker] = []
+        self.problems: list[str] = []
+
+    async def start(self) -> None:
+        """The fork server and one worker.
+
+        Raises:
+            ConfigError: the tools' modules, or the folder, cannot be read there.
+        """
+        self._idle.append(await self._spawn())
+
+    def close(self) -> None:
+        """End all of them."""
+        for worker in self._idle:
+            worker.frames.close()
+        if self._source is not None:
+            self._source.close()
+
+    async def call(self, request: bytes, timeout: float, begin: Callable[[], None]) -> tuple[Any, int]:
+        """Ask the next free worker; returns the output, and its bytes.
+
+        Args:
+            request: name and arguments, as JSON.
+            timeout: seconds, from the call of `begin` on.
+            begin: called when a worker is there.
+
+        Raises:
+            ToolError: why there is no output.
+        """
+        async with self._turns:
+            worker = await self._worker()
+            begin()
+            try:
+                async with asyncio.timeout(timeout):
+                    flags, content = await worker.ask(request)
+                answer = json.loads(content)
+                if not flags & OK and not (isinstance(answer, list) and len(answer) == 2 and answer[0] in ERRORS):
+                    raise WorkerLostError("it wrote an error that is none")
+            except TimeoutError:
+                await asyncio.shield(worker.source.kill(worker))
+                raise ToolTimeoutError(f"no answer within {timeout:g} s; its worker was killed.") from None
+            except (WorkerLostError, ValueError, RecursionError) as error:
+                status = await asyncio.shield(worker.source.kill(worker))
+                raise WorkerDiedError(f"its worker did not survive the call: {error} ({status}).") from None
+            except BaseException:  # the call was given up
+                await asyncio.shield(worker.source.kill(worker))
+                raise
+            if flags & RETIRE:
+                await worker.source.kill(worker)
+            else:
+                self._idle.append(worker)
+        if flags & OK:
+            return answer, len(content)
+        raise ERRORS[answer[0]](str(answer[1]))
+
+    async def _worker(self) -> Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.fit:
+                return worker
+            await asyncio.shield(worker.source.kill(worker))
+        try:
+            return await self._spawn()
+        except (WorkerLostError, ConfigError) as error:
+            raise WorkerDiedError(f"no worker could be started: {error}") from error
+
+    async def _spawn(self) -> Worker:
+        async with self._starting:
+            if self._source is None or self._source.lost is not None:
+                if self._source is not None:
+                    self._source.close()
+                source = self._make_source()
+                self._source = source
+                await source.start()
+        worker, self.problems = await self._source.spawn()
+        return worker

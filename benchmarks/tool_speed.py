@@ -1,0 +1,273 @@
+"""What executing tools and choosing among a thousand of them costs.
+
+- 64 calls of 50 ms each, 32 at once, in worker processes and awaited: seconds beside the ideal of 0.1; cold, from nothing to
+  the last result, and warm;
+- calls per second of a tool that only adds two numbers;
+- `ToolSelectionPolicy` over 1,000 tools beside a bare torch loop of the same mathematics: 10,000 calls are sampled with their
+  scores, then scored for training.
+
+The policy has texts, all of which it has seen before; the loop has their vectors in one tensor. So neither encodes, and the
+policy looks texts up. The loop makes a tuple of names for each call, the tool's and the value's, and remembers what it drew in
+tensors. It leaves out what a call is beyond that: a `ToolCall` with all its arguments, and finding out from a call what was
+chosen. The benchmark first checks that both draw the same from one seed, with the same log-probs and entropies.
+
+    python -m benchmarks.tool_speed            # about a minute
+    python -m benchmarks.tool_speed --quick    # whether it runs
+"""
+
+import argparse
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolExecutor, ToolSelectionPolicy
+from adapters.tools.policies import SIMILARITY_GAIN
+from benchmarks import _slow_tools
+from benchmarks._timing import Pair, keep_freed_memory
+from grpo import ActionScores
+
+NUM_CALLS, CONCURRENCY, LATENCY = 64, 32, 0.05
+IDEAL = NUM_CALLS / CONCURRENCY * LATENCY
+NUM_TOOLS, NUM_VALUES = 1_000, 4
+
+
+# execution
+
+
+def executor_of(tool: Tool, num_workers: int) -> ToolExecutor:
+    """For one tool; the workers' sleep takes no processor, so there may be many more than cores."""
+    return ToolExecutor(ToolCatalogue([tool]), num_workers=num_workers, max_concurrency=CONCURRENCY)
+
+
+def timed_run(executor: ToolExecutor, calls: list[ToolCall]) -> float:
+    """Seconds until the last result; all are right."""
+    start = time.perf_counter()
+    results = executor.run(calls)
+    seconds = time.perf_counter() - start
+    assert all(result.ok for result in results), next(result.error for result in results if not result.ok)
+    return seconds
+
+
+def print_latency(name: str, tool: Tool, repeats: int) -> None:
+    """One line."""
+    calls = [ToolCall(tool=tool.name, arguments={"seconds": LATENCY})] * NUM_CALLS
+    colds, warms = [], []
+    for _ in range(3):
+        start = time.perf_counter()
+        with executor_of(tool, CONCURRENCY) as executor:
+            timed_run(executor, calls)
+            colds.append(time.perf_counter() - start)
+            warms += [timed_run(executor, calls) for _ in range(repeats)]
+    warm, cold = statistics.median(warms), statistics.median(colds)
+    print(
+        f"{NUM_CALLS} calls of {1e3 * LATENCY:.0f} ms, {CONCURRENCY} at once, {name:8s}: warm {warm:6.3f} s "
+        f"({min(warms):.3f} to {max(warms):.3f}), {warm / IDEAL:.2f} x the ideal {IDEAL:.1f} s, at most 3; cold {cold:6.3f} s"
+    )
+
+
+def print_rate(name: str, tool: Tool, num_workers: int, num_calls: int, repeats: int) -> None:
+    """One line."""
+    calls = [ToolCall(tool=tool.name, arguments={"a": i, "b": 1}) for i in range(num_calls)]
+    with executor_of(tool, num_workers) as executor:
+        timed_run(executor, calls[:100])
+        seconds = statistics.median(timed_run(executor, calls) for _ in range(repeats))
+    print(f"calls that only add, {name:31s}: {num_calls / seconds:9,.0f} per second")
+
+
+# policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A policy over `NUM_TOOLS` tools, and what it is asked."""
+
+    policy: ToolSelectionPolicy
+    texts: list[str]
+    num_calls: int
+    """Per text."""
+    batch_size: int
+    """Texts at once."""
+
+
+def make_problem(num_texts: int, num_calls: int, batch_size: int) -> Problem:
+    """Tools of random words, each with a text and with one of four values to choose; weights that prefer some to others."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(3, 9))) for _ in range(3_000)]
+    tools = []
+    for i in range(NUM_TOOLS):
+        values = rng.sample(words[:200], NUM_VALUES)
+        schema = {
+            "type": "object",
+            "properties": {"text": {"type": "string"}, "mode": {"enum": values}},
+            "required": ["text", "mode"],
+        }
+        description = " ".join(rng.choices(words, k=8))
+        tools.append(Tool(name=f"tool_{i}", description=description, function=_slow_tools.nap, parameters=schema))
+    texts = [" ".join(rng.choices(words, k=12)) for _ in range(num_texts)]
+    policy = ToolSelectionPolicy(ToolCatalogue(tools), fill=lambda text, tool: {"text": text})  # noqa: ARG005
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    return Problem(policy=policy, texts=texts, num_calls=num_calls, batch_size=batch_size)
+
+
+def policy_work(problem: Problem) -> Callable[[], ActionScores]:
+    """Sample with scores, then score for training, batch by batch; the scores of the last."""
+    policy, size = problem.policy, problem.batch_size
+    chunks = [problem.texts[i : i + size] for i in range(0, len(problem.texts), size)]
+
+    def work() -> ActionScores:
+        for texts in chunks:
+            sampled = policy.sample_actions(texts, problem.num_calls)
+            scores = policy.score_groups(texts, sampled.actions)
+        return scores
+
+    return work
+
+
+class BareLoop:
+    """The same mathematics with nothing around it."""
+
+    def __init__(self, problem: Problem) -> None:
+        policy = problem.policy
+        assert policy.similarity is not None
+        self.chunks = policy.encoder(problem.texts).split(problem.batch_size)
+        self.num_calls = problem.num_calls
+        self.tool_weight, self.tool_bias = policy.tool_query.weight, policy.tool_query.bias
+        self.value_weight, self.value_bias = policy.value_query.weight, policy.value_query.bias
+        self.similarity = policy.similarity
+        self.tools, self.values = policy.tool_vectors, policy.value_vectors
+        self.names = list(policy.catalogue)
+        choices = [tool.choices[0] for tool in policy.catalogue.values()]
+        self.value_names = [choice.values for choice in choices]
+        place = {text: i for i, text in enumerate(dict.fromkeys(text for choice in choices for text in choice.texts))}
+        self.places = torch.tensor([[place[text] for text in choice.texts] for choice in choices])
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """As `policy_work`: log-probs [N, 2] and entropies [N, 2] of the last batch."""
+        for vectors in self.chunks:
+            with torch.no_grad():
+                tools, values = self._log_probs(vectors)
+                drawn = torch.multinomial(tools.exp(), self.num_calls, replacement=True).flatten()
+                of_values = self._of_values(values, drawn)
+                chosen = torch.multinomial(of_values.exp(), 1).flatten()
+                self._scores(tools, of_values, drawn, chosen)
+                pairs = zip(drawn.tolist(), chosen.tolist(), strict=True)
+                self.calls = [(self.names[tool], self.value_names[tool][value]) for tool, value in pairs]
+            tools, values = self._log_probs(vectors)
+            scores = self._scores(tools, self._of_values(values, drawn), drawn, chosen)
+        return scores
+
+    def _log_probs(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        tool_query = torch.nn.functional.linear(vectors, self.tool_weight, self.tool_bias)
+        value_query = torch.nn.functional.linear(vectors, self.value_weight, self.value_bias)
+        tool_query = tool_query + SIMILARITY_GAIN * self.similarity[0] * vectors
+        value_query = value_query + self.similarity[1] * vectors
+        return (tool_query @ self.tools.T).log_softmax(1), value_query @ self.values.T
+
+    def _of_values(self, values: Tensor, drawn: Tensor) -> Tensor:
+        return values.repeat_interleave(self.num_calls, 0).gather(1, self.places[drawn]).log_softmax(1)
+
+    def _scores(self, tools: Tensor, of_values: Tensor, drawn: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        first = tools.gather(1, drawn.view(-1, self.num_calls)).flatten()
+        second = of_values.gather(1, chosen.unsqueeze(1)).squeeze(1)
+        entropies = (
+            -(tools.exp() * tools).sum(1).repeat_interleave(self.num_calls),
+            -(of_values.exp() * of_values).sum(1),
+        )
+        return torch.stack([first, second], dim=1), torch.stack(entropies, dim=1)
+
+
+def check_same(problem: Problem) -> float:
+    """Largest difference of log-probs and entropies; that the calls of the last batch differ is an error."""
+    policy = problem.policy
+    calls: list[ToolCall] = []
+    score_groups = policy.score_groups
+
+    def keeping(states: list[str], actions: list[list[ToolCall]]) -> ActionScores:
+        calls[:] = [call for group in actions for call in group]
+        return score_groups(states, actions)
+
+    loop = BareLoop(problem)
+    policy.score_groups = keeping  # type: ignore[method-assign]
+    try:
+        torch.manual_seed(1)
+        ours = policy_work(problem)()
+    finally:
+        del policy.score_groups
+    torch.manual_seed(1)
+    log_probs, entropy = loop()
+    assert [(call.tool, call.arguments["mode"]) for call in calls] == loop.calls
+    assert ours.entropy is not None
+    with torch.no_grad():
+        return max(float((ours.log_probs - log_probs).abs().max()), float((ours.entropy - entropy).abs().max()))
+
+
+def cpu_pairs(first: Callable[[], object], second: Callable[[], object], repeats: int) -> Pair:
+    """As `time_pairs`, in seconds of the processor."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for i in range(-1, repeats):
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            start = time.process_time()
+            (first, second)[which]()
+            if i >= 0:  # the first pair is a warm-up
+                times[which].append(time.process_time() - start)
+    ratios = [a / b for a, b in zip(*times, strict=True)]
+    low, ratio, high = statistics.quantiles(ratios, n=4)
+    return Pair(
+        first_ms=1e3 * statistics.median(times[0]),
+        second_ms=1e3 * statistics.median(times[1]),
+        ratio=ratio,
+        low=low,
+        high=high,
+    )
+
+
+def print_policy(num_decisions: int, num_calls: int, batch_size: int, repeats: int) -> None:
+    """One line."""
+    problem = make_problem(num_decisions // num_calls, num_calls, batch_size)
+    difference = check_same(problem)
+    assert difference < 1e-4, f"the two sides do not compute the same: they differ by {difference}"
+    pair = cpu_pairs(policy_work(problem), BareLoop(problem), repeats)
+    print(
+        f"{num_decisions:,} calls, {NUM_TOOLS:,} tools, {num_calls} per text, {batch_size:4d} texts at once: {pair}, "
+        f"at most 1.2; they differ by {difference:.0e}"
+    )
+
+
+def main() -> None:
+    """Print a line for each figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="whether it runs: few repeats, few calls")
+    args = parser.parse_args()
+    repeats = 2 if args.quick else args.repeats
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    print(
+        f"torch {torch.__version__}, 1 thread on {os.cpu_count()} cores, {platform.processor() or platform.machine()}, "
+        f"load {os.getloadavg()[0]:.1f}"
+    )
+    print_latency("workers", Tool.from_function(_slow_tools.nap), repeats)
+    print_latency("awaited", Tool.from_function(_slow_tools.wait, remote=True), repeats)
+    num_calls = 200 if args.quick else 5_000
+    for num_workers in (1, 2):
+        name = f"{num_workers} worker{'s' * (num_workers > 1)}"
+        print_rate(name, Tool.from_function(_slow_tools.add), num_workers, num_calls, repeats)
+    print_rate("awaited", Tool.from_function(_slow_tools.add_elsewhere, remote=True), 1, num_calls, repeats)
+    num_decisions = 400 if args.quick else 10_000
+    print(f"{'':64s}{'policy':>12s} {'bare loop':>12s}")
+    print_policy(num_decisions, 8, 125, repeats)
+    print_policy(num_decisions, 1, 500, repeats)
+
+
+if __name__ == "__main__":
+    main()

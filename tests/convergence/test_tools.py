@@ -1,0 +1,141 @@
+"""The example's configuration learns which tool answers a request, from rewards alone; with the sign wrong it does not.
+
+Every call is answered at once: what is learned is the same as when it is executed, because the right calls run.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import pytest
+import torch
+
+from adapters.tools import (
+    ToolCall,
+    ToolReport,
+    ToolResult,
+    ToolRewards,
+    ToolSelectionPolicy,
+    ToolTask,
+    evaluate_tools,
+    standard_rewards,
+)
+from adapters.tools.workbench import ADDED_LATER, workbench_catalogue, workbench_split
+from examples.tool_routing import CONFIG, NUM_HELD_OUT, NUM_TRAIN
+from grpo import GRPOConfig, GRPOTrainer
+from tests.support import as_users_run_it
+
+EVERYTHING = workbench_catalogue()
+NUM_ITERATIONS = 400
+CHANCE = 1 / 33
+
+
+class Answers:
+    """An executor for which every call runs."""
+
+    def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        return [ToolResult() for _ in calls]
+
+
+class Negated(ToolRewards):
+    def combine(self, components):
+        return -super().combine(components)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training, and two tools that are added at its end."""
+
+    before: ToolReport
+    after: ToolReport
+    new: tuple[float, float]
+    """Share of right tools on the new tools' requests that share words with their descriptions: at once, and after 20 more."""
+    others: tuple[float, float]
+    """On all requests for the other tools, likewise."""
+
+
+def train(
+    policy: ToolSelectionPolicy,
+    tasks: Sequence[ToolTask],
+    num_iterations: int,
+    config: GRPOConfig,
+    rewards: Callable[..., ToolRewards] = ToolRewards,
+) -> None:
+    trainer = GRPOTrainer(
+        config=config, policy=policy, reward_model=rewards(Answers(), standard_rewards(EVERYTHING), reuse_results=True)
+    )
+    trainer.train(tasks, num_iterations=num_iterations, progress=False)
+
+
+def start(seed: int) -> tuple[ToolSelectionPolicy, list[ToolTask], list[ToolTask]]:
+    """An untrained policy over all tools but two, requests to train on, and requests to measure on."""
+    torch.manual_seed(seed)
+    catalogue = EVERYTHING.without(*ADDED_LATER)
+    tasks, held_out = workbench_split(NUM_TRAIN, NUM_HELD_OUT, seed, catalogue)
+    random.Random(seed).shuffle(tasks)
+    return ToolSelectionPolicy(catalogue), tasks, held_out
+
+
+@lru_cache
+def run(seed: int) -> Run:
+    with as_users_run_it():
+        policy, tasks, held_out = start(seed)
+        before = evaluate_tools(policy, held_out, policy.catalogue)
+        train(policy, tasks, NUM_ITERATIONS, replace(CONFIG, seed=seed))
+        after = evaluate_tools(policy, held_out, policy.catalogue)
+
+        policy.add_tools(*(EVERYTHING[name] for name in ADDED_LATER))
+        # 100 requests for each tool, so that the shares are no accident
+        tasks, held_out = workbench_split(NUM_TRAIN, 100 * len(EVERYTHING), seed, EVERYTHING)
+        for_new = [task for task in held_out if task.tool in ADDED_LATER and task.shares_words]
+        for_others = [task for task in held_out if task.tool not in ADDED_LATER]
+
+        def shares() -> tuple[float, float]:
+            new, others = (evaluate_tools(policy, some, EVERYTHING) for some in (for_new, for_others))
+            return new.overall.right_tool, others.overall.right_tool
+
+        at_once = shares()
+        train(policy, tasks, 20, replace(CONFIG, learning_rate=CONFIG.learning_rate / 2, seed=seed))
+        later = shares()
+    return Run(before=before, after=after, new=(at_once[0], later[0]), others=(at_once[1], later[1]))
+
+
+seeds = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+
+
+@seeds
+def test_which_tool_is_learned_from_chance(seed):
+    learned = run(seed)
+    assert learned.before.overall.right_tool == pytest.approx(CHANCE, abs=0.005)
+    assert learned.before.overall.right_call < 0.02
+    assert learned.after.overall.right_tool >= 0.95
+    assert learned.after.overall.right_call >= 0.90
+
+
+@seeds
+def test_what_was_learned_is_more_than_the_words_of_the_descriptions(seed):
+    learned = run(seed)
+    without_words = learned.after.by_words["no shared word"]
+    assert without_words.num_tasks == NUM_HELD_OUT // 2
+    assert without_words.right_tool >= 0.90
+
+
+@seeds
+def test_a_tool_that_is_added_is_found_at_once_and_learned_in_20_iterations(seed):
+    learned = run(seed)
+    assert learned.new[0] >= 0.60, learned.new
+    assert learned.new[1] >= 0.90, learned.new
+    assert learned.others[1] >= learned.others[0] - 0.01, learned.others
+
+
+def test_nothing_is_learned_with_the_sign_of_the_reward_wrong():
+    """As many iterations as take the right sign to more than 80 %."""
+    shares = {}
+    with as_users_run_it():
+        for rewards in (ToolRewards, Negated):
+            policy, tasks, held_out = start(0)
+            train(policy, tasks, 50, CONFIG, rewards)
+            shares[rewards] = evaluate_tools(policy, held_out, policy.catalogue).overall.right_tool
+    assert shares[ToolRewards] > 0.8
+    assert shares[Negated] <= CHANCE

@@ -1,0 +1,336 @@
+"""Tools and catalogues: names, schemas read from annotations, and the decisions that a schema leaves."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import pytest
+
+from adapters.tools.catalogue import ABSENT, Tool, ToolCatalogue
+from grpo.errors import ConfigError
+
+
+def ping() -> str:
+    """Say that you are there."""
+    return "pong"
+
+
+async def ask(question: str) -> str:
+    """Ask another machine."""
+    return question
+
+
+def everything(
+    text: str,
+    count: int,
+    share: float,
+    sure: bool,
+    path: Path,
+    unit: Literal["mile", "foot"],
+    words: list[str],
+    units: list[Literal["mile", 2]],
+    rows: list[list[int]],
+    anything: list,
+    table: dict,
+    counts: dict[str, int],
+    maybe: int | None,
+    perhaps: Optional[float],  # noqa: UP045  # the older spelling has to work too
+    limit: int = 3,
+    folder: Path = Path("some/where"),
+    tone: Literal["loud", "soft"] = "soft",
+    found: str | None = None,
+) -> None:
+    """Take everything.
+
+    At once.
+    """
+
+
+def tool(schema: dict[str, Any] | None = None, **fields: Any) -> Tool:
+    """A tool of the parameters in `schema`."""
+    described = {"name": "t", "description": "Do it.", "function": ping}
+    if schema is not None:
+        described["parameters"] = {"type": "object", **schema}
+    return Tool(**described | fields)
+
+
+# --- what a tool is
+
+
+@pytest.mark.parametrize("name", ["a", "read_lines", "files.read-2", "x" * 64])
+def test_a_name_is_made_of_letters_digits_and_three_signs(name: str) -> None:
+    assert tool(name=name).name == name
+
+
+@pytest.mark.parametrize("name", ["", "two words", "x" * 65, "größe", "a\n", "a/b"])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"Tool\.name must be 1 to 64 letters, digits, '_', '-' or '\.'; got"):
+        tool(name=name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"description": " \n"}, "Tool t: description must say what the tool is for"),
+        ({"function": "ping"}, "Tool t: function must be callable; got 'ping'"),
+        ({"remote": True}, "Tool t: a remote tool's function must be `async def`"),
+        ({"parameters": {"type": "objekt"}}, r"Tool t: parameters at \$\.type: 'objekt' is not valid"),
+        (
+            {"parameters": {"type": "object", "required": "a"}},
+            r"Tool t: parameters at \$\.required: 'a' is not of type",
+        ),
+        ({"parameters": {"type": "array"}}, r'Tool t: parameters must be a JSON Schema with "type": "object"'),
+        ({"parameters": {}}, r'Tool t: parameters must be a JSON Schema with "type": "object"'),
+    ],
+)
+def test_a_tool_that_cannot_be_used_is_refused_when_it_is_made(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tool(**fields)
+
+
+def test_a_tool_takes_nothing_unless_it_says_so() -> None:
+    made = tool()
+    assert made.parameters == {"type": "object", "properties": {}}
+    assert (made.category, made.remote, made.timeout, made.cost) == ("general", False, None, 0.0)
+    assert tool(function=ask, remote=True).remote
+
+
+def test_the_text_for_an_encoder_is_the_name_in_words_and_the_description() -> None:
+    assert tool(name="read_csv-file.fast").text == "read csv file fast: Do it."
+
+
+# --- from functions
+
+
+def test_each_annotation_becomes_its_schema() -> None:
+    assert Tool.from_function(everything).parameters == {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "count": {"type": "integer"},
+            "share": {"type": "number"},
+            "sure": {"type": "boolean"},
+            "path": {"type": "string", "format": "path"},
+            "unit": {"enum": ["mile", "foot"]},
+            "words": {"type": "array", "items": {"type": "string"}},
+            "units": {"type": "array", "items": {"enum": ["mile", 2]}},
+            "rows": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            "anything": {"type": "array", "items": {}},
+            "table": {"type": "object"},
+            "counts": {"type": "object"},
+            "maybe": {"type": "integer"},
+            "perhaps": {"type": "number"},
+            "limit": {"type": "integer", "default": 3},
+            "folder": {"type": "string", "format": "path", "default": "some/where"},
+            "tone": {"enum": ["loud", "soft"], "default": "soft"},
+            "found": {"type": "string"},
+        },
+        "required": [
+            "text", "count", "share", "sure", "path", "unit", "words", "units", "rows", "anything", "table", "counts",
+            "maybe", "perhaps",
+        ],
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+def test_a_function_gives_its_name_and_its_docstring() -> None:
+    made = Tool.from_function(everything)
+    assert made.name == "everything"
+    assert made.description == "Take everything.\n\nAt once."
+    assert made.function is everything
+
+
+def test_two_tools_from_functions_share_no_schema() -> None:
+    Tool.from_function(everything).properties["text"]["default"] = "changed"
+    assert Tool.from_function(everything).properties["text"] == {"type": "string"}
+
+
+def test_fields_that_are_given_come_before_what_the_function_says() -> None:
+    made = Tool.from_function(ping, name="hello", description="Greet.", category="talk", timeout=2.0, cost=0.5)
+    assert (made.name, made.description, made.category, made.timeout, made.cost) == (
+        "hello",
+        "Greet.",
+        "talk",
+        2.0,
+        0.5,
+    )
+
+
+def test_a_schema_that_is_given_is_not_read_from_annotations() -> None:
+    def unannotated(a):
+        """Take anything."""
+
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}}
+    assert Tool.from_function(unannotated, parameters=schema).parameters == schema
+
+
+def test_annotations_that_no_schema_is_known_for_are_refused_by_name() -> None:
+    def unannotated(a) -> None:
+        """Take a."""
+
+    def a_set(a: int, b: set[int]) -> None:
+        """Take b."""
+
+    def sets(b: list[set[int]]) -> None:
+        """Take b."""
+
+    def either(c: int | str) -> None:
+        """Take c."""
+
+    for function, name, got in (
+        (unannotated, "a", "None"), (a_set, "b", r"set\[int\]"), (sets, "b", r"list\[set\[int\]\]"),
+        (either, "c", r"int \| str"),
+    ):  # fmt: skip
+        message = rf"^{function.__name__}: parameter {name} must be annotated: str, .*; got {got}\. Or write the schema"
+        with pytest.raises(ConfigError, match=message):
+            Tool.from_function(function)
+
+
+def test_parameters_that_have_no_name_for_a_caller_are_refused() -> None:
+    def several(*numbers: int) -> None:
+        """Take numbers."""
+
+    def named(**numbers: int) -> None:
+        """Take numbers."""
+
+    def by_position(a: int, /) -> None:
+        """Take a."""
+
+    for function, shown in ((several, r"\*numbers: int"), (named, r"\*\*numbers: int"), (by_position, "a: int")):
+        with pytest.raises(ConfigError, match=rf"^{function.__name__}: {shown} cannot be given by name"):
+            Tool.from_function(function)
+
+
+def test_a_function_without_docstring_is_refused() -> None:
+    def silent() -> None: ...
+
+    with pytest.raises(ConfigError, match="Tool silent: description must say what the tool is for"):
+        Tool.from_function(silent)
+
+
+# --- decisions
+
+
+def test_an_enumeration_is_a_decision_and_its_texts_name_value_and_parameter() -> None:
+    (choice,) = tool({"properties": {"from_unit": {"enum": ["mile", 3]}}, "required": ["from_unit"]}).choices
+    assert choice.name == "from_unit"
+    assert choice.values == ("mile", 3)
+    assert choice.texts == ("mile from unit", "3 from unit")
+
+
+def test_what_a_schema_does_not_enumerate_is_no_decision() -> None:
+    free = {
+        "a": {"type": "string"},
+        "b": {"type": "integer"},
+        "c": {},
+        "d": {"oneOf": [{"const": 1}, {"type": "string"}]},
+    }
+    assert tool({"properties": free, "required": list(free)}).choices == ()
+    assert tool().choices == ()
+
+
+def test_decisions_come_in_the_order_of_the_schema() -> None:
+    schema = {
+        "properties": {"b": {"enum": [1, 2]}, "x": {"type": "string"}, "a": {"type": "boolean"}},
+        "required": ["a", "b"],
+    }
+    assert [choice.name for choice in tool(schema).choices] == ["b", "a"]
+
+
+def test_an_optional_parameter_without_default_may_be_left_out() -> None:
+    (choice,) = tool({"properties": {"sure": {"type": "boolean"}}}).choices
+    assert choice.values == (False, True, ABSENT)
+    assert choice.texts == ("false sure", "true sure", "left out sure")
+
+
+@pytest.mark.parametrize("required", [["sure"], []])
+def test_a_default_stands_for_leaving_out(required: list[str]) -> None:
+    (choice,) = tool({"properties": {"sure": {"type": "boolean", "default": False}}, "required": required}).choices
+    assert choice.values == (False, True)
+
+
+@pytest.mark.parametrize("key", ["oneOf", "anyOf"])
+def test_constants_with_descriptions_are_an_enumeration(key: str) -> None:
+    parts = [
+        {"const": "md5", "description": "short and quick"},
+        {"const": 256, "title": "SHA", "description": "long"},
+        {"enum": [None, "none"]},
+    ]
+    (choice,) = tool({"properties": {"how": {key: parts}}, "required": ["how"]}).choices
+    assert choice.values == ("md5", 256, None, "none")
+    assert choice.texts == ("md5 short and quick how", "256 SHA long how", "null how", "none how")
+
+
+def test_a_value_that_is_the_only_one_is_a_constant_and_no_decision() -> None:
+    properties = {"version": {"const": 2}, "unit": {"enum": ["mile"]}, "free": {"type": "string"}}
+    made = tool({"properties": properties, "required": ["version", "unit", "free", "undescribed"]})
+    assert made.choices == ()
+    assert made.constants == {"version": 2, "unit": "mile"}
+
+
+def test_an_optional_constant_may_be_given_or_left_out() -> None:
+    made = tool({"properties": {"version": {"const": 2}}})
+    assert made.constants == {}
+    assert made.choices[0].values == (2, ABSENT)
+
+
+def test_a_boolean_is_no_number() -> None:
+    (choice,) = tool({"properties": {"a": {"enum": [1, True, 0, False]}}, "required": ["a"]}).choices
+    assert [choice.index({"a": value}) for value in (1, True, 0, False)] == [0, 1, 2, 3]
+    assert choice.index({"a": 1.0}) == 0, "numbers are equal as in JSON"
+
+
+def test_what_stands_in_a_call_is_found_among_the_values() -> None:
+    optional, needed = tool(
+        {"properties": {"a": {"enum": ["x", "y"]}, "b": {"enum": ["x", "y"]}}, "required": ["b"]}
+    ).choices
+    assert [optional.index(given) for given in ({"a": "x"}, {"a": "y"}, {}, {"a": "z"})] == [0, 1, 2, None]
+    assert [needed.index(given) for given in ({"b": "x"}, {"b": "y"}, {}, {"b": "z"})] == [0, 1, None, None]
+
+
+def test_the_choice_to_leave_out_is_the_same_after_a_copy() -> None:
+    """A reference policy is a copy, and has to know what was left out."""
+    assert copy.deepcopy(ABSENT) is ABSENT
+    assert pickle.loads(pickle.dumps(ABSENT)) is ABSENT
+    (choice,) = copy.deepcopy(tool({"properties": {"sure": {"type": "boolean"}}}).choices)
+    assert choice.index({}) == 2
+
+
+# --- catalogues
+
+
+def named(*names: str) -> list[Tool]:
+    return [tool(name=name, category=name[0]) for name in names]
+
+
+def test_a_catalogue_is_a_mapping_in_the_order_of_its_tools() -> None:
+    tools = named("b1", "a1", "b2")
+    catalogue = ToolCatalogue(iter(tools))
+    assert list(catalogue) == ["b1", "a1", "b2"]
+    assert len(catalogue) == 3
+    assert catalogue["a1"] is tools[1]
+    assert "a1" in catalogue
+    assert "c" not in catalogue
+    assert catalogue.categories == ("b", "a")
+
+
+def test_an_empty_catalogue_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ToolCatalogue needs at least one tool"):
+        ToolCatalogue([])
+
+
+def test_names_must_differ_and_those_that_do_not_are_listed() -> None:
+    with pytest.raises(ConfigError, match=r"names must differ; twice: a, c\."):
+        ToolCatalogue(named("a", "b", "c", "a", "c", "c"))
+
+
+def test_tools_are_added_and_taken_away_in_a_new_catalogue() -> None:
+    catalogue = ToolCatalogue(named("a", "b"))
+    assert list(catalogue.with_tools(*named("d", "c"))) == ["a", "b", "d", "c"]
+    assert list(catalogue.without("a", "unknown")) == ["b"]
+    assert list(catalogue) == ["a", "b"]
+    with pytest.raises(ConfigError, match="twice: b"):
+        catalogue.with_tools(*named("b"))
+    with pytest.raises(ConfigError, match="at least one tool"):
+        catalogue.without("a", "b")

@@ -1,0 +1,103 @@
+"""A catalogue as tensors, and calls as steps and back: worked by hand."""
+
+import pytest
+import torch
+
+from adapters.tools.calls import ToolCall
+from adapters.tools.catalogue import Tool, ToolCatalogue
+from adapters.tools.choice_tables import ChoiceTables
+from grpo.errors import ContractError
+
+UNIT = {"enum": ["mile", "foot"]}
+
+
+def nothing() -> None:
+    """What stands for a function that is not called here."""
+
+
+def tool(name: str, properties: dict, required: tuple[str, ...]) -> Tool:
+    schema = {"type": "object", "properties": properties, "required": list(required)}
+    return Tool(name=name, description=f"Do {name}.", function=nothing, parameters=schema)
+
+
+CATALOGUE = ToolCatalogue(
+    [
+        tool("ping", {}, ()),
+        tool(
+            "convert",
+            {"value": {"type": "number"}, "unit": UNIT, "version": {"const": 2}, "exact": {"type": "boolean"}},
+            ("value", "unit", "version"),
+        ),
+        tool("measure", {"unit": UNIT}, ("unit",)),
+    ]
+)
+TABLES = ChoiceTables(CATALOGUE)
+
+
+def call(name: str, **arguments: object) -> ToolCall:
+    return ToolCall(tool=name, arguments=arguments)
+
+
+def test_the_tables_of_a_small_catalogue() -> None:
+    assert TABLES.names == ("ping", "convert", "measure")
+    assert TABLES.tool_texts == ["ping: Do ping.", "convert: Do convert.", "measure: Do measure."]
+    # "mile unit" belongs to two tools and stands once
+    assert TABLES.value_texts == ["mile unit", "foot unit", "false exact", "true exact", "left out exact"]
+    assert TABLES.max_choices == 2
+    assert TABLES.values.tolist() == [[[0, 0, 0], [0, 0, 0]], [[0, 1, 0], [2, 3, 4]], [[0, 1, 0], [0, 0, 0]]]
+    yes, no = True, False
+    assert TABLES.exists.tolist() == [
+        [[no, no, no], [no, no, no]],
+        [[yes, yes, no], [yes, yes, yes]],
+        [[yes, yes, no], [no, no, no]],
+    ]
+    assert TABLES.decides.tolist() == [[yes, no, no], [yes, yes, yes], [yes, yes, no]]
+
+
+def test_a_catalogue_without_decisions_has_tables_without_columns() -> None:
+    tables = ChoiceTables(CATALOGUE.without("convert", "measure"))
+    assert tables.value_texts == []
+    assert tables.values.shape == (1, 0, 0)
+    assert tables.decides.tolist() == [[True]]
+    assert tables.steps_of("policy", [call("ping"), call("ping")]).tolist() == [[0], [0]]
+    assert tables.call([0], {"value": 1}) == call("ping")
+
+
+@pytest.mark.parametrize(
+    ("made", "steps"),
+    [
+        (call("ping"), [0, 0, 0]),
+        (call("convert", value=3.0, version=2, unit="foot", exact=True), [1, 1, 1]),
+        (call("convert", value=3.0, version=2, unit="mile"), [1, 0, 2]),  # left out
+        (call("measure", unit="foot"), [2, 1, 0]),
+    ],
+)
+def test_a_call_is_its_steps_and_steps_are_a_call(made: ToolCall, steps: list[int]) -> None:
+    assert TABLES.steps_of("policy", [made]).tolist() == [steps]
+    assert TABLES.call(steps, {"value": 3.0}) == made
+
+
+def test_no_calls_have_no_steps() -> None:
+    assert TABLES.steps_of("policy", []).shape == (0, 3)
+    assert TABLES.steps_of("policy", []).dtype == torch.int64
+
+
+def test_values_found_elsewhere_fill_only_what_is_free() -> None:
+    """`unit` is decided, `version` constant, and there is no `tone`."""
+    given = {"value": 3.0, "unit": "foot", "version": 9, "tone": "loud", "exact": True}
+    assert TABLES.call([1, 0, 2], given) == call("convert", value=3.0, version=2, unit="mile")
+    assert TABLES.call([1, 0, 0], {}) == call("convert", version=2, unit="mile", exact=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (call("fly"), r"^policy: no tool is called 'fly'; there are ping, convert, measure\.$"),
+        (call("measure", unit="yard"), r"^policy: measure\.unit must be one of \['mile', 'foot'\]; got 'yard'\.$"),
+        (call("measure"), r"^policy: measure\.unit must be one of \['mile', 'foot'\]; got nothing\.$"),
+        (call("convert", unit="mile", exact=1), r"convert\.exact must be one of \[False, True\] or left out; got 1\.$"),
+    ],
+)
+def test_calls_that_the_policy_cannot_have_made_are_named(wrong: ToolCall, message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        TABLES.steps_of("policy", [call("ping"), wrong])

@@ -1,0 +1,213 @@
+"""Text as vectors: hashed by hand, the same in every process, asked for once."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from adapters.tools.encoders import CachedEncoder, HashingEncoder, with_own_feature
+from adapters.tools.workbench import workbench_catalogue
+from grpo.errors import ConfigError, ContractError
+
+ROOT = Path(__file__).resolve().parents[4]
+TEXTS = ["sort these items", "what is 17 percent of 230?", "größer als zwei"]
+
+
+def by_hand(features: dict[str, float], num_features: int) -> Tensor:
+    """Weights of features as the vector of length 1 that the docstring describes."""
+    vector = torch.zeros(num_features)
+    for feature, weight in features.items():
+        number = int.from_bytes(blake2b(feature.encode(), digest_size=6).digest(), "little")
+        vector[(number >> 1) % num_features] += weight if number % 2 else -weight
+    return vector / vector.norm()
+
+
+def test_features_of_two_words_by_hand() -> None:
+    """ "Add 12": both words, their pieces of four letters (weight .3 in all: the squares add up to .09), and the pair."""
+    three, two_pieces = 0.3 / 2**0.5, 0.3
+    features = {
+        "word add": 1.0, "piece <add": three, "piece add>": three,
+        "word 0": 1.0, "piece <0>": two_pieces,
+        "pair add 0": 1.0,
+    }  # fmt: skip
+    torch.testing.assert_close(HashingEncoder(64)(["Add 12"])[0], by_hand(features, 64))
+    assert torch.equal(HashingEncoder(64)(["Add 12"]), HashingEncoder(64)(["add, 345!"])), "a number is a number"
+
+
+def test_stop_words_count_only_in_pairs() -> None:
+    features = {"word add": 2.0, "piece <add": 2 * 0.3 / 2**0.5, "piece add>": 2 * 0.3 / 2**0.5}
+    pairs = {"pair add to": 0.5, "pair to add": 0.5}
+    encoder = HashingEncoder(512, pair_weight=0.5)
+    torch.testing.assert_close(encoder(["add to add"])[0], by_hand(features | pairs, 512))
+    without = HashingEncoder(512, pair_weight=0)
+    torch.testing.assert_close(without(["add to add"])[0], by_hand(features, 512))
+
+
+def test_the_same_in_every_process() -> None:
+    """Python's own `hash` of a text is another one in each process."""
+    program = (
+        "import sys, torch; from adapters.tools.encoders import HashingEncoder, with_own_feature\n"
+        "texts = sys.argv[1:]\n"
+        "vectors = HashingEncoder(32)(texts)\n"
+        "print(torch.cat([vectors, with_own_feature(texts, vectors, 3.0)]).tolist())"
+    )
+    here = HashingEncoder(32)(TEXTS)
+    here = torch.cat([here, with_own_feature(TEXTS, here, 3.0)]).tolist()
+    for seed in ("0", "1"):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed, "PYTHONUTF8": "1"}
+        printed = subprocess.run(
+            [sys.executable, "-c", program, *TEXTS], env=environment, capture_output=True, text=True, check=True
+        )
+        assert printed.stdout.strip() == str(here)
+
+
+def test_vectors_have_length_one_and_nothing_has_none() -> None:
+    vectors = HashingEncoder()([*TEXTS, "", "?!", "the"])
+    assert vectors.dtype == torch.float32
+    assert vectors.shape == (6, 1024)
+    torch.testing.assert_close(vectors.norm(dim=1), torch.tensor([1.0, 1, 1, 0, 0, 0]))
+    assert bool(vectors.isfinite().all())
+    assert HashingEncoder()([]).shape == (0, 1024)
+
+
+def test_cosines_of_texts_without_a_common_feature_are_near_zero() -> None:
+    """Only collisions remain: over 1024 places with random signs they have a mean of 0 and a deviation of 1/32 at most."""
+    unrelated = ["convert miles", "sort items", "weekday", "uppercase", "checksum", "factor", "roman numeral", "join"]
+    cosines = HashingEncoder()(unrelated) @ HashingEncoder()(unrelated).T
+    cosines = cosines[~torch.eye(8, dtype=torch.bool)]
+    assert float(cosines.abs().max()) < 0.15
+    assert abs(float(cosines.mean())) < 0.02
+
+
+def test_pieces_make_forms_of_a_word_alike_and_pairs_tell_directions_apart() -> None:
+    """ "converting" has 9 pieces, "convert" 6, and 5 in common: 5 (.3 / 3) (.3 / sqrt 6) / (1 + .09)."""
+    converting, convert = HashingEncoder(2**16)(["converting", "convert"])
+    assert float(converting @ convert) == pytest.approx(5 * 0.3 / 3 * 0.3 / 6**0.5 / 1.09, abs=1e-6)
+    converting, convert = HashingEncoder(2**16, piece_weight=0)(["converting", "convert"])
+    assert float(converting @ convert) == 0.0
+    one, other = HashingEncoder()(["mile to foot", "foot to mile"])
+    assert float(one @ other) < 0.7
+    one, other = HashingEncoder(pair_weight=0)(["mile to foot", "foot to mile"])
+    assert float(one @ other) == pytest.approx(1.0)
+
+
+def test_the_tools_of_the_workbench_are_told_apart() -> None:
+    vectors = HashingEncoder()([tool.text for tool in workbench_catalogue().values()])
+    cosines = vectors @ vectors.T - torch.eye(len(vectors))
+    assert float(cosines.max()) < 0.8
+
+
+@pytest.mark.parametrize(
+    ("size", "weights"),
+    [(0, {}), (8, {"pair_weight": -1.0}), (8, {"piece_weight": float("nan")}), (8, {"piece_weight": float("inf")})],
+)
+def test_sizes_and_weights_that_make_no_sense_are_refused(size: int, weights: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"num_features must be >= 1, and both weights finite and >= 0; got"):
+        HashingEncoder(size, **weights)
+
+
+def test_own_features_by_hand() -> None:
+    """e = [1, 0, 0, ...]: (e + 3 u) / |e + 3 u|, u = sign at one place; where that place is 0, e's own, they add up."""
+    for text in ("mile from unit", "mile to unit", "a", "b", "c", "d"):
+        number = int.from_bytes(blake2b(f"text {text}".encode(), digest_size=6).digest(), "little")
+        place, sign = (number >> 1) % 4, 1.0 if number % 2 else -1.0
+        wanted = [1.0, 0.0, 0.0, 0.0]
+        wanted[place] += 3 * sign
+        length = (10**0.5) if place else abs(1 + 3 * sign)
+        found = with_own_feature([text], torch.eye(4)[:1], 3.0)
+        torch.testing.assert_close(found, torch.tensor([wanted]) / length)
+
+
+def test_own_features_tell_values_with_the_same_words_apart() -> None:
+    same = torch.eye(64)[:1].expand(2, -1)
+    one, other = with_own_feature(["mile from unit", "mile to unit"], same, 3.0)
+    assert abs(float(one @ other)) == pytest.approx(0.1, abs=1e-6), "1 / (1 + 9): only e is common"
+    assert torch.equal(same[0], torch.eye(64)[0]), "what was given stays as it was"
+
+
+class Counting:
+    """An encoder that keeps what it was asked for; a text's vector is its length and its first letter."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def __call__(self, texts: Sequence[str]) -> list[list[float]]:
+        self.asked.append(list(texts))
+        return [[len(text), ord(text[0])] for text in texts]
+
+
+def test_each_text_is_asked_for_once() -> None:
+    encoder = Counting()
+    cached = CachedEncoder(encoder)
+    assert cached(["a", "bb", "a"]).tolist() == [[1, 97], [2, 98], [1, 97]]
+    assert cached(["bb", "ccc", "a"]).tolist() == [[2, 98], [3, 99], [1, 97]]
+    assert cached(["a"]).tolist() == [[1, 97]]
+    assert encoder.asked == [["a", "bb"], ["ccc"]]
+
+
+def test_what_was_used_longest_ago_is_forgotten_first() -> None:
+    encoder = Counting()
+    cached = CachedEncoder(encoder, capacity=2)
+    for text in ("a", "b", "a", "c"):  # c drives out b, because a was used since
+        cached([text])
+    cached(["a"])
+    cached(["b"])
+    assert encoder.asked == [["a"], ["b"], ["c"], ["b"]]
+
+
+def test_more_texts_at_once_than_are_remembered() -> None:
+    encoder = Counting()
+    cached = CachedEncoder(encoder, capacity=2)
+    cached(["d"])
+    assert cached(["a", "b", "c", "d"])[:, 1].tolist() == [97, 98, 99, 100]
+    cached(["b", "c"])
+    assert encoder.asked[:2] == [["d"], ["a", "b", "c"]]
+    assert len(encoder.asked) <= 3
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [[0.5, 2.0], [1.0, 3.0]],
+        np.array([[0.5, 2.0], [1.0, 3.0]]),
+        torch.tensor([[0.5, 2.0], [1.0, 3.0]], dtype=torch.float64, requires_grad=True),
+        torch.tensor([[0.5, 2.0], [1.0, 3.0]], dtype=torch.bfloat16),
+        [np.array([0.5, 2.0]), np.array([1.0, 3.0])],
+    ],
+)
+def test_lists_arrays_and_tensors_are_taken(answer: Any) -> None:
+    vectors = CachedEncoder(lambda texts: answer)(["a", "b"])
+    assert vectors.dtype == torch.float32
+    assert not vectors.requires_grad
+    assert vectors.tolist() == [[0.5, 2.0], [1.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (torch.zeros(1, 4), r"got \[1, 4\]\."),
+        (torch.zeros(2), r"got \[2\]\."),
+        (torch.zeros(2, 1, 4), r"got \[2, 1, 4\]\."),
+        ([[0.0, 1.0], [float("nan"), 1.0]], r"got \[2, 2\] with NaN or infinity\."),
+        (np.array([[np.inf], [0.0]]), r"got \[2, 1\] with NaN or infinity\."),
+    ],
+)
+def test_answers_that_are_no_vectors_are_refused(answer: Any, got: str) -> None:
+    with pytest.raises(ContractError, match=rf"The encoder must return finite vectors \[N, F\] for N = 2 texts; {got}"):
+        CachedEncoder(lambda texts: answer)(["a", "b"])
+
+
+def test_a_refused_answer_is_not_remembered() -> None:
+    answers = [torch.tensor([[float("nan")]]), torch.tensor([[2.0]])]
+    cached = CachedEncoder(lambda texts: answers.pop(0))
+    with pytest.raises(ContractError):
+        cached(["a"])
+    assert cached(["a"]).tolist() == [[2.0]]

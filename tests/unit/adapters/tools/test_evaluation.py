@@ -1,0 +1,205 @@
+"""A report whose every number was worked by hand."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from adapters.tools.calls import ToolCall
+from adapters.tools.catalogue import Tool, ToolCatalogue
+from adapters.tools.evaluation import Accuracy, ToolReport, evaluate_tools
+from adapters.tools.tasks import ToolTask
+from grpo.errors import ConfigError
+
+
+def sort(order: Literal["up", "down"] = "up") -> None:
+    """Sort items."""
+
+
+def shuffle() -> None:
+    """Shuffle items."""
+
+
+def add(number: int, more: int = 0) -> None:
+    """Add numbers."""
+
+
+CATALOGUE = ToolCatalogue(
+    [
+        Tool.from_function(sort, category="lists"),
+        Tool.from_function(shuffle, category="lists"),
+        Tool.from_function(add, category="arithmetic"),
+    ]
+)
+
+
+def row(
+    tool: str, difficulty: Any, shares_words: bool, arguments: dict[str, Any], made: ToolCall
+) -> tuple[ToolTask, ToolCall]:
+    task = ToolTask(
+        text=f"{tool} {difficulty}",
+        tool=tool,
+        arguments=arguments,
+        category=CATALOGUE[tool].category,
+        difficulty=difficulty,
+        slots={},
+        shares_words=shares_words,
+    )
+    return task, made
+
+
+def call(tool: str, **arguments: Any) -> ToolCall:
+    return ToolCall(tool=tool, arguments=arguments)
+
+
+ROWS = [
+    row("sort", "easy", True, {"order": "up"}, call("sort", order="up")),  # right
+    row("sort", "easy", True, {"order": "up"}, call("sort", order="down")),  # wrong parameter
+    row("sort", "hard", False, {"order": "down"}, call("shuffle")),  # wrong tool, same category
+    row("shuffle", "easy", True, {}, call("shuffle")),  # right
+    row("add", "hard", False, {"number": 1}, call("shuffle")),  # wrong tool
+    row("add", "easy", True, {"number": 1}, call("add")),  # missing
+    row("add", "hard", False, {"number": 1}, call("fly")),  # there is no such tool: invalid
+    row("add", "easy", False, {"number": 1}, call("add", number=1, more=2)),  # redundant
+    row("add", "easy", True, {"number": 1}, call("add", number="one")),  # invalid
+    row("add", "hard", False, {"number": 1}, call("shuffle")),  # wrong tool
+]
+TASKS = [task for task, _ in ROWS]
+
+
+class Answers:
+    """A policy that gives the answers it was made with."""
+
+    def __init__(self, calls: Sequence[ToolCall]) -> None:
+        self.calls = list(calls)
+        self.asked: list[Any] = []
+
+    def predict(self, states: Any) -> list[ToolCall]:
+        self.asked.append(list(states))
+        return self.calls
+
+
+@pytest.fixture(scope="module")
+def report() -> ToolReport:
+    policy = Answers([made for _, made in ROWS])
+    found = evaluate_tools(policy, TASKS, CATALOGUE)
+    assert policy.asked == [TASKS], "all at once, and only once"
+    return found
+
+
+def test_shares(report: ToolReport) -> None:
+    """Right tool: rows 1, 2, 4, 6, 8, 9; right in all: 1, 4."""
+    assert report.overall == Accuracy(num_tasks=10, right_tool=0.6, right_call=0.2)
+
+
+def test_shares_by_category_in_the_catalogues_order(report: ToolReport) -> None:
+    assert list(report.by_category.items()) == [
+        ("lists", Accuracy(num_tasks=4, right_tool=0.75, right_call=0.5)),
+        ("arithmetic", Accuracy(num_tasks=6, right_tool=0.5, right_call=0.0)),
+    ]
+
+
+def test_shares_by_difficulty_easy_first_and_none_without_tasks(report: ToolReport) -> None:
+    assert list(report.by_difficulty.items()) == [
+        ("easy", Accuracy(num_tasks=6, right_tool=1.0, right_call=2 / 6)),
+        ("hard", Accuracy(num_tasks=4, right_tool=0.0, right_call=0.0)),
+    ]
+
+
+def test_shares_by_common_words(report: ToolReport) -> None:
+    assert list(report.by_words.items()) == [
+        ("shared words", Accuracy(num_tasks=5, right_tool=1.0, right_call=0.4)),
+        ("no shared word", Accuracy(num_tasks=5, right_tool=0.2, right_call=0.0)),
+    ]
+
+
+def test_errors_by_kind_the_most_frequent_first(report: ToolReport) -> None:
+    assert list(report.errors.items())[:2] == [("wrong_tool", 3), ("invalid", 2)]
+    assert report.errors == {"wrong_tool": 3, "invalid": 2, "wrong_parameter": 1, "missing": 1, "redundant": 1}
+
+
+def test_the_confusion_matrix_of_tools(report: ToolReport) -> None:
+    """Rows: sort, shuffle, add, ?; columns: what was called."""
+    assert report.tools == ("sort", "shuffle", "add", "?")
+    assert report.confusion == ((2, 1, 0, 0), (0, 1, 0, 0), (0, 2, 3, 1), (0, 0, 0, 0))
+    assert report.confusion_matrix().tolist() == [list(counts) for counts in report.confusion]
+
+
+def test_the_confusion_matrix_of_categories(report: ToolReport) -> None:
+    assert report.categories == ("lists", "arithmetic", "?")
+    assert report.category_of == ("lists", "lists", "arithmetic", "?")
+    assert report.confusion_matrix("category").tolist() == [[4, 0, 0], [2, 3, 1], [0, 0, 0]]
+
+
+def test_the_diagonal_is_the_share_of_right_tools(report: ToolReport) -> None:
+    matrix = report.confusion_matrix()
+    assert np.trace(matrix) / matrix.sum() == report.overall.right_tool
+    np.fill_diagonal(matrix, 0)
+    assert report.confusion_matrix().trace() == 6, "the report keeps its own"
+
+
+TABLE = """\
+                           tasks  right tool  right call
+all                           10       60.0%       20.0%
+
+lists                          4       75.0%       50.0%
+arithmetic                     6       50.0%        0.0%
+
+easy                           6      100.0%       33.3%
+hard                           4        0.0%        0.0%
+
+shared words                   5      100.0%       40.0%
+no shared word                 5       20.0%        0.0%
+
+errors: wrong_tool 3, invalid 2, wrong_parameter 1, missing 1, redundant 1
+  shuffle instead of add: 2
+  shuffle instead of sort: 1
+  ? instead of add: 1"""
+
+
+def test_the_table(report: ToolReport) -> None:
+    assert report.table() == TABLE
+    assert str(report) == TABLE
+
+
+def test_a_report_comes_back_from_json(report: ToolReport, tmp_path) -> None:
+    report.to_json(tmp_path / "new" / "report.json")
+    read = json.loads((tmp_path / "new" / "report.json").read_text())
+    assert read == json.loads(json.dumps(report.to_dict()))
+    parts = {
+        name: {key: Accuracy(**part) for key, part in read.pop(name).items()}
+        for name in ("by_category", "by_difficulty", "by_words")
+    }
+    lists = {name: tuple(read.pop(name)) for name in ("tools", "categories", "category_of")}
+    again = ToolReport(
+        overall=Accuracy(**read.pop("overall")),
+        confusion=tuple(tuple(counts) for counts in read.pop("confusion")),
+        errors=read.pop("errors"),
+        **parts,
+        **lists,
+    )
+    assert not read
+    assert again == report
+    assert again.table() == TABLE
+
+
+def test_nothing_is_wrong_with_right_calls() -> None:
+    calls = [ToolCall(tool=task.tool, arguments=task.arguments) for task in TASKS]
+    report = evaluate_tools(Answers(calls), TASKS, CATALOGUE)
+    assert report.overall == Accuracy(num_tasks=10, right_tool=1.0, right_call=1.0)
+    assert report.errors == {}
+    assert report.table().endswith("\nerrors: none")
+
+
+def test_it_takes_tasks_whose_tools_are_there() -> None:
+    with pytest.raises(ConfigError, match="evaluate_tools needs at least one task"):
+        evaluate_tools(Answers([]), [], CATALOGUE)
+    with pytest.raises(ConfigError, match="the catalogue lacks add, shuffle, which tasks ask for"):
+        evaluate_tools(Answers([]), TASKS, CATALOGUE.without("add", "shuffle"))
+
+
+def test_there_is_one_call_for_each_task() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        evaluate_tools(Answers([call("sort")]), TASKS, CATALOGUE)

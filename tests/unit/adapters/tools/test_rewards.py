@@ -1,0 +1,295 @@
+"""What calls bring in, worked by hand: .5 right tool or .2 its category, .3 parameters, .2 executed; costs; names."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytest
+
+from adapters.tools.calls import ToolCall, ToolResult
+from adapters.tools.catalogue import Tool, ToolCatalogue
+from adapters.tools.encoders import HashingEncoder
+from adapters.tools.errors import ToolRaisedError
+from adapters.tools.policies import ToolSelectionPolicy
+from adapters.tools.rewards import (
+    ToolRewards,
+    call_cost,
+    executed,
+    has_argument,
+    latency_cost,
+    right_parameters,
+    right_tool,
+    standard_rewards,
+)
+from adapters.tools.tasks import ToolTask
+from grpo import GRPOConfig, GRPOTrainer
+from grpo.checks import check_reward_model
+from grpo.errors import ConfigError, RewardError
+
+
+def sort(order: Literal["up", "down"], count: int = 1) -> None:
+    """Sort items."""
+
+
+def shuffle() -> None:
+    """Shuffle items."""
+
+
+def add(number: int) -> None:
+    """Add numbers."""
+
+
+CATALOGUE = ToolCatalogue(
+    [
+        Tool.from_function(sort, category="lists", cost=0.5),
+        Tool.from_function(shuffle, category="lists"),
+        Tool.from_function(add, category="arithmetic", cost=2.0),
+    ]
+)
+OK = ToolResult(output=1, seconds=0.25)
+FAILED = ToolResult(error=ToolRaisedError("it did not work"), seconds=1.5)
+
+
+def task(tool: str, category: str, **arguments: Any) -> ToolTask:
+    return ToolTask(
+        text="sort it",
+        tool=tool,
+        arguments=arguments,
+        category=category,
+        difficulty="easy",
+        slots={},
+        shares_words=True,
+    )
+
+
+def call(tool: str, **arguments: Any) -> ToolCall:
+    return ToolCall(tool=tool, arguments=arguments)
+
+
+SORT = task("sort", "lists", order="up", count=3)
+SHUFFLE = task("shuffle", "lists")
+
+
+class Answers:
+    """An executor that gives the answers it was made with, or the one it was made with to all, and remembers the calls."""
+
+    def __init__(self, *results: ToolResult) -> None:
+        self.results = results
+        self.asked: list[list[ToolCall]] = []
+
+    def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        self.asked.append(list(calls))
+        return list(self.results) if len(self.results) > 1 else [self.results[0]] * len(calls)
+
+
+# (task, call, result, tool, parameters, executed)
+CASES = {
+    "right in all": (SORT, call("sort", order="up", count=3), OK, 0.5, 0.3, 0.2),
+    "right in all, without arguments": (SHUFFLE, call("shuffle"), OK, 0.5, 0.3, 0.2),
+    "another tool of the category": (SORT, call("shuffle"), OK, 0.2, 0.0, 0.2),
+    "another tool of the category, with the same arguments": (
+        SHUFFLE, call("sort", order="up", count=3), OK, 0.2, 0.0, 0.2,
+    ),
+    "a tool of another category": (SORT, call("add", number=3), OK, 0.0, 0.0, 0.2),
+    "one of two parameters is right": (SORT, call("sort", order="up", count=4), OK, 0.5, 0.15, 0.2),
+    "one of two parameters is missing": (SORT, call("sort", order="up"), OK, 0.5, 0.15, 0.2),
+    "no parameter is right": (SORT, call("sort", order="down", count=4), OK, 0.5, 0.0, 0.2),
+    "one argument too many": (SORT, call("sort", order="up", count=3, extra=1), OK, 0.5, 0.2, 0.2),  # 2 of 3
+    "an argument where there is none": (SHUFFLE, call("shuffle", extra=1), OK, 0.5, 0.0, 0.2),
+    "right, but it failed": (SORT, call("sort", order="up", count=3), FAILED, 0.5, 0.3, 0.0),
+    "wrong, and it failed": (SORT, call("add", number=3), FAILED, 0.0, 0.0, 0.0),
+    "a tool that there is not": (SORT, call("fly"), FAILED, 0.0, 0.0, 0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_standard_rewards_by_hand(case: str) -> None:
+    asked, made, result, tool, parameters, ran = CASES[case]
+    rewards = ToolRewards(Answers(result), standard_rewards(CATALOGUE))
+    components = rewards.compute_components([asked], [made])
+    expected = {"tool": tool, "parameters": parameters, "executed": ran}
+    assert {name: float(part) for name, part in components.items()} == pytest.approx(expected, abs=1e-7)
+    assert rewards.compute_rewards([asked], [made]).tolist() == pytest.approx([tool + parameters + ran], abs=1e-7)
+
+
+def test_rows_have_their_own_tasks_calls_and_results() -> None:
+    rows = list(CASES.values())
+    rewards = ToolRewards(Answers(*(row[2] for row in rows)), standard_rewards(CATALOGUE))
+    found = rewards.compute_rewards([row[0] for row in rows], [row[1] for row in rows])
+    assert found.tolist() == pytest.approx([sum(row[3:]) for row in rows], abs=1e-6)
+    assert float(found.max()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "same"),
+    [
+        (1, 1, True), (1, 1.0, True), (1, 2, False), (True, True, True), (True, 1, False), (0, False, False),
+        ("a", "a", True), ([1, 2], [1, 2], True), ([1, 2], [2, 1], False), (None, None, True),
+    ],
+)  # fmt: skip
+def test_when_an_argument_is_right(given: Any, wanted: Any, same: bool) -> None:
+    assert has_argument(call("t", a=given), "a", {"a": wanted}) is same
+    assert has_argument(call("t"), "a", {"a": wanted}) is False
+    assert has_argument(call("t", a=given), "a", {}) is False
+
+
+def test_each_part_can_be_asked_on_its_own() -> None:
+    made = call("sort", order="up", count=3)
+    assert right_tool(CATALOGUE)(SORT, made, FAILED) == 0.5
+    assert right_parameters(SORT, made, FAILED) == pytest.approx(0.3)
+    assert executed("any text", made, OK) == 0.2
+
+
+def test_what_time_and_use_cost() -> None:
+    assert latency_cost(2.0)(SORT, call("sort"), OK) == -0.5
+    assert latency_cost(2.0)(SORT, call("sort"), FAILED) == -3.0
+    assert latency_cost(0.0)(SORT, call("sort"), OK) == 0
+    assert call_cost(CATALOGUE)(SORT, call("add"), OK) == -2.0
+    assert call_cost(CATALOGUE, 0.1)(SORT, call("sort"), OK) == pytest.approx(-0.05)
+    assert call_cost(CATALOGUE)(SORT, call("shuffle"), OK) == 0
+    assert call_cost(CATALOGUE)(SORT, call("fly"), FAILED) == 0
+
+
+@pytest.mark.parametrize("per_second", [-1.0, float("nan")])
+def test_time_is_never_paid_for(per_second: float) -> None:
+    with pytest.raises(ConfigError, match="latency_cost: per_second must be >= 0; got"):
+        latency_cost(per_second)
+
+
+def test_weights() -> None:
+    """1 * .5 + 2 * .15 + .5 * (-.5) + 1 * (-.5) = .05."""
+    functions = {
+        "tool": right_tool(CATALOGUE),
+        "parameters": right_parameters,
+        "slow": latency_cost(2.0),
+        "dear": call_cost(CATALOGUE),
+    }
+    rewards = ToolRewards(Answers(OK), functions, {"tool": 1, "parameters": 2, "slow": 0.5, "dear": 1})
+    assert rewards.compute_rewards([SORT], [call("sort", order="up", count=4)]).tolist() == pytest.approx(
+        [0.05], abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights"), [({}, None), ({"ran": executed}, {"run": 1}), ({"ran": executed}, {"ran": 1, "more": 1})]
+)
+def test_weights_belong_to_functions(functions: dict[str, Any], weights: dict[str, float] | None) -> None:
+    with pytest.raises(ConfigError, match="at least one reward and one weight for each"):
+        ToolRewards(Answers(OK), functions, weights)
+
+
+def test_any_function_of_task_call_and_result_will_do() -> None:
+    """States need not be tasks."""
+
+    def long_enough(request: str, made: ToolCall, result: ToolResult) -> bool:
+        return len(request) > len(made.tool) and result.output == 1
+
+    rewards = ToolRewards(Answers(OK), {"long": long_enough})
+    assert rewards.compute_rewards(["sort", "sort it"], [call("sort"), call("sort")]).tolist() == [0.0, 1.0]
+
+
+# --- executed once
+
+
+CALLS = [
+    call("sort", order="up"),
+    call("add", number=1),
+    call("sort", order="up"),
+    call("add", number=True),
+    call("add", number=1),
+]
+TASKS = [SORT, SHUFFLE, SORT, SORT, SHUFFLE]
+
+
+def test_every_row_is_executed_once_however_many_functions_ask() -> None:
+    executor = Answers(OK)
+    ToolRewards(executor, standard_rewards(CATALOGUE)).compute_rewards(TASKS, CALLS)
+    assert executor.asked == [CALLS]
+
+
+def test_equal_calls_can_share_one_execution() -> None:
+    """Each row gets the result of its own call; True is not 1."""
+    executor = Answers(OK, FAILED, ToolResult(seconds=4.0))
+    rewards = ToolRewards(executor, {"ran": executed, "slow": latency_cost(1.0)}, reuse_results=True)
+    components = rewards.compute_components(TASKS, CALLS)
+    assert [[one.tool, dict(one.arguments)] for one in executor.asked[0]] == [
+        ["sort", {"order": "up"}], ["add", {"number": 1}], ["add", {"number": True}],
+    ]  # fmt: skip
+    assert executor.asked[0][2].arguments["number"] is True
+    assert components["ran"].tolist() == pytest.approx([0.2, 0.0, 0.2, 0.2, 0.0])
+    assert components["slow"].tolist() == [-0.25, -1.5, -0.25, -4.0, -1.5]
+
+
+def test_results_are_shared_within_one_batch_only() -> None:
+    executor = Answers(OK)
+    rewards = ToolRewards(executor, {"ran": executed}, reuse_results=True)
+    for _ in range(2):
+        rewards.compute_rewards([SORT] * 2, [call("shuffle")] * 2)
+    assert executor.asked == [[call("shuffle")]] * 2
+
+
+# --- what a function may not do
+
+
+def test_a_function_that_raises_is_named_with_the_call() -> None:
+    def unlucky(asked: Any, made: ToolCall, result: ToolResult) -> float:
+        return 1 / (made.arguments["number"] - 1)
+
+    rewards = ToolRewards(Answers(OK), {"lucky": executed, "unlucky part": unlucky})
+    with pytest.raises(
+        RuntimeError, match=r"The reward unlucky part raised ZeroDivisionError for ToolCall\(tool='add'"
+    ) as caught:
+        rewards.compute_rewards([SORT, SORT], [call("add", number=3), call("add", number=1)])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("answer", [None, "much", [1.0], 1j, object()])
+def test_a_function_that_returns_no_number_is_named(answer: Any) -> None:
+    rewards = ToolRewards(Answers(OK), {"ran": executed, "odd": lambda asked, made, result: answer})
+    with pytest.raises(RewardError, match=r"^odd"):
+        rewards.compute_rewards([SORT, SORT], [call("sort"), call("add")])
+
+
+def test_the_conformance_kit_finds_nothing() -> None:
+    rewards = ToolRewards(Answers(OK), standard_rewards(CATALOGUE))
+    check_reward_model(rewards, TASKS, CALLS, strict=True)
+
+
+# --- in training
+
+
+def trainer(functions: dict[str, Any], **settings: Any) -> GRPOTrainer:
+    policy = ToolSelectionPolicy(CATALOGUE, encoder=HashingEncoder(16))
+    return GRPOTrainer(
+        config=GRPOConfig(group_size=8, **settings), policy=policy, reward_model=ToolRewards(Answers(OK), functions)
+    )
+
+
+def test_the_parts_are_reported_by_name() -> None:
+    """Shuffling is right: where a third of the calls each has .5, .2 and 0, the mean is between; all are executed."""
+    metrics = trainer(standard_rewards(CATALOGUE) | {"slow": latency_cost(2.0)}).step([SHUFFLE] * 8)
+    for name in ("tool", "parameters", "executed", "slow"):
+        assert {f"rewards/{name}/mean", f"rewards/{name}/std"} <= metrics.keys()
+    assert metrics["rewards/executed/mean"] == pytest.approx(0.2)
+    assert metrics["rewards/executed/std"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["rewards/slow/mean"] == pytest.approx(-0.5)
+    assert 0.1 < metrics["rewards/tool/mean"] < 0.4
+    parts = sum(metrics[f"rewards/{name}/mean"] for name in ("tool", "parameters", "executed", "slow"))
+    assert metrics["rewards/mean"] == pytest.approx(parts, abs=1e-5)
+
+
+def test_what_is_wrong_with_a_function_stops_training_and_is_named() -> None:
+    def broken(asked: Any, made: ToolCall, result: ToolResult) -> float:
+        raise KeyError("price")
+
+    with pytest.raises(RewardError, match="The reward broken raised KeyError for ToolCall"):
+        trainer({"ran": executed, "broken": broken}).step([SORT])
+    with pytest.raises(RewardError, match="odd"):
+        trainer({"ran": executed, "odd": lambda asked, made, result: float("nan")}).step([SORT])
+
+
+def test_training_makes_what_is_rewarded_more_likely() -> None:
+    training = trainer({"tool": right_tool(CATALOGUE)}, learning_rate=0.05)
+    for _ in range(10):
+        training.step([SHUFFLE] * 8)
+    probabilities = training.policy.tool_probabilities([SHUFFLE])[0]
+    assert float(probabilities[1]) > 0.9, "1/3 at first"

@@ -1,0 +1,174 @@
+"""Kinds of error: which one a call has, by hand; and that calls made to have one do, on all of the workbench's tasks."""
+
+from dataclasses import replace
+from random import Random
+from typing import Literal, get_args
+
+import pytest
+
+from adapters.tools.calls import ToolCall
+from adapters.tools.catalogue import Tool, ToolCatalogue
+from adapters.tools.task_errors import ErrorKind, classify_error, make_erroneous_call
+from adapters.tools.tasks import ToolTask
+from adapters.tools.workbench import make_workbench_tasks, workbench_catalogue
+
+KINDS = get_args(ErrorKind)
+
+
+def scale(number: float, unit: Literal["m", "km"], digits: int = 2, sign: bool = False, note: str | None = None) -> str:
+    """Scale a number."""
+    return f"{number} {unit} {digits} {sign} {note}"
+
+
+def shout(text: str) -> str:
+    """Shout a text."""
+    return text.upper()
+
+
+def wait() -> None:
+    """Wait a little."""
+
+
+CATALOGUE = ToolCatalogue([Tool.from_function(function, category="a") for function in (scale, shout, wait)])
+TASK = ToolTask(
+    text="Scale 3 as m",
+    tool="scale",
+    arguments={"number": 3, "unit": "m", "sign": False},
+    category="a",
+    difficulty="easy",
+    slots={"number": 3},
+    shares_words=True,
+)
+WAIT = replace(TASK, tool="wait", arguments={}, slots={})
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "kind"),
+    [
+        ("scale", {"number": 3, "unit": "m", "sign": False}, None),
+        ("scale", {"number": 3.0, "unit": "m", "sign": False}, None),
+        ("scale", {"number": 3, "unit": "m"}, None),  # sign is at its default
+        ("scale", {"number": 3, "unit": "m", "sign": False, "digits": 2}, None),  # a default spelled out
+        ("scales", {"number": 3, "unit": "m", "sign": False}, "invalid"),  # there is no such tool
+        ("scale", {"number": "3", "unit": "m"}, "invalid"),
+        ("scale", {"number": 3, "unit": "mile"}, "invalid"),
+        ("scale", {"number": 3, "unit": "m", "extra": 1}, "invalid"),
+        ("scale", {"number": "3"}, "invalid"),  # comes before missing
+        ("shout", {"text": 3}, "invalid"),  # comes before wrong_tool
+        ("shout", {"text": "hey"}, "wrong_tool"),
+        ("shout", {}, "wrong_tool"),  # what it lacks is not held against it
+        ("scale", {"number": 3, "sign": False}, "missing"),
+        ("scale", {"unit": "km"}, "missing"),  # comes before wrong_parameter
+        ("scale", {"unit": "m", "note": "x"}, "missing"),  # comes before redundant
+        ("scale", {"number": 3, "unit": "m", "note": "x"}, "redundant"),
+        ("scale", {"number": 3, "unit": "m", "digits": 3}, "redundant"),
+        ("scale", {"number": 4, "unit": "m", "note": "x"}, "redundant"),  # comes before wrong_parameter
+        ("scale", {"number": 3, "unit": "km"}, "wrong_parameter"),
+        ("scale", {"number": 4, "unit": "m"}, "wrong_parameter"),
+        ("scale", {"number": 3, "unit": "m", "sign": True}, "wrong_parameter"),
+    ],
+)
+def test_the_first_kind_of_error_that_holds_is_named(tool, arguments, kind) -> None:
+    assert classify_error(TASK, ToolCall(tool=tool, arguments=arguments), CATALOGUE) == kind
+
+
+def test_an_argument_the_task_has_is_missing_though_the_schema_does_not_require_it() -> None:
+    task = replace(TASK, arguments={"number": 3, "unit": "m", "note": "x", "digits": 1})
+    for lacking in ("note", "digits"):
+        arguments = {name: value for name, value in task.arguments.items() if name != lacking}
+        kind = classify_error(task, ToolCall(tool="scale", arguments=arguments), CATALOGUE)
+        # digits: what is absent stands for the default, 2, not for 1
+        assert kind == {"note": "missing", "digits": "wrong_parameter"}[lacking]
+
+
+def test_true_is_not_one_at_any_depth() -> None:
+    anything = Tool(
+        name="t", description="Take anything.", function=wait, parameters={"type": "object", "properties": {"x": {}}}
+    )
+    catalogue = ToolCatalogue([anything])
+    task = replace(TASK, tool="t", arguments={"x": [1, {"y": 0}]}, slots={})
+    for value, kind in (
+        ([1.0, {"y": 0}], None),
+        ([True, {"y": 0}], "wrong_parameter"),
+        ([1, {"y": False}], "wrong_parameter"),
+    ):
+        assert classify_error(task, ToolCall(tool="t", arguments={"x": value}), catalogue) == kind
+
+
+def test_a_reference_that_nothing_is_fetched_for_makes_a_call_invalid() -> None:
+    schema = {"type": "object", "properties": {"x": {"$ref": "https://example.com/schema"}}}
+    catalogue = ToolCatalogue([Tool(name="t", description="Follow.", function=wait, parameters=schema)])
+    task = replace(TASK, tool="t", arguments={"x": 1})
+    assert classify_error(task, ToolCall(tool="t", arguments={"x": 1}), catalogue) == "invalid"
+
+
+def test_no_call_is_made_where_no_error_is_possible() -> None:
+    possible = {kind: make_erroneous_call(WAIT, kind, CATALOGUE, Random(0)) is not None for kind in KINDS}
+    assert possible == {
+        "wrong_tool": True, "invalid": True, "wrong_parameter": False, "missing": False, "redundant": False,
+    }  # fmt: skip
+    assert make_erroneous_call(WAIT, "wrong_tool", ToolCatalogue([CATALOGUE["wait"]]), Random(0)) is None
+
+
+def test_calls_are_wrong_in_one_way_and_otherwise_right() -> None:
+    seen = {kind: [make_erroneous_call(TASK, kind, CATALOGUE, Random(seed)) for seed in range(60)] for kind in KINDS}
+    assert {call.tool for call in seen["wrong_tool"]} == {"shout", "wait"}
+    for call in seen["missing"]:
+        assert dict(TASK.arguments) | call.arguments == TASK.arguments
+        assert len(call.arguments) == 2
+    assert {tuple(call.arguments) for call in seen["missing"]} == {("number", "sign"), ("unit", "sign")}
+    for call in seen["wrong_parameter"]:
+        assert call.arguments.keys() == TASK.arguments.keys()
+        assert sum(call.arguments[name] != TASK.arguments[name] for name in call.arguments) == 1
+    for call in seen["redundant"]:
+        assert dict(call.arguments) | dict(TASK.arguments) == call.arguments
+        assert len(call.arguments) == 4
+    assert {"digits", "note"} == {(call.arguments.keys() - TASK.arguments.keys()).pop() for call in seen["redundant"]}
+    # a value of a wrong type, an unknown argument, an unknown tool
+    assert {(call.tool in CATALOGUE, "extra" in call.arguments) for call in seen["invalid"]} == {
+        (True, False), (True, True), (False, False),
+    }  # fmt: skip
+
+
+def test_a_call_of_another_tool_has_the_requests_values() -> None:
+    other = Tool.from_function(lambda number, unit="in": number, name="other", description="Other.", parameters={
+        "type": "object", "properties": {"number": {"type": "number"}, "unit": {"enum": ["in", "ft"]}},
+    })  # fmt: skip
+    catalogue = ToolCatalogue([CATALOGUE["scale"], other])
+    calls = [make_erroneous_call(TASK, "wrong_tool", catalogue, Random(seed)) for seed in range(20)]
+    assert {call.tool for call in calls} == {"other"}
+    assert {call.arguments["number"] for call in calls} == {3}
+    assert {call.arguments.get("unit") for call in calls} == {"in", "ft", None}  # it may be left out
+
+
+def test_a_task_whose_tool_the_catalogue_lacks_is_refused() -> None:
+    catalogue = CATALOGUE.without("scale")
+    with pytest.raises(ValueError, match="must have the task's tool 'scale'; it has shout, wait"):
+        classify_error(TASK, ToolCall(tool="shout"), catalogue)
+    with pytest.raises(ValueError, match="must have the task's tool 'scale'"):
+        make_erroneous_call(TASK, "invalid", catalogue, Random(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_error_can_be_made_on_the_workbenchs_tasks(kind) -> None:
+    catalogue, rng = workbench_catalogue(), Random(0)
+    impossible = set()
+    for task in make_workbench_tasks(700, seed=0):
+        call = make_erroneous_call(task, kind, catalogue, rng)
+        if call is None:
+            impossible.add(task.tool)
+        else:
+            assert classify_error(task, call, catalogue) == kind
+    # redundant needs a parameter that a task may leave out: `digits`, `kind` of files, `quotes`
+    with_options = {"convert_length", "convert_weight", "convert_temperature", "convert_duration", "round_number"}
+    with_options |= {"join_items", "list_files"}
+    if kind != "redundant":
+        assert not impossible
+    else:  # some of those ask for all they can
+        assert impossible >= catalogue.keys() - with_options
+
+
+def test_right_calls_have_no_error() -> None:
+    catalogue = workbench_catalogue()
+    for task in make_workbench_tasks(700, seed=1):
+        assert classify_error(task, ToolCall(tool=task.tool, arguments=task.arguments), catalogue) is None
