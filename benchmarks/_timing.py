@@ -40,7 +40,14 @@ class Pair:
         )
 
 
-def time_pairs(first: Callable[[], object], second: Callable[[], object], *, repeats: int, warmup: int = 3) -> Pair:
+def time_pairs(
+    first: Callable[[], object],
+    second: Callable[[], object],
+    *,
+    repeats: int,
+    warmup: int = 3,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Pair:
     """Time `first` and `second` in turn, `repeats` times each; the order within a pair alternates."""
     for _ in range(warmup):
         first()
@@ -48,9 +55,9 @@ def time_pairs(first: Callable[[], object], second: Callable[[], object], *, rep
     times: tuple[list[float], list[float]] = ([], [])
     for i in range(repeats):
         for which in (0, 1) if i % 2 == 0 else (1, 0):
-            start = time.perf_counter()
+            start = clock()
             (first, second)[which]()
-            times[which].append(time.perf_counter() - start)
+            times[which].append(clock() - start)
     ratios = [a / b for a, b in zip(*times, strict=True)]
     low, ratio, high = statistics.quantiles(ratios, n=4)
     return Pair(

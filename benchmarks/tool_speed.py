@@ -30,7 +30,7 @@ from torch import Tensor
 from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolExecutor, ToolSelectionPolicy
 from adapters.tools.policies import SIMILARITY_GAIN
 from benchmarks import _slow_tools
-from benchmarks._timing import Pair, keep_freed_memory
+from benchmarks._timing import keep_freed_memory, time_pairs
 from grpo import ActionScores
 
 NUM_CALLS, CONCURRENCY, LATENCY = 64, 32, 0.05
@@ -211,32 +211,12 @@ def check_same(problem: Problem) -> float:
         return max(float((ours.log_probs - log_probs).abs().max()), float((ours.entropy - entropy).abs().max()))
 
 
-def cpu_pairs(first: Callable[[], object], second: Callable[[], object], repeats: int) -> Pair:
-    """As `time_pairs`, in seconds of the processor."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for i in range(-1, repeats):
-        for which in (0, 1) if i % 2 == 0 else (1, 0):
-            start = time.process_time()
-            (first, second)[which]()
-            if i >= 0:  # the first pair is a warm-up
-                times[which].append(time.process_time() - start)
-    ratios = [a / b for a, b in zip(*times, strict=True)]
-    low, ratio, high = statistics.quantiles(ratios, n=4)
-    return Pair(
-        first_ms=1e3 * statistics.median(times[0]),
-        second_ms=1e3 * statistics.median(times[1]),
-        ratio=ratio,
-        low=low,
-        high=high,
-    )
-
-
 def print_policy(num_decisions: int, num_calls: int, batch_size: int, repeats: int) -> None:
     """One line."""
     problem = make_problem(num_decisions // num_calls, num_calls, batch_size)
     difference = check_same(problem)
     assert difference < 1e-4, f"the two sides do not compute the same: they differ by {difference}"
-    pair = cpu_pairs(policy_work(problem), BareLoop(problem), repeats)
+    pair = time_pairs(policy_work(problem), BareLoop(problem), repeats=repeats, warmup=1, clock=time.process_time)
     print(
         f"{num_decisions:,} calls, {NUM_TOOLS:,} tools, {num_calls} per text, {batch_size:4d} texts at once: {pair}, "
         f"at most 1.2; they differ by {difference:.0e}"

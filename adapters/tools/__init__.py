@@ -31,7 +31,7 @@ except ImportError as error:
 
 from .calls import ToolCall, ToolResult
 from .catalogue import Tool, ToolCatalogue
-from .commands import Command
+from .commands import Command, CommandFailedError
 from .encoders import HashingEncoder
 from .errors import (
     InvalidArgumentsError,
@@ -68,6 +68,7 @@ from .workers import WorkerLimits
 __all__ = [
     "Accuracy",
     "Command",
+    "CommandFailedError",
     "HashingEncoder",
     "InvalidArgumentsError",
     "InvalidOutputError",

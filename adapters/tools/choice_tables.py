@@ -30,6 +30,7 @@ class ChoiceTables:
         self.choices: list[tuple[ParameterChoices, ...]] = [tool.choices for tool in catalogue.values()]
         self.tools = list(catalogue.values())
         self._parts = [(_others(tool), tool.constants, _named(tool)) for tool in self.tools]
+        self._drawn: dict[int, tuple[ToolCall, list[int]]] = {}
         self._places = [[(choice.name, _places(choice)) for choice in of] for of in self.choices]
         self.value_texts = list(dict.fromkeys(text for of in self.choices for choice in of for text in choice.texts))
         self.max_choices = max(map(len, self.choices))
@@ -55,8 +56,18 @@ class ChoiceTables:
         Raises:
             ContractError: a tool that is not here, or a value that its schema does not enumerate.
         """
-        taken = [self._steps_of_call(owner, call) for call in calls]
+        taken = []
+        for call in calls:
+            drawn = self._drawn.get(id(call))
+            taken.append(drawn[1] if drawn is not None and drawn[0] is call else self._steps_of_call(owner, call))
         return torch.tensor(taken, dtype=torch.int64).view(len(calls), 1 + self.max_choices)
+
+    def remember(self, calls: Sequence[ToolCall], steps: Sequence[list[int]]) -> None:
+        """Calls that were just drawn, instead of those before: what they chose need not be read back from them."""
+        width = 1 + self.max_choices
+        self._drawn = {
+            id(call): (call, taken + [0] * (width - len(taken))) for call, taken in zip(calls, steps, strict=True)
+        }
 
     def _steps_of_call(self, owner: str, call: ToolCall) -> list[int]:
         tool = self.position.get(call.tool)

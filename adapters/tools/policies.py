@@ -140,9 +140,12 @@ class ToolSelectionPolicy(nn.Module):
         steps = drawn.view(-1, 1)
         if flat.numel():
             chosen = torch.multinomial(flat, 1, generator=generator).view(len(rows), -1)
-            steps = torch.cat([steps, chosen.where(self._decides[steps[:, 0], 1:], 0)], dim=1)
+            decided = self._decides[steps[:, 0], 1 : 1 + chosen.shape[1]]
+            steps = torch.cat([steps, chosen.where(decided, 0)], dim=1)
         scores = self._scores(tools, per_value, rows, steps)
-        calls = self._calls(states, rows.tolist(), steps.tolist())
+        taken = steps.tolist()
+        calls = self._calls(states, rows.tolist(), taken)
+        self._tables.remember(calls, taken)
         groups = [calls[i : i + num_actions_per_state] for i in range(0, len(calls), num_actions_per_state)]
         return SampledActions(actions=groups, mask=scores.mask, behaviour_log_probs=scores.log_probs, scores=scores)
 

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -635,3 +636,41 @@ def test_all_that_it_looks_up_moves_with_it() -> None:
     made.add_tools(Tool.from_function(pong))
     assert {value.device.type for value in made.buffers()} == {"meta"}
     assert made.tool_vectors.shape[0] == 5
+
+
+def test_a_batch_may_hold_fewer_decisions_than_the_longest_tool_has():
+    """Tools of 1, 2 and 3 decisions: drawn with the longest unavailable, calls and scores are narrower, and agree."""
+
+    def tool(name, parameters):
+        properties = {parameter: {"enum": ["a", "b"]} for parameter in parameters}
+        schema = {"type": "object", "properties": properties, "required": list(properties)}
+        return Tool(name=name, description=f"Do {name}.", function=len, parameters=schema)
+
+    catalogue = ToolCatalogue([tool("one", "x"), tool("two", "xy"), tool("three", "xyz")])
+    policy = ToolSelectionPolicy(catalogue, available=lambda state: {"one", "two"} if state == "short" else None)
+    torch.manual_seed(0)
+    for state, widths in (("short", {2, 3}), ("long", {4})):
+        sampled = policy.sample_actions([state], 64)
+        assert sampled.mask.shape[1] in widths
+        [calls] = sampled.actions
+        assert all(set(call.arguments) == set(catalogue[call.tool].properties) for call in calls)
+        assert set(sampled.mask.sum(1).tolist()) == {1 + len(catalogue[call.tool].properties) for call in calls}
+        remembered = policy.score_groups([state], [calls])
+        read_back = policy.score_groups([state], [[replace(call) for call in calls]])  # equal, and not the same objects
+        for scores in (remembered, read_back):
+            torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs)
+            assert torch.equal(scores.mask, sampled.mask)
+
+
+def test_what_a_call_chose_is_not_taken_from_another_that_was_drawn():
+    """The policy remembers what it has just drawn by the objects themselves; others are read."""
+    policy = ToolSelectionPolicy(ToolCatalogue([Tool.from_function(ping), Tool.from_function(pong)]))
+    torch.manual_seed(0)
+    [calls] = policy.sample_actions(["any"], 16).actions
+    drawn = next(call for call in calls if call.tool == "pong")
+    other = call("pong", sure=not drawn.arguments["sure"])
+    with torch.no_grad():
+        policy.value_query.bias.copy_(policy.value_vectors[int(drawn.arguments["sure"])])
+    likely, unlikely = policy.get_log_probabilities(["any", "any"], [drawn, other]).tolist()
+    assert likely > unlikely
+    assert policy.get_log_probabilities(["any"], [replace(drawn)]).item() == pytest.approx(likely)
