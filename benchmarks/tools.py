@@ -52,6 +52,8 @@ TUNING_SEEDS = (100,)
 
 NUM_MORE_ITERATIONS = 20
 """After two tools were added."""
+HELD_OUT_PER_TOOL = 100
+"""To measure added tools with: shares of 20 requests, of which `NUM_HELD_OUT` has so many, would be accidents."""
 
 EVERYTHING = workbench_catalogue()
 CATALOGUE = EVERYTHING.without(*ADDED_LATER)
@@ -207,7 +209,7 @@ def right_tools(policy: ToolSelectionPolicy, held_out: Sequence[ToolTask]) -> tu
 
 def add_tools(policy: ToolSelectionPolicy, setting: Setting) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Shares before any update, and after some more iterations with requests for all tools; half the learning rate."""
-    train, held_out = workbench_split(NUM_TRAIN, NUM_HELD_OUT, setting.seed, EVERYTHING)
+    train, held_out = workbench_split(NUM_TRAIN, HELD_OUT_PER_TOOL * len(EVERYTHING), setting.seed, EVERYTHING)
     policy.add_tools(*(EVERYTHING[name] for name in ADDED_LATER))
     before = right_tools(policy, held_out)
     trainer = GRPOTrainer(

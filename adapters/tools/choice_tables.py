@@ -30,7 +30,9 @@ class ChoiceTables:
         self.choices: list[tuple[ParameterChoices, ...]] = [tool.choices for tool in catalogue.values()]
         self.tools = list(catalogue.values())
         self._parts = [(_others(tool), tool.constants, _named(tool)) for tool in self.tools]
-        self._drawn: dict[int, tuple[ToolCall, list[int]]] = {}
+        self._drawn: Sequence[ToolCall] = ()
+        self._drawn_places: dict[int, int] = {}
+        self._drawn_steps: Int64[Tensor, "N T"] = torch.zeros(0, 1 + max(map(len, self.choices)), dtype=torch.int64)
         self._places = [[(choice.name, _places(choice)) for choice in of] for of in self.choices]
         self.value_texts = list(dict.fromkeys(text for of in self.choices for choice in of for text in choice.texts))
         self.max_choices = max(map(len, self.choices))
@@ -56,18 +58,22 @@ class ChoiceTables:
         Raises:
             ContractError: a tool that is not here, or a value that its schema does not enumerate.
         """
-        taken = []
-        for call in calls:
-            drawn = self._drawn.get(id(call))
-            taken.append(drawn[1] if drawn is not None and drawn[0] is call else self._steps_of_call(owner, call))
+        places = [self._drawn_places.get(id(call), -1) for call in calls]
+        if all(place >= 0 and self._drawn[place] is call for place, call in zip(places, calls, strict=True)):
+            return self._drawn_steps[places]
+        taken = [self._steps_of_call(owner, call) for call in calls]
         return torch.tensor(taken, dtype=torch.int64).view(len(calls), 1 + self.max_choices)
 
-    def remember(self, calls: Sequence[ToolCall], steps: Sequence[list[int]]) -> None:
-        """Calls that were just drawn, instead of those before: what they chose need not be read back from them."""
-        width = 1 + self.max_choices
-        self._drawn = {
-            id(call): (call, taken + [0] * (width - len(taken))) for call, taken in zip(calls, steps, strict=True)
-        }
+    def remember(self, calls: Sequence[ToolCall], steps: Int64[Tensor, "N t"]) -> None:
+        """Calls that were just drawn, instead of those before: what they chose need not be read back from them.
+
+        Args:
+            calls: known by their identity from now on.
+            steps: what they chose; t may be less than T where no call has more.
+        """
+        self._drawn = calls
+        self._drawn_places = {id(call): place for place, call in enumerate(calls)}
+        self._drawn_steps = torch.nn.functional.pad(steps, (0, 1 + self.max_choices - steps.shape[1]))
 
     def _steps_of_call(self, owner: str, call: ToolCall) -> list[int]:
         tool = self.position.get(call.tool)

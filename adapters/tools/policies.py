@@ -143,9 +143,8 @@ class ToolSelectionPolicy(nn.Module):
             decided = self._decides[steps[:, 0], 1 : 1 + chosen.shape[1]]
             steps = torch.cat([steps, chosen.where(decided, 0)], dim=1)
         scores = self._scores(tools, per_value, rows, steps)
-        taken = steps.tolist()
-        calls = self._calls(states, rows.tolist(), taken)
-        self._tables.remember(calls, taken)
+        calls = self._calls(states, rows.tolist(), steps.tolist())
+        self._tables.remember(calls, steps)
         groups = [calls[i : i + num_actions_per_state] for i in range(0, len(calls), num_actions_per_state)]
         return SampledActions(actions=groups, mask=scores.mask, behaviour_log_probs=scores.log_probs, scores=scores)
 
