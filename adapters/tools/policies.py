@@ -30,6 +30,9 @@ SIMILARITY_GAIN = 20.0
 OWN_FEATURE = 3.0
 """Weight of what belongs to one value of one parameter, beside its words: "feet" means another thing in `from` than in `to`."""
 
+UNAVAILABLE = -1e30
+"""No log-probability of a tool that can be chosen is so small."""
+
 PROBE = "Convert 12 miles to feet, please."
 """What two encoders are told apart by."""
 
@@ -342,7 +345,16 @@ class ToolSelectionPolicy(nn.Module):
         device = tools.device
         steps = self._tables.steps_of("ToolSelectionPolicy", calls).to(device)
         rows = rows.to(device)
-        return self._scores(tools, self._value_log_probs(values, rows, steps[:, 0]), rows, steps)
+        scores = self._scores(tools, self._value_log_probs(values, rows, steps[:, 0]), rows, steps)
+        if self.available is not None:
+            unavailable = (scores.log_probs[:, 0] < UNAVAILABLE).nonzero().flatten().tolist()
+            if unavailable:
+                row = unavailable[0]
+                raise ContractError(
+                    f"ToolSelectionPolicy: {calls[row].tool} must be available in the state of row {row} to be scored, and "
+                    f"available(state) does not name it. It must name the same tools whenever it is asked."
+                )
+        return scores
 
     def _calls(self, states: Any, rows: Sequence[int], steps: Sequence[Sequence[int]]) -> list[ToolCall]:
         tools = self._tables.tools
