@@ -23,7 +23,9 @@ from tests.policies import TablePolicy
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-COMING_FROM, DEBUGGING, CONTROL, LLM = (DOCS / f"{name}.md" for name in ("coming_from", "debugging", "control", "llm"))
+COMING_FROM, DEBUGGING, CONTROL, LLM, TOOLS = (
+    DOCS / f"{name}.md" for name in ("coming_from", "debugging", "control", "llm", "tools")
+)
 SECONDS_PER_BLOCK = 2.0
 NOT_RUN = "<!-- not run -->"
 
@@ -42,11 +44,12 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def test_there_is_something_to_check() -> None:
-    assert {COMING_FROM, DEBUGGING, CONTROL, LLM} <= set(PAGES)
+    assert {COMING_FROM, DEBUGGING, CONTROL, LLM, TOOLS} <= set(PAGES)
     assert len(SETTING.findall(COMING_FROM.read_text(encoding="utf-8"))) > 100
     assert len(set(METRIC.findall(DEBUGGING.read_text(encoding="utf-8")))) > 25
     assert len(BLOCK.findall(DEBUGGING.read_text(encoding="utf-8"))) > 2
     assert len(BLOCK.findall(LLM.read_text(encoding="utf-8"))) > 5
+    assert len(BLOCK.findall(TOOLS.read_text(encoding="utf-8"))) > 10
 
 
 def test_what_counts_as_a_setting() -> None:
