@@ -33,7 +33,6 @@ class ChoiceTables:
         self._drawn: Sequence[ToolCall] = ()
         self._drawn_places: dict[int, int] = {}
         self._drawn_steps: Int64[Tensor, "N T"] = torch.zeros(0, 1 + max(map(len, self.choices)), dtype=torch.int64)
-        self._places = [[(choice.name, _places(choice)) for choice in of] for of in self.choices]
         self.value_texts = list(dict.fromkeys(text for of in self.choices for choice in of for text in choice.texts))
         self.max_choices = max(map(len, self.choices))
         shape = (len(self.names), self.max_choices, max((len(c.values) for of in self.choices for c in of), default=0))
@@ -79,25 +78,16 @@ class ChoiceTables:
         tool = self.position.get(call.tool)
         if tool is None:
             raise ContractError(f"{owner}: no tool is called {call.tool!r}; there are {', '.join(self.names[:40])}.")
-        arguments, places = call.arguments, self._places[tool]
-        steps = [tool]
-        for column, (name, place) in enumerate(places):
-            given = arguments.get(name, ABSENT)
-            try:
-                index = place.get((isinstance(given, bool), given))
-            except TypeError:  # a list or an object
-                index = None
+        steps = [tool] + [0] * self.max_choices
+        for column, choice in enumerate(self.choices[tool], start=1):
+            index = choice.index(call.arguments)
             if index is None:
-                index = self.choices[tool][column].index(arguments)
-            if index is None:
-                choice = self.choices[tool][column]
-                came = repr(arguments[name]) if name in arguments else "nothing"
+                came = repr(call.arguments[choice.name]) if choice.name in call.arguments else "nothing"
                 raise ContractError(
                     f"{owner}: {call.tool}.{choice.name} must be one of {[v for v in choice.values if v is not ABSENT]}"
                     f"{' or left out' if ABSENT in choice.values else ''}; got {came}."
                 )
-            steps.append(index)
-        steps += [0] * (self.max_choices - len(places))
+            steps[column] = index
         return steps
 
     def call(self, steps: Sequence[int], given: Mapping[str, Any]) -> ToolCall:
@@ -131,12 +121,3 @@ def _others(tool: Tool) -> list[str]:
 def _named(tool: Tool) -> list[tuple[int, str, tuple[Any, ...]]]:
     """Each parameter that is decided: its step, its name, its values."""
     return [(column, choice.name, choice.values) for column, choice in enumerate(tool.choices, start=1)]
-
-
-def _places(choice: ParameterChoices) -> dict[tuple[bool, Any], int]:
-    """Which place a value has, as `ParameterChoices.index` says, for those that can be looked up: neither lists nor objects."""
-    found: dict[tuple[bool, Any], int] = {}
-    for place, value in enumerate(choice.values):
-        if not isinstance(value, list | dict):
-            found.setdefault((isinstance(value, bool), value), place)
-    return found
