@@ -40,4 +40,4 @@ class ToolRaisedError(ToolError, RuntimeError):
 
 
 class WorkerDiedError(ToolError, RuntimeError):
-    """The worker ended during the call: killed, out of memory, or by its own doing. It was replaced."""
+    """What worked on the call ended: killed, out of memory, or by itself. A worker was replaced; an MCP server was not."""

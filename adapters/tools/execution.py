@@ -170,9 +170,8 @@ class Engine:
         if late:
             raise ToolTimeoutError(f"{tool.name}: no answer within {timeout:g} s; it was cancelled.")
         value, error = task.result()
-        for kind in ERRORS.values():
-            if isinstance(error, kind):
-                raise kind(f"{tool.name}: {error}") from error
+        if isinstance(error, ToolError):  # a client knows best: its server is gone, say
+            raise type(error)(f"{tool.name}: {error}") from error
         if error is not None:
             raise ToolRaisedError(f"{tool.name}: {described(error)}") from error
         return value

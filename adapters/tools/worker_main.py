@@ -54,7 +54,7 @@ class ForkServer:
 
     Args:
         control: orders come from here.
-        setup: as `workers.ForkServer` wrote it.
+        setup: as `workers.WorkerSource` wrote it.
         tools: name -> (function, checker).
     """
 

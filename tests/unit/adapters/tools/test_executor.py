@@ -748,6 +748,19 @@ def test_what_remote_tools_raise_is_a_result(executor: ToolExecutor) -> None:
     assert str(results[1].error) == "async_exit: SystemExit: 3"
 
 
+def test_a_remote_tool_may_say_which_error_it_is() -> None:
+    """As the tools of an MCP server do, when the server is gone: no fault of the call."""
+
+    async def gone() -> None:
+        """Ask a server that has ended."""
+        raise WorkerDiedError("the server ended")
+
+    with ToolExecutor(ToolCatalogue([Tool.from_function(gone, remote=True)])) as made:
+        [result] = made.run([call("gone")])
+    assert error_of(result) is WorkerDiedError
+    assert str(result.error) == "gone: the server ended"
+
+
 def test_a_remote_tool_is_cancelled_and_one_that_goes_on_is_left(executor: ToolExecutor) -> None:
     ended = []
 
