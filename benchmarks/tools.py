@@ -1,6 +1,6 @@
 """What is learned about 33 tools in the same budget of calls: GRPO beside other ways to choose a tool and its parameters.
 
-The workbench of `examples/tool_routing.py`, with its settings: 8,000 training tasks, 400 iterations of 64 tasks and 8 calls.
+The workbench of `examples/tool_routing.py`, with its settings: 8,000 training tasks, 400 iterations of 128 tasks and 4 calls.
 What learns from rewards makes as many calls, of the same tasks, and is judged by the same functions. A second table adds two
 tools to the policies that GRPO has trained.
 
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -40,18 +41,16 @@ from benchmarks._tool_baselines import (
     train_reinforce,
     train_supervised,
 )
-from examples.tool_routing import CONFIG, NUM_HELD_OUT, NUM_TRAIN
+from examples.tool_routing import CONFIG, NUM_HELD_OUT, NUM_MORE_ITERATIONS, NUM_TRAIN, learn_added_tools
 from grpo import GRPOTrainer
 
-REINFORCE_RATE, SUPERVISED_RATE, LINUCB_ALPHA = 0.02, 0.05, 1.0
+REINFORCE_RATE, REINFORCE_ENTROPY, SUPERVISED_RATE, LINUCB_ALPHA = 0.02, 0.03, 0.05, 1.0
 """Chosen by `--tune`."""
 
 LINUCB_FEATURES, LINUCB_BATCH = 256, 256
 
 TUNING_SEEDS = (100,)
 
-NUM_MORE_ITERATIONS = 20
-"""After two tools were added."""
 HELD_OUT_PER_TOOL = 100
 """To measure added tools with: shares of 20 requests, of which `NUM_HELD_OUT` has so many, would be accidents."""
 
@@ -90,6 +89,17 @@ class Setting:
         return ToolRewards(Remembering(self.executor), standard_rewards(EVERYTHING))
 
 
+class Learned(NamedTuple):
+    """What a method has made: who answers, the calls it took, and GRPO's trainer, which can go on."""
+
+    answers: PredictsCalls
+    num_calls: int = 0
+    trainer: GRPOTrainer | None = None
+
+
+Method: TypeAlias = Callable[[Setting], Learned]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a method has come to."""
@@ -111,27 +121,29 @@ def make_setting(seed: int, num_iterations: int, executor: Counted) -> Setting:
 # methods
 
 
-def untrained(setting: Setting) -> tuple[PredictsCalls, int]:  # noqa: ARG001  # as all methods are called
+def untrained(setting: Setting) -> Learned:  # noqa: ARG001  # as all methods are called
     """All is as likely as all else; the likeliest call is then that of the first tool with its first values."""
-    return ToolSelectionPolicy(CATALOGUE), 0
+    return Learned(ToolSelectionPolicy(CATALOGUE))
 
 
-def nearest(setting: Setting) -> tuple[PredictsCalls, int]:  # noqa: ARG001
+def nearest(setting: Setting) -> Learned:  # noqa: ARG001
     """Without learning."""
-    return NearestDescription(CATALOGUE), 0
+    return Learned(NearestDescription(CATALOGUE))
 
 
-def grpo(setting: Setting) -> tuple[PredictsCalls, int]:
+def grpo(setting: Setting) -> Learned:
     """The example."""
     policy = ToolSelectionPolicy(CATALOGUE)
     rewards = ToolRewards(setting.executor, standard_rewards(EVERYTHING), reuse_results=True)
     trainer = GRPOTrainer(config=replace(CONFIG, seed=setting.seed), policy=policy, reward_model=rewards)
     trainer.train(setting.train, num_iterations=setting.num_iterations)
-    return policy, setting.num_calls
+    return Learned(policy, setting.num_calls, trainer)
 
 
-def reinforce(setting: Setting, learning_rate: float = REINFORCE_RATE) -> tuple[PredictsCalls, int]:
-    """As many calls in an update, so as many updates, and the same weight of the entropy."""
+def reinforce(
+    setting: Setting, learning_rate: float = REINFORCE_RATE, entropy_coef: float = REINFORCE_ENTROPY
+) -> Learned:
+    """As many calls in an update, so as many updates."""
     policy = ToolSelectionPolicy(CATALOGUE)
     assert CONFIG.batch_size is not None
     train_reinforce(
@@ -141,15 +153,15 @@ def reinforce(setting: Setting, learning_rate: float = REINFORCE_RATE) -> tuple[
         num_calls=setting.num_calls,
         batch_size=CONFIG.batch_size,
         learning_rate=learning_rate,
-        entropy_coef=CONFIG.objective.entropy_coef,
+        entropy_coef=entropy_coef,
         seed=setting.seed,
     )
-    return policy, setting.num_calls
+    return Learned(policy, setting.num_calls)
 
 
 def linucb(
     setting: Setting, alpha: float = LINUCB_ALPHA, num_features: int = LINUCB_FEATURES, *, principal: bool = True
-) -> tuple[PredictsCalls, int]:
+) -> Learned:
     """The bandit."""
     features = (
         principal_features([task.text for task in setting.train], num_features)
@@ -160,17 +172,17 @@ def linucb(
     bandit.train(
         setting.train, setting.rewards(), num_calls=setting.num_calls, batch_size=LINUCB_BATCH, seed=setting.seed
     )
-    return bandit, setting.num_calls
+    return Learned(bandit, setting.num_calls)
 
 
-def supervised(setting: Setting, learning_rate: float = SUPERVISED_RATE) -> tuple[PredictsCalls, int]:
+def supervised(setting: Setting, learning_rate: float = SUPERVISED_RATE) -> Learned:
     """The upper bound."""
     policy = ToolSelectionPolicy(CATALOGUE)
     train_supervised(policy, setting.train, num_tasks=setting.num_tasks, learning_rate=learning_rate, seed=setting.seed)
-    return policy, 0
+    return Learned(policy)
 
 
-METHODS: dict[str, Callable[[Setting], tuple[PredictsCalls, int]]] = {
+METHODS: dict[str, Method] = {
     "untrained policy": untrained,
     "nearest description": nearest,
     "GRPO": grpo,
@@ -180,53 +192,53 @@ METHODS: dict[str, Callable[[Setting], tuple[PredictsCalls, int]]] = {
 }
 
 
-def measure(method: Callable[[Setting], tuple[PredictsCalls, int]], setting: Setting) -> tuple[PredictsCalls, Outcome]:
-    """What answers, and how well; the measuring is not in the seconds."""
+def measure(method: Method, setting: Setting) -> tuple[Learned, Outcome]:
+    """What was learned, and how well it answers; the measuring is not in the seconds."""
     torch.manual_seed(setting.seed)
     start, cpu_start = time.perf_counter(), time.process_time()
-    answers, num_calls = method(setting)
+    learned = method(setting)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    report = evaluate_tools(answers, setting.held_out, CATALOGUE)
-    return answers, Outcome(report=report, num_calls=num_calls, seconds=seconds, cpu_seconds=cpu_seconds)
+    report = evaluate_tools(learned.answers, setting.held_out, CATALOGUE)
+    return learned, Outcome(report=report, num_calls=learned.num_calls, seconds=seconds, cpu_seconds=cpu_seconds)
 
 
 # two tools more
 
 
-ADDED_ROWS = ("added, close to the description", "added, other words", "the other 33")
-
-
-def right_tools(policy: ToolSelectionPolicy, held_out: Sequence[ToolTask]) -> tuple[float, ...]:
-    """Shares by `ADDED_ROWS`."""
+def shares_of_parts(policy: ToolSelectionPolicy, held_out: Sequence[ToolTask]) -> dict[str, float]:
+    """Of the tools that are added, and of the others."""
     added = [task for task in held_out if task.tool in ADDED_LATER]
-    parts = (
-        [task for task in added if task.shares_words],
-        [task for task in added if not task.shares_words],
-        [task for task in held_out if task.tool not in ADDED_LATER],
+    others = [task for task in held_out if task.tool not in ADDED_LATER]
+    close, far, known = (
+        evaluate_tools(policy, part, EVERYTHING).overall
+        for part in ([t for t in added if t.shares_words], [t for t in added if not t.shares_words], others)
     )
-    return tuple(evaluate_tools(policy, part, EVERYTHING).overall.right_tool for part in parts)
+    return {
+        "added, close to the description: right tool": close.right_tool,
+        "added, other words: right tool": far.right_tool,
+        "the other 33: right tool": known.right_tool,
+        "the other 33: right in all": known.right_call,
+    }
 
 
-def add_tools(policy: ToolSelectionPolicy, setting: Setting) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Shares before any update, and after some more iterations with requests for all tools; half the learning rate."""
+def add_tools(trainer: GRPOTrainer, setting: Setting) -> tuple[dict[str, float], dict[str, float]]:
+    """Shares before any update, and after some more iterations with requests for all tools."""
     train, held_out = workbench_split(NUM_TRAIN, HELD_OUT_PER_TOOL * len(EVERYTHING), setting.seed, EVERYTHING)
-    policy.add_tools(*(EVERYTHING[name] for name in ADDED_LATER))
-    before = right_tools(policy, held_out)
-    trainer = GRPOTrainer(
-        config=replace(CONFIG, learning_rate=CONFIG.learning_rate / 2, seed=setting.seed),
-        policy=policy,
-        reward_model=ToolRewards(setting.executor, standard_rewards(EVERYTHING), reuse_results=True),
-    )
-    trainer.train(train, num_iterations=NUM_MORE_ITERATIONS)
-    return before, right_tools(policy, held_out)
+    trainer.policy.add_tools(*(EVERYTHING[name] for name in ADDED_LATER))
+    before = shares_of_parts(trainer.policy, held_out)
+    learn_added_tools(trainer, train)
+    return before, shares_of_parts(trainer.policy, held_out)
 
 
 # printing
 
 
-def share(values: Sequence[float]) -> str:
+def share(values: Sequence[float], digits: int = 1) -> str:
     """Median, least and most, in per cent."""
-    return f"{100 * statistics.median(values):.1f} ({100 * min(values):.1f} to {100 * max(values):.1f})"
+    median, least, most = (
+        f"{100 * value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))
+    )
+    return f"{median} ({least} to {most})"
 
 
 def print_methods(outcomes: dict[str, list[Outcome]]) -> None:
@@ -254,11 +266,13 @@ def print_methods(outcomes: dict[str, list[Outcome]]) -> None:
         )
 
 
-def print_added(found: Sequence[tuple[tuple[float, ...], tuple[float, ...]]]) -> None:
-    """The second table."""
-    print(f"\n| right tool, % | before any update | after {NUM_MORE_ITERATIONS} iterations |\n|---|---|---|")
-    for i, name in enumerate(ADDED_ROWS):
-        print(f"| {name} | {share([before[i] for before, _ in found])} | {share([after[i] for _, after in found])} |")
+def print_added(found: Sequence[tuple[dict[str, float], dict[str, float]]]) -> None:
+    """The second table; the change is each seed's own."""
+    print(f"\n| % | before any update | after {NUM_MORE_ITERATIONS} iterations | change |\n|---|---|---|---|")
+    for name in found[0][0]:
+        before, after = ([shares[name] for shares in of] for of in zip(*found, strict=True))
+        changes = [b - a for a, b in zip(before, after, strict=True)]
+        print(f"| {name} | {share(before, 2)} | {share(after, 2)} | {share(changes, 2)} |")
     print(f"\nTargets: {TARGETS['added']}.")
 
 
@@ -270,13 +284,12 @@ def compare(names: Sequence[str], seeds: Sequence[int], num_iterations: int, exe
         setting = make_setting(seed, num_iterations, executor)
         for name in names:
             before = executor.num_calls
-            answers, outcome = measure(METHODS[name], setting)
+            learned, outcome = measure(METHODS[name], setting)
             outcomes[name].append(outcome)
-            if name == "GRPO":
-                assert isinstance(answers, ToolSelectionPolicy)
+            if learned.trainer is not None:
                 executed.append(executor.num_calls - before)
                 last = executor.last
-                added.append(add_tools(answers, setting))
+                added.append(add_tools(learned.trainer, setting))
     print(
         f"{len(CATALOGUE)} tools in {len(CATALOGUE.categories)} categories, {NUM_TRAIN:,} training and {NUM_HELD_OUT} held-out "
         f"tasks, seeds {seeds[0]} to {seeds[-1]}: median (least to most); load {os.getloadavg()[0]:.1f} on {os.cpu_count()} "
@@ -297,11 +310,11 @@ def compare(names: Sequence[str], seeds: Sequence[int], num_iterations: int, exe
 
 def tune(beginning: str, num_iterations: int, executor: Counted) -> None:
     """What else could be chosen, on a seed that no table has; those whose name begins so."""
-    tried: dict[str, Callable[[Setting], tuple[PredictsCalls, int]]] = {}
+    tried: dict[str, Method] = {}
     for rate in (0.01, 0.02, 0.05):
         tried[f"supervised, learning rate {rate}"] = lambda s, r=rate: supervised(s, r)
-    for rate in (0.01, 0.02, 0.05):
-        tried[f"REINFORCE, learning rate {rate}"] = lambda s, r=rate: reinforce(s, r)
+    for rate, entropy in ((0.01, 0.03), (0.02, 0.03), (0.05, 0.03), (0.02, CONFIG.objective.entropy_coef)):
+        tried[f"REINFORCE, learning rate {rate}, entropy {entropy}"] = lambda s, r=rate, e=entropy: reinforce(s, r, e)
     for alpha in (0.03, 0.3, 1.0, 3.0):
         tried[f"LinUCB, alpha {alpha}"] = lambda s, a=alpha: linucb(s, a)
     tried["LinUCB, alpha 1.0, 256 hashed features"] = lambda s: linucb(s, 1.0, 256, principal=False)

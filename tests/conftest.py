@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # Sums in one order on every machine, and tiny tensors without the cost of a thread pool; subprocesses inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
+
+# A shell starts `make test &` with interrupts ignored, and subprocesses inherit that; some tests interrupt what they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def foreign_adapters() -> str | None:

@@ -21,8 +21,9 @@ from adapters.tools import (
     evaluate_tools,
     standard_rewards,
 )
+from adapters.tools.evaluation import Accuracy
 from adapters.tools.workbench import ADDED_LATER, workbench_catalogue, workbench_split
-from examples.tool_routing import CONFIG, NUM_HELD_OUT, NUM_TRAIN
+from examples.tool_routing import CONFIG, NUM_HELD_OUT, NUM_TRAIN, learn_added_tools
 from grpo import GRPOConfig, GRPOTrainer
 from tests.support import as_users_run_it
 
@@ -51,7 +52,7 @@ class Run:
     after: ToolReport
     new: tuple[float, float]
     """Share of right tools on the new tools' requests that share words with their descriptions: at once, and after 20 more."""
-    others: tuple[float, float]
+    others: tuple[Accuracy, Accuracy]
     """On all requests for the other tools, likewise."""
 
 
@@ -61,11 +62,12 @@ def train(
     num_iterations: int,
     config: GRPOConfig,
     rewards: Callable[..., ToolRewards] = ToolRewards,
-) -> None:
+) -> GRPOTrainer:
     trainer = GRPOTrainer(
         config=config, policy=policy, reward_model=rewards(Answers(), standard_rewards(EVERYTHING), reuse_results=True)
     )
     trainer.train(tasks, num_iterations=num_iterations, progress=False)
+    return trainer
 
 
 def start(seed: int) -> tuple[ToolSelectionPolicy, list[ToolTask], list[ToolTask]]:
@@ -82,7 +84,7 @@ def run(seed: int) -> Run:
     with as_users_run_it():
         policy, tasks, held_out = start(seed)
         before = evaluate_tools(policy, held_out, policy.catalogue)
-        train(policy, tasks, NUM_ITERATIONS, replace(CONFIG, seed=seed))
+        trainer = train(policy, tasks, NUM_ITERATIONS, replace(CONFIG, seed=seed))
         after = evaluate_tools(policy, held_out, policy.catalogue)
 
         policy.add_tools(*(EVERYTHING[name] for name in ADDED_LATER))
@@ -91,12 +93,12 @@ def run(seed: int) -> Run:
         for_new = [task for task in held_out if task.tool in ADDED_LATER and task.shares_words]
         for_others = [task for task in held_out if task.tool not in ADDED_LATER]
 
-        def shares() -> tuple[float, float]:
-            new, others = (evaluate_tools(policy, some, EVERYTHING) for some in (for_new, for_others))
-            return new.overall.right_tool, others.overall.right_tool
+        def shares() -> tuple[float, Accuracy]:
+            new, others = (evaluate_tools(policy, some, EVERYTHING).overall for some in (for_new, for_others))
+            return new.right_tool, others
 
         at_once = shares()
-        train(policy, tasks, 20, replace(CONFIG, learning_rate=CONFIG.learning_rate / 2, seed=seed))
+        learn_added_tools(trainer, tasks, progress=False)
         later = shares()
     return Run(before=before, after=after, new=(at_once[0], later[0]), others=(at_once[1], later[1]))
 
@@ -126,7 +128,9 @@ def test_a_tool_that_is_added_is_found_at_once_and_learned_in_20_iterations(seed
     learned = run(seed)
     assert learned.new[0] >= 0.60, learned.new
     assert learned.new[1] >= 0.90, learned.new
-    assert learned.others[1] >= learned.others[0] - 0.01, learned.others
+    at_once, later = learned.others
+    assert later.right_tool >= at_once.right_tool - 1.5 / later.num_tasks, "of 3,300 requests, one may go another way"
+    assert later.right_call >= at_once.right_call, learned.others
 
 
 def test_nothing_is_learned_with_the_sign_of_the_reward_wrong():
