@@ -55,8 +55,8 @@ def timed_run(executor: ToolExecutor, calls: list[ToolCall]) -> float:
     return seconds
 
 
-def print_latency(name: str, tool: Tool, repeats: int) -> None:
-    """One line."""
+def print_latency(name: str, tool: Tool, repeats: int) -> bool:
+    """One line; whether the target is met."""
     calls = [ToolCall(tool=tool.name, arguments={"seconds": LATENCY})] * NUM_CALLS
     colds, warms = [], []
     for _ in range(3):
@@ -70,6 +70,7 @@ def print_latency(name: str, tool: Tool, repeats: int) -> None:
         f"{NUM_CALLS} calls of {1e3 * LATENCY:.0f} ms, {CONCURRENCY} at once, {name:8s}: warm {warm:6.3f} s "
         f"({min(warms):.3f} to {max(warms):.3f}), {warm / IDEAL:.2f} x the ideal {IDEAL:.1f} s, at most 3; cold {cold:6.3f} s"
     )
+    return warm <= 3 * IDEAL
 
 
 def print_rate(name: str, tool: Tool, num_workers: int, num_calls: int, repeats: int) -> None:
@@ -211,8 +212,8 @@ def check_same(problem: Problem) -> float:
         return max(float((ours.log_probs - log_probs).abs().max()), float((ours.entropy - entropy).abs().max()))
 
 
-def print_policy(num_decisions: int, num_calls: int, batch_size: int, repeats: int) -> None:
-    """One line."""
+def print_policy(num_decisions: int, num_calls: int, batch_size: int, repeats: int) -> bool:
+    """One line; whether the target is met."""
     problem = make_problem(num_decisions // num_calls, num_calls, batch_size)
     difference = check_same(problem)
     assert difference < 1e-4, f"the two sides do not compute the same: they differ by {difference}"
@@ -221,6 +222,7 @@ def print_policy(num_decisions: int, num_calls: int, batch_size: int, repeats: i
         f"{num_decisions:,} calls, {NUM_TOOLS:,} tools, {num_calls} per text, {batch_size:4d} texts at once: {pair}, "
         f"at most 1.2; they differ by {difference:.0e}"
     )
+    return pair.ratio <= 1.2
 
 
 def main() -> None:
@@ -228,6 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="whether it runs: few repeats, few calls")
+    parser.add_argument("--check", action="store_true", help="end with status 1 where a target is missed")
     args = parser.parse_args()
     repeats = 2 if args.quick else args.repeats
     torch.set_num_threads(1)
@@ -236,8 +239,10 @@ def main() -> None:
         f"torch {torch.__version__}, 1 thread on {os.cpu_count()} cores, {platform.processor() or platform.machine()}, "
         f"load {os.getloadavg()[0]:.1f}"
     )
-    print_latency("workers", Tool.from_function(_slow_tools.nap), repeats)
-    print_latency("awaited", Tool.from_function(_slow_tools.wait, remote=True), repeats)
+    met = [
+        print_latency("workers", Tool.from_function(_slow_tools.nap), repeats),
+        print_latency("awaited", Tool.from_function(_slow_tools.wait, remote=True), repeats),
+    ]
     num_calls = 200 if args.quick else 5_000
     for num_workers in (1, 2):
         name = f"{num_workers} worker{'s' * (num_workers > 1)}"
@@ -245,8 +250,9 @@ def main() -> None:
     print_rate("awaited", Tool.from_function(_slow_tools.add_elsewhere, remote=True), 1, num_calls, repeats)
     num_decisions = 400 if args.quick else 10_000
     print(f"{'':64s}{'policy':>12s} {'bare loop':>12s}")
-    print_policy(num_decisions, 8, 125, repeats)
-    print_policy(num_decisions, 1, 500, repeats)
+    met += [print_policy(num_decisions, 8, 125, repeats), print_policy(num_decisions, 1, 500, repeats)]
+    if args.check and not all(met):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -50,10 +50,12 @@ class Run:
 
     before: ToolReport
     after: ToolReport
-    new: tuple[float, float]
+    close: tuple[float, float]
     """Share of right tools on the new tools' requests that share words with their descriptions: at once, and after 20 more."""
+    new: tuple[float, float]
+    """On all requests for the new tools, likewise."""
     others: tuple[Accuracy, Accuracy]
-    """On all requests for the other tools, likewise."""
+    """On all requests for the other tools; at first, before the new tools could be chosen."""
 
 
 def train(
@@ -87,23 +89,32 @@ def run(seed: int) -> Run:
         trainer = train(policy, tasks, NUM_ITERATIONS, replace(CONFIG, seed=seed))
         after = evaluate_tools(policy, held_out, policy.catalogue)
 
-        policy.add_tools(*(EVERYTHING[name] for name in ADDED_LATER))
         # 100 requests for each tool, so that the shares are no accident
         tasks, held_out = workbench_split(NUM_TRAIN, 100 * len(EVERYTHING), seed, EVERYTHING)
-        for_new = [task for task in held_out if task.tool in ADDED_LATER and task.shares_words]
         for_others = [task for task in held_out if task.tool not in ADDED_LATER]
+        others = evaluate_tools(policy, for_others, policy.catalogue).overall
+        policy.add_tools(*(EVERYTHING[name] for name in ADDED_LATER))
+        for_new = [task for task in held_out if task.tool in ADDED_LATER]
+        close = [task for task in for_new if task.shares_words]
 
-        def shares() -> tuple[float, Accuracy]:
-            new, others = (evaluate_tools(policy, some, EVERYTHING).overall for some in (for_new, for_others))
-            return new.right_tool, others
+        def shares() -> tuple[float, float]:
+            reports = (evaluate_tools(policy, some, EVERYTHING) for some in (close, for_new))
+            return tuple(report.overall.right_tool for report in reports)
 
         at_once = shares()
         learn_added_tools(trainer, tasks, progress=False)
         later = shares()
-    return Run(before=before, after=after, new=(at_once[0], later[0]), others=(at_once[1], later[1]))
+        others_later = evaluate_tools(policy, for_others, EVERYTHING).overall
+    return Run(
+        before=before,
+        after=after,
+        close=(at_once[0], later[0]),
+        new=(at_once[1], later[1]),
+        others=(others, others_later),
+    )
 
 
-seeds = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+seeds = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 4))])
 
 
 @seeds
@@ -126,11 +137,15 @@ def test_what_was_learned_is_more_than_the_words_of_the_descriptions(seed):
 @seeds
 def test_a_tool_that_is_added_is_found_at_once_and_learned_in_20_iterations(seed):
     learned = run(seed)
-    assert learned.new[0] >= 0.60, learned.new
-    assert learned.new[1] >= 0.90, learned.new
-    at_once, later = learned.others
-    assert later.right_tool >= at_once.right_tool - 1.5 / later.num_tasks, "of 3,300 requests, one may go another way"
-    assert later.right_call >= at_once.right_call, learned.others
+    assert learned.close[0] >= 0.60, learned.close
+    assert learned.close[1] >= 0.98, learned.close
+    assert learned.new[1] >= 0.85, "other words than the description's included"
+    before, later = learned.others
+    assert before.num_tasks == later.num_tasks == 3_300
+    assert later.right_tool >= before.right_tool - 2.5 / 3_300, (
+        "two requests may go another way, some the other way round"
+    )
+    assert later.right_call >= before.right_call - 0.001, learned.others
 
 
 def test_nothing_is_learned_with_the_sign_of_the_reward_wrong():

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from adapters.llm import HFPolicy, SamplingConfig
 from adapters.llm.samplers import SampledTokens
 from adapters.tools import ToolCall, ToolCatalogue, ToolResult, ToolTask
 from adapters.tools.workbench import workbench_catalogue
-from benchmarks import _bare_llm, control_speed, llm_vs_trl, tool_speed
+from benchmarks import _bare_llm, control_speed, llm_vs_trl, tool_speed, tools
 from benchmarks._bare_llm import BareLoop
 from benchmarks._memory import peak_extra_memory
 from benchmarks._tool_baselines import LinearArms, LinUCB, NearestDescription, Remembering, in_batches
@@ -269,21 +270,46 @@ def test_the_benchmark_of_tools_gives_every_method_the_same_tasks_and_calls() ->
     # a description is of use only where words are shared
     assert right_tool["nearest description"][0] > 30.0
     assert right_tool["nearest description"][2] < 10.0
-    # 3 iterations of 64 tasks show some of the 33 tools; nobody is right in more calls than in tools
+    # 3 iterations of 128 tasks show some of the 33 tools; nobody is right in more calls than in tools
     assert right_tool["supervised (right calls given)"][0] > 30.0
     assert all(of[1] <= of[0] and of[3] <= of[2] for of in right_tool.values())
 
     calls = {name: row[5] for name, row in methods.items()}
     learners = ("GRPO", "REINFORCE, running baseline", "LinUCB")
-    assert [calls[name] for name in learners] == ["1,536"] * 3  # 3 x 64 x 8
+    assert [calls[name] for name in learners] == ["1,536"] * 3  # 3 x 128 x 4
     assert {calls[name] for name in right_tool.keys() - set(learners)} == {"0"}
-    executed = re.search(r"192 tasks, 1,536 calls, of which ([\d,]+) were executed", printed)
+    executed = re.search(r"384 tasks, 1,536 calls, of which ([\d,]+) were executed", printed)
     assert executed is not None
-    assert 192 < int(executed[1].replace(",", "")) < 1_536
+    assert 384 < int(executed[1].replace(",", "")) < 1_536
     assert re.search(r"One that was executed: \w+\(\{.*\}\) -> ", printed)
-    assert [row[0] for row in rows if len(row) == 3][1:] == [
-        "added, close to the description", "added, other words", "the other 33",
+    assert [row[0] for row in rows if len(row) == 4][1:] == [
+        "the two that are added", "of them, close to the description", "of them, other words", "the other 33",
+        "the other 33, right in all",
     ]  # fmt: skip
+    assert "right tool >= 95 %: MISSED" in printed
+    assert "under 120 s: met" in printed
+
+
+def test_the_benchmarks_of_tools_can_end_with_an_error_where_a_target_is_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tools", "--methods", "GRPO", "--seeds", "1", "--iterations", "1", "--check"])
+    with pytest.raises(SystemExit) as ended:
+        tools.main()
+    assert ended.value.code == 1
+
+    monkeypatch.setattr(sys, "argv", ["tool_speed", "--quick", "--check"])
+    monkeypatch.setattr(tool_speed, "print_rate", lambda *_: None)
+    monkeypatch.setattr(tool_speed, "timed_run", lambda *_: 0.29)  # the ideal is 0.1
+    monkeypatch.setattr(tool_speed, "time_pairs", lambda *_, **__: SimpleNamespace(ratio=1.19))
+    tool_speed.main()
+    monkeypatch.setattr(tool_speed, "time_pairs", lambda *_, **__: SimpleNamespace(ratio=1.21))
+    with pytest.raises(SystemExit):
+        tool_speed.main()
+    monkeypatch.setattr(tool_speed, "time_pairs", lambda *_, **__: SimpleNamespace(ratio=1.19))
+    monkeypatch.setattr(tool_speed, "timed_run", lambda *_: 0.31)
+    with pytest.raises(SystemExit):
+        tool_speed.main()
 
 
 def test_a_baseline_meets_all_tasks_equally_often() -> None:
