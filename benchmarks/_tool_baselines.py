@@ -4,7 +4,6 @@ All answer as a policy does, by `predict`; those that learn from rewards learn f
 `ToolRewards`.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -23,7 +22,7 @@ from adapters.tools import (
 from adapters.tools.catalogue import ABSENT, ParameterChoices, Tool
 from adapters.tools.choice_tables import ChoiceTables
 from adapters.tools.encoders import CachedEncoder
-from adapters.tools.rewards import RIGHT_TOOL, RunsCalls
+from adapters.tools.rewards import RIGHT_TOOL, RunsCalls, call_key
 
 BASELINE_STEP = 0.1
 """Of REINFORCE's running mean and mean square, per update."""
@@ -53,11 +52,11 @@ class Remembering:
 
     def __init__(self, executor: RunsCalls) -> None:
         self.executor = executor
-        self._results: dict[str, ToolResult] = {}
+        self._results: dict[str | None, ToolResult] = {}
 
     def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """A result per call, in order."""
-        keys = [f"{call.tool} {json.dumps(call.arguments, default=repr)}" for call in calls]
+        keys = [call_key(call) for call in calls]
         new = {key: call for key, call in zip(keys, calls, strict=True) if key not in self._results}
         self._results |= dict(zip(new, self.executor.run(list(new.values())), strict=True))
         return [self._results[key] for key in keys]

@@ -1,15 +1,16 @@
 """Rewards of calls: executed once, then judged by any number of functions, each reported under its name."""
 
-import json
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo.errors import ConfigError
+from grpo.errors import ConfigError, ContractError, GRPOError
 from grpo.reward_model_base import WeightedRewards
 
+from .arguments import RefusedArgumentsError, encode_arguments
 from .calls import ToolCall, ToolResult
 from .catalogue import ToolCatalogue
 from .tasks import ToolTask
@@ -56,10 +57,9 @@ class ToolRewards(WeightedRewards):
         *,
         reuse_results: bool = False,
     ) -> None:
-        super().__init__({name: self._of_rows(name, function) for name, function in functions.items()}, weights)
+        super().__init__({name: _of_rows(name, function) for name, function in functions.items()}, weights)
         self.executor = executor
         self.reuse_results = reuse_results
-        self._results: list[ToolResult] = []
 
     def compute_components(self, states: Sequence[Any], actions: Sequence[ToolCall]) -> dict[str, Float[Tensor, " N"]]:
         """Execute all calls, then ask each function.
@@ -68,36 +68,57 @@ class ToolRewards(WeightedRewards):
             RewardError: a function does not return a number for a call.
             RuntimeError: a function raised; it and the call are named, and the cause is chained.
         """
-        self._results = self._run_once(actions) if self.reuse_results else self.executor.run(list(actions))
-        return super().compute_components(states, actions)
+        results = self._run_once(actions) if self.reuse_results else self.executor.run(list(actions))
+        return super().compute_components(states, list(zip(actions, results, strict=True)))
 
     def _run_once(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """A result for each call; equal ones have the same."""
-        keys = [f"{call.tool} {json.dumps(call.arguments, default=repr)}" for call in calls]
+        keys = [call_key(call) or place for place, call in enumerate(calls)]
         different = dict(zip(keys, calls, strict=True))
         results = dict(zip(different, self.executor.run(list(different.values())), strict=True))
         return [results[key] for key in keys]
 
-    def _of_rows(self, name: str, function: CallReward) -> Callable[[Any, Any], list[float]]:
-        """A function of one row as one of all rows, with the results that are at hand."""
 
-        def ask(states: Sequence[Any], actions: Sequence[ToolCall]) -> list[float]:
-            answers = []
-            for task, call, result in zip(states, actions, self._results, strict=True):
-                try:
-                    answers.append(function(task, call, result))
-                except Exception as error:
-                    raise RuntimeError(
-                        f"The reward {name} raised {type(error).__name__} for {call}: {error}"
-                    ) from error
-            return answers
+def call_key(call: ToolCall) -> str | None:
+    """What equal calls have in common, and no others; None: no tool is run with such a call."""
+    try:
+        return None if _name(call) is None else f"{call.tool} {encode_arguments(call.arguments)}"
+    except RefusedArgumentsError:
+        return None
 
-        ask.__name__ = name
-        return ask
+
+def _of_rows(name: str, function: CallReward) -> Callable[[Any, Any], list[float]]:
+    """A function of one row as one of all rows, whose actions are pairs of a call and its result."""
+
+    def ask(states: Sequence[Any], executed: Sequence[tuple[ToolCall, ToolResult]]) -> list[float]:
+        answers = []
+        for task, (call, result) in zip(states, executed, strict=True):
+            try:
+                answers.append(function(task, call, result))
+            except GRPOError:
+                raise
+            except Exception as error:
+                raise RuntimeError(
+                    f"The reward {name} raised {type(error).__name__} for {_in_short(call)}: {error}"
+                ) from error
+        return answers
+
+    ask.__name__ = name
+    return ask
+
+
+def _in_short(call: ToolCall) -> str:
+    try:
+        return f"ToolCall(tool={reprlib.repr(call.tool)}, arguments={reprlib.repr(call.arguments)})"
+    except ValueError:  # integers of more digits than Python writes
+        return "a call"
 
 
 def standard_rewards(catalogue: ToolCatalogue) -> dict[str, CallReward]:
-    """`tool` 0.5 or 0.2, `parameters` up to 0.3, `executed` 0.2: together 1 for a call that is right in all."""
+    """`tool` 0.5 or 0.2, `parameters` up to 0.3, `executed` 0.2: together 1 for a call that is right in all.
+
+    For states that are `ToolTask`s, which say what is right.
+    """
     return {
         "tool": right_tool(catalogue),
         "parameters": right_parameters,
@@ -110,9 +131,11 @@ def right_tool(catalogue: ToolCatalogue) -> CallReward:
     category = {name: tool.category for name, tool in catalogue.items()}
 
     def tool(task: ToolTask, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
-        if call.tool == task.tool:
+        _require_task(task)
+        name = _name(call)
+        if name == task.tool:
             return RIGHT_TOOL
-        return SAME_CATEGORY if category.get(call.tool) == task.category else 0.0
+        return SAME_CATEGORY if name is not None and category.get(name) == task.category else 0.0
 
     return tool
 
@@ -127,7 +150,8 @@ def right_parameters(task: ToolTask, call: ToolCall, result: ToolResult) -> floa
         >>> round(right_parameters(task, call, ToolResult()), 9)  # one of a, b, d
         0.1
     """
-    if call.tool != task.tool:
+    _require_task(task)
+    if call.tool != task.tool or not isinstance(call.arguments, Mapping):
         return 0.0
     names = {*task.arguments, *call.arguments}
     if not names:
@@ -163,6 +187,21 @@ def call_cost(catalogue: ToolCatalogue, per_unit: float = 1.0) -> CallReward:
     """`per_unit` off for each unit of `Tool.cost`. Larger: dear tools are avoided even where they are right."""
 
     def cost(task: Any, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
-        return -per_unit * catalogue[call.tool].cost if call.tool in catalogue else 0.0
+        name = _name(call)
+        return -per_unit * catalogue[name].cost if name is not None and name in catalogue else 0.0
 
     return cost
+
+
+def _name(call: ToolCall) -> str | None:
+    """Of its tool; None: what a policy has written is no name."""
+    name: object = call.tool
+    return name if isinstance(name, str) else None
+
+
+def _require_task(task: Any) -> None:
+    if not isinstance(task, ToolTask):
+        raise ContractError(
+            f"States must be ToolTasks, which say what is right, for the standard rewards; got {type(task).__name__}. "
+            "Pass functions of your own to ToolRewards: (state, call, result) -> a number."
+        )

@@ -1,6 +1,8 @@
 """What calls bring in, worked by hand: .5 right tool or .2 its category, .3 parameters, .2 executed; costs; names."""
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pytest
@@ -23,7 +25,7 @@ from adapters.tools.rewards import (
 from adapters.tools.tasks import ToolTask
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.checks import check_reward_model
-from grpo.errors import ConfigError, RewardError
+from grpo.errors import ConfigError, ContractError, RewardError
 
 
 def sort(order: Literal["up", "down"], count: int = 1) -> None:
@@ -227,7 +229,79 @@ def test_results_are_shared_within_one_batch_only() -> None:
     assert executor.asked == [[call("shuffle")]] * 2
 
 
+CIRCLE: dict[str, Any] = {}
+CIRCLE["a"] = CIRCLE
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (call("add", number={1}), call("add", number="{1}")),
+        (ToolCall(tool="add", arguments={1: "a"}), call("add", **{"1": "a"})),  # type: ignore[dict-item]
+        (call("add", number=10**5000), call("add", number=10**5000)),
+        (ToolCall(tool="add", arguments={(1, 2): 1}), ToolCall(tool="add", arguments={(1, 2): 1})),  # type: ignore[dict-item]
+        (ToolCall(tool="add", arguments=CIRCLE), ToolCall(tool="add", arguments=CIRCLE)),
+        (ToolCall(tool=["add"]), ToolCall(tool="['add']")),  # type: ignore[arg-type]
+        (ToolCall(tool=10**5000), ToolCall(tool=None)),  # type: ignore[arg-type]
+    ],
+)
+def test_calls_that_no_tool_is_run_with_share_nothing(one: ToolCall, other: ToolCall) -> None:
+    executor = Answers(FAILED, OK, OK)
+    rewards = ToolRewards(executor, standard_rewards(CATALOGUE), reuse_results=True)
+    components = rewards.compute_components([SORT] * 3, [one, other, call("shuffle")])
+    assert components["executed"].tolist() == pytest.approx([0.0, 0.2, 0.2])
+    assert [len(calls) for calls in executor.asked] == [3]
+
+
+@pytest.mark.parametrize("arguments", [None, "text", b"bytes", 3, [1], ["number"]])
+@pytest.mark.parametrize("tool", ["add", "sort", None, ["add"], {"a": 1}, 5])
+def test_a_call_that_is_none_is_judged_like_any_other(tool: Any, arguments: Any) -> None:
+    """0.5 or 0.2 for its tool, nothing for its arguments."""
+    functions = standard_rewards(CATALOGUE) | {"cost": call_cost(CATALOGUE)}
+    rewards = ToolRewards(Answers(FAILED), functions, reuse_results=True)
+    components = rewards.compute_components([SORT], [ToolCall(tool=tool, arguments=arguments)])
+    assert components["tool"].item() == pytest.approx(0.5 if tool == "sort" else 0.0)
+    assert components["parameters"].item() == 0.0
+    assert components["cost"].item() == {"add": -2.0, "sort": -0.5}.get(str(tool), 0.0)
+
+
+def test_batches_in_threads_have_their_own_results() -> None:
+    """Each call's result is its own number, and so is its reward."""
+
+    class Echo:
+        def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+            return [ToolResult(output=made.arguments["number"]) for made in calls]
+
+    def own(asked: Any, made: ToolCall, result: ToolResult) -> bool:
+        time.sleep(0.0005)
+        return bool(result.output == made.arguments["number"])
+
+    rewards = ToolRewards(Echo(), {"own": own})
+
+    def batch(first: int) -> list[float]:
+        calls = [call("add", number=number) for number in range(first, first + 5 + first % 3)]
+        return rewards.compute_rewards([SORT] * len(calls), calls).tolist()
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(set(found) == {1.0} for found in threads.map(batch, range(0, 400, 10)))
+
+
 # --- what a function may not do
+
+
+@pytest.mark.parametrize("name", ["tool", "parameters"])
+def test_states_that_are_no_tasks_have_no_right_call(name: str) -> None:
+    rewards = ToolRewards(Answers(OK), {name: standard_rewards(CATALOGUE)[name]})
+    with pytest.raises(ContractError, match=r"States must be ToolTasks.*got str\. Pass functions of your own"):
+        rewards.compute_rewards(["sort it"], [call("sort")])
+
+
+def test_the_error_for_a_huge_call_is_short() -> None:
+    rewards = ToolRewards(Answers(OK), {"odd": lambda asked, made, result: 1 / 0})
+    for made in (call("add", number="x" * 10**6), ToolCall(tool="x" * 10**6), call("add", number=10**5000)):
+        with pytest.raises(RuntimeError, match="The reward odd raised ZeroDivisionError for ") as caught:
+            rewards.compute_rewards([SORT], [made])
+        assert len(str(caught.value)) < 500
 
 
 def test_a_function_that_raises_is_named_with_the_call() -> None:
