@@ -28,7 +28,8 @@ class RunningStatistics:
         m_n = decay m_(n-1) + (1 - decay) x_n,  w_n = decay w_(n-1) + (1 - decay),  m_0 = w_0 = 0
 
     that is, sum over i of decay^(n-i) x_i over the sum of the weights: after one value it is that value, not pulled to 0.
-    A value that was not measured (NaN, or no such metric) leaves its average as it is.
+    A value that was not measured (NaN, or no such metric) leaves its average, or count, as it is. Samples are all that were
+    drawn: with `dynamic_sampling_rounds` also those that nothing was learned from, at the mean size of the groups that stayed.
 
     Args:
         decay: what a value's weight is multiplied with by each later one. Larger is smoother, and later.
@@ -68,10 +69,10 @@ class RunningStatistics:
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Take one iteration's metrics, as `train`, `step` and `update` of the trainer give them."""
         self.num_iterations += 1
-        self.num_updates += round(metrics.get("train/num_updates", 0.0))
-        # rows of all ranks, before any is left out for want of an advantage; replayed ones were counted when they were new
-        rows = metrics.get("group_stats/num_groups", 0.0) * metrics.get("group_stats/avg_group_size", 0.0)
-        self.num_samples += round(rows)
+        self.num_updates += round(_measured(metrics, "train/num_updates"))
+        # rows of all ranks, those of groups that dynamic sampling left out too; replayed ones were counted when they were new
+        groups = "group_stats/num_drawn" if "group_stats/num_drawn" in metrics else "group_stats/num_groups"
+        self.num_samples += round(_measured(metrics, groups) * _measured(metrics, "group_stats/avg_group_size"))
         for name, metric in AVERAGED.items():
             value = metrics.get(metric, math.nan)
             if math.isfinite(value):
@@ -128,3 +129,8 @@ class RunningStatistics:
         restored._moments = {name: (total, weight) for name, (total, weight) in values["moments"].items()}
         restored._rewards.extend(values["rewards"])
         return restored
+
+
+def _measured(metrics: Mapping[str, float], name: str) -> float:
+    value = metrics.get(name, 0.0)
+    return value if math.isfinite(value) else 0.0

@@ -3,16 +3,18 @@
 import inspect
 import json
 import re
-import types
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import jsonschema
 
 from grpo.errors import ConfigError
+
+from .annotations import schema_of, written
+from .calls import same_json
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 
@@ -27,13 +29,6 @@ ABSENT = _Absent.ABSENT
 """The choice to leave an optional parameter out."""
 
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
-_JSON_TYPES: Mapping[Any, Mapping[str, Any]] = {
-    str: {"type": "string"},
-    bool: {"type": "boolean"},
-    int: {"type": "integer"},
-    float: {"type": "number"},
-    Path: {"type": "string", "format": "path"},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +38,7 @@ class ParameterChoices:
     name: str
     """Of the parameter."""
     values: tuple[Any, ...]
-    """What may be chosen; `ABSENT` stands for leaving the parameter out."""
+    """What may be chosen, no two equal as JSON; `ABSENT` stands for leaving the parameter out."""
     texts: tuple[str, ...]
     """Each value in words, for an encoder: the value, then the name of the parameter. Together they make a pair of words, which
     tells `from_unit="mile"` from `to_unit="mile"`."""
@@ -53,13 +48,7 @@ class ParameterChoices:
         if self.name not in arguments:
             return next((i for i, value in enumerate(self.values) if value is ABSENT), None)
         given = arguments[self.name]
-        # True == 1 in Python, but not in JSON
-        same = (
-            i
-            for i, value in enumerate(self.values)
-            if value == given and isinstance(value, bool) == isinstance(given, bool)
-        )
-        return next(same, None)
+        return next((i for i, value in enumerate(self.values) if same_json(value, given)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +56,7 @@ class Tool:
     """One tool.
 
     Raises:
-        ConfigError: a name that is none, no description, or a schema that is not one of an object.
+        ConfigError: a name that is none, no description, a schema that is not one of an object, or a number out of range.
     """
 
     name: str
@@ -100,36 +89,50 @@ class Tool:
             raise ConfigError(
                 f"Tool {self.name}: a remote tool's function must be `async def`: this process awaits it."
             )
+        if self.timeout is not None and not (_is_finite(self.timeout) and self.timeout > 0):
+            raise ConfigError(
+                f"Tool {self.name}: timeout must be a positive, finite number of seconds, or None; got {self.timeout!r}."
+            )
+        if not _is_finite(self.cost):
+            raise ConfigError(f"Tool {self.name}: cost must be a finite number; got {self.cost!r}.")
         try:
             jsonschema.Draft202012Validator.check_schema(self.parameters)
         except jsonschema.SchemaError as error:
             raise ConfigError(f"Tool {self.name}: parameters at {error.json_path}: {error.message}.") from error
-        if self.parameters.get("type") != "object":
+        except RecursionError as error:
+            raise ConfigError(f"Tool {self.name}: parameters must not be so many levels deep.") from error
+        schema: Any = self.parameters  # `true` is a schema too
+        if not isinstance(schema, Mapping) or schema.get("type") != "object":
             raise ConfigError(f'Tool {self.name}: parameters must be a JSON Schema with "type": "object".')
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], **fields: Any) -> "Tool":
         """A tool from a Python function: its name, its docstring, and a schema from its annotations.
 
-        `str`, `int`, `float`, `bool`, `Path` (confined to the executor's root), `Literal[...]` (an enumeration), `list[...]` of
-        these, `dict`, and `... | None`; a parameter with a default may be left out.
+        `str`, `int`, `float`, `bool`, `Path` (confined to the executor's root), `Literal[...]` of texts, numbers and None (an
+        enumeration), `list[...]` and `dict[str, ...]` of these, `list` and `dict` of anything, and `... | None`; a parameter
+        with a default may be left out.
 
         Args:
-            function: every parameter annotated.
+            function: every parameter annotated. One without a name of its own, as `functools.partial` makes, needs `name=`.
             fields: of the tool, instead of what the function says.
 
         Raises:
-            ConfigError: a parameter whose annotation is none of these.
+            ConfigError: a parameter whose annotation is none of these, or a function without a name.
         """
-        described: dict[str, Any] = {"name": function.__name__, "description": inspect.getdoc(function) or ""}
+        name = fields.get("name", getattr(function, "__name__", None))
+        if name is None:
+            raise ConfigError(f"Tool.from_function: {function!r} has no name of its own; pass name=...")
+        described: dict[str, Any] = {"name": name, "description": inspect.getdoc(written(function)) or ""}
         if "parameters" not in fields:
-            described["parameters"] = _schema_of(function)
+            described["parameters"] = schema_of(name, function)
         return cls(function=function, **described | fields)
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """Schemas of the parameters by name."""
-        return self.parameters.get("properties", {})
+        """Schemas of the parameters by name: {} for `true`; without those that are `false`, which may not be given."""
+        schemas = self.parameters.get("properties", {})
+        return {name: {} if schema is True else schema for name, schema in schemas.items() if schema is not False}
 
     @property
     def choices(self) -> tuple[ParameterChoices, ...]:
@@ -140,7 +143,9 @@ class Tool:
             values = _enumerated(schema)
             if values is None:
                 continue
-            if name not in required and "default" not in schema:
+            # a default that is none of the values stands for nothing that can be given
+            default_is_given = "default" in schema and any(same_json(schema["default"], value) for value, _ in values)
+            if name not in required and not default_is_given:
                 values.append((ABSENT, "left out"))
             if len(values) > 1:
                 found.append(
@@ -190,7 +195,9 @@ class ToolCatalogue(Mapping[str, Tool]):
             twice = sorted({tool.name for tool in listed if sum(other.name == tool.name for other in listed) > 1})
             raise ConfigError(f"ToolCatalogue: names must differ; twice: {', '.join(twice)}.")
 
-    def __getitem__(self, name: str) -> Tool:
+    def __getitem__(self, name: object) -> Tool:
+        if not isinstance(name, str):  # a policy may ask for anything, which need not be hashable
+            raise KeyError(name)
         return self._tools[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -217,15 +224,22 @@ def _words(name: str) -> str:
     return re.sub(r"[_.-]+", " ", name)
 
 
-def _enumerated(schema: Mapping[str, Any]) -> list[tuple[Any, str]] | None:
-    """Values that a parameter's schema enumerates, each with its text; None: it does not.
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _enumerated(schema: Any) -> list[tuple[Any, str]] | None:
+    """Values that a parameter's schema enumerates, no two equal, each with its text; None: it does not.
 
     `enum`, `const`, booleans, and `oneOf` or `anyOf` of constants, which may have a `title` or `description` each.
     """
+    if isinstance(schema, bool):
+        return None if schema else []
     for key in ("oneOf", "anyOf"):
-        parts = [_enumerated(part) if isinstance(part, Mapping) else None for part in schema.get(key, ())]
+        parts = [_enumerated(part) for part in schema.get(key, ())]
         if parts and all(part is not None for part in parts):
-            return [value for part in parts if part for value in part]
+            found = [value for part in parts if part for value in part]
+            return _different(found, drop_repeated=key == "oneOf")
     if "enum" in schema:
         values = list(schema["enum"])
     elif "const" in schema:
@@ -235,43 +249,23 @@ def _enumerated(schema: Mapping[str, Any]) -> list[tuple[Any, str]] | None:
     else:
         return None
     about = " ".join(str(schema[key]) for key in ("title", "description") if key in schema)
-    return [(value, f"{value if isinstance(value, str) else json.dumps(value)} {about}".strip()) for value in values]
+    values = [value for value in values if same_json(value, value)]  # no call can have what JSON cannot hold
+    texts = (f"{value if isinstance(value, str) else json.dumps(value)} {about}".strip() for value in values)
+    return _different(list(zip(values, texts, strict=True)))
 
 
-def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    hints = get_type_hints(function)
-    properties, required = {}, []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"{function.__name__}: {parameter} cannot be given by name; write Tool(parameters=...).")
-        schema = _json_type(hints.get(name))
-        if schema is None:
-            raise ConfigError(
-                f"{function.__name__}: parameter {name} must be annotated: str, int, float, bool, Path, Literal, dict, or a "
-                f"list of these; got {hints.get(name)}. Or write the schema yourself: Tool(parameters=...)."
-            )
-        if parameter.default is parameter.empty:
-            required.append(name)
-        elif parameter.default is not None:
-            default = parameter.default
-            schema["default"] = str(default) if isinstance(default, Path) else default
-        properties[name] = schema
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+def _different(found: list[tuple[Any, str]], *, drop_repeated: bool = False) -> list[tuple[Any, str]]:
+    """The first of equal values; none of them where `drop_repeated`, since `oneOf` allows only what one branch takes."""
+    alike: dict[Any, list[tuple[Any, str]]] = {}  # by what can be hashed, so that long enumerations take no time
+    for pair in found:
+        alike.setdefault(_hashable(pair[0]), []).append(pair)
+    kept = []
+    for pair in found:
+        same = [other for other in alike[_hashable(pair[0])] if same_json(other[0], pair[0])]
+        if same[0] is pair and not (drop_repeated and len(same) > 1):
+            kept.append(pair)
+    return kept
 
 
-def _json_type(hint: Any) -> dict[str, Any] | None:
-    """The schema of an annotation; None: it has none here."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint in _JSON_TYPES:
-        return dict(_JSON_TYPES[hint])
-    if origin is Literal:
-        return {"enum": list(arguments)}
-    if hint is dict or origin is dict:
-        return {"type": "object"}
-    if hint is list or origin is list:
-        items = _json_type(arguments[0]) if arguments else {}
-        return None if items is None else {"type": "array", "items": items}
-    if origin in (Union, types.UnionType):
-        kinds = [kind for kind in arguments if kind is not type(None)]
-        return _json_type(kinds[0]) if len(kinds) == 1 else None
-    return None
+def _hashable(value: Any) -> Any:
+    return value if isinstance(value, str | int | float) else None

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, assert_never
 
@@ -98,6 +98,44 @@ class ToolReport:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ToolReport":
+        """The inverse of `to_dict`.
+
+        Raises:
+            ConfigError: values that are not those of `to_dict`.
+        """
+        names = {each.name for each in fields(cls)}
+        try:
+            if set(values) != names:
+                raise ConfigError(f"it has {', '.join(sorted(map(str, values)))}, and needs {', '.join(sorted(names))}")
+            return cls(
+                overall=Accuracy(**values["overall"]),
+                by_category=_accuracies(values["by_category"]),
+                by_difficulty=_accuracies(values["by_difficulty"]),
+                by_words=_accuracies(values["by_words"]),
+                errors=dict(values["errors"]),
+                tools=tuple(values["tools"]),
+                categories=tuple(values["categories"]),
+                category_of=tuple(values["category_of"]),
+                confusion=tuple(tuple(counts) for counts in values["confusion"]),
+            )
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"ToolReport.from_dict: {error}. Pass what to_dict() returned.") from error
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> "ToolReport":
+        """What `to_json` wrote.
+
+        Raises:
+            ConfigError: no report is there.
+        """
+        try:
+            values = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} holds no report: {error}. ToolReport.to_json writes one.") from error
+        return cls.from_dict(values)
+
 
 def evaluate_tools(policy: PredictsCalls, tasks: Sequence[ToolTask], catalogue: ToolCatalogue) -> ToolReport:
     """The policy's likeliest calls beside the right ones. Nothing is executed.
@@ -120,9 +158,10 @@ def evaluate_tools(policy: PredictsCalls, tasks: Sequence[ToolTask], catalogue: 
     tools = (*catalogue, "?")
     place = {name: i for i, name in enumerate(tools)}
     confusion = np.zeros((len(tools), len(tools)), dtype=int)
-    for task, call in zip(tasks, calls, strict=True):
-        confusion[place[task.tool], place.get(call.tool, len(catalogue))] += 1
-    right_tool = np.array([call.tool == task.tool for task, call in zip(tasks, calls, strict=True)])
+    right = np.array([place[task.tool] for task in tasks])
+    called = np.array([place[call.tool] if call.tool in catalogue else len(catalogue) for call in calls])
+    np.add.at(confusion, (right, called), 1)
+    right_tool = right == called
     right_call = np.array([error is None for error in errors])
 
     def accuracy(chosen: np.ndarray) -> Accuracy:
@@ -148,6 +187,10 @@ def evaluate_tools(policy: PredictsCalls, tasks: Sequence[ToolTask], catalogue: 
         category_of=(*(tool.category for tool in catalogue.values()), "?"),
         confusion=tuple(tuple(row) for row in confusion.tolist()),
     )
+
+
+def _accuracies(values: Mapping[str, Any]) -> dict[str, Accuracy]:
+    return {name: Accuracy(**accuracy) for name, accuracy in values.items()}
 
 
 def _words_shared(task: ToolTask) -> str:

@@ -6,12 +6,13 @@ import re
 import shlex
 import textwrap
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo.errors import ConfigError
+from grpo.errors import ConfigError, GRPOWarning
 
 from .catalogue import Tool
 from .errors import ToolRaisedError, WorkerDiedError
@@ -100,15 +101,18 @@ class MCPServer:
         info = self._running().client.server_info
         return info.name if info is not None and info.name else self._where
 
-    def tools(self, category: str | Callable[[str], str] | None = None) -> list[Tool]:
+    def tools(self, category: str | Callable[[str], str] | None = None, *, skip: Collection[str] = ()) -> list[Tool]:
         """The server's tools, as they were listed when it started, for a catalogue.
 
         In a name, what `Tool` does not allow becomes `_`, and the 65th character and all after it are dropped; the server is
         called by the name it gave. Where two servers have a tool of one name: `dataclasses.replace(tool, name=...)`.
-        A tool without a description is described by its title, or its name.
+        A tool without a description is described by its title, or its name. A tool that cannot be one here is left out with a
+        `GRPOWarning`: schemas are read as JSON Schema 2020-12, whatever their `$schema` says, with Python's regular
+        expressions.
 
         Args:
             category: one for all of them, or a function of the name that the server gave; None: the server's name.
+            skip: tools to leave out, without a warning, by the names that the server gave.
 
         Returns:
             Remote tools. They return structured content where there is some (as the server sent it: the SDK wraps a plain
@@ -116,33 +120,50 @@ class MCPServer:
             They raise ToolRaisedError with the server's text where the tool failed, WorkerDiedError where the server is gone.
 
         Raises:
-            ConfigError: a tool whose schema is none, or two whose names become the same; they are named.
+            ConfigError: two tools whose names become the same, or a name in `skip` that the server does not have.
         """
         session = self._running()
-        default = self.name if category is None else category
+        unknown = sorted(set(skip) - {listed.name for listed in session.listed})
+        if unknown:
+            raise ConfigError(
+                f"MCP server {self.name}: skip must name tools that it has; it has no {', '.join(unknown)}, "
+                f"but {', '.join(listed.name for listed in session.listed)}."
+            )
         found: dict[str, str] = {}
         tools = []
         for listed in session.listed:
-            name = re.sub(r"[^A-Za-z0-9_.-]", "_", listed.name)[:64]
-            if name in found:
+            if listed.name in skip:
+                continue
+            try:
+                tool = self._tool(listed, category)
+            except ConfigError as error:
+                warnings.warn(
+                    f"MCP server {self.name}: its tool {listed.name!r} is left out: {error} Change it at the server, or pass "
+                    "its name in skip=.",
+                    GRPOWarning,
+                    stacklevel=2,
+                )
+                continue
+            if tool.name in found:
                 raise ConfigError(
-                    f"MCP server {self.name}: {found[name]!r} and {listed.name!r} would both be called {name!r} here. "
-                    "Rename one of these tools at the server."
+                    f"MCP server {self.name}: {found[tool.name]!r} and {listed.name!r} would both be called {tool.name!r} "
+                    "here. Rename one of these tools at the server, or pass its name in skip=."
                 )
-            found[name] = listed.name
-            tools.append(
-                Tool(
-                    name=name,
-                    description=next(
-                        text for text in (listed.description, listed.title, listed.name) if text and text.strip()
-                    ),
-                    function=self._caller(listed.name),
-                    category=default(listed.name) if callable(default) else default,
-                    parameters=plain_schema(listed.input_schema),
-                    remote=True,
-                )
-            )
+            found[tool.name] = listed.name
+            tools.append(tool)
         return tools
+
+    def _tool(self, listed: "types.Tool", category: str | Callable[[str], str] | None) -> Tool:
+        said = [text for text in (listed.description, listed.title, listed.name) if text and text.strip()]
+        own = self.name if category is None else category
+        return Tool(
+            name=re.sub(r"[^A-Za-z0-9_.-]", "_", listed.name)[:64],
+            description=said[0] if said else "",
+            function=self._caller(listed.name),
+            category=own(listed.name) if callable(own) else own,
+            parameters=plain_schema(listed.input_schema),
+            remote=True,
+        )
 
     def _caller(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         async def call(**arguments: Any) -> Any:

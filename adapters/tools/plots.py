@@ -16,20 +16,19 @@ def plot_confusion(
 
     Args:
         reports: title -> report, side by side, over one catalogue.
-        path: a PNG to write, its folder made; None: the figure is only returned.
+        path: a PNG to write, its folder made. None: the figure is one of pyplot's, so that it shows in a notebook, and is yours
+            to close.
         of: tools, or their categories.
 
     Returns:
         The matplotlib figure.
     """
-    plt = _pyplot(path)
     first = next(iter(reports.values()))
     shown = _rows_with_calls([report.confusion_matrix(of) for report in reports.values()])
     names = np.array(first.tools if of == "tool" else first.categories)[shown]
     side = 2.2 + 0.2 * len(names)
-    figure, axes = plt.subplots(
-        1, len(reports), figsize=(side * len(reports), side), squeeze=False, sharey=True, layout="constrained"
-    )
+    figure = _figure(path, (side * len(reports), side))
+    axes = figure.subplots(1, len(reports), squeeze=False, sharey=True)
     shares: Any = None
     for axis, (title, report) in zip(axes[0], reports.items(), strict=True):
         counts = report.confusion_matrix(of)[np.ix_(shown, shown)]
@@ -54,8 +53,8 @@ def plot_accuracy(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     Returns:
         The matplotlib figure.
     """
-    plt = _pyplot(path)
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = _figure(path, (7, 4))
+    axis = figure.subplots()
     for name, (calls, shares) in curves.items():
         axis.plot(calls, shares, label=name)
     axis.set(xlabel="calls of tools", ylabel="share of held-out tasks", ylim=(0, 1.02))
@@ -69,14 +68,14 @@ def _rows_with_calls(matrices: Sequence[np.ndarray]) -> np.ndarray:
     return np.flatnonzero(total.sum(0) + total.sum(1))
 
 
-def _pyplot(path: str | Path | None) -> Any:
-    import matplotlib
+def _figure(path: str | Path | None, size: tuple[float, float]) -> Any:
+    if path is None:
+        from matplotlib import pyplot
 
-    if path is not None:
-        matplotlib.use("Agg")
-    from matplotlib import pyplot
+        return pyplot.figure(figsize=size, layout="constrained")
+    from matplotlib.figure import Figure  # neither a window nor a backend is needed to write a file
 
-    return pyplot
+    return Figure(figsize=size, layout="constrained")
 
 
 def _written(figure: Any, path: str | Path | None) -> Any:

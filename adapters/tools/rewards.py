@@ -11,7 +11,7 @@ from grpo.errors import ConfigError, ContractError, GRPOError
 from grpo.reward_model_base import WeightedRewards
 
 from .arguments import RefusedArgumentsError, encode_arguments
-from .calls import ToolCall, ToolResult
+from .calls import ToolCall, ToolResult, same_json
 from .catalogue import ToolCatalogue
 from .tasks import ToolTask
 
@@ -81,8 +81,9 @@ class ToolRewards(WeightedRewards):
 
 def call_key(call: ToolCall) -> str | None:
     """What equal calls have in common, and no others; None: no tool is run with such a call."""
+    name: object = call.tool  # which a policy may have written
     try:
-        return None if _name(call) is None else f"{call.tool} {encode_arguments(call.arguments)}"
+        return f"{name} {encode_arguments(call.arguments)}" if isinstance(name, str) else None
     except RefusedArgumentsError:
         return None
 
@@ -128,14 +129,12 @@ def standard_rewards(catalogue: ToolCatalogue) -> dict[str, CallReward]:
 
 def right_tool(catalogue: ToolCatalogue) -> CallReward:
     """0.5 for the right tool, 0.2 for another one of its category, else 0."""
-    category = {name: tool.category for name, tool in catalogue.items()}
 
     def tool(task: ToolTask, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
         _require_task(task)
-        name = _name(call)
-        if name == task.tool:
+        if call.tool == task.tool:
             return RIGHT_TOOL
-        return SAME_CATEGORY if name is not None and category.get(name) == task.category else 0.0
+        return SAME_CATEGORY if call.tool in catalogue and catalogue[call.tool].category == task.category else 0.0
 
     return tool
 
@@ -163,8 +162,7 @@ def has_argument(call: ToolCall, name: str, arguments: Mapping[str, Any]) -> boo
     """`name` stands in both, with the same value; True is not 1."""
     if name not in call.arguments or name not in arguments:
         return False
-    given, wanted = call.arguments[name], arguments[name]
-    return bool(given == wanted) and isinstance(given, bool) == isinstance(wanted, bool)
+    return same_json(call.arguments[name], arguments[name])
 
 
 def executed(task: Any, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
@@ -187,16 +185,9 @@ def call_cost(catalogue: ToolCatalogue, per_unit: float = 1.0) -> CallReward:
     """`per_unit` off for each unit of `Tool.cost`. Larger: dear tools are avoided even where they are right."""
 
     def cost(task: Any, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
-        name = _name(call)
-        return -per_unit * catalogue[name].cost if name is not None and name in catalogue else 0.0
+        return -per_unit * catalogue[call.tool].cost if call.tool in catalogue else 0.0
 
     return cost
-
-
-def _name(call: ToolCall) -> str | None:
-    """Of its tool; None: what a policy has written is no name."""
-    name: object = call.tool
-    return name if isinstance(name, str) else None
 
 
 def _require_task(task: Any) -> None:

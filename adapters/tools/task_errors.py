@@ -1,16 +1,17 @@
 """Five kinds of error that a call can make on a task: found in a call, and made on purpose."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator
 from random import Random
 from typing import Any, Literal, assert_never
 
 import jsonschema
 import referencing
-import referencing.exceptions
 
 from grpo.errors import ConfigError
 
-from .calls import ToolCall
+from .arguments import RefusedArgumentsError, encode_arguments
+from .calls import ToolCall, same_json
 from .catalogue import ABSENT, Tool, ToolCatalogue
 from .tasks import ToolTask
 
@@ -24,8 +25,8 @@ _UNLIKE_ANY: tuple[Any, ...] = ({"?": []}, [None], "?", -0.5, None, True)
 def classify_error(task: ToolTask, call: ToolCall, catalogue: ToolCatalogue) -> ErrorKind | None:
     """The first of these that holds; None: the call is right.
 
-    1. `invalid`: the catalogue lacks the tool, or the tool's schema refuses an argument. That a required one is absent is not
-       held against the call here, whichever the tool.
+    1. `invalid`: the catalogue lacks the tool, the arguments are none that JSON can hold, or the tool's schema refuses one.
+       That a required one is absent is not held against the call here, whichever the tool.
     2. `wrong_tool`: another tool than the task's.
     3. `missing`: the call lacks an argument of the task's, required by the schema or not. Not so where the task has the
        schema's default, which stands for what is absent.
@@ -36,16 +37,16 @@ def classify_error(task: ToolTask, call: ToolCall, catalogue: ToolCatalogue) -> 
         ConfigError: the catalogue lacks the task's own tool.
     """
     tool = _tool_of(task, catalogue)
-    called = catalogue.get(call.tool)
-    if called is None or _refuses(called, call.arguments):
+    called, arguments = catalogue.get(call.tool), _as_json(call.arguments)
+    if called is None or arguments is None or _refuses(called, arguments):
         return "invalid"
     if called.name != tool.name:
         return "wrong_tool"
     defaults = {name: schema["default"] for name, schema in tool.properties.items() if "default" in schema}
-    expected, given = defaults | dict(task.arguments), defaults | dict(call.arguments)
+    expected, given = defaults | dict(task.arguments), defaults | arguments
     if not expected.keys() <= given.keys():
         return "missing"
-    different = [name for name in given if name not in expected or not _same(given[name], expected[name])]
+    different = [name for name in given if name not in expected or not same_json(given[name], expected[name])]
     if any(name not in task.arguments for name in different):
         return "redundant"
     return "wrong_parameter" if different else None
@@ -92,7 +93,16 @@ def _tool_of(task: ToolTask, catalogue: ToolCatalogue) -> Tool:
     return catalogue[task.tool]
 
 
-def _refuses(tool: Tool, arguments: Mapping[str, Any]) -> bool:
+def _as_json(arguments: Any) -> dict[str, Any] | None:
+    """Arguments as a tool gets them; None: no tool is called with such."""
+    try:
+        parsed: dict[str, Any] = json.loads(encode_arguments(arguments))
+    except RefusedArgumentsError:
+        return None
+    return parsed
+
+
+def _refuses(tool: Tool, arguments: dict[str, Any]) -> bool:
     """An argument is not allowed; absent ones aside."""
     # a schema that does not say so allows no other arguments, just as when the call is executed
     schema = {"additionalProperties": False} | dict(tool.parameters) | {"required": []}
@@ -100,20 +110,11 @@ def _refuses(tool: Tool, arguments: Mapping[str, Any]) -> bool:
         schema, registry=referencing.Registry()
     )  # nothing is fetched for a `$ref`
     try:
-        return not validator.is_valid(dict(arguments))
-    except referencing.exceptions.Unresolvable:  # nor is such a call executed
+        return not validator.is_valid(arguments)
+    except (
+        Exception
+    ):  # whatever a schema raises that cannot be applied to these arguments: the executor refuses them too
         return True
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Equal as JSON: true is not 1, in lists and objects too."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
 
 
 def _call(task: ToolTask, **changes: Any) -> ToolCall:

@@ -39,6 +39,13 @@ def test_counts_by_hand() -> None:
     assert statistics.num_samples == 3 * 10  # 3 groups of 10/3 on average: 10 rows
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["train/num_updates", "group_stats/num_groups", "group_stats/avg_group_size"])
+def test_a_count_that_was_not_measured_adds_nothing(name: str, value: float) -> None:
+    statistics = told(THREE[0], {**THREE[1], name: value})
+    assert (statistics.num_updates, statistics.num_samples) == ((2, 20) if name == "train/num_updates" else (4, 10))
+
+
 def test_moving_averages_by_hand() -> None:
     averages = told(*THREE, decay=0.5).averages
     # weights 1/4, 1/2, 1 over their sum 7/4
@@ -93,6 +100,23 @@ def test_unknown_and_missing_keys_are_refused() -> None:
 def test_settings_without_a_meaning_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"RunningStatistics.{next(iter(settings))}"):
         RunningStatistics(**settings)
+
+
+def test_what_dynamic_sampling_leaves_out_is_counted_too() -> None:
+    executed = []
+
+    def one_in_four(states: Any, actions: Any) -> list[float]:
+        executed.extend(actions)
+        return [float(action if state == "a" else 0.5) for state, action in zip(states, actions, strict=True)]
+
+    statistics = RunningStatistics()
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=6, num_states_per_iteration=4, dynamic_sampling_rounds=2, seed=0),
+        policy=TablePolicy(),
+        reward_model=one_in_four,
+    )
+    trainer.train(["a", "b", "b", "b"], num_iterations=2, sinks=[statistics], progress=False)
+    assert statistics.num_samples == len(executed) > 2 * 4 * 6
 
 
 def test_as_the_sink_of_a_run() -> None:

@@ -1,12 +1,16 @@
 """Tools and catalogues: names, schemas read from annotations, and the decisions that a schema leaves."""
 
 import copy
+import enum
+import functools
+import math
 import pickle
 from pathlib import Path
 from typing import Any, Literal, Optional
 
 import pytest
 
+from adapters.tools.arguments import ArgumentChecker, RefusedArgumentsError
 from adapters.tools.catalogue import ABSENT, Tool, ToolCatalogue
 from grpo.errors import ConfigError
 
@@ -34,6 +38,10 @@ def everything(
     anything: list,
     table: dict,
     counts: dict[str, int],
+    files: dict[str, list[Path]],
+    notes: dict[str, Any],
+    gaps: list[int | None],
+    tones: dict[str, Literal["loud", 2] | None],
     maybe: int | None,
     perhaps: Optional[float],  # noqa: UP045  # the older spelling has to work too
     limit: int = 3,
@@ -53,6 +61,13 @@ def tool(schema: dict[str, Any] | None = None, **fields: Any) -> Tool:
     if schema is not None:
         described["parameters"] = {"type": "object", **schema}
     return Tool(**described | fields)
+
+
+def deep_schema() -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(10_000):
+        schema = {"items": schema}
+    return {"type": "object", "properties": {"x": schema}}
 
 
 # --- what a tool is
@@ -82,6 +97,16 @@ def test_other_names_are_refused(name: str) -> None:
         ),
         ({"parameters": {"type": "array"}}, r'Tool t: parameters must be a JSON Schema with "type": "object"'),
         ({"parameters": {}}, r'Tool t: parameters must be a JSON Schema with "type": "object"'),
+        ({"parameters": True}, r'Tool t: parameters must be a JSON Schema with "type": "object"'),
+        ({"parameters": deep_schema()}, "Tool t: parameters must not be so many levels deep"),
+        *(
+            ({"timeout": value}, "Tool t: timeout must be a positive, finite number of seconds, or None; got ")
+            for value in (0, -1.0, math.nan, math.inf, True, "3", 10**400)
+        ),
+        *(
+            ({"cost": value}, "Tool t: cost must be a finite number; got ")
+            for value in (math.nan, -math.inf, False, "3", None, 10**400)
+        ),
     ],
 )
 def test_a_tool_that_cannot_be_used_is_refused_when_it_is_made(fields: dict[str, Any], message: str) -> None:
@@ -118,7 +143,14 @@ def test_each_annotation_becomes_its_schema() -> None:
             "rows": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
             "anything": {"type": "array", "items": {}},
             "table": {"type": "object"},
-            "counts": {"type": "object"},
+            "counts": {"type": "object", "additionalProperties": {"type": "integer"}},
+            "files": {
+                "type": "object",
+                "additionalProperties": {"type": "array", "items": {"type": "string", "format": "path"}},
+            },
+            "notes": {"type": "object"},
+            "gaps": {"type": "array", "items": {"type": ["integer", "null"]}},
+            "tones": {"type": "object", "additionalProperties": {"enum": ["loud", 2, None]}},
             "maybe": {"type": "integer"},
             "perhaps": {"type": "number"},
             "limit": {"type": "integer", "default": 3},
@@ -128,7 +160,7 @@ def test_each_annotation_becomes_its_schema() -> None:
         },
         "required": [
             "text", "count", "share", "sure", "path", "unit", "words", "units", "rows", "anything", "table", "counts",
-            "maybe", "perhaps",
+            "files", "notes", "gaps", "tones", "maybe", "perhaps",
         ],
         "additionalProperties": False,
     }  # fmt: skip
@@ -184,6 +216,96 @@ def test_annotations_that_no_schema_is_known_for_are_refused_by_name() -> None:
     ):  # fmt: skip
         message = rf"^{function.__name__}: parameter {name} must be annotated: str, .*; got {got}\. Or write the schema"
         with pytest.raises(ConfigError, match=message):
+            Tool.from_function(function)
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Tone(enum.StrEnum):
+    LOUD = "loud"
+
+
+def test_values_that_json_cannot_hold_are_refused_by_name() -> None:
+    def painted(colour: Literal[Colour.RED]) -> None:
+        """Paint."""
+
+    def said(tone: Literal[Tone.LOUD, "soft"]) -> None:
+        """Say it."""
+
+    def sent(what: Literal[b"x"]) -> None:
+        """Send it."""
+
+    def listed(what: list[Literal[Colour.RED]]) -> None:
+        """List it."""
+
+    def by_number(of: dict[int, str]) -> None:
+        """Take texts by number."""
+
+    def sets(of: dict[str, set[int]]) -> None:
+        """Take sets by name."""
+
+    for function, name in (
+        (painted, "colour"), (said, "tone"), (sent, "what"), (listed, "what"), (by_number, "of"), (sets, "of"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"^{function.__name__}: parameter {name} must be annotated: .*; got "):
+            Tool.from_function(function)
+
+
+def test_a_default_that_json_cannot_hold_is_the_functions_own() -> None:
+    def wait(sure: Literal["yes", "no"] = Colour.RED) -> None:  # type: ignore[assignment]
+        """Wait."""
+
+    made = Tool.from_function(wait)
+    assert made.properties == {"sure": {"enum": ["yes", "no"]}}
+    assert made.choices[0].values == ("yes", "no", ABSENT)
+
+
+def test_paths_in_a_dict_are_confined(tmp_path: Path) -> None:
+    def read(files: dict[str, Path]) -> str:
+        """Read files."""
+        return "".join(path.read_text() for path in files.values())
+
+    check = ArgumentChecker(read, Tool.from_function(read).parameters, str(tmp_path))
+    assert check({"files": {"a": "b.txt"}}) == {"files": {"a": tmp_path.resolve() / "b.txt"}}
+    with pytest.raises(RefusedArgumentsError, match="must lead into the tools' folder"):
+        check({"files": {"a": "b.txt", "c": "../../etc/passwd"}})
+    with pytest.raises(RefusedArgumentsError, match="is not of type 'string'"):
+        check({"files": {"a": 1}})
+
+
+def add(a: int, b: int = 2) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+class Adder:
+    """Add to a number."""
+
+    def __call__(self, a: int) -> int:
+        return a + 1
+
+
+def test_a_function_without_a_name_is_given_one() -> None:
+    partly = functools.partial(functools.partial(add), b=3)
+    for function in (partly, Adder()):
+        with pytest.raises(ConfigError, match=r"^Tool\.from_function: .* has no name of its own; pass name="):
+            Tool.from_function(function)
+    made = Tool.from_function(partly, name="plus_three")
+    assert (made.name, made.description) == ("plus_three", "Add two numbers.")
+    assert made.properties == {"a": {"type": "integer"}, "b": {"type": "integer", "default": 3}}
+    assert made.function(a=1) == 4
+    made = Tool.from_function(Adder(), name="plus_one")
+    assert (made.description, made.properties) == ("Add to a number.", {"a": {"type": "integer"}})
+
+
+def test_annotations_that_cannot_be_read_are_refused() -> None:
+    def forward(a: "Nowhere") -> None:  # type: ignore[name-defined]
+        """Take a."""
+
+    for function in (forward, dict.fromkeys):
+        with pytest.raises(ConfigError, match=rf"^{function.__name__}: "):
             Tool.from_function(function)
 
 
@@ -297,6 +419,62 @@ def test_the_choice_to_leave_out_is_the_same_after_a_copy() -> None:
     assert choice.index({}) == 2
 
 
+def values_of(schema: Any, *, required: bool = True) -> tuple[Any, ...]:
+    """What may be chosen for a parameter of this schema."""
+    made = tool({"properties": {"x": schema}, "required": ["x"] if required else []})
+    return made.choices[0].values if made.choices else tuple(made.constants.values())
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"enum": [1, 1.0, True, "1", [1], [1.0], [True]]}, [1, True, "1", [1], [True]]),
+        ({"enum": [1.0, 1, 2]}, [1.0, 2]),
+        ({"anyOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}, ["a", "b", "c"]),
+        ({"oneOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}, ["a", "c"]),
+        ({"oneOf": [{"enum": [1, 1.0]}, {"const": 2}]}, [1, 2]),
+        ({"oneOf": [{"const": 1, "title": "one"}, {"const": 1.0}, {"const": True}, {"const": 0}]}, [True, 0]),
+        ({"oneOf": [{"enum": [[1]]}, {"enum": [[1.0], [2]]}]}, [[2]]),
+        ({"enum": [math.nan, "a", Colour.RED, "b"]}, ["a", "b"]),
+        ({"anyOf": [False, {"const": 1}, {"const": 2}]}, [1, 2]),
+    ],
+)
+def test_no_two_choices_have_one_value(schema: Any, values: list[Any]) -> None:
+    found = values_of(schema)
+    assert [(type(value), value) for value in found] == [(type(value), value) for value in values]
+
+
+def test_each_value_is_found_where_it_stands() -> None:
+    (choice,) = tool({"properties": {"x": {"enum": [1, 1.0, [True], [1], 2]}}, "required": ["x"]}).choices
+    assert [choice.index({"x": value}) for value in choice.values] == list(range(len(choice.values)))
+    assert [choice.index({"x": value}) for value in (1.0, [1.0], (True,), {1}, math.nan)] == [0, 2, 1, None, None]
+
+
+def test_a_long_enumeration_takes_no_time() -> None:
+    assert (
+        len(values_of({"oneOf": [{"enum": [f"value {i}" for i in range(20_000)]}, {"enum": list(range(20_000))}]}))
+        == 40_000
+    )
+
+
+def test_a_default_that_is_no_value_leaves_the_parameter_out() -> None:
+    assert values_of({"enum": ["a", "b"], "default": None}, required=False) == ("a", "b", ABSENT)
+    assert values_of({"enum": ["a", None], "default": None}, required=False) == ("a", None)
+    assert values_of({"enum": [1, 2], "default": 1.0}, required=False) == (1, 2)
+    assert values_of({"enum": [1, 2], "default": True}, required=False) == (1, 2, ABSENT)
+
+
+def test_schemas_that_are_true_or_false() -> None:
+    made = tool(
+        {"properties": {"any": True, "never": False, "unit": {"enum": ["m", "km"]}}, "required": ["any", "unit"]}
+    )
+    assert dict(made.properties) == {"any": {}, "unit": {"enum": ["m", "km"]}}
+    assert [choice.name for choice in made.choices] == ["unit"]
+    assert made.constants == {}
+    assert tool({"properties": {"x": {"anyOf": [True, {"const": 1}]}}, "required": ["x"]}).choices == ()
+    assert tool({"properties": {"x": {"anyOf": [False]}}}).choices == ()
+
+
 # --- catalogues
 
 
@@ -313,6 +491,15 @@ def test_a_catalogue_is_a_mapping_in_the_order_of_its_tools() -> None:
     assert "a1" in catalogue
     assert "c" not in catalogue
     assert catalogue.categories == ("b", "a")
+
+
+@pytest.mark.parametrize("name", [None, 1, [], {}, {"a1"}, b"a1", ("a1",)])
+def test_what_is_no_text_is_no_name(name: Any) -> None:
+    catalogue = ToolCatalogue(named("a1"))
+    assert name not in catalogue
+    assert catalogue.get(name) is None
+    with pytest.raises(KeyError):
+        catalogue[name]
 
 
 def test_an_empty_catalogue_is_refused() -> None:

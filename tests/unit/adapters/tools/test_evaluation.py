@@ -1,6 +1,5 @@
 """A report whose every number was worked by hand."""
 
-import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -166,23 +165,37 @@ def test_the_table(report: ToolReport) -> None:
 
 def test_a_report_comes_back_from_json(report: ToolReport, tmp_path) -> None:
     report.to_json(tmp_path / "new" / "report.json")
-    read = json.loads((tmp_path / "new" / "report.json").read_text())
-    assert read == json.loads(json.dumps(report.to_dict()))
-    parts = {
-        name: {key: Accuracy(**part) for key, part in read.pop(name).items()}
-        for name in ("by_category", "by_difficulty", "by_words")
-    }
-    lists = {name: tuple(read.pop(name)) for name in ("tools", "categories", "category_of")}
-    again = ToolReport(
-        overall=Accuracy(**read.pop("overall")),
-        confusion=tuple(tuple(counts) for counts in read.pop("confusion")),
-        errors=read.pop("errors"),
-        **parts,
-        **lists,
-    )
-    assert not read
+    again = ToolReport.from_json(tmp_path / "new" / "report.json")
     assert again == report
     assert again.table() == TABLE
+    assert ToolReport.from_dict(report.to_dict()) == report
+
+
+def test_what_is_no_report_is_refused(report: ToolReport, tmp_path) -> None:
+    whole = report.to_dict()
+    lacking = {name: value for name, value in whole.items() if name != "tools"}
+    for wrong in (
+        lacking,
+        whole | {"mood": 1},
+        whole | {"overall": {"num_tasks": 1}},
+        whole | {"by_words": 3},
+        [],
+        None,
+    ):
+        with pytest.raises(ConfigError, match=r"ToolReport\.from_dict: .*\. Pass what to_dict\(\) returned"):
+            ToolReport.from_dict(wrong)
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("broken.json", "none.json"):
+        with pytest.raises(ConfigError, match=rf"{name} holds no report: .*ToolReport\.to_json writes one"):
+            ToolReport.from_json(tmp_path / name)
+
+
+def test_a_tool_that_is_no_text_is_none_of_the_catalogues() -> None:
+    odd = [ToolCall(tool=name) for name in (["sort"], None, np.array(["sort", "add"]))]  # type: ignore[arg-type]
+    found = evaluate_tools(Answers(odd), TASKS[:3], CATALOGUE)
+    assert found.overall == Accuracy(num_tasks=3, right_tool=0.0, right_call=0.0)
+    assert found.errors == {"invalid": 3}
+    assert found.confusion[0] == (0, 0, 0, 3)
 
 
 def test_nothing_is_wrong_with_right_calls() -> None:

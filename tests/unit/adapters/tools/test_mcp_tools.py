@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,12 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from adapters.tools.calls import ToolCall, ToolResult
 from adapters.tools.catalogue import Tool, ToolCatalogue
-from adapters.tools.errors import ToolRaisedError, WorkerDiedError
+from adapters.tools.errors import (
+    InvalidArgumentsError,
+    OutputTooLargeError,
+    ToolNotAllowedError,
+    ToolRaisedError,
+    ToolTimeoutError,
+    WorkerDiedError,
+)
+from adapters.tools.executor import ToolExecutor
 from adapters.tools.mcp_support import plain_schema
 from adapters.tools.mcp_tools import MCPServer
-from grpo.errors import ConfigError
+from adapters.tools.policies import ToolSelectionPolicy
+from adapters.tools.rewards import ToolRewards
+from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo.errors import ConfigError, GRPOWarning
 
 ROOT = Path(__file__).resolve().parents[4]
 REAL = [sys.executable, str(ROOT / "tests" / "mcp_server.py")]
@@ -360,13 +374,197 @@ def test_schemas_that_refer_to_themselves_or_narrow_what_they_refer_to_stay_as_t
     assert plain_schema(odd) == odd
 
 
-def test_a_schema_that_is_none_is_named() -> None:
-    schema = {"type": "object", "properties": {"x": {"type": "nonsense"}}}
-    with (
-        by_hand({"name": "odd", "inputSchema": schema}) as server,
-        pytest.raises(ConfigError, match=r"Tool odd: parameters at \$\.properties\.x\.type"),
-    ):
-        server.tools()
+GOOD = {"name": "good", "inputSchema": {"type": "object", "properties": {"unit": {"enum": ["m", "km"]}}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "reason"),
+    [
+        (
+            "tuple",
+            {"type": "array", "items": [{"type": "string"}]},
+            r"Tool tuple: parameters at \$\.properties\.x\.items",
+        ),
+        (
+            "letters",
+            {"type": "string", "pattern": r"^\p{L}+$"},
+            r"Tool letters: parameters at \$\.properties\.x\.pattern",
+        ),
+        ("odd", {"type": "nonsense"}, r"Tool odd: parameters at \$\.properties\.x\.type"),
+        ("", {}, r"Tool\.name must be 1 to 64"),
+    ],
+)
+def test_a_tool_that_cannot_be_one_is_left_out_with_a_warning(name: str, schema: Any, reason: str) -> None:
+    draft = {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "properties": {"x": schema}}
+    with by_hand({"name": name, "inputSchema": draft}, GOOD) as server:
+        message = rf"MCP server by hand: its tool '{name}' is left out: {reason}.* skip="
+        with pytest.warns(GRPOWarning, match=message) as said:
+            tools = server.tools()
+        assert len(said) == 1
+        assert Path(said[0].filename) == Path(__file__)
+        assert [tool.name for tool in tools] == ["good"]
+        assert ask(tools[0]) == '"good"'
+        assert [tool.name for tool in server.tools(skip=[name])] == ["good"]
+
+
+def test_the_other_tools_of_a_real_server_stay(tools: dict[str, Tool]) -> None:
+    with MCPServer([*REAL, "--letters"]) as server:
+        with pytest.warns(
+            GRPOWarning, match=r"MCP server testing: its tool 'spell' is left out: .*\\p\{L\}.* is not a 'regex'"
+        ):
+            others = {tool.name: tool for tool in server.tools()}
+        assert list(others) == list(tools)
+        assert ask(others["add"], a=1, b=2) == "3"
+        assert list(others) == [tool.name for tool in server.tools(skip=["spell"])]
+
+
+def test_tools_of_schemas_that_are_true_or_false_are_tools_like_others() -> None:
+    schema = {"type": "object", "properties": {"any": True, "never": False, "unit": {"enum": ["m", "km"]}}}
+    with by_hand({"name": "free", "inputSchema": schema}) as server:
+        (tool,) = server.tools()
+        assert list(tool.properties) == ["any", "unit"]
+        with ToolExecutor(ToolCatalogue([tool])) as executor:
+            right, wrong = executor.run([ToolCall(tool="free", arguments={name: 1}) for name in ("any", "never")])
+    assert right.output == '"free"'
+    assert isinstance(wrong.error, InvalidArgumentsError)
+
+
+def test_tools_that_are_skipped() -> None:
+    with MCPServer(REAL) as server:
+        assert {"die", "add"}.isdisjoint(tool.name for tool in server.tools(skip=("die", "add")))
+        with pytest.raises(
+            ConfigError, match="MCP server testing: skip must name tools that it has; it has no dye, but add, "
+        ):
+            server.tools(skip={"dye"})
+    same = {"name": "a b", "inputSchema": {"type": "object"}}
+    with by_hand({"name": "a/b", "inputSchema": {"type": "object"}}, same) as server:
+        (tool,) = server.tools(skip=["a/b"])
+        assert ask(tool) == '"a b"'
+
+
+# Executed, and learned from
+
+
+def by_name(tools: dict[str, Tool], *names: str) -> ToolCatalogue:
+    return ToolCatalogue([tools[name] for name in names])
+
+
+def test_a_call_that_hangs_ends_at_its_timeout_and_is_cancelled_at_the_server(tools: dict[str, Tool]) -> None:
+    before = ask(tools["waits"])
+    start = time.perf_counter()
+    with ToolExecutor(by_name(tools, "slow", "add"), timeout=2.0) as executor:
+        late, well = executor.run(
+            [
+                ToolCall(tool="slow", arguments={"seconds": 60.0}),
+                ToolCall(tool="add", arguments={"a": 1, "b": 2}),
+            ]
+        )
+        assert isinstance(late.error, ToolTimeoutError)
+        assert 1.9 < late.seconds < 10.0
+        assert well.output == "3"
+        while (after := ask(tools["waits"]))["cancelled"] == before["cancelled"] and time.perf_counter() - start < 20.0:
+            time.sleep(0.02)
+        assert after == {"begun": before["begun"] + 1, "cancelled": before["cancelled"] + 1}
+        assert executor.run([ToolCall(tool="add", arguments={"a": 2, "b": 2})])[0].output == "4"
+
+
+def test_a_tools_own_timeout_comes_before_the_executors(tools: dict[str, Tool]) -> None:
+    catalogue = ToolCatalogue([dataclasses.replace(tools["slow"], timeout=0.3)])
+    with ToolExecutor(catalogue, timeout=60.0) as executor:
+        (result,) = executor.run([ToolCall(tool="slow", arguments={"seconds": 60.0})])
+    assert isinstance(result.error, ToolTimeoutError)
+    assert result.seconds < 10.0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "kind", "message"),
+    [
+        ("add", {"a": "1", "b": 2}, InvalidArgumentsError, r"add: at \$\.a: '1' is not of type 'number'"),
+        ("add", {"a": 1}, InvalidArgumentsError, "'b' is a required property"),
+        ("paint", {"colour": "green", "shade": "dark"}, InvalidArgumentsError, "'green' is not one of"),
+        ("slow", {"seconds": 60.0, "more": 1}, InvalidArgumentsError, "'more' was unexpected"),
+        ("slow", {"seconds": float("nan")}, InvalidArgumentsError, "finite"),
+        ("die", {"code": 3}, ToolNotAllowedError, "must be one of the tools that are allowed"),
+        ("refuse", {}, ToolRaisedError, "refuse: not today"),
+    ],
+)
+def test_what_is_refused_never_reaches_the_server(
+    tools: dict[str, Tool], name: str, arguments: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    before = ask(tools["waits"])
+    with ToolExecutor(ToolCatalogue(tools.values()), allow=set(tools) - {"die"}, timeout=5.0) as executor:
+        (result,) = executor.run([ToolCall(tool=name, arguments=arguments)])
+    assert type(result.error) is kind
+    assert re.search(message, str(result.error))
+    assert ask(tools["waits"]) == before
+
+
+def test_an_output_that_is_too_large_is_not_let_through(tools: dict[str, Tool]) -> None:
+    calls = [ToolCall(tool="weather", arguments={"city": city}) for city in ("Oslo", "x" * 500)]
+    with ToolExecutor(by_name(tools, "weather"), max_output_bytes=100) as executor:
+        short, long = executor.run(calls)
+    assert short.output == {"city": "Oslo", "degrees": 20.0}
+    assert isinstance(long.error, OutputTooLargeError)
+
+
+def test_each_call_is_a_line_of_the_log(tools: dict[str, Tool], tmp_path: Path) -> None:
+    calls = [
+        ToolCall(tool="add", arguments={"a": 1, "b": 2}),
+        ToolCall(tool="fail", arguments={"reason": "no paper"}),
+        ToolCall(tool="slow", arguments={"seconds": 60.0}),
+    ]
+    hurried = tools | {"slow": dataclasses.replace(tools["slow"], timeout=0.5)}
+    with ToolExecutor(by_name(hurried, "add", "fail", "slow"), timeout=30.0, log_path=tmp_path / "log") as executor:
+        executor.run(calls)
+    lines = {line["tool"]: line for line in map(json.loads, (tmp_path / "log").read_text().splitlines())}
+    assert {call.tool: dict(call.arguments) for call in calls} == {
+        name: line["arguments"] for name, line in lines.items()
+    }
+    assert {name: (line["ok"], line["error"]) for name, line in lines.items()} == {
+        "add": (True, None),
+        "fail": (False, "ToolRaisedError"),
+        "slow": (False, "ToolTimeoutError"),
+    }
+    assert lines["add"]["output_bytes"] == len('"3"')
+    assert lines["add"]["seconds"] > 0
+    assert lines["slow"]["seconds"] >= 0.5
+
+
+def test_calls_of_a_server_that_dies_have_results(tools: dict[str, Tool]) -> None:
+    with MCPServer(REAL) as server:
+        own = {tool.name: tool for tool in server.tools()}
+        with ToolExecutor(by_name(own, "die", "slow", "add")) as executor:
+            results = executor.run(
+                [ToolCall(tool="slow", arguments={"seconds": 60.0}), ToolCall(tool="die", arguments={"code": 3})]
+            )
+            results += executor.run([ToolCall(tool="add", arguments={"a": 1, "b": 1})])
+    assert [type(result.error) for result in results] == [WorkerDiedError] * 3
+
+
+def test_a_policy_learns_which_tool_of_a_server_to_call(tools: dict[str, Tool]) -> None:
+    """Five tools, one with two decisions: 1 in 5 is right by chance, and 1 in 10 for the colour."""
+    catalogue = by_name(tools, "add", "weather", "paint", "refuse", "picture")
+    answers = {
+        "two numbers: 1, 2": "3",
+        "how warm is it in Oslo": {"city": "Oslo", "degrees": 20.0},
+        "a blue door": "dark blue, plain",
+    }
+    free = {"a": 1, "b": 2, "city": "Oslo"}
+
+    def right(request: str, call: ToolCall, result: ToolResult) -> float:
+        return float(result.output == answers[request])
+
+    torch.manual_seed(0)
+    policy = ToolSelectionPolicy(catalogue, fill=lambda request, tool: free)
+    config = GRPOConfig(group_size=16, learning_rate=0.05, seed=0, objective=ObjectiveConfig(aggregation="row_sum"))
+    with ToolExecutor(catalogue) as executor:
+        rewards = ToolRewards(executor, {"right": right}, reuse_results=True)
+        trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
+        history = trainer.train(list(answers), num_iterations=25, progress=False)
+        results = executor.run(policy.predict(list(answers)))
+    assert history[0]["rewards/mean"] < 0.4
+    assert history[-1]["rewards/mean"] > 0.8
+    assert [result.output for result in results] == list(answers.values())
 
 
 # Over HTTP

@@ -87,6 +87,24 @@ def test_accuracy_has_a_named_line_per_curve(tmp_path) -> None:
     assert high >= 1
 
 
+def test_a_figure_that_is_written_leaves_pyplot_and_its_backend_alone(tmp_path) -> None:
+    from matplotlib import pyplot
+
+    mpl.use("svg")
+    for place in range(25):  # pyplot warns of more than 20
+        plot_accuracy({"GRPO": ([0, 1], [0.0, 1.0])}, tmp_path / f"{place}.png")
+    plot_confusion({"before": BEFORE, "after": AFTER}, tmp_path / "confusion.png")
+    assert mpl.get_backend() == "svg"
+    assert pyplot.get_fignums() == []
+
+
+def test_a_figure_that_is_shown_is_one_of_pyplots() -> None:
+    from matplotlib import pyplot
+
+    shown = [plot_accuracy({"GRPO": ([0, 1], [0.0, 1.0])}, None), plot_confusion({"after": AFTER}, None)]
+    assert [pyplot.figure(number) for number in pyplot.get_fignums()] == shown
+
+
 def test_without_a_path_nothing_is_written(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     plot_confusion({"after": AFTER}, None)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from adapters.tools.calls import ToolCall, ToolResult
@@ -125,6 +126,7 @@ def test_rows_have_their_own_tasks_calls_and_results() -> None:
     ("given", "wanted", "same"),
     [
         (1, 1, True), (1, 1.0, True), (1, 2, False), (True, True, True), (True, 1, False), (0, False, False),
+        ([True], [1], False), ({"b": [0]}, {"b": [False]}, False), ((1, 2), [1, 2], True), (np.ones(2), [1, 1], False),
         ("a", "a", True), ([1, 2], [1, 2], True), ([1, 2], [2, 1], False), (None, None, True),
     ],
 )  # fmt: skip

@@ -102,6 +102,57 @@ def test_a_reference_that_nothing_is_fetched_for_makes_a_call_invalid() -> None:
     assert classify_error(task, ToolCall(tool="t", arguments={"x": 1}), catalogue) == "invalid"
 
 
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "number", "multipleOf": 0.1}, 10**400),
+        ({"$ref": "#/properties/x"}, 1),
+        ({"$ref": "#/required"}, 1),
+        ({"$ref": "#/nowhere"}, 1),
+    ],
+    ids=["overflow", "recursion", "no schema", "nowhere"],
+)
+def test_a_schema_that_cannot_be_applied_makes_a_call_invalid(schema, value) -> None:
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+    catalogue = ToolCatalogue([Tool(name="t", description="Odd.", function=wait, parameters=parameters)])
+    task = replace(TASK, tool="t", arguments={"x": 1})
+    assert classify_error(task, ToolCall(tool="t", arguments={"x": value}), catalogue) == "invalid"
+
+
+@pytest.mark.parametrize(
+    "arguments", [None, 3, "text", [("number", 3)], {1: 2}, {"number": {3}}, {"number": float("nan")}]
+)
+def test_arguments_that_no_tool_is_called_with_are_invalid(arguments) -> None:
+    anything = Tool(
+        name="t",
+        description="Take anything.",
+        function=wait,
+        parameters={"type": "object", "additionalProperties": True},
+    )
+    catalogue = ToolCatalogue([anything])
+    assert classify_error(replace(TASK, tool="t"), ToolCall(tool="t", arguments=arguments), catalogue) == "invalid"
+
+
+@pytest.mark.parametrize("name", [None, 3, ["scale"], {"scale": 1}])
+def test_a_tool_that_is_no_text_is_invalid(name) -> None:
+    assert classify_error(TASK, ToolCall(tool=name, arguments=TASK.arguments), CATALOGUE) == "invalid"
+
+
+def test_schemas_that_are_true_or_false() -> None:
+    schema = {"type": "object", "properties": {"any": True, "never": False}, "required": ["any"]}
+    catalogue = ToolCatalogue([Tool(name="t", description="Take anything.", function=wait, parameters=schema)])
+    task = replace(TASK, tool="t", arguments={"any": (1, 2)}, slots={"never": 1})
+    for arguments, kind in (
+        ({"any": [1.0, 2]}, None),
+        ({"any": 3}, "wrong_parameter"),
+        ({}, "missing"),
+        ({"any": [1, 2], "never": 1}, "invalid"),
+    ):
+        assert classify_error(task, ToolCall(tool="t", arguments=arguments), catalogue) == kind
+    made = {kind: make_erroneous_call(task, kind, catalogue, Random(0)) for kind in KINDS}
+    assert {kind for kind, call in made.items() if call is not None} == {"wrong_parameter", "missing", "invalid"}
+
+
 def test_no_call_is_made_where_no_error_is_possible() -> None:
     possible = {kind: make_erroneous_call(WAIT, kind, CATALOGUE, Random(0)) is not None for kind in KINDS}
     assert possible == {

@@ -1,0 +1,99 @@
+"""A function's annotations as the JSON Schema of its arguments."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from grpo.errors import ConfigError
+
+from .calls import same_json
+
+_JSON_TYPES: Mapping[Any, Mapping[str, Any]] = {
+    str: {"type": "string"},
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    Path: {"type": "string", "format": "path"},
+}
+_LITERALS = (str, int, bool, type(None))
+
+
+def written(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that a `partial` calls, with its docstring and annotations."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+def schema_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """JSON Schema of a function's arguments, an object.
+
+    Args:
+        name: of the tool, for errors.
+        function: every parameter annotated.
+
+    Raises:
+        ConfigError: an annotation that no schema is known for.
+    """
+    own = written(function)
+    has_annotations = inspect.isroutine(own) or inspect.isclass(own)
+    try:
+        hints = get_type_hints(own if has_annotations else type(own).__call__)
+        parameters = inspect.signature(function).parameters
+    # built-in code has none, and some are for type checkers only
+    except (TypeError, ValueError, NameError, AttributeError, SyntaxError) as error:
+        raise ConfigError(f"{name}: its annotations cannot be read: {error}. Write Tool(parameters=...).") from error
+    properties, required = {}, []
+    for key, parameter in parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ConfigError(f"{name}: {parameter} cannot be given by name; write Tool(parameters=...).")
+        schema = _json_type(hints.get(key))
+        if schema is None:
+            raise ConfigError(
+                f"{name}: parameter {key} must be annotated: str, int, float, bool, Path, Literal of texts and numbers, dict, "
+                f"or a list, or dict by text, of these; got {hints.get(key)}. Or write the schema yourself: "
+                "Tool(parameters=...)."
+            )
+        if parameter.default is parameter.empty:
+            required.append(key)
+        elif parameter.default is not None:
+            default = str(parameter.default) if isinstance(parameter.default, Path) else parameter.default
+            if same_json(default, default):  # JSON can hold it
+                schema["default"] = default
+        properties[key] = schema
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _json_type(hint: Any) -> dict[str, Any] | None:
+    """The schema of an annotation; None: it has none here."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return {"enum": list(arguments)} if all(type(value) in _LITERALS for value in arguments) else None
+    if hint is dict or origin is dict:
+        key, values = (arguments[0], _json_item(arguments[1])) if arguments else (str, {})
+        if key is not str or values is None:
+            return None
+        return {"type": "object", "additionalProperties": values} if values else {"type": "object"}
+    if hint is list or origin is list:
+        items = _json_item(arguments[0]) if arguments else {}
+        return None if items is None else {"type": "array", "items": items}
+    if origin in (Union, types.UnionType):
+        kinds = [kind for kind in arguments if kind is not type(None)]
+        return _json_type(kinds[0]) if len(kinds) == 1 else None
+    return dict(_JSON_TYPES[hint]) if hint in _JSON_TYPES else None
+
+
+def _json_item(hint: Any) -> dict[str, Any] | None:
+    """The same within a list or dict, which may hold anything, and where null is a value."""
+    if hint in (Any, object):
+        return {}
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    if get_origin(hint) not in (Union, types.UnionType) or len(kinds) != 1:
+        return _json_type(hint)
+    schema = _json_item(kinds[0])
+    if not schema:
+        return schema
+    return schema | ({"enum": [*schema["enum"], None]} if "enum" in schema else {"type": [schema["type"], "null"]})
