@@ -2,7 +2,6 @@
 
 import json
 import os
-import reprlib
 import warnings
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,7 +9,8 @@ from typing import Any
 
 from grpo.errors import ConfigError, GRPOWarning
 
-from .calls import ToolCall, ToolResult
+from .arguments import bounded_text
+from .calls import ToolCall
 
 _MAX_ARGUMENTS = 2_000
 _MAX_MESSAGE = 1_000
@@ -19,6 +19,8 @@ _MAX_MESSAGE = 1_000
 class CallLog:
     """Appends lines of ASCII to a file: time (ISO 8601, UTC), tool, arguments (of many, the first 2,000 characters), ok,
     error (its type), message, seconds, output_bytes.
+
+    What cannot be an argument, or the name of a tool, is written as Python writes it.
 
     Args:
         path: of the file; it is made if it does not exist, its folder is not.
@@ -35,21 +37,26 @@ class CallLog:
         except OSError as error:
             raise ConfigError(f"ToolExecutor.log_path must be a file that can be written; {error}.") from error
 
-    def write(self, call: ToolCall, arguments: str | None, result: ToolResult, output_bytes: int) -> None:
+    def write(
+        self, call: ToolCall, arguments: str | None, error: BaseException | None, seconds: float, output_bytes: int = 0
+    ) -> None:
         """One line, at once.
 
         Args:
-            arguments: as JSON; None: JSON could not hold them.
+            arguments: as JSON; None: JSON could not hold them, or nobody has asked it.
+            error: None: there is an output.
+            seconds: that the call took.
         """
+        name: object = call.tool
         line = json.dumps(
             {
                 "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-                "tool": str(call.tool)[:100],
+                "tool": name[:100] if type(name) is str else bounded_text(name, 100),
                 "arguments": _shortened(call.arguments, arguments),
-                "ok": result.ok,
-                "error": None if result.ok else type(result.error).__name__,
-                "message": None if result.ok else str(result.error)[:_MAX_MESSAGE],
-                "seconds": round(result.seconds, 6),
+                "ok": error is None,
+                "error": None if error is None else type(error).__name__,
+                "message": None if error is None else str(error)[:_MAX_MESSAGE],
+                "seconds": round(seconds, 6),
                 "output_bytes": output_bytes,
             }
         )
@@ -71,5 +78,5 @@ class CallLog:
 
 def _shortened(arguments: Any, text: str | None) -> Any:
     if text is None:
-        return reprlib.repr(arguments)
+        return bounded_text(arguments, _MAX_ARGUMENTS)
     return json.loads(text) if len(text) <= _MAX_ARGUMENTS else text[:_MAX_ARGUMENTS]

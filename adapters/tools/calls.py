@@ -72,6 +72,11 @@ class ToolResult:
         return cls(output=fields["output"], error=_error_from_dict(fields["error"]), seconds=fields["seconds"])
 
 
+def plain_name(name: object) -> str | None:
+    """A tool's name, without what a class of its own makes of it; None: a policy has written something else."""
+    return str.__str__(name) if issubclass(type(name), str) else None
+
+
 def same_json(one: Any, other: Any) -> bool:
     """Equal as JSON: 1 is 1.0, true is not 1, a tuple is a list, at any depth. What JSON cannot hold is equal to nothing.
 

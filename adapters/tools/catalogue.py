@@ -14,7 +14,7 @@ import jsonschema
 from grpo.errors import ConfigError
 
 from .annotations import schema_of, written
-from .calls import same_json
+from .calls import plain_name, same_json
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 
@@ -196,9 +196,10 @@ class ToolCatalogue(Mapping[str, Tool]):
             raise ConfigError(f"ToolCatalogue: names must differ; twice: {', '.join(twice)}.")
 
     def __getitem__(self, name: object) -> Tool:
-        if not isinstance(name, str):  # a policy may ask for anything, which need not be hashable
+        plain = plain_name(name)
+        if plain is None:  # a policy may ask for anything, which need not be hashable
             raise KeyError(name)
-        return self._tools[name]
+        return self._tools[plain]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tools)

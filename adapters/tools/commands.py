@@ -1,11 +1,13 @@
 """Programs as tools, started from a list of arguments, never by a shell."""
 
 import os
+import re
 import selectors
 import string
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import PurePath
 from typing import Any
 
@@ -14,7 +16,15 @@ from grpo.errors import ConfigError
 from .catalogue import Tool
 from .errors import InvalidArgumentsError, OutputTooLargeError
 
-_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh", "ash", "fish", "csh", "tcsh", "busybox"})
+_SHELLS = re.compile(
+    r"(?:sh|r?bash|dash|ash|r?zsh|r?ksh|[mlo]ksh|pdksh|yash|posh|t?csh|fish|elvish|xonsh|pwsh|powershell|cmd|busybox|toybox)"
+    r"[\d.]*"
+)
+_LAUNCHERS = frozenset(["env", "xargs", "nohup", "nice", "timeout", "setsid", "stdbuf", "sudo", "doas"])
+_INTERPRETERS = re.compile(r"(?:python|pypy|perl|ruby|node|nodejs|lua|luajit|php|[gmn]?awk|sed|tclsh|rscript)[\d.]*")
+_CODE_OPTION = re.compile(r"-[A-Za-z0-9]*[ceErRBp]|--(?:eval|print|run|expression|source|code)=?")
+_VALUE_OPTIONS = frozenset(["-F", "-v", "-I", "-W", "-X", "-C", "-r", "-d", "-l", "--require", "--import", "--assign"])
+"""Of interpreters: what follows one is not what they run."""
 _STDERR_BYTES = 2_000
 
 
@@ -34,12 +44,18 @@ class Command:
     `--` stands before it, after which programs that follow POSIX expect none. So also a negative number; `--by={number}` takes
     it.
 
+    No shell reads a command line, so none may be named: an element that is one of the known ones (`sh`, `bash`, `busybox`,
+    `pwsh`, ...) is refused. What an interpreter (`python`, `perl`, `ruby`, `node`, `lua`, `php`, `awk`, `sed`, ...) or a
+    program that starts others (`env`, `xargs`, `timeout`, `sudo`, ...) runs must stand in `argv`: a parameter before it is
+    refused, and for interpreters one in or after `-c`, `-e`, `--eval` and the like. Other programs that run what an argument
+    says (`find` with `-exec`, `make`, `ssh`) are not known here: give them no parameter there.
+
     Args:
         argv: the program, found in PATH, and its arguments.
         max_output_bytes: of its standard output; beyond, it is killed. Larger lets it write more.
 
     Raises:
-        ConfigError: no program, a program that depends on the call, or a shell with `-c`.
+        ConfigError: no program, a program or code that depends on the call, or a shell.
 
     Example:
         >>> count = Command(("wc", "-l", "--", "{path}"))
@@ -60,12 +76,13 @@ class Command:
             raise ConfigError(f"Command.argv must be arguments that a program can have; got {self.argv!r}.")
         if any(name is not None for _, name in _parts(self.argv[0])):
             raise ConfigError(f"Command.argv: the program must not depend on the call; got {self.argv[0]!r}.")
-        if PurePath(self.argv[0]).name in _SHELLS and any(element.startswith("-") for element in self.argv[1:]):
+        if any(_SHELLS.fullmatch(_program(element)) for element in self.argv):
+            raise ConfigError(f"Command.argv must not name a shell; got {self.argv!r}. Name the program itself.")
+        if _runs_a_parameter(self.argv):
             raise ConfigError(
-                f"Command.argv must not be a shell's command line; got {self.argv!r}. Name the program itself."
+                f"Command.argv must say itself what is run; got {self.argv!r}. Put parameters behind the name of a script, and "
+                "not after options like -c and -e; or name an executable script as the program."
             )
-        for element in self.argv:
-            _parts(element)
 
     @property
     def names(self) -> frozenset[str]:
@@ -159,12 +176,38 @@ def _parts(element: str) -> list[tuple[str, str | None]]:
     return [(literal, name) for literal, name, _, _ in parts]
 
 
+def _program(element: str) -> str:
+    return PurePath(element).name.lower().removesuffix(".exe")
+
+
+def _runs_a_parameter(argv: Sequence[str]) -> bool:
+    """A parameter stands where an interpreter, or a program that starts others, is told what to run."""
+    started = interpreted = known = False
+    before = ""
+    for i, element in enumerate(argv):
+        is_program = i == 0 or (started and not known)
+        if any(name is not None for _, name in _parts(element)):
+            code = _CODE_OPTION.fullmatch(before) or _CODE_OPTION.match(element)
+            if (started and not known) or (interpreted and code):
+                return True
+        elif _INTERPRETERS.fullmatch(_program(element)):
+            interpreted, started = True, started or is_program
+        elif is_program and _program(element) in _LAUNCHERS:
+            started = True
+        elif interpreted:
+            known = known or not (element.startswith("-") or before in _VALUE_OPTIONS)
+        else:  # a number, a variable, and what follows an option are no program
+            known = known or not (re.match(r"[-\d]|\w+=", element) or before.startswith("-"))
+        before = element
+    return False
+
+
 def _text(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if not isinstance(value, str | int | float) and not hasattr(value, "__fspath__"):
         raise InvalidArgumentsError(f"{name} must be text, a number or a boolean; got {type(value).__name__}.")
-    text = str(value)
+    text = format(Decimal(float.__repr__(value)), "f") if isinstance(value, float) else str(value)
     if "\0" in text:
         raise InvalidArgumentsError(f"{name} must not hold the character 0, which no argument can.")
     return text

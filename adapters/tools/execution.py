@@ -1,6 +1,7 @@
 """The loop of the executor: its turns, deadlines and results."""
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -15,7 +16,7 @@ from .call_log import CallLog
 from .calls import ToolCall, ToolResult
 from .catalogue import Tool
 from .errors import ToolError, ToolRaisedError, ToolTimeoutError
-from .worker_calls import described, encode_output
+from .worker_calls import described, encode_output, message_of
 from .worker_pool import ERRORS, WorkerPool
 from .workers import WorkerSource
 
@@ -30,9 +31,10 @@ class Engine:
 
     Args:
         source: see `WorkerPool`.
-        checkers: of the remote tools.
+        checkers: of the remote tools; for one that `is_slow`, the source has a tool of the same name and schema, which takes
+            anything and returns a text.
         num_workers, max_output_bytes, max_concurrency, timeout: see `ToolExecutor`.
-        log: None: none.
+        log: None: none. A call that is given up, begun or not, has its line there too, with the error `CancelledError`.
     """
 
     def __init__(
@@ -95,9 +97,11 @@ class Engine:
     async def run(self, calls: list[tuple[ToolCall, Tool | ToolError]], ended: threading.Event) -> list[ToolResult]:
         """All calls, then `ended`."""
         results = [ToolResult()] * len(calls)
+        remote = [isinstance(tool, Tool) and tool.remote for _, tool in calls]
+        turns = {kind: iter([i for i, its in enumerate(remote) if its is kind]) for kind in (False, True)}
 
-        async def take(turns: Iterator[int]) -> None:
-            for i in turns:
+        async def take(mine: Iterator[int]) -> None:
+            for i in mine:
                 results[i] = await self._result(*calls[i])
 
         task = asyncio.current_task()
@@ -105,13 +109,13 @@ class Engine:
         self._runs.add(task)
         try:
             async with asyncio.TaskGroup() as group:
-                for remote, at_once in ((False, self._num_workers), (True, self._max_concurrency)):
-                    mine = [
-                        i for i, (_, tool) in enumerate(calls) if (isinstance(tool, Tool) and tool.remote) == remote
-                    ]
-                    turns = iter(mine)
-                    for _ in range(min(at_once, len(mine))):
-                        group.create_task(take(turns))
+                for kind, at_once in ((False, self._num_workers), (True, self._max_concurrency)):
+                    for _ in range(min(at_once, remote.count(kind))):
+                        group.create_task(take(turns[kind]))
+        except BaseException:
+            for i in itertools.chain(*turns.values()):  # those that have not begun
+                self._give_up(calls[i][0], None, 0.0)
+            raise
         finally:
             self._runs.discard(task)
             ended.set()
@@ -131,9 +135,17 @@ class Engine:
             result = ToolResult(output=output, seconds=clock.seconds)
         except ToolError as error:
             result = ToolResult(error=error, seconds=clock.seconds)
+        except asyncio.CancelledError:
+            self._give_up(call, text, clock.seconds)
+            raise
         if self._log is not None:
-            self._log.write(call, text, result, size)
+            self._log.write(call, text, result.error, result.seconds, size)
         return result
+
+    def _give_up(self, call: ToolCall, text: str | None, seconds: float) -> None:
+        if self._log is not None:
+            given_up = asyncio.CancelledError("given up: the executor was closed, or whoever waited was interrupted.")
+            self._log.write(call, text, given_up, seconds)
 
     async def _ask(self, tool: Tool, text: str, clock: "_Clock") -> tuple[Any, int]:
         timeout = tool.timeout if tool.timeout is not None else self._timeout
@@ -143,9 +155,12 @@ class Engine:
             raise type(error)(f"{tool.name}: {error}") from None
 
     async def _await(self, tool: Tool, text: str, clock: "_Clock") -> tuple[Any, int]:
+        check = self._checkers[tool.name]
+        if check.is_slow:  # here, it could hold up everything
+            await self._ask(tool, text, clock)
         async with self._turns:
             clock.begin()
-            arguments = self._checkers[tool.name](json.loads(text))
+            arguments = check.convert(json.loads(text)) if check.is_slow else check(json.loads(text))
             timeout = tool.timeout if tool.timeout is not None else self._timeout
             value = await self._in_time(tool, arguments, timeout)
         fits, content = encode_output(value, self._max_output_bytes)
@@ -170,8 +185,9 @@ class Engine:
         if late:
             raise ToolTimeoutError(f"{tool.name}: no answer within {timeout:g} s; it was cancelled.")
         value, error = task.result()
-        if isinstance(error, ToolError):  # a client knows best: its server is gone, say
-            raise type(error)(f"{tool.name}: {error}") from error
+        if isinstance(error, ToolError) and type(error).__module__ == ToolError.__module__:
+            # A client knows best: its server is gone, say.
+            raise type(error)(f"{tool.name}: {message_of(error)}") from error
         if error is not None:
             raise ToolRaisedError(f"{tool.name}: {described(error)}") from error
         return value

@@ -17,13 +17,14 @@ from typing import NoReturn
 
 from grpo.errors import ConfigError, GRPOWarning
 
-from .arguments import ArgumentChecker
+from .arguments import ArgumentChecker, bounded_text
 from .call_log import CallLog
-from .calls import ToolCall, ToolResult
+from .calls import ToolCall, ToolResult, plain_name
 from .catalogue import Tool, ToolCatalogue
 from .commands import Command
 from .errors import ToolError, ToolNotAllowedError, UnknownToolError
 from .execution import CLEAN_UP_SECONDS, Engine
+from .schemas import check_path_formats, names_path_format, slow_keyword
 from .worker_main import INSIDE
 from .workers import WorkerLimits, WorkerSource
 
@@ -38,14 +39,15 @@ class ToolExecutor:
     that it started when it is late, ends, or answers nonsense, and then replaced.
 
     Between two calls of one worker, processes that the first one started are killed, and its folder, umask, environment, timer,
-    recursion limit and the handlers of the common signals are as before; a worker with a thread left over is replaced. What a
-    tool keeps in its modules stays.
+    recursion limit and the handlers of the common signals are as before; a worker with a thread left over, or with half of the
+    files open that it may have, is replaced. What a tool keeps in its modules stays.
     Functions are imported by name, once, in a process without this program's environment variables but PATH; a module that they
     import while they run has to be readable by the workers' user, so import at the top. In a script, everything but definitions
     belongs under `if __name__ == "__main__":` if a tool is defined there.
 
-    A remote tool runs in one thread with all others: one that blocks, or a `pattern` in its schema that backtracks, holds up
-    everything. Its timeout cancels it; one that does not end is left behind.
+    A remote tool runs in one thread with all others: one that blocks holds up everything. Its timeout cancels it; one that does
+    not end is left behind. Where its schema has a `pattern`, `patternProperties` or `uniqueItems`, the check of some arguments
+    takes for ever, so a worker does it first, within the tool's timeout; such a tool may have no `"format": "path"`.
 
     Thread-safe. Cannot be pickled, nor used after `os.fork` in the child.
 
@@ -58,12 +60,14 @@ class ToolExecutor:
         max_concurrency: remote calls awaited at once. Larger loads their servers more.
         root: the folder of the tools: where they start, and which paths must not leave. What they shall change has to be
             writable for the workers' user. None: a new one, which is removed by `close`.
-        log_path: a line of JSON for each call is appended here. None: no log.
+        log_path: a line of JSON for each call is appended here, also for one that is given up (`close`, an interrupt). None:
+            no log.
         limits: of each worker.
 
     Raises:
         ConfigError: a name in `allow` that the catalogue lacks, a function that workers cannot import, a `Command` that
-            does not fit its tool, a `root` that workers cannot read, a log that cannot be written, or a number out of range.
+            does not fit its tool, a schema of which it is not certain which strings are paths, a `root` that workers cannot
+            read, a log that cannot be written, or a number out of range.
 
     Example:
         >>> def upper(text: str) -> str:
@@ -90,9 +94,10 @@ class ToolExecutor:
         log_path: Path | str | None = None,
         limits: WorkerLimits | None = None,
     ) -> None:
-        if not hasattr(os, "fork") and not all(tool.remote for tool in catalogue.values()):
+        if not hasattr(os, "fork") and any(_needs_worker(tool) for tool in catalogue.values()):
             raise ConfigError(
-                "ToolExecutor needs Unix for its worker processes; on this system tools must be `remote`."
+                "ToolExecutor needs Unix for its worker processes; on this system tools must be `remote`, without `pattern`, "
+                "`patternProperties` or `uniqueItems` in their schemas, which workers check."
             )
         if INSIDE in os.environ:
             raise ConfigError(
@@ -109,7 +114,9 @@ class ToolExecutor:
         if not 0 < timeout < float("inf"):
             raise ConfigError(f"ToolExecutor.timeout must be positive and finite; got {timeout}.")
         allowed = [tool for name, tool in catalogue.items() if allow is None or name in allow]
-        local = [(tool, _pickled(tool)) for tool in allowed if not tool.remote]
+        for tool in allowed:
+            _check_schema(tool)
+        in_workers = [(tool, _pickled(tool)) for tool in allowed if _needs_worker(tool)]
         self._catalogue = catalogue
         self._allowed = frozenset(tool.name for tool in allowed)
         self._process = os.getpid()
@@ -127,13 +134,13 @@ class ToolExecutor:
             "limits": asdict(limits or WorkerLimits()),
         }
         self._engine = Engine(
-            functools.partial(WorkerSource, local, setup), checkers, timeout=timeout, log=log, **numbers
+            functools.partial(WorkerSource, in_workers, setup), checkers, timeout=timeout, log=log, **numbers
         )
         # Holds no reference to this object, so that it also ends what an executor that was forgotten has started.
         self._finish = weakref.finalize(
             self, _finish, self._process, self._engine, self._root if own_root else None, log
         )
-        if local:
+        if in_workers:
             try:
                 for problem in self._engine.submit(self._engine.start()).result():
                     warnings.warn(f"ToolExecutor's workers are less confined than meant: {problem}.", GRPOWarning, 2)
@@ -196,15 +203,36 @@ class ToolExecutor:
 
     def _find(self, call: ToolCall) -> Tool | ToolError:
         """The tool of a call, or why it has none."""
-        name: object = call.tool
-        if not isinstance(name, str) or name not in self._catalogue:
-            return UnknownToolError(f"{ascii(call.tool)[:100]} must be a tool of the catalogue.")
-        if call.tool not in self._allowed:
-            return ToolNotAllowedError(f"{call.tool} must be one of the tools that are allowed.")
-        return self._catalogue[call.tool]
+        name = plain_name(call.tool)
+        if name is None or name not in self._catalogue:
+            shown = bounded_text(call.tool if name is None else name, 100)
+            return UnknownToolError(f"{shown} must be a tool of the catalogue.")
+        if name not in self._allowed:
+            return ToolNotAllowedError(f"{name} must be one of the tools that are allowed.")
+        return self._catalogue[name]
+
+
+def _needs_worker(tool: Tool) -> bool:
+    """To be executed, or to have its arguments checked where that may take long."""
+    return not tool.remote or slow_keyword(tool.parameters) is not None
+
+
+def _check_schema(tool: Tool) -> None:
+    slow = slow_keyword(tool.parameters)
+    if tool.remote and slow is not None and names_path_format(tool.parameters):
+        raise ConfigError(
+            f'Tool {tool.name}: parameters of a remote tool must not have both "format": "path" and `{slow}`: paths are '
+            f"confined in this process, where `{slow}` could hold up everything. Leave one of them out."
+        )
+    try:
+        check_path_formats(tool.parameters)
+    except ValueError as error:
+        raise ConfigError(f"Tool {tool.name}: parameters: {error} Or leave the tool out of `allow`.") from error
 
 
 def _pickled(tool: Tool) -> bytes:
+    if tool.remote:
+        return pickle.dumps("".format)  # takes any arguments, and returns a text: only their check is asked for
     if isinstance(tool.function, Command):
         tool.function.check(tool)
     try:

@@ -1,6 +1,5 @@
 """Rewards of calls: executed once, then judged by any number of functions, each reported under its name."""
 
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -10,8 +9,8 @@ from torch import Tensor
 from grpo.errors import ConfigError, ContractError, GRPOError
 from grpo.reward_model_base import WeightedRewards
 
-from .arguments import RefusedArgumentsError, encode_arguments
-from .calls import ToolCall, ToolResult, same_json
+from .arguments import RefusedArgumentsError, bounded_text, encode_arguments, json_arguments
+from .calls import ToolCall, ToolResult, plain_name, same_json
 from .catalogue import ToolCatalogue
 from .tasks import ToolTask
 
@@ -81,9 +80,9 @@ class ToolRewards(WeightedRewards):
 
 def call_key(call: ToolCall) -> str | None:
     """What equal calls have in common, and no others; None: no tool is run with such a call."""
-    name: object = call.tool  # which a policy may have written
+    name = plain_name(call.tool)
     try:
-        return f"{name} {encode_arguments(call.arguments)}" if isinstance(name, str) else None
+        return None if name is None else f"{name} {encode_arguments(call.arguments)}"
     except RefusedArgumentsError:
         return None
 
@@ -99,20 +98,12 @@ def _of_rows(name: str, function: CallReward) -> Callable[[Any, Any], list[float
             except GRPOError:
                 raise
             except Exception as error:
-                raise RuntimeError(
-                    f"The reward {name} raised {type(error).__name__} for {_in_short(call)}: {error}"
-                ) from error
+                shown = f"{bounded_text(call.tool, 100)}({bounded_text(call.arguments, 300)})"
+                raise RuntimeError(f"The reward {name} raised {type(error).__name__} for {shown}: {error}") from error
         return answers
 
     ask.__name__ = name
     return ask
-
-
-def _in_short(call: ToolCall) -> str:
-    try:
-        return f"ToolCall(tool={reprlib.repr(call.tool)}, arguments={reprlib.repr(call.arguments)})"
-    except ValueError:  # integers of more digits than Python writes
-        return "a call"
 
 
 def standard_rewards(catalogue: ToolCatalogue) -> dict[str, CallReward]:
@@ -132,9 +123,10 @@ def right_tool(catalogue: ToolCatalogue) -> CallReward:
 
     def tool(task: ToolTask, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
         _require_task(task)
-        if call.tool == task.tool:
+        if plain_name(call.tool) == task.tool:
             return RIGHT_TOOL
-        return SAME_CATEGORY if call.tool in catalogue and catalogue[call.tool].category == task.category else 0.0
+        called = catalogue.get(call.tool)
+        return SAME_CATEGORY if called is not None and called.category == task.category else 0.0
 
     return tool
 
@@ -150,19 +142,14 @@ def right_parameters(task: ToolTask, call: ToolCall, result: ToolResult) -> floa
         0.1
     """
     _require_task(task)
-    if call.tool != task.tool or not isinstance(call.arguments, Mapping):
+    given = json_arguments(call.arguments) if plain_name(call.tool) == task.tool else None
+    if given is None:
         return 0.0
-    names = {*task.arguments, *call.arguments}
+    names = given.keys() | task.arguments.keys()
     if not names:
         return RIGHT_PARAMETERS
-    return RIGHT_PARAMETERS * sum(has_argument(call, name, task.arguments) for name in names) / len(names)
-
-
-def has_argument(call: ToolCall, name: str, arguments: Mapping[str, Any]) -> bool:
-    """`name` stands in both, with the same value; True is not 1."""
-    if name not in call.arguments or name not in arguments:
-        return False
-    return same_json(call.arguments[name], arguments[name])
+    right = [name for name in given if name in task.arguments and same_json(given[name], task.arguments[name])]
+    return RIGHT_PARAMETERS * len(right) / len(names)
 
 
 def executed(task: Any, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001

@@ -1,6 +1,5 @@
 """Five kinds of error that a call can make on a task: found in a call, and made on purpose."""
 
-import json
 from collections.abc import Iterator
 from random import Random
 from typing import Any, Literal, assert_never
@@ -10,7 +9,7 @@ import referencing
 
 from grpo.errors import ConfigError
 
-from .arguments import RefusedArgumentsError, encode_arguments
+from .arguments import json_arguments
 from .calls import ToolCall, same_json
 from .catalogue import ABSENT, Tool, ToolCatalogue
 from .tasks import ToolTask
@@ -37,7 +36,7 @@ def classify_error(task: ToolTask, call: ToolCall, catalogue: ToolCatalogue) -> 
         ConfigError: the catalogue lacks the task's own tool.
     """
     tool = _tool_of(task, catalogue)
-    called, arguments = catalogue.get(call.tool), _as_json(call.arguments)
+    called, arguments = catalogue.get(call.tool), json_arguments(call.arguments)
     if called is None or arguments is None or _refuses(called, arguments):
         return "invalid"
     if called.name != tool.name:
@@ -91,15 +90,6 @@ def _tool_of(task: ToolTask, catalogue: ToolCatalogue) -> Tool:
     if task.tool not in catalogue:
         raise ConfigError(f"the catalogue must have the task's tool {task.tool!r}; it has {', '.join(catalogue)}.")
     return catalogue[task.tool]
-
-
-def _as_json(arguments: Any) -> dict[str, Any] | None:
-    """Arguments as a tool gets them; None: no tool is called with such."""
-    try:
-        parsed: dict[str, Any] = json.loads(encode_arguments(arguments))
-    except RefusedArgumentsError:
-        return None
-    return parsed
 
 
 def _refuses(tool: Tool, arguments: dict[str, Any]) -> bool:

@@ -64,6 +64,7 @@ class Worker:
         self.root = setup["root"]
         self.max_output_bytes = setup["max_output_bytes"]
         self.cpu_seconds = setup["limits"]["cpu_seconds"]
+        self.open_files = setup["limits"]["open_files"]
         self.tools = tools
         self.alone = alone
         self.environment = dict(os.environ)
@@ -96,7 +97,9 @@ class Worker:
         except BaseException as error:  # SystemExit, MemoryError and all: no tool ends its worker by raising
             passed_on = type(error).__name__ in PASSED_ON and type(error).__module__ == "adapters.tools.errors"
             return (
-                _error(type(error).__name__, str(error)) if passed_on else _error("ToolRaisedError", described(error))
+                _error(type(error).__name__, message_of(error))
+                if passed_on
+                else _error("ToolRaisedError", described(error))
             )
         sys.setrecursionlimit(self.recursion_limit)  # how deep the executor's own can read
         return encode_output(value, self.max_output_bytes)
@@ -122,9 +125,11 @@ class Worker:
             if dict(os.environ) != self.environment:
                 os.environ.clear()
                 os.environ.update(self.environment)
+            free = os.dup(self.answers.fileno())  # the lowest number that is free
+            os.close(free)
         except Exception:
             return False
-        return threading.active_count() == 1
+        return threading.active_count() == 1 and (self.open_files is None or free <= self.open_files / 2)
 
     def _end_children(self) -> None:
         """Nothing that a call started sees the next one."""
@@ -168,13 +173,17 @@ def _error(name: str, message: str) -> tuple[bool, bytes]:
 
 def described(error: BaseException) -> str:
     """Kind and message, of bounded length."""
-    try:
-        text = str(error)
-    except BaseException as another:
-        text = f"(its message raised {type(another).__name__})"
     hint = (
         ". A worker may run as a user who cannot read that file: import it at the top of the tool's module"
         if isinstance(error, ImportError)
         else ""
     )
-    return f"{type(error).__name__[:_MAX_MESSAGE]}: {text[:_MAX_MESSAGE]}{hint}"
+    return f"{type(error).__name__[:_MAX_MESSAGE]}: {message_of(error)}{hint}"
+
+
+def message_of(error: BaseException) -> str:
+    """Its message, of bounded length."""
+    try:
+        return str(error)[:_MAX_MESSAGE]
+    except BaseException as another:
+        return f"(its message raised {type(another).__name__[:_MAX_MESSAGE]})"

@@ -3,10 +3,12 @@
 import asyncio
 import copy
 import gc
+import inspect
 import json
 import math
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -22,7 +24,14 @@ from typing import Any
 
 import pytest
 
-from adapters.tools.arguments import MAX_BYTES, ArgumentChecker, RefusedArgumentsError, confine, encode_arguments
+from adapters.tools.arguments import (
+    MAX_BYTES,
+    ArgumentChecker,
+    RefusedArgumentsError,
+    bounded_text,
+    confine,
+    encode_arguments,
+)
 from adapters.tools.calls import ToolCall, ToolResult
 from adapters.tools.catalogue import Tool, ToolCatalogue
 from adapters.tools.commands import Command, CommandFailedError
@@ -443,6 +452,45 @@ def test_what_is_no_object_of_json_values_is_refused(arguments: Any, message: st
         encode_arguments(arguments)
 
 
+@pytest.mark.parametrize("error", [KeyError("a"), ValueError(), SystemExit(), asyncio.CancelledError()])
+def test_what_raises_while_it_is_read_is_refused(error: BaseException) -> None:
+    class Raises(dict[str, Any]):
+        def items(self) -> Any:
+            raise error
+
+    for arguments in (Raises(a=1), {"a": Raises(b=1)}):
+        with pytest.raises(RefusedArgumentsError, match=f"cannot be read, which raises {type(error).__name__}"):
+            encode_arguments(arguments)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"a": [1, (2.5, None)], b"b": True}, "{'a': [1, [2.5, None]], b'b': True}"), ("é\n", r"'\xe9\n'"), ({}, "{}"),
+        (10**5000, "<int>"), (object(), "<object>"), (Sneaky("a"), "<Sneaky>"), ({1: {2}}, "{1: <set>}"),
+        ("x" * 10**8, "'" + "x" * 39 + "..."), ([[]] * 10**6, "[" + "[], " * 9 + "[],..."),
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_any_value_has_a_text(value: Any, text: str) -> None:
+    assert bounded_text(value, 40) == text
+
+
+def test_what_has_no_end_has_a_text() -> None:
+    class Kind(type):
+        @property
+        def __name__(cls) -> str:  # type: ignore[override]
+            raise RuntimeError
+
+    circle: dict[Any, Any] = {}
+    circle["a"] = circle
+    laughs: Any = "ha"
+    for _ in range(100):
+        laughs = [laughs] * 10
+    for value in (circle, laughs, {"a": laughs}, Kind("Odd", (), {})()):
+        assert len(bounded_text(value, 2000)) <= 2003
+
+
 def test_depth_and_size_of_what_repeats_itself_are_bounded() -> None:
     circle: dict[str, Any] = {}
     circle["a"] = circle
@@ -529,6 +577,9 @@ def test_a_worker_is_confined(executor: ToolExecutor, monkeypatch: pytest.Monkey
     assert seen["descriptors"] == [0, 1, 2, 3]
     assert seen["core"] == [0, 0]
     assert seen["open_files"] == [256, 256]
+    assert seen["file_size"] == [100 * 2**20] * 2
+    assert 2**30 < seen["data"][0] == seen["data"][1] < 2**31  # what the imported modules take is added
+    assert seen["cpu"][0] == resource.getrlimit(resource.RLIMIT_CPU)[0]
     assert seen["no_new_privs"] == 1
     assert seen["modules"] == []  # neither torch nor this package: the tools need none of it
     if OWN_USERS:
@@ -536,6 +587,7 @@ def test_a_worker_is_confined(executor: ToolExecutor, monkeypatch: pytest.Monkey
         assert seen["uid"][0] >= 61_000
         assert seen["gid"][0] >= 61_000
         assert seen["groups"] == []
+        assert seen["processes"] == [64, 64]
 
 
 @own_users
@@ -600,6 +652,15 @@ def test_what_one_call_changes_is_as_before_in_the_next() -> None:
         assert made.run([call("misbehave", how="thread_left")])[0].ok
         after = made.run([call("who")])[0].output
         assert (after["threads"], after["pid"] == before["pid"]) == (1, False)
+
+
+def test_a_worker_without_descriptors_is_replaced() -> None:
+    with ToolExecutor(CATALOGUE, num_workers=1, limits=WorkerLimits(open_files=32)) as made:
+        before = made.run([call("who")])[0].output
+        assert error_of(made.run([call("misbehave", how="descriptor_bomb")])[0]) is ToolRaisedError
+        after = made.run([call("who")])[0].output
+        assert after["descriptors"] == before["descriptors"]
+        assert after["pid"] != before["pid"]
 
 
 def test_a_worker_that_dies_is_named_and_replaced() -> None:
@@ -687,6 +748,13 @@ def test_a_schema_whose_pattern_backtracks_is_ended_too() -> None:
     assert [error_of(result) for result in results] == [ToolTimeoutError, None]
 
 
+def test_unless_told_otherwise_there_are_four_workers_and_ten_seconds() -> None:
+    with ToolExecutor(CATALOGUE) as made:
+        made.run([call("nap", seconds=0.3)] * 8)
+        assert len(worker_processes(made)) == 4
+    assert inspect.signature(ToolExecutor).parameters["timeout"].default == 10.0
+
+
 def test_turns_wait_but_are_not_late() -> None:
     with ToolExecutor(CATALOGUE, num_workers=1, max_concurrency=1, timeout=0.8) as made:
         assert all(result.ok for result in made.run([call("nap", seconds=0.3)] * 4))
@@ -696,7 +764,8 @@ def test_turns_wait_but_are_not_late() -> None:
 # --- remote tools
 
 
-def test_remote_calls_are_awaited_together_but_not_too_many() -> None:
+@pytest.mark.parametrize(("settings", "limit"), [({}, 32), ({"max_concurrency": 4}, 4)])
+def test_remote_calls_are_awaited_together_but_not_too_many(settings: dict[str, int], limit: int) -> None:
     now, most = 0, 0
 
     async def count() -> None:
@@ -704,16 +773,16 @@ def test_remote_calls_are_awaited_together_but_not_too_many() -> None:
         nonlocal now, most
         now += 1
         most = max(most, now)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
         now -= 1
 
-    with ToolExecutor(ToolCatalogue([Tool.from_function(count, remote=True)]), max_concurrency=4) as made:
-        threads = [threading.Thread(target=made.run, args=([call("count")] * 10,)) for _ in range(3)]
+    with ToolExecutor(ToolCatalogue([Tool.from_function(count, remote=True)]), **settings) as made:
+        threads = [threading.Thread(target=made.run, args=([call("count")] * 20,)) for _ in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert most == 4
+    assert most == limit
 
 
 def test_what_a_remote_tool_leaves_running_ends_no_one_elses_calls() -> None:
@@ -746,6 +815,18 @@ def test_what_remote_tools_raise_is_a_result(executor: ToolExecutor) -> None:
     assert [error_of(result) for result in results] == [ToolRaisedError, ToolRaisedError, None]
     assert str(results[0].error) == "async_raise: KeyError: 'm'"
     assert str(results[1].error) == "async_exit: SystemExit: 3"
+
+
+def test_integers_come_as_integers_to_all_tools() -> None:
+    async def ask(a: int, more: list[int]) -> str:
+        """Ask."""
+        return repr((a, more))
+
+    catalogue = ToolCatalogue([Tool.from_function(ask, remote=True), CATALOGUE["add"]])
+    with ToolExecutor(catalogue, num_workers=1) as made:
+        remote, local = made.run([call("ask", a=2.0, more=[1.0, 2]), call("add", a=2.0, b=3)])
+    assert remote.output == "(2, [1, 2])"
+    assert repr(local.output) == "5"
 
 
 def test_a_remote_tool_may_say_which_error_it_is() -> None:
@@ -845,6 +926,44 @@ def test_each_call_is_one_line_of_the_log(tmp_path: Path) -> None:
     ).items()
     assert entries[4]["arguments"] == '{"value": "' + "y" * 1989
     assert all(b"\x1b" not in line and b"\n" not in line for line in map(str.encode, lines))
+
+
+def log_of(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_calls_that_are_given_up_have_their_lines_too(tmp_path: Path) -> None:
+    calls = [call("nap", seconds=50), call("add", a=1), call("async_nap", seconds=50), call("no_such")] * 3
+
+    def interrupt(made: ToolExecutor) -> None:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            made.run(calls)
+
+    def close(made: ToolExecutor) -> None:
+        threading.Timer(0.5, made.close).start()
+        with pytest.raises(ConfigError, match="closed while calls ran"):
+            made.run(calls)
+
+    def cancel(made: ToolExecutor) -> None:
+        async def work() -> None:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(made.run_async(calls), 0.5)
+
+        asyncio.run(work())
+        assert soon(lambda: len(log_of(log)) == len(calls))
+
+    for i, give_up in enumerate((interrupt, close, cancel)):
+        log = tmp_path / f"{i}.jsonl"
+        with ToolExecutor(CATALOGUE, num_workers=1, max_concurrency=2, timeout=60.0, log_path=log) as made:
+            give_up(made)
+        entries = log_of(log)
+        assert sorted(entry["tool"] for entry in entries) == sorted(given.tool for given in calls)
+        begun = [entry for entry in entries if entry["seconds"] > 0.2]
+        assert sorted(entry["tool"] for entry in begun) == ["async_nap", "async_nap", "nap"]
+        assert {(entry["ok"], entry["error"]) for entry in entries} == {(False, "CancelledError")}
+        assert all("given up" in entry["message"] for entry in entries)
+        assert begun[0]["arguments"] == {"seconds": 50}
 
 
 def test_results_come_even_if_the_log_is_full() -> None:

@@ -4,16 +4,20 @@ Paths, options, sizes and shapes come from whoever writes arguments, and so are 
 (`tool_functions.misbehave`), as one might whose code a hostile argument has turned against it.
 """
 
+import asyncio
+import itertools
+import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from adapters.tools.calls import ToolCall, ToolResult
 from adapters.tools.catalogue import Tool, ToolCatalogue
@@ -23,6 +27,7 @@ from adapters.tools.errors import (
     InvalidOutputError,
     OutputTooLargeError,
     PathOutsideRootError,
+    ToolError,
     ToolNotAllowedError,
     ToolRaisedError,
     ToolTimeoutError,
@@ -30,7 +35,10 @@ from adapters.tools.errors import (
     WorkerDiedError,
 )
 from adapters.tools.executor import ToolExecutor
+from adapters.tools.rewards import ToolRewards, call_cost, latency_cost, standard_rewards
+from adapters.tools.tasks import ToolTask
 from adapters.tools.workers import WorkerLimits
+from grpo import GRPOConfig, GRPOTrainer
 from tests import tool_functions
 
 OWN_USERS = sys.platform == "linux" and os.geteuid() == 0
@@ -103,6 +111,61 @@ CIRCLE["a"] = CIRCLE
 LAUGHS: Any = "ha"
 for _ in range(20):
     LAUGHS = [LAUGHS] * 10
+
+
+class Raises(Mapping[str, Any]):
+    """Arguments that raise while they are read."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __getitem__(self, key: str) -> Any:
+        raise self.error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a"])
+
+    def __len__(self) -> int:
+        raise self.error
+
+    def __repr__(self) -> str:
+        raise self.error
+
+
+class Endless(Mapping[str, Any]):
+    """Arguments of which there are always more."""
+
+    def __getitem__(self, key: str) -> Any:
+        return 1
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, itertools.count())
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Name(str):
+    """A name that raises when it is looked up."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        raise RuntimeError
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError
+
+    __str__ = __repr__ = __hash__  # type: ignore[assignment]
+
+
+def gone(pid: Any) -> bool:
+    """It was a process."""
+    until = time.monotonic() + 1
+    while (exists := Path(f"/proc/{pid}").exists()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return isinstance(pid, int) and pid > 1 and not exists
+
 
 CASES = [
     # paths that lead outside
@@ -178,6 +241,9 @@ CASES = [
             "wide": {"a": [0] * 10**6},
             "deep": {"a": NESTED}, "circle": CIRCLE, "laughs": {"a": LAUGHS},
             "many keys": {str(i): i for i in range(50_000)},
+            "raising": Raises(KeyError("a")), "raising an exit": Raises(SystemExit()),
+            "raising at depth": {"a": Raises(OSError())},
+            "cancelling": Raises(asyncio.CancelledError()), "endless": Endless(), "endless at depth": {"a": Endless()},
             "surrogates": {"\ud800": 1}, "number as text": {"a": 1, "b": "1e400"},
         }.items()
     ),
@@ -190,6 +256,14 @@ CASES = [
             None, 5, b"add", ["add"], {"a": 1}, ("add",), "\x1b[2J", "tests.tool_functions.add", "misbehave.how",
         )
     ),
+    *(
+        Case(f"unknown {name}", tool, {}, UnknownToolError)
+        for name, tool in {
+            "huge integer": 10**5000, "laughs": LAUGHS, "circle": CIRCLE, "raising": Raises(KeyError("a")), "object": object(),
+            "raising name": Name("nope"),
+        }.items()
+    ),
+    Case("a known name of a class of its own", Name("add"), {"a": 1}, (2).__eq__),
     Case("not allowed", "nap", {"seconds": 60.0}, ToolNotAllowedError),
     Case("not allowed, with nonsense", "nap", {"seconds": b""}, ToolNotAllowedError),
     # what comes back
@@ -239,7 +313,8 @@ CASES = [
     ),
     Case("kill the program", "kill", {"pid": os.getpid()}, ToolRaisedError, own_user=True),
     # what is left for the next call
-    *_misbehaving(lambda output: True, "zombies", "daemon", "background_child"),
+    *_misbehaving((10).__eq__, "zombies"),
+    *_misbehaving(gone, "daemon", "background_child"),
     *_misbehaving("left".__eq__, "thread_left", "late_writer"),
     *_misbehaving("changed".__eq__, "change_everything", "signal_handlers"),
     Case("print", "misbehave", {"how": "print"}, "printed".__eq__),
@@ -255,11 +330,17 @@ def others() -> frozenset[int]:
 
 
 @pytest.fixture(scope="module")
-def executor(others: frozenset[int]) -> Iterator[ToolExecutor]:
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all calls."""
+    return tmp_path_factory.mktemp("log") / "calls.jsonl"
+
+
+@pytest.fixture(scope="module")
+def executor(others: frozenset[int], log: Path) -> Iterator[ToolExecutor]:
     """With a folder full of temptations, and a secret beside it."""
     allow = [name for name in CATALOGUE if name != "nap"]
     with ToolExecutor(
-        CATALOGUE, allow=allow, num_workers=2, timeout=0.5, max_output_bytes=MAX_OUTPUT, limits=LIMITS
+        CATALOGUE, allow=allow, num_workers=2, timeout=0.5, max_output_bytes=MAX_OUTPUT, limits=LIMITS, log_path=log
     ) as made:
         root = made.root
         (root / "harmless").write_text("harmless")
@@ -297,15 +378,23 @@ def run(executor: ToolExecutor, case: Case) -> ToolResult:
     return executor.run([ToolCall(tool=case.tool, arguments=case.arguments)])[0]
 
 
-def test_there_are_at_least_a_hundred_of_them() -> None:
-    assert len(CASES) >= 200
+def count_lines(log: Path) -> int:
+    return log.read_bytes().count(b"\n")
+
+
+def test_there_are_at_least_two_hundred_of_them() -> None:
+    """Those that are harmless by construction, and end well, are not counted."""
+    assert sum(isinstance(case.ends, type) and issubclass(case.ends, ToolError) for case in CASES) >= 200
     assert len({case.name for case in CASES}) == len(CASES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_it_ends_as_it_must_and_the_next_call_works(executor: ToolExecutor, others: frozenset[int], case: Case) -> None:
+def test_it_ends_as_it_must_and_the_next_call_works(
+    executor: ToolExecutor, others: frozenset[int], log: Path, case: Case
+) -> None:
     if case.own_user and not OWN_USERS:
         pytest.skip("needs workers with user ids of their own: root on Linux")
+    lines = count_lines(log)
     start = time.perf_counter()
     result = run(executor, case)
     seconds = time.perf_counter() - start
@@ -319,17 +408,23 @@ def test_it_ends_as_it_must_and_the_next_call_works(executor: ToolExecutor, othe
     assert seconds < 5
     following = executor.run([ToolCall(tool="add", arguments={"a": 20, "b": i}) for i in range(4)])
     assert [after.output for after in following] == [20, 21, 22, 23]
+    entries = [json.loads(line) for line in log.read_bytes().splitlines()[lines:]]
+    assert len(entries) == 5
+    assert entries[0]["error"] == (None if result.ok else type(result.error).__name__)
+    assert len(json.dumps(entries[0])) < 20_000
     below = {number: state for number, state in descendants(os.getpid()) if number not in others}
     assert len(below) <= 3, below  # the fork server and two workers
     assert "Z" not in below.values()
 
 
-def test_they_do_no_harm_to_calls_beside_them(executor: ToolExecutor) -> None:
+def test_they_do_no_harm_to_calls_beside_them(executor: ToolExecutor, log: Path) -> None:
+    lines = count_lines(log)
     hostile = [case for case in CASES if (OWN_USERS or not case.own_user) and case.ends is not ToolTimeoutError]
     calls = []
     for i, case in enumerate(hostile):
         calls += [ToolCall(tool=case.tool, arguments=case.arguments), ToolCall(tool="add", arguments={"a": i})]
     results = executor.run(calls)
+    assert count_lines(log) == lines + len(calls)
     assert [result.output for result in results[1::2]] == list(range(1, len(hostile) + 1))
     wrong = [
         (case.name, result)
@@ -361,3 +456,61 @@ def test_they_leave_nothing_behind(executor: ToolExecutor, others: frozenset[int
     if OWN_USERS:
         mine = {number for number, _, user, _ in tool_functions.processes() if user == seen["uid"][0]}
         assert mine == {seen["pid"]}
+
+
+class Script(torch.nn.Module):
+    """A policy that makes a hostile call or a good one: log pi(hostile | case) = log sigmoid(w_case)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(len(CASES)))
+
+    def generate_actions(self, states: list[ToolTask], num_actions_per_state: int, **_: Any) -> list[list[ToolCall]]:
+        return [([HOSTILE[int(task.text)], GOOD] * num_actions_per_state)[:num_actions_per_state] for task in states]
+
+    def get_log_probabilities(self, states: list[ToolTask], actions: list[ToolCall]) -> torch.Tensor:
+        sign = torch.tensor([-1.0 if action is GOOD else 1.0 for action in actions])
+        return torch.nn.functional.logsigmoid(sign * self.weight[[int(task.text) for task in states]])
+
+    def get_parameters(self) -> dict[str, torch.Tensor]:
+        return dict(self.named_parameters())
+
+
+GOOD = ToolCall(tool="add", arguments={"a": 1, "b": 2})
+HOSTILE = [ToolCall(tool=case.tool, arguments=case.arguments) for case in CASES]
+
+
+@pytest.mark.parametrize("reuse_results", [False, True])
+def test_a_training_run_meets_all_of_them_and_learns_to_leave_them_alone(
+    executor: ToolExecutor, log: Path, reuse_results: bool
+) -> None:
+    """One group of two calls for each: the good one, which is always worth more, and the hostile one."""
+    met = [i for i, case in enumerate(CASES) if OWN_USERS or not case.own_user]
+    tasks = [
+        ToolTask(
+            text=str(i),
+            tool="add",
+            arguments=GOOD.arguments,
+            category="",
+            difficulty="easy",
+            slots={},
+            shares_words=False,
+        )
+        for i in met
+    ]
+    rewards = ToolRewards(
+        executor,
+        standard_rewards(CATALOGUE) | {"cost": call_cost(CATALOGUE), "latency": latency_cost(0.01)},
+        reuse_results=reuse_results,
+    )
+    policy = Script()
+    config = GRPOConfig(group_size=2, num_states_per_iteration=64, learning_rate=0.1)
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
+    lines = count_lines(log)
+    for first in range(0, len(tasks), 64):
+        metrics = trainer.step(tasks[first : first + 64])
+        assert all(math.isfinite(value) for value in metrics.values()), metrics
+    assert bool((policy.weight[met] < -0.05).all()), "each was made less likely"
+    if not reuse_results:
+        assert count_lines(log) == lines + 2 * len(met)
+    assert run(executor, Case("good", "add", {"a": 1, "b": 2}, "3".__eq__)).output == 3

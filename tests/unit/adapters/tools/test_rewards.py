@@ -17,7 +17,6 @@ from adapters.tools.rewards import (
     ToolRewards,
     call_cost,
     executed,
-    has_argument,
     latency_cost,
     right_parameters,
     right_tool,
@@ -131,9 +130,10 @@ def test_rows_have_their_own_tasks_calls_and_results() -> None:
     ],
 )  # fmt: skip
 def test_when_an_argument_is_right(given: Any, wanted: Any, same: bool) -> None:
-    assert has_argument(call("t", a=given), "a", {"a": wanted}) is same
-    assert has_argument(call("t"), "a", {"a": wanted}) is False
-    assert has_argument(call("t", a=given), "a", {}) is False
+    asked = task("add", "arithmetic", number=wanted)
+    assert right_parameters(asked, call("add", number=given), OK) == pytest.approx(0.3 * same)
+    assert right_parameters(asked, call("add"), OK) == 0.0
+    assert right_parameters(task("add", "arithmetic"), call("add", number=given), OK) == 0.0
 
 
 def test_each_part_can_be_asked_on_its_own() -> None:
@@ -312,7 +312,7 @@ def test_a_function_that_raises_is_named_with_the_call() -> None:
 
     rewards = ToolRewards(Answers(OK), {"lucky": executed, "unlucky part": unlucky})
     with pytest.raises(
-        RuntimeError, match=r"The reward unlucky part raised ZeroDivisionError for ToolCall\(tool='add'"
+        RuntimeError, match=r"The reward unlucky part raised ZeroDivisionError for 'add'\({'number': 1}\)"
     ) as caught:
         rewards.compute_rewards([SORT, SORT], [call("add", number=3), call("add", number=1)])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -357,7 +357,7 @@ def test_what_is_wrong_with_a_function_stops_training_and_is_named() -> None:
     def broken(asked: Any, made: ToolCall, result: ToolResult) -> float:
         raise KeyError("price")
 
-    with pytest.raises(RewardError, match="The reward broken raised KeyError for ToolCall"):
+    with pytest.raises(RewardError, match=r"The reward broken raised KeyError for 'sort'\(\{'order': 'down'\}\)"):
         trainer({"ran": executed, "broken": broken}).step([SORT])
     with pytest.raises(RewardError, match="odd"):
         trainer({"ran": executed, "odd": lambda asked, made, result: float("nan")}).step([SORT])

@@ -1,0 +1,210 @@
+"""What can be told of a JSON Schema (draft 2020-12) before there are arguments.
+
+Imports nothing of this package, like `arguments`: worker processes load both.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import Any
+
+import referencing
+from referencing.jsonschema import DRAFT202012
+
+_NUMBER = frozenset({"integer", "fraction"})
+_KINDS = _NUMBER | {"null", "boolean", "string", "array", "object"}
+_MAX_DEPTH = 16
+_CHOICES = ("anyOf", "oneOf")
+_APPLIED = ("items", "additionalProperties", "prefixItems", "allOf")
+_APPLIED_BY_NAME = ("properties", "patternProperties", "dependentSchemas")
+"""Keywords whose schemas are held against every value that they are for, before arguments are let through."""
+_INSTEAD = {
+    "not": "leave it out there",
+    "if": "write it in `then` or `else`",
+    "contains": "write it in `items`",
+    "propertyNames": "keys are not confined, so take paths as values",
+    "unevaluatedProperties": "write it in `additionalProperties`",
+    "unevaluatedItems": "write it in `items`",
+}
+"""Keywords whose schemas are not, and what does the same."""
+_NO_SCHEMAS = frozenset({"$defs", "definitions", "default", "examples", "enum", "const"})
+"""Keywords whose values are held against nothing, unless a `$ref` leads there."""
+
+
+def without_drafts(schema: Any) -> Any:
+    """A copy, of dicts and lists, in which no part names a draft of its own by `$schema`."""
+    if isinstance(schema, Mapping):
+        kept = {key: part for key, part in schema.items() if key != "$schema" or not isinstance(part, str)}
+        return {key: part if key in ("const", "enum") else without_drafts(part) for key, part in kept.items()}
+    return [without_drafts(part) for part in schema] if isinstance(schema, list | tuple) else schema
+
+
+def names_path_format(schema: Any) -> bool:
+    """`"format": "path"` stands somewhere."""
+    return any(part.get("format") == "path" for part in _objects(schema))
+
+
+def slow_keyword(schema: Any) -> str | None:
+    """A keyword that some arguments take very long to be held against: a pattern backtracks, and `uniqueItems` compares all
+    with all."""
+    for part in _objects(schema):
+        if isinstance(part.get("pattern"), str):
+            return "pattern"
+        if part.get("patternProperties"):
+            return "patternProperties"
+        if part.get("uniqueItems") is True:
+            return "uniqueItems"
+    return None
+
+
+def kinds(schema: Any, resolver: Any = None, depth: int = _MAX_DEPTH) -> frozenset[str]:
+    """Types of JSON of which all values are that a schema lets through; a `number` is an `integer` or a `fraction`.
+
+    Args:
+        resolver: of `$ref`; None: what one leads to may be of any type.
+        depth: of references and the like that are looked into.
+    """
+    if not isinstance(schema, Mapping):
+        return _KINDS if schema else frozenset()
+    found = _KINDS
+    if "type" in schema:
+        stated = {schema["type"]} if isinstance(schema["type"], str) else set(schema["type"])
+        found &= stated | (_NUMBER if "number" in stated else set())
+    if "const" in schema:
+        found &= _kinds_of(schema["const"])
+    if "enum" in schema:
+        found &= frozenset().union(*map(_kinds_of, schema["enum"]))
+    if depth > 0:
+        for part in schema.get("allOf", ()):
+            found &= kinds(part, resolver, depth - 1)
+        for choice in _CHOICES:
+            if choice in schema:
+                found &= frozenset().union(*(kinds(part, resolver, depth - 1) for part in schema[choice]))
+        target = None if resolver is None else _target(schema, resolver)
+        if target is not None:
+            found &= kinds(target.contents, target.resolver, depth - 1)
+    return found
+
+
+def has_integers_only(schema: Any) -> bool:
+    """Among the numbers that a schema lets through."""
+    return kinds(schema) & _NUMBER == {"integer"}
+
+
+def check_path_formats(parameters: Any) -> None:
+    """Whether it is certain which strings are held against `"format": "path"` before arguments are let through.
+
+    It is not where the validator may have its answer before it comes there: at the first branch of `anyOf` that matches, say,
+    or in a keyword that asks whether something matches.
+
+    Raises:
+        ValueError: it is not; the message says what to write instead.
+    """
+    if not names_path_format(parameters):
+        return
+    schema = without_drafts(parameters)
+    if any(isinstance(part.get("$dynamicRef"), str) for part in _objects(schema)):
+        raise ValueError('"format": "path" in a schema with `$dynamicRef` is not read; write `$ref`.')
+    resource = DRAFT202012.create_resource(schema)
+    applied: set[int] = set()
+    try:
+        _apply(schema, referencing.Registry().resolver_with_root(resource), applied)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"a `$ref` leads to something that is no schema ({error}).") from error
+    for part in _objects(schema, _NO_SCHEMAS):
+        if part.get("format") == "path" and id(part) not in applied:
+            raise ValueError(
+                '"format": "path" stands beneath a keyword that draft 2020-12 does not know; leave it out there.'
+            )
+
+
+def _apply(schema: Any, resolver: Any, applied: set[int]) -> None:
+    """Collect the parts of a schema that are applied to all values that they are for.
+
+    Raises:
+        ValueError: `"format": "path"` stands in one that may be or not.
+    """
+    if not isinstance(schema, dict) or id(schema) in applied:
+        return
+    applied.add(id(schema))
+    resolver = _within(schema, resolver)
+    for key, instead in _INSTEAD.items():
+        if key in schema and _leads_to_path(schema[key], resolver):
+            raise ValueError(f'"format": "path" must not stand in `{key}`, which lets other strings pass; {instead}.')
+    if schema.get("patternProperties") and _leads_to_path(schema.get("additionalProperties"), resolver):
+        raise ValueError(
+            '"format": "path" must not stand in `additionalProperties` beside `patternProperties`; add a pattern instead.'
+        )
+    for key in _CHOICES:
+        for one, other in combinations(schema.get(key, ()), 2):
+            shared = kinds(one, resolver) & kinds(other, resolver)
+            if shared and (_leads_to_path(one, resolver) or _leads_to_path(other, resolver)):
+                raise ValueError(
+                    f'"format": "path" must not stand in a branch of `{key}` beside another one that may match the same value '
+                    f"(both take {', '.join(sorted(shared - {'fraction'}))}): it would pass without being confined. Give each "
+                    'branch a "type" that no other one has, or make it two parameters or two tools.'
+                )
+    parts = [schema[key] for key in _APPLIED if key in schema]
+    parts += [schema[key] for key in ("then", "else") if key in schema and "if" in schema]
+    parts += [part for key in _APPLIED_BY_NAME for part in schema.get(key, {}).values()]
+    parts += [part for key in _CHOICES for part in schema.get(key, ())]
+    for part in parts:
+        for each in part if isinstance(part, list) else [part]:
+            _apply(each, resolver, applied)
+    target = _target(schema, resolver)
+    if target is not None:
+        _apply(target.contents, target.resolver, applied)
+
+
+def _leads_to_path(schema: Any, resolver: Any, seen: set[int] | None = None) -> bool:
+    """`"format": "path"` stands in it, or where its references lead."""
+    seen = set() if seen is None else seen
+    if isinstance(schema, list):
+        return any(_leads_to_path(part, resolver, seen) for part in schema)
+    if not isinstance(schema, dict) or id(schema) in seen:
+        return False
+    seen.add(id(schema))
+    resolver = _within(schema, resolver)
+    target = _target(schema, resolver)
+    return (
+        schema.get("format") == "path"
+        or any(_leads_to_path(part, resolver, seen) for part in schema.values())
+        or (target is not None and _leads_to_path(target.contents, target.resolver, seen))
+    )
+
+
+def _target(schema: Mapping[str, Any], resolver: Any) -> Any:
+    """What its `$ref` leads to; None: it has none, or one that leads nowhere, with which no arguments pass."""
+    if not isinstance(schema.get("$ref"), str):
+        return None
+    try:
+        return resolver.lookup(schema["$ref"])
+    except Exception:  # the library's, or whatever a pointer into what is no schema makes it raise
+        return None
+
+
+def _within(schema: Mapping[str, Any], resolver: Any) -> Any:
+    """The resolver for its parts."""
+    return (
+        resolver.in_subresource(DRAFT202012.create_resource(schema)) if isinstance(schema.get("$id"), str) else resolver
+    )
+
+
+def _objects(schema: Any, passed_over: frozenset[str] = frozenset()) -> Iterator[Mapping[str, Any]]:
+    """All that stand in it."""
+    if isinstance(schema, Mapping):
+        yield schema
+        for key, part in schema.items():
+            if key not in passed_over:
+                yield from _objects(part, passed_over)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            yield from _objects(part, passed_over)
+
+
+def _kinds_of(value: Any) -> frozenset[str]:
+    for kind, types in (("null", type(None)), ("boolean", bool), ("string", str), ("array", list | tuple)):
+        if isinstance(value, types):
+            return frozenset({kind})
+    if isinstance(value, int | float):
+        return frozenset({"integer" if value == value // 1 else "fraction"})
+    return frozenset({"object"})
