@@ -5,9 +5,9 @@ Nothing here is read by the trainer; `ExperienceBatch.from_rows` makes a batch o
 """
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from .errors import ConfigError
 
@@ -15,14 +15,29 @@ ItemT = TypeVar("ItemT")
 IdT = TypeVar("IdT", bound=Hashable)
 
 
+@runtime_checkable
+class HasDict(Protocol):
+    """An item that is written as what JSON can hold, and read from it."""
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """What JSON can hold."""
+        ...
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Any:
+        """The inverse of `to_dict`."""
+        ...
+
+
 class ExperienceBuffer(Generic[ItemT]):
     """First in, first out, and bounded: the oldest items leave. Any number of threads may use it at once.
 
     Args:
         capacity: items. Larger keeps older ones.
+        item_type: of items with `to_dict` and `from_dict`, by which a state holds them; None: as they are.
 
     Raises:
-        ConfigError: a capacity below 1.
+        ConfigError: a capacity below 1, or a type without these methods.
 
     Example:
         >>> buffer = ExperienceBuffer[int](capacity=2)
@@ -31,8 +46,9 @@ class ExperienceBuffer(Generic[ItemT]):
         ([2, 3], 1, 0)
     """
 
-    def __init__(self, capacity: int = 10_000) -> None:
+    def __init__(self, capacity: int = 10_000, *, item_type: type[ItemT] | None = None) -> None:
         _require_positive("ExperienceBuffer.capacity", capacity)
+        self._encode, self._decode = _codec("ExperienceBuffer", item_type)
         self.capacity = capacity
         self._lock = Lock()
         self._items: deque[ItemT] = deque(maxlen=capacity)
@@ -76,13 +92,14 @@ class ExperienceBuffer(Generic[ItemT]):
             self._num_dropped = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The items, oldest first, and how many were dropped; what JSON can hold, if the items are."""
+        """The items, oldest first, and how many were dropped: what JSON can hold, with an `item_type` or if the items are."""
         with self._lock:
-            return {"items": list(self._items), "num_dropped": self._num_dropped}
+            items, num_dropped = list(self._items), self._num_dropped
+        return {"items": self._encode(items), "num_dropped": num_dropped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; of more items than fit, the oldest count as dropped."""
-        listed = list(state["items"])
+        listed = self._decode(state["items"])
         with self._lock:
             self._items = deque(listed, maxlen=self.capacity)
             self._num_dropped = state["num_dropped"] + len(listed) - len(self._items)
@@ -90,6 +107,12 @@ class ExperienceBuffer(Generic[ItemT]):
 
 class GroupBuffer(Generic[IdT, ItemT]):
     """Items by group, put in by any number of threads, each handed out once.
+
+    Args:
+        item_type: of items with `to_dict` and `from_dict`, by which a state holds them; None: as they are.
+
+    Raises:
+        ConfigError: a type without these methods.
 
     Example:
         >>> buffer = GroupBuffer[str, float]()
@@ -99,7 +122,8 @@ class GroupBuffer(Generic[IdT, ItemT]):
         ({'task 7': [0.5, 1.0]}, {})
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, item_type: type[ItemT] | None = None) -> None:
+        self._encode, self._decode = _codec("GroupBuffer", item_type)
         self._lock = Lock()
         self._groups: dict[IdT, list[ItemT]] = {}
 
@@ -138,6 +162,18 @@ class GroupBuffer(Generic[IdT, ItemT]):
         with self._lock:
             self._groups = {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Ids and items of the groups, in their order: what JSON can hold, with an `item_type` or if the items are."""
+        with self._lock:
+            groups = [(group_id, list(items)) for group_id, items in self._groups.items()]
+        return {"groups": [[group_id, self._encode(items)] for group_id, items in groups]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, also from JSON; ids are texts, numbers, or tuples of these."""
+        groups = {_hashable(group_id): self._decode(items) for group_id, items in state["groups"]}
+        with self._lock:
+            self._groups = groups
+
 
 def mini_batches(items: Sequence[ItemT], batch_size: int) -> list[Sequence[ItemT]]:
     """Runs of `batch_size` items, in order; the last one holds the remainder.
@@ -159,3 +195,22 @@ def mini_batches(items: Sequence[ItemT], batch_size: int) -> list[Sequence[ItemT
 def _require_positive(name: str, value: int) -> None:
     if value < 1:
         raise ConfigError(f"{name} must be >= 1; got {value!r}.")
+
+
+def _codec(
+    owner: str, item_type: type[Any] | None
+) -> tuple[Callable[[list[Any]], list[Any]], Callable[[Iterable[Any]], list[Any]]]:
+    """Items as a state holds them, and back."""
+    if item_type is None:
+        return list, list
+    if not issubclass(item_type, HasDict):
+        raise ConfigError(
+            f"{owner}.item_type must have to_dict and from_dict; got {item_type.__name__}. "
+            f"Leave it out if JSON can hold the items."
+        )
+    return lambda items: [item.to_dict() for item in items], lambda listed: [item_type.from_dict(one) for one in listed]
+
+
+def _hashable(group_id: Any) -> Any:
+    """JSON has lists for tuples, and no list is an id."""
+    return tuple(map(_hashable, group_id)) if isinstance(group_id, list) else group_id

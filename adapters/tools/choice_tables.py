@@ -30,11 +30,9 @@ class ChoiceTables:
         self.choices: list[tuple[ParameterChoices, ...]] = [tool.choices for tool in catalogue.values()]
         self.tools = list(catalogue.values())
         self._parts = [(_others(tool), tool.constants, _named(tool)) for tool in self.tools]
-        self._drawn: Sequence[ToolCall] = ()
-        self._drawn_places: dict[int, int] = {}
-        self._drawn_steps: Int64[Tensor, "N T"] = torch.zeros(0, 1 + max(map(len, self.choices)), dtype=torch.int64)
         self.value_texts = list(dict.fromkeys(text for of in self.choices for choice in of for text in choice.texts))
         self.max_choices = max(map(len, self.choices))
+        self.remember((), torch.zeros(0, 1, dtype=torch.int64))
         shape = (len(self.names), self.max_choices, max((len(c.values) for of in self.choices for c in of), default=0))
         place = {text: i for i, text in enumerate(self.value_texts)}
         values, exists = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
@@ -57,9 +55,10 @@ class ChoiceTables:
         Raises:
             ContractError: a tool that is not here, or a value that its schema does not enumerate.
         """
-        places = [self._drawn_places.get(id(call), -1) for call in calls]
-        if all(place >= 0 and self._drawn[place] is call for place, call in zip(places, calls, strict=True)):
-            return self._drawn_steps[places]
+        drawn, place_of, drawn_steps = self._drawn
+        places = [place_of.get(id(call), -1) for call in calls]
+        if all(place >= 0 and drawn[place] is call for place, call in zip(places, calls, strict=True)):
+            return drawn_steps[places]
         taken = [self._steps_of_call(owner, call) for call in calls]
         return torch.tensor(taken, dtype=torch.int64).view(len(calls), 1 + self.max_choices)
 
@@ -70,9 +69,9 @@ class ChoiceTables:
             calls: known by their identity from now on.
             steps: what they chose; t may be less than T where no call has more.
         """
-        self._drawn = calls
-        self._drawn_places = {id(call): place for place, call in enumerate(calls)}
-        self._drawn_steps = torch.nn.functional.pad(steps, (0, 1 + self.max_choices - steps.shape[1]))
+        padded = torch.nn.functional.pad(steps, (0, 1 + self.max_choices - steps.shape[1]))
+        # one assignment, and one read in `steps_of`: another thread may draw in between
+        self._drawn = calls, {id(call): place for place, call in enumerate(calls)}, padded
 
     def _steps_of_call(self, owner: str, call: ToolCall) -> list[int]:
         tool = self.position.get(call.tool)

@@ -2,10 +2,11 @@
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import pairwise
+from threading import Lock
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -95,7 +96,7 @@ def _hashed(feature: str, weight: float) -> tuple[int, float]:
 @lru_cache(maxsize=100_000)
 def _hash(feature: str) -> int:
     """The same in every process, unlike `hash`."""
-    return int.from_bytes(blake2b(feature.encode(), digest_size=6).digest(), "little")
+    return int.from_bytes(blake2b(feature.encode(errors="surrogatepass"), digest_size=6).digest(), "little")
 
 
 def with_own_feature(texts: Sequence[str], vectors: Float[Tensor, "N F"], weight: float) -> Float[Tensor, "N F"]:
@@ -113,6 +114,8 @@ def with_own_feature(texts: Sequence[str], vectors: Float[Tensor, "N F"], weight
 class CachedEncoder:
     """An encoder that is asked once for each text, until `capacity` others have come.
 
+    Any number of threads may use it at once; those that bring the same new text at the same time may each ask for it.
+
     Args:
         encoder: frozen; what it returns is kept.
         capacity: texts that are remembered. Larger: more memory, fewer calls.
@@ -122,24 +125,51 @@ class CachedEncoder:
         self.encoder = encoder
         self.capacity = capacity
         self._known: OrderedDict[str, Tensor] = OrderedDict()
+        self._num_features: int | None = None
+        self._lock = Lock()
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
         """One vector per text, float32, on the CPU.
 
         Raises:
-            ContractError: the encoder did not return one vector of finite numbers per text.
+            ContractError: the encoder did not return one vector of finite numbers per text; or there is no text, and there was
+                none before.
         """
-        new = [text for text in dict.fromkeys(texts) if text not in self._known]
-        found = dict(zip(new, self._encode(new), strict=True)) if new else {}
-        vectors = torch.stack([found[text] if text in found else self._known[text] for text in texts])
-        for text in texts:
-            if text in self._known:
+        if len(texts) == 0:
+            return self._of_no_texts()
+        with self._lock:
+            found = {text: self._known[text] for text in texts if text in self._known}
+            for text in found:
                 self._known.move_to_end(text)
-        self._known.update(found)
-        while len(self._known) > self.capacity:
-            self._known.popitem(last=False)
-        return vectors
+        new = [text for text in dict.fromkeys(texts) if text not in found]
+        if new:
+            # copies: a row of a batch would keep all of the batch
+            encoded = {text: vector.clone() for text, vector in zip(new, self._encode(new), strict=True)}
+            found |= encoded
+            with self._lock:
+                self._known.update(encoded)
+                while len(self._known) > self.capacity:
+                    self._known.popitem(last=False)
+        return torch.stack([found[text] for text in texts])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the lock, so that a policy can be copied and pickled while it is used."""
+        with self._lock:
+            return {name: value for name, value in self.__dict__.items() if name != "_lock"} | {
+                "_known": self._known.copy()
+            }
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """What `__getstate__` returned, under a lock of its own."""
+        self.__dict__.update(state, _lock=Lock())
+
+    def _of_no_texts(self) -> Tensor:
+        if self._num_features is None:
+            raise ContractError(
+                "CachedEncoder: texts must hold at least one before F of [N, F] is known; got none. Encode a text first."
+            )
+        return torch.zeros(0, self._num_features)
 
     def _encode(self, texts: list[str]) -> Tensor:
         answer = self.encoder(texts)
@@ -150,4 +180,5 @@ class CachedEncoder:
                 f"The encoder must return finite vectors [N, F] for N = {len(texts)} texts; got {list(vectors.shape)}"
                 f"{'' if bool(vectors.isfinite().all()) else ' with NaN or infinity'}."
             )
+        self._num_features = vectors.shape[1]
         return vectors

@@ -4,7 +4,6 @@ Axis letters as in `grpo`: B states, G calls per state, N rows, T steps. K tools
 an encoded text.
 """
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int64
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from grpo.errors import ConfigError, ContractError
@@ -22,6 +20,7 @@ from .calls import ToolCall
 from .catalogue import Tool, ToolCatalogue
 from .choice_tables import ChoiceTables
 from .encoders import CachedEncoder, Encoder, HashingEncoder, with_own_feature
+from .policy_files import read_policy, write_policy
 from .tasks import ToolTask
 
 SIMILARITY_GAIN = 20.0
@@ -32,6 +31,9 @@ OWN_FEATURE = 3.0
 
 UNAVAILABLE = -1e30
 """No log-probability of a tool that can be chosen is so small."""
+
+ROWS_AT_ONCE = 4
+"""Rows are multiplied in multiples of it: on a CPU, a product of 1 to 3 rows adds up in another order than one of many."""
 
 PROBE = "Convert 12 miles to feet, please."
 """What two encoders are told apart by."""
@@ -134,7 +136,7 @@ class ToolSelectionPolicy(nn.Module):
     def sample_actions(
         self, states: Any, num_actions_per_state: int, generator: torch.Generator | None = None
     ) -> SampledActions:
-        """G calls per state, drawn from the policy, with their scores."""
+        """G calls per state, drawn from the policy, with their scores: what scoring the calls gives, alone or with others."""
         tools, values = self._log_probs(states)
         drawn = torch.multinomial(tools.exp(), num_actions_per_state, replacement=True, generator=generator)
         rows = torch.arange(len(drawn), device=drawn.device).repeat_interleave(num_actions_per_state)
@@ -161,7 +163,8 @@ class ToolSelectionPolicy(nn.Module):
 
     def score_groups(self, states: Any, actions: Sequence[Sequence[ToolCall]]) -> ActionScores:
         """The same, row by row of all groups, with each state encoded once."""
-        rows = torch.arange(len(states)).repeat_interleave(torch.tensor([len(group) for group in actions]))
+        lengths = torch.tensor([len(group) for group in actions], dtype=torch.int64)
+        rows = torch.arange(len(states)).repeat_interleave(lengths)
         return self._score(states, [call for group in actions for call in group], rows)
 
     def get_log_probabilities(self, states: Any, actions: Sequence[ToolCall]) -> Float[Tensor, " N"]:
@@ -189,11 +192,10 @@ class ToolSelectionPolicy(nn.Module):
         return self._log_probs(states)[0].exp()
 
     def save(self, folder: str | Path) -> None:
-        """Weights, sizes, and the names and schemas of the tools; functions and the encoder are code, and stay there."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = self.state_dict() | {"encoder_probe": self.encoder([PROBE])}
-        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "policy.safetensors")
+        """Weights, sizes, and the names and schemas of the tools; functions and the encoder are code, and stay there.
+
+        A policy that is there already is replaced; where that is interrupted, `load` gives the one before or says so.
+        """
         tools = [
             {"name": t.name, "category": t.category, "description": t.description, "parameters": dict(t.parameters)}
             for t in self.catalogue.values()
@@ -203,7 +205,8 @@ class ToolSelectionPolicy(nn.Module):
             "hidden": self.hidden,
             "num_text_features": self.tool_vectors.shape[1],
         }
-        (folder / "policy.json").write_text(json.dumps(sizes | {"tools": tools}, indent=2) + "\n")
+        tensors = self.state_dict() | {"encoder_probe": self.encoder([PROBE])}
+        write_policy(Path(folder), sizes | {"tools": tools}, tensors)
 
     @classmethod
     def load(cls, folder: str | Path, catalogue: ToolCatalogue, **options: Any) -> "ToolSelectionPolicy":
@@ -215,22 +218,15 @@ class ToolSelectionPolicy(nn.Module):
             options: of the constructor; the encoder has to be the one it learned with.
 
         Raises:
-            ConfigError: no policy there, or another encoder.
+            ConfigError: no whole policy there, or another encoder.
         """
-        folder = Path(folder)
-        try:
-            sizes = json.loads((folder / "policy.json").read_text())
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"{folder} holds no policy: policy.json is missing. ToolSelectionPolicy.save writes one."
-            ) from error
+        sizes, weights = read_policy(Path(folder))
         policy = cls(catalogue, num_features=sizes["num_features"], hidden=sizes["hidden"], **options)
         if policy.tool_vectors.shape[1] != sizes["num_text_features"]:
             raise ConfigError(
                 f"{folder}: the policy learned with an encoder of {sizes['num_text_features']} features; "
                 f"this one has {policy.tool_vectors.shape[1]}. Pass encoder=..., the one it was made with."
             )
-        weights = load_file(folder / "policy.safetensors")
         probe = weights.pop("encoder_probe")
         difference = policy.encoder([PROBE]) - probe
         if float(difference.norm()) > 0.05 * float(probe.norm()):  # another precision makes less of a difference
@@ -238,7 +234,10 @@ class ToolSelectionPolicy(nn.Module):
                 f"{folder}: the policy learned with an encoder that answers otherwise. "
                 f"Pass encoder=..., the one it was made with."
             )
-        policy.load_state_dict(weights)
+        try:
+            policy.load_state_dict(weights)
+        except RuntimeError as error:
+            raise ConfigError(f"{folder}: the weights are not of the sizes in policy.json: {error}") from error
         return policy
 
     # inside
@@ -265,6 +264,8 @@ class ToolSelectionPolicy(nn.Module):
     def _vectors(self, states: Any) -> Float[Tensor, "B F"]:
         """Each state's x."""
         described = [self.describe(state) for state in states]
+        if not described:
+            return self.tool_vectors.new_zeros(0, self.num_features or self.tool_vectors.shape[1])
         if self.num_features is None:
             wrong = next((what for what in described if not isinstance(what, str)), None)
             if wrong is not None:
@@ -285,18 +286,20 @@ class ToolSelectionPolicy(nn.Module):
         return torch.stack(vectors).to(self.tool_vectors.device)
 
     def _log_probs(self, states: Any) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B C"]]:
-        """log pi(tool | state), and the logits of all values."""
+        """log pi(tool | state), and the logits of all values; both in single precision at least."""
         vectors = self._vectors(states)
+        num_states = len(vectors)
+        vectors = nn.functional.pad(vectors, (0, 0, 0, -num_states % ROWS_AT_ONCE))
         hidden = self.body(vectors)
         tool_query, value_query = self.tool_query(hidden), self.value_query(hidden)
         if self.similarity is not None:
             tool_query = tool_query + SIMILARITY_GAIN * self.similarity[0] * vectors
             value_query = value_query + self.similarity[1] * vectors
-        logits = tool_query @ self.tool_vectors.T
+        logits = _wide(tool_query @ self.tool_vectors.T)[:num_states]
         allowed = self._allowed(states)
         if allowed is not None:
             logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
-        return logits.log_softmax(1), value_query @ self.value_vectors.T
+        return logits.log_softmax(1), _wide(value_query @ self.value_vectors.T)[:num_states]
 
     def _allowed(self, states: Any) -> Bool[Tensor, "B K"] | None:
         if self.available is None:
@@ -311,7 +314,7 @@ class ToolSelectionPolicy(nn.Module):
                     f"for state {place} it named {list(names or ())[:9]}."
                 )
             rows.append(row)
-        return torch.tensor(rows, device=self.tool_vectors.device)
+        return torch.tensor(rows, dtype=torch.bool, device=self.tool_vectors.device).view(-1, len(self.catalogue))
 
     def _value_log_probs(
         self, logits: Float[Tensor, "B C"], rows: Int64[Tensor, " N"], tools: Int64[Tensor, " N"]
@@ -369,6 +372,11 @@ def _zero_linear(num_inputs: int, num_outputs: int) -> nn.Linear:
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
+
+
+def _wide(logits: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
+    """In single precision, or double if they are: bfloat16 has 3 digits, and nothing below -65504 is a float16."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _entropy(log_probs: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows"]:

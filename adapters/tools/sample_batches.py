@@ -54,7 +54,7 @@ def groups_from_batch(batch: ExperienceBatch) -> list[ToolGroup]:
             reward=batch.rewards[row].item(),
             value=None if batch.values is None else _row(batch.values, row, length),
             done=final_value == 0.0,
-            final_value=final_value,
+            final_value=final_value or None,
         )
         members.setdefault(group, []).append(sample)
     return [ToolGroup(id=group, context=contexts[group], samples=tuple(found)) for group, found in members.items()]
@@ -68,7 +68,8 @@ def batch_from_groups(
     """Samples from wherever they were made, ready for `trainer.update`. Group g has the id g, whatever its own is.
 
     `log_prob` becomes `behaviour_log_probs`: set `objective.sampler_correction` where the policy has moved on since.
-    `ref_log_prob` and `value` are taken over where every sample has them; else the trainer asks its own models.
+    `ref_log_prob` and `value` are taken over where every sample has them; else the trainer asks its own models. The
+    final value of a sample that is `done` is 0.
 
     Args:
         groups: groups, or what `GroupBuffer.drain` returns.
@@ -99,7 +100,9 @@ def batch_from_groups(
         batch = replace(batch, ref_log_probs=_padded(references)[1])
     values = [sample.value for sample in samples if sample.value is not None]
     if len(values) == len(samples):
-        final_values = torch.tensor([sample.final_value for sample in samples], dtype=torch.float64)
+        final_values = torch.tensor(
+            [0.0 if sample.done else sample.final_value for sample in samples], dtype=torch.float64
+        )
         batch = replace(batch, values=_padded(values)[1], final_values=final_values)
     return batch
 

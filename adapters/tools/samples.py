@@ -43,9 +43,9 @@ class ToolSample:
     value: Steps | None = None
     """A critic's estimate of what is still to come at each step; None: there is no critic."""
     done: bool = True
-    """It ended here, by its own; False: it was cut off."""
-    final_value: float = 0.0
-    """Where it was cut off: the critic's value of what would have followed."""
+    """It ended here, by its own, and nothing follows; False: it was cut off."""
+    final_value: float | None = None
+    """Where it was cut off: the critic's value of what would have followed. It goes with `value`: both, or neither."""
 
     def __post_init__(self) -> None:
         """Check and convert the fields."""
@@ -59,14 +59,21 @@ class ToolSample:
             else _steps("ref_log_prob", self.ref_log_prob, len(steps)),
             "reward": _number("reward", self.reward),
             "value": None if self.value is None else _steps("value", self.value, len(steps)),
-            "final_value": _number("final_value", self.final_value),
+            "final_value": None if self.final_value is None else _number("final_value", self.final_value),
         }
         if (type(self.tool), type(self.done)) != (str, bool):
             raise SampleError(
                 f"ToolSample: tool must be a text and done a bool; got tool={self.tool!r}, done={self.done!r}."
             )
-        if self.done and checked["final_value"] != 0.0:
-            raise SampleError(f"ToolSample.final_value must be 0 where done; got {self.final_value!r}. Set done=False.")
+        if self.done and self.final_value is not None:
+            raise SampleError(
+                f"ToolSample.final_value must be None where done; got {self.final_value!r}. Set done=False."
+            )
+        if not self.done and (self.value is None) != (self.final_value is None):
+            raise SampleError(
+                f"ToolSample: what was cut off (done=False) must have both value and final_value, or neither; "
+                f"got value={self.value!r:.120}, final_value={self.final_value!r}. Give the critic's, or leave both out."
+            )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 

@@ -4,7 +4,9 @@ import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,21 @@ from grpo.buffers import ExperienceBuffer, GroupBuffer, mini_batches
 
 NUM_THREADS = 8
 PER_THREAD = 2_000
+
+
+@dataclass(frozen=True)
+class Note:
+    """An item that JSON cannot hold as it is."""
+
+    text: str
+    number: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Note":
+        return cls(**values)
 
 
 @pytest.fixture
@@ -96,6 +113,17 @@ def test_its_state_survives_json_and_a_smaller_capacity() -> None:
     assert (same.snapshot(), same.num_dropped) == ([0.3, 0.4, 0.5], 2)
     smaller.load_state_dict(state)
     assert (smaller.snapshot(), smaller.num_dropped) == ([0.3, 0.4], 2)
+
+
+def test_items_that_are_dicts_and_back_survive_json() -> None:
+    notes = [Note("a", 1), Note("b"), Note("c", 3)]
+    buffer, again = (ExperienceBuffer[Note](capacity=2, item_type=Note) for _ in range(2))
+    buffer.extend(notes)
+    state = buffer.state_dict()
+    assert state == {"items": [{"text": "b", "number": 0}, {"text": "c", "number": 3}], "num_dropped": 1}
+    again.load_state_dict(json.loads(json.dumps(state)))
+    assert (again.snapshot(), again.num_dropped) == (notes[1:], 1)
+    assert buffer.snapshot() == notes[1:]
 
 
 @pytest.mark.usefixtures("hurried")
@@ -204,6 +232,65 @@ def test_eight_threads_fill_groups_and_others_drain_and_nothing_is_lost_or_doubl
     assert found == Counter((t, n) for t in range(NUM_THREADS) for n in range(PER_THREAD))
 
 
+def test_groups_survive_json_with_their_ids_and_their_order() -> None:
+    buffer, again = (GroupBuffer[Any, Note](item_type=Note) for _ in range(2))
+    ids = ["b", 7, "7", ("task", 3, ("x",)), 2.5, None, True]
+    for number, group_id in enumerate(ids):
+        buffer.extend(group_id, [Note("one", number), Note("other")])
+    again.add("was there", Note("gone"))
+    assert isinstance(buffer, HasState)
+    again.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    assert len(buffer) == len(again) == 14
+    groups = again.drain()
+    assert list(groups) == ids
+    assert [type(group_id) for group_id in groups] == [type(group_id) for group_id in ids]
+    assert list(groups.items()) == list(buffer.drain().items())
+
+
+def test_the_state_of_groups_is_a_copy() -> None:
+    buffer, again = GroupBuffer[str, int](), GroupBuffer[str, int]()
+    buffer.add("a", 1)
+    state = buffer.state_dict()
+    assert state == {"groups": [["a", [1]]]}
+    buffer.add("a", 2)
+    assert state == {"groups": [["a", [1]]]}
+    again.load_state_dict(state)
+    again.add("a", 3)
+    assert state == {"groups": [["a", [1]]]}
+    assert again.drain() == {"a": [1, 3]}
+
+
+@pytest.mark.usefixtures("hurried")
+def test_states_that_are_taken_and_loaded_beside_eight_threads_lose_and_double_nothing() -> None:
+    """What each state holds is a run of every thread's items; the last one has all."""
+    groups, items = GroupBuffer[int, Note](item_type=Note), ExperienceBuffer[Note](item_type=Note)
+    finished = [threading.Event() for _ in range(NUM_THREADS)]
+    seen: list[tuple[Any, Any]] = []
+
+    def add(thread: int) -> None:
+        for number in range(200):
+            groups.add(thread, Note("", number))
+            items.add(Note(str(thread), number))
+        finished[thread].set()
+
+    def save() -> None:
+        while not all(event.is_set() for event in finished):
+            seen.append((groups.state_dict(), items.state_dict()))
+
+    run_together(*(lambda thread=thread: add(thread) for thread in range(NUM_THREADS)), save)
+    seen.append((groups.state_dict(), items.state_dict()))
+    for of_groups, of_items in (seen[0], seen[len(seen) // 2], seen[-1]):
+        again, again_items = GroupBuffer[int, Note](item_type=Note), ExperienceBuffer[Note](item_type=Note)
+        again.load_state_dict(json.loads(json.dumps(of_groups)))
+        again_items.load_state_dict(json.loads(json.dumps(of_items)))
+        for notes in again.drain().values():
+            assert notes == [Note("", number) for number in range(len(notes))]
+        for thread in range(NUM_THREADS):
+            numbers = [note.number for note in again_items.snapshot() if note.text == str(thread)]
+            assert numbers == list(range(len(numbers)))
+    assert len(groups) == len(items) == len(again_items) == NUM_THREADS * 200
+
+
 # Mini-batches
 
 
@@ -219,9 +306,17 @@ def test_mini_batches_keep_the_order_and_the_remainder() -> None:
     [
         (lambda: ExperienceBuffer(0), "ExperienceBuffer.capacity must be >= 1; got 0"),
         (lambda: GroupBuffer().drain(min_size=0), "GroupBuffer.drain: min_size must be >= 1; got 0"),
+        (
+            lambda: ExperienceBuffer(item_type=int),
+            r"ExperienceBuffer\.item_type must have to_dict and from_dict; got int",
+        ),
+        (
+            lambda: GroupBuffer(item_type=Counter),
+            r"GroupBuffer\.item_type must have to_dict and from_dict; got Counter",
+        ),
         (lambda: mini_batches([1], 0), "mini_batches: batch_size must be >= 1; got 0"),
     ],
 )
-def test_sizes_below_one_are_refused(make: Callable[[], object], text: str) -> None:
+def test_settings_without_a_meaning_are_refused(make: Callable[[], object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         make()

@@ -1,5 +1,8 @@
 """A catalogue as tensors, and calls as steps and back: worked by hand."""
 
+import threading
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -101,3 +104,32 @@ def test_values_found_elsewhere_fill_only_what_is_free() -> None:
 def test_calls_that_the_policy_cannot_have_made_are_named(wrong: ToolCall, message: str) -> None:
     with pytest.raises(ContractError, match=message):
         TABLES.steps_of("policy", [call("ping"), wrong])
+
+
+class Interrupted(list):
+    """Calls; another thread draws as soon as the last of them is looked at."""
+
+    def __init__(self, calls: Sequence[ToolCall], draw: threading.Thread) -> None:
+        super().__init__(calls)
+        self.draw = draw
+
+    def __getitem__(self, place):
+        call = super().__getitem__(place)
+        if place == len(self) - 1 and not self.draw.ident:
+            self.draw.start()
+            self.draw.join()
+        return call
+
+
+@pytest.mark.parametrize("num_others", [1, 4])
+def test_what_another_thread_draws_does_not_come_between_a_call_and_its_steps(num_others: int) -> None:
+    """Fewer calls than these left no such place; as many gave the steps of the others."""
+    tables = ChoiceTables(CATALOGUE)
+    steps = [[1, 0, 2], [2, 1, 0], [1, 1, 0], [0, 0, 0]]
+    others = [call("ping") for _ in range(num_others)]
+    draw = threading.Thread(target=tables.remember, args=(others, torch.zeros(num_others, 1, dtype=torch.int64)))
+    calls = [TABLES.call(taken, {}) for taken in steps]
+    tables.remember(Interrupted(calls, draw), torch.tensor(steps))
+    assert tables.steps_of("policy", calls).tolist() == steps
+    assert draw.ident, "the other thread had its turn"
+    assert tables.steps_of("policy", calls).tolist() == steps, "read back, since others were drawn since"

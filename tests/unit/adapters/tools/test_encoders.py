@@ -1,9 +1,12 @@
 """Text as vectors: hashed by hand, the same in every process, asked for once."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -133,6 +136,13 @@ def test_own_features_tell_values_with_the_same_words_apart() -> None:
     assert torch.equal(same[0], torch.eye(64)[0]), "what was given stays as it was"
 
 
+def test_half_of_a_character_has_an_own_feature_too() -> None:
+    """JSON may hold a lone surrogate as a value, which UTF-8 does not."""
+    vectors = with_own_feature(["\ud83d", "\ude00"], HashingEncoder(64)(["\ud83d", "\ude00"]), 3.0)
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(2))
+    assert not torch.equal(vectors[0], vectors[1])
+
+
 class Counting:
     """An encoder that keeps what it was asked for; a text's vector is its length and its first letter."""
 
@@ -151,6 +161,20 @@ def test_each_text_is_asked_for_once() -> None:
     assert cached(["bb", "ccc", "a"]).tolist() == [[2, 98], [3, 99], [1, 97]]
     assert cached(["a"]).tolist() == [[1, 97]]
     assert encoder.asked == [["a", "bb"], ["ccc"]]
+
+
+def test_of_no_texts_there_are_no_vectors() -> None:
+    """How long they would be, only an answer tells; a model is not asked about nothing."""
+    encoder = Counting()
+    cached = CachedEncoder(encoder)
+    with pytest.raises(
+        ContractError, match=r"CachedEncoder: texts must hold at least one .* got none\. Encode a text first"
+    ):
+        cached([])
+    cached(["a"])
+    assert cached([]).shape == (0, 2)
+    assert cached([]).dtype == torch.float32
+    assert encoder.asked == [["a"]]
 
 
 def test_what_was_used_longest_ago_is_forgotten_first() -> None:
@@ -211,3 +235,60 @@ def test_a_refused_answer_is_not_remembered() -> None:
     with pytest.raises(ContractError):
         cached(["a"])
     assert cached(["a"]).tolist() == [[2.0]]
+
+
+# Memory and threads
+
+
+def test_what_is_forgotten_leaves_no_memory_behind() -> None:
+    """A row that is a view would keep the batch that it came with."""
+    cached = CachedEncoder(HashingEncoder(64), capacity=10)
+    cached([f"text {number}" for number in range(1000)])
+    kept = {vector.untyped_storage().data_ptr(): vector.untyped_storage().nbytes() for vector in cached._known.values()}
+    assert list(kept.values()) == [64 * 4] * 10
+
+
+@pytest.fixture
+def hurried() -> Iterator[None]:
+    """Threads take turns as often as the interpreter lets them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_threads_that_drive_out_each_others_texts_get_their_own_vectors() -> None:
+    encoder = HashingEncoder(16)
+    cached = CachedEncoder(encoder, capacity=8)
+    texts = [f"w{letter}" for letter in "abcdefghijklmnop"]
+    expected = dict(zip(texts, encoder(texts), strict=True))
+    wrong: list[object] = []
+
+    def encode(seed: int) -> None:
+        for number in range(1000):
+            mine = [texts[(seed * number + 5 * place) % 16] for place in range(3)]
+            try:
+                if not torch.equal(cached(mine), torch.stack([expected[text] for text in mine])):
+                    wrong.append(mine)
+                if number % 50 == 0:
+                    copy.deepcopy(cached)
+            except Exception as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=encode, args=(seed,)) for seed in (1, 3, 7, 11)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(cached._known) == 8
+
+
+def test_a_copy_remembers_and_goes_on_by_itself() -> None:
+    cached = CachedEncoder(HashingEncoder(16))
+    cached(["a"])
+    for other in (copy.deepcopy(cached), pickle.loads(pickle.dumps(cached))):
+        assert torch.equal(other(["a", "b"]), cached(["a", "b"]))
+        other(["only here"])
+    assert set(cached._known) == {"a", "b"}

@@ -2,9 +2,15 @@
 
 import copy
 import itertools
+import json
 import math
+import os
+import pickle
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -463,6 +469,41 @@ def test_sizes_below_one_are_refused(options: dict[str, Any]) -> None:
         policy(**options)
 
 
+# --- nothing is asked
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_features": 3},
+        {"hidden": [4]},
+        {"available": without_ping},
+        {"catalogue": CATALOGUE.without("shout", "convert", "whisper")},
+    ],
+)
+def test_of_no_states_there_are_no_calls_and_no_scores(options: dict[str, Any]) -> None:
+    made = policy(**options)
+    sampled = made.sample_actions([], 3)
+    assert (sampled.actions, made.generate_actions([], 3), made.predict([])) == ([], [], [])
+    assert sampled.mask.shape == sampled.behaviour_log_probs.shape == (0, 1)
+    assert made.tool_probabilities([]).shape == (0, len(made.catalogue))
+    for scores in (
+        sampled.scores,
+        made.score_actions([], []),
+        made.score_groups([], []),
+        made.score_groups(TEXTS[:0], []),
+    ):
+        assert scores.log_probs.shape == scores.mask.shape == scores.entropy.shape == (0, 1)
+        assert scores.mask.dtype == torch.bool
+    assert made.get_log_probabilities([], []).shape == (0,)
+    made.score_actions([], []).log_probs.sum().backward()
+
+
+def test_groups_may_all_be_empty() -> None:
+    assert policy().score_groups(TEXTS, [[], [], [], []]).log_probs.shape == (0, 1)
+
+
 # --- what is read and filled in
 
 
@@ -617,6 +658,95 @@ def test_a_folder_without_a_policy_is_refused(tmp_path) -> None:
         ToolSelectionPolicy.load(tmp_path / "nowhere", CATALOGUE)
 
 
+def load(folder: Path) -> Any:
+    return ToolSelectionPolicy.load(folder, CATALOGUE, encoder=HashingEncoder(48))
+
+
+@pytest.mark.parametrize("length", [None, 0, 5, 100, -1])
+def test_weights_that_are_missing_or_cut_are_named(tmp_path, length: int | None) -> None:
+    policy().save(tmp_path)
+    weights = tmp_path / "policy.safetensors"
+    whole = weights.read_bytes()
+    weights.unlink()
+    if length is not None:
+        weights.write_bytes(whole[:length])
+    with pytest.raises(ConfigError, match=r"policy\.safetensors is (missing|not the file).* Save the policy again"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{", r"policy\.json is not JSON"),
+        (b"\xff", r"policy\.json is not JSON"),
+        (b"[" * 100_000, r"policy\.json is not JSON"),
+        (b"[]", r"policy\.json must hold an object; got \[\]"),
+        (b"{}", r"policy\.json lacks num_features, hidden, num_text_features, weights_sha256"),
+        (b'{"num_features": "3", "hidden": [], "num_text_features": 48, "weights_sha256": ""}', "lacks num_features,"),
+        (b'{"num_features": 3, "hidden": ["4"], "num_text_features": 48, "weights_sha256": ""}', "lacks hidden,"),
+    ],
+)
+def test_a_description_that_is_none_is_named(tmp_path, text: bytes, message: str) -> None:
+    policy().save(tmp_path)
+    (tmp_path / "policy.json").write_bytes(text)
+    with pytest.raises(ConfigError, match=rf"{message}.* Save the policy again"):
+        load(tmp_path)
+
+
+def test_sizes_that_were_altered_are_named(tmp_path) -> None:
+    policy(num_features=3, hidden=[4]).save(tmp_path)
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden": [5]}))
+    with pytest.raises(ConfigError, match=r"(?s)the weights are not of the sizes in policy\.json: .*size mismatch"):
+        load(tmp_path)
+
+
+def test_a_file_is_no_folder(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file holds no policy: policy\.json is missing"):
+        load(tmp_path / "file")
+
+
+def test_the_weights_of_one_policy_do_not_load_with_the_sizes_of_another(tmp_path) -> None:
+    for name in ("one", "other"):
+        policy().save(tmp_path / name)
+    (tmp_path / "one" / "policy.safetensors").replace(tmp_path / "other" / "policy.safetensors")
+    with pytest.raises(ConfigError, match=r"policy\.safetensors is not the file that policy\.json was written with"):
+        load(tmp_path / "other")
+
+
+class Ended(BaseException):
+    """The process, at this place."""
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+@pytest.mark.parametrize("place", [1, 2])
+def test_saving_that_is_interrupted_leaves_no_mixture(tmp_path, monkeypatch, function: str, place: int) -> None:
+    """Weights and description are each synced and moved: before the first move the old policy is whole."""
+    before, after = policy(), policy()
+    before.save(tmp_path)
+    calls = itertools.count(1)
+    real = getattr(os, function)
+
+    def end(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == place:
+            raise Ended
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, function, end)
+        with pytest.raises(Ended):
+            after.save(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"policy.json", "policy.safetensors"}
+    if place == 1:
+        assert torch.equal(load(tmp_path).tool_probabilities(TEXTS), before.tool_probabilities(TEXTS))
+    else:
+        with pytest.raises(ConfigError, match="or saving was interrupted"):
+            load(tmp_path)
+    after.save(tmp_path)
+    assert torch.equal(load(tmp_path).tool_probabilities(TEXTS), after.tool_probabilities(TEXTS))
+
+
 @pytest.mark.parametrize(("options", "states"), [({}, TEXTS), ({"num_features": 3, "hidden": [4]}, VECTORS)])
 def test_it_works_in_double_precision(options: dict[str, Any], states: list[Any]) -> None:
     single = policy(**options)
@@ -628,6 +758,31 @@ def test_it_works_in_double_precision(options: dict[str, Any], states: list[Any]
     assert bool(((probabilities.sum(1) - 1).abs() < 1e-12).all())
     torch.testing.assert_close(probabilities.float(), single.tool_probabilities(states), rtol=0, atol=1e-5)
     assert double.sample_actions(states, 3).behaviour_log_probs.dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_log_probs_of_a_policy_in_half_precision_are_single_precision(dtype: torch.dtype) -> None:
+    """bfloat16 has -1.1016 for log(1/3), which is -1.0986."""
+    made = policy(CATALOGUE.without("ping"), random=False).to(dtype)
+    scores = made.score_actions(TEXTS[:1], [call("shout", tone="soft")])
+    assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
+    torch.testing.assert_close(scores.log_probs, torch.full((1, 2), -math.log(3)), rtol=0, atol=1e-6)
+    torch.testing.assert_close(scores.entropy, torch.full((1, 2), math.log(3)), rtol=0, atol=1e-6)
+    torch.testing.assert_close(made.tool_probabilities(TEXTS).sum(1), torch.ones(4), rtol=0, atol=1e-6)
+    scores.log_probs.sum().backward()
+    assert {value.grad.dtype for value in made.parameters() if value.grad is not None} == {dtype}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_not_available_is_not_available_in_half_precision_either(dtype: torch.dtype) -> None:
+    """The least number of float16 is -65504, a log-prob like any other."""
+    made = policy(available=without_ping, scale=0.05).to(dtype)
+    with pytest.raises(ContractError, match="ping must be available in the state of row 0 to be scored"):
+        made.score_actions(TEXTS[:1], [call("ping")])
+    assert made.tool_probabilities(TEXTS[:1])[0, 0] == 0
+    tools, _ = gradient_of_vectors(made, TEXTS[:2], [call("shout", tone="soft"), call("convert", unit="mile")])
+    assert bool((tools[0] == 0).all())
+    assert bool((tools[1] != 0).any())
 
 
 def test_all_that_it_looks_up_moves_with_it() -> None:
@@ -682,3 +837,40 @@ def test_a_call_of_a_tool_that_is_not_available_is_not_scored():
     policy.score_actions(["closed", "open"], calls)
     with pytest.raises(ContractError, match=r"shout must be available in the state of row 1 to be scored"):
         policy.score_actions(["open", "closed"], calls)
+
+
+# --- threads
+
+
+def test_threads_that_draw_from_one_policy_score_their_own_calls():
+    """As a service does; what one draws must not be taken for what another chose."""
+    made = policy()
+    wrong: list[object] = []
+
+    def serve(text: str) -> None:
+        for _ in range(150):
+            try:
+                sampled = made.sample_actions([text], 128)
+                scores = made.score_groups([text], sampled.actions)
+                if not torch.equal(scores.log_probs, sampled.behaviour_log_probs):
+                    wrong.append(text)
+            except Exception as error:
+                wrong.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=serve, args=(text,)) for text in TEXTS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert wrong == []
+
+
+def test_a_policy_survives_pickle():
+    made = policy()
+    again = pickle.loads(pickle.dumps(made))
+    assert torch.equal(again.tool_probabilities(TEXTS), made.tool_probabilities(TEXTS))

@@ -28,6 +28,7 @@ from grpo import (
 )
 from grpo.adaptive_coefficients import Coefficients
 from grpo.buffers import ExperienceBuffer, GroupBuffer, mini_batches
+from grpo.running_statistics import RunningStatistics
 
 TOOLS = ("first", "second", "third")
 REWARDS = [0.8, 0.6, 0.9, 0.5]
@@ -241,6 +242,32 @@ def test_the_kl_coefficient_follows_a_sequence_of_measured_values() -> None:
     for _ in range(11):  # .066667 / 1.5 ** 11 = .00077
         coefficients.follow({"kl": (0.0, 0.0)})
     assert coefficients.kl_coef == 0.001
+
+
+# F19: reset
+
+
+def test_everything_that_adds_up_begins_anew() -> None:
+    """Statistics, both buffers; and a new trainer, whose KL coefficient is the configured one, not where another's has gone."""
+    statistics = RunningStatistics()
+    config = dataclasses.replace(one_update(presets.tool_default()), num_epochs_per_update=4, learning_rate=0.5)
+    policy = TwoNumbers()
+    trainer = trainer_of(config, policy, reference_policy=TwoNumbers())
+    for iteration in range(6):
+        batch = batch_from_groups({0: four_samples()})
+        statistics.log(trainer.update(batch), iteration)
+    assert trainer.coefficients.kl_coef != 0.02
+    assert statistics.num_updates > 0
+    assert trainer_of(config, policy, reference_policy=TwoNumbers()).coefficients.kl_coef == 0.02
+    statistics.reset()
+    assert statistics.to_dict() == RunningStatistics().to_dict()
+
+    buffer, groups = ExperienceBuffer[int](capacity=2), GroupBuffer[str, int]()
+    buffer.extend([1, 2, 3])
+    groups.add("a", 1)
+    buffer.clear()
+    groups.clear()
+    assert (len(buffer), buffer.num_dropped, len(groups), groups.drain()) == (0, 0, 0, {})
 
 
 # F20: batches, and what is left over

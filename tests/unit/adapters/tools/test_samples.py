@@ -17,7 +17,7 @@ from adapters.tools.sample_batches import batch_from_groups, groups_from_batch
 from adapters.tools.samples import SampleError, ToolGroup, ToolSample
 from adapters.tools.tasks import ToolTask
 from grpo import ActionScores, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig, SampledActions
-from grpo.buffers import GroupBuffer
+from grpo.buffers import ExperienceBuffer, GroupBuffer
 
 TASK = ToolTask(
     text="paint it black",
@@ -115,7 +115,7 @@ def test_a_sample_comes_back_from_json() -> None:
 def test_what_is_not_there_stays_away() -> None:
     least = ToolSample(state=[1, 2.5], tool="wait", log_prob=[-1], reward=1)  # type: ignore[arg-type]
     assert (least.state, least.log_prob, least.reward, least.arguments) == ((1.0, 2.5), (-1.0,), 1.0, {})
-    assert (least.ref_log_prob, least.value, least.done, least.final_value) == (None, None, True, 0.0)
+    assert (least.ref_log_prob, least.value, least.done, least.final_value) == (None, None, True, None)
     assert ToolSample.from_json(least.to_json()) == least
     assert ToolSample.from_json('{"state": "s", "tool": "t", "log_prob": [0], "reward": 2}').reward == 2.0
 
@@ -159,7 +159,11 @@ def test_arguments_are_a_copy() -> None:
         ({"state": {"text": "x"}}, "state must be a list of numbers"),
         ({"tool": 3}, "tool must be a text"),
         ({"done": 1}, "done a bool"),
-        ({"done": True}, r"final_value must be 0 where done; got 0\.125"),
+        ({"done": True}, r"final_value must be None where done; got 0\.125\. Set done=False"),
+        ({"done": True, "final_value": 0.0}, r"final_value must be None where done; got 0\.0"),
+        ({"value": None}, r"both value and final_value, or neither; got value=None, final_value=0\.125\. Give"),
+        ({"final_value": None}, r"both value and final_value, or neither; got value=\(0\.5, 0\.25\), final_value=None"),
+        ({"final_value": math.nan}, "final_value must be a finite number; got nan"),
         ({"arguments": {"x": math.inf}}, "arguments must be what JSON can hold"),
         ({"arguments": {"x": {1, 2}}}, "arguments must be what JSON can hold"),
         ({"arguments": [1]}, "arguments must be a mapping"),
@@ -199,7 +203,10 @@ def test_what_is_no_sample_or_group_is_refused(read: Any, text: str) -> None:
 def test_a_batch_of_groups_by_hand() -> None:
     short = sample(tool="wait", arguments={}, log_prob=(-2.0,), ref_log_prob=(-3.0,), value=(1.0,), reward=0.1)
     batch = batch_from_groups(
-        [ToolGroup(id="x", samples=(sample(), short)), ToolGroup(id="x", samples=(sample(done=True, final_value=0),))]
+        [
+            ToolGroup(id="x", samples=(sample(), short)),
+            ToolGroup(id="x", samples=(sample(done=True, final_value=None),)),
+        ]
     )
     assert batch.states == ["paint it black"] * 3
     assert batch.actions[1] == ToolCall(tool="wait")
@@ -218,9 +225,25 @@ def test_a_batch_of_groups_by_hand() -> None:
 
 
 def test_what_only_some_samples_have_is_left_to_the_trainer() -> None:
-    group = ToolGroup(id=0, samples=(sample(), sample(ref_log_prob=None, value=None)))
+    group = ToolGroup(id=0, samples=(sample(), sample(ref_log_prob=None, value=None, final_value=None)))
     batch = batch_from_groups([group])
     assert (batch.ref_log_probs, batch.values, batch.final_values) == (None, None, None)
+
+
+def test_what_was_cut_off_is_told_from_what_ended() -> None:
+    """A final value of 0 where it was cut off is the critic's; one that was never given is none."""
+    assert sample(final_value=0.0).final_value == 0.0
+    cut_off, ended = sample(value=None, final_value=None), sample(value=None, final_value=None, done=True)
+    assert cut_off != ended
+    for one in (cut_off, ended):
+        assert ToolSample.from_json(one.to_json()) == one
+    batch = batch_from_groups(
+        [ToolGroup(id=0, samples=(sample(final_value=-0.5), sample(done=True, final_value=None)))]
+    )
+    assert batch.final_values is not None
+    assert batch.final_values.tolist() == [-0.5, 0.0]
+    back = groups_from_batch(batch)[0].samples
+    assert [(one.done, one.final_value) for one in back] == [(False, -0.5), (True, None)]
 
 
 def test_vectors_become_a_tensor_and_mixtures_an_error() -> None:
@@ -325,3 +348,16 @@ def test_decisions_of_several_threads_train_through_a_buffer() -> None:
     assert len(buffer) == 0
     assert trainer.policy.logits[1] > -0.4  # red has become likelier
     assert metrics["train/advantages_mean"] == pytest.approx(0.0, abs=1e-12)  # +1/2 and -1/2 in each pair
+
+
+@pytest.mark.parametrize("item", [sample(), ToolGroup(id="task 7", context=TASK.to_dict(), samples=(sample(),)), TASK])
+def test_buffers_of_what_tools_decided_survive_json(item: Any) -> None:
+    kind = type(item)
+    buffer, again = (ExperienceBuffer[Any](item_type=kind) for _ in range(2))
+    groups, groups_again = (GroupBuffer[Any, Any](item_type=kind) for _ in range(2))
+    buffer.add(item)
+    groups.extend("task 7", [item, item])
+    again.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    groups_again.load_state_dict(json.loads(json.dumps(groups.state_dict())))
+    assert again.drain() == [item]
+    assert groups_again.drain() == groups.drain() == {"task 7": [item, item]}

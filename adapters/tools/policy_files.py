@@ -1,0 +1,92 @@
+"""The two files of a saved policy, which load together or not at all: weights, and a description that holds their hash."""
+
+import json
+import os
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from grpo.errors import ConfigError
+
+DESCRIPTION, WEIGHTS = "policy.json", "policy.safetensors"
+
+_HASH = "weights_sha256"
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "num_features": (int, type(None)), "hidden": list, "num_text_features": int, _HASH: str,
+}  # fmt: skip
+_AGAIN = "Save the policy again, or copy both files again."
+
+
+def write_policy(folder: Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write both files beside their places, and move them there, the description last.
+
+    Whoever is interrupted leaves what was there before, or what `read_policy` refuses.
+
+    Args:
+        folder: it is made.
+        description: what JSON can hold.
+        tensors: the weights.
+    """
+    weights = save({name: value.contiguous() for name, value in tensors.items()})
+    text = json.dumps({**description, _HASH: sha256(weights).hexdigest()}, indent=2) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / WEIGHTS, weights)
+    _replace(folder / DESCRIPTION, text.encode())
+
+
+def read_policy(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `write_policy` wrote: the description and the weights.
+
+    Raises:
+        ConfigError: naming the file that is missing, cut, altered, or not the other's.
+    """
+    path = folder / DESCRIPTION
+    try:
+        description = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"{folder} holds no policy: {DESCRIPTION} is missing. ToolSelectionPolicy.save writes one."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}. {_AGAIN}") from error
+    if not isinstance(description, dict):
+        raise ConfigError(f"{path} must hold an object; got {description!r:.80}. {_AGAIN}")
+    wrong = [
+        name for name, kind in _TYPES.items() if name not in description or not isinstance(description[name], kind)
+    ]
+    if wrong or not all(isinstance(width, int) for width in description["hidden"]):
+        raise ConfigError(f"{path} lacks {', '.join(wrong or ['hidden'])}, or it is of another type. {_AGAIN}")
+    return description, _read_weights(folder / WEIGHTS, description[_HASH])
+
+
+def _read_weights(path: Path, digest: str) -> dict[str, Tensor]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} is missing, and {DESCRIPTION} beside it is not. {_AGAIN}") from error
+    if sha256(data).hexdigest() != digest:
+        raise ConfigError(
+            f"{path} is not the file that {DESCRIPTION} was written with: it was cut or altered, or saving was interrupted. "
+            f"{_AGAIN}"
+        )
+    try:
+        return load(data)
+    except SafetensorError as error:
+        raise ConfigError(f"{path} holds no weights: {error}. {_AGAIN}") from error
+
+
+def _replace(path: Path, data: bytes) -> None:
+    unfinished = path.with_name(path.name + ".unfinished")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
