@@ -20,20 +20,23 @@ def plot_learning_curves(
 
     Args:
         curves: name -> runs, which differ in their seed.
-        path: a PNG to write, its folder made; None: the figure is only returned.
+        path: a PNG to write, its folder made. None: the figure is one of pyplot's, so that it shows in a notebook, and is yours
+            to close.
         title: above the picture.
         threshold: a line to reach.
 
     Returns:
         The matplotlib figure.
     """
-    import matplotlib
+    if path is None:
+        from matplotlib import pyplot
 
-    if path is not None:
-        matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+        figure = pyplot.figure(figsize=(7, 4), layout="constrained")
+    else:
+        from matplotlib.figure import Figure  # neither a window nor a backend is needed to write a file
 
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+        figure = Figure(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
     for name, runs in curves.items():
         steps = np.unique(np.concatenate([run.steps for run in runs]))
         returns = np.stack([np.interp(steps, run.steps, run.returns) for run in runs])

@@ -366,6 +366,20 @@ def test_learning_curves_as_a_picture(tmp_path: Path) -> None:
     assert sorted(set(quartiles.get_paths()[0].vertices[:, 1])) == [1.0, 5.0, 11.0, 15.0]
 
 
+def test_a_picture_that_is_written_leaves_pyplot_and_its_backend_alone(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from matplotlib import pyplot
+
+    run = LearningCurve(iterations=[0, 1], steps=[0, 100], returns=[0.0, 1.0], seconds=[1.0, 2.0])
+    matplotlib.use("svg")
+    plot_learning_curves({"GRPO": [run]}, tmp_path / "curves.png", title="CartPole")
+    assert matplotlib.get_backend() == "svg"
+    assert pyplot.get_fignums() == []
+    shown = plot_learning_curves({"GRPO": [run]}, None, title="CartPole")
+    assert [pyplot.figure(number) for number in pyplot.get_fignums()] == [shown]
+    pyplot.close(shown)
+
+
 @pytest.fixture
 def screenless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
