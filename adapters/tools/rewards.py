@@ -142,8 +142,10 @@ def right_parameters(task: ToolTask, call: ToolCall, result: ToolResult) -> floa
         0.1
     """
     _require_task(task)
-    given = json_arguments(call.arguments) if plain_name(call.tool) == task.tool else None
-    if given is None:
+    given: Any = call.arguments
+    if type(given) is not dict:  # another mapping may do anything while it is read
+        given = json_arguments(given)
+    if given is None or plain_name(call.tool) != task.tool:
         return 0.0
     names = given.keys() | task.arguments.keys()
     if not names:
