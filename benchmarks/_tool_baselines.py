@@ -57,6 +57,7 @@ class Remembering:
     def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """A result per call, in order."""
         keys = [call_key(call) for call in calls]
+        assert None not in keys, "policies and bandits make calls that JSON can hold"
         new = {key: call for key, call in zip(keys, calls, strict=True) if key not in self._results}
         self._results |= dict(zip(new, self.executor.run(list(new.values())), strict=True))
         return [self._results[key] for key in keys]

@@ -371,6 +371,8 @@ def main() -> None:
     parser.add_argument("--tune", nargs="?", const="", help="instead of the tables; of one method, if it is named")
     parser.add_argument("--check", action="store_true", help="end with status 1 where GRPO misses a target")
     args = parser.parse_args()
+    if args.check and (args.tune is not None or "GRPO" not in args.methods):
+        parser.error("--check is of GRPO's targets: leave --tune out, and GRPO in --methods")
     torch.set_num_threads(1)  # the other core runs tools
     with ToolExecutor(EVERYTHING, num_workers=2) as real:
         make_workbench_files(real.root)

@@ -6,6 +6,7 @@ Imports nothing of this package but `schemas`: a worker process loads these file
 import json
 import math
 import os
+import threading
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -45,7 +46,9 @@ def encode_arguments(arguments: Any) -> str:
         plain = _plain(arguments, MAX_DEPTH, [MAX_BYTES])
     except RefusedArgumentsError:
         raise
-    except BaseException as error:  # whatever a value's own methods raise
+    except BaseException as error:  # whatever a value's own methods raise; but an interrupt is the user's
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
         raise RefusedArgumentsError(f"arguments cannot be read, which raises {_kind(error)}.") from error
     try:
         text = _ENCODE(plain)
@@ -101,7 +104,8 @@ class ArgumentChecker:
     where the annotation of the function's parameter names `Path`, else a `str`. A schema for which `check_path_formats` raises
     must not come here: paths could pass as they are.
 
-    Where of all numbers only integers are allowed, 2.0 comes as 2: JSON knows no difference, Python does.
+    Where of all numbers only integers are allowed, 2.0 comes as 2: JSON knows no difference, Python does. (A `$ref` is not
+    looked through for this.)
 
     What the path leads to may be changed after the check by a tool that can make links: such a tool has to be trusted.
 
@@ -217,10 +221,8 @@ def _with_integers(value: Any, schema: Any) -> Any:
         value = _with_integers(value, branches[0])
     if isinstance(value, list):
         return [_with_integers(item, schema.get("items")) for item in value] if "items" in schema else value
-    properties = schema.get("properties", {})
-    return {
-        name: _with_integers(item, properties[name]) if name in properties else item for name, item in value.items()
-    }
+    properties, others = schema.get("properties", {}), schema.get("additionalProperties")
+    return {name: _with_integers(item, properties.get(name, others)) for name, item in value.items()}
 
 
 def _path_parameters(function: Callable[..., Any]) -> frozenset[str]:

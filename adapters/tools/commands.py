@@ -8,8 +8,9 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import pairwise
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo.errors import ConfigError
 
@@ -20,11 +21,40 @@ _SHELLS = re.compile(
     r"(?:sh|r?bash|dash|ash|r?zsh|r?ksh|[mlo]ksh|pdksh|yash|posh|t?csh|fish|elvish|xonsh|pwsh|powershell|cmd|busybox|toybox)"
     r"[\d.]*"
 )
-_LAUNCHERS = frozenset(["env", "xargs", "nohup", "nice", "timeout", "setsid", "stdbuf", "sudo", "doas"])
-_INTERPRETERS = re.compile(r"(?:python|pypy|perl|ruby|node|nodejs|lua|luajit|php|[gmn]?awk|sed|tclsh|rscript)[\d.]*")
-_CODE_OPTION = re.compile(r"-[A-Za-z0-9]*[ceErRBp]|--(?:eval|print|run|expression|source|code)=?")
-_VALUE_OPTIONS = frozenset(["-F", "-v", "-I", "-W", "-X", "-C", "-r", "-d", "-l", "--require", "--import", "--assign"])
-"""Of interpreters: what follows one is not what they run."""
+_LAUNCHERS = {
+    "env": "uCS", "xargs": "nIPLdEsa", "nohup": "", "nice": "n", "timeout": "sk", "setsid": "", "stdbuf": "ioe",
+    "sudo": "ugChpDRT", "doas": "uC", "time": "fo", "ionice": "cnp",
+}  # fmt: skip
+"""Programs that start another one, and the letters of their options that a value follows."""
+_EXECUTES = frozenset({"-exec", "-execdir", "-ok", "-okdir"})
+
+
+class _Interpreter(NamedTuple):
+    """What a program does that runs a text."""
+
+    names: str
+    """A pattern of the program's."""
+    code: str
+    """A pattern of the options that code, or a file of code, follows."""
+    skips: frozenset[str] = frozenset()
+    """Options that something else follows."""
+    data: frozenset[str] = frozenset()
+    """Those of them whose value is data."""
+    code_anywhere: bool = False
+    """Such options are also looked for behind the first file."""
+
+
+_INTERPRETERS = (
+    _Interpreter(r"(?:python|pypy)[\d.]*", r"-[A-Za-z]*c", frozenset({"-W", "-X"})),
+    _Interpreter(r"perl[\d.]*", r"-[A-Za-z0-9]*[eE]", frozenset({"-I"})),
+    _Interpreter(r"ruby[\d.]*", r"-[A-Za-z0-9]*e", frozenset({"-I", "-C", "-r"})),
+    _Interpreter(r"node(?:js)?", r"-e|-pe?|--eval|--print", frozenset({"-r", "--require", "--import", "--loader"})),
+    _Interpreter(r"lua(?:jit)?[\d.]*", r"-e", frozenset({"-l"})),
+    _Interpreter(r"php[\d.]*", r"-[rBRE]|--run", frozenset({"-d"})),
+    _Interpreter(r"rscript|tclsh[\d.]*", r"-e"),
+    _Interpreter(r"[gmn]?awk", r"-f|-e|--file|--source", data=frozenset({"-v", "-F", "--assign"}), code_anywhere=True),
+    _Interpreter(r"sed", r"-[A-Za-z]*[ef]|--expression|--file", code_anywhere=True),
+)
 _STDERR_BYTES = 2_000
 
 
@@ -44,11 +74,10 @@ class Command:
     `--` stands before it, after which programs that follow POSIX expect none. So also a negative number; `--by={number}` takes
     it.
 
-    No shell reads a command line, so none may be named: an element that is one of the known ones (`sh`, `bash`, `busybox`,
-    `pwsh`, ...) is refused. What an interpreter (`python`, `perl`, `ruby`, `node`, `lua`, `php`, `awk`, `sed`, ...) or a
-    program that starts others (`env`, `xargs`, `timeout`, `sudo`, ...) runs must stand in `argv`: a parameter before it is
-    refused, and for interpreters one in or after `-c`, `-e`, `--eval` and the like. Other programs that run what an argument
-    says (`find` with `-exec`, `make`, `ssh`) are not known here: give them no parameter there.
+    A guard against mistakes, not against whoever writes `argv`: a shell is refused as the program, and so is a parameter where
+    an interpreter (`python`, `perl`, `ruby`, `node`, `lua`, `php`, `awk`, `sed`, ...) is told what to run, or before that. This
+    holds behind programs that start others (`env`, `xargs`, `timeout`, `sudo`, ...) and `-exec` too. Others that run what an
+    argument says (`make`, `ssh`, `docker`, `git -c`) are not known here: give them no parameter there.
 
     Args:
         argv: the program, found in PATH, and its arguments.
@@ -76,9 +105,12 @@ class Command:
             raise ConfigError(f"Command.argv must be arguments that a program can have; got {self.argv!r}.")
         if any(name is not None for _, name in _parts(self.argv[0])):
             raise ConfigError(f"Command.argv: the program must not depend on the call; got {self.argv[0]!r}.")
-        if any(_SHELLS.fullmatch(_program(element)) for element in self.argv):
+        for element in self.argv:
+            _parts(element)
+        programs = _programs(self.argv)
+        if any(_SHELLS.fullmatch(_program(part[0])) for part in programs if part):
             raise ConfigError(f"Command.argv must not name a shell; got {self.argv!r}. Name the program itself.")
-        if _runs_a_parameter(self.argv):
+        if not all(part and not _runs_a_parameter(part) for part in programs):
             raise ConfigError(
                 f"Command.argv must say itself what is run; got {self.argv!r}. Put parameters behind the name of a script, and "
                 "not after options like -c and -e; or name an executable script as the program."
@@ -180,25 +212,46 @@ def _program(element: str) -> str:
     return PurePath(element).name.lower().removesuffix(".exe")
 
 
+def _has_parameter(element: str) -> bool:
+    return any(name is not None for _, name in _parts(element))
+
+
+def _programs(argv: Sequence[str]) -> list[Sequence[str]]:
+    """The command lines in a command line, each from its program on; an empty one: which program depends on the call."""
+    inner = [argv[i + 1 :] for i, element in enumerate(argv) if element in _EXECUTES]
+    if argv and _program(argv[0]) in _LAUNCHERS:
+        inner.append(argv[_launched(argv) :])
+    return [argv, *(found for part in inner for found in _programs(part))]
+
+
+def _launched(argv: Sequence[str]) -> int:
+    """Where the program is that a launcher starts; behind the end if a parameter comes first."""
+    takes_value = {f"-{letter}" for letter in _LAUNCHERS[_program(argv[0])]}
+    for i, element in enumerate(argv[1:], start=1):
+        if _has_parameter(element):
+            return len(argv)
+        # options, their values, a number of seconds, and variables come first
+        if not re.match(r"-|\d|\w+=", element) and argv[i - 1] not in takes_value:
+            return i
+    return len(argv)
+
+
 def _runs_a_parameter(argv: Sequence[str]) -> bool:
-    """A parameter stands where an interpreter, or a program that starts others, is told what to run."""
-    started = interpreted = known = False
-    before = ""
-    for i, element in enumerate(argv):
-        is_program = i == 0 or (started and not known)
-        if any(name is not None for _, name in _parts(element)):
-            code = _CODE_OPTION.fullmatch(before) or _CODE_OPTION.match(element)
-            if (started and not known) or (interpreted and code):
+    """A parameter stands where an interpreter is told what to run, or before."""
+    kind = next((kind for kind in _INTERPRETERS if re.fullmatch(kind.names, _program(argv[0]))), None)
+    if kind is None:
+        return False
+    is_known = False
+    for before, element in pairwise(argv):
+        is_code = bool(re.fullmatch(kind.code, before))
+        if before in kind.data:
+            continue
+        if _has_parameter(element):
+            attached = re.match(kind.code, element) is not None
+            if not is_known or (kind.code_anywhere and (is_code or attached)):
                 return True
-        elif _INTERPRETERS.fullmatch(_program(element)):
-            interpreted, started = True, started or is_program
-        elif is_program and _program(element) in _LAUNCHERS:
-            started = True
-        elif interpreted:
-            known = known or not (element.startswith("-") or before in _VALUE_OPTIONS)
-        else:  # a number, a variable, and what follows an option are no program
-            known = known or not (re.match(r"[-\d]|\w+=", element) or before.startswith("-"))
-        before = element
+        elif before not in kind.skips:
+            is_known = is_known or is_code or not element.startswith("-")
     return False
 
 

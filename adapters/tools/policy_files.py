@@ -23,9 +23,10 @@ _AGAIN = "Save the policy again, or copy both files again."
 
 
 def write_policy(folder: Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write both files beside their places, and move them there, the description last.
+    """Write both files beside their places, then move them there, the description last.
 
-    Whoever is interrupted leaves what was there before, or what `read_policy` refuses.
+    A disk that is full leaves what was there before. So does whoever is killed, unless between the two moves: what is there
+    then, `read_policy` refuses.
 
     Args:
         folder: it is made.
@@ -35,8 +36,15 @@ def write_policy(folder: Path, description: Mapping[str, Any], tensors: Mapping[
     weights = save({name: value.contiguous() for name, value in tensors.items()})
     text = json.dumps({**description, _HASH: sha256(weights).hexdigest()}, indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / WEIGHTS, weights)
-    _replace(folder / DESCRIPTION, text.encode())
+    unfinished = {folder / WEIGHTS: weights, folder / DESCRIPTION: text.encode()}
+    try:
+        for path, data in unfinished.items():  # both are whole on the disk before one of them takes its place
+            _write(_beside(path), data)
+        for path in unfinished:
+            _beside(path).replace(path)
+    finally:
+        for path in unfinished:
+            _beside(path).unlink(missing_ok=True)
 
 
 def read_policy(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -80,13 +88,12 @@ def _read_weights(path: Path, digest: str) -> dict[str, Tensor]:
         raise ConfigError(f"{path} holds no weights: {error}. {_AGAIN}") from error
 
 
-def _replace(path: Path, data: bytes) -> None:
-    unfinished = path.with_name(path.name + ".unfinished")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".unfinished")
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -79,7 +79,7 @@ class ToolRewards(WeightedRewards):
 
 
 def call_key(call: ToolCall) -> str | None:
-    """What equal calls have in common, and no others; None: no tool is run with such a call."""
+    """The call as text, the same only for calls that are executed alike; None: no tool is run with such a call."""
     name = plain_name(call.tool)
     try:
         return None if name is None else f"{name} {encode_arguments(call.arguments)}"

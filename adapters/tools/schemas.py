@@ -44,8 +44,8 @@ def names_path_format(schema: Any) -> bool:
 
 
 def slow_keyword(schema: Any) -> str | None:
-    """A keyword that some arguments take very long to be held against: a pattern backtracks, and `uniqueItems` compares all
-    with all."""
+    """A keyword that some arguments take very long to be held against: a pattern backtracks, `uniqueItems` compares all with
+    all, and a `$ref` may lead back, so that each level is held against several branches."""
     for part in _objects(schema):
         if isinstance(part.get("pattern"), str):
             return "pattern"
@@ -53,6 +53,8 @@ def slow_keyword(schema: Any) -> str | None:
             return "patternProperties"
         if part.get("uniqueItems") is True:
             return "uniqueItems"
+        if isinstance(part.get("$ref"), str) or isinstance(part.get("$dynamicRef"), str):
+            return "$ref"
     return None
 
 

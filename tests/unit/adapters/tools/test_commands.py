@@ -33,6 +33,8 @@ def test_no_shell_may_be_named(argv: tuple[str, ...]) -> None:
         ("awk", X, "file"), ("awk", "-F", ",", X), ("awk", "-v", "a=1", X), ("gawk", "-f", X), ("sed", f"s/a/{X}/"),
         ("sed", "-n", "-e", X), ("env", X), ("env", f"LD_PRELOAD={X}", "ls"), ("env", "-S", X), ("xargs", "-n", "1", X),
         ("find", ".", "-exec", "python3", "-c", X), ("sudo", "-u", "someone", X), ("timeout", "5", X), ("timeout", X, "ls"),
+        ("awk", "-f", "a.awk", "-f", X), ("sed", "s/a/b/", f"--expression={X}"), ("time", "perl", X), ("nice", "env", "awk", X),
+        ("ionice", "-c", "3", "python3", X),
     ],
 )  # fmt: skip
 def test_what_is_run_may_not_depend_on_the_call(argv: tuple[str, ...]) -> None:
@@ -49,6 +51,12 @@ def test_what_is_run_may_not_depend_on_the_call(argv: tuple[str, ...]) -> None:
         ("sed", "-n", "1,5p", X), ("sed", "-n", "-e", "1,5p", "--", X), ("timeout", "5", "grep", "-e", X, "file"),
         ("env", "A=b", "ls", X), ("grep", "-c", X), ("grep", "timeout", X), ("grep", "python", "--", X),
         ("wc", "-c", "--", X), ("git", "-c", X), ("sort", f"--key={X}"),
+        ("python3", "-I", "script.py", X), ("python3", "-v", "s.py", X), ("sed", "-r", "s/a/b/", "--", X),
+        ("php", "-r", "echo 1;", X), ("awk", "-v", f"n={X}", "{{print n}}", "d.txt"), ("stdbuf", "-oL", "grep", X),
+        ("env", "-i", "wc", X), ("sudo", "-n", "wc", X), ("python3", "s.py", "-c", X), ("node", "app.js", "-p", X),
+        ("python3", "s.py", f"-size={X}"), ("grep", "perl", "-e", X), ("pygmentize", "-l", "bash", X), ("mytool", "cmd", X),
+        ("cat", "docs/fish", X), ("git", "log", "--", X), ("ffmpeg", "-i", X), ("time", "ls", X),
+        ("find", X, "-exec", "wc", "{{}}"),
     ],
 )  # fmt: skip
 def test_what_is_run_may_get_parameters(argv: tuple[str, ...]) -> None:

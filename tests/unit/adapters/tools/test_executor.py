@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -818,15 +819,29 @@ def test_what_remote_tools_raise_is_a_result(executor: ToolExecutor) -> None:
 
 
 def test_integers_come_as_integers_to_all_tools() -> None:
-    async def ask(a: int, more: list[int]) -> str:
+    async def ask(a: int, more: list[int], counts: dict[str, int]) -> str:
         """Ask."""
-        return repr((a, more))
+        return repr((a, more, counts))
 
     catalogue = ToolCatalogue([Tool.from_function(ask, remote=True), CATALOGUE["add"]])
     with ToolExecutor(catalogue, num_workers=1) as made:
-        remote, local = made.run([call("ask", a=2.0, more=[1.0, 2]), call("add", a=2.0, b=3)])
-    assert remote.output == "(2, [1, 2])"
+        remote, local = made.run([call("ask", a=2.0, more=[1.0, 2], counts={"b": 4.0}), call("add", a=2.0, b=3)])
+    assert remote.output == "(2, [1, 2], {'b': 4})"
     assert repr(local.output) == "5"
+
+
+class Interrupted(dict[str, Any]):
+    """While it is read, somebody presses ctrl-c."""
+
+    def items(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_arguments_are_read_is_the_users() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        encode_arguments({"a": Interrupted()})
+    with ThreadPoolExecutor(1) as threads, pytest.raises(RefusedArgumentsError, match="which raises KeyboardInterrupt"):
+        threads.submit(encode_arguments, {"a": Interrupted()}).result()
 
 
 def test_a_remote_tool_may_say_which_error_it_is() -> None:

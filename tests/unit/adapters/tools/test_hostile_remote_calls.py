@@ -88,9 +88,26 @@ CATALOGUE = ToolCatalogue(
             },
         ),
         _tool("no_schema", **{"$ref": "#/type/x"}),
+        Tool(
+            name="filter", description="Filter.", function=echo, remote=True,
+            parameters={
+                "type": "object", "properties": {"value": {"$ref": "#/$defs/any"}},
+                "$defs": {
+                    "any": {"anyOf": [*({"$ref": f"#/$defs/{name}"} for name in ("and", "or", "not")), {"type": "string"}]},
+                } | {
+                    name: {
+                        "type": "object", "required": ["op", "of"],
+                        "properties": {"op": {"const": name}, "of": {"type": "array", "items": {"$ref": "#/$defs/any"}}},
+                    } for name in ("and", "or", "not")
+                },
+            },
+        ),
     ]
 )  # fmt: skip
 
+FILTER: Any = "a"
+for _ in range(14):
+    FILTER = {"op": "neither", "of": [FILTER]}
 OBJECTS = [{"": i} for i in range(8_000)]
 CASES: list[tuple[str, Any, Any]] = [
     *(("misbehave", {"how": how}, ends) for how, ends in {
@@ -110,6 +127,8 @@ CASES: list[tuple[str, Any, Any]] = [
     ("unique", {"value": OBJECTS}, ToolTimeoutError), ("unique", {"value": [*OBJECTS[:50]] * 2}, InvalidArgumentsError),
     ("unique", {"value": [{"a": i} for i in range(20_000)]}, InvalidArgumentsError),
     ("unique", {"value": [1, True, {}]}, [1, True, {}]), ("referred", {"value": [OBJECTS]}, ToolTimeoutError),
+    ("filter", {"value": FILTER}, ToolTimeoutError),
+    ("filter", {"value": {"op": "not", "of": ["a"]}}, {"op": "not", "of": ["a"]}),
     ("no_schema", {"value": 1}, InvalidArgumentsError), ("no_schema", {}, None),
 ]  # fmt: skip
 

@@ -195,8 +195,9 @@ def test_kinds_are_those_of_all_that_passes() -> None:
     ("schema", "keyword"),
     [
         (schema_of({"pattern": "a"}), "pattern"), (schema_of(TEXT, patternProperties={"a": {}}), "patternProperties"),
-        (schema_of({"anyOf": [{"items": {"uniqueItems": True}}]}), "uniqueItems"), (schema_of({"uniqueItems": False}), None),
-        ({"type": "object", "properties": {"pattern": TEXT, "uniqueItems": TEXT}}, None),
+        (schema_of({"anyOf": [{"items": {"uniqueItems": True}}]}), "uniqueItems"),
+        (schema_of(TEXT), "$ref"), ({"properties": {"a": {"uniqueItems": False}}}, None),
+        ({"type": "object", "properties": {"pattern": TEXT, "uniqueItems": TEXT, "$ref": TEXT}}, None),
     ],
 )  # fmt: skip
 def test_what_takes_long_to_check_is_found(schema: Any, keyword: str | None) -> None:
