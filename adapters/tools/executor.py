@@ -46,8 +46,8 @@ class ToolExecutor:
     belongs under `if __name__ == "__main__":` if a tool is defined there.
 
     A remote tool runs in one thread with all others: one that blocks holds up everything. Its timeout cancels it; one that does
-    not end is left behind. Where its schema has a `pattern`, `patternProperties`, `uniqueItems` or a `$ref`, the check of some
-    arguments may take for ever, so a worker does it first, within the tool's timeout; such a tool may have no
+    not end is left behind. Where its schema has a `pattern`, `patternProperties`, `uniqueItems` or a `$ref` that leads back,
+    the check of some arguments may take for ever, so a worker does it first, within the tool's timeout; such a tool may have no
     `"format": "path"`.
 
     Thread-safe. Cannot be pickled, nor used after `os.fork` in the child.
@@ -98,7 +98,7 @@ class ToolExecutor:
         if not hasattr(os, "fork") and any(_needs_worker(tool) for tool in catalogue.values()):
             raise ConfigError(
                 "ToolExecutor needs Unix for its worker processes; on this system tools must be `remote`, without `pattern`, "
-                "`patternProperties`, `uniqueItems` or `$ref` in their schemas, which workers check."
+                "`patternProperties`, `uniqueItems` or recursive `$ref` in their schemas, which workers check."
             )
         if INSIDE in os.environ:
             raise ConfigError(

@@ -45,7 +45,7 @@ def names_path_format(schema: Any) -> bool:
 
 def slow_keyword(schema: Any) -> str | None:
     """A keyword that some arguments take very long to be held against: a pattern backtracks, `uniqueItems` compares all with
-    all, and a `$ref` may lead back, so that each level is held against several branches."""
+    all, and where a `$ref` leads back, each level may be held against several branches."""
     for part in _objects(schema):
         if isinstance(part.get("pattern"), str):
             return "pattern"
@@ -53,9 +53,9 @@ def slow_keyword(schema: Any) -> str | None:
             return "patternProperties"
         if part.get("uniqueItems") is True:
             return "uniqueItems"
-        if isinstance(part.get("$ref"), str) or isinstance(part.get("$dynamicRef"), str):
-            return "$ref"
-    return None
+        if isinstance(part.get("$dynamicRef"), str):
+            return "$dynamicRef"
+    return "$ref" if _leads_back(schema) else None
 
 
 def kinds(schema: Any, resolver: Any = None, depth: int = _MAX_DEPTH) -> frozenset[str]:
@@ -172,6 +172,33 @@ def _leads_to_path(schema: Any, resolver: Any, seen: set[int] | None = None) -> 
         or any(_leads_to_path(part, resolver, seen) for part in schema.values())
         or (target is not None and _leads_to_path(target.contents, target.resolver, seen))
     )
+
+
+def _leads_back(schema: Any) -> bool:
+    """A reference leads to a schema that it stands in."""
+    above: set[int] = set()
+    done: set[int] = set()
+
+    def comes_back(part: Any, resolver: Any) -> bool:
+        if not isinstance(part, dict | list) or id(part) in done:
+            return False
+        if id(part) in above:
+            return True
+        above.add(id(part))
+        if isinstance(part, list):
+            found = any(comes_back(each, resolver) for each in part)
+        else:
+            resolver = _within(part, resolver)
+            target = _target(part, resolver)
+            found = any(comes_back(each, resolver) for each in part.values()) or (
+                target is not None and comes_back(target.contents, target.resolver)
+            )
+        above.discard(id(part))
+        done.add(id(part))
+        return found
+
+    plain = without_drafts(schema)
+    return comes_back(plain, referencing.Registry().resolver_with_root(DRAFT202012.create_resource(plain)))
 
 
 def _target(schema: Mapping[str, Any], resolver: Any) -> Any:

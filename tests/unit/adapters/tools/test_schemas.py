@@ -196,7 +196,10 @@ def test_kinds_are_those_of_all_that_passes() -> None:
     [
         (schema_of({"pattern": "a"}), "pattern"), (schema_of(TEXT, patternProperties={"a": {}}), "patternProperties"),
         (schema_of({"anyOf": [{"items": {"uniqueItems": True}}]}), "uniqueItems"),
-        (schema_of(TEXT), "$ref"), ({"properties": {"a": {"uniqueItems": False}}}, None),
+        (schema_of({"$ref": "#/$defs/list"}), None), (schema_of({"$ref": "#/nowhere"}), None),
+        (schema_of({"$ref": "#"}), "$ref"),
+        ({"$defs": {"a": {"items": {"$ref": "#/$defs/b"}}, "b": {"anyOf": [TEXT, {"$ref": "#/$defs/a"}]}}}, "$ref"),
+        ({"properties": {"a": {"$dynamicRef": "#a"}}}, "$dynamicRef"), ({"properties": {"a": {"uniqueItems": False}}}, None),
         ({"type": "object", "properties": {"pattern": TEXT, "uniqueItems": TEXT, "$ref": TEXT}}, None),
     ],
 )  # fmt: skip
