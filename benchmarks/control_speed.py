@@ -35,14 +35,13 @@ import gymnasium
 import numpy as np
 import torch
 from gymnasium.vector import SyncVectorEnv
+from torch import Tensor
 
 from adapters.control import EpisodePolicy, EpisodeStart, episode_starts, make_pool, preset_for
 from adapters.control.evaluation import EVALUATION_SEED
 from benchmarks._ppo import PPO
 from benchmarks._timing import keep_freed_memory
-from grpo import GRPOTrainer
-from grpo.policy_update import UpdateCounts
-from grpo.training_rows import TrainingRows
+from grpo import AdvantageConfig, AdvantageEstimator, ExperienceBatch
 
 HAS_SB3 = importlib.util.find_spec("stable_baselines3") is not None
 HAS_MUJOCO = importlib.util.find_spec("mujoco") is not None
@@ -108,9 +107,9 @@ def our_learner(
     torch.manual_seed(seed)
     preset = preset_for(env_id)
     policy = preset.make_policy(**options)
-    trainer = preset.make_trainer(policy, seed=seed)
+    advantages = CountingEstimator(preset.make_config().advantage)
+    trainer = preset.make_trainer(policy, seed=seed, advantages=advantages)
     starts = episode_starts(preset.num_groups, seed=seed)
-    left_out = count_left_out(trainer)
     steps, due, is_reached = 0, EVALUATE_EVERY, False
     watch = Stopwatch()
     while steps < num_steps and not is_reached:
@@ -119,21 +118,23 @@ def our_learner(
         if reached is not None and steps >= due:
             due = steps + EVALUATE_EVERY
             is_reached = watch.leave_out(lambda: reached(policy))
-    spent = watch.spent(steps, idle=sum(left_out) / steps, is_learned=is_reached)
+    spent = watch.spent(steps, idle=advantages.num_zero / steps, is_learned=is_reached)
     policy.pool.close()
     return spent
 
 
-def count_left_out(trainer: GRPOTrainer) -> list[int]:
-    """Grows by an entry per iteration: steps without an advantage, which the metrics tell of whole episodes only."""
-    run, numbers = trainer.policy_update.run, []
+class CountingEstimator:
+    """The trainer's own advantages, and how many steps had none: the metrics count whole episodes only."""
 
-    def counted(rows: TrainingRows) -> UpdateCounts:
-        numbers.append(int(torch.count_nonzero((rows.advantages == 0) & rows.batch.mask)))
-        return run(rows)
+    def __init__(self, config: AdvantageConfig) -> None:
+        self._estimate = AdvantageEstimator(config)
+        self.num_zero = 0
 
-    trainer.policy_update.run = counted
-    return numbers
+    def __call__(self, batch: ExperienceBatch) -> Tensor:
+        """Advantages per step [N, T]."""
+        advantages = self._estimate(batch)
+        self.num_zero += int(torch.count_nonzero((advantages == 0) & batch.mask))
+        return advantages
 
 
 def sb3_learner(env_id: str, num_steps: int, seed: int, *, reached: Callable[[Any], bool] | None = None) -> Spent:

@@ -46,6 +46,7 @@ from grpo import (
     ObjectiveOutput,
     grpo_objective,
 )
+from grpo.surrogates import Clip
 
 NUM_ARMS, NUM_STEPS, PULLS_PER_STEP = 5, 100, 32
 
@@ -106,7 +107,7 @@ def train_ours(seed: int, *, progress: bool = False) -> Run:
             group_size=PULLS_PER_STEP,
             num_epochs_per_update=10,
             seed=seed,
-            objective=ObjectiveConfig(clip_low=0.5, clip_high=0.5, kl_coef=0.1, kl_estimator="k3_weighted"),
+            objective=ObjectiveConfig(surrogate=Clip(low=0.5, high=0.5), kl_coef=0.1, kl_estimator="k3_weighted"),
         ),
         policy=policy,
         reward_model=BanditReward(dynamic_testbed(pulls_per_step=PULLS_PER_STEP)),
@@ -135,7 +136,7 @@ def train_original(seed: int, *, progress: bool = False) -> Run:
     """The configuration this demo started from; it loses the bandit after the first change."""
     policy = SoftmaxPolicy(num_actions=NUM_ARMS)
     reference = copy.deepcopy(policy)
-    objective = ObjectiveConfig(clip_low=0.3, clip_high=0.3, kl_coef=0.1)
+    objective = ObjectiveConfig(surrogate=Clip(low=0.3, high=0.3), kl_coef=0.1)
 
     def with_sampled_entropy(inputs: ObjectiveInputs) -> ObjectiveOutput:
         """Entropy as the mean of -log pi over the sample: the right number, and a gradient of zero in expectation."""

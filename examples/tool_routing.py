@@ -88,7 +88,7 @@ def learn_added_tools(trainer: GRPOTrainer, tasks: Sequence[ToolTask], *, progre
     and little else. Its rate begins at half and falls to 0, so that the last weights are not those of one noisy step. Requests
     for the new tools come four times as often as the others.
     """
-    optimizer = trainer.gradient.optimizer
+    optimizer = trainer.optimizer_step.optimizer
     assert optimizer is not None
     for parameters in optimizer.param_groups:
         parameters["lr"] = parameters["initial_lr"] = trainer.config.learning_rate / 2

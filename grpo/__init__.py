@@ -1,24 +1,13 @@
 """Group Relative Policy Optimization for any policy and any reward.
 
-Start with `GRPOTrainer`, `GRPOConfig`, and the two protocols `PolicyModel` and `RewardModel`; `grpo/README.md` is the map.
+Start with `GRPOTrainer`, `GRPOConfig`, and the two protocols `PolicyModel` and `RewardModel`. `grpo/README.md` is the map.
+Surrogates, KL estimators and `Steps` are imported from `grpo.surrogates` and `grpo.divergence`, helpers for adapters from
+`grpo.writing`, buffers from `grpo.buffers`, engines for several processes from `grpo.distributed`.
 """
 
-from .adaptive_coefficients import EntropyControl, KLControl
-from .advantage_estimator import (
-    AdvantageConfig,
-    AdvantageEstimator,
-    decoupled_advantages,
-    discounted_returns,
-    generalized_advantages,
-    group_relative_advantages,
-    group_relative_returns,
-)
-from .aggregation import step_weights
-from .buffers import ExperienceBuffer, GroupBuffer, mini_batches
-from .checkpoint import best_checkpoint
-from .config import GRPOConfig
-from .distributed import Engine, Replicated
-from .divergence import kl_k1, kl_k2, kl_k3, kl_k3_weighted, score_function_entropy
+from ._objective.sampler import Mask, Truncate
+from .advantage_estimator import AdvantageEstimator, group_relative_advantages, group_relative_returns
+from .config import AdvantageConfig, EntropyControl, GRPOConfig, KLControl, ObjectiveConfig, RewardConfig
 from .errors import (
     CheckpointError,
     ConfigError,
@@ -29,13 +18,9 @@ from .errors import (
     ProtocolError,
     RewardError,
 )
-from .evaluation import ComparisonReport, compare_policies
-from .experience_collector import ExperienceCollector
-from .grpo_objective import grpo_objective
-from .measurement import PolicyMeasurement, measure_policy
+from .evaluation import compare_policies, measure_policy
+from .grpo_objective import grpo_objective, step_weights
 from .metrics import JSONLSink, MetricSink
-from .objective_config import ObjectiveConfig
-from .off_policy import sampler_weights
 from .policy_base import (
     HasState,
     KeysStates,
@@ -48,92 +33,57 @@ from .policy_base import (
     SplitsSteps,
     SyncsSampler,
 )
-from .reward_calls import RewardConfig
-from .reward_model_base import RewardFunction, RewardModel, WeightedRewards
-from .running_statistics import RunningStatistics
-from .surrogates import (
-    cispo_surrogate,
-    clipped_surrogate,
-    dppo_tv_surrogate,
-    dro_surrogate,
-    gmpo_surrogate,
-    kl_cov_surrogate,
-    reinforce_surrogate,
-    sapo_surrogate,
-    vespo_surrogate,
-)
+from .reward_model_base import RewardModel, WeightedRewards
 from .trainer import GRPOTrainer
 from .types import ActionScores, ExperienceBatch, ObjectiveInputs, ObjectiveOutput, SampledActions
 
-__all__ = [
-    "ActionScores",
-    "AdvantageConfig",
-    "AdvantageEstimator",
-    "CheckpointError",
-    "ComparisonReport",
-    "ConfigError",
-    "ContractError",
-    "Engine",
-    "EntropyControl",
-    "ExperienceBatch",
-    "ExperienceBuffer",
-    "ExperienceCollector",
-    "GRPOConfig",
-    "GRPOError",
+__all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
+    # start here
     "GRPOTrainer",
-    "GRPOWarning",
-    "GroupBuffer",
-    "HasState",
-    "JSONLSink",
-    "KLControl",
-    "KeysStates",
-    "MetricSink",
-    "NonFiniteGradientError",
+    "GRPOConfig",
+    "AdvantageConfig",
     "ObjectiveConfig",
-    "ObjectiveInputs",
-    "ObjectiveOutput",
-    "PlansMicroBatches",
-    "PolicyMeasurement",
-    "PolicyModel",
-    "ProtocolError",
-    "Replicated",
     "RewardConfig",
-    "RewardError",
-    "RewardFunction",
+    "KLControl",
+    "EntropyControl",
+    "PolicyModel",
     "RewardModel",
-    "RunningStatistics",
+    "WeightedRewards",
+    # write a domain
+    "ActionScores",
     "SampledActions",
-    "SamplesWithScores",
+    "ExperienceBatch",
     "ScoresActions",
     "ScoresGroups",
+    "SamplesWithScores",
     "ScoresReference",
-    "SplitsSteps",
     "SyncsSampler",
-    "WeightedRewards",
-    "best_checkpoint",
-    "cispo_surrogate",
-    "clipped_surrogate",
-    "compare_policies",
-    "decoupled_advantages",
-    "discounted_returns",
-    "dppo_tv_surrogate",
-    "dro_surrogate",
-    "generalized_advantages",
-    "gmpo_surrogate",
+    "PlansMicroBatches",
+    "SplitsSteps",
+    "KeysStates",
+    "HasState",
+    "MetricSink",
+    "JSONLSink",
+    # write a variant
+    "ObjectiveInputs",
+    "ObjectiveOutput",
+    "grpo_objective",
+    "step_weights",
+    "Truncate",
+    "Mask",
+    "AdvantageEstimator",
     "group_relative_advantages",
     "group_relative_returns",
-    "grpo_objective",
-    "kl_cov_surrogate",
-    "kl_k1",
-    "kl_k2",
-    "kl_k3",
-    "kl_k3_weighted",
+    # compare
     "measure_policy",
-    "mini_batches",
-    "reinforce_surrogate",
-    "sampler_weights",
-    "sapo_surrogate",
-    "score_function_entropy",
-    "step_weights",
-    "vespo_surrogate",
+    "compare_policies",
+    # errors
+    "GRPOError",
+    "ProtocolError",
+    "ConfigError",
+    "ContractError",
+    "RewardError",
+    "NonFiniteGradientError",
+    "CheckpointError",
+    "GRPOWarning",
 ]

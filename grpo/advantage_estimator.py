@@ -1,216 +1,257 @@
-"""Rewards into advantages: `AdvantageConfig` applied to a batch."""
+"""Rewards into advantages: how much better was an action than the other actions for the same state?
 
-from dataclasses import dataclass
+A = (R - baseline) / scale
+
+The baseline and the scale are independent choices. What only some settings need is in `_advantages`.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, assert_never
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .advantage_config import AdvantageConfig
-from .errors import ConfigError
-from .group_advantages import (
-    Baseline,
-    Scale,
-    decoupled_advantages,
-    group_relative_advantages,
-    group_statistics,
-)
-from .grouping import Groups
-from .running_moments import RunningMoments
-from .step_advantages import (
+from ._advantages.groups import ABSOLUTE_BASELINES, Baseline, Floats, Groups, Scale, batch_std, group_statistics
+from ._advantages.reward_moments import RewardMoments
+from ._advantages.rows import beta_scale, decoupled_advantages, length_weighted_advantages, max_at_k_advantages
+from ._advantages.steps import (
+    Estimate,
+    among_steps,
+    cell_ids,
+    critic_estimate,
     discounted_returns,
     generalized_advantages,
-    group_relative_returns,
     process_supervised_advantages,
-    rewards_at_the_end,
+    require_step_rewards,
     state_group_advantages,
 )
-from .types import ExperienceBatch
+from .config import AdvantageConfig
+from .types import ExperienceBatch, row_totals
 
-__all__ = [
-    "AdvantageConfig",
-    "AdvantageEstimator",
-    "Baseline",
-    "Estimate",
-    "Scale",
-    "decoupled_advantages",
-    "discounted_returns",
-    "generalized_advantages",
-    "group_relative_advantages",
-    "group_relative_returns",
-    "group_statistics",
-    "process_supervised_advantages",
-    "state_group_advantages",
-]
+__all__ = ["AdvantageEstimator", "group_relative_advantages", "group_relative_returns"]
+__all__ += ["Baseline", "Estimate", "Scale", "decoupled_advantages", "discounted_returns", "generalized_advantages"]
+__all__ += ["group_statistics", "process_supervised_advantages", "state_group_advantages"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """What one batch's rewards amount to."""
+def group_relative_advantages(
+    rewards: Float[Tensor, " N"],
+    group_ids: Int[Tensor, " N"],
+    *,
+    baseline: Baseline = "group_mean",
+    scale: Scale = "none",
+    std_ddof: int = 1,
+    std_eps: float = 0.0,
+    lengths: Int[Tensor, " N"] | None = None,
+    k: int | None = None,
+    running_mean: float | None = None,
+) -> Float[Tensor, " N"]:
+    """One advantage per row, relative to the rows of the same group.
 
-    advantages: Float[Tensor, " N"] | Float[Tensor, "N T"]
-    """On the CPU."""
-    returns: Float[Tensor, "N T"] | None = None
-    """What a critic is trained towards; None: there is none."""
+    A[n] = (R[n] - b[n]) / s[n], where the baseline b is one of
+      group_mean       mean of R over the group                               GRPO, arXiv:2402.03300, sec. 4.1.2
+      group_median     median of R over the group
+      leave_one_out    mean of R over the other rows of the group             Kool et al. 2019; RLOO, arXiv:2402.14740
+      length_weighted  sum(l R) / sum(l) over the group, l = lengths          OPO, arXiv:2505.23585
+      max_at_k         R - b is what a row adds to the best of k attempts     PKPO, see `max_at_k_advantages`
+      global_mean      running_mean; without one, mean of R over the batch
+      none             0
+    and the scale s is one of
+      none             1                                                      Dr. GRPO, arXiv:2503.20783
+      group            std of R over the group + eps                          GRPO
+      batch            std of R over the batch + eps
+      whiten           std of R - b over the batch + eps, once R - b is       REINFORCE++, arXiv:2501.03262, eq. 6 to 8
+                       centred over the batch
+      mean             mean of R over the group + eps; A = 0 if it is <= 0    MaxRL, arXiv:2602.02710
+      beta             density of a Beta distribution at the group's mean     BNPO, see `beta_scale`
+
+    Rewards are equal if they differ by at most two units in the last place of their dtype. A is exactly 0 in a group of equal
+    rewards, or of one row, if b depends on the group; and wherever s is computed from equal values. Statistics are float64.
+
+    Args:
+        rewards: R, one number per row.
+        group_ids: which rows belong together: any integers, in any order.
+        baseline, scale: b and s, see above.
+        std_ddof: divisor n - ddof in a std.
+        std_eps: added to a std or mean before dividing by it. Larger damps groups with small differences.
+        lengths: steps of each row, for `length_weighted`.
+        k: attempts, for `max_at_k`.
+        running_mean: for `global_mean`.
+
+    Raises:
+        ConfigError: the baseline needs `lengths` or `k`.
+        RewardError: rewards outside [0, 1] under the scale `beta`.
+
+    Example:
+        >>> group_relative_advantages(torch.tensor([1., 3., 2., 0., 4.]), torch.tensor([0, 0, 1, 1, 1])).tolist()
+        [-1.0, 1.0, 0.0, -2.0, 2.0]
+    """
+    if not len(rewards):
+        return torch.zeros_like(rewards)
+    groups = Groups.of(group_ids)
+    R, tolerance = groups.rewards(rewards)
+    no_signal = groups.repeat(groups.are_constant(R, tolerance)) & (baseline not in ABSOLUTE_BASELINES)
+    centred = np.where(no_signal, 0.0, _minus_baseline(R, groups, baseline, lengths, k, running_mean))
+    advantages = np.where(no_signal, 0.0, _over_scale(centred, R, groups, scale, tolerance, std_ddof, std_eps))
+    return torch.from_numpy(groups.to_row_order(advantages)).to(rewards)
+
+
+def _minus_baseline(
+    R: Floats, groups: Groups, baseline: Baseline, lengths: Tensor | None, k: int | None, running_mean: float | None
+) -> Floats:
+    """R - b, in group order."""
+    match baseline:
+        case "group_mean":
+            return R - groups.repeat(groups.means(R))
+        case "group_median":
+            return R - groups.repeat(groups.medians(R))
+        case "leave_one_out":  # R - (n mean - R) / (n - 1) = n / (n - 1) (R - mean)
+            n = groups.counts
+            return (R - groups.repeat(groups.means(R))) * groups.repeat(n / np.maximum(n - 1, 1))
+        case "length_weighted":
+            return length_weighted_advantages(R, groups, lengths)
+        case "max_at_k":
+            return max_at_k_advantages(R, groups, k)
+        case "global_mean":
+            return R - (R.mean() if running_mean is None else running_mean)
+        case "none":
+            return R
+        case _:
+            assert_never(baseline)
+
+
+def _over_scale(
+    centred: Floats, R: Floats, groups: Groups, scale: Scale, tolerance: float, ddof: int, eps: float
+) -> Floats:
+    """(R - b) / s, in group order. s is infinite where it is computed from equal values, so A is 0 there."""
+    s: Floats | float
+    rounding = tolerance * float(np.abs(R).max())
+    match scale:
+        case "none":
+            return centred
+        case "group":
+            s = groups.repeat(groups.stds(R, ddof, tolerance) + eps)
+        case "batch":
+            s = batch_std(R, ddof, rounding) + eps
+        case "whiten":
+            s = batch_std(centred, ddof, rounding) + eps
+            centred = centred - centred.mean()
+        case "mean":
+            means = groups.means(R)
+            s = groups.repeat(np.where(means > 0, means + eps, math.inf))
+        case "beta":
+            s = groups.repeat(beta_scale(groups.means(R), R.min(), R.max(), ddof))
+        case _:
+            assert_never(scale)
+    return centred / s
+
+
+def group_relative_returns(
+    rewards: Float[Tensor, "N T"],
+    mask: Bool[Tensor, "N T"],
+    group_ids: Int[Tensor, " N"],
+    *,
+    gamma: float = 1.0,
+    baseline: Baseline = "group_mean",
+    scale: Scale = "batch",
+    std_ddof: int = 1,
+    std_eps: float = 0.0,
+    running_mean: float | None = None,
+) -> Float[Tensor, "N T"]:
+    """One advantage per step: the return from the step on, relative to the same step of the group's rows.
+
+    A[n,t] = (G[n,t] - b[n,t]) / s[n,t],  G[n,t] = r[n,t] + gamma G[n,t+1]
+
+    b and s are those of `group_relative_advantages`, with one group per column: the group's rows whose step t is valid. A row
+    that has ended is left out and does not count as 0. The scale `batch` is the std of G over all valid steps.
+
+    Args:
+        rewards: r, one number per step. Values outside the mask are never used.
+        mask: the valid steps. Advantages outside the mask are 0.
+        group_ids: which rows belong together.
+        gamma: discount per column. Smaller looks less far ahead.
+        baseline, scale, std_ddof, std_eps, running_mean: as in `group_relative_advantages`.
+
+    Source:
+        Shao et al. 2024, arXiv:2402.03300, sec. 4.1.3, without its normalisation of rewards before they are summed.
+    """
+    relative = partial(group_relative_advantages, baseline=baseline, scale=scale, std_ddof=std_ddof, std_eps=std_eps)
+    returns = discounted_returns(rewards, mask, gamma)
+    columns = cell_ids(group_ids, torch.arange(mask.shape[1], device=mask.device))
+    return among_steps(returns, mask, columns, partial(relative, running_mean=running_mean))
 
 
 class AdvantageEstimator:
-    """`AdvantageConfig` applied to a batch; remembers the running statistics that some settings need.
-
-    Example:
-        >>> estimator = AdvantageEstimator(AdvantageConfig(scale="group", std_ddof=0))
-    """
+    """`AdvantageConfig` applied to one batch after the other. It keeps the running statistics that some settings need."""
 
     def __init__(self, config: AdvantageConfig) -> None:
         self.config = config
-        self._baseline = RunningMoments()
-        self._reward = RunningMoments()
+        self._baseline, self._reward = RewardMoments(), RewardMoments()
 
     def __call__(self, batch: ExperienceBatch) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
         """Advantages, one per row or one per step, on the CPU."""
         return self.estimate(batch).advantages
 
-    def estimate(self, batch: ExperienceBatch, groups: Groups | None = None) -> Estimate:
-        """Advantages, and where there is a critic what it is trained towards.
-
-        Args:
-            batch: the rows.
-            groups: made of `batch.group_ids`; None: they are made here.
+    def estimate(self, batch: ExperienceBatch) -> Estimate:
+        """Advantages, and the critic's targets if there is a critic.
 
         Raises:
-            ConfigError: a setting needs something that the batch has not.
+            ConfigError: a setting needs something that the batch does not have.
         """
-        config = self.config
-        mask = batch.mask.cpu()
+        config, gamma, mask, ids = self.config, self.config.gamma, batch.mask.cpu(), batch.group_ids.cpu()
         rewards = self._prepared(batch.rewards, mask)
+        std: dict[str, Any] = {"std_ddof": config.std_ddof, "std_eps": config.std_eps}
+        settings = {"baseline": config.baseline, "scale": config.scale, "running_mean": self._baseline.mean, **std}
+        relative: Callable[..., Tensor] = partial(group_relative_advantages, **settings)
         credit = config.credit or ("row" if rewards.dim() == 1 else "return_to_go")
-        returns = None
+        targets = None
         match credit:
+            case "row" if config.several_rewards == "normalize_each":
+                advantages = decoupled_advantages(batch.reward_components, batch.reward_weights, ids, **std)
             case "row":
-                advantages = self._of_rows(batch, rewards, mask, groups or Groups.of(batch.group_ids))
-            case "return_to_go":
-                _require_steps(rewards, credit)
-                if config.baseline in ("max_at_k", "length_weighted"):
-                    raise ConfigError(
-                        f"advantage.baseline={config.baseline!r} compares whole rows, and these rewards are per step: set "
-                        "credit='row'."
-                    )
-                options = {**self._options(), "running_mean": self._baseline.mean}
-                advantages = group_relative_returns(rewards, mask, batch.group_ids, gamma=config.gamma, **options)
+                totals = rewards if rewards.dim() == 1 else discounted_returns(rewards, mask, gamma)[:, :1].sum(1)
+                advantages = relative(totals, ids, lengths=mask.sum(1), k=config.k)
                 if config.baseline == "global_mean":
-                    self._baseline.add(discounted_returns(rewards, mask, config.gamma)[mask])
+                    self._baseline.add(totals)
+            case "return_to_go":
+                require_step_rewards(rewards, credit, config.baseline)
+                advantages = group_relative_returns(rewards, mask, ids, gamma=gamma, **settings)
+                if config.baseline == "global_mean":
+                    self._baseline.add(discounted_returns(rewards, mask, gamma)[mask])
             case "process_supervision":
-                _require_steps(rewards, credit)
+                require_step_rewards(rewards, credit, config.baseline)
                 advantages = process_supervised_advantages(
-                    rewards, mask, batch.group_ids, gamma=config.gamma, **self._options()
+                    rewards, mask, ids, relative, gamma=gamma, baseline=config.baseline
                 )
-            case "gae":
-                returns, advantages = self._by_critic(batch, rewards, mask)
+            case "gae":  # the critic is the baseline
+                scaled = partial(relative, baseline="none")
+                critic = critic_estimate(batch, rewards, mask, scaled, gamma=gamma, gae_lambda=config.gae_lambda)
+                advantages, targets = critic.advantages, critic.returns
             case "gigpo":
-                if batch.state_keys is None:
-                    raise ConfigError(
-                        "advantage.credit='gigpo' needs the state each step was taken in. Give the policy a method "
-                        "state_keys(states, actions) -> [N, T] integers, or pass state_keys to ExperienceBatch.from_rows."
-                    )
                 advantages = state_group_advantages(
-                    rewards,
-                    mask,
-                    batch.group_ids,
-                    batch.state_keys.cpu(),
-                    gamma=config.gamma,
-                    weight=config.gigpo_weight,
-                    **self._options(),
+                    rewards, mask, ids, batch.state_keys, relative, gamma=gamma, weight=config.gigpo_weight
                 )
             case _:
                 assert_never(credit)
-        return Estimate(advantages=self._finished(advantages, batch, mask), returns=returns)
-
-    def _of_rows(self, batch: ExperienceBatch, rewards: Tensor, mask: Tensor, groups: Groups) -> Tensor:
-        """One advantage per row."""
-        config = self.config
-        if config.several_rewards == "normalize_each":
-            if not batch.reward_components or any(part.dim() != 1 for part in batch.reward_components.values()):
-                raise ConfigError(
-                    "advantage.several_rewards='normalize_each' needs several rewards by name, one number per row each: pass "
-                    "WeightedRewards({'name': reward, ...}) as reward_model."
-                )
-            return decoupled_advantages(
-                batch.reward_components,
-                batch.reward_weights,
-                batch.group_ids,
-                std_ddof=config.std_ddof,
-                std_eps=config.std_eps,
-            )
-        totals = rewards if rewards.dim() == 1 else discounted_returns(rewards, mask, config.gamma)[:, :1].sum(1)
-        advantages = group_relative_advantages(
-            totals,
-            groups,
-            lengths=mask.sum(1) if config.baseline == "length_weighted" else None,
-            k=config.k,
-            running_mean=self._baseline.mean,
-            **self._options(),
-        )
-        if config.baseline == "global_mean":
-            self._baseline.add(totals)
-        return advantages
-
-    def _by_critic(self, batch: ExperienceBatch, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns and advantages."""
-        config = self.config
-        if batch.values is None:
-            raise ConfigError(
-                "advantage.credit='gae' needs a critic's values. Return them in ActionScores.values (and final_values where "
-                "rows are cut off), or set credit=None for group-relative advantages."
-            )
-        per_step = rewards if rewards.dim() == 2 else rewards_at_the_end(rewards, mask)
-        values = batch.values.cpu()
-        values = values.float() if values.element_size() < 4 else values
-        final_values = None if batch.final_values is None else batch.final_values.cpu()
-        advantages = generalized_advantages(
-            per_step, values, mask, final_values, gamma=config.gamma, gae_lambda=config.gae_lambda
-        )
-        returns = torch.where(mask, advantages + values, 0.0).to(values.dtype)
-        one_group = torch.zeros(int(mask.sum()), dtype=torch.int64)
-        scaled = torch.zeros_like(advantages)
-        scaled[mask] = group_relative_advantages(
-            advantages[mask],
-            one_group,
-            baseline="none",
-            scale=config.scale,
-            std_ddof=config.std_ddof,
-            std_eps=config.std_eps,
-        )
-        return returns, scaled.to(values.dtype)
-
-    def _options(self) -> dict[str, Any]:
-        """What every group-relative estimate is told."""
-        config = self.config
-        return {
-            "baseline": config.baseline,
-            "scale": config.scale,
-            "std_ddof": config.std_ddof,
-            "std_eps": config.std_eps,
-        }
+        return Estimate(advantages=self._finished(advantages, ids), returns=targets)
 
     def _prepared(self, rewards: Tensor, mask: Tensor) -> Tensor:
         """Rewards after their bound and their running normalisation."""
-        config = self.config
-        if config.reward_clip is not None:
-            rewards = rewards.clamp(-config.reward_clip, config.reward_clip)
-        if config.normalize_rewards:
-            self._reward.add(rewards if rewards.dim() == 1 else torch.where(mask, rewards, 0.0).sum(1))
+        bound = self.config.reward_clip
+        rewards = rewards if bound is None else rewards.clamp(-bound, bound)
+        if self.config.normalize_rewards:
+            self._reward.add(row_totals(rewards, mask))
             rewards = rewards / (self._reward.std or 1.0)
         return rewards
 
-    def _finished(self, advantages: Tensor, batch: ExperienceBatch, mask: Tensor) -> Tensor:
-        """Advantages after what is done to them whatever they came from."""
+    def _finished(self, advantages: Tensor, group_ids: Tensor) -> Tensor:
+        """Advantages after the settings that apply to every credit."""
         config = self.config
         if config.upweight_live_groups:
-            names, groups = batch.group_ids.unique(return_inverse=True)
-            live = torch.zeros(len(names), dtype=torch.bool)
-            live[groups[advantages.reshape(len(mask), -1).ne(0).any(1)]] = True
-            advantages = advantages * (len(mask) / max(int(live[groups].sum()), 1))
+            advantages = advantages * (len(advantages) / max(Groups.of(group_ids).num_live_rows(advantages), 1))
         positive_weight = 0.0 if config.negative_only else config.positive_weight
         if positive_weight != 1.0:
             advantages = torch.where(advantages > 0, positive_weight * advantages, advantages)
@@ -224,8 +265,3 @@ class AdvantageEstimator:
         """Restore what `state_dict` returned."""
         self._baseline.load_state_dict(state["baseline"])
         self._reward.load_state_dict(state["reward"])
-
-
-def _require_steps(rewards: Tensor, credit: str) -> None:
-    if rewards.dim() == 1:
-        raise ConfigError(f"advantage.credit={credit!r} needs rewards per step, [N, T]; the reward model gives [N].")

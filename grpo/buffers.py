@@ -1,13 +1,13 @@
-"""Where threads leave experience until it is trained on: a bounded queue, groups by id, and mini-batches of what came out.
+"""Thread-safe buffers that collect experience until it is trained on, and mini-batches of what they hold.
 
-`replay.RecentRows` is something else: whole iterations that the trainer trains on once more, with the advantages they had.
-Nothing here is read by the trainer; `ExperienceBatch.from_rows` makes a batch of what was gathered, for `trainer.update`.
+The trainer does not read these buffers: make a batch with `ExperienceBatch.from_rows` and pass it to `trainer.update`.
+They are not the trainer's `ReplayBuffer`, which holds whole iterations to be trained on again (`replay_iterations`).
 """
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from threading import Lock
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 from .errors import ConfigError
 
@@ -15,29 +15,15 @@ ItemT = TypeVar("ItemT")
 IdT = TypeVar("IdT", bound=Hashable)
 
 
-@runtime_checkable
-class HasDict(Protocol):
-    """An item that is written as what JSON can hold, and read from it."""
-
-    def to_dict(self) -> Mapping[str, Any]:
-        """What JSON can hold."""
-        ...
-
-    @classmethod
-    def from_dict(cls, values: Any) -> Any:
-        """The inverse of `to_dict`."""
-        ...
-
-
 class ExperienceBuffer(Generic[ItemT]):
-    """First in, first out, and bounded: the oldest items leave. Any number of threads may use it at once.
+    """A bounded queue, first in, first out. A full buffer drops its oldest items. Safe to use from several threads.
 
     Args:
-        capacity: items. Larger keeps older ones.
-        item_type: of items with `to_dict` and `from_dict`, by which a state holds them; None: as they are.
+        capacity: maximum number of items. Larger: items stay longer, and more memory is used.
+        item_type: a class with `to_dict` and `from_dict`: `state_dict` stores dicts. None: it stores the items themselves.
 
     Raises:
-        ConfigError: a capacity below 1, or a type without these methods.
+        ConfigError: `capacity` is below 1, or `item_type` lacks `to_dict` or `from_dict`.
 
     Example:
         >>> buffer = ExperienceBuffer[int](capacity=2)
@@ -52,67 +38,62 @@ class ExperienceBuffer(Generic[ItemT]):
         self.capacity = capacity
         self._lock = Lock()
         self._items: deque[ItemT] = deque(maxlen=capacity)
-        self._num_dropped = 0
-
-    @property
-    def num_dropped(self) -> int:
-        """Items that left because newer ones came, and were in no `drain`."""
-        return self._num_dropped
+        self.num_dropped = 0
+        """How many items were dropped to make room for newer ones."""
 
     def add(self, item: ItemT) -> None:
-        """Put one item in."""
+        """Add one item."""
         self.extend((item,))
 
     def extend(self, items: Iterable[ItemT]) -> None:
-        """Put several in, with none of another thread's between them."""
+        """Add several items. They stay adjacent: no other thread's items come between them."""
         listed = list(items)
         with self._lock:
-            self._num_dropped += max(len(self._items) + len(listed) - self.capacity, 0)
+            self.num_dropped += max(len(self._items) + len(listed) - self.capacity, 0)
             self._items.extend(listed)
 
     def __len__(self) -> int:
         return len(self._items)
 
     def snapshot(self) -> list[ItemT]:
-        """What is in it, oldest first; it stays there."""
+        """All items, oldest first. The buffer keeps them."""
         with self._lock:
             return list(self._items)
 
     def drain(self) -> list[ItemT]:
-        """What was in it, oldest first; each item is handed out once."""
+        """Remove and return all items, oldest first. Each item is returned by one `drain` only."""
         with self._lock:
-            items = list(self._items)
-            self._items.clear()
-            return items
+            items, self._items = self._items, deque(maxlen=self.capacity)
+        return list(items)
 
     def clear(self) -> None:
-        """As at the start: empty, and nothing dropped."""
+        """Remove all items and set `num_dropped` to 0."""
         with self._lock:
             self._items.clear()
-            self._num_dropped = 0
+            self.num_dropped = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The items, oldest first, and how many were dropped: what JSON can hold, with an `item_type` or if the items are."""
+        """The items, oldest first, and `num_dropped`. JSON can hold the state if it can hold the (converted) items."""
         with self._lock:
-            items, num_dropped = list(self._items), self._num_dropped
+            items, num_dropped = list(self._items), self.num_dropped
         return {"items": self._encode(items), "num_dropped": num_dropped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; of more items than fit, the oldest count as dropped."""
+        """Restore what `state_dict` returned. If there are more items than fit, the oldest are dropped and counted."""
         listed = self._decode(state["items"])
         with self._lock:
             self._items = deque(listed, maxlen=self.capacity)
-            self._num_dropped = state["num_dropped"] + len(listed) - len(self._items)
+            self.num_dropped = state["num_dropped"] + len(listed) - len(self._items)
 
 
 class GroupBuffer(Generic[IdT, ItemT]):
-    """Items by group, put in by any number of threads, each handed out once.
+    """Items collected by group, without a bound on their number. Safe to use from several threads.
 
     Args:
-        item_type: of items with `to_dict` and `from_dict`, by which a state holds them; None: as they are.
+        item_type: a class with `to_dict` and `from_dict`: `state_dict` stores dicts. None: it stores the items themselves.
 
     Raises:
-        ConfigError: a type without these methods.
+        ConfigError: `item_type` lacks `to_dict` or `from_dict`.
 
     Example:
         >>> buffer = GroupBuffer[str, float]()
@@ -128,11 +109,11 @@ class GroupBuffer(Generic[IdT, ItemT]):
         self._groups: dict[IdT, list[ItemT]] = {}
 
     def add(self, group_id: IdT, item: ItemT) -> None:
-        """Put one item into its group."""
+        """Add one item to a group."""
         self.extend(group_id, (item,))
 
     def extend(self, group_id: IdT, items: Iterable[ItemT]) -> None:
-        """Put several items into one group, with none of another thread's between them."""
+        """Add several items to a group. They stay adjacent: no other thread's items come between them."""
         listed = list(items)
         if not listed:
             return
@@ -140,49 +121,49 @@ class GroupBuffer(Generic[IdT, ItemT]):
             self._groups.setdefault(group_id, []).extend(listed)
 
     def __len__(self) -> int:
-        """Items, over all groups."""
+        """The number of items in all groups."""
         with self._lock:
             return sum(map(len, self._groups.values()))
 
     def drain(self, *, min_size: int = 1) -> dict[IdT, list[ItemT]]:
-        """The groups that were in it, in the order of their first items; they are in it no longer.
+        """Remove and return the groups, in the order of their first items.
 
         Args:
-            min_size: smaller groups stay, and go on growing. A group that is drained too early comes in two parts, each
-                compared with itself alone.
+            min_size: groups with fewer items stay in the buffer. Set it to the size of a complete group: a group that
+                is drained in two parts gets two baselines.
         """
         _require_positive("GroupBuffer.drain: min_size", min_size)
         with self._lock:
             taken = {group_id: items for group_id, items in self._groups.items() if len(items) >= min_size}
-            self._groups = {group_id: items for group_id, items in self._groups.items() if group_id not in taken}
+            for group_id in taken:
+                del self._groups[group_id]
             return taken
 
     def clear(self) -> None:
-        """Empty."""
+        """Remove all groups."""
         with self._lock:
             self._groups = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Ids and items of the groups, in their order: what JSON can hold, with an `item_type` or if the items are."""
+        """Ids and items of the groups, in order. JSON can hold the state if it can hold the ids and (converted) items."""
         with self._lock:
             groups = [(group_id, list(items)) for group_id, items in self._groups.items()]
         return {"groups": [[group_id, self._encode(items)] for group_id, items in groups]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, also from JSON; ids are texts, numbers, or tuples of these."""
+        """Restore what `state_dict` returned, also from JSON. Ids must be strings, numbers, or tuples of these."""
         groups = {_hashable(group_id): self._decode(items) for group_id, items in state["groups"]}
         with self._lock:
             self._groups = groups
 
 
 def mini_batches(items: Sequence[ItemT], batch_size: int) -> list[Sequence[ItemT]]:
-    """Runs of `batch_size` items, in order; the last one holds the remainder.
+    """Split items into batches of `batch_size`, in order. The last batch holds the remainder.
 
-    `GRPOConfig.batch_size` makes the trainer's own updates, with groups in a new order for each pass; this is for who trains
-    by other means.
+    The trainer does not need this function: `GRPOConfig.batch_size` splits an iteration into updates.
 
     Raises:
-        ConfigError: a size below 1.
+        ConfigError: `batch_size` is below 1.
 
     Example:
         >>> mini_batches([1, 2, 3, 4, 5], 2)
@@ -198,19 +179,19 @@ def _require_positive(name: str, value: int) -> None:
 
 
 def _codec(
-    owner: str, item_type: type[Any] | None
-) -> tuple[Callable[[list[Any]], list[Any]], Callable[[Iterable[Any]], list[Any]]]:
-    """Items as a state holds them, and back."""
+    owner: str, item_type: Any
+) -> tuple[Callable[[Iterable[Any]], list[Any]], Callable[[Iterable[Any]], list[Any]]]:
+    """Two functions: items to what a state stores, and back."""
     if item_type is None:
         return list, list
-    if not issubclass(item_type, HasDict):
+    if not (hasattr(item_type, "to_dict") and hasattr(item_type, "from_dict")):
         raise ConfigError(
             f"{owner}.item_type must have to_dict and from_dict; got {item_type.__name__}. "
-            f"Leave it out if JSON can hold the items."
+            "Add both methods, or leave item_type out if JSON can hold the items."
         )
     return lambda items: [item.to_dict() for item in items], lambda listed: [item_type.from_dict(one) for one in listed]
 
 
 def _hashable(group_id: Any) -> Any:
-    """JSON has lists for tuples, and no list is an id."""
+    """JSON turns tuples into lists, which cannot be dict keys: turn them back."""
     return tuple(map(_hashable, group_id)) if isinstance(group_id, list) else group_id

@@ -1,7 +1,7 @@
-"""Checkpoints that are whole or not there: safetensors and JSON under a manifest of hashes, and no pickle.
+"""Checkpoints, written completely or not at all: safetensors and JSON with a manifest of hashes, no pickle.
 
-A checkpoint is a folder of `tensors.safetensors`, `state.json` and `manifest.json`. It is written beside its place, synced
-to disk, and renamed into it; it is verified, file by file, before anything in it is used.
+A checkpoint is a folder with `tensors.safetensors`, `state.json` and `manifest.json`. The folder is written under a
+temporary name, synced to disk, and then renamed. Every file is verified against the manifest before it is used.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,35 +18,33 @@ from uuid import uuid4
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from ._training.state_codec import decode, encode
 from .errors import CheckpointError, ConfigError
-from .state_codec import decode, encode
 
 SCHEMA = 1
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 
 
 def write_checkpoint(path: str | Path, state: Mapping[str, Any], *, iteration: int, score: float | None = None) -> Path:
-    """Write `state` as the folder `path`, all or nothing; a checkpoint that is there already is replaced.
+    """Write `state` to the folder `path`, completely or not at all. An existing checkpoint is replaced.
 
     Args:
-        path: the checkpoint's folder; its parent is made.
+        path: the checkpoint's folder. Missing parent folders are created.
         state: tensors, arrays, numbers, strings, None, and dicts, lists and tuples of these.
-        iteration: how far training is.
-        score: what tells the best of several checkpoints; larger is better.
+        iteration: the number of iterations that training has completed.
+        score: decides which of several checkpoints is the best. Larger is better.
 
     Raises:
-        CheckpointError: it cannot be written (the disk is full, say), holds something that is none of the above, or would
-            replace something that is no checkpoint. Earlier checkpoints are whole, and nothing temporary stays behind.
+        CheckpointError: the disk refuses (it is full, for example), `state` holds a value of another type, or `path` is
+            something other than a checkpoint. Earlier checkpoints are intact, and no temporary file remains.
     """
     target = Path(path).absolute()
     if target.exists() and not _is_checkpoint(target):
-        raise CheckpointError(f"{target} exists and is not a checkpoint, so it is not replaced. Choose another name.")
+        raise CheckpointError(f"{target} exists and is not a checkpoint, so it is not replaced. Choose another path.")
     encoded, tensors = encode(state)
-    temporary: Path | None = None
+    temporary = _temporary(target)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
-        temporary.mkdir()
+        temporary.mkdir(parents=True)
         contents = {STATE: json.dumps(encoded).encode(), TENSORS: save(tensors)}
         manifest = {
             "schema": SCHEMA,
@@ -55,47 +54,50 @@ def write_checkpoint(path: str | Path, state: Mapping[str, Any], *, iteration: i
         }
         contents[MANIFEST] = json.dumps({**manifest, "sha256": _digest(json.dumps(manifest).encode())}).encode()
         for name, data in contents.items():
-            _write_synced(temporary / name, data)
-        _sync_folder(temporary)
+            (temporary / name).write_bytes(data)
+            _sync(temporary / name)
+        _sync(temporary)
         _move_into_place(temporary, target)
-        _sync_folder(target.parent)
+        _sync(target.parent)
     except OSError as error:
-        raise CheckpointError(f"Cannot write checkpoint {target}: {error}. Earlier checkpoints are whole.") from error
+        raise CheckpointError(f"Cannot write checkpoint {target}: {error}. Earlier checkpoints are intact.") from error
     finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return target
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The state that was written, after every file has been verified against the manifest.
+    """The state of a checkpoint. Every file is verified against the manifest first.
 
     Args:
-        path: a checkpoint's folder, or a folder of checkpoints, of which the newest whole one is read.
+        path: a checkpoint's folder, or a folder of checkpoints: the newest intact one is read.
 
     Raises:
-        CheckpointError: naming the file that is missing, cut, altered, foreign or newer than this version.
+        CheckpointError: a file is missing, truncated, altered, or written by another program or a newer version. The
+            message names the file.
     """
     folder = Path(path).absolute()
     if not _is_checkpoint(folder) and _is_checkpoint(_previous(folder)):
-        folder = _previous(folder)  # the writer was ended between its two renames
+        folder = _previous(folder)  # the writer was killed between its two renames
     if not _is_checkpoint(folder):
         return read_newest(folder)
     contents = _verified(folder)
     try:
-        state = decode(json.loads(contents[STATE]), load(contents[TENSORS]))
+        state = decode(contents[STATE], load(contents[TENSORS]))
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{folder} is whole, but no checkpoint of this package: {error!r}.") from error
+        raise CheckpointError(f"{folder} is intact, but not a checkpoint of this package: {error!r}.") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{folder / STATE} holds a {type(state).__name__}, and no state of this package.")
+        raise CheckpointError(
+            f"{folder / STATE} must hold a dict; got a {type(state).__name__}. Use another checkpoint."
+        )
     return state
 
 
 def read_newest(folder: str | Path) -> dict[str, Any]:
-    """The state of the newest whole checkpoint in `folder`; damaged ones are passed over.
+    """The state of the newest intact checkpoint in `folder`. Damaged checkpoints are skipped.
 
     Raises:
-        CheckpointError: there is none; says what is wrong with each.
+        CheckpointError: `folder` has no intact checkpoint. The message says what is wrong with each.
     """
     problems = []
     for candidate in sorted(_checkpoints(Path(folder)), key=_iteration, reverse=True):
@@ -103,87 +105,71 @@ def read_newest(folder: str | Path) -> dict[str, Any]:
             return read_checkpoint(candidate)
         except CheckpointError as error:
             problems.append(str(error))
-    raise CheckpointError(f"No whole checkpoint in {folder}. " + " ".join(problems))
+    raise CheckpointError(f"No intact checkpoint in {folder}. " + " ".join(problems))
 
 
 def best_checkpoint(folder: str | Path) -> Path:
-    """The checkpoint with the highest score in `folder`.
+    """The path of the checkpoint with the highest score in `folder`.
 
     Raises:
-        CheckpointError: there is none with a score.
+        CheckpointError: no checkpoint in `folder` has a score.
     """
-    scored = [(score, path) for path in _checkpoints(Path(folder)) if (score := _manifest_score(path)) is not None]
-    if not scored:
-        raise CheckpointError(f"No checkpoint with a score in {folder}.")
-    return max(scored)[1]
+    best = _best(_checkpoints(Path(folder)))
+    if best is None:
+        raise CheckpointError(
+            f"No checkpoint with a score in {folder}. Train with eval_states=..., which gives scores."
+        )
+    return best
 
 
 class CheckpointFolder:
-    """The newest `keep_last` checkpoints of a run, and the best one.
+    """The checkpoints `iteration-00000010` and so on of a run: the newest `keep_last`, and the one with the best score.
 
-    Args:
-        folder: where `iteration-00000010` and its kind stand; nothing else in it is ever touched.
-        keep_last: how many of the newest stay; older ones go, but for the best.
-
-    Raises:
-        ConfigError: nothing would be kept.
+    Nothing else in `folder` is touched.
     """
 
     def __init__(self, folder: str | Path, keep_last: int) -> None:
         if keep_last < 1:
             raise ConfigError(f"keep_last must be >= 1; got {keep_last}.")
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()
         self.keep_last = keep_last
 
     def require_at_most(self, iteration: int) -> None:
-        """A run at `iteration` may write here; damaged checkpoints do not count.
-
-        Raises:
-            CheckpointError: the folder holds a whole checkpoint that is further on.
-        """
-        for path in self._own():
-            if _iteration(path) > iteration and _is_whole(path):
+        """Require that no intact checkpoint in the folder is ahead of `iteration`."""
+        for path in _checkpoints(self.folder, "iteration-*"):
+            if _iteration(path) > iteration and _is_intact(path):
                 raise CheckpointError(
-                    f"{path} is of iteration {_iteration(path)}, and this trainer is at {iteration}. Go on from it through "
-                    "trainer.load_checkpoint(...), remove it, or choose another checkpoint_dir."
+                    f"{path} is of iteration {_iteration(path)}, and this trainer is at {iteration}. Continue from it with "
+                    "trainer.load_checkpoint(...), delete it, or choose another checkpoint_dir."
                 )
 
     def has(self, iteration: int) -> bool:
-        """A checkpoint of that iteration is there."""
+        """Whether the folder has a checkpoint of that iteration."""
         return _is_checkpoint(self._path(iteration))
 
     def save(self, state: Mapping[str, Any], *, iteration: int, score: float | None) -> Path:
-        """Write one checkpoint, then, and only then, remove those that are neither new nor best."""
+        """Write one checkpoint. Once it is written, delete the checkpoints that are neither among the newest nor the best."""
         path = write_checkpoint(self._path(iteration), state, iteration=iteration, score=score)
-        newest = sorted(self._own(), key=_iteration)[-self.keep_last :]
-        scored = [(value, old) for old in self._own() if (value := _manifest_score(old)) is not None]
-        kept = {path, *newest, *([max(scored)[1]] if scored else [])}
-        for old in self._own():
-            if old not in kept:
-                old.rename(old.with_name(f".{old.name}.{uuid4().hex}.tmp"))  # gone at once, whatever happens next
+        own = sorted(_checkpoints(self.folder, "iteration-*"), key=_iteration)
+        for old in {*own[: -self.keep_last]} - {path, _best(own)}:
+            old.rename(_temporary(old))  # one step, which cannot be left half done
         for abandoned in self.folder.glob(".iteration-*.tmp"):
             shutil.rmtree(abandoned, ignore_errors=True)
         return path
 
     def _path(self, iteration: int) -> Path:
-        return self.folder.absolute() / f"iteration-{iteration:08d}"
-
-    def _own(self) -> list[Path]:
-        return [path for path in _checkpoints(self.folder.absolute()) if path.name.startswith("iteration-")]
+        return self.folder / f"iteration-{iteration:08d}"
 
 
-def _is_whole(path: Path) -> bool:
+def _is_intact(path: Path) -> bool:
     try:
-        _verified(path)
+        return bool(_verified(path))
     except CheckpointError:
         return False
-    return True
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if not path.name.startswith(".") and _is_checkpoint(path)]
+def _checkpoints(folder: Path, pattern: str = "[!.]*") -> list[Path]:
+    return [path for path in folder.glob(pattern) if _is_checkpoint(path)]
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -194,57 +180,65 @@ def _iteration(path: Path) -> int:
     try:
         return int(json.loads((path / MANIFEST).read_bytes())["iteration"])
     except (ValueError, KeyError, TypeError, OSError, RecursionError):
-        return -1  # damaged: the oldest of all; reading it says what is wrong
+        return -1  # damaged: sorts last, and reading it says what is wrong
 
 
-def _manifest_score(path: Path) -> float | None:
-    try:
-        score = _verified_manifest(path)["score"]
-    except CheckpointError:
-        return None
-    return score if isinstance(score, int | float) and math.isfinite(score) else None
+def _best(paths: list[Path]) -> Path | None:
+    """The path with the highest score. None: no path has a score."""
+    scored = []
+    for path in paths:
+        with suppress(CheckpointError):
+            score = _verified_manifest(path)["score"]
+            if isinstance(score, int | float) and math.isfinite(score):
+                scored.append((score, path))
+    return max(scored)[1] if scored else None
 
 
 def _verified_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
-    if path.is_symlink():
-        raise CheckpointError(f"{path} is a link, which a checkpoint never holds. Use another checkpoint.")
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(_contents(path))
         claimed = manifest.pop("sha256")
         schema = manifest["schema"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not a manifest ({type(error).__name__}): use another checkpoint.") from error
+        raise CheckpointError(f"{path} is not a manifest ({type(error).__name__}). Use another checkpoint.") from error
     if claimed != _digest(json.dumps(manifest).encode()):
-        raise CheckpointError(f"{path} is damaged: its hash is not the one it holds. Use another checkpoint.")
+        raise CheckpointError(f"{path} is damaged: its contents do not match its hash. Use another checkpoint.")
     if schema != SCHEMA:
         raise CheckpointError(f"{path} has schema {schema}; this version reads {SCHEMA}. Update model-agnostic-grpo.")
     return manifest  # type: ignore[no-any-return]
 
 
 def _verified(folder: Path) -> dict[str, bytes]:
-    """Contents of the two files, and of no other: the manifest's names are compared, never followed."""
+    """The contents of the two files, verified. File names in the manifest are compared before they are used as paths."""
     manifest = _verified_manifest(folder)
     if set(manifest["files"]) != {STATE, TENSORS}:
         raise CheckpointError(
-            f"{folder / MANIFEST} names {sorted(manifest['files'])}; a checkpoint has {STATE} and {TENSORS}."
+            f"{folder / MANIFEST} names {sorted(manifest['files'])}; a checkpoint has {STATE} and {TENSORS}. Use another."
         )
     contents = {}
     for name, expected in manifest["files"].items():
-        path = folder / name
-        if path.is_symlink() or not path.is_file():
-            raise CheckpointError(f"{path} is missing (or a link): the checkpoint is not whole. Use another.")
-        data = path.read_bytes()
+        data = contents[name] = _contents(folder / name)
         if len(data) != expected["size"] or _digest(data) != expected["sha256"]:
             raise CheckpointError(
-                f"{path} is damaged: {len(data)} bytes, or their hash, are not the manifest's. Use another."
+                f"{folder / name} is damaged: its size ({len(data)} bytes) or its hash does not match the manifest. Use "
+                "another checkpoint."
             )
-        contents[name] = data
     return contents
+
+
+def _contents(path: Path) -> bytes:
+    if path.is_symlink() or not path.is_file():
+        raise CheckpointError(f"{path} is missing, or a symbolic link. Use another checkpoint.")
+    return path.read_bytes()
 
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _temporary(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{uuid4().hex}.tmp")
 
 
 def _previous(target: Path) -> Path:
@@ -266,15 +260,9 @@ def _move_into_place(temporary: Path, target: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Wait until the disk has the contents of a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,40 +1,40 @@
-"""The errors a user can meet, all under `GRPOError`.
+"""The errors and the warning of this package. All errors derive from `GRPOError`.
 
-Each message says what was required, what came, whose it was, and what to do.
+Each message says what was required, what came instead, which object it came from, and what to do.
 """
 
 
 class GRPOError(Exception):
-    """Base of every error raised on purpose by this package."""
+    """Base class of every error that this package raises on purpose."""
 
 
 class ProtocolError(GRPOError, TypeError):
-    """An object lacks methods of the protocol it is used as; every missing method is named."""
+    """An object lacks methods of the protocol that it is used as. The message names every missing method."""
 
 
 class ConfigError(GRPOError, ValueError):
-    """A setting has a value, or a combination of values, that has no meaning; the field is named."""
+    """A setting is out of range, or two settings contradict each other. The message names the field."""
 
 
 class ContractError(GRPOError, ValueError):
-    """A policy returned something that breaks the contract of its protocol."""
+    """A policy, or a caller, passed values that break the contract, such as a tensor of the wrong shape."""
 
 
 class RewardError(GRPOError, ValueError):
-    """A reward model raised, or returned something that is not one finite number per row (or step)."""
+    """The reward model raised, or did not return one finite number per row (or per step)."""
 
 
 class RewardRaisedError(RewardError):
-    """A reward model raised, which `reward.on_failure` may forgive; the cause is chained."""
+    """The reward model raised. `reward.on_failure` can tolerate this error. The cause is chained."""
 
 
 class NonFiniteGradientError(GRPOError, RuntimeError):
-    """Too many updates in a row had a gradient with NaN or infinity; no weight was changed by them."""
+    """Too many updates in a row had a NaN or infinite gradient. These updates changed no weight."""
 
 
 class CheckpointError(GRPOError, RuntimeError):
-    """A checkpoint cannot be written, or what is on disk is not what was written; the file is named."""
+    """A checkpoint cannot be written, or its files differ from what was written. The message names the file."""
 
 
 class GRPOWarning(UserWarning):
-    """Training goes on, but probably not as intended. Each one is said once per trainer."""
+    """Training continues, but probably not as intended. Each warning is given once per trainer."""

@@ -1,24 +1,26 @@
-"""The loss: surrogate + KL - entropy (+ value error), each summed with a weights tensor that holds the normalisation."""
+"""The loss: surrogate + KL - entropy (+ value error), each summed with weights that hold the normalisation."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+from typing import assert_never
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .blockwise import Gradients, in_blocks, with_gradients
-from .log_prob_gradient import LogProbGradient
-from .masking import OnMask
-from .metrics import StepSums
-from .objective_config import DEFAULT_KL_COEF, ObjectiveConfig
-from .objective_metrics import objective_metrics, observe
-from .objective_steps import Steps
-from .objective_terms import counted_steps, divergence, entropy, sampler_correction, surrogate, value_error
-from .selection import select_steps
-from .step_loss import times
-from .types import ObjectiveInputs, ObjectiveOutput
+from ._objective.metrics import shares, step_moments
+from ._objective.sampler import near_policy_rows
+from ._objective.selection import kept_by_entropy, selected_by
+from ._objective.steps import Steps
+from ._objective.weights import step_weights
+from .config import ObjectiveConfig
+from .divergence import estimate_kl, kl_k3, score_function_entropy
+from .errors import ConfigError
+from .surrogates import traits_of
+from .types import ObjectiveInputs, ObjectiveOutput, zero_outside
+from .writing import as_float32
+
+__all__ = ["Objective", "ObjectiveConfig", "Steps", "grpo_objective", "step_weights"]
 
 Objective = Callable[[ObjectiveInputs], ObjectiveOutput]
 """The extension point: any such callable can stand in for `grpo_objective`."""
@@ -29,125 +31,138 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
 
     L = sum_{n,t} w[n,t] (m[n,t] u[n,t] l[n,t] + kl_coef d[n,t] + value_coef e[n,t]) - entropy_coef sum_{n,t} w_H[n,t] H[n,t]
 
-    with l the surrogate on rho = exp(log_probs - old_log_probs), m the steps it counts (`keep`, rows that are not too far off),
-    u what corrects for the sampler, d the estimate of the divergence from the reference, e the squared error of a critic, and H
-    the entropy. Without `old_log_probs` rho is exactly 1 and its gradient that of log_probs (REINFORCE).
-
-    Every term gives its slope beside its value, and the gradient is put together from these: there is no graph to
-    differentiate, and large inputs are evaluated in blocks of rows. The loss can be differentiated once, with respect to
-    `log_probs`, `entropy`, `kl` and `values`.
+    l is the surrogate on rho = exp(log_probs - old_log_probs), m the steps that it counts (`keep`, rows near their sampler),
+    u the correction for the sampler, d the estimate of KL(pi || ref), e the squared error of a critic, H the entropy. Without
+    `old_log_probs` rho is exactly 1 and has the gradient of log_probs.
 
     Args:
         inputs: see `ObjectiveInputs`; half precision is raised to float32.
-        config: `aggregation` and `fixed_length` are not read here: they are in `inputs.weights`.
+        config: `aggregation` and `fixed_length` are not read here: `inputs.weights` holds them.
 
     Returns:
-        The loss, and moments of `total_loss`, `policy_loss`, `kl_penalty`, `entropy_bonus`, `value_loss` (shares that add up:
-        total = policy + kl - entropy + value), `ratio` (the surrogate's: VESPO's is the row's), `clip_fraction`,
-        `clip_fraction_low`, `clip_fraction_high`, `ratio_clamped_fraction`, `entropy` (sampled where it is not known), and
-        where there is one `kl`, `sampler_ratio`, `kept_fraction`.
+        The loss, differentiable in `log_probs`, `entropy`, `kl` and `values`; and its metrics: the terms (total = policy + kl -
+        entropy + value) and, per step, what `step_moments` lists.
 
     Raises:
         ConfigError: a term lacks what it is computed from (a reference, an entropy, behaviour log-probs).
-        ContractError: densities where the surrogate is for probabilities.
 
     Source:
         Shao et al. 2024, arXiv:2402.03300, eq. 3.
     """
-    lacks_keep = inputs.keep is None and (config.top_entropy_fraction < 1.0 or config.surrogate == "clip_cov")
-    if lacks_keep or (inputs.penalised is None and config.surrogate == "kl_cov"):
-        keep, penalised = select_steps(
-            config,
-            mask=inputs.mask,
-            log_probs=inputs.log_probs.detach(),
-            advantages=inputs.advantages,
-            entropy=None if inputs.entropy is None else inputs.entropy.detach(),
-        )
-        inputs = replace(
-            inputs,
-            keep=keep if inputs.keep is None else inputs.keep,
-            penalised=penalised if inputs.penalised is None else inputs.penalised,
-        )
-    coefs = Coefs.of(inputs, config)
-    sums, gradients = in_blocks(partial(_evaluate, config, coefs), inputs)
-    with torch.no_grad():
-        shares = {"policy_loss": sums["policy_loss"]}
-        shares |= {name: coef * sums[name] for name, coef in coefs._asdict().items() if name in sums}
-        total = sums["policy_loss"]
-        for name in list(shares)[1:]:
-            total = total - shares[name] if name == "entropy_bonus" else total + shares[name]
-        device = inputs.mask.device
-        metrics = objective_metrics(sums, {**shares, "total_loss": total}, config, device)
-        loss = torch.as_tensor(total, dtype=torch.promote_types(inputs.log_probs.dtype, torch.float32), device=device)
-    return ObjectiveOutput(loss=with_gradients(loss, gradients, inputs), metrics=metrics)
+    inputs = with_selections(inputs, config)
+    traits = traits_of(config.surrogate)
+    steps = Steps(inputs, config.sampler_correction)  # type: ignore[arg-type]  # a name has become its object
+    weights = steps.constant(inputs.weights)
+    counted = counted_steps(inputs, steps, config)
+    policy_weights = weights if counted is None else zero_outside(weights, counted)
+    if steps.sampler_weights is not None and not traits.uses_sampler_weights:
+        policy_weights = policy_weights * steps.sampler_weights
+    has_reference = inputs.ref_log_probs is not None
+    kl_coef = config.kl_coef_with(has_reference=has_reference) if inputs.kl_coef is None else inputs.kl_coef
+    entropy_coef = config.entropy_coef if inputs.entropy_coef is None else inputs.entropy_coef
+    kl, measured_kl = divergence(inputs, steps, config, kl_coef)
+    entropy = entropy_of(inputs, steps, config, entropy_coef)
 
-
-class Coefs(NamedTuple):
-    """What the terms beside the surrogate are multiplied with, by the share of the loss that they are."""
-
-    kl_penalty: float
-    entropy_bonus: float
-    value_loss: float
-
-    @classmethod
-    def of(cls, inputs: ObjectiveInputs, config: ObjectiveConfig) -> "Coefs":
-        """The adaptive coefficients where there are any, else the configured ones."""
-        kl, entropy_coef = config.kl_coef, config.entropy_coef
-        if kl is None:
-            kl = DEFAULT_KL_COEF if inputs.ref_log_probs is not None else 0.0
-        return cls(
-            kl_penalty=kl if inputs.kl_coef is None else inputs.kl_coef,
-            entropy_bonus=entropy_coef if inputs.entropy_coef is None else inputs.entropy_coef,
-            value_loss=config.value_coef,
-        )
-
-
-def _evaluate(
-    config: ObjectiveConfig, coefs: Coefs, inputs: ObjectiveInputs, wanted: Collection[str], sums: StepSums
-) -> Gradients:
-    """Add up the terms of some rows, and give their gradients with respect to the inputs in `wanted`."""
-    steps = Steps(inputs, config)
-    weights = steps.weights
-    gradient = LogProbGradient(steps, wanted="log_probs" in wanted)
-    gradients: Gradients = {}
-    spread: dict[str, Tensor] = {}
-
-    correction = sampler_correction(steps)
-    policy = surrogate(steps, correction)
-    counted = counted_steps(steps)
-    policy_weights = weights if counted is None else OnMask(counted)(weights)
-    if correction is not None:
-        spread["sampler_ratio"] = steps.on_mask(correction)
-        if config.surrogate != "vespo":
-            policy_weights = policy_weights * correction
-    gradient.add(policy, policy_weights)
-    sums.add("policy_loss", times(policy.loss, policy_weights))
-
-    kl = divergence(steps, coefs.kl_penalty)
+    terms = {"policy_loss": policy_weights * config.surrogate(steps)}  # type: ignore[operator]
     if kl is not None:
-        term, spread["kl"] = kl
-        sums.add("kl_penalty", term.loss * weights)
-        gradient.add(term, weights, coefs.kl_penalty)
-        if "kl" in wanted and config.kl_estimator == "exact":
-            gradients["kl"] = steps.on_mask(coefs.kl_penalty * weights)
+        terms["kl_penalty"] = kl_coef * weights * kl
+    if entropy_coef > 0:
+        entropy_weights = weights if inputs.entropy_weights is None else steps.constant(inputs.entropy_weights)
+        terms["entropy_bonus"] = -entropy_coef * entropy_weights * entropy
+    if inputs.returns is not None and inputs.values is not None:
+        terms["value_loss"] = config.value_coef * weights * value_error(inputs, config.value_clip)
+    sums = {name: term.sum() for name, term in terms.items()}
+    loss = torch.stack(list(sums.values())).sum().to(steps.log_probs.dtype)
 
-    bonus = entropy(steps, coefs.entropy_bonus)
-    spread["entropy"] = bonus.loss
-    if coefs.entropy_bonus > 0:
-        entropy_weights = weights if inputs.entropy_weights is None else inputs.entropy_weights.to(steps.dtype)
-        sums.add("entropy_bonus", bonus.loss * entropy_weights)
-        gradient.add(bonus, entropy_weights, -coefs.entropy_bonus, by_own_ratio=True)
-        if "entropy" in wanted and config.entropy_estimator == "exact":
-            gradients["entropy"] = steps.on_mask(-coefs.entropy_bonus * entropy_weights)
+    with torch.no_grad():
+        stopped = None if traits.stopped is None or steps.is_on_policy else traits.stopped(steps)
+        per_step = {"entropy": entropy, "kl": measured_kl, "kept_fraction": counted}
+        metrics = shares(sums, loss) | step_moments(steps, traits.level, stopped, per_step)
+    return ObjectiveOutput(loss=loss, metrics=metrics)
 
-    critic = value_error(steps)
-    if critic is not None:
-        error, slope = critic
-        sums.add("value_loss", error * weights)
-        if "values" in wanted:
-            gradients["values"] = coefs.value_loss * (slope * weights)
 
-    observe(sums, spread, steps, counted)
-    if "log_probs" in wanted:
-        gradients["log_probs"] = gradient.total()
-    return gradients
+def with_selections(inputs: ObjectiveInputs, config: ObjectiveConfig) -> ObjectiveInputs:
+    """The inputs, with selections of steps made among these rows where the caller has made none over the whole update."""
+    select = traits_of(config.surrogate).select
+    if inputs.keep is None and config.top_entropy_fraction < 1:
+        inputs = replace(inputs, keep=kept_by_entropy(inputs.mask, inputs.entropy, config.top_entropy_fraction))
+    if inputs.selected is None and select is not None:
+        inputs = replace(inputs, selected=selected_by(select, inputs.mask, inputs.log_probs, inputs.advantages))
+    return inputs
+
+
+def counted_steps(inputs: ObjectiveInputs, steps: Steps, config: ObjectiveConfig) -> Bool[Tensor, "N T"] | None:
+    """The steps that the surrogate counts. None: all."""
+    if config.off_policy_threshold is None:
+        return inputs.keep
+    sampled = steps.old_log_probs if inputs.behaviour_log_probs is None else steps.constant(inputs.behaviour_log_probs)
+    near = near_policy_rows(steps.log_probs, sampled, steps.advantages, steps.mask, config.off_policy_threshold)
+    return near.expand_as(steps.mask) if inputs.keep is None else inputs.keep & near
+
+
+def divergence(
+    inputs: ObjectiveInputs, steps: Steps, config: ObjectiveConfig, kl_coef: float
+) -> tuple[Float[Tensor, "N T"] | None, Float[Tensor, "N T"] | None]:
+    """The chosen estimate of the KL to the reference, and the one that is reported. None: there is no reference.
+
+    Reported is k3 or the exact KL, whatever the estimator: it is never negative, and comparable between runs.
+    """
+    if config.kl_estimator == "exact":
+        if inputs.kl is not None:
+            exact = zero_outside(as_float32(inputs.kl), steps.mask)
+            return exact, exact
+        if kl_coef > 0:
+            raise ConfigError(
+                f"objective.kl_coef={kl_coef} with kl_estimator='exact' needs the KL itself, and the policy gives none. Return "
+                "it in ActionScores.kl, or estimate it: kl_estimator='k3' and a reference policy."
+            )
+        return None, None
+    if inputs.ref_log_probs is None:
+        if kl_coef > 0:
+            raise ConfigError(
+                f"objective.kl_coef={kl_coef} needs a reference. Pass reference_policy=..., or set kl_coef=0."
+            )
+        return None, None
+    x = steps.log_probs - steps.constant(inputs.ref_log_probs)
+    estimate = estimate_kl(config.kl_estimator, x, steps.ratio(traits_of(config.surrogate).level))
+    return estimate, estimate if config.kl_estimator == "k3" else kl_k3(x.detach())
+
+
+def entropy_of(
+    inputs: ObjectiveInputs, steps: Steps, config: ObjectiveConfig, entropy_coef: float
+) -> Float[Tensor, "N T"]:
+    """The entropy per step: exact where the settings ask for it and the policy gives it, else estimated."""
+    match config.entropy_estimator:
+        case "exact":
+            if inputs.entropy is not None:
+                return zero_outside(as_float32(inputs.entropy), steps.mask)
+            if entropy_coef > 0:
+                raise ConfigError(
+                    f"objective.entropy_coef={entropy_coef} needs an exact entropy, and the policy gives none. Return it in "
+                    "ActionScores.entropy (some policies do on request: exact_entropy=True), or set "
+                    "entropy_estimator='score_function'."
+                )
+        case "score_function":
+            pass
+        case _:
+            assert_never(config.entropy_estimator)
+    return score_function_entropy(steps.log_probs, steps.ratio("step"))
+
+
+def value_error(inputs: ObjectiveInputs, clip: float | None) -> Float[Tensor, "N T"]:
+    """Squared error of a critic, e = (v - R)^2, or with a bound c on how far a value may move from v_old
+
+    e = max((v - R)^2, (v_old + clip(v - v_old, -c, c) - R)^2)
+
+    Source:
+        Schulman et al. 2017, arXiv:1707.06347, eq. 9; the clip is that of its reference implementation.
+    """
+    assert inputs.values is not None
+    assert inputs.returns is not None
+    v = zero_outside(as_float32(inputs.values), inputs.mask)
+    returns = zero_outside(inputs.returns.detach().to(v.dtype), inputs.mask)
+    error = (v - returns).square()
+    if clip is None or inputs.old_values is None:
+        return error
+    v_old = zero_outside(inputs.old_values.detach().to(v.dtype), inputs.mask)
+    return torch.maximum(error, (v_old + (v - v_old).clamp(-clip, clip) - returns).square())

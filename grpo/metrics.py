@@ -1,96 +1,30 @@
-"""Streaming statistics that need no device synchronisation until they are reported, and where reports go."""
+"""Metrics: how they are added up, what is reported about rewards, where reports go, and averages over a whole run."""
 
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, Int
-from numpy.typing import NDArray
+from jaxtyping import Float
 from torch import Tensor
 
-from .masking import reads_at_once
-
-Number: TypeAlias = float | Float64[Tensor, ""]
-"""A number that the host knows, or one that is still on its device: they are added and multiplied alike."""
-
-
-class StepSums:
-    """Sums over the steps of [N, T], several at once, nearly as good as in float64, which would first copy everything.
-
-    One axis is summed in the values' own precision; what is left of all of them is one small table, and only that is summed
-    in float64, once, whatever the number of blocks that the rows come in.
-    """
-
-    def __init__(self, num_steps: int) -> None:
-        self._axis = 1 if num_steps >= 32 else 0
-        self._names: list[str] = []
-        self._parts: list[Tensor | None] = []
-
-    def add(self, name: str, values: Float[Tensor, "N T"] | None) -> None:
-        """Values that are 0 off the mask; None: all 0."""
-        self._names.append(name)
-        self._parts.append(None if values is None else values.sum(self._axis))
-
-    def add_counts(self, name: str, integers: Int[Tensor, "N T"]) -> None:
-        """Numbers 0 and 1."""
-        self._names.append(name)
-        self._parts.append(integers.sum(self._axis, dtype=integers.dtype))
-
-    def add_moments(self, name: str, values: Float[Tensor, "N T"]) -> None:
-        """Values and their squares."""
-        self.add(name, values)
-        self._names.append(f"{name}{SQUARED}")
-        self._parts.append(torch.linalg.vector_norm(values, dim=self._axis))
-
-    def add_row_moments(self, name: str, values: Float[Tensor, "N 1"], integers: Int[Tensor, "N T"]) -> None:
-        """Values and their squares, each as often as its row has a 1; written out only where rows are what is summed."""
-        if self._axis == 0:
-            self.add_moments(name, values * integers)
-            return
-        counts = integers.sum(1, dtype=integers.dtype).to(values.dtype)
-        self._names += [name, f"{name}{SQUARED}"]
-        self._parts += [values.squeeze(1) * counts, values.squeeze(1) * counts.sqrt()]
-
-    def table(self, dtype: torch.dtype) -> tuple[tuple[str, ...], Float[Tensor, "K S"]]:
-        """The names, and what is left to be summed."""
-        known = next(part for part in self._parts if part is not None)
-        parts = [torch.zeros_like(known) if part is None else part for part in self._parts]
-        return tuple(self._names), torch.stack([part if part.dtype == dtype else part.to(dtype) for part in parts])
-
-    @staticmethod
-    def total(names: tuple[str, ...], *tables: Float[Tensor, "K _"]) -> dict[str, Number]:
-        """The sums over all blocks."""
-        table = (tables[0] if len(tables) == 1 else torch.cat(tables, dim=1)).double()
-        for place, name in enumerate(names):
-            if name.endswith(SQUARED):
-                table[place].square_()
-        sums = table.sum(1)
-        return dict(zip(names, sums.tolist() if reads_at_once(sums) else sums.unbind(0), strict=True))
-
-
-SQUARED = " squared"
-"""Ends the names of sums of squares."""
-
-
-def as_tensor(numbers: Sequence[Number], device: torch.device) -> Float64[Tensor, " K"]:
-    """Numbers side by side, all of one kind or all of the other."""
-    if isinstance(numbers[0], float):
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
-    return torch.stack(numbers)  # type: ignore[arg-type]
-
+from ._advantages.groups import mean_and_std
+from .errors import ConfigError
 
 Totals: TypeAlias = dict[str, tuple[float, float, float]]
-"""Name -> (count, sum, sum of squares)."""
+"""Metric name -> (count, sum, sum of squares)."""
 
 
 class Meter:
-    """Adds up (count, sum, sum of squares) per metric, on the device, and moves them all to the host at once.
+    """Adds up (count, sum, sum of squares) per metric on the device, and copies all totals to the host at once.
 
-    A metric whose count is 0 is a share of an update's total: its shares are added and averaged over updates.
+    A metric with count 0 is a share of an update's total, such as a loss term. Shares are added within an update and
+    averaged over updates.
     """
 
     def __init__(self) -> None:
@@ -99,105 +33,86 @@ class Meter:
         self._values: dict[str, tuple[int, float]] = {}
 
     def add(self, moments: Mapping[str, Float[Tensor, "3"]]) -> None:
-        """Add one micro-batch's moments; nothing is computed or copied yet."""
+        """Add the moments of one micro-batch. The device is not synchronised."""
         self._names.extend(moments)
         self._moments.extend(moments.values())
 
     def add_value(self, name: str, value: float) -> None:
-        """Add one number that is on the host already; the mean is reported."""
+        """Add one number that is on the host already. `report` returns the mean of such numbers."""
         count, total = self._values.get(name, (0, 0.0))
         self._values[name] = (count + 1, total + value)
 
     def report(
-        self, num_updates: int, everywhere: Callable[[Totals], list[Totals]] | None = None
+        self, num_updates: int, all_ranks: Callable[[Totals], list[Totals]] | None = None
     ) -> dict[str, tuple[float, float]]:
-        """(mean, standard deviation) of each metric, and an empty meter.
+        """(mean, standard deviation) of each metric; shares are averaged over the updates. The meter is empty afterwards.
 
-        Args:
-            num_updates: what shares of updates' totals are averaged over.
-            everywhere: this rank's totals -> those of all ranks; None: there is one.
+        `all_ranks` maps this rank's totals to the totals of all ranks. None: there is one rank.
         """
         result = {name: (total / count, 0.0) for name, (count, total) in self._values.items()}
-        own: Totals = {}
-        if self._moments:
-            _add_up(own, zip(self._names, torch.stack(self._moments).tolist(), strict=True))
-        totals = own
-        if everywhere is not None:
-            totals = {}
-            for theirs in everywhere(own):
-                _add_up(totals, theirs.items())
+        moments = torch.stack(self._moments).tolist() if self._moments else []
+        totals = _added_up(zip(self._names, moments, strict=True))
+        if all_ranks is not None:
+            totals = _added_up(item for of_rank in all_ranks(totals) for item in of_rank.items())
         for name, (count, total, squares) in totals.items():
             mean = total / (count or num_updates or 1)
             variance = squares / count - mean**2 if count else 0.0
             result[name] = (mean, math.sqrt(max(variance, 0.0)) if math.isfinite(variance) else variance)
-        self._names, self._moments, self._values = [], [], {}
+        self.clear()
         return result
 
+    def clear(self) -> None:
+        """Forget everything that was added."""
+        self._names, self._moments, self._values = [], [], {}
 
-def _add_up(totals: Totals, parts: Iterable[tuple[str, Sequence[float]]]) -> None:
+
+def _added_up(parts: Iterable[tuple[str, Sequence[float]]]) -> Totals:
+    totals: Totals = {}
     for name, (count, total, squares) in parts:
         so_far = totals.get(name, (0.0, 0.0, 0.0))
         totals[name] = (so_far[0] + count, so_far[1] + total, so_far[2] + squares)
+    return totals
+
+
+QUANTILES = {"max": 1.0, "min": 0.0, "median": 0.5, "q25": 0.25, "q75": 0.75}
+"""Metric name -> the fraction of rewards at or below it."""
 
 
 def reward_statistics(rewards: Float[Tensor, " N"]) -> dict[str, float]:
-    """Mean, standard deviation (n - 1), extremes and quartiles, under their metric names."""
-    values = rewards.double().numpy()
-    low, q25, median, q75, high = _quantiles(rewards.numpy(), (0.0, 0.25, 0.5, 0.75, 1.0))
-    mean, std = mean_and_std(values, ddof=1)
-    return {
-        "rewards/mean": mean,
-        "rewards/std": std,
-        "rewards/max": high,
-        "rewards/min": low,
-        "rewards/median": median,
-        "rewards/q25": q25,
-        "rewards/q75": q75,
-    }
-
-
-def mean_and_std(values: NDArray[np.float64], ddof: int) -> tuple[float, float]:
-    """Mean, and standard deviation with divisor n - ddof (0 for a single value)."""
-    mean = float(np.add.reduce(values)) / values.size  # half the time of values.mean() for a thousand values
-    squares = float(np.add.reduce(np.square(values - mean)))  # not by BLAS, whose threads would spin
-    return mean, math.sqrt(squares / max(values.size - ddof, 1))
-
-
-def _quantiles(values: NDArray[Any], fractions: Sequence[float]) -> list[float]:
-    """`np.quantile` (linear), several at once, at a fifth of its time for a thousand values."""
-    ordered, last = np.sort(values), len(values) - 1
-    found = []
-    for fraction in fractions:
-        below = int(last * fraction)
-        low, high = ordered.item(below), ordered.item(min(below + 1, last))
-        found.append(low + (high - low) * (last * fraction - below))
-    return found
+    """Mean, standard deviation (n - 1), extremes and quartiles of the rewards, under their metric names."""
+    mean, std = mean_and_std(rewards.double().numpy(), ddof=1)
+    places = np.array(list(QUANTILES.values())) * (len(rewards) - 1)
+    quantiles = np.interp(places, np.arange(len(rewards)), np.sort(rewards.numpy())).tolist()
+    named = {f"rewards/{name}": value for name, value in zip(QUANTILES, quantiles, strict=True)}
+    return {"rewards/mean": mean, "rewards/std": std, **named}
 
 
 @runtime_checkable
 class MetricSink(Protocol):
-    """Where metrics go: a file, a dashboard, a plot."""
+    """Receives the metrics of each iteration: a file, a dashboard, a plot."""
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        """Take the metrics of one iteration; iterations count from 1."""
+        """Record the metrics of one iteration. Iterations count from 1."""
         ...
 
     def close(self) -> None:
-        """Called by whoever opened the sink, when nothing more comes."""
+        """Release what the sink holds. Whoever opened the sink calls this after the last iteration."""
         ...
 
 
 class JSONLSink:
-    """One JSON object per iteration and line, appended and flushed; readable by anything.
+    """Appends one JSON object per iteration to a file, one per line, and flushes after each line.
 
-    Control characters in names are escaped, and a number JSON has no word for (NaN, infinity) is written as null.
+    Control characters in names are escaped. NaN and infinity become null, because JSON has no such numbers.
 
     Args:
-        path: the file; its folder is made, and lines are added to a file that exists.
+        path: the file. Missing folders are created, and lines are appended to an existing file.
 
     Example:
-        >>> with JSONLSink("/tmp/metrics.jsonl") as sink:
+        >>> with JSONLSink("metrics.jsonl") as sink:
         ...     sink.log({"rewards/mean": 0.5}, iteration=1)
+        >>> Path("metrics.jsonl").read_text()
+        '{"iteration": 1, "rewards/mean": 0.5}\\n'
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -220,3 +135,106 @@ class JSONLSink:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+AVERAGED = {"reward": "rewards/mean", "loss": "train/total_loss", "kl": "train/kl_mean", "entropy": "train/entropy"}
+"""Name of an average in `RunningStatistics` -> the metric that it averages."""
+
+
+@dataclass(kw_only=True)
+class RunningStatistics:
+    """Counts, moving averages and recent rewards of a run. A `MetricSink`: pass it to `train(sinks=[...])`.
+
+    The average of x_1 ... x_n is m_n / w_n with
+
+        m_n = decay m_(n-1) + (1 - decay) x_n,  w_n = decay w_(n-1) + (1 - decay),  m_0 = w_0 = 0
+
+    This equals sum_i decay^(n-i) x_i / sum_i decay^(n-i), so the first average is x_1 and is not biased towards 0.
+    A missing or NaN metric leaves its average or count unchanged.
+
+    Raises:
+        ConfigError: `decay` is outside [0, 1), or `history` is below 1.
+
+    Example:
+        >>> statistics = RunningStatistics(decay=0.5)
+        >>> statistics.log({"rewards/mean": 1.0}, iteration=1)
+        >>> statistics.log({"rewards/mean": 4.0}, iteration=2)
+        >>> statistics.averages["reward"]  # (0.5 * 1 + 4) / (0.5 + 1)
+        3.0
+
+    Source:
+        Kingma & Ba 2015, arXiv:1412.6980, sec. 3, for dividing by the sum of the weights.
+    """
+
+    decay: float = 0.99
+    """Factor on a value's weight per later value. Larger: smoother averages that follow changes later."""
+    history: int = 1_000
+    """Number of mean rewards to keep, one per iteration. Larger: `reward_history` reaches further back."""
+    num_iterations: int = 0
+    """Iterations that were logged."""
+    num_updates: int = 0
+    """Updates that changed the weights."""
+    num_samples: int = 0
+    """New rows of all ranks. Groups that dynamic sampling left out count with the mean size of the groups that stayed."""
+    moments: dict[str, list[float]] = field(default_factory=lambda: {name: [0.0, 0.0] for name in AVERAGED})
+    """Name of an average -> (m_n, w_n)."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean rewards of the last `history` iterations, oldest first."""
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        if not 0.0 <= self.decay < 1.0:
+            raise ConfigError(f"RunningStatistics.decay must be in [0, 1); got {self.decay!r}.")
+        if self.history < 1:
+            raise ConfigError(f"RunningStatistics.history must be >= 1; got {self.history!r}.")
+
+    def reset(self) -> None:
+        """Forget everything that was logged. `decay` and `history` stay."""
+        vars(self).update(vars(RunningStatistics(decay=self.decay, history=self.history)))
+
+    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
+        """Add the metrics of one iteration, as the trainer's `train`, `step` and `update` return them."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self.num_iterations += 1
+        self.num_updates += round(finite.get("train/num_updates", 0.0))
+        groups = "group_stats/num_drawn" if "group_stats/num_drawn" in metrics else "group_stats/num_groups"
+        self.num_samples += round(finite.get(groups, 0.0) * finite.get("group_stats/avg_group_size", 0.0))
+        for name, metric in AVERAGED.items():
+            if metric in finite:
+                total, weight = self.moments[name]
+                new = 1.0 - self.decay
+                self.moments[name] = [self.decay * total + new * finite[metric], self.decay * weight + new]
+        if AVERAGED["reward"] in finite:
+            self.rewards = [*self.rewards, finite[AVERAGED["reward"]]][-self.history :]
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to close."""
+
+    @property
+    def averages(self) -> dict[str, float | None]:
+        """Moving averages of reward, loss, KL and entropy. None: the metric was never measured."""
+        return {name: total / weight if weight else None for name, (total, weight) in self.moments.items()}
+
+    @property
+    def reward_history(self) -> list[float]:
+        """Mean rewards of the last `history` iterations, oldest first."""
+        return list(self.rewards)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings, counts, averages and rewards as plain values, ready for JSON and for `from_dict`."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "RunningStatistics":
+        """The statistics that `to_dict` wrote. They continue where the written ones stopped.
+
+        Raises:
+            ConfigError: the keys are not those that `to_dict` writes.
+        """
+        expected = {one.name for one in fields(cls)}
+        if set(values) != expected or set(values["moments"]) != set(AVERAGED):
+            raise ConfigError(
+                f"RunningStatistics.from_dict needs {', '.join(sorted(expected))}, with moments of {', '.join(AVERAGED)}; "
+                f"got {', '.join(sorted(values))}. Pass what to_dict() returned."
+            )
+        return cls(**deepcopy(dict(values)))

@@ -4,8 +4,8 @@ Batches are counted in rows, as everywhere here: a paper's 512 prompts of 16 ans
 `group_size=16`, and its mini-batch of 512 answers is `batch_size=512`. Learning rates are those of language models with
 billions of parameters; small networks want a thousand times more. To change something:
 
-    recipe = presets.dapo()
-    config = replace(recipe, learning_rate=1e-3, objective=replace(recipe.objective, clip_high=0.3))   # dataclasses.replace
+    recipe = presets.dapo()  # with dataclasses.replace:
+    config = replace(recipe, learning_rate=1e-3, objective=replace(recipe.objective, surrogate=Clip(high=0.3)))
 
 On a small problem change `num_states_per_iteration` (a shorter list of states is repeated to fill it) and `batch_size` with it:
 rows / batch_size is the number of updates per iteration, and with one update every ratio is 1 and most recipes coincide. Clip
@@ -16,10 +16,8 @@ What a paper does not state is left at the default, or taken from the authors' c
 
 import math
 
-from .adaptive_coefficients import KLControl
-from .advantage_estimator import AdvantageConfig
-from .config import GRPOConfig
-from .objective_config import ObjectiveConfig
+from .config import AdvantageConfig, GRPOConfig, KLControl, ObjectiveConfig
+from .surrogates import Cispo, Clip, Gmpo, Reinforce, Sapo
 
 # Language models with verifiable rewards
 
@@ -57,7 +55,7 @@ def dapo() -> GRPOConfig:
         max_grad_norm=1.0,
         dynamic_sampling_rounds=9,
         advantage=AdvantageConfig(scale="group"),
-        objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.0, aggregation="step_mean"),
+        objective=ObjectiveConfig(surrogate=Clip(low=0.2, high=0.28), kl_coef=0.0, aggregation="step_mean"),
     )
 
 
@@ -77,7 +75,7 @@ def dr_grpo(max_length: int = 3000) -> GRPOConfig:
         learning_rate=1e-6,
         advantage=AdvantageConfig(scale="none"),
         objective=ObjectiveConfig(
-            clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="fixed_length", fixed_length=max_length
+            surrogate=Clip(low=0.2, high=0.2), kl_coef=0.0, aggregation="fixed_length", fixed_length=max_length
         ),
     )
 
@@ -98,7 +96,7 @@ def gspo() -> GRPOConfig:
         learning_rate=1e-6,
         advantage=AdvantageConfig(scale="group"),
         objective=ObjectiveConfig(
-            ratio_level="row", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0, aggregation="row_mean"
+            surrogate=Clip(low=3e-4, high=4e-4, level="row"), kl_coef=0.0, aggregation="row_mean"
         ),
     )
 
@@ -106,7 +104,7 @@ def gspo() -> GRPOConfig:
 def cispo() -> GRPOConfig:
     """The importance weight is bounded instead of the objective, so that every step keeps a gradient.
 
-    The paper does not tell its upper bound: 5 (`clip_high=4`) is ScaleRL's, where 4 to 8 did equally well. Group, batches and
+    The paper does not tell its upper bound: 5 (`high=4`) is ScaleRL's, where 4 to 8 did equally well. Group, batches and
     learning rate are not told either: they are DAPO's, whose dynamic sampling it shares.
 
     Source:
@@ -119,7 +117,7 @@ def cispo() -> GRPOConfig:
         learning_rate=1e-6,
         dynamic_sampling_rounds=9,
         advantage=AdvantageConfig(scale="group"),
-        objective=ObjectiveConfig(surrogate="cispo", clip_low=1.0, clip_high=4.0, kl_coef=0.0, aggregation="step_mean"),
+        objective=ObjectiveConfig(surrogate=Cispo(low=1.0, high=4.0), kl_coef=0.0, aggregation="step_mean"),
     )
 
 
@@ -138,9 +136,7 @@ def sapo() -> GRPOConfig:
         learning_rate=1e-6,
         advantage=AdvantageConfig(scale="group"),
         objective=ObjectiveConfig(
-            surrogate="sapo",
-            sapo_temperature_pos=1.0,
-            sapo_temperature_neg=1.05,
+            surrogate=Sapo(temperature_pos=1.0, temperature_neg=1.05),
             kl_coef=0.0,
             aggregation="row_mean",
         ),
@@ -160,9 +156,7 @@ def gmpo() -> GRPOConfig:
         learning_rate=1e-6,
         advantage=AdvantageConfig(scale="group"),
         objective=ObjectiveConfig(
-            surrogate="gmpo",
-            clip_low=1.0 - math.exp(-0.4),
-            clip_high=math.exp(0.4) - 1.0,
+            surrogate=Gmpo(low=1.0 - math.exp(-0.4), high=math.exp(0.4) - 1.0),
             kl_coef=0.0,
             aggregation="row_mean",
         ),
@@ -181,7 +175,7 @@ def rloo() -> GRPOConfig:
         group_size=4,
         learning_rate=1e-6,
         advantage=AdvantageConfig(baseline="leave_one_out", scale="none"),
-        objective=ObjectiveConfig(surrogate="none", kl_coef=0.03, kl_estimator="k2", aggregation="row_sum"),
+        objective=ObjectiveConfig(surrogate=Reinforce(), kl_coef=0.03, kl_estimator="k2", aggregation="row_sum"),
     )
 
 
@@ -198,7 +192,9 @@ def reinforce_plus_plus_baseline() -> GRPOConfig:
         num_states_per_iteration=128,
         learning_rate=5e-7,
         advantage=AdvantageConfig(baseline="group_mean", scale="whiten"),
-        objective=ObjectiveConfig(clip_low=0.2, clip_high=0.2, kl_coef=1e-5, kl_estimator="k2", aggregation="row_mean"),
+        objective=ObjectiveConfig(
+            surrogate=Clip(low=0.2, high=0.2), kl_coef=1e-5, kl_estimator="k2", aggregation="row_mean"
+        ),
     )
 
 
@@ -214,7 +210,7 @@ def gpg() -> GRPOConfig:
         group_size=8,
         learning_rate=1e-6,
         advantage=AdvantageConfig(scale="none", upweight_live_groups=True),
-        objective=ObjectiveConfig(surrogate="none", kl_coef=0.0, aggregation="step_mean"),
+        objective=ObjectiveConfig(surrogate=Reinforce(), kl_coef=0.0, aggregation="step_mean"),
     )
 
 
@@ -230,7 +226,7 @@ def maxrl() -> GRPOConfig:
         learning_rate=1e-6,
         max_grad_norm=0.3,
         advantage=AdvantageConfig(scale="mean", std_eps=1e-6),
-        objective=ObjectiveConfig(clip_low=0.2, clip_high=0.2, kl_coef=0.0, aggregation="step_mean"),
+        objective=ObjectiveConfig(surrogate=Clip(low=0.2, high=0.2), kl_coef=0.0, aggregation="step_mean"),
     )
 
 
@@ -248,7 +244,7 @@ def bnpo() -> GRPOConfig:
         learning_rate=1e-6,
         max_grad_norm=1.0,
         advantage=AdvantageConfig(scale="beta"),
-        objective=ObjectiveConfig(clip_low=0.2, clip_high=0.28, dual_clip=10.0, kl_coef=0.0, aggregation="row_sum"),
+        objective=ObjectiveConfig(surrogate=Clip(low=0.2, high=0.28, dual=10.0), kl_coef=0.0, aggregation="row_sum"),
     )
 
 
@@ -303,7 +299,7 @@ def _tools(
         max_grad_norm=1.0,
         kl_control=KLControl(rule="threshold", target=kl_target, coef_min=0.001, coef_max=0.1),
         advantage=AdvantageConfig(scale="group", std_ddof=0, gamma=0.99, gae_lambda=0.95),
-        objective=ObjectiveConfig(clip_low=clip, clip_high=clip, kl_coef=kl_coef, entropy_coef=entropy_coef),
+        objective=ObjectiveConfig(surrogate=Clip(low=clip, high=clip), kl_coef=kl_coef, entropy_coef=entropy_coef),
     )
 
 
@@ -341,5 +337,5 @@ def _conversation(
         warmup_ratio=warmup_ratio,
         max_grad_norm=max_grad_norm,
         advantage=AdvantageConfig(reward_clip=10.0),
-        objective=ObjectiveConfig(clip_low=0.2, clip_high=0.2, kl_coef=0.1, entropy_coef=0.01),
+        objective=ObjectiveConfig(surrogate=Clip(low=0.2, high=0.2), kl_coef=0.1, entropy_coef=0.01),
     )

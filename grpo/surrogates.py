@@ -1,314 +1,380 @@
-"""Per-step policy losses, unreduced, and their slopes.
+"""The policy's loss per step, unreduced: one small frozen class per paper, differentiated by autograd.
 
-Each takes ratios rho = pi / pi_old ([N, T], or [N, 1] for one per row), log-probabilities where its gradient goes through
-them, and advantages (broadcast over steps), and returns a loss per step with its slope in what it goes through; only
-`grpo_objective` sums. At rho = 1 each pushes as REINFORCE does, by -A: they differ in what they do once the policy has moved.
+With rho = pi / pi_old the probability ratio and A the advantage, each class maps `Steps` to a loss per step [N, T] (or
+[N, 1], the same for all steps of a row). Only `grpo_objective` sums. At rho = 1 each has the gradient of REINFORCE, -A grad
+log pi; they differ in what they do once the policy has moved.
+
+Any function `Steps -> [N, T]` is a surrogate too; `SurrogateTraits` lists what it may say about itself.
 """
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import hardshrink
 
-from .ratios import bounded_exp, mean_over_steps
-from .step_loss import StepLoss, times
-
-Surrogate = Literal["clip", "none", "cispo", "sapo", "gmpo", "vespo", "dro", "dppo_tv", "kl_cov", "clip_cov"]
+from ._objective.ratios import MAX_LOG_RATIO, RatioLevel, bounded_exp, either, mean_over_steps, past_bounds
+from ._objective.sampler import require_order
+from ._objective.selection import Select, covariances, drawn_covariances, largest_covariances
+from ._objective.steps import Steps
+from .errors import ConfigError
+from .types import zero_outside
+from .writing import Settings, setting
 
 ROUNDING = 1e-6
-"""Log-ratios up to this are those of two forwards of the same policy, not of a policy that has moved."""
+"""Log-ratios up to this size are the rounding of two forwards of the same policy."""
 
-MIN_LOG_VESPO_WEIGHT = math.log(1e-8)
-"""VESPO's importance weights are bounded below by this before their powers are taken."""
+MIN_LOG_WEIGHT = math.log(1e-8)
+"""VESPO bounds log importance weights below by this before it takes their powers."""
 
 
-def clipped_surrogate(
-    ratio: Float[Tensor, "N #T"],
-    advantages: Float[Tensor, "N #T"],
-    *,
-    clip_low: float,
-    clip_high: float,
-    delta: float | None = None,
-    dual_clip: float | None = None,
-) -> StepLoss:
-    """Per-step PPO surrogate, clipped to a trust region.
+@runtime_checkable
+class Surrogate(Protocol):
+    """A loss per step, unreduced, differentiated by autograd."""
+
+    def __call__(self, steps: Steps) -> Float[Tensor, "N #T"]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurrogateTraits:
+    """What others have to know about a surrogate. A surrogate says it by attributes of these names; the defaults are safe."""
+
+    level: RatioLevel = "step"
+    """The level of its ratio, which `k3_weighted` and the metrics use too."""
+    reads_rows: bool = False
+    """The loss of a step depends on the row's other steps, so rows cannot be split into steps. True for row levels."""
+    zero_advantage_is_inert: bool = False
+    """A row whose advantages are 0 has no gradient, so the trainer may skip it."""
+    uses_sampler_weights: bool = False
+    """It reads `Steps.sampler_weights` itself; otherwise the objective multiplies by them."""
+    for_probabilities: bool = False
+    """It compares probabilities, which densities of continuous actions are not: the trainer refuses them."""
+    stopped: Callable[[Steps], tuple[Tensor, Tensor]] | None = None
+    """Steps whose gradient has stopped at the lower and at the upper bound, for the clip metrics. None: there are no bounds."""
+    select: Select | None = None
+    """Chooses steps once per update over all ranks; the choice arrives as `Steps.selected`. None: it chooses nothing."""
+
+
+def traits_of(surrogate: Any) -> SurrogateTraits:
+    """What a surrogate says about itself, with the defaults for everything it does not say.
+
+    Raises:
+        ConfigError: a `level` that does not exist.
+    """
+    level: RatioLevel = getattr(surrogate, "level", "step")
+    if level not in get_args(RatioLevel):
+        raise ConfigError(f"A surrogate's level must be one of {', '.join(get_args(RatioLevel))}; got {level!r}.")
+    return SurrogateTraits(
+        level=level,
+        reads_rows=getattr(surrogate, "reads_rows", level not in ("step", "none")),
+        zero_advantage_is_inert=getattr(surrogate, "zero_advantage_is_inert", False),
+        uses_sampler_weights=getattr(surrogate, "uses_sampler_weights", False),
+        for_probabilities=getattr(surrogate, "for_probabilities", False),
+        stopped=getattr(surrogate, "stopped", None),
+        select=getattr(surrogate, "select", None),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AtLevel(Settings):
+    """A surrogate whose ratio may be the step's or the row's."""
+
+    level: RatioLevel = "step"
+    """The ratio of the step, or of the row (see `Steps.log_ratio`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bounded(_AtLevel):
+    """A surrogate whose ratio is bounded around 1."""
+
+    low: float = setting(0.2, at_least=0.0, at_most=1.0)
+    """How far below 1 the ratio may go. Larger drops bad actions faster. 1: no lower bound."""
+    high: float = setting(0.2, at_least=0.0)
+    """How far above 1 the ratio may go, not the bound itself: a bound of 5 is high=4. Larger takes up good actions faster."""
+
+    def stopped(self, steps: Steps) -> tuple[Bool[Tensor, "N #T"], Bool[Tensor, "N #T"]]:
+        """Steps past the bound that their advantage pushes towards."""
+        return past_bounds(steps.ratio(self.level), steps.advantages, self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip(_Bounded):
+    """PPO: the ratio, clipped to a trust region.
 
     l[n,t] = -min(rho[n,t] A[n,t], clip(rho[n,t], 1 - low, 1 + high) A[n,t])
 
-    Slope in rho: -A inside the region, and exactly 0 once the step has already moved past the bound its advantage pushes
-    towards: above 1 + high for A > 0, below 1 - low for A < 0. Two further bounds hold where A < 0 and the ratio is large,
-    where the loss above has no bound: `delta` replaces the unclipped rho by min(rho, delta), and `dual_clip` bounds the loss
-    by -c A.
-
-    Args:
-        ratio: pi / pi_old.
-        advantages: how much better than its baseline; [N, 1] or [N, T].
-        clip_low: distance below 1; larger lets bad actions become rarer within one iteration, 1 is no lower bound.
-        clip_high: distance above 1; larger lets good actions become more likely within one iteration.
-        delta: absolute bound on the unclipped ratio, above 1 + high; smaller forgets more of what went badly wrong.
-        dual_clip: c > 1, the same idea as a bound on the loss.
-
-    Example:
-        >>> ratio, advantages = torch.tensor([[1.5, 1.5], [0.5, 0.5]]), torch.tensor([[1.0, -1.0], [1.0, -1.0]])
-        >>> clipped = clipped_surrogate(ratio, advantages, clip_low=0.2, clip_high=0.2)
-        >>> clipped.loss.tolist(), clipped.by_ratio.tolist()
-        ([[-1.2000000476837158, 1.5], [-0.5, 0.800000011920929]], [[-0.0, 1.0], [-1.0, 0.0]])
+    The gradient is 0 once a step has moved past the bound that its advantage pushes towards. Where A < 0 and rho is large
+    the loss has no bound; two optional ones are `delta`, min(rho, delta) in place of the first rho, and `dual`, which
+    bounds the loss by -dual A.
 
     Source:
         Schulman et al. 2017, arXiv:1707.06347, eq. 7; separate bounds: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 8;
-        delta: Prime Intellect 2025 (INTELLECT-2), arXiv:2505.07291;
-        dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5.
+        delta: Prime Intellect 2025 (INTELLECT-2), arXiv:2505.07291; dual: Ye et al. 2020, arXiv:1912.09729, eq. 5.
     """
-    low, high = clip_bounds(advantages, clip_low, clip_high)
-    beyond = min(bound for bound in (delta, dual_clip, math.inf) if bound is not None)
-    if beyond < math.inf:
-        high = torch.where(advantages < 0, beyond, high)
-    clipped = torch.minimum(torch.maximum(ratio, low), high)
-    moves = clipped.clone().eq_(ratio)
-    return StepLoss(times(clipped, -advantages), by_ratio=times(moves, -advantages))
+
+    zero_advantage_is_inert: ClassVar[bool] = True
+    delta: float | None = setting(None, above=1.0)
+    """Bound on the unclipped ratio, above 1 + high. Smaller forgets more of what went badly wrong. None: no bound."""
+    dual: float | None = setting(None, above=1.0)
+    """Where A < 0, bound on the loss in units of -A. Smaller forgets more of what went badly wrong. None: no bound."""
+
+    def __post_init__(self) -> None:
+        """Check every value, and that `delta` is outside the trust region."""
+        Settings.__post_init__(self)
+        if self.delta is not None and self.delta <= 1.0 + self.high:
+            raise ConfigError(
+                f"Clip.delta={self.delta} must be above 1 + high = {1.0 + self.high}: it bounds the ratios that clipping "
+                "leaves unbounded."
+            )
+
+    def __call__(self, steps: Steps) -> Float[Tensor, "N #T"]:
+        rho, A = steps.ratio(self.level), steps.advantages
+        unclipped = rho if self.delta is None else rho.clamp(max=self.delta)
+        loss = -torch.minimum(unclipped * A, rho.clamp(1 - self.low, 1 + self.high) * A)
+        return loss if self.dual is None else torch.where(A < 0, torch.minimum(loss, -self.dual * A), loss)
 
 
-def clip_bounds(
-    advantages: Float[Tensor, "N #T"], clip_low: float, clip_high: float
-) -> tuple[Float[Tensor, "N #T"], Float[Tensor, "N #T"]]:
-    """Between which ratios PPO's minimum follows the ratio: from 1 - low where A < 0, up to 1 + high where A > 0.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reinforce(Settings):
+    """REINFORCE: the policy gradient without an importance weight.
 
-    min(rho A, clip(rho, 1 - low, 1 + high) A) = A clip(rho, lowest, highest) with the bound that A pushes towards, and none on
-    the other side: one clamp in place of two products and a minimum, and the slope is 0 wherever the clamp has moved rho.
-    """
-    lowest = _either(advantages < 0, 1.0 - clip_low, -math.inf, advantages.dtype)
-    highest = _either(advantages > 0, 1.0 + clip_high, math.inf, advantages.dtype)
-    return lowest, highest
-
-
-def reinforce_surrogate(log_probs: Float[Tensor, "N T"], advantages: Float[Tensor, "N #T"]) -> StepLoss:
-    """l[n,t] = -A[n,t] log_probs[n,t], of slope -A[n,t]: the policy gradient without an importance weight.
+    l[n,t] = -A[n,t] log_probs[n,t]
 
     Source:
         Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning".
     """
-    return StepLoss(-advantages * log_probs, by_log_prob=-advantages)
+
+    zero_advantage_is_inert: ClassVar[bool] = True
+
+    def __call__(self, steps: Steps) -> Float[Tensor, "N T"]:
+        return -steps.advantages * steps.log_probs
 
 
-def cispo_surrogate(
-    ratio: Float[Tensor, "N #T"],
-    log_probs: Float[Tensor, "N T"],
-    advantages: Float[Tensor, "N #T"],
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> StepLoss:
-    """CISPO: a bounded importance weight on REINFORCE, so that every step keeps a gradient.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cispo(_Bounded):
+    """CISPO: REINFORCE with a clipped importance weight, so that every step keeps a gradient.
 
     l[n,t] = -sg(clip(rho[n,t], 1 - low, 1 + high)) A[n,t] log_probs[n,t]
-
-    Slope in log_probs: -clip(rho[n,t], 1 - low, 1 + high) A[n,t], never 0 but with A.
-
-    Args:
-        ratio: pi / pi_old.
-        log_probs: log pi.
-        advantages: how much better than its baseline.
-        clip_low: distance below 1; 1 is no lower bound, as in the paper.
-        clip_high: distance above 1, not the bound itself: a bound of 5 is clip_high=4.
 
     Source:
         MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5.
     """
-    push = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    push = times(push, -advantages)
-    return StepLoss(push * log_probs, by_log_prob=push)
+
+    zero_advantage_is_inert: ClassVar[bool] = True
+
+    def __call__(self, steps: Steps) -> Float[Tensor, "N T"]:
+        weight = steps.ratio(self.level).detach().clamp(1 - self.low, 1 + self.high)
+        return -weight * steps.advantages * steps.log_probs
 
 
-def sapo_surrogate(
-    ratio: Float[Tensor, "N #T"],
-    advantages: Float[Tensor, "N #T"],
-    *,
-    temperature_pos: float,
-    temperature_neg: float,
-) -> StepLoss:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sapo(_AtLevel):
     """SAPO: a smooth gate in place of a hard clip.
 
     l[n,t] = -(4 / tau) sigmoid(tau (rho[n,t] - 1)) A[n,t],  tau = temperature_pos where A > 0, else temperature_neg
 
-    Slope in rho, with s for the sigmoid: -4 s (1 - s) A, which is -A at rho = 1 and falls off on both sides.
-
-    Args:
-        ratio: pi / pi_old.
-        advantages: how much better than its baseline.
-        temperature_pos: larger lets good actions move less far.
-        temperature_neg: larger lets bad actions move less far.
-
     Source:
         Gao et al. 2025 (SAPO), arXiv:2511.20347.
     """
-    tau = _either(advantages > 0, temperature_pos, temperature_neg, ratio.dtype)
-    gate = (tau * ratio).sub_(tau).sigmoid_()
-    by_ratio: Tensor = torch.ops.aten.sigmoid_backward.default(-4.0 * advantages, gate)  # -4 A s (1 - s), in one pass
-    return StepLoss(times(gate, advantages * (-4.0 / tau)), by_ratio=by_ratio)
+
+    zero_advantage_is_inert: ClassVar[bool] = True
+    temperature_pos: float = setting(1.0, above=0.0)
+    """tau where A > 0. Larger lets good actions move less far."""
+    temperature_neg: float = setting(1.05, above=0.0)
+    """tau where A <= 0. Larger lets bad actions move less far."""
+
+    def __call__(self, steps: Steps) -> Float[Tensor, "N #T"]:
+        rho, A = steps.ratio(self.level), steps.advantages
+        tau = either(A > 0, self.temperature_pos, self.temperature_neg, like=A)
+        return -(4 / tau) * torch.sigmoid(tau * (rho - 1)) * A
 
 
-def gmpo_surrogate(
-    log_ratio: Float[Tensor, "N T"],
-    advantages: Float[Tensor, "N #T"],
-    mask: Bool[Tensor, "N T"],
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> StepLoss:
-    """GMPO: the geometric mean over a row's steps of their clipped ratios, which single outliers hardly move.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gmpo(Settings):
+    """GMPO: the geometric mean of a row's clipped ratios, which single outliers hardly move.
 
     l[n,t] = -A[n,t] exp(mean over steps s of c[n,s]),
       c = min(x, log(1 + high)) where A > 0, max(x, log(1 - low)) where A <= 0,  x = log_probs - old_log_probs
 
-    Slope in the row's mean: l itself. A step moves that mean by 1 / (number of steps) where c = x, and not where it is bounded.
-
-    Args:
-        log_ratio: x per step, 0 off the mask.
-        advantages: how much better than its baseline.
-        mask: the valid steps.
-        clip_low: distance of the bound below 1; the paper's exp(-0.4) is 0.33.
-        clip_high: distance of the bound above 1; the paper's exp(0.4) is 0.49.
-
     Source:
         Zhao et al. 2025 (GMPO), arXiv:2507.20673.
     """
-    low = math.log1p(-clip_low) if clip_low < 1.0 else -math.inf
-    pessimistic = torch.where(advantages > 0, log_ratio.clamp(max=math.log1p(clip_high)), log_ratio.clamp(min=low))
-    mean = bounded_exp(mean_over_steps(pessimistic, mask))
-    free = (pessimistic == log_ratio) & mask
-    return StepLoss(-advantages * mean.value, by_row_mean=-advantages * mean.slope, free=free.to(log_ratio.dtype))
+
+    zero_advantage_is_inert: ClassVar[bool] = True
+    reads_rows: ClassVar[bool] = True
+    low: float = setting(0.2, at_least=0.0, at_most=1.0)
+    """How far below 1 each ratio may go; the paper's exp(-0.4) is 0.33. Larger drops bad actions faster. 1: no bound."""
+    high: float = setting(0.2, at_least=0.0)
+    """How far above 1 each ratio may go; the paper's exp(0.4) is 0.49. Larger takes up good actions faster."""
+
+    def __call__(self, steps: Steps) -> Float[Tensor, "N #T"]:
+        x, A = steps.log_ratio("step"), steps.advantages
+        lowest = math.log1p(-self.low) if self.low < 1 else -math.inf
+        c = torch.where(A > 0, x.clamp(max=math.log1p(self.high)), x.clamp(min=lowest))
+        return -A * bounded_exp(mean_over_steps(zero_outside(c, steps.mask), steps.mask))
+
+    def stopped(self, steps: Steps) -> tuple[Bool[Tensor, "N #T"], Bool[Tensor, "N #T"]]:
+        """Steps past the bound that their advantage pushes towards."""
+        return past_bounds(steps.ratio("step"), steps.advantages, self.low, self.high)
 
 
-def vespo_surrogate(
-    log_weight: Float[Tensor, "N 1"],
-    log_probs: Float[Tensor, "N T"],
-    advantages: Float[Tensor, "N #T"],
-    *,
-    k_pos: float,
-    lambda_pos: float,
-    k_neg: float,
-    lambda_neg: float,
-) -> StepLoss:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vespo(Settings):
     """VESPO: REINFORCE under a smooth kernel of the row's importance weight w, in place of a clip.
 
-    l[n,t] = -sg(phi(w[n])) A[n,t] log_probs[n,t],  phi(w) = w^k exp(lambda (1 - w)),  so that phi(1) = 1
-
-    Slope in log_probs: -phi(w[n]) A[n,t].
-
-    Args:
-        log_weight: log w, the sum over the row's steps of log_probs - old_log_probs (plus log-weights that correct for the
-            sampler).
-        log_probs: log pi.
-        advantages: how much better than its baseline.
-        k_pos: where A >= 0; larger discounts rows more that have become rarer.
-        lambda_pos: where A >= 0; larger discounts rows more that have become more likely.
-        k_neg: `k_pos` where A < 0.
-        lambda_neg: `lambda_pos` where A < 0.
+    l[n,t] = -sg(phi(w[n])) A[n,t] log_probs[n,t],  phi(w) = w^k exp(lambda (1 - w)), so that phi(1) = 1
+    log w[n] = sum over steps of log_probs - old_log_probs, plus the log of the sampler's weights
 
     Source:
         Shen et al. 2026 (VESPO), arXiv:2602.10693.
     """
-    log_w = log_weight.clamp(min=MIN_LOG_VESPO_WEIGHT)
-    good = advantages >= 0
-    k = _either(good, k_pos, k_neg, log_w.dtype)
-    rate = _either(good, lambda_pos, lambda_neg, log_w.dtype)
-    push = -(rate + k * log_w - rate * log_w.exp()).exp() * advantages
-    return StepLoss(push * log_probs, by_log_prob=push)
+
+    zero_advantage_is_inert: ClassVar[bool] = True
+    reads_rows: ClassVar[bool] = True
+    uses_sampler_weights: ClassVar[bool] = True
+    k_pos: float = setting(2.0, above=0.0)
+    """k where A >= 0. Larger discounts rows more that have become rarer."""
+    lambda_pos: float = setting(3.0, at_least=1e-4)
+    """lambda where A >= 0. Larger discounts rows more that have become more likely."""
+    k_neg: float = setting(3.0, above=0.0)
+    """k where A < 0. Larger discounts rows more that have become rarer."""
+    lambda_neg: float = setting(2.0, at_least=1e-4)
+    """lambda where A < 0. Larger discounts rows more that have become more likely."""
+
+    def __call__(self, steps: Steps) -> Float[Tensor, "N T"]:
+        A, log_w = steps.advantages, self.log_weight(steps).detach()
+        k = either(A >= 0, self.k_pos, self.k_neg, like=A)
+        lam = either(A >= 0, self.lambda_pos, self.lambda_neg, like=A)
+        phi = (k * log_w + lam * (1 - log_w.exp())).exp()
+        return -phi * A * steps.log_probs
+
+    def log_weight(self, steps: Steps) -> Float[Tensor, "N 1"]:
+        """log w, from the policy that sampled to the current one, over the whole row."""
+        log_w = steps.log_ratio("step").clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).sum(1, keepdim=True)
+        if steps.sampler_weights is not None:
+            log_u = steps.sampler_weights.log().clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
+            if log_u.shape == steps.mask.shape:  # one weight per step; else one per row already
+                log_u = zero_outside(log_u, steps.mask).sum(1, keepdim=True)
+            log_w = log_w + log_u
+        return log_w.clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
 
 
-def dro_surrogate(
-    log_ratio: Float[Tensor, "N #T"],
-    log_probs: Float[Tensor, "N T"],
-    advantages: Float[Tensor, "N #T"],
-    *,
-    beta: float,
-) -> StepLoss:
-    """DRO per step: REINFORCE with a quadratic pull towards the old policy instead of an importance weight.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dro(_AtLevel):
+    """DRO per step: REINFORCE with a quadratic pull towards the old policy in place of an importance weight.
 
     l[n,t] = -A[n,t] log_probs[n,t] + beta / 2 (log rho[n,t])^2
 
-    Slopes: -A[n,t] in log_probs, and beta log rho[n,t] in log rho.
-
-    Args:
-        log_ratio: log rho.
-        log_probs: log pi.
-        advantages: how much better than its baseline.
-        beta: larger stays closer to the policy that sampled.
-
     Source:
-        Richemond et al. 2024 (DRO), arXiv:2405.19107, eq. 4, per step instead of per row, anchored to the old policy instead of
-        a reference, and without its learned value.
+        Richemond et al. 2024 (DRO), arXiv:2405.19107, eq. 4, per step instead of per row, anchored to the old policy instead
+        of a reference, and without its learned value.
     """
-    loss = -advantages * log_probs + 0.5 * beta * log_ratio.square()
-    return StepLoss(loss, by_log_prob=-advantages, by_log_ratio=beta * log_ratio)
+
+    beta: float = setting(0.05, at_least=0.0)
+    """Larger stays closer to the old policy."""
+
+    def __call__(self, steps: Steps) -> Float[Tensor, "N T"]:
+        return -steps.advantages * steps.log_probs + self.beta / 2 * steps.log_ratio(self.level).square()
 
 
-def dppo_tv_surrogate(
-    ratio: Float[Tensor, "N #T"],
-    log_probs: Float[Tensor, "N T"],
-    sampled_log_probs: Float[Tensor, "N T"],
-    advantages: Float[Tensor, "N #T"],
-    *,
-    tv_limit: float,
-) -> StepLoss:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dppo(_AtLevel):
     """DPPO with binary total variation: a step leaves the loss when its *probability* has moved too far, not its ratio.
 
     l[n,t] = -m[n,t] rho[n,t] A[n,t],  m = 0 where pi - mu > limit and A > 0, and where mu - pi > limit and A < 0, else 1
 
-    with mu the probability the step was sampled with. Slope in rho: -m[n,t] A[n,t].
-
-    The paper's ratio is pi / mu as well: with a sampler that is not the policy, correct for it (`sampler_correction`). For
-    probabilities alone: a density may be larger than 1, and a difference of densities is no distance.
-
-    Args:
-        ratio: pi / pi_old.
-        log_probs: log pi of the sampled steps.
-        sampled_log_probs: log mu.
-        advantages: how much better than its baseline.
-        tv_limit: larger lets a step's probability move further.
+    mu is the probability that the step was sampled with. For probabilities only: a density may be above 1, and a
+    difference of densities is no distance. The paper's ratio is pi / mu too: where the sampler is not the policy, set
+    `sampler_correction`.
 
     Source:
         Qi et al. 2026 (DPPO), arXiv:2602.04879, eq. 12 and 13.
     """
-    moved = log_probs.exp() - sampled_log_probs.exp()
-    stopped = torch.where(advantages > 0, moved > tv_limit, (advantages < 0) & (moved < -tv_limit))
-    by_ratio = torch.where(stopped, 0.0, -advantages)
-    return StepLoss(ratio * by_ratio, by_ratio=by_ratio)
+
+    zero_advantage_is_inert: ClassVar[bool] = True
+    for_probabilities: ClassVar[bool] = True
+    tv_limit: float = setting(0.2, above=0.0, at_most=1.0)
+    """How far a step's probability may move. Larger allows more."""
+
+    def __call__(self, steps: Steps) -> Float[Tensor, "N #T"]:
+        low, high = self.stopped(steps)
+        return torch.where(low | high, 0.0, -steps.ratio(self.level) * steps.advantages)
+
+    def stopped(self, steps: Steps) -> tuple[Bool[Tensor, "N T"], Bool[Tensor, "N T"]]:
+        """Steps whose probability has moved past the limit that their advantage pushes towards."""
+        moved = steps.log_probs.detach().exp() - steps.sampled_log_probs.exp()
+        return (steps.advantages < 0) & (moved < -self.tv_limit), (steps.advantages > 0) & (moved > self.tv_limit)
 
 
-def kl_cov_surrogate(
-    ratio: Float[Tensor, "N #T"],
-    log_ratio: Float[Tensor, "N #T"],
-    advantages: Float[Tensor, "N #T"],
-    penalised: Bool[Tensor, "N T"],
-    *,
-    coef: float,
-) -> StepLoss:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlCov(_AtLevel):
     """KL-Cov: no clip, but a pull back on the few steps that would cost the most entropy.
 
-    l[n,t] = -rho[n,t] A[n,t] + coef |log rho[n,t]| where penalised, -rho[n,t] A[n,t] elsewhere
+    l[n,t] = -rho[n,t] A[n,t] + coef |log rho[n,t]| for the selected steps, -rho[n,t] A[n,t] for the others
 
-    Slopes: -A[n,t] in rho, and in log rho coef sign(log rho[n,t]) where penalised: full, however little it is off 0.
-
-    Args:
-        ratio: pi / pi_old.
-        log_ratio: log rho.
-        advantages: how much better than its baseline.
-        penalised: the steps of largest covariance, see `grpo.selection.largest_covariances`.
-        coef: larger holds those steps closer.
+    Selected are the steps of largest covariance between log pi and A.
 
     Source:
         Cui et al. 2025, arXiv:2505.22617.
     """
-    moved = torch.where(penalised, hardshrink(log_ratio, ROUNDING), 0.0)  # the sign of what is rounding would push too
-    return StepLoss(-ratio * advantages + coef * moved.abs(), by_ratio=-advantages, by_log_ratio=coef * moved.sign())
+
+    fraction: float = setting(2e-4, above=0.0, at_most=1.0)
+    """Fraction of steps that is pulled back. Larger keeps more entropy, and learns less."""
+    coef: float = setting(1.0, at_least=0.0)
+    """How strongly the selected steps are pulled back."""
+
+    def __call__(self, steps: Steps) -> Float[Tensor, "N T"]:
+        # the sign of a log-ratio that is only rounding would push too, so it counts as 0
+        moved = torch.where(steps.require_selected(), hardshrink(steps.log_ratio(self.level), ROUNDING), 0.0)
+        return -steps.ratio(self.level) * steps.advantages + self.coef * moved.abs()
+
+    def select(self, log_probs: Tensor, advantages: Tensor, generator: torch.Generator | None) -> Bool[Tensor, " S"]:
+        """The steps of largest covariance between log_probs [S] and advantages [S]."""
+        return largest_covariances(covariances(log_probs, advantages), self.fraction)
 
 
-def _either(condition: Tensor, yes: float, no: float, dtype: torch.dtype) -> Tensor:
-    """One of two numbers, not rounded on the way to the default dtype, as `torch.where` does with plain floats."""
-    if dtype == torch.get_default_dtype():
-        return torch.where(condition, yes, no)
-    return torch.where(condition, yes, torch.full((), no, dtype=dtype, device=condition.device))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipCov(_Bounded):
+    """Clip-Cov: PPO's clip, with a few randomly drawn steps of high covariance left out of the loss.
+
+    l[n,t] = 0 for the selected steps, PPO's clipped loss for the others
+
+    Selected are steps drawn among those with cov_low < covariance of log pi and A < cov_high.
+
+    Source:
+        Cui et al. 2025, arXiv:2505.22617.
+    """
+
+    zero_advantage_is_inert: ClassVar[bool] = True
+    fraction: float = setting(2e-4, above=0.0, at_most=1.0)
+    """Fraction of steps that is left out. Larger keeps more entropy, and learns less."""
+    cov_low: float = 1.0
+    """Steps are drawn among those with a covariance above this."""
+    cov_high: float = 5.0
+    """Steps are drawn among those with a covariance below this."""
+
+    def __post_init__(self) -> None:
+        """Check every value, and the order of the covariances."""
+        Settings.__post_init__(self)
+        require_order("ClipCov.cov_low", self.cov_low, "cov_high", self.cov_high)
+
+    def __call__(self, steps: Steps) -> Float[Tensor, "N T"]:
+        rho, A = steps.ratio(self.level), steps.advantages
+        clipped = -torch.minimum(rho * A, rho.clamp(1 - self.low, 1 + self.high) * A)
+        return torch.where(steps.require_selected(), 0.0, clipped)
+
+    def select(self, log_probs: Tensor, advantages: Tensor, generator: torch.Generator | None) -> Bool[Tensor, " S"]:
+        """Steps drawn at random within the range of covariances between log_probs [S] and advantages [S]."""
+        c = covariances(log_probs, advantages)
+        return drawn_covariances(c, self.fraction, low=self.cov_low, high=self.cov_high, generator=generator)
+
+
+SURROGATES: dict[str, type[Settings]] = {
+    "clip": Clip, "reinforce": Reinforce, "cispo": Cispo, "sapo": Sapo, "gmpo": Gmpo, "vespo": Vespo, "dro": Dro,
+    "dppo": Dppo, "kl_cov": KlCov, "clip_cov": ClipCov,
+}  # fmt: skip
+"""A surrogate's name in the settings stands for the class with its defaults."""

@@ -1,12 +1,12 @@
-"""The data that flows from the sampler to the loss, and the one place that selects rows.
+"""The data that flows from the sampler to the loss: one frozen class per stage.
 
-Axis letters, the same everywhere: B states, G actions per state, N rows in all, T steps (decisions) per row,
-padded on the right. A row is one (state, action) pair; a group is the rows of one state.
+Axis letters mean the same in every file: B states, G actions per state, N rows in all, T steps (decisions) per row,
+padded on the right. A row is one (state, action) pair. A group is the rows of one state.
 
 Four kinds of log-probabilities never share a name:
 
-- `behaviour_log_probs`: under the distribution the action was really drawn from (truncation, penalties included);
-- `old_log_probs`: under the policy as it was before this iteration's updates;
+- `behaviour_log_probs`: under the distribution that sampled the action (truncation and penalties included);
+- `old_log_probs`: under the policy before this iteration's updates;
 - `log_probs`: under the policy now, with gradient;
 - `ref_log_probs`: under the reference policy.
 """
@@ -21,18 +21,18 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .coercion import as_log_probs, as_rewards, describe, require_lengths
 from .errors import ContractError, RewardError
+from .writing import as_log_probs, as_mask, as_rewards, as_state_keys, describe, require_lengths
 
 Rows: TypeAlias = Sequence[Any] | Tensor | NDArray[Any]
-"""States or actions, one per row: a list, or a tensor or array whose first axis is the rows. Opaque to the core."""
+"""States or actions, one per row: a list, or a tensor or array with the rows on its first axis. Opaque to the core."""
 
 RowIndex: TypeAlias = Tensor | slice
 """Which rows: an int64 tensor on the CPU, or a slice (which copies nothing)."""
 
 
 def select_rows(rows: Rows, index: RowIndex) -> Rows:
-    """The rows at `index`, as the same kind of container: tensors and arrays stay what they are, the rest is a list."""
+    """The rows at `index`. Tensors and arrays keep their type; anything else becomes a list."""
     if isinstance(index, slice):
         chosen: Rows = rows[index]
         return chosen
@@ -45,7 +45,7 @@ def select_rows(rows: Rows, index: RowIndex) -> Rows:
 
 
 def repeat_rows(states: Rows, times: int) -> Rows:
-    """Each state `times` times in a row: state 0's copies first. Lists hold the same object, not copies of it."""
+    """Each state `times` times in a row: state 0's copies first. A list holds the same object, not copies of it."""
     if isinstance(states, Tensor):
         return states.repeat_interleave(times, dim=0)
     if isinstance(states, np.ndarray):
@@ -53,13 +53,16 @@ def repeat_rows(states: Rows, times: int) -> Rows:
     return [state for state in states for _ in range(times)]
 
 
-def run_bounds(ids: NDArray[Any]) -> NDArray[np.int64]:
-    """Where runs of equal neighbours begin, and the end: [4, 4, 7, 4] -> [0, 2, 3, 4]."""
-    changes = np.flatnonzero(ids[1:] != ids[:-1])
-    bounds = np.empty(len(changes) + 2, dtype=np.int64)
-    bounds[0], bounds[-1] = 0, len(ids)
-    np.add(changes, 1, out=bounds[1:-1])
-    return bounds
+def zero_outside(values: Tensor, mask: Bool[Tensor, "N T"]) -> Tensor:
+    """Values with 0 outside the mask, gradient kept. NaN x 0 is NaN, so masked positions are replaced, not multiplied."""
+    return torch.where(mask, values, 0.0)
+
+
+def row_totals(rewards: Float[Tensor, "N *T"], mask: Bool[Tensor, "N T"] | None) -> Float[Tensor, " N"]:
+    """One reward per row: rewards per step are added up over the row's valid steps. No mask: all steps are valid."""
+    if rewards.dim() == 1:
+        return rewards
+    return (rewards if mask is None else zero_outside(rewards, mask.to(rewards.device))).sum(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,17 +70,17 @@ class ActionScores:
     """What one forward pass of the policy says about N given actions."""
 
     log_probs: Float[Tensor, "N T"]
-    """log pi(step | everything before it), with gradient when the policy trains."""
+    """log pi(step | all steps before it), with gradient when the policy trains."""
     mask: Bool[Tensor, "N T"]
     """True where the policy decided; False for padding and for steps that were not the policy's."""
     entropy: Float[Tensor, "N T"] | None = None
-    """Exact entropy of the distribution each step was drawn from, with gradient; None: the policy cannot tell."""
+    """Exact entropy of each step's distribution, with gradient. None: the policy does not compute it."""
     values: Float[Tensor, "N T"] | None = None
-    """A critic's estimate of what is still to come at each step, with gradient; None: there is no critic."""
+    """A critic's estimate of the return from each step on, with gradient. None: there is no critic."""
     final_values: Float[Tensor, " N"] | None = None
-    """The critic's value of where a row stopped: 0 where it terminated, V(next state) where it was cut off. None: all 0."""
+    """The critic's value where a row stopped: 0 where it terminated, V(next state) where it was truncated. None: all 0."""
     kl: Float[Tensor, "N T"] | None = None
-    """Exact divergence of each step's distribution from the policy's own reference, with gradient; None: cannot tell."""
+    """Exact KL of each step's distribution to the policy's own reference, with gradient. None: not computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,45 +92,45 @@ class SampledActions:
     mask: Bool[Tensor, "N T"]
     """True where the policy decided."""
     behaviour_log_probs: Float[Tensor, "N T"] | None = None
-    """Under the distribution actually drawn from; NaN where a step was not scored."""
+    """Under the distribution that sampled the step. NaN: the step was not scored."""
     scores: ActionScores | None = None
-    """What `score_actions` would return before any update; None: the sampler does not know."""
+    """What `score_actions` would return before any update. None: the sampler does not know."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Costs and counts of the sampling, by metric name; they are added up over rounds and ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperienceBatch:
-    """One iteration's rows, complete: nothing in it is filled in later, and None means that there is none."""
+    """One iteration's rows, complete. No field is filled in later: None means that there is none."""
 
     states: Rows
     """N states: a group's state stands once per row."""
     actions: Rows
     """N actions."""
     group_ids: Int[Tensor, " N"]
-    """Which rows were sampled for the same state; any integers."""
+    """Rows with the same number were sampled for the same state. Any integers."""
     rewards: Float[Tensor, " N"] | Float[Tensor, "N T"]
-    """One reward per row, or one per step. On the CPU, in the precision the reward model gave."""
+    """One reward per row, or one per step. On the CPU, in the reward model's precision."""
     reward_components: Mapping[str, Float[Tensor, "N *T"]] = field(default_factory=dict)
-    """The named parts of the reward before they are weighted, where the reward model tells them."""
+    """The named parts of the reward before weighting. Empty: the reward model has no parts."""
     mask: Bool[Tensor, "N T"]
     """True where the policy decided."""
     old_log_probs: Float[Tensor, "N T"] | None = None
     """None: the policy has not changed since, so the current log-probs are the old ones."""
     behaviour_log_probs: Float[Tensor, "N T"] | None = None
-    """None: the sampler did not tell, and is taken to be the policy itself."""
+    """None: the policy itself was the sampler."""
     ref_log_probs: Float[Tensor, "N T"] | None = None
-    """None: there is no reference, or its coefficient is zero."""
+    """None: there is no reference, or its coefficient is 0."""
     entropy: Float[Tensor, "N T"] | None = None
-    """At collection, where a selection of steps needs it."""
+    """Exact entropy at collection. None: no selection of steps needs it."""
     values: Float[Tensor, "N T"] | None = None
-    """A critic's, at collection."""
+    """A critic's values at collection. None: there is no critic."""
     final_values: Float[Tensor, " N"] | None = None
-    """0 where a row terminated, the critic's value of what followed where it was cut off; None: all 0."""
+    """0 where a row terminated, the critic's value of the next state where it was truncated. None: all 0."""
     state_keys: Int[Tensor, "N T"] | None = None
     """Equal numbers within a group mark steps taken in the same state, for `credit="gigpo"`."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    """What each of `reward_components` is weighed with; empty: 1."""
+    """The weight of each of `reward_components`; a missing name weighs 1."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What collecting cost and what it left out, by metric name."""
 
@@ -135,6 +138,11 @@ class ExperienceBatch:
     def num_rows(self) -> int:
         """N."""
         return self.mask.shape[0]
+
+    @property
+    def total_rewards(self) -> Float[Tensor, " N"]:
+        """One reward per row: rewards per step are added up over the row's valid steps."""
+        return row_totals(self.rewards, self.mask)
 
     @classmethod
     def from_rows(
@@ -154,8 +162,7 @@ class ExperienceBatch:
             actions: N actions.
             rewards: [N], or [N, T] for rewards per step; anything `torch.as_tensor` takes.
             group_ids: [N] integers; rows with the same number were sampled for the same state.
-            behaviour_log_probs: [N] or [N, T], under whatever sampled the actions. Set
-                `objective.sampler_correction` to correct for the difference.
+            behaviour_log_probs: [N] or [N, T]; `objective.sampler_correction` corrects for the difference.
             mask: [N, T] bool, the policy's own steps; None: one step per row, or every step of `behaviour_log_probs`.
             state_keys: [N, T] integers, for `advantage.credit="gigpo"`; None: the policy is asked, if it can tell.
 
@@ -171,24 +178,18 @@ class ExperienceBatch:
             )
         count = len(group_ids)
         require_lengths(owner, count, states=states, actions=actions)
+        rewards = as_rewards(f"{owner}: rewards", rewards, count)
+        per_step = {"rewards per step": rewards if rewards.dim() == 2 else None}
         if behaviour_log_probs is not None:
             behaviour_log_probs = as_log_probs(f"{owner}: behaviour_log_probs", behaviour_log_probs, count)
-        if mask is None:
-            shape = (count, 1) if behaviour_log_probs is None else behaviour_log_probs.shape
-            mask = torch.ones(shape, dtype=torch.bool)
-        mask = torch.as_tensor(mask)
-        state_keys = None if state_keys is None else torch.as_tensor(state_keys)
-        if state_keys is not None and (state_keys.dim() != 2 or state_keys.is_floating_point()):
-            raise ContractError(f"{owner}: state_keys must be integers [N, T], like mask; got {describe(state_keys)}.")
-        if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != count:
-            raise ContractError(f"{owner}: mask must be bool [N, T] with N = {count}; got {describe(mask)}.")
-        rewards = as_rewards(f"{owner}: rewards", rewards, count)
-        per_step = {"rewards per step": rewards, "behaviour_log_probs": behaviour_log_probs, "state_keys": state_keys}
+            per_step["behaviour_log_probs"] = behaviour_log_probs
+        if state_keys is not None:
+            per_step["state_keys"] = state_keys = as_state_keys(owner, state_keys)
+        mask = as_mask(owner, mask, (count, 1) if behaviour_log_probs is None else behaviour_log_probs.shape)
         for name, values in per_step.items():
-            if values is not None and values.dim() == 2 and values.shape != mask.shape:
+            if values is not None and values.shape != mask.shape:
                 raise ContractError(f"{owner}: {name} must be like mask, {list(mask.shape)}; got {describe(values)}.")
-        if rewards.dim() == 2:
-            rewards = torch.where(mask.cpu(), rewards, 0.0)
+        rewards = rewards if rewards.dim() == 1 else zero_outside(rewards, mask.cpu())
         if not rewards.isfinite().all():
             raise RewardError(f"{owner}: rewards must be finite; drop such rows before.")
         return cls(
@@ -204,42 +205,42 @@ class ExperienceBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveInputs:
-    """All that a loss may look at, for the rows of one micro-batch."""
+    """Everything a loss may read, for the rows of one micro-batch. Values outside the mask are never used."""
 
     log_probs: Float[Tensor, "N T"]
-    """With gradient."""
+    """Under the policy now, with gradient."""
     old_log_probs: Float[Tensor, "N T"] | None
-    """None: the current policy is the old one, and the ratio is exactly 1."""
+    """Before this iteration's updates. None: the current policy is the old one, and the ratio is exactly 1."""
     advantages: Float[Tensor, " N"] | Float[Tensor, "N T"]
     """How much better a row (or a step) did than its baseline; no gradient."""
     mask: Bool[Tensor, "N T"]
-    """True where the policy decided. What other tensors hold off the mask is never used."""
+    """True where the policy decided."""
     weights: Float[Tensor, "N T"]
-    """The aggregation: the loss is the sum of per-step losses times these, 0 off the mask (see `step_weights`)."""
+    """The aggregation: the loss is the sum of per-step losses times these weights (see `step_weights`)."""
     entropy: Float[Tensor, "N T"] | None = None
-    """Exact entropy, with gradient."""
+    """Exact entropy, with gradient. None: the policy gives none."""
     entropy_weights: Float[Tensor, "N T"] | None = None
-    """The entropy term's own aggregation; None: `weights`."""
+    """The entropy term's own aggregation. None: `weights`."""
     ref_log_probs: Float[Tensor, "N T"] | None = None
-    """Log-probs of the same steps under the reference policy."""
+    """Log-probs of the same steps under the reference policy. None: there is no reference."""
     behaviour_log_probs: Float[Tensor, "N T"] | None = None
-    """Under the distribution actually drawn from; NaN: unscored, ratio 1."""
+    """Under the distribution that sampled the steps. NaN: not scored, ratio 1. None: the policy was the sampler."""
     kl: Float[Tensor, "N T"] | None = None
-    """Exact divergence from the policy's own reference, with gradient."""
+    """Exact KL to the policy's own reference, with gradient. None: the policy gives none."""
     keep: Bool[Tensor, "N T"] | None = None
-    """Steps whose surrogate counts, chosen from the whole update; it touches no other term. None: chosen from these rows."""
-    penalised: Bool[Tensor, "N T"] | None = None
-    """Steps that KL-Cov pulls back, chosen from the whole update. None: chosen from these rows."""
+    """Steps that the surrogate counts, chosen over the whole update; other terms count all. None: chosen from these rows."""
+    selected: Bool[Tensor, "N T"] | None = None
+    """Steps that the surrogate's own `select` chose over the whole update. None: chosen from these rows."""
     kl_coef: float | None = None
-    """The current (adaptive) coefficient; overrides the configured one. None: the configured one."""
+    """The current (adaptive) KL coefficient. None: the configured one."""
     entropy_coef: float | None = None
-    """Likewise."""
+    """The current (adaptive) entropy coefficient. None: the configured one."""
     values: Float[Tensor, "N T"] | None = None
-    """A critic's values now, with gradient."""
+    """A critic's values now, with gradient. None: there is no critic."""
     old_values: Float[Tensor, "N T"] | None = None
-    """And at collection."""
+    """A critic's values at collection. None: there is no critic."""
     returns: Float[Tensor, "N T"] | None = None
-    """What the critic is trained towards; None: there is no value loss."""
+    """What the critic is trained towards. None: there is no value loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,9 +248,9 @@ class ObjectiveOutput:
     """A scalar to differentiate, and what to report about it."""
 
     loss: Float[Tensor, ""]
-    """Sum over this micro-batch; adding the micro-batches of an update gives the update's loss."""
+    """Sum over this micro-batch. The micro-batches of an update add up to the update's loss."""
     metrics: Mapping[str, Float[Tensor, "3"]]
-    """Name -> detached (count, sum, sum of squares), which add over micro-batches, updates and ranks.
+    """Name -> detached (count, sum, sum of squares), which add up over micro-batches, updates and ranks.
 
     A count of 0 marks a share of the update's total (a loss term): shares add up, and are averaged over updates.
     """

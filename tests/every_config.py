@@ -11,7 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo import ActionScores, AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig, presets
+from grpo import (
+    ActionScores,
+    AdvantageConfig,
+    ExperienceBatch,
+    GRPOConfig,
+    GRPOTrainer,
+    Mask,
+    ObjectiveConfig,
+    Truncate,
+    presets,
+)
+from grpo.surrogates import Clip, ClipCov, Dppo, Dro, KlCov, Steps, Vespo
 from tests.policies import GroupScoring, Planning, RecordingSGD, RowScoring, weights_of
 
 PRESETS = {
@@ -41,39 +52,41 @@ def small(config: GRPOConfig, **changes: Any) -> GRPOConfig:
     return replace(config, **{**sizes, **changes})
 
 
+def squared_ratio(steps: Steps) -> Tensor:
+    """A surrogate of a user's own, without attributes: -A (rho^2 + 1) / 2, whose gradient at rho = 1 is -A grad log pi."""
+    return -steps.advantages * (steps.ratio("step").square() + 1.0) / 2.0
+
+
 def _further(advantage: AdvantageConfig | None = None, **objective: Any) -> GRPOConfig:
     objective = {"kl_coef": 0.0, **objective}
     return small(GRPOConfig(advantage=advantage or AdvantageConfig(), objective=ObjectiveConfig(**objective)))
 
 
 FURTHER = {
-    "delta": _further(delta=1.3),
-    "ratio_row_sum": _further(ratio_level="row_sum", aggregation="row_sum"),
-    "ratio_row_step": _further(ratio_level="row_step", aggregation="step_mean"),
-    "ratio_none": _further(ratio_level="none", aggregation="group_mean"),
-    "vespo": _further(surrogate="vespo", aggregation="row_sum"),
-    "vespo_corrected": _further(surrogate="vespo", sampler_correction="truncate", sampler_ratio_low=0.1),
-    "dro": _further(surrogate="dro", dro_beta=0.5),
-    "dro_row_sum": _further(surrogate="dro", ratio_level="row_sum"),
-    "dppo_tv": _further(surrogate="dppo_tv", tv_limit=0.02),
-    "kl_cov": _further(surrogate="kl_cov", cov_fraction=0.2, cov_kl_coef=0.5),
-    # all candidates are drawn: which of them, were it fewer, would follow the order of the rows
-    "clip_cov": _further(surrogate="clip_cov", cov_fraction=1.0, cov_low=0.01, cov_high=0.2),
+    "delta": _further(surrogate=Clip(delta=1.3)),
+    "ratio_row_sum": _further(surrogate=Clip(level="row_sum"), aggregation="row_sum"),
+    "ratio_row_step": _further(surrogate=Clip(level="row_step"), aggregation="step_mean"),
+    "ratio_none": _further(surrogate=Clip(level="none"), aggregation="group_mean"),
+    "vespo": _further(surrogate=Vespo(), aggregation="row_sum"),
+    "vespo_corrected": _further(surrogate=Vespo(), sampler_correction=Truncate(low=0.1)),
+    "dro": _further(surrogate=Dro(beta=0.5)),
+    "dro_row_sum": _further(surrogate=Dro(level="row_sum")),
+    "dppo": _further(surrogate=Dppo(tv_limit=0.02)),
+    "kl_cov": _further(surrogate=KlCov(fraction=0.2, coef=0.5)),
+    # All candidates are drawn. If only some were drawn, the choice would follow the order of the rows.
+    "clip_cov": _further(surrogate=ClipCov(fraction=1.0, cov_low=0.01, cov_high=0.2)),
+    "own_surrogate": _further(surrogate=squared_ratio, sampler_correction=Truncate(high=1.5)),
     "top_entropy": _further(top_entropy_fraction=0.3),
     "off_policy_threshold": _further(off_policy_threshold=0.05),
-    "truncate_steps": _further(sampler_correction="truncate", sampler_ratio_low=0.5, sampler_ratio_high=1.5),
-    "truncate_rows": _further(
-        sampler_correction="truncate", sampler_ratio_level="row", sampler_ratio_low=0.2, sampler_ratio_high=4.0
-    ),
-    "mask_steps": _further(sampler_correction="mask", sampler_ratio_low=0.5, sampler_ratio_high=2.0),
-    "mask_rows": _further(
-        sampler_correction="mask", sampler_ratio_level="row", sampler_ratio_low=0.2, sampler_ratio_high=4.0
-    ),
+    "truncate_steps": _further(sampler_correction=Truncate(low=0.5, high=1.5)),
+    "truncate_rows": _further(sampler_correction=Truncate(low=0.2, high=4.0, level="row")),
+    "mask_steps": _further(sampler_correction=Mask(low=0.5, high=2.0)),
+    "mask_rows": _further(sampler_correction=Mask(low=0.2, high=4.0, level="row")),
     "kl_k1": _further(kl_coef=0.3, kl_estimator="k1"),
     "kl_k2": _further(kl_coef=0.3, kl_estimator="k2", aggregation="step_mean"),
     "kl_k3": _further(kl_coef=0.3, kl_estimator="k3", aggregation="group_mean"),
     "kl_k3_weighted": _further(kl_coef=0.3, kl_estimator="k3_weighted"),
-    "kl_k3_weighted_rows": _further(kl_coef=0.3, kl_estimator="k3_weighted", ratio_level="row_sum"),
+    "kl_k3_weighted_rows": _further(kl_coef=0.3, kl_estimator="k3_weighted", surrogate=Clip(level="row_sum")),
     "kl_exact": _further(kl_coef=0.3, kl_estimator="exact"),
     "entropy_sampled": _further(entropy_coef=0.1, entropy_estimator="score_function"),
     "entropy_apart": _further(entropy_coef=0.1, entropy_aggregation="step_mean"),
@@ -85,7 +98,7 @@ FURTHER = {
     "max_at_k": _further(AdvantageConfig(baseline="max_at_k", k=2)),
     "global_mean": _further(AdvantageConfig(baseline="global_mean", normalize_rewards=True)),
 }
-"""What no preset chooses."""
+"""Choices that no preset makes."""
 
 EVERY = {name: small(preset()) for name, preset in PRESETS.items()} | FURTHER
 

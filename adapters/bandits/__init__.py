@@ -8,10 +8,12 @@ Example:
 
         from adapters.bandits import BanditReward, SlidingWindowUCB, SoftmaxPolicy, dynamic_testbed, play
         from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
+        from grpo.surrogates import Clip
 
         testbed = dynamic_testbed(pulls_per_step=32)
         policy = SoftmaxPolicy(num_actions=testbed.num_arms)
-        objective = ObjectiveConfig(clip_low=0.3, clip_high=0.3, entropy_coef=0.1)  # the bonus keeps all arms in play
+        clip = Clip(low=0.3, high=0.3)
+        objective = ObjectiveConfig(surrogate=clip, entropy_coef=0.1)  # the bonus keeps all arms in play
         config = GRPOConfig(group_size=32, learning_rate=0.05, num_epochs_per_update=10, objective=objective)
         trainer = GRPOTrainer(config=config, policy=policy, reward_model=BanditReward(testbed))
         for _ in range(100):

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo.errors import ConfigError
-from grpo.random_state import preserved_random_state
+from grpo.writing import preserved_random_state
 
 from .distributions import ActionDistribution
 from .episodes import EpisodeStart

@@ -7,6 +7,7 @@ import torch
 from gymnasium import spaces
 
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo.surrogates import Clip
 
 from .policies import EpisodePolicy
 from .pools import make_pool
@@ -71,7 +72,9 @@ class ControlPreset:
             seed=seed,
             advantage=AdvantageConfig(gamma=self.gamma, scale="batch"),
             objective=ObjectiveConfig(
-                clip_low=self.clip, clip_high=self.clip, entropy_coef=self.entropy_coef, aggregation="step_mean"
+                surrogate=Clip(low=self.clip, high=self.clip),
+                entropy_coef=self.entropy_coef,
+                aggregation="step_mean",
             ),
         )
 

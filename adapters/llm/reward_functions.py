@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from grpo.coercion import describe
 from grpo.errors import ConfigError, GRPOError, RewardError
+from grpo.writing import describe
 
 from .completions import Completion
 from .prompts import PromptState, prompt_of

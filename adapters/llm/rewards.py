@@ -11,9 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo.coercion import as_rewards
+from grpo import WeightedRewards
 from grpo.errors import ConfigError
-from grpo.reward_model_base import RewardFunction, WeightedRewards, reward_name
+from grpo.reward_model_base import RewardFunction
+from grpo.writing import as_rewards, reward_name
 
 from .completions import Completion
 from .prompts import PromptState

@@ -3,15 +3,16 @@
 from dataclasses import dataclass
 
 from grpo.errors import ConfigError
-from grpo.settings import Settings, setting
+from grpo.writing import Settings, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig(Settings):
     """How tokens are drawn, in the order in which it is applied: penalties, temperature, top-k, top-p, min-p, XTC.
 
-    Everything but the temperature changes the distribution that is drawn from and not the policy, and is not replayed in
-    scoring. Set `objective.sampler_correction="truncate"`, and importance weights correct for it; the default is not to.
+    The temperature is part of the policy. Every other setting changes only the distribution that tokens are drawn from;
+    scoring does not repeat it. `objective.sampler_correction="truncate"` corrects for the difference by importance weights.
+    By default nothing is corrected.
     """
 
     max_new_tokens: int = setting(256, at_least=1)

@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from grpo.coercion import describe
 from grpo.errors import ConfigError, RewardError
-from grpo.settings import Settings, setting
+from grpo.writing import Settings, describe, setting
 
 from .completions import Completion
 

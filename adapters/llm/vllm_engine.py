@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.errors import ConfigError
-from grpo.random_state import preserved_random_state
+from grpo.writing import preserved_random_state
 
 from .merged_weights import merged_weights
 from .samplers import SampledTokens

@@ -6,8 +6,8 @@ from typing import Any, Protocol, TypeAlias
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo import WeightedRewards
 from grpo.errors import ConfigError, ContractError, GRPOError
-from grpo.reward_model_base import WeightedRewards
 
 from .arguments import RefusedArgumentsError, bounded_text, encode_arguments, json_arguments
 from .calls import ToolCall, ToolResult, plain_name, same_json

@@ -1,7 +1,7 @@
-"""The conformance kit: run it on your own policy and reward model before training, as `check_env` on an environment.
+"""The conformance kit: run it on your own policy and reward model before training, like Gymnasium's `check_env`.
 
 report = check_policy(policy, states)
-print(report)                # a table: what holds, what is broken and how to mend it, what could not be looked at
+print(report)                # a table: which rules hold, which are broken and how to fix them, which were skipped and why
 report.raise_for_failures()
 """
 

@@ -1,4 +1,4 @@
-"""The rules of the optional capabilities: what a policy offers beyond the six methods has to agree with them."""
+"""Rules for the optional capabilities: each must agree with the policy's six required methods."""
 
 import math
 import tempfile
@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo._collecting.scoring import Scorer
+from grpo._collecting.update_plan import planned_parts
 from grpo.checkpoint import read_checkpoint, write_checkpoint
-from grpo.coercion import as_log_probs, describe, pad_steps, require_lengths
 from grpo.policy_base import (
     HasState,
     PlansMicroBatches,
@@ -22,17 +23,16 @@ from grpo.policy_base import (
     SplitsSteps,
     SyncsSampler,
 )
-from grpo.scoring import Scorer
-from grpo.types import ActionScores, select_rows
-from grpo.update_plan import planned_parts
+from grpo.types import ActionScores, row_totals, select_rows
+from grpo.writing import as_log_probs, describe, pad_steps, require_lengths
 
-from .probe import Draws, PolicyProbe, difference, perturbed, row_totals, scores_difference
+from .probe import Draws, PolicyProbe, difference, perturbed, scores_difference
 from .report import Verdict, absent, failed, passed, skipped
 from .sampling import judge_samples
 
 
 def check_sync_sampler(probe: PolicyProbe) -> Verdict:
-    """Called before the first sample, as training does."""
+    """`sync_sampler` returns. It runs before the first sample, as in training."""
     if not isinstance(probe.policy, SyncsSampler):
         return absent("sync_sampler")
     probe.policy.sync_sampler()
@@ -40,7 +40,7 @@ def check_sync_sampler(probe: PolicyProbe) -> Verdict:
 
 
 def check_score_actions(probe: PolicyProbe) -> Verdict:
-    """Steps add up to what `get_log_probabilities` says of the row, and carry its gradient."""
+    """`score_actions` agrees with `get_log_probabilities` and carries a gradient."""
     if not isinstance(probe.policy, ScoresActions):
         return absent("score_actions")
     owner = f"{probe.name}.score_actions"
@@ -48,15 +48,15 @@ def check_score_actions(probe: PolicyProbe) -> Verdict:
     scores = probe.row_scorer(states, actions, group_ids)
     raw = probe.raw_log_probs(states, actions)
     if raw.dim() == 1:
-        gap = difference(row_totals(scores.log_probs, scores.mask), raw)
+        gap = difference(row_totals(scores.log_probs.double(), scores.mask), raw)
     else:
         width = max(raw.shape[1], scores.mask.shape[1])
         mask = pad_steps(scores.mask, width, False)
         gap = difference(pad_steps(scores.log_probs, width, 0.0), pad_steps(raw, width, 0.0), mask)
     if gap > probe.tolerance:
         return failed(
-            f"{owner} must agree with get_log_probabilities(): its log-probs at the mask (summed over a row's steps where "
-            f"that returns [N]) differ by {gap:.2g}. Compute both from one forward; mask only what the policy did not decide."
+            f"{owner} must agree with get_log_probabilities(): the log-probs at the mask (their sum over a row's steps, if "
+            f"that returns [N]) differ by {gap:.2g}. Compute both in one forward; mask only what the policy did not decide."
         )
     return _require_gradient(probe, owner, scores) or passed(
         f"{describe(scores.log_probs)}, {int(scores.mask.sum())} steps."
@@ -67,14 +67,14 @@ def _require_gradient(probe: PolicyProbe, owner: str, scores: ActionScores) -> V
     if bool(probe.parameters) == scores.log_probs.requires_grad:
         return None
     return failed(
-        f"{owner}: log_probs must carry a gradient exactly where get_parameters() holds tensors that require one "
-        f"({len(probe.parameters)} here); requires_grad is {scores.log_probs.requires_grad}. "
-        "Training uses this method: compute without no_grad() or detach(), and return the parameters themselves."
+        f"{owner}: log_probs must carry a gradient if and only if get_parameters() has tensors that require one "
+        f"({len(probe.parameters)} here); requires_grad is {scores.log_probs.requires_grad}. Training uses this method: "
+        "compute without no_grad() or detach(), and let get_parameters() return the parameters themselves."
     )
 
 
 def check_score_groups(probe: PolicyProbe) -> Verdict:
-    """Groups score as their rows do, also when a row has been dropped and groups are uneven."""
+    """`score_groups` agrees with scoring the rows, also when a dropped row makes the groups uneven."""
     if not isinstance(probe.policy, ScoresGroups):
         return absent("score_groups")
     owner = f"{probe.name}.score_groups"
@@ -88,16 +88,16 @@ def check_score_groups(probe: PolicyProbe) -> Verdict:
         gap = scores_difference(scores, expected)
         if gap > probe.tolerance:
             return failed(
-                f"{owner} must score as the rows one by one, in the order of the groups; with {kind} groups it differs by "
-                f"{gap:.2g} (inf: other steps are masked). Let state b's result serve all of actions[b], however many they are."
+                f"{owner} must score like the rows one by one, in the order of the groups; with {kind} groups it differs by "
+                f"{gap:.2g} (inf: other steps are masked). Use state b's result for all of actions[b], however many they are."
             )
         if (verdict := _require_gradient(probe, owner, scores)) is not None:
             return verdict
-    return passed("Groups, equal and uneven, score as their rows do.")
+    return passed("Equal and uneven groups score like their rows.")
 
 
 def check_sample_actions(probe: PolicyProbe) -> Verdict:
-    """Shapes as training checks them; what is told of the samples is what scoring them says."""
+    """`sample_actions` returns the right shapes, and its mask and scores agree with scoring the actions."""
     if not isinstance(probe.policy, SamplesWithScores):
         return absent("sample_actions")
     owner = f"{probe.name}.sample_actions"
@@ -108,25 +108,25 @@ def check_sample_actions(probe: PolicyProbe) -> Verdict:
     width = max(sampled.mask.shape[1], scores.mask.shape[1])
     if not torch.equal(pad_steps(sampled.mask, width, False).cpu(), pad_steps(scores.mask, width, False).cpu()):
         return failed(
-            f"{owner}: mask must be that of scoring the sampled actions; they differ ({int(sampled.mask.sum())} and "
-            f"{int(scores.mask.sum())} steps). Mask the same steps in both: the policy's own decisions."
+            f"{owner}: mask must equal the mask from scoring the sampled actions; they differ ({int(sampled.mask.sum())} and "
+            f"{int(scores.mask.sum())} steps). Mask the same steps in both: True at the policy's own decisions."
         )
     gap = scores_difference(told, scores)
     if gap > probe.tolerance:
         return failed(
-            f"{owner}: scores must be what score_actions() says of the sampled actions before any update; log-probs differ by "
-            f"{gap:.2g}. Where the sampler is not the policy itself, leave scores=None and give behaviour_log_probs."
+            f"{owner}: scores must equal what score_actions() returns for the sampled actions; log-probs differ by "
+            f"{gap:.2g}. If the sampler is not the policy itself, leave scores=None and return behaviour_log_probs."
         )
     behaviour = sampled.behaviour_log_probs
     if behaviour is not None and bool((behaviour.isinf() & sampled.mask).any()):
         return failed(
-            f"{owner}: behaviour_log_probs of sampled steps must be finite, or NaN for unscored; some are infinite."
+            f"{owner}: behaviour_log_probs of sampled steps must be finite, or NaN if unscored; some are infinite."
         )
     return passed(f"{describe(sampled.mask)} mask, agrees with scoring.")
 
 
 def check_sampled_samples(probe: PolicyProbe) -> Verdict:
-    """`sample_actions` draws from its behaviour log-probs; without these, from the policy."""
+    """`sample_actions` draws from its behaviour log-probs, or from the policy if it returns none."""
     if not isinstance(probe.policy, SamplesWithScores):
         return absent("sample_actions")
     if probe.no_sampling_test:
@@ -134,20 +134,20 @@ def check_sampled_samples(probe: PolicyProbe) -> Verdict:
     owner, draws = f"{probe.name}.sample_actions", probe.sampled
     if draws.is_exact:
         state = select_rows(draws.states, slice(0, 1))
-        totals = row_totals(draws.scores.log_probs, draws.scores.mask)
+        totals = row_totals(draws.scores.log_probs.double(), draws.scores.mask)
         return judge_samples(owner, draws.actions, totals, lambda actions: probe.score_one_state(state, actions))
     assert draws.sampled is not None
     assert draws.sampled.behaviour_log_probs is not None
-    totals = row_totals(draws.sampled.behaviour_log_probs, draws.sampled.mask)
+    totals = row_totals(draws.sampled.behaviour_log_probs.double(), draws.sampled.mask)
     if not bool(totals.isfinite().all()):
-        return skipped("behaviour_log_probs has unscored steps (NaN).")
+        return skipped("behaviour_log_probs contains unscored steps (NaN).")
     return judge_samples(owner, draws.actions, totals, None)
 
 
 def check_entropy(probe: PolicyProbe) -> Verdict:
-    """E[H_t + log p_t] = 0 at every step, so its sum over a row has mean 0 over samples of the policy."""
+    """E[H_t + log p_t] = 0 at every step, so the sum over a row has mean 0 over samples of the policy."""
     if probe.scores.entropy is None:
-        return skipped("Scores hold no entropy.")
+        return skipped("The scores have no entropy.")
     if probe.num_samples == 0:
         return skipped("num_samples=0.")
     draws = probe.drawn
@@ -158,24 +158,23 @@ def check_entropy(probe: PolicyProbe) -> Verdict:
 
 def _judge_entropy(owner: str, draws: Draws, entropy: Tensor) -> Verdict:
     count = len(entropy)
-    surplus = row_totals(entropy + draws.scores.log_probs, draws.scores.mask)
+    surplus = row_totals((entropy + draws.scores.log_probs).double(), draws.scores.mask)
     error = float(surplus.std(correction=0)) / math.sqrt(count)
-    unseen = (
-        15 / count * (math.log(count) + 5)
-    )  # what actions so rare that `count` samples can miss them add to an entropy
+    # entropy that actions so rare that `count` samples may miss them can contribute
+    unseen = 15 / count * (math.log(count) + 5)
     mean = float(surplus.mean())
     if not abs(mean) <= 5 * error + unseen:
-        exact = float(row_totals(entropy, draws.scores.mask).mean())
+        exact = float(row_totals(entropy.double(), draws.scores.mask).mean())
         return failed(
             f"{owner}: entropy must be the exact -sum p log p of each step's distribution, in nats; it sums to {exact:.4f} per "
             f"row, and {count} samples give -log p = {exact - mean:.4f} +- {error:.4f}. Compute it from the log_softmax that "
-            "is sampled from, natural logarithm, or leave entropy=None."
+            "actions are sampled from, with the natural logarithm, or leave entropy=None."
         )
-    return passed(f"It agrees with -log p of {count} samples to {abs(mean):.2g} (+- {error:.2g}) nats.")
+    return passed(f"The entropy agrees with -log p of {count} samples to {abs(mean):.2g} (+- {error:.2g}) nats.")
 
 
 def check_plan(probe: PolicyProbe) -> Verdict:
-    """Every row in exactly one forward."""
+    """`plan_micro_batches` puts every row into exactly one forward pass."""
     if not isinstance(probe.policy, PlansMicroBatches):
         return absent("plan_micro_batches")
     states, actions, _ = probe.rows
@@ -185,7 +184,7 @@ def check_plan(probe: PolicyProbe) -> Verdict:
 
 
 def check_split_steps(probe: PolicyProbe) -> Verdict:
-    """One row per valid step, row by row, that scores as the step did."""
+    """`split_steps` returns one row per valid step, in order, and each row scores like its step."""
     if not isinstance(probe.policy, SplitsSteps):
         return absent("split_steps")
     owner = f"{probe.name}.split_steps"
@@ -196,19 +195,19 @@ def check_split_steps(probe: PolicyProbe) -> Verdict:
     split = probe.score(probe.row_scorer, states, actions, torch.arange(count))
     if split.mask.shape[1] != 1 or not bool(split.mask.all()):
         return failed(
-            f"{owner} must make rows of one step each; they score as {describe(split.log_probs)}. Split every step."
+            f"{owner} must return rows of one step each; they score as {describe(split.log_probs)}. Split every step."
         )
     gap = difference(split.log_probs.squeeze(1), scores.log_probs[scores.mask])
     if gap > probe.tolerance:
         return failed(
-            f"{owner} must give one row per step, row 0's steps first and in order, each scoring as that step did; log-probs "
-            f"differ by {gap:.2g}. Leave masked steps out, and give each step the state it was taken in."
+            f"{owner} must return one row per step, row 0's steps first and in order, and each must score like its step; "
+            f"log-probs differ by {gap:.2g}. Leave masked steps out, and return each step with the state it was taken in."
         )
-    return passed(f"{count} steps score as in their rows.")
+    return passed(f"{count} steps score like in their rows.")
 
 
 def check_reference(probe: PolicyProbe) -> Verdict:
-    """The reference's log-probs stay when the policy moves."""
+    """The reference's log-probs do not change when the policy's parameters change."""
     if not isinstance(probe.policy, ScoresReference):
         return absent("reference_log_probabilities")
     owner, width = f"{probe.name}.reference_log_probabilities", probe.scores.mask.shape[1]
@@ -220,25 +219,23 @@ def check_reference(probe: PolicyProbe) -> Verdict:
     before = ask()
     if before.shape[1] > width:
         return failed(
-            f"{owner} must give at most the rows' {width} steps; got {describe(before)}. Score the same steps."
+            f"{owner} must return at most the rows' {width} steps; got {describe(before)}. Score the same steps."
         )
     mask = probe.scores.mask[:, : before.shape[1]].to(before.device)
     if not bool((before.isfinite() | ~mask).all()):
-        return failed(
-            f"{owner} must be finite for actions the policy takes. Let the reference give each some probability."
-        )
+        return failed(f"{owner} must be finite for actions that the policy takes. Give each of them some probability.")
     with perturbed(probe.parameters.values()):
         gap = difference(ask(), before, mask)
     if gap > probe.tolerance:
         return failed(
-            f"{owner} must not change when get_parameters() does; it changed by {gap:.2g}, and the KL would stay near 0. "
-            "Compute it from frozen weights: the adapter switched off, a stored table or a copy."
+            f"{owner} must not change when get_parameters() changes; it changed by {gap:.2g}, so the KL would stay near 0. "
+            "Compute it from frozen weights: with the adapter off, from a stored table or from a copy."
         )
-    return passed("It has the rows' shape, and stays when the parameters move.")
+    return passed("It has the rows' shape and does not change when the parameters change.")
 
 
 def check_state(probe: PolicyProbe) -> Verdict:
-    """`state_dict` through a checkpoint on disk and `load_state_dict` is the same state, whatever happened in between."""
+    """`state_dict`, written to a checkpoint, read back and loaded, restores the same state after the policy has changed."""
     if not isinstance(probe.policy, HasState):
         return absent("state_dict")
     with tempfile.TemporaryDirectory() as folder:
@@ -250,14 +247,14 @@ def check_state(probe: PolicyProbe) -> Verdict:
         lost = _different(probe.policy.state_dict(), again)
     if lost:
         return failed(
-            f"{probe.name}.load_state_dict must restore what state_dict() returned; {lost} is another after a checkpoint and "
-            "some sampling. Put back every entry, and return copies of what changes in place."
+            f"{probe.name}.load_state_dict must restore what state_dict() returned; {lost} differs after a checkpoint and "
+            "some sampling. Put back every entry, and return copies of tensors that change in place."
         )
-    return passed("It comes back from a checkpoint as it was.")
+    return passed("The state survives a checkpoint.")
 
 
 def _different(found: Any, expected: Any, where: str = "state") -> str:
-    """The first place where two nested values differ; empty: none."""
+    """The first place where two nested values differ. Empty: they are equal."""
     if isinstance(expected, Tensor):
         same = isinstance(found, Tensor) and found.shape == expected.shape and difference(found, expected) == 0.0
         return "" if same else where

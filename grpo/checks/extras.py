@@ -1,59 +1,59 @@
-"""The rules of what scores may hold beside log-probs: a critic's values, an exact divergence; and of keys of states."""
+"""Rules for optional parts of scores (a critic's values, an exact KL) and for state keys."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo.coercion import describe
 from grpo.policy_base import KeysStates
 from grpo.types import select_rows
+from grpo.writing import describe
 
 from .probe import PolicyProbe, difference
 from .report import Verdict, absent, failed, passed, skipped
 
 NEGATIVE_BY_ROUNDING = -1e-4
-"""A divergence below this is not one that rounding has pushed below 0."""
+"""Rounding can push a divergence below 0, but not below this."""
 
 
 def check_values(probe: PolicyProbe) -> Verdict:
-    """A critic's values are finite wherever the policy decided, and can be trained."""
+    """A critic's values are finite at every step of the mask, and carry a gradient."""
     scores = probe.row_scorer(*probe.rows)
     owner = f"{probe.name}.score_actions"
     if scores.values is None:
-        return skipped("Scores hold no values.")
+        return skipped("The scores have no values.")
     if not bool(scores.values[scores.mask].isfinite().all()):
         return failed(f"{owner}: values must be finite at every step of the mask. Look for 0/0 in the value head.")
     if scores.final_values is not None and not bool(scores.final_values.isfinite().all()):
         return failed(
-            f"{owner}: final_values must be finite: 0 where a row terminated, V(next state) where it was cut off."
+            f"{owner}: final_values must be finite. Return 0 where a row terminated, V(next state) where it was truncated."
         )
     if probe.parameters and not scores.values.requires_grad:
         return failed(
-            f"{owner}: values must carry a gradient, or the critic is never trained. Compute them without no_grad()."
+            f"{owner}: values must carry a gradient, or the critic is not trained. Compute them without no_grad()."
         )
     return passed(f"{describe(scores.values)}" + ("" if scores.final_values is None else ", with final values") + ".")
 
 
 def check_kl(probe: PolicyProbe) -> Verdict:
-    """An exact divergence is finite, never negative, and can be trained on."""
+    """An exact KL is finite, never negative, and carries a gradient."""
     scores = probe.row_scorer(*probe.rows)
     owner = f"{probe.name}.score_actions"
     if scores.kl is None:
-        return skipped("Scores hold no kl.")
+        return skipped("The scores have no kl.")
     at_steps = scores.kl.detach()[scores.mask]
     if not bool((at_steps.isfinite() & (at_steps >= NEGATIVE_BY_ROUNDING)).all()):
         return failed(
-            f"{owner}: kl must be a divergence, finite and never negative; its least is {float(at_steps.min()):.3g}. Give the "
-            "sum over all actions of each step, not log_probs - ref_log_probs of the one taken."
+            f"{owner}: kl must be finite and never negative; its minimum is {float(at_steps.min()):.3g}. Return the sum over "
+            "all actions of each step, not log_probs - ref_log_probs of the action that was taken."
         )
     if probe.parameters and not scores.kl.requires_grad:
-        return failed(f"{owner}: kl must carry a gradient, or it pulls at nothing. Compute it without no_grad().")
+        return failed(f"{owner}: kl must carry a gradient, or it has no effect. Compute it without no_grad().")
     return passed(f"{describe(scores.kl)}, mean {float(at_steps.mean()):.3g}.")
 
 
 def check_state_keys(probe: PolicyProbe) -> Verdict:
-    """One integer per step, of the row alone: rows in another order have the same keys."""
+    """State keys are integers [N, T], and a row's keys do not depend on the order of the rows."""
     if not isinstance(probe.policy, KeysStates):
         return absent("state_keys")
     owner, mask = f"{probe.name}.state_keys", probe.scores.mask
@@ -65,7 +65,7 @@ def check_state_keys(probe: PolicyProbe) -> Verdict:
     again = probe.policy.state_keys(select_rows(states, backwards), select_rows(actions, backwards))
     if again.shape != keys.shape or difference(again.double(), keys[backwards].double(), mask[backwards]) > 0:
         return failed(
-            f"{owner} must depend on the row alone; with rows in another order the keys differ. Number states by what they "
-            "are, not by when they are first seen."
+            f"{owner} must depend on the row alone; with rows in another order the keys differ. Compute a key from the "
+            "contents of a state, not from the order in which states are first seen."
         )
     return passed(f"{len(keys[mask].unique())} states in {int(mask.sum())} steps.")

@@ -1,4 +1,4 @@
-"""The two public functions, and the ordered tables of rules they go through."""
+"""The two public functions and their ordered tables of rules."""
 
 import copy
 from collections.abc import Collection
@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo.coercion import as_rewards, describe, require_lengths
 from grpo.errors import ConfigError, ContractError
 from grpo.policy_base import POLICY_METHODS
-from grpo.random_state import preserved_random_state
-from grpo.reward_model_base import ReportsComponents, as_reward_model, reward_name
+from grpo.reward_model_base import ReportsComponents, as_reward_model
 from grpo.types import Rows, select_rows
+from grpo.writing import as_rewards, describe, preserved_random_state, require_lengths, reward_name
 
 from . import capabilities as capability
 from . import extras as extra
@@ -53,7 +52,7 @@ POLICY_RULES: tuple[Rule, ...] = (
     Rule("deepcopy", rule.check_copy, ("repeatable",)),
     Rule("to", rule.check_to, ("repeatable",)),
 )
-"""In order: each after those it needs."""
+"""The rules in order. Each rule comes after the rules that it needs."""
 
 
 def check_policy(
@@ -67,28 +66,30 @@ def check_policy(
     device: torch.device | str | None = None,
     skip: Collection[str] = (),
 ) -> CheckReport:
-    """Look at every rule a `PolicyModel` and its optional capabilities have to keep.
+    """Check every rule for a `PolicyModel` and its optional capabilities.
 
-    The policy is left as it was found (parameters, buffers, `HasState`, device, global random generators), in train(). For
-    the duration, memory holds two copies of its parameters. Distributions are tested at a false alarm in a million.
+    Parameters, buffers, `HasState`, device and global random generators are restored; the policy ends in `train()`.
+    During the checks, memory holds two copies of the parameters. Tests of distributions give one false alarm in a million.
 
     Args:
-        policy: yours.
-        states: a few of your states, at least two, of different lengths if they have any. More: slower, finds more.
-        num_actions_per_state: sampled for each.
-        num_samples: drawn in one call from the first state, to compare with the log-probs. Larger: finds smaller
-            differences (4096: a standard deviation 10 % off), needs more memory; 0: not compared (language models).
-        seed: of everything random in here.
+        policy: your policy.
+        states: a few of your states, at least two, and of different lengths if states have lengths. More: slower, but
+            more mistakes are found.
+        num_actions_per_state: actions sampled per state.
+        num_samples: actions drawn in one call for the first state and compared with their log-probs. Larger: smaller
+            differences are found (4096 finds a standard deviation that is 10 % off), more memory. 0: no comparison, for
+            language models.
+        seed: seed of all random numbers of the checks.
         strict: raise if a rule is broken.
-        device: move the policy there first, and back after; None: where it is.
-        skip: names of checks to leave out.
+        device: device to test on. The policy is moved back afterwards. None: where the policy is.
+        skip: names of rules to leave out.
 
     Returns:
-        One result per check; `report.ok`, `print(report)`.
+        One result per rule. Use `print(report)` and `report.ok`.
 
     Raises:
-        ContractError: with `strict`, listing all failures.
-        ConfigError: `skip` names no check; no states; a number out of range.
+        ContractError: `strict` is set and a rule is broken. The message lists all failures.
+        ConfigError: there are no states, a number is out of range, or `skip` contains an unknown name.
     """
     if len(states) == 0 or num_actions_per_state < 1 or num_samples < 0:
         raise ConfigError(
@@ -111,14 +112,17 @@ def _report(subject: str, results: tuple[CheckResult, ...], strict: bool) -> Che
 
 @dataclass(frozen=True, slots=True)
 class RewardProbe:
-    """A reward model, and the rows it is asked about."""
+    """A reward model and the rows that it is tested with."""
 
     given: Any
+    """The reward model as the user passed it."""
     states: Rows
+    """N states."""
     actions: Rows
+    """N actions."""
 
     def ask(self, states: Rows, actions: Rows) -> Tensor:
-        """Rewards of rows, as training takes them."""
+        """The rewards of rows, converted as in training."""
         model = as_reward_model(self.given)
         model.eval()
         with torch.no_grad():
@@ -129,7 +133,7 @@ def _check_reward_methods(probe: RewardProbe) -> Verdict:
     model = as_reward_model(probe.given)
     model.train()
     model.eval()
-    return passed(f"{reward_name(model)} can be asked.")
+    return passed(f"{reward_name(model)} can be called.")
 
 
 def _check_reward_shape(probe: RewardProbe) -> Verdict:
@@ -141,7 +145,7 @@ def _check_reward_finite(probe: RewardProbe) -> Verdict:
     bad = (~rewards.isfinite()).nonzero()[:, 0].unique().tolist()
     if bad:
         return failed(
-            f"{reward_name(as_reward_model(probe.given))} must return finite numbers; rows {bad[:16]} are not. Mend it, or "
+            f"{reward_name(as_reward_model(probe.given))} must return finite numbers; rows {bad[:16]} are not. Fix it, or "
             "train with reward.non_finite='drop' or 'zero'."
         )
     return passed(f"From {float(rewards.min()):.4g} to {float(rewards.max()):.4g}.")
@@ -151,7 +155,10 @@ def _check_reward_repeatable(probe: RewardProbe) -> Verdict:
     first, second = probe.ask(probe.states, probe.actions), probe.ask(probe.states, probe.actions)
     gap = difference(second, first) if second.shape == first.shape else float("inf")
     if gap > 0:
-        return note(f"Two calls differ by up to {gap:.2g}: noise or memory. Advantages will hold that noise.")
+        return note(
+            f"Two calls differ by up to {gap:.2g}: the rewards are random or depend on earlier calls, which adds noise to "
+            "advantages."
+        )
     return passed("Two calls agree.")
 
 
@@ -160,13 +167,13 @@ def _check_reward_order(probe: RewardProbe) -> Verdict:
     order = torch.arange(count).flip(0)
     first, again = (probe.ask(probe.states, probe.actions) for _ in range(2))
     if count < 2 or first.shape != again.shape or difference(again, first) > FULL_PRECISION:
-        return skipped("It takes two rows, and rewards that two calls agree on.")
+        return skipped("This needs at least two rows, and equal rewards from two calls.")
     turned = probe.ask(select_rows(probe.states, order), select_rows(probe.actions, order))
     gap = difference(turned[order], first) if turned.shape == first.shape else float("inf")
     if gap > FULL_PRECISION:
         return note(
-            f"Rewards depend on the order of rows, by up to {gap:.2g}: a row then sees others of its batch. Rewards are asked "
-            "for again row by row after a failure (reward.on_failure='drop'), and would change."
+            f"Rewards depend on the order of rows, by up to {gap:.2g}, so a row's reward depends on other rows. With "
+            "reward.on_failure='drop', rows are rewarded one by one after a failure, and their rewards would change."
         )
     return passed("Reversed rows have reversed rewards.")
 
@@ -174,8 +181,10 @@ def _check_reward_order(probe: RewardProbe) -> Verdict:
 def _check_reward_inputs(probe: RewardProbe) -> Verdict:
     try:
         before = copy.deepcopy((probe.states, probe.actions))
-    except Exception as error:  # recovery: nothing is compared
-        return skipped(f"States and actions cannot be copied ({type(error).__name__}: {error}), so not compared.")
+    except Exception as error:  # recovery: the rule is skipped
+        return skipped(
+            f"States and actions cannot be copied ({type(error).__name__}: {error}), so they cannot be compared."
+        )
     given = copy.deepcopy(before)
     model = as_reward_model(probe.given)
     model.eval()
@@ -186,10 +195,10 @@ def _check_reward_inputs(probe: RewardProbe) -> Verdict:
     ]
     if changed:
         return failed(
-            f"{reward_name(model)} must leave what it is given as it is; it changed "
+            f"{reward_name(model)} must not change its arguments; it changed "
             f"{' and '.join(changed)}, which the policy is trained on afterwards. Work on a copy."
         )
-    return passed("States and actions are left as they are.")
+    return passed("States and actions are not changed.")
 
 
 def _check_reward_components(probe: RewardProbe) -> Verdict:
@@ -207,9 +216,9 @@ def _check_reward_components(probe: RewardProbe) -> Verdict:
     bad = [key for key, part in parts.items() if not bool(part[wrong].isfinite().all())]
     if bad:
         return failed(
-            f"{name}: components must be finite; {', '.join(bad)} is not. Mend that part: a weight of 0 hides no NaN."
+            f"{name}: components must be finite; {', '.join(bad)} is not. Fix that part: a weight of 0 does not hide NaN."
         )
-    return passed(f"{', '.join(parts)} are finite, or left out of the sum.")
+    return passed(f"{', '.join(parts)} are finite or left out of the sum.")
 
 
 REWARD_RULES: tuple[Rule, ...] = (
@@ -221,23 +230,24 @@ REWARD_RULES: tuple[Rule, ...] = (
     Rule("repeatable", _check_reward_repeatable, ("reward shape",)),
     Rule("order of rows", _check_reward_order, ("rewards finite",)),
 )
-"""In order: each after those it needs."""
+"""The rules in order. Each rule comes after the rules that it needs."""
 
 
 def check_reward_model(reward_model: Any, states: Rows, actions: Rows, *, strict: bool = False) -> CheckReport:
-    """Look at every rule a `RewardModel`, or a plain `(states, actions) -> rewards`, has to keep.
+    """Check every rule for a `RewardModel` or a plain `(states, actions) -> rewards`.
 
     Args:
-        reward_model: yours; a callable counts as one.
+        reward_model: your reward model or function.
         states: N states, one per row.
         actions: N actions.
         strict: raise if a rule is broken.
 
     Returns:
-        One result per check; `report.ok`, `print(report)`.
+        One result per rule. Use `print(report)` and `report.ok`.
 
     Raises:
-        ContractError: with `strict`, listing all failures; always, if there are not as many states as actions.
+        ContractError: there are no rows, the numbers of states and actions differ, or `strict` is set and a rule is
+            broken. The message lists all failures.
 
     Example:
         >>> check_reward_model(lambda states, actions: [float(a == "yes") for a in actions], ["s", "s"], ["yes", "no"]).ok
@@ -256,7 +266,7 @@ def _name(reward_model: Any) -> str:
 
 
 def _same(now: Any, then: Any, above: frozenset[int] = frozenset()) -> bool:
-    """Equal by value; objects are compared by what they hold, and those that hold themselves (`above`) only once."""
+    """Equal by value. Objects are compared by their attributes. `above` holds the ids of enclosing objects, to end cycles."""
     if type(now) is not type(then):
         return False
     if isinstance(now, Tensor):

@@ -1,4 +1,4 @@
-"""A policy under examination: its samples and scores by each of its methods, taken once, and put back as it was found."""
+"""A policy under test: its samples and scores by each of its methods, computed once. The policy is restored afterwards."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,40 +8,39 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from grpo.coercion import pad_steps
+from grpo._collecting.scoring import Scorer
 from grpo.experience_collector import ExperienceCollector
 from grpo.policy_base import POLICY_METHODS, HasState, SamplesWithScores, ScoresActions, SplitsSteps
-from grpo.random_state import seed_everything
-from grpo.scoring import Scorer
-from grpo.types import ActionScores, Rows, SampledActions, repeat_rows, select_rows
+from grpo.types import ActionScores, Rows, SampledActions, repeat_rows, row_totals, select_rows
+from grpo.writing import pad_steps, seed_everything
 
 MAX_ROWS_ONE_BY_ONE = 32
-"""Rows scored in a forward of their own."""
+"""Maximum number of rows that are scored one by one."""
 ROWS_PER_FORWARD = 4096
-"""Rows of one forward when many samples are scored."""
+"""Rows per forward pass when many samples are scored."""
 FULL_PRECISION, HALF_PRECISION = 1e-4, 0.05
-"""Largest difference, relative to 1 + |log-prob|, put down to rounding: other shapes sum in another order."""
+"""Largest difference, relative to 1 + |log-prob|, that counts as rounding. Tensors of other shapes sum in another order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """Many samples of one state."""
+    """Many sampled actions for one state."""
 
     states: Rows
-    """The state, once per sample."""
+    """The state, repeated once per sample."""
     actions: Rows
-    """The samples."""
+    """The sampled actions."""
     sampled: SampledActions | None
-    """What the sampler told; None: it tells nothing."""
+    """What `sample_actions` returned. None: the actions come from `generate_actions`."""
     scores: ActionScores
-    """By the policy itself."""
+    """The policy's scores of these actions."""
 
     @property
     def is_exact(self) -> bool:
-        """The sampler draws from the policy itself, as far as it tells."""
+        """Whether the behaviour log-probs, if there are any, equal the policy's log-probs."""
         behaviour = None if self.sampled is None else self.sampled.behaviour_log_probs
         if behaviour is None:
             return True
@@ -52,15 +51,15 @@ class Draws:
 
 
 class PolicyProbe:
-    """What the rules look at.
+    """The object that every policy rule is called with.
 
     Args:
-        policy: has the six methods (every rule but the first needs that one).
+        policy: the policy under test. Every rule but the first relies on its six methods.
         states: B states.
-        num_actions: G.
-        seed: of everything random.
-        num_samples: drawn from the first state for tests of distributions.
-        device: where it is looked at; None: where it is.
+        num_actions: number of actions per state, G.
+        seed: seed of all random numbers.
+        num_samples: number of actions drawn for the first state, for tests of distributions.
+        device: device to test on. None: where the policy is.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class PolicyProbe:
         self._device = device
 
     def prepare(self) -> None:
-        """The same random numbers for every rule, whatever ran before it; evaluation mode."""
+        """Reset the seed, move the policy to the device and switch it to `eval()`, so that rules are independent."""
         seed_everything(self._seed)
         if self._device is not None:
             self.policy.to(self._device)
@@ -83,84 +82,84 @@ class PolicyProbe:
 
     @cached_property
     def rows(self) -> tuple[Rows, Rows, Int[Tensor, " N"]]:
-        """States, actions and group ids of N = B G rows, from `generate_actions`."""
+        """States, actions and group ids of N = B G rows. The actions come from `generate_actions`."""
         states, actions, _ = self.sample(self.only(), self.states, self.num_actions)
         return states, actions, torch.arange(len(self.states)).repeat_interleave(self.num_actions)
 
     @cached_property
     def scores(self) -> ActionScores:
-        """Of these rows: by `score_actions` where there is one, else `get_log_probabilities`; no gradient."""
+        """Scores of these rows without gradient, from `row_scorer`."""
         return self.score(self.row_scorer, *self.rows)
 
     @cached_property
     def row_scorer(self) -> Scorer:
-        """`score_actions` where there is one, else `get_log_probabilities`."""
+        """Scores rows with `score_actions` if the policy has it, else with `get_log_probabilities`."""
         return Scorer(self.only("score_actions") if isinstance(self.policy, ScoresActions) else self.only())
 
     @cached_property
     def generated(self) -> Draws:
-        """Samples of the first state by `generate_actions`."""
+        """Actions for the first state, drawn with `generate_actions`."""
         return self._draw(self.only())
 
     @cached_property
     def sampled(self) -> Draws:
-        """Samples of the first state by `sample_actions`."""
+        """Actions for the first state, drawn with `sample_actions`."""
         return self._draw(self.only("sample_actions"))
 
     @property
     def drawn(self) -> Draws:
-        """Samples of the first state by the method that training uses."""
+        """Actions for the first state, drawn with the method that training uses."""
         return self.sampled if isinstance(self.policy, SamplesWithScores) else self.generated
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """By name; those that require a gradient."""
+        """The parameters that require a gradient, by name."""
         return {name: value for name, value in self.policy.get_parameters().items() if value.requires_grad}
 
     @cached_property
     def tolerance(self) -> float:
-        """What rounding explains, by the coarsest of the floating types in use."""
+        """The largest difference that rounding explains, given the coarsest floating type in use."""
         in_use = [value for value in self.policy.get_parameters().values() if value.is_floating_point()]
         in_use.append(self.raw_log_probs(*self.rows[:2]))
         return HALF_PRECISION if any(value.element_size() < 4 for value in in_use) else FULL_PRECISION
 
     @property
     def no_sampling_test(self) -> str:
-        """Why samples cannot be compared with log-probs; empty: they can."""
+        """Why samples cannot be compared with log-probs. Empty: they can be compared."""
         if self.num_samples == 0:
             return "num_samples=0."
         if isinstance(self.policy, SplitsSteps) and bool((self.scores.mask.sum(1) > 1).any()):
-            return "Actions are episodes of steps (split_steps): their distribution is the environment's as well."
+            return "Actions are episodes (split_steps), so their distribution also depends on the environment."
         return ""
 
     def only(self, *methods: str) -> Any:
-        """The policy with the six methods and these: what training would see if it could do nothing else."""
+        """A stand-in for the policy that has only the six methods and these, so that one capability is tested at a time."""
         kept = {name: staticmethod(getattr(self.policy, name)) for name in (*POLICY_METHODS, *methods)}
         return type(self.name, (), kept)()
 
     def sample(self, policy: Any, states: Rows, num_actions: int) -> tuple[Rows, Rows, SampledActions | None]:
-        """As training samples, with all its checks."""
+        """Rows sampled as in training, with all of training's checks."""
         collector = ExperienceCollector(policy=policy, reward_model=_no_reward, group_size=num_actions)
         return collector.sample(states, num_actions)
 
     def raw_log_probs(self, states: Rows, actions: Rows) -> Any:
-        """What `get_log_probabilities` returns, unchecked."""
+        """The return value of `get_log_probabilities`, unchecked."""
         with torch.no_grad():
             return self.policy.get_log_probabilities(states, actions)
 
     def score(self, scorer: Scorer, states: Rows, actions: Rows, group_ids: Int[Tensor, " N"]) -> ActionScores:
-        """Scores without gradient."""
+        """The scores of N rows, without gradient."""
         with torch.no_grad():
             return scorer(states, actions, group_ids)
 
     def score_one_state(self, state: Rows, actions: Rows) -> Float[Tensor, " M"]:
-        """Log-probs of whole actions, all for the same state, in forwards of bounded size."""
+        """Log-probs of M whole actions for one state, in forward passes of bounded size."""
         totals = []
         for start in range(0, len(actions), ROWS_PER_FORWARD):
             part = select_rows(actions, slice(start, start + ROWS_PER_FORWARD))
             ids = torch.zeros(len(part), dtype=torch.int64)
             scores = self.score(self.row_scorer, repeat_rows(state, len(part)), part, ids)
-            totals.append(row_totals(scores.log_probs, scores.mask))
+            totals.append(row_totals(scores.log_probs.double(), scores.mask))
         return torch.cat(totals)
 
     def _draw(self, policy: Any) -> Draws:
@@ -173,23 +172,19 @@ def _no_reward(states: Any, _: Any) -> list[float]:
     return [0.0] * len(states)
 
 
-def row_totals(log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> Float[Tensor, " N"]:
-    """Log-probs of whole rows: sums over the steps that count, in float64."""
-    return torch.where(mask, log_probs, 0.0).double().sum(1)
-
-
 def difference(found: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
-    """max |found - expected| / (1 + |expected|) where the mask is True; infinite where one is NaN and the other not."""
+    """max |found - expected| / (1 + |expected|) where the mask is True. Infinite if exactly one of two numbers is NaN."""
     found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
     gaps = ((found - expected).abs() / (1 + expected.abs())).nan_to_num(float("inf"))
-    gaps = torch.where((found == expected) | (found.isnan() & expected.isnan()), 0.0, gaps)  # infinity equals itself
+    equal = (found == expected) | (found.isnan() & expected.isnan())
+    gaps = torch.where(equal, 0.0, gaps)  # inf - inf is NaN, but infinity equals itself
     if mask is not None:
         gaps = gaps[mask.cpu()]
     return float(gaps.max()) if gaps.numel() else 0.0
 
 
 def scores_difference(found: ActionScores, expected: ActionScores) -> float:
-    """Difference of two scorings of the same rows at the steps that count; infinite if these are not the same steps."""
+    """`difference` of two scorings of the same rows, at the steps of the mask. Infinite if the masks differ."""
     width = max(found.mask.shape[1], expected.mask.shape[1])
     mask = pad_steps(expected.mask, width, False)
     if not torch.equal(pad_steps(found.mask, width, False).cpu(), mask.cpu()):
@@ -198,14 +193,14 @@ def scores_difference(found: ActionScores, expected: ActionScores) -> float:
 
 
 def some_rows(num_rows: int) -> list[int]:
-    """At most `MAX_ROWS_ONE_BY_ONE` rows, spread over all."""
+    """At most `MAX_ROWS_ONE_BY_ONE` row indices, evenly spread over all rows."""
     step = -(-num_rows // MAX_ROWS_ONE_BY_ONE)
     return list(range(0, num_rows, step))
 
 
 @contextmanager
 def perturbed(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, every floating parameter is moved by noise; after, each has its bits back."""
+    """Add noise to every floating parameter inside the block, and restore the exact values afterwards."""
     saved = [(value, value.detach().clone()) for value in parameters if value.is_floating_point()]
     try:
         with torch.no_grad():
@@ -218,9 +213,9 @@ def perturbed(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def left_as_found(policy: Any) -> Iterator[None]:
-    """After, parameters, buffers, further state and device are what they were before, and the policy is in train().
+    """Restore the policy's parameters, buffers, `HasState` state and device after the block. The policy ends in `train()`.
 
-    A method that raises in here is left alone: the rule that calls it reports it.
+    Exceptions from the policy's methods are ignored here: the rule that calls such a method reports the exception.
     """
     saved = {name: (value.device, value.detach().clone()) for name, value in _tensors(policy).items()}
     state: Any = None
@@ -243,7 +238,7 @@ def left_as_found(policy: Any) -> Iterator[None]:
 
 
 def _tensors(policy: Any) -> dict[str, Tensor]:
-    """Parameters, and the buffers of a module; what `get_parameters` fails to give is left out."""
+    """The parameters, and the buffers of a module. Parameters are left out if `get_parameters` raises."""
     found: dict[str, Any] = dict(policy.named_buffers()) if isinstance(policy, nn.Module) else {}
     with suppress(Exception):
         found |= policy.get_parameters()

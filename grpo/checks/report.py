@@ -1,4 +1,4 @@
-"""Rules as a list, what became of each, and the report that prints it: shared by all conformance checks."""
+"""Rules, their results, and the report that prints the results. Shared by all conformance checks."""
 
 import textwrap
 import traceback
@@ -11,11 +11,11 @@ from grpo.errors import ConfigError, ContractError, GRPOError
 Status: TypeAlias = Literal["passed", "failed", "skipped", "absent", "note"]
 
 WIDTH = 120
-"""Columns of a printed report."""
+"""Width of a printed report, in characters."""
 
 
 class Verdict(NamedTuple):
-    """What a rule found."""
+    """The result of one rule, without the rule's name."""
 
     status: Status
     message: str
@@ -27,62 +27,62 @@ def passed(message: str) -> Verdict:
 
 
 def failed(message: str) -> Verdict:
-    """The rule is broken: what was required, what came, whose it was, what to do."""
+    """The rule is broken. The message says what was required, what came, whose it was, and what to do."""
     return Verdict("failed", message)
 
 
 def skipped(message: str) -> Verdict:
-    """The rule could not be looked at, and why."""
+    """The rule was not checked. The message says why."""
     return Verdict("skipped", message)
 
 
 def absent(method: str) -> Verdict:
-    """The optional capability is not offered, so it has no rule to keep."""
+    """The policy does not have an optional capability, so the rule does not apply."""
     return Verdict("absent", f"There is no {method}(), which is optional.")
 
 
 def note(message: str) -> Verdict:
-    """Allowed, and worth knowing."""
+    """The behaviour is allowed, but worth knowing."""
     return Verdict("note", message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """One rule, and what became of it."""
+    """One rule and its result."""
 
     name: str
-    """Of the rule; the same in every report."""
+    """Name of the rule, the same in every report."""
     status: Status
-    """`failed` breaks the contract; a `note` is allowed; `skipped` could not be looked at; an `absent`
-    capability is optional."""
+    """`failed`: the contract is broken. `note`: allowed, but worth knowing. `skipped`: not checked. `absent`: an optional
+    capability that the policy does not have."""
     message: str
-    """What was required, what came, and what to do; or what was seen."""
+    """If the rule failed: what was required, what came, and what to do. Otherwise: what was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """Every rule's result, in order. `print(report)` shows a table; `report["gradient"]` is one result."""
+    """The result of every rule, in order. `print(report)` shows a table; `report["gradient"]` is one result."""
 
     subject: str
-    """What was checked."""
+    """The call that made this report, such as `check_policy(MyPolicy)`."""
     results: tuple[CheckResult, ...]
-    """One per rule."""
+    """One result per rule."""
 
     @property
     def ok(self) -> bool:
-        """No rule is broken."""
+        """True if no rule is broken."""
         return not self.failures
 
     @property
     def failures(self) -> tuple[CheckResult, ...]:
-        """The broken rules."""
+        """The results of the broken rules."""
         return tuple(result for result in self.results if result.status == "failed")
 
     def raise_for_failures(self) -> None:
-        """Nothing if no rule is broken.
+        """Raise if any rule is broken.
 
         Raises:
-            ContractError: listing all failures.
+            ContractError: the message lists all failures.
         """
         if not self.ok:
             listed = "\n".join(f"- {result.name}: {result.message}" for result in self.failures)
@@ -107,7 +107,7 @@ class CheckReport:
         not_offered = ", ".join(result.name for result in self.results if result.status == "absent")
         if not_offered:
             lines += textwrap.wrap(
-                f"optional, and not there: {not_offered}", WIDTH, initial_indent="  ", subsequent_indent="  "
+                f"optional, not implemented: {not_offered}", WIDTH, initial_indent="  ", subsequent_indent="  "
             )
         return "\n".join(lines)
 
@@ -117,61 +117,58 @@ class Rule:
     """One rule of a contract."""
 
     name: str
-    """As it stands in the report."""
+    """Name of the rule in the report."""
     check: Callable[[Any], Verdict]
-    """Looks at the subject. What it raises is a failure."""
+    """Checks the subject. An exception counts as a failure."""
     needs: tuple[str, ...] = ()
-    """Rules without which this one cannot be looked at; a rule that needs none runs before anything is prepared."""
+    """Names of rules that must hold before this rule can be checked. A rule that needs none runs without `prepare`."""
 
 
 def run_rules(
     rules: Sequence[Rule], subject: Any, *, prepare: Callable[[], object], skip: Collection[str]
 ) -> tuple[CheckResult, ...]:
-    """Every rule's result; a failure does not keep the rules from running that do not need the one that failed.
+    """The result of every rule. After a failure, only the rules that need the failed rule are skipped.
 
     Args:
-        rules: in order: a rule comes after those it needs.
-        subject: what each rule is called with.
-        prepare: called before each rule that needs another.
+        rules: the rules in order. Each rule comes after the rules that it needs.
+        subject: the object that each rule is called with.
+        prepare: called before each rule that needs another rule.
         skip: names of rules to leave out.
 
     Raises:
-        ConfigError: `skip` names no rule.
+        ConfigError: `skip` contains an unknown name.
     """
     names = [rule.name for rule in rules]
     unknown = sorted(set(skip) - set(names))
     if unknown:
         raise ConfigError(f"skip names {unknown}; the checks are {names}.")
     verdicts: dict[str, Verdict] = {}
-    unusable: set[str] = set()  # failed, or never looked at for that reason; a capability that is absent blocks nothing
+    unusable: set[str] = set()  # failed, or skipped because another rule failed; an absent capability blocks nothing
     for rule in rules:
         missing = [name for name in rule.needs if name in unusable]
         if rule.name in skip:
             verdicts[rule.name] = skipped("Left out by skip=.")
         elif missing:
-            verdicts[rule.name] = skipped(f"Needs '{missing[0]}', which {_became(verdicts[missing[0]].status)}.")
+            became = "failed" if verdicts[missing[0]].status == "failed" else "was skipped"
+            verdicts[rule.name] = skipped(f"Needs '{missing[0]}', which {became}.")
             unusable.add(rule.name)
         else:
-            verdicts[rule.name] = _look(rule, subject, prepare)
+            verdicts[rule.name] = _verdict_of(rule, subject, prepare)
             if verdicts[rule.name].status == "failed":
                 unusable.add(rule.name)
     return tuple(CheckResult(name=name, status=found.status, message=found.message) for name, found in verdicts.items())
 
 
-def _became(status: Status) -> str:
-    return "failed" if status == "failed" else "was skipped"
-
-
-def _look(rule: Rule, subject: Any, prepare: Callable[[], object]) -> Verdict:
+def _verdict_of(rule: Rule, subject: Any, prepare: Callable[[], object]) -> Verdict:
     try:
         if rule.needs:
             prepare()
         return rule.check(subject)
     except GRPOError as error:
         return failed(str(error))
-    except Exception as error:  # a check's job: whatever the user's code raises is reported, not hidden
+    except Exception as error:  # recovery: whatever the user's code raises is reported as a failure
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return failed(
             f"No exception was expected; {type(error).__name__}: {error} was raised at {frame.filename}:{frame.lineno} "
-            f"in {frame.name}. Mend what raised it."
+            f"in {frame.name}. Fix what raised it."
         )

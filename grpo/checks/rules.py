@@ -1,4 +1,4 @@
-"""The rules that every policy has to keep: methods, shapes, gradients, rows that do not see one another, honest samples."""
+"""Rules for every policy: methods, shapes, gradients, independent rows, and samples that match their log-probs."""
 
 import copy
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo.coercion import describe
+from grpo._collecting.scoring import Scorer
 from grpo.errors import ContractError
 from grpo.policy_base import POLICY_METHODS, ScoresActions, ScoresReference, require_methods
-from grpo.scoring import Scorer
 from grpo.types import ActionScores, Rows, select_rows
+from grpo.writing import describe
 
 from .probe import PolicyProbe, difference, perturbed, scores_difference, some_rows
 from .report import Verdict, failed, note, passed, skipped
@@ -18,7 +18,7 @@ from .sampling import judge_samples
 
 
 def check_methods(probe: PolicyProbe) -> Verdict:
-    """All six are there."""
+    """The policy is an instance with all six required methods."""
     if isinstance(probe.policy, type):
         return failed(f"policy must be an instance; got the class {probe.policy.__name__}. Call it first.")
     require_methods(probe.policy, POLICY_METHODS, "policy", "PolicyModel")
@@ -33,13 +33,13 @@ def check_modes(probe: PolicyProbe) -> Verdict:
 
 
 def check_number_of_actions(probe: PolicyProbe) -> Verdict:
-    """B groups of G."""
+    """`generate_actions` returns G actions for each of B states."""
     rows = len(probe.rows[0])
     return passed(f"{rows} = {len(probe.states)} states x {probe.num_actions} actions.")
 
 
 def check_shape(probe: PolicyProbe) -> Verdict:
-    """[N] or [N, T]."""
+    """`get_log_probabilities` returns a tensor [N] or [N, T]."""
     states, actions, group_ids = probe.rows
     found, count = probe.raw_log_probs(states, actions), len(group_ids)
     if not isinstance(found, Tensor) or found.dim() not in (1, 2) or len(found) != count:
@@ -51,30 +51,30 @@ def check_shape(probe: PolicyProbe) -> Verdict:
 
 
 def check_dtype(probe: PolicyProbe) -> Verdict:
-    """Floating."""
+    """`get_log_probabilities` returns floating-point numbers."""
     found = probe.raw_log_probs(*probe.rows[:2])
     if not found.is_floating_point():
         return failed(
-            f"{probe.name}.get_log_probabilities must return floating numbers; got {describe(found)}. "
+            f"{probe.name}.get_log_probabilities must return floating-point numbers; got {describe(found)}. "
             "Return log-probabilities, not indices."
         )
     return passed(f"{str(found.dtype).removeprefix('torch.')}.")
 
 
 def check_device(probe: PolicyProbe) -> Verdict:
-    """Log-probs are where a parameter is."""
+    """Log-probs are on the device of a parameter."""
     found = probe.raw_log_probs(*probe.rows[:2]).device
     devices = sorted({str(value.device) for value in probe.policy.get_parameters().values()})
     if devices and str(found) not in devices:
         return failed(
             f"{probe.name}.get_log_probabilities must return log-probs on the parameters' device, {', '.join(devices)}; got "
-            f"{found}. Make new tensors on the device of a parameter, and do not move the result."
+            f"{found}. Create new tensors on the device of a parameter, and do not move the result."
         )
-    return passed(f"{found}.") if devices else skipped("There are no parameters to agree with.")
+    return passed(f"{found}.") if devices else skipped("The policy has no parameters to compare with.")
 
 
 def check_finite(probe: PolicyProbe) -> Verdict:
-    """A sampled action has a probability above 0."""
+    """Log-probs of sampled actions are finite: a sampled action has a probability above 0."""
     scores = probe.scores
     bad = (~scores.log_probs.isfinite() & scores.mask).any(1).nonzero().squeeze(1).tolist()
     if bad:
@@ -86,7 +86,7 @@ def check_finite(probe: PolicyProbe) -> Verdict:
 
 
 def check_parameters(probe: PolicyProbe) -> Verdict:
-    """The very tensors, by name, fit for an optimizer."""
+    """`get_parameters` returns the policy's own tensors by name, not copies, so that an optimizer can train them."""
     owner = f"{probe.name}.get_parameters"
     first, second = probe.policy.get_parameters(), probe.policy.get_parameters()
     if not isinstance(first, dict) or not all(isinstance(value, Tensor) for value in first.values()):
@@ -97,36 +97,39 @@ def check_parameters(probe: PolicyProbe) -> Verdict:
     made = [name for name, value in first.items() if value.requires_grad and not value.is_leaf]
     if copies or made:
         return failed(
-            f"{owner} must return the parameters themselves; {', '.join((copies + made)[:5])} is made anew by a copy or a "
-            "computation, and an optimizer would not train the policy. Return dict(self.named_parameters()), no clones."
+            f"{owner} must return the parameters themselves; {', '.join((copies + made)[:5])} is a copy or the result "
+            "of a computation, so an optimizer would not train the policy. Return dict(self.named_parameters()), no clones."
         )
     returned = {value.data_ptr() for value in first.values()}
     module_parameters = probe.policy.named_parameters() if isinstance(probe.policy, nn.Module) else ()
     left_out = [n for n, value in module_parameters if value.requires_grad and value.data_ptr() not in returned]
     if left_out:
-        return note(f"{owner} leaves out {', '.join(left_out[:5])}: they require a gradient and will not be trained.")
+        return note(f"{owner} leaves out {', '.join(left_out[:5])}: they require a gradient but will not be trained.")
     trained = sum(value.requires_grad for value in first.values())
     return passed(f"{trained} of {len(first)} tensors are trained.") if trained else note("No tensor is trained.")
 
 
 def check_gradient(probe: PolicyProbe) -> Verdict:
-    """d log-probs / d parameters exists for at least one of them. A random sum: a plain one may cancel."""
+    """The gradient of the log-probs reaches at least one parameter and is finite.
+
+    The log-probs are summed with random weights, because an unweighted sum can cancel.
+    """
     probe.policy.train()
     states, actions, group_ids = probe.rows
     scores = probe.row_scorer(states, actions, group_ids)
     parameters = probe.parameters
     if not parameters and not scores.log_probs.requires_grad:
-        return note(f"{probe.name} has no parameters that require a gradient: it is scored, and nothing is trained.")
+        return note(f"{probe.name} has no parameters that require a gradient: it is scored, but nothing is trained.")
     cure = (
-        "Compute log-probabilities without no_grad(), detach() or item(), and return the very tensors they are computed with: "
-        "dict(self.named_parameters()), not copies and not state_dict()."
+        "Compute log-probabilities without no_grad(), detach() or item(), and let get_parameters() return the tensors that "
+        "they are computed from: dict(self.named_parameters()), not copies and not state_dict()."
     )
     if not parameters:
         return failed(
-            f"{probe.name}: log-probs carry a gradient, but get_parameters() holds no tensor that requires one. {cure}"
+            f"{probe.name}: log-probs carry a gradient, but get_parameters() has no tensor that requires one. {cure}"
         )
     if not scores.log_probs.requires_grad:
-        return failed(f"{probe.name}: log-probs must carry the gradient of get_parameters(); they carry none. {cure}")
+        return failed(f"{probe.name}: log-probs must carry a gradient to get_parameters(); they carry none. {cure}")
     weighted = torch.where(scores.mask, scores.log_probs * torch.rand_like(scores.log_probs), 0.0).sum()
     gradients: Any = torch.autograd.grad(weighted, list(parameters.values()), allow_unused=True)
     found = dict(zip(parameters, gradients, strict=True))
@@ -138,39 +141,39 @@ def check_gradient(probe: PolicyProbe) -> Verdict:
         )
     if wild:
         return failed(
-            f"{probe.name}: the gradient of the log-probs must be finite; that of {', '.join(wild[:5])} is not. Look for "
+            f"{probe.name}: the gradient of the log-probs must be finite; it is not for {', '.join(wild[:5])}. Look for "
             "log(0), 0/0 or sqrt(0); torch.autograd.set_detect_anomaly(True) names the operation."
         )
     unreached = f"; not {', '.join(missed[:8])}" if missed else ""
-    return passed(f"It reaches {len(found) - len(missed)} of {len(found)} parameters{unreached}.")
+    return passed(f"The gradient reaches {len(found) - len(missed)} of {len(found)} parameters{unreached}.")
 
 
 def check_repeatable(probe: PolicyProbe) -> Verdict:
-    """Two calls in eval(), nothing changed in between."""
+    """Two calls in `eval()` return the same log-probs."""
     first, second = (probe.score(probe.row_scorer, *probe.rows) for _ in range(2))
     gap = scores_difference(second, first)
     if gap > (1e-6 if probe.tolerance < 1e-3 else probe.tolerance):
         return failed(
-            f"{probe.name}: log-probs of the same rows must not change between calls in eval(); they do, by {gap:.2g}. Make "
-            "eval() switch dropout off, draw no random numbers while scoring, and keep no memory of earlier calls."
+            f"{probe.name}: log-probs of the same rows must not change between calls in eval(); they change by {gap:.2g}. Let "
+            "eval() switch dropout off, draw no random numbers while scoring, and do not depend on earlier calls."
         )
     return passed("Two calls in eval() agree.")
 
 
 def check_train_mode(probe: PolicyProbe) -> Verdict:
-    """Dropout makes the first ratio of an iteration differ from 1."""
+    """Log-probs in `train()` equal those in `eval()`. Dropout makes the first ratio of an iteration differ from 1."""
     probe.policy.train()
     gap = scores_difference(probe.score(probe.row_scorer, *probe.rows), probe.scores)
     if gap > probe.tolerance:
         return note(
             f"Log-probs in train() differ by up to {gap:.2g} from those in eval(), so the first ratio of an iteration is not "
-            "1. Dropout or batch normalisation is on in train(): set dropout to 0 unless you mean it."
+            "1. Dropout or batch normalisation is on in train(): set dropout to 0 unless it is intended."
         )
-    return passed("train() and eval() score alike.")
+    return passed("Log-probs in train() and eval() agree.")
 
 
 def check_rows(probe: PolicyProbe) -> Verdict:
-    """A row's score depends on no other row, nor on the padding that others need."""
+    """A row's log-probs depend neither on the other rows of the batch nor on their padding."""
     states, actions, group_ids = probe.rows
     scorers = {"get_log_probabilities": Scorer(probe.only())}
     if isinstance(probe.policy, ScoresActions):
@@ -185,19 +188,19 @@ def check_rows(probe: PolicyProbe) -> Verdict:
             gap = scores_difference(alone, in_batch)
             if gap > probe.tolerance:
                 return failed(
-                    f"{probe.name}.{method} must score a row alone as it does in a batch; row {row} differs by {gap:.2g}. Let "
-                    "no row see another: no batch statistics, padding masked, and position ids that padding does not move."
+                    f"{probe.name}.{method} must score a row the same alone and in a batch; row {row} differs by {gap:.2g}. "
+                    "Use no batch statistics, keep padding masked, and make position ids independent of padding."
                 )
-    return passed(f"{len(rows)} rows score alone as in the batch.")
+    return passed(f"{len(rows)} rows score the same alone and in the batch.")
 
 
 def check_generated_samples(probe: PolicyProbe) -> Verdict:
-    """`generate_actions` draws from exp(get_log_probabilities)."""
+    """`generate_actions` samples from exp(`get_log_probabilities`)."""
     reason = probe.no_sampling_test
     if reason:
         return skipped(reason)
     if not probe.drawn.is_exact:
-        return skipped("sample_actions() draws from another distribution on purpose, and training uses that one.")
+        return skipped("Training uses sample_actions(), which draws from another distribution on purpose.")
     draws = probe.generated
     state = select_rows(draws.states, slice(0, 1))
     totals = probe.score_one_state(state, draws.actions)
@@ -207,21 +210,21 @@ def check_generated_samples(probe: PolicyProbe) -> Verdict:
 
 
 def check_copy(probe: PolicyProbe) -> Verdict:
-    """`copy.deepcopy(policy)` is a reference that stays where it is while the policy moves."""
+    """`copy.deepcopy(policy)` can serve as a reference: it scores like the policy and does not change with it."""
     try:
         twin = copy.deepcopy(probe.policy)
-    except Exception as error:  # reported below
+    except Exception as error:  # recovery: reported as a note or a failure
         message = f"copy.deepcopy({probe.name}) raised {type(error).__name__}: {error}."
         if isinstance(probe.policy, ScoresReference):
-            return note(f"{message} reference_log_probabilities() is there instead.")
+            return note(f"{message} The policy has reference_log_probabilities() instead.")
         return failed(
-            f"{message} A reference_policy is such a copy: give the class a __deepcopy__, or ScoresReference."
+            f"{message} A reference_policy is such a copy: give the class a __deepcopy__ or reference_log_probabilities()."
         )
     shared = _shared_storage(probe.policy.get_parameters(), twin.get_parameters())
     if shared:
         return failed(
-            f"A deepcopy of {probe.name} must have tensors of its own; {', '.join(shared[:5])} are shared, so a reference "
-            "would move with the policy. Let __deepcopy__ copy every parameter."
+            f"A deepcopy of {probe.name} must have its own tensors; {', '.join(shared[:5])} are shared, so a reference "
+            "would change with the policy. Let __deepcopy__ copy every parameter."
         )
     other = PolicyProbe(twin, probe.states, probe.num_actions, 0, 0)
     twin.eval()
@@ -241,9 +244,9 @@ def check_copy(probe: PolicyProbe) -> Verdict:
     if expected > probe.tolerance and moved == 0.0:
         return failed(
             f"A deepcopy of {probe.name} must score with its own parameters; changing them changes nothing. Keep no bound "
-            "methods or closures of the original in attributes: they go on using the original's parameters."
+            "methods or closures of the original in attributes: they keep using the original's parameters."
         )
-    return passed("A deepcopy shares nothing, and scores alike.")
+    return passed("A deepcopy shares nothing and scores like the policy.")
 
 
 def _shared_storage(first: dict[str, Tensor], second: dict[str, Tensor]) -> list[str]:
@@ -252,7 +255,7 @@ def _shared_storage(first: dict[str, Tensor], second: dict[str, Tensor]) -> list
 
 
 def check_to(probe: PolicyProbe) -> Verdict:
-    """Parameters and log-probs follow `to`, there and back."""
+    """`to(device)` moves the parameters, and the log-probs are then computed on that device."""
     home = next((value.device for value in probe.policy.get_parameters().values()), torch.device("cpu"))
     targets = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
     try:
@@ -260,7 +263,7 @@ def check_to(probe: PolicyProbe) -> Verdict:
             _move(probe, target)
     finally:
         probe.policy.to(home)
-    return passed(f"Parameters and log-probs follow to {', '.join(map(str, targets))}.")
+    return passed(f"Parameters and log-probs move to {', '.join(map(str, targets))}.")
 
 
 def _move(probe: PolicyProbe, target: torch.device) -> None:
@@ -270,25 +273,26 @@ def _move(probe: PolicyProbe, target: torch.device) -> None:
     broken = [name for name, value in parameters.items() if value.requires_grad and not value.is_leaf]
     if stayed or broken:
         raise ContractError(
-            f"{probe.name}.to({str(target)!r}) must move every parameter in place; {', '.join((stayed + broken)[:5])} stayed, "
-            "or became the result of a computation. In a class without nn.Module: value.data = value.data.to(device)."
+            f"{probe.name}.to({str(target)!r}) must move every parameter in place; {', '.join((stayed + broken)[:5])} did not "
+            "move or became the result of a computation. Without nn.Module, use value.data = value.data.to(device)."
         )
     states, actions, group_ids = probe.rows
     scores = probe.score(probe.row_scorer, states, _on(target, actions), group_ids)
     if parameters and scores.log_probs.device.type != target.type:
         raise ContractError(
-            f"{probe.name}: after to({str(target)!r}) log-probs must be there; they are on {scores.log_probs.device}. Make new "
-            "tensors on the device of a parameter."
+            f"{probe.name}: after to({str(target)!r}) log-probs must be on {target}; they are on {scores.log_probs.device}. "
+            "Create new tensors on the device of a parameter."
         )
     gap = difference(scores.log_probs, probe.scores.log_probs, probe.scores.mask)
     if gap > max(probe.tolerance, 1e-3):
         raise ContractError(
-            f"{probe.name}: after to({str(target)!r}) log-probs must be the same; they differ by {gap:.2g}."
+            f"{probe.name}: to({str(target)!r}) must not change log-probs; they differ by {gap:.2g}. Move every tensor that "
+            "the policy computes with."
         )
 
 
 def _on(device: torch.device, actions: Rows) -> Rows:
-    """Actions as the policy would have sampled them on `device`."""
+    """The actions as the policy would have sampled them on `device`."""
     if isinstance(actions, Tensor):
         return actions.to(device)
     if isinstance(actions, list):

@@ -1,6 +1,7 @@
-"""Do samples come from the distribution that scores them? Tests with a false alarm in a million, and no scipy.
+"""Tests whether samples come from the distribution that scores them. One false alarm in a million; scipy is not needed.
 
-Discrete actions: Pearson's chi-square. Continuous ones: the probability integral transform along lines, and Kolmogorov-Smirnov.
+Discrete actions: Pearson's chi-square test. Continuous actions: the probability integral transform along lines, and the
+Kolmogorov-Smirnov test.
 """
 
 import math
@@ -17,20 +18,20 @@ from grpo.types import Rows
 from .report import Verdict, failed, passed, skipped
 
 P_VALUE = 1e-6
-"""Below it, samples do not come from the distribution: one conforming policy in a million is accused."""
+"""Samples with a smaller p-value fail the test. One correct policy in a million fails by chance."""
 MIN_EXPECTED = 10.0
-"""Draws a cell of the chi-square test expects at least; rarer actions share one cell."""
+"""Minimum expected count of a cell in the chi-square test. Rarer actions share one cell."""
 MASS_TOLERANCE = 0.02
-"""How far a density's numerical integral may be from 1."""
+"""Largest allowed distance of a density's numerical integral from 1."""
 GRID = 129
-"""Points of a line on which a density of several numbers is looked at."""
+"""Number of grid points on a line along which a density of several numbers is integrated."""
 
 ScoreActions = Callable[[Rows], Float[Tensor, " M"]]
-"""Log-probabilities of any M actions in the state the samples were drawn for."""
+"""Log-probabilities of any M actions in the state that the samples were drawn for."""
 
 ADVICE = (
-    "Sample from the distribution that is scored: the same temperature, no top-k, no epsilon, no clipping afterwards; a "
-    "sampler that differs on purpose tells its behaviour_log_probs in sample_actions()."
+    "Sample from the distribution that is scored: the same temperature, no top-k, no epsilon, no clipping afterwards. A "
+    "sampler that differs on purpose must return its behaviour_log_probs from sample_actions()."
 )
 
 
@@ -46,7 +47,7 @@ def chi_square_p_value(statistic: float, degrees: int) -> float:
 
 
 def kolmogorov_smirnov(uniforms: Float[Tensor, " N"]) -> tuple[float, float]:
-    """Largest distance D of the empirical distribution from the uniform one on [0, 1], and its p-value.
+    """Largest distance D between the empirical distribution and the uniform distribution on [0, 1], and its p-value.
 
     P(D' >= D) ~ 2 sum_k (-1)^(k-1) exp(-2 k^2 x^2),  x = (sqrt(N) + 0.12 + 0.11 / sqrt(N)) D
 
@@ -57,37 +58,37 @@ def kolmogorov_smirnov(uniforms: Float[Tensor, " N"]) -> tuple[float, float]:
     steps = torch.arange(count + 1, dtype=torch.float64) / count
     distance = float(torch.maximum(steps[1:] - ordered, ordered - steps[:-1]).max())
     x = (math.sqrt(count) + 0.12 + 0.11 / math.sqrt(count)) * distance
-    if x < 0.2:  # the series converges slowly there, and the sum is 1 to ten digits
+    if x < 0.2:  # the series converges slowly here, and its sum is 1 to ten digits
         return distance, 1.0
     terms = [(-1) ** (k - 1) * math.exp(-2 * (k * x) ** 2) for k in range(1, 101)]
     return distance, min(max(2 * math.fsum(terms), 0.0), 1.0)
 
 
 def judge_samples(owner: str, actions: Rows, log_probs: Float[Tensor, " N"], score: ScoreActions | None) -> Verdict:
-    """Whether N actions sampled in one state are distributed as their log-probs say.
+    """Whether N actions sampled in one state are distributed according to their log-probs.
 
     Args:
-        owner: the sampling method, for messages.
+        owner: name of the sampling method, for messages.
         actions: N actions.
-        log_probs: of each whole action.
-        score: log-probs of other actions, for densities; None: only those of `actions` are known.
+        log_probs: log-prob of each whole action.
+        score: returns log-probs of other actions, to test densities. None: only the log-probs of `actions` are known.
     """
     numbers = as_numbers(actions)
     keys = [action_key(action) for action in actions]
     if any(key is None for key in keys):
-        return skipped("Actions can be neither hashed nor read as numbers, so repetitions cannot be counted.")
+        return skipped("Actions are neither hashable nor numbers, so repetitions cannot be counted.")
     is_dense = len(set(keys)) > len(keys) / 2
     if numbers is not None and is_dense:
         if score is None:
-            return skipped("The sampler's density is known at its own samples only, so it cannot be integrated.")
+            return skipped("The sampler's density is known only at its own samples, so it cannot be integrated.")
         return _test_density(owner, *numbers, log_probs.double().cpu(), score)
     if is_dense:
-        return skipped(f"{len(set(keys))} of {len(keys)} sampled actions differ: too few repeat to be counted.")
+        return skipped(f"{len(set(keys))} of {len(keys)} sampled actions differ: too few repeat to count them.")
     return _test_counts(owner, keys, log_probs.double().cpu())
 
 
 def action_key(action: Any) -> Hashable:
-    """Equal for equal actions, None where that cannot be told: tensors, arrays and containers by their values."""
+    """A key that is equal for equal actions. Tensors, arrays and containers are compared by value. None: not comparable."""
     if isinstance(action, Tensor | np.ndarray):
         return (tuple(action.shape), *action.reshape(-1).tolist())
     if isinstance(action, list | tuple):
@@ -99,7 +100,7 @@ def action_key(action: Any) -> Hashable:
 
 
 def _test_counts(owner: str, keys: list[Hashable], log_probs: Tensor) -> Verdict:
-    """Pearson's chi-square of how often each action came; actions too rare to be counted share a cell with those unseen."""
+    """Pearson's chi-square test of how often each action was sampled. Rare and unseen actions share one cell."""
     first = {key: place for place, key in reversed(list(enumerate(keys)))}
     counts = dict.fromkeys(first, 0)
     for key in keys:
@@ -121,21 +122,24 @@ def _test_counts(owner: str, keys: list[Hashable], log_probs: Tensor) -> Verdict
         cells[smallest] = (cells[smallest][0] + rest[0], cells[smallest][1] + rest[1])
     if len(cells) == 1:
         if len(first) == 1 and mass > 1 - MASS_TOLERANCE:
-            return passed("The one action of probability 1 came every time.")
-        return skipped(f"All {len(first)} sampled actions are too rare to be counted; raise num_samples.")
+            return passed("The only action has probability 1 and was sampled every time.")
+        return skipped(f"All {len(first)} sampled actions are too rare to count; raise num_samples.")
     statistic = sum((count - wanted) ** 2 / wanted for count, wanted in cells)
     p_value = chi_square_p_value(statistic, len(cells) - 1)
     if p_value < P_VALUE:
         worst = max(first, key=lambda key: (counts[key] - expected[key]) ** 2 / max(expected[key], 1.0))
         return failed(
-            f"{owner} must sample as exp(log_probs) says; of {total} samples {str(worst)[:60]!r} came {counts[worst]} times, "
+            f"{owner} must sample from exp(log_probs); {str(worst)[:60]!r} is {counts[worst]} of {total} samples, "
             f"{expected[worst]:.1f} expected (chi-square p = {p_value:.1e} over {len(cells)} cells). {ADVICE}"
         )
     return passed(f"{total} samples in {len(cells)} cells agree with exp(log_probs): chi-square p = {p_value:.2g}.")
 
 
 def as_numbers(actions: Rows) -> tuple[Float[Tensor, "N D"], Callable[[Tensor], Rows]] | None:
-    """Actions of D real numbers as one tensor, and the way back to actions of the same kind; None: they are not."""
+    """Actions of D real numbers as one tensor, and a function that turns such a tensor back into actions of the same type.
+
+    None: the actions are not real numbers.
+    """
     if isinstance(actions, Tensor | np.ndarray):
         values: Any = torch.as_tensor(actions).detach()
         like: Any = actions
@@ -174,27 +178,27 @@ def _test_density(
 ) -> Verdict:
     spread = values.amax(0) - values.amin(0)
     if not bool((spread > 0).all()):
-        return skipped("One of the numbers of an action never changes, so it has no density.")
+        return skipped("One of an action's numbers is the same in all samples, so it has no density.")
 
     def density(numbers: Tensor) -> Tensor:
         heights: Tensor = score(rebuild(numbers)).double().cpu().exp()
-        return torch.where(heights.isnan(), 0.0, heights)  # NaN: outside of the support
+        return torch.where(heights.isnan(), 0.0, heights)  # NaN: outside the support
 
     if values.shape[1] == 1:
         return _test_one_number(owner, values[:, 0], density)
     return _test_lines(owner, values, log_probs.exp(), density)
 
 
-def _on_wide_or_narrow(look: Callable[[float], Tensor]) -> tuple[Tensor, bool]:
-    """`look` beyond the samples, or, for a policy that refuses to score actions it cannot take, among them only."""
+def _on_wide_or_narrow(evaluate: Callable[[float], Tensor]) -> tuple[Tensor, bool]:
+    """Densities on a range wider than the samples, or on the samples' range if the policy refuses to score outside it."""
     try:
-        return look(1.0), True
-    except Exception:  # recovery: the range of the samples is inside of the support
-        return look(0.0), False
+        return evaluate(1.0), True
+    except Exception:  # recovery: the range of the samples lies inside the support
+        return evaluate(0.0), False
 
 
 def _test_one_number(owner: str, samples: Tensor, density: Callable[[Tensor], Tensor]) -> Verdict:
-    """The density's numerical integral must be 1, and carry the samples to uniform numbers."""
+    """The density must integrate to 1, and its cumulative integral must map the samples to uniform numbers."""
     low, high = samples.min(), samples.max()
 
     def grid(reach: float) -> Tensor:
@@ -220,9 +224,10 @@ def _test_one_number(owner: str, samples: Tensor, density: Callable[[Tensor], Te
 
 
 def _test_lines(owner: str, values: Tensor, own: Tensor, density: Callable[[Tensor], Tensor]) -> Verdict:
-    """Along a line through a sample, parallel to an axis, the sample's place is distributed as the density on that line.
+    """Test densities of several numbers along lines through the samples, each parallel to one axis.
 
-    So the integral up to the sample, over the whole line's, is uniform, whatever the other numbers' distribution.
+    The sample's position on its line is distributed like the density along that line. So the integral up to the sample,
+    divided by the integral over the whole line, is uniform, whatever the distribution of the other numbers is.
     """
     count = max(len(values) // 2, 1)
     axes = torch.arange(count) % values.shape[1]
@@ -234,16 +239,16 @@ def _test_lines(owner: str, values: Tensor, own: Tensor, density: Callable[[Tens
         start, stop = low - reach * (high - low) / 2, high + reach * (high - low) / 2
         return start.unsqueeze(1) + even * (stop - start).unsqueeze(1)
 
-    def look(reach: float) -> Tensor:
+    def evaluate(reach: float) -> Tensor:
         points = values[:count].unsqueeze(1).repeat(1, GRID, 1)
         points[torch.arange(count).unsqueeze(1), torch.arange(GRID), axes.unsqueeze(1)] = grid(reach)
         return density(points.flatten(0, 1)).view(count, GRID)
 
-    heights, is_wide = _on_wide_or_narrow(look)
+    heights, is_wide = _on_wide_or_narrow(evaluate)
     points = grid(1.0 if is_wide else 0.0)
     clear = heights.isfinite().all(1) & (heights.sum(1).square() >= 4 * heights.square().sum(1)) & (heights.sum(1) > 0)
     if int(clear.sum()) < 100:
-        return skipped("The density is too narrow to be looked at on a grid.")
+        return skipped("The density is too narrow to integrate on a grid.")
     order = torch.cat([points, places.unsqueeze(1)], 1).argsort(1)
     points = torch.cat([points, places.unsqueeze(1)], 1).gather(1, order)
     heights = torch.cat([heights, own.unsqueeze(1)], 1).gather(1, order)
@@ -254,13 +259,13 @@ def _test_lines(owner: str, values: Tensor, own: Tensor, density: Callable[[Tens
 
 
 def _verdict_on_uniforms(owner: str, uniforms: Tensor) -> Verdict:
-    """Two tests: of u, which sees what is shifted, and of |2u - 1|, uniform too, which sees what is too wide or narrow."""
+    """Two tests: u reveals shifted samples, and |2u - 1|, which is uniform too, reveals too wide or too narrow samples."""
     (_, shifted), (_, spread) = kolmogorov_smirnov(uniforms), kolmogorov_smirnov((2 * uniforms - 1).abs())
     p_value = min(2 * min(shifted, spread), 1.0)
     if p_value < P_VALUE:
-        fault = "too wide or narrow" if spread < shifted else "too far to one side"
+        fault = "spread too wide or too narrow" if spread < shifted else "shifted to one side"
         return failed(
-            f"{owner} must sample from the density exp(log_prob); {len(uniforms)} samples are {fault} for it "
+            f"{owner} must sample from the density exp(log_prob); {len(uniforms)} samples are {fault} "
             f"(Kolmogorov-Smirnov p = {p_value:.1e}). {ADVICE}"
         )
     return passed(

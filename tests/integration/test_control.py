@@ -33,6 +33,7 @@ from adapters.control.episodes import Episode
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, WeightedRewards
 from grpo.checks import check_policy, check_reward_model
 from grpo.errors import ConfigError
+from grpo.surrogates import Clip
 from tests.control_environments import GOALS, UNIT, Chance, Crossing, Spaces, space_of_everything
 
 HAS_ROBOTICS = importlib.util.find_spec("gymnasium_robotics") is not None
@@ -221,12 +222,12 @@ def test_ratios_of_whole_episodes() -> None:
     history = trained(
         policy,
         EnvironmentReward(per="episode"),
-        objective=ObjectiveConfig(ratio_level="row"),
+        objective=ObjectiveConfig(surrogate=Clip(level="row")),
         advantage=AdvantageConfig(scale="group"),
     )
     assert [metrics["train/ratio_mean"] for metrics in history] == pytest.approx([1.0, 1.0], abs=1e-5)
-    with pytest.raises(ConfigError, match=r"ratio_level='row'"):  # of single steps there is none
-        trained(EpisodePolicy("CartPole-v1", num_members=6), objective=ObjectiveConfig(ratio_level="row"))
+    with pytest.raises(ConfigError, match=r"level='row'"):  # of single steps there is none
+        trained(EpisodePolicy("CartPole-v1", num_members=6), objective=ObjectiveConfig(surrogate=Clip(level="row")))
 
 
 def test_split_or_not_the_gradient_is_the_same() -> None:
@@ -336,7 +337,7 @@ def test_a_preset_trains() -> None:
     policy = preset.make_policy(hidden=(8,))
     assert policy.pool.num_members == preset.num_groups * preset.group_size
     trainer = preset.make_trainer(policy, seed=0)
-    assert trainer.gradient.optimizer.param_groups[0]["lr"] == preset.learning_rate  # type: ignore[union-attr]
+    assert trainer.optimizer_step.optimizer.param_groups[0]["lr"] == preset.learning_rate  # type: ignore[union-attr]
     metrics = trainer.step(episode_starts(preset.num_groups)(0))
     assert metrics["group_stats/num_groups"] == preset.num_groups
 

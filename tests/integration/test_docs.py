@@ -1,8 +1,9 @@
-"""What docs/ says exists: settings, their choices, metrics, headings; and its examples print what stands below them.
+"""What docs/ and grpo/README.md say exists: settings, their choices, metrics, headings; and examples print what stands below.
 
 That each page also runs in an interpreter of its own is `test_readme.py`'s.
 """
 
+import ast
 import contextlib
 import io
 import re
@@ -17,12 +18,25 @@ import torch
 from adapters.bandits import SoftmaxPolicy
 from adapters.control import PRESETS
 from adapters.llm import SamplingConfig
-from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, RewardConfig, WeightedRewards, presets
-from grpo.diagnosis import ADVICE
+from grpo import (
+    AdvantageConfig,
+    EntropyControl,
+    GRPOConfig,
+    GRPOTrainer,
+    KLControl,
+    ObjectiveConfig,
+    RewardConfig,
+    WeightedRewards,
+    presets,
+)
+from grpo._training.advisor import ADVICE
+from grpo.config import CORRECTIONS
+from grpo.surrogates import SURROGATES
 from tests.policies import TablePolicy
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+CORE = DOCS.parent / "grpo" / "README.md"
+PAGES = [CORE, *sorted(DOCS.glob("*.md"))]
 COMING_FROM, DEBUGGING, CONTROL, LLM, TOOLS = (
     DOCS / f"{name}.md" for name in ("coming_from", "debugging", "control", "llm", "tools")
 )
@@ -36,24 +50,32 @@ SECTIONS: dict[str, type] = {
     "config": GRPOConfig,
     "sampling": SamplingConfig,
 }
-SETTING = re.compile(r"(?<![\w.-])(objective|advantage|reward|config|sampling)\.([a-z]\w*)(?:=\"(\w+)\")?")
+NAMED = {"surrogate": SURROGATES, "sampler_correction": CORRECTIONS}
+"""Fields that take an object or its name."""
+
+SETTING = re.compile(r"(?<![\w.-])(objective|advantage|reward|config|sampling)\.(?!py\b)([a-z]\w*)(?:=\"(\w+)\")?")
+OBJECTS = {kind.__name__: kind for kind in (*SURROGATES.values(), *CORRECTIONS.values(), EntropyControl, KLControl)}
+OBJECT = re.compile(rf"(?<![\w.])(?<!class )({'|'.join(OBJECTS)})(?:\(([^()\n]*)\)|\.([a-z]\w*))")
 METRIC = re.compile(r"(?<![\w/])((?:train|rewards|group_stats|rows|steps|time|eval)/[a-z0-9_]+)(?![\w/])")
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n+^```text\n(?P<printed>.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS.parent)))
 
 
 def test_there_is_something_to_check() -> None:
     assert {COMING_FROM, DEBUGGING, CONTROL, LLM, TOOLS} <= set(PAGES)
     assert len(SETTING.findall(COMING_FROM.read_text(encoding="utf-8"))) > 100
     assert len(set(METRIC.findall(DEBUGGING.read_text(encoding="utf-8")))) > 25
+    assert len(OBJECT.findall(CORE.read_text(encoding="utf-8"))) > 20
+    assert len(OBJECT.findall(COMING_FROM.read_text(encoding="utf-8"))) > 40
+    assert len(BLOCK.findall(CORE.read_text(encoding="utf-8"))) > 3
     assert len(BLOCK.findall(DEBUGGING.read_text(encoding="utf-8"))) > 2
     assert len(BLOCK.findall(LLM.read_text(encoding="utf-8"))) > 5
     assert len(BLOCK.findall(TOOLS.read_text(encoding="utf-8"))) > 10
 
 
 def test_what_counts_as_a_setting() -> None:
-    text = 'set `objective.surrogate="clip"`, `config.seed`; not `--reward.clip_range`, `my.config.x`, nor `ObjectiveConfig.y`'
+    text = 'set `objective.surrogate="clip"`, `config.seed`; not `--reward.clip_range`, `my.config.x`, `config.py`'
     assert SETTING.findall(text) == [("objective", "surrogate", "clip"), ("config", "seed", "")]
 
 
@@ -68,7 +90,29 @@ def test_every_setting_is_a_field_and_every_choice_one_of_its_own(page: Path) ->
         kind = SECTIONS[section]
         assert name in {field.name for field in fields(kind)}, f"{page.name}: {section}.{name}"
         if choice:
-            assert choice in choices(get_type_hints(kind)[name]), f'{page.name}: {section}.{name}="{choice}"'
+            known = NAMED.get(name) or choices(get_type_hints(kind)[name])
+            assert choice in known, f'{page.name}: {section}.{name}="{choice}"'
+
+
+def test_what_counts_as_an_object_with_settings() -> None:
+    text = "`Clip(low=0.2, high=0.28)`, `Mask.low`, `KlCov()`; not `EntropyClip(low=1)`, nor `presets.Clip.low`"
+    assert OBJECT.findall(text) == [("Clip", "low=0.2, high=0.28", ""), ("Mask", "", "low"), ("KlCov", "", "")]
+
+
+@pages
+def test_every_surrogate_and_correction_has_the_settings_that_are_written_with_it(page: Path) -> None:
+    """Values that are written out are allowed; `...` stands for any."""
+    for name, arguments, field in OBJECT.findall(page.read_text(encoding="utf-8")):
+        settings = {field: "..."} if field else dict(part.split("=") for part in arguments.split(", ") if part)
+        unknown = set(settings) - {field.name for field in fields(OBJECTS[name])}
+        assert not unknown, f"{page.name}: {name} has no {unknown}"
+        values = {key: ast.literal_eval(value) for key, value in settings.items() if is_literal(value)}
+        OBJECTS[name](**values)
+
+
+def is_literal(text: str) -> bool:
+    """Whether it is a number or a string, and not `...` or the name of a variable."""
+    return text != "..." and not text.isidentifier()
 
 
 def choices(hint: Any) -> set[str]:

@@ -1,7 +1,7 @@
-"""Random batches for the parity tests, and how equal two results are."""
+"""Random batches for the parity tests, and a comparison that shows both values where they differ."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ TOLERANCE = 1e-9
 
 SMALLEST = 1e-6
 """Losses that cancel to less than this are compared absolutely."""
+
+SHOWN = 8
+"""Entries that a failure shows, those of largest difference first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +66,49 @@ def random_case(seed: int, choose: random.Random, generator: torch.Generator, *,
     )
 
 
-def relative_error(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, relative to the largest of their numbers."""
+def assert_equal(
+    formula: str, ours: Tensor, theirs: Tensor, case: object, *, allowed: Tensor | float | None = None
+) -> None:
+    """Two sides of one formula are equal; where they differ, the failure shows both values side by side.
+
+    Args:
+        formula: what was computed, in words.
+        ours: our value.
+        theirs: the other library's value.
+        case: the seed and the settings, for the failure.
+        allowed: largest absolute difference, for all entries or for each. None: `TOLERANCE` times their largest entry.
+    """
     ours, theirs = ours.detach(), theirs.detach()
-    assert ours.isfinite().all()
-    assert theirs.isfinite().all()
-    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=SMALLEST))
+    assert ours.shape == theirs.shape, (
+        f"{formula}: ours is {list(ours.shape)}, theirs {list(theirs.shape)}; case: {case}"
+    )
+    if not ours.numel():
+        return
+    ours, theirs = ours.double().cpu(), theirs.double().cpu()
+    if allowed is None:
+        allowed = TOLERANCE * float(theirs.abs().max().clamp(min=SMALLEST))
+    error = (ours - theirs).abs()
+    wrong = ~(error <= allowed) | ~error.isfinite()
+    if not wrong.any():
+        return
+    worst = error.nan_to_num(torch.inf).masked_fill(~wrong, -1.0).flatten().argsort(descending=True)[: int(wrong.sum())]
+    lines = [f"{'entry':<12}{'ours':<24}theirs"]
+    for place in worst[:SHOWN].tolist():
+        entry = [int(index) for index in torch.unravel_index(torch.tensor(place), ours.shape)]
+        lines.append(f"{entry!s:<12}{ours.flatten()[place].item():<24.15g}{theirs.flatten()[place].item():.15g}")
+    raise AssertionError(
+        f"{formula}: {len(worst)} of {ours.numel()} entries differ, by up to {float(error[wrong].max()):.3g}.\n  "
+        + "\n  ".join(lines)
+        + f"\n  case: {case}"
+    )
+
+
+def assert_equal_losses(formula: str, ours: Tensor, theirs: Tensor, leaves: Mapping[str, Tensor], case: object) -> None:
+    """Equal losses, and equal gradients with respect to every leaf, by name."""
+    assert_equal(f"{formula}, loss", ours, theirs, case)
+    gradients = (
+        torch.autograd.grad(loss, tuple(leaves.values()), retain_graph=True, materialize_grads=True)
+        for loss in (ours, theirs)
+    )
+    for name, mine, other in zip(leaves, *gradients, strict=True):
+        assert_equal(f"{formula}, gradient in {name}", mine, other, case)

@@ -16,8 +16,9 @@ from grpo import (
     grpo_objective,
     step_weights,
 )
-from grpo.step_advantages import discounted_returns, generalized_advantages
-from tests.parity.cases import TOLERANCE, Case, draws, random_case, relative_error
+from grpo.advantage_estimator import discounted_returns, generalized_advantages
+from grpo.surrogates import Cispo, Clip
+from tests.parity.cases import Case, assert_equal, assert_equal_losses, draws, random_case
 
 pytest.importorskip("torchrl", minversion="0.14", reason='needs torchrl: pip install -e ".[bench]"')
 with warnings.catch_warnings():  # what its dependencies deprecate is not ours to fix
@@ -95,10 +96,6 @@ def inputs_of(case: Case, log_probs: Tensor, weights: Tensor, **others: Tensor) 
     )
 
 
-def assert_equal(ours: Tensor, theirs: Tensor, seed: int) -> None:
-    assert relative_error(ours, theirs) <= TOLERANCE, f"seed {seed}: {ours} and {theirs}"
-
-
 def gradients(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)
 
@@ -118,14 +115,13 @@ def test_grpo_loss(theirs: str, ours: str) -> None:
             kl_to_ref_coeff=0.04,
         )
         output = module(language_model_batch(case))
-        config = ObjectiveConfig(clip_low=low, clip_high=high, entropy_coef=0.1)
+        config = ObjectiveConfig(surrogate=Clip(low=low, high=high), entropy_coef=0.1)
         policy = grpo_objective(
             inputs_of(case, leaves[0], step_weights(case.mask, ours), entropy=leaves[1]), config
         ).loss
         expected = (output.loss_objective + output.loss_entropy).squeeze()
-        assert_equal(policy, expected, seed)
-        for mine, other in zip(gradients(policy, *leaves), gradients(expected, *leaves), strict=True):
-            assert_equal(mine, other, seed)
+        named = {"log_probs": leaves[0], "entropy": leaves[1]}
+        assert_equal_losses(f"GRPOLoss, {theirs}", policy, expected, named, f"seed {seed}, {config}")
 
         only_kl = replace(case, advantages=torch.zeros_like(case.advantages))
         weights = step_weights(case.mask, "fixed_length", fixed_length=case.mask.shape[1])
@@ -133,8 +129,8 @@ def test_grpo_loss(theirs: str, ours: str) -> None:
         divergence = grpo_objective(
             inputs_of(only_kl, leaves[0], weights, ref_log_probs=case.ref_log_probs), config
         ).loss
-        assert_equal(divergence, output.loss_kl_to_ref, seed)
-        assert_equal(*(gradients(loss, leaves[0])[0] for loss in (divergence, output.loss_kl_to_ref)), seed)
+        case_of = f"seed {seed}, {config}"
+        assert_equal_losses("KL to the reference", divergence, output.loss_kl_to_ref, {"log_probs": leaves[0]}, case_of)
 
 
 def test_cispo_loss() -> None:
@@ -145,18 +141,20 @@ def test_cispo_loss() -> None:
         low, high = choose.choice([(0.2, 0.28), (0.9, 3.0)])
         log_probs = case.log_probs.clone().requires_grad_()
         weights = step_weights(case.mask, "step_mean")
-        config = ObjectiveConfig(surrogate="cispo", clip_low=low, clip_high=high)
+        config = ObjectiveConfig(surrogate=Cispo(low=low, high=high))
         (ours,) = gradients(grpo_objective(inputs_of(case, log_probs, weights), config).loss, log_probs)
         actor = GivenPolicy(GivenSteps(log_probs, case.entropy, case.mask))
         per_step, reduced = (
             CISPOLoss(actor, clip_epsilon=(low, high), aggregation=kind)(language_model_batch(case)).loss_objective
             for kind in ("none", "token_mean")
         )
-        assert_equal(ours, per_step.detach().squeeze(-1) * weights, seed)
+        expected = per_step.detach().squeeze(-1) * weights
+        assert_equal("CISPO, gradient per step", ours, expected, f"seed {seed}, {config}")
         ratio = (case.log_probs - case.old_log_probs).exp()
         inside = (ratio > 1.0 - low) & (ratio < 1.0 + high)
         (theirs,) = gradients(reduced.sum(), log_probs)
-        assert_equal(torch.where(inside, ours, 0.0), theirs, seed)
+        inner = torch.where(inside, ours, 0.0)
+        assert_equal("CISPO, gradient inside the bounds", inner, theirs, f"seed {seed}, {config}")
 
 
 class Table(nn.Module):
@@ -228,12 +226,15 @@ def test_clip_ppo_loss() -> None:
             old_values=on_steps(steps["state_value"].squeeze(1)),
             returns=on_steps(steps["value_target"].squeeze(1)),
         )
-        config = ObjectiveConfig(clip_low=low, clip_high=high, entropy_coef=0.1, value_coef=0.5, value_clip=value_clip)
+        config = ObjectiveConfig(
+            surrogate=Clip(low=low, high=high), entropy_coef=0.1, value_coef=0.5, value_clip=value_clip
+        )
         ours = grpo_objective(inputs, config).loss
-        assert_equal(ours, theirs, seed)
+        where = f"seed {seed}, {config}"
+        assert_equal("ClipPPOLoss, loss", ours, theirs, where)
         own, other = gradients(ours, actor.rows, critic.rows), gradients(theirs, *module.parameters())
-        for mine, its in zip(own, other, strict=True):
-            assert_equal(mine, its, seed)
+        for name, mine, its in zip(("logits", "values"), own, other, strict=True):
+            assert_equal(f"ClipPPOLoss, gradient in {name}", mine, its, where)
 
 
 def ragged(choose: random.Random, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -268,8 +269,8 @@ def test_generalized_advantages() -> None:
             gamma=gamma,
             gae_lambda=gae_lambda,
         )
-        assert_equal(ours[mask], theirs.squeeze(-1)[mask], seed)
-        assert not ours[~mask].any()
+        case = f"seed {seed}, gamma {gamma}, lambda {gae_lambda}"
+        assert_equal("GAE", ours, torch.where(mask, theirs.squeeze(-1), 0.0), case)
 
 
 def test_discounted_returns() -> None:
@@ -281,7 +282,7 @@ def test_discounted_returns() -> None:
         rewards, gamma = torch.randn(mask.shape, generator=generator), choose.choice([0.5, 0.9, 1.0])
         theirs = reward2go(rewards, last, gamma, time_dim=-1)
         ours = discounted_returns(rewards.masked_fill(~mask, torch.nan), mask, gamma)
-        assert_equal(ours[mask], theirs[mask], seed)
+        assert_equal("discounted returns", ours[mask], theirs[mask], f"seed {seed}, gamma {gamma}")
 
 
 def test_group_advantages() -> None:
@@ -299,4 +300,5 @@ def test_group_advantages() -> None:
             written = transform.inv(TensorDict({"group": torch.zeros(width, dtype=torch.long), "next": step}, [width]))
         theirs = written["advantage"].view(group_size, width)
         ours = group_relative_advantages(rewards.sum(1), torch.zeros(group_size, dtype=torch.long), scale="group")
-        assert_equal(ours.unsqueeze(1).expand_as(theirs), theirs, seed)
+        case = f"seed {seed}, rewards {rewards.tolist()}"
+        assert_equal("group advantages", ours.unsqueeze(1).expand_as(theirs), theirs, case)

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from grpo import group_relative_advantages
-from grpo.group_advantages import Scale, decoupled_advantages
+from grpo.advantage_estimator import Scale, decoupled_advantages
 from tests.parity import trl_code
-from tests.parity.cases import draws
+from tests.parity.cases import assert_equal, draws
 from tests.parity.trl_code import TRLSettings
 
 TRL_STD_EPS = 1e-4
@@ -49,10 +49,10 @@ def their_advantages(rewards: Tensor, weights: Tensor, settings: TRLSettings) ->
     return trl_code.advantages_and_ratios(rollouts, settings)["advantages"]
 
 
-def assert_same(ours: Tensor, theirs: Tensor, seed: int) -> None:
-    """Advantages are of order 1, or of the order of the rewards: what is below 1e-12 of the largest is rounding."""
+def assert_same(formula: str, ours: Tensor, theirs: Tensor, case: str) -> None:
+    """Advantages are of order 1, or of the order of the rewards: differences below 1e-12 of the largest are rounding."""
     scale = float(theirs.abs().max().clamp(min=1.0))
-    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12 * scale, msg=lambda text: f"seed {seed}: {text}")
+    assert_equal(formula, ours, theirs, case, allowed=1e-9 * theirs.abs() + 1e-12 * scale)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -72,8 +72,10 @@ def test_weighted_sum_then_normalised(scale: Scale) -> None:
         ours = group_relative_advantages(
             (rewards * weights).sum(1)[scored], group_ids[scored], scale=scale, std_eps=TRL_STD_EPS
         )
-        assert_same(ours, theirs[scored], seed)
-        assert not theirs[~scored].any()
+        case = f"seed {seed}, {settings}, weights {weights.tolist()}"
+        assert_same(f"advantages of the weighted sum, scale {scale}", ours, theirs[scored], case)
+        declined = theirs[~scored]
+        assert_equal("advantages of rows without a reward", torch.zeros_like(declined), declined, case, allowed=0.0)
 
 
 def test_normalised_then_weighted_sum() -> None:
@@ -91,4 +93,4 @@ def test_normalised_then_weighted_sum() -> None:
             torch.arange(num_groups).repeat_interleave(group_size),
             std_eps=TRL_STD_EPS,
         )
-        assert_same(ours, theirs, seed)
+        assert_same("GDPO's advantages", ours, theirs, f"seed {seed}, {settings}, weights {weights.tolist()}")

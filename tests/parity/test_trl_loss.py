@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import blockwise
-from grpo.adaptive_coefficients import Coefficients, EntropyControl
-from grpo.off_policy import on_policy_rows
-from grpo.selection import top_entropy_steps
+from grpo import EntropyControl, GRPOConfig, ObjectiveConfig
+from grpo._objective.sampler import near_policy_rows
+from grpo._objective.selection import top_entropy_steps
+from grpo._training.coefficients import Coefficients
 from tests.parity import trl_code
-from tests.parity.cases import TOLERANCE, Case, draws, random_case
+from tests.parity.cases import TOLERANCE, Case, assert_equal, draws, random_case
 from tests.parity.trl_code import LossType, RatioLevel, TRLSettings
 from tests.parity.trl_mapping import LOSS_TYPES, assert_same, our_loss, random_settings, their_loss
 
@@ -100,20 +100,21 @@ def test_which_steps_are_top_entropy(percent: int, dtype: torch.dtype) -> None:
             theirs = trainer.get_high_entropy_mask(entropy, mask.long(), 1 - fraction)[mask]
             place, between = divmod((100 - percent) * (count - 1), 100)
             expected = theirs if between else entropy[mask] >= entropy[mask].sort().values[place]
-            assert torch.equal(ours, expected), f"fraction {fraction} of {count} steps"
-            assert not (theirs & ~ours).any()
+            case = f"fraction {fraction} of {count} steps, entropies {entropy[mask].tolist()}"
+            assert_equal("the steps of highest entropy", ours, expected, case)
+            assert_equal("the steps that TRL keeps", ours & theirs, theirs, case)
 
 
-def test_which_rows_are_on_policy() -> None:
-    for _, choose, generator in draws(8, 300):
+def test_which_rows_are_near_the_policy() -> None:
+    for seed, choose, generator in draws(8, 300):
         case = random_case(0, choose, generator)
         advantages = case.advantages.unsqueeze(1) if case.advantages.dim() == 1 else case.advantages
         threshold = choose.choice([0.0, 0.05, 0.5])
         theirs = trl_code.GRPOTrainer.get_off_policy_mask(
             advantages, case.log_probs, case.behaviour_log_probs, case.mask.long(), threshold
         )
-        ours = on_policy_rows(case.log_probs, case.behaviour_log_probs, advantages, case.mask, threshold)
-        assert torch.equal(ours, theirs.bool())
+        ours = near_policy_rows(case.log_probs, case.behaviour_log_probs, advantages, case.mask, threshold)
+        assert_equal("rows near the policy", ours, theirs.bool(), f"seed {seed}, threshold {threshold}")
 
 
 MODES: tuple[trl_code.SamplerMode, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -178,17 +179,9 @@ def test_everything_at_once(loss_type: LossType) -> None:
         assert_same(our_loss(case, *leaves, settings), theirs, case, settings, *leaves)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_an_update_in_blocks_of_rows(loss_type: LossType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As large updates are evaluated; what is chosen from all steps is not chosen block by block."""
-    for seed, choose, generator in draws(7, 15):
-        monkeypatch.setitem(blockwise.STEPS_PER_BLOCK, "cpu", choose.choice([1, 6]))
-        settings = replace(
-            random_settings(choose, loss_type, choose.choice(LEVELS)), top_entropy_quantile=choose.choice([0.3, 1.0])
-        )
-        case = random_case(seed, choose, generator, num_rows=choose.randint(4, 12))
-        leaves = leaves_of(case)
-        assert_same(our_loss(case, *leaves, settings), their_loss(case, *leaves, settings), case, settings, *leaves)
+def assert_numbers(formula: str, ours: float, theirs: float, case: str) -> None:
+    pair = torch.tensor([ours, theirs], dtype=torch.float64)
+    assert_equal(formula, *pair, case, allowed=max(TOLERANCE * abs(theirs), 1e-15))
 
 
 def test_adaptive_entropy_coefficient() -> None:
@@ -212,15 +205,36 @@ def test_adaptive_entropy_coefficient() -> None:
             entropy_coef_max=control.coef_max,
         )
         trainer = trl_code.updating_trainer(settings)
-        ours = Coefficients(kl_coef=0.0, entropy_coef=0.1, kl_control=None, entropy_control=control)
+        config = GRPOConfig(entropy_control=control, objective=ObjectiveConfig(entropy_coef=0.1))
+        ours = Coefficients(config, kl_coef=0.0)
         inputs = trl_code.loss_inputs(case.mask, torch.zeros_like(case.advantages), case.old_log_probs)
         for update in range(8):
             entropy = torch.rand(case.mask.shape, generator=generator, dtype=torch.float64) + choose.choice([0.0, 0.3])
-            mean_entropy = float(entropy[case.mask].mean())
+            mean_entropy, where = float(entropy[case.mask].mean()), f"seed {seed}, update {update}, {control}"
             bonus = -float(trl_code.next_loss(trainer, inputs, case.log_probs, entropy))  # all that is left of the loss
             if update > 0:
-                assert bonus == pytest.approx(ours.entropy_coef * mean_entropy, rel=TOLERANCE, abs=1e-15), (
-                    f"seed {seed}"
-                )
+                assert_numbers("the entropy bonus", ours.entropy_coef * mean_entropy, bonus, where)
             ours.follow({"entropy": (mean_entropy, 0.0)})
-            assert ours.state_dict()["entropy"] == pytest.approx(trainer.entropy_coef, rel=TOLERANCE), f"seed {seed}"
+            assert_numbers("the entropy coefficient", ours.state_dict()["entropy"], trainer.entropy_coef, where)
+
+
+def test_a_loss_that_differs_is_shown_beside_theirs() -> None:
+    """Two losses of different bounds: the failure shows the loss of each, the formula and the settings."""
+    ((seed, choose, generator),) = draws(12, 1)
+    case = random_case(seed, choose, generator, num_rows=4)
+    settings = TRLSettings(loss_type="dapo", epsilon_high=0.28)
+    case = replace(case, old_log_probs=case.log_probs - 0.25, advantages=torch.ones(4, dtype=torch.float64))
+    leaves = leaves_of(case)
+    ours = our_loss(case, *leaves, replace(settings, epsilon_high=0.2))
+    theirs = their_loss(case, *leaves, settings)
+    with pytest.raises(AssertionError) as failure:
+        assert_same(ours, theirs, case, settings, *leaves)
+    message = str(failure.value)
+    for part in (
+        f"{ours.item():.15g}",
+        f"{theirs.item():.15g}",
+        "dapo by token, loss",
+        f"seed {seed}",
+        "epsilon_high=0.28",
+    ):
+        assert part in message

@@ -6,7 +6,7 @@ through the trainer.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -22,13 +22,16 @@ from grpo import (
     ObjectiveConfig,
     ObjectiveInputs,
     RewardConfig,
+    Truncate,
     grpo_objective,
 )
+from grpo.config import SURROGATES
+from grpo.surrogates import Cispo, Clip, Dppo, Dro, KlCov, Reinforce, Sapo
 from tests.every_config import EVERY, PRESETS, Rows, make_policy, make_trainer
 from tests.policies import RowScoring, TablePolicy, gradient_of, weights_of
 from tests.support import FourActions, as_users_run_it, objective_inputs
 
-NO_BOUND = {"clip_low": 1.0, "clip_high": 1e9}
+NO_BOUND = {"low": 1.0, "high": 1e9}
 
 
 @pytest.fixture(autouse=True)
@@ -80,14 +83,16 @@ def test_k3_in_the_loss_pulls_as_kl_from_the_reference_does():
 @pytest.mark.parametrize("level", ["step", "row", "row_sum", "row_step"])
 def test_weighted_k3_in_the_loss_is_right_off_policy_and_past_the_clip_bounds(level):
     # the bounds are narrow: they are for the surrogate, and must not stop the pull
-    config = only_kl("k3_weighted", ratio_level=level, clip_low=0.01, clip_high=0.01)
+    config = only_kl("k3_weighted", surrogate=Clip(low=0.01, high=0.01, level=level))
     expected = FourActions.example().gradient_of_kl_to_ref().tolist()
     assert expected_gradient(config, OTHER_POLICY).tolist() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("sampler", [None, OTHER_POLICY], ids=["on-policy", "off-policy"])
 def test_the_sampled_entropy_bonus_climbs_the_entropy(sampler):
-    config = ObjectiveConfig(entropy_coef=1.0, entropy_estimator="score_function", kl_coef=0.0, clip_low=0.01)
+    config = ObjectiveConfig(
+        surrogate=Clip(low=0.01), entropy_coef=1.0, entropy_estimator="score_function", kl_coef=0.0
+    )
     expected = (-FourActions.example().gradient_of_entropy()).tolist()  # a bonus is subtracted from the loss
     assert expected_gradient(config, sampler).tolist() == pytest.approx(expected, rel=1e-12)
 
@@ -154,44 +159,40 @@ def minus_dj(policy: TwoSteps) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("options", "per_row"),
+    ("surrogate", "per_row"),
     [
-        # a row's one ratio stands in the loss once per step: each counts half. Times the log-prob of each step, once
-        ({"surrogate": "clip", **NO_BOUND}, 0.5),
-        ({"surrogate": "kl_cov", "cov_kl_coef": 0.0}, 0.5),
-        ({"surrogate": "cispo", **NO_BOUND}, 1.0),
+        # The row's ratio is in the loss once per step, so each step counts half. CISPO's weight multiplies the log-prob of
+        # each step, so each step counts once.
+        (Clip(level="row_sum", **NO_BOUND), 0.5),
+        (KlCov(level="row_sum", coef=0.0), 0.5),
+        (Cispo(level="row_sum", **NO_BOUND), 1.0),
     ],
     ids=["clip", "kl_cov", "cispo"],
 )
-def test_importance_weights_of_whole_rows_make_up_for_another_sampler(options, per_row):
+def test_importance_weights_of_whole_rows_make_up_for_another_sampler(surrogate, per_row):
     policy, sampler = TwoSteps.example(), TwoSteps.example(seed=1)
-    config = ObjectiveConfig(ratio_level="row_sum", kl_coef=0.0, **options)
+    config = ObjectiveConfig(surrogate=surrogate, kl_coef=0.0)
     inputs = rows(policy, sampler.probs(), per_row=per_row, old_log_probs=sampler.log_probs().detach())
     found = policy.gradient(grpo_objective(inputs, config).loss)
     expected = minus_dj(policy)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-15)
-    # and ratios per step do not: this is what the level is for
-    per_step = grpo_objective(rows(policy, sampler.probs(), per_row=1.0, old_log_probs=inputs.old_log_probs),
-                              replace(config, ratio_level="step")).loss  # fmt: skip
+    # Ratios per step do not make up for it: this is what the level is for.
+    per_step = grpo_objective(
+        rows(policy, sampler.probs(), per_row=1.0, old_log_probs=inputs.old_log_probs),
+        replace(config, surrogate=replace(surrogate, level="step")),
+    ).loss
     assert not torch.allclose(policy.gradient(per_step), expected, rtol=0.1)
 
 
-@pytest.mark.parametrize("surrogate", ["clip", "none", "cispo", "sapo", "dro", "dppo_tv"])
+@pytest.mark.parametrize("surrogate", [Clip(), Reinforce(), Cispo(), Sapo(), Dro(), Dppo(tv_limit=1.0)], ids=repr)
 def test_the_samplers_correction_of_whole_rows_makes_its_samples_the_policys_own(surrogate):
     policy, sampler = TwoSteps.example(), TwoSteps.example(seed=1)
-    config = ObjectiveConfig(
-        surrogate=surrogate,
-        tv_limit=1.0,
-        sampler_correction="truncate",
-        sampler_ratio_level="row",
-        sampler_ratio_high=None,
-        kl_coef=0.0,
-    )
+    config = ObjectiveConfig(surrogate=surrogate, sampler_correction=Truncate(high=None, level="row"), kl_coef=0.0)
     elsewhere = rows(policy, sampler.probs(), per_row=1.0, behaviour_log_probs=sampler.log_probs().detach())
     own = rows(policy, policy.probs(), per_row=1.0)
     corrected = policy.gradient(grpo_objective(elsewhere, config).loss)
     assert torch.allclose(corrected, minus_dj(policy), rtol=1e-12, atol=1e-15)
-    uncorrected = policy.gradient(grpo_objective(own, replace(config, sampler_correction="none")).loss)
+    uncorrected = policy.gradient(grpo_objective(own, replace(config, sampler_correction=None)).loss)
     assert torch.allclose(corrected, uncorrected, rtol=1e-12, atol=1e-15)
 
 
@@ -205,12 +206,7 @@ def test_the_samplers_correction_through_the_trainer(aggregation):
     config = GRPOConfig(
         max_grad_norm=None,
         advantage=AdvantageConfig(baseline="none"),
-        objective=ObjectiveConfig(
-            aggregation=aggregation,
-            sampler_correction="truncate",
-            sampler_ratio_level="row",
-            sampler_ratio_high=None,
-        ),
+        objective=ObjectiveConfig(aggregation=aggregation, sampler_correction=Truncate(high=None, level="row")),
     )
     trainer, optimizer = make_trainer(config, policy)
     row_log_probs = scores.log_probs.sum(1)
@@ -235,7 +231,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ObjectiveInputs, dict[st
         kept.append((inputs, dict(output.metrics)))
         return output
 
-    monkeypatch.setattr("grpo.trainer.grpo_objective", watched)
+    monkeypatch.setattr("grpo._training.loss.grpo_objective", watched)
     return kept
 
 
@@ -311,42 +307,39 @@ def reference_weights(batch: ExperienceBatch, config: ObjectiveConfig) -> Tensor
     return weights
 
 
-SURROGATES = ["clip", "none", "cispo", "sapo", "gmpo", "vespo", "dro", "dppo_tv", "kl_cov", "clip_cov"]
+TIMES_LOG_PROBS = {"reinforce", "cispo", "dro", "vespo"}
+"""Surrogates whose gradient goes through the log-prob of each step, whatever the level of their ratio."""
+
+LEVELS = ["step", "row", "row_sum", "row_step", "none"]
 
 
 @pytest.mark.parametrize("given_as_old", [False, True])
-@pytest.mark.parametrize("level", ["step", "row", "row_sum", "row_step", "none"])
-@pytest.mark.parametrize("surrogate", SURROGATES)
-def test_at_ratio_one_every_surrogate_is_reinforce(surrogate, level, given_as_old):
-    generator = torch.Generator().manual_seed(0)
-    leaf = -torch.rand(4, 3, generator=generator, dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 0, 0], [0, 0, 0]]).bool()
-    lengths = mask.sum(1, keepdim=True)
-    advantages = torch.tensor([1.5, -0.5, 0.25, 2.0], dtype=torch.float64)
-    # each step of a row weighs alike; where the sum over a row is one ratio, a step's weight is shared out among them
-    weights = torch.where(mask, 1.0 / (4 * lengths.clamp(min=1)), 0.0).double()
-    log_probs = leaf.requires_grad_()
-    inputs = objective_inputs(
-        log_probs,
-        advantages,
-        mask=mask,
-        weights=weights,
-        old_log_probs=log_probs.detach() if given_as_old else None,
-    )
-    # clip-cov is asked to hold nothing back here, and dro and kl-cov pull by 0 where nothing has moved
-    config = ObjectiveConfig(surrogate=surrogate, ratio_level=level, cov_low=1e6, cov_high=1e7, kl_coef=0.0)
-    (found,) = torch.autograd.grad(grpo_objective(inputs, config).loss, leaf)
-    own_gradient = surrogate in (
-        "none",
-        "cispo",
-        "gmpo",
-        "vespo",
-        "dro",
-    )  # through log_probs, or at a level of their own
-    share = lengths if level == "row_sum" and not own_gradient else 1.0
-    (expected,) = torch.autograd.grad(reinforce(inputs, share), leaf)
-    assert torch.allclose(found, expected, rtol=1e-14, atol=0)
-    assert (found[~mask] == 0).all()
+@pytest.mark.parametrize("name", SURROGATES)
+def test_at_ratio_one_every_surrogate_is_reinforce_at_every_level(name, given_as_old):
+    # Clip-Cov is asked to leave nothing out here. DRO and KL-Cov pull by 0 where nothing has moved.
+    surrogate = SURROGATES[name](**({"cov_low": 1e6, "cov_high": 1e7} if name == "clip_cov" else {}))
+    has_level = "level" in {field.name for field in fields(surrogate)}
+    for at in [replace(surrogate, level=level) for level in LEVELS] if has_level else [surrogate]:
+        generator = torch.Generator().manual_seed(0)
+        log_probs = -torch.rand(4, 3, generator=generator, dtype=torch.float64)
+        log_probs.requires_grad_()
+        mask = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 0, 0], [0, 0, 0]]).bool()
+        lengths = mask.sum(1, keepdim=True)
+        inputs = objective_inputs(
+            log_probs,
+            torch.tensor([1.5, -0.5, 0.25, 2.0], dtype=torch.float64),
+            mask=mask,
+            # each step of a row weighs alike
+            weights=torch.where(mask, 1.0 / (4 * lengths.clamp(min=1)), 0.0).double(),
+            old_log_probs=log_probs.detach() if given_as_old else None,
+        )
+        loss = grpo_objective(inputs, ObjectiveConfig(surrogate=at, kl_coef=0.0)).loss
+        (found,) = torch.autograd.grad(loss, log_probs)
+        # the sum over a row is in the loss once per step, so each step has the gradient of all
+        is_repeated = getattr(at, "level", "step") == "row_sum" and name not in TIMES_LOG_PROBS
+        (expected,) = torch.autograd.grad(reinforce(inputs, lengths if is_repeated else 1.0), log_probs)
+        assert torch.allclose(found, expected, rtol=1e-14, atol=0), at
+        assert (found[~mask] == 0).all(), at
 
 
 # Nothing to learn from

@@ -17,12 +17,11 @@ from grpo import (
     ConfigError,
     ExperienceBatch,
     RewardConfig,
-    discounted_returns,
     group_relative_advantages,
     group_relative_returns,
 )
-from grpo.advantage_estimator import group_statistics
-from grpo.reward_calls import RewardCalls
+from grpo._collecting.reward_calls import RewardCalls
+from grpo.advantage_estimator import discounted_returns, group_statistics
 
 RELATIVE = ["group_mean", "group_median", "leave_one_out"]
 BASELINES = [*RELATIVE, "global_mean", "none"]

@@ -420,7 +420,7 @@ BROKEN = [
         "failed",
         "must return 4 actions for each of 3 states",
     ),
-    (table(generate_actions=raising), "number of actions", "failed", "Mend what raised it"),
+    (table(generate_actions=raising), "number of actions", "failed", "Fix what raised it"),
     (
         table(get_log_probabilities=lambda self, s, a: self.logits.sum().expand(1, 4, 2)),
         "log-prob shape",
@@ -495,7 +495,7 @@ BROKEN = [
     (SharedCopy(), "deepcopy", "failed", "Let __deepcopy__ copy every parameter"),
     (BoundCopy(), "deepcopy", "failed", "Keep no bound methods"),
     (table(__deepcopy__=raising), "deepcopy", "failed", "give the class a __deepcopy__"),
-    (sequences(__deepcopy__=raising), "deepcopy", "note", "reference_log_probabilities() is there instead"),
+    (sequences(__deepcopy__=raising), "deepcopy", "note", "has reference_log_probabilities() instead"),
     (table(to=raising), "to", "failed", "not today"),
     (
         sequences(
@@ -555,7 +555,7 @@ BROKEN = [
         "failed",
         "behaviour_log_probs",
     ),
-    (sequences(sample_actions=truncated), "sampled samples", "failed", "tells its behaviour_log_probs"),
+    (sequences(sample_actions=truncated), "sampled samples", "failed", "must return its behaviour_log_probs"),
     (
         sequences(sample_actions=sampled_with(behaviour_log_probs=lambda x: x.scores.log_probs * 1.3)),
         "sampled samples",
@@ -703,7 +703,7 @@ def test_the_report_prints_as_an_aligned_table():
     assert failure.startswith("  FAILED   to                  No exception was expected; RuntimeError: not today")
     assert max(map(len, lines)) <= 120
     absent = next(
-        i for i, line in enumerate(lines) if line.startswith("  optional, and not there: sync_sampler, score_")
+        i for i, line in enumerate(lines) if line.startswith("  optional, not implemented: sync_sampler, score_")
     )
     assert all(line[30] == " " and line[31] != " " for line in lines[1:absent])
 
@@ -775,7 +775,7 @@ BROKEN_REWARDS = [
         "failed",
         "components must be finite; b is not",
     ),
-    (lambda states, actions: torch.rand(4), "repeatable", "note", "noise or memory"),
+    (lambda states, actions: torch.rand(4), "repeatable", "note", "random or depend on earlier calls"),
     (
         lambda states, actions: [1.0, 2.0, 3.0, 4.0],
         "order of rows",

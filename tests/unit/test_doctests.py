@@ -17,7 +17,7 @@ PARSER = doctest.DocTestParser()
 
 def documented_examples() -> Iterator[doctest.DocTest]:
     """Read from the source: the type checks of these tests wrap functions, and `doctest` would pass over them."""
-    names = ["grpo", *(f"grpo.{module.name}" for module in pkgutil.iter_modules(grpo.__path__))]
+    names = ["grpo", *(module.name for module in pkgutil.walk_packages(grpo.__path__, prefix="grpo."))]
     for name in names:
         module = importlib.import_module(name)
         assert module.__file__ is not None

@@ -17,7 +17,6 @@ from grpo import (
     ContractError,
     GRPOConfig,
     GRPOTrainer,
-    PolicyMeasurement,
     ProtocolError,
     RewardConfig,
     RewardError,
@@ -26,8 +25,8 @@ from grpo import (
     compare_policies,
     measure_policy,
 )
-from grpo.evaluation import ComparisonReport, paired_interval
-from grpo.random_state import take_random_state
+from grpo.evaluation import ComparisonReport, PolicyMeasurement, paired_interval
+from grpo.writing import capture_random_state
 from tests.policies import DuckPolicy, ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
 
 STATES = ["up", "down", "same"]
@@ -289,7 +288,7 @@ def test_global_random_generators_are_untouched() -> None:
 
     def generators() -> str:
         """Those of numpy and torch; the type checks of these tests draw from Python's own."""
-        return digest({name: state for name, state in take_random_state().items() if name != "python"})
+        return digest({name: state for name, state in capture_random_state().items() if name != "python"})
 
     before = generators()
     first = measured(TablePolicy(STATES), reward_model=random_reward)
@@ -410,7 +409,7 @@ def test_measured_in_other_states() -> None:
     before = measured(policy)
     with pytest.raises(ContractError, match="must be the 3 that `original` was measured in; got 2"):
         compare_policies(before, policy, STATES[:2], action_itself)
-    with pytest.raises(ContractError, match="in the same order; state 0 was 'up', and is another now"):
+    with pytest.raises(ContractError, match="in the same order; state 0 was 'up' and is a different one now"):
         compare_policies(before, policy, STATES[::-1], action_itself)
     assert policy.calls == {"generate": 1}  # found out before anything was sampled
 

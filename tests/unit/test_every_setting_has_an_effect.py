@@ -1,4 +1,7 @@
-"""Each field of each configuration, changed alone, changes what a small run does: no option is there that nothing reads."""
+"""Each field of each config, surrogate and sampler correction, changed alone, changes what a small run does.
+
+So there is no setting that nothing reads.
+"""
 
 import dataclasses
 import math
@@ -17,13 +20,17 @@ from grpo import (
     GRPOConfig,
     GRPOTrainer,
     KLControl,
+    Mask,
     ObjectiveConfig,
     RewardConfig,
     SampledActions,
+    Truncate,
     WeightedRewards,
 )
+from grpo.config import CORRECTIONS, SURROGATES
 from grpo.errors import GRPOError
-from grpo.settings import Settings
+from grpo.surrogates import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Reinforce, Sapo, Vespo
+from grpo.writing import Settings
 from tests.policies import ExactSampling, digest, weights_of
 
 
@@ -109,8 +116,17 @@ def lengths(states: Any, actions: Any) -> list[float]:
 
 
 def outcome(config: GRPOConfig, scene: Scene) -> str:
-    """Everything a run of two iterations leaves behind, as one hash: weights, forwards, seconds slept, the error."""
+    """A hash of everything that a run of two iterations leaves behind.
+
+    That is weights, calls of the policy, functions compiled, seconds slept, and the error.
+    """
     slept: list[float] = []
+    compiled: list[str] = []
+
+    def compile_nothing(function: Any) -> Any:
+        compiled.append("objective")
+        return function
+
     torch.manual_seed(0)
     options: dict[str, Any] = {"max_steps": 3, "dtype": torch.float32 if scene.float32 else torch.float64}
     policy, reference = scene.policy(**options), scene.policy(**options)
@@ -121,14 +137,15 @@ def outcome(config: GRPOConfig, scene: Scene) -> str:
         rewards = WeightedRewards({"ones": rewards, "lengths": lengths})
     error = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("grpo.reward_calls.time.sleep", slept.append)
+        patch.setattr("grpo._collecting.reward_calls.time.sleep", slept.append)
+        patch.setattr(torch, "compile", compile_nothing)
         try:
             trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards, reference_policy=reference)
             trainer.train([0, 1, 2, 3], num_iterations=2, progress=False)
         except GRPOError as raised:
             error = f"{type(raised).__name__}: {raised}"
     calls = sorted(policy.calls.items())
-    return digest(weights_of(policy), policy.rows_scored, calls, slept, error)
+    return digest(weights_of(policy), policy.rows_scored, calls, compiled, slept, error)
 
 
 @cache
@@ -149,10 +166,6 @@ Case = tuple[dict[str, Any], dict[str, Any], Scene]
 """Settings that are the same in both runs, the one that is changed in the second, and what both runs meet."""
 
 
-def vespo(**changed: Any) -> Case:
-    return {"surrogate": "vespo"}, changed, PLAIN
-
-
 CASES: dict[type[Settings], dict[str, Case]] = {
     GRPOConfig: {
         "group_size": ({}, {"group_size": 3}, PLAIN),
@@ -166,6 +179,7 @@ CASES: dict[type[Settings], dict[str, Case]] = {
         "max_grad_norm": ({}, {"max_grad_norm": 1e-9}, PLAIN),
         "max_skipped_updates": ({}, {"max_skipped_updates": 2}, Scene(nan_gradients=True)),
         "autocast_dtype": ({}, {"autocast_dtype": "bfloat16"}, Scene(float32=True)),
+        "compile_objective": ({}, {"compile_objective": True}, PLAIN),
         "device": ({}, {"device": "cpu"}, PLAIN),
         "seed": ({}, {"seed": 1}, PLAIN),
         "kl_control": ({}, {"kl_control": KLControl()}, PLAIN),
@@ -194,30 +208,10 @@ CASES: dict[type[Settings], dict[str, Case]] = {
         "normalize_rewards": ({}, {"normalize_rewards": True}, PLAIN),
     },
     ObjectiveConfig: {
-        "surrogate": ({}, {"surrogate": "none"}, PLAIN),
-        "ratio_level": ({}, {"ratio_level": "row"}, PLAIN),
-        "clip_low": ({}, {"clip_low": 0.01}, PLAIN),
-        "clip_high": ({}, {"clip_high": 0.01}, PLAIN),
-        "delta": ({"clip_high": 0.01}, {"delta": 1.02}, PLAIN),
-        "dual_clip": ({}, {"dual_clip": 1.02}, PLAIN),
-        "sapo_temperature_pos": ({"surrogate": "sapo"}, {"sapo_temperature_pos": 3.0}, PLAIN),
-        "sapo_temperature_neg": ({"surrogate": "sapo"}, {"sapo_temperature_neg": 3.0}, PLAIN),
-        "vespo_k_pos": vespo(vespo_k_pos=0.5),
-        "vespo_lambda_pos": vespo(vespo_lambda_pos=0.5),
-        "vespo_k_neg": vespo(vespo_k_neg=0.5),
-        "vespo_lambda_neg": vespo(vespo_lambda_neg=0.5),
-        "dro_beta": ({"surrogate": "dro"}, {"dro_beta": 0.5}, PLAIN),
-        "tv_limit": ({"surrogate": "dppo_tv"}, {"tv_limit": 0.01}, PLAIN),
-        "cov_fraction": ({"surrogate": "kl_cov"}, {"cov_fraction": 0.5}, PLAIN),
-        "cov_low": ({"surrogate": "clip_cov", "cov_fraction": 0.5, "cov_low": -9.0}, {"cov_low": 0.0}, PLAIN),
-        "cov_high": ({"surrogate": "clip_cov", "cov_fraction": 0.5, "cov_low": -9.0}, {"cov_high": 0.0}, PLAIN),
-        "cov_kl_coef": ({"surrogate": "kl_cov", "cov_fraction": 0.5}, {"cov_kl_coef": 0.1}, PLAIN),
+        "surrogate": ({}, {"surrogate": "reinforce"}, PLAIN),
         "top_entropy_fraction": ({}, {"top_entropy_fraction": 0.5}, PLAIN),
         "off_policy_threshold": ({}, {"off_policy_threshold": 0.1}, PLAIN),
         "sampler_correction": ({}, {"sampler_correction": "mask"}, PLAIN),
-        "sampler_ratio_level": ({"sampler_correction": "truncate"}, {"sampler_ratio_level": "row"}, PLAIN),
-        "sampler_ratio_low": ({"sampler_correction": "truncate"}, {"sampler_ratio_low": 0.9}, PLAIN),
-        "sampler_ratio_high": ({"sampler_correction": "truncate"}, {"sampler_ratio_high": 1.1}, PLAIN),
         "kl_coef": ({}, {"kl_coef": 0.5}, PLAIN),
         "kl_estimator": ({}, {"kl_estimator": "k2"}, PLAIN),
         "entropy_coef": ({}, {"entropy_coef": 0.5}, PLAIN),
@@ -247,6 +241,65 @@ CASES: dict[type[Settings], dict[str, Case]] = {
         "coef_min": ({"target": 2.0}, {"coef_min": 0.5}, PLAIN),
         "coef_max": ({"target": 2.0}, {"coef_max": 0.002}, PLAIN),
     },
+    Clip: {
+        "level": ({}, {"level": "row"}, PLAIN),
+        "low": ({}, {"low": 0.01}, PLAIN),
+        "high": ({}, {"high": 0.01}, PLAIN),
+        "delta": ({"high": 0.01}, {"delta": 1.02}, PLAIN),
+        "dual": ({}, {"dual": 1.02}, PLAIN),
+    },
+    Reinforce: {},
+    Cispo: {
+        "level": ({}, {"level": "row"}, PLAIN),
+        "low": ({}, {"low": 0.01}, PLAIN),
+        "high": ({}, {"high": 0.01}, PLAIN),
+    },
+    Sapo: {
+        "level": ({}, {"level": "row"}, PLAIN),
+        "temperature_pos": ({}, {"temperature_pos": 3.0}, PLAIN),
+        "temperature_neg": ({}, {"temperature_neg": 3.0}, PLAIN),
+    },
+    Gmpo: {
+        "low": ({}, {"low": 0.01}, PLAIN),
+        "high": ({}, {"high": 0.01}, PLAIN),
+    },
+    Vespo: {
+        "k_pos": ({}, {"k_pos": 0.5}, PLAIN),
+        "lambda_pos": ({}, {"lambda_pos": 0.5}, PLAIN),
+        "k_neg": ({}, {"k_neg": 0.5}, PLAIN),
+        "lambda_neg": ({}, {"lambda_neg": 0.5}, PLAIN),
+    },
+    Dro: {
+        "level": ({}, {"level": "row"}, PLAIN),
+        "beta": ({}, {"beta": 0.5}, PLAIN),
+    },
+    Dppo: {
+        "level": ({}, {"level": "row"}, PLAIN),
+        "tv_limit": ({}, {"tv_limit": 0.01}, PLAIN),
+    },
+    KlCov: {
+        "level": ({}, {"level": "row"}, PLAIN),
+        "fraction": ({}, {"fraction": 0.5}, PLAIN),
+        "coef": ({"fraction": 0.5}, {"coef": 0.1}, PLAIN),
+    },
+    ClipCov: {
+        "level": ({}, {"level": "row"}, PLAIN),
+        "low": ({}, {"low": 0.01}, PLAIN),
+        "high": ({}, {"high": 0.01}, PLAIN),
+        "fraction": ({"cov_low": -9.0}, {"fraction": 0.5}, PLAIN),
+        "cov_low": ({"fraction": 0.5, "cov_low": -9.0}, {"cov_low": 0.0}, PLAIN),
+        "cov_high": ({"fraction": 0.5, "cov_low": -9.0}, {"cov_high": 0.0}, PLAIN),
+    },
+    Truncate: {
+        "low": ({}, {"low": 0.9}, PLAIN),
+        "high": ({}, {"high": 1.1}, PLAIN),
+        "level": ({}, {"level": "row"}, PLAIN),
+    },
+    Mask: {
+        "low": ({}, {"low": 0.9}, PLAIN),
+        "high": ({}, {"high": 1.1}, PLAIN),
+        "level": ({}, {"level": "row"}, PLAIN),
+    },
 }
 PARTS: dict[type[Settings], str] = {
     AdvantageConfig: "advantage",
@@ -268,7 +321,21 @@ def test_every_field_is_among_the_cases(kind: type[Settings]) -> None:
 def test_every_part_of_the_config_has_cases_of_its_own() -> None:
     kinds = {kind for hint in get_type_hints(GRPOConfig).values() for kind in (hint, *get_args(hint))}
     parts = {kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Settings)}
-    assert parts == set(PARTS) == set(CASES) - {GRPOConfig}
+    assert parts == set(PARTS)
+    assert set(CASES) == {GRPOConfig, *PARTS, *SURROGATES.values(), *CORRECTIONS.values()}
+
+
+def config_with(kind: type[Settings], values: dict[str, Any], scene: Scene) -> GRPOConfig:
+    """The settings of a run, with these values of one config, surrogate or correction."""
+    if kind is GRPOConfig:
+        chosen = values
+    elif kind in SURROGATES.values():
+        chosen = {"objective": ObjectiveConfig(surrogate=kind(**values))}
+    elif kind in CORRECTIONS.values():
+        chosen = {"objective": ObjectiveConfig(sampler_correction=kind(**values))}
+    else:
+        chosen = {PARTS[kind]: kind(**values)}
+    return GRPOConfig(**BASE | {"advantage": AdvantageConfig(credit=scene.credit)} | chosen)
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, cases in CASES.items() for name in cases])
@@ -276,9 +343,25 @@ def test_every_part_of_the_config_has_cases_of_its_own() -> None:
 def test_changed_alone_it_changes_what_a_run_does(kind: type[Settings], name: str) -> None:
     shared, changed, scene = CASES[kind][name]
     assert list(changed) == [name]
+    before, after = config_with(kind, shared, scene), config_with(kind, shared | changed, scene)
+    assert repeated_outcome(before, scene) != outcome(after, scene)
 
-    def config(values: dict[str, Any]) -> GRPOConfig:
-        of_kind = values if kind is GRPOConfig else {PARTS[kind]: kind(**values)}
-        return GRPOConfig(**BASE | {"advantage": AdvantageConfig(credit=scene.credit)} | of_kind)
 
-    assert repeated_outcome(config(shared), scene) != outcome(config(shared | changed), scene)
+def test_each_update_calls_the_compiled_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def compile_nothing(function: Any) -> Any:
+        def compiled(*arguments: Any, **keywords: Any) -> Any:
+            calls.append("compiled")
+            return function(*arguments, **keywords)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=4, num_epochs_per_update=2, seed=0, compile_objective=True),
+        policy=Sampler(),
+        reward_model=Rewards(PLAIN),
+    )
+    trainer.step([0, 1])
+    assert len(calls) == 2

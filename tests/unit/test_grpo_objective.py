@@ -1,13 +1,16 @@
-"""The loss against numbers worked by hand, its weights, its errors and what it reports."""
+"""The loss against numbers worked by hand, its errors and what it reports."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo import ConfigError, ObjectiveConfig, grpo_objective, step_weights
+from grpo._objective.ratios import RatioLevel
 from grpo.metrics import Meter
+from grpo.surrogates import SURROGATES, Clip, Dppo, Gmpo, Vespo
 from tests.support import FourActions, loss_and_gradient, objective_inputs
 
 KL_ESTIMATORS = ["k1", "k2", "k3", "k3_weighted"]
@@ -241,7 +244,7 @@ def test_extreme_ratios_stay_finite(estimator, dtype):
     difference = torch.tensor(EXTREMES, dtype=dtype).repeat(2).unsqueeze(1)
     advantages = torch.tensor([1.0, -1.0], dtype=dtype).repeat_interleave(len(EXTREMES))
     config = ObjectiveConfig(
-        clip_low=1.0, clip_high=1e9, kl_coef=0.1, kl_estimator=estimator, entropy_coef=0.1,
+        surrogate=Clip(low=1.0, high=1e9), kl_coef=0.1, kl_estimator=estimator, entropy_coef=0.1,
         entropy_estimator="score_function",
     )  # fmt: skip
     for current, old in [(difference, 0 * difference), (0 * difference, difference)]:
@@ -258,7 +261,7 @@ def test_extreme_ratios_stay_finite(estimator, dtype):
 
 @pytest.mark.parametrize(("difference", "ratio"), [(1e4, math.exp(20)), (-1e4, math.exp(-20)), (3.0, math.exp(3))])
 def test_the_log_ratio_is_clamped_at_twenty(difference, ratio):
-    config = ObjectiveConfig(clip_low=1.0)
+    config = ObjectiveConfig(surrogate=Clip(low=1.0))
     loss, _ = loss_and_gradient(double([[difference]]), double([-1]), config, old_log_probs=double([[0]]))
     assert loss.item() == pytest.approx(ratio, rel=1e-12)
 
@@ -331,7 +334,7 @@ def test_metrics_of_micro_batches_add_up():
     advantages = torch.randn(6, generator=generator, dtype=torch.float64)
     mask = torch.rand(6, 3, generator=generator) < 0.6
     weights = step_weights(mask, "row_mean")
-    config = ObjectiveConfig(clip_low=0.05, clip_high=0.05, kl_coef=0.1, entropy_coef=0.1)
+    config = ObjectiveConfig(surrogate=Clip(low=0.05, high=0.05), kl_coef=0.1, entropy_coef=0.1)
 
     def metrics_of(rows: slice):
         return grpo_objective(
@@ -351,86 +354,6 @@ def test_metrics_of_micro_batches_add_up():
     assert whole["ratio"].tolist() == pytest.approx([len(ratios), sum(ratios), sum(r * r for r in ratios)])
     valid = [entropy[n, t].item() for n in range(6) for t in range(3) if mask[n, t]]
     assert whole["entropy"].tolist() == pytest.approx([len(valid), sum(valid), sum(h * h for h in valid)])
-
-
-# Three rows of 3, 1 and 0 steps; the first two are one group.
-MASK = torch.tensor([[True, True, True], [True, False, False], [False, False, False]])
-GROUPS = torch.tensor([7, 7, -2])
-WEIGHTS = {
-    "row_mean": ([1 / 9, 1 / 9, 1 / 9], [1 / 3, 0, 0]),  # 1/(3 * 3), 1/(1 * 3)
-    "step_mean": ([1 / 4, 1 / 4, 1 / 4], [1 / 4, 0, 0]),
-    "fixed_length": ([1 / 15, 1 / 15, 1 / 15], [1 / 15, 0, 0]),  # 1/(3 * 5)
-    "row_sum": ([1 / 3, 1 / 3, 1 / 3], [1 / 3, 0, 0]),
-    "group_mean": ([1 / 8, 1 / 8, 1 / 8], [1 / 8, 0, 0]),  # 4 steps in the group, 2 groups
-}
-# the row (or group) without a step stays in the denominator: 2/3 of the rows, half of the groups
-SUMS = {"row_mean": 2 / 3, "step_mean": 1, "fixed_length": 4 / 15, "row_sum": 4 / 3, "group_mean": 1 / 2}
-
-
-def options(aggregation: str, groups: torch.Tensor = GROUPS) -> dict:
-    return {"fixed_length": {"fixed_length": 5}, "group_mean": {"group_ids": groups}}.get(aggregation, {})
-
-
-@pytest.mark.parametrize("aggregation", WEIGHTS)
-def test_step_weights(aggregation):
-    weights = step_weights(MASK, aggregation, **options(aggregation))
-    assert weights.dtype == torch.float64
-    for row, expected in zip(weights.tolist(), [*WEIGHTS[aggregation], [0, 0, 0]], strict=True):
-        assert row == pytest.approx(expected, rel=1e-15)
-    assert weights.sum().item() == pytest.approx(SUMS[aggregation])
-
-
-@pytest.mark.parametrize("aggregation", WEIGHTS)
-def test_step_weights_without_any_step_are_zero(aggregation):
-    weights = step_weights(torch.zeros(3, 2, dtype=torch.bool), aggregation, **options(aggregation))
-    assert weights.tolist() == [[0, 0]] * 3
-
-
-@pytest.mark.parametrize("aggregation", WEIGHTS)
-def test_step_weights_of_no_rows(aggregation):
-    # a rank may have none, and still has to join the sum of the counts
-    calls = []
-    no_groups = torch.zeros(0, dtype=torch.int64)
-    weights = step_weights(
-        torch.zeros(0, 3, dtype=torch.bool), aggregation, **options(aggregation, no_groups),
-        reduce=lambda count: calls.append(count) or count + 4,
-    )  # fmt: skip
-    assert weights.shape == (0, 3)
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("aggregation", WEIGHTS)
-def test_step_weights_of_two_ranks_are_those_of_one(aggregation):
-    mask = torch.tensor([[True, True], [True, False], [False, False], [True, True], [False, True]])
-    groups = torch.tensor([4, 4, 4, 1, 0])
-    whole = step_weights(mask, aggregation, **options(aggregation, groups))
-    # what the other rank would add: rows, steps or groups
-    others = {
-        "row_mean": (2, 3), "fixed_length": (2, 3), "row_sum": (2, 3), "step_mean": (3, 3), "group_mean": (2, 1)
-    }  # fmt: skip
-    for rows, other in zip((slice(0, 3), slice(3, 5)), others[aggregation], strict=True):
-        part = step_weights(
-            mask[rows], aggregation, **options(aggregation, groups[rows]), reduce=lambda count, n=other: count + n
-        )
-        assert part.tolist() == [pytest.approx(row) for row in whole[rows].tolist()]
-
-
-@pytest.mark.parametrize(("aggregation", "missing"), [("fixed_length", "fixed_length"), ("group_mean", "group_ids")])
-def test_step_weights_say_what_is_missing(aggregation, missing):
-    with pytest.raises(ConfigError, match=missing):
-        step_weights(MASK, aggregation)
-
-
-def test_row_mean_weights_make_the_loss_the_mean_of_row_means():
-    # on-policy the loss of a step is -A: rows of A = 1, 3 with lengths 3, 1 and an empty row: -(1 + 3)/3
-    loss, _ = loss_and_gradient(
-        double([[-1.0] * 3] * 3),
-        double([1, 3, 9]),
-        ObjectiveConfig(),
-        mask=MASK,
-        weights=step_weights(MASK, "row_mean"),
-    )
-    assert loss.item() == pytest.approx(-4 / 3)
 
 
 class CountsTransfers(TorchDispatchMode):
@@ -466,37 +389,99 @@ def test_metrics_wait_for_the_device_once_however_many_they_are():
     assert counted.num_transfers == 1  # and none one by one
 
 
-@pytest.mark.parametrize("level", ["step", "row"])
-@pytest.mark.parametrize("surrogate", ["clip", "none", "cispo", "sapo", "gmpo", "vespo", "dro", "kl_cov", "clip_cov"])
-def test_a_device_is_never_waited_for(surrogate, level):
-    """Tensors on the meta device have no numbers: whoever reads one gets an error."""
+WITH_LEVEL = [SURROGATES[name](level="row") for name in SURROGATES if name not in ("reinforce", "gmpo", "vespo")]
+
+
+def refuse(*args, **kwargs):
+    raise AssertionError("numbers of the host are copied to the device, which waits for the device")
+
+
+@pytest.mark.parametrize("with_old", [False, True])
+@pytest.mark.parametrize("surrogate", [*WITH_LEVEL, *(kind() for kind in SURROGATES.values())], ids=str)
+def test_a_device_is_never_waited_for(surrogate, with_old, monkeypatch):
+    """Tensors on the meta device have no numbers: reading one raises an error. Numbers are not copied to it either."""
     with pytest.raises(RuntimeError):
         torch.zeros((), device="meta").item()
     like = torch.zeros(4, 3, device="meta")
     leaf = like.clone().requires_grad_()
+    for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (torch, "from_numpy"), (torch.Tensor, "new_tensor")):
+        monkeypatch.setattr(owner, name, refuse)
     output = grpo_objective(
         objective_inputs(
-            leaf, like[:, 0], mask=like.bool(), weights=like.double(), old_log_probs=like, ref_log_probs=like,
-            behaviour_log_probs=like, values=like.clone().requires_grad_(), old_values=like, returns=like,
-            keep=like.bool(), penalised=like.bool(),
+            leaf, like[:, 0], mask=like.bool(), weights=like.double(), old_log_probs=like if with_old else None,
+            ref_log_probs=like, behaviour_log_probs=like, values=like.clone().requires_grad_(), old_values=like,
+            returns=like, keep=like.bool(), selected=like.bool(),
         ),
         ObjectiveConfig(
-            surrogate=surrogate, ratio_level=level, kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.1,
+            surrogate=surrogate, kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.1,
             entropy_estimator="score_function", value_clip=0.2, sampler_correction="truncate", off_policy_threshold=0.1,
         ),
     )  # fmt: skip
     output.loss.backward()
     assert leaf.grad.shape == (4, 3)
-    assert output.metrics["ratio"].is_meta
+    assert all(moments.is_meta for moments in output.metrics.values())
 
 
-def test_the_ratio_of_vespo_is_the_rows():
-    # log-ratios .1 and .2, and .5 off the mask: the first row weighs exp(.3), at both of its steps; the second exp(-.4)
-    mask = torch.tensor([[True, True, False], [True, False, False]])
-    moved = torch.tensor([[0.1, 0.2, 0.5], [-0.4, 9.0, 9.0]], dtype=torch.float64)
-    old = torch.full((2, 3), -1.0, dtype=torch.float64)
-    inputs = objective_inputs(old + moved, torch.tensor([1.0, -1.0]), old_log_probs=old, mask=mask)
-    count, total, squares = grpo_objective(inputs, ObjectiveConfig(surrogate="vespo")).metrics["ratio"].tolist()
-    assert count == 3
-    assert total == pytest.approx(2 * math.exp(0.3) + math.exp(-0.4))
-    assert squares == pytest.approx(2 * math.exp(0.6) + math.exp(-0.8))
+# log-ratios .1 and .2, and -.4; what is outside the mask does not count
+MOVED_MASK = torch.tensor([[True, True, False], [True, False, False]])
+MOVED = {"advantages": double([1.0, -1.0]), "mask": MOVED_MASK}
+MOVED["log_probs"] = double([[0.1, 0.2, 0.5], [-0.4, 9.0, 9.0]]) - 1
+MOVED["old_log_probs"] = torch.full((2, 3), -1.0, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "log_ratios"),
+    [
+        (Clip(), [0.1, 0.2, -0.4]),
+        (Clip(level="row"), [0.15, 0.15, -0.4]),
+        (Clip(level="row_sum"), [0.3, 0.3, -0.4]),
+        (Clip(level="row_step"), [0.15, 0.15, -0.4]),
+        (Clip(level="none"), [0.0, 0.0, 0.0]),
+        (Vespo(), [0.1, 0.2, -0.4]),  # without a level: the steps'
+        (Gmpo(), [0.1, 0.2, -0.4]),
+    ],
+)
+def test_the_reported_ratio_is_at_the_level_of_the_surrogate(surrogate, log_ratios):
+    metrics = grpo_objective(objective_inputs(**MOVED), ObjectiveConfig(surrogate=surrogate)).metrics
+    ratios = [math.exp(x) for x in log_ratios]
+    assert metrics["ratio"].tolist() == pytest.approx([3, sum(ratios), sum(r * r for r in ratios)], rel=1e-13)
+
+
+# each step by 12 and 12, -12 and -12: only their sums, 24 and -24, are clamped
+@pytest.mark.parametrize("level", get_args(RatioLevel))
+def test_the_clamped_fraction_is_of_the_ratio_at_the_level_of_the_surrogate(level):
+    old = double([[12.0, 12.0], [-12.0, -12.0], [1.0, 1.0]])
+    inputs = objective_inputs(torch.zeros(3, 2, dtype=torch.float64), double([1.0] * 3), old_log_probs=old)
+    metrics = grpo_objective(inputs, ObjectiveConfig(surrogate=Clip(level=level))).metrics
+    count = 4 if level == "row_sum" else 0
+    assert metrics["ratio_clamped_fraction"].tolist() == [6, count, count]
+
+
+def test_a_log_ratio_of_exactly_twenty_is_not_clamped():
+    inputs = objective_inputs(double([[0.0, 0.0]]), double([1.0]), old_log_probs=double([[20.0, -20.0]]))
+    assert grpo_objective(inputs, ObjectiveConfig()).metrics["ratio_clamped_fraction"].tolist() == [2, 0, 0]
+
+
+@pytest.mark.parametrize("surrogate", [Clip(low=0.0, high=0.0), Dppo()], ids=str)
+def test_without_old_log_probs_the_ratio_is_1_and_nothing_is_clipped(surrogate):
+    inputs = objective_inputs(double([[-1.0, -2.0]]), double([1.0]), mask=torch.tensor([[True, False]]))
+    metrics = grpo_objective(inputs, ObjectiveConfig(surrogate=surrogate)).metrics
+    assert metrics["ratio"].tolist() == [1, 1, 1]
+    for name in ("ratio_clamped_fraction", "clip_fraction", "clip_fraction_low", "clip_fraction_high"):
+        assert metrics[name].tolist() == [1, 0, 0], name
+
+
+def test_k3_weighted_is_weighted_with_the_ratio_at_the_level_of_the_surrogate():
+    # no surrogate: A = 0.  x = log 2 at every step: k3 = log 2 - 1/2; ratios exp(.3) at two steps, exp(-.4) at one
+    inputs = objective_inputs(**{**MOVED, "advantages": double([0.0, 0.0])}, ref_log_probs=MOVED["log_probs"] - LOG2)
+    config = ObjectiveConfig(surrogate=Clip(level="row_sum"), kl_coef=1.0, kl_estimator="k3_weighted")
+    expected = (2 * math.exp(0.3) + math.exp(-0.4)) * (LOG2 - 0.5)
+    assert grpo_objective(inputs, config).loss.item() == pytest.approx(expected, rel=1e-13)
+
+
+def test_the_sampled_entropy_is_weighted_with_the_ratio_of_the_step_at_every_level():
+    # -rho log pi with rho of the step: e^.1 * .9 + e^.2 * .8 + e^-.4 * 1.4
+    config = ObjectiveConfig(surrogate=Clip(level="row_sum"), entropy_coef=1.0, entropy_estimator="score_function")
+    metrics = grpo_objective(objective_inputs(**MOVED), config).metrics
+    expected = math.exp(0.1) * 0.9 + math.exp(0.2) * 0.8 + math.exp(-0.4) * 1.4
+    assert metrics["entropy_bonus"][1].item() == metrics["entropy"][1].item() == pytest.approx(expected, rel=1e-13)

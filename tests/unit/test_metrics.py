@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo import JSONLSink, MetricSink
-from grpo.metrics import Meter, StepSums, reward_statistics
+from grpo.metrics import Meter, reward_statistics
 
 
 def row(count: float, total: float, squares: float) -> torch.Tensor:
@@ -20,56 +20,6 @@ def row(count: float, total: float, squares: float) -> torch.Tensor:
 
 def read_jsonl(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def summed(*blocks: torch.Tensor) -> dict[str, float]:
-    """The moments of all of them, each counted by its number of 1s."""
-    tables = []
-    for values in blocks:
-        sums = StepSums(values.shape[1])
-        sums.add_moments("value", values)
-        sums.add_counts("ones", (values == 1).int())
-        sums.add("nothing", None)
-        names, table = sums.table(values.dtype)
-        tables.append(table)
-    return StepSums.total(names, *tables)
-
-
-def test_moments_are_sum_and_sum_of_squares():
-    sums = summed(torch.tensor([[1.0, -2.0], [3.0, 0.0]]))
-    assert {name: float(value) for name, value in sums.items()} == {
-        "value": 2, "value squared": pytest.approx(14), "ones": 1, "nothing": 0
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("width", [3, 40])
-def test_blocks_add_up_whatever_their_size(width):
-    values = torch.randn(7, width, dtype=torch.float64)
-    values[2:4] = 1.0
-    whole, parts = summed(values), summed(values[:3], values[3:4], values[4:])
-    assert {name: float(value) for name, value in parts.items()} == {
-        name: pytest.approx(float(value), rel=1e-12) for name, value in whole.items()
-    }
-    assert whole["ones"] == 2 * width
-
-
-@pytest.mark.parametrize("width", [2, 32])
-def test_moments_of_rows_are_those_of_their_steps(width):
-    values = torch.tensor([[2.0], [-3.0], [5.0]], dtype=torch.float64)
-    ones = torch.zeros(3, width, dtype=torch.int32)
-    ones[0, 0] = ones[1, :2] = 1  # 2 once, -3 twice, 5 never: sum 2 - 6, squares 4 + 18
-    sums = StepSums(width)
-    sums.add_row_moments("value", values, ones)
-    assert StepSums.total(*sums.table(torch.float64)) == {"value": -4.0, "value squared": pytest.approx(22.0)}
-
-
-@pytest.mark.parametrize("shape", ["32 columns", "32 rows"])
-def test_moments_of_float32_are_added_in_float64(shape):
-    # 32 each of 1e8, 1 and -1e8. Each kind alone is exact in float32, 3.2e9 = 12500000 * 2^8; 3.2e9 + 32 is 3.2e9 there
-    values = torch.tensor([[1e8], [1.0], [-1e8]]).expand(3, 32)
-    total, squares = list(summed(values if shape == "32 columns" else values.T).values())[:2]
-    assert total == 32
-    assert squares == pytest.approx(64e16)
 
 
 def test_meter_adds_micro_batches_and_reports_mean_and_deviation():
@@ -112,10 +62,46 @@ def test_meter_is_empty_after_a_report():
     assert meter.report(num_updates=1) == {"ratio": (5.0, 0.0)}
 
 
+def test_meter_forgets_what_it_is_told_to_clear():
+    meter = Meter()
+    meter.add({"ratio": row(1, 2, 4)})
+    meter.add_value("grad_norm", 1.0)
+    meter.clear()
+    assert meter.report(num_updates=1) == {}
+
+
 def test_meter_of_no_updates_reports_shares_as_they_are():
     meter = Meter()
     meter.add({"loss": row(0, 0.5, 0)})
     assert meter.report(num_updates=0) == {"loss": (0.5, 0.0)}
+
+
+def test_meter_adds_the_totals_of_all_ranks():
+    # ratio: 1, 2 | 6 as above; loss: (.5 + .25 + 1)/2 updates; "there": only the other rank has it
+    meter = Meter()
+    meter.add({"ratio": row(2, 3, 5), "loss": row(0, 0.5, 0)})
+    meter.add({"loss": row(0, 0.25, 0)})
+    meter.add_value("grad_norm", 4.0)
+
+    def all_ranks(own):
+        assert own == {"ratio": (2, 3, 5), "loss": (0, 0.75, 0)}
+        return [own, {"ratio": (1, 6, 36), "loss": (0, 1.0, 0), "there": (1, 7, 49)}]
+
+    assert meter.report(num_updates=2, all_ranks=all_ranks) == {
+        "ratio": (pytest.approx(3), pytest.approx(math.sqrt(14 / 3))),
+        "loss": (0.875, 0.0),
+        "there": (7.0, 0.0),
+        "grad_norm": (4.0, 0.0),
+    }
+
+
+def test_meter_reports_nan_for_what_was_not_measured():
+    meter = Meter()
+    meter.add({"kl": row(math.nan, math.nan, math.nan), "ratio": row(1, 2, 4)})
+    meter.add({"kl": row(0, math.nan, 0), "ratio": row(1, 2, 4)})
+    found = meter.report(num_updates=1)
+    assert math.isnan(found["kl"][0])
+    assert found["ratio"] == (2.0, 0.0)
 
 
 def test_meter_deviation_is_never_the_root_of_a_negative_number():

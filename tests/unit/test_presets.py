@@ -25,20 +25,20 @@ TOOLS: dict[str, Any] = {
     "max_grad_norm": 1.0,
     "kl_control": {"rule": "threshold", "target": 0.01, "coef_min": 0.001, "coef_max": 0.1, "gain": 0.1},
     "advantage": {"scale": "group", "std_ddof": 0, "gamma": 0.99, "gae_lambda": 0.95},
-    "objective": {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.02, "entropy_coef": 0.01},
+    "objective": {"surrogate": {"low": 0.2, "high": 0.2}, "kl_coef": 0.02, "entropy_coef": 0.01},
 }
 CONVERSATIONS: dict[str, Any] = {
     "lr_schedule": "cosine",
     "advantage": {"reward_clip": 10.0},
-    "objective": {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.1, "entropy_coef": 0.01},
+    "objective": {"surrogate": {"low": 0.2, "high": 0.2}, "kl_coef": 0.1, "entropy_coef": 0.01},
 }
 
 
 def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`settings` with `changes` in their place, in nested dicts too."""
+    """`settings` with `changes` in their place, in nested dicts too. A dict that names its kind replaces the old one."""
     result = dict(settings)
     for name, value in changes.items():
-        nested = isinstance(value, dict) and isinstance(result.get(name), dict)
+        nested = isinstance(value, dict) and isinstance(result.get(name), dict) and "kind" not in value
         result[name] = merged(result[name], value) if nested else value
     return result
 
@@ -60,7 +60,7 @@ SAID: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-6,
         "dynamic_sampling_rounds": 9,
         "advantage": {"scale": "group"},
-        "objective": {"clip_low": 0.2, "clip_high": 0.28, "kl_coef": 0.0, "aggregation": "step_mean"},
+        "objective": {"surrogate": {"low": 0.2, "high": 0.28}, "kl_coef": 0.0, "aggregation": "step_mean"},
     },
     # 128 questions of 8, mini-batches of 128 answers: 8 updates; generate_max_length=3000
     "dr_grpo": {
@@ -78,7 +78,7 @@ SAID: dict[str, dict[str, Any]] = {
         "batch_size": 2048,
         "learning_rate": 1e-6,
         "advantage": {"scale": "group"},
-        "objective": {"ratio_level": "row", "clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0.0},
+        "objective": {"surrogate": {"low": 3e-4, "high": 4e-4, "level": "row"}, "kl_coef": 0.0},
     },
     # no lower bound (1 - 1 = 0), and 1 + 4 = 5 above
     "cispo": {
@@ -89,9 +89,7 @@ SAID: dict[str, dict[str, Any]] = {
         "dynamic_sampling_rounds": 9,
         "advantage": {"scale": "group"},
         "objective": {
-            "surrogate": "cispo",
-            "clip_low": 1.0,
-            "clip_high": 4.0,
+            "surrogate": {"kind": "cispo", "low": 1.0, "high": 4.0, "level": "step"},
             "kl_coef": 0.0,
             "aggregation": "step_mean",
         },
@@ -103,9 +101,7 @@ SAID: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-6,
         "advantage": {"scale": "group"},
         "objective": {
-            "surrogate": "sapo",
-            "sapo_temperature_pos": 1.0,
-            "sapo_temperature_neg": 1.05,
+            "surrogate": {"kind": "sapo", "temperature_pos": 1.0, "temperature_neg": 1.05, "level": "step"},
             "kl_coef": 0.0,
             "aggregation": "row_mean",
         },
@@ -118,9 +114,11 @@ SAID: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-6,
         "advantage": {"scale": "group"},
         "objective": {
-            "surrogate": "gmpo",
-            "clip_low": pytest.approx(0.32967995, abs=1e-8),
-            "clip_high": pytest.approx(0.49182470, abs=1e-8),
+            "surrogate": {
+                "kind": "gmpo",
+                "low": pytest.approx(0.32967995, abs=1e-8),
+                "high": pytest.approx(0.49182470, abs=1e-8),
+            },
             "kl_coef": 0.0,
             "aggregation": "row_mean",
         },
@@ -130,7 +128,12 @@ SAID: dict[str, dict[str, Any]] = {
         "group_size": 4,
         "learning_rate": 1e-6,
         "advantage": {"baseline": "leave_one_out", "scale": "none"},
-        "objective": {"surrogate": "none", "kl_coef": 0.03, "kl_estimator": "k2", "aggregation": "row_sum"},
+        "objective": {
+            "surrogate": {"kind": "reinforce"},
+            "kl_coef": 0.03,
+            "kl_estimator": "k2",
+            "aggregation": "row_sum",
+        },
     },
     # train_reinforce_baseline_hybrid_engine.sh of OpenRLHF
     "reinforce_plus_plus_baseline": {
@@ -145,7 +148,7 @@ SAID: dict[str, dict[str, Any]] = {
         "group_size": 8,
         "learning_rate": 1e-6,
         "advantage": {"scale": "none", "upweight_live_groups": True},
-        "objective": {"surrogate": "none", "kl_coef": 0.0, "aggregation": "step_mean"},
+        "objective": {"surrogate": {"kind": "reinforce"}, "kl_coef": 0.0, "aggregation": "step_mean"},
     },
     # run_qwen3_training.sh: one update of 256 prompts
     "maxrl": {
@@ -154,7 +157,7 @@ SAID: dict[str, dict[str, Any]] = {
         "learning_rate": 1e-6,
         "max_grad_norm": 0.3,
         "advantage": {"scale": "mean", "std_eps": 1e-6},
-        "objective": {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0, "aggregation": "step_mean"},
+        "objective": {"surrogate": {"low": 0.2, "high": 0.2}, "kl_coef": 0.0, "aggregation": "step_mean"},
     },
     # recipe/bnpo/run.sh: seq-mean-token-sum
     "bnpo": {
@@ -162,7 +165,7 @@ SAID: dict[str, dict[str, Any]] = {
         "num_states_per_iteration": 32,
         "learning_rate": 1e-6,
         "advantage": {"scale": "beta"},
-        "objective": {"clip_high": 0.28, "dual_clip": 10.0, "kl_coef": 0.0, "aggregation": "row_sum"},
+        "objective": {"surrogate": {"high": 0.28, "dual": 10.0}, "kl_coef": 0.0, "aggregation": "row_sum"},
     },
     "tool_default": TOOLS,
     "tool_use": merged(
@@ -173,18 +176,18 @@ SAID: dict[str, dict[str, Any]] = {
             "num_epochs_per_update": 2,
             "learning_rate": 5e-6,
             "kl_control": {"target": 0.02},
-            "objective": {"clip_low": 0.15, "clip_high": 0.15, "kl_coef": 0.05, "entropy_coef": 0.005},
+            "objective": {"surrogate": {"low": 0.15, "high": 0.15}, "kl_coef": 0.05, "entropy_coef": 0.005},
         },
     ),
     "tool_exploration": merged(
-        TOOLS, {"objective": {"clip_low": 0.3, "clip_high": 0.3, "kl_coef": 0.01, "entropy_coef": 0.05}}
+        TOOLS, {"objective": {"surrogate": {"low": 0.3, "high": 0.3}, "kl_coef": 0.01, "entropy_coef": 0.05}}
     ),
     "tool_stable": merged(
         TOOLS,
         {
             "num_epochs_per_update": 2,
             "learning_rate": 1e-6,
-            "objective": {"clip_low": 0.1, "clip_high": 0.1, "kl_coef": 0.1},
+            "objective": {"surrogate": {"low": 0.1, "high": 0.1}, "kl_coef": 0.1},
         },
     ),
     # accumulation over 8, 4 and 2 groups: rows per update = groups x group size, one group per forward
@@ -233,6 +236,7 @@ LEFT_ALONE: dict[str, Any] = {
     "warmup_ratio": 0.0,
     "max_grad_norm": 1.0,
     "autocast_dtype": None,
+    "compile_objective": False,
     "kl_control": None,
     "entropy_control": None,
     "reference_sync_every": None,
@@ -254,15 +258,10 @@ LEFT_ALONE: dict[str, Any] = {
         "normalize_rewards": False,
     },
     "objective": {
-        "surrogate": "clip",
-        "ratio_level": "step",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "delta": None,
-        "dual_clip": None,
+        "surrogate": {"kind": "clip", "low": 0.2, "high": 0.2, "delta": None, "dual": None, "level": "step"},
         "top_entropy_fraction": 1.0,
         "off_policy_threshold": None,
-        "sampler_correction": "none",
+        "sampler_correction": None,
         "kl_estimator": "k3",
         "entropy_coef": 0.0,
         "entropy_estimator": "exact",

@@ -224,7 +224,7 @@ def test_whole_episodes_only() -> None:
     for kind, num_updates in zip(policies, (2, 8), strict=True):  # of 3 rows each: 6 episodes, or 24 steps
         trainer = trainer_of(kind, batch_size=3)
         trainer.step(STARTS)
-        assert int(next(iter(trainer.gradient.optimizer.state.values()))["step"]) == num_updates  # type: ignore[union-attr]
+        assert int(next(iter(trainer.optimizer_step.optimizer.state.values()))["step"]) == num_updates  # type: ignore[union-attr]
 
 
 def test_a_copy_has_weights_of_its_own_and_the_same_environments() -> None:

@@ -13,7 +13,7 @@ from adapters.llm import HFPolicy, SampledTokens, SamplingConfig, decoding, deco
 from adapters.llm.causal_lm import CausalLM
 from adapters.llm.decoding import DecodingSampler, StopStrings
 from adapters.llm.shared_prompts import prefill
-from grpo import sampler_weights
+from grpo import Truncate
 from tests.llm_models import (
     CHARACTERS,
     END,
@@ -151,9 +151,7 @@ def test_the_weight_of_what_was_drawn_is_the_share_of_the_policy_that_it_was_dra
     sampled = policy.sample_actions(STATES, 4)
     assert sampled.scores is not None
     assert sampled.behaviour_log_probs is not None
-    weights = sampler_weights(
-        sampled.scores.log_probs, sampled.behaviour_log_probs, sampled.mask, correction="truncate"
-    )
+    weights = Truncate(high=None)(sampled.scores.log_probs, sampled.behaviour_log_probs, sampled.mask)
     masses = []
     rows = [action for group in sampled.actions for action in group]
     for row, action in enumerate(rows):
@@ -180,7 +178,7 @@ def test_the_mean_weight_is_1_where_everything_may_be_drawn(setting: str) -> Non
     assert sampled.policy_log_probs is not None
     old, behaviour = torch.tensor(sampled.policy_log_probs), torch.tensor(sampled.behaviour_log_probs)
     everywhere = torch.ones_like(old, dtype=torch.bool)
-    weights = sampler_weights(old, behaviour, everywhere, correction="truncate")
+    weights = Truncate(high=None)(old, behaviour, everywhere)
     assert weights.std() > 0.05
     assert abs(weights.mean().item() - 1) < 4 * weights.std().item() / math.sqrt(len(weights))
 

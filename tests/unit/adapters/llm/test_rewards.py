@@ -20,9 +20,9 @@ from adapters.llm import rewards as module
 from adapters.llm.completions import Completion
 from adapters.llm.rewards import CompletionRewards, run_in_background
 from grpo import GRPOConfig, GRPOTrainer, RewardConfig
+from grpo._collecting.reward_calls import RewardCalls
 from grpo.checks import check_reward_model
 from grpo.errors import ConfigError, ContractError, ProtocolError, RewardError
-from grpo.reward_calls import RewardCalls
 
 
 def completion(text: str) -> Completion:

@@ -21,14 +21,13 @@ from grpo import (
     ExperienceBatch,
     GRPOConfig,
     GRPOTrainer,
-    discounted_returns,
-    generalized_advantages,
     group_relative_advantages,
     presets,
 )
-from grpo.adaptive_coefficients import Coefficients
+from grpo._training.coefficients import Coefficients
+from grpo.advantage_estimator import discounted_returns, generalized_advantages
 from grpo.buffers import ExperienceBuffer, GroupBuffer, mini_batches
-from grpo.running_statistics import RunningStatistics
+from grpo.metrics import RunningStatistics
 
 TOOLS = ("first", "second", "third")
 REWARDS = [0.8, 0.6, 0.9, 0.5]
@@ -220,7 +219,7 @@ def test_the_clip_fraction_by_hand() -> None:
 
 def test_the_kl_coefficient_follows_a_sequence_of_measured_values() -> None:
     config = presets.tool_default()  # from .02, towards .01, between .001 and .1
-    coefficients = Coefficients(kl_coef=0.02, entropy_coef=0.0, kl_control=config.kl_control, entropy_control=None)
+    coefficients = Coefficients(config, 0.02)
     sequence = [
         (0.05, 0.03),  # above .015: x 1.5
         (0.016, 0.045),  # still

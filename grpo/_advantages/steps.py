@@ -1,0 +1,225 @@
+"""One advantage per step: rewards per step, steps taken in equal states, and a critic.
+
+Every function takes [N, T], padded on the right, and reads valid steps only. A discount is per column: masked columns between
+two valid steps take time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo.errors import ConfigError
+from grpo.types import ExperienceBatch, row_totals, zero_outside
+from grpo.writing import as_float32
+
+from .groups import ABSOLUTE_BASELINES, Baseline, Credit
+
+Relative: TypeAlias = Callable[[Float[Tensor, " S"], Int[Tensor, " S"]], Float[Tensor, " S"]]
+"""`group_relative_advantages` with its settings: (values, group ids) -> advantages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What the rewards of one batch give, on the CPU."""
+
+    advantages: Float[Tensor, " N"] | Float[Tensor, "N T"]
+    """How much better each row (or each step) did than its baseline."""
+    returns: Float[Tensor, "N T"] | None = None
+    """What the critic is trained towards. None: there is no critic."""
+
+
+def discounted_returns(rewards: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], gamma: float) -> Float[Tensor, "N T"]:
+    """G[n,t] = r[n,t] + gamma G[n,t+1], where rewards outside the mask count as 0.
+
+    Example:
+        >>> discounted_returns(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool), 0.5).tolist()
+        [[1.75, 1.5, 1.0]]
+
+    Source:
+        Sutton & Barto 2018, eq. 3.9.
+    """
+    returns = zero_outside(rewards, mask)
+    if gamma == 1.0:
+        return returns.flip(1).cumsum(1).flip(1)
+    reach = 1  # each return is the sum of `reach` discounted rewards; one pass doubles it
+    while reach < returns.shape[1]:
+        further = gamma**reach * returns[:, reach:]
+        returns = torch.cat([returns[:, :-reach] + further, returns[:, -reach:]], dim=1)
+        reach *= 2
+    return returns
+
+
+def generalized_advantages(
+    rewards: Float[Tensor, "N T"],
+    values: Float[Tensor, "N T"],
+    mask: Bool[Tensor, "N T"],
+    final_values: Float[Tensor, " N"] | None = None,
+    *,
+    gamma: float,
+    gae_lambda: float,
+) -> Float[Tensor, "N T"]:
+    """Advantages from a critic (GAE). The critic is trained towards advantage + value.
+
+    A[t] = delta[t] + gamma lambda A[t+1],  delta[t] = r[t] + gamma V[t+1] - V[t]
+
+    t + 1 is the row's next valid step. A gap of g columns discounts by gamma^g. After the row's last step, V is the final
+    value: 0 where the row terminated, the critic's value of the next state where the row was truncated.
+
+    Args:
+        rewards: one number per step.
+        values: V of the state in which each step was taken.
+        mask: the valid steps.
+        final_values: V after each row's last step. None: all rows terminated.
+        gamma: discount per column. Smaller looks less far ahead.
+        gae_lambda: 1 sums all later rewards (no bias from the critic), 0 trusts the critic after one step (least variance).
+
+    Returns:
+        Advantages in float64, 0 outside the mask.
+
+    Source:
+        Schulman et al. 2016, arXiv:1506.02438, eq. 16.
+    """
+    rewards, values = zero_outside(rewards.double(), mask), zero_outside(values.double(), mask)
+    advantages = torch.zeros_like(values)
+    next_advantage = values.new_zeros(len(values))
+    next_value = next_advantage if final_values is None else final_values.double()
+    discount = torch.tensor(gamma, dtype=torch.float64)
+    started = torch.zeros_like(next_advantage, dtype=torch.bool)
+    for t in reversed(range(mask.shape[1])):
+        valid = mask[:, t]
+        started = started | valid
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * gae_lambda * next_advantage
+        advantages[:, t] = torch.where(valid, advantage, 0.0)
+        waiting = torch.where(started, discount, 1.0)  # a gap discounts; padding after the last step takes no time
+        next_advantage = torch.where(valid, advantage, waiting * next_advantage)
+        next_value = torch.where(valid, values[:, t], waiting * next_value)
+    return advantages
+
+
+def process_supervised_advantages(
+    rewards: Float[Tensor, "N T"],
+    mask: Bool[Tensor, "N T"],
+    group_ids: Int[Tensor, " N"],
+    relative: Relative,
+    *,
+    gamma: float,
+    baseline: Baseline = "group_mean",
+) -> Float[Tensor, "N T"]:
+    """Each step's reward relative to all step rewards of its group, then summed from the step on.
+
+    A[n,t] = sum over s >= t of gamma^(s-t) (r[n,s] - b) / s_b,  b and s_b over all valid steps of the group
+
+    If every step has the same reward (CartPole), all advantages are 0: only differences between steps count.
+
+    `relative` gives (r - b) / s_b; the paper's baseline is `group_mean` and its scale `group`. `baseline` is the one of
+    `relative`: unless it is absolute, the only row of a group has advantage 0.
+
+    Source:
+        Shao et al. 2024, arXiv:2402.03300, sec. 4.1.3.
+    """
+    _, places, counts = group_ids.to(mask.device).unique(return_inverse=True, return_counts=True)
+    compared = among_steps(rewards, mask, places.unsqueeze(1).expand(mask.shape), relative)
+    returns = discounted_returns(compared, mask, gamma)
+    has_peers = (counts[places] > 1).unsqueeze(1)
+    return zero_outside(returns, mask if baseline in ABSOLUTE_BASELINES else mask & has_peers)
+
+
+def state_group_advantages(
+    rewards: Float[Tensor, " N"] | Float[Tensor, "N T"],
+    mask: Bool[Tensor, "N T"],
+    group_ids: Int[Tensor, " N"],
+    state_keys: Int[Tensor, "N T"] | None,
+    relative: Relative,
+    *,
+    gamma: float,
+    weight: float,
+) -> Float[Tensor, "N T"]:
+    """GiGPO: the row relative to its group, plus the step relative to the group's steps that were taken in the same state.
+
+    A[n,t] = A_row[n] + weight A_state[n,t]
+
+    A_row is from the sum of the row's rewards. A_state is from the discounted return from step t on, relative to all steps of
+    the group with the same key. A step with a key of its own has A_state = 0.
+
+    `relative` gives A_row and A_state. One reward per row is earned by the row's last step. `weight` is the paper's omega:
+    larger follows the returns from equal states more.
+
+    Raises:
+        ConfigError: there are no state keys.
+
+    Source:
+        Feng et al. 2025 (GiGPO), arXiv:2505.10978, eq. 3 to 8.
+    """
+    if state_keys is None:
+        raise ConfigError(
+            "advantage.credit='gigpo' needs the state each step was taken in. Give the policy a method "
+            "state_keys(states, actions) -> [N, T] integers, or pass state_keys to ExperienceBatch.from_rows."
+        )
+    of_rows = relative(row_totals(rewards, mask), group_ids).to(mask.device).unsqueeze(1)
+    returns = discounted_returns(step_rewards(rewards, mask), mask, gamma)
+    of_states = among_steps(returns, mask, cell_ids(group_ids, state_keys.to(mask.device)), relative)
+    return zero_outside(of_rows + weight * of_states, mask)
+
+
+def among_steps(
+    values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], cells: Int[Tensor, "N T"], relative: Relative
+) -> Float[Tensor, "N T"]:
+    """Each valid step's value relative to the valid steps in the same cell; 0 outside the mask."""
+    advantages = torch.zeros_like(values)
+    advantages[mask] = relative(values[mask], cells[mask])
+    return advantages
+
+
+def cell_ids(group_ids: Int[Tensor, " N"], keys: Int[Tensor, "... T"]) -> Int[Tensor, "N T"]:
+    """One number per step: equal for steps with the same group and the same key."""
+    _, groups = group_ids.to(keys.device).unique(return_inverse=True)
+    distinct, places = keys.unique(return_inverse=True)
+    cells: Tensor = groups.unsqueeze(1) * len(distinct) + places
+    return cells
+
+
+def step_rewards(rewards: Float[Tensor, "N *T"], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:
+    """One reward per step. A row's only reward is at its last valid step; a row without steps has no reward."""
+    if rewards.dim() == 2:
+        return rewards
+    is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+    return zero_outside(rewards.to(mask.device).unsqueeze(1), is_last)
+
+
+def require_step_rewards(rewards: Tensor, credit: Credit, baseline: Baseline) -> None:
+    """Require rewards per step, and a baseline that does not compare whole rows."""
+    if rewards.dim() == 1:
+        raise ConfigError(f"advantage.credit={credit!r} needs rewards per step, [N, T]; the reward model gives [N].")
+    if baseline in ("max_at_k", "length_weighted"):
+        raise ConfigError(
+            f"advantage.baseline={baseline!r} compares whole rows, and these rewards are per step: set credit='row'."
+        )
+
+
+def critic_estimate(
+    batch: ExperienceBatch,
+    rewards: Float[Tensor, "N *T"],
+    mask: Bool[Tensor, "N T"],
+    relative: Relative,
+    *,
+    gamma: float,
+    gae_lambda: float,
+) -> Estimate:
+    """Generalized advantages, scaled over all valid steps by `relative`, and the critic's targets, which are not scaled."""
+    if batch.values is None:
+        raise ConfigError(
+            "advantage.credit='gae' needs a critic's values. Return them in ActionScores.values (and final_values where "
+            "rows are truncated), or set credit=None for group-relative advantages."
+        )
+    values = as_float32(batch.values.cpu())
+    final_values = None if batch.final_values is None else batch.final_values.cpu()
+    rewards = step_rewards(rewards, mask)
+    advantages = generalized_advantages(rewards, values, mask, final_values, gamma=gamma, gae_lambda=gae_lambda)
+    returns = zero_outside(advantages + values, mask)
+    scaled = among_steps(advantages, mask, torch.zeros_like(mask, dtype=torch.int64), relative)
+    return Estimate(advantages=scaled.to(values.dtype), returns=returns.to(values.dtype))

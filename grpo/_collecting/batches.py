@@ -1,0 +1,131 @@
+"""Parts of a batch, several batches as one, and the batches of all ranks as one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo.distributed import Engine
+from grpo.errors import ContractError
+from grpo.types import ExperienceBatch, Rows, select_rows
+from grpo.writing import pad_steps
+
+OPTIONAL = ("old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy", "values", "final_values", "state_keys")
+"""Tensors that a batch may lack."""
+
+FILLS = {"final_values": 0.0, "behaviour_log_probs": float("nan")}
+"""The value of a field that one batch lacks and another has: the row terminated; the step was not scored."""
+
+
+def select_batch(batch: ExperienceBatch, index: Tensor) -> ExperienceBatch:
+    """The rows at `index`, with the batch's metrics unchanged."""
+    names = ("states", "actions", "group_ids", "rewards", "mask", *OPTIONAL)
+    present = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
+    chosen: dict[str, Any] = {name: select_rows(rows, index) for name, rows in present.items()}
+    components = {name: part[index] for name, part in batch.reward_components.items()}
+    return replace(batch, **chosen, reward_components=components)
+
+
+def join_batches(batches: Sequence[ExperienceBatch]) -> ExperienceBatch:
+    """All rows, one batch after the other, padded to the widest. Group ids are renumbered apart; metrics are added up."""
+    if len(batches) == 1:
+        return batches[0]
+    masks = [batch.mask for batch in batches]
+    width = max(mask.shape[1] for mask in masks)
+    origins = torch.arange(len(batches)).repeat_interleave(torch.tensor([len(mask) for mask in masks]))
+    _, numbers = torch.cat([batch.group_ids for batch in batches]).unique(return_inverse=True)
+    return ExperienceBatch(
+        states=_join_rows([batch.states for batch in batches]),
+        actions=_join_rows([batch.actions for batch in batches]),
+        group_ids=(origins * len(numbers) + numbers).unique(return_inverse=True)[1],
+        rewards=join_steps([batch.rewards for batch in batches], width),
+        reward_components={
+            name: join_steps([batch.reward_components[name] for batch in batches], width)
+            for name in batches[0].reward_components
+            if all(name in batch.reward_components for batch in batches)
+        },
+        reward_weights=batches[0].reward_weights,
+        mask=join_steps([mask.to(masks[0].device) for mask in masks], width),
+        **{name: join_field(name, [getattr(batch, name) for batch in batches], masks) for name in OPTIONAL},
+        metrics=add_metrics([batch.metrics for batch in batches]),
+    )
+
+
+def join_field(name: str, parts: Sequence[Tensor | None], masks: Sequence[Tensor]) -> Any:
+    """One field of several batches, padded to the widest mask. None: a batch lacks the field, and `FILLS` gives no value."""
+    is_missing = [part is None for part in parts]
+    if all(is_missing) or (any(is_missing) and name not in FILLS):
+        return None
+    shapes = [mask.shape[:1] if name == "final_values" else mask.shape for mask in masks]
+    present = [
+        torch.full(shape, FILLS[name]) if part is None else part for part, shape in zip(parts, shapes, strict=True)
+    ]
+    return join_steps([part.to(masks[0].device) for part in present], max(mask.shape[1] for mask in masks))
+
+
+def join_steps(parts: Sequence[Tensor], width: int) -> Tensor:
+    """[N] or [N, t] tensors as one tensor of all rows, padded to `width` steps. New columns are 0 or False."""
+    return torch.cat([pad_steps(part, width, 0) if part.dim() == 2 else part for part in parts])
+
+
+def add_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of each metric over several batches. A missing metric counts as 0."""
+    names = dict.fromkeys(name for metrics in parts for name in metrics)
+    return {name: sum(metrics.get(name, 0.0) for metrics in parts) for name in names}
+
+
+def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBatch, slice]:
+    """The batch of all ranks as far as advantages read it, and the position of this rank's rows in it.
+
+    States, actions and log-probs are not gathered: they stay those of this rank. Metrics are added up over ranks, but
+    `rewards/mean_drawn` is averaged, and seconds are those of this rank.
+
+    Raises:
+        ContractError: the ranks' batches have different fields.
+    """
+    if engine.num_ranks == 1:
+        return batch, slice(0, batch.num_rows)
+    ids, numbers = batch.group_ids.unique(return_inverse=True)
+    fields = [name for name in ("values", "state_keys") if getattr(batch, name) is not None]
+    own = (len(ids), [*fields, *sorted(batch.reward_components)], batch.final_values is not None, dict(batch.metrics))
+    num_groups, present, has_final_values, metrics = map(list, zip(*engine.gather_objects(own), strict=True))
+    if any(names != present[0] for names in present):
+        raise ContractError(
+            f"Every rank's batch must hold the same fields; they hold {present}. Have the policy give the same scores, and "
+            "the reward model the same parts, on every rank."
+        )
+
+    def gathered(values: Tensor | None) -> Any:
+        return None if values is None else engine.gather(values)[0]
+
+    final_values = batch.final_values
+    if final_values is None and any(has_final_values):
+        final_values = (batch.rewards if batch.values is None else batch.values).new_zeros(batch.num_rows)
+    group_ids, start = engine.gather(numbers + sum(num_groups[: engine.rank]))
+    totals = add_metrics(metrics)
+    if "rewards/mean_drawn" in totals:
+        totals["rewards/mean_drawn"] /= engine.num_ranks
+    seconds = {name: value for name, value in batch.metrics.items() if name.startswith("time/")}
+    all_ranks = replace(
+        batch,
+        group_ids=group_ids,
+        rewards=gathered(batch.rewards),
+        reward_components={name: gathered(part) for name, part in batch.reward_components.items()},
+        mask=gathered(batch.mask),
+        values=gathered(batch.values),
+        final_values=gathered(final_values),
+        state_keys=gathered(batch.state_keys),
+        metrics={**totals, **seconds},
+    )
+    return all_ranks, slice(start, start + batch.num_rows)
+
+
+def _join_rows(parts: Sequence[Any]) -> Rows:
+    if all(isinstance(part, Tensor) for part in parts):
+        return torch.cat([part.to(parts[0].device) for part in parts])
+    if all(isinstance(part, np.ndarray) for part in parts):
+        return np.concatenate(parts)
+    return [row for part in parts for row in part]

@@ -1,0 +1,114 @@
+"""The checks on what a policy returns, made before training reads the values. A failed check raises a ContractError."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from grpo.errors import ContractError
+from grpo.types import ActionScores, Rows, SampledActions
+from grpo.writing import describe, pad_steps
+
+LOG_PROBS = ("old_log_probs", "behaviour_log_probs", "ref_log_probs")
+"""The fields of a batch that must be finite at every sampled step. In `behaviour_log_probs`, NaN marks a step not scored."""
+
+
+def check_scores(owner: str, scores: Any, num_rows: int) -> ActionScores:
+    """`scores`, whose tensors have the shapes, dtypes and device that `ActionScores` requires."""
+    if not isinstance(scores, ActionScores):
+        raise ContractError(f"{owner} must return ActionScores; got {describe(scores)}.")
+    shape = scores.log_probs.shape
+    if scores.log_probs.dim() != 2 or shape[0] != num_rows:
+        raise ContractError(f"{owner}: log_probs must be [N, T] with N = {num_rows}; got {describe(scores.log_probs)}.")
+    if scores.mask.dtype != torch.bool:
+        raise ContractError(f"{owner}: mask must be bool; got {describe(scores.mask)}. Return mask.bool().")
+    for field in ("log_probs", "mask", "entropy", "values", "kl", "final_values"):
+        value = getattr(scores, field)
+        if value is None:
+            continue
+        expected = shape[:1] if field == "final_values" else shape
+        if value.shape != expected or value.device != scores.log_probs.device:
+            raise ContractError(
+                f"{owner}: {field} must be {list(expected)} on {scores.log_probs.device}, as log_probs is; "
+                f"got {describe(value)} on {value.device}."
+            )
+        if field != "mask" and not value.is_floating_point():
+            raise ContractError(f"{owner}: {field} must be floating; got {describe(value)}.")
+    return scores
+
+
+def check_sampled(owner: str, sampled: Any, num_rows: int) -> SampledActions:
+    """`sampled`, whose tensors have the shapes, dtypes and device that `SampledActions` requires."""
+    if not isinstance(sampled, SampledActions):
+        raise ContractError(f"{owner} must return SampledActions; got {describe(sampled)}.")
+    shape, device = sampled.mask.shape, sampled.mask.device
+    if sampled.mask.dtype != torch.bool or sampled.mask.dim() != 2 or shape[0] != num_rows:
+        raise ContractError(f"{owner}: mask must be bool [N, T] with N = {num_rows}; got {describe(sampled.mask)}.")
+    behaviour = sampled.behaviour_log_probs
+    if behaviour is not None and (behaviour.shape != shape or behaviour.device != device):
+        raise ContractError(
+            f"{owner}: behaviour_log_probs must be {list(shape)} on {device}, as mask is; "
+            f"got {describe(behaviour)} on {behaviour.device}."
+        )
+    if sampled.scores is not None:
+        scores = check_scores(f"{owner}: scores", sampled.scores, num_rows)
+        if scores.mask.device != device:
+            raise ContractError(f"{owner}: scores must be on {device}, as mask is; got {scores.mask.device}.")
+        if scores.mask is not sampled.mask and not torch.equal(scores.mask, sampled.mask):
+            raise ContractError(f"{owner}: scores.mask must equal mask: both say which steps the policy decided.")
+    return sampled
+
+
+def flatten_actions(owner: str, actions: Any, num_states: int, num_actions: int) -> Rows:
+    """Actions [B][G] as N = B G rows: state 0's actions first. Every state must have G actions."""
+    required = f"{owner} must return {num_actions} actions for each of {num_states} states"
+    if isinstance(actions, Tensor | np.ndarray):
+        if actions.shape[:2] != (num_states, num_actions):
+            raise ContractError(f"{required}, [B, G, ...]; got {describe(actions)}.")
+        return actions.reshape(num_states * num_actions, *actions.shape[2:])
+    try:
+        counts = [len(group) for group in actions]
+    except TypeError as error:
+        raise ContractError(f"{required}, as {num_states} lists; got {describe(actions)}.") from error
+    if counts != [num_actions] * num_states:
+        raise ContractError(f"{required}; got {len(counts)} groups of {sorted(set(counts))} actions.")
+    return [action for group in actions for action in group]
+
+
+def fit_state_keys(owner: str, keys: Any, mask: Bool[Tensor, "N T"]) -> Int[Tensor, "N T"]:
+    """Integer `keys`, padded or cut to the steps of `mask`. Keys may be narrower: columns without any step need none."""
+    num_rows, width = mask.shape
+    is_integer = isinstance(keys, Tensor) and not (keys.is_floating_point() or keys.is_complex())
+    if not is_integer or keys.dim() != 2 or len(keys) != num_rows or bool(mask[:, keys.shape[1] :].any()):
+        raise ContractError(
+            f"{owner} must return integers {[num_rows, width]}, like the steps; got {describe(keys)}. "
+            "Return one integer per row and step."
+        )
+    return pad_steps(keys[:, :width], width, 0)
+
+
+def require_same_steps(owner: str, scored: Bool[Tensor, "N t"], expected: Bool[Tensor, "N T"]) -> None:
+    """Check that the policy scored the steps of the batch, and no other step. `scored` may lack columns without any step."""
+    width = expected.shape[1]
+    if scored.shape[1] > width or not torch.equal(pad_steps(scored.to(expected.device), width, False), expected):
+        raise ContractError(
+            f"{owner} must score the batch's steps, and the masks differ: scored {describe(scored)}, batch "
+            f"{describe(expected)}. Give ExperienceBatch.from_rows the mask of the policy's decisions, and score the same "
+            "steps every time."
+        )
+
+
+def require_finite(owner: str, mask: Bool[Tensor, "N T"], fields: Mapping[str, Tensor]) -> None:
+    """Check that the log-probs of sampled steps are finite: of `fields`, those in `LOG_PROBS`."""
+    for name in [name for name in LOG_PROBS if name in fields]:
+        values = fields[name]
+        wrong = values.isinf() if name == "behaviour_log_probs" else ~values.isfinite()
+        rows = (wrong & mask.to(values.device)).any(1).nonzero().squeeze(1).tolist()
+        if rows:
+            raise ContractError(
+                f"{owner}: {name} of sampled steps must be finite; rows {rows[:16]} are not. A sampled action cannot have "
+                "probability 0: mask logits with torch.finfo(dtype).min, not -inf, and score the action that was sampled."
+            )

@@ -1,0 +1,164 @@
+"""Scores of given actions: one way to ask any policy, or any reference, whatever it implements."""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from grpo._advantages.groups import run_bounds
+from grpo.errors import ConfigError, ContractError
+from grpo.policy_base import POLICY_METHODS, ScoresActions, ScoresGroups, ScoresReference, require_methods
+from grpo.types import ActionScores, ExperienceBatch, RowIndex, Rows, select_rows
+from grpo.writing import as_log_probs, describe, pad_steps
+
+from .batches import join_field
+from .contract import check_scores
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+"""Makes the context in which a policy computes."""
+
+ScoreRows = Callable[[Rows, Rows, Tensor], ActionScores]
+"""States, actions and group ids of N rows -> their scores."""
+
+
+class Scorer:
+    """Scores rows by the best method that a policy has: `score_groups`, else `score_actions`, else its plain log-probs.
+
+    Args:
+        policy: a `PolicyModel`. Its capabilities are looked up here, once.
+        autocast: makes the context in which the policy computes.
+    """
+
+    def __init__(self, policy: Any, autocast: Autocast = nullcontext) -> None:
+        self._policy, self._autocast = policy, autocast
+        self._name = type(policy).__name__
+        self.one_step_device: torch.device | None = None
+        """The device of the log-probs, once a plain policy has returned one log-prob per row. None: not known."""
+        self._score: ScoreRows = self._plain
+        if isinstance(policy, ScoresGroups):
+            self._score = self._by_group
+        elif isinstance(policy, ScoresActions):
+            self._score = self._by_row
+
+    def __call__(self, states: Rows, actions: Rows, group_ids: Int[Tensor, " N"]) -> ActionScores:
+        """Scores of N rows, with gradient unless gradients are disabled. Their shapes and dtypes are checked."""
+        with self._autocast():
+            return self._score(states, actions, group_ids)
+
+    def _by_group(self, states: Rows, actions: Rows, group_ids: Tensor) -> ActionScores:
+        scores = self._policy.score_groups(*_rows_by_group(states, actions, group_ids))
+        return check_scores(f"{self._name}.score_groups", scores, len(group_ids))
+
+    def _by_row(self, states: Rows, actions: Rows, group_ids: Tensor) -> ActionScores:
+        return check_scores(f"{self._name}.score_actions", self._policy.score_actions(states, actions), len(group_ids))
+
+    def _plain(self, states: Rows, actions: Rows, group_ids: Tensor) -> ActionScores:
+        raw = self._policy.get_log_probabilities(states, actions)
+        scores = _all_steps(f"{self._name}.get_log_probabilities", raw, len(group_ids))
+        self.one_step_device = raw.device if raw.dim() == 1 else None
+        return scores
+
+
+class ReferenceScorer:
+    """Scores rows under the reference: a policy of its own, or the trained policy's `ScoresReference`.
+
+    Args:
+        policy: the policy that is trained.
+        reference_policy: a frozen `PolicyModel`. None: ask `policy.reference_log_probabilities`.
+        autocast: makes the context in which the reference computes.
+
+    Raises:
+        ProtocolError: `reference_policy` lacks methods.
+        ConfigError: there is no `reference_policy`, and the policy cannot score a reference.
+    """
+
+    def __init__(self, policy: Any, reference_policy: Any, autocast: Autocast) -> None:
+        self._reference = reference_policy
+        self._autocast = autocast
+        self._score: ScoreRows
+        if reference_policy is not None:
+            require_methods(reference_policy, POLICY_METHODS, "reference_policy", "PolicyModel")
+            self._name = f"reference {type(reference_policy).__name__}"
+            self._score = Scorer(reference_policy, autocast)
+        elif isinstance(policy, ScoresReference):
+            self._name = f"{type(policy).__name__}.reference_log_probabilities"
+            self._policy = policy
+            self._score = self._ask_policy
+        else:
+            raise ConfigError(
+                f"{type(policy).__name__} has no reference_log_probabilities(); pass reference_policy=..."
+            )
+
+    def __call__(self, batch: ExperienceBatch, parts: Sequence[RowIndex]) -> Float[Tensor, "N T"]:
+        """log pi_ref of every step of the batch, without gradient; one forward pass per part."""
+        if self._reference is not None:
+            self._reference.eval()
+        scores = score_in_parts(self._score, batch.states, batch.actions, batch.group_ids, parts)
+        width, scored = batch.mask.shape[1], scores.mask.to(batch.mask.device)
+        if scored.shape[1] > width or bool((batch.mask & ~pad_steps(scored, width, False)).any()):
+            raise ContractError(
+                f"{self._name} must score every step that the policy decided, and at most {list(batch.mask.shape)}; "
+                f"got {describe(scores.mask)}. Return one log-prob per step, not their sum."
+            )
+        return pad_steps(scores.log_probs, width, 0.0)
+
+    def _ask_policy(self, states: Rows, actions: Rows, group_ids: Tensor) -> ActionScores:
+        with self._autocast():
+            return _all_steps(self._name, self._policy.reference_log_probabilities(states, actions), len(group_ids))
+
+
+def score_in_parts(
+    score: ScoreRows, states: Rows, actions: Rows, group_ids: Int[Tensor, " N"], parts: Sequence[RowIndex]
+) -> ActionScores:
+    """Scores of all N rows without gradient: one forward pass per part, padded to the longest part."""
+    with torch.no_grad():
+        scored = [score(select_rows(states, part), select_rows(actions, part), group_ids[part]) for part in parts]
+    if len(scored) == 1 and isinstance(parts[0], slice):
+        return scored[0]
+    masks = [scores.mask for scores in scored]
+    rows = torch.arange(len(group_ids))
+    order = torch.cat([rows[part] for part in parts]).argsort().to(masks[0].device)
+
+    def joined(name: str) -> Any:
+        values = join_field(name, [getattr(scores, name) for scores in scored], masks)
+        return None if values is None else values[order]
+
+    return ActionScores(**{field.name: joined(field.name) for field in fields(ActionScores)})
+
+
+def batch_fields(scores: ActionScores | None, needs: Collection[str]) -> dict[str, Tensor]:
+    """Copies of the scores that training reads, by field of `ExperienceBatch`: log-probs, and what `needs` names.
+
+    They are copies because a critic may return a view of its weights, which training changes in place.
+    """
+    if scores is None:
+        return {}
+    read: dict[str, Tensor | None] = {"old_log_probs": scores.log_probs}
+    if "entropy" in needs:
+        read["entropy"] = scores.entropy
+    if "values" in needs:
+        read |= {"values": scores.values, "final_values": scores.final_values}
+    return {name: values.detach().clone() for name, values in read.items() if values is not None}
+
+
+def _all_steps(owner: str, raw: Any, num_rows: int) -> ActionScores:
+    """Plain log-probs [N] or [N, T] as scores: the policy decided every step."""
+    log_probs = as_log_probs(owner, raw, num_rows)
+    return ActionScores(log_probs=log_probs, mask=torch.ones_like(log_probs, dtype=torch.bool))
+
+
+def _rows_by_group(states: Rows, actions: Rows, group_ids: Int[Tensor, " N"]) -> tuple[Rows, Any]:
+    """One state and its actions per run of adjacent rows with one group id. Runs of equal length stay one tensor."""
+    bounds = run_bounds(group_ids.numpy())
+    sizes = bounds[1:] - bounds[:-1]
+    if isinstance(actions, Tensor | np.ndarray) and (sizes == sizes[0]).all():
+        size = int(sizes[0])
+        return states[::size], actions.reshape(len(sizes), size, *actions.shape[1:])
+    grouped = [actions[start:stop] for start, stop in pairwise(bounds.tolist())]
+    return select_rows(states, torch.from_numpy(bounds[:-1])), grouped

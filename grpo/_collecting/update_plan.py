@@ -1,0 +1,65 @@
+"""Row indices: which rows go into which update, and which rows go into which forward pass."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from grpo.errors import ContractError
+from grpo.types import RowIndex
+
+
+def epoch_of_updates(
+    group_ids: Int[Tensor, " N"], batch_size: int | None, generator: torch.Generator
+) -> Iterator[RowIndex]:
+    """The rows of each update of one pass over all rows. The last update may be smaller than `batch_size`.
+
+    Groups are shuffled and the rows of a group stay adjacent, so that a group can share its state's forward pass. An
+    update may cut a group. One update of all rows is a slice, which copies nothing.
+    """
+    num_rows = len(group_ids)
+    if batch_size is None or batch_size >= num_rows:
+        yield slice(0, num_rows)
+        return
+    _, groups, counts = group_ids.unique(return_inverse=True, return_counts=True)
+    place = torch.randperm(len(counts), generator=generator)
+    order = place[groups].argsort(stable=True)
+    yield from order.split(batch_size)
+
+
+def num_updates_per_epoch(num_rows: int, batch_size: int | None) -> int:
+    """The number of updates that `epoch_of_updates` makes."""
+    return 1 if batch_size is None else -(-num_rows // batch_size)
+
+
+def parts_in_order(num_rows: int, size: int | None) -> list[RowIndex]:
+    """Rows 0..N-1 in slices of `size`. None: one slice of all rows."""
+    step = size or max(num_rows, 1)
+    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+
+def planned_parts(owner: str, plan: Sequence[Sequence[int]], num_rows: int) -> list[RowIndex]:
+    """The parts of a policy's own plan as indices, without empty parts. The plan must hold every row exactly once."""
+    parts: list[RowIndex] = [torch.as_tensor(list(part), dtype=torch.int64) for part in plan if len(part)]
+    rows = sorted(int(row) for part in plan for row in part)
+    if rows != list(range(num_rows)):
+        raise ContractError(
+            f"{owner} must return every row of range({num_rows}) exactly once; got {len(rows)} rows, "
+            f"{len(set(rows) & set(range(num_rows)))} of them distinct and in range."
+        )
+    return parts
+
+
+def num_selected(index: RowIndex) -> int:
+    """The number of rows that an index selects."""
+    return index.stop - index.start if isinstance(index, slice) else len(index)
+
+
+def compose_index(outer: RowIndex, inner: RowIndex) -> RowIndex:
+    """One index into `rows` that selects `rows[outer][inner]`."""
+    if isinstance(outer, Tensor):
+        return outer[inner]
+    if isinstance(inner, Tensor):
+        return inner + int(outer.start)
+    return slice(outer.start + inner.start, outer.start + inner.stop)

@@ -1,0 +1,1 @@
+"""Behind the loss: what surrogates read, step weights, sampler corrections, selections of steps, metrics."""

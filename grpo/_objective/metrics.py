@@ -1,0 +1,77 @@
+"""What the loss reports about itself, without a synchronisation of the device."""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from grpo.types import zero_outside
+
+from .ratios import MAX_LOG_RATIO, RatioLevel
+from .steps import Steps
+
+Moments = dict[str, Float64[Tensor, "3"]]
+"""Name -> (count, sum, sum of squares), which add up over micro-batches, updates and ranks."""
+
+
+def shares(terms: Mapping[str, Float[Tensor, ""]], loss: Float[Tensor, ""]) -> Moments:
+    """The signed terms of the loss and `total_loss`, their sum, as (0, value, 0): a count of 0 marks a share of a total.
+
+    The entropy bonus is subtracted in the loss and reported as what it is.
+    """
+    reported = {**terms, "total_loss": loss}
+    if "entropy_bonus" in reported:
+        reported["entropy_bonus"] = -reported["entropy_bonus"]
+    values = torch.stack([value.detach().double() for value in reported.values()])
+    moments = torch.stack([0.0 * values, values, 0.0 * values], dim=1)
+    return dict(zip(reported, moments.unbind(0), strict=True))
+
+
+def step_moments(
+    steps: Steps,
+    level: RatioLevel,
+    stopped: tuple[Bool[Tensor, "N #T"], Bool[Tensor, "N #T"]] | None,
+    others: Mapping[str, Float[Tensor, "N #T"] | Bool[Tensor, "N #T"] | None],
+) -> Moments:
+    """Moments over the valid steps.
+
+    `ratio` and `ratio_clamped_fraction` (beyond what `exp` is given); `clip_fraction_low`, `clip_fraction_high` and
+    `clip_fraction`, the steps that the surrogate stops; where there is one, `sampler_ratio`, `selected_fraction`, and what
+    the caller adds: `entropy`, `kl`, `kept_fraction`. A value per row counts at each of the row's steps.
+
+    Args:
+        steps: the rows.
+        level: the ratio's.
+        stopped: steps stopped at the lower and at the upper bound. None: there are no bounds, or nothing has moved.
+        others: further values by name. None: there is no such value.
+    """
+    found: dict[str, Tensor | float | None] = {"ratio": 1.0, "ratio_clamped_fraction": 0.0}
+    if not steps.is_on_policy:
+        found["ratio"] = steps.ratio(level)
+        found["ratio_clamped_fraction"] = steps.log_ratio(level).abs() > MAX_LOG_RATIO
+    found |= dict.fromkeys(("clip_fraction_low", "clip_fraction_high", "clip_fraction"), 0.0)
+    if stopped is not None:
+        low, high = stopped
+        found |= {"clip_fraction_low": low, "clip_fraction_high": high, "clip_fraction": low | high}
+    found |= {"sampler_ratio": steps.sampler_weights, "selected_fraction": steps.selected, **others}
+    return moments({name: value for name, value in found.items() if value is not None}, steps.mask)
+
+
+def moments(values: Mapping[str, Tensor | float], mask: Bool[Tensor, "N T"]) -> Moments:
+    """Moments over the valid steps of values per step, per row, or the same at each step.
+
+    Example:
+        >>> found = moments({"ratio": 1.0, "entropy": torch.tensor([[1.0, 3.0, 9.0]])}, torch.tensor([[True, True, False]]))
+        >>> {name: values.tolist() for name, values in found.items()}
+        {'entropy': [2.0, 4.0, 10.0], 'ratio': [2.0, 2.0, 2.0]}
+    """
+    per_step = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    constants = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    count = mask.sum(dtype=torch.float64)
+    table = torch.stack([value.detach().double().expand(mask.shape) for value in per_step.values()])
+    table = zero_outside(table, mask).flatten(1)
+    rows = [*torch.stack([count.expand(len(table)), table.sum(1), table.square().sum(1)], dim=1).unbind(0)]
+    by_constant = {c: torch.stack([count, c * count, c * c * count]) for c in dict.fromkeys(constants.values())}
+    rows += [by_constant[c] for c in constants.values()]
+    return dict(zip([*per_step, *constants], rows, strict=True))

@@ -1,0 +1,159 @@
+"""Correcting for a sampler that is not quite the policy: another engine, another precision, truncated or older."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from grpo.errors import ConfigError
+from grpo.writing import Settings, setting
+
+from .ratios import bounded_exp, mean_over_steps
+
+SamplerRatioLevel = Literal["step", "row"]
+
+
+@runtime_checkable
+class SamplerCorrection(Protocol):
+    """Importance weights from the sampler to the policy before this iteration's updates. The surrogate is multiplied by them.
+
+    u = exp(old_log_probs - behaviour_log_probs), so that E_behaviour[u f] = E_old[f]: with unbounded weights the policy
+    gradient is that of the policy's own samples.
+    """
+
+    def __call__(
+        self, old_log_probs: Float[Tensor, "N T"], behaviour_log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
+    ) -> Float[Tensor, "N #T"]:
+        """Weights per step, or one per row, without gradient. A NaN behaviour log-prob (not scored) has ratio 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bounds(Settings):
+    """A correction between two bounds."""
+
+    low: float | None = setting(None, at_least=0.0)
+    """Smallest weight. None: no bound."""
+    high: float | None = setting(3.0, above=0.0)
+    """Largest weight. Larger corrects more, and lets single steps weigh more. None: no bound."""
+    level: SamplerRatioLevel = "step"
+    """A weight per step is biased and of low variance. One weight per row is exact without bounds, and of higher variance."""
+
+    def __post_init__(self) -> None:
+        """Check every value, and the order of the bounds."""
+        Settings.__post_init__(self)
+        require_order(f"{type(self).__name__}.low", self.low, "high", self.high)
+
+    def ratio(self, old_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor) -> Float[Tensor, "N #T"]:
+        """u[n,t], or per row the product of u over its steps. Steps outside the mask or not scored have ratio 1."""
+        scored = mask & ~behaviour_log_probs.isnan()
+        log_ratio = torch.where(scored, old_log_probs.detach() - behaviour_log_probs, 0.0)
+        return bounded_exp(log_ratio if self.level == "step" else log_ratio.sum(1, keepdim=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truncate(_Bounds):
+    """Truncated importance sampling: u clipped to [low, high]. Bounded bias for bounded variance.
+
+    Example:
+        >>> old, behaviour = torch.tensor([[0.8, 0.1]]).log(), torch.tensor([[0.2, 0.2]]).log()
+        >>> Truncate(high=3.0)(old, behaviour, torch.ones(1, 2, dtype=torch.bool)).round(decimals=2).tolist()
+        [[3.0, 0.5]]
+
+    Source:
+        Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; truncation: Ionides 2008.
+    """
+
+    def __call__(
+        self, old_log_probs: Float[Tensor, "N T"], behaviour_log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
+    ) -> Float[Tensor, "N #T"]:
+        """The clipped weights."""
+        u = self.ratio(old_log_probs, behaviour_log_probs, mask)
+        return u if self.low is None and self.high is None else u.clamp(self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mask(_Bounds):
+    """Masked importance sampling: u where low <= u <= high, else 0. Steps (or rows) too far off are left out.
+
+    Example:
+        >>> old, behaviour = torch.tensor([[0.8, 0.1]]).log(), torch.tensor([[0.2, 0.2]]).log()
+        >>> Mask(high=3.0)(old, behaviour, torch.ones(1, 2, dtype=torch.bool)).round(decimals=2).tolist()
+        [[0.0, 0.5]]
+
+    Source:
+        Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+    """
+
+    def __call__(
+        self, old_log_probs: Float[Tensor, "N T"], behaviour_log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
+    ) -> Float[Tensor, "N #T"]:
+        """The weights inside the bounds, 0 outside."""
+        u = self.ratio(old_log_probs, behaviour_log_probs, mask)
+        too_low = u < (-math.inf if self.low is None else self.low)
+        return torch.where(too_low | (u > (math.inf if self.high is None else self.high)), 0.0, u)
+
+
+def require_order(low_name: str, low: float | None, high_name: str, high: float | None) -> None:
+    """The lower of two bounds does not exceed the upper one; None is no bound.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"{low_name}={low} must not exceed {high_name}={high}.")
+
+
+def sampler_divergence(
+    old_log_probs: Float[Tensor, "N T"], behaviour_log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
+) -> Float64[Tensor, "3"]:
+    """How far the policy is from its sampler: KL(behaviour || old) per step, as (count, sum, sum of squares).
+
+    D = mean over scored steps of behaviour_log_probs[n,t] - old_log_probs[n,t]
+
+    Rounding changes D in second order only. A truncation that keeps the share m of the policy changes it by -log m.
+
+    Args:
+        old_log_probs: before this iteration's updates; no gradient is taken through it.
+        behaviour_log_probs: under the distribution that sampled the steps; NaN: not scored, not counted.
+        mask: the valid steps.
+
+    Example:
+        >>> everywhere = torch.ones(1, 2, dtype=torch.bool)
+        >>> old, behaviour = torch.tensor([[0.5, 0.4]]).log(), torch.tensor([[0.5, 0.5]]).log()
+        >>> [round(value, 3) for value in sampler_divergence(old, behaviour, everywhere).tolist()]
+        [2.0, 0.223, 0.05]
+    """
+    scored = mask & ~behaviour_log_probs.isnan()
+    gap = torch.where(scored, behaviour_log_probs - old_log_probs.detach(), 0.0).double()
+    return torch.stack([scored.sum(dtype=torch.float64), gap.sum(), gap.square().sum()])
+
+
+def near_policy_rows(
+    log_probs: Float[Tensor, "N T"],
+    sampled_log_probs: Float[Tensor, "N T"],
+    advantages: Float[Tensor, "N #T"],
+    mask: Bool[Tensor, "N T"],
+    threshold: float,
+) -> Bool[Tensor, "N #T"]:
+    """Rows close enough to their sampler to learn from. Rows with A >= 0 always are.
+
+    m[n,t] = A[n,t] >= 0 or mean over steps of (sampled_log_probs - log_probs) <= threshold
+
+    A bad row that the policy has already moved away from says little about the policy, and pushes it further away.
+
+    Args:
+        log_probs: the current ones; no gradient is taken through them.
+        sampled_log_probs: the log-probs the steps were sampled with; NaN: not scored, no difference.
+        advantages: how much better than its baseline.
+        mask: the valid steps.
+        threshold: larger keeps rows that are further off.
+
+    Source:
+        DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, sec. 3.1, eq. 9.
+    """
+    known = mask & ~sampled_log_probs.isnan()
+    distance = torch.where(known, sampled_log_probs - log_probs.detach(), 0.0)
+    return (advantages >= 0) | (mean_over_steps(distance, mask) <= threshold)

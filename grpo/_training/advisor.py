@@ -1,0 +1,135 @@
+"""Advice on a run's numbers, logged once each: the cases that `docs/debugging.md` explains."""
+
+import logging
+import math
+import warnings
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
+
+from tqdm import TqdmWarning
+
+from grpo.config import GRPOConfig
+from grpo.surrogates import traits_of
+
+logger = logging.getLogger("grpo")
+
+PATIENCE = 10
+"""Iterations in a row that must show a sign before it is logged."""
+
+LOW_ENTROPY = 0.05
+"""Fraction of the first iterations' entropy below which it has collapsed."""
+
+FAR_SAMPLER = 0.01
+"""Nats per step between sampler and policy beyond rounding: in bfloat16, 0.05 for single steps amounts to 0.001."""
+
+TINY = 1e-6
+"""Below this, a number counts as 0."""
+
+
+def beside_the_bar() -> AbstractContextManager[None]:
+    """Print log lines above the progress bar."""
+    with warnings.catch_warnings():  # on import it asks notebooks for widgets, which are not needed here
+        warnings.simplefilter("ignore", TqdmWarning)
+        from tqdm.contrib.logging import logging_redirect_tqdm
+    root = logging.getLogger()
+    redirected: AbstractContextManager[None] = logging_redirect_tqdm([root if root.handlers else logger])
+    return redirected
+
+
+class RunAdvisor:
+    """Watches the metrics of each iteration and logs what looks wrong, once each, through the logger `grpo`.
+
+    Args:
+        config: the run's settings.
+    """
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self._config = config
+        self._has_bounds = traits_of(config.objective.surrogate).stopped is not None
+        self._said: set[str] = set()
+        self._in_a_row: dict[str, int] = {}
+        self._first_entropy = self._entropy = math.nan
+        self._has_clipped = False
+
+    def check(self, metrics: Mapping[str, float], *, measured: Collection[str], several_updates: bool) -> None:
+        """Look at one iteration's metrics. `measured` names those that the loss reported; the others say nothing."""
+        no_advantage = metrics["train/advantages_std"] == 0.0 == metrics["train/advantages_mean"]
+        dead = metrics["group_stats/zero_variance_fraction"] == 1.0
+        self._count("all groups are dead", no_advantage and dead, patience=1)
+        self._count("all advantages are 0", no_advantage and not dead, patience=1)
+        if metrics["train/num_updates"] == 0 or no_advantage:
+            return
+        num_rows = metrics["group_stats/num_groups"] * metrics["group_stats/avg_group_size"]
+        unused = not several_updates and self._config.batch_size is not None and self._config.batch_size > num_rows
+        self._count("batch_size is larger than an iteration", unused, patience=1)
+        loss_is_zero = abs(metrics["train/total_loss"]) < TINY < metrics["train/grad_norm"]
+        self._count("the loss is 0", "policy_loss" in measured and loss_is_zero and not several_updates, patience=1)
+        clips = "clip_fraction" in measured and self._has_bounds and several_updates
+        self._has_clipped = self._has_clipped or metrics["train/clip_fraction"] > 0.0
+        self._count("nothing is ever clipped", clips and not self._has_clipped)
+        penalised = "kl" in measured and metrics["train/kl_coef"] > 0
+        self._count("the KL is 0", penalised and abs(metrics["train/kl_mean"]) < TINY)
+        uncorrected = "sampler_divergence" in measured and self._config.objective.sampler_correction is None
+        differs = uncorrected and metrics["train/sampler_divergence"] > FAR_SAMPLER
+        self._count("the sampler is not the policy", differs)
+        self._watch_entropy(metrics["train/entropy"])
+
+    def _watch_entropy(self, entropy: float) -> None:
+        """Follow a moving average: without an exact entropy, one iteration's estimate depends on what was sampled."""
+        if not math.isfinite(entropy):
+            return
+        if math.isnan(self._first_entropy):
+            self._first_entropy = self._entropy = entropy
+        self._entropy += (entropy - self._entropy) / PATIENCE
+        collapsed = self._first_entropy > 0.0 and self._entropy < LOW_ENTROPY * self._first_entropy
+        self._count("the entropy has collapsed", collapsed, patience=1)
+
+    def _count(self, sign: str, seen: bool, patience: int = PATIENCE) -> None:
+        self._in_a_row[sign] = self._in_a_row.get(sign, 0) + 1 if seen else 0
+        if self._in_a_row[sign] >= patience and sign not in self._said:
+            self._said.add(sign)
+            logger.warning("%s: %s (Said once; docs/debugging.md has more.)", sign, ADVICE[sign])
+
+
+ADVICE = {
+    "the loss is 0": (
+        "with one update per iteration the ratio is exactly 1 and a group's advantages add up to 0, so the loss is 0 whatever "
+        "its gradient is, and nothing is clipped. Watch rewards/mean and train/grad_norm instead."
+    ),
+    "nothing is ever clipped": (
+        "no step has left the clip range, in ten iterations of several updates. Either the updates are small (a larger "
+        "learning_rate or num_epochs_per_update would learn more from each sample), or there is nothing to learn: see "
+        "train/grad_norm."
+    ),
+    "the KL is 0": (
+        "the policy is where its reference is, so the KL term does nothing. A reference that is copied at every iteration "
+        "never falls behind (use a larger reference_sync_every, or a smaller reference_mix); one that is frozen means that "
+        "the policy has not moved (see train/grad_norm and train/learning_rate)."
+    ),
+    "all groups are dead": (
+        "an iteration had nothing to learn from: in every group all rewards are equal, or there is one row. Now and then that "
+        "is normal. If group_stats/zero_variance_fraction stays near 1, make rewards less sparse, the task easier or harder, "
+        "groups larger (group_size), or draw other states (dynamic_sampling_rounds)."
+    ),
+    "all advantages are 0": (
+        "rewards differ within groups, and yet no row is better than another. Look at what is done to them: "
+        "advantage.scale='mean' where no group's mean reward is above 0, negative_only where no reward is below its baseline, "
+        "a reward_clip that makes them equal."
+    ),
+    "batch_size is larger than an iteration": (
+        "all rows go into one update, in which every ratio is 1: nothing is clipped, and surrogates that differ in their "
+        "bounds are the same. For several updates, lower batch_size below the rows of an iteration (states x group_size)."
+    ),
+    "the sampler is not the policy": (
+        "actions are drawn from one distribution and taken for samples of another: by their behaviour log-probs, the two are "
+        "train/sampler_divergence nats apart in every step. Truncation (top_k, top_p, min_p) and penalties do that, and so do "
+        "other engines, old weights, and dropout that is on in updates only. Set objective.sampler_correction='truncate', or "
+        "sample from the policy itself."
+    ),
+    "the entropy has collapsed": (
+        "the policy has become nearly deterministic: a twentieth of the entropy it began with. If it did so too early, add an "
+        "entropy bonus (objective.entropy_coef, entropy_control) or a pull to a reference, raise the surrogate's upper "
+        "bound (Clip(high=...)), or lower "
+        "learning_rate."
+    ),
+}

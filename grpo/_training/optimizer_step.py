@@ -1,0 +1,240 @@
+"""One optimizer step, safely: unscale, check, clip, step, schedule; or leave every weight as it was."""
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any, assert_never
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from grpo.config import GRPOConfig
+from grpo.distributed import Engine, OneProcess
+from grpo.errors import ConfigError, ContractError, GRPOWarning, NonFiniteGradientError
+from grpo.metrics import Meter
+
+
+class OptimizerStep:
+    """Accumulates gradients and applies them, or skips the update when they are not finite.
+
+    Args:
+        config: learning rate, bound on the gradient norm, precision.
+        policy: its parameters are trained.
+        optimizer: the user's. None: AdamW without weight decay.
+        lr_scheduler: stepped once per applied update.
+        engine: adds up the gradients of several ranks. None: there is one rank.
+        meter: where the gradient norm and the learning rate of each update go. None: nowhere.
+
+    Raises:
+        ConfigError: an optimizer that holds none of the policy's parameters.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        policy: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
+        engine: Engine | None = None,
+        meter: Meter | None = None,
+    ) -> None:
+        self.policy_name = type(policy).__name__
+        self.parameters = {name: value for name, value in policy.get_parameters().items() if value.requires_grad}
+        self.num_applied = 0
+        """Updates since `begin` that changed the weights."""
+        self.skipped_in_a_row = 0
+        """Latest updates in a row whose gradient was not finite."""
+        self.lr_scheduler = lr_scheduler
+        self._config = config
+        self._engine = engine or OneProcess()
+        self._meter = meter or Meter()
+        if optimizer is None and self.parameters:
+            optimizer = _default_optimizer(self.parameters.values(), config.learning_rate)
+        self.optimizer = optimizer
+        self._require_parameters_in_optimizer()
+        device = self.device.type
+        use_scaler = config.autocast_dtype == "float16" and device == "cuda"
+        self.scaler = torch.amp.GradScaler(device, enabled=use_scaler)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter; the CPU without parameters."""
+        return next((value.device for value in self.parameters.values()), torch.device("cpu"))
+
+    @property
+    def learning_rate(self) -> float:
+        """The current learning rate of the first parameter group; 0 without an optimizer."""
+        return 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
+
+    def begin(self) -> None:
+        """Begin an iteration: gradients that others left behind do not belong to it."""
+        self.num_applied = 0
+        self.clear()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add this micro-batch's gradient. A policy without trainable parameters has none to add.
+
+        Raises:
+            ContractError: the loss has no gradient although there are parameters to train, or the other way round.
+        """
+        if bool(self.parameters) != loss.requires_grad:
+            found, wanted = (
+                ("carry", "no tensor that requires") if loss.requires_grad else ("do not carry", "tensors that require")
+            )
+            raise ContractError(
+                f"{self.policy_name}: log-probabilities {found} a gradient, but get_parameters() holds {wanted} one. "
+                "Compute log-probabilities without no_grad(), detach() or item(), and return the parameters themselves: "
+                "dict(self.named_parameters()), not copies and not state_dict()."
+            )
+        if self.parameters:
+            self.scaler.scale(loss).backward()
+
+    def apply(self, sum_of_log_probs: Float[Tensor, ""]) -> None:
+        """Step the optimizer if everything is finite. One transfer to the host brings all that has to be known.
+
+        Args:
+            sum_of_log_probs: over the update's steps on this rank; finite only if each of them is.
+
+        Raises:
+            ContractError: a log-prob is not finite, or no parameter has received a gradient.
+            NonFiniteGradientError: `config.max_skipped_updates` updates in a row had to be skipped.
+        """
+        log_probs = self._engine.sum(sum_of_log_probs)
+        if not self.parameters:
+            self._require_finite(log_probs.item())
+            return
+        total_norm = self._total_norm()
+        log_probs_sum, norm = torch.stack([log_probs, total_norm.to(log_probs)]).tolist()
+        self._require_finite(log_probs_sum)
+        if not math.isfinite(norm):
+            self._skip(norm)
+            return
+        self._meter.add_value("grad_norm", norm)
+        self._meter.add_value("learning_rate", self.learning_rate)
+        max_norm = self._config.max_grad_norm
+        if max_norm is not None and norm > max_norm:
+            clip_grads_with_norm_(self._moved(), max_norm, total_norm)
+        if self.optimizer is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        self.clear()
+        self.skipped_in_a_row = 0
+        self.num_applied += 1
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        for tensor in (*self.parameters.values(), *self._moved()):
+            tensor.grad = None
+
+    def schedule(self, position: int, num_iterations: int) -> None:
+        """Set every learning rate for iteration `position` (from 0) of a run, where the settings have a schedule."""
+        has_schedule = self._config.lr_schedule != "constant" or self._config.warmup_ratio > 0
+        if has_schedule and self.optimizer is not None:
+            factor = schedule_factor(self._config, position, num_iterations)
+            for group in self.optimizer.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+
+    def _total_norm(self) -> Tensor:
+        """The norm of all gradients, unscaled, on the device."""
+        self._add_up_ranks()
+        gradients = [tensor.grad for tensor in self._moved() if tensor.grad is not None]
+        if not gradients:
+            raise ContractError(
+                f"{self.policy_name}: no gradient reached get_parameters(). Return the very tensors that "
+                "get_log_probabilities() computes with: dict(self.named_parameters()), not copies and not state_dict()."
+            )
+        if self.optimizer is not None:
+            self.scaler.unscale_(self.optimizer)
+        return get_total_norm(gradients)
+
+    def _require_finite(self, sum_of_log_probs: float) -> None:
+        if math.isfinite(sum_of_log_probs):
+            return
+        if self.scaler.is_enabled():
+            self.scaler.update(self.scaler.get_scale())  # forget that gradients were unscaled; the loss scale stays
+        self.clear()
+        raise ContractError(
+            f"{self.policy_name}: log-probabilities of sampled steps must be finite, and some are not. A sampled action "
+            "cannot have probability 0: mask logits with torch.finfo(dtype).min, not -inf."
+        )
+
+    def _skip(self, norm: float) -> None:
+        """Leave every weight and the optimizer's state as they are; a loss scale (float16) comes down."""
+        self.clear()
+        if self.scaler.is_enabled():
+            self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
+            if self.scaler.get_scale() > 1.0:
+                return  # an overflow of the scaled loss says nothing about the policy
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= self._config.max_skipped_updates:
+            raise NonFiniteGradientError(
+                f"{self.skipped_in_a_row} updates in a row had a gradient of norm {norm}; all were skipped, and no weight was "
+                "changed by them. Lower the learning rate, and look for log(0), 0/0 or sqrt(0) in the policy; "
+                "torch.autograd.set_detect_anomaly(True) names the operation."
+            )
+
+    def _moved(self) -> list[Tensor]:
+        """What the optimizer moves: it may be more than the policy's parameters, and may grow."""
+        return [] if self.optimizer is None else [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _add_up_ranks(self) -> None:
+        """The sum of all ranks' gradients, in one call per dtype. A rank that lacks a gradient adds zeros."""
+        if self._engine.num_ranks == 1:
+            return
+        everything = {id(tensor): tensor for tensor in (*self.parameters.values(), *self._moved())}.values()
+        reached = self._engine.sum(torch.tensor([float(tensor.grad is not None) for tensor in everything])).tolist()
+        tensors = [tensor for tensor, count in zip(everything, reached, strict=True) if count]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = [torch.zeros_like(t).flatten() if t.grad is None else t.grad.flatten() for t in alike]
+            total = self._engine.sum(torch.cat(flat)).split([tensor.numel() for tensor in alike])
+            for tensor, gradient in zip(alike, total, strict=True):
+                tensor.grad = gradient.view_as(tensor)
+
+    def _require_parameters_in_optimizer(self) -> None:
+        moved = {id(tensor) for tensor in self._moved()}
+        left_out = [name for name, tensor in self.parameters.items() if id(tensor) not in moved]
+        if self.parameters and len(left_out) == len(self.parameters):
+            raise ConfigError(
+                f"optimizer holds none of the {len(left_out)} trainable tensors of {self.policy_name}.get_parameters(): "
+                "it would never train the policy. Build it from policy.get_parameters().values()."
+            )
+        if left_out:
+            warnings.warn(
+                f"optimizer does not hold {', '.join(left_out[:4])}{' ...' if len(left_out) > 4 else ''}, so "
+                f"{len(left_out)} of {len(self.parameters)} trainable tensors of {self.policy_name} stay as they are. "
+                "If that is intended, set requires_grad_(False) on them.",
+                GRPOWarning,
+                stacklevel=4,
+            )
+
+
+def _default_optimizer(parameters: Iterable[Tensor], learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW without weight decay; the fused one, several times faster for small networks, where the device has it."""
+    tensors = list(parameters)
+    fused = all(tensor.is_floating_point() and tensor.device.type in ("cpu", "cuda") for tensor in tensors)
+    return torch.optim.AdamW(tensors, lr=learning_rate, weight_decay=0.0, fused=fused)
+
+
+def schedule_factor(config: GRPOConfig, position: int, num_iterations: int) -> float:
+    """The factor on the learning rate at iteration `position` (from 0) of a run.
+
+    It rises linearly over `warmup_ratio` of the run, then stays, or falls to 0 linearly or along half a cosine.
+    """
+    num_warmup = math.ceil(config.warmup_ratio * num_iterations)
+    if position < num_warmup:
+        return (position + 1) / num_warmup
+    progress = (position - num_warmup) / max(num_iterations - num_warmup, 1)
+    match config.lr_schedule:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 - progress
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        case _:
+            assert_never(config.lr_schedule)

@@ -1,0 +1,115 @@
+"""What one iteration reports, under the metric names that sinks and plots rely on."""
+
+import math
+
+import numpy as np
+
+from grpo._advantages.groups import group_statistics, mean_and_std
+from grpo.config import GRPOConfig
+from grpo.metrics import Meter, reward_statistics
+from grpo.types import row_totals
+
+from .advisor import RunAdvisor
+from .optimizer_step import OptimizerStep
+from .training_rows import AllAdvantages
+from .update_rows import UpdateRows, UpdateSetup
+
+WITH_STD = ("ratio", "kl", "sampler_ratio")
+"""Metrics of the objective that are reported as a mean and a standard deviation."""
+
+TERMS = (
+    "train/policy_loss",
+    "train/kl_penalty",
+    "train/kl_mean",
+    "train/kl_std",
+    "train/entropy_bonus",
+    "train/value_loss",
+    "train/clip_fraction",
+    "train/clip_fraction_low",
+    "train/clip_fraction_high",
+    "train/ratio_clamped_fraction",
+)
+"""Metrics that are 0 where `grpo_objective` has no such term, and NaN where an objective of the user's does not report them."""
+
+ABSENT = {
+    "train/total_loss": 0.0,
+    "train/grad_norm": 0.0,
+    "train/entropy": math.nan,
+    "train/ratio_mean": math.nan,
+    "train/ratio_std": math.nan,
+    "rows/dropped": 0.0,
+    "time/sample": 0.0,
+    "time/reward": 0.0,
+    "time/score": 0.0,
+}
+"""The values of metrics that were not measured."""
+
+
+class IterationReport:
+    """Makes one iteration's metrics of what was metered, lets the coefficients follow them, and advises on them.
+
+    Args:
+        config: the settings.
+        setup: the coefficients, the ranks, and whether the objective is the user's: then what it does not report was not
+            measured.
+        optimizer_step: for the learning rate, and the number of applied updates.
+        meter: what the updates added up.
+    """
+
+    def __init__(self, config: GRPOConfig, setup: UpdateSetup, optimizer_step: OptimizerStep, meter: Meter) -> None:
+        self.advisor = RunAdvisor(config)
+        self._coefficients, self._engine = setup.coefficients, setup.engine
+        self._optimizer_step, self._meter = optimizer_step, meter
+        self._defaults = {**dict.fromkeys(TERMS, math.nan if setup.has_own_loss else 0.0), **ABSENT}
+
+    def __call__(self, rows: UpdateRows) -> dict[str, float]:
+        """The metrics of an iteration by name, after its updates."""
+        num_skipped, num_replayed, all_ranks = rows.num_skipped, rows.data.num_replayed, None
+        if self._engine.num_ranks > 1:
+            all_ranks = self._engine.gather_objects
+            num_skipped, num_replayed = sum(all_ranks(num_skipped)), sum(all_ranks(num_replayed))
+        measured = self._meter.report(rows.num_planned - rows.num_dead, all_ranks)
+        num_applied = self._optimizer_step.num_applied
+        metrics = {**self._defaults, "train/learning_rate": self._optimizer_step.learning_rate}
+        for name, (mean, std) in measured.items():
+            if name in WITH_STD:
+                metrics[f"train/{name}_mean"], metrics[f"train/{name}_std"] = mean, std
+            else:
+                metrics[f"train/{name}"] = mean
+        metrics |= {
+            "train/num_updates": float(num_applied),
+            "train/skipped_updates": float(rows.num_planned - num_applied),
+            "rows/skipped_zero_advantage": float(num_skipped),
+            "rows/replayed": float(num_replayed),
+            **batch_metrics(rows.all_ranks),
+        }
+        metrics |= self._coefficients.report("")
+        self._coefficients.follow(measured)
+        metrics |= self._coefficients.report("_next")
+        self.advisor.check(metrics, measured=measured, several_updates=rows.num_planned > 1)
+        return metrics
+
+
+def batch_metrics(all_ranks: AllAdvantages) -> dict[str, float]:
+    """Metrics of the rewards, advantages, groups and lengths of all ranks' rows, and what collecting them cost."""
+    batch, advantages = all_ranks.batch, all_ranks.advantages
+    mask = batch.mask.cpu()
+    rewards = row_totals(batch.rewards, mask)
+    lengths = mask.sum(1).numpy()
+    counted = advantages if advantages.dim() == 1 else advantages[mask]
+    advantages_mean, advantages_std = mean_and_std(counted.double().numpy(), ddof=0)
+    metrics: dict[str, float] = {}
+    for name, part in batch.reward_components.items():
+        values = row_totals(part, mask).double().numpy()
+        values = values[~np.isnan(values)]  # NaN: the part does not apply to the row
+        mean, std = mean_and_std(values, ddof=1) if len(values) else (math.nan, math.nan)
+        metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
+    return metrics | {
+        "train/advantages_mean": advantages_mean,
+        "train/advantages_std": advantages_std,
+        "steps/mean": float(np.add.reduce(lengths)) / len(lengths),
+        "steps/max": float(np.maximum.reduce(lengths)),
+        **reward_statistics(rewards),
+        **group_statistics(rewards, batch.group_ids),
+        **batch.metrics,
+    }

@@ -1,0 +1,80 @@
+"""The states of each training iteration: drawn from a sequence in shuffled epochs, from an iterable, or by a sampler."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo.errors import ConfigError, ContractError
+from grpo.types import Rows, select_rows
+
+
+class StateSource:
+    """The states of iteration 0, 1, 2, ... They depend only on the seed and the iteration, so that a run can resume.
+
+    A sequence, tensor or array is drawn in shuffled epochs without replacement (whole and in order if `num_per_iteration`
+    is None). An iterable is read in order, and from the start again at its end. A sampler `iteration -> states` is called;
+    it resumes exactly if its result depends only on the iteration.
+    """
+
+    def __init__(self, states: Any, num_per_iteration: int | None, seed: int) -> None:
+        self._states, self._num = states, num_per_iteration
+        self._draw: Callable[[int], Rows]
+        if isinstance(states, str | bytes | Mapping):
+            raise ConfigError(
+                f"states must hold one entry per state; got a {type(states).__name__}. Pass a list of states."
+            )
+        if hasattr(states, "__len__") and hasattr(states, "__getitem__"):
+            if len(states) == 0:
+                raise ContractError("No states to train on: pass at least one.")
+            self._epoch = lru_cache(2)(lambda k: np.random.default_rng((seed, k)).permutation(len(states)))
+            self._draw = self._from_sequence
+        elif isinstance(states, Iterable):
+            if num_per_iteration is None:
+                raise ConfigError("states is an iterable without a length: set GRPOConfig.num_states_per_iteration.")
+            self._endless, self._num_taken = _repeated(states), 0
+            self._draw = self._from_iterable
+        elif callable(states):
+            self._draw = states
+        else:
+            raise ConfigError(
+                f"states must be a sequence, an iterable or iteration -> states; got {type(states).__name__}."
+            )
+
+    def __call__(self, iteration: int) -> Rows:
+        """The states of one iteration. Iterations count from 0."""
+        return self._draw(iteration)
+
+    def _from_sequence(self, iteration: int) -> Rows:
+        if self._num is None:
+            return self._states  # type: ignore[no-any-return]
+        epoch, begin = divmod(iteration * self._num, len(self._states))
+        end = begin + self._num
+        order = np.concatenate([self._epoch(epoch + later) for later in range(math.ceil(end / len(self._states)))])
+        return select_rows(self._states, torch.from_numpy(order[begin:end]))
+
+    def _from_iterable(self, iteration: int) -> Rows:
+        assert self._num is not None
+        skipped = max(iteration * self._num - self._num_taken, 0)  # a resumed run skips the states it has seen
+        taken = list(islice(self._endless, skipped, skipped + self._num))
+        self._num_taken += skipped + len(taken)
+        if len(taken) < self._num:
+            raise ContractError(
+                f"The iterable of states ended {self._num - len(taken)} short of {self._num}, and iterating again gives "
+                "nothing. Pass a list, an iterable that can be iterated again, or fewer iterations."
+            )
+        return taken
+
+
+def _repeated(states: Iterable[Any]) -> Iterator[Any]:
+    """The states again and again, until iterating gives nothing."""
+    ended = False
+    while not ended:
+        ended = True
+        for state in states:
+            ended = False
+            yield state

@@ -1,0 +1,172 @@
+"""What an exact resume needs of a trainer, as one nested value: capture it, restore it."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from grpo.distributed import Engine
+from grpo.errors import CheckpointError
+from grpo.experience_collector import ExperienceCollector
+from grpo.policy_base import HasState
+from grpo.reward_model_base import kept_state, restore_state
+from grpo.writing import capture_random_state, restore_random_state
+
+from .coefficients import Coefficients
+from .optimizer_step import OptimizerStep
+from .replay import ReplayBuffer
+from .run import RunProgress
+from .update_rows import UpdateSetup
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """The parts of a trainer that a checkpoint holds."""
+
+    policy: Any
+    reference_policy: Any
+    reward_model: Any
+    advantages: Any
+    iteration: int
+    progress: RunProgress
+    data_seed: int
+    coefficients: Coefficients
+    collector: ExperienceCollector
+    optimizer_step: OptimizerStep
+    replay: ReplayBuffer
+    setup: UpdateSetup
+
+
+def capture(trainer: Resumable) -> dict[str, Any]:
+    """Parameters, optimizer, scheduler, scaler, generators, counters, and the `HasState` of everything that has one."""
+    reference = trainer.reference_policy
+    reward = ("reward_model", trainer.reward_model)
+    return {
+        "parameters": dict(trainer.policy.get_parameters()),
+        "reference": {} if reference is None else {"parameters": dict(reference.get_parameters())},
+        "kinds": {name: type(value).__name__ for name, value in (reward, *_stateful(trainer).items())},
+        "stateful": {
+            "reward_model": kept_state(trainer.reward_model),
+            **{name: value.state_dict() for name, value in _stateful(trainer).items()},
+        },
+        "counters": {
+            "iteration": trainer.iteration,
+            "run_position": trainer.progress.position,
+            "num_draws": trainer.progress.num_draws,
+            "data_seed": trainer.data_seed,
+            "skipped_in_a_row": trainer.optimizer_step.skipped_in_a_row,
+            "decides_once_per_row": trainer.collector.scorer.one_step_device is not None,
+        },
+        "row_order": trainer.setup.row_order.get_state(),
+        "step_choice": trainer.setup.step_choice.get_state(),
+        "random": capture_random_state(),
+    }
+
+
+def restore(trainer: Resumable, state: dict[str, Any]) -> None:
+    """Restore what `capture` returned, all or nothing.
+
+    Raises:
+        CheckpointError: names what is missing, of another kind, or of another shape; the trainer is as it was.
+    """
+    present = capture(trainer)
+    _require_same_names("The checkpoint", present, state)
+    for part in ("reference", "kinds", "stateful", "counters", "random"):
+        _require_same_names(f"The checkpoint's {part!r}", present[part], state[part])
+    for name, kind in state["kinds"].items():
+        if kind != present["kinds"][name]:
+            raise CheckpointError(
+                f"The checkpoint's {name} is a {kind}; this trainer's is a {present['kinds'][name]}. "
+                "Build the trainer as it was when it was saved."
+            )
+    owner = type(trainer.policy).__name__
+    _require_same_tensors(owner, present["parameters"], state["parameters"])
+    if present["reference"]:
+        _require_same_tensors(
+            f"reference {owner}", present["reference"]["parameters"], state["reference"]["parameters"]
+        )
+    before = copy.deepcopy(present)
+    try:
+        _put(trainer, state)
+    except Exception as error:
+        _put(trainer, before)
+        raise CheckpointError(f"The checkpoint does not fit, and the trainer is as it was: {error!r}") from error
+
+
+def require_same_iteration(engine: Engine, state: dict[str, Any], path: str | Path) -> None:
+    """All ranks have read a checkpoint of the same iteration.
+
+    Raises:
+        CheckpointError: they have not.
+    """
+    iterations = engine.gather_objects(state["counters"]["iteration"]) if engine.num_ranks > 1 else []
+    if len(set(iterations)) > 1:
+        raise CheckpointError(
+            f"Ranks would go on from different iterations, {iterations}: {path} holds other checkpoints for each. Name one "
+            "that all ranks have written."
+        )
+
+
+def _put(trainer: Resumable, state: dict[str, Any]) -> None:
+    _copy(trainer.policy.get_parameters(), state["parameters"])
+    if trainer.reference_policy is not None:
+        _copy(trainer.reference_policy.get_parameters(), state["reference"]["parameters"])
+    loaders = {name: value.load_state_dict for name, value in _stateful(trainer).items()}
+    loaders["reward_model"] = lambda saved: restore_state(trainer.reward_model, saved)
+    for name, load in loaders.items():
+        try:
+            load(state["stateful"][name])
+        except Exception as error:
+            raise CheckpointError(f"{name}: {error}") from error
+    counters = state["counters"]
+    trainer.iteration, trainer.data_seed = counters["iteration"], counters["data_seed"]
+    trainer.progress.position, trainer.progress.num_draws = counters["run_position"], counters["num_draws"]
+    trainer.optimizer_step.skipped_in_a_row = counters["skipped_in_a_row"]
+    known = counters["decides_once_per_row"]
+    trainer.collector.scorer.one_step_device = trainer.optimizer_step.device if known else None
+    trainer.setup.row_order.set_state(state["row_order"])
+    trainer.setup.step_choice.set_state(state["step_choice"])
+    restore_random_state(state["random"])
+
+
+def _stateful(trainer: Resumable) -> dict[str, Any]:
+    """Everything else with a `state_dict`, by name."""
+    scaler = trainer.optimizer_step.scaler
+    candidates = {
+        "policy": trainer.policy,
+        "advantages": trainer.advantages,
+        "coefficients": trainer.coefficients,
+        "replay": trainer.replay,
+        "optimizer": trainer.optimizer_step.optimizer,
+        "lr_scheduler": trainer.optimizer_step.lr_scheduler,
+        "scaler": scaler if scaler.is_enabled() else None,
+    }
+    return {name: value for name, value in candidates.items() if isinstance(value, HasState)}
+
+
+def _require_same_names(where: str, expected: Any, found: Any) -> None:
+    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if missing or extra:
+        raise CheckpointError(
+            f"{where} lacks {missing or 'nothing'} and has {extra or 'nothing'} that this trainer does not have. "
+            "Build the trainer with the same kinds of policy, reward model, optimizer and scheduler as when it was saved."
+        )
+
+
+def _require_same_tensors(owner: str, present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    _require_same_names(f"{owner}'s parameters in the checkpoint", present, saved)
+    for name, value in present.items():
+        if value.shape != saved[name].shape:
+            raise CheckpointError(
+                f"{owner}: {name} has shape {list(value.shape)}, and {list(saved[name].shape)} in the checkpoint. "
+                "Build the policy as it was when it was saved."
+            )
+
+
+def _copy(present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in present.items():
+            value.copy_(saved[name])

@@ -1,0 +1,19 @@
+"""Did training help? Measure what a policy earns, and compare two measurements state by state.
+
+before = measure_policy(policy, states, reward_model)   # training changes the policy in place, so measure it first
+trainer.train(training_states, num_iterations=100)
+print(compare_policies(before, policy, states, reward_model))
+"""
+
+from .comparison import compare_policies, paired_interval
+from .measurement import PolicyMeasurement, measure_policy
+from .report import ComparisonReport, StateComparison
+
+__all__ = [
+    "ComparisonReport",
+    "PolicyMeasurement",
+    "StateComparison",
+    "compare_policies",
+    "measure_policy",
+    "paired_interval",
+]

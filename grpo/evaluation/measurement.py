@@ -1,0 +1,229 @@
+"""What a policy earns in each of several states, measured without training it."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+from tqdm import tqdm
+
+from grpo._collecting.reward_calls import RewardCalls
+from grpo._training.state_codec import encode
+from grpo.config import RewardConfig
+from grpo.errors import CheckpointError, ConfigError, ContractError, RewardError
+from grpo.experience_collector import ExperienceCollector
+from grpo.policy_base import SyncsSampler
+from grpo.types import Rows, row_totals, select_rows
+from grpo.writing import preserved_random_state, seed_everything
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyMeasurement:
+    """The rewards of freshly sampled actions, and what another measurement must share to be comparable."""
+
+    rewards: Float64[Tensor, "B G"]
+    """Reward of each action, by state. NaN: the row was dropped, as `RewardConfig` allows."""
+    components: Mapping[str, Float64[Tensor, "B G"]]
+    """Named parts of the reward, before weighting. NaN: the row was dropped, or the part does not apply to it."""
+    reward_failures: Mapping[str, float]
+    """Number of rows dropped, rewards set to 0 and calls repeated, by metric name."""
+    labels: tuple[str, ...]
+    """The name of each state in a report."""
+    fingerprints: tuple[str, ...]
+    """A hash of each state's contents. An object that is not plain data is represented by its type."""
+    batch_size: int
+    """Number of states sampled at a time."""
+    seed: int
+    """Seed of the random numbers."""
+
+    @property
+    def num_actions_per_state(self) -> int:
+        """G."""
+        return self.rewards.shape[1]
+
+    @property
+    def mean_reward(self) -> float:
+        """The mean over states of each state's mean reward."""
+        return float(self.rewards.nanmean(1).mean())
+
+    @property
+    def component_means(self) -> dict[str, float]:
+        """The mean over states of each part, over the rows that the part applies to. A part without such rows is left out."""
+        means = {name: float(part.nanmean(1).nanmean()) for name, part in self.components.items()}
+        return {name: mean for name, mean in means.items() if math.isfinite(mean)}
+
+
+def measure_policy(
+    policy: Any,
+    states: Rows,
+    reward_model: Any,
+    *,
+    num_actions_per_state: int = 8,
+    batch_size: int = 32,
+    seed: int = 0,
+    reward: RewardConfig | None = None,
+    label: Callable[[Any], str] | None = None,
+    progress: bool = True,
+) -> PolicyMeasurement:
+    """Measure what a policy earns in each state. Training changes a policy in place, so call this before training.
+
+    Nothing is trained. Global random generators are restored, and a policy that shows its mode in `training` returns to that
+    mode; any other policy stays in `eval()`. Each batch of states starts from its own seed, so that two policies draw the
+    same random numbers. This does not reach a generator that the policy, the reward model or an environment owns. With
+    several processes, each process measures on its own.
+
+    Args:
+        policy: a `PolicyModel`. `sync_sampler` is called first where the policy has it.
+        states: B states.
+        reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`. Rewards per step are added up.
+        num_actions_per_state: actions sampled per state. Larger: less noise, more work.
+        batch_size: states sampled at a time. Smaller: less memory and more forward passes. Two policies that draw one number
+            per step of their actions also share more of their random numbers.
+        seed: seed of all random numbers.
+        reward: what to do when the reward model raises or returns NaN. None: the defaults of `RewardConfig`.
+        label: maps a state to its name in reports. None: a string is its own name; for anything else, the first 200
+            characters of its `repr`.
+        progress: show a progress bar.
+
+    Raises:
+        ProtocolError: the policy or the reward model lacks methods.
+        ConfigError: a number is out of range.
+        ContractError: there are no states, or the policy breaks its contract.
+        RewardError: the reward model raised or returned NaN, or all rows of a state were dropped.
+    """
+    bounds = {"num_actions_per_state": (num_actions_per_state, 1), "batch_size": (batch_size, 1), "seed": (seed, 0)}
+    for name, (value, bound) in bounds.items():
+        if value < bound:
+            raise ConfigError(f"measure_policy: {name} must be >= {bound}; got {value}.")
+    collector = ExperienceCollector(policy=policy, reward_model=reward_model, group_size=num_actions_per_state)
+    calls = RewardCalls(reward_model, reward or RewardConfig())
+    if len(states) == 0:
+        raise ContractError("No states to measure in: pass at least one.")
+    batches = _measure_batches(collector, calls, states, batch_size=batch_size, seed=seed, progress=progress)
+    labels = tuple(map(label or _label, _as_list(states)))
+    rewards = torch.cat([batch.rewards for batch in batches])
+    _require_rewards(rewards, labels)
+    return PolicyMeasurement(
+        rewards=rewards,
+        components=_joined_components(batches),
+        reward_failures={name: sum(batch.failures[name] for batch in batches) for name in batches[0].failures},
+        labels=labels,
+        fingerprints=fingerprints_of(states),
+        batch_size=batch_size,
+        seed=seed,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MeasuredBatch:
+    rewards: Tensor
+    components: dict[str, Tensor]
+    failures: dict[str, float]
+
+
+def _measure_batches(
+    collector: ExperienceCollector, calls: RewardCalls, states: Rows, *, batch_size: int, seed: int, progress: bool
+) -> list[_MeasuredBatch]:
+    """All states, `batch_size` at a time. Leaves the random generators and the policy's mode as they were."""
+    policy, num_states = collector.policy, len(states)
+    batches = []
+    with (
+        preserved_random_state(),
+        _preserved_mode(policy),
+        tqdm(total=num_states, desc="Measuring", unit="state", disable=not progress) as bar,
+    ):
+        if isinstance(policy, SyncsSampler):
+            policy.sync_sampler()
+        for start in range(0, num_states, batch_size):
+            seed_everything(int(np.random.SeedSequence((seed, start)).generate_state(1, np.uint64)[0]))
+            chosen = select_rows(states, torch.arange(start, min(start + batch_size, num_states)))
+            batches.append(_measure_batch(collector, calls, chosen))
+            bar.update(len(chosen))
+    return batches
+
+
+def _measure_batch(collector: ExperienceCollector, calls: RewardCalls, states: Rows) -> _MeasuredBatch:
+    """Rewards of newly sampled actions and the parts of the rewards, each [B, G]."""
+    row_states, row_actions, sampled = collector.sample(states, collector.group_size)
+    mask = None if sampled is None else sampled.mask.cpu()
+    with torch.no_grad():
+        found = calls(row_states, row_actions, mask)
+    kept = torch.ones(len(row_states), dtype=torch.bool) if found.kept is None else found.kept
+    mask = None if mask is None else mask[kept]
+
+    def by_state(values: Tensor) -> Tensor:
+        rows = torch.full(kept.shape, math.nan, dtype=torch.float64)
+        rows[kept] = row_totals(values, mask).double()
+        return rows.view(len(states), -1)
+
+    return _MeasuredBatch(
+        rewards=by_state(found.values),
+        components={name: by_state(part) for name, part in found.components.items()},
+        failures=found.metrics,
+    )
+
+
+def _joined_components(batches: Sequence[_MeasuredBatch]) -> dict[str, Tensor]:
+    """The parts of all batches by name. NaN where a batch does not have the part."""
+    names = dict.fromkeys(name for batch in batches for name in batch.components)
+    return {
+        name: torch.cat([b.components.get(name, torch.full_like(b.rewards, math.nan)) for b in batches])
+        for name in names
+    }
+
+
+def _require_rewards(rewards: Tensor, labels: Sequence[str]) -> None:
+    """Every state has at least one row with a reward."""
+    unknown = rewards.isnan().all(1).nonzero().squeeze(1).tolist()
+    if unknown:
+        raise RewardError(
+            f"Every state needs a reward; all {rewards.shape[1]} rows of state(s) {unknown[:16]} were left out, the "
+            f"first of which is {labels[unknown[0]]!r}. Fix the reward model, or leave these states out."
+        )
+
+
+@contextmanager
+def _preserved_mode(policy: Any) -> Iterator[None]:
+    """Sampling switches a policy to `eval()`. Restore its mode afterwards, if the policy shows it."""
+    was_training = getattr(policy, "training", None) is True
+    modules = policy.modules() if isinstance(policy, torch.nn.Module) else ()
+    modes = {module: module.training for module in modules}
+    try:
+        yield
+    finally:
+        if was_training:
+            policy.train()
+        for module, mode in modes.items():  # one by one: a user may have frozen a submodule in eval()
+            module.training = mode
+
+
+def _as_list(states: Rows) -> Sequence[Any]:
+    return [states[place] for place in range(len(states))]
+
+
+def _label(state: Any) -> str:
+    return state if isinstance(state, str) else repr(state)[:200]
+
+
+def fingerprints_of(states: Rows) -> tuple[str, ...]:
+    """A hash of each state's contents. An object that is not plain data is represented by its type."""
+    return tuple(map(_fingerprint, _as_list(states)))
+
+
+def _fingerprint(state: Any) -> str:
+    try:
+        value, tensors = encode({"state": state})
+    except CheckpointError:  # recovery: the object of a user's own class is represented by its type
+        value, tensors = repr(type(state)), {}
+    sha = hashlib.sha256(json.dumps(value, sort_keys=True).encode())
+    for name, tensor in tensors.items():
+        sha.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
+        sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()

@@ -1,0 +1,151 @@
+"""What a comparison of two policies found: as numbers, as a printed table and as JSON."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+Outcome: TypeAlias = Literal["improved", "worse", "unchanged"]
+
+WIDTH = 100
+"""Width of a printed table, in characters."""
+NUMBER = 12
+"""Width of one number in a printed table, in characters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateComparison:
+    """One state (a problem, a prompt, an initial position): its mean reward before and after."""
+
+    label: str
+    """The name of the state in the printed table."""
+    before: float
+    """Mean reward of the original policy's actions in this state."""
+    after: float
+    """Mean reward of the trained policy's actions in this state."""
+    difference: float
+    """`after - before`."""
+    outcome: Outcome
+    """`unchanged`: the difference is below a millionth of the state's largest reward, which may be rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparisonReport:
+    """What `compare_policies` found. `print(report)` shows a table; `report.to_json(path)` saves everything."""
+
+    mean_reward_before: float
+    """Mean reward of the original policy. Every state has the same weight."""
+    mean_reward_after: float
+    """Mean reward of the trained policy. Every state has the same weight."""
+    improvement: float
+    """`mean_reward_after - mean_reward_before`."""
+    improvement_percent: float | None
+    """100 improvement / |mean_reward_before|: positive when rewards rose, also for negative rewards. None: the original
+    mean is 0, up to the rounding of larger rewards."""
+    confidence: float
+    """Confidence level of the interval."""
+    confidence_interval: tuple[float, float] | None
+    """Confidence interval of the improvement, over states like these; see `paired_interval`. None: there is one state only."""
+    num_improved: int
+    """Number of states whose mean reward rose."""
+    num_worse: int
+    """Number of states whose mean reward fell."""
+    num_unchanged: int
+    """Number of states whose mean reward stayed the same, up to rounding."""
+    num_actions_per_state: int
+    """Number of actions that each policy sampled in each state."""
+    seed: int
+    """Seed of both policies' random numbers and of the interval's resampling."""
+    components_before: dict[str, float]
+    """Mean of each named part of the original policy's reward, before weighting, over the rows that the part applies to."""
+    components_after: dict[str, float]
+    """Mean of each named part of the trained policy's reward, before weighting, over the rows that the part applies to."""
+    reward_failures_before: dict[str, float]
+    """Original policy: rows dropped, rewards set to 0 and calls repeated, as `RewardConfig` allows. Keyed by metric name."""
+    reward_failures_after: dict[str, float]
+    """Trained policy: rows dropped, rewards set to 0 and calls repeated, as `RewardConfig` allows. Keyed by metric name."""
+    states: tuple[StateComparison, ...]
+    """One comparison per state, in the order of the states."""
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The whole report as one JSON object, with the field names as keys. None becomes null; there is no NaN.
+
+        Args:
+            path: a file to write the JSON to. Missing folders are created. None: no file is written.
+        """
+        text = json.dumps(asdict(self), indent=2, allow_nan=False)
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    def table(self, max_rows: int | None = 20) -> str:
+        """A summary, the parts of the reward, and the states from the largest gain to the largest loss. 100 columns wide.
+
+        Args:
+            max_rows: number of states to show, half from the top and half from the bottom. None: all.
+        """
+        ranked = sorted(self.states, key=lambda state: -state.difference)
+        rows = [_row(state.before, state.after, state.label) for state in ranked]
+        if max_rows is not None and len(rows) > max_rows:
+            num_bottom = max(max_rows, 0) // 2
+            num_top = max(max_rows, 0) - num_bottom
+            gap = " " * (3 * NUMBER + 2) + f"... {len(rows) - num_top - num_bottom} more"
+            rows = [*rows[:num_top], gap, *rows[len(rows) - num_bottom :]]
+        parts = [
+            _row(self.components_before.get(name), self.components_after.get(name), name)
+            for name in dict.fromkeys([*self.components_before, *self.components_after])
+        ]
+        lines = self._summary()
+        if parts:
+            lines += ["", _header("part of the reward"), *parts]
+        return "\n".join([*lines, "", _header("state"), *rows])
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _summary(self) -> list[str]:
+        percent = self.improvement_percent
+        relative = "no percentage of 0" if percent is None else f"{percent:+.4g} %"
+        interval = self.confidence_interval
+        bounds = (
+            "none from one state" if interval is None else f"{_number(interval[0], '+')} to {_number(interval[1], '+')}"
+        )
+        failures = {
+            name: (self.reward_failures_before[name], self.reward_failures_after[name])
+            for name in self.reward_failures_before
+            if self.reward_failures_before[name] or self.reward_failures_after[name]
+        }
+        rewards = f"Mean reward: {_number(self.mean_reward_before)} -> {_number(self.mean_reward_after)}"
+        counts = f"{self.num_improved} improved, {self.num_worse} worse, {self.num_unchanged} unchanged"
+        return [
+            f"{rewards}, {_number(self.improvement, '+')} ({relative})",
+            f"{100 * self.confidence:g} % confidence interval of the difference: {bounds}",
+            f"{len(self.states)} states: {counts}; {self.num_actions_per_state} actions in each",
+            *(f"{name}: {before:g} before, {after:g} after" for name, (before, after) in failures.items()),
+        ]
+
+
+def _header(name: str) -> str:
+    return f"{'before':>{NUMBER}}{'after':>{NUMBER}}{'difference':>{NUMBER}}  {name}"
+
+
+def _row(before: float | None, after: float | None, label: str) -> str:
+    difference = None if before is None or after is None else after - before
+    numbers = [_number(before), _number(after), _number(difference, "+")]
+    return "".join(f"{number:>{NUMBER}}" for number in numbers) + f"  {_printable(label, WIDTH - 3 * NUMBER - 2)}"
+
+
+def _number(value: float | None, sign: Literal["", "+"] = "") -> str:
+    """Four decimals, or an exponent where four decimals would show nothing or not fit."""
+    if value is None:
+        return "-"
+    return f"{value:{sign}.4f}" if value == 0 or 1e-4 <= abs(value) < 1e5 else f"{value:{sign}.2e}"
+
+
+def _printable(text: str, width: int) -> str:
+    """The text on one line, cut to `width`, with control characters escaped so that no label controls the terminal."""
+    line = "".join(
+        mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in " ".join(text.split())
+    )
+    return line if len(line) <= width else line[: width - 3] + "..."

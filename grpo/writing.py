@@ -1,0 +1,294 @@
+"""What a domain is written with: checked settings, conversion of what users pass in, errors in words, random generators.
+
+The adapters use these names, and so can any domain of your own. `grpo` itself is built on them.
+"""
+
+import dataclasses
+import math
+import operator
+import random
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .errors import ConfigError, ContractError, RewardError
+
+SettingsT = TypeVar("SettingsT", bound="Settings")
+
+# Settings
+
+
+def setting(
+    default: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field with bounds that `Settings` enforces."""
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    return dataclasses.field(default=default, metadata={k: v for k, v in bounds.items() if v is not None})
+
+
+_BOUNDS = {
+    "at_least": (">=", operator.ge),
+    "above": (">", operator.gt),
+    "at_most": ("<=", operator.le),
+    "below": ("<", operator.lt),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Base of frozen, keyword-only settings: every value is checked on construction, from its type and its bounds."""
+
+    def __post_init__(self) -> None:
+        """Check every field against its annotation and bounds.
+
+        Raises:
+            ConfigError: names the field, what it must be, and what came.
+        """
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            kinds = _alternatives(type(self), field.name)  # type: ignore[arg-type]
+            name = f"{type(self).__name__}.{field.name}"
+            if not any(_is_a(value, kind) for kind in kinds):
+                raise ConfigError(f"{name} must be {' or '.join(map(_spell, kinds))}; got {value!r}.")
+            if value is None:
+                continue
+            for key, bound in field.metadata.items():
+                sign, holds = _BOUNDS[key]
+                if not holds(value, bound):
+                    raise ConfigError(f"{name} must be {sign} {bound}; got {value!r}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, None and dicts: ready for JSON and for `from_dict`."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value.to_dict() if isinstance(value, Settings) else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
+        """The settings that `to_dict` wrote. A missing key takes its default.
+
+        Raises:
+            ConfigError: an unknown key, or a value that the field does not allow.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{cls.__name__}.from_dict needs a mapping of settings; got {describe(values)}.")
+        names = [field.name for field in dataclasses.fields(cls)]
+        unknown = [key for key in values if key not in names]
+        if unknown:
+            raise ConfigError(
+                f"{cls.__name__} has no setting {', '.join(map(repr, unknown))}; it has {', '.join(names) or 'none'}."
+            )
+        return cls(**{key: _nested(cls, key, value) for key, value in values.items()})
+
+
+@cache
+def _alternatives(cls: Any, name: str) -> tuple[Any, ...]:
+    hint = get_type_hints(cls)[name]
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _nested(cls: type, name: str, value: Any) -> Any:
+    for kind in _alternatives(cls, name):
+        if isinstance(kind, type) and issubclass(kind, Settings) and isinstance(value, Mapping):
+            return kind.from_dict(value)
+        if get_origin(kind) is tuple and isinstance(value, list):
+            return tuple(value)  # JSON has no tuples
+    return value
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if kind is Any:
+        return True
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if get_origin(kind) is tuple:  # tuple[X, ...]
+        return isinstance(value, tuple) and all(_is_a(entry, get_args(kind)[0]) for entry in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _spell(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(kind)))
+    if get_origin(kind) is tuple:
+        return f"a tuple of {_spell(get_args(kind)[0])}"
+    return "None" if kind is types.NoneType else "a finite number" if kind is float else str(kind.__name__)
+
+
+# What users pass in
+
+
+def describe(value: Any) -> str:
+    """A value as an error message shows it: the shape and dtype of a tensor or array, else the type."""
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{type(value).__name__} {value!r}"[:120]
+
+
+def reward_name(reward_model: Any) -> str:
+    """What error messages call a reward model: the name of a function, or `Class.compute_rewards`."""
+    name: str = getattr(reward_model, "__name__", f"{type(reward_model).__name__}.compute_rewards")
+    return name
+
+
+def require_lengths(owner: str, num_rows: int, **named: Any) -> None:
+    """Every named value has `num_rows` entries.
+
+    Raises:
+        ContractError: names the first value that has another number.
+    """
+    for name, value in named.items():
+        if not isinstance(value, Sized) or len(value) != num_rows:
+            raise ContractError(f"{owner}: {name} must have one entry per row = {num_rows}; got {describe(value)}.")
+
+
+def as_float32(values: Tensor) -> Tensor:
+    """Half precision raised to float32, gradient kept; float32 and float64 are returned as they are."""
+    return values.float() if values.element_size() < 4 else values
+
+
+def as_rewards(
+    owner: str, value: Any, num_rows: int, *, one_step_is_a_step: bool = False
+) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
+    """Rewards as a new CPU tensor [N], or [N, T] with T > 1. NaN and infinity pass: the caller decides about them.
+
+    Lists, integers and booleans become float64, float32 stays float32: no digit is lost.
+
+    Raises:
+        RewardError: another length, shape or kind. [N, 1] is refused unless `one_step_is_a_step`, since [N, 1] - [N]
+            would broadcast to [N, N].
+    """
+    expected = f"{owner} must return one number per row, [N] = [{num_rows}], or one per step, [N, T] with T > 1"
+    try:
+        if isinstance(value, list | tuple) and value and all(isinstance(entry, Tensor) for entry in value):
+            value = torch.stack(list(value))
+        rewards = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RewardError(f"{expected}; got {describe(value)}. Return a list, array or tensor of numbers.") from error
+    if rewards.is_complex():
+        raise RewardError(f"{expected}; got {describe(value)}. Return real numbers.")
+    is_column = rewards.dim() == 2 and rewards.shape[1] == 1 and not one_step_is_a_step
+    if rewards.dim() not in (1, 2) or len(rewards) != num_rows or is_column:
+        hint = " Squeeze the last axis." if rewards.shape[1:] == (1,) else ""
+        raise RewardError(f"{expected}; got {describe(value)}.{hint}")
+    if not rewards.is_floating_point():
+        return rewards.cpu().double()
+    return rewards.to("cpu", torch.promote_types(rewards.dtype, torch.float32), copy=True)
+
+
+def as_log_probs(owner: str, value: Any, num_rows: int) -> Float[Tensor, "N T"]:
+    """Log-probabilities [N] or [N, T] as [N, T], in float32 or better, gradient kept.
+
+    Raises:
+        ContractError: not a floating tensor of that shape.
+    """
+    required = f"{owner} must return [N] = [{num_rows}] or [N, T]"
+    if not isinstance(value, Tensor) or value.dim() not in (1, 2) or value.shape[0] != num_rows:
+        raise ContractError(f"{required}; got {describe(value)}. Return one log-probability per (state, action) pair.")
+    if not value.is_floating_point():
+        raise ContractError(f"{required}, floating; got {describe(value)}. Return log-probabilities, not indices.")
+    return as_float32(value.unsqueeze(1) if value.dim() == 1 else value)
+
+
+def as_advantages(value: Any, mask: Bool[Tensor, "N T"]) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
+    """Advantages [N] or [N, T] as a detached CPU tensor of finite numbers, 0 outside the mask.
+
+    Raises:
+        ContractError: another shape, or a number inside the mask that is not finite.
+    """
+    required = f"advantages must be a tensor [N] = [{mask.shape[0]}] or [N, T] = {list(mask.shape)}, finite"
+    if not isinstance(value, Tensor) or value.shape not in (mask.shape[:1], mask.shape):
+        raise ContractError(f"{required}; got {describe(value)}.")
+    advantages = as_float32(value.detach().cpu())
+    if advantages.dim() == 2:
+        advantages = torch.where(mask.cpu(), advantages, 0.0)
+    total = np.add.reduce(advantages.numpy(), axis=None, dtype=np.float64)
+    if not math.isfinite(total):  # one NaN or infinity is enough to show in the sum
+        raise ContractError(f"{required}; got NaN or infinity. Look for 0/0 in the callable passed as advantages=.")
+    return advantages
+
+
+def as_mask(owner: str, value: Any, default_shape: tuple[int, ...]) -> Bool[Tensor, "N T"]:
+    """The policy's own steps as a bool tensor [N, T]. None: every step of the default shape.
+
+    Raises:
+        ContractError: another dtype or number of rows.
+    """
+    mask = torch.ones(default_shape, dtype=torch.bool) if value is None else torch.as_tensor(value)
+    if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != default_shape[0]:
+        raise ContractError(f"{owner}: mask must be bool [N, T] with N = {default_shape[0]}; got {describe(mask)}.")
+    return mask
+
+
+def as_state_keys(owner: str, value: Any) -> Int[Tensor, "N T"]:
+    """State keys as an integer tensor [N, T].
+
+    Raises:
+        ContractError: another dtype or number of axes.
+    """
+    keys = torch.as_tensor(value)
+    if keys.dim() != 2 or keys.is_floating_point():
+        raise ContractError(f"{owner}: state_keys must be integers [N, T], like mask; got {describe(keys)}.")
+    return keys
+
+
+def pad_steps(values: Tensor, width: int, fill: float | bool) -> Tensor:
+    """[N, t] padded on the right to [N, width] with `fill`; the tensor itself where t = width."""
+    missing = width - values.shape[1]
+    return torch.nn.functional.pad(values, (0, missing), value=fill) if missing else values
+
+
+# Random generators
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - users' policies draw from the global generator
+    torch.manual_seed(seed)
+
+
+def capture_random_state() -> dict[str, Any]:
+    """State of the global generators of Python, numpy and torch, and of CUDA where it is in use."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Restore what `capture_random_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
+    for device, generator_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(generator_state, device)
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Random numbers drawn inside the block do not change those drawn after it."""
+    state = capture_random_state()
+    try:
+        yield
+    finally:
+        restore_random_state(state)

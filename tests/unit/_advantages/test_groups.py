@@ -1,0 +1,103 @@
+"""Groups of rows and their statistics, and the one place that says which rows there is something to learn from."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from grpo._advantages.groups import Groups, batch_std, has_advantage, live_rows, mean_and_std, run_bounds
+
+
+def double(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def ids(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
+INTERLEAVED = ids(4, -1, 4, 7, -1, 4)
+"""In group order: rows 1 4 | 0 2 5 | 3."""
+
+
+def test_rows_go_to_group_order_and_back():
+    groups = Groups.of(INTERLEAVED)
+    values = np.array([10, 11, 12, 13, 14, 15])
+    assert groups.to_group_order(values).tolist() == [11, 14, 10, 12, 15, 13]
+    assert groups.to_row_order(groups.to_group_order(values)).tolist() == values.tolist()
+    assert groups.repeat(np.array([1, 2, 3])).tolist() == [1, 1, 2, 2, 2, 3]
+
+
+def test_rows_that_are_in_group_order_already_stay_where_they_are():
+    groups = Groups.of(ids(-5, 2, 2, 9))
+    values = np.array([10, 11, 12, 13])
+    assert groups.to_group_order(values).tolist() == groups.to_row_order(values).tolist() == values.tolist()
+    assert groups.counts.tolist() == [1, 2, 1]
+
+
+def test_equal_ids_that_are_not_adjacent_are_one_group():
+    # ascending but for the last
+    assert Groups.of(ids(1, 1, 2, 1)).counts.tolist() == [3, 1]
+
+
+def test_group_statistics_by_hand():
+    # group order 1 5 | 2 4 9 | 3: means 3, 5; medians 3, 4; squares 4 + 4 = 8 and 9 + 1 + 16 = 26
+    groups = Groups.of(INTERLEAVED)
+    values, tolerance = groups.rewards(double([2, 1, 4, 3, 5, 9]))
+    assert groups.means(values).tolist() == [3, 5, 3]
+    assert groups.medians(values).tolist() == [3, 4, 3]
+    assert groups.stds(values, 1, tolerance).tolist() == pytest.approx([math.sqrt(8), math.sqrt(13), math.inf])
+    assert groups.stds(values, 0, tolerance).tolist() == pytest.approx([2, math.sqrt(26 / 3), math.inf])
+    assert groups.are_constant(values, tolerance).tolist() == [False, False, True]
+
+
+def test_where_runs_begin_and_end():
+    assert run_bounds(np.array([4, 4, 7, 4])).tolist() == [0, 2, 3, 4]
+    assert run_bounds(np.array([4])).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(("values", "ddof", "expected"), [([3, 1, 2], 1, 1.0), ([3, 1], 0, 1.0), ([5], 1, 0.0)])
+def test_mean_and_standard_deviation_by_hand(values, ddof, expected):
+    assert mean_and_std(np.array(values, dtype=float), ddof) == (sum(values) / len(values), expected)
+
+
+def test_a_standard_deviation_over_equal_values_is_infinite():
+    assert batch_std(np.array([1.0, 1.0]), 1, 0.0) == math.inf
+    assert batch_std(np.array([1.0, 1.5]), 1, 0.5) == math.inf
+    # deviations -1/4, 1/4: squares 1/8 over 1
+    assert batch_std(np.array([1.0, 1.5]), 1, 0.4) == pytest.approx(math.sqrt(1 / 8), rel=1e-15)
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_a_standard_deviation_of_huge_values_does_not_overflow(ddof):
+    # 1e200 squared is more than float64 holds
+    assert batch_std(np.array([1e200, 3e200]), ddof, 0.0) == pytest.approx(1e200 * math.sqrt(2 / (2 - ddof)))
+    stds = Groups.of(ids(0, 0)).stds(np.array([1e200, 3e200]), ddof, 0.0)
+    assert stds.tolist() == pytest.approx([1e200 * math.sqrt(2 / (2 - ddof))])
+
+
+def test_live_rows_by_hand():
+    # group 1: .3 and its neighbour, a rounding error; group 0: 1, 2; group 5: alone
+    rewards = torch.tensor([0.3, 1.0, 0.3, 2.0, 7.0, 1.0])
+    rewards[2] = rewards[2].nextafter(torch.tensor(1.0))
+    assert live_rows(rewards, ids(1, 0, 1, 0, 5, 0)).tolist() == [False, True, False, True, False, True]
+
+
+def test_live_rows_of_rewards_per_step_differ_on_any_step():
+    rewards = double([[1, 0], [1, 2], [1, 0], [3, 3]])
+    assert live_rows(rewards, ids(0, 1, 0, 1)).tolist() == [False, True, False, True]
+
+
+def test_a_row_has_an_advantage_where_any_step_has_one():
+    assert has_advantage(double([0, -2, 0.5])).tolist() == [False, True, True]
+    assert has_advantage(double([[0, 0], [0, -1], [2, 0]])).tolist() == [False, True, True]
+    assert has_advantage(torch.zeros(2, 0)).tolist() == [False, False]
+
+
+def test_the_rows_of_a_group_with_one_advantage_are_live():
+    groups = Groups.of(INTERLEAVED)
+    assert groups.num_live_rows(double([0, 0, 1, 0, 0, 0])) == 3
+    assert groups.num_live_rows(double([[0, 0], [0, 0], [0, 0], [0, 1], [1, 0], [0, 0]])) == 3
+    assert groups.num_live_rows(torch.zeros(6)) == 0

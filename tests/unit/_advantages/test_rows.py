@@ -1,0 +1,511 @@
+"""One advantage per row: the special baselines and scales, several rewards, and the groups that give exactly 0.
+
+Means, medians, leave-one-out and standard deviations are tested in test_advantage_estimator.py.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor
+
+from grpo import ConfigError, RewardError, group_relative_advantages
+from grpo._advantages.rows import MAX_BETA_WEIGHT, decoupled_advantages
+
+OWN_BASELINES = ["group_mean", "group_median", "leave_one_out", "length_weighted", "max_at_k"]
+SCALES = ["none", "group", "batch", "whiten", "beta", "mean"]
+
+
+def double(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def ids(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
+def what_a_baseline_needs(baseline: str, num_rows: int) -> dict:
+    if baseline == "max_at_k":
+        return {"k": 2}
+    return {"lengths": torch.arange(num_rows) % 5 + 1} if baseline == "length_weighted" else {}
+
+
+# length_weighted
+
+
+def test_length_weighted_by_hand():
+    # group 0: rewards 1, 4, lengths 3, 1: b = (3 + 4)/4 = 7/4.   group 1: 1, 0, 0 with 1, 2, 3: b = 1/6
+    advantages = group_relative_advantages(
+        double([1, 1, 4, 0, 0]),
+        ids(0, 1, 0, 1, 1),
+        baseline="length_weighted",
+        lengths=torch.tensor([3, 1, 1, 2, 3]),
+    )
+    assert advantages.tolist() == pytest.approx([-0.75, 5 / 6, 2.25, -1 / 6, -1 / 6], rel=1e-14)
+
+
+def test_rows_without_steps_weigh_nothing_and_a_group_of_them_is_centred_plainly():
+    # group 0: only the second counts: b = 4.   group 1: no lengths at all: b = mean = 2
+    advantages = group_relative_advantages(
+        double([1, 4, 1, 3]), ids(0, 0, 1, 1), baseline="length_weighted", lengths=torch.tensor([0, 2, 0, 0])
+    )
+    assert advantages.tolist() == [-3, 0, -1, 1]
+
+
+def test_equal_lengths_make_the_plain_mean():
+    rewards, group_ids = double([1, 5, 3, 0.5]), ids(0, 0, 0, 0)
+    weighted = group_relative_advantages(
+        rewards, group_ids, baseline="length_weighted", lengths=torch.tensor([7, 7, 7, 7])
+    )
+    torch.testing.assert_close(weighted, group_relative_advantages(rewards, group_ids), rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize(("baseline", "needs"), [("length_weighted", "lengths"), ("max_at_k", "k")])
+def test_a_baseline_without_what_it_needs_is_an_error(baseline, needs):
+    with pytest.raises(ConfigError, match=rf"baseline='{baseline}' needs {needs}="):
+        group_relative_advantages(double([1, 2]), ids(0, 0), baseline=baseline)
+
+
+# max_at_k
+
+
+def test_max_at_two_of_three_by_hand():
+    # Pairs of 1, 4, 2:  {1, 4}: 4 adds 3;  {1, 2}: 2 adds 1;  {4, 2}: 4 adds 2.  Times n / C(3, 2) = 1
+    advantages = group_relative_advantages(double([1, 4, 2]), ids(0, 0, 0), baseline="max_at_k", k=2)
+    assert advantages.tolist() == pytest.approx([0, 5, 1], rel=1e-14)
+
+
+def test_pass_at_two_of_four_by_hand():
+    # One right answer in four: it is in 3 of 6 pairs and adds 1 in each: 4/6 * 3 = 2.
+    # Two right: each is alone with a wrong one in 2 of 6 pairs: 4/6 * 2 = 4/3
+    one = group_relative_advantages(double([0, 1, 0, 0]), ids(0, 0, 0, 0), baseline="max_at_k", k=2)
+    two = group_relative_advantages(double([1, 0, 0, 1]), ids(0, 0, 0, 0), baseline="max_at_k", k=2)
+    assert one.tolist() == pytest.approx([0, 2, 0, 0], rel=1e-14)
+    assert two.tolist() == pytest.approx([4 / 3, 0, 0, 4 / 3], rel=1e-14)
+
+
+def max_at_k_by_subsets(rewards: list[float], k: int) -> list[float]:
+    """n / C(n, k) sum over subsets of k rows that contain i of (max with i - max without i)."""
+    n = len(rewards)
+    k = min(k, n)
+    subsets = [set(subset) for subset in itertools.combinations(range(n), k)]
+    return [
+        n / len(subsets) * sum(max(rewards[j] for j in s) - max(rewards[j] for j in s - {i}) for s in subsets if i in s)
+        for i in range(n)
+    ]
+
+
+@pytest.mark.parametrize("k", [2, 3, 5, 7, 12])
+def test_max_at_k_against_every_subset(k):
+    random = np.random.default_rng(k)
+    sizes = [2, 3, 7, 8]  # a group smaller than k is taken with k = n
+    group_ids = np.concatenate([[group] * size for group, size in enumerate(sizes)])
+    for rewards in (
+        random.normal(size=20),
+        random.integers(0, 3, size=20).astype(float),
+        random.integers(0, 2, 20) * 1.0,
+    ):
+        order = random.permutation(20)
+        advantages = group_relative_advantages(
+            torch.from_numpy(rewards[order]), torch.from_numpy(group_ids[order]), baseline="max_at_k", k=k
+        ).numpy()
+        expected = np.empty(20)
+        for group in range(len(sizes)):
+            rows = np.flatnonzero(group_ids[order] == group)
+            expected[rows] = max_at_k_by_subsets(rewards[order][rows].tolist(), k)
+        np.testing.assert_allclose(advantages, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("k", [2, 512, 1000])
+def test_max_at_k_of_a_large_group_is_finite(k):
+    # one right answer among 1,024: it is in k/n of all subsets and adds 1 in each: n * k/n = k
+    rewards = torch.zeros(1024)
+    rewards[17] = 1.0
+    advantages = group_relative_advantages(rewards, torch.zeros(1024, dtype=torch.int64), baseline="max_at_k", k=k)
+    assert advantages[17].item() == pytest.approx(k, rel=1e-6)
+    assert (advantages != 0).sum() == 1
+
+
+def enumerated(num_actions: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Every sample of `num_rows` actions, each a group of its own: actions and group ids, row after row."""
+    samples = torch.tensor(list(itertools.product(range(num_actions), repeat=num_rows)))
+    return samples, torch.arange(len(samples)).repeat_interleave(num_rows)
+
+
+def expected_estimate(log_probs: Tensor, samples: Tensor, advantages: Tensor, theta: Tensor) -> Tensor:
+    """E over all samples of mean_i A_i grad log pi(a_i)."""
+    of_rows = log_probs[samples]
+    probability = of_rows.detach().sum(1).exp()
+    estimate = (probability * (advantages.view_as(samples) * of_rows).mean(1)).sum()
+    return torch.autograd.grad(estimate, theta, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("reward_of_action", [[0.0, 1.0, 3.0], [2.0, 0.5, 0.5], [0.0, 1.0, 0.0]])
+@pytest.mark.parametrize("k", [2, 3])
+def test_max_at_k_is_an_unbiased_gradient_of_the_expected_best_of_k(k, reward_of_action):
+    """All 3^4 groups of four rows of a policy over three actions."""
+    theta = double([0.3, -0.8, 0.5]).requires_grad_()
+    log_probs, rewards = theta.log_softmax(0), double(reward_of_action)
+    samples, group_ids = enumerated(3, 4)
+    advantages = group_relative_advantages(rewards[samples].flatten(), group_ids, baseline="max_at_k", k=k)
+    attempts = torch.tensor(list(itertools.product(range(3), repeat=k)))
+    best = (log_probs[attempts].sum(1).exp() * rewards[attempts].amax(1)).sum()  # E[max of k], exactly
+    (expected,) = torch.autograd.grad(best, theta, retain_graph=True)
+    found = expected_estimate(log_probs, samples, advantages, theta)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    assert expected.abs().max() > 0.05
+
+
+# whiten
+
+
+def test_whiten_by_hand():
+    # centred on medians 0 and 3:  0 0 3 | -2 2: mean .6; deviations -.6 -.6 2.4 -2.6 1.4, squares sum to 15.2, over 4: 3.8
+    rewards, group_ids = double([0, 0, 3, 1, 5]), ids(0, 0, 0, 1, 1)
+    advantages = group_relative_advantages(rewards, group_ids, baseline="group_median", scale="whiten")
+    assert advantages.tolist() == pytest.approx([d / math.sqrt(3.8) for d in (-0.6, -0.6, 2.4, -2.6, 1.4)], rel=1e-14)
+
+
+def test_a_dead_group_counts_in_the_batchs_statistics_and_gets_nothing():
+    # centred on means: 0 0 | -1 1; squares 2 over 4 - 1: 2/3
+    advantages = group_relative_advantages(double([5, 5, 0, 2]), ids(0, 0, 1, 1), scale="whiten")
+    assert advantages.tolist() == pytest.approx([0, 0, -math.sqrt(1.5), math.sqrt(1.5)], rel=1e-14)
+    assert advantages[:2].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("std_ddof", [0, 1])
+@pytest.mark.parametrize("baseline", [*OWN_BASELINES, "none", "global_mean"])
+def test_whitened_advantages_have_mean_zero_and_variance_one(baseline, std_ddof):
+    rewards = torch.randn(12, dtype=torch.float64) + 3
+    group_ids = ids(0, 1, 2, 0, 1, 2, 0, 1, 2, 2, 2, 2)
+    advantages = group_relative_advantages(
+        rewards,
+        group_ids,
+        baseline=baseline,
+        scale="whiten",
+        std_ddof=std_ddof,
+        **what_a_baseline_needs(baseline, 12),
+    )
+    assert advantages.mean().item() == pytest.approx(0, abs=1e-14)
+    assert advantages.std(correction=std_ddof).item() == pytest.approx(1, rel=1e-13)
+
+
+def test_whiten_adds_eps_to_the_standard_deviation():
+    # deviations -1, 1: std with n - 1 sqrt 2
+    advantages = group_relative_advantages(double([0, 2]), ids(0, 0), scale="whiten", std_eps=0.5)
+    assert advantages.tolist() == pytest.approx([-1 / (math.sqrt(2) + 0.5), 1 / (math.sqrt(2) + 0.5)])
+
+
+# mean (MaxRL)
+
+
+def test_division_by_the_mean_by_hand():
+    # means 1/2, 1/4, 0 (all wrong), 1 (all right), -2
+    advantages = group_relative_advantages(
+        double([1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, -1, -3]),
+        ids(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 4),
+        scale="mean",
+    )
+    assert advantages.tolist() == pytest.approx([1, -1, -1, 1, 3, -1, -1, -1, 0, 0, 0, 0, 0, 0])
+
+
+def test_division_by_the_mean_plus_eps():
+    # (1 - .5)/(.5 + .5)
+    advantages = group_relative_advantages(double([1, 0]), ids(0, 0), scale="mean", std_eps=0.5)
+    assert advantages.tolist() == pytest.approx([0.5, -0.5])
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 5])
+def test_division_by_the_mean_climbs_the_truncated_log_likelihood(num_rows):
+    """A right and two wrong actions, p the probability of the right one, all 3^n groups.
+
+    With n rows the expected estimate is the gradient of -sum over k < n of (1 - p)^k / k, which is log p cut off after n - 1
+    terms (arXiv:2602.02710): d/dp = 1 + (1 - p) + ... + (1 - p)^(n - 2).
+    """
+    theta = double([-0.5, 0.4, 0.1]).requires_grad_()
+    log_probs = theta.log_softmax(0)
+    samples, group_ids = enumerated(3, num_rows)
+    advantages = group_relative_advantages(double([1, 0, 0])[samples].flatten(), group_ids, scale="mean")
+    p = log_probs[0].exp()
+    truncated = -sum((1 - p) ** k / k for k in range(1, num_rows))
+    (expected,) = torch.autograd.grad(truncated, theta, retain_graph=True)
+    found = expected_estimate(log_probs, samples, advantages, theta)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+
+
+# beta (BNPO)
+
+
+def weights_by_scipy(means: np.ndarray, ddof: int) -> np.ndarray:
+    """1 / f(p; 1 + a/3, 1 + b/3), Beta(a, b) having the mean and variance of the groups' means."""
+    mean, variance = means.mean(), means.var(ddof=ddof)
+    common = mean * (1 - mean) / variance - 1
+    alpha, beta = max(1 + common * mean / 3, 1), max(1 + common * (1 - mean) / 3, 1)
+    with np.errstate(divide="ignore"):
+        return np.minimum(1 / scipy.stats.beta.pdf(means, alpha, beta), MAX_BETA_WEIGHT)
+
+
+@pytest.mark.parametrize("std_ddof", [0, 1])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [[1, 0, 0, 1], [1, 0, 0, 0], [1, 1, 1, 0]],
+        [[1, 0, 0, 1], [0, 0], [1, 1, 1], [1, 0, 0]],  # two dead groups, which count in the fit
+        [[0.2, 0.4, 0.9], [0.0, 0.05], [0.7, 0.8, 0.6, 0.5], [1.0, 0.0]],
+    ],
+    ids=["binary", "with-dead-groups", "fractions"],
+)
+def test_beta_against_scipy(groups, std_ddof):
+    rewards = double([r for group in groups for r in group])
+    group_ids = ids(*(g for g, group in enumerate(groups) for _ in group))
+    advantages = group_relative_advantages(rewards, group_ids, scale="beta", std_ddof=std_ddof)
+    means = np.array([np.mean(group) for group in groups])
+    weights = weights_by_scipy(means, std_ddof)
+    expected = [w * (r - m) for group, m, w in zip(groups, means, weights, strict=True) for r in group]
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+
+def test_a_beta_of_three_halves_is_the_standard_deviation_up_to_a_factor():
+    # means .25 and .75 around .5, variance 1/16 with n: c = .25 * 16 - 1 = 3, a = b = 3/2, alpha = beta = 3/2:
+    # f(p) = sqrt(p (1 - p)) / (pi / 8), and sqrt(.1875) is both groups' standard deviation
+    rewards, group_ids = double([1, 0, 0, 0, 1, 1, 1, 0]), ids(0, 0, 0, 0, 1, 1, 1, 1)
+    by_beta = group_relative_advantages(rewards, group_ids, scale="beta", std_ddof=0)
+    by_std = group_relative_advantages(rewards, group_ids, scale="group", std_ddof=0)
+    torch.testing.assert_close(by_beta, by_std * math.pi / 8, rtol=1e-12, atol=0)
+
+
+def test_one_group_has_no_beta_to_fit():
+    advantages = group_relative_advantages(double([1, 0, 0, 1]), ids(3, 3, 3, 3), scale="beta")
+    assert advantages.tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+def test_means_that_spread_more_than_any_beta_are_not_weighed():
+    # means .01, .99, variance with n - 1 .4802 > m (1 - m) = .25: alpha = beta = 1, a flat density
+    advantages = group_relative_advantages(double([0, 0.02, 0.98, 1]), ids(0, 0, 1, 1), scale="beta")
+    assert advantages.tolist() == pytest.approx([-0.01, 0.01, -0.01, 0.01], rel=1e-12)
+
+
+def test_groups_of_equal_means_are_not_weighed():
+    advantages = group_relative_advantages(double([1, 0, 0.75, 0.25]), ids(0, 0, 1, 1), scale="beta")
+    assert advantages.tolist() == [0.5, -0.5, 0.25, -0.25]
+
+
+@pytest.mark.parametrize("rewards", [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 1], [0.3, 0.3, 0.9, 0.9]])
+def test_a_batch_of_dead_groups_is_zero_under_beta(rewards):
+    advantages = group_relative_advantages(torch.tensor(rewards, dtype=torch.float32), ids(0, 0, 1, 1), scale="beta")
+    assert advantages.tolist() == [0, 0, 0, 0]
+
+
+def test_the_weight_of_a_group_far_from_the_others_is_bounded():
+    # thirty groups of mean 1/2 and one of mean .001: so thin a density that its inverse would pass a million
+    groups = [[0.0, 1.0]] * 30 + [[0.0, 0.002]]
+    means = np.array([np.mean(group) for group in groups])
+    assert weights_by_scipy(means, 1)[-1] == MAX_BETA_WEIGHT
+    advantages = group_relative_advantages(
+        double([r for group in groups for r in group]), torch.arange(31).repeat_interleave(2), scale="beta"
+    )
+    assert advantages[-2:].tolist() == pytest.approx([-0.001 * MAX_BETA_WEIGHT, 0.001 * MAX_BETA_WEIGHT])
+
+
+@pytest.mark.parametrize("rewards", [[-0.1, 0.5, 1.0, 0.0], [0.0, 0.5, 1.1, 1.0], [-1.0, 1.0, 2.0, -2.0]])
+def test_beta_is_for_rewards_between_zero_and_one(rewards):
+    with pytest.raises(RewardError, match=r"scale='beta' is for rewards in \[0, 1\]; got"):
+        group_relative_advantages(double(rewards), ids(0, 0, 1, 1), scale="beta")
+
+
+# Groups without differences
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("baseline", OWN_BASELINES)
+@pytest.mark.parametrize("reward", [0.3, 0.9])
+def test_dead_groups_are_exactly_zero_whatever_their_size(reward, baseline, scale):
+    """float32 rewards, dead groups of 1 to 1,024 rows and one of a rounding error, beside one that is alive."""
+    sizes = [1, 2, 3, 7, 64, 1000, 1024]
+    almost = torch.tensor([reward, reward, reward])
+    almost[1] = almost[1].nextafter(torch.tensor(1.0))
+    alive = torch.tensor([0.1, 0.8, 0.4, 0.0])
+    rewards = torch.cat([*(torch.full((size,), reward) for size in sizes), almost, alive])
+    sizes = [*sizes, 3, 4]
+    group_ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    order = torch.randperm(len(rewards))
+    needs = what_a_baseline_needs(baseline, len(rewards))
+    advantages = group_relative_advantages(rewards[order], group_ids[order], baseline=baseline, scale=scale, **needs)
+    is_alive = group_ids[order] == len(sizes) - 1
+    assert (advantages[~is_alive] == 0).all()
+    assert (advantages[is_alive] != 0).any()
+    assert advantages.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("baseline", OWN_BASELINES)
+def test_a_batch_of_one_dead_group_is_exactly_zero(baseline, scale):
+    for size in (1, 2, 1024):
+        rewards, group_ids = torch.full((size,), 0.9), torch.zeros(size, dtype=torch.int64)
+        needs = what_a_baseline_needs(baseline, size)
+        advantages = group_relative_advantages(rewards, group_ids, baseline=baseline, scale=scale, **needs)
+        assert (advantages == 0).all()
+
+
+@pytest.mark.parametrize("baseline", ["none", "global_mean"])
+@pytest.mark.parametrize("scale", ["group", "batch", "whiten"])
+@pytest.mark.parametrize("size", [2, 7, 1024])
+@pytest.mark.parametrize("reward", [0.3, 0.9])
+def test_rewards_that_are_all_the_same_have_no_spread_whatever_the_baseline(reward, size, scale, baseline):
+    """Also where one of them differs in its last digit."""
+    rewards, group_ids = torch.full((size,), reward), torch.arange(size) % 2
+    for last in (rewards[-1], rewards[-1].nextafter(torch.tensor(1.0))):
+        rewards[-1] = last
+        advantages = group_relative_advantages(rewards, group_ids, baseline=baseline, scale=scale, running_mean=0.25)
+        assert (advantages == 0).all()
+
+
+def test_without_a_baseline_of_its_own_a_dead_group_keeps_its_reward():
+    rewards, group_ids = double([1, 1, 0, 2]), ids(0, 0, 1, 1)
+    assert group_relative_advantages(rewards, group_ids, baseline="none").tolist() == [1, 1, 0, 2]
+    by_mean = group_relative_advantages(rewards, group_ids, baseline="global_mean", running_mean=0.5)
+    assert by_mean.tolist() == [0.5, 0.5, -0.5, 1.5]
+
+
+# Ragged groups
+
+
+def one_by_one(rewards, group_ids, lengths, baseline, scale):
+    """A = (R - b) / s row by row, as the table in the docstring says it."""
+    centred = np.empty(len(rewards))
+    means = np.empty(len(rewards))
+    for group in set(group_ids):
+        rows = [n for n, g in enumerate(group_ids) if g == group]
+        r, lens = rewards[rows], lengths[rows]
+        means[rows] = r.mean()
+        centred[rows] = {
+            "group_mean": lambda r=r: r - r.mean(),
+            "group_median": lambda r=r: r - np.median(r),
+            "leave_one_out": lambda r=r: r - (r.sum() - r) / max(len(r) - 1, 1),
+            "length_weighted": lambda r=r, lens=lens: r - (lens * r).sum() / lens.sum(),
+            "max_at_k": lambda r=r: np.array(max_at_k_by_subsets(r.tolist(), 2)) if len(r) > 1 else 0 * r,
+        }[baseline]()
+        if len(rows) == 1:
+            centred[rows] = 0
+    match scale:
+        case "none":
+            return centred
+        case "group":
+            std = [rewards[[g == group for g in group_ids]].std(ddof=1) if group != 4 else 1 for group in group_ids]
+            return centred / np.array(std)
+        case "batch":
+            return centred / rewards.std(ddof=1)
+        case "whiten":
+            alone = np.array([group_ids.count(g) == 1 for g in group_ids])
+            return np.where(alone, 0, (centred - centred.mean()) / centred.std(ddof=1))
+        case "mean":
+            return centred / means
+        case "beta":
+            names = sorted(set(group_ids))
+            of_groups = np.array([means[group_ids.index(name)] for name in names])
+            weight = dict(zip(names, weights_by_scipy(of_groups, 1), strict=True))
+            return centred * np.array([weight[g] for g in group_ids])
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("baseline", OWN_BASELINES)
+def test_ragged_interleaved_groups_row_by_row(baseline, scale):
+    random = np.random.default_rng(5)
+    group_ids = [7, -2, 7, 4, -2, 7, 0, 0, -2, -2, 0, 0, 0]  # 4 is alone
+    rewards, lengths = random.uniform(size=13), random.integers(1, 9, size=13)
+    needs = {"k": 2} if baseline == "max_at_k" else {"lengths": torch.from_numpy(lengths)}
+    advantages = group_relative_advantages(
+        torch.from_numpy(rewards), ids(*group_ids), baseline=baseline, scale=scale, **needs
+    )
+    expected = one_by_one(rewards, group_ids, lengths, baseline, scale)
+    np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-10, atol=1e-13)
+
+
+# Several rewards (GDPO)
+
+
+def test_several_rewards_by_hand():
+    # Standardised with n - 1, the two values of a pair are -1/sqrt 2 and 1/sqrt 2, whatever their distance.
+    #   right: 0 1 | 1 1      -> -h  h | 0  0      h = 1/sqrt 2
+    #   brief: 5 1 | 2 9      ->  h -h | -h h      weight 2:  2h -2h | -2h 2h
+    # sum h -h | -2h 2h: mean 0, squares h^2 (1 + 1 + 4 + 4) = 5, over 3: divide by sqrt(5/3)
+    advantages = decoupled_advantages(
+        {"right": double([0, 1, 1, 1]), "brief": double([5, 1, 2, 9])}, {"right": 1.0, "brief": 2.0}, ids(0, 0, 1, 1)
+    )
+    h = math.sqrt(0.5) / math.sqrt(5 / 3)
+    assert advantages.tolist() == pytest.approx([h, -h, -2 * h, 2 * h], rel=1e-13)
+
+
+@pytest.mark.parametrize("std_eps", [0.0, 0.1])
+@pytest.mark.parametrize("std_ddof", [0, 1])
+def test_several_rewards_against_numpy(std_ddof, std_eps):
+    random = np.random.default_rng(2)
+    group_ids = np.array([3, 0, 3, 1, 1, 0, 3, 1])
+    parts = {"a": random.normal(size=8), "b": 100 * random.normal(size=8), "c": random.uniform(size=8)}
+    weights = {"a": 0.5, "c": 3.0}  # b weighs 1
+    total = np.zeros(8)
+    for name, rewards in parts.items():
+        for group in (0, 1, 3):
+            rows = group_ids == group
+            deviations = rewards[rows] - rewards[rows].mean()
+            total[rows] += weights.get(name, 1.0) * deviations / (rewards[rows].std(ddof=std_ddof) + std_eps)
+    expected = (total - total.mean()) / (total.std(ddof=std_ddof) + std_eps)
+    advantages = decoupled_advantages(
+        {name: torch.from_numpy(rewards) for name, rewards in parts.items()},
+        weights,
+        torch.from_numpy(group_ids),
+        std_ddof=std_ddof,
+        std_eps=std_eps,
+    )
+    np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-12)
+
+
+def test_each_reward_has_its_say_whatever_its_unit():
+    # a sum would hear only the second; here multiplying it by a thousand changes nothing
+    first, second = double([0, 1, 1, 0]), double([3, 1, 2, 9])
+    group_ids = ids(0, 0, 0, 0)
+    plain = decoupled_advantages({"a": first, "b": second}, {}, group_ids)
+    torch.testing.assert_close(decoupled_advantages({"a": first, "b": 1000 * second}, {}, group_ids), plain)
+
+
+def test_a_group_is_dead_where_it_is_dead_in_every_reward():
+    # group 0: differs in b only; group 1: in neither; group 2: alone
+    advantages = decoupled_advantages(
+        {"a": torch.tensor([0.3, 0.3, 0.3, 0.3, 5.0]), "b": torch.tensor([0.0, 1.0, 0.9, 0.9, 2.0])},
+        {},
+        ids(0, 0, 1, 1, 2),
+    )
+    assert advantages[2:].tolist() == [0, 0, 0]
+    # -h, h, 0, 0, 0: squares 2 h^2 = 1 over 4: std 1/2
+    assert advantages[:2].tolist() == pytest.approx([-math.sqrt(2), math.sqrt(2)], rel=1e-6)
+    assert advantages.dtype == torch.float32
+
+
+def test_a_group_that_is_dead_in_every_reward_does_not_see_the_rounding_of_the_batch():
+    # live groups add up to 0 only up to rounding, which whitening would hand to the dead ones
+    group_ids = torch.arange(40).repeat_interleave(8)
+    is_dead = group_ids % 4 == 0
+    parts = {name: torch.where(is_dead, 0.3, torch.rand(320)) for name in ("a", "b", "c")}
+    advantages = decoupled_advantages(parts, {"a": 0.3, "b": 1.7}, group_ids)
+    assert (advantages[is_dead] == 0).all()
+    assert advantages.std().item() == pytest.approx(1, rel=1e-5)
+
+
+def test_rewards_that_cancel_leave_nothing():
+    # a and b are opposites: the sum is 0 up to rounding, which must not be blown up
+    a = torch.tensor([0.1, 0.7, 0.4, 0.9, 0.3, 0.2])
+    advantages = decoupled_advantages({"a": a, "b": 1 - a}, {}, ids(0, 0, 0, 1, 1, 1))
+    assert advantages.tolist() == [0] * 6
+
+
+def test_decoupled_leaves_out_parts_that_do_not_apply():
+    # a of rows 0 and 1 alone: (1, 3) - 2 over sqrt(2) = -+ 1/sqrt(2).   b: (0, 0, 0, 4) - 1 over 2 = (-1/2, -1/2, -1/2, 3/2)
+    # c applies to none.   S = (-.707 - .5, .707 - .5, -.5, 1.5), mean 0, std S with ddof 1
+    nan = math.nan
+    parts = {"a": double([1, 3, nan, nan]), "b": double([0, 0, 0, 4]), "c": double([nan] * 4)}
+    total = np.array([-(0.5**0.5) - 0.5, 0.5**0.5 - 0.5, -0.5, 1.5])
+    expected = total / math.sqrt((total**2).sum() / 3)
+    torch.testing.assert_close(decoupled_advantages(parts, {}, ids(0, 0, 0, 0)), torch.from_numpy(expected))

@@ -1,0 +1,292 @@
+"""One advantage per step: process supervision, groups of equal states, and a critic.
+
+Returns to go and their baselines are tested in test_advantage_estimator.py.
+"""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import group_relative_advantages
+from grpo._advantages.steps import (
+    discounted_returns,
+    generalized_advantages,
+    process_supervised_advantages,
+    state_group_advantages,
+    step_rewards,
+)
+
+NAN = math.nan
+
+BY_MEAN = partial(group_relative_advantages, baseline="group_mean", scale="none")
+BY_STD = partial(group_relative_advantages, baseline="group_mean", scale="group")
+
+
+def double(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def ids(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
+def mask_of(*rows: str) -> Tensor:
+    """`"x.x"`: a row of three steps, of which the second is not the policy's."""
+    return torch.tensor([[step == "x" for step in row] for row in rows])
+
+
+def assert_rows(found: Tensor, expected: list[list[float]]) -> None:
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=found.dtype), rtol=1e-13, atol=1e-14)
+
+
+def test_discounted_returns_by_hand():
+    # 1;  1 + .9;  1 + .9 * 1.9
+    assert_rows(discounted_returns(double([[1, 1, 1]]), mask_of("xxx"), 0.9), [[2.71, 1.9, 1.0]])
+
+
+def test_discounted_returns_keep_the_gap_of_a_hole():
+    # 4;  0 + .5 * 4;  1 + .5 * 2
+    assert_rows(discounted_returns(double([[1, NAN, 4]]), mask_of("x.x"), 0.5), [[2.0, 2.0, 4.0]])
+
+
+# Process supervision
+
+# group 0: steps 1 0 | 1: mean 2/3: 1/3 -2/3 | 1/3.   group 1: steps 2 | 4 6: mean 4: -2 | 0 2
+STEP_REWARDS = double([[1, 0], [1, NAN], [2, NAN], [4, 6]])
+STEP_MASK = mask_of("xx", "x.", "x.", "xx")
+
+
+@pytest.mark.parametrize(
+    ("gamma", "expected"),
+    [
+        (1.0, [[-1 / 3, -2 / 3], [1 / 3, 0], [-2, 0], [2, 2]]),
+        (0.5, [[1 / 3 - 1 / 3, -2 / 3], [1 / 3, 0], [-2, 0], [1, 2]]),
+    ],
+)
+def test_process_supervision_by_hand(gamma, expected):
+    found = process_supervised_advantages(STEP_REWARDS, STEP_MASK, ids(0, 0, 1, 1), BY_MEAN, gamma=gamma)
+    assert_rows(found, expected)
+
+
+def test_process_supervision_over_the_groups_standard_deviation():
+    # group 0: squares 1/9 + 4/9 + 1/9 over 2: 1/3;   group 1: 4 + 0 + 4 over 2: 4
+    found = process_supervised_advantages(STEP_REWARDS, STEP_MASK, ids(0, 0, 1, 1), BY_STD, gamma=1.0)
+    root = math.sqrt(3)
+    assert_rows(found, [[-root / 3, -2 * root / 3], [root / 3, 0], [-1, 0], [1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("baseline", "expected"),
+    [("group_mean", [[0, 0]]), ("group_median", [[0, 0]]), ("leave_one_out", [[0, 0]]), ("none", [[4, 3]])],
+)
+def test_process_supervision_of_a_row_alone_in_its_group(baseline, expected):
+    """Its steps differ from one another, but there is no other row: only an absolute baseline gives it an advantage."""
+    relative = partial(group_relative_advantages, baseline=baseline)
+    found = process_supervised_advantages(
+        double([[1, 3]]), mask_of("xx"), ids(0), relative, gamma=1.0, baseline=baseline
+    )
+    assert_rows(found, expected)
+
+
+def test_process_supervision_of_a_hole():
+    # steps 1, 4 | 1: mean 2: -1, 2 | -1;  to go over two columns: -1 + .25 * 2
+    rewards, mask = double([[1, NAN, 4], [1, 0, 0]]), mask_of("x.x", "x..")
+    found = process_supervised_advantages(rewards, mask, ids(7, 7), BY_MEAN, gamma=0.5)
+    assert_rows(found, [[-0.5, 0, 2], [-1, 0, 0]])
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch", "whiten"])
+@pytest.mark.parametrize("baseline", ["group_mean", "group_median", "leave_one_out"])
+def test_a_reward_that_every_step_has_teaches_process_supervision_nothing(baseline, scale):
+    """CartPole: rows of 1, 17 and 200 steps, each worth .3 in float32."""
+    mask = torch.arange(200) < torch.tensor([[1], [17], [200]])
+    rewards = torch.full((3, 200), 0.3)
+    relative = partial(group_relative_advantages, baseline=baseline, scale=scale)
+    found = process_supervised_advantages(rewards, mask, ids(0, 0, 0), relative, gamma=0.99, baseline=baseline)
+    assert (found == 0).all()
+
+
+# Groups of equal states (GiGPO)
+
+# gamma 1/2. Returns to go: row 0: 1 + 1, 2;  row 1: 0 + 2.5, 5;  row 2: 4, 0;  row 3: 2 + 1, 2.
+#   rows, sums 3 5 | 4 4:  -1 1 | 0 0
+#   states: group 0, key 7: 2, 2.5 -> -.25, .25; keys 8 and 9: alone, 0.
+#           group 1, key 7: 4, 0 and row 3's second 2 -> 2, -2, 0; key 8: alone, 0.
+PLACED_REWARDS = double([[1, 2], [0, 5], [4, 0], [2, 2]])
+KEYS = torch.tensor([[7, 8], [7, 9], [7, 7], [8, 7]])
+FULL = mask_of("xx", "xx", "xx", "xx")
+
+
+def test_groups_of_equal_states_by_hand():
+    found = state_group_advantages(PLACED_REWARDS, FULL, ids(0, 0, 1, 1), KEYS, BY_MEAN, gamma=0.5, weight=2.0)
+    assert_rows(found, [[-1 - 0.5, -1], [1 + 0.5, 1], [4, -4], [0, 0]])
+
+
+def test_groups_of_equal_states_over_their_standard_deviations():
+    # rows: 3, 5: std sqrt 2 -> -h h, h = 1/sqrt 2;  4, 4: 0.   states: 2, 2.5 -> -h h;  4, 0, 2: std 2 -> 1 -1 0
+    found = state_group_advantages(PLACED_REWARDS, FULL, ids(0, 0, 1, 1), KEYS, BY_STD, gamma=0.5, weight=2.0)
+    h = math.sqrt(0.5)
+    assert_rows(found, [[-3 * h, -h], [3 * h, h], [2, -2], [0, 0]])
+
+
+def test_without_weight_the_states_say_nothing():
+    found = state_group_advantages(PLACED_REWARDS, FULL, ids(0, 0, 1, 1), KEYS, BY_MEAN, gamma=0.5, weight=0.0)
+    assert_rows(found, [[-1, -1], [1, 1], [0, 0], [0, 0]])
+
+
+def test_states_off_the_mask_belong_to_no_group():
+    # row 1's second step is a hole: its return from the first is 0 + 0 + .25 * 5, row 0's 1 + .5 * 2 = 2
+    mask = mask_of("xx.", "x.x")
+    rewards = double([[1, 2, NAN], [0, NAN, 5]])
+    keys = torch.tensor([[7, 7, 7], [8, 7, 7]])
+    # sums 3, 5;  key 7: row 0: 2, 2; row 1: 5; mean 3: -1 -1 2;  key 8: alone
+    found = state_group_advantages(rewards, mask, ids(0, 0), keys, BY_MEAN, gamma=0.5, weight=1.0)
+    assert_rows(found, [[-2, -2, 0], [1, 0, 3]])
+
+
+def test_keys_are_told_apart_whatever_their_size():
+    keys = torch.tensor([[2**62, -(2**62)], [2**62, -(2**62)]])
+    # to go 3 2 | 7 4; sums 3, 7: -2 2;  columns: -2 2, -1 1
+    found = state_group_advantages(
+        double([[1, 2], [3, 4]]), mask_of("xx", "xx"), ids(0, 0), keys, BY_MEAN, gamma=1.0, weight=1.0
+    )
+    assert_rows(found, [[-4, -3], [4, 3]])
+
+
+# A critic (GAE)
+
+REWARDS, VALUES = double([[1, 2, 4]]), double([[2, 1, 3]])
+
+
+def gae(rewards=REWARDS, values=VALUES, mask=None, final_values=None, *, gamma=0.5, gae_lambda=0.5) -> Tensor:
+    mask = torch.ones(rewards.shape, dtype=torch.bool) if mask is None else mask
+    return generalized_advantages(rewards, values, mask, final_values, gamma=gamma, gae_lambda=gae_lambda)
+
+
+def test_a_row_that_terminated_by_hand():
+    # delta: 4 - 3 = 1;  2 + .5 * 3 - 1 = 2.5;  1 + .5 * 1 - 2 = -.5
+    # A: 1;  2.5 + .25 * 1 = 2.75;  -.5 + .25 * 2.75 = .1875
+    assert gae().tolist() == [[0.1875, 2.75, 1.0]]
+    assert gae(final_values=double([0])).tolist() == [[0.1875, 2.75, 1.0]]
+
+
+def test_a_row_that_was_cut_off_by_hand():
+    # 8 is still to come: delta: 4 + .5 * 8 - 3 = 5;  A: 5;  2.5 + .25 * 5 = 3.75;  -.5 + .25 * 3.75 = .4375
+    assert gae(final_values=double([8])).tolist() == [[0.4375, 3.75, 5.0]]
+
+
+def test_each_row_ends_in_its_own_way():
+    both = gae(REWARDS.repeat(2, 1), VALUES.repeat(2, 1), final_values=double([0, 8]))
+    assert both.tolist() == [[0.1875, 2.75, 1.0], [0.4375, 3.75, 5.0]]
+
+
+def test_the_last_step_of_a_row_that_terminated_is_its_reward_minus_its_value():
+    rewards, values = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    for gamma, gae_lambda in [(0.9, 0.95), (1.0, 1.0), (0.5, 0.0)]:
+        last = gae(rewards, values, gamma=gamma, gae_lambda=gae_lambda)[:, -1]
+        torch.testing.assert_close(last, rewards[:, -1] - values[:, -1], rtol=1e-14, atol=1e-15)
+
+
+def random_rows(seed: int = 0, holes: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rewards, values, mask and final values of rows of 6, 4, 1 and 0 steps."""
+    random = torch.Generator().manual_seed(seed)
+    rewards, values = (torch.randn(4, 6, generator=random, dtype=torch.float64) for _ in range(2))
+    mask = mask_of("x.xx.x", ".x.xx.", "....x.", "......") if holes else mask_of("xxxxxx", "xxxx..", "x.....", "......")
+    return rewards, values, mask, torch.randn(4, generator=random, dtype=torch.float64)
+
+
+def by_definition(rewards, values, mask, final_values, gamma, gae_lambda) -> Tensor:
+    """Row by row over the valid steps alone: eq. 16, with gamma to the number of columns until the next one."""
+    result = torch.zeros_like(rewards)
+    for n in range(len(rewards)):
+        places = mask[n].nonzero().squeeze(1).tolist()
+        advantage, next_value, next_place = 0.0, final_values[n].item(), None
+        for t in reversed(places):
+            discount = gamma if next_place is None else gamma ** (next_place - t)
+            delta = rewards[n, t].item() + discount * next_value - values[n, t].item()
+            advantage = delta + (0.0 if next_place is None else discount * gae_lambda * advantage)
+            result[n, t] = advantage
+            next_value, next_place = values[n, t].item(), t
+    return result
+
+
+@pytest.mark.parametrize("holes", [False, True], ids=["padded", "holes"])
+@pytest.mark.parametrize(("gamma", "gae_lambda"), [(0.97, 0.9), (0.9, 0.0), (0.8, 1.0), (1.0, 0.95), (0.0, 0.5)])
+def test_against_its_definition(gamma, gae_lambda, holes):
+    rewards, values, mask, final_values = random_rows(1, holes)
+    expected = by_definition(rewards, values, mask, final_values, gamma, gae_lambda)
+    found = gae(rewards, values, mask, final_values, gamma=gamma, gae_lambda=gae_lambda)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_lambda_zero_is_one_step_of_the_critic():
+    # the deltas by hand above
+    assert gae(final_values=double([8]), gae_lambda=0.0).tolist() == [[-0.5, 2.5, 5.0]]
+
+
+def test_lambda_one_is_the_return_without_the_critic_but_for_its_own_value():
+    """A[t] = G[t] + gamma^(steps left) final value - V[t]: what the critic says of later steps cancels."""
+    rewards, values, mask, final_values = random_rows(2)
+    found = gae(rewards, values, mask, final_values, gamma=0.9, gae_lambda=1.0)
+    left = mask.double().flip(1).cumsum(1).flip(1)
+    expected = discounted_returns(rewards, mask, 0.9) + 0.9**left * final_values.unsqueeze(1) - values
+    torch.testing.assert_close(found, torch.where(mask, expected, 0.0), rtol=1e-12, atol=1e-13)
+
+
+def test_padding_changes_nothing_and_is_never_read():
+    rewards, values, mask, final_values = random_rows(3)
+    expected = gae(rewards, values, mask, final_values, gamma=0.9)
+    wide_mask = torch.cat([mask, torch.zeros(4, 3, dtype=torch.bool)], dim=1)
+    wide = [torch.cat([t.masked_fill(~mask, NAN), torch.full((4, 3), NAN).double()], dim=1) for t in (rewards, values)]
+    found = gae(*wide, wide_mask, final_values, gamma=0.9)
+    assert torch.equal(found[:, :6], expected)
+    assert (found[:, 6:] == 0).all()
+
+
+def test_a_hole_takes_time_and_is_never_read():
+    # gamma 1/2, lambda 1/2, steps in columns 0 and 3. A3 = 4 - 3 = 1;  delta0 = 1 + 3/8 - 2 = -5/8;  A0 = -5/8 + 1/16
+    found = gae(double([[1, NAN, NAN, 4]]), double([[2, NAN, NAN, 3]]), mask_of("x..x"))
+    assert found.tolist() == [[-0.5625, 0, 0, 1]]
+
+
+def test_holes_before_the_first_step_change_nothing():
+    found = gae(double([[NAN, 1, 2, 4]]), double([[NAN, 2, 1, 3]]), mask_of(".xxx"), double([8]))
+    assert found.tolist() == [[0, 0.4375, 3.75, 5.0]]
+
+
+def test_the_discount_of_a_hole_is_not_rounded_to_float32():
+    # a reward of 1 two columns on: .9^2
+    found = gae(double([[0, NAN, 1]]), double([[0, NAN, 0]]), mask_of("x.x"), gamma=0.9, gae_lambda=1.0)
+    assert found[0, 0].item() == pytest.approx(0.81, rel=1e-14)
+
+
+def test_a_row_without_steps_has_no_advantages():
+    found = gae(double([[1, 2]]), double([[3, 4]]), mask_of(".."), double([5]))
+    assert found.tolist() == [[0, 0]]
+
+
+def test_float32_is_added_up_in_float64():
+    found = gae(REWARDS.float(), VALUES.float(), final_values=torch.tensor([8.0]))
+    assert found.dtype == torch.float64
+    assert found.tolist() == [[0.4375, 3.75, 5.0]]
+
+
+def test_a_perfect_critic_leaves_no_advantage():
+    returns = discounted_returns(REWARDS, mask_of("xxx"), 0.5)
+    for gae_lambda in (0.0, 0.5, 1.0):
+        assert gae(values=returns, gae_lambda=gae_lambda).tolist() == [[0, 0, 0]]
+
+
+def test_a_rows_reward_stands_on_its_last_valid_step():
+    mask = mask_of("xxx", "xx.", "x.x", ".x.", "...")
+    placed = step_rewards(double([1, 2, 3, 4, 5]), mask)
+    assert placed.tolist() == [[0, 0, 1], [0, 2, 0], [0, 0, 3], [0, 4, 0], [0, 0, 0]]
+    assert placed.dtype == torch.float64
+    assert step_rewards(torch.ones(1), mask_of("x")).dtype == torch.float32
+
+
+def test_rewards_per_step_stay_where_they_are():
+    assert step_rewards(PLACED_REWARDS, FULL) is PLACED_REWARDS

@@ -1,0 +1,127 @@
+"""One way to ask any policy: which method is asked, what is joined from several forwards, what is kept for training."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import ActionScores, ConfigError, ContractError, ExperienceBatch
+from grpo._collecting.scoring import ReferenceScorer, Scorer, batch_fields, score_in_parts
+from tests.policies import GroupScoring, RowScoring, TablePolicy
+
+
+def rows_of(widths: list[int]) -> Callable[[Any, Any, Tensor], ActionScores]:
+    """State n has `widths[n]` steps, of log-probs -n, -n - 0.1 and so on; a forward is as wide as its longest row."""
+
+    def score(states: Any, actions: Any, group_ids: Tensor) -> ActionScores:
+        places = torch.arange(max(widths[state] for state in states))
+        return ActionScores(
+            log_probs=-torch.tensor(states).unsqueeze(1) - 0.1 * places,
+            mask=places < torch.tensor([widths[state] for state in states]).unsqueeze(1),
+        )
+
+    return score
+
+
+@pytest.mark.parametrize(("kind", "asked"), [(GroupScoring, "score_groups"), (RowScoring, "score_actions")])
+def test_the_best_method_that_a_policy_has_is_asked(kind: Any, asked: str) -> None:
+    policy = kind()
+    calls = []
+    method = getattr(policy, asked)
+    setattr(policy, asked, lambda *rows: calls.append(asked) or method(*rows))
+    scorer = Scorer(policy)
+    scorer([0, 0, 1], [(1, 0), (0,), (2, 0)], torch.tensor([0, 0, 1]))
+    assert calls == [asked]
+    assert scorer.one_step_device is None
+
+
+def test_a_plain_policy_that_gives_one_log_prob_per_row_decides_once_per_row() -> None:
+    policy = TablePolicy()
+    scorer = Scorer(policy)
+    assert scorer.one_step_device is None
+    scores = scorer(["a", "b"], [0, 1], torch.tensor([0, 1]))
+    assert scores.mask.tolist() == [[True], [True]]
+    assert scorer.one_step_device == policy.logits.device
+
+
+def test_parts_in_any_order_are_joined_in_the_order_of_the_rows() -> None:
+    """Rows 3 and 1 in one forward of two columns, rows 2 and 0 in another of three."""
+    parts: list[Any] = [torch.tensor([3, 1]), torch.tensor([2, 0])]
+    scores = score_in_parts(rows_of([1, 2, 3, 1]), [0, 1, 2, 3], ["x"] * 4, torch.arange(4), parts)
+    assert scores.mask.tolist() == [[True, False, False], [True, True, False], [True, True, True], [True, False, False]]
+    found = [
+        [round(value, 3) for value in row[mask].tolist()]
+        for row, mask in zip(scores.log_probs, scores.mask, strict=True)
+    ]
+    assert found == [[0.0], [-1.0, -1.1], [-2.0, -2.1, -2.2], [-3.0]]
+    assert scores.values is None
+
+
+def test_parts_that_were_scored_apart_keep_their_final_values() -> None:
+    def score(states: Any, actions: Any, group_ids: Tensor) -> ActionScores:
+        zeros = torch.zeros(len(states), 1)
+        return ActionScores(
+            log_probs=zeros,
+            mask=torch.ones(len(states), 1, dtype=torch.bool),
+            values=zeros,
+            final_values=torch.tensor([5.0]) if states[0] == "truncated" else None,
+        )
+
+    parts = [slice(0, 1), slice(1, 2)]
+    scores = score_in_parts(score, ["truncated", "terminated"], [0, 0], torch.tensor([0, 1]), parts)
+    assert scores.final_values is not None
+    assert scores.final_values.tolist() == [5, 0]
+
+
+class TwoSteps(TablePolicy):
+    """Its reference scores two steps of every row."""
+
+    def reference_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+        return torch.tensor([[-1.0, -2.0]])
+
+
+def test_reference_log_probs_are_padded_to_the_batchs_steps_and_never_cut() -> None:
+    def scored(mask: list[bool]) -> list[list[float]]:
+        batch = ExperienceBatch.from_rows(["a"], [0], [0.0], [0], mask=[mask])
+        return ReferenceScorer(TwoSteps(), None, nullcontext)(batch, [slice(0, 1)]).tolist()
+
+    assert scored([True, True, False]) == [[-1.0, -2.0, 0.0]]
+    with pytest.raises(ContractError, match=r"TwoSteps.reference_log_prob.* at most \[1, 1\]; got \[1, 2\] bool"):
+        scored([True])
+    with pytest.raises(ContractError, match=r"must score every step that the policy decided, .*; got \[1, 2\] bool"):
+        scored([True, True, True])
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        ((), {"old_log_probs"}),
+        (("entropy", "old_log_probs"), {"old_log_probs", "entropy"}),
+        (("values", "state_keys"), {"old_log_probs", "values", "final_values"}),
+    ],
+)
+def test_training_keeps_copies_of_the_scores_that_it_needs(needs: tuple[str, ...], expected: set[str]) -> None:
+    weights = torch.ones(2, 1, requires_grad=True)
+    view = weights.view(2, 1)
+    scores = ActionScores(
+        log_probs=view, mask=torch.ones(2, 1, dtype=torch.bool), entropy=view, values=view, final_values=view[:, 0]
+    )
+    fields = batch_fields(scores, needs)
+    with torch.no_grad():
+        weights.zero_()
+    assert set(fields) == expected
+    for values in fields.values():
+        assert values.flatten().tolist() == [1, 1]
+        assert not values.requires_grad
+
+
+def test_without_scores_there_is_nothing_to_keep() -> None:
+    assert batch_fields(None, ("values",)) == {}
+
+
+def test_a_policy_without_a_reference_of_its_own_needs_another() -> None:
+    with pytest.raises(ConfigError, match=r"TablePolicy has no reference_log_probabilities\(\); pass reference_policy"):
+        ReferenceScorer(TablePolicy(), None, torch.no_grad)

@@ -1,0 +1,182 @@
+"""Probability ratios at the level of steps and of rows: values, gradients, holes, and rows without a step."""
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import ObjectiveConfig
+from grpo._objective.ratios import (
+    MAX_LOG_RATIO,
+    RatioLevel,
+    bounded_exp,
+    either,
+    log_ratio_at_level,
+    mean_over_steps,
+    past_bounds,
+)
+from grpo.surrogates import Clip
+from tests.support import loss_and_gradient
+
+LEVELS = ["step", "row", "row_sum", "row_step", "none"]
+
+
+def double(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_the_names_of_the_levels():
+    assert list(get_args(RatioLevel)) == LEVELS
+
+
+# Row 0 has a hole in the middle, row 1 is full, row 2 has no step at all.
+MASK = torch.tensor([[True, False, True], [True, True, True], [False, False, False]])
+LOG_RATIO = double([[0.3, 0.0, -0.1], [0.5, 0.2, -0.1], [0.0, 0.0, 0.0]])
+# means: (.3 - .1)/2 = .1, (.5 + .2 - .1)/3 = .2, none: 0.    sums: .2, .6, 0
+VALUES = {
+    "step": [[0.3, 0.0, -0.1], [0.5, 0.2, -0.1], [0.0, 0.0, 0.0]],
+    "row": [[0.1], [0.2], [0.0]],
+    "row_sum": [[0.2], [0.6], [0.0]],
+    "row_step": [[0.1, 0.0, 0.1], [0.2, 0.2, 0.2], [0.0, 0.0, 0.0]],  # the row's, at every valid step
+    "none": [[0.0] * 3] * 3,
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_values_by_hand(level):
+    torch.testing.assert_close(log_ratio_at_level(LOG_RATIO, MASK, level), double(VALUES[level]), rtol=0, atol=1e-15)
+
+
+# What each step's loss has as its slope in the log-ratio of the level.
+SLOPES = double([[1.0, 2.0, 4.0], [3.0, 5.0, 7.0], [11.0, 13.0, 17.0]])
+ON_STEPS = [[1.0, 0.0, 4.0], [3.0, 5.0, 7.0], [0.0, 0.0, 0.0]]
+GRADIENTS = {
+    "step": ON_STEPS,
+    "row": [[2.5, 0.0, 2.5], [5.0, 5.0, 5.0], [0.0, 0.0, 0.0]],  # (1 + 4)/2 on two steps, (3 + 5 + 7)/3 on three
+    "row_sum": [[5.0, 0.0, 5.0], [15.0, 15.0, 15.0], [0.0, 0.0, 0.0]],
+    "row_step": ON_STEPS,
+    "none": ON_STEPS,
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_by_hand(level):
+    """With respect to the log-probs, of which those outside the mask have been replaced by 0."""
+    leaf = LOG_RATIO.clone().requires_grad_()
+    at_level = log_ratio_at_level(torch.where(MASK, leaf, 0.0), MASK, level)
+    (gradient,) = torch.autograd.grad((at_level * torch.where(MASK, SLOPES, 0.0)).sum(), leaf)
+    torch.testing.assert_close(gradient, double(GRADIENTS[level]), rtol=1e-15, atol=0)
+
+
+def test_the_row_is_the_geometric_mean_and_the_row_sum_the_product():
+    # ratios 2 and 8: geometric mean 4, product 16
+    x, everywhere = double([[math.log(2), math.log(8)]]), torch.ones(1, 2, dtype=torch.bool)
+    assert log_ratio_at_level(x, everywhere, "row").exp().item() == pytest.approx(4, rel=1e-14)
+    assert log_ratio_at_level(x, everywhere, "row_sum").exp().item() == pytest.approx(16, rel=1e-14)
+
+
+def test_one_step_per_row_makes_all_levels_but_none_the_same():
+    x, everywhere = double([[0.3], [-0.7]]), torch.ones(2, 1, dtype=torch.bool)
+    for level in LEVELS[:-1]:
+        assert torch.equal(log_ratio_at_level(x, everywhere, level), x)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_log_ratios_are_not_clamped(level):
+    x, everywhere = double([[33.0]]), torch.ones(1, 1, dtype=torch.bool)
+    assert log_ratio_at_level(x, everywhere, level).item() == (0 if level == "none" else 33)
+
+
+def test_the_mean_is_over_valid_steps_and_0_for_a_row_without_one():
+    values, mask = double([[6.0, 0.0, 3.0], [0.0, 0.0, 0.0]]), torch.tensor([[True, False, True], [False] * 3])
+    assert mean_over_steps(values, mask).tolist() == [[4.5], [0.0]]
+
+
+# value and slope; at the bound itself the slope is still the value
+@pytest.mark.parametrize(
+    ("x", "value", "slope"),
+    [
+        (25.0, math.exp(20), 0.0),
+        (20.0, math.exp(20), math.exp(20)),
+        (2.0, math.exp(2), math.exp(2)),
+        (0.0, 1.0, 1.0),
+        (-2.0, math.exp(-2), math.exp(-2)),
+        (-20.0, math.exp(-20), math.exp(-20)),
+        (-25.0, math.exp(-20), 0.0),
+        (math.inf, math.exp(20), 0.0),
+    ],
+)
+def test_beyond_twenty_the_exponential_is_constant(x, value, slope):
+    leaf = double([[x]]).requires_grad_()
+    ratio = bounded_exp(leaf)
+    assert MAX_LOG_RATIO == 20.0
+    assert ratio.item() == pytest.approx(value, rel=1e-14)
+    assert torch.autograd.grad(ratio, leaf)[0].item() == pytest.approx(slope, rel=1e-14)
+
+
+def test_what_is_no_number_stays_so():
+    assert bounded_exp(double([[math.nan, 0.0]])).isnan().tolist() == [[True, False]]
+
+
+def test_a_bound_is_passed_beyond_it_in_the_direction_of_the_advantage():
+    rho = double([[0.5, 0.25, 2.0, 4.0]])
+    below, above = past_bounds(rho.expand(3, 4), double([[-1.0], [1.0], [0.0]]), 0.5, 1.0)
+    assert below.tolist() == [[False, True, False, False], [False] * 4, [False] * 4]
+    assert above.tolist() == [[False] * 4, [False, False, False, True], [False] * 4]
+
+
+def test_a_choice_of_two_numbers_is_not_rounded_to_float32():
+    assert either(torch.tensor([[True, False]]), 0.1, 0.3, like=double([[0.0, 0.0]])).tolist() == [[0.1, 0.3]]
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_steps_at_all(shape, level):
+    at_level = log_ratio_at_level(torch.zeros(shape), torch.ones(shape, dtype=torch.bool), level)
+    assert bounded_exp(at_level).shape == ((shape[0], 1) if level in ("row", "row_sum") else shape)
+
+
+# One row of two steps and a hole: x = .05, (NaN), .03; A = 2, weights 1/2 each. Nothing reaches a bound of .2.
+#   step      l_t = -2 e^x_t, weighted by 1/2;                   gradient -e^x_t
+#   row       mean .04: the loss is -2 e^.04 (weights sum to 1); gradient -2 e^.04 / 2 per step
+#   row_sum   sum .08: -2 e^.08;                                 gradient -2 e^.08 per step
+#   row_step  as row                                             gradient -2 e^.04 w_t = -e^.04 per step
+#   none      ratio 1: -2;                                       gradient -2 w_t = -1 per step
+THROUGH_THE_LOSS = {
+    "step": (-math.exp(0.05) - math.exp(0.03), [-math.exp(0.05), -math.exp(0.03)]),
+    "row": (-2 * math.exp(0.04), [-math.exp(0.04)] * 2),
+    "row_sum": (-2 * math.exp(0.08), [-2 * math.exp(0.08)] * 2),
+    "row_step": (-2 * math.exp(0.04), [-math.exp(0.04)] * 2),
+    "none": (-2.0, [-1.0, -1.0]),
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_level_through_the_loss_with_a_poisoned_hole(level):
+    expected_loss, (first, last) = THROUGH_THE_LOSS[level]
+    loss, gradient = loss_and_gradient(
+        double([[-1.0, math.nan, -2.0]]),
+        double([2.0]),
+        ObjectiveConfig(surrogate=Clip(level=level)),
+        old_log_probs=double([[-1.05, math.nan, -2.03]]),
+        mask=torch.tensor([[True, False, True]]),
+        weights=double([[0.5, 0.0, 0.5]]),
+    )
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-14)
+    assert gradient[0].tolist() == pytest.approx([first, 0.0, last], rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("level", "clipped"), [("step", [True, False]), ("row", [True, True]), ("row_step", [True, True])]
+)
+def test_a_bound_stops_the_step_or_the_whole_row(level, clipped):
+    # x = .9, -.1: the step's ratio 2.46 is beyond 1.2, and so is the row's, exp(.4) = 1.49
+    _, gradient = loss_and_gradient(
+        double([[-0.1, -1.1]]),
+        double([1.0]),
+        ObjectiveConfig(surrogate=Clip(level=level)),
+        old_log_probs=double([[-1.0, -1.0]]),
+    )
+    assert (gradient[0] == 0).tolist() == clipped

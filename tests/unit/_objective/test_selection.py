@@ -1,0 +1,287 @@
+"""Which steps of an update count: quantiles with ties, covariances, random draws, and choices shared by several ranks."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import ConfigError, ObjectiveConfig, grpo_objective
+from grpo._objective.selection import (
+    covariances,
+    drawn_covariances,
+    kept_by_entropy,
+    largest_covariances,
+    selected_by,
+    top_entropy_steps,
+)
+from grpo.surrogates import ClipCov, KlCov
+from tests.support import loss_and_gradient, objective_inputs
+
+
+def double(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def generator(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(
+    ("entropy", "fraction", "kept"),
+    [
+        # sorted 0 .1 .2 .5 .9; place (1 - .4) 4 = 2.4: .2 + .4 (.5 - .2) = .32
+        ([0.1, 0.5, 0.2, 0.9, 0.0], 0.4, [0, 1, 0, 1, 0]),
+        # place (1 - .5) 4 = 2: the median itself, .2, which is kept
+        ([0.1, 0.5, 0.2, 0.9, 0.0], 0.5, [0, 1, 1, 1, 0]),
+        # place .75 * 3 = 2.25, between two equal values: all ties are kept, though they are three quarters
+        ([1.0, 1.0, 1.0, 0.0], 0.25, [1, 1, 1, 0]),
+        ([0.7, 0.7, 0.7], 0.01, [1, 1, 1]),
+        ([0.0, 0.0, 0.0, 0.0, 2.0], 0.5, [1, 1, 1, 1, 1]),  # the median is 0: decided steps tie with it
+        ([0.3, 0.1, 0.2], 1.0, [1, 1, 1]),  # the smallest is the bound
+        ([0.3, 0.1, 0.2], 0.01, [1, 0, 0]),  # never fewer than one
+        ([0.3, 0.1], 0.2, [1, 0]),
+        ([0.3], 0.2, [1]),
+        ([], 0.2, []),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_top_entropy_steps_by_hand(entropy, fraction, kept, dtype):
+    assert top_entropy_steps(torch.tensor(entropy, dtype=dtype), fraction).tolist() == [bool(k) for k in kept]
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5, 0.83])
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_the_bound_is_the_quantile(size, fraction):
+    entropy = torch.rand(size, generator=generator(), dtype=torch.float64)
+    kept = top_entropy_steps(entropy, fraction)
+    assert torch.equal(kept, entropy >= entropy.quantile(1 - fraction))
+    assert kept.sum() >= math.floor(fraction * size)
+
+
+def test_a_step_at_the_quantile_is_kept_whatever_the_rounding_of_its_place():
+    # the top 70 % of 0 .. 10: place (1 - .7) 10 = 3, though in floating point 3.0000000000000004
+    assert top_entropy_steps(torch.arange(11.0, dtype=torch.float64), 0.7).tolist() == [False] * 3 + [True] * 8
+
+
+def test_covariances_by_hand():
+    # log pi: mean -2, deviations 1, 0, -1;  A: mean 1, deviations 2, -1, -1
+    covariance = covariances(double([-1.0, -2.0, -3.0]), double([3.0, 0.0, 0.0]))
+    assert covariance.tolist() == [2.0, 0.0, 1.0]
+    assert covariance.mean().item() == 1.0  # Cov(log pi, A)
+
+
+def test_covariances_of_nothing_and_of_one():
+    assert covariances(double([]), double([])).tolist() == []
+    assert covariances(double([-3.0]), double([5.0])).tolist() == [0.0]
+
+
+COVARIANCE = double([2.0, 0.0, 1.0, 5.0, -4.0])
+
+
+@pytest.mark.parametrize(
+    ("fraction", "chosen"),
+    [
+        (1e-4, [0, 0, 0, 1, 0]),  # at least one
+        (0.2, [0, 0, 0, 1, 0]),
+        (0.4, [1, 0, 0, 1, 0]),
+        (0.59, [1, 0, 0, 1, 0]),  # 2.95: whole steps only
+        (0.6, [1, 0, 1, 1, 0]),
+        (1.0, [1, 1, 1, 1, 1]),
+    ],
+)
+def test_largest_covariances_by_hand(fraction, chosen):
+    assert largest_covariances(COVARIANCE, fraction).tolist() == [bool(c) for c in chosen]
+
+
+def test_of_no_steps_none_is_chosen():
+    assert largest_covariances(double([]), 0.5).tolist() == []
+    assert drawn_covariances(double([]), 0.5, low=1.0, high=5.0).tolist() == []
+
+
+# ten steps, of which 2, 3 and 4 lie strictly between 1 and 5
+CANDIDATES = double([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, -2.0, 1.0, 5.0])
+BETWEEN = [False, False, True, True, True, False, False, False, False, False]
+
+
+@pytest.mark.parametrize(("fraction", "count"), [(1e-4, 1), (0.1, 1), (0.2, 2), (0.3, 3), (0.9, 3)])
+def test_only_candidates_are_drawn_and_as_many_as_asked_for(fraction, count):
+    for seed in range(20):
+        drawn = drawn_covariances(CANDIDATES, fraction, low=1.0, high=5.0, generator=generator(seed))
+        assert drawn.sum() == count
+        assert not (drawn & ~torch.tensor(BETWEEN)).any()
+
+
+def test_every_candidate_has_its_turn_and_a_seed_repeats_it():
+    draws = [drawn_covariances(CANDIDATES, 0.1, low=1.0, high=5.0, generator=generator(seed)) for seed in range(40)]
+    assert torch.stack(draws).any(0).tolist() == BETWEEN
+    again = [drawn_covariances(CANDIDATES, 0.1, low=1.0, high=5.0, generator=generator(seed)) for seed in range(40)]
+    assert torch.equal(torch.stack(draws), torch.stack(again))
+
+
+def test_without_candidates_nothing_is_drawn():
+    assert not drawn_covariances(CANDIDATES, 0.5, low=10.0, high=11.0).any()
+
+
+# Two rows of three steps, one of them with a hole. Valid: entropies .1 .9 .5 | .3 .7
+MASK = torch.tensor([[True, True, True], [True, False, True]])
+ENTROPY = double([[0.1, 0.9, 0.5], [0.3, math.nan, 0.7]])
+LOG_PROBS = double([[-1.0, -2.0, -3.0], [-4.0, math.nan, -5.0]])
+# mean log pi -3: deviations 2 1 0 | -1 -2.   A = 2, -3: mean (3 * 2 - 2 * 3)/5 = 0.   c = 4 2 0 | 3 6
+ADVANTAGES = double([2.0, -3.0])
+
+
+def selected(surrogate: Any, advantages: Tensor = ADVANTAGES, log_probs: Tensor = LOG_PROBS) -> Tensor:
+    chosen = selected_by(surrogate.select, MASK, log_probs, advantages, generator())
+    assert not chosen[~MASK].any()
+    return chosen
+
+
+def test_without_a_setting_every_step_counts():
+    assert kept_by_entropy(MASK, ENTROPY, 1.0) is None
+    assert kept_by_entropy(MASK, None, 1.0) is None
+    assert selected_by(None, MASK, LOG_PROBS, ADVANTAGES) is None
+
+
+def test_top_entropy_among_the_valid_steps_of_all_rows():
+    # sorted .1 .3 .5 .7 .9; place .6 * 4 = 2.4: .58
+    assert kept_by_entropy(MASK, ENTROPY, 0.4).tolist() == [[False, True, False], [False, False, True]]
+
+
+def test_the_entropy_may_carry_a_gradient():
+    entropy = ENTROPY.clone().requires_grad_()
+    assert kept_by_entropy(MASK, entropy, 0.4).sum() == 2
+
+
+def test_kl_cov_takes_the_largest_covariances_of_all_rows():
+    assert selected(KlCov(fraction=0.4)).tolist() == [[True, False, False], [False, False, True]]
+
+
+def test_advantages_per_step_have_covariances_of_their_own():
+    # A = 1 1 1 | 1 -4: mean 0;  c = 2 1 0 | -1 8
+    advantages = double([[1.0, 1.0, 1.0], [1.0, math.nan, -4.0]])
+    assert selected(KlCov(fraction=0.2), advantages).tolist() == [[False, False, False], [False, False, True]]
+
+
+def test_half_precision_log_probs_are_compared_in_float32():
+    # A is not a number of bfloat16, in which all three advantages would be the same
+    seen = []
+
+    def select(log_probs: Tensor, advantages: Tensor, generator: torch.Generator | None) -> Tensor:
+        seen.append((log_probs, advantages))
+        return advantages > 1.0
+
+    advantages = torch.tensor([1.0, 1.0 + 2e-4])
+    log_probs = LOG_PROBS.to(torch.bfloat16).requires_grad_()
+    chosen = selected_by(select, MASK, log_probs, advantages)
+    assert chosen.tolist() == [[False, False, False], [True, False, True]]
+    ((found, _),) = seen
+    assert found.dtype == torch.float32
+    assert not found.requires_grad
+    assert found.tolist() == [-1, -2, -3, -4, -5]
+
+
+def test_clip_cov_draws_among_its_candidates():
+    # between 1 and 5: 4, 2 and 3
+    chosen = selected(ClipCov(fraction=0.4))
+    assert chosen.sum() == 2
+    assert not chosen[0, 2]
+    assert not chosen[1, 2]
+
+
+def test_top_entropy_without_an_entropy_is_an_error():
+    with pytest.raises(ConfigError, match=r"objective\.top_entropy_fraction=0\.4 needs an exact entropy"):
+        kept_by_entropy(MASK, None, 0.4)
+
+
+def in_two_ranks(choose: Any, split: int) -> tuple[list[Tensor], Tensor]:
+    """What each of two ranks finds for its rows, of `split` and 5 - `split` rows, and the choice of one process."""
+    ranks = [slice(0, split), slice(split, 5)]
+    sent: list[Tensor] = []
+    for rows in ranks:
+        choose(rows, lambda own: sent.append(own) or (own, 0))
+
+    def gather_as(rank: int) -> Any:
+        def gather(own: Tensor) -> tuple[Tensor, int]:
+            assert torch.equal(own, sent[rank])
+            return torch.cat(sent), rank * len(sent[0])
+
+        return gather
+
+    return [choose(rows, gather_as(rank)) for rank, rows in enumerate(ranks)], choose(slice(0, 5), None)
+
+
+@pytest.mark.parametrize("split", [0, 2, 5])
+@pytest.mark.parametrize(
+    "by", ["entropy", KlCov(fraction=0.3), ClipCov(fraction=0.3, cov_low=-0.5, cov_high=0.5)], ids=str
+)
+def test_ranks_choose_what_one_process_would(split, by):
+    random = generator(7)
+    mask = torch.rand(5, 4, generator=random) < 0.7
+    log_probs = -torch.rand(5, 4, generator=random, dtype=torch.float64)
+    advantages = torch.randn(5, generator=random, dtype=torch.float64)
+    entropy = torch.rand(5, 4, generator=random, dtype=torch.float64)
+
+    def choose(rows: slice, gather: Any) -> Tensor:
+        if by == "entropy":
+            return kept_by_entropy(mask[rows], entropy[rows], 0.3, gather)
+        return selected_by(by.select, mask[rows], log_probs[rows], advantages[rows], generator(), gather)
+
+    parts, whole = in_two_ranks(choose, split)
+    assert torch.equal(torch.cat(parts), whole)
+    assert 0 < whole[mask].sum() < mask.sum()
+
+
+def test_without_a_given_selection_the_loss_chooses_among_its_rows():
+    # ratio 1; of the valid steps' covariances 4 2 0 | 3 6 the largest is the last: there the pull of |x| at 0 is 0 ...
+    clean = LOG_PROBS.nan_to_num(-9.0)
+    config = ObjectiveConfig(surrogate=KlCov(fraction=0.2))
+    _, gradient = loss_and_gradient(clean, ADVANTAGES, config, mask=MASK)
+    assert gradient.tolist() == [[-2.0, -2.0, -2.0], [3.0, 0.0, 3.0]]
+    # ... and at ratio 1.1 it is the coefficient, beside -rho A
+    _, gradient = loss_and_gradient(clean, ADVANTAGES, config, mask=MASK, old_log_probs=clean - math.log(1.1))
+    assert gradient[0].tolist() == pytest.approx([-2.2] * 3)
+    assert gradient[1].tolist() == pytest.approx([3.3, 0, 3.3 + 1])
+
+
+def test_the_loss_leaves_out_what_clip_cov_chooses_and_reports_the_fraction():
+    # candidates above 3.5 are 4 and 6, and both are drawn; the other steps have ratio 1
+    config = ObjectiveConfig(surrogate=ClipCov(fraction=1.0, cov_low=3.5, cov_high=7.0))
+    _, gradient = loss_and_gradient(LOG_PROBS, ADVANTAGES, config, mask=MASK)
+    assert gradient.tolist() == [[0.0, -2.0, -2.0], [3.0, 0.0, 0.0]]
+    metrics = grpo_objective(objective_inputs(LOG_PROBS, ADVANTAGES, mask=MASK), config).metrics
+    assert metrics["selected_fraction"].tolist() == [5, 2, 2]
+    assert "kept_fraction" not in metrics
+
+
+def test_a_selection_that_is_given_is_used():
+    chosen = torch.tensor([[True, True, False], [False, True, False]])
+    config = ObjectiveConfig(surrogate=ClipCov(fraction=1.0, cov_low=3.5, cov_high=7.0), top_entropy_fraction=0.1)
+    inputs = {"mask": MASK, "selected": chosen, "keep": MASK}
+    _, gradient = loss_and_gradient(LOG_PROBS, ADVANTAGES, config, **inputs)
+    assert gradient.tolist() == [[0.0, 0.0, -2.0], [3.0, 0.0, 3.0]]
+    metrics = grpo_objective(objective_inputs(LOG_PROBS, ADVANTAGES, **inputs), config).metrics
+    assert metrics["selected_fraction"].tolist() == [5, 2, 2]
+    assert metrics["kept_fraction"].tolist() == [5, 5, 5]
+
+
+def test_steps_that_are_not_kept_have_no_gradient_and_change_no_weights():
+    clean = LOG_PROBS.nan_to_num(-9.0)
+    config = ObjectiveConfig(top_entropy_fraction=0.4)
+    _, gradient = loss_and_gradient(clean, ADVANTAGES, config, mask=MASK, entropy=ENTROPY)
+    assert gradient.tolist() == [[0.0, -2.0, 0.0], [0.0, 0.0, 3.0]]
+    metrics = grpo_objective(objective_inputs(clean, ADVANTAGES, mask=MASK, entropy=ENTROPY), config).metrics
+    assert metrics["kept_fraction"].tolist() == [5, 2, 2]
+
+
+def test_clip_cov_and_top_entropy_are_independent():
+    # kept by entropy, above .26: all but the first; left out by covariance: 4 and 6, the first and the last
+    config = ObjectiveConfig(surrogate=ClipCov(fraction=1.0, cov_low=3.5, cov_high=7.0), top_entropy_fraction=0.8)
+    _, gradient = loss_and_gradient(LOG_PROBS, ADVANTAGES, config, mask=MASK, entropy=ENTROPY)
+    assert gradient.tolist() == [[0.0, -2.0, -2.0], [3.0, 0.0, 0.0]]
+
+
+def test_a_surrogate_without_a_choice_reports_none():
+    metrics = grpo_objective(objective_inputs(LOG_PROBS, ADVANTAGES, mask=MASK), ObjectiveConfig()).metrics
+    assert not {"kept_fraction", "selected_fraction"} & set(metrics)

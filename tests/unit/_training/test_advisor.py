@@ -1,0 +1,259 @@
+"""What a run's numbers say is said in words, once, and only where it is so."""
+
+import copy
+import logging
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo import (
+    ActionScores,
+    AdvantageConfig,
+    GRPOConfig,
+    GRPOTrainer,
+    GRPOWarning,
+    ObjectiveConfig,
+    ObjectiveOutput,
+    SampledActions,
+)
+from grpo._training.advisor import ADVICE
+from tests.policies import TablePolicy
+
+ROOT = Path(__file__).parents[3]
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The signs that were named, in order."""
+    return [record.message.split(":")[0] for record in caplog.records if record.name == "grpo"]
+
+
+def run(
+    num_steps: int,
+    *,
+    lr: float = 1.0,
+    rewards: Any = (1.0, 0.0, 0.0, 1.0),
+    reference: bool = False,
+    logits: Any = None,
+    objective: Any = None,
+    **settings: Any,
+) -> None:
+    policy = TablePolicy(script=[[0, 1], [1, 0]], logits=logits)
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, **settings),
+        policy=policy,
+        reward_model=lambda states, actions: list(rewards),
+        reference_policy=copy.deepcopy(policy) if reference else None,
+        optimizer=torch.optim.SGD(policy.parameters(), lr=lr),
+        objective=objective,
+    )
+    for _ in range(num_steps):
+        trainer.step(["a", "b"])
+
+
+def test_a_loss_of_zero_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
+    run(3)
+    assert said(caplog) == ["the loss is 0"]
+    assert "rewards/mean" in caplog.text
+
+
+def test_with_several_updates_a_loss_is_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    run(3, num_epochs_per_update=2)
+    assert said(caplog) == []
+
+
+def test_nothing_clipped_is_said_after_ten_iterations_of_several_updates(caplog: pytest.LogCaptureFixture) -> None:
+    run(9, num_epochs_per_update=2, lr=1e-3)
+    assert said(caplog) == []
+    run(11, num_epochs_per_update=2, lr=1e-3)
+    assert said(caplog) == ["nothing is ever clipped"]
+
+
+def test_what_is_clipped_now_and_then_is_not_never_clipped(caplog: pytest.LogCaptureFixture) -> None:
+    run(11, num_epochs_per_update=4, lr=3.0)
+    assert "nothing is ever clipped" not in said(caplog)
+
+
+def test_a_reference_that_is_copied_every_time_has_no_kl(caplog: pytest.LogCaptureFixture) -> None:
+    run(11, reference=True, reference_sync_every=1, objective=None)
+    assert "the KL is 0" in said(caplog)
+    caplog.clear()
+    run(11, reference=True)
+    assert "the KL is 0" not in said(caplog)
+
+
+def test_dead_groups(caplog: pytest.LogCaptureFixture) -> None:
+    run(3, rewards=(1.0, 1.0, 0.3, 0.3))
+    assert said(caplog) == ["all groups are dead"]
+
+
+def test_advantages_that_are_made_0_are_told_from_rewards_that_are_equal(caplog: pytest.LogCaptureFixture) -> None:
+    run(2, rewards=(-1.0, 0.0, -2.0, -3.0), advantage=AdvantageConfig(scale="mean"))
+    assert said(caplog) == ["all advantages are 0"]
+
+
+@pytest.mark.parametrize(("batch_size", "is_said"), [(5, True), (4, False), (2, False), (None, False)])
+def test_a_batch_size_that_no_iteration_fills(
+    batch_size: int | None, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(2, batch_size=batch_size)
+    assert ("batch_size is larger than an iteration" in said(caplog)) == is_said
+
+
+def test_one_live_group_is_enough(caplog: pytest.LogCaptureFixture) -> None:
+    run(3, rewards=(1.0, 1.0, 0.3, 0.7))
+    assert "all groups are dead" not in said(caplog)
+
+
+class KnowsItsEntropy(TablePolicy):
+    """`ScoresActions`, so that the entropy is exact."""
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        log_softmax = self._logits_of(states).log_softmax(1)
+        entropy = -(log_softmax.exp() * log_softmax).sum(1, keepdim=True)
+        log_probs = log_softmax.gather(1, torch.tensor(actions).unsqueeze(1))
+        return ActionScores(log_probs=log_probs, mask=torch.ones_like(log_probs, dtype=torch.bool), entropy=entropy)
+
+
+def test_an_entropy_that_collapses(caplog: pytest.LogCaptureFixture) -> None:
+    """Pushed towards one action until a twentieth of ln 2 is left of the entropy, on average over the last ten iterations."""
+    policy = KnowsItsEntropy(script=[[0, 1], [1, 0]])
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, objective=ObjectiveConfig(entropy_coef=1e-9), max_grad_norm=None),
+        policy=policy,
+        reward_model=lambda states, actions: [1.0, 0.0, 0.0, 1.0],
+        optimizer=torch.optim.SGD(policy.parameters(), lr=1.0),
+    )
+    entropies = []
+    while "the entropy has collapsed" not in said(caplog):
+        entropies.append(trainer.step(["a", "b"])["train/entropy"])
+        assert len(entropies) < 100
+    assert sum(entropies[-10:]) / 10 < 0.1 * entropies[0]
+    assert entropies[-1] < 0.05 * entropies[0] < entropies[4]
+
+
+def test_an_entropy_that_was_low_from_the_start_has_not_collapsed(caplog: pytest.LogCaptureFixture) -> None:
+    run(15, lr=1e-3, logits=[[5.0, -5.0], [5.0, -5.0]])
+    assert "the entropy has collapsed" not in said(caplog)
+
+
+class Drawn(KnowsItsEntropy):
+    """Says that its actions were drawn with log-probs that are `off` more than the policy's: one number, or one per row."""
+
+    def __init__(self, off: Any, *, tells_scores: bool) -> None:
+        super().__init__(script=[[0, 1], [1, 0]])
+        self.off = torch.as_tensor(off, dtype=torch.float64).expand(4).unsqueeze(1)
+        self.tells_scores = tells_scores
+
+    def sample_actions(self, states: Any, num_actions_per_state: int) -> SampledActions:
+        actions = self.generate_actions(states, num_actions_per_state)
+        scores = self.score_actions([state for state in states for _ in range(2)], [*actions[0], *actions[1]])
+        return SampledActions(
+            actions=actions,
+            mask=scores.mask,
+            behaviour_log_probs=scores.log_probs + self.off,
+            scores=scores if self.tells_scores else None,
+        )
+
+
+def train_on(policy: Drawn, num_steps: int, objective: Any = None, **settings: Any) -> dict[str, float]:
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, objective=ObjectiveConfig(**settings)),
+        policy=policy,
+        reward_model=lambda states, actions: [1.0, 0.0, 0.0, 1.0],
+        optimizer=torch.optim.SGD(policy.parameters(), lr=1e-3),
+        objective=objective,
+    )
+    return [trainer.step(["a", "b"]) for _ in range(num_steps)][-1]
+
+
+SIGN = "the sampler is not the policy"
+
+
+@pytest.mark.parametrize("surrogate", ["clip", "reinforce", "vespo", "cispo"])
+@pytest.mark.parametrize("tells_scores", [False, True])
+def test_a_truncated_sampler_without_a_correction(
+    tells_scores: bool, surrogate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nine tenths of the policy are kept: -ln .9 in every step. Once, after ten iterations; with old log-probs and without."""
+    policy = Drawn(-math.log(0.9), tells_scores=tells_scores)
+    metrics = train_on(policy, 9, surrogate=surrogate)
+    assert metrics["train/sampler_divergence"] == pytest.approx(0.10536, abs=1e-5)
+    assert SIGN not in said(caplog)
+    train_on(policy, 12, surrogate=surrogate)
+    assert said(caplog).count(SIGN) == 1
+    assert "objective.sampler_correction='truncate'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        0.0,
+        0.005,
+        [0.05, -0.05, 0.04, -0.04],  # rounding: as often up as down
+        [math.nan, 0.0, math.nan, 0.0],  # unscored steps count nowhere
+        math.nan,
+    ],
+)
+def test_a_sampler_that_is_the_policy_to_rounding(off: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for tells_scores in (False, True):
+        metrics = train_on(Drawn(off, tells_scores=tells_scores), 12)
+        assert metrics["train/sampler_divergence"] == pytest.approx(0.005 if off == 0.005 else 0.0, abs=1e-9)
+    assert SIGN not in said(caplog)
+
+
+def test_unscored_steps_do_not_hide_the_others() -> None:
+    assert train_on(Drawn([math.nan, 0.1, math.nan, 0.3], tells_scores=True), 1)["train/sampler_divergence"] == (
+        pytest.approx(0.2)
+    )
+
+
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_where_it_is_corrected_for_nothing_is_said(correction: str, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = train_on(Drawn(0.1, tells_scores=True), 12, sampler_correction=correction)
+    assert metrics["train/sampler_divergence"] == pytest.approx(0.1)
+    assert SIGN not in said(caplog)
+
+
+def test_a_loss_of_the_callers_may_correct_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    policy = Drawn(0.1, tells_scores=True)
+    train_on(
+        policy,
+        12,
+        objective=lambda inputs: ObjectiveOutput(
+            loss=(inputs.log_probs.squeeze(1) * inputs.advantages).sum(), metrics={}
+        ),
+    )
+    assert SIGN not in said(caplog)
+
+
+def test_a_loss_of_the_callers_is_judged_by_what_it_reports(caplog: pytest.LogCaptureFixture) -> None:
+    """It reports nothing: neither its loss nor its divergence can be said to be 0."""
+    with pytest.warns(GRPOWarning, match=r"kl_coef=0\.04"):
+        run(
+            11,
+            reference=True,
+            objective=lambda inputs: ObjectiveOutput(
+                loss=(inputs.log_probs.squeeze(1) * inputs.advantages).sum(), metrics={}
+            ),
+        )
+    assert said(caplog) == []
+
+
+def test_it_is_said_at_the_level_of_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    run(1)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+
+
+def test_the_page_has_every_sign() -> None:
+    page = " ".join((ROOT / "docs" / "debugging.md").read_text().split())  # wherever its lines are broken
+    assert [sign for sign in ADVICE if sign not in page] == []
+    settings = set(
+        re.findall(r"\b(?:group_size|dynamic_sampling_rounds|reference_sync_every|reference_mix)\b", str(ADVICE))
+    )
+    assert all(hasattr(GRPOConfig(), name) for name in settings)
+    assert hasattr(ObjectiveConfig(), "entropy_coef")

@@ -1,0 +1,241 @@
+"""The loss as updates call it: what a whole objective of the user's does not measure is NaN, and what it drops is named."""
+
+import json
+import math
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo import (
+    ContractError,
+    GRPOConfig,
+    GRPOWarning,
+    JSONLSink,
+    ObjectiveConfig,
+    ObjectiveInputs,
+    ObjectiveOutput,
+    grpo_objective,
+)
+from grpo._training.loss import MeteredObjective
+from grpo.metrics import Meter
+from grpo.surrogates import Clip
+from tests.policies import TablePolicy
+from tests.trainers import SCRIPT, by_hand, quarters
+
+NAMED = {
+    "surrogate": ({"surrogate": "cispo"}, r"surrogate=Cispo\(.*?\)"),
+    "another clip": ({"surrogate": Clip(high=0.28)}, r"surrogate=Clip\(.*?high=0\.28.*?\)"),
+    "kl_coef": ({"kl_coef": 0.5}, r"kl_coef=0\.5"),
+    "entropy_coef": ({"entropy_coef": 0.25}, r"entropy_coef=0\.25"),
+    "value loss": ({"value_coef": 0.75}, r"value_coef=0\.75"),
+    "sampler_correction": ({"sampler_correction": "mask"}, r"sampler_correction=Mask\(.*?\)"),
+    "top_entropy_fraction": ({"top_entropy_fraction": 0.5}, r"top_entropy_fraction=0\.5"),
+    "off_policy_threshold": ({"off_policy_threshold": 0.0}, r"off_policy_threshold=0\.0"),
+}
+"""Settings of a term -> what the warning calls the term."""
+
+REPORTED_AS = {
+    "surrogate": "policy_loss",
+    "another clip": "policy_loss",
+    "kl_coef": "kl_penalty",
+    "entropy_coef": "entropy_bonus",
+    "value loss": "value_loss",
+    "sampler_correction": "sampler_ratio",
+    "top_entropy_fraction": "kept_fraction",
+    "off_policy_threshold": "kept_fraction",
+}
+
+
+def inputs_for(config: ObjectiveConfig, *, has_critic: bool) -> ObjectiveInputs:
+    """One row of one step, with the coefficients as the trainer passes them."""
+    log_probs = torch.tensor([[-1.0]], requires_grad=True)
+    return ObjectiveInputs(
+        log_probs=log_probs,
+        old_log_probs=None,
+        advantages=torch.tensor([1.0]),
+        mask=torch.tensor([[True]]),
+        weights=torch.tensor([[1.0]]),
+        kl_coef=config.kl_coef or 0.0,
+        entropy_coef=config.entropy_coef,
+        values=log_probs if has_critic else None,
+        returns=torch.tensor([[1.0]]) if has_critic else None,
+    )
+
+
+def total(inputs: ObjectiveInputs) -> ObjectiveOutput:
+    """A loss of the user's own, with one metric of its own: 7 + 9, and 49 + 81 for the squares."""
+    metrics = {"answer": torch.tensor([2.0, 16.0, 130.0], dtype=torch.float64)}
+    return ObjectiveOutput(loss=(inputs.log_probs.squeeze(1) * inputs.advantages).sum(), metrics=metrics)
+
+
+def that_reports(*names: str) -> Any:
+    """An objective that reports these metrics."""
+    return lambda inputs: ObjectiveOutput(
+        loss=inputs.log_probs.sum(), metrics={name: torch.zeros(3, dtype=torch.float64) for name in names}
+    )
+
+
+def warnings_of(settings: dict[str, Any], own: Any, *, has_critic: bool = True, num_calls: int = 1) -> list[str]:
+    """The texts of the warnings that calls of an objective with these settings give."""
+    config = ObjectiveConfig(**settings)
+    loss = MeteredObjective(GRPOConfig(objective=config), own, Meter())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(num_calls):
+            loss(inputs_for(config, has_critic=has_critic))
+    assert all(warning.category is GRPOWarning for warning in caught)
+    return [str(warning.message) for warning in caught]
+
+
+# What it does not measure
+
+
+def test_what_an_objective_of_the_users_does_not_report_is_nan_in_the_metrics_and_null_in_files(tmp_path: Path) -> None:
+    """loss = sum of A log pi over (a: 0, 1) and (b: 1, 0) with A = +-1/2: 0 at first; |gradient| = sqrt(4 (1/2)^2) = 1."""
+    trainer, _ = by_hand(objective=total)
+    with JSONLSink(tmp_path / "metrics.jsonl") as sink:
+        (metrics,) = trainer.train(["a", "b"], num_iterations=1, sinks=[sink], progress=False)
+    unmeasured = {
+        f"train/{name}"
+        for name in (
+            "policy_loss", "kl_penalty", "kl_mean", "kl_std", "entropy_bonus", "entropy", "value_loss", "ratio_mean",
+            "ratio_std", "clip_fraction", "clip_fraction_low", "clip_fraction_high", "ratio_clamped_fraction",
+        )
+    }  # fmt: skip
+    assert {name for name, value in metrics.items() if not math.isfinite(value)} == unmeasured
+    assert metrics["train/total_loss"] == pytest.approx(0.0, abs=1e-12)
+    assert metrics["train/grad_norm"] == pytest.approx(1.0)
+    assert metrics["train/answer"] == 8.0
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert {name for name, value in line.items() if value is None} == unmeasured
+    assert line["train/answer"] == 8.0
+
+
+def test_the_loss_of_an_objective_that_does_not_report_it_is_the_sum_over_its_micro_batches() -> None:
+    """Rows of loss log 1/2 each: 4 log 1/2 for the update, in forwards of 4 rows or of 1."""
+    expected = 4 * math.log(0.5)
+    for size in (None, 1):
+        trainer, _ = by_hand(
+            objective=lambda inputs: ObjectiveOutput(loss=inputs.log_probs.sum(), metrics={}),
+            config={"micro_batch_size": size},
+        )
+        assert trainer.step(["a", "b"])["train/total_loss"] == pytest.approx(expected)
+
+
+def test_what_an_objective_of_the_users_reports_is_taken_from_it() -> None:
+    """It calls the built-in objective, so all that this one measures is measured; there is no critic."""
+    loss = ObjectiveConfig(entropy_coef=0.1, entropy_estimator="score_function")
+    ours, _ = by_hand(reference_policy=quarters(), config={"objective": loss})
+    theirs, _ = by_hand(
+        reference_policy=quarters(), config={"objective": loss}, objective=lambda inputs: grpo_objective(inputs, loss)
+    )
+    expected, found = ours.step(["a", "b"]), theirs.step(["a", "b"])
+    names = [name for name in expected if name.startswith("train/") and name != "train/value_loss"]
+    assert {name: found[name] for name in names} == {name: pytest.approx(expected[name]) for name in names}
+
+
+@pytest.mark.parametrize("returned", [None, torch.tensor(1.0), (torch.tensor(1.0), {})])
+def test_an_objective_that_returns_something_else_is_refused(returned: Any) -> None:
+    trainer, policy = by_hand(objective=lambda inputs: returned)
+    with pytest.raises(
+        ContractError, match=r"objective must return ObjectiveOutput\(loss=\.\.\., metrics=\.\.\.\); got"
+    ):
+        trainer.step(["a", "b"])
+    assert policy.logits.tolist() == [[0.0, 0.0]] * 2
+
+
+# What it drops
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_each_configured_term_that_an_objective_of_the_users_does_not_report_is_named(name: str) -> None:
+    settings, pattern = NAMED[name]
+    has_critic = name == "value loss"
+    (message,) = warnings_of(settings, total, has_critic=has_critic)
+    assert r"objective=... stands in for the whole loss and reports nothing" in message
+    assert re.search(rf"what these settings ask for: {pattern}\. Compute these terms", message), message
+
+
+def test_all_dropped_terms_are_named_in_one_warning() -> None:
+    settings = {
+        key: value for name, (part, _) in NAMED.items() if name != "another clip" for key, value in part.items()
+    }
+    (message,) = warnings_of(settings, total, num_calls=3)
+    for key in settings:
+        assert message.count(f"{key}=") == 1 + (key == "surrogate"), (
+            key
+        )  # the advice has ObjectiveConfig(surrogate=...)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_term_whose_metric_is_reported_is_not_named(name: str) -> None:
+    settings, _ = NAMED[name]
+    assert warnings_of(settings, that_reports(REPORTED_AS[name]), has_critic=name == "value loss") == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"surrogate": "clip"}, {"kl_coef": 0.0}, {"value_coef": 0.75}, {"surrogate": Clip(low=0.2, high=0.2)}],
+    ids=[
+        "nothing",
+        "the default by name",
+        "an explicit 0",
+        "a value loss without a critic",
+        "the default as an object",
+    ],
+)
+def test_nothing_is_named_where_nothing_is_configured(settings: dict[str, Any]) -> None:
+    assert warnings_of(settings, total, has_critic=False) == []
+
+
+def test_a_value_loss_that_is_switched_off_is_not_named() -> None:
+    assert warnings_of({"value_coef": 0.0}, total, has_critic=True) == []
+
+
+def test_the_built_in_objective_drops_nothing() -> None:
+    assert warnings_of({"entropy_coef": 0.5, "entropy_estimator": "score_function", "surrogate": "cispo"}, None) == []
+
+
+def test_a_trainer_warns_once_and_needs_nothing_of_what_is_dropped() -> None:
+    """No entropy, no behaviour log-probs: what only the built-in objective reads is not asked for. The KL is on by default."""
+    settings = {"top_entropy_fraction": 0.5, "sampler_correction": "truncate", "surrogate": "clip_cov"}
+    trainer, policy = by_hand(
+        policy=TablePolicy(script=SCRIPT),
+        reference_policy=quarters(),
+        objective=total,
+        config={"objective": ObjectiveConfig(**settings), "batch_size": 2, "num_epochs_per_update": 2},
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            trainer.step(["a", "b"])
+    (warning,) = caught
+    assert warning.category is GRPOWarning
+    for part in ("surrogate=ClipCov(", "kl_coef=0.04", "sampler_correction=Truncate(", "top_entropy_fraction=0.5"):
+        assert part in str(warning.message)
+    assert policy.logits.isfinite().all()
+
+
+# The compiler
+
+
+@pytest.mark.parametrize(("is_on", "own", "num_compiled"), [(True, None, 1), (False, None, 0), (True, total, 0)])
+def test_the_built_in_objective_alone_is_compiled_and_only_on_request(
+    is_on: bool, own: Any, num_compiled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[Any] = []
+
+    def remembering(function: Any) -> Any:
+        compiled.append(function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", remembering)
+    trainer, policy = by_hand(objective=own, config={"compile_objective": is_on})
+    trainer.step(["a", "b"])
+    assert len(compiled) == num_compiled
+    if own is None:
+        assert policy.logits.tolist() == [[0.125, -0.125]] * 2

@@ -1,0 +1,330 @@
+"""The optimizer step: the rate it steps at, what it counts and clears, and that a loss scale changes nothing."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import ConfigError, ContractError, GRPOConfig, GRPOTrainer, GRPOWarning, NonFiniteGradientError
+from tests.policies import DuckPolicy, RecordingSGD, TablePolicy, digest, weights_of
+from tests.trainers import SCRIPT, by_hand
+
+STEP = torch.tensor([[0.125, -0.125]] * 2, dtype=torch.float64)
+"""Minus the gradient of the logits: advantages are +-1/2, so per row (1/4)(1/2)(e - p), with p = (1/2, 1/2)."""
+NORM = 0.25
+"""sqrt(4/64)."""
+
+
+def trainer_of(policy: Any, optimizer: Any = None, **settings: Any) -> GRPOTrainer:
+    """Plain SGD of rate 1, unless told otherwise."""
+    given = {} if optimizer is None else {"optimizer": optimizer}
+    return by_hand(policy=policy, config=settings, **given)[0]
+
+
+def close(found: Tensor, expected: Any) -> None:
+    torch.testing.assert_close(found.detach(), torch.as_tensor(expected, dtype=found.dtype), rtol=1e-6, atol=1e-9)
+
+
+# The optimizer, its learning rate and its schedules
+
+
+class CountingScheduler:
+    """Sets the rate to 1, 1/2, 1/4, ... by the number of calls."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.calls = optimizer, 0
+
+    def step(self) -> None:
+        self.calls += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.5**self.calls
+
+
+def test_the_callers_optimizer_and_scheduler_are_the_ones_stepped() -> None:
+    """12 rows in updates of 5: three per pass, two passes. The optimizer also holds a tensor of the caller's."""
+    policy = TablePolicy()
+    extra = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    optimizer = RecordingSGD(policy)
+    optimizer.add_param_group({"params": [extra], "lr": 1.0})
+    scheduler = CountingScheduler(optimizer)
+    trainer, _ = by_hand(
+        policy=policy,
+        rewards=lambda states, actions: torch.arange(12.0),
+        optimizer=optimizer,
+        lr_scheduler=scheduler,
+        config={"group_size": 6, "batch_size": 5, "num_epochs_per_update": 2},
+    )
+    metrics = trainer.step(["a", "b"])
+    assert len(optimizer.gradients) == scheduler.calls == 6
+    assert trainer.optimizer_step.optimizer is optimizer
+    assert metrics["train/skipped_updates"] == 0.0
+
+
+def test_the_scheduler_is_not_stepped_by_a_skipped_update() -> None:
+    policy = TablePolicy(script=SCRIPT)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    scheduler = CountingScheduler(optimizer)
+    trainer, _ = by_hand(rewards=[2.0] * 4, policy=policy, optimizer=optimizer, lr_scheduler=scheduler)
+    assert trainer.step(["a", "b"])["train/skipped_updates"] == 1.0
+    assert scheduler.calls == 0
+
+
+def test_a_callers_scheduler_is_in_force_during_train() -> None:
+    """One update per iteration, the rate halved after each: 1, 1/2, 1/4."""
+    policy = TablePolicy(script=SCRIPT)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    trainer, _ = by_hand(policy=policy, optimizer=optimizer, lr_scheduler=scheduler)
+    history = trainer.train(["a", "b"], num_iterations=3, progress=False)
+    assert [metrics["train/learning_rate"] for metrics in history] == [1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rates"),
+    [
+        ({}, [1, 1, 1, 1, 1]),
+        ({"lr_schedule": "linear"}, [1, 0.8, 0.6, 0.4, 0.2]),
+        ({"lr_schedule": "cosine"}, [0.5 * (1 + math.cos(math.pi * k / 5)) for k in range(5)]),
+        ({"warmup_ratio": 0.4}, [0.5, 1, 1, 1, 1]),
+        ({"lr_schedule": "linear", "warmup_ratio": 0.4}, [0.5, 1, 1, 2 / 3, 1 / 3]),
+    ],
+)
+def test_learning_rate_schedules(settings: dict[str, Any], rates: list[float]) -> None:
+    trainer, _ = by_hand(config={**settings, "learning_rate": 0.25}, optimizer=None)
+    history = trainer.train(["a", "b"], num_iterations=5, progress=False)
+    assert [metrics["train/learning_rate"] for metrics in history] == pytest.approx([0.25 * rate for rate in rates])
+
+
+def test_without_an_optimizer_it_is_adamw_without_decay() -> None:
+    """Adam's first step is lr * sign(gradient), up to eps; a weight with no gradient stays: there is no decay."""
+    policy = TablePolicy(num_actions=3, logits=[[5.0, 5.0, -900.0]] * 2, script=SCRIPT)
+    trainer, _ = by_hand(policy=policy, optimizer=None, config={"learning_rate": 0.01})
+    trainer.step(["a", "b"])
+    expected = torch.tensor([[5.01, 4.99, -900.0]] * 2, dtype=torch.float64)
+    torch.testing.assert_close(policy.logits.detach(), expected, rtol=0, atol=1e-8)
+
+
+def test_gradients_are_clipped_to_their_total_norm() -> None:
+    """The norm is 1/4 (each of four entries is +-1/8); clipped to 1/40, entries are +-1/80."""
+    trainer, policy = by_hand(config={"max_grad_norm": 0.025})
+    metrics = trainer.step(["a", "b"])
+    assert metrics["train/grad_norm"] == pytest.approx(0.25)
+    torch.testing.assert_close(policy.logits[0].tolist(), [1 / 80, -1 / 80], rtol=1e-4, atol=0)
+
+
+def test_a_gradient_left_behind_by_the_caller_is_no_part_of_the_update() -> None:
+    """As after supervised training that ended with optimizer.step()."""
+    trainer, policy = by_hand()
+    policy.logits.grad = torch.full_like(policy.logits, 100.0)
+    trainer.step(["a", "b"])
+    assert policy.logits[0].tolist() == [0.125, -0.125]
+
+
+def test_an_optimizer_that_holds_none_of_the_parameters_is_refused() -> None:
+    other = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ConfigError, match=r"optimizer holds none of the 1 trainable tensors of TablePolicy"):
+        by_hand(optimizer=torch.optim.SGD([other], lr=1.0))
+
+
+def test_two_things_that_set_the_learning_rate_are_refused() -> None:
+    policy = TablePolicy()
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    scheduler = CountingScheduler(optimizer)
+    for settings in ({"lr_schedule": "linear"}, {"warmup_ratio": 0.5}):
+        with pytest.raises(ConfigError, match=r"lr_scheduler and config\.lr_schedule"):
+            by_hand(policy=policy, optimizer=optimizer, lr_scheduler=scheduler, config=settings)
+
+
+def test_a_policy_without_parameters_is_scored_and_not_updated() -> None:
+    class Fixed(DuckPolicy):
+        def get_parameters(self) -> dict[str, Tensor]:
+            return {}
+
+        def get_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+            return super().get_log_probabilities(states, actions).detach()
+
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=4, batch_size=2, num_epochs_per_update=2),
+        policy=Fixed(),
+        reward_model=lambda states, actions: torch.arange(8.0),
+    )
+    metrics = trainer.step([0, 1])
+    assert metrics["train/skipped_updates"] == 8.0
+    assert metrics["train/grad_norm"] == metrics["train/learning_rate"] == 0.0
+    assert metrics["train/ratio_mean"] == 1.0
+
+
+# A loss scaler. On the CPU it does what it does on CUDA, where `autocast_dtype="float16"` switches it on.
+
+
+def scaled(policy: Any, optimizer: Any = None, *, init_scale: float = 3000.0, **settings: Any) -> GRPOTrainer:
+    trainer = trainer_of(policy, optimizer, **settings)
+    trainer.optimizer_step.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
+    return trainer
+
+
+class Poisoned(TablePolicy):
+    """In float32. Its gradient is multiplied at the given backward passes, counted from 0."""
+
+    def __init__(self, *when: int, factor: float = math.inf) -> None:
+        super().__init__(script=SCRIPT, dtype=torch.float32)
+        self.num_backwards = 0
+
+        def hook(gradient: Tensor) -> Tensor:
+            self.num_backwards += 1
+            return gradient * factor if self.num_backwards - 1 in when else gradient
+
+        self.logits.register_hook(hook)
+
+
+def test_a_loss_scale_changes_neither_the_update_nor_the_norm() -> None:
+    trainer = scaled(policy := TablePolicy(script=SCRIPT))
+    metrics = trainer.step(["a", "b"])
+    close(policy.logits, STEP)
+    assert metrics["train/grad_norm"] == pytest.approx(NORM, rel=1e-6)
+    assert metrics["train/skipped_updates"] == 0.0
+    assert policy.logits.grad is None
+
+
+def test_clipping_acts_on_the_norm_without_the_scale() -> None:
+    """1/4 is below a bound of 1/2, and ten times a bound of 1/40."""
+    for bound, factor in ((0.5, 1.0), (0.025, 0.1)):
+        trainer = scaled(policy := TablePolicy(script=SCRIPT), max_grad_norm=bound)
+        metrics = trainer.step(["a", "b"])
+        torch.testing.assert_close(policy.logits.detach(), STEP * factor, rtol=1e-4, atol=0)
+        assert metrics["train/grad_norm"] == pytest.approx(NORM, rel=1e-6)
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 3}, {"batch_size": 2, "num_epochs_per_update": 2}])
+def test_a_loss_scale_that_grows_changes_nothing_for_adam(settings: dict[str, Any]) -> None:
+    """The default optimizer, fused where the device has it, over several updates and doublings of the scale."""
+    weights = []
+    for make in (trainer_of, scaled):
+        policy = TablePolicy(script=SCRIPT)
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1, weight_decay=0.0, fused=True)
+        trainer = make(policy, optimizer, seed=1, **settings)
+        for _ in range(5):
+            trainer.step(["a", "b"])
+        weights.append(weights_of(policy))
+    close(weights[1], weights[0])
+    assert trainer.optimizer_step.scaler.get_scale() > 3000.0
+
+
+@pytest.mark.parametrize("factor", [math.inf, math.nan, 1e24], ids=["infinite", "NaN", "of a norm beyond float32"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("when", [0, 1])
+def test_under_a_loss_scale_a_bad_gradient_changes_the_scale_alone(when: int, fused: bool, factor: float) -> None:
+    """It is halved; weights and Adam's state stay bitwise, also before Adam has one; then sound updates go on."""
+    policy = Poisoned(when, factor=factor)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.1, fused=fused)
+    trainer = scaled(policy, optimizer)
+    for _ in range(when):
+        trainer.step(["a", "b"])
+    before = digest(weights_of(policy), optimizer.state_dict())
+    metrics = trainer.step(["a", "b"])
+    assert digest(weights_of(policy), optimizer.state_dict()) == before
+    assert metrics["train/skipped_updates"] == 1.0
+    assert policy.logits.grad is None
+    assert trainer.optimizer_step.scaler.get_scale() == 1500.0
+    assert trainer.step(["a", "b"])["train/skipped_updates"] == 0.0
+    close(policy.logits, [[0.1 * (when + 1), -0.1 * (when + 1)]] * 2)  # Adam's steps are lr * sign(gradient) here
+
+
+def test_skipped_updates_end_a_run_once_the_scale_has_come_down() -> None:
+    """From 4 it comes down to 2, 1, 1/2: the first skip is put down to the scale, the next two to the policy."""
+    trainer = scaled(Poisoned(*range(9)), init_scale=4.0, max_skipped_updates=2)
+    assert [trainer.step(["a", "b"])["train/skipped_updates"] for _ in range(2)] == [1.0, 1.0]
+    with pytest.raises(NonFiniteGradientError, match="2 updates in a row"):
+        trainer.step(["a", "b"])
+    assert weights_of(trainer.policy).tolist() == [0.0] * 4
+
+
+def test_under_a_loss_scale_training_goes_on_after_an_error_that_the_caller_mended() -> None:
+    """The log-prob is found to be infinite after the gradients were unscaled, which may be done once per update."""
+    policy = TablePolicy(script=SCRIPT)
+    trainer = scaled(policy)
+    trainer.step(["a", "b"])
+    sound, weights = policy.get_log_probabilities, weights_of(policy)
+    policy.get_log_probabilities = lambda states, actions: sound(states, actions) * math.inf  # type: ignore[method-assign]
+    with pytest.raises(ContractError, match="must be finite"):
+        trainer.step(["a", "b"])
+    assert torch.equal(weights_of(policy), weights)
+    policy.get_log_probabilities = sound  # type: ignore[method-assign]
+    assert trainer.step(["a", "b"])["train/skipped_updates"] == 0.0
+
+
+def test_a_checkpoint_holds_the_loss_scale(tmp_path: Path) -> None:
+    trainer = scaled(Poisoned(0), init_scale=1000.0)
+    trainer.step(["a", "b"])
+    trainer.save_checkpoint(tmp_path / "here")
+    resumed = scaled(Poisoned(), init_scale=8.0)
+    resumed.load_checkpoint(tmp_path / "here")
+    assert resumed.optimizer_step.scaler.get_scale() == 500.0
+    for _ in range(2):  # two sound updates, after which it grows
+        assert resumed.optimizer_step.scaler.state_dict() == trainer.optimizer_step.scaler.state_dict()
+        resumed.step(["a", "b"])
+        trainer.step(["a", "b"])
+    assert resumed.optimizer_step.scaler.get_scale() == trainer.optimizer_step.scaler.get_scale() == 1000.0
+
+
+# An optimizer that moves some of the parameters, or more than those
+
+
+class Biased(TablePolicy):
+    """The same bias for both states: its gradient is the sum of theirs, (-1/4, 1/4), of norm sqrt(1/8)."""
+
+    tells_bias = True
+
+    def __init__(self) -> None:
+        super().__init__(script=SCRIPT)
+        self.bias = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def _logits_of(self, states: Any) -> Tensor:
+        return super()._logits_of(states) + self.bias
+
+    def get_parameters(self) -> dict[str, Tensor]:
+        parameters: dict[str, Tensor] = dict(self.named_parameters())
+        return parameters if self.tells_bias else {"logits": self.logits}
+
+
+class Unsaid(Biased):
+    """Its bias is no part of `get_parameters()`."""
+
+    tells_bias = False
+
+
+BOTH = math.sqrt(4 / 64 + 2 / 16)
+
+
+def test_what_the_optimizer_does_not_hold_is_named_and_counts_for_nothing() -> None:
+    policy = Biased()
+    with pytest.warns(GRPOWarning, match=r"does not hold bias, so 1 of 2 trainable tensors of Biased stay as they are"):
+        trainer = trainer_of(policy, torch.optim.SGD([policy.logits], lr=1.0), max_grad_norm=0.025)
+    metrics = trainer.step(["a", "b"])
+    assert metrics["train/grad_norm"] == pytest.approx(NORM)
+    torch.testing.assert_close(policy.logits.detach(), STEP / 10, rtol=1e-4, atol=0)
+    assert policy.bias.tolist() == [0.0, 0.0]
+    assert policy.bias.grad is None
+
+
+@pytest.mark.parametrize("kind", [Biased, Unsaid])
+@pytest.mark.parametrize("bound", [None, BOTH / 10])
+def test_a_parameter_group_that_is_added_later_is_cleared_counted_and_clipped(kind: Any, bound: float | None) -> None:
+    policy = kind()
+    optimizer = torch.optim.SGD([policy.logits, torch.nn.Parameter(torch.zeros(0))], lr=1.0)
+    if policy.tells_bias:
+        with pytest.warns(GRPOWarning, match="does not hold bias"):
+            trainer = trainer_of(policy, optimizer, max_grad_norm=bound)
+    else:
+        trainer = trainer_of(policy, optimizer, max_grad_norm=bound)
+    optimizer.add_param_group({"params": [policy.bias]})
+    policy.bias.grad = torch.full((2,), 100.0, dtype=torch.float64)
+    metrics = trainer.step(["a", "b"])
+    assert metrics["train/grad_norm"] == pytest.approx(BOTH)
+    factor = 1.0 if bound is None else 0.1
+    torch.testing.assert_close(policy.logits.detach(), STEP * factor, rtol=1e-4, atol=0)
+    torch.testing.assert_close(policy.bias.detach(), 2 * STEP[0] * factor, rtol=1e-4, atol=0)
+    assert policy.bias.grad is None

@@ -1,0 +1,126 @@
+"""Which states an iteration gets: shuffled passes, iterables begun again, samplers, and what is refused."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo import ConfigError, ContractError
+from grpo._training.state_source import StateSource
+
+
+def test_without_a_number_every_iteration_gets_all_states_in_order():
+    source = StateSource(["a", "b", "c"], None, seed=0)
+    assert [source(i) for i in range(3)] == [["a", "b", "c"]] * 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 9), num=st.integers(1, 20), seed=st.integers(0, 99))
+def test_passes_are_without_replacement(size, num, seed):
+    source = StateSource(list(range(size)), num, seed)
+    drawn = [state for iteration in range(size) for state in source(iteration)]
+    assert len(drawn) == size * num
+    for start in range(0, len(drawn), size):
+        assert sorted(drawn[start : start + size]) == list(range(size))
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 9), num=st.integers(1, 20), iteration=st.integers(0, 30))
+def test_an_iterations_states_do_not_depend_on_those_before(size, num, iteration):
+    walked = StateSource(list(range(size)), num, seed=3)
+    for earlier in range(iteration):
+        walked(earlier)
+    assert StateSource(list(range(size)), num, seed=3)(iteration) == walked(iteration)
+
+
+def test_passes_are_shuffled_by_the_seed():
+    orders = {tuple(StateSource(list(range(6)), 6, seed)(0)) for seed in range(20)}
+    assert len(orders) > 10
+
+
+def test_later_passes_are_in_another_order():
+    source = StateSource(list(range(20)), 20, seed=0)
+    assert source(0) != source(1)
+
+
+@pytest.mark.parametrize("container", [np.asarray, torch.as_tensor])
+def test_arrays_and_tensors_stay_what_they_are(container):
+    states = container(np.arange(12).reshape(6, 2))
+    drawn = StateSource(states, 4, seed=0)(0)
+    assert type(drawn) is type(states)
+    assert drawn.shape == (4, 2)
+    assert all(int(b) == int(a) + 1 for a, b in drawn)  # rows stay whole
+    assert len({int(a) for a, _ in drawn}) == 4
+    assert StateSource(states, None, seed=0)(5) is states
+
+
+def test_a_tuple_is_a_sequence():
+    assert sorted(StateSource(("a", "b", "c"), 3, seed=0)(0)) == ["a", "b", "c"]
+
+
+class Counting:
+    """An iterable without a length, which counts how often it is begun."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.begun = 0
+
+    def __iter__(self):
+        self.begun += 1
+        return iter(range(self.size))
+
+
+def test_an_iterable_is_taken_in_order_and_begun_again_at_its_end():
+    states = Counting(5)
+    source = StateSource(states, 3, seed=0)
+    assert [source(i) for i in range(4)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3], [4, 0, 1]]
+    assert states.begun == 3
+
+
+def test_an_iterable_shorter_than_an_iteration_is_begun_again_within_it():
+    assert StateSource(Counting(2), 5, seed=0)(0) == [0, 1, 0, 1, 0]
+
+
+def test_a_resumed_run_passes_over_what_an_iterable_gave_before():
+    assert StateSource(Counting(5), 3, seed=0)(2) == [1, 2, 3]
+
+
+def test_an_iterator_that_ends_says_how_many_are_missing():
+    source = StateSource(iter(range(5)), 3, seed=0)
+    assert source(0) == [0, 1, 2]
+    with pytest.raises(ContractError, match="1 short of 3"):
+        source(1)
+
+
+def test_an_endless_generator_is_never_begun_again():
+    source = StateSource((n * n for n in range(10**9)), 2, seed=0)
+    assert [source(i) for i in range(3)] == [[0, 1], [4, 9], [16, 25]]
+
+
+def test_a_sampler_is_asked_for_each_iteration():
+    source = StateSource(lambda iteration: [f"state of {iteration}"], None, seed=0)
+    assert [source(i) for i in (0, 7)] == [["state of 0"], ["state of 7"]]
+
+
+@pytest.mark.parametrize("states", [[], (), np.zeros((0, 2)), torch.zeros(0, 2)])
+def test_no_states_are_refused(states):
+    with pytest.raises(ContractError, match="at least one"):
+        StateSource(states, None, seed=0)
+
+
+@pytest.mark.parametrize("states", ["one prompt", b"one prompt", {"prompt": "one"}])
+def test_one_state_in_place_of_many_is_refused(states):
+    with pytest.raises(ConfigError, match=f"got a {type(states).__name__}.*list of states"):
+        StateSource(states, None, seed=0)
+
+
+def test_an_iterable_needs_to_know_how_many():
+    with pytest.raises(ConfigError, match="num_states_per_iteration"):
+        StateSource(iter([1]), None, seed=0)
+
+
+@pytest.mark.parametrize("states", [None, 5, 1.5])
+def test_what_holds_no_states_is_refused(states):
+    with pytest.raises(ConfigError, match=f"got {type(states).__name__}"):
+        StateSource(states, None, seed=0)

@@ -1,0 +1,349 @@
+"""The updates of one iteration: which rows they read, what is skipped and counted, and what is chosen once per update."""
+
+import copy
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import ExperienceBatch, ObjectiveConfig, grpo_objective
+from grpo._training.update_rows import UpdateRows
+from grpo.surrogates import Clip, ClipCov, KlCov, Steps
+from tests.policies import Planning, RecordingSGD, RowScoring, TablePolicy, digest, flat, weights_of
+from tests.trainers import ROLLOUTS, SCRIPT, by_hand, quarters
+
+# Which rows each update reads
+
+
+def prepared(rewards: list[float], group_ids: list[int], *, own_loss: Any = None, **settings: Any) -> UpdateRows:
+    """The rows of an iteration, one step each, all of the action 0."""
+    policy = TablePolicy(states=sorted(set(group_ids)))
+    trainer, _ = by_hand(policy=policy, objective=own_loss, config=settings)
+    return trainer.prepared(ExperienceBatch.from_rows(list(group_ids), [0] * len(rewards), rewards, group_ids))
+
+
+def rows_of(rows: UpdateRows, selected: Any) -> list[int]:
+    """An index as row numbers."""
+    return torch.arange(rows.data.batch.num_rows)[selected].tolist()
+
+
+# Groups 0 and 2 have equal rewards; row 4 has the mean of group 1.
+REWARDS = [1.0, 1.0, 0.0, 2.0, 1.0, 5.0, 5.0]
+GROUPS = [0, 0, 1, 1, 1, 2, 2]
+
+
+def test_updates_of_rows_without_an_advantage_are_left_out_and_counted() -> None:
+    """Three groups in updates of about one group each, two epochs: the dead groups' updates are not yielded."""
+    rows = prepared([1.0, 1.0, 0.0, 2.0, 5.0, 5.0], [0, 0, 1, 1, 2, 2], batch_size=2, num_epochs_per_update=2, seed=1)
+    assert [sorted(rows_of(rows, selected)) for selected in rows.updates()] == [[2, 3], [2, 3]]
+    assert (rows.num_planned, rows.num_dead, rows.num_skipped) == (6, 4, 4)
+
+
+def test_every_update_is_planned_before_the_next_one_is_asked_for() -> None:
+    """What is counted while an update is made are the updates before it."""
+    rows = prepared(REWARDS, GROUPS, num_epochs_per_update=3)
+    assert [rows.num_planned for _ in rows.updates()] == [0, 1, 2]
+    assert (rows.num_planned, rows.num_dead) == (3, 0)
+
+
+def test_rows_without_an_advantage_are_in_no_forward_and_their_places_stay_in_the_weights() -> None:
+    rows = prepared(REWARDS, GROUPS)
+    (selected,) = rows.updates()
+    assert rows_of(rows, selected) == list(range(7))
+    assert [rows_of(rows, micro) for micro in rows.micro_batches(selected)] == [[2, 3]]
+    assert rows.num_skipped == 5
+    weights = rows.weights(selected)
+    assert weights.steps.tolist() == [[pytest.approx(1 / 7)]] * 7
+    (micro,) = rows.micro_batches(selected)
+    inputs = rows.inputs(micro, weights)
+    assert inputs.advantages.tolist() == [-1.0, 1.0]
+    assert inputs.weights.tolist() == [[pytest.approx(1 / 7)]] * 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"objective": ObjectiveConfig(entropy_coef=0.1)},
+        {"objective": ObjectiveConfig(surrogate="kl_cov")},
+        {"objective": ObjectiveConfig(surrogate="dro")},
+        {"objective": ObjectiveConfig(surrogate=lambda steps: -steps.advantages * steps.ratio())},
+    ],
+    ids=["an entropy bonus", "KL-Cov", "DRO", "a function of the user's"],
+)
+def test_no_row_is_skipped_where_another_term_or_surrogate_may_have_a_gradient(settings: dict[str, Any]) -> None:
+    rows = prepared(REWARDS, GROUPS, **settings)
+    (selected,) = rows.updates()
+    assert [rows_of(rows, micro) for micro in rows.micro_batches(selected)] == [list(range(7))]
+    assert (rows.num_skipped, rows.num_dead) == (0, 0)
+
+
+def test_no_row_is_skipped_under_an_objective_of_the_users() -> None:
+    rows = prepared([1.0] * 7, GROUPS, own_loss=lambda inputs: grpo_objective(inputs, ObjectiveConfig()))
+    assert len(list(rows.updates())) == 1
+    assert (rows.num_skipped, rows.num_dead) == (0, 0)
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 2, 3, 5, 9])
+@pytest.mark.parametrize("size", [None, 1, 2, 4, 9])
+def test_the_forwards_of_an_epoch_hold_every_row_with_an_advantage_once(
+    batch_size: int | None, size: int | None
+) -> None:
+    """Groups of 2 to 4 rows, in mixed order; two rows have no advantage. Forwards hold at most `micro_batch_size` rows."""
+    groups = [2, 0, 1, 0, 2, 1, 0, 1, 2, 0]
+    rewards = [1.0, 4.0, 0.0, 1.0, 2.0, 1.0, 2.0, 2.0, 3.0, 5.0]  # rows 4 (2 of 1, 2, 3) and 5 (1 of 0, 1, 2)
+    rows = prepared(rewards, groups, batch_size=batch_size, micro_batch_size=size, seed=4)
+    seen = []
+    for selected in rows.updates():
+        update = rows_of(rows, selected)
+        for micro in rows.micro_batches(selected):
+            places = torch.arange(len(update))[micro].tolist()
+            assert len(places) <= (size or 10)
+            seen += [update[place] for place in places]
+        assert batch_size is None or len(update) <= batch_size
+    assert sorted(seen) == [0, 1, 2, 3, 6, 7, 8, 9]
+
+
+def test_the_policys_plan_is_of_the_live_rows_of_each_update() -> None:
+    """Its positions are turned into those of the update: rows 1 and 3 of four have no advantage."""
+    policy = Planning()
+    policy.plan = lambda num_rows: [[place] for place in reversed(range(num_rows))]  # type: ignore[method-assign]
+    trainer, _ = by_hand(policy=policy, advantages=lambda batch: torch.tensor([3.0, 0.0, 1.0, 0.0]))
+    rows = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
+    (selected,) = rows.updates()
+    assert [rows_of(rows, micro) for micro in rows.micro_batches(selected)] == [[2], [0]]
+    weights = rows.weights(selected)
+    given = [rows.inputs(micro, weights) for micro in rows.micro_batches(selected)]
+    assert [inputs.advantages.tolist() for inputs in given] == [[1.0], [3.0]]
+    assert [inputs.mask.shape[1] for inputs in given] == [2, 3]  # each as wide as its own rows
+    assert [inputs.weights.shape[1] for inputs in given] == [2, 3]
+
+
+def test_the_sum_of_log_probs_is_of_the_update_so_far_and_begins_anew() -> None:
+    """Each log-prob is log 1/2."""
+    rows = prepared([0.0, 1.0, 2.0, 4.0], [0, 0, 0, 0], micro_batch_size=3, batch_size=4)
+    (selected,) = rows.updates()
+    weights = rows.weights(selected)
+    for micro in rows.micro_batches(selected):
+        rows.inputs(micro, weights)
+    assert rows.sum_of_log_probs().item() == pytest.approx(4 * math.log(0.5))
+    assert rows.sum_of_log_probs().item() == 0.0
+
+
+def test_the_old_policy_is_the_current_one_for_a_single_update_of_its_own_samples_only() -> None:
+    trainer, _ = by_hand()
+    several, _ = by_hand(config={"num_epochs_per_update": 2})
+    found = []
+    for each in (trainer, several):
+        rows = each.prepared(each.collect(["a", "b"]))
+        selected = next(iter(rows.updates()))
+        (micro,) = rows.micro_batches(selected)
+        found.append(rows.inputs(micro, rows.weights(selected)).old_log_probs)
+    assert found[0] is None
+    assert found[1].tolist() == [[pytest.approx(math.log(0.5))]] * 4
+
+
+# Chosen once per update
+
+
+class Choosing:
+    """A surrogate that drops every second step of the update, counted over all its rows, and remembers what it was shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[list[float], list[float]]] = []
+
+    def __call__(self, steps: Steps) -> Tensor:
+        assert steps.selected is not None
+        return torch.where(steps.selected, 0.0, -steps.ratio() * steps.advantages)
+
+    def select(self, log_probs: Tensor, advantages: Tensor, generator: torch.Generator | None) -> Tensor:
+        assert generator is not None
+        self.shown.append((log_probs.tolist(), advantages.tolist()))
+        return torch.arange(len(log_probs)) % 2 == 1
+
+
+def test_a_surrogates_selection_is_made_once_per_update_from_all_its_steps() -> None:
+    """Seven steps in rows of 3, 1, 2 and 1: the second, fourth and sixth are chosen, in forwards of one row too."""
+    surrogate = Choosing()
+    trainer, policy = by_hand(
+        policy=RowScoring(), config={"micro_batch_size": 1, "objective": ObjectiveConfig(surrogate=surrogate)}
+    )
+    rows = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
+    (selected,) = rows.updates()
+    weights = rows.weights(selected)
+    chosen = [rows.inputs(micro, weights).selected for micro in rows.micro_batches(selected)]
+    assert [part.tolist() for part in chosen] == [[[False, True, False]], [[True]], [[False, True]], [[False]]]
+    ((log_probs, advantages),) = surrogate.shown
+    scored = policy.score_actions(ROLLOUTS["states"], ROLLOUTS["actions"])
+    assert log_probs == pytest.approx(scored.log_probs[ROLLOUTS["mask"]].tolist())
+    assert advantages == [-0.5, -0.5, -0.5, 0.5, -0.5, -0.5, 0.5]
+
+
+def test_the_steps_of_highest_entropy_are_chosen_once_per_update() -> None:
+    """Three of seven steps, wherever they stand; the forwards of single rows get what the forward of all rows gets."""
+    kept = []
+    for size in (None, 1):
+        torch.manual_seed(2)
+        trainer, policy = by_hand(
+            policy=RowScoring(),
+            config={"micro_batch_size": size, "objective": ObjectiveConfig(top_entropy_fraction=0.4)},
+        )
+        rows = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
+        (selected,) = rows.updates()
+        weights = rows.weights(selected)
+        parts = [rows.inputs(micro, weights) for micro in rows.micro_batches(selected)]
+        kept.append(torch.cat([inputs.keep[inputs.mask] for inputs in parts]).tolist())
+    entropy = policy.score_actions(ROLLOUTS["states"], ROLLOUTS["actions"]).entropy[ROLLOUTS["mask"]]
+    highest = entropy.topk(3).indices
+    assert kept[0] == kept[1] == [step in highest for step in range(7)]
+
+
+def test_nothing_is_chosen_for_an_objective_of_the_users() -> None:
+    surrogate = Choosing()
+    config = ObjectiveConfig(surrogate=surrogate, top_entropy_fraction=0.4)
+    trainer, _ = by_hand(
+        policy=RowScoring(),
+        config={"objective": config},
+        objective=lambda inputs: grpo_objective(inputs, ObjectiveConfig()),
+    )
+    rows = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
+    (selected,) = rows.updates()
+    weights = rows.weights(selected)
+    assert weights.keep is None
+    assert weights.chosen is None
+    assert surrogate.shown == []
+
+
+SELECTING = {
+    "top entropy": ObjectiveConfig(top_entropy_fraction=0.4),
+    "KL-Cov": ObjectiveConfig(surrogate=KlCov(fraction=0.3, coef=0.5)),
+    "Clip-Cov": ObjectiveConfig(surrogate=ClipCov(fraction=0.3, cov_low=-9.0, cov_high=9.0)),
+    "an entropy bonus of its own weights": ObjectiveConfig(entropy_coef=0.2, entropy_aggregation="step_mean"),
+    "KL, by the row": ObjectiveConfig(kl_coef=0.3, surrogate=Clip(level="row_sum"), aggregation="row_sum"),
+    "group_mean": ObjectiveConfig(aggregation="group_mean"),
+}
+
+
+@pytest.mark.parametrize("name", SELECTING)
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_any_split_into_forwards_gives_the_same_gradients_whatever_is_chosen(name: str, batch_size: int | None) -> None:
+    """Two epochs, so that the second sees ratios other than 1 and other log-probs than those that steps were chosen by."""
+    recorded = []
+    for size in (None, 1, 2, 3):
+        torch.manual_seed(6)
+        policy = RowScoring()
+        reference = None
+        if SELECTING[name].kl_coef:
+            reference = copy.deepcopy(policy)
+            with torch.no_grad():
+                reference.head.bias += torch.tensor([0.3, -0.2, 0.1])
+        optimizer = RecordingSGD(policy)
+        trainer, _ = by_hand(
+            policy=policy,
+            optimizer=optimizer,
+            reference_policy=reference,
+            config={
+                "objective": SELECTING[name],
+                "batch_size": batch_size,
+                "micro_batch_size": size,
+                "num_epochs_per_update": 2,
+                "seed": 5,
+            },
+        )
+        trainer.update(ExperienceBatch.from_rows(**{**ROLLOUTS, "rewards": [0.0, 1.0, 3.0, 1.0]}))
+        recorded.append(torch.stack(optimizer.gradients))
+    for parts in recorded[1:]:
+        torch.testing.assert_close(parts, recorded[0], rtol=1e-10, atol=1e-14)
+    assert (recorded[0].abs().amax(1) > 0).sum() >= 2
+
+
+# Nothing to learn from
+
+
+def test_updates_of_dead_groups_are_skipped_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Two updates of one group each, both without differences, for two epochs."""
+    trainer, policy = by_hand(
+        rewards=[1.0, 1.0, 7.0, 7.0],
+        config={"batch_size": 2, "num_epochs_per_update": 2},
+        optimizer=None,
+    )
+    before = digest(weights_of(policy))
+    metrics, _ = trainer.step(["a", "b"]), trainer.step(["a", "b"])
+    ((logger, level, said),) = caplog.record_tuples
+    assert (logger, level) == ("grpo", logging.WARNING)
+    assert said.startswith("all groups are dead: an iteration had nothing to learn from")
+    assert digest(weights_of(policy)) == before
+    assert trainer.optimizer_step.optimizer is not None
+    assert not trainer.optimizer_step.optimizer.state  # Adam has not counted a step
+    assert metrics["train/skipped_updates"] == 4.0
+    assert metrics["group_stats/zero_variance_fraction"] == 1.0
+    assert metrics["rows/skipped_zero_advantage"] == 4.0
+
+
+def test_one_dead_group_of_two_skips_its_update_alone(caplog: pytest.LogCaptureFixture) -> None:
+    trainer, policy = by_hand(rewards=[1.0, 0.0, 7.0, 7.0], config={"batch_size": 2})
+    metrics = trainer.step(["a", "b"])
+    assert not caplog.records  # that is an ordinary iteration
+    assert metrics["train/skipped_updates"] == 1.0
+    assert policy.logits.tolist() == [[0.25, -0.25], [0.0, 0.0]]  # an update of two rows: weights 1/2
+
+
+def test_dead_groups_still_update_where_the_kl_has_a_gradient() -> None:
+    """d/d logits of 0.5 (1/4) sum over rows of k3: per row 0.5/4 (1 - exp(-x)) (e - p); x = ln 2, ln 2/3."""
+    objective = ObjectiveConfig(kl_coef=0.5)
+    trainer, policy = by_hand(rewards=[1.0] * 4, reference_policy=quarters(), config={"objective": objective})
+    metrics = trainer.step(["a", "b"])
+    entry = 0.125 * (0.5 * 0.5 + (-0.5) * (-0.5))
+    torch.testing.assert_close(policy.logits.detach(), torch.tensor([[-entry, entry]] * 2, dtype=torch.float64))
+    assert metrics["train/skipped_updates"] == metrics["rows/skipped_zero_advantage"] == 0.0
+
+
+def test_dead_groups_still_update_where_the_entropy_has_a_gradient() -> None:
+    """-0.5 mean(-rho sg(log p)): per row 0.5/4 log p (e - p). From p = (1/4, 3/4), actions 0 and 1 of each state."""
+    objective = ObjectiveConfig(entropy_coef=0.5, entropy_estimator="score_function")
+    policy = TablePolicy(logits=[[0.0, math.log(3.0)]] * 2, script=SCRIPT)
+    start = policy.logits.detach().clone()
+    trainer, _ = by_hand(policy=policy, rewards=[1.0] * 4, config={"objective": objective})
+    metrics = trainer.step(["a", "b"])
+    low, high = math.log(0.25), math.log(0.75)
+    gradient = 0.125 * (low * 0.75 - high * 0.25)
+    torch.testing.assert_close(
+        policy.logits.detach() - start,
+        torch.tensor([[-gradient, gradient]] * 2, dtype=torch.float64),
+        rtol=1e-9,
+        atol=1e-12,
+    )
+    assert metrics["train/skipped_updates"] == 0.0
+
+
+@pytest.mark.parametrize("aggregation", ["row_mean", "step_mean", "group_mean"])
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_rows_without_an_advantage_are_skipped_and_the_gradient_is_the_same(
+    aggregation: Any, batch_size: int | None
+) -> None:
+    """A custom objective that calls the built-in one switches the skipping off."""
+    objective = ObjectiveConfig(aggregation=aggregation)
+    recorded = []
+    for custom in (None, lambda inputs: grpo_objective(inputs, objective)):
+        torch.manual_seed(3)
+        policy = RowScoring()
+        optimizer = RecordingSGD(policy)
+        trainer, _ = by_hand(
+            policy=policy,
+            optimizer=optimizer,
+            objective=custom,
+            config={"objective": objective, "seed": 2, "batch_size": batch_size, "num_epochs_per_update": 2},
+        )
+        states = [0, 0, 0, 1, 1, 2, 2, 2]
+        actions = [(1, 0), (2, 2, 0), (0,), (1, 1), (0,), (2, 0), (1, 1, 1, 1), (0,)]
+        mask = torch.tensor([[place < len(action) for place in range(4)] for action in actions])
+        rewards = [0.0, 1.0, 2.0, 5.0, 5.0, 1.0, 1.0, 7.0]  # row 1 and the whole second group have advantage 0
+        policy.rows_scored.clear()
+        metrics = trainer.update(ExperienceBatch.from_rows(states, actions, rewards, states, mask=mask))
+        recorded.append((flat(optimizer.gradients), metrics["rows/skipped_zero_advantage"], sum(policy.rows_scored)))
+    (skipping, num_skipped, forwarded), (whole, none_skipped, all_forwarded) = recorded
+    torch.testing.assert_close(skipping, whole, rtol=1e-12, atol=1e-14)
+    assert (num_skipped, none_skipped) == (3.0, 0.0)
+    assert all_forwarded - forwarded == 2 * 3  # in each of two epochs

@@ -1,0 +1,335 @@
+"""Every setting of `AdvantageConfig`, through the estimator that a trainer calls."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import AdvantageConfig, AdvantageEstimator, ConfigError, ExperienceBatch
+
+NAN = math.nan
+
+
+def double(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def batch_of(rewards: Tensor, group_ids: list[int], mask: Tensor | None = None, **others) -> ExperienceBatch:
+    shape = rewards.shape if rewards.dim() == 2 else (len(rewards), 1)
+    mask = torch.ones(shape, dtype=torch.bool) if mask is None else mask
+    rows = list(range(len(rewards)))
+    group_ids = torch.tensor(group_ids)
+    return ExperienceBatch(states=rows, actions=rows, group_ids=group_ids, rewards=rewards, mask=mask, **others)
+
+
+def advantages(batch: ExperienceBatch, **settings) -> Tensor:
+    return AdvantageEstimator(AdvantageConfig(**settings))(batch)
+
+
+def test_the_settings_of_a_well_known_example():
+    # mean .7; deviations .1 -.1 .2 -.2; variance with n .025
+    found = advantages(batch_of(torch.tensor([0.8, 0.6, 0.9, 0.5]), [0, 0, 0, 0]), scale="group", std_ddof=0)
+    assert found.tolist() == pytest.approx([0.632, -0.632, 1.265, -1.265], abs=5e-4)
+
+
+# Credit. Two rows of one group: steps 1 2 4 and 3 5 (ended). gamma 1/2.
+#   row           1 + 1 + 1 = 3;  3 + 2.5 = 5.5: mean 4.25
+#   return_to_go  3 4 4 | 5.5 5: means 4.25, 4.5, alone
+#   process       mean 15/5 = 3: -2 -1 1 | 0 2; to go: -2 - .5 + .25 = -2.25, -.5, 1 | 1, 2
+#   gae           V 2 1 3 | 1 1: delta 4 - 3 = 1, 2 + 1.5 - 1 = 2.5, 1 + .5 - 2 = -.5 | 5 - 1 = 4, 3 + .5 - 1 = 2.5
+#                 lambda 1/2: 1, 2.5 + .25, -.5 + .25 * 2.75 | 4, 2.5 + 1
+#   gigpo         sums 7, 8: -.5 .5; keys 1 1 2 | 2 1: key 1: 3 4 5: mean 4: -1 0 1; key 2: 4, 5.5: -.75, .75; weight 2
+STEPS = double([[1, 2, 4], [3, 5, NAN]])
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+WITH_EVERYTHING = batch_of(
+    STEPS,
+    [4, 4],
+    MASK,
+    values=double([[2, 1, 3], [1, 1, NAN]]),
+    state_keys=torch.tensor([[1, 1, 2], [2, 1, 1]]),
+)
+CREDITS = {
+    "row": [-1.25, 1.25],
+    "return_to_go": [[-1.25, -0.5, 0.0], [1.25, 0.5, 0.0]],
+    "process_supervision": [[-2.25, -0.5, 1.0], [1.0, 2.0, 0.0]],
+    "gae": [[0.1875, 2.75, 1.0], [3.5, 4.0, 0.0]],
+    "gigpo": [[-2.5, -0.5, -2.0], [2.0, 2.5, 0.0]],
+}
+
+
+@pytest.mark.parametrize("credit", [None, *CREDITS])
+def test_every_credit_by_hand(credit):
+    estimate = AdvantageEstimator(AdvantageConfig(credit=credit, gamma=0.5, gae_lambda=0.5, gigpo_weight=2.0)).estimate(
+        WITH_EVERYTHING
+    )
+    assert estimate.advantages.tolist() == CREDITS[credit or "return_to_go"]
+    assert (estimate.returns is None) == (credit != "gae")
+
+
+def test_a_critic_is_trained_towards_advantage_plus_value():
+    config = AdvantageConfig(credit="gae", gamma=0.5, gae_lambda=0.5)
+    returns = AdvantageEstimator(config).estimate(WITH_EVERYTHING).returns
+    assert returns.tolist() == [[2.1875, 3.75, 4.0], [4.5, 5.0, 0.0]]
+    assert returns.dtype == torch.float64
+
+
+@pytest.mark.parametrize("scale", ["batch", "whiten"])
+def test_what_the_advantage_is_scaled_by_does_not_touch_the_critics_target(scale):
+    plain, scaled = (
+        AdvantageEstimator(AdvantageConfig(credit="gae", gamma=0.5, gae_lambda=0.5, scale=choice)).estimate(
+            WITH_EVERYTHING
+        )
+        for choice in ("none", scale)
+    )
+    assert torch.equal(plain.returns, scaled.returns)
+    # over the five valid steps: .1875 2.75 1 3.5 4
+    valid = plain.advantages[MASK]
+    shift = valid.mean() if scale == "whiten" else 0.0
+    torch.testing.assert_close(scaled.advantages[MASK], (valid - shift) / valid.std(), rtol=1e-13, atol=0)
+    assert scaled.advantages[~MASK].tolist() == [0]
+
+
+def test_a_critic_judges_a_rows_reward_at_its_last_step():
+    # reward 5 on the second step: delta 5 + .5 * 8 - 1 = 8, 0 + .5 - 2 = -1.5;  A: 8, -1.5 + .25 * 8
+    batch = batch_of(
+        double([5]),
+        [0],
+        torch.tensor([[True, True, False]]),
+        values=double([[2, 1, NAN]]),
+        final_values=double([8]),
+    )
+    estimate = AdvantageEstimator(AdvantageConfig(credit="gae", gamma=0.5, gae_lambda=0.5)).estimate(batch)
+    assert estimate.advantages.tolist() == [[0.5, 8.0, 0.0]]
+    assert estimate.returns.tolist() == [[2.5, 9.0, 0.0]]
+
+
+def test_the_critics_precision_is_kept():
+    batch = batch_of(torch.tensor([5.0]), [0], values=torch.tensor([[2.0]]))
+    estimate = AdvantageEstimator(AdvantageConfig(credit="gae")).estimate(batch)
+    assert estimate.advantages.dtype == estimate.returns.dtype == torch.float32
+    assert (estimate.advantages.item(), estimate.returns.item()) == (3.0, 5.0)
+
+
+def test_equal_states_of_rows_with_one_reward():
+    # returns to go of 4 and 2 at the end, gamma 1/2: 2 4 | 1 2; rows: 1 -1; column keys: .5 -.5, 1 -1
+    batch = batch_of(
+        double([4, 2]), [0, 0], torch.ones(2, 2, dtype=torch.bool), state_keys=torch.tensor([[0, 1], [0, 1]])
+    )
+    assert advantages(batch, credit="gigpo", gamma=0.5).tolist() == [[1.5, 2.0], [-1.5, -2.0]]
+
+
+def test_a_row_weighs_as_many_steps_as_it_has_under_the_length_weighted_baseline():
+    # lengths 3 and 1, rewards 1 and 4: b = 7/4
+    mask = torch.tensor([[True, True, True], [False, True, False]])
+    assert advantages(batch_of(double([1, 4]), [0, 0], mask), baseline="length_weighted").tolist() == [-0.75, 2.25]
+
+
+def test_the_number_of_attempts_reaches_the_baseline():
+    # see _advantages/test_rows.py; k = 3 of 3: only the best adds, 4 - 2, times 3
+    batch = batch_of(double([1, 4, 2]), [0, 0, 0])
+    assert advantages(batch, baseline="max_at_k", k=2).tolist() == pytest.approx([0, 5, 1])
+    assert advantages(batch, baseline="max_at_k", k=3).tolist() == pytest.approx([0, 6, 0])
+
+
+# What is done to every advantage. Groups: 1 3 | 5 5 | 2 2 -> -1 1 | 0 0 | 0 0
+SOME_DEAD = batch_of(double([1, 3, 5, 5, 2, 2]), [0, 0, 1, 1, 2, 2])
+
+
+def test_live_groups_take_the_place_of_dead_ones():
+    # six rows, two of them alive: times 3
+    assert advantages(SOME_DEAD, upweight_live_groups=True).tolist() == [-3, 3, 0, 0, 0, 0]
+    all_alive = batch_of(double([1, 3, 0, 2]), [0, 0, 1, 1])
+    assert advantages(all_alive, upweight_live_groups=True).tolist() == [-1, 1, -1, 1]
+
+
+def test_without_a_live_group_nothing_is_upweighted():
+    dead = batch_of(double([5, 5, 2, 2]), [0, 0, 1, 1])
+    assert advantages(dead, upweight_live_groups=True).tolist() == [0, 0, 0, 0]
+    # with the reward itself as advantage there is nothing to make up for
+    assert advantages(dead, upweight_live_groups=True, baseline="none").tolist() == [5, 5, 2, 2]
+
+
+def test_rewards_per_step_that_differ_make_a_group_live_though_their_sums_are_equal():
+    # to go 1 0 | 1 1: column 0 is constant, column 1: -.5 .5; the group of rows 2 and 3 is dead at every step: times 2
+    batch = batch_of(double([[1, 0], [0, 1], [2, 2], [2, 2]]), [0, 0, 1, 1])
+    found = advantages(batch, upweight_live_groups=True)
+    assert found.tolist() == [[0, -1], [0, 1], [0, 0], [0, 0]]
+
+
+def test_a_group_that_the_rewards_bound_makes_dead_is_not_live():
+    # 11 and 12 are 10 and 10: two of four rows are alive, times 2
+    batch = batch_of(double([11, 12, 1, 3]), [0, 0, 1, 1])
+    assert advantages(batch, reward_clip=10.0, upweight_live_groups=True).tolist() == [0, 0, -2, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"negative_only": True}, [-2, 0, 0]),
+        ({"negative_only": True, "positive_weight": 0.0}, [-2, 0, 0]),
+        ({"positive_weight": 0.0}, [-2, 0, 0]),
+        ({"positive_weight": 0.25}, [-2, 0, 0.5]),
+        ({"positive_weight": 3.0}, [-2, 0, 6]),
+        ({"clip": 1.5}, [-1.5, 0, 1.5]),
+        ({"clip": 1.5, "positive_weight": 0.5}, [-1.5, 0, 1]),  # weighed, then bounded
+        ({"clip": 2.5, "positive_weight": 3.0}, [-2, 0, 2.5]),
+    ],
+)
+def test_signs_and_bounds_by_hand(settings, expected):
+    assert advantages(batch_of(double([0, 2, 4]), [0, 0, 0]), **settings).tolist() == expected
+
+
+def test_signs_and_bounds_of_steps():
+    settings = {"gamma": 0.5, "negative_only": True, "clip": 1.0}
+    assert advantages(WITH_EVERYTHING, **settings).tolist() == [[-1, -0.5, 0], [0, 0, 0]]
+
+
+def test_live_groups_are_upweighted_before_the_bound():
+    assert advantages(SOME_DEAD, upweight_live_groups=True, clip=2.0).tolist() == [-2, 2, 0, 0, 0, 0]
+
+
+def test_rewards_are_bounded_before_anything_else():
+    # -100 and 100 are -3 and 3, beside 0: mean 0
+    assert advantages(batch_of(double([-100, 0, 100]), [0, 0, 0]), reward_clip=3.0).tolist() == [-3, 0, 3]
+    # each step's, not the row's: 3 + 3 and 1 + 1 -> 6, 2
+    steps = batch_of(double([[9, 5], [1, 1]]), [0, 0])
+    assert advantages(steps, reward_clip=3.0, credit="row").tolist() == [2, -2]
+
+
+def test_the_batch_shows_rewards_as_they_came():
+    batch = batch_of(double([-100, 0, 100]), [0, 0, 0])
+    advantages(batch, reward_clip=3.0, normalize_rewards=True)
+    assert batch.rewards.tolist() == [-100, 0, 100]
+
+
+# Running normalisation
+
+
+def test_rewards_are_divided_by_the_deviation_of_all_seen_so_far():
+    estimator = AdvantageEstimator(AdvantageConfig(normalize_rewards=True))
+    # 1, 3: std with n 1;   1 3 5 7: mean 4, (9 + 1 + 1 + 9)/4 = 5
+    assert estimator(batch_of(double([1, 3]), [0, 0])).tolist() == [-1, 1]
+    found = estimator(batch_of(double([5, 7]), [0, 0])).tolist()
+    assert found == pytest.approx([-1 / math.sqrt(5), 1 / math.sqrt(5)], rel=1e-14)
+
+
+def test_many_batches_have_the_deviation_of_their_rows():
+    estimator = AdvantageEstimator(AdvantageConfig(normalize_rewards=True, baseline="none"))
+    rewards = 1e4 + torch.randn(5, 8, dtype=torch.float64)
+    for batch_number in range(5):
+        found = estimator(batch_of(rewards[batch_number], [0] * 8))
+        std = rewards[: batch_number + 1].std(correction=0)
+        torch.testing.assert_close(found, rewards[batch_number] / std, rtol=1e-10, atol=0)
+
+
+def test_rewards_per_step_are_divided_by_the_deviation_of_their_rows_sums():
+    # sums 7 and 8 (the padding is not read): std .5, so every step counts double
+    normalised = advantages(WITH_EVERYTHING, gamma=0.5, normalize_rewards=True)
+    assert normalised.tolist() == [[-2.5, -1.0, 0.0], [2.5, 1.0, 0.0]]
+
+
+def test_a_first_reward_without_any_spread_is_left_alone():
+    assert advantages(batch_of(double([5]), [0]), normalize_rewards=True, baseline="none").tolist() == [5]
+
+
+def test_the_bound_comes_before_the_deviation():
+    # -3 0 3: variance with n 6
+    found = advantages(batch_of(double([-9, 0, 9]), [0, 0, 0]), reward_clip=3.0, normalize_rewards=True)
+    assert found.tolist() == pytest.approx([-3 / math.sqrt(6), 0, 3 / math.sqrt(6)])
+
+
+def test_running_statistics_survive_a_save():
+    config = AdvantageConfig(normalize_rewards=True, baseline="global_mean")
+    first, second = AdvantageEstimator(config), AdvantageEstimator(config)
+    first(batch_of(double([1, 3, 8]), [0, 0, 0]))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for numbers in ([9, 2], [4, 4]):
+        batch = batch_of(double(numbers), [0, 0])
+        assert torch.equal(first(batch), second(batch))
+    fresh = AdvantageEstimator(config)
+    assert not torch.equal(fresh(batch_of(double([9, 2]), [0, 0])), first(batch_of(double([9, 2]), [0, 0])))
+
+
+# Several rewards
+
+
+def of_two_rewards(**others) -> ExperienceBatch:
+    parts = {"right": double([0, 1, 1, 1]), "brief": double([5, 1, 2, 9])}
+    return batch_of(double([10, 3, 5, 19]), [0, 0, 1, 1], reward_components=parts, **others)
+
+
+def test_each_reward_normalised_by_hand():
+    # _advantages/test_rows.py: with weight 2 on `brief` h -h -2h 2h over sqrt(5/3); without weights
+    # -h + h = 0, 0, -h, h: squares 1 over 3
+    h = math.sqrt(0.5)
+    weighed = advantages(of_two_rewards(reward_weights={"brief": 2.0}), several_rewards="normalize_each")
+    assert weighed.tolist() == pytest.approx([x * h / math.sqrt(5 / 3) for x in (1, -1, -2, 2)], rel=1e-13)
+    plain = advantages(of_two_rewards(), several_rewards="normalize_each")
+    assert plain.tolist() == pytest.approx([0, 0, -h * math.sqrt(3), h * math.sqrt(3)], rel=1e-13, abs=1e-15)
+
+
+def test_each_reward_normalised_reads_ddof_and_eps():
+    # ddof 0: pairs are -1 and 1 over (1/2 d + eps) / (d / 2), d their distance
+    found = advantages(
+        of_two_rewards(reward_weights={"right": 0.0}), several_rewards="normalize_each", std_ddof=0, std_eps=1.0
+    )
+    # brief: 2/(2 + 1), -2/3 | -3.5/4.5, 3.5/4.5; squares sum to 2 (4/9) + 2 (49/81) = 170/81, over 4
+    std = math.sqrt(170 / 81 / 4) + 1
+    assert found.tolist() == pytest.approx([x / std for x in (2 / 3, -2 / 3, -7 / 9, 7 / 9)], rel=1e-13)
+
+
+def test_the_sum_is_what_is_compared_otherwise():
+    assert advantages(of_two_rewards(reward_weights={"brief": 2.0})).tolist() == [3.5, -3.5, -7, 7]
+
+
+# Errors that say what is missing
+
+
+@pytest.mark.parametrize("credit", ["return_to_go", "process_supervision"])
+def test_credit_to_steps_needs_rewards_per_step(credit):
+    with pytest.raises(ConfigError, match=rf"advantage\.credit='{credit}' needs rewards per step, \[N, T\]"):
+        advantages(batch_of(double([1, 2]), [0, 0]), credit=credit)
+
+
+def test_a_critic_is_needed():
+    with pytest.raises(ConfigError, match=r"advantage\.credit='gae' needs a critic's values.*ActionScores\.values"):
+        advantages(batch_of(double([1, 2]), [0, 0]), credit="gae")
+
+
+def test_state_keys_are_needed():
+    with pytest.raises(ConfigError, match=r"advantage\.credit='gigpo' needs the state each step was taken in"):
+        advantages(batch_of(double([1, 2]), [0, 0]), credit="gigpo")
+
+
+@pytest.mark.parametrize("components", [{}, {"steps": double([[1, 2], [3, 4]])}], ids=["none", "per-step"])
+def test_rewards_by_name_are_needed(components):
+    batch = batch_of(double([1, 2]), [0, 0], reward_components=components)
+    with pytest.raises(ConfigError, match=r"several_rewards='normalize_each' needs several rewards by name"):
+        advantages(batch, several_rewards="normalize_each")
+
+
+@pytest.mark.parametrize("credit", [None, "process_supervision", "gigpo"])
+@pytest.mark.parametrize("settings", [{"baseline": "max_at_k", "k": 2}, {"baseline": "length_weighted"}], ids=str)
+def test_baselines_of_rows_are_refused_for_steps_by_the_name_of_the_setting(settings, credit):
+    """Not with "needs k=..." where k is set, nor with a `lengths` that no setting has."""
+    with pytest.raises(ConfigError, match=r"credit"):
+        advantages(WITH_EVERYTHING, credit=credit, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"k": 2}, r"k=2 with baseline='group_mean'"),
+        ({"baseline": "max_at_k"}, r"k=None with baseline='max_at_k'"),
+        ({"negative_only": True, "positive_weight": 0.5}, r"contradict each other"),
+        ({"credit": "gae", "scale": "group"}, r"scale='group' is over groups"),
+        ({"several_rewards": "normalize_each", "credit": "gae"}, r"reads nothing else"),
+        ({"several_rewards": "normalize_each", "reward_clip": 1.0}, r"reads nothing else"),
+        ({"several_rewards": "normalize_each", "normalize_rewards": True}, r"reads nothing else"),
+    ],
+)
+def test_settings_that_contradict_one_another_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        AdvantageConfig(**settings)

@@ -1,0 +1,147 @@
+"""Gradients and log-probs that are not finite: no weight changes, and too many of them end the run."""
+
+import math
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import ContractError, NonFiniteGradientError
+from tests.policies import DuckPolicy, TablePolicy, weights_of
+from tests.trainers import state_of, trainer_of
+
+
+class Poisoned(TablePolicy):
+    """Puts a value into its gradient at the given backward passes, counted from 0."""
+
+    def __init__(self, when: set[int], value: float) -> None:
+        super().__init__()
+        self.num_backwards = 0
+
+        def hook(gradient: Tensor) -> Tensor:
+            self.num_backwards += 1
+            if self.num_backwards - 1 not in when:
+                return gradient
+            poisoned = gradient.clone()
+            poisoned[1, 0] = value
+            return poisoned
+
+        self.logits.register_hook(hook)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("duck", [False, True])
+def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing(at: int, bad: float, duck: bool) -> None:
+    """Six updates in two iterations; the poisoned one leaves weights and Adam's moments bitwise as they were."""
+    policy: Any = Poisoned({at}, bad)
+    if duck:
+        inner, policy = policy, DuckPolicy(num_actions=2)
+        policy.tensors = {"logits": inner.logits}
+    seen: list[str] = []
+    trainer = trainer_of(policy, batch_size=3, seed=0)
+    apply = trainer.optimizer_step.apply
+
+    def applied_and_seen(sum_of_log_probs: Tensor) -> None:
+        apply(sum_of_log_probs)
+        seen.append(state_of(trainer))
+
+    trainer.optimizer_step.apply = applied_and_seen  # type: ignore[method-assign]
+    states = [0, 1] if duck else ["a", "b"]
+    start = state_of(trainer)
+    skipped = [trainer.step(states)["train/skipped_updates"] for _ in range(2)]
+    assert skipped == ([1.0, 0.0] if at < 3 else [0.0, 1.0])
+    history = [start, *seen]
+    changed = [before != after for before, after in pairwise(history)]
+    assert changed == [n != at for n in range(6)]
+    assert torch.isfinite(weights_of(policy)).all()
+
+
+def test_a_poisoned_micro_batch_skips_its_whole_update() -> None:
+    """8 rows in forwards of 3: three backward passes per update; the second of the first update is poisoned."""
+    policy = Poisoned({1}, math.nan)
+    trainer = trainer_of(policy, micro_batch_size=3)
+    before = state_of(trainer)
+    metrics = trainer.step(["a", "b"])
+    assert metrics["train/skipped_updates"] == 1.0
+    assert state_of(trainer) == before
+    assert policy.logits.grad is None
+    trainer.step(["a", "b"])
+    assert state_of(trainer) != before
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_log_prob_that_is_not_finite_in_the_second_micro_batch_leaves_the_weights_of_all(bad: float) -> None:
+    """Two forwards of 4 rows. The gradient of the first is there when the second turns out to be bad; it is thrown away."""
+    policy = TablePolicy()
+    trainer = trainer_of(policy, micro_batch_size=4)
+    trainer.step(["a", "b"])  # the policy gives one log-prob per row: later rows are not scored before the update
+    before, score, forwards = state_of(trainer), policy.get_log_probabilities, []
+
+    def poisoned(states: Any, actions: Any) -> Tensor:
+        forwards.append(list(states))
+        log_probs = score(states, actions)
+        return log_probs if len(forwards) == 1 else torch.cat([log_probs[:-1], torch.full_like(log_probs[-1:], bad)])
+
+    policy.get_log_probabilities = poisoned  # type: ignore[method-assign]
+    with pytest.raises(ContractError, match=r"TablePolicy: log-probabilities of sampled steps must be finite"):
+        trainer.step(["a", "b"])
+    assert forwards == [["a"] * 4, ["b"] * 4]
+    assert state_of(trainer) == before
+    assert policy.logits.grad is None
+    policy.get_log_probabilities = score  # type: ignore[method-assign]
+    trainer.step(["a", "b"])
+    assert torch.isfinite(policy.logits).all()
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_too_many_skipped_updates_in_a_row_end_the_run_with_a_checkpoint(limit: int, tmp_path: Path) -> None:
+    """Iterations 0 and 1 are sound, then nothing is."""
+    trainer = trainer_of(Poisoned(set(range(2, 100)), math.nan), max_skipped_updates=limit, seed=0)
+    states: list[str] = []
+
+    class Sink:
+        def log(self, metrics: Any, iteration: int) -> None:
+            states.append(state_of(trainer))
+
+        def close(self) -> None: ...
+
+    with pytest.raises(
+        NonFiniteGradientError, match=rf"{limit} updates in a row had a gradient of norm nan.*no weight"
+    ):
+        trainer.train(
+            ["a", "b"], num_iterations=20, sinks=[Sink()], checkpoint_dir=tmp_path, checkpoint_every=100, progress=False
+        )
+    assert len(states) == 2 + limit - 1
+    assert set(states[1:]) == {state_of(trainer)}
+    fresh = trainer_of(Poisoned(set(), math.nan), max_skipped_updates=limit, seed=9)
+    fresh.load_checkpoint(tmp_path)
+    assert state_of(fresh) == state_of(trainer)
+    assert fresh.iteration == len(states)
+
+
+def test_a_run_ended_by_skipped_updates_is_given_all_of_them_again_when_it_is_loaded(tmp_path: Path) -> None:
+    """Three in a row end it. Loaded, one more bad update is skipped, and a second; the third ends it."""
+    trainer = trainer_of(Poisoned(set(range(1, 100)), math.nan), max_skipped_updates=3)
+    with pytest.raises(NonFiniteGradientError):
+        trainer.train(["a", "b"], num_iterations=9, checkpoint_dir=tmp_path, checkpoint_every=9, progress=False)
+    resumed = trainer_of(Poisoned(set(range(100)), math.nan), max_skipped_updates=3)
+    resumed.load_checkpoint(tmp_path)
+    assert [resumed.step(["a", "b"])["train/skipped_updates"] for _ in range(2)] == [1.0, 1.0]
+    with pytest.raises(NonFiniteGradientError, match="3 updates in a row"):
+        resumed.step(["a", "b"])
+
+
+def test_one_sound_update_begins_the_count_again() -> None:
+    trainer = trainer_of(Poisoned({0, 1, 3, 4, 6, 7}, math.inf), max_skipped_updates=3)
+    skipped = [trainer.step(["a", "b"])["train/skipped_updates"] for _ in range(9)]
+    assert skipped == [1.0, 1.0, 0.0] * 3
+    trainer = trainer_of(Poisoned({0, 1, 2}, math.inf), max_skipped_updates=3)
+    trainer.step(["a", "b"])
+    trainer.step(["a", "b"])
+    with pytest.raises(NonFiniteGradientError, match=re.escape("3 updates in a row")):
+        trainer.step(["a", "b"])

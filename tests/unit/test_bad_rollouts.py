@@ -1,0 +1,181 @@
+"""Rollouts, references and advantages that do not fit the policy's steps, and those that just do."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import ActionScores, ContractError, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
+from tests.policies import RowScoring, SequencePolicy, TablePolicy
+from tests.support import as_users_run_it
+from tests.trainers import ROLLOUTS, state_of, trainer_of
+
+
+class AnotherStep(RowScoring):
+    """Masks the first step of row 1."""
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        mask = scores.mask.clone()
+        mask[1, 0] = False
+        return ActionScores(log_probs=scores.log_probs, mask=mask)
+
+
+def test_a_forward_that_is_narrower_by_masked_columns_alone_is_fine() -> None:
+    """Rows of one forward are padded to their own longest."""
+    policy = RowScoring()
+    actions = [(1, 2, 2, 0), (0,), (0,), (1, 0)]
+    mask = torch.tensor([[place < len(action) for place in range(4)] for action in actions])
+    trainer = trainer_of(policy, micro_batch_size=2)
+    trainer.update(ExperienceBatch.from_rows([0, 0, 1, 1], actions, [0.0, 1.0, 0.0, 1.0], [0, 0, 1, 1], mask=mask))
+
+
+def test_rollouts_with_another_mask_than_the_policys_are_refused() -> None:
+    trainer = trainer_of(RowScoring(), num_epochs_per_update=2)
+    batch = ExperienceBatch.from_rows([0, 0], [(1, 0), (0,)], [0.0, 1.0], [0, 0])  # one step per row: not so
+    with pytest.raises(ContractError, match=r"masks differ.*ExperienceBatch\.from_rows the mask"):
+        trainer.update(batch)
+
+
+class OwnReference(RowScoring):
+    """`ScoresReference`, with so many steps per row."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        self.num_steps = num_steps
+
+    def reference_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+        return torch.full((len(actions), self.num_steps), -1.0, dtype=torch.float64)
+
+
+def trainer_with_reference(reference: Any, **settings: Any) -> GRPOTrainer:
+    own = isinstance(reference, OwnReference)
+    return GRPOTrainer(
+        config=GRPOConfig(objective=ObjectiveConfig(kl_coef=0.1), **settings),
+        policy=reference if own else RowScoring(),
+        reward_model=lambda states, actions: [],
+        reference_policy=None if own else reference,
+    )
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize(
+    ("reference", "name"),
+    [
+        (lambda: OwnReference(1), r"OwnReference\.reference_log_probabilities"),
+        (lambda: OwnReference(2), r"OwnReference\.reference_log_probabilities"),
+        (lambda: SequencePolicy(), "reference SequencePolicy"),
+        (lambda: AnotherStep(), "reference AnotherStep"),
+    ],
+    ids=["the policy's own, sums", "the policy's own, two of three steps", "a policy, sums", "a policy, another step"],
+)
+def test_a_reference_that_leaves_out_steps_is_refused(reference: Any, name: str, micro_batch_size: int | None) -> None:
+    """A step it says nothing of must not count as one it is sure of."""
+    trainer = trainer_with_reference(reference(), micro_batch_size=micro_batch_size)
+    before = state_of(trainer)
+    with pytest.raises(ContractError, match=rf"{name} must score every step"):
+        trainer.update(ExperienceBatch.from_rows(**ROLLOUTS))
+    assert state_of(trainer) == before
+
+
+def test_a_reference_need_not_score_what_is_masked_for_all() -> None:
+    """A fourth step that no row has: three are enough."""
+    mask = torch.nn.functional.pad(ROLLOUTS["mask"], (0, 1), value=False)
+    trainer = trainer_with_reference(OwnReference(3))
+    metrics = trainer.update(ExperienceBatch.from_rows(**{**ROLLOUTS, "mask": mask}))
+    assert metrics["train/kl_mean"] > 0
+
+
+def test_rows_without_a_step_are_legal_and_carry_no_loss() -> None:
+    """Two rows, the second empty: the mean over rows counts both, so the gradient is that of the first, halved."""
+    policy = RowScoring()
+    trainer = trainer_of(policy)
+    mask = torch.tensor([[True, True], [False, False]])
+    metrics = trainer.update(ExperienceBatch.from_rows([0, 0], [(1, 0), ()], [1.0, 0.0], [0, 0], mask=mask))
+    assert metrics["steps/mean"] == 1.0
+    assert metrics["train/policy_loss"] == pytest.approx(-0.5 * 0.5)  # advantage 1/2, ratio 1, weight 1/2
+
+
+# Advantages of the caller's own
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda n: torch.ones(n - 1), r"got \[7\] float32"),
+        (lambda n: torch.ones(n, 2), r"got \[8, 2\] float32"),
+        (lambda n: torch.ones(1, n), r"got \[1, 8\] float32"),
+        (lambda n: torch.ones(n, 1, 1), r"got \[8, 1, 1\] float32"),
+        (lambda n: torch.tensor(1.0), r"got \[\] float32"),
+        (lambda n: [1.0] * n, r"got a list of 8"),
+        (lambda n: np.ones(n), r"got \[8\] float64"),
+        (lambda n: None, r"got NoneType"),
+        (lambda n: torch.tensor([1.0] * (n - 1) + [math.nan]), r"got NaN or infinity"),
+        (lambda n: torch.full((n, 1), math.inf), r"got NaN or infinity"),
+    ],
+)
+def test_advantages_that_are_not_one_number_per_row_or_step(make: Any, got: str) -> None:
+    policy = TablePolicy()
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=4, batch_size=2),
+        policy=policy,
+        reward_model=lambda states, actions: torch.arange(8.0),
+        advantages=lambda batch: make(batch.num_rows),
+    )
+    before = state_of(trainer)
+    with as_users_run_it(), pytest.raises(ContractError, match=rf"advantages must be a tensor \[N\] = \[8\].*{got}"):
+        trainer.step(["a", "b"])
+    assert state_of(trainer) == before
+
+
+def with_advantages(values: list[list[float]], filler: float) -> tuple[str, dict[str, float]]:
+    """Three updates on `ROLLOUTS` with these advantages on its mask, and `filler` off it: the state after, the metrics."""
+    torch.manual_seed(1)
+    trainer = GRPOTrainer(
+        config=GRPOConfig(),
+        policy=RowScoring(),
+        reward_model=lambda states, actions: [],
+        advantages=lambda batch: torch.tensor(values).where(batch.mask, filler),
+    )
+    for _ in range(3):
+        metrics = trainer.update(ExperienceBatch.from_rows(**ROLLOUTS))
+    return state_of(trainer), {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+def test_what_advantages_hold_off_the_mask_is_never_looked_at() -> None:
+    """NaN there gives the very updates that 0 there gives."""
+    values = [[1.0, -2.0, 0.5], [-1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [3.0, 0.0, 0.0]]
+    state, metrics = with_advantages(values, math.nan)
+    assert (state, metrics) == with_advantages(values, 0.0)
+    assert math.isfinite(metrics["train/grad_norm"])
+
+
+def test_a_row_without_an_advantage_is_one_whatever_stands_off_its_mask() -> None:
+    _, metrics = with_advantages([[1.0, -2.0, 0.5], [0.0] * 3, [0.0] * 3, [3.0, 0.0, 0.0]], math.nan)
+    assert metrics["rows/skipped_zero_advantage"] == 2.0
+
+
+# Rollouts made elsewhere
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({"mask": ROLLOUTS["mask"].double()}, r"mask must be bool \[N, T\] with N = 4; got \[4, 3\] float64"),
+        ({"mask": ROLLOUTS["mask"].long()}, r"mask must be bool \[N, T\] with N = 4; got \[4, 3\] int64"),
+        ({"mask": ROLLOUTS["mask"][:3]}, r"mask must be bool \[N, T\] with N = 4; got \[3, 3\] bool"),
+        ({"mask": ROLLOUTS["mask"][:, 0]}, r"mask must be bool \[N, T\] with N = 4; got \[4\] bool"),
+        ({"behaviour_log_probs": torch.zeros(4, 2)}, r"behaviour_log_probs must be like mask, \[4, 3\]; got \[4, 2\]"),
+        ({"behaviour_log_probs": torch.zeros(4)}, r"behaviour_log_probs must be like mask, \[4, 3\]; got \[4, 1\]"),
+        ({"behaviour_log_probs": torch.zeros(3, 3)}, r"behaviour_log_probs must .*\[4\] or \[N, T\]; got \[3, 3\]"),
+        ({"rewards": torch.zeros(4, 2)}, r"rewards per step must be like mask, \[4, 3\]; got \[4, 2\]"),
+        ({"group_ids": [[0], [0], [1], [1]]}, r"group_ids must be \[N\].*got \[4, 1\] int64"),
+        ({"group_ids": torch.tensor(0)}, r"group_ids must be \[N\].*got \[\] int64"),
+    ],
+)
+def test_rollouts_of_another_shape_are_refused(changes: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(ContractError, match=rf"ExperienceBatch\.from_rows: {pattern}"):
+        ExperienceBatch.from_rows(**{**ROLLOUTS, **changes})

@@ -1,0 +1,151 @@
+"""Surrogates and sampler corrections as settings of `ObjectiveConfig`: names, objects, dicts, and a user's own."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from grpo import ConfigError, GRPOConfig, Mask, ObjectiveConfig, Truncate
+from grpo.config import CORRECTIONS, SURROGATES
+from grpo.surrogates import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Sapo, Steps, Vespo
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "clip": {"level": "step", "low": 0.2, "high": 0.2, "delta": None, "dual": None},
+    "reinforce": {},
+    "cispo": {"level": "step", "low": 0.2, "high": 0.2},
+    "sapo": {"level": "step", "temperature_pos": 1.0, "temperature_neg": 1.05},
+    "gmpo": {"low": 0.2, "high": 0.2},
+    "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+    "dro": {"level": "step", "beta": 0.05},
+    "dppo": {"level": "step", "tv_limit": 0.2},
+    "kl_cov": {"level": "step", "fraction": 2e-4, "coef": 1.0},
+    "clip_cov": {"level": "step", "low": 0.2, "high": 0.2, "fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+    "truncate": {"low": None, "high": 3.0, "level": "step"},
+    "mask": {"low": None, "high": 3.0, "level": "step"},
+}
+"""Every name and the settings that it stands for."""
+
+OTHER: dict[type, Any] = {
+    Clip: Clip(low=0.1, high=0.3, delta=4.0, dual=3.0, level="row"),
+    Cispo: Cispo(low=1.0, high=4.0, level="row_sum"),
+    Sapo: Sapo(temperature_pos=2.0, temperature_neg=3.0, level="row_step"),
+    Gmpo: Gmpo(low=0.33, high=0.49),
+    Vespo: Vespo(k_pos=1.0, lambda_pos=1.5, k_neg=2.5, lambda_neg=3.5),
+    Dro: Dro(beta=0.5, level="row_sum"),
+    Dppo: Dppo(tv_limit=0.1, level="none"),
+    KlCov: KlCov(fraction=0.1, coef=0.5, level="row"),
+    ClipCov: ClipCov(low=0.1, high=0.3, fraction=0.1, cov_low=-2.0, cov_high=2.0, level="row"),
+    Truncate: Truncate(low=0.5, high=2.0, level="row"),
+    Mask: Mask(low=0.5, high=None, level="row"),
+}
+"""Every class that has settings, with none of them at its default."""
+
+PLACES = {"surrogate": SURROGATES, "sampler_correction": CORRECTIONS}
+
+
+def test_a_name_becomes_the_object_with_its_defaults():
+    assert {**SURROGATES, **CORRECTIONS}.keys() == DEFAULTS.keys()
+    for place, choices in PLACES.items():
+        for name, kind in choices.items():
+            config = ObjectiveConfig(**{place: name})
+            held = getattr(config, place)
+            assert type(held) is kind
+            assert held == kind(**DEFAULTS[name])
+            assert config == ObjectiveConfig(**{place: kind()})
+            assert hash(config) == hash(ObjectiveConfig(**{place: kind()}))
+            assert config.to_dict()[place] == {"kind": name, **DEFAULTS[name]}
+    assert ObjectiveConfig().surrogate == Clip()
+    assert ObjectiveConfig().sampler_correction is None
+    assert ObjectiveConfig().to_dict()["sampler_correction"] is None
+
+
+def test_other_settings_than_the_defaults_round_trip_through_json():
+    for place, choices in PLACES.items():
+        for name, kind in choices.items():
+            held = OTHER.get(kind, kind())
+            for field in dataclasses.fields(kind):
+                assert getattr(held, field.name) != field.default, f"{held}: {field.name} is at its default"
+            config = GRPOConfig(objective=ObjectiveConfig(**{place: held}))
+            written = json.loads(json.dumps(config.to_dict()))
+            assert written["objective"][place] == {"kind": name, **dataclasses.asdict(held)}
+            assert GRPOConfig.from_dict(written) == config
+            assert getattr(GRPOConfig.from_dict(written).objective, place) == held
+
+
+def test_equal_ones_are_equal_and_hash_alike_and_others_are_not():
+    for kind, other in OTHER.items():
+        assert other != kind()
+        assert other == dataclasses.replace(other)
+        assert hash(other) == hash(dataclasses.replace(other))
+
+
+def test_a_dict_may_hold_the_name_alone_and_some_of_the_settings():
+    assert ObjectiveConfig.from_dict({"surrogate": "cispo"}).surrogate == Cispo()
+    assert ObjectiveConfig.from_dict({"surrogate": {"kind": "cispo", "high": 4.0}}).surrogate == Cispo(high=4.0)
+    assert ObjectiveConfig.from_dict({"sampler_correction": "mask"}).sampler_correction == Mask()
+    assert ObjectiveConfig.from_dict({"sampler_correction": None}).sampler_correction is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """A surrogate, or a correction, of a user's own."""
+
+    width: float = 0.5
+
+    def __call__(self, steps: Steps) -> torch.Tensor:
+        return -steps.advantages * steps.ratio()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OwnClip(Clip):
+    """It inherits from a built-in surrogate, and is another one all the same."""
+
+
+def own_function(steps: Steps) -> torch.Tensor:
+    return -steps.advantages * steps.ratio()
+
+
+@pytest.mark.parametrize(("own", "name"), [(Own(), "Own"), (OwnClip(), "OwnClip"), (own_function, "own_function")])
+def test_one_of_the_users_own_is_held_and_written_by_name_and_not_read_back(own, name):
+    for place in PLACES:
+        config = GRPOConfig(objective=ObjectiveConfig(**{place: own}))
+        assert getattr(config.objective, place) is own
+        assert config == GRPOConfig(objective=ObjectiveConfig(**{place: own}))
+        assert hash(config) == hash(GRPOConfig(objective=ObjectiveConfig(**{place: own})))
+        written = json.loads(json.dumps(config.to_dict()))
+        assert written["objective"][place] == {"kind": "custom", "name": name}
+        advice = rf"ObjectiveConfig\.{place} was a custom callable, '{name}', .*pass the object"
+        with pytest.raises(ConfigError, match=advice):
+            GRPOConfig.from_dict(written)
+
+
+def test_an_unknown_kind_or_name_is_refused_and_the_known_ones_are_named():
+    for place, choices in PLACES.items():
+        known = ", ".join(map(repr, choices))
+        for kind in ("ppo", "none", None, ["clip"], 1):
+            with pytest.raises(ConfigError) as refused:
+                ObjectiveConfig.from_dict({place: {"kind": kind}})
+            assert f"ObjectiveConfig.{place}: kind must be one of {known}; got {str(kind)!r}." == str(refused.value)
+        with pytest.raises(ConfigError, match=rf"ObjectiveConfig\.{place} must be one of {known}, .* got str 'ppo'"):
+            ObjectiveConfig(**{place: "ppo"})
+        with pytest.raises(ConfigError, match=rf"ObjectiveConfig\.{place}: kind must be one of .*; got 'None'"):
+            ObjectiveConfig.from_dict({place: {"low": 0.1}})
+
+
+def test_an_unknown_key_inside_a_surrogate_or_a_correction_is_refused():
+    for place, choices in PLACES.items():
+        for name, kind in choices.items():
+            with pytest.raises(ConfigError, match=rf"{kind.__name__} has no setting 'clip_low'"):
+                GRPOConfig.from_dict({"objective": {place: {"kind": name, "clip_low": 0.1}}})
+    with pytest.raises(TypeError, match="tv_limit"):
+        Clip(tv_limit=0.1)
+
+
+def test_a_class_in_place_of_an_object_is_refused_with_advice():
+    for place, choices in PLACES.items():
+        for kind in (*choices.values(), Own):
+            message = rf"ObjectiveConfig\.{place} must be an object; got the class {kind.__name__}\. Call it first"
+            with pytest.raises(ConfigError, match=message):
+                ObjectiveConfig(**{place: kind})

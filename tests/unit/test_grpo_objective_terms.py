@@ -1,0 +1,277 @@
+"""The terms of the loss beside the surrogate: an exact KL, the error of a critic, and which steps count in which term."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import ConfigError, ObjectiveConfig, ObjectiveInputs, grpo_objective
+from tests.support import FourActions, objective_inputs
+
+NAN = math.nan
+
+
+def double(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# One row of two steps and a hole, on policy, A = 0 unless said otherwise: only the other terms are left. Weights .5, .25.
+MASK = torch.tensor([[True, False, True]])
+WEIGHTS = double([[0.5, 0.0, 0.25]])
+
+
+def example(**changes) -> ObjectiveInputs:
+    tensors = {"log_probs": double([[-1.0, NAN, -2.0]]), "advantages": double([0.0]), "mask": MASK, "weights": WEIGHTS}
+    return objective_inputs(**{**tensors, **changes})
+
+
+def share(inputs: ObjectiveInputs, config: ObjectiveConfig, name: str) -> float:
+    return grpo_objective(inputs, config).metrics[name][1].item()
+
+
+EXACT = ObjectiveConfig(kl_estimator="exact", kl_coef=0.1)
+
+
+def test_the_exact_kl_is_weighted_and_has_its_gradient():
+    # .1 (.5 * .6 + .25 * .2) = .035;  d/d kl = .1 w
+    kl = double([[0.6, NAN, 0.2]]).requires_grad_()
+    output = grpo_objective(example(kl=kl), EXACT)
+    assert output.loss.item() == pytest.approx(0.035, rel=1e-14)
+    assert output.metrics["kl_penalty"].tolist() == [0, pytest.approx(0.035), 0]
+    # reported unweighted, over the valid steps: .6 + .2, .36 + .04
+    assert output.metrics["kl"].tolist() == [2, pytest.approx(0.8), pytest.approx(0.4)]
+    assert torch.autograd.grad(output.loss, kl)[0].tolist() == [pytest.approx([0.05, 0, 0.025], rel=1e-14)]
+
+
+def test_the_exact_kl_leaves_log_probs_and_reference_alone():
+    log_probs = double([[-1.0, NAN, -2.0]]).requires_grad_()
+    inputs = example(log_probs=log_probs, kl=double([[0.6, NAN, 0.2]]), ref_log_probs=double([[-9.0, NAN, 3.0]]))
+    output = grpo_objective(inputs, EXACT)
+    assert output.loss.item() == pytest.approx(0.035, rel=1e-14)
+    assert torch.autograd.grad(output.loss, log_probs)[0].tolist() == [[0, 0, 0]]
+
+
+def test_other_estimators_do_not_read_the_exact_kl():
+    # k3 at pi = ref is 0
+    inputs = example(kl=double([[0.6, NAN, 0.2]]), ref_log_probs=double([[-1.0, NAN, -2.0]]))
+    assert share(inputs, ObjectiveConfig(kl_coef=0.1), "kl_penalty") == 0
+
+
+@pytest.mark.parametrize("direction", ["to_ref", "from_ref"])
+def test_the_exact_kl_descends_in_the_direction_the_policy_means(direction):
+    policy = FourActions.example()
+    log_probs, ref = policy.theta.log_softmax(0), policy.ref
+    if direction == "to_ref":
+        kl, expected = (log_probs.exp() * (log_probs - ref.log())).sum(), policy.gradient_of_kl_to_ref()
+    else:
+        kl, expected = (ref * (ref.log() - log_probs)).sum(), policy.gradient_of_kl_from_ref()
+    inputs = objective_inputs(policy.log_probs(), torch.zeros(4), kl=kl.expand(4, 1), weights=double([[0.25]] * 4))
+    (gradient,) = torch.autograd.grad(
+        grpo_objective(inputs, ObjectiveConfig(kl_estimator="exact", kl_coef=1.0)).loss, policy.theta
+    )
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("ref_log_probs", [None, double([[-1.0, NAN, -2.0]])], ids=["no-reference", "a-reference"])
+def test_a_missing_exact_kl_is_an_error(ref_log_probs):
+    with pytest.raises(ConfigError, match=r"objective\.kl_coef=0\.1 with kl_estimator='exact' needs the KL itself"):
+        grpo_objective(example(ref_log_probs=ref_log_probs), EXACT)
+
+
+def test_without_a_coefficient_the_exact_kl_is_only_reported():
+    config = ObjectiveConfig(kl_estimator="exact", kl_coef=0.0)
+    output = grpo_objective(example(kl=double([[0.6, NAN, 0.2]])), config)
+    assert output.loss.item() == 0
+    assert output.metrics["kl"].tolist() == [2, pytest.approx(0.8), pytest.approx(0.4)]
+    assert "kl" not in grpo_objective(example(), config).metrics
+
+
+# A critic. v = 1, 3; R = 2, -1: errors 1 and 16; weighted .5 + 4 = 4.5, times .5: 2.25.  d/dv = .5 w 2 (v - R)
+VALUES, RETURNS = double([[1.0, NAN, 3.0]]), double([[2.0, NAN, -1.0]])
+
+
+def test_the_critics_squared_error_by_hand():
+    values = VALUES.clone().requires_grad_()
+    output = grpo_objective(example(values=values, returns=RETURNS), ObjectiveConfig())
+    assert output.loss.item() == 2.25
+    assert output.metrics["value_loss"].tolist() == [0, 2.25, 0]
+    assert torch.autograd.grad(output.loss, values)[0].tolist() == [[0.5 * -1, 0, 0.25 * 4]]
+
+
+def test_the_critics_coefficient():
+    inputs = example(values=VALUES, returns=RETURNS)
+    assert grpo_objective(inputs, ObjectiveConfig(value_coef=2.0)).loss.item() == 9.0
+    assert grpo_objective(inputs, ObjectiveConfig(value_coef=0.0)).loss.item() == 0.0
+
+
+# Each with R = 0, bound .5 around the value at collection: e = max(v^2, (old + clip(v - old))^2), weight 1, coefficient 1.
+@pytest.mark.parametrize(
+    ("value", "old", "error", "slope"),
+    [
+        (1.2, 1.0, 1.44, 2.4),  # has moved by .2: both are the same
+        (0.8, 1.0, 0.64, 1.6),
+        (2.0, 1.0, 4.0, 4.0),  # away from R and beyond: the value's own error is larger
+        (0.2, 1.0, 0.25, 0.0),  # towards R and beyond: that of .5 is, which no longer moves
+        (-0.2, -1.0, 0.25, 0.0),
+        (-2.0, -1.0, 4.0, -4.0),
+        (-3.0, 1.0, 9.0, -6.0),  # through R and far out on the other side
+    ],
+)
+def test_a_value_that_has_moved_far_towards_its_target_is_left_alone(value, old, error, slope):
+    values = double([[value]]).requires_grad_()
+    inputs = objective_inputs(
+        double([[-1.0]]), double([0.0]), values=values, old_values=double([[old]]), returns=double([[0.0]])
+    )
+    loss = grpo_objective(inputs, ObjectiveConfig(value_coef=1.0, value_clip=0.5)).loss
+    assert loss.item() == pytest.approx(error, rel=1e-14)
+    assert torch.autograd.grad(loss, values)[0].item() == pytest.approx(slope, rel=1e-14)
+
+
+def test_without_the_values_at_collection_or_a_bound_nothing_is_clipped():
+    moved = {"values": VALUES, "returns": RETURNS, "old_values": double([[9.0, NAN, 9.0]])}
+    assert grpo_objective(example(**moved), ObjectiveConfig()).loss.item() == 2.25
+    unclipped = example(**{**moved, "old_values": None})
+    assert grpo_objective(unclipped, ObjectiveConfig(value_clip=0.1)).loss.item() == 2.25
+
+
+def test_the_critics_gradient_agrees_with_finite_differences():
+    random = torch.Generator().manual_seed(4)
+    values, old, returns = (torch.randn(5, 3, generator=random, dtype=torch.float64) for _ in range(3))
+    weights = torch.rand(5, 3, generator=random, dtype=torch.float64)
+
+    def loss(leaf: Tensor) -> Tensor:
+        inputs = objective_inputs(
+            -torch.ones(5, 3).double(), torch.ones(5), values=leaf, old_values=old, returns=returns, weights=weights
+        )
+        return grpo_objective(inputs, ObjectiveConfig(value_clip=0.3)).loss
+
+    assert torch.autograd.gradcheck(loss, values.requires_grad_())
+
+
+@pytest.mark.parametrize("given", [{"values": VALUES}, {"returns": RETURNS}])
+def test_values_or_returns_alone_are_no_loss(given):
+    output = grpo_objective(example(**given), ObjectiveConfig())
+    assert output.loss.item() == 0
+    assert "value_loss" not in output.metrics
+
+
+def test_returns_and_values_at_collection_carry_no_gradient():
+    leaves = [values.clone().requires_grad_() for values in (VALUES, RETURNS, VALUES - 0.1)]
+    inputs = example(values=leaves[0], returns=leaves[1], old_values=leaves[2])
+    loss = grpo_objective(inputs, ObjectiveConfig(value_clip=0.2)).loss
+    by_values, *others = torch.autograd.grad(loss, leaves, allow_unused=True)
+    assert (by_values[MASK] != 0).any()
+    assert others == [None, None]
+
+
+# All terms at once. A = 2, on policy: gradient -2 w;  kl .6 .2, coefficient .1;  entropy .3 .5, .01;  values as above.
+#   policy -2 (.5 + .25) = -1.5;  kl .035;  entropy .01 (.15 + .125) = .00275;  value 2.25
+def everything(**changes) -> ObjectiveInputs:
+    leaves = {
+        "log_probs": double([[-1.0, NAN, -2.0]]),
+        "kl": double([[0.6, NAN, 0.2]]),
+        "entropy": double([[0.3, NAN, 0.5]]),
+        "values": VALUES.clone(),
+    }
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    return example(advantages=double([2.0]), returns=RETURNS, **leaves, **changes)
+
+
+ALL_TERMS = ObjectiveConfig(kl_estimator="exact", kl_coef=0.1, entropy_coef=0.01)
+OTHER_TERMS = {"kl": [0.05, 0, 0.025], "entropy": [-0.005, 0, -0.0025], "values": [-0.5, 0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("keep", "policy_loss", "gradient"),
+    [
+        (None, -1.5, [-1.0, 0, -0.5]),
+        ([[True, True, True]], -1.5, [-1.0, 0, -0.5]),
+        ([[True, False, False]], -1.0, [-1.0, 0, 0]),
+        ([[False, True, True]], -0.5, [0, 0, -0.5]),
+        ([[False, False, False]], 0.0, [0, 0, 0]),
+    ],
+)
+def test_keep_touches_the_surrogate_and_no_other_term(keep, policy_loss, gradient):
+    """The weights stay: a step that is kept counts no more than before."""
+    inputs = everything(keep=None if keep is None else torch.tensor(keep))
+    output = grpo_objective(inputs, ALL_TERMS)
+    assert output.loss.item() == pytest.approx(policy_loss + 0.035 - 0.00275 + 2.25, rel=1e-14)
+    output.loss.backward()
+    assert inputs.log_probs.grad.tolist() == [gradient]
+    for name, expected in OTHER_TERMS.items():
+        assert getattr(inputs, name).grad.tolist() == [pytest.approx(expected, rel=1e-14)], name
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"), [([[True, True, True]], 2), ([[True, True, False]], 1), ([[False, True, False]], 0)]
+)
+def test_the_kept_fraction_is_of_valid_steps(keep, kept):
+    assert grpo_objective(everything(keep=torch.tensor(keep)), ALL_TERMS).metrics["kept_fraction"].tolist() == [
+        2,
+        kept,
+        kept,
+    ]
+
+
+def far_off(**changes) -> ObjectiveInputs:
+    """A bad row, each of whose steps is e^.5 less likely than when it was sampled."""
+    return replace(everything(old_log_probs=double([[-0.5, NAN, -1.5]])), advantages=double([-2.0]), **changes)
+
+
+FAR_CONFIG = replace(ALL_TERMS, off_policy_threshold=0.4)
+
+
+def test_a_row_that_is_too_far_off_keeps_its_other_terms():
+    inputs = far_off()
+    output = grpo_objective(inputs, FAR_CONFIG)
+    assert output.loss.item() == pytest.approx(0.035 - 0.00275 + 2.25, rel=1e-14)
+    assert output.metrics["kept_fraction"].tolist() == [2, 0, 0]
+    output.loss.backward()
+    assert inputs.log_probs.grad.tolist() == [[0, 0, 0]]
+    for name, expected in OTHER_TERMS.items():
+        assert getattr(inputs, name).grad.tolist() == [pytest.approx(expected, rel=1e-14)], name
+
+
+def test_a_row_within_the_threshold_counts_whole():
+    config = replace(FAR_CONFIG, off_policy_threshold=0.6)
+    metrics = grpo_objective(far_off(), config).metrics
+    # clipped below at .8 where A < 0: -min(rho A, .8 A) = .8 * 2
+    assert metrics["policy_loss"][1].item() == pytest.approx(1.6 * 0.75, rel=1e-14)
+    assert metrics["kept_fraction"].tolist() == [2, 2, 2]
+    assert "kept_fraction" not in grpo_objective(far_off(), ALL_TERMS).metrics
+
+
+def test_a_step_counts_where_it_is_kept_and_its_row_is_near():
+    # two rows of two steps on policy; the second was sampled e^.5 likelier, and is bad. Of each the first step is kept
+    inputs = objective_inputs(
+        double([[-1.0, -1.0], [-1.0, -1.0]]), double([2.0, -2.0]), keep=torch.tensor([[True, False], [True, False]]),
+        behaviour_log_probs=double([[-0.5, -0.5], [-0.5, -0.5]]),
+    )  # fmt: skip
+    for threshold, loss, kept in ((0.4, -2.0, 1), (0.6, -2.0 + 2.0, 2)):
+        output = grpo_objective(inputs, ObjectiveConfig(off_policy_threshold=threshold))
+        assert output.loss.item() == loss
+        assert output.metrics["kept_fraction"].tolist() == [4, kept, kept]
+
+
+@pytest.mark.parametrize(
+    ("of_the_config", "of_the_inputs", "in_force"),
+    [(0.1, None, 0.1), (0.1, 0.3, 0.3), (0.1, 0.0, 0.0), (0.0, 0.3, 0.3)],
+)
+def test_coefficients_in_the_inputs_override_the_configured_ones(of_the_config, of_the_inputs, in_force):
+    # unweighted by a coefficient: kl .35, entropy .275
+    config = ObjectiveConfig(kl_estimator="exact", kl_coef=of_the_config, entropy_coef=of_the_config)
+    output = grpo_objective(everything(kl_coef=of_the_inputs, entropy_coef=of_the_inputs), config)
+    assert output.metrics["kl_penalty"][1].item() == pytest.approx(0.35 * in_force, rel=1e-14)
+    bonus = output.metrics["entropy_bonus"][1].item() if in_force else 0.0
+    assert bonus == pytest.approx(0.275 * in_force, rel=1e-14)
+    assert output.loss.item() == pytest.approx(-1.5 + in_force * (0.35 - 0.275) + 2.25, rel=1e-14)
+
+
+def test_a_coefficient_in_the_inputs_needs_what_a_configured_one_needs():
+    with pytest.raises(ConfigError, match=r"objective\.kl_coef=0\.3 with kl_estimator='exact' needs the KL itself"):
+        grpo_objective(example(kl_coef=0.3), ObjectiveConfig(kl_estimator="exact"))
+    with pytest.raises(ConfigError, match=r"entropy_coef=.* needs an exact entropy"):
+        grpo_objective(example(entropy_coef=0.3), ObjectiveConfig())

@@ -1,0 +1,137 @@
+"""Running statistics by hand, and as the sink of a real run."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from grpo import ConfigError, GRPOConfig, GRPOTrainer
+from grpo.metrics import MetricSink, RunningStatistics
+from tests.policies import TablePolicy
+
+THREE: list[dict[str, float]] = [
+    {
+        "rewards/mean": reward,
+        "train/total_loss": loss,
+        "train/kl_mean": kl,
+        "train/entropy": entropy,
+        "train/num_updates": 2.0,
+        "group_stats/num_groups": 3.0,
+        "group_stats/avg_group_size": 10 / 3,
+    }
+    for reward, loss, kl, entropy in [(1.0, 0.5, 0.0, math.nan), (3.0, 0.25, 0.01, 0.7), (2.0, -1.0, 0.04, math.nan)]
+]
+
+
+def told(*iterations: dict[str, float], **settings: Any) -> RunningStatistics:
+    statistics = RunningStatistics(**settings)
+    for number, metrics in enumerate(iterations, start=1):
+        statistics.log(metrics, number)
+    return statistics
+
+
+def test_counts_by_hand() -> None:
+    statistics = told(*THREE)
+    assert isinstance(statistics, MetricSink)
+    assert statistics.num_iterations == 3
+    assert statistics.num_updates == 3 * 2
+    assert statistics.num_samples == 3 * 10  # 3 groups of 10/3 on average: 10 rows
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["train/num_updates", "group_stats/num_groups", "group_stats/avg_group_size"])
+def test_a_count_that_was_not_measured_adds_nothing(name: str, value: float) -> None:
+    statistics = told(THREE[0], {**THREE[1], name: value})
+    assert (statistics.num_updates, statistics.num_samples) == ((2, 20) if name == "train/num_updates" else (4, 10))
+
+
+def test_moving_averages_by_hand() -> None:
+    averages = told(*THREE, decay=0.5).averages
+    # weights 1/4, 1/2, 1 over their sum 7/4
+    assert averages["reward"] == pytest.approx((1.0 / 4 + 3.0 / 2 + 2.0) / (7 / 4))  # 15/7
+    assert averages["loss"] == pytest.approx((0.5 / 4 + 0.25 / 2 - 1.0) / (7 / 4))  # -3/7
+    assert averages["kl"] == pytest.approx((0.0 / 4 + 0.01 / 2 + 0.04) / (7 / 4))
+    assert averages["entropy"] == 0.7  # measured once: NaN does not count, nor does it age what was measured
+
+
+def test_the_first_value_is_its_own_average_and_a_constant_stays_one() -> None:
+    assert told(THREE[0], decay=0.99).averages["reward"] == pytest.approx(1.0)
+    assert told(*[THREE[0]] * 50, decay=0.9).averages["reward"] == pytest.approx(1.0, rel=1e-12)
+    assert told(*THREE, decay=0.0).averages["reward"] == 2.0  # without a memory: the last
+
+
+def test_what_was_never_measured_has_no_average() -> None:
+    assert RunningStatistics().averages == {"reward": None, "loss": None, "kl": None, "entropy": None}
+    statistics = told({"rewards/max": 1.0}, {"rewards/mean": math.inf})
+    assert (statistics.averages["reward"], statistics.reward_history) == (None, [])
+    assert (statistics.num_iterations, statistics.num_updates, statistics.num_samples) == (2, 0, 0)
+
+
+def test_the_history_is_bounded() -> None:
+    assert told(*THREE).reward_history == [1.0, 3.0, 2.0]
+    assert told(*THREE, history=2).reward_history == [3.0, 2.0]
+
+
+def test_reset_is_a_new_start() -> None:
+    statistics = told(*THREE, decay=0.5, history=2)
+    statistics.reset()
+    assert statistics.to_dict() == RunningStatistics(decay=0.5, history=2).to_dict()
+    statistics.log(THREE[1], 1)
+    assert (statistics.averages["reward"], statistics.num_samples) == (3.0, 10)
+
+
+def test_it_goes_on_from_json_as_if_nothing_had_been() -> None:
+    unbroken = told(*THREE, decay=0.9, history=2)
+    stopped = told(*THREE[:2], decay=0.9, history=2)
+    resumed = RunningStatistics.from_dict(json.loads(json.dumps(stopped.to_dict(), allow_nan=False)))
+    resumed.log(THREE[2], 3)
+    assert resumed.to_dict() == unbroken.to_dict()
+
+
+def test_unknown_and_missing_keys_are_refused() -> None:
+    whole = RunningStatistics().to_dict()
+    for wrong in (whole | {"mood": 1}, {"decay": 0.9}, whole | {"moments": {"reward": [0.0, 0.0]}}):
+        with pytest.raises(ConfigError, match="Pass what to_dict"):
+            RunningStatistics.from_dict(wrong)
+
+
+@pytest.mark.parametrize("settings", [{"decay": 1.0}, {"decay": -0.1}, {"decay": math.nan}, {"history": 0}])
+def test_settings_without_a_meaning_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"RunningStatistics.{next(iter(settings))}"):
+        RunningStatistics(**settings)
+
+
+def test_what_dynamic_sampling_leaves_out_is_counted_too() -> None:
+    executed = []
+
+    def one_in_four(states: Any, actions: Any) -> list[float]:
+        executed.extend(actions)
+        return [float(action if state == "a" else 0.5) for state, action in zip(states, actions, strict=True)]
+
+    statistics = RunningStatistics()
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=6, num_states_per_iteration=4, dynamic_sampling_rounds=2, seed=0),
+        policy=TablePolicy(),
+        reward_model=one_in_four,
+    )
+    trainer.train(["a", "b", "b", "b"], num_iterations=2, sinks=[statistics], progress=False)
+    assert statistics.num_samples == len(executed) > 2 * 4 * 6
+
+
+def test_as_the_sink_of_a_run() -> None:
+    statistics = RunningStatistics(decay=0.5)
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=6, batch_size=4, num_epochs_per_update=2, seed=0),
+        policy=TablePolicy(),
+        reward_model=lambda states, actions: [float(action) for action in actions],
+    )
+    history = trainer.train(["a", "b"], num_iterations=3, sinks=[statistics], progress=False)
+    assert statistics.num_iterations == 3
+    assert statistics.num_samples == 3 * 2 * 6
+    assert statistics.num_updates == 3 * 2 * 3  # two passes over 12 rows, 4 at a time
+    means = [metrics["rewards/mean"] for metrics in history]
+    assert statistics.reward_history == means
+    assert statistics.averages["reward"] == pytest.approx((means[0] / 4 + means[1] / 2 + means[2]) / (7 / 4))
+    statistics.log(trainer.update(trainer.collect(["a"])), trainer.iteration)  # whoever has no run logs by hand
+    assert statistics.num_samples == 3 * 12 + 6

@@ -1,0 +1,274 @@
+"""A surrogate of the user's own, with a setting of its own, trained through `GRPOTrainer`.
+
+The KL, the entropy bonus, the sampler correction and the metrics stay those of `grpo_objective`.
+"""
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import AdvantageEstimator, ConfigError, GRPOConfig, GRPOTrainer, ObjectiveConfig, Truncate, step_weights
+from grpo.surrogates import Steps
+from tests.every_config import Rows, Telling, make_policy, make_trainer
+from tests.policies import EpisodePolicy, RowScoring, TablePolicy, gradient_of
+from tests.support import as_users_run_it
+
+
+@pytest.fixture(autouse=True)
+def as_users() -> Iterator[None]:
+    with as_users_run_it():
+        yield
+
+
+@dataclass(frozen=True)
+class SoftClip:
+    """l[n,t] = -A[n,t] width tanh((rho[n,t] - 1) / width): the ratio moves by no more than the width."""
+
+    width: float = 0.5
+
+    def __call__(self, steps: Steps) -> Tensor:
+        return -steps.advantages * self.width * torch.tanh((steps.ratio() - 1) / self.width)
+
+    def stopped(self, steps: Steps) -> tuple[Tensor, Tensor]:
+        """Steps that have moved by more than twice the width."""
+        moved = steps.ratio() - 1
+        return moved < -2 * self.width, moved > 2 * self.width
+
+
+HIGH, KL_COEF, ENTROPY_COEF = 1.5, 0.3, 0.2
+
+
+def config_of(surrogate: Any, num_epochs: int = 2, **objective: Any) -> GRPOConfig:
+    settings = {"sampler_correction": Truncate(high=HIGH), "kl_coef": KL_COEF, "entropy_coef": ENTROPY_COEF}
+    return GRPOConfig(
+        num_epochs_per_update=num_epochs,
+        max_grad_norm=None,
+        seed=0,
+        objective=ObjectiveConfig(surrogate=surrogate, **settings | objective),
+    )
+
+
+def loss_by_hand(policy: Any, old_policy: Any, config: GRPOConfig, width: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """The whole loss from the policy's log-probs, and what is reported about it, without `grpo_objective` and `Steps`."""
+    rows = Rows.example()
+    batch = rows.batch(config)
+    mask = batch.mask
+    scores, old, reference = (
+        one.score_actions(batch.states, batch.actions) for one in (policy, old_policy, make_policy(RowScoring, seed=1))
+    )
+    weights = step_weights(mask, "row_mean")[mask]
+    log_probs, old_log_probs, ref_log_probs = (
+        one.log_probs[mask] for one in (scores, replace_detached(old), replace_detached(reference))
+    )
+    assert batch.behaviour_log_probs is not None
+    behaviour = batch.behaviour_log_probs[mask]
+    u = (old_log_probs - torch.where(behaviour.isnan(), old_log_probs, behaviour)).exp().clamp(max=HIGH)
+    advantages = AdvantageEstimator(config.advantage)(batch).unsqueeze(1).expand(mask.shape)[mask]
+    rho = (log_probs - old_log_probs).exp()
+    x = log_probs - ref_log_probs
+    terms = {
+        "policy_loss": (weights * u * -advantages * width * torch.tanh((rho - 1) / width)).sum(),
+        "kl_penalty": KL_COEF * (weights * ((-x).exp() + x - 1)).sum(),
+        "entropy_bonus": ENTROPY_COEF * (weights * scores.entropy[mask]).sum(),
+    }
+    loss = terms["policy_loss"] + terms["kl_penalty"] - terms["entropy_bonus"]
+    further = {
+        "ratio_mean": rho.mean(),
+        "sampler_ratio_mean": u.mean(),
+        "kl_mean": ((-x).exp() + x - 1).mean(),
+        "clip_fraction": ((rho - 1).abs() > 2 * width).double().mean(),
+    }
+    return loss, {"total_loss": loss, **terms, **further}
+
+
+def replace_detached(scores: Any) -> Any:
+    return replace(scores, log_probs=scores.log_probs.detach())
+
+
+def test_it_keeps_the_kl_the_entropy_the_correction_and_the_metrics() -> None:
+    """Both updates of an iteration against the loss by hand: the gradient of each, and the mean of each metric."""
+    width = 0.3
+    config = config_of(SoftClip(width=width))
+    policies = [make_policy(Telling)]
+    trainer, optimizer = make_trainer(config, copy.deepcopy(policies[0]), reference=make_policy(RowScoring, seed=1))
+    optimizer.register_step_post_hook(lambda *_: policies.append(copy.deepcopy(trainer.policy)))
+    metrics = trainer.update(Rows.example().batch(config))
+    assert len(optimizer.gradients) == 2
+    reported: list[dict[str, Tensor]] = []
+    for policy, found in zip(policies, optimizer.gradients, strict=False):
+        loss, terms = loss_by_hand(policy, policies[0], config, width)
+        expected = gradient_of(policy, loss)
+        assert (found - expected).norm() <= 1e-10 * expected.norm()
+        reported.append(terms)
+    assert reported[1]["clip_fraction"] > 0.05
+    for name in reported[0]:
+        mean = sum(terms[name].item() for terms in reported) / 2
+        assert metrics[f"train/{name}"] == pytest.approx(mean, rel=1e-9, abs=1e-12), name
+
+
+def test_its_setting_changes_the_updates() -> None:
+    gradients = []
+    for width in (0.3, 0.6):
+        config = config_of(SoftClip(width=width))
+        trainer, optimizer = make_trainer(config, make_policy(Telling), reference=make_policy(RowScoring, seed=1))
+        trainer.update(Rows.example().batch(config))
+        gradients.append(optimizer.gradients)
+    (first, second), (other_first, other_second) = gradients
+    assert torch.equal(first, other_first)  # at rho = 1 the width has no effect
+    assert not torch.allclose(second, other_second, rtol=0.01)
+
+
+def test_a_plain_function_is_a_surrogate_and_reports_no_clipping() -> None:
+    config = config_of(lambda steps: SoftClip()(steps))
+    trainer, _ = make_trainer(config, make_policy(Telling), reference=make_policy(RowScoring, seed=1))
+    metrics = trainer.update(Rows.example().batch(config))
+    assert metrics["train/clip_fraction"] == 0
+    assert metrics["train/kl_penalty"] > 0
+    assert metrics["train/entropy_bonus"] > 0
+
+
+# What it says about itself
+
+
+@dataclass(frozen=True)
+class WithWeights(SoftClip):
+    """Multiplies by the sampler's weights itself."""
+
+    uses_sampler_weights: ClassVar[bool] = True
+
+    def __call__(self, steps: Steps) -> Tensor:
+        assert steps.sampler_weights is not None
+        return steps.sampler_weights * SoftClip.__call__(self, steps)
+
+
+def test_one_that_reads_the_samplers_weights_is_not_multiplied_by_them_again() -> None:
+    updates = []
+    for surrogate in (SoftClip(), WithWeights()):
+        config = config_of(surrogate)
+        trainer, optimizer = make_trainer(config, make_policy(Telling), reference=make_policy(RowScoring, seed=1))
+        trainer.update(Rows.example().batch(config))
+        updates.append(torch.stack(optimizer.gradients))
+    assert torch.allclose(*updates, rtol=1e-12, atol=1e-15)
+
+
+@dataclass(frozen=True)
+class Inert(SoftClip):
+    """Says that rows without an advantage have no gradient."""
+
+    zero_advantage_is_inert: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(("surrogate", "num_skipped"), [(SoftClip(), 0), (Inert(), 2)], ids=["silent", "inert"])
+def test_rows_without_an_advantage_are_skipped_only_if_it_says_so(surrogate: Any, num_skipped: int) -> None:
+    config = config_of(surrogate, kl_coef=0.0, entropy_coef=0.0)
+    rows = Rows.example().take(range(9, 15))  # a group of four rows, and one of two rows with equal rewards
+    trainer, _ = make_trainer(config, make_policy(Telling))
+    assert trainer.update(rows.batch(config))["rows/skipped_zero_advantage"] == num_skipped
+
+
+class PullsBackTheLikeliest:
+    """Chooses the one step of the update with the highest log-prob."""
+
+    zero_advantage_is_inert = False
+
+    def __init__(self) -> None:
+        self.num_selected: list[int] = []
+
+    def __call__(self, steps: Steps) -> Tensor:
+        assert steps.selected is not None
+        self.num_selected.append(int(steps.selected.sum()))
+        return -steps.advantages * steps.ratio() + steps.selected * steps.log_ratio().square()
+
+    def select(self, log_probs: Tensor, advantages: Tensor, generator: torch.Generator | None) -> Tensor:
+        assert advantages.shape == log_probs.shape
+        chosen = torch.zeros_like(log_probs, dtype=torch.bool)
+        chosen[log_probs.argmax()] = True
+        return chosen
+
+
+def test_its_choice_of_steps_is_made_once_per_update_over_all_micro_batches() -> None:
+    surrogate = PullsBackTheLikeliest()
+    config = replace(config_of(surrogate, num_epochs=3), micro_batch_size=4)
+    trainer, _ = make_trainer(config, make_policy(Telling), reference=make_policy(RowScoring, seed=1))
+    batch = Rows.example().batch(config)
+    metrics = trainer.update(batch)
+    per_update = torch.tensor(surrogate.num_selected).view(3, -1)
+    assert per_update.shape[1] == 4  # 15 rows in forwards of 4
+    assert per_update.sum(1).tolist() == [1, 1, 1]
+    assert metrics["train/selected_fraction"] == pytest.approx(1 / int(batch.mask.sum()))
+
+
+@dataclass(frozen=True)
+class LooksAtRows(SoftClip):
+    """The loss of a step depends on the row's other steps."""
+
+    reads_rows: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class AtRow(SoftClip):
+    """A level of rows says the same."""
+
+    level: ClassVar[str] = "row"
+
+
+@dataclass(frozen=True)
+class AtUnknownLevel(SoftClip):
+    """A level that does not exist."""
+
+    level: ClassVar[str] = "token"
+
+
+@pytest.mark.parametrize("surrogate", [LooksAtRows(), AtRow()], ids=["reads_rows", "level"])
+def test_one_that_reads_rows_is_refused_where_steps_are_split(surrogate: Any) -> None:
+    def trainer_of(own: Any) -> GRPOTrainer:
+        return GRPOTrainer(
+            config=GRPOConfig(group_size=4, seed=0, objective=ObjectiveConfig(surrogate=own)),
+            policy=EpisodePolicy(),
+            reward_model=lambda states, actions: [float(len(moves)) for _, moves in actions],
+        )
+
+    assert trainer_of(SoftClip()).step([0.0, 1.0])["train/num_updates"] == 1
+    with pytest.raises(
+        ConfigError, match=rf"updated step by step, and this loss looks at rows: .*{type(surrogate).__name__}"
+    ):
+        trainer_of(surrogate)
+
+
+def test_a_level_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"level must be one of step, row, row_sum, row_step, none; got 'token'"):
+        ObjectiveConfig(surrogate=AtUnknownLevel())
+
+
+@dataclass(frozen=True)
+class ForProbabilities(SoftClip):
+    """Compares probabilities, which densities are not."""
+
+    for_probabilities: ClassVar[bool] = True
+
+
+def test_one_for_probabilities_is_refused_for_densities() -> None:
+    class Normal(TablePolicy):
+        def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+            return [[0.5, -0.5] for _ in states]
+
+        def get_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+            normal = torch.distributions.Normal(self.logits[0, 0], 1 / math.sqrt(2 * math.pi))
+            return normal.log_prob(torch.tensor(actions, dtype=torch.float64))
+
+    def trainer_of(surrogate: Any) -> GRPOTrainer:
+        return GRPOTrainer(
+            config=GRPOConfig(group_size=2, objective=ObjectiveConfig(surrogate=surrogate)),
+            policy=Normal(),
+            reward_model=lambda states, actions: list(actions),
+        )
+
+    assert trainer_of(SoftClip()).step(["a"])["train/num_updates"] == 1
+    with pytest.raises(ConfigError, match=r"real numbers, which have densities"):
+        trainer_of(ForProbabilities()).step(["a"])

@@ -1,0 +1,369 @@
+"""What surrogates have in common: settings, traits, use outside the objective, and surrogates of one's own inside it."""
+
+import math
+from dataclasses import dataclass
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import ConfigError, ObjectiveConfig, grpo_objective
+from grpo._objective.ratios import RatioLevel
+from grpo.surrogates import (
+    SURROGATES,
+    Cispo,
+    Clip,
+    ClipCov,
+    Dppo,
+    Dro,
+    Gmpo,
+    KlCov,
+    Sapo,
+    Steps,
+    Surrogate,
+    SurrogateTraits,
+    Vespo,
+    traits_of,
+)
+from tests.support import as_users_run_it, loss_and_gradient, objective_inputs
+
+LEVELS = get_args(RatioLevel)
+AT_ANY_LEVEL = ["clip", "cispo", "sapo", "dro", "dppo", "kl_cov", "clip_cov"]
+
+
+def double(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+DEFAULTS = {
+    "clip": {"level": "step", "low": 0.2, "high": 0.2, "delta": None, "dual": None},
+    "reinforce": {},
+    "cispo": {"level": "step", "low": 0.2, "high": 0.2},
+    "sapo": {"level": "step", "temperature_pos": 1.0, "temperature_neg": 1.05},
+    "gmpo": {"low": 0.2, "high": 0.2},
+    "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+    "dro": {"level": "step", "beta": 0.05},
+    "dppo": {"level": "step", "tv_limit": 0.2},
+    "kl_cov": {"level": "step", "fraction": 2e-4, "coef": 1.0},
+    "clip_cov": {"level": "step", "low": 0.2, "high": 0.2, "fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+}
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_the_defaults_of_the_papers(name):
+    assert SURROGATES[name]().to_dict() == DEFAULTS[name]
+
+
+TINY = 1e-9
+# class, setting, the last values that are allowed, values that are not
+RANGES = [
+    *((kind, "low", (0.0, 1.0), (-TINY, 1 + TINY)) for kind in (Clip, Cispo, Gmpo, ClipCov)),
+    *((kind, "high", (0.0, 1e6), (-TINY,)) for kind in (Clip, Cispo, Gmpo, ClipCov)),
+    (Clip, "delta", (1.2 + TINY, 1e6), (1.2, 1.0, 0.5)),
+    (Clip, "dual", (1.0 + TINY, 1e6), (1.0,)),
+    *((Sapo, name, (TINY, 1e6), (0.0,)) for name in ("temperature_pos", "temperature_neg")),
+    *((Vespo, name, (TINY, 1e6), (0.0,)) for name in ("k_pos", "k_neg")),
+    *((Vespo, name, (1e-4, 1e6), (0.99e-4,)) for name in ("lambda_pos", "lambda_neg")),
+    (Dro, "beta", (0.0, 1e6), (-TINY,)),
+    (Dppo, "tv_limit", (TINY, 1.0), (0.0, 1 + TINY)),
+    *((kind, "fraction", (TINY, 1.0), (0.0, 1 + TINY)) for kind in (KlCov, ClipCov)),
+    (KlCov, "coef", (0.0, 1e6), (-TINY,)),
+    (ClipCov, "cov_low", (-1e6, 5.0), (5.0 + TINY,)),
+    (ClipCov, "cov_high", (1.0, 1e6), (1.0 - TINY,)),
+    *((SURROGATES[name], "level", LEVELS, ("word", None)) for name in AT_ANY_LEVEL),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "allowed", "refused"), RANGES)
+def test_ranges_of_settings(kind, name, allowed, refused):
+    for value in allowed:
+        assert getattr(kind(**{name: value}), name) == value
+    for value in refused:
+        with as_users_run_it(), pytest.raises(ConfigError, match=name):
+            kind(**{name: value})
+
+
+def test_delta_is_compared_with_the_upper_bound():
+    assert Clip(high=0.5, delta=1.51).delta == 1.51
+    with pytest.raises(ConfigError, match=r"Clip\.delta=1\.5 must be above 1 \+ high = 1\.5"):
+        Clip(high=0.5, delta=1.5)
+
+
+def test_the_traits_of_something_that_says_nothing():
+    expected = SurrogateTraits(
+        level="step", reads_rows=False, zero_advantage_is_inert=False, uses_sampler_weights=False,
+        for_probabilities=False, stopped=None, select=None,
+    )  # fmt: skip
+    assert traits_of(lambda steps: steps.log_probs) == SurrogateTraits() == expected
+
+
+# reads_rows, zero_advantage_is_inert, uses_sampler_weights, for_probabilities, has `stopped`, has `select`
+TRAITS = {
+    "clip": (False, True, False, False, True, False),
+    "reinforce": (False, True, False, False, False, False),
+    "cispo": (False, True, False, False, True, False),
+    "sapo": (False, True, False, False, False, False),
+    "gmpo": (True, True, False, False, True, False),
+    "vespo": (True, True, True, False, False, False),
+    "dro": (False, False, False, False, False, False),
+    "dppo": (False, True, False, True, True, False),
+    "kl_cov": (False, False, False, False, False, True),
+    "clip_cov": (False, True, False, False, True, True),
+}
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_the_traits_of_every_surrogate(name):
+    surrogate = SURROGATES[name]()
+    assert isinstance(surrogate, Surrogate)
+    found = traits_of(surrogate)
+    has = (found.stopped is not None, found.select is not None)
+    flags = (found.reads_rows, found.zero_advantage_is_inert, found.uses_sampler_weights, found.for_probabilities)
+    assert (*flags, *has) == TRAITS[name]
+    assert found.level == "step"
+
+
+@pytest.mark.parametrize("name", AT_ANY_LEVEL)
+def test_levels_of_rows_read_rows(name):
+    traits = [traits_of(SURROGATES[name](level=level)) for level in LEVELS]
+    assert [trait.level for trait in traits] == list(LEVELS) == ["step", "row", "row_sum", "row_step", "none"]
+    assert [trait.reads_rows for trait in traits] == [False, True, True, True, False]
+
+
+def test_a_function_says_what_it_is_by_attributes():
+    def loss(steps: Steps) -> Tensor:
+        return steps.log_probs
+
+    said = {
+        "level": "row", "reads_rows": False, "zero_advantage_is_inert": True, "uses_sampler_weights": True,
+        "for_probabilities": True, "stopped": lambda steps: (steps.mask, steps.mask), "select": lambda *_: None,
+    }  # fmt: skip
+    for name, value in said.items():
+        setattr(loss, name, value)
+    assert traits_of(loss) == SurrogateTraits(**said)
+
+
+def test_a_level_that_does_not_exist_is_an_error():
+    def loss(steps: Steps) -> Tensor:
+        return steps.log_probs
+
+    loss.level = "word"
+    message = r"level must be one of step, row, row_sum, row_step, none; got 'word'"
+    with pytest.raises(ConfigError, match=message):
+        traits_of(loss)
+    with pytest.raises(ConfigError, match=message):
+        ObjectiveConfig(surrogate=loss)
+
+
+MASK = torch.tensor([[True, True, True], [True, False, True], [True, False, False], [False, False, False]])
+
+
+def ragged(per_step: bool = False, **others: object) -> dict:
+    random = torch.Generator().manual_seed(1)
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return low + (high - low) * torch.rand(*shape, generator=random, dtype=torch.float64)
+
+    log_probs = uniform(-2.0, -0.5, 4, 3)
+    return {
+        "log_probs": log_probs,
+        "advantages": uniform(-2.0, 2.0, 4, 3) if per_step else double([1.5, -0.5, 0.25, 1.0]),
+        "old_log_probs": log_probs + uniform(-0.15, 0.15, 4, 3),
+        "mask": MASK,
+        "weights": torch.where(MASK, uniform(0.1, 1.0, 4, 3), 0.0),
+        "selected": torch.tensor([[True, False, False], [False, False, True], [False] * 3, [False] * 3]),
+        **others,
+    }
+
+
+ONE_PER_ROW = {("clip", "row"), ("clip", "row_sum"), ("sapo", "row"), ("sapo", "row_sum"), ("gmpo", "step")}
+"""Where the loss is the same for all steps of a row if the advantages are."""
+COMBINATIONS = [(name, level) for name in SURROGATES for level in (LEVELS if name in AT_ANY_LEVEL else ["step"])]
+
+
+def surrogate_at(name: str, level: str) -> Surrogate:
+    return SURROGATES[name](level=level) if name in AT_ANY_LEVEL else SURROGATES[name]()
+
+
+@pytest.mark.parametrize("per_step", [False, True])
+@pytest.mark.parametrize(("name", "level"), COMBINATIONS)
+def test_in_a_loss_of_ones_own_a_surrogate_is_what_it_is_in_the_objective(name, level, per_step):
+    """Called directly it returns one loss per step, or per row, unreduced and with a gradient."""
+    surrogate, rows = surrogate_at(name, level), ragged(per_step)
+    leaf = rows["log_probs"].clone().requires_grad_()
+    losses = surrogate(Steps(objective_inputs(**{**rows, "log_probs": leaf})))
+    assert losses.shape == ((4, 1) if (name, level) in ONE_PER_ROW and not per_step else (4, 3))
+    loss = (rows["weights"] * losses).sum()
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    expected_loss, expected = loss_and_gradient(config=ObjectiveConfig(surrogate=surrogate), **rows)
+    torch.testing.assert_close(loss.detach(), expected_loss, rtol=1e-14, atol=0)
+    torch.testing.assert_close(gradient, expected, rtol=1e-14, atol=0)
+    assert (gradient[~MASK] == 0).all()
+    assert (gradient[MASK] != 0).any()
+
+
+@pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
+def test_without_a_selection_what_reads_one_is_an_error(name):
+    message = r"reads the steps that its select\(\) chose, and there are none\. Evaluate it through grpo_objective"
+    with pytest.raises(ConfigError, match=message):
+        SURROGATES[name]()(Steps(objective_inputs(**ragged(selected=None))))
+
+
+def test_the_selections_of_the_two_covariance_surrogates_by_hand():
+    # log pi: deviations 1 0 -1 from -2;  A: mean 1, deviations 2 -1 -1;  covariances 2 0 1
+    log_probs, advantages = double([-1.0, -2.0, -3.0]), double([3.0, 0.0, 0.0])
+    assert KlCov(fraction=0.67).select(log_probs, advantages, None).tolist() == [True, False, True]
+    assert KlCov(fraction=0.66).select(log_probs, advantages, None).tolist() == [True, False, False]
+    assert ClipCov(fraction=1.0, cov_low=0.5).select(log_probs, advantages, None).tolist() == [True, False, True]
+    assert ClipCov(fraction=1.0, cov_high=2.0).select(log_probs, advantages, None).tolist() == [False] * 3
+    assert ClipCov(fraction=1.0).select(log_probs, advantages, None).tolist() == [True, False, False]
+    one = ClipCov(fraction=0.1, cov_low=-1.0)
+    drawn = {
+        tuple(one.select(log_probs, advantages, torch.Generator().manual_seed(seed)).tolist()) for seed in range(20)
+    }
+    assert drawn == {(True, False, False), (False, True, False), (False, False, True)}
+
+
+@pytest.mark.parametrize("old", ["none", "equal"])
+@pytest.mark.parametrize("name", SURROGATES)
+def test_at_ratio_one_every_surrogate_has_the_reinforce_gradient(name, old):
+    surrogate = Clip(delta=4.0, dual=3.0) if name == "clip" else SURROGATES[name]()
+    rows = ragged(weights=torch.where(MASK, double([[0.5], [0.25], [2.0], [1.0]]), 0.0))
+    rows["old_log_probs"] = rows["log_probs"] if old == "equal" else None
+    if name == "clip_cov":
+        rows["selected"] = torch.zeros_like(MASK)
+    _, gradient = loss_and_gradient(config=ObjectiveConfig(surrogate=surrogate), **rows)
+    torch.testing.assert_close(gradient, -rows["weights"] * rows["advantages"].unsqueeze(1), rtol=1e-14, atol=0)
+
+
+# One step of ratio 4 and one of ratio 1/4, A = 1 and -1, weight 1, log pi = -1. Gradients with respect to log pi; that of
+# -rho A is -rho A. SAPO's factor at 4 is sech^2(tau 3/2), at 1/4 sech^2(tau 3/8), with tau 1 or 1.05.
+BEYOND = {
+    "clip": {(4, 1): 0, (4, -1): 4, (0.25, 1): -0.25, (0.25, -1): 0},
+    "clip_cov": {(4, 1): 0, (4, -1): 4, (0.25, 1): -0.25, (0.25, -1): 0},
+    "reinforce": {(4, 1): -1, (4, -1): 1, (0.25, 1): -1, (0.25, -1): 1},
+    "cispo": {(4, 1): -1.2, (4, -1): 1.2, (0.25, 1): -0.8, (0.25, -1): 0.8},
+    "sapo": {
+        (4, 1): -4 / math.cosh(1.5) ** 2,
+        (4, -1): 4 / math.cosh(1.05 * 1.5) ** 2,
+        (0.25, 1): -0.25 / math.cosh(0.375) ** 2,
+        (0.25, -1): 0.25 / math.cosh(1.05 * 0.375) ** 2,
+    },
+    "gmpo": {(4, 1): 0, (4, -1): 4, (0.25, 1): -0.25, (0.25, -1): 0},
+    "vespo": {
+        (4, 1): -16 * math.exp(-9),
+        (4, -1): 64 * math.exp(-6),
+        (0.25, 1): -math.exp(2.25) / 16,
+        (0.25, -1): math.exp(1.5) / 64,
+    },
+    "dro": {  # -A + .05 log rho
+        (4, 1): -1 + 0.05 * math.log(4),
+        (4, -1): 1 + 0.05 * math.log(4),
+        (0.25, 1): -1 - 0.05 * math.log(4),
+        (0.25, -1): 1 - 0.05 * math.log(4),
+    },
+    # pi = .368: mu = .092 (moved by .276), or with ratio 1/2 mu = .736 (moved by -.368)
+    "dppo": {(4, 1): 0, (4, -1): 4, (0.5, 1): -0.5, (0.5, -1): 0},
+    "kl_cov": {(4, 1): -4 + 1, (4, -1): 4 + 1, (0.25, 1): -0.25 - 1, (0.25, -1): 0.25 - 1},
+}
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_gradients_beyond_the_bounds_and_which_steps_count_as_clipped(name):
+    for (ratio, advantage), expected in BEYOND[name].items():
+        leaf = double([[-1.0]]).requires_grad_()
+        inputs = objective_inputs(
+            leaf, double([advantage]), old_log_probs=double([[-1.0 - math.log(ratio)]]),
+            selected=torch.tensor([[name == "kl_cov"]]),
+        )  # fmt: skip
+        output = grpo_objective(inputs, ObjectiveConfig(surrogate=name))
+        output.loss.backward()
+        assert leaf.grad.item() == pytest.approx(expected, rel=1e-12, abs=1e-15), (ratio, advantage)
+        past = name in ("clip", "clip_cov", "cispo", "gmpo", "dppo") and (ratio > 1) == (advantage > 0)
+        counts = {"low": int(past and ratio < 1), "high": int(past and ratio > 1)}
+        for end, count in counts.items():
+            assert output.metrics[f"clip_fraction_{end}"].tolist() == [1, count, count], (ratio, advantage)
+        assert output.metrics["clip_fraction"].tolist() == [1, past, past], (ratio, advantage)
+
+
+# Surrogates of one's own
+
+
+def half_square(steps: Steps) -> Tensor:
+    """-A rho^2 / 2, whose gradient is -A rho^2."""
+    return -steps.advantages * steps.ratio().square() / 2
+
+
+# One row of two steps, A = 2. Ratios 1.25, 1;  x = log 2, -log 2 to the reference;  entropy .3, .5;  weights .5, .25.
+# From the sampler: old = .4, .25; behaviour .2, .5: u = 2, 1/2
+OWN = {
+    "log_probs": double([[0.5, 0.25]]).log(),
+    "advantages": double([2.0]),
+    "old_log_probs": double([[0.4, 0.25]]).log(),
+    "ref_log_probs": double([[0.25, 0.5]]).log(),
+    "behaviour_log_probs": double([[0.2, 0.5]]).log(),
+    "entropy": double([[0.3, 0.5]]),
+    "weights": double([[0.5, 0.25]]),
+}
+LOG2 = math.log(2)
+K3 = (LOG2 - 0.5, 1 - LOG2)
+
+
+def test_a_plain_function_is_a_surrogate_beside_all_other_terms():
+    config = ObjectiveConfig(surrogate=half_square, sampler_correction="truncate", kl_coef=0.1, entropy_coef=0.01)
+    output = grpo_objective(objective_inputs(**OWN), config)
+    policy = -(0.5 * 2 * 1.25**2 + 0.25 * 0.5 * 1.0)
+    kl, entropy = 0.1 * (0.5 * K3[0] + 0.25 * K3[1]), 0.01 * (0.15 + 0.125)
+    assert output.loss.item() == pytest.approx(policy + kl - entropy, rel=1e-14)
+    found = {name: moments.tolist() for name, moments in output.metrics.items()}
+    none = [2, 0, 0]
+    expected = {
+        "policy_loss": [0, policy, 0], "kl_penalty": [0, kl, 0], "entropy_bonus": [0, entropy, 0],
+        "total_loss": [0, policy + kl - entropy, 0], "ratio": [2, 2.25, 1 + 1.25**2], "sampler_ratio": [2, 2.5, 4.25],
+        "kl": [2, 0.5, K3[0] ** 2 + K3[1] ** 2], "entropy": [2, 0.8, 0.34], "ratio_clamped_fraction": none,
+        "clip_fraction": none, "clip_fraction_low": none, "clip_fraction_high": none,
+    }  # fmt: skip
+    assert found == {name: pytest.approx(values, rel=1e-13) for name, values in expected.items()}
+    _, gradient = loss_and_gradient(config=config, **OWN)
+    # -w u A rho^2 + .1 w (1 - exp(-x))
+    assert gradient[0].tolist() == pytest.approx([-3.125 + 0.1 * 0.25, -0.25 - 0.1 * 0.25], rel=1e-13)
+
+
+@dataclass(frozen=True)
+class Picky:
+    """A surrogate that uses every attribute: the row's ratio, its own sampler weights, bounds and a selection."""
+
+    level = "row"
+    uses_sampler_weights = True
+    zero_advantage_is_inert = True
+
+    def __call__(self, steps: Steps) -> Tensor:
+        return -steps.advantages * steps.ratio(self.level) * steps.sampler_weights * (1 + steps.selected.double())
+
+    def stopped(self, steps: Steps) -> tuple[Tensor, Tensor]:
+        return steps.ratio("step") < 1.1, steps.ratio("step") > 1.1
+
+    def select(self, log_probs: Tensor, advantages: Tensor, generator: torch.Generator | None) -> Tensor:
+        return log_probs == log_probs.max()
+
+
+def test_a_surrogate_of_ones_own_is_treated_as_its_attributes_say():
+    config = ObjectiveConfig(
+        surrogate=Picky(), sampler_correction="truncate", kl_coef=1.0, kl_estimator="k3_weighted", entropy_coef=0.0
+    )
+    assert config.surrogate == Picky()
+    metrics = grpo_objective(objective_inputs(**OWN), config).metrics
+    rho = math.sqrt(1.25)
+    # u once, from the surrogate itself; the first step is selected and counts twice
+    assert metrics["policy_loss"][1].item() == pytest.approx(-2 * rho * (0.5 * 2 * 2 + 0.25 * 0.5), rel=1e-14)
+    assert metrics["kl_penalty"][1].item() == pytest.approx(rho * (0.5 * K3[0] + 0.25 * K3[1]), rel=1e-14)
+    assert metrics["ratio"].tolist() == pytest.approx([2, 2 * rho, 2 * 1.25], rel=1e-14)
+    assert metrics["selected_fraction"].tolist() == [2, 1, 1]
+    assert metrics["clip_fraction_low"].tolist() == metrics["clip_fraction_high"].tolist() == [2, 1, 1]
+    assert metrics["clip_fraction"].tolist() == [2, 2, 2]
+
+
+def test_one_loss_per_row_counts_at_each_of_its_steps():
+    config = ObjectiveConfig(surrogate=lambda steps: -steps.advantages, kl_coef=0.0)
+    assert grpo_objective(objective_inputs(**OWN), config).loss.item() == -2 * 0.75

@@ -1,0 +1,237 @@
+"""What an iteration reports: every name, the numbers worked out by hand, and what was not measured."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, WeightedRewards
+from tests.policies import RowScoring, TablePolicy
+from tests.trainers import SCRIPT, by_hand, quarters, without_time
+
+LN2 = math.log(2.0)
+
+OBJECTIVE_METRICS = {
+    f"train/{name}"
+    for name in (
+        "total_loss", "policy_loss", "kl_penalty", "kl_mean", "kl_std", "entropy_bonus", "entropy", "value_loss",
+        "ratio_mean", "ratio_std", "ratio_clamped_fraction", "clip_fraction", "clip_fraction_low", "clip_fraction_high",
+        "advantages_mean", "advantages_std", "grad_norm", "learning_rate", "kl_coef", "kl_coef_next", "entropy_coef",
+        "entropy_coef_next", "num_updates", "skipped_updates",
+    )
+}  # fmt: skip
+METRICS = (
+    OBJECTIVE_METRICS
+    | {f"rewards/{name}" for name in ("mean", "std", "max", "min", "median", "q25", "q75")}
+    | {f"group_stats/{name}" for name in ("num_groups", "avg_group_size", "zero_variance_fraction")}
+    | {"rows/dropped", "rows/replayed", "rows/skipped_zero_advantage", "steps/mean", "steps/max"}
+    | {f"time/{name}" for name in ("sample", "reward", "score", "update", "iteration")}
+)
+"""The names of design.md, "Metric names"."""
+
+
+def test_metrics_of_a_step_worked_out_by_hand() -> None:
+    """log(pi/ref) is ln 2 for action 0 and ln 2/3 for action 1; k3 = exp(-x) + x - 1; each action is taken twice."""
+    trainer, _ = by_hand(reference_policy=quarters())
+    metrics = trainer.step(["a", "b"])
+    k3 = [0.5 + LN2 - 1.0, 1.5 + math.log(2.0 / 3.0) - 1.0]
+    kl_mean, kl_std = sum(k3) / 2, (k3[0] - k3[1]) / 2
+    # the KL's gradient adds, per row, 0.04 (1 - exp(-x)) (e - p) / 4: for a logit pair (g, -g) with
+    g = -0.125 + 0.04 / 4 * 0.5 * ((1 - 0.5) - (1 - 1.5))
+    expected = {
+        "train/policy_loss": 0.0,  # ratios are 1 and advantages sum to 0
+        "train/total_loss": 0.04 * kl_mean,
+        "train/kl_penalty": 0.04 * kl_mean,
+        "train/kl_mean": kl_mean,
+        "train/kl_std": kl_std,
+        "train/kl_coef": 0.04,
+        "train/kl_coef_next": 0.04,
+        "train/entropy_bonus": 0.0,
+        "train/entropy_coef": 0.0,
+        "train/entropy_coef_next": 0.0,
+        "train/entropy": LN2,
+        "train/value_loss": 0.0,
+        "train/ratio_mean": 1.0,
+        "train/ratio_std": 0.0,
+        "train/ratio_clamped_fraction": 0.0,
+        "train/clip_fraction": 0.0,
+        "train/clip_fraction_low": 0.0,
+        "train/clip_fraction_high": 0.0,
+        "train/advantages_mean": 0.0,
+        "train/advantages_std": 0.5,
+        "train/grad_norm": 2.0 * abs(g),
+        "train/learning_rate": 1.0,
+        "train/num_updates": 1.0,
+        "train/skipped_updates": 0.0,
+        "rewards/mean": 2.0,
+        "rewards/std": math.sqrt((1 + 4 + 1 + 4) / 3),
+        "rewards/max": 4.0,
+        "rewards/min": 0.0,
+        "rewards/median": 2.0,
+        "rewards/q25": 0.75,
+        "rewards/q75": 3.25,
+        "group_stats/num_groups": 2.0,
+        "group_stats/avg_group_size": 2.0,
+        "group_stats/zero_variance_fraction": 0.0,
+        "rows/dropped": 0.0,
+        "rows/replayed": 0.0,
+        "rows/skipped_zero_advantage": 0.0,
+        "steps/mean": 1.0,
+        "steps/max": 1.0,
+    }
+    assert set(expected) | {name for name in METRICS if name.startswith("time/")} == METRICS
+    assert set(metrics) >= METRICS
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+    parts = [metrics[f"time/{part}"] for part in ("sample", "reward", "score")]
+    assert all(part >= 0 for part in parts)
+    assert metrics["time/update"] > 0
+    assert metrics["time/iteration"] >= metrics["time/update"]
+    assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_metrics_of_a_second_pass_see_the_changed_policy() -> None:
+    """SGD of rate 8 moves the logits to (1, -1): p = e / (e + 1/e) = 0.8808, so ratios are 1.7616 and 0.2384.
+
+    Both lie outside [0.8, 1.2]: the higher ones have advantage 1/2, the lower ones -1/2, so the second pass is
+    clipped everywhere. Metrics are means over both passes; the loss of the second is -(1.2 - 0.8) / 4.
+    """
+    policy = TablePolicy(script=SCRIPT)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=8.0)
+    trainer, _ = by_hand(policy=policy, optimizer=optimizer, config={"num_epochs_per_update": 2})
+    metrics = trainer.step(["a", "b"])
+    high = 2 * math.e / (math.e + 1 / math.e)
+    ratios = [1.0] * 4 + [high, 2 - high] * 2
+    assert metrics["train/ratio_mean"] == pytest.approx(1.0)
+    assert metrics["train/ratio_std"] == pytest.approx(float(np.std(ratios)))
+    assert metrics["train/clip_fraction"] == 0.5
+    assert metrics["train/clip_fraction_low"] == 0.25
+    assert metrics["train/clip_fraction_high"] == 0.25
+    assert metrics["train/policy_loss"] == pytest.approx((0.0 - 0.1) / 2)
+    assert metrics["train/grad_norm"] == pytest.approx((0.25 + 0.0) / 2)
+    assert torch.equal(policy.logits.detach(), torch.tensor([[1.0, -1.0]] * 2, dtype=torch.float64))
+
+
+def test_every_name_is_there_in_an_iteration_without_anything_to_learn() -> None:
+    trainer, _ = by_hand(rewards=[1.0] * 4)
+    metrics = trainer.step(["a", "b"])
+    assert set(metrics) >= METRICS
+    assert metrics["train/total_loss"] == metrics["train/policy_loss"] == metrics["train/grad_norm"] == 0.0
+
+
+def test_what_was_not_measured_is_said_to_be_so() -> None:
+    """No forward pass: no ratio and no entropy, no loss; the learning rate is there all the same."""
+    trainer, _ = by_hand(rewards=[1.0] * 4)
+    metrics = trainer.step(["a", "b"])
+    assert metrics["train/learning_rate"] == 1.0
+    losses = ("total_loss", "policy_loss", "kl_penalty", "entropy_bonus", "value_loss")
+    assert [metrics[f"train/{name}"] for name in losses] == [0.0] * 5
+    assert all(math.isnan(metrics[f"train/{name}"]) for name in ("entropy", "ratio_mean", "ratio_std"))
+
+
+def poisoned(policy: TablePolicy, *when: int) -> TablePolicy:
+    """The gradients of these backward passes, counted from 0, are NaN; losses stay finite."""
+    num_backwards = 0
+
+    def hook(gradient: Tensor) -> Tensor:
+        nonlocal num_backwards
+        num_backwards += 1
+        return gradient * math.nan if num_backwards - 1 in when else gradient
+
+    policy.logits.register_hook(hook)
+    return policy
+
+
+@pytest.mark.parametrize("when", [(0,), (0, 1)])
+def test_losses_are_means_over_the_updates_that_were_computed(when: tuple[int, ...]) -> None:
+    """Two updates of two rows, none of which changes what the next one sees: the loss is that of all four rows."""
+    trainer, _ = by_hand(
+        policy=poisoned(TablePolicy(script=SCRIPT), *when), reference_policy=quarters(), config={"batch_size": 2}
+    )
+    metrics = trainer.step(["a", "b"])
+    kl_mean = (0.5 + LN2 - 1.0 + 1.5 + math.log(2.0 / 3.0) - 1.0) / 2
+    assert metrics["train/skipped_updates"] == len(when)
+    assert metrics["train/kl_mean"] == pytest.approx(kl_mean)
+    assert metrics["train/kl_penalty"] == pytest.approx(0.04 * kl_mean)
+    assert metrics["train/policy_loss"] == pytest.approx(0.0)
+    assert metrics["train/total_loss"] == pytest.approx(0.04 * kl_mean)
+
+
+def test_losses_are_means_over_updates_also_beside_a_dead_one() -> None:
+    """One of two updates is of a group without advantages, and never forwarded; the other's loss is -(3 + 1)/2."""
+    trainer, _ = by_hand(advantages=lambda batch: torch.tensor([3.0, 1.0, 0.0, 0.0]), config={"batch_size": 2})
+    metrics = trainer.step(["a", "b"])
+    assert metrics["train/skipped_updates"] == 1.0
+    assert metrics["train/policy_loss"] == metrics["train/total_loss"] == -2.0
+
+
+def test_an_update_that_broke_off_leaves_nothing_in_the_next_ones_metrics() -> None:
+    """The first of two forwards is done, the second raises; then the same step, as if nothing had been."""
+    seen = []
+    for breaks in (False, True):
+        trainer, policy = by_hand(reference_policy=quarters(), config={"micro_batch_size": 2})
+        score = policy.get_log_probabilities
+        if breaks:
+            forwards = iter([True, True, True, False])  # both parts without gradient, then the first with one
+
+            def failing(states: Any, actions: Any, score: Any = score, forwards: Any = forwards) -> Tensor:
+                if next(forwards):
+                    return score(states, actions)
+                raise RuntimeError("out of memory")
+
+            policy.get_log_probabilities = failing
+            with pytest.raises(RuntimeError, match="out of memory"):
+                trainer.step(["a", "b"])
+            policy.get_log_probabilities = score
+        metrics = trainer.step(["a", "b"])
+        seen.append((without_time(metrics), policy.logits.tolist()))
+    assert seen[0] == seen[1]
+
+
+def test_metrics_of_rollouts_made_elsewhere_have_every_name() -> None:
+    trainer, _ = by_hand(policy=TablePolicy())
+    metrics = trainer.update(ExperienceBatch.from_rows(["a", "a"], [0, 1], [1.0, 0.0], [0, 0]))
+    assert set(metrics) >= METRICS
+    assert metrics["rows/dropped"] == metrics["time/sample"] == metrics["time/reward"] == 0.0
+
+
+def test_weighted_rewards_report_their_parts() -> None:
+    """R = 2 right + short = (2, 1, 2, 3): the advantages are 1/2, -1/2, -1/2, 1/2 as before."""
+    parts = {"right": lambda s, a: [1, 0, 1, 1], "short": lambda s, a: np.array([0.0, 1.0, 0.0, 1.0])}
+    policy = TablePolicy(script=SCRIPT)
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, max_grad_norm=None),
+        policy=policy,
+        reward_model=WeightedRewards(parts, {"right": 2, "short": 1}),
+        optimizer=torch.optim.SGD(policy.parameters(), lr=1.0),
+    )
+    metrics = trainer.step(["a", "b"])
+    assert metrics["rewards/right/mean"] == 0.75
+    assert metrics["rewards/right/std"] == pytest.approx(0.5)  # 3/4 squared deviations over n - 1 = 3
+    assert metrics["rewards/short/mean"] == 0.5
+    assert metrics["rewards/short/std"] == pytest.approx(math.sqrt(1 / 3))
+    assert metrics["rewards/mean"] == 2.0
+    assert policy.logits[0].tolist() == [0.125, -0.125]
+
+
+def test_weighted_rewards_that_differ_by_rounding_alone_are_equal() -> None:
+    """In float32, 0.1 + 0.2 and 0.3 are apart by 7e-9 before they are rounded; divided by their std they would be +-0.7."""
+    parts = {"x": lambda s, a: torch.tensor([0.3, 0.1] * 2), "y": lambda s, a: torch.tensor([0.0, 0.2] * 2)}
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, advantage=AdvantageConfig(scale="group")),
+        policy=TablePolicy(),
+        reward_model=WeightedRewards(parts),
+    )
+    assert trainer.advantages(trainer.collect(["a", "b"])).tolist() == [0.0] * 4
+
+
+def test_steps_and_rewards_per_step_are_summed_over_the_policys_own() -> None:
+    policy = RowScoring()
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    batch = ExperienceBatch.from_rows([0, 0], [(1, 0), (0,)], [[1.0, 2.0, 50.0], [4.0, 50.0, 50.0]], [0, 0], mask=mask)
+    metrics = by_hand(policy=policy)[0].update(batch)
+    assert (metrics["rewards/mean"], metrics["rewards/max"], metrics["rewards/min"]) == (3.5, 4.0, 3.0)
+    assert (metrics["steps/mean"], metrics["steps/max"]) == (1.5, 2.0)

@@ -1,0 +1,283 @@
+"""What users pass in: what is accepted and converted, what is refused and with which words; and random generators."""
+
+import decimal
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo.errors import ContractError, RewardError
+from grpo.writing import (
+    as_float32,
+    as_log_probs,
+    as_rewards,
+    capture_random_state,
+    describe,
+    pad_steps,
+    preserved_random_state,
+    require_lengths,
+    restore_random_state,
+    seed_everything,
+)
+from tests.support import as_users_run_it
+
+# container -> the dtype it arrives in. Nothing loses a digit: integers and Python numbers are float64.
+KINDS = {
+    "list of float": (lambda values: [[float(v) for v in row] for row in values], torch.float64),
+    "list of int": (lambda values: values, torch.float64),
+    "list of bool": (lambda values: [[bool(v) for v in row] for row in values], torch.float64),
+    "tuple": (lambda values: tuple(tuple(row) for row in values), torch.float64),
+    "list of numpy scalars": (lambda values: [[np.float64(v) for v in row] for row in values], torch.float64),
+    **{
+        f"ndarray {dtype.__name__}": (lambda values, d=dtype: np.array(values, dtype=d), expected)
+        for dtype, expected in [
+            (np.float16, torch.float32), (np.float32, torch.float32), (np.float64, torch.float64),
+            (np.bool_, torch.float64), (np.uint8, torch.float64), (np.int32, torch.float64), (np.int64, torch.float64),
+        ]
+    },
+    **{
+        f"tensor {dtype}": (lambda values, d=dtype: torch.tensor(values, dtype=d), expected)
+        for dtype, expected in [
+            (torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float32, torch.float32),
+            (torch.float64, torch.float64), (torch.bool, torch.float64), (torch.uint8, torch.float64),
+            (torch.int32, torch.float64), (torch.int64, torch.float64),
+        ]
+    },
+}  # fmt: skip
+ZEROS_AND_ONES = st.integers(0, 1)  # the same in every dtype
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> list[list[int]]:
+    """N rows of at least two columns."""
+    width = draw(st.integers(2, 4))
+    return draw(st.lists(st.lists(ZEROS_AND_ONES, min_size=width, max_size=width), min_size=1, max_size=6))
+
+
+@settings(max_examples=100, deadline=None)
+@given(kind=st.sampled_from(sorted(KINDS)), table=tables())
+def test_one_number_per_row_or_per_step_is_taken(kind, table):
+    make, dtype = KINDS[kind]
+    first_column = make(table)[:, 0] if hasattr(make(table), "dtype") else [row[0] for row in make(table)]
+    for value, expected in [(first_column, [row[0] for row in table]), (make(table), table)]:
+        rewards = as_rewards("judge", value, len(table))
+        assert rewards.dtype == dtype
+        assert rewards.device.type == "cpu"
+        assert rewards.tolist() == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(kind=st.sampled_from(sorted(KINDS)), table=tables(), case=st.sampled_from(["N 1", "N+1", "0-d", "N T 1", "1 N"]))
+def test_another_shape_is_refused(kind, table, case):
+    make, _ = KINDS[kind]
+    count = len(table)
+    value = {
+        "N 1": lambda: make([row[:1] for row in table]),
+        "N+1": lambda: make([*table, table[0]]),
+        "0-d": lambda: make(table)[0][0],
+        "N T 1": lambda: (
+            make(table)[:, :, None] if hasattr(make(table), "dtype") else [[[v] for v in r] for r in table]
+        ),
+        "1 N": lambda: make([[row[0] for row in table] * 2]),
+    }[case]()
+    count = 3 if case == "1 N" else count
+    with pytest.raises(RewardError, match=rf"^judge must return one number per row, \[N\] = \[{count}\]"):
+        as_rewards("judge", value, count)
+
+
+NOT_NUMBERS = [
+    None, "ab", b"ab", ["a", "b"], ["1", "2"], [1.0, None], [None, None], 1j, [1j, 2.0], np.array([1j, 2]),
+    torch.tensor([1j, 2]), object(), [object(), object()], {"a": 1, "b": 2}, {1.0, 2.0}, (n for n in (1, 2)), [[1.0], [1, 2]],
+    [decimal.Decimal(1), decimal.Decimal(2)], np.array(["2020", "2021"], dtype="datetime64"), [{}, {}], [2**70, 1], lambda: 1,
+    [torch.tensor([1.0]), torch.tensor([1.0, 2.0])], [torch.tensor(1j), torch.tensor(2j)], [], 5, 5.0,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NOT_NUMBERS, ids=[f"{n}-{type(v).__name__}" for n, v in enumerate(NOT_NUMBERS)])
+def test_what_is_not_numbers_is_refused_with_the_owners_name(value):
+    with pytest.raises(RewardError, match=r"^judge must return one number per row, \[N\] = \[2\].*; got "):
+        as_rewards("judge", value, 2)
+
+
+def test_the_last_axis_of_n_by_1_is_named_as_the_cure():
+    with pytest.raises(RewardError, match=r"got \[3, 1\] float32\. Squeeze the last axis"):
+        as_rewards("judge", torch.zeros(3, 1), 3)
+
+
+def test_what_made_the_conversion_fail_is_chained():
+    with pytest.raises(RewardError) as caught:
+        as_rewards("judge", ["good", "bad"], 2)
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_a_list_of_tensors_is_stacked_and_gradients_are_left_behind():
+    scores = [torch.tensor(1.0, requires_grad=True), torch.tensor(2.0)]
+    rewards = as_rewards("judge", scores, 2)
+    assert rewards.tolist() == [1, 2]
+    assert not rewards.requires_grad
+    assert as_rewards("judge", [torch.zeros(3), torch.ones(3)], 2).tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_digits_are_kept():
+    assert as_rewards("judge", [0.1, 1e8 + 1], 2).tolist() == [0.1, 1e8 + 1]
+    assert as_rewards("judge", torch.tensor([2**53 - 1, 1]), 2).tolist() == [2**53 - 1, 1]
+
+
+def test_values_are_not_looked_at():
+    rewards = as_rewards("judge", [float("nan"), float("inf")], 2)
+    assert rewards.isnan().tolist() == [True, False]
+
+
+def test_a_read_only_or_reversed_array_is_taken():
+    values = np.arange(3.0)
+    values.flags.writeable = False
+    assert as_rewards("judge", values[::-1], 3).tolist() == [2, 1, 0]
+
+
+def test_log_probs_per_row_are_lifted_with_their_gradient():
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    lifted = as_log_probs("Policy.score", log_probs, 2)
+    assert lifted.tolist() == [[-1], [-2]]
+    lifted.sum().backward()
+    assert log_probs.grad.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "raised_to"),
+    [
+        (torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)  # fmt: skip
+def test_log_probs_come_in_float32_or_better(dtype, raised_to):
+    log_probs = as_log_probs("Policy.score", torch.full((2, 3), -0.5, dtype=dtype), 2)
+    assert log_probs.dtype == raised_to
+    assert log_probs.tolist() == [[-0.5] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    "value", [None, [-1.0, -2.0], np.zeros(2), torch.zeros(()), torch.zeros(3), torch.zeros(2, 1, 3), torch.zeros(1, 2)]
+)
+def test_log_probs_of_another_shape_are_refused(value):
+    with pytest.raises(ContractError, match=r"^Policy\.score must return \[N\] = \[2\] or \[N, T\]; got "):
+        as_log_probs("Policy.score", value, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_log_probs_that_are_not_floating_are_refused(dtype):
+    with pytest.raises(ContractError, match="floating"):
+        as_log_probs("Policy.score", torch.zeros(2, dtype=dtype), 2)
+
+
+def test_lengths_are_required_by_name():
+    require_lengths("collect", 2, states=["a", "b"], actions=torch.zeros(2, 5))
+    with pytest.raises(ContractError, match="collect: actions must have one entry per row = 2; got a list of 3"):
+        require_lengths("collect", 2, states=["a", "b"], actions=[1, 2, 3])
+    with pytest.raises(ContractError, match=r"collect: states .*; got int 5"):
+        require_lengths("collect", 2, states=5)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.zeros(8, 1, 3), "[8, 1, 3] float32"),
+        (np.zeros((2, 3)), "[2, 3] float64"),
+        ([1, 2], "a list of 2"),
+        ((), "a tuple of 0"),
+        (None, "NoneType None"),
+        ("x" * 500, "str '" + "x" * 115),
+    ],
+)
+def test_values_as_errors_show_them(value, words):
+    assert describe(value) == words
+
+
+def test_padding_is_on_the_right_and_costs_nothing_where_none_is_needed():
+    values = torch.tensor([[1.0, 2.0]])
+    assert pad_steps(values, 4, -1.0).tolist() == [[1, 2, -1, -1]]
+    assert pad_steps(values, 2, -1.0) is values
+    assert pad_steps(torch.tensor([[True]]), 3, False).tolist() == [[True, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "raised_to"),
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)],
+)
+def test_half_precision_is_raised_with_its_gradient(dtype, raised_to):
+    half = torch.tensor([0.5, 2.0], dtype=dtype, requires_grad=True)
+    raised = as_float32(half)
+    assert raised.dtype == raised_to
+    assert raised.tolist() == [0.5, 2.0]
+    raised.sum().backward()
+    assert half.grad.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_full_precision_is_returned_as_it_is(dtype):
+    values = torch.zeros(2, dtype=dtype)
+    assert as_float32(values) is values
+
+
+# Random generators
+
+
+def drawn() -> list[float]:
+    """One number of each global generator."""
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002
+
+
+@pytest.fixture
+def generators():
+    """The global generators are put back after a test that seeds them."""
+    with as_users_run_it(), preserved_random_state():
+        yield
+
+
+@pytest.mark.usefixtures("generators")
+@pytest.mark.parametrize("seed", [0, 7, 2**40 + 7])  # numpy takes 32 bits
+def test_a_seed_fixes_all_three_generators(seed):
+    seed_everything(seed)
+    first = drawn()
+    assert drawn() != first
+    seed_everything(seed)
+    assert drawn() == first
+    seed_everything(seed + 1)
+    assert not set(drawn()) & set(first)
+
+
+@pytest.mark.usefixtures("generators")
+def test_a_captured_state_is_restored():
+    state = capture_random_state()
+    first = [drawn(), drawn()]
+    restore_random_state(state)
+    assert [drawn(), drawn()] == first
+
+
+@pytest.mark.usefixtures("generators")
+def test_numbers_drawn_in_a_block_change_none_after_it():
+    seed_everything(3)
+    expected = drawn()
+    seed_everything(3)
+    with preserved_random_state():
+        drawn()
+        seed_everything(5)
+    assert drawn() == expected
+
+
+@pytest.mark.usefixtures("generators")
+def test_an_error_in_the_block_changes_no_numbers_either():
+    seed_everything(3)
+    expected = drawn()
+
+    def failing():
+        with preserved_random_state():
+            drawn()
+            raise ValueError("on purpose")
+
+    seed_everything(3)
+    with pytest.raises(ValueError, match="on purpose"):
+        failing()
+    assert drawn() == expected

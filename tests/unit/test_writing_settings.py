@@ -1,0 +1,109 @@
+"""Frozen settings: types and bounds checked on construction, dicts there and back."""
+
+import dataclasses
+import math
+import re
+from typing import Literal
+
+import pytest
+
+from grpo.errors import ConfigError
+from grpo.writing import Settings, setting
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Inner(Settings):
+    """A part of `Outer`."""
+
+    depth: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outer(Settings):
+    """One field of every kind."""
+
+    count: int = setting(3, at_least=1, at_most=9)
+    rate: float = setting(0.5, above=0.0, below=1.0)
+    limit: float | None = setting(None, at_least=0.0)
+    mode: Literal["slow", "fast"] = "slow"
+    choice: Literal["a", "b"] | None = None
+    name: str | None = None
+    words: tuple[str, ...] = ()
+    inner: Inner = Inner()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("count", 1), ("count", 9), ("rate", 1e-9), ("rate", 0.999), ("limit", None), ("limit", 0.0), ("limit", 7),
+        ("mode", "fast"), ("choice", None), ("choice", "b"), ("name", "anything"), ("inner", Inner(depth=4)),
+        ("words", ()), ("words", ("a", "b")),
+    ],
+)  # fmt: skip
+def test_what_is_allowed_is_kept(field, value):
+    assert getattr(Outer(**{field: value}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("count", 0, ">= 1"), ("count", 10, "<= 9"), ("count", 3.0, "int"), ("count", "3", "int"), ("count", True, "int"),
+        ("count", None, "int"), ("rate", 0.0, "> 0"), ("rate", 1.0, "< 1"), ("rate", "0.5", "finite number"),
+        ("rate", True, "finite number"), ("rate", None, "finite number"), ("rate", math.nan, "finite number"),
+        ("rate", math.inf, "finite number"), ("limit", -0.1, ">= 0"), ("limit", -math.inf, "None"),
+        ("limit", False, "None"), ("mode", "FAST", "'slow', 'fast'"), ("mode", None, "'slow', 'fast'"),
+        ("mode", 0, "'slow', 'fast'"), ("choice", "c", "'a', 'b' or None"), ("name", 5, "str or None"),
+        ("inner", {"depth": 2}, "Inner"), ("inner", None, "Inner"),
+        ("words", "ab", "a tuple of str"), ("words", ["a"], "a tuple of str"), ("words", ("a", 1), "a tuple of str"),
+    ],
+)  # fmt: skip
+def test_what_is_not_allowed_is_named(field, value, says):
+    with pytest.raises(ConfigError, match=rf"Outer\.{field} must be .*{says}.*; got {re.escape(repr(value))}"):
+        Outer(**{field: value})
+
+
+def test_an_integer_too_large_for_a_float_is_a_config_error():
+    with pytest.raises(ConfigError, match=r"Outer\.limit"):
+        Outer(limit=10**400)
+
+
+def test_the_message_says_whose_it_was_what_was_required_and_what_came():
+    with pytest.raises(ConfigError) as caught:
+        Outer(mode="quick")
+    assert str(caught.value) == "Outer.mode must be one of 'slow', 'fast'; got 'quick'."
+
+
+def test_settings_are_frozen_and_take_keywords_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Outer().count = 5
+    with pytest.raises(TypeError):
+        Outer(5)
+
+
+def test_to_dict_is_plain_all_the_way_down():
+    assert Outer(limit=2.0).to_dict() == {
+        "count": 3, "rate": 0.5, "limit": 2.0, "mode": "slow", "choice": None, "name": None, "words": (),
+        "inner": {"depth": 1},
+    }  # fmt: skip
+
+
+def test_from_dict_reads_nested_dicts_and_fills_in_defaults():
+    assert Outer.from_dict({"count": 4, "inner": {"depth": 6}}) == Outer(count=4, inner=Inner(depth=6))
+    assert Outer.from_dict({"inner": Inner(depth=6)}) == Outer(inner=Inner(depth=6))
+    assert Outer.from_dict({"words": ["a", "b"]}) == Outer(words=("a", "b"))  # JSON has lists only
+    assert Outer.from_dict({}) == Outer()
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"cuont": 4}, "Outer has no setting 'cuont'; it has count, rate"),
+        ({"inner": {"dpeth": 4}}, "Inner has no setting 'dpeth'; it has depth"),
+        ({"inner": {"depth": "4"}}, r"Inner\.depth must be int"),
+        ({"count": 0}, r"Outer\.count must be >= 1"),
+        ({"name": {"depth": 1}}, r"Outer\.name must be str or None"),
+    ],
+)
+def test_from_dict_refuses_what_it_does_not_know(values, says):
+    with pytest.raises(ConfigError, match=says):
+        Outer.from_dict(values)
