@@ -15,7 +15,7 @@ VLLM := .venv-vllm/.installed
 
 BENCHMARKS := $(patsubst benchmarks/%.py,benchmarks.%,$(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-.PHONY: help demo test test-vllm lint types layers notebooks bench clean
+.PHONY: help demo test test-all test-vllm coverage lint fix types layers notebooks bench clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -23,8 +23,16 @@ help:  ## Show this list
 demo: $(DEMO)  ## Train a policy on a bandit whose best arm moves
 	@$(RUN) examples.dynamic_bandit
 
-test: $(DEV)  ## Run the tests, all but the slow ones (more options: ARGS="-k name")
-	@$(RUN) pytest -m "not slow" $(ARGS)
+# Test files run in parallel, one process per core; more threads in each process would only compete for the cores.
+test test-all coverage: export OMP_NUM_THREADS ?= 1
+test: $(DEV)  ## Run the tests of every day, all but the slow ones (more options: ARGS="-k name")
+	@$(RUN) pytest -n auto --dist loadfile -m "not slow" $(ARGS)
+
+test-all: $(DEV)  ## Run all tests, the slow ones too
+	@$(RUN) pytest -n auto --dist loadfile $(ARGS)
+
+coverage: $(DEV)  ## Run the tests of every day and print the lines and branches that none of them reaches
+	@$(RUN) pytest -n auto --dist loadfile -m "not slow" --cov --cov-report=term-missing $(ARGS)
 
 test-vllm: $(VLLM)  ## Run the tests that need vLLM, in .venv-vllm (more options: ARGS="-k name")
 	@.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
@@ -32,6 +40,10 @@ test-vllm: $(VLLM)  ## Run the tests that need vLLM, in .venv-vllm (more options
 lint: $(DEV)  ## Check style and formatting
 	@$(RUN) ruff check .
 	@$(RUN) ruff format --check .
+
+fix: $(DEV)  ## Fix style and formatting where ruff can
+	@$(RUN) ruff check --fix .
+	@$(RUN) ruff format .
 
 types: $(DEV)  ## Check types: strict on grpo, standard on adapters
 	@$(RUN) mypy

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from typing import assert_never
 
 import torch
@@ -72,12 +73,14 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     if inputs.returns is not None and inputs.values is not None:
         terms["value_loss"] = config.value_coef * weights * value_error(inputs, config.value_clip)
     sums = {name: term.sum() for name, term in terms.items()}
-    loss = torch.stack(list(sums.values())).sum().to(steps.log_probs.dtype)
+    loss = reduce(torch.add, sums.values()).to(steps.log_probs.dtype)
 
     with torch.no_grad():
         stopped = None if traits.stopped is None or steps.is_on_policy else traits.stopped(steps)
         per_step = {"entropy": entropy, "kl": measured_kl, "kept_fraction": counted}
-        metrics = shares(sums, loss) | step_moments(steps, traits.level, stopped, per_step)
+        if "entropy_bonus" in sums:
+            sums["entropy_bonus"] = -sums["entropy_bonus"]  # subtracted in the loss, reported as what it is
+        metrics = shares({**sums, "total_loss": loss}) | step_moments(steps, traits.level, stopped, per_step)
     return ObjectiveOutput(loss=loss, metrics=metrics)
 
 

@@ -11,17 +11,15 @@ from torch import Tensor
 
 from ._collecting.dynamic_sampling import collect_live_groups
 from ._training.coefficients import Coefficients
-from ._training.environment import SamplerSync, autocast, folder_of_rank, move_to_device, shared_seed
+from ._training.environment import SamplerSync, autocast, folder_of_rank, move_reference, prepare
 from ._training.loss import MeteredObjective
 from ._training.optimizer_step import OptimizerStep
-from ._training.reference import MovingReference, first_kl_coef, require_reference
-from ._training.replay import ReplayBuffer
 from ._training.report import IterationReport
-from ._training.requirements import require_consistent, required_scores
+from ._training.requirements import first_kl_coef, require_consistent, require_reference, required_scores
 from ._training.run import Run, RunProgress, at_least_one
 from ._training.state_source import StateSource
 from ._training.trainer_state import capture, require_same_iteration, restore
-from ._training.training_rows import with_advantages
+from ._training.training_rows import ReplayBuffer, with_advantages
 from ._training.update_rows import UpdateRows, UpdateSetup
 from .advantage_estimator import AdvantageEstimator
 from .checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
@@ -77,11 +75,11 @@ class GRPOTrainer:
         self.config, self.policy, self.reference_policy = config, policy, reference_policy
         self.reward_model = as_reward_model(reward_model)
         self.engine: Engine = engine or OneProcess()
-        self.data_seed = shared_seed(config, self.engine)
-        move_to_device(config, policy, self.reward_model, reference_policy)
+        self.data_seed = prepare(config, self.engine, policy, self.reward_model, reference_policy)
         require_reference(config, policy, reference_policy)
         require_equal_weights(self.engine, policy.get_parameters())
-        kl_coef = first_kl_coef(config, policy, reference_policy, has_own_loss=objective is not None)
+        has_own_loss = objective is not None
+        kl_coef = first_kl_coef(config, policy, reference_policy, has_own_loss=has_own_loss)
 
         self.collector = ExperienceCollector(
             policy=policy,
@@ -92,7 +90,7 @@ class GRPOTrainer:
             micro_batch_size=config.micro_batch_size,
             reward=config.reward,
             autocast=lambda: autocast(config, self.optimizer_step.device),
-            needs=required_scores(config, has_own_loss=objective is not None),
+            needs=required_scores(config, has_own_loss=has_own_loss),
         )
         self.advantages = advantages or AdvantageEstimator(config.advantage)
         self.replay = ReplayBuffer(config.replay_iterations)
@@ -100,11 +98,8 @@ class GRPOTrainer:
         self.meter = Meter()
         self.objective = MeteredObjective(config, objective, self.meter)
         self.optimizer_step = OptimizerStep(config, policy, optimizer, lr_scheduler, self.engine, self.meter)
-        self.setup = UpdateSetup(
-            config, self.collector, self.coefficients, self.engine, self.objective.is_own, self.data_seed
-        )
+        self.setup = UpdateSetup(config, self.collector, self.coefficients, self.engine, has_own_loss, self.data_seed)
         self.report = IterationReport(config, self.setup, self.optimizer_step, self.meter)
-        self.reference = MovingReference(config, policy, reference_policy)
         self.sampler = SamplerSync(policy)
         self.progress = RunProgress()
         self.iteration = 0
@@ -154,7 +149,7 @@ class GRPOTrainer:
         self.iteration += 1
         self.sampler.is_stale = was_stale or self.optimizer_step.num_applied > 0
         self.sampler.sync()
-        if self.reference.moves_at(self.iteration):
+        if move_reference(self.config, self.policy, self.reference_policy, self.iteration):
             self.replay.forget_reference()
         metrics = self.report(rows)
         seconds = time.perf_counter() - start
@@ -218,8 +213,7 @@ class GRPOTrainer:
             sinks: take every iteration's metrics.
             checkpoint_dir: where `iteration-00000010` and so on are written. None: nowhere.
             checkpoint_every: None: ten times in the run. The last iteration and new best evaluations are written too.
-            keep_last: newest checkpoints that stay, beside the best by `eval/avg_reward` (without `eval_states`, by
-                `rewards/mean`).
+            keep_last: newest checkpoints that stay, beside the best by `eval/avg_reward`, or else by `rewards/mean`.
             progress: show a progress bar.
 
         Returns:
@@ -230,9 +224,9 @@ class GRPOTrainer:
             folder = CheckpointFolder(folder_of_rank(checkpoint_dir, self.engine), keep_last)
             folder.require_at_most(self.iteration)
         run = Run(
-            self.progress,
-            StateSource(states, self.config.num_states_per_iteration, self.data_seed),
-            self.engine,
+            progress=self.progress,
+            source=StateSource(states, self.config.num_states_per_iteration, self.data_seed),
+            engine=self.engine,
             num_iterations=num_iterations,
             evaluates=eval_states is not None,
             eval_every=eval_every,

@@ -41,7 +41,7 @@ class Groups:
         ids = group_ids.cpu().numpy()
         order = ids.argsort(kind="stable") if (ids[1:] < ids[:-1]).any() else slice(None)
         bounds = run_bounds(ids[order])
-        return cls(order, bounds[:-1], np.diff(bounds))
+        return cls(order, bounds[:-1], bounds[1:] - bounds[:-1])
 
     def to_group_order(self, values: NDArray[ScalarT]) -> NDArray[ScalarT]:
         """One value per row, from the caller's order to group order."""
@@ -95,7 +95,7 @@ class Groups:
 
 def run_bounds(ids: NDArray[Any]) -> NDArray[np.int64]:
     """Where runs of equal neighbours begin, and the end: [4, 4, 7, 4] -> [0, 2, 3, 4]."""
-    return np.concatenate([[0], np.flatnonzero(ids[1:] != ids[:-1]) + 1, [len(ids)]])
+    return np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1], [True]]))
 
 
 def as_float64(values: Tensor) -> Floats:

@@ -15,17 +15,10 @@ Moments = dict[str, Float64[Tensor, "3"]]
 """Name -> (count, sum, sum of squares), which add up over micro-batches, updates and ranks."""
 
 
-def shares(terms: Mapping[str, Float[Tensor, ""]], loss: Float[Tensor, ""]) -> Moments:
-    """The signed terms of the loss and `total_loss`, their sum, as (0, value, 0): a count of 0 marks a share of a total.
-
-    The entropy bonus is subtracted in the loss and reported as what it is.
-    """
-    reported = {**terms, "total_loss": loss}
-    if "entropy_bonus" in reported:
-        reported["entropy_bonus"] = -reported["entropy_bonus"]
-    values = torch.stack([value.detach().double() for value in reported.values()])
-    moments = torch.stack([0.0 * values, values, 0.0 * values], dim=1)
-    return dict(zip(reported, moments.unbind(0), strict=True))
+def shares(terms: Mapping[str, Float[Tensor, ""]]) -> Moments:
+    """Terms of the loss as (0, value, 0): a count of 0 marks a share of the update's total."""
+    values = torch.stack([term.detach() for term in terms.values()]).double()
+    return dict(zip(terms, torch.nn.functional.pad(values.unsqueeze(1), (1, 1)).unbind(0), strict=True))
 
 
 def step_moments(

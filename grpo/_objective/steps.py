@@ -50,6 +50,7 @@ class Steps:
         self.sampled_log_probs: Tensor = self.old_log_probs
         self.sampler_weights: Tensor | None = None
         self.selected: Tensor | None = inputs.selected
+        self._x = self.log_probs - self.old_log_probs
         self._ratios: dict[RatioLevel, Tensor] = {}
         if inputs.behaviour_log_probs is None:
             if correction is not None:
@@ -69,12 +70,13 @@ class Steps:
 
     def log_ratio(self, level: RatioLevel = "step") -> Float[Tensor, "N #T"]:
         """log rho at the level (see `log_ratio_at_level`): [N, T], or [N, 1] for one per row. Not clamped."""
-        return log_ratio_at_level(self.log_probs - self.old_log_probs, self.mask, level)
+        return log_ratio_at_level(self._x, self.mask, level)
 
     def ratio(self, level: RatioLevel = "step") -> Float[Tensor, "N #T"]:
         """rho = exp(log_ratio) at the level, with the log-ratio clamped to +-20 first."""
         if level not in self._ratios:
-            self._ratios[level] = bounded_exp(self.log_ratio(level))
+            x = self.log_ratio(level)
+            self._ratios[level] = x.exp() if self.is_on_policy else bounded_exp(x)  # on-policy, x is exactly 0
         return self._ratios[level]
 
     def require_selected(self) -> Bool[Tensor, "N T"]:

@@ -37,11 +37,7 @@ def beside_the_bar() -> AbstractContextManager[None]:
 
 
 class RunAdvisor:
-    """Watches the metrics of each iteration and logs what looks wrong, once each, through the logger `grpo`.
-
-    Args:
-        config: the run's settings.
-    """
+    """Watches the metrics of each iteration and logs what looks wrong, once each, through the logger `grpo`."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
@@ -129,7 +125,6 @@ ADVICE = {
     "the entropy has collapsed": (
         "the policy has become nearly deterministic: a twentieth of the entropy it began with. If it did so too early, add an "
         "entropy bonus (objective.entropy_coef, entropy_control) or a pull to a reference, raise the surrogate's upper "
-        "bound (Clip(high=...)), or lower "
-        "learning_rate."
+        "bound (Clip(high=...)), or lower learning_rate."
     ),
 }

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, assert_never
+from typing import Any
 
 from grpo.config import EntropyControl, GRPOConfig, KLControl
 from grpo.errors import ConfigError
@@ -28,17 +28,13 @@ def next_kl_coef(coef: float, kl: float, control: KLControl) -> float:
         threshold: Schulman et al. 2017, arXiv:1707.06347, sec. 4, with a milder factor; proportional: Ziegler et al. 2019,
         arXiv:1909.08593, sec. 2.2.
     """
-    match control.rule:
-        case "threshold":
-            if kl > THRESHOLD_FACTOR * control.target:
-                coef = coef * THRESHOLD_FACTOR
-            elif kl < control.target / 2.0:
-                coef = coef / THRESHOLD_FACTOR
-        case "proportional":
-            error = kl / control.target - 1.0
-            coef = coef * (1.0 + control.gain * min(max(error, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR))
-        case _:
-            assert_never(control.rule)
+    if control.rule == "proportional":
+        error = kl / control.target - 1.0
+        coef = coef * (1.0 + control.gain * min(max(error, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR))
+    elif kl > THRESHOLD_FACTOR * control.target:
+        coef = coef * THRESHOLD_FACTOR
+    elif kl < control.target / 2.0:
+        coef = coef / THRESHOLD_FACTOR
     return min(max(coef, control.coef_min), control.coef_max)
 
 
@@ -53,24 +49,20 @@ def next_entropy_coef(coef: float, entropy: float, control: EntropyControl) -> f
 
 
 class Coefficients:
-    """The current KL and entropy coefficients.
-
-    Args:
-        config: the controls, and the first entropy coefficient.
-        kl_coef: the first KL coefficient.
-
-    Raises:
-        ConfigError: a control whose bounds exclude the first coefficient.
-    """
+    """The current KL and entropy coefficients. Refuses a control whose bounds exclude the first coefficient."""
 
     def __init__(self, config: GRPOConfig, kl_coef: float) -> None:
         self.kl_coef = kl_coef
         self._entropy_coef = config.objective.entropy_coef
         self._is_entropy_low = True
-        self._kl_control = config.kl_control
-        self._entropy_control = config.entropy_control
-        _require_start("kl", kl_coef, self._kl_control)
-        _require_start("entropy", self._entropy_coef, self._entropy_control)
+        self._kl_control, self._entropy_control = config.kl_control, config.entropy_control
+        starts = (("kl", kl_coef, config.kl_control), ("entropy", self._entropy_coef, config.entropy_control))
+        for name, coef, control in starts:
+            if control is not None and not control.coef_min <= coef <= control.coef_max:
+                raise ConfigError(
+                    f"objective.{name}_coef={coef} is where config.{name}_control starts, and must be between its coef_min="
+                    f"{control.coef_min} and coef_max={control.coef_max}."
+                )
 
     @property
     def entropy_coef(self) -> float:
@@ -103,11 +95,3 @@ class Coefficients:
         """Restore what `state_dict` returned."""
         self.kl_coef, self._entropy_coef = state["kl"], state["entropy"]
         self._is_entropy_low = state["is_entropy_low"]
-
-
-def _require_start(name: str, coef: float, control: KLControl | EntropyControl | None) -> None:
-    if control is not None and not control.coef_min <= coef <= control.coef_max:
-        raise ConfigError(
-            f"objective.{name}_coef={coef} is where config.{name}_control starts, and must be between its coef_min="
-            f"{control.coef_min} and coef_max={control.coef_max}."
-        )

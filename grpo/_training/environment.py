@@ -1,4 +1,4 @@
-"""What a trainer sets up around the policy: seeds, devices, precision, folders of ranks, and a separate sampler."""
+"""What surrounds the policy: seeds, devices, precision, folders of ranks, and what follows its weights."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,28 +12,28 @@ from grpo.policy_base import SyncsSampler
 from grpo.writing import seed_everything
 
 
-def shared_seed(config: GRPOConfig, engine: Engine) -> int:
-    """Seed the global generators where the settings ask for it. Returns the seed of rows and states, equal on all ranks."""
+def prepare(config: GRPOConfig, engine: Engine, *models: Any) -> int:
+    """Seed the global generators, and move the models that are not None, where the settings ask for it.
+
+    Returns:
+        The seed of rows and states, equal on all ranks.
+    """
     drawn = int(torch.randint(2**31, ())) if config.seed is None else config.seed
     seed = int(engine.gather_objects(drawn)[0])
     if config.seed is not None or engine.num_ranks > 1:
         # ranks that draw the same numbers would sample the same actions
         seed_everything((seed + engine.rank) % 2**64)
-    return seed
-
-
-def move_to_device(config: GRPOConfig, *models: Any) -> None:
-    """Move policies and reward models to the configured device. None among them is left out."""
     for model in models:
         if config.device is not None and model is not None:
             model.to(config.device)
+    return seed
 
 
 def autocast(config: GRPOConfig, device: torch.device) -> AbstractContextManager[Any]:
     """The precision in which the policy computes."""
     if config.autocast_dtype is None:
         return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16 if config.autocast_dtype == "bfloat16" else torch.float16)
+    return torch.autocast(device.type, getattr(torch, config.autocast_dtype))
 
 
 def folder_of_rank(path: str | Path, engine: Engine) -> Path:
@@ -42,19 +42,32 @@ def folder_of_rank(path: str | Path, engine: Engine) -> Path:
 
 
 class SamplerSync:
-    """Gives a separate sampler the weights before it is used with others.
-
-    Args:
-        policy: synced if it is a `SyncsSampler`; otherwise there is nothing to do.
-    """
+    """Gives the separate sampler of a policy that is a `SyncsSampler` the weights before it is used with others."""
 
     def __init__(self, policy: Any) -> None:
         self.is_stale = True
         """The weights have changed since the last sync, or there was none."""
-        self._syncer = policy if isinstance(policy, SyncsSampler) else None
+        self._policy = policy
 
     def sync(self) -> None:
         """Copy the weights if they have changed."""
-        if self.is_stale and self._syncer is not None:
-            self._syncer.sync_sampler()
+        if self.is_stale and isinstance(self._policy, SyncsSampler):
+            self._policy.sync_sampler()
         self.is_stale = False
+
+
+def move_reference(config: GRPOConfig, policy: Any, reference_policy: Any, iteration: int) -> bool:
+    """Move the reference towards the policy, every `config.reference_sync_every` iterations. Says whether it moved.
+
+    reference <- (1 - mix) reference + mix policy
+
+    Source:
+        Gorbatovski et al. 2024 (TR-DPO), arXiv:2404.09656.
+    """
+    if config.reference_sync_every is None or iteration % config.reference_sync_every:
+        return False
+    parameters = policy.get_parameters()
+    with torch.no_grad():
+        for name, value in reference_policy.get_parameters().items():
+            value.lerp_(parameters[name].detach().to(value), config.reference_mix)
+    return True

@@ -13,16 +13,16 @@ from grpo.metrics import Meter
 from grpo.types import ObjectiveInputs, ObjectiveOutput
 from grpo.writing import describe
 
-COEFFICIENTS = {"kl_coef": "kl_penalty", "entropy_coef": "entropy_bonus", "value_coef": "value_loss"}
-"""The metric by which a term shows whose coefficient is not 0."""
-
-SETTINGS = {
+REPORTED_AS = {
+    "kl_coef": "kl_penalty",
+    "entropy_coef": "entropy_bonus",
+    "value_coef": "value_loss",
     "surrogate": "policy_loss",
     "sampler_correction": "sampler_ratio",
     "top_entropy_fraction": "kept_fraction",
     "off_policy_threshold": "kept_fraction",
 }
-"""The metric by which a setting shows that is not the default."""
+"""Setting of the loss -> the metric that shows the term it asks for."""
 
 
 class MeteredObjective:
@@ -35,22 +35,14 @@ class MeteredObjective:
     """
 
     def __init__(self, config: GRPOConfig, own: Objective | None, meter: Meter) -> None:
-        self._config = config.objective
-        self.is_own = own is not None
-        """The objective is the user's, so no shortcut applies."""
-        self._meter = meter
+        self._config, self._meter = config.objective, meter
+        self._is_own = own is not None
         self._has_named_dropped_terms = own is None
         ours: Objective = partial(grpo_objective, config=config.objective)
-        if own is None and config.compile_objective:
-            ours = torch.compile(ours)
-        self._objective = own or ours
+        self._objective = own or (torch.compile(ours) if config.compile_objective else ours)
 
     def __call__(self, inputs: ObjectiveInputs) -> ObjectiveOutput:
-        """The loss of one micro-batch.
-
-        Raises:
-            ContractError: the objective returns something else than `ObjectiveOutput`.
-        """
+        """The loss of one micro-batch. Refuses what is not an `ObjectiveOutput`, with a `ContractError`."""
         output = self._objective(inputs)
         if not isinstance(output, ObjectiveOutput):
             raise ContractError(
@@ -61,7 +53,7 @@ class MeteredObjective:
         if "total_loss" not in output.metrics:
             loss = output.loss.detach().double()
             self._meter.add({"total_loss": torch.stack([torch.zeros_like(loss), loss, torch.zeros_like(loss)])})
-        if inputs.behaviour_log_probs is not None and not self.is_own:
+        if inputs.behaviour_log_probs is not None and not self._is_own:
             old = inputs.log_probs if inputs.old_log_probs is None else inputs.old_log_probs
             self._meter.add({"sampler_divergence": sampler_divergence(old, inputs.behaviour_log_probs, inputs.mask)})
         if not self._has_named_dropped_terms:
@@ -69,10 +61,16 @@ class MeteredObjective:
         return output
 
     def _name_dropped_terms(self, inputs: ObjectiveInputs, output: ObjectiveOutput) -> None:
-        """Warn, once, about each configured term that the user's objective does not report."""
+        """Warn, once, about each term that is configured and that the user's objective does not report."""
         self._has_named_dropped_terms = True
+        asked = {name: getattr(self._config, name) for name in REPORTED_AS}
+        asked |= {"kl_coef": inputs.kl_coef or 0.0, "entropy_coef": inputs.entropy_coef or 0.0}
+        asked["value_coef"] = 0.0 if inputs.returns is None else self._config.value_coef
+        default = ObjectiveConfig(kl_coef=0.0, value_coef=0.0)
         dropped = [
-            name for name, metric in configured_terms(self._config, inputs).items() if metric not in output.metrics
+            f"{name}={value!r}"
+            for name, value in asked.items()
+            if value != getattr(default, name) and REPORTED_AS[name] not in output.metrics
         ]
         if dropped:
             warnings.warn(
@@ -83,14 +81,3 @@ class MeteredObjective:
                 GRPOWarning,
                 stacklevel=2,
             )
-
-
-def configured_terms(config: ObjectiveConfig, inputs: ObjectiveInputs) -> dict[str, str]:
-    """The terms that the settings ask for beyond the default loss, each with the metric by which it shows."""
-    default = ObjectiveConfig()
-    value_coef = 0.0 if inputs.returns is None else config.value_coef
-    coefs = {"kl_coef": inputs.kl_coef, "entropy_coef": inputs.entropy_coef, "value_coef": value_coef}
-    changed = {name: getattr(config, name) for name in SETTINGS if getattr(config, name) != getattr(default, name)}
-    return {f"{name}={coef}": COEFFICIENTS[name] for name, coef in coefs.items() if coef} | {
-        f"{name}={value!r}": SETTINGS[name] for name, value in changed.items()
-    }

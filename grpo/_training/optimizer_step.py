@@ -2,8 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterable
-from typing import Any, assert_never
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from grpo.config import GRPOConfig
-from grpo.distributed import Engine, OneProcess
+from grpo.distributed import Engine
 from grpo.errors import ConfigError, ContractError, GRPOWarning, NonFiniteGradientError
 from grpo.metrics import Meter
 
@@ -24,8 +23,8 @@ class OptimizerStep:
         policy: its parameters are trained.
         optimizer: the user's. None: AdamW without weight decay.
         lr_scheduler: stepped once per applied update.
-        engine: adds up the gradients of several ranks. None: there is one rank.
-        meter: where the gradient norm and the learning rate of each update go. None: nowhere.
+        engine: adds up the gradients of several ranks.
+        meter: where the gradient norm and the learning rate of each update go.
 
     Raises:
         ConfigError: an optimizer that holds none of the policy's parameters.
@@ -35,10 +34,10 @@ class OptimizerStep:
         self,
         config: GRPOConfig,
         policy: Any,
-        optimizer: torch.optim.Optimizer | None = None,
-        lr_scheduler: Any = None,
-        engine: Engine | None = None,
-        meter: Meter | None = None,
+        optimizer: torch.optim.Optimizer | None,
+        lr_scheduler: Any,
+        engine: Engine,
+        meter: Meter,
     ) -> None:
         self.policy_name = type(policy).__name__
         self.parameters = {name: value for name, value in policy.get_parameters().items() if value.requires_grad}
@@ -47,16 +46,16 @@ class OptimizerStep:
         self.skipped_in_a_row = 0
         """Latest updates in a row whose gradient was not finite."""
         self.lr_scheduler = lr_scheduler
-        self._config = config
-        self._engine = engine or OneProcess()
-        self._meter = meter or Meter()
+        self._config, self._engine, self._meter = config, engine, meter
         if optimizer is None and self.parameters:
-            optimizer = _default_optimizer(self.parameters.values(), config.learning_rate)
+            tensors = list(self.parameters.values())
+            # the fused one is several times faster for small networks, where the device has it
+            fused = all(value.is_floating_point() and value.device.type in ("cpu", "cuda") for value in tensors)
+            optimizer = torch.optim.AdamW(tensors, lr=config.learning_rate, weight_decay=0.0, fused=fused)
         self.optimizer = optimizer
         self._require_parameters_in_optimizer()
-        device = self.device.type
-        use_scaler = config.autocast_dtype == "float16" and device == "cuda"
-        self.scaler = torch.amp.GradScaler(device, enabled=use_scaler)
+        use_scaler = config.autocast_dtype == "float16" and self.device.type == "cuda"
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=use_scaler)
 
     @property
     def device(self) -> torch.device:
@@ -80,9 +79,8 @@ class OptimizerStep:
             ContractError: the loss has no gradient although there are parameters to train, or the other way round.
         """
         if bool(self.parameters) != loss.requires_grad:
-            found, wanted = (
-                ("carry", "no tensor that requires") if loss.requires_grad else ("do not carry", "tensors that require")
-            )
+            found = "carry" if loss.requires_grad else "do not carry"
+            wanted = "no tensor that requires" if loss.requires_grad else "tensors that require"
             raise ContractError(
                 f"{self.policy_name}: log-probabilities {found} a gradient, but get_parameters() holds {wanted} one. "
                 "Compute log-probabilities without no_grad(), detach() or item(), and return the parameters themselves: "
@@ -131,12 +129,19 @@ class OptimizerStep:
             tensor.grad = None
 
     def schedule(self, position: int, num_iterations: int) -> None:
-        """Set every learning rate for iteration `position` (from 0) of a run, where the settings have a schedule."""
-        has_schedule = self._config.lr_schedule != "constant" or self._config.warmup_ratio > 0
-        if has_schedule and self.optimizer is not None:
-            factor = schedule_factor(self._config, position, num_iterations)
-            for group in self.optimizer.param_groups:
-                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        """Set every learning rate for iteration `position` (from 0) of a run, where the settings have a schedule.
+
+        It rises linearly over `warmup_ratio` of the run, then stays, or falls to 0 linearly or along half a cosine.
+        """
+        kind, warmup_ratio = self._config.lr_schedule, self._config.warmup_ratio
+        if self.optimizer is None or (kind == "constant" and warmup_ratio == 0):
+            return
+        num_warmup = math.ceil(warmup_ratio * num_iterations)
+        progress = (position - num_warmup) / max(num_iterations - num_warmup, 1)
+        factors = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+        factor = (position + 1) / num_warmup if position < num_warmup else factors[kind]
+        for group in self.optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
     def _total_norm(self) -> Tensor:
         """The norm of all gradients, unscaled, on the device."""
@@ -211,30 +216,3 @@ class OptimizerStep:
                 GRPOWarning,
                 stacklevel=4,
             )
-
-
-def _default_optimizer(parameters: Iterable[Tensor], learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW without weight decay; the fused one, several times faster for small networks, where the device has it."""
-    tensors = list(parameters)
-    fused = all(tensor.is_floating_point() and tensor.device.type in ("cpu", "cuda") for tensor in tensors)
-    return torch.optim.AdamW(tensors, lr=learning_rate, weight_decay=0.0, fused=fused)
-
-
-def schedule_factor(config: GRPOConfig, position: int, num_iterations: int) -> float:
-    """The factor on the learning rate at iteration `position` (from 0) of a run.
-
-    It rises linearly over `warmup_ratio` of the run, then stays, or falls to 0 linearly or along half a cosine.
-    """
-    num_warmup = math.ceil(config.warmup_ratio * num_iterations)
-    if position < num_warmup:
-        return (position + 1) / num_warmup
-    progress = (position - num_warmup) / max(num_iterations - num_warmup, 1)
-    match config.lr_schedule:
-        case "constant":
-            return 1.0
-        case "linear":
-            return 1.0 - progress
-        case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
-        case _:
-            assert_never(config.lr_schedule)

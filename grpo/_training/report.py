@@ -11,7 +11,7 @@ from grpo.types import row_totals
 
 from .advisor import RunAdvisor
 from .optimizer_step import OptimizerStep
-from .training_rows import AllAdvantages
+from .training_rows import TrainingRows
 from .update_rows import UpdateRows, UpdateSetup
 
 WITH_STD = ("ratio", "kl", "sampler_ratio")
@@ -46,15 +46,7 @@ ABSENT = {
 
 
 class IterationReport:
-    """Makes one iteration's metrics of what was metered, lets the coefficients follow them, and advises on them.
-
-    Args:
-        config: the settings.
-        setup: the coefficients, the ranks, and whether the objective is the user's: then what it does not report was not
-            measured.
-        optimizer_step: for the learning rate, and the number of applied updates.
-        meter: what the updates added up.
-    """
+    """Makes one iteration's metrics of what was metered, lets the coefficients follow them, and advises on them."""
 
     def __init__(self, config: GRPOConfig, setup: UpdateSetup, optimizer_step: OptimizerStep, meter: Meter) -> None:
         self.advisor = RunAdvisor(config)
@@ -64,16 +56,13 @@ class IterationReport:
 
     def __call__(self, rows: UpdateRows) -> dict[str, float]:
         """The metrics of an iteration by name, after its updates."""
-        num_skipped, num_replayed, all_ranks = rows.num_skipped, rows.data.num_replayed, None
-        if self._engine.num_ranks > 1:
-            all_ranks = self._engine.gather_objects
-            num_skipped, num_replayed = sum(all_ranks(num_skipped)), sum(all_ranks(num_replayed))
+        all_ranks, num_applied = self._engine.gather_objects, self._optimizer_step.num_applied
+        num_skipped, num_replayed = sum(all_ranks(rows.num_skipped)), sum(all_ranks(rows.data.num_replayed))
         measured = self._meter.report(rows.num_planned - rows.num_dead, all_ranks)
-        num_applied = self._optimizer_step.num_applied
         metrics = {**self._defaults, "train/learning_rate": self._optimizer_step.learning_rate}
         for name, (mean, std) in measured.items():
             if name in WITH_STD:
-                metrics[f"train/{name}_mean"], metrics[f"train/{name}_std"] = mean, std
+                metrics |= {f"train/{name}_mean": mean, f"train/{name}_std": std}
             else:
                 metrics[f"train/{name}"] = mean
         metrics |= {
@@ -82,15 +71,15 @@ class IterationReport:
             "rows/skipped_zero_advantage": float(num_skipped),
             "rows/replayed": float(num_replayed),
             **batch_metrics(rows.all_ranks),
+            **self._coefficients.report(""),
         }
-        metrics |= self._coefficients.report("")
         self._coefficients.follow(measured)
         metrics |= self._coefficients.report("_next")
         self.advisor.check(metrics, measured=measured, several_updates=rows.num_planned > 1)
         return metrics
 
 
-def batch_metrics(all_ranks: AllAdvantages) -> dict[str, float]:
+def batch_metrics(all_ranks: TrainingRows) -> dict[str, float]:
     """Metrics of the rewards, advantages, groups and lengths of all ranks' rows, and what collecting them cost."""
     batch, advantages = all_ranks.batch, all_ranks.advantages
     mask = batch.mask.cpu()

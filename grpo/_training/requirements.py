@@ -1,24 +1,29 @@
-"""What settings ask of the policy and of the other arguments of a trainer, checked when the trainer is built."""
+"""What settings ask of the policy, of its reference and of the other arguments of a trainer."""
 
+import warnings
 from typing import Any
 
 import numpy as np
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo.config import GRPOConfig
-from grpo.errors import ConfigError
-from grpo.policy_base import SplitsSteps
+from grpo.errors import ConfigError, ContractError, GRPOWarning
+from grpo.policy_base import POLICY_METHODS, ScoresReference, SplitsSteps, require_methods
 from grpo.surrogates import traits_of
 
 
 def require_consistent(config: GRPOConfig, policy: Any, *, lr_scheduler: Any, objective: Any, advantages: Any) -> None:
-    """The settings and the trainer's arguments do not contradict one another.
-
-    Raises:
-        ConfigError: they do.
-    """
-    if isinstance(policy, SplitsSteps) and objective is None:
-        require_step_level(config)
+    """Refuse settings and arguments of the trainer that contradict one another, with a `ConfigError`."""
+    loss = config.objective
+    reads_rows = traits_of(loss.surrogate).reads_rows or getattr(loss.sampler_correction, "level", "step") == "row"
+    if isinstance(policy, SplitsSteps) and objective is None and (reads_rows or loss.off_policy_threshold is not None):
+        raise ConfigError(
+            "A policy with split_steps() is updated step by step, and this loss looks at rows: "
+            f"objective.surrogate={loss.surrogate!r}, sampler_correction={loss.sampler_correction!r}, "
+            f"off_policy_threshold={loss.off_policy_threshold}. Use a surrogate and a correction with level='step' and no "
+            "off_policy_threshold, or leave split_steps() out."
+        )
     if lr_scheduler is not None and (config.lr_schedule != "constant" or config.warmup_ratio > 0):
         raise ConfigError("lr_scheduler and config.lr_schedule or warmup_ratio both set the learning rate: keep one.")
     if objective is not None and config.compile_objective:
@@ -32,54 +37,93 @@ def require_consistent(config: GRPOConfig, policy: Any, *, lr_scheduler: Any, ob
         )
 
 
-def require_step_level(config: GRPOConfig) -> None:
-    """The loss of a policy that splits rows into steps does not look at rows.
+def required_scores(config: GRPOConfig, *, has_own_loss: bool) -> set[str]:
+    """The fields of a batch that these settings read at collection, whatever the number of updates."""
+    credit = config.advantage.credit
+    keeps_by_entropy = config.objective.top_entropy_fraction < 1.0 and not has_own_loss
+    selects = traits_of(config.objective.surrogate).select is not None and not has_own_loss
+    is_read = {
+        "old_log_probs": config.replay_iterations > 0 or keeps_by_entropy or selects,
+        "entropy": keeps_by_entropy,
+        "values": credit == "gae",
+        "state_keys": credit == "gigpo",
+    }
+    return {name for name, needed in is_read.items() if needed}
 
-    Raises:
-        ConfigError: a setting that works on rows.
-    """
-    loss = config.objective
-    correction_level = getattr(loss.sampler_correction, "level", "step")
-    if traits_of(loss.surrogate).reads_rows or correction_level == "row" or loss.off_policy_threshold is not None:
+
+def require_reference(config: GRPOConfig, policy: Any, reference_policy: Any) -> None:
+    """Refuse a reference without a policy's methods or without parameters of its own, and one that cannot follow the policy."""
+    if reference_policy is None:
+        if config.reference_sync_every is not None:
+            raise ConfigError(
+                "config.reference_sync_every needs a reference to move. Pass reference_policy=copy.deepcopy(policy)."
+            )
+        return
+    require_methods(reference_policy, POLICY_METHODS, "reference_policy", "PolicyModel")
+    parameters, reference = policy.get_parameters(), reference_policy.get_parameters()
+    trained = {value.data_ptr() for value in parameters.values() if value.requires_grad}
+    shared = [name for name, value in reference.items() if value.numel() and value.data_ptr() in trained]
+    if reference_policy is policy or shared:
         raise ConfigError(
-            "A policy with split_steps() is updated step by step, and this loss looks at rows: "
-            f"objective.surrogate={loss.surrogate!r}, sampler_correction={loss.sampler_correction!r}, "
-            f"off_policy_threshold={loss.off_policy_threshold}. Use a surrogate and a correction with level='step' and no "
-            "off_policy_threshold, or leave split_steps() out."
+            f"reference_policy shares parameters with policy ({', '.join(shared[:3]) or 'it is the same object'}), so it "
+            "would move with it and the KL would stay 0. Pass copy.deepcopy(policy)."
+        )
+    if config.reference_sync_every is not None and set(parameters) != set(reference):
+        raise ConfigError(
+            f"config.reference_sync_every={config.reference_sync_every} needs a reference with the policy's parameters; "
+            f"only one of them has {sorted(set(parameters) ^ set(reference))[:4]}. Pass copy.deepcopy(policy)."
         )
 
 
-def required_scores(config: GRPOConfig, *, has_own_loss: bool) -> set[str]:
-    """The fields of a batch that these settings read at collection, whatever the number of updates."""
-    objective = config.objective
-    selects = objective.top_entropy_fraction < 1.0 or traits_of(objective.surrogate).select is not None
-    needed = set()
-    if config.replay_iterations or (selects and not has_own_loss):
-        needed.add("old_log_probs")
-    if objective.top_entropy_fraction < 1.0 and not has_own_loss:
-        needed.add("entropy")
-    if config.advantage.credit == "gae":
-        needed.add("values")
-    if config.advantage.credit == "gigpo":
-        needed.add("state_keys")
-    return needed
+def first_kl_coef(config: GRPOConfig, policy: Any, reference_policy: Any, *, has_own_loss: bool) -> float:
+    """The KL coefficient that training starts with. Refuses a KL term without a reference, and a control without a term."""
+    estimator = config.objective.kl_estimator
+    kl_coef = config.objective.kl_coef_with(has_reference=reference_policy is not None)
+    if estimator == "exact" and reference_policy is not None:
+        raise ConfigError(
+            "objective.kl_estimator='exact' reads the policy's own ActionScores.kl, and would never look at reference_policy: "
+            "leave it out, or estimate the KL to it with kl_estimator='k3'."
+        )
+    has_reference = reference_policy is not None or isinstance(policy, ScoresReference)
+    if kl_coef > 0 and estimator != "exact" and not has_reference:
+        raise ConfigError(
+            f"objective.kl_coef={kl_coef} needs a reference. Pass reference_policy=..., or set kl_coef=0"
+            f"{'' if config.kl_control is None else ' and kl_control=None'}."
+        )
+    if kl_coef == 0 and config.kl_control is not None:
+        raise ConfigError(
+            "config.kl_control needs a KL term to control. Pass reference_policy=copy.deepcopy(policy) with objective.kl_coef "
+            "above 0, or set kl_control=None."
+        )
+    if kl_coef > 0 and estimator == "k1" and not has_own_loss:
+        warnings.warn(
+            "objective.kl_estimator='k1' as a loss has a gradient of zero in expectation: it adds noise and no pull. "
+            "Use 'k2' or 'k3_weighted' for KL(pi || ref), or 'k3' for KL(ref || pi).",
+            GRPOWarning,
+            stacklevel=4,
+        )
+    return kl_coef
 
 
 def require_discrete(surrogate: Any, actions: Any) -> None:
-    """Refuse real-valued actions, which have densities: floats that are whole numbers may well be classes.
-
-    Raises:
-        ConfigError: an action has a fractional part.
-    """
+    """Refuse actions with a fractional part, which have densities. Floats that are whole numbers may well be classes."""
     first = actions[0] if len(actions) else 0
     parts = first.tolist() if isinstance(first, Tensor) else first
     entries = np.asarray(parts, dtype=object).ravel()
     numbers = [entry.tolist() if isinstance(entry, Tensor) else entry for entry in entries]
-    if any(
-        isinstance(number, float | np.floating) and not float(number).is_integer()
-        for number in np.hstack(numbers or [0])
-    ):
+    floats = [number for number in np.hstack(numbers or [0]) if isinstance(number, float | np.floating)]
+    if not all(float(number).is_integer() for number in floats):
         raise ConfigError(
             f"objective.surrogate={surrogate!r} compares probabilities of actions, and these actions are real numbers, which "
             "have densities. Use a surrogate that compares ratios, such as 'clip', with continuous actions."
+        )
+
+
+def require_probabilities(surrogate: Any, log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> None:
+    """Refuse log-probs above 0, which are those of densities, with a `ContractError`."""
+    of_steps = log_probs.detach()[mask]
+    if bool((of_steps > 1e-5).any()):
+        raise ContractError(
+            f"objective.surrogate={surrogate!r} compares probabilities, and a log-prob of {of_steps.max():.3g} is that of a "
+            "density. Use a surrogate that compares ratios, such as 'clip', with continuous actions."
         )

@@ -2,8 +2,8 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,118 +36,101 @@ class RunProgress:
         self.is_loaded = False
 
 
+@dataclass(eq=False, kw_only=True)
 class Run:
-    """One call of `train`.
+    """One call of `train`."""
 
-    Args:
-        progress: how far the run is; moved on as it goes.
-        source: iteration -> states.
-        engine: brings several ranks together; each takes its share of the states.
-        num_iterations: of the whole run.
-        eval_every: iterations between evaluations. None: ten evaluations in the run.
-        evaluates: whether there is something to evaluate.
-        sinks: take every iteration's metrics.
-        folder: the `CheckpointFolder` where checkpoints go. None: nowhere.
-        checkpoint_every: iterations between checkpoints. None: ten checkpoints in the run.
-        shows_bar: show a progress bar.
+    progress: RunProgress
+    """How far the run is; moved on as it goes."""
+    source: StateSource
+    """Iteration -> states."""
+    engine: Engine
+    """Brings several ranks together; each takes its share of the states."""
+    num_iterations: int
+    """Of the whole run."""
+    evaluates: bool
+    """Whether there is something to evaluate."""
+    eval_every: int | None
+    """Iterations between evaluations. None: ten evaluations in the run."""
+    sinks: Sequence[MetricSink]
+    """They take every iteration's metrics."""
+    folder: Any
+    """The `CheckpointFolder` where checkpoints go. None: nowhere."""
+    checkpoint_every: int | None
+    """Iterations between checkpoints. None: ten checkpoints in the run."""
+    shows_bar: bool
+    """Show a progress bar, on the first rank."""
+    history: list[dict[str, float]] = field(default_factory=list)
+    """The metrics of each iteration done so far."""
 
-    Raises:
-        ConfigError: a number below 1.
-    """
-
-    def __init__(
-        self,
-        progress: RunProgress,
-        source: StateSource,
-        engine: Engine,
-        *,
-        num_iterations: int,
-        evaluates: bool,
-        eval_every: int | None,
-        sinks: Sequence[MetricSink],
-        folder: Any,
-        checkpoint_every: int | None,
-        shows_bar: bool,
-    ) -> None:
-        self.history: list[dict[str, float]] = []
-        """The metrics of each iteration done so far."""
-        self._progress, self._source, self._engine = progress, source, engine
-        self._num_iterations = at_least_one("num_iterations", num_iterations, 1)
-        self._eval_every = at_least_one("eval_every", eval_every, num_iterations // 10)
-        self._checkpoint_every = at_least_one("checkpoint_every", checkpoint_every, num_iterations // 10)
-        self._evaluates, self._sinks, self._folder = evaluates, sinks, folder
+    def __post_init__(self) -> None:
+        at_least_one("num_iterations", self.num_iterations, 1)
+        self._eval_every = at_least_one("eval_every", self.eval_every, self.num_iterations // 10)
+        self._checkpoint_every = at_least_one("checkpoint_every", self.checkpoint_every, self.num_iterations // 10)
         self._best = float("-inf")
-        self._shows_bar = shows_bar and engine.rank == 0
         self._bar: Any = None
-        progress.begin()
-        if progress.position >= num_iterations:
+        self.progress.begin()
+        if self.progress.position >= self.num_iterations:
             warnings.warn(
-                f"The run that was loaded is at iteration {progress.position}, and num_iterations={num_iterations} counts from "
-                "its beginning: there is nothing left to do. Raise num_iterations to go on.",
+                f"The run that was loaded is at iteration {self.progress.position}, and num_iterations={self.num_iterations} "
+                "counts from its beginning: there is nothing left to do. Raise num_iterations to go on.",
                 GRPOWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def positions(self) -> Iterator[int]:
         """The positions (from 0) of the iterations that are left, beside a progress bar."""
-        beside: AbstractContextManager[Any] = beside_the_bar() if self._shows_bar else nullcontext()
-        start, total = self._progress.position, self._num_iterations
-        with ExitStack() as stack:
-            bar = tqdm(total=total, initial=start, desc="GRPO", unit="it", disable=not self._shows_bar)
-            self._bar = stack.enter_context(bar)
-            stack.enter_context(beside)
+        start, total = self.progress.position, self.num_iterations
+        hides = not self.shows_bar or self.engine.rank > 0
+        bar = tqdm(total=total, initial=start, desc="GRPO", unit="it", disable=hides)
+        with bar as self._bar, nullcontext() if hides else beside_the_bar():
             yield from range(start, total)
 
     def draw(self) -> Rows:
         """The next states, or this rank's share of them."""
-        states = self._source(self._progress.num_draws)
-        self._progress.num_draws += 1
-        num_ranks = self._engine.num_ranks
+        states = self.source(self.progress.num_draws)
+        self.progress.num_draws += 1
+        num_ranks = self.engine.num_ranks
         if num_ranks == 1:
             return states
         if len(states) < num_ranks:
             raise ConfigError(
                 f"Every one of {num_ranks} ranks needs a state; got {len(states)}. Raise num_states_per_iteration."
             )
-        return select_rows(states, torch.arange(len(states)).tensor_split(num_ranks)[self._engine.rank])
+        return select_rows(states, torch.arange(len(states)).tensor_split(num_ranks)[self.engine.rank])
 
     def finish(self, position: int) -> bool:
         """Count an iteration as done. Says whether an evaluation is due."""
-        self._progress.position = position + 1
-        return self._evaluates and self._is_due(self._eval_every)
+        self.progress.position = position + 1
+        return self.evaluates and self._is_due(self._eval_every)
 
     def _is_due(self, every: int) -> bool:
-        return self._progress.position % every == 0 or self._progress.position == self._num_iterations
+        return self.progress.position % every == 0 or self.progress.position == self.num_iterations
 
     def record(self, metrics: dict[str, float], iteration: int) -> bool:
         """Take an iteration's metrics. Says whether a checkpoint is due."""
         score = metrics.get("eval/avg_reward", float("-inf"))
         improved, self._best = score > self._best, max(self._best, score)
         self.history.append(metrics)
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.log(metrics, iteration)
         self._bar.set_postfix(reward=f"{metrics['rewards/mean']:.3f}", refresh=False)
         self._bar.update()
-        return self._folder is not None and (improved or self._is_due(self._checkpoint_every))
+        return self.folder is not None and (improved or self._is_due(self._checkpoint_every))
 
     def save(self, state: Mapping[str, Any], iteration: int) -> None:
         """Write a checkpoint, scored by the last evaluation, or by the mean reward where nothing is evaluated."""
-        assert self._folder is not None
-        score = self.history[-1].get("eval/avg_reward" if self._evaluates else "rewards/mean")
-        self._folder.save(state, iteration=iteration, score=score)
+        score = self.history[-1].get("eval/avg_reward" if self.evaluates else "rewards/mean")
+        self.folder.save(state, iteration=iteration, score=score)
 
     def save_after_failure(self, state: Mapping[str, Any], iteration: int) -> None:
         """Write a checkpoint without a score, unless there is one of this iteration."""
-        if self._folder is not None and not self._folder.has(iteration):
-            self._folder.save(state, iteration=iteration, score=None)
+        if self.folder is not None and not self.folder.has(iteration):
+            self.folder.save(state, iteration=iteration, score=None)
 
 
 def at_least_one(name: str, value: int | None, default: int) -> int:
-    """`value`, or the default (at least 1) where it is None.
-
-    Raises:
-        ConfigError: a value below 1.
-    """
+    """`value`, or the default (at least 1) where it is None. Refuses a value below 1."""
     if value is not None and value < 1:
         raise ConfigError(f"{name} must be >= 1; got {value}.")
     return max(default, 1) if value is None else value

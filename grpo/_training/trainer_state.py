@@ -1,57 +1,30 @@
-"""What an exact resume needs of a trainer, as one nested value: capture it, restore it."""
+"""What an exact resume needs of a `GRPOTrainer`, as one nested value: capture it, restore it."""
 
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo.distributed import Engine
 from grpo.errors import CheckpointError
-from grpo.experience_collector import ExperienceCollector
 from grpo.policy_base import HasState
 from grpo.reward_model_base import kept_state, restore_state
 from grpo.writing import capture_random_state, restore_random_state
 
-from .coefficients import Coefficients
-from .optimizer_step import OptimizerStep
-from .replay import ReplayBuffer
-from .run import RunProgress
-from .update_rows import UpdateSetup
 
-
-@runtime_checkable
-class Resumable(Protocol):
-    """The parts of a trainer that a checkpoint holds."""
-
-    policy: Any
-    reference_policy: Any
-    reward_model: Any
-    advantages: Any
-    iteration: int
-    progress: RunProgress
-    data_seed: int
-    coefficients: Coefficients
-    collector: ExperienceCollector
-    optimizer_step: OptimizerStep
-    replay: ReplayBuffer
-    setup: UpdateSetup
-
-
-def capture(trainer: Resumable) -> dict[str, Any]:
+def capture(trainer: Any) -> dict[str, Any]:
     """Parameters, optimizer, scheduler, scaler, generators, counters, and the `HasState` of everything that has one."""
-    reference = trainer.reference_policy
-    reward = ("reward_model", trainer.reward_model)
+    reference, stateful = trainer.reference_policy, _stateful(trainer)
     return {
         "parameters": dict(trainer.policy.get_parameters()),
         "reference": {} if reference is None else {"parameters": dict(reference.get_parameters())},
-        "kinds": {name: type(value).__name__ for name, value in (reward, *_stateful(trainer).items())},
-        "stateful": {
-            "reward_model": kept_state(trainer.reward_model),
-            **{name: value.state_dict() for name, value in _stateful(trainer).items()},
-        },
+        "kinds": {name: type(value).__name__ for name, value in stateful.items()}
+        | {"reward_model": type(trainer.reward_model).__name__},
+        "stateful": {name: value.state_dict() for name, value in stateful.items()}
+        | {"reward_model": kept_state(trainer.reward_model)},
         "counters": {
             "iteration": trainer.iteration,
             "run_position": trainer.progress.position,
@@ -66,7 +39,7 @@ def capture(trainer: Resumable) -> dict[str, Any]:
     }
 
 
-def restore(trainer: Resumable, state: dict[str, Any]) -> None:
+def restore(trainer: Any, state: dict[str, Any]) -> None:
     """Restore what `capture` returned, all or nothing.
 
     Raises:
@@ -84,10 +57,8 @@ def restore(trainer: Resumable, state: dict[str, Any]) -> None:
             )
     owner = type(trainer.policy).__name__
     _require_same_tensors(owner, present["parameters"], state["parameters"])
-    if present["reference"]:
-        _require_same_tensors(
-            f"reference {owner}", present["reference"]["parameters"], state["reference"]["parameters"]
-        )
+    references = (part["reference"].get("parameters", {}) for part in (present, state))
+    _require_same_tensors(f"reference {owner}", *references)
     before = copy.deepcopy(present)
     try:
         _put(trainer, state)
@@ -97,11 +68,7 @@ def restore(trainer: Resumable, state: dict[str, Any]) -> None:
 
 
 def require_same_iteration(engine: Engine, state: dict[str, Any], path: str | Path) -> None:
-    """All ranks have read a checkpoint of the same iteration.
-
-    Raises:
-        CheckpointError: they have not.
-    """
+    """Refuse checkpoints of ranks that are not of the same iteration, with a `CheckpointError`."""
     iterations = engine.gather_objects(state["counters"]["iteration"]) if engine.num_ranks > 1 else []
     if len(set(iterations)) > 1:
         raise CheckpointError(
@@ -110,10 +77,14 @@ def require_same_iteration(engine: Engine, state: dict[str, Any], path: str | Pa
         )
 
 
-def _put(trainer: Resumable, state: dict[str, Any]) -> None:
-    _copy(trainer.policy.get_parameters(), state["parameters"])
+def _put(trainer: Any, state: dict[str, Any]) -> None:
+    copies = [(trainer.policy, state["parameters"])]
     if trainer.reference_policy is not None:
-        _copy(trainer.reference_policy.get_parameters(), state["reference"]["parameters"])
+        copies.append((trainer.reference_policy, state["reference"]["parameters"]))
+    with torch.no_grad():
+        for policy, saved in copies:
+            for name, value in policy.get_parameters().items():
+                value.copy_(saved[name])
     loaders = {name: value.load_state_dict for name, value in _stateful(trainer).items()}
     loaders["reward_model"] = lambda saved: restore_state(trainer.reward_model, saved)
     for name, load in loaders.items():
@@ -125,14 +96,14 @@ def _put(trainer: Resumable, state: dict[str, Any]) -> None:
     trainer.iteration, trainer.data_seed = counters["iteration"], counters["data_seed"]
     trainer.progress.position, trainer.progress.num_draws = counters["run_position"], counters["num_draws"]
     trainer.optimizer_step.skipped_in_a_row = counters["skipped_in_a_row"]
-    known = counters["decides_once_per_row"]
-    trainer.collector.scorer.one_step_device = trainer.optimizer_step.device if known else None
+    one_step = counters["decides_once_per_row"]
+    trainer.collector.scorer.one_step_device = trainer.optimizer_step.device if one_step else None
     trainer.setup.row_order.set_state(state["row_order"])
     trainer.setup.step_choice.set_state(state["step_choice"])
     restore_random_state(state["random"])
 
 
-def _stateful(trainer: Resumable) -> dict[str, Any]:
+def _stateful(trainer: Any) -> dict[str, Any]:
     """Everything else with a `state_dict`, by name."""
     scaler = trainer.optimizer_step.scaler
     candidates = {
@@ -164,9 +135,3 @@ def _require_same_tensors(owner: str, present: Mapping[str, Tensor], saved: Mapp
                 f"{owner}: {name} has shape {list(value.shape)}, and {list(saved[name].shape)} in the checkpoint. "
                 "Build the policy as it was when it was saved."
             )
-
-
-def _copy(present: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, value in present.items():
-            value.copy_(saved[name])

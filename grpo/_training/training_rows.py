@@ -1,14 +1,15 @@
-"""The rows that an iteration trains on, with the advantages that the rewards of all ranks give them."""
+"""The rows that an iteration trains on: with advantages, beside rows of recent iterations, and with each step as a row."""
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo._collecting.batches import gather_rewards
+from grpo._collecting.batches import gather_rewards, join_batches, join_steps
 from grpo.advantage_estimator import AdvantageEstimator
 from grpo.distributed import Engine
 from grpo.errors import ContractError
@@ -22,7 +23,7 @@ class TrainingRows:
     """What updates read: a batch, and the advantages of its rows or steps."""
 
     batch: ExperienceBatch
-    """The rows of this rank."""
+    """The rows, with their rewards."""
     advantages: Float[Tensor, " N"] | Float[Tensor, "N T"]
     """One per row, or one per step; on the CPU."""
     returns: Float[Tensor, "N T"] | None = None
@@ -34,21 +35,17 @@ class TrainingRows:
     live: Bool[Tensor, " N"] | None = None
     """Rows with an advantage; the others change no gradient and are skipped before the forward pass. None: all rows count."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllAdvantages:
-    """The rewards of all ranks and the advantages they give, for the report."""
-
-    batch: ExperienceBatch
-    """The rows of all ranks, with their rewards."""
-    advantages: Float[Tensor, " N"] | Float[Tensor, "N T"]
-    """Of all ranks' rows, on the CPU."""
+    @property
+    def advantages_per_step(self) -> Float[Tensor, "N T"]:
+        """The advantage of each step: a row's advantage is that of all its steps."""
+        advantages = self.advantages
+        return advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand(self.batch.mask.shape)
 
 
 def with_advantages(
     batch: ExperienceBatch, advantages: Callable[[ExperienceBatch], Tensor], engine: Engine
-) -> tuple[TrainingRows, AllAdvantages]:
-    """This rank's rows with their advantages, and those of all ranks.
+) -> tuple[TrainingRows, TrainingRows]:
+    """This rank's rows with their advantages, and the rows of all ranks, for the report.
 
     `AdvantageEstimator` sees the rewards of all ranks. A callable of the user's sees this rank's batch only.
     """
@@ -64,15 +61,11 @@ def with_advantages(
         found = as_advantages(advantages(batch), batch.mask)
         everything, _ = engine.gather(found)
     rows = TrainingRows(batch=batch, advantages=found, returns=returns)
-    return rows, AllAdvantages(batch=all_ranks, advantages=everything)
+    return rows, TrainingRows(batch=all_ranks, advantages=everything)
 
 
 def split_steps(rows: TrainingRows, policy: SplitsSteps) -> TrainingRows:
-    """Every valid step as a row of its own (T = 1), row by row. Whatever has shape [N, T] is read at the mask.
-
-    Raises:
-        ContractError: the policy makes another number of rows than there are valid steps.
-    """
+    """Every valid step as a row of its own (T = 1), row by row. Whatever has shape [N, T] is read at the mask."""
     batch, mask = rows.batch, rows.batch.mask
     num_steps = int(mask.sum())
     states, actions = policy.split_steps(batch.states, batch.actions)
@@ -85,8 +78,6 @@ def split_steps(rows: TrainingRows, policy: SplitsSteps) -> TrainingRows:
     def at_mask(values: Tensor | None) -> Any:
         return None if values is None else values[mask.to(values.device)].unsqueeze(1)
 
-    advantages = rows.advantages
-    per_step = advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand(mask.shape)
     split = replace(
         batch,
         states=states,
@@ -102,5 +93,62 @@ def split_steps(rows: TrainingRows, policy: SplitsSteps) -> TrainingRows:
             for name in ("old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy", "values")
         },
     )
-    advantages = per_step[mask.to(per_step.device)]
+    advantages = at_mask(rows.advantages_per_step).squeeze(1)
     return replace(rows, batch=split, advantages=advantages, returns=at_mask(rows.returns))
+
+
+class ReplayBuffer:
+    """The rows of the last `limit` iterations, with the advantages they had. Older rows are dropped.
+
+    A replayed row's ratio is to the policy that scored it when it was collected, so clipping bounds how far the policy has
+    moved since then, however many iterations ago that was.
+
+    Args:
+        limit: iterations; 0 keeps nothing.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._recent: deque[TrainingRows] = deque(maxlen=limit)
+
+    def join(self, rows: TrainingRows) -> TrainingRows:
+        """`rows`, then the rows of recent iterations, newest first. Keeps `rows` for the next iterations."""
+        if self._limit == 0:
+            return rows
+        iterations = [rows, *reversed(self._recent)]
+        self._recent.append(rows)
+        if len(iterations) == 1:
+            return rows
+        batch = join_batches([part.batch for part in iterations])
+        width = batch.mask.shape[1]
+        returns = [part.returns for part in iterations if part.returns is not None]
+        per_step = any(part.advantages.dim() == 2 for part in iterations)
+        advantages = [part.advantages_per_step if per_step else part.advantages for part in iterations]
+        return replace(
+            rows,
+            batch=batch,
+            advantages=join_steps(advantages, width),
+            returns=join_steps(returns, width) if len(returns) == len(iterations) else None,
+            old_is_current=False,
+            num_replayed=batch.num_rows - rows.batch.num_rows,
+        )
+
+    def forget_reference(self) -> None:
+        """Drop the reference log-probs of the kept rows: the reference has moved."""
+        kept = [replace(rows, batch=replace(rows.batch, ref_log_probs=None)) for rows in self._recent]
+        self._recent = deque(kept, maxlen=self._limit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All kept rows."""
+        return {"rows": [_fields(rows) | {"batch": _fields(rows.batch)} for rows in self._recent]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._recent.clear()
+        self._recent.extend(
+            TrainingRows(**{**saved, "batch": ExperienceBatch(**saved["batch"])}) for saved in state["rows"]
+        )
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}

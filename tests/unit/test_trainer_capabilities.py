@@ -15,6 +15,7 @@ from grpo import (
     ExperienceBatch,
     GRPOConfig,
     GRPOTrainer,
+    GRPOWarning,
     NonFiniteGradientError,
     ObjectiveConfig,
 )
@@ -143,6 +144,22 @@ def test_exact_scores_are_the_old_log_probs_and_behaviour_is_kept_apart() -> Non
     batch = trainer.collect([0, 1])
     assert batch.old_log_probs is None
     assert batch.behaviour_log_probs is not None
+
+
+def test_a_samplers_scores_are_the_old_log_probs_of_a_single_update_too() -> None:
+    """They are 1/4 below what the policy scores in the update, so that every ratio is exp(1/4)."""
+
+    class Lower(ExactSampling):
+        def sample_actions(self, states: Any, num_actions_per_state: int) -> Any:
+            sampled = super().sample_actions(states, num_actions_per_state)
+            assert sampled.scores is not None
+            scores = dataclasses.replace(sampled.scores, log_probs=sampled.scores.log_probs - 0.25)
+            return dataclasses.replace(sampled, scores=scores, behaviour_log_probs=None)
+
+    trainer, _ = by_hand(policy=Lower(), rewards=lambda states, actions: torch.arange(4.0))
+    with pytest.warns(GRPOWarning, match="the first ratio is not 1"):
+        metrics = trainer.step([0, 1])
+    assert metrics["train/ratio_mean"] == pytest.approx(math.exp(0.25))
 
 
 RAGGED_GROUPS = [[(1, 2, 0), (0,)], [(2, 2, 2, 1)], [(1, 0), (0,), (2, 1)]]

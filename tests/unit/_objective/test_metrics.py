@@ -54,11 +54,11 @@ def test_terms_of_the_loss_are_shares_with_a_count_of_0():
     terms = {
         name: torch.tensor(value, requires_grad=True) for name, value in (("policy_loss", -2.5), ("kl_penalty", 0.5))
     }
-    found = shares({**terms, "entropy_bonus": torch.tensor(-0.25)}, torch.tensor(-2.25))
+    found = shares({**terms, "entropy_bonus": torch.tensor(0.25), "total_loss": torch.tensor(-2.25)})
     assert {name: values.tolist() for name, values in found.items()} == {
         "policy_loss": [0, -2.5, 0],
         "kl_penalty": [0, 0.5, 0],
-        "entropy_bonus": [0, 0.25, 0],  # subtracted in the loss, and reported as what it is
+        "entropy_bonus": [0, 0.25, 0],
         "total_loss": [0, -2.25, 0],
     }
     assert all(values.dtype == torch.float64 and not values.requires_grad for values in found.values())

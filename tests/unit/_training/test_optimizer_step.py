@@ -107,12 +107,13 @@ def test_without_an_optimizer_it_is_adamw_without_decay() -> None:
     torch.testing.assert_close(policy.logits.detach(), expected, rtol=0, atol=1e-8)
 
 
-def test_gradients_are_clipped_to_their_total_norm() -> None:
-    """The norm is 1/4 (each of four entries is +-1/8); clipped to 1/40, entries are +-1/80."""
-    trainer, policy = by_hand(config={"max_grad_norm": 0.025})
+@pytest.mark.parametrize(("bound", "entry"), [(0.025, 1 / 80), (0.2, 1 / 10), (0.3, 1 / 8)])
+def test_gradients_are_clipped_to_their_total_norm(bound: float, entry: float) -> None:
+    """The norm is 1/4 (each of four entries is +-1/8); clipped to 1/40, entries are +-1/80; above 1/4, they stay."""
+    trainer, policy = by_hand(config={"max_grad_norm": bound})
     metrics = trainer.step(["a", "b"])
     assert metrics["train/grad_norm"] == pytest.approx(0.25)
-    torch.testing.assert_close(policy.logits[0].tolist(), [1 / 80, -1 / 80], rtol=1e-4, atol=0)
+    torch.testing.assert_close(policy.logits[0].tolist(), [entry, -entry], rtol=1e-4, atol=0)
 
 
 def test_a_gradient_left_behind_by_the_caller_is_no_part_of_the_update() -> None:

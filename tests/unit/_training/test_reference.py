@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo import ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, ObjectiveConfig
-from grpo._training.reference import MovingReference
+from grpo._training.environment import move_reference
 from tests.policies import TablePolicy, digest, weights_of
 from tests.trainers import SCRIPT, by_hand, quarters
 
@@ -142,8 +142,8 @@ def test_a_moving_average() -> None:
 
 def test_a_move_by_hand() -> None:
     policy, reference = TablePolicy(logits=[[1.0, 0.0]] * 2), TablePolicy(logits=[[0.0, 4.0]] * 2)
-    moving = MovingReference(GRPOConfig(reference_sync_every=2, reference_mix=0.25), policy, reference)
-    assert [moving.moves_at(iteration) for iteration in (1, 2, 3)] == [False, True, False]
+    config = GRPOConfig(reference_sync_every=2, reference_mix=0.25)
+    assert [move_reference(config, policy, reference, iteration) for iteration in (1, 2, 3)] == [False, True, False]
     assert reference.logits.tolist() == [[0.25, 3.0]] * 2
     assert policy.logits.tolist() == [[1.0, 0.0]] * 2
 

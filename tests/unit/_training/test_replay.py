@@ -16,8 +16,7 @@ from grpo import (
     ObjectiveOutput,
     grpo_objective,
 )
-from grpo._training.replay import ReplayBuffer
-from grpo._training.training_rows import TrainingRows
+from grpo._training.training_rows import ReplayBuffer, TrainingRows
 from tests.policies import RecordingSGD, RowScoring, TablePolicy
 
 

@@ -3,15 +3,17 @@
 import copy
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from grpo import ExperienceBatch, ObjectiveConfig, grpo_objective
+from grpo import ActionScores, AdvantageConfig, ContractError, ExperienceBatch, ObjectiveConfig, grpo_objective
+from grpo._training.requirements import require_probabilities
 from grpo._training.update_rows import UpdateRows
-from grpo.surrogates import Clip, ClipCov, KlCov, Steps
+from grpo.surrogates import Clip, ClipCov, Dppo, KlCov, Steps
 from tests.policies import Planning, RecordingSGD, RowScoring, TablePolicy, digest, flat, weights_of
 from tests.trainers import ROLLOUTS, SCRIPT, by_hand, quarters
 
@@ -80,6 +82,24 @@ def test_no_row_is_skipped_where_another_term_or_surrogate_may_have_a_gradient(s
     assert (rows.num_skipped, rows.num_dead) == (0, 0)
 
 
+class Critic(RowScoring):
+    """Its values are 0."""
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        return replace(scores, values=0.0 * scores.log_probs)
+
+
+def test_no_row_is_skipped_where_a_critic_is_trained() -> None:
+    """Rewards of 0 are what the critic expects, so every advantage is 0; its error has a gradient all the same."""
+    trainer, _ = by_hand(policy=Critic(), config={"advantage": AdvantageConfig(credit="gae")})
+    rows = trainer.prepared(ExperienceBatch.from_rows(**{**ROLLOUTS, "rewards": [0.0] * 4}))
+    assert not rows.data.advantages.any()
+    (selected,) = rows.updates()
+    assert [rows_of(rows, micro) for micro in rows.micro_batches(selected)] == [[0, 1, 2, 3]]
+    assert (rows.num_skipped, rows.num_dead) == (0, 0)
+
+
 def test_no_row_is_skipped_under_an_objective_of_the_users() -> None:
     rows = prepared([1.0] * 7, GROUPS, own_loss=lambda inputs: grpo_objective(inputs, ObjectiveConfig()))
     assert len(list(rows.updates())) == 1
@@ -145,6 +165,53 @@ def test_the_old_policy_is_the_current_one_for_a_single_update_of_its_own_sample
     assert found[1].tolist() == [[pytest.approx(math.log(0.5))]] * 4
 
 
+class KnowsEverything(RowScoring):
+    """Gives values and a KL too, which differ from step to step."""
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        return replace(scores, values=2.0 * scores.log_probs, kl=scores.log_probs.square())
+
+
+def test_everything_that_is_known_of_a_row_is_given_to_the_loss_beside_it() -> None:
+    """Forwards of one row, of 3, 1, 2 and 1 steps: each field is that row's, cut to its own steps."""
+    loss = ObjectiveConfig(entropy_coef=0.125, entropy_aggregation="step_mean", top_entropy_fraction=0.5)
+    reference = RowScoring()
+    trainer, policy = by_hand(
+        policy=KnowsEverything(),
+        reference_policy=reference,
+        config={"objective": loss, "advantage": AdvantageConfig(credit="gae"), "micro_batch_size": 1},
+    )
+    behaviour = torch.arange(12.0).reshape(4, 3) - 20.0
+    batch = ExperienceBatch.from_rows(**ROLLOUTS, behaviour_log_probs=behaviour)
+    rows = trainer.prepared(batch)
+    (selected,) = rows.updates()
+    weights = rows.weights(selected)
+    known, states, actions = rows.data.batch, ROLLOUTS["states"], ROLLOUTS["actions"]
+    for row, micro in enumerate(rows.micro_batches(selected)):
+        inputs, width = rows.inputs(micro, weights), len(actions[row])
+        scores = policy.score_actions(states[row : row + 1], actions[row : row + 1])
+        expected = {
+            **{name: getattr(scores, name) for name in ("log_probs", "mask", "entropy", "values", "kl")},
+            "ref_log_probs": reference.score_actions(states[row : row + 1], actions[row : row + 1]).log_probs,
+            "behaviour_log_probs": behaviour[row : row + 1, :width],
+            "old_values": known.values[row : row + 1, :width],
+            "advantages": rows.data.advantages[row : row + 1, :width],
+            "returns": rows.data.returns[row : row + 1, :width],
+            "weights": torch.full((1, width), 1 / (4 * width)),
+            "entropy_weights": torch.full((1, width), 1 / 7),
+            "keep": weights.keep[row : row + 1, :width],
+        }
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                getattr(inputs, name), value, check_dtype=False, msg=lambda text, n=name: f"{n}: {text}"
+            )
+        assert inputs.log_probs.requires_grad
+        assert (inputs.kl_coef, inputs.entropy_coef) == (0.04, 0.125)
+        assert inputs.old_log_probs is None  # one update of rows that the current policy was scored with
+        assert inputs.selected is None
+
+
 # Chosen once per update
 
 
@@ -173,7 +240,11 @@ def test_a_surrogates_selection_is_made_once_per_update_from_all_its_steps() -> 
     rows = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
     (selected,) = rows.updates()
     weights = rows.weights(selected)
-    chosen = [rows.inputs(micro, weights).selected for micro in rows.micro_batches(selected)]
+    given = [rows.inputs(micro, weights) for micro in rows.micro_batches(selected)]
+    chosen = [inputs.selected for inputs in given]
+    assert [inputs.old_log_probs for inputs in given] == [
+        None
+    ] * 4  # the log-probs that it chose by are the current ones
     assert [part.tolist() for part in chosen] == [[[False, True, False]], [[True]], [[False, True]], [[False]]]
     ((log_probs, advantages),) = surrogate.shown
     scored = policy.score_actions(ROLLOUTS["states"], ROLLOUTS["actions"])
@@ -257,6 +328,22 @@ def test_any_split_into_forwards_gives_the_same_gradients_whatever_is_chosen(nam
     for parts in recorded[1:]:
         torch.testing.assert_close(parts, recorded[0], rtol=1e-10, atol=1e-14)
     assert (recorded[0].abs().amax(1) > 0).sum() >= 2
+
+
+# Probabilities
+
+
+@pytest.mark.parametrize(
+    ("largest", "is_refused"), [(-0.5, False), (0.0, False), (5e-6, False), (2e-5, True), (1.0, True)]
+)
+def test_log_probs_above_rounding_are_densities(largest: float, is_refused: bool) -> None:
+    """What stands outside the mask is not looked at."""
+    log_probs, mask = torch.tensor([[-1.0, largest], [7.0, 7.0]]), torch.tensor([[True, True], [False, False]])
+    if is_refused:
+        with pytest.raises(ContractError, match=r"surrogate=Dppo.*a log-prob of .* is that of a density"):
+            require_probabilities(Dppo(), log_probs, mask)
+    else:
+        require_probabilities(Dppo(), log_probs, mask)
 
 
 # Nothing to learn from
