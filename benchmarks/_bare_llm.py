@@ -1,9 +1,9 @@
-"""One GRPO iteration of a language model by hand: torch and transformers, nothing of this package.
+"""A hand-written GRPO iteration of a language model with torch and transformers, without this package.
 
-The techniques are those of `HFPolicy` and `GRPOTrainer`: prompts are prefilled once for sampling, and once per forward
-pass with gradient, however many completions they have; rows leave the batch as they end; the log-probs they were drawn
-with are the old ones; rows are forwarded with rows of their length; only completions meet the head, in blocks. What is
-left out is what a framework is for: prompts are equally long, settings are constants, nothing is checked or reported.
+The loop uses the techniques of `HFPolicy` and `GRPOTrainer`. Each prompt is prefilled once for sampling and once per forward
+pass with gradient, for all its completions. Finished rows leave the batch. The sampler's log-probs serve as old log-probs. Rows
+of similar length are forwarded together. The head is applied only to completions, in blocks. The loop omits the framework: all
+prompts have the same length, settings are constants, and nothing is checked or reported.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,22 +17,22 @@ from transformers.cache_utils import DynamicLayer
 CLIP = 0.2
 MAX_GRAD_NORM = 1.0
 BLOCK = 256
-"""Positions that meet the head together: with a vocabulary of 32,000, the size that was fastest of 64 to 512."""
+"""Positions per block of the head. It was the fastest size from 64 to 512 for a vocabulary of 32,000."""
 SHORTER = 0.75
-"""A row this much shorter than the longest of its forward pass begins the next one."""
+"""A row that is this much shorter than the longest row of its forward pass starts the next forward pass."""
 
 
 class BareLoop:
     """Sample, reward, one update.
 
     Args:
-        model: a decoder with a linear head that has a bias, and no dropout.
-        group_size: completions per prompt.
-        max_steps: tokens of a completion, at most.
-        end_token_id: what ends a completion.
-        reward: N token lists to N numbers.
-        learning_rate: of AdamW, without weight decay.
-        knows_its_loss: take the gradient of the loss where the logits are, instead of computing them again.
+        model: A decoder without dropout and with a linear head that has a bias.
+        group_size: Completions per prompt.
+        max_steps: Maximum number of tokens of a completion.
+        end_token_id: Token that ends a completion.
+        reward: Maps N token lists to N rewards.
+        learning_rate: Learning rate of AdamW, without weight decay.
+        knows_its_loss: Whether to compute the gradient together with the logits, instead of computing the logits twice.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class BareLoop:
 
     @torch.no_grad()
     def sample(self, prompts: Tensor) -> tuple[list[list[int]], Tensor]:
-        """A group per prompt at temperature 1: tokens, with the one that ends a row, and their log-probs, [N, T]."""
+        """Sample a group per prompt at temperature 1. Returns the tokens, end tokens included, and their log-probs, [N, T]."""
         decoder, head = self.model.eval().base_model, self.model.lm_head
         output = decoder(input_ids=prompts, use_cache=True)
         cache = DynamicCache()
         cache.layers = [Room(layer, self.group_size, self.max_steps) for layer in output.past_key_values.layers]
         hidden = output.last_hidden_state[:, -1].repeat_interleave(self.group_size, 0)
-        rows = torch.arange(len(hidden), device=hidden.device)  # those in the batch
+        rows = torch.arange(len(hidden), device=hidden.device)  # rows that are still in the batch
         tokens = rows.new_zeros(len(rows), self.max_steps)
         log_probs = torch.zeros(tokens.shape, device=hidden.device)
         lengths = rows.new_full((len(rows),), self.max_steps)
@@ -85,7 +85,7 @@ class BareLoop:
             num_going = int(going.sum())
             if num_going == 0 or step + 1 == self.max_steps:
                 break
-            if num_going <= 7 / 8 * len(rows):  # taking rows out copies the cache of the others
+            if num_going <= 7 / 8 * len(rows):  # removing rows copies the cache of the other rows
                 cache.batch_select_indices(going.nonzero()[:, 0])
                 rows, drawn, going = rows[going], drawn[going], going[going]
             hidden = decoder(input_ids=drawn, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
@@ -95,7 +95,7 @@ class BareLoop:
     def update(
         self, prompts: Tensor, completions: list[list[int]], old_log_probs: Tensor, rewards: Sequence[float]
     ) -> None:
-        """One optimizer step: rewards less their group's mean, PPO's clip, each row's mean over its tokens."""
+        """One optimizer step: rewards minus their group's mean, PPO's clip, mean over each row's tokens."""
         self.model.train()
         device = prompts.device
         grouped = torch.tensor(rewards, device=device).view(-1, self.group_size)
@@ -116,7 +116,7 @@ class BareLoop:
         self.optimizer.zero_grad()
 
     def hidden(self, prompts: Tensor, prompt_of_row: Tensor, tokens: Tensor) -> Tensor:
-        """[N, T, H]: what each token is drawn from, the prompts of these rows computed once."""
+        """Hidden states [N, T, H] before each token. The rows' prompts are computed once."""
         some, prompt_of_row = prompt_of_row.unique(return_inverse=True)
         output = self.model.base_model(input_ids=prompts[some], use_cache=True)
         first = output.last_hidden_state[:, -1:].index_select(0, prompt_of_row)
@@ -131,7 +131,7 @@ class BareLoop:
 
 
 class Room(DynamicLayer):
-    """One layer's keys and values of every row, with room for all that will come: what is there is not copied again."""
+    """Preallocated keys and values of one layer, so that a new position does not copy the earlier positions."""
 
     def __init__(self, prompts: DynamicLayer, group_size: int, room: int) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Room(DynamicLayer):
 
 
 def by_length(lengths: list[int]) -> list[list[int]]:
-    """Rows in parts of about one length."""
+    """Split rows into parts of similar length."""
     parts: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if not parts or lengths[row] < SHORTER * lengths[parts[-1][0]]:
@@ -170,14 +170,14 @@ def by_length(lengths: list[int]) -> list[list[int]]:
 def loss_of_log_probs(
     hidden: Tensor, head: nn.Linear, tokens: Tensor, advantages: Tensor, old_log_probs: Tensor
 ) -> None:
-    """Backward of -sum(min(ratio A, clip(ratio) A)), through log-probs that any loss could be made of."""
+    """Backward of -sum(min(ratio A, clip(ratio) A)), through log-probs that work for any loss."""
     ratio = (HeadLogProbs.apply(hidden, head.weight, head.bias, tokens) - old_log_probs).exp()
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).sum()
     loss.backward()
 
 
 class HeadLogProbs(torch.autograd.Function):
-    """log softmax(head(hidden))[token]: one block's logits at a time, and once more in the backward pass."""
+    """log softmax(head(hidden))[token], block by block. The backward pass computes the logits again."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, tokens: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ class HeadLogProbs(torch.autograd.Function):
 
 
 def loss_at_head(hidden: Tensor, head: nn.Linear, tokens: Tensor, advantages: Tensor, old_log_probs: Tensor) -> None:
-    """The same with the slope of this one loss written down: each block's logits are computed once (as Liger does)."""
+    """The same loss with its hand-written derivative, so that each block's logits are computed once (as in Liger)."""
     gradients = HeadGradients(hidden.detach(), head.weight.detach(), head.bias.detach())
     with torch.no_grad():
         for block in blocks(len(tokens)):
@@ -217,7 +217,7 @@ def loss_at_head(hidden: Tensor, head: nn.Linear, tokens: Tensor, advantages: Te
 
 
 class HeadGradients:
-    """What blocks of positions add to the gradients of hidden states, weight and bias; the latter two in float32."""
+    """Accumulates the gradients of hidden states, weight and bias over blocks. Weight and bias gradients are float32."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor) -> None:
         self._inputs, self._weight = hidden, weight
@@ -226,7 +226,7 @@ class HeadGradients:
         self.bias = torch.zeros_like(bias, dtype=torch.float32)
 
     def add(self, block: slice, probs: Tensor, tokens: Tensor, slopes: Tensor) -> None:
-        """Slopes of log-probs are (onehot - p) times as much of the logits; `probs` is used up."""
+        """Gradient of the logits: (onehot - p) times the gradient of the log-probs. `probs` is overwritten."""
         of_logits = probs.mul_(-slopes[:, None]).scatter_add_(1, tokens[:, None], slopes[:, None])
         self.bias += of_logits.sum(0)
         of_logits = of_logits.to(self._weight.dtype)

@@ -1,4 +1,4 @@
-"""How much memory a computation takes at its peak, beyond what was there before: measured, not estimated."""
+"""Measure the peak memory that a computation adds."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,12 +9,12 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_extra_memory(run: Callable[[], object]) -> int:
-    """The most bytes of tensors at once that `run` adds: results, what backward keeps, temporaries within operations.
+    """Peak bytes of tensors that `run` adds: results, tensors saved for backward, and temporaries within operations.
 
-    On the CPU the allocator tells the profiler of every block it hands out or takes back, and these are added up in order; on
-    CUDA the allocator keeps the peak itself. Either is exact, and the same for every `run`, however it is written.
+    On the CPU, the profiler records every allocation and release, and this function sums them in order. On CUDA, the allocator
+    tracks the peak itself. Both are exact.
     """
-    run()  # what is allocated once, and kept
+    run()  # one-time allocations
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

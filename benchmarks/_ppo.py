@@ -1,7 +1,7 @@
-"""PPO in plain torch, one loop and no classes around it: what a well-made script of one file costs.
+"""PPO in plain torch in one loop, as a reference for the cost of a good single-file script.
 
-The settings and the order of the work are those of CleanRL's `ppo.py` (Huang et al. 2022, "CleanRL: High-quality Single-file
-Implementations of Deep Reinforcement Learning Algorithms"); the code is our own. Schulman et al. 2017, arXiv:1707.06347.
+The settings and the order of operations follow CleanRL's `ppo.py` (Huang et al. 2022, "CleanRL: High-quality Single-file
+Implementations of Deep Reinforcement Learning Algorithms"); the code is independent. Schulman et al. 2017, arXiv:1707.06347.
 """
 
 import math
@@ -35,9 +35,9 @@ class PPO:
     """Actor and critic, 64 x 64 each, with their environments.
 
     Args:
-        env_id: flat observations and discrete actions.
-        num_steps: of the run; the learning rate falls to 0 over them.
-        seed: of weights, actions and environments.
+        env_id: Environment with flat observations and discrete actions.
+        num_steps: Steps of the run. The learning rate decays to 0 over them.
+        seed: Seed of weights, actions and environments.
     """
 
     def __init__(self, env_id: str, num_steps: int, seed: int) -> None:
@@ -55,7 +55,7 @@ class PPO:
         self.ended = torch.zeros(NUM_ENVS)
 
     def run(self) -> int:
-        """All updates; how many steps the environments have taken."""
+        """Run all updates. Returns the number of environment steps."""
         for update in range(self.num_updates):
             self.optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1.0 - update / self.num_updates)
             observations, actions, log_probs, rewards, ended, values = self._collect()
@@ -67,7 +67,7 @@ class PPO:
 
     @torch.no_grad()
     def _collect(self) -> tuple[Tensor, ...]:
-        """[T, n, ...] of each: what was seen, done, how likely it was, what it gave, whether an episode had ended, values."""
+        """[T, n, ...] of each: observations, actions, log-probs, rewards, episode ends, values."""
         steps = []
         for _ in range(NUM_STEPS):
             policy = Categorical(logits=self.actor(self.observation))
@@ -80,7 +80,7 @@ class PPO:
 
     @torch.no_grad()
     def _advantages(self, rewards: Tensor, ended: Tensor, values: Tensor) -> Tensor:
-        """A[t] = delta[t] + gamma lambda A[t + 1] while the episode lasts (Schulman et al. 2015, arXiv:1506.02438, eq. 16)."""
+        """A[t] = delta[t] + gamma lambda A[t + 1] within an episode (Schulman et al. 2015, arXiv:1506.02438, eq. 16)."""
         advantages = torch.zeros_like(rewards)
         following_value, following_ended = self.critic(self.observation).flatten(), self.ended
         advantage = torch.zeros(NUM_ENVS)

@@ -1,4 +1,4 @@
-"""Tools to time an executor with. On their own, so that workers import nothing else."""
+"""Tools for timing an executor. They have their own module, so that workers import nothing else."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Paired, interleaved timing: what a noisy machine can still tell."""
+"""Paired, interleaved timing for noisy machines."""
 
 import ctypes
 import statistics
@@ -11,10 +11,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> bool:
-    """Have the allocator keep what is freed, for both sides of a comparison; says whether it could be told (glibc only).
+    """Make the allocator keep freed memory, for both sides of a comparison. Returns whether that worked (glibc only).
 
-    Else tensors of some megabytes are handed back to the system and faulted in again or not, as the layout of the heap
-    falls out, which moves either side by a tenth from run to run.
+    Otherwise tensors of some megabytes may be returned to the system and faulted in again, depending on the heap's layout. This
+    changes either side by a tenth from run to run.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -25,7 +25,7 @@ def keep_freed_memory() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Medians of two alternatives that were timed in turn, and the median of their pairwise ratios."""
+    """Median times of two alternatives that ran in turn, and the median of their pairwise ratios."""
 
     first_ms: float
     second_ms: float

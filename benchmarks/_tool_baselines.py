@@ -1,7 +1,7 @@
-"""What GRPO is compared with on the workbench of tools: other ways to choose a call for a request.
+"""Baselines for GRPO on the tools workbench: other methods that choose a call for a request.
 
-All answer as a policy does, by `predict`; those that learn from rewards learn from the same: a call, executed, and judged by
-`ToolRewards`.
+All baselines have the `predict` method of a policy. Methods that learn from rewards use the same rewards as GRPO: each call is
+executed and scored by `ToolRewards`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +25,11 @@ from adapters.tools.encoders import CachedEncoder
 from adapters.tools.rewards import RIGHT_TOOL, RunsCalls, call_key
 
 BASELINE_STEP = 0.1
-"""Of REINFORCE's running mean and mean square, per update."""
+"""Step size of REINFORCE's running mean and mean square, per update."""
 
 
 class Counted:
-    """An executor that counts what it is asked to execute, and keeps the last call that came to an end."""
+    """An executor that counts its calls and keeps the last call that succeeded."""
 
     def __init__(self, executor: RunsCalls) -> None:
         self.executor = executor
@@ -37,7 +37,7 @@ class Counted:
         self.last: tuple[ToolCall, ToolResult] | None = None
 
     def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Of the executor."""
+        """Execute the calls and count them."""
         results = self.executor.run(calls)
         self.num_calls += len(calls)
         self.last = next(((call, result) for call, result in zip(calls, results, strict=True) if result.ok), self.last)
@@ -45,9 +45,9 @@ class Counted:
 
 
 class Remembering:
-    """A stand-in for an executor: it executes each different call once, and gives that result whenever it is asked again.
+    """A stand-in for an executor that executes each distinct call once and caches the result.
 
-    What the workbench's tools return depends on their arguments alone, and they change nothing.
+    This is valid because the workbench's tools have no side effects and depend only on their arguments.
     """
 
     def __init__(self, executor: RunsCalls) -> None:
@@ -57,14 +57,14 @@ class Remembering:
     def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """A result per call, in order."""
         keys = [call_key(call) for call in calls]
-        assert None not in keys, "policies and bandits make calls that JSON can hold"
+        assert None not in keys, "policies and bandits make calls that JSON can represent"
         new = {key: call for key, call in zip(keys, calls, strict=True) if key not in self._results}
         self._results |= dict(zip(new, self.executor.run(list(new.values())), strict=True))
         return [self._results[key] for key in keys]
 
 
 def in_batches(tasks: Sequence[ToolTask], num_tasks: int, size: int, seed: int) -> Iterator[list[ToolTask]]:
-    """`num_tasks` tasks, `size` at a time: all of them in a new order, again and again."""
+    """Batches of `size` tasks, `num_tasks` in total. Each pass over the tasks has a new order."""
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
     while num_tasks > 0:
@@ -76,9 +76,9 @@ def in_batches(tasks: Sequence[ToolTask], num_tasks: int, size: int, seed: int) 
 
 
 class NearestDescription:
-    """The tool whose description resembles the request most, by the cosine of an encoder; nothing is learned.
+    """Choose the tool with the highest cosine similarity between description and request. Nothing is learned.
 
-    A parameter has its schema's default; without one it is left out if that is allowed, else it has the first value.
+    A parameter gets its schema's default. Without a default it is omitted if optional, otherwise it gets the first value.
     """
 
     def __init__(self, catalogue: ToolCatalogue) -> None:
@@ -110,7 +110,7 @@ def train_reinforce(
     entropy_coef: float,
     seed: int,
 ) -> None:
-    """REINFORCE, one call per task: l = -(r - m) / s log pi(call | task) - c H, with m and s running over the updates.
+    """REINFORCE, one call per task: l = -(r - m) / s log pi(call | task) - c H, with m and s averaged over updates.
 
     Source: Williams 1992, Simple Statistical Gradient-Following Algorithms, sec. 6 (reinforcement comparison).
     """
@@ -119,7 +119,7 @@ def train_reinforce(
     for update, states in enumerate(in_batches(tasks, num_calls, batch_size, seed)):
         calls = [group[0] for group in policy.sample_actions(states, 1).actions]
         reward = rewards.compute_rewards(states, calls).float()
-        step = max(BASELINE_STEP, 1 / (update + 1))  # the plain mean as long as there are few
+        step = max(BASELINE_STEP, 1 / (update + 1))  # the plain mean over the first updates
         mean += step * (float(reward.mean()) - mean)
         mean_square += step * (float(reward.square().mean()) - mean_square)
         advantages = (reward - mean) / max(mean_square - mean**2, 1e-8) ** 0.5
@@ -132,7 +132,7 @@ def train_reinforce(
 def train_supervised(
     policy: ToolSelectionPolicy, tasks: Sequence[ToolTask], *, num_tasks: int, learning_rate: float, seed: int
 ) -> None:
-    """The right calls are given: l = -log pi(right call | task)."""
+    """Supervised learning from the right calls: l = -log pi(right call | task)."""
     optimizer = torch.optim.AdamW(policy.parameters(), lr=learning_rate, weight_decay=0.0)
     for states in in_batches(tasks, num_tasks, 64, seed):
         right = [ToolCall(tool=task.tool, arguments=task.arguments) for task in states]
@@ -147,11 +147,11 @@ def _apply(loss: Tensor, policy: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 class LinearArms:
-    """Ridge regression of the reward on the context, one for each arm, with its upper confidence bounds.
+    """Ridge regression of the reward on the context for each arm, with upper confidence bounds.
 
     A_a = 1 + sum x x^T, b_a = sum r x, theta_a = A_a^-1 b_a;  score(x, a) = theta_a . x + alpha sqrt(x^T A_a^-1 x)
 
-    The inverses are kept, and changed by the Sherman-Morrison-Woodbury formula.
+    The inverses are stored and updated by the Sherman-Morrison-Woodbury formula.
 
     Source: Li et al. 2010, A Contextual-Bandit Approach to Personalized News Article Recommendation, arXiv:1003.0146, alg. 1.
     """
@@ -163,7 +163,7 @@ class LinearArms:
         self.theta = torch.zeros(num_arms, num_features)
 
     def scores(self, contexts: Float[Tensor, "n d"], arms: slice, *, explore: bool) -> Float[Tensor, "n k"]:
-        """Of some arms that follow one another; without exploring the bound is left out."""
+        """Scores of consecutive arms. Without exploration the bound is omitted."""
         means = contexts @ self.theta[arms].T
         if not explore:
             return means
@@ -181,16 +181,16 @@ class LinearArms:
 
 
 class LinUCB:
-    """LinUCB with disjoint arms: one per tool, and for each parameter of each tool one per value.
+    """LinUCB with disjoint arms: one arm per tool, and one per value of each parameter of each tool.
 
-    It sees more than the policies do, which see one number: a tool's arm learns from the reward's part for the tool; a value's
-    arm from the part for the parameters, and from calls of the right tool only, since the others say nothing of values.
+    LinUCB gets more information than the policies, which get one reward per call. A tool's arm learns from the tool part of the
+    reward. A value's arm learns from the parameter part, and only from calls of the right tool.
 
     Args:
-        catalogue: the tools.
-        features: texts -> [N, F], of about 256 numbers: every arm has a matrix of F x F.
-        alpha: larger: explores more.
-        seed: of how ties are broken.
+        catalogue: The tools.
+        features: Maps texts to [N, F]. F should be about 256, because each arm has an F x F matrix.
+        alpha: A larger value explores more.
+        seed: Seed of the random tie-breaking.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class LinUCB:
         return torch.cat([self.features(texts), torch.ones(len(texts), 1)], dim=1)
 
     def choose(self, contexts: Tensor, *, explore: bool) -> list[list[int]]:
-        """Of each context the tool, then the value of each of its parameters."""
+        """Choose a tool for each context, then the value of each of the tool's parameters."""
         tools = self._best(contexts, slice(0, len(self.tables.names)), explore)
         steps = [[int(tool)] for tool in tools]
         for tool in tools.unique().tolist():
@@ -228,14 +228,14 @@ class LinUCB:
         return (scores + 1e-6 * torch.rand(scores.shape, generator=self.generator)).argmax(1)
 
     def predict(self, states: Sequence[ToolTask]) -> list[ToolCall]:
-        """One call per task, that of the highest mean."""
+        """One call per task, with the highest mean reward."""
         steps = self.choose(self._contexts([task.text for task in states]), explore=False)
         return [self.tables.call(taken, task.slots) for task, taken in zip(states, steps, strict=True)]
 
     def train(
         self, tasks: Sequence[ToolTask], rewards: ToolRewards, *, num_calls: int, batch_size: int, seed: int
     ) -> None:
-        """One call per task; what a batch has brought in is learned before the next."""
+        """One call per task. The rewards of a batch are learned before the next batch."""
         for states in in_batches(tasks, num_calls, batch_size, seed):
             contexts = self._contexts([task.text for task in states])
             steps = self.choose(contexts, explore=True)
@@ -256,7 +256,7 @@ class LinUCB:
 
 
 def principal_features(texts: Sequence[str], num_features: int) -> Callable[[Sequence[str]], Tensor]:
-    """What `HashingEncoder` makes of a text, in the directions in which `texts` differ most, to a length of 1."""
+    """Unit vectors of `HashingEncoder`, projected onto the principal directions of `texts`."""
     encoder = HashingEncoder()
     vectors = encoder(texts)
     directions = torch.linalg.eigh(vectors.T @ vectors).eigenvectors[

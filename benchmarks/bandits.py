@@ -1,11 +1,11 @@
-"""GRPO beside the classic bandit strategies, in the same budget of pulls, on three bandits that change.
+"""Compare GRPO with classic bandit strategies at the same budget of pulls, on three non-stationary bandits.
 
 - dynamic: five arms, 100 steps of 32 pulls, regimes of 20 steps (`examples/dynamic_bandit.py`); 20 seeds;
 - abrupt: Garivier & Moulines 2008, three Bernoulli arms, 10,000 pulls, the best arm changes at 3,000 and back at 5,000;
-- random walk: Sutton & Barto, exercise 2.5, ten Gaussian arms whose means drift, 10,000 pulls.
+- random walk: Sutton & Barto, exercise 2.5, ten Gaussian arms with drifting means, 10,000 pulls.
 
-The classics learn after every pull; GRPO pulls a group with one policy, then learns. On the last two, all 50 runs are rows of
-one policy table trained together: plain SGD treats each run's row as if it were alone.
+The classic strategies learn after every pull. GRPO pulls a group with one policy, then learns. On the last two bandits, the 50
+runs are rows of one policy table that is trained jointly; with plain SGD the rows do not affect each other.
 
     python -m benchmarks.bandits                     # about two minutes
     python -m benchmarks.bandits --seeds 3 --runs 10
@@ -51,7 +51,7 @@ HORIZON, GROUP_SIZE, BLOCK = 10_000, 8, 40
 
 
 def pull_with_grpo(testbed: Testbed, *, learning_rate: float, kl_coef: float, seed: int = 0) -> np.ndarray:
-    """The arms [R, P] that GRPO pulls: groups of 8, one SGD step each, a k3 pull towards the uniform policy."""
+    """Arms [R, P] that GRPO pulls: groups of 8, one SGD step per group, a k3 penalty towards the uniform policy."""
     num_runs = testbed.num_runs
     policy = SoftmaxPolicy(testbed.num_arms, num_states=num_runs)
     config = GRPOConfig(
@@ -75,12 +75,12 @@ def pull_with_grpo(testbed: Testbed, *, learning_rate: float, kl_coef: float, se
 
 
 def pull_with(strategy: Callable[[int, int], Baseline], testbed: Testbed) -> np.ndarray:
-    """The arms [R, P] that a classic strategy pulls."""
+    """Arms [R, P] that a classic strategy pulls."""
     return play(strategy(testbed.num_runs, testbed.num_arms), testbed, num_pulls=HORIZON).arms
 
 
 def pulls_to_half(arms: np.ndarray, best: np.ndarray, change: int) -> int:
-    """Pulls after `change` until half of the runs' pulls, in blocks of 40, are on the best arm; -1: never before the next."""
+    """Pulls after `change` until half of the pulls in a block of 40 are on the best arm; -1 if not before the next change."""
     on_best = (arms == best).mean(0)[change:]
     until = np.flatnonzero(np.diff(best[change:]))
     on_best = on_best[: until[0] + 1] if len(until) else on_best
@@ -90,7 +90,7 @@ def pulls_to_half(arms: np.ndarray, best: np.ndarray, change: int) -> int:
 
 
 def dynamic_table(num_seeds: int) -> None:
-    """The demo's bandit."""
+    """Print the table of the dynamic bandit."""
     print(f"\nDynamic bandit, {num_seeds} seeds: chance .27, oracle .75 structured reward\n")
     print("| strategy | arm 3 | arm 0 | structured reward | steps to 50 % | regret | max after uniform |")
     print("|---|---|---|---|---|---|---|")
@@ -111,12 +111,12 @@ def dynamic_table(num_seeds: int) -> None:
 
 
 def regret_of(run: Run, means: np.ndarray) -> float:
-    """Best possible reward minus what was paid, over all pulls (rewards here have no noise)."""
+    """Best possible reward minus received reward, summed over all pulls (the rewards have no noise)."""
     return float(means.max(1).sum() - PULLS_PER_STEP * run.rewards.sum())
 
 
 def long_table(title: str, make: Callable[[], Testbed], strategies: dict[str, Callable[[Testbed], np.ndarray]]) -> None:
-    """Regret of each strategy over 10,000 pulls, and how soon it follows a change, where changes are few."""
+    """Regret of each strategy over 10,000 pulls, and the pulls it needs to follow each change, if changes are given."""
     print(f"\n{title}\n")
     testbed = make()
     means = testbed.means[:, :HORIZON]
@@ -137,7 +137,7 @@ def long_table(title: str, make: Callable[[], Testbed], strategies: dict[str, Ca
 
 
 def abrupt_strategies() -> dict[str, Callable[[Testbed], np.ndarray]]:
-    """Constants from the papers, for this horizon and two changes."""
+    """Strategies with their papers' constants for this horizon and two changes."""
     return {
         "GRPO, pulled towards uniform (k3, .01)": lambda bed: pull_with_grpo(bed, learning_rate=4.0, kl_coef=0.01),
         "GRPO, plain": lambda bed: pull_with_grpo(bed, learning_rate=4.0, kl_coef=0.0),
@@ -155,7 +155,7 @@ def abrupt_strategies() -> dict[str, Callable[[Testbed], np.ndarray]]:
 
 
 def walk_strategies() -> dict[str, Callable[[Testbed], np.ndarray]]:
-    """Gaussian rewards of unit variance: likelihoods and ranges to match."""
+    """Strategies with likelihoods and ranges for Gaussian rewards of unit variance."""
     return {
         "GRPO, pulled towards uniform (k3, .02)": lambda bed: pull_with_grpo(bed, learning_rate=2.0, kl_coef=0.02),
         "GRPO, plain": lambda bed: pull_with_grpo(bed, learning_rate=2.0, kl_coef=0.0),

@@ -1,8 +1,8 @@
-"""What control learns: the presets of `adapters.control` on six environments, several seeds each.
+"""Learning results of the presets of `adapters.control` on six environments, several seeds each.
 
-Return is the mean over 20 episodes of the most likely actions, from resets that training does not use. Steps of training are
-counted, those of evaluations are not. CartPole, Acrobot and Pendulum are asked how many steps they need to their threshold (the
-first evaluation that reaches it); the robots what they have learned after their budget.
+The return is the mean over 20 episodes of the most likely actions, from resets that training does not use. Only training steps
+are counted. For CartPole, Acrobot and Pendulum the benchmark reports the steps until the first evaluation that reaches the
+threshold. For the robots it reports the return after the whole budget.
 
     python -m benchmarks.control_learning                                # all six; an hour or two on one core
     python -m benchmarks.control_learning --envs CartPole-v1 --workers 2
@@ -25,7 +25,7 @@ import torch
 from adapters.control import PRESETS, LearningCurve, episode_starts, preset_for, train_control
 
 TO_THRESHOLD = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1")
-"""Learned when an evaluation reaches the threshold; a run then ends."""
+"""Return that counts as learned. A run ends at the first evaluation that reaches it."""
 
 NUM_SEEDS = {env_id: 10 if env_id in TO_THRESHOLD else 5 for env_id in PRESETS}
 
@@ -33,7 +33,7 @@ NUM_SEEDS = {env_id: 10 if env_id in TO_THRESHOLD else 5 for env_id in PRESETS}
 def learn(env_id: str, seed: int, total_steps: int | None = None) -> LearningCurve:
     """One run of the preset."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", category=DeprecationWarning)  # of mujoco's models, which are not ours
+    warnings.simplefilter("ignore", category=DeprecationWarning)  # raised by MuJoCo's models
     torch.manual_seed(seed)
     preset = preset_for(env_id)
     if total_steps is not None:
@@ -50,7 +50,7 @@ def learn(env_id: str, seed: int, total_steps: int | None = None) -> LearningCur
 
 
 def run_all(env_id: str, seeds: Sequence[int], workers: int, total_steps: int | None) -> Iterator[LearningCurve]:
-    """The seeds' curves, in order, as they are done."""
+    """Yield the seeds' curves in order."""
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for seed, curve in zip(
             seeds, pool.map(learn, [env_id] * len(seeds), seeds, [total_steps] * len(seeds)), strict=True
@@ -62,7 +62,7 @@ def run_all(env_id: str, seeds: Sequence[int], workers: int, total_steps: int | 
 
 
 def quartiles(values: Sequence[float], method: Literal["lower", "higher"]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile; between two values the worse one."""
+    """Lower quartile, median, upper quartile. Between two values, the worse one is used."""
     low, middle, high = np.quantile(np.asarray(values, dtype=float), (0.25, 0.5, 0.75), method=method)
     return float(low), float(middle), float(high)
 

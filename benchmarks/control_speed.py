@@ -1,14 +1,14 @@
-"""What training on environments costs: `adapters.control` beside PPO of Stable-Baselines3 and of a script of one file.
+"""Speed of `adapters.control` compared with Stable-Baselines3's PPO and a single-file PPO.
 
-- steps per second, training included: learners that begin anew, each for as many steps as a preset's run on CartPole has, or
-  two of its iterations on HalfCheetah; SB3 with rl-zoo's settings for CartPole, and its defaults for HalfCheetah;
-- seconds until CartPole is learned: 475 over 20 episodes without noise, evaluated about every 2,000 steps, from the same
-  beginnings on either side; neither evaluations nor the making of learners count;
-- the rollout alone, beside the environments stepped without anyone to decide, and with the network alone: Gymnasium's vector
-  environment, and our own pool.
+- Steps per second, training included. Each learner starts from scratch and runs for a full preset run on CartPole, or two
+  iterations on HalfCheetah. SB3 uses rl-zoo's settings for CartPole and its defaults for HalfCheetah.
+- Seconds until CartPole is learned: 475 over 20 episodes without noise, evaluated about every 2,000 steps, from the same start
+  states for all sides. Evaluations and the creation of learners are not counted.
+- The rollout alone, compared with stepping the environments without a policy, and with a loop of only the network and either
+  Gymnasium's vector environment or our own pool.
 
-A ratio is of two sides that ran one after the other, in turn; seconds are of the processor (`time.process_time`), and ratios
-by the clock on the wall stand beside. One thread.
+The two sides of a ratio run in turn. Seconds are CPU seconds (`time.process_time`); ratios by wall time are printed next to
+them. One thread.
 
     python -m benchmarks.control_speed                  # about fifteen minutes
     python -m benchmarks.control_speed --repeats 15 --seeds 10
@@ -29,7 +29,7 @@ from importlib.metadata import version
 from typing import Any
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"  # is read when torch is loaded
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
 
 import gymnasium
 import numpy as np
@@ -52,42 +52,42 @@ CARTPOLE, HALF_CHEETAH = "CartPole-v1", "HalfCheetah-v5"
 EVALUATE_EVERY, NUM_EVAL_EPISODES, THRESHOLD = 2_000, 20, 475.0
 
 MOST_STEPS = 100_000
-"""Of a run to the threshold; the length over which rl-zoo's learning rate and clipping fall to 0."""
+"""Maximum steps of a run to the threshold. rl-zoo's learning rate and clip range decay to 0 over them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """Steps of environments, and what they took."""
+    """Environment steps and the time they took."""
 
     steps: int
     cpu: float
-    """Seconds of the processor."""
+    """CPU seconds."""
     wall: float
-    """Seconds."""
+    """Wall-clock seconds."""
     idle: float = 0.0
-    """Fraction of the steps that updates left out, since their advantage was 0: speed that is no merit."""
+    """Fraction of the steps that updates skipped because their advantage was 0. This part of the speed is no merit."""
     is_learned: bool = False
-    """It ended because the threshold was reached."""
+    """Whether the run ended because it reached the threshold."""
 
 
 Run = Callable[[int], Spent]
-"""Seed -> a run that begins anew."""
+"""Maps a seed to a run that starts from scratch."""
 
 
 class Stopwatch:
-    """Processor and wall time since it was made, without the pauses."""
+    """CPU and wall time since creation, without pauses."""
 
     def __init__(self) -> None:
         gc.collect()
         self._start = (time.process_time(), time.perf_counter())
 
     def spent(self, steps: int, **more: Any) -> Spent:
-        """Until now."""
+        """Elapsed time."""
         cpu, wall = time.process_time() - self._start[0], time.perf_counter() - self._start[1]
         return Spent(steps=steps, cpu=cpu, wall=wall, **more)
 
     def leave_out(self, work: Callable[[], Any]) -> Any:
-        """The result of what is not to count."""
+        """Run a function without counting its time."""
         before = (time.process_time(), time.perf_counter())
         result = work()
         self._start = (
@@ -103,7 +103,7 @@ class Stopwatch:
 def our_learner(
     env_id: str, num_steps: int, seed: int, *, reached: Callable[[Any], bool] | None = None, **options: Any
 ) -> Spent:
-    """Ours with its preset, until so many steps or `reached(policy)`."""
+    """Our trainer with its preset, for a number of steps or until `reached(policy)`."""
     torch.manual_seed(seed)
     preset = preset_for(env_id)
     policy = preset.make_policy(**options)
@@ -124,7 +124,7 @@ def our_learner(
 
 
 class CountingEstimator:
-    """The trainer's own advantages, and how many steps had none: the metrics count whole episodes only."""
+    """The trainer's advantages, with a count of steps with advantage 0. The trainer's metrics count whole episodes only."""
 
     def __init__(self, config: AdvantageConfig) -> None:
         self._estimate = AdvantageEstimator(config)
@@ -138,7 +138,7 @@ class CountingEstimator:
 
 
 def sb3_learner(env_id: str, num_steps: int, seed: int, *, reached: Callable[[Any], bool] | None = None) -> Spent:
-    """PPO of Stable-Baselines3: rl-zoo's settings for CartPole, else its defaults and one environment."""
+    """PPO of Stable-Baselines3, with rl-zoo's settings for CartPole, otherwise with its defaults and one environment."""
     from stable_baselines3 import PPO as SB3PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
@@ -160,7 +160,7 @@ def sb3_learner(env_id: str, num_steps: int, seed: int, *, reached: Callable[[An
     watch = Stopwatch()
 
     class Evaluate(BaseCallback):
-        """Between an update and the next rollout."""
+        """Called between an update and the next rollout."""
 
         due, is_reached = EVALUATE_EVERY, False
 
@@ -187,7 +187,7 @@ def script_learner(env_id: str, num_steps: int, seed: int) -> Spent:
 
 
 def is_learned(pool: Any, learner: Any) -> bool:
-    """Whether the most likely actions last for 475 steps, in the mean of 20 episodes; for anything with SB3's `predict`."""
+    """Whether the most likely actions last 475 steps on average over 20 episodes. Works with any SB3-style `predict`."""
     members = np.arange(NUM_EVAL_EPISODES)
     observations, _ = pool.reset(members, [EpisodeStart(seed=EVALUATION_SEED + member) for member in members.tolist()])
     total = 0.0
@@ -204,7 +204,7 @@ def is_learned(pool: Any, learner: Any) -> bool:
 
 
 def our_rollout(policy: EpisodePolicy, num_episodes: int) -> Run:
-    """Episodes of one group, sampled and scored."""
+    """Sample and score the episodes of one group."""
 
     def run(seed: int) -> Spent:
         torch.manual_seed(seed)
@@ -216,7 +216,7 @@ def our_rollout(policy: EpisodePolicy, num_episodes: int) -> Run:
 
 
 def raw_environments(env_id: str, num_envs: int, num_steps: int) -> Run:
-    """Gymnasium's `SyncVectorEnv`, stepped with actions that were drawn before."""
+    """Step Gymnasium's `SyncVectorEnv` with precomputed actions."""
     envs = SyncVectorEnv([lambda: gymnasium.make(env_id)] * num_envs)
     envs.action_space.seed(0)
     actions = [envs.action_space.sample() for _ in range(num_steps)]
@@ -232,7 +232,7 @@ def raw_environments(env_id: str, num_envs: int, num_steps: int) -> Run:
 
 
 def bare_loop(policy: EpisodePolicy, num_envs: int, num_steps: int) -> Run:
-    """The policy's network and Gymnasium's `CartPoleVectorEnv`; actions were drawn before, nothing is kept."""
+    """The policy's network and Gymnasium's `CartPoleVectorEnv`, with precomputed random numbers and no storage."""
     envs = gymnasium.make_vec(CARTPOLE, num_envs, vectorization_mode="vector_entry_point")
     actions = list(np.random.default_rng(0).integers(2, size=(num_steps, num_envs)))
 
@@ -249,7 +249,7 @@ def bare_loop(policy: EpisodePolicy, num_envs: int, num_steps: int) -> Run:
 
 
 def bare_pool(policy: EpisodePolicy, num_steps: int) -> Run:
-    """The policy's network and its own pool; the most likely actions, nothing is kept."""
+    """The policy's network and its own pool, with the most likely actions and no storage."""
     pool = policy.pool
     members = np.arange(pool.num_members)
 
@@ -272,7 +272,7 @@ def bare_pool(policy: EpisodePolicy, num_steps: int) -> Run:
 
 
 def repeated(run: Run, seconds: float) -> Run:
-    """Runs, each with a seed of its own, until so many seconds of the processor are spent; all of them together."""
+    """Sum of runs with different seeds until a number of CPU seconds is spent."""
 
     def runs(seed: int) -> Spent:
         done: list[Spent] = []
@@ -299,19 +299,19 @@ def in_turn(first: Run, second: Run, repeats: int) -> tuple[list[Spent], list[Sp
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Of any number of values."""
+    """Quartiles of any number of values."""
     low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return low, median, high
 
 
 def ratio_text(first: list[float], second: list[float]) -> str:
-    """Median and quartiles of the quotients of pairs."""
+    """Median and quartiles of pairwise ratios."""
     low, median, high = quartiles([a / b for a, b in zip(first, second, strict=True)])
     return f"{median:5.2f} ({low:.2f} to {high:.2f})"
 
 
 def report_speed(name: str, first: Run, second: Run, repeats: int, target: str) -> None:
-    """One line: steps per second of the processor, ours : the other side's, and the ratio by either clock."""
+    """Print one line: steps per CPU-second of both sides, and the ratios by CPU time and wall time."""
     ours, theirs = in_turn(first, second, repeats)
     rates = [[one.steps / one.cpu for one in side] for side in (ours, theirs)]
     walls = [[one.steps / one.wall for one in side] for side in (ours, theirs)]
@@ -322,7 +322,7 @@ def report_speed(name: str, first: Run, second: Run, repeats: int, target: str) 
 
 
 def report_threshold(num_seeds: int, most_steps: int) -> None:
-    """Processor seconds until CartPole is learned; the sides run in turn, seed by seed."""
+    """CPU seconds until CartPole is learned. The sides run in turn, seed by seed."""
     pool = make_pool(CARTPOLE, NUM_EVAL_EPISODES)
 
     def reached(learner: Any) -> bool:
@@ -368,7 +368,7 @@ def report_training(repeats: int, seconds: float, *, quick: bool) -> None:
 
 
 def report_rollouts(repeats: int, *, quick: bool) -> None:
-    """Steps per second, nothing trained."""
+    """Steps per second of rollouts without training."""
     if HAS_MUJOCO:
         steps = 50 if quick else 1_000
         policy = preset_for(HALF_CHEETAH).make_policy(num_members=16, max_episode_steps=steps)
@@ -381,14 +381,14 @@ def report_rollouts(repeats: int, *, quick: bool) -> None:
         )
     torch.manual_seed(0)
     preset, num_members = preset_for(CARTPOLE), 64
-    as_they_are = {"normalize_observations": False}  # the loop keeps no statistics either
+    as_they_are = {"normalize_observations": False}  # the bare loop keeps no statistics
     policy = preset.make_policy(num_members=num_members, **as_they_are)
     loop = bare_loop(policy, num_members, 50 if quick else 2_000)
     short = our_rollout(policy, 128 if quick else 4_096)
     report_speed("CartPole, 64 members, untrained : bare loop", short, loop, repeats, "at least 0.77")
     trainer, starts = preset.make_trainer(policy, seed=0), episode_starts(preset.num_groups)
     length = 0.0
-    while length < (1 if quick else THRESHOLD):  # what the last iteration's episodes lasted, on the average
+    while length < (1 if quick else THRESHOLD):  # mean episode length of the last iteration
         length = trainer.step(starts(trainer.iteration))["steps/mean"]
     trained = our_rollout(policy, 64 if quick else 256)
     report_speed("CartPole, 64 members, trained : bare loop", trained, loop, repeats, "at least 0.77")

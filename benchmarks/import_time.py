@@ -1,4 +1,4 @@
-"""What `import grpo` costs beside `import torch, numpy`, as whole processes in turn.
+"""Time of `import grpo` compared with `import torch, numpy`, measured as interleaved processes.
 
 python -m benchmarks.import_time
 """
@@ -21,7 +21,7 @@ def seconds(code: str) -> float:
 
 
 def main() -> None:
-    """Print medians, the ratio, and what was imported besides."""
+    """Print the medians, the ratio, and the heavy packages that were imported."""
     for code in (BASE, OURS):
         seconds(code)
     pairs = [(seconds(OURS), seconds(BASE)) for _ in range(15)]

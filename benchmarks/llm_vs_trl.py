@@ -1,16 +1,17 @@
-"""One GRPO iteration of a language model, beside TRL's `GRPOTrainer` and beside loops by hand: time and peak memory.
+"""Time and peak memory of one GRPO iteration of a language model, compared with TRL's `GRPOTrainer` and hand-written loops.
 
-All sides train the same model (copies of one random Qwen3) on the same prompts with the same reward function: sample
-a group per prompt, reward it, one optimizer update. TRL's own `train()` runs; when it has finished a step, the others
-make one, so that all are timed in turn in one process: on a CPU in seconds of CPU time, which other programs do not
-take part in, on CUDA by the clock. Peak memory is each side's own process: the most it had resident (on CUDA: allocated).
-The bare loop is `benchmarks/_bare_llm.py`: torch and transformers alone, the same techniques. The fused one is the same
-loop with one more: it takes its one loss's gradient where the logits are, three products with the head instead of four.
+All sides train copies of the same random Qwen3 on the same prompts with the same reward function: sample a group per prompt,
+compute rewards, one optimizer update. TRL's own `train()` runs, and after each of its steps the other sides run one step, so
+that all sides are timed in turn in one process. Times are CPU seconds on a CPU, and wall-clock seconds on CUDA. Peak memory is
+measured in a separate process per side: the maximum resident memory (on CUDA: allocated).
+
+The bare loop (`benchmarks/_bare_llm.py`) uses the same techniques with only torch and transformers. The fused bare loop also
+computes its loss's gradient together with the logits: three products with the head instead of four.
 
     python -m benchmarks.llm_vs_trl                      # the four cases of the table
     python -m benchmarks.llm_vs_trl --cases long --pairs 3
-    python -m benchmarks.llm_vs_trl --skip-trl           # only against the loops by hand
-    python -m benchmarks.llm_vs_trl --device cuda        # a model of the shape of Qwen3-0.6B, in bfloat16
+    python -m benchmarks.llm_vs_trl --skip-trl           # only compare with the hand-written loops
+    python -m benchmarks.llm_vs_trl --device cuda        # a model with the shape of Qwen3-0.6B, in bfloat16
 """
 
 import argparse
@@ -42,26 +43,26 @@ from benchmarks._bare_llm import BareLoop
 from grpo import GRPOConfig, GRPOTrainer
 
 SIDES = {"trl": "TRL", "ours": "ours", "bare": "bare loop", "fused": "fused bare loop"}
-"""What is compared, and how it is printed."""
+"""The compared sides and their printed names."""
 LEARNING_RATE = 1e-6
 HAZARD = 1 / 160
-"""Chance per token that a completion of the "ragged" case ends: of at most 256 tokens it then has 128 on average."""
+"""Probability per token that a completion of the "ragged" case ends. The mean length is 128 of at most 256 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What one iteration consists of."""
+    """The sizes of one iteration."""
 
     prompt: int
-    """Tokens of a prompt."""
+    """Number of tokens of a prompt."""
     completion: int
-    """Tokens of a completion, at most."""
+    """Maximum number of tokens of a completion."""
     group: int
     """Completions per prompt."""
     rows: int = 32
-    """Completions in all."""
+    """Total number of completions."""
     hazard: float = 0.0
-    """Chance per token that a completion ends; 0: all have full length."""
+    """Probability per token that a completion ends. With 0 all completions have full length."""
 
     def __str__(self) -> str:
         lengths = f"1 to {self.completion}" if self.hazard else str(self.completion)
@@ -75,17 +76,17 @@ CASES = {
     "ragged": Case(prompt=32, completion=256, group=8, hazard=HAZARD),
 }
 TINY = {"tiny": Case(prompt=8, completion=4, group=2, rows=4)}
-"""To see that the benchmark runs."""
+"""A small case to check that the benchmark runs."""
 CUDA_CASES = {"gpu": Case(prompt=1024, completion=512, group=16, rows=64)}
 
 
 def make_model(case: Case, device: str, **changes: Any) -> Qwen3ForCausalLM:
-    """Random weights; on a CPU the small model of the table in float32, on CUDA the shape of Qwen3-0.6B in bfloat16.
+    """A model with random weights: a small float32 model on a CPU, the shape of Qwen3-0.6B in bfloat16 on CUDA.
 
     Args:
-        case: says how often completions end.
+        case: Sets how often completions end.
         device: "cpu" or "cuda".
-        changes: of the shape.
+        changes: Changes of the model's configuration.
     """
     torch.manual_seed(0)
     shape: dict[str, Any] = {
@@ -112,7 +113,7 @@ def make_model(case: Case, device: str, **changes: Any) -> Qwen3ForCausalLM:
         **shape | changes, max_position_embeddings=4096, eos_token_id=1, pad_token_id=0, bos_token_id=None
     )
     model = Qwen3ForCausalLM(config)
-    head = nn.Linear(config.hidden_size, config.vocab_size)  # with a bias, which says how often completions end
+    head = nn.Linear(config.hidden_size, config.vocab_size)  # the bias sets how often completions end
     head.weight.data.copy_(model.lm_head.weight.data)
     head.bias.data.zero_()
     head.bias.data[0] = -1e4  # never the padding token
@@ -140,7 +141,7 @@ def make_prompts(case: Case, vocabulary_size: int) -> list[str]:
 
 
 def share_of_even_tokens(completion_ids: Any, **_: Any) -> list[float]:
-    """A reward in which the rows of a group differ."""
+    """A reward that differs within a group."""
     return [sum(token % 2 == 0 for token in row) / max(len(row), 1) for row in completion_ids]
 
 
@@ -161,7 +162,7 @@ def our_iteration(case: Case, model: Qwen3ForCausalLM, tokenizer: Any, prompts: 
 def bare_iteration(
     case: Case, model: Qwen3ForCausalLM, tokenizer: Any, prompts: list[str], *, knows_its_loss: bool = False
 ) -> Callable[[], object]:
-    """The same by hand."""
+    """A step of the hand-written loop."""
     loop = BareLoop(
         model,
         group_size=case.group,
@@ -182,7 +183,7 @@ def run_trl(
     steps: int,
     after_step: Callable[[float], None],
 ) -> dict[str, Any]:
-    """TRL's `train()`, its step times handed to `after_step`; returns its arguments."""
+    """Run TRL's `train()` and pass its step times to `after_step`. Returns TRL's arguments."""
     import trl
     from datasets import Dataset
 
@@ -230,7 +231,7 @@ def run_trl(
 
 
 def now(model: Qwen3ForCausalLM) -> float:
-    """Seconds: of CPU time, or of the clock when all that was launched on CUDA is done."""
+    """Current time in seconds: CPU time, or on CUDA the wall-clock time after synchronisation."""
     if model.device.type == "cpu":
         return time.process_time()
     torch.cuda.synchronize()
@@ -245,7 +246,7 @@ def timed(run: Callable[[], object], model: Qwen3ForCausalLM) -> float:
 
 
 def compare(case: Case, device: str, pairs: int, *, with_trl: bool, with_memory: bool) -> None:
-    """Print times in turn, and peak memory."""
+    """Print the interleaved times and the peak memory."""
     model = make_model(case, device)
     tokenizer = make_tokenizer(model.config.vocab_size)
     prompts = make_prompts(case, model.config.vocab_size)
@@ -285,7 +286,7 @@ def compare(case: Case, device: str, pairs: int, *, with_trl: bool, with_memory:
 
 
 def peak_memory(case: Case, device: str, side: str) -> float:
-    """Megabytes, of two iterations in a process of their own."""
+    """Peak memory in megabytes of two iterations in a separate process."""
     names = [name for name, known in (CASES | TINY | CUDA_CASES).items() if known == case]
     options = ["--device", device, "--cases", names[0], "--memory-of", side]
     command = [sys.executable, "-m", "benchmarks.llm_vs_trl", *options]
@@ -307,7 +308,7 @@ def print_peak_memory(case: Case, device: str, side: str) -> None:
     if device == "cuda":
         print(torch.cuda.max_memory_allocated() / 2**20)
     else:
-        # not getrusage, whose maximum a child inherits from the parent it was forked from
+        # not getrusage: a forked child inherits its parent's maximum
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         print(int(status["VmHWM"].split()[0]) / 2**10)
 

@@ -1,10 +1,10 @@
-"""What the loss costs: one evaluation of `grpo_objective` with its gradient, beside TRL's loss code and a floor.
+"""Cost of the loss: one evaluation of `grpo_objective` with its gradient, compared with TRL's loss and a lower bound.
 
-Both sides take the same tensors [N, T]: log-probs, old log-probs, entropies, advantages, a ragged mask, and with KL reference
-log-probs. A run is the loss, its metrics and its gradient with respect to the log-probs. TRL's side is its own
-`GRPOTrainer._compute_loss`, unbound, on a stand-in that hands it the log-probs where the trainer would run a model. The floor
-reads as many bytes as the inputs have once, and writes as many as the gradient has once. Peak memory is what a run adds to its
-inputs, its gradient included (see `_memory`).
+Both sides use the same tensors [N, T]: log-probs, old log-probs, entropies, advantages, a ragged mask, and with KL also
+reference log-probs. A run computes the loss, its metrics and its gradient with respect to the log-probs. TRL's side is its own
+`GRPOTrainer._compute_loss`, unbound, on a stand-in trainer that supplies the log-probs instead of a model. The lower bound
+("floor") reads the inputs once and writes the gradient once. Peak memory is the memory that a run adds to its inputs, with the
+gradient included (see `_memory`).
 
 The ratios are reported and have no target: the loss takes less than 0.01 % of an iteration of a language model, so it is
 written for reading (docs/decisions/0007).
@@ -50,7 +50,7 @@ INSTALL = 'not installed; to compare with it: pip install -e ".[bench]"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One loss, in the words of either side."""
+    """One loss in the settings of both sides."""
 
     ours: ObjectiveConfig
     theirs: dict[str, Any]
@@ -77,7 +77,7 @@ CASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The tensors that both sides read."""
+    """The inputs of both sides."""
 
     log_probs: Tensor
     """With gradient."""
@@ -89,7 +89,7 @@ class Batch:
 
     @classmethod
     def random(cls, num_rows: int, num_steps: int, device: str) -> "Batch":
-        """Rows of T/8 to T steps; every sixth ratio is past the bound that its advantage pushes towards."""
+        """Rows of T/8 to T steps. Every sixth ratio is beyond its clip bound."""
 
         def noise() -> Tensor:
             return torch.randn(num_rows, num_steps)
@@ -107,7 +107,7 @@ class Batch:
 
 
 def objective_inputs(batch: Batch, config: ObjectiveConfig, log_probs: Tensor, weights: Tensor) -> ObjectiveInputs:
-    """What the trainer would pass."""
+    """The inputs that the trainer would pass."""
     return ObjectiveInputs(
         log_probs=log_probs,
         old_log_probs=batch.old_log_probs,
@@ -120,7 +120,7 @@ def objective_inputs(batch: Batch, config: ObjectiveConfig, log_probs: Tensor, w
 
 
 def our_run(batch: Batch, case: Case, *, compiled: bool = False) -> Run:
-    """`grpo_objective`, whose step weights were computed before, as the trainer does once per update."""
+    """`grpo_objective` with precomputed step weights, as in the trainer, which computes them once per update."""
     weights = step_weights(batch.mask, case.ours.aggregation)
 
     def evaluate(log_probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,8 +131,8 @@ def our_run(batch: Batch, case: Case, *, compiled: bool = False) -> Run:
 
 
 def their_run(batch: Batch, case: Case, *, compiled: bool = False) -> Run:
-    """TRL's `_compute_loss`; ids and prompts, which only the model would read, are a column wide."""
-    with warnings.catch_warnings():  # what its dependencies deprecate is not ours to fix
+    """TRL's `_compute_loss`. Ids and prompts have one column, because only the model would read them."""
+    with warnings.catch_warnings():  # deprecation warnings of TRL's dependencies
         warnings.simplefilter("ignore")
         from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -155,9 +155,9 @@ def their_run(batch: Batch, case: Case, *, compiled: bool = False) -> Run:
 
 
 class _WholeMask:
-    """TRL multiplies the masks of completion and tools; this is the product, handed over without a copy.
+    """The product of TRL's completion mask and tool mask, returned without a copy.
 
-    A compiler could not look into it, and makes the product part of what follows.
+    Under a compiler the plain product is used, because a compiler cannot trace this class and fuses the product anyway.
     """
 
     def __init__(self, mask: Tensor) -> None:
@@ -168,14 +168,14 @@ class _WholeMask:
 
 
 class _Discard:
-    """Takes metrics, in place of a list."""
+    """Accepts metrics in place of a list, and discards them."""
 
     def append(self, value: float) -> None:
-        """Keep nothing: a list that grows would be a new program to a compiler every time."""
+        """Discard the value: a growing list would make a compiler recompile every time."""
 
 
 def _stand_in(case: Case, outputs: tuple[Tensor, Tensor, None]) -> Any:
-    """What `_compute_loss` reads from the trainer: settings, one process, and log-probs in place of a model."""
+    """The attributes of the trainer that `_compute_loss` reads: settings, one process, and log-probs instead of a model."""
     settings = {
         "beta": 0.0,
         "epsilon_low": 0.2,
@@ -231,14 +231,14 @@ def floor_run(batch: Batch, case: Case) -> Callable[[], None]:
 
 
 def largest_difference(first: Run, second: Run) -> float:
-    """Between two losses (relative, below 1 absolute) and their gradients (relative, as norms)."""
+    """Difference of two losses (relative, below 1 absolute) and of their gradients (relative, as norms)."""
     (our_loss, ours), (their_loss, theirs) = first(), second()
     of_loss = (our_loss - their_loss).abs() / their_loss.abs().clamp(min=1.0)
     return max(float(of_loss), float((ours - theirs).norm() / theirs.norm()))
 
 
 def report(name: str, first: Run, second: Run, repeats: int) -> None:
-    """One line of the table, of two sides that compute the same: times, then memory."""
+    """One line of the table: times and memory of two sides that compute the same result."""
     difference = largest_difference(first, second)
     assert difference < TOLERANCE, f"{name}: the two sides do not compute the same, by {difference}"
     line = f"{name:32s}{time_pairs(first, second, repeats=repeats)}"
@@ -247,18 +247,18 @@ def report(name: str, first: Run, second: Run, repeats: int) -> None:
 
 
 def compiles(name: str, run: Run) -> bool:
-    """Whether it does; says why not."""
+    """Whether a function compiles. Prints the reason if it does not."""
     print(f"compiling {name} ...", file=sys.stderr, flush=True)
     try:
         run()
-    except Exception as error:  # whatever a compiler raises is the result
+    except Exception as error:  # any compiler error is a result
         print(f"{name:32s}does not compile: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
         return False
     return True
 
 
 def report_case(name: str, batch: Batch, repeats: int, *, compiled: bool) -> None:
-    """All lines of one loss."""
+    """Print all lines of one loss."""
     case = CASES[name]
     ours = our_run(batch, case)
     theirs = their_run(batch, case) if HAS_TRL else None

@@ -1,7 +1,7 @@
-"""What the framework costs: one `trainer.step` beside a hand-written torch loop that does the same mathematics.
+"""Overhead of the framework: one `trainer.step` compared with a hand-written torch loop of the same mathematics.
 
-A contextual bandit: 64 features, an MLP of 2 x 64, 64 arms, 8 actions per state (the default), one update per iteration.
-Both sides start from the same weights and the same seed, and the benchmark first checks that they arrive at the same ones.
+The task is a contextual bandit: 64 features, an MLP of 2 x 64, 64 arms, 8 actions per state (the default), one update per
+iteration. Both sides start from the same weights and seed, and the benchmark first checks that they reach the same weights.
 
     python -m benchmarks.overhead
 """
@@ -18,11 +18,11 @@ from grpo import ActionScores, GRPOConfig, GRPOTrainer, SampledActions
 NUM_FEATURES, NUM_HIDDEN, NUM_ARMS, GROUP_SIZE = 64, 64, 64, 8
 
 LEARNING_RATE = 1e-5
-"""So small that the policy stays random: a policy that has converged leaves groups without differences, which we skip."""
+"""A small learning rate keeps the policy random. After convergence, groups have equal rewards and the trainer skips them."""
 
 
 class RowPolicy(nn.Module):
-    """The protocol and nothing else: every row goes through the network."""
+    """A policy with only the required methods: the network evaluates every row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class RowPolicy(nn.Module):
 
 
 class GroupPolicy(RowPolicy):
-    """With `ScoresGroups`: every state goes through the network once; and with a sampler that tells the mask."""
+    """A policy with `ScoresGroups`, which evaluates each state once, and with a sampler that returns the mask."""
 
     def sample_actions(self, states: Tensor, num_actions_per_state: int) -> SampledActions:
         """[B, G] arms, each one step."""
@@ -62,12 +62,12 @@ class GroupPolicy(RowPolicy):
 
 
 def reward(states: Tensor, actions: Tensor) -> Tensor:
-    """How well the arm fits the row's features."""
+    """Reward of an arm, given the row's features."""
     return states.gather(1, actions.unsqueeze(1)).squeeze(1)
 
 
 class HandWritten:
-    """The same mathematics with nothing around it: no checks, no metrics, no choices."""
+    """The same mathematics without checks, metrics or options."""
 
     def __init__(self, policy: RowPolicy, by_group: bool) -> None:
         self.policy = policy

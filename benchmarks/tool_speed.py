@@ -1,15 +1,15 @@
-"""What executing tools and choosing among a thousand of them costs.
+"""Speed of executing tools, and of choosing among a thousand tools.
 
-- 64 calls of 50 ms each, 32 at once, in worker processes and awaited: seconds beside the ideal of 0.1; cold, from nothing to
-  the last result, and warm;
-- calls per second of a tool that only adds two numbers;
-- `ToolSelectionPolicy` over 1,000 tools beside a bare torch loop of the same mathematics: 10,000 calls are sampled with their
-  scores, then scored for training.
+- 64 calls of 50 ms each, 32 at once, in worker processes and awaited: seconds compared with the ideal of 0.1, cold (with the
+  start of the executor) and warm;
+- calls per second of a tool that adds two numbers;
+- `ToolSelectionPolicy` over 1,000 tools compared with a bare torch loop of the same mathematics: 10,000 calls are sampled with
+  their scores, then scored for training.
 
-The policy has texts, all of which it has seen before; the loop has their vectors in one tensor. So neither encodes, and the
-policy looks texts up. The loop makes a tuple of names for each call, the tool's and the value's, and remembers what it drew in
-tensors. It leaves out what a call is beyond that: a `ToolCall` with all its arguments, and finding out from a call what was
-chosen. The benchmark first checks that both draw the same from one seed, with the same log-probs and entropies.
+Neither side encodes texts: the policy looks up cached vectors, and the loop has the vectors in one tensor. The loop makes a
+tuple of two names per call, the tool's and the value's, and keeps its draws in tensors. It omits two parts of the policy's
+work: building a `ToolCall` with all arguments, and reading the choices back from a call. The benchmark first checks that both
+sides draw the same calls from one seed, with the same log-probs and entropies.
 
     python -m benchmarks.tool_speed            # about a minute
     python -m benchmarks.tool_speed --quick    # whether it runs
@@ -42,12 +42,12 @@ NUM_TOOLS, NUM_VALUES = 1_000, 4
 
 
 def executor_of(tool: Tool, num_workers: int) -> ToolExecutor:
-    """For one tool; the workers' sleep takes no processor, so there may be many more than cores."""
+    """An executor for one tool. The workers only sleep, so there may be more workers than cores."""
     return ToolExecutor(ToolCatalogue([tool]), num_workers=num_workers, max_concurrency=CONCURRENCY)
 
 
 def timed_run(executor: ToolExecutor, calls: list[ToolCall]) -> float:
-    """Seconds until the last result; all are right."""
+    """Seconds until the last result. Checks that all results are right."""
     start = time.perf_counter()
     results = executor.run(calls)
     seconds = time.perf_counter() - start
@@ -87,7 +87,7 @@ def print_rate(name: str, tool: Tool, num_workers: int, num_calls: int, repeats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A policy over `NUM_TOOLS` tools, and what it is asked."""
+    """A policy over `NUM_TOOLS` tools, and its requests."""
 
     policy: ToolSelectionPolicy
     texts: list[str]
@@ -98,7 +98,7 @@ class Problem:
 
 
 def make_problem(num_texts: int, num_calls: int, batch_size: int) -> Problem:
-    """Tools of random words, each with a text and with one of four values to choose; weights that prefer some to others."""
+    """Tools described by random words, each with a text and one of four values to choose. The weights are random."""
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghijklmnoprstuvw", k=rng.randint(3, 9))) for _ in range(3_000)]
     tools = []
@@ -121,7 +121,7 @@ def make_problem(num_texts: int, num_calls: int, batch_size: int) -> Problem:
 
 
 def policy_work(problem: Problem) -> Callable[[], ActionScores]:
-    """Sample with scores, then score for training, batch by batch; the scores of the last."""
+    """Sample with scores, then score for training, batch by batch. Returns the scores of the last batch."""
     policy, size = problem.policy, problem.batch_size
     chunks = [problem.texts[i : i + size] for i in range(0, len(problem.texts), size)]
 
@@ -135,7 +135,7 @@ def policy_work(problem: Problem) -> Callable[[], ActionScores]:
 
 
 class BareLoop:
-    """The same mathematics with nothing around it."""
+    """The same mathematics in a bare torch loop."""
 
     def __init__(self, problem: Problem) -> None:
         policy = problem.policy
@@ -188,7 +188,7 @@ class BareLoop:
 
 
 def check_same(problem: Problem) -> float:
-    """Largest difference of log-probs and entropies; that the calls of the last batch differ is an error."""
+    """Largest difference of log-probs and entropies. Raises if the calls of the last batch differ."""
     policy = problem.policy
     calls: list[ToolCall] = []
     score_groups = policy.score_groups

@@ -1,12 +1,12 @@
-"""What is learned about 33 tools in the same budget of calls: GRPO beside other ways to choose a tool and its parameters.
+"""Compare GRPO with other methods of choosing among 33 tools, at the same budget of calls.
 
-The workbench of `examples/tool_routing.py`, with its settings: 8,000 training tasks, 400 iterations of 128 tasks and 4 calls.
-What learns from rewards makes as many calls, of the same tasks, and is judged by the same functions. A second table adds two
-tools to the policies that GRPO has trained.
+The benchmark uses the workbench and the settings of `examples/tool_routing.py`: 8,000 training tasks, 400 iterations of 128
+tasks with 4 calls each. All methods that learn from rewards make the same number of calls on the same tasks, with the same
+reward functions. A second table adds two tools to the policies that GRPO trained.
 
     python -m benchmarks.tools                        # about twenty minutes
     python -m benchmarks.tools --seeds 1
-    python -m benchmarks.tools --tune                 # what the settings of the others were chosen from, on other seeds
+    python -m benchmarks.tools --tune                 # the search for the other methods' settings, on other seeds
 """
 
 import argparse
@@ -52,18 +52,18 @@ LINUCB_FEATURES, LINUCB_BATCH = 256, 256
 TUNING_SEEDS = (100,)
 
 HELD_OUT_PER_TOOL = 100
-"""To measure added tools with: shares of 20 requests, of which `NUM_HELD_OUT` has so many, would be accidents."""
+"""Held-out requests per added tool. `NUM_HELD_OUT` has only 20 per tool, which is too few for a stable share."""
 
 EVERYTHING = workbench_catalogue()
 CATALOGUE = EVERYTHING.without(*ADDED_LATER)
 
 ADDED, CLOSE, FAR = "the two that are added", "of them, close to the description", "of them, other words"
-KNOWN, KNOWN_CALLS = "the other 33", "the other 33, right in all"
+KNOWN, KNOWN_CALLS = "the other 33", "the other 33, right call"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One seed's tasks, and what executes."""
+    """Tasks of one seed, and the executor."""
 
     seed: int
     train: Sequence[ToolTask]
@@ -73,22 +73,22 @@ class Setting:
 
     @property
     def num_tasks(self) -> int:
-        """That GRPO takes up, each with a group of calls."""
+        """Number of tasks that GRPO uses, each with a group of calls."""
         assert CONFIG.num_states_per_iteration is not None
         return self.num_iterations * CONFIG.num_states_per_iteration
 
     @property
     def num_calls(self) -> int:
-        """That GRPO makes, and whoever else learns from rewards."""
+        """Number of calls of each method that learns from rewards."""
         return self.num_tasks * CONFIG.group_size
 
     def rewards(self) -> ToolRewards:
-        """For those that make one call per task: a call that was executed before is not executed again."""
+        """Rewards for methods with one call per task. A call that was executed before is not executed again."""
         return ToolRewards(Remembering(self.executor), standard_rewards(EVERYTHING))
 
 
 class Learned(NamedTuple):
-    """What a method has made: who answers, the calls it took, and GRPO's trainer, which can go on."""
+    """Result of a method: the trained predictor, its number of calls, and for GRPO the trainer."""
 
     answers: PredictsCalls
     num_calls: int = 0
@@ -100,17 +100,17 @@ Method: TypeAlias = Callable[[Setting], Learned]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a method has come to."""
+    """Evaluation of a method."""
 
     report: ToolReport
     num_calls: int
     seconds: float
     cpu_seconds: float
-    """Of this process; the tools' are not in it."""
+    """CPU seconds of this process, without the tools' workers."""
 
 
 def make_setting(seed: int, num_iterations: int, executor: Counted) -> Setting:
-    """As the example has it."""
+    """The setting of the example."""
     train, held_out = workbench_split(NUM_TRAIN, NUM_HELD_OUT, seed, CATALOGUE)
     random.Random(seed).shuffle(train)
     return Setting(seed=seed, train=train, held_out=held_out, num_iterations=num_iterations, executor=executor)
@@ -120,17 +120,17 @@ def make_setting(seed: int, num_iterations: int, executor: Counted) -> Setting:
 
 
 def untrained(setting: Setting) -> Learned:  # noqa: ARG001  # as all methods are called
-    """All is as likely as all else; the likeliest call is then that of the first tool with its first values."""
+    """A policy with uniform probabilities. Its most likely call is the first tool with its first values."""
     return Learned(ToolSelectionPolicy(CATALOGUE))
 
 
 def nearest(setting: Setting) -> Learned:  # noqa: ARG001
-    """Without learning."""
+    """Nearest description, without learning."""
     return Learned(NearestDescription(CATALOGUE))
 
 
 def grpo(setting: Setting) -> Learned:
-    """The example."""
+    """GRPO as in the example."""
     policy = ToolSelectionPolicy(CATALOGUE)
     rewards = ToolRewards(setting.executor, standard_rewards(EVERYTHING), reuse_results=True)
     trainer = GRPOTrainer(config=replace(CONFIG, seed=setting.seed), policy=policy, reward_model=rewards)
@@ -141,7 +141,7 @@ def grpo(setting: Setting) -> Learned:
 def reinforce(
     setting: Setting, learning_rate: float = REINFORCE_RATE, entropy_coef: float = REINFORCE_ENTROPY
 ) -> Learned:
-    """As many calls in an update, so as many updates."""
+    """REINFORCE with GRPO's number of calls per update, and so the same number of updates."""
     policy = ToolSelectionPolicy(CATALOGUE)
     assert CONFIG.batch_size is not None
     train_reinforce(
@@ -160,7 +160,7 @@ def reinforce(
 def linucb(
     setting: Setting, alpha: float = LINUCB_ALPHA, num_features: int = LINUCB_FEATURES, *, principal: bool = True
 ) -> Learned:
-    """The bandit."""
+    """LinUCB."""
     features = (
         principal_features([task.text for task in setting.train], num_features)
         if principal
@@ -174,7 +174,7 @@ def linucb(
 
 
 def supervised(setting: Setting, learning_rate: float = SUPERVISED_RATE) -> Learned:
-    """The upper bound."""
+    """Supervised learning, as an upper bound."""
     policy = ToolSelectionPolicy(CATALOGUE)
     train_supervised(policy, setting.train, num_tasks=setting.num_tasks, learning_rate=learning_rate, seed=setting.seed)
     return Learned(policy)
@@ -191,7 +191,7 @@ METHODS: dict[str, Method] = {
 
 
 def measure(method: Method, setting: Setting) -> tuple[Learned, Outcome]:
-    """What was learned, and how well it answers; the measuring is not in the seconds."""
+    """Train a method and evaluate it. The seconds do not include the evaluation."""
     torch.manual_seed(setting.seed)
     start, cpu_start = time.perf_counter(), time.process_time()
     learned = method(setting)
@@ -211,14 +211,14 @@ def shares_of_added(policy: ToolSelectionPolicy, held_out: Sequence[ToolTask]) -
 
 
 def shares_of_known(policy: ToolSelectionPolicy, held_out: Sequence[ToolTask]) -> dict[str, float]:
-    """Of the other tools."""
+    """Accuracies on the known tools."""
     known = [task for task in held_out if task.tool not in ADDED_LATER]
     accuracy = evaluate_tools(policy, known, policy.catalogue).overall
     return {KNOWN: accuracy.right_tool, KNOWN_CALLS: accuracy.right_call}
 
 
 def add_tools(trainer: GRPOTrainer, setting: Setting) -> tuple[dict[str, float], dict[str, float]]:
-    """Shares before any update, those of the known tools before there are others; and after some more iterations."""
+    """Accuracies before any update (for known tools: before tools are added), and after more iterations."""
     train, held_out = workbench_split(NUM_TRAIN, HELD_OUT_PER_TOOL * len(EVERYTHING), setting.seed, EVERYTHING)
     policy = trainer.policy
     known = shares_of_known(policy, held_out)
@@ -232,7 +232,7 @@ def add_tools(trainer: GRPOTrainer, setting: Setting) -> tuple[dict[str, float],
 
 
 def share(values: Sequence[float], digits: int = 1) -> str:
-    """Median, least and most, in per cent."""
+    """Median, minimum and maximum, in per cent."""
     median, least, most = (
         f"{100 * value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))
     )
@@ -240,16 +240,16 @@ def share(values: Sequence[float], digits: int = 1) -> str:
 
 
 def print_methods(outcomes: dict[str, list[Outcome]]) -> None:
-    """The first table, as Markdown."""
+    """Print the first table as Markdown."""
     columns = (
         "method",
         "right tool, %",
-        "right in all, %",
-        "no shared word: right tool, %",
-        "right in all, %",
+        "right call, %",
+        "no shared words: right tool, %",
+        "right call, %",
         "calls",
     )
-    print(f"| {' | '.join(columns)} | seconds | of the processor |\n|{'---|' * 8}")
+    print(f"| {' | '.join(columns)} | seconds | CPU seconds |\n|{'---|' * 8}")
     for name, several in outcomes.items():
         of_all = [outcome.report.overall for outcome in several]
         hard = [outcome.report.by_words["no shared word"] for outcome in several]
@@ -265,7 +265,7 @@ def print_methods(outcomes: dict[str, list[Outcome]]) -> None:
 
 
 def print_added(found: Sequence[tuple[dict[str, float], dict[str, float]]]) -> None:
-    """The second table; the change is each seed's own."""
+    """Print the second table. Changes are computed per seed."""
     print(
         f"\n| right tool, % | before any update | after {NUM_MORE_ITERATIONS} iterations | change |\n|---|---|---|---|"
     )
@@ -275,21 +275,21 @@ def print_added(found: Sequence[tuple[dict[str, float], dict[str, float]]]) -> N
 
 
 def changes(found: Sequence[tuple[dict[str, float], dict[str, float]]], name: str) -> list[float]:
-    """Of each seed."""
+    """Changes per seed."""
     return [after[name] - before[name] for before, after in found]
 
 
 def check_targets(
     outcomes: Sequence[Outcome], found: Sequence[tuple[dict[str, float], dict[str, float]]]
 ) -> list[tuple[str, bool]]:
-    """What GRPO has to reach, and whether it does: the least of all seeds, or the median where that is said."""
+    """GRPO's targets, and whether they are met by the worst seed, or by the median for targets marked so."""
     reports = [outcome.report for outcome in outcomes]
     added = statistics.median(after[ADDED] for _, after in found)
     return [
         ("right tool >= 95 %", min(r.overall.right_tool for r in reports) >= 0.95),
-        ("right in all >= 90 %", min(r.overall.right_call for r in reports) >= 0.90),
+        ("right call >= 90 %", min(r.overall.right_call for r in reports) >= 0.90),
         (
-            "right tool where no word is shared >= 90 %",
+            "right tool without shared words >= 90 %",
             min(r.by_words["no shared word"].right_tool for r in reports) >= 0.90,
         ),
         ("under 120 s", max(outcome.seconds for outcome in outcomes) < 120.0),
@@ -301,7 +301,7 @@ def check_targets(
 
 
 def compare(names: Sequence[str], seeds: Sequence[int], num_iterations: int, executor: Counted) -> bool:
-    """Both tables, what was executed, and the targets; whether none is missed."""
+    """Print both tables, the executed calls and the targets. Returns whether all targets are met."""
     outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
     added, executed = [], []
     for seed in seeds:
@@ -335,7 +335,7 @@ def compare(names: Sequence[str], seeds: Sequence[int], num_iterations: int, exe
 
 
 def tune(beginning: str, num_iterations: int, executor: Counted) -> None:
-    """What else could be chosen, on a seed that no table has; those whose name begins so."""
+    """Run alternatives whose name starts with a prefix, on a seed that no table uses."""
     tried: dict[str, Method] = {}
     for rate in (0.01, 0.02, 0.05):
         tried[f"supervised, learning rate {rate}"] = lambda s, r=rate: supervised(s, r)
@@ -355,7 +355,7 @@ def print_line(name: str, several: Sequence[Outcome]) -> None:
     mean = statistics.fmean
     print(
         f"{name:42s} right tool {mean(o.report.overall.right_tool for o in several):6.1%}, "
-        f"right in all {mean(o.report.overall.right_call for o in several):6.1%}, "
+        f"right call {mean(o.report.overall.right_call for o in several):6.1%}, "
         f"{mean(o.seconds for o in several):6.1f} s",
         flush=True,
     )
@@ -366,14 +366,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--iterations", type=int, default=400, help="of GRPO; the budget of the others follows from it")
+    parser.add_argument(
+        "--iterations", type=int, default=400, help="iterations of GRPO; other methods get as many calls"
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
-    parser.add_argument("--tune", nargs="?", const="", help="instead of the tables; of one method, if it is named")
-    parser.add_argument("--check", action="store_true", help="end with status 1 where GRPO misses a target")
+    parser.add_argument(
+        "--tune", nargs="?", const="", help="run the search instead of the tables, for one method if named"
+    )
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if GRPO misses a target")
     args = parser.parse_args()
     if args.check and (args.tune is not None or "GRPO" not in args.methods):
-        parser.error("--check is of GRPO's targets: leave --tune out, and GRPO in --methods")
-    torch.set_num_threads(1)  # the other core runs tools
+        parser.error("--check needs GRPO in --methods, and excludes --tune")
+    torch.set_num_threads(1)  # leaves the other cores to the tools
     with ToolExecutor(EVERYTHING, num_workers=2) as real:
         make_workbench_files(real.root)
         executor = Counted(real)

@@ -1,16 +1,16 @@
-"""Teach a small language model to add, by telling it nothing but whether an answer is right.
+"""Teach a small language model to add, with a reward that only says whether an answer is right.
 
     python -m examples.arithmetic_llm            # about four minutes on one core; nothing is downloaded
     python -m examples.arithmetic_llm --seed 1
 
-A tokenizer of 13 tokens and a Qwen3 of 0.8 million parameters are made here. First it is shown sums with their answers
-(supervised learning), but only until it gets about one in four right. Then GRPO takes over: the model tries each of 32 sums 16
-times, is told which answers are right, and those become likelier. Answers are written as one adds by hand, ones first:
-17+25=24 stands for 42.
+The script creates a tokenizer of 13 tokens and a Qwen3 model of 0.8 million parameters. A supervised warm-up trains the model
+on sums with their answers until about one in four answers is right. Then GRPO takes over: the model answers each of 32 sums 16
+times, and right answers become more likely. Answers are written with the last digit first, as in addition by hand: 17+25=24
+stands for 42.
 
-Some sums are held out: neither phase trains on them, nor on the same with the numbers swapped. The accuracies that are printed
-are those of held-out sums. Written to runs/arithmetic_llm/seed-0/: learning_curve.png, comparison.json, metrics.jsonl, and the
-model.
+Some sums are held out: neither phase trains on them, or on the same sums with the numbers swapped. All printed accuracies are
+measured on held-out sums. The script writes learning_curve.png, comparison.json, metrics.jsonl and the model to
+runs/arithmetic_llm/seed-0/.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def make_model() -> Qwen3ForCausalLM:
 
 
 def make_sums(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]], list[dict[str, str]]]:
-    """Rows with a prompt and an answer: to train on, to stop the warm-up by, and held out."""
+    """Rows with a prompt and an answer: training rows, rows that decide when the warm-up stops, and held-out rows."""
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]  # each stands for a + b and b + a
     random.Random(seed).shuffle(pairs)
 
@@ -70,12 +70,12 @@ def make_sums(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]], li
 
 
 def right(completions: list[str], answer: list[str], **_: object) -> list[float]:
-    """The whole reward."""
+    """The reward function: 1 for the right answer, 0 otherwise."""
     return [float(completion == truth) for completion, truth in zip(completions, answer, strict=True)]
 
 
 def accuracy(policy: HFPolicy, sums: list[dict[str, str]]) -> float:
-    """How many of the likeliest answers are right."""
+    """Share of the most likely answers that are right."""
     policy.eval()
     answers = policy.generate_actions(sums, 1, temperature=0)
     return sum(answer.text == row["answer"] for [answer], row in zip(answers, sums, strict=True)) / len(sums)
@@ -84,7 +84,7 @@ def accuracy(policy: HFPolicy, sums: list[dict[str, str]]) -> float:
 def warm_up(
     policy: HFPolicy, train: list[dict[str, str]], others: list[dict[str, str]], args: argparse.Namespace
 ) -> None:
-    """Supervised learning, until so many of `others` are right."""
+    """Supervised learning until the accuracy on `others` reaches `args.warmup_accuracy`."""
     length = PROMPT_LENGTH + MAX_NEW_TOKENS
     rows = [[*policy.tokenizer(row["prompt"] + row["answer"])["input_ids"], 0] for row in train]
     tokens = torch.tensor([row + [0] * (length - len(row)) for row in rows])
@@ -120,15 +120,17 @@ def plot(history: list[dict[str, float]], before: float, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=600, help="of GRPO (default: %(default)s)")
-    parser.add_argument("--warmup-steps", type=int, default=1000, help="of the warm-up, at most (default: %(default)s)")
-    parser.add_argument("--warmup-accuracy", type=float, default=0.25, help="that ends it (default: %(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=4e-4, help="of GRPO (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=600, help="iterations of GRPO (default: %(default)s)")
+    parser.add_argument("--warmup-steps", type=int, default=1000, help="maximum warm-up steps (default: %(default)s)")
+    parser.add_argument("--warmup-accuracy", type=float, default=0.25, help="ends the warm-up (default: %(default)s)")
+    parser.add_argument(
+        "--learning-rate", type=float, default=4e-4, help="learning rate of GRPO (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="default: runs/arithmetic_llm/seed-SEED")
     args = parser.parse_args()
     folder = args.folder or Path("runs/arithmetic_llm") / f"seed-{args.seed}"
-    torch.set_num_threads(1)  # a model this small gains nothing from more
+    torch.set_num_threads(1)  # more threads do not help a model this small
     torch.manual_seed(args.seed)
     start, cpu_start = time.perf_counter(), time.process_time()
 
@@ -146,12 +148,12 @@ def main() -> None:
         batch_size=128,
         learning_rate=args.learning_rate,
         lr_schedule="linear",
-        warmup_ratio=0.2,  # what little it knows is soon lost by large steps
+        warmup_ratio=0.2,  # large first steps would destroy what the warm-up taught
         seed=args.seed,
         advantage=AdvantageConfig(scale="group"),
     )
     trainer = GRPOTrainer(config=config, policy=policy, reward_model=reward)
-    (folder / "metrics.jsonl").unlink(missing_ok=True)  # of an earlier run
+    (folder / "metrics.jsonl").unlink(missing_ok=True)  # left by an earlier run
     with JSONLSink(folder / "metrics.jsonl") as sink:
         history = trainer.train(train, num_iterations=args.iterations, eval_states=held_out[:100], sinks=[sink])
 
@@ -159,7 +161,7 @@ def main() -> None:
     print(f"\n{report.table(max_rows=10)}\n")
     print(f"held-out sums right, sampled: {report.mean_reward_before:.1%} -> {report.mean_reward_after:.1%}")
     print(f"held-out sums right, likeliest: {likeliest_before:.1%} -> {accuracy(policy, held_out):.1%}")
-    print(f"{time.perf_counter() - start:.0f} s, of which the processor worked {time.process_time() - cpu_start:.0f} s")
+    print(f"{time.perf_counter() - start:.0f} s, processor time {time.process_time() - cpu_start:.0f} s")
     report.to_json(folder / "comparison.json")
     plot(history, report.mean_reward_before, folder / "learning_curve.png")
     policy.save_pretrained(folder / "model")

@@ -1,12 +1,12 @@
-"""Train a policy on a Gymnasium environment, without a critic: groups of episodes that begin alike are compared, step by step.
+"""Train a policy on a Gymnasium environment without a critic. Episodes of a group share their start and are compared per step.
 
     python -m examples.control                                  # CartPole-v1: learned in seconds
-    python -m examples.control --env HalfCheetah-v5             # a robot; needs model-agnostic-grpo[robots]
-    python -m examples.control --env MountainCarContinuous-v0   # any id: settings for a start
-    python -m examples.control --env Hopper-v5 --video          # and a film of the result
+    python -m examples.control --env HalfCheetah-v5             # a robot; requires model-agnostic-grpo[robots]
+    python -m examples.control --env MountainCarContinuous-v0   # any environment, with default settings
+    python -m examples.control --env Hopper-v5 --video          # also records a video
 
-Environments of other packages: `--import ale_py`. A run that was stopped goes on when it is started again.
-Written to runs/control/ENV/seed-0/: metrics.jsonl, curve.json, learning_curve.png, the checkpoints `best` and `last`, the film.
+Use `--import ale_py` for environments of other packages. Start a stopped run again to resume it. The script writes
+metrics.jsonl, curve.json, learning_curve.png, the checkpoints `best` and `last`, and the video to runs/control/ENV/seed-0/.
 """
 
 import argparse
@@ -31,16 +31,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", default="CartPole-v1", metavar="ID")
     parser.add_argument(
-        "--import", dest="package", metavar="PACKAGE", help="imported first, to register its environments"
+        "--import", dest="package", metavar="PACKAGE", help="package to import first, to register its environments"
     )
-    parser.add_argument("--steps", type=int, help="of training; default: the preset's")
+    parser.add_argument("--steps", type=int, help="training steps (default: the preset's)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="default: runs/control/ENV/seed-SEED")
-    parser.add_argument("--video", action="store_true", help="film an episode of the best policy (mp4)")
+    parser.add_argument("--video", action="store_true", help="record an episode of the best policy (mp4)")
     args = parser.parse_args()
     if args.package:
         importlib.import_module(args.package)
-    torch.set_num_threads(1)  # networks this small gain nothing from more
+    torch.set_num_threads(1)  # more threads do not help networks this small
     torch.manual_seed(args.seed)
 
     preset = preset_for(args.env)

@@ -1,7 +1,7 @@
-"""A domain of your own in one file: a catapult learns to hit targets behind a wall.
+"""A custom domain in one file: a catapult learns to hit targets behind a wall.
 
-A state is a target, an action a shot of three decisions. Nothing is inherited from `grpo`: a policy is any class with six
-methods, a reward model any class with four, and `torch.nn.Module` brings `train`, `eval` and `to` of both.
+A state is a target, and an action is a shot of three decisions. No class inherits from `grpo`: a policy is any class with six
+methods, a reward model is any class with four, and `torch.nn.Module` provides `train`, `eval` and `to` for both.
 
     python -m examples.custom_domain
 """
@@ -39,7 +39,7 @@ class Shot:  # the action
 
 
 class Gunner(nn.Module):
-    """The policy: one small network. The stone is chosen first; angle and turns depend on it."""
+    """The policy: one small network. It chooses the stone first; the angle and the turns depend on the stone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Gunner(nn.Module):
         return [[Shot(NAMES[s], ANGLES[a], TURNS[t]) for s, a, t in group] for group in places]
 
     def get_log_probabilities(self, states: list[Target], actions: list[Shot]) -> Tensor:
-        """[N, 3]: each decision is a step, with a ratio and a clip of its own. Their sum [N], one step, would do as well."""
+        """[N, 3]: each decision is a step with its own ratio and clip. Returning the sum [N], as one step, also works."""
         places = [(NAMES.index(shot.stone), ANGLES.index(shot.angle), TURNS.index(shot.turns)) for shot in actions]
         (of_stone, of_angle, of_turns), row = self.tables(states), torch.arange(len(states))
         stone, angle, turns = torch.tensor(places).unbind(1)
@@ -71,7 +71,7 @@ class Gunner(nn.Module):
 
 
 def closeness(target: Target, shot: Shot) -> float:
-    """1 if the stone comes down on the target, 1/2 if it misses by five metres; the wind pushes evenly."""
+    """1 if the stone lands on the target, 1/2 if it misses by five metres. The wind force is constant."""
     mass = STONES[shot.stone]
     speed, angle = math.sqrt(2 * 200 * shot.turns / mass), math.radians(shot.angle)
     across, up, push = speed * math.cos(angle), speed * math.sin(angle), target.wind / mass
@@ -85,7 +85,7 @@ def closeness(target: Target, shot: Shot) -> float:
 
 
 class Closeness(nn.Module):
-    """The reward model. A plain function would do as well."""
+    """The reward model. A plain function also works."""
 
     def compute_rewards(self, states: list[Target], actions: list[Shot]) -> Tensor:
         return torch.tensor([closeness(target, shot) for target, shot in zip(states, actions, strict=True)])
@@ -98,12 +98,12 @@ def make_targets(number: int, seed: int) -> list[Target]:
 
 def main() -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # a network this small gains nothing from more
+    torch.set_num_threads(1)  # more threads do not help a network this small
     policy, reward_model, held_out = Gunner(), Closeness(), make_targets(200, seed=2_000)
     print(check_policy(policy, held_out[:8], strict=True))
     shots = [group[0] for group in policy.generate_actions(held_out[:8], num_actions_per_state=1)]
     print(check_reward_model(reward_model, held_out[:8], shots, strict=True))
-    objective = ObjectiveConfig(entropy_coef=0.03, entropy_estimator="score_function")  # or it settles for one angle
+    objective = ObjectiveConfig(entropy_coef=0.03, entropy_estimator="score_function")  # else it settles on one angle
     config = GRPOConfig(group_size=16, batch_size=256, learning_rate=0.01, lr_schedule="linear", objective=objective)
     trainer = GRPOTrainer(config=config, policy=policy, reward_model=reward_model)
     before = trainer.evaluate(held_out)["eval/avg_reward"]

@@ -1,8 +1,8 @@
-"""A policy follows a bandit whose best arm moves.
+"""A policy tracks the best arm of a bandit that changes.
 
-Five arms; every 20 steps the regime changes: all arms alike, arm 3 best, all alike, arm 0 best. One iteration of GRPO is 32
-pulls in one step of the environment. What made this configuration fail at first, and what mends it, is told in
-`notebooks/grpo_dynamic_bandit_demo.ipynb`; here both are trained, and put beside the classic strategies.
+There are five arms. Every 20 steps the regime changes: all arms equal, arm 3 best, all equal, arm 0 best. One iteration of GRPO
+is 32 pulls in one step of the environment. This script trains a first configuration that fails and the corrected one, and
+compares both with classic strategies. `notebooks/grpo_dynamic_bandit_demo.ipynb` explains the failure and the correction.
 
     python -m examples.dynamic_bandit                # trains, prints a table, writes runs/dynamic_bandit.png
     python -m examples.dynamic_bandit --seed 7
@@ -53,7 +53,7 @@ NUM_ARMS, NUM_STEPS, PULLS_PER_STEP = 5, 100, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one strategy did, step by step."""
+    """Record of one strategy, step by step."""
 
     name: str
     rewards: np.ndarray
@@ -96,10 +96,10 @@ class Recorder:
 
 
 def train_ours(seed: int, *, progress: bool = False) -> Run:
-    """Advantages without the standard deviation, a pull towards the uniform policy, and a step size that can follow.
+    """Train with unscaled advantages, a KL penalty to the uniform policy, and a step size that can track the changes.
 
-    The pull is KL(pi || uniform) = log 5 - H(pi), so it is an entropy bonus; `k3_weighted` has its exact gradient in
-    expectation. The uniform reference is the policy's own (`ScoresReference`), and does not move.
+    The penalty is KL(pi || uniform) = log 5 - H(pi), so it acts as an entropy bonus. The gradient of `k3_weighted` is exact in
+    expectation. The reference is the policy's own fixed uniform reference (`ScoresReference`).
     """
     policy = SoftmaxPolicy(num_actions=NUM_ARMS)
     trainer = GRPOTrainer(
@@ -119,7 +119,7 @@ def train_ours(seed: int, *, progress: bool = False) -> Run:
 
 
 class CopyPolicyToReference:
-    """A sink that makes the reference forget: after every iteration it becomes the policy itself."""
+    """A sink that copies the policy to the reference after every iteration."""
 
     def __init__(self, policy: SoftmaxPolicy, reference: SoftmaxPolicy) -> None:
         self.policy, self.reference = policy, reference
@@ -133,13 +133,13 @@ class CopyPolicyToReference:
 
 
 def train_original(seed: int, *, progress: bool = False) -> Run:
-    """The configuration this demo started from; it loses the bandit after the first change."""
+    """Train the first configuration of this demo. It fails after the first change of the best arm."""
     policy = SoftmaxPolicy(num_actions=NUM_ARMS)
     reference = copy.deepcopy(policy)
     objective = ObjectiveConfig(surrogate=Clip(low=0.3, high=0.3), kl_coef=0.1)
 
     def with_sampled_entropy(inputs: ObjectiveInputs) -> ObjectiveOutput:
-        """Entropy as the mean of -log pi over the sample: the right number, and a gradient of zero in expectation."""
+        """Entropy as the mean of -log pi over the sample: the right value, but its gradient is zero in expectation."""
         output = grpo_objective(inputs, objective)
         bonus = 0.02 * (-inputs.log_probs * inputs.weights.to(inputs.log_probs.dtype)).sum()
         return ObjectiveOutput(loss=output.loss - bonus, metrics=output.metrics)
@@ -165,7 +165,7 @@ def train_original(seed: int, *, progress: bool = False) -> Run:
 
 
 def classic_strategies(num_runs: int) -> dict[str, Baseline]:
-    """The classics, with their papers' constants for this horizon."""
+    """Classic strategies with their papers' constants for this horizon."""
     horizon = NUM_STEPS * PULLS_PER_STEP
     return {
         "sliding-window UCB": SlidingWindowUCB(num_runs, NUM_ARMS, horizon=horizon),
@@ -179,7 +179,7 @@ def classic_strategies(num_runs: int) -> dict[str, Baseline]:
 
 
 def play_classics(seed: int) -> list[Run]:
-    """Each classic strategy in the same budget: 32 pulls a step, but learning after every single one."""
+    """Play each classic strategy with the same budget of 32 pulls per step. The strategies learn after every pull."""
     runs = []
     for name, strategy in classic_strategies(num_runs=1).items():
         testbed = dynamic_testbed(pulls_per_step=PULLS_PER_STEP, seed=seed)
@@ -191,7 +191,7 @@ def play_classics(seed: int) -> list[Run]:
 
 
 def summarise(run: Run) -> dict[str, float]:
-    """The figures of one run: how well each moved arm was found, how soon, and what it paid."""
+    """Metrics of one run: pulls on the best arms, time to find them, and reward."""
     regimes = dynamic_regimes(NUM_STEPS)
     means = dynamic_testbed().means[0]
     acting = run.probabilities[:-1]
@@ -215,8 +215,8 @@ def print_table(runs: list[Run]) -> None:
         print(f"{run.name:22s}" + "".join(f"{figures[column]:19.3f}" for column in columns))
     print(
         "\narm 3, arm 0: share of pulls on the best arm while it was best. Structured reward: chance .27, oracle .75.\n"
-        "Sliding-window UCB is ahead: it keeps one mean per arm, which is exact here, and learns after every pull. GRPO\n"
-        "moves a policy by gradients, once per 32 pulls, and pays for the pull that keeps every arm in play."
+        "Sliding-window UCB is best: it keeps one mean per arm, which is exact here, and learns after every pull. GRPO\n"
+        "updates a policy by gradients, once per 32 pulls, and its exploration bonus costs some reward."
     )
 
 
@@ -226,10 +226,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, default=Path("runs/dynamic_bandit.png"))
     args = parser.parse_args()
-    torch.set_num_threads(1)  # five logits gain nothing from more
-    print("Training GRPO on a bandit whose best arm moves: 100 steps of 32 pulls ...")
+    torch.set_num_threads(1)  # more threads do not help five logits
+    print("Training GRPO on a bandit with a moving best arm: 100 steps of 32 pulls ...")
     ours = train_ours(args.seed, progress=True)
-    print("The configuration this demo started from ...")
+    print("Training the first configuration of this demo ...")
     original = train_original(args.seed, progress=True)
     classics = play_classics(args.seed)
     print_table([ours, original, *classics])

@@ -1,13 +1,12 @@
-"""Teach Qwen grade school mathematics: GSM8K, a LoRA adapter, and a reward in which being right comes first.
+"""Teach Qwen grade school mathematics: GSM8K, a LoRA adapter, and a reward that puts correctness first.
 
     python -m examples.gsm8k_qwen                                      # Qwen2.5-0.5B-Instruct in 4 bits, 1,000 problems
     python -m examples.gsm8k_qwen --model Qwen/Qwen3-0.6B --no-load-in-4bit --wandb my-project
     python -m examples.gsm8k_qwen --model FOLDER --data train.jsonl    # without a network
 
-Needs model-agnostic-grpo[llm], and [llm-4bit] for 4 bits; meant for a GPU. A model is a folder or a name on the hub; data are
-a JSONL file with "question" and "answer", or a name on the hub (which needs `datasets`). A run that was stopped goes on with
---resume. Written to runs/gsm8k_qwen/: metrics.jsonl, config.json, checkpoints/, model/ (adapter and tokenizer), and
-comparison.json.
+Requires model-agnostic-grpo[llm], and [llm-4bit] for 4 bits. Use a GPU. A model is a folder or a name on the hub. Data is a
+JSONL file with "question" and "answer", or a name on the hub (requires `datasets`). Resume a stopped run with --resume. The
+script writes metrics.jsonl, config.json, checkpoints/, model/ (adapter and tokenizer) and comparison.json to runs/gsm8k_qwen/.
 """
 
 import argparse
@@ -36,41 +35,54 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="folder, or name on the hub (default: %(default)s)")
     add("--data", default="openai/gsm8k", help="JSONL file, or name on the hub (default: %(default)s)")
-    add("--samples", type=int, default=1000, help="problems that are trained on (default: %(default)s)")
+    add("--samples", type=int, default=1000, help="training problems (default: %(default)s)")
     add(
-        "--eval-samples", type=int, default=100, help="other problems, measured before and after (default: %(default)s)"
+        "--eval-samples",
+        type=int,
+        default=100,
+        help="evaluation problems, measured before and after (default: %(default)s)",
     )
     add("--batch-size", type=int, default=8, help="problems per iteration (default: %(default)s)")
     add("--responses", type=int, default=4, help="responses per problem (default: %(default)s)")
-    add("--iterations", type=int, help="default: as many as take each problem once")
-    add("--max-new-tokens", type=int, default=256, help="of a response (default: %(default)s)")
+    add("--iterations", type=int, help="default: one pass over the problems")
+    add("--max-new-tokens", type=int, default=256, help="maximum length of a response (default: %(default)s)")
     add("--max-tokens-per-forward", type=int, default=16_384, help="smaller: less memory (default: %(default)s)")
     add("--learning-rate", type=float, default=1e-5, help="default: %(default)s")
-    add("--kl-coef", type=float, default=0.0, help="pull to the model as it was, adapter off (default: none)")
+    add("--kl-coef", type=float, default=0.0, help="KL penalty to the model without the adapter (default: none)")
     add("--lora-r", type=int, default=16, help="rank of the adapter (default: %(default)s)")
-    add("--lora-alpha", type=float, default=32, help="its scale, times r (default: %(default)s)")
-    add("--load-in-4bit", action=argparse.BooleanOptionalAction, default=True, help="the frozen weights (default: yes)")
+    add(
+        "--lora-alpha",
+        type=float,
+        default=32,
+        help="alpha of the adapter; its scale is alpha / r (default: %(default)s)",
+    )
+    add(
+        "--load-in-4bit",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="frozen weights in 4 bits (default: yes)",
+    )
     add("--reward", choices=["correctness_first", "hybrid"], default="correctness_first", help="default: %(default)s")
     add("--wandb", metavar="PROJECT", help="also log to Weights & Biases (WANDB_MODE=offline: without a network)")
-    add("--resume", action="store_true", help="go on from the newest checkpoint in the folder")
+    add("--resume", action="store_true", help="resume from the newest checkpoint in the folder")
     add("--seed", type=int, default=0)
     add("--folder", type=Path, default=Path("runs/gsm8k_qwen"))
     return parser.parse_args()
 
 
 def load_problems(source: str, num_train: int, num_eval: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """To train on, and others: the hub's test problems, or of a file those that follow."""
+    """Training and evaluation problems. Evaluation uses the hub's test split, or the problems that follow in a file."""
     if Path(source).is_file():
         problems = load_gsm8k(source, num_train + num_eval)
         if len(problems) <= num_train:
             raise SystemExit(
-                f"{source} has {len(problems)} problems: with --samples {num_train} none is left to evaluate."
+                f"{source} has {len(problems)} problems: use fewer --samples than {num_train}; evaluation needs some."
             )
         return problems[:num_train], problems[num_train:]
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise SystemExit(f"{source} is no file, and data sets of the hub need: pip install datasets") from error
+        raise SystemExit(f"{source} is not a file, and data sets of the hub require: pip install datasets") from error
     train, test = (load_dataset(source, "main", split=split) for split in ("train", "test"))
     return load_gsm8k(train, num_train), load_gsm8k(test, num_eval)
 
@@ -86,7 +98,7 @@ def make_reward(name: Literal["correctness_first", "hybrid"]) -> CompletionRewar
 
 
 class WandbSink:
-    """Metrics for Weights & Biases, which is imported here and only here."""
+    """A sink that logs metrics to Weights & Biases."""
 
     def __init__(self, project: str, config: Mapping[str, Any]) -> None:
         try:
@@ -107,10 +119,10 @@ def main() -> None:
     problems, unseen = load_problems(args.data, args.samples, args.eval_samples)
     num_iterations = args.iterations or max(len(problems) // args.batch_size, 1)
 
-    # The model: frozen, in 4 bits, with an adapter that is trained.
+    # The model is frozen, in 4 bits, with a trainable adapter.
     torch.manual_seed(args.seed)
     policy = HFPolicy.from_pretrained(
-        # an adapter remembers what it was made for: where that lies, not where we stand
+        # an adapter stores this path: make it absolute
         str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model,
         lora=LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"),
         load_in_4bit=args.load_in_4bit,
@@ -118,7 +130,9 @@ def main() -> None:
         max_tokens_per_forward=args.max_tokens_per_forward,
         chat_template_options={"enable_thinking": False},  # Qwen3 would think for longer than max_new_tokens
     )
-    if policy.tokenizer.chat_template is not None:  # an instruct model expects a conversation, any other a text
+    if (
+        policy.tokenizer.chat_template is not None
+    ):  # an instruct model expects a conversation, other models expect a text
         for row in problems + unseen:
             row["prompt"] = [{"role": "user", "content": row["prompt"]}]
 
@@ -139,7 +153,7 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     (args.folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
-    # Before, training, after.
+    # Measure, train, measure again.
     with ExitStack() as stack:
         sinks: list[Any] = [stack.enter_context(JSONLSink(args.folder / "metrics.jsonl"))]
         if args.wandb:

@@ -1,11 +1,11 @@
 """A robot arm learns to reach targets, with a reward made of named terms.
 
-    python -m examples.robot_reach                    # one to two minutes on one core; needs model-agnostic-grpo[robots]
+    python -m examples.robot_reach                    # one to two minutes on one core; requires model-agnostic-grpo[robots]
     python -m examples.robot_reach --steps 1000000    # a longer run
 
-Two joints, a new target in every episode. In a group all episodes have the same target and the same beginning, so that what
-one of them earned more than the others is due to its movements alone. Written to runs/robot_reach/: reach.gif, a film of the
-result (where it cannot be rendered, that is said).
+The arm has two joints, and the target changes with every episode. All episodes of a group have the same target and the same
+start, so differences in reward within a group come from the arm's movements alone. The script writes reach.gif, a film of the
+trained policy, to runs/robot_reach/, and prints a message if the film cannot be rendered.
 """
 
 import argparse
@@ -33,15 +33,15 @@ from grpo import WeightedRewards
 from grpo.errors import ConfigError
 
 FROM_ABOVE = {"trackbodyid": 0, "distance": 0.8, "elevation": -90.0, "azimuth": 90.0}
-TARGET = slice(8, 10)  # of Reacher's observation: from the fingertip to the target, metres
+TARGET = slice(8, 10)  # part of Reacher's observation: vector from the fingertip to the target, in metres
 
 
 def precision(episode: Episode) -> Tensor:
-    """A term of our own, [L]: 1 on the target, 1/e two centimetres off, nearly 0 from ten on."""
+    """A custom reward term, [L]: 1 on the target, 1/e at two centimetres, nearly 0 from ten centimetres on."""
     return torch.exp(-episode.observations[:, TARGET].norm(dim=1) / 0.02)
 
 
-# Each term is reported under its name (`rewards/precision/mean`); what is learned from is their weighted sum.
+# Each term is reported under its name (`rewards/precision/mean`). Training uses the weighted sum.
 REWARD = WeightedRewards(
     {"env": EnvironmentReward(), "precision": StepReward(precision), "effort": StepReward(effort)},
     weights={"env": 1.0, "precision": 0.2, "effort": 0.1},
@@ -49,7 +49,7 @@ REWARD = WeightedRewards(
 
 
 def mean_miss(policy: EpisodePolicy, num_episodes: int = 50) -> float:
-    """How far from its target the fingertip is when an episode ends, centimetres; `predict` acts in any environment."""
+    """Mean distance between fingertip and target at the end of an episode, in centimetres."""
     env, misses = gym.make("Reacher-v5"), []
     for seed in range(num_episodes):
         (observation, _), ended = env.reset(seed=seed), False
@@ -63,13 +63,13 @@ def mean_miss(policy: EpisodePolicy, num_episodes: int = 50) -> float:
 
 
 def report(when: str, policy: EpisodePolicy) -> None:
-    # By the environment's reward alone: terms of our own cannot flatter the result.
+    # Evaluate with the environment's reward alone, so that the custom terms do not affect the result.
     own = evaluate_policy(policy, num_episodes=50)
     print(f"{when}: {mean_miss(policy):.1f} cm from the target at the end, {own}")
 
 
 def film(policy: EpisodePolicy, folder: Path) -> str:
-    """Pictures of three episodes: where they were written, one by one where there is nothing that writes GIFs."""
+    """Record three episodes as a GIF, or as single PNG files if GIFs cannot be written. Returns the path."""
     how = {"width": 240, "height": 240, "default_camera_config": FROM_ABOVE}
     frames = record_frames(policy, "Reacher-v5", every=4, num_frames=39, **how)
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,16 +79,16 @@ def film(policy: EpisodePolicy, folder: Path) -> str:
     except OSError as error:
         for number, frame in enumerate(frames):
             imageio.imwrite(folder / f"reach_{number:02d}.png", frame)
-        return f"{folder}/reach_*.png, for GIFs cannot be written here ({error})"
+        return f"{folder}/reach_*.png, because GIFs cannot be written here ({error})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400_000, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=400_000, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("runs/robot_reach"))
     args = parser.parse_args()
-    torch.set_num_threads(1)  # networks this small gain nothing from more
+    torch.set_num_threads(1)  # more threads do not help networks this small
     torch.manual_seed(args.seed)
 
     preset = preset_for("Reacher-v5")

@@ -1,18 +1,19 @@
-"""Teach a policy which of 35 tools answers a request, and with which parameters, from what its calls bring in.
+"""Teach a policy which of 35 tools answers a request, and with which parameters, from the rewards of its calls.
 
     python -m examples.tool_routing            # about a minute; nothing is downloaded
     python -m examples.tool_routing --seed 1
 
 "Which day of the week is it on 2024-05-17, in short?" asks for `weekday_of(date="2024-05-17", form="short")`. The policy reads
-a request as a bag of words and chooses a tool, then each parameter that the tool's schema enumerates; dates, numbers and texts
-are taken from the request. What it calls is executed, in worker processes (a call that several ask for at once, once). A call
-pays 0.5 for the right tool (0.2 for another one of its category), 0.3 for the right parameters, and 0.2 for running to its end.
-Nobody says which tool would have been right.
+a request as a bag of words. It chooses a tool, then each enumerated parameter of the tool; dates, numbers and texts are copied
+from the request. Worker processes execute the calls, and equal calls of a batch are executed once. A call earns 0.5 for the
+right tool (0.2 for another tool of the same category), 0.3 for the right parameters, and 0.2 for a successful execution. The
+policy is never told which tool would have been right.
 
-Requests to measure on are put together as no request is that is trained on, and half of them share no word with their tool's
-description. At the end two tools are added of which the policy has seen nothing.
+Held-out requests combine words in ways that no training request does, and half of them share no word with their tool's
+description. At the end, two tools are added that the policy has never seen.
 
-Written to runs/tool_routing/seed-0/: confusion.png, accuracy.png, report.json, metrics.jsonl, calls.jsonl, and the policy.
+The script writes confusion.png, accuracy.png, report.json, metrics.jsonl, calls.jsonl and the policy to
+runs/tool_routing/seed-0/.
 """
 
 import argparse
@@ -50,11 +51,11 @@ CONFIG = GRPOConfig(
 )
 
 NUM_MORE_ITERATIONS = 20
-"""After tools were added."""
+"""Iterations after tools were added."""
 
 
 class LearningCurve:
-    """A sink: measures the policy every so often."""
+    """A sink that evaluates the policy every 20 iterations."""
 
     def __init__(self, policy: ToolSelectionPolicy, held_out: Sequence[ToolTask], calls_per_iteration: int) -> None:
         self.policy, self.held_out, self.calls_per_iteration = policy, held_out, calls_per_iteration
@@ -72,21 +73,21 @@ class LearningCurve:
 
 
 def share_right(report: ToolReport) -> str:
-    """Of all tasks, and of those that share no word with their tool's description."""
+    """Accuracies on all tasks, and on the tasks that share no word with their tool's description."""
     hard = report.by_words["no shared word"]
     overall = report.overall
     return (
-        f"right tool {overall.right_tool:6.1%}, right in all {overall.right_call:6.1%}; "
-        f"where no word is shared {hard.right_tool:6.1%}, {hard.right_call:6.1%}"
+        f"right tool {overall.right_tool:6.1%}, right call {overall.right_call:6.1%}; "
+        f"without shared words {hard.right_tool:6.1%}, {hard.right_call:6.1%}"
     )
 
 
 def learn_added_tools(trainer: GRPOTrainer, tasks: Sequence[ToolTask], *, progress: bool = True) -> None:
-    """Some iterations more, with requests for all tools, that take nothing from the tools that were known.
+    """Train for some more iterations on requests for all tools, without losing accuracy on the known tools.
 
-    The optimizer goes on: it knows how small the gradients of what is known have become, so it moves what the new tools need
-    and little else. Its rate begins at half and falls to 0, so that the last weights are not those of one noisy step. Requests
-    for the new tools come four times as often as the others.
+    The optimizer is kept. Its moment estimates are adapted to the small gradients of the known tools, so its steps mostly serve
+    the new tools. The learning rate starts at half and decays to 0, so that the final weights do not depend on one noisy step.
+    Requests for the new tools are four times as frequent.
     """
     optimizer = trainer.optimizer_step.optimizer
     assert optimizer is not None
@@ -103,18 +104,18 @@ def learn_added_tools(trainer: GRPOTrainer, tasks: Sequence[ToolTask], *, progre
 
 
 def add_tools(trainer: GRPOTrainer, tasks: Sequence[ToolTask], held_out: Sequence[ToolTask]) -> None:
-    """Two tools more, and what is chosen then, at once and after some iterations."""
+    """Add two tools, and print the accuracies immediately and after more training."""
     policy, everything = trainer.policy, workbench_catalogue()
     policy.add_tools(*(everything[name] for name in ADDED_LATER))
     parts = {
-        "the new, close to the description": [t for t in held_out if t.tool in ADDED_LATER and t.shares_words],
-        "the new, other words": [t for t in held_out if t.tool in ADDED_LATER and not t.shares_words],
-        "the others": [t for t in held_out if t.tool not in ADDED_LATER],
+        "new tools, description's words": [t for t in held_out if t.tool in ADDED_LATER and t.shares_words],
+        "new tools, other words": [t for t in held_out if t.tool in ADDED_LATER and not t.shares_words],
+        "known tools": [t for t in held_out if t.tool not in ADDED_LATER],
     }
 
     def print_shares(when: str) -> None:
         shares = {name: evaluate_tools(policy, part, everything).overall.right_tool for name, part in parts.items()}
-        print(f"{when:30s}right tool " + ", ".join(f"{share:6.1%} of {name}" for name, share in shares.items()))
+        print(f"{when:30s}right tool " + ", ".join(f"{share:6.1%} ({name})" for name, share in shares.items()))
 
     print_shares("two tools added:")
     learn_added_tools(trainer, tasks)
@@ -123,15 +124,15 @@ def add_tools(trainer: GRPOTrainer, tasks: Sequence[ToolTask], held_out: Sequenc
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=400, help="of GRPO (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=400, help="iterations of GRPO (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="default: runs/tool_routing/seed-SEED")
     args = parser.parse_args()
     folder = args.folder or Path("runs/tool_routing") / f"seed-{args.seed}"
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("metrics.jsonl", "calls.jsonl"):
-        (folder / name).unlink(missing_ok=True)  # of an earlier run
-    torch.set_num_threads(1)  # the other core runs tools
+        (folder / name).unlink(missing_ok=True)  # left by an earlier run
+    torch.set_num_threads(1)  # leaves the other cores to the tools
     torch.manual_seed(args.seed)
     start = time.perf_counter()
 
@@ -162,7 +163,7 @@ def main() -> None:
     lines = {
         "right tool": [report.overall.right_tool for report in curve.reports],
         "right tool, no word shared": [report.by_words["no shared word"].right_tool for report in curve.reports],
-        "right in all": [report.overall.right_call for report in curve.reports],
+        "right call": [report.overall.right_call for report in curve.reports],
     }
     plot_accuracy({name: (curve.calls, shares) for name, shares in lines.items()}, folder / "accuracy.png")
     after.to_json(folder / "report.json")

@@ -63,13 +63,13 @@ def group_relative_advantages(
       none             1                                                      Dr. GRPO, arXiv:2503.20783
       group            std of R over the group + eps                          GRPO
       batch            std of R over the batch + eps
-      whiten           std of R - b over the batch + eps, once R - b is       REINFORCE++, arXiv:2501.03262, eq. 6 to 8
-                       centred over the batch
+      whiten           std of R - b over the batch + eps; A then is           REINFORCE++, arXiv:2501.03262, eq. 6 to 8
+                       (R - b - mean of R - b over the batch) / s
       mean             mean of R over the group + eps; A = 0 if it is <= 0    MaxRL, arXiv:2602.02710
       beta             density of a Beta distribution at the group's mean     BNPO, see `beta_scale`
 
     Rewards are equal if they differ by at most two units in the last place of their dtype. A is exactly 0 in a group of equal
-    rewards, or of one row, if b depends on the group; and wherever s is computed from equal values. Statistics are float64.
+    rewards, or of one row, if b depends on the group; and wherever the std behind s is 0. Statistics are float64.
 
     Args:
         rewards: R, one number per row.
@@ -206,7 +206,8 @@ class AdvantageEstimator:
         std: dict[str, Any] = {"std_ddof": config.std_ddof, "std_eps": config.std_eps}
         settings = {"baseline": config.baseline, "scale": config.scale, "running_mean": self._baseline.mean, **std}
         relative: Callable[..., Tensor] = partial(group_relative_advantages, **settings)
-        credit = config.credit or ("row" if rewards.dim() == 1 else "return_to_go")
+        one_per_row = rewards.dim() == 1 or config.several_rewards == "normalize_each"
+        credit = config.credit or ("row" if one_per_row else "return_to_go")
         targets = None
         match credit:
             case "row" if config.several_rewards == "normalize_each":

@@ -42,7 +42,7 @@ class AdvantageConfig(Settings):
     several_rewards: Literal["sum", "normalize_each"] = "sum"
     """Several named rewards: normalise their weighted sum, or normalise each before they are added (GDPO)."""
     gamma: float = setting(1.0, at_least=0.0, at_most=1.0)
-    """Discount per column for rewards per step; masked columns count as time. Smaller looks less far ahead."""
+    """Discount per column, for rewards per step, `gae` and `gigpo`; masked columns count. Smaller looks less far ahead."""
     gae_lambda: float = setting(0.95, at_least=0.0, at_most=1.0)
     """For `gae`. Larger trusts the rewards that followed, smaller trusts the critic."""
     gigpo_weight: float = setting(1.0, at_least=0.0)
@@ -54,7 +54,7 @@ class AdvantageConfig(Settings):
     negative_only: bool = False
     """Set advantages above 0 to 0: the same as a `positive_weight` of 0."""
     clip: float | None = setting(None, above=0.0)
-    """Bound on the size of an advantage. Smaller tames outliers, and biases. None: no bound."""
+    """Bound on the size of an advantage. Smaller tames outliers and adds bias. None: no bound."""
     reward_clip: float | None = setting(None, above=0.0)
     """Bound on the size of a reward before anything else is done with it. Metrics show unclipped rewards. None: no bound."""
     normalize_rewards: bool = False
@@ -138,7 +138,8 @@ class ObjectiveConfig(Settings):
     value_clip: float | None = setting(None, above=0.0)
     """How far a value may move from its value at collection before its error has no gradient. None: no bound."""
     aggregation: Aggregation = "row_mean"
-    """How per-step losses become one number. The trainer turns it into weights (see `step_weights`)."""
+    """How per-step losses become one number. The trainer turns it into weights (see `step_weights`). With `split_steps` a step
+    is a row of its own: every choice but `fixed_length` then gives each step of the update the same weight."""
     fixed_length: int | None = setting(None, at_least=1)
     """The divisor of every row under `aggregation="fixed_length"`, whatever the row's length."""
 
@@ -281,7 +282,8 @@ class GRPOConfig(Settings):
     device: str | None = None
     """Where policy, reference and reward model are moved to. None: they stay where they are."""
     seed: int | None = setting(None, at_least=0, at_most=2**64 - 1)
-    """Seeds Python, numpy and torch when the trainer is built, and the order of rows and states. None: nothing is seeded."""
+    """Seeds Python, numpy and torch when the trainer is built, and the order of rows and states. None: nothing is seeded
+    by one process; several ranks are given different seeds."""
     kl_control: KLControl | None = None
     """How the KL coefficient follows the measured KL. None: it stays."""
     entropy_control: EntropyControl | None = None

@@ -42,7 +42,7 @@ def kl_k3(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
     """k3 = exp(-x) + x - 1: unbiased, never negative, of low variance near the reference.
 
     Gradient: that of KL(ref || pi), which keeps every action alive that the reference takes. Where the reference finds a
-    step more than e^20 times likelier than the policy, x is clamped: the value stays, the gradient is 0.
+    step more than e^20 times likelier than the policy, x is clamped to -20: the gradient is 0 there.
 
     Example:
         >>> import torch

@@ -21,7 +21,7 @@ from .surrogates import traits_of
 from .types import ObjectiveInputs, ObjectiveOutput, zero_outside
 from .writing import as_float32
 
-__all__ = ["Objective", "ObjectiveConfig", "Steps", "grpo_objective", "step_weights"]
+__all__ = ["Objective", "Steps", "grpo_objective", "step_weights"]
 
 Objective = Callable[[ObjectiveInputs], ObjectiveOutput]
 """The extension point: any such callable can stand in for `grpo_objective`."""
@@ -76,7 +76,8 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     loss = reduce(torch.add, sums.values()).to(steps.log_probs.dtype)
 
     with torch.no_grad():
-        stopped = None if traits.stopped is None or steps.is_on_policy else traits.stopped(steps)
+        nothing_moved = steps.old_is_current and inputs.behaviour_log_probs is None
+        stopped = None if traits.stopped is None or nothing_moved else traits.stopped(steps)
         per_step = {"entropy": entropy, "kl": measured_kl, "kept_fraction": counted}
         if "entropy_bonus" in sums:
             sums["entropy_bonus"] = -sums["entropy_bonus"]  # subtracted in the loss, reported as what it is
@@ -153,7 +154,7 @@ def entropy_of(
 
 
 def value_error(inputs: ObjectiveInputs, clip: float | None) -> Float[Tensor, "N T"]:
-    """Squared error of a critic, e = (v - R)^2, or with a bound c on how far a value may move from v_old
+    """Squared error of a critic, e = (v - R)^2. With a bound c on how far a value may move from v_old:
 
     e = max((v - R)^2, (v_old + clip(v - v_old, -c, c) - R)^2)
 

@@ -1,8 +1,9 @@
 """The policy's loss per step, unreduced: one small frozen class per paper, differentiated by autograd.
 
 With rho = pi / pi_old the probability ratio and A the advantage, each class maps `Steps` to a loss per step [N, T] (or
-[N, 1], the same for all steps of a row). Only `grpo_objective` sums. At rho = 1 each has the gradient of REINFORCE, -A grad
-log pi; they differ in what they do once the policy has moved.
+[N, 1], the same for all steps of a row). Only `grpo_objective` sums. At rho = 1 a step has the gradient of REINFORCE, -A grad
+log pi (but for steps that `ClipCov` leaves out, and `level="row_sum"`, where each step stands for the whole row). The classes
+differ in what they do once the policy has moved.
 
 Any function `Steps -> [N, T]` is a surrogate too; `SurrogateTraits` lists what it may say about itself.
 """
@@ -44,7 +45,7 @@ class SurrogateTraits:
     """What others have to know about a surrogate. A surrogate says it by attributes of these names; the defaults are safe."""
 
     level: RatioLevel = "step"
-    """The level of its ratio, which `k3_weighted` and the metrics use too."""
+    """The level of the ratio in the metrics and in `k3_weighted`; for most surrogates also in the loss."""
     reads_rows: bool = False
     """The loss of a step depends on the row's other steps, so rows cannot be split into steps. True for row levels."""
     zero_advantage_is_inert: bool = False
@@ -54,7 +55,7 @@ class SurrogateTraits:
     for_probabilities: bool = False
     """It compares probabilities, which densities of continuous actions are not: the trainer refuses them."""
     stopped: Callable[[Steps], tuple[Tensor, Tensor]] | None = None
-    """Steps whose gradient has stopped at the lower and at the upper bound, for the clip metrics. None: there are no bounds."""
+    """Steps past the lower and the upper bound that their advantage pushes towards, for the clip metrics. None: no bounds."""
     select: Select | None = None
     """Chooses steps once per update over all ranks; the choice arrives as `Steps.selected`. None: it chooses nothing."""
 

@@ -135,11 +135,12 @@ class GRPOTrainer:
         return self._complete(collect_live_groups(self.collector.collect, states, more_states, rounds, reward_clip))
 
     def update(self, batch: ExperienceBatch) -> dict[str, float]:
-        """The second half of `step`: all updates on one batch, collected here or elsewhere."""
+        """The second half of `step`: all optimizer steps on one batch, collected here or elsewhere."""
         start = time.perf_counter()
         rows = self.prepared(batch)
         self.policy.train()
-        was_stale, self.sampler.is_stale = self.sampler.is_stale, True  # also if an update fails
+        was_stale = self.sampler.is_stale
+        self.sampler.is_stale = True  # also if an update fails halfway
         for selected in rows.updates():  # epochs x updates; a group's rows stay adjacent
             weights = rows.weights(selected)  # of the whole update, on all ranks
             for micro in rows.micro_batches(selected):  # planned by the policy if it can

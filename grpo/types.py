@@ -101,7 +101,7 @@ class SampledActions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperienceBatch:
-    """One iteration's rows, complete. No field is filled in later: None means that there is none."""
+    """One iteration's rows. `ExperienceCollector.complete` returns a copy with the scores that training reads."""
 
     states: Rows
     """N states: a group's state stands once per row."""
@@ -116,15 +116,15 @@ class ExperienceBatch:
     mask: Bool[Tensor, "N T"]
     """True where the policy decided."""
     old_log_probs: Float[Tensor, "N T"] | None = None
-    """None: the policy has not changed since, so the current log-probs are the old ones."""
+    """None: not scored, or the policy has not changed since, so the current log-probs are the old ones."""
     behaviour_log_probs: Float[Tensor, "N T"] | None = None
     """None: the policy itself was the sampler."""
     ref_log_probs: Float[Tensor, "N T"] | None = None
-    """None: there is no reference, or its coefficient is 0."""
+    """None: not scored, or there is no reference, or its coefficient is 0."""
     entropy: Float[Tensor, "N T"] | None = None
-    """Exact entropy at collection. None: no selection of steps needs it."""
+    """Exact entropy at collection. None: not scored, or no selection of steps needs it."""
     values: Float[Tensor, "N T"] | None = None
-    """A critic's values at collection. None: there is no critic."""
+    """A critic's values at collection. None: not scored, or there is no critic."""
     final_values: Float[Tensor, " N"] | None = None
     """0 where a row terminated, the critic's value of the next state where it was truncated. None: all 0."""
     state_keys: Int[Tensor, "N T"] | None = None

@@ -1,7 +1,7 @@
-"""Bandits whose best arm moves: testbeds, policies, rewards, classic strategies to compare with, and metrics.
+"""Non-stationary bandits: testbeds, policies, rewards, classic strategies for comparison, and metrics.
 
-Needs Gymnasium (`pip install "model-agnostic-grpo[gym]"`); importing this package registers
-`bandits/DynamicBandit-v0`, `bandits/AbruptBandit-v0` and `bandits/RandomWalkBandit-v0` with it.
+Requires Gymnasium (`pip install "model-agnostic-grpo[gym]"`). Importing this package registers the environments
+`bandits/DynamicBandit-v0`, `bandits/AbruptBandit-v0` and `bandits/RandomWalkBandit-v0`.
 
 Example:
     Train a softmax policy with GRPO, and play sliding-window UCB on the same testbed::

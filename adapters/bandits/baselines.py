@@ -1,10 +1,11 @@
-"""Strategies that draw their arm: Thompson sampling, EXP3.S and the gradient bandit, all runs side by side in numpy.
+"""Randomised strategies: Thompson sampling, EXP3.S and the gradient bandit. All runs are played in parallel in numpy.
 
 Each is a `Baseline`: `select(rng) -> arms[R]`, `update(arms[R], rewards[R])`.
 
-Rewards: Thompson sampling needs [0, 1], or `likelihood="gaussian"` for unit-variance noise. EXP3.S rescales to [0, 1]
-from `reward_low..reward_high` and clips what lies outside: with Gaussian noise that shrinks large gaps, by little when
-the range covers three deviations around the means. The gradient bandit takes any rewards.
+Rewards: Thompson sampling requires rewards in [0, 1], or `likelihood="gaussian"` for unit-variance noise. EXP3.S maps
+`reward_low..reward_high` to [0, 1] and clips rewards outside that range. With Gaussian noise, clipping shrinks large gaps
+between arms; the effect is small if the range covers three deviations around the means. The gradient bandit takes any
+rewards.
 """
 
 from math import e, log, sqrt
@@ -22,21 +23,21 @@ Likelihood: TypeAlias = Literal["bernoulli", "gaussian"]
 
 
 def sample_rows(probabilities: Float64[np.ndarray, "R K"], rng: np.random.Generator) -> Arms:
-    """One draw from each row, by inverting its distribution function; the last arm takes what rounding leaves."""
+    """Draw one arm per row by inverting the distribution function. The last arm absorbs the rounding error."""
     below = np.cumsum(probabilities[:, :-1], axis=1) <= rng.random((len(probabilities), 1))
     return below.sum(axis=1)
 
 
 class ThompsonSampling:
-    """Pull the arm that is best in one draw from the posterior; with `discount` < 1 the posterior forgets.
+    """Draw the arms' means from the posterior and pull the best arm. With `discount` < 1 the posterior forgets.
 
-    At every pull counts and sums are multiplied by `discount`, then the pulled arm gains 1 and r. Means are drawn from
+    Each pull multiplies all counts and sums by `discount`, then adds 1 and r to the pulled arm. Means are drawn from
     "bernoulli": Beta(1 + sums_a, 1 + counts_a - sums_a);  "gaussian": N(sums_a / (1 + counts_a), 1 / (1 + counts_a)).
-    A reward between 0 and 1 counts as that share of a success.
+    A reward between 0 and 1 counts as a fractional success.
 
     Args:
-        discount: 1: plain Thompson sampling; smaller forgets faster (an arm not pulled returns to the prior).
-        likelihood: of the rewards; "gaussian" has unit variance and a N(0, 1) prior.
+        discount: 1 is plain Thompson sampling. A smaller discount forgets faster; an unpulled arm returns to the prior.
+        likelihood: Likelihood of the rewards. "gaussian" has unit variance and a N(0, 1) prior.
 
     Source: Thompson 1933; with discount: Raj & Kalyani 2017, arXiv:1707.09727, algorithm 1.
     """
@@ -53,7 +54,7 @@ class ThompsonSampling:
         self.sums = np.zeros((num_runs, num_arms))
 
     def select(self, rng: np.random.Generator) -> Arms:
-        """The best arm of one posterior draw."""
+        """Pull the best arm of one posterior draw."""
         match self.likelihood:
             case "bernoulli":
                 failures = np.maximum(self.counts - self.sums, 0.0)
@@ -65,14 +66,14 @@ class ThompsonSampling:
                 assert_never(self.likelihood)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:
-        """Fade, then add one pull per run.
+        """Discount the posterior, then add one pull per run.
 
         Raises:
-            RewardError: rewards outside [0, 1] under the Bernoulli likelihood.
+            RewardError: The likelihood is Bernoulli, and a reward is outside [0, 1].
         """
         if self.likelihood == "bernoulli" and (rewards.min() < 0 or rewards.max() > 1):
             raise RewardError(
-                f"ThompsonSampling: likelihood='bernoulli' takes rewards in [0, 1]; got {rewards.min():g} to "
+                f"ThompsonSampling: likelihood='bernoulli' requires rewards in [0, 1]; got {rewards.min():g} to "
                 f"{rewards.max():g}. Use likelihood='gaussian', or rescale."
             )
         self.counts *= self.discount
@@ -88,11 +89,12 @@ class EXP3S:
     x_a = the rescaled reward of the pulled arm, 0 for the others
 
     Args:
-        horizon: pulls per run in all, T.
-        num_changes: how often the best arm changes; S = num_changes + 1 segments.
-        exploration: gamma; None: min(1, sqrt(K (S log(K T) + e) / ((e - 1) T))). Larger explores more.
-        sharing: alpha; None: 1 / T. Larger forgets faster.
-        reward_low, reward_high: mapped to 0 and 1; what lies outside is clipped.
+        horizon: Total number of pulls per run, T.
+        num_changes: Number of changes of the best arm. There are S = num_changes + 1 segments.
+        exploration: gamma. None uses min(1, sqrt(K (S log(K T) + e) / ((e - 1) T))). A larger value explores more.
+        sharing: alpha. None uses 1 / T. A larger value forgets faster.
+        reward_low: Reward that is mapped to 0. Smaller rewards are clipped.
+        reward_high: Reward that is mapped to 1. Larger rewards are clipped.
 
     Source: Auer, Cesa-Bianchi, Freund & Schapire 2002, SIAM J. Comput. 32(1), figure 4 and corollary 8.3.
     """
@@ -125,7 +127,7 @@ class EXP3S:
         self.weights = np.full((num_runs, num_arms), 1 / num_arms)
 
     def probabilities(self) -> Float64[np.ndarray, "R K"]:
-        """What the next arm is drawn from."""
+        """Probabilities of the next arm."""
         return (1 - self.exploration) * self.weights + self.exploration / self.num_arms
 
     def select(self, rng: np.random.Generator) -> Arms:
@@ -133,7 +135,7 @@ class EXP3S:
         return sample_rows(self.probabilities(), rng)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:
-        """Reward the pulled arms; weights are kept at sum 1, which changes no probability."""
+        """Reward the pulled arms and renormalise the weights to sum 1."""
         scaled = np.clip((rewards - self.reward_low) / (self.reward_high - self.reward_low), 0.0, 1.0)
         chosen = self.probabilities()[self.runs, arms]
         weights = self.weights.copy()
@@ -146,14 +148,14 @@ class GradientBandit:
     """Stochastic gradient ascent on softmax preferences, with a running-average baseline.
 
     H_a <- (1 - logit_decay) H_a + step_size (r - baseline) (1{a pulled} - pi_a),  pi = softmax(H);
-    the baseline averages the rewards before this one (the first reward is its own baseline)
+    the baseline is the average of the rewards before this one (the first reward is its own baseline)
 
     Args:
-        step_size: larger learns faster and forgets faster.
-        baseline_step_size: None: the average of all rewards; else baseline <- baseline + this * (r - baseline), which
-            follows a reward level that changes.
-        logit_decay: 0 as in the book; above 0 preferences shrink towards uniform, so that an arm given up for bad is
-            still tried, and a change found.
+        step_size: A larger step learns faster and forgets faster.
+        baseline_step_size: None averages all rewards. A number uses baseline <- baseline + number * (r - baseline), which
+            follows a changing reward level.
+        logit_decay: 0 as in the book. A positive decay shrinks preferences towards uniform, so that bad arms are still
+            tried and changes are found.
 
     Source: Sutton & Barto, Reinforcement Learning, 2nd edition 2018, section 2.8, eq. 2.12.
     """
@@ -182,7 +184,7 @@ class GradientBandit:
         self.preferences = np.zeros((num_runs, num_arms))
 
     def probabilities(self) -> Float64[np.ndarray, "R K"]:
-        """softmax of the preferences."""
+        """Softmax of the preferences."""
         weights = np.exp(self.preferences - self.preferences.max(axis=1, keepdims=True))
         return weights / weights.sum(axis=1, keepdims=True)
 
@@ -191,7 +193,7 @@ class GradientBandit:
         return sample_rows(self.probabilities(), rng)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:
-        """One step along the gradient of log pi, then the baseline."""
+        """Take one gradient step on the preferences, then update the baseline."""
         if self.num_pulls == 0:
             self.baseline = np.array(rewards, dtype=np.float64)
         self.num_pulls += 1

@@ -1,6 +1,6 @@
-"""The testbeds as Gymnasium environments: one run, one pull per step, nothing to observe.
+"""The testbeds as Gymnasium environments: one run, one pull per step, and a constant observation.
 
-`import adapters.bandits` registers them; `gymnasium.make("bandits/AbruptBandit-v0")` builds one.
+`import adapters.bandits` registers the environments. `gymnasium.make("bandits/AbruptBandit-v0")` creates one.
 """
 
 from typing import Any
@@ -16,13 +16,13 @@ except ImportError as error:
 
 
 class BanditEnv(gymnasium.Env[np.int64, np.int64 | int]):
-    """One run of a testbed: observation always 0, action = arm, truncated after the last step.
+    """One run of a testbed. The observation is always 0, the action is an arm, and the last step truncates the episode.
 
-    `info` holds `means` (expected rewards of the arms at the pull to come), `best_arm` (the first, where several are
-    best) and `step`.
+    `info` holds `means` (expected rewards of the arms at the next pull), `best_arm` (the first if several are best) and
+    `step`.
 
     Args:
-        testbed: with one run; `reset` draws its seed from the environment's own generator.
+        testbed: A testbed with one run. `reset` draws its seed from the environment's generator.
     """
 
     def __init__(self, testbed: Testbed) -> None:
@@ -33,7 +33,7 @@ class BanditEnv(gymnasium.Env[np.int64, np.int64 | int]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.int64, dict[str, Any]]:
-        """A new run; the same seed gives the same means and rewards."""
+        """Start a new run. The same seed gives the same means and rewards."""
         super().reset(seed=seed)
         self.testbed.reset(int(self.np_random.integers(2**31)))
         return np.int64(0), self._info()
@@ -75,7 +75,7 @@ class RandomWalkBanditEnv(BanditEnv):
 
 
 def register_environments() -> None:
-    """Make the three known to `gymnasium.make`; a second call changes nothing."""
+    """Register the three environments with Gymnasium. A second call has no effect."""
     for environment in (DynamicBanditEnv, AbruptBanditEnv, RandomWalkBanditEnv):
         name = f"bandits/{environment.__name__.removesuffix('Env')}-v0"
         if name not in gymnasium.registry:

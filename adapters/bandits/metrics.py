@@ -1,7 +1,7 @@
-"""What to report about bandits that change, as free functions on arrays.
+"""Metrics of non-stationary bandits, as functions on arrays.
 
-Axis letters: S time steps, K arms, P pulls; leading axes (runs, seeds) pass through. A *segment* is a stretch of steps
-in one regime: regimes [0, 0, 1, 1, 0] have three.
+Axes: S time steps, K arms, P pulls. Leading axes (runs, seeds) are kept. A *segment* is a maximal run of steps in one
+regime: regimes [0, 0, 1, 1, 0] have three segments.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ from grpo.errors import ConfigError
 def structured_reward(
     rewards: ArrayLike, regimes: ArrayLike, structured: Sequence[int] = (1, 3)
 ) -> Float64[np.ndarray, "..."] | np.float64:
-    """Mean reward over the steps whose regime has something to find.
+    """Mean reward over the steps in which the arms differ.
 
-    On the dynamic bandit: chance .27, oracle .75. Steps of uniform regimes pay the same whatever is pulled, and would
-    only dilute the difference.
+    On the dynamic bandit, a random policy gets .27 and the oracle .75. In the other regimes all arms pay the same, so these
+    steps would only dilute the difference.
 
     Args:
-        rewards: [..., S], per step.
+        rewards: [..., S], reward of each step.
         regimes: [S], the regime of each step (`dynamic_regimes`).
-        structured: the regimes that count.
+        structured: The regimes to count.
     """
     counted = np.isin(np.asarray(regimes), structured)
     if not counted.any():
@@ -35,10 +35,10 @@ def structured_reward(
 def best_arm_probability(probabilities: ArrayLike, means: ArrayLike) -> Float64[np.ndarray, "... S"]:
     """Probability put on the best arm at each step: [..., S, K] -> [..., S].
 
-    Several arms equally good count together: where all are, it is 1 and says nothing.
+    Equally good arms count together, so the result is 1 where all arms are equal.
 
     Args:
-        probabilities: [..., S, K], of the policy; or fractions of pulls, see `pull_fractions`.
+        probabilities: [..., S, K], the policy's probabilities, or fractions of pulls (see `pull_fractions`).
         means: [..., S, K], expected rewards.
     """
     expected = np.asarray(means, dtype=np.float64)
@@ -47,12 +47,12 @@ def best_arm_probability(probabilities: ArrayLike, means: ArrayLike) -> Float64[
 
 
 def pull_fractions(arms: ArrayLike, num_arms: int, pulls_per_step: int) -> Float64[np.ndarray, "... S K"]:
-    """How often each arm was pulled within each step: what stands for probabilities where there is no policy.
+    """Fraction of the pulls on each arm within each step. It replaces probabilities for strategies that have none.
 
     Args:
         arms: [..., P] with P = S * pulls_per_step.
         num_arms: K.
-        pulls_per_step: pulls that make one step.
+        pulls_per_step: Number of pulls per step.
     """
     pulled = np.asarray(arms)
     if pulled.shape[-1] % pulls_per_step:
@@ -65,7 +65,7 @@ def pull_fractions(arms: ArrayLike, num_arms: int, pulls_per_step: int) -> Float
 
 
 def mean_by_regime(values: ArrayLike, regimes: ArrayLike) -> dict[int, Float64[np.ndarray, "..."] | np.float64]:
-    """Mean of a per-step value within each regime: with `best_arm_probability`, how well each regime was found.
+    """Mean of a per-step value within each regime.
 
     Args:
         values: [..., S].
@@ -82,9 +82,9 @@ def segment_starts(regimes: Int[np.ndarray, " S"]) -> Int64[np.ndarray, " M"]:
 
 
 def time_to_reach(values: ArrayLike, regimes: ArrayLike, threshold: float = 0.5) -> Int64[np.ndarray, "... M"]:
-    """Steps after each segment's start until the value is first >= threshold; the segment's length if never.
+    """Steps from each segment's start until the value is first >= threshold, or the segment's length if it never is.
 
-    With `best_arm_probability` and threshold .5 this is the time to 50 %: 0 where the first step is there already.
+    With `best_arm_probability` and threshold .5, this is the time to 50 %. It is 0 if the first step reaches the threshold.
 
     Args:
         values: [..., S].
@@ -102,11 +102,11 @@ def time_to_reach(values: ArrayLike, regimes: ArrayLike, threshold: float = 0.5)
 
 
 def cumulative_regret(means: ArrayLike, arms: ArrayLike) -> Float64[np.ndarray, "... P"]:
-    """sum over pulls so far of max_a means[p, a] - means[p, arms[p]].
+    """Sum over the pulls so far of max_a means[p, a] - means[p, arms[p]].
 
     Args:
         means: [..., P, K], expected rewards at each pull.
-        arms: [..., P], pulled.
+        arms: [..., P], the pulled arms.
     """
     expected = np.asarray(means, dtype=np.float64)
     pulled = np.asarray(arms)

@@ -1,4 +1,4 @@
-"""Checks of arguments that several modules take."""
+"""Argument checks that several modules share."""
 
 from typing import Any, get_args
 
@@ -6,10 +6,10 @@ from grpo.errors import ConfigError
 
 
 def require_option(owner: str, name: str, value: str, literal: Any) -> None:
-    """`value` is one of the words of a `Literal`.
+    """Check that `value` is one of the options of a `Literal`.
 
     Raises:
-        ConfigError: naming the words.
+        ConfigError: The value is not an option. The message lists the options.
     """
     words = get_args(literal)
     if value not in words:
@@ -17,10 +17,10 @@ def require_option(owner: str, name: str, value: str, literal: Any) -> None:
 
 
 def require_discount(owner: str, discount: float) -> None:
-    """A factor per pull that forgets, or at most remembers.
+    """Check that a discount factor lies in (0, 1].
 
     Raises:
-        ConfigError: outside (0, 1].
+        ConfigError: The discount is outside (0, 1].
     """
     if not 0 < discount <= 1:
         raise ConfigError(f"{owner}: discount must lie in (0, 1], 1 = never forget; got {discount}.")

@@ -1,6 +1,6 @@
-"""Playing a bandit strategy on a testbed, all runs side by side.
+"""Play a bandit strategy on all runs of a testbed in parallel.
 
-Axis letters: R runs, K arms, P pulls.
+Axes: R runs, K arms, P pulls.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from jaxtyping import Float64, Int64
 from .testbeds import Testbed
 
 STREAM = 1
-"""Beside the seed: a testbed with the same seed draws other numbers, else a strategy's draws would foretell its rewards."""
+"""Added to the strategy's seed, so that a strategy and a testbed with the same seed draw different numbers."""
 
 Arms: TypeAlias = Int64[np.ndarray, " R"]
 Rewards: TypeAlias = Float64[np.ndarray, " R"]
@@ -20,7 +20,7 @@ Rewards: TypeAlias = Float64[np.ndarray, " R"]
 
 @runtime_checkable
 class Baseline(Protocol):
-    """A strategy playing R runs at once: choose an arm in each, then learn from what they paid."""
+    """A strategy that plays R runs in parallel: it selects an arm in each run, then learns from the rewards."""
 
     def select(self, rng: np.random.Generator) -> Arms:
         """The arm to pull next in every run."""
@@ -33,27 +33,27 @@ class Baseline(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayRecord:
-    """What was pulled, and what it paid."""
+    """Arms, rewards and regrets of the pulls of `play`."""
 
     arms: Int64[np.ndarray, "R P"]
-    """The arm of every pull."""
+    """The pulled arm of each pull."""
     rewards: Float64[np.ndarray, "R P"]
-    """What it paid."""
+    """The reward of each pull."""
     regrets: Float64[np.ndarray, "R P"]
-    """Pseudo-regret of each pull: the best arm's mean at that time minus the chosen arm's; sum it for the total."""
+    """Pseudo-regret of each pull: the best arm's mean at that time minus the pulled arm's mean. Sum it for the total."""
 
 
 def play(baseline: Baseline, testbed: Testbed, num_pulls: int, seed: int = 0) -> PlayRecord:
-    """`num_pulls` pulls in every run of the testbed, from its present time on.
+    """Play `num_pulls` pulls in every run of the testbed, starting at its current time.
 
     Args:
-        baseline: built for `testbed.num_runs` runs and `testbed.num_arms` arms.
-        testbed: its clocks move; `reset()` it first to start from the beginning.
-        num_pulls: P.
-        seed: of the baseline's own draws; the testbed has its own.
+        baseline: A strategy for `testbed.num_runs` runs and `testbed.num_arms` arms.
+        testbed: The testbed. Its clocks advance; call `reset()` first to start from the beginning.
+        num_pulls: Number of pulls per run, P.
+        seed: Seed of the strategy's draws. The testbed has its own seed.
 
     Raises:
-        RewardError: the testbed ends before.
+        RewardError: The testbed ends before the last pull.
     """
     rng = np.random.default_rng((seed, STREAM))
     runs = np.arange(testbed.num_runs)
@@ -70,14 +70,14 @@ def play(baseline: Baseline, testbed: Testbed, num_pulls: int, seed: int = 0) ->
 
 
 class Uniform:
-    """Every arm with the same probability, for ever: chance level."""
+    """Pull every arm with the same probability. This is chance level."""
 
     def __init__(self, num_runs: int, num_arms: int) -> None:
         self.num_runs = num_runs
         self.num_arms = num_arms
 
     def select(self, rng: np.random.Generator) -> Arms:
-        """Any arm."""
+        """Pull a random arm."""
         return rng.integers(self.num_arms, size=self.num_runs)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:
@@ -85,13 +85,13 @@ class Uniform:
 
 
 class Oracle:
-    """The arm with the highest mean at the present time: no regret."""
+    """Pull the arm with the highest current mean. The regret is 0."""
 
     def __init__(self, testbed: Testbed) -> None:
         self.testbed = testbed
 
     def select(self, rng: np.random.Generator) -> Arms:
-        """The best arm, the first where several are best."""
+        """Pull the best arm; the first one if several are best."""
         return self.testbed.means_now().argmax(axis=1)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of runs on the dynamic bandit. Needs matplotlib (`pip install "model-agnostic-grpo[notebooks]"`)."""
+"""Plots of runs on the dynamic bandit. Requires matplotlib (`pip install "model-agnostic-grpo[notebooks]"`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,37 +12,37 @@ REGIME_NAMES = {0: "all alike", 1: "arm 3 best", 2: "all alike", 3: "arm 0 best"
 
 
 class PlottedRun(Protocol):
-    """What is plotted of a run: S steps, K arms."""
+    """The data of a run that is plotted: S steps, K arms."""
 
     @property
     def name(self) -> str:
-        """For the legend."""
+        """Name in the legend."""
         ...
 
     @property
     def rewards(self) -> np.ndarray:
-        """[S]."""
+        """Mean reward of each step, [S]."""
         ...
 
     @property
     def probabilities(self) -> np.ndarray:
-        """[S + 1, K]."""
+        """Arm probabilities before each step and after the last step, [S + 1, K]."""
         ...
 
     @property
     def losses(self) -> np.ndarray | None:
-        """[S], or None."""
+        """Loss of each step, [S], or None."""
         ...
 
 
 def plot_dynamic_runs(
     runs: Sequence[PlottedRun], path: str | Path | None, regimes: np.ndarray, means: np.ndarray
 ) -> Any:
-    """Reward, arm probabilities of each run, probability of the best arm, and loss, with the regimes' borders.
+    """Plot the reward, each run's arm probabilities, the probability of the best arm, and the loss.
 
     Args:
-        runs: the first is drawn strongest.
-        path: a PNG to write, its folder made; None: the figure is only returned.
+        runs: The runs, one line or panel each.
+        path: PNG file to write; its folder is created. None only returns the figure.
         regimes: [S], the regime of each step.
         means: [S, K], expected rewards.
 
@@ -84,7 +84,7 @@ def plot_dynamic_runs(
 
 
 def plot_arm_probabilities(axis: Any, run: PlottedRun) -> None:
-    """One line per arm: the policy that pulled in each step."""
+    """Plot one line per arm: the probabilities with which the policy pulled in each step."""
     acting = run.probabilities[:-1]
     for arm in range(acting.shape[1]):
         axis.plot(acting[:, arm], label=f"arm {arm}")

@@ -1,4 +1,4 @@
-"""Policies over K arms: a table of logits, and a small network of the state's features.
+"""Policies over K arms: a table of logits, and a small network on state features.
 
 Axis letters as in `grpo`: B states, G actions per state, N = B * G rows; one decision per row, so T = 1. K is the
 number of actions, S the rows of the table, F the features.
@@ -21,12 +21,12 @@ Activation: TypeAlias = Literal["tanh", "relu"]
 
 
 def categorical_entropy(log_probs: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows"]:
-    """H = - sum_a p(a) log p(a), in nats, exact and with gradient, from normalised log-probabilities."""
+    """H = - sum_a p(a) log p(a), in nats, exact and differentiable, from normalised log-probs."""
     return -torch.linalg.vecdot(log_probs.exp(), log_probs)
 
 
 def single_step_scores(log_probs: Float[Tensor, " N"], entropy: Float[Tensor, " N"] | None) -> ActionScores:
-    """Rows of one decision each: [N] becomes [N, 1], and every step counts."""
+    """Scores of single-step rows: [N] becomes [N, 1] with a mask of all True."""
     return ActionScores(
         log_probs=log_probs.unsqueeze(1),
         mask=torch.ones(len(log_probs), 1, dtype=torch.bool, device=log_probs.device),
@@ -35,15 +35,15 @@ def single_step_scores(log_probs: Float[Tensor, " N"], entropy: Float[Tensor, " 
 
 
 def exact_sample(actions: Int64[Tensor, "B G"], scores: ActionScores) -> SampledActions:
-    """A sampler that draws from the policy itself: its behaviour log-probs are the scores'."""
+    """Sampled actions with the policy's own scores, so `behaviour_log_probs` equal the scores' log-probs."""
     return SampledActions(actions=actions, mask=scores.mask, behaviour_log_probs=scores.log_probs, scores=scores)
 
 
 def as_indices(name: str, values: Any, limit: int, device: torch.device) -> Int64[Tensor, " N"]:
-    """A list, array or tensor of whole numbers in [0, limit) as an int64 tensor [N].
+    """Convert integers in [0, limit) to an int64 tensor [N].
 
     Raises:
-        ContractError: another shape, dtype or range.
+        ContractError: The values have another shape, dtype or range.
     """
     indices = torch.as_tensor(values, device=device)
     if indices.dim() != 1 or indices.is_floating_point():
@@ -60,8 +60,8 @@ def as_indices(name: str, values: Any, limit: int, device: torch.device) -> Int6
 class SoftmaxPolicy(nn.Module):
     """pi(a | s) = softmax(logits[s])[a], uniform at the start.
 
-    With `num_states=1` the policy is stateless: only the number of states is looked at. Otherwise a state is a row of
-    the table, 0 <= s < num_states. The reference (`ScoresReference`) is the uniform policy, -log K everywhere.
+    With `num_states=1` the policy ignores the values of states and uses only their number. Otherwise a state is a row of the
+    table, 0 <= s < num_states. The policy's own reference (`ScoresReference`) is the uniform policy, -log K everywhere.
 
     Args:
         num_actions: K.
@@ -82,7 +82,7 @@ class SoftmaxPolicy(nn.Module):
         self.logits = nn.Parameter(torch.zeros(num_states, num_actions))
 
     def score_actions(self, states: Any, actions: Any) -> ActionScores:
-        """Log-probs [N, 1] and exact entropy; the softmax is taken once per state of the table, not once per row."""
+        """Log-probs [N, 1] and exact entropy. The softmax is computed once per state of the table, not once per row."""
         device = self.logits.device
         arms = as_indices("SoftmaxPolicy: actions", actions, self.num_actions, device)
         if self.num_states == 1:
@@ -133,7 +133,7 @@ class SoftmaxPolicy(nn.Module):
         return self.logits.new_full((len(actions), 1), -float(np.log(self.num_actions)))
 
     def get_parameters(self) -> dict[str, Tensor]:
-        """`logits`."""
+        """The trainable logits."""
         return dict(self.named_parameters())
 
     def probabilities(self) -> Float[Tensor, "S K"]:
@@ -144,16 +144,16 @@ class SoftmaxPolicy(nn.Module):
 class MLPPolicy(nn.Module):
     """pi(a | x) = softmax(f(x))[a] with a fully connected f; nearly uniform at the start.
 
-    The last layer starts a hundred times smaller than usual, so that no action is preferred before the first reward
+    The last layer's initial weights are scaled by 0.01, so that no action is preferred before the first reward
     (Andrychowicz et al. 2021, arXiv:2006.05990, section 3.2).
 
     Args:
-        num_features: F, length of a state.
-        num_actions: K.
-        hidden: widths of the hidden layers; empty: a linear policy.
-        activation: between layers.
-        exact_entropy: also return the entropy. When rows are scored one by one (not by group) it costs about a tenth
-            of the scoring time at 64 actions; switch it off where neither objective nor metrics ask for it.
+        num_features: Length F of a state.
+        num_actions: Number of actions K.
+        hidden: Widths of the hidden layers. Empty makes a linear policy.
+        activation: Activation between layers.
+        exact_entropy: Whether to return the entropy. If rows are scored one by one (not by group), the entropy takes about
+            a tenth of the scoring time at 64 actions. Switch it off if neither the objective nor the metrics need it.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class MLPPolicy(nn.Module):
             self.head.bias.zero_()
 
     def action_log_probs(self, states: Any) -> Float[Tensor, "B K"]:
-        """log pi(a | x) of all actions, from one forward pass."""
+        """log pi(a | x) for all actions, from one forward pass."""
         weight = self.head.weight
         if isinstance(states, list | tuple):
             states = torch.stack([torch.as_tensor(state) for state in states])
@@ -193,7 +193,7 @@ class MLPPolicy(nn.Module):
         return self.head(self.body(features)).log_softmax(dim=1)
 
     def score_actions(self, states: Any, actions: Any) -> ActionScores:
-        """Log-probs [N, 1], one forward row per (state, action) row."""
+        """Log-probs [N, 1]. The forward pass has one row per (state, action) pair."""
         log_probs = self.action_log_probs(states)
         arms = as_indices("MLPPolicy: actions", actions, self.num_actions, log_probs.device)
         if len(arms) != len(log_probs):
@@ -202,7 +202,7 @@ class MLPPolicy(nn.Module):
         return single_step_scores(log_probs.gather(1, arms.unsqueeze(1)).squeeze(1), entropy)
 
     def score_groups(self, states: Any, actions: Any) -> ActionScores:
-        """Log-probs [N, 1], one forward row per *state*; groups may have different numbers of actions."""
+        """Log-probs [N, 1]. The forward pass has one row per *state*. Groups may differ in size."""
         log_probs = self.action_log_probs(states)
         if len(actions) != len(log_probs):
             raise ContractError(
@@ -219,7 +219,7 @@ class MLPPolicy(nn.Module):
         return self._group_scores(log_probs, repeats, flat)
 
     def _group_scores(self, log_probs: Float[Tensor, "B K"], repeats: Any, actions: Any) -> ActionScores:
-        """Rows of consecutive groups, `repeats` each (one number, or one per state)."""
+        """Scores of consecutive groups with `repeats` rows each (one number, or one number per state)."""
         device = log_probs.device
         arms = as_indices("MLPPolicy: actions", actions, self.num_actions, device)
         groups = torch.arange(len(log_probs), device=device).repeat_interleave(repeats)

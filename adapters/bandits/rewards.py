@@ -11,20 +11,20 @@ from .testbeds import Testbed
 
 
 class BanditReward:
-    """Rewards of pulling arms: states are run numbers, or anything at all when the testbed has one run.
+    """Rewards of pulling arms. States are run numbers; a testbed with one run accepts any states.
 
-    Every row is a pull and moves its run's clock, in row order; so does `trainer.evaluate`. What an arm is worth now can be
-    looked at for nothing: `testbed.expected_rewards`.
+    Each row is a pull that advances its run's clock, in row order. `trainer.evaluate` advances the clocks too. Use
+    `testbed.expected_rewards` to read the arms' current means without a pull.
     """
 
     def __init__(self, testbed: Testbed) -> None:
         self.testbed = testbed
 
     def compute_rewards(self, states: Any, actions: Any) -> Float64[Tensor, " N"]:
-        """One reward per row.
+        """Pull the arms and return one reward per row.
 
         Raises:
-            RewardError: runs or arms that do not exist, or a pull past the testbed's last step.
+            RewardError: A run or an arm does not exist, or a pull is past the testbed's last step.
         """
         arms = _as_array(actions)
         runs = np.zeros(len(arms), dtype=np.int64) if self.testbed.num_runs == 1 else _as_array(states)
@@ -39,7 +39,7 @@ class BanditReward:
         return self
 
     def to(self, device: torch.device | str) -> "BanditReward":
-        """Nothing to move: the testbed is numpy."""
+        """Does nothing, because the testbed uses numpy."""
         return self
 
     def state_dict(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class BanditReward:
         return self.testbed.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken."""
+        """Restore the state, so that the rewards continue exactly."""
         self.testbed.load_state_dict(state)
 
 

@@ -1,7 +1,7 @@
-"""Bandits whose arms change over time, many independent runs at once, in plain numpy.
+"""Bandits with arms that change over time, with many independent runs, in numpy.
 
-Axis letters: R runs, T time steps, K arms, N pulls. A testbed is a table of expected rewards `means[R, T, K]`, a kind
-of noise, and a clock per run that only pulling moves.
+Axes: R runs, T time steps, K arms, N pulls. A testbed is a table of expected rewards `means[R, T, K]`, a kind of noise,
+and a clock per run. Only pulls advance the clock.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,8 @@ from grpo.errors import ConfigError, RewardError
 from .options import require_option
 
 Noise: TypeAlias = Literal["deterministic", "bernoulli", "gaussian"]
-"""The reward itself; 1 with that probability, else 0; a normal draw of unit variance around it."""
+"""Reward of a pull with mean m: m itself ("deterministic"), 1 with probability m, else 0 ("bernoulli"), or N(m, 1)
+("gaussian")."""
 
 MeansSource: TypeAlias = np.ndarray | Callable[[np.random.Generator], np.ndarray]
 """Expected rewards [R, T, K] or [1, T, K] (shared by all runs), or a function that draws them."""
@@ -24,7 +25,7 @@ MeansSource: TypeAlias = np.ndarray | Callable[[np.random.Generator], np.ndarray
 DYNAMIC_REGIMES = np.array(
     [[0.4, 0.4, 0.4, 0.4, 0.4], [0.1, 0.2, 0.0, 0.8, 0.3], [0.4, 0.4, 0.4, 0.4, 0.4], [0.7, 0.1, 0.3, 0.2, 0.0]]
 )
-"""Expected rewards of the five arms in the four regimes of the dynamic bandit; 0 and 2 have nothing to find."""
+"""Expected rewards of the five arms in the four regimes of the dynamic bandit. In regimes 0 and 2 all arms are equal."""
 
 
 class Testbed:
@@ -33,15 +34,15 @@ class Testbed:
     The reward of a pull has the mean means[r, t, a] with t = (pulls of run r so far) // pulls_per_step.
 
     Args:
-        means: expected rewards, or how to draw them; drawn again on `reset`, from the seed.
-        noise: see `Noise`.
-        num_runs: R; None: as many as `means` has.
-        pulls_per_step: how many pulls of a run see the same means; larger slows the change.
-        cyclic: past the last step start over at step 0; otherwise such a pull is an error.
-        seed: of means and rewards alike.
+        means: Expected rewards, or a function that draws them. `reset` draws them again from the seed.
+        noise: Noise of the rewards, see `Noise`.
+        num_runs: Number of runs R. None uses the number of runs in `means`.
+        pulls_per_step: Number of pulls of a run per time step. A larger number slows the change.
+        cyclic: Whether the pull after the last step starts over at step 0. If False, that pull is an error.
+        seed: Seed of the means and the rewards.
 
     Raises:
-        ConfigError: naming the argument.
+        ConfigError: An argument is invalid. The message names the argument.
     """
 
     __test__ = False  # pytest: not a test class, whatever its name
@@ -97,32 +98,32 @@ class Testbed:
             )
 
     def reset(self, seed: int | None = None) -> None:
-        """Start all runs anew; None: the very same runs again."""
+        """Restart all runs from a seed. None uses the same seed, which repeats the same runs."""
         self._start(self.seed if seed is None else seed)
 
     def steps_at(self, pulls: ArrayLike) -> Int64[np.ndarray, "..."]:
-        """The time step that the pull after `pulls` others belongs to; past the end, the last (or around again)."""
+        """Time step of the next pull after `pulls` pulls. Past the end it is the last step, or starts over if cyclic."""
         steps = np.asarray(pulls, dtype=np.int64) // self.pulls_per_step
         return np.asarray(steps % self.num_steps if self.cyclic else np.minimum(steps, self.num_steps - 1))
 
     def means_now(self, runs: ArrayLike | None = None) -> Float64[np.ndarray, "N K"]:
-        """Expected rewards of all arms at each run's present time; None: every run. Moves nothing."""
+        """Expected rewards of all arms at each run's current time. None selects all runs. No clock advances."""
         rows = np.arange(self.num_runs) if runs is None else self._indices("runs", runs, self.num_runs)
         return self.means[rows, self.steps_at(self.pulls[rows])]
 
     def expected_rewards(self, runs: ArrayLike, arms: ArrayLike) -> Float64[np.ndarray, " N"]:
-        """What `pull` would give on average, were each row the next pull of its run. Moves nothing."""
+        """Expected reward of each row as the next pull of its run. No clock advances."""
         rows, chosen = self._rows(runs, arms)
         return self.means[rows, self.steps_at(self.pulls[rows]), chosen]
 
     def pull(self, runs: ArrayLike, arms: ArrayLike) -> Float64[np.ndarray, " N"]:
-        """Rewards of N pulls; rows with the same run are successive pulls of that run, in row order.
+        """Pull N arms and return their rewards. Rows with the same run are successive pulls of that run, in row order.
 
-        The same rows in one call or in many give the same rewards. `regrets[r]` grows by max_a means[r, t, a] minus
-        the chosen arm's mean.
+        Splitting rows over several calls gives the same rewards. `regrets[r]` grows by max_a means[r, t, a] minus the pulled
+        arm's mean.
 
         Raises:
-            RewardError: runs or arms that do not exist, or a pull past the last step; nothing has moved then.
+            RewardError: A run or an arm does not exist, or a pull is past the last step. No clock has advanced.
         """
         rows, chosen = self._rows(runs, arms)
         counts = np.bincount(rows, minlength=self.num_runs)
@@ -170,7 +171,7 @@ class Testbed:
         return indices.astype(np.int64, copy=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that an exact resume needs; the means come again from the seed."""
+        """State for an exact resume. The means are not stored; the seed reproduces them."""
         return {
             "seed": self.seed,
             "pulls": self.pulls.copy(),
@@ -179,10 +180,10 @@ class Testbed:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state_dict` was taken.
+        """Restore the state, so that the rewards continue exactly.
 
         Raises:
-            ConfigError: the state is that of another number of runs.
+            ConfigError: The state has another number of runs.
         """
         if np.shape(state["pulls"]) != (self.num_runs,):
             raise ConfigError(
@@ -196,7 +197,7 @@ class Testbed:
 
 
 def _ranks_within(rows: Int64[np.ndarray, " N"], counts: Int64[np.ndarray, " R"]) -> Int64[np.ndarray, " N"]:
-    """How many earlier rows have the same run: [5, 7, 5, 5, 7] -> [0, 0, 1, 2, 1]."""
+    """Number of earlier rows with the same run: [5, 7, 5, 5, 7] -> [0, 0, 1, 2, 1]."""
     if counts.max() == 1:
         return np.zeros(len(rows), dtype=np.int64)
     order = np.argsort(rows, kind="stable")
@@ -206,10 +207,10 @@ def _ranks_within(rows: Int64[np.ndarray, " N"], counts: Int64[np.ndarray, " R"]
 
 
 def dynamic_testbed(*, num_runs: int = 1, pulls_per_step: int = 32, seed: int = 0) -> Testbed:
-    """Five arms, 100 steps, deterministic rewards; the regime is (step // 20) % 4 and starts over after 100 steps.
+    """Five arms, 100 steps, deterministic rewards. The regime is (step // 20) % 4 and starts over after 100 steps.
 
-    Regimes 0 and 2 pay .4 on every arm; in regime 1 arm 3 is best (.8), in regime 3 arm 0 (.7).
-    One step is one GRPO iteration when `pulls_per_step` is the number of its rows.
+    Regimes 0 and 2 pay .4 on every arm. In regime 1 arm 3 is best (.8), in regime 3 arm 0 is best (.7).
+    One step is one GRPO iteration if `pulls_per_step` is the number of rows per iteration.
     """
     means = DYNAMIC_REGIMES[dynamic_regimes(100)][None]
     return Testbed(
@@ -218,14 +219,14 @@ def dynamic_testbed(*, num_runs: int = 1, pulls_per_step: int = 32, seed: int = 
 
 
 def dynamic_regimes(num_steps: int = 100) -> Int64[np.ndarray, " S"]:
-    """The dynamic bandit's regime at each step: (step // 20) % 4, from 0 again at step 100."""
+    """The dynamic bandit's regime at each step: (step // 20) % 4, starting over at step 100."""
     return (np.arange(num_steps) % 100 // 20) % 4
 
 
 def abrupt_testbed(*, num_runs: int = 1, pulls_per_step: int = 1, seed: int = 0) -> Testbed:
-    """Three Bernoulli arms, 10,000 steps; the second best becomes the best for 2,000 steps.
+    """Three Bernoulli arms, 10,000 steps. The second-best arm becomes the best arm for 2,000 steps.
 
-    means: .5, .3, and .4 but .9 for 3000 <= t < 5000.
+    The means are .5, .3 and .4; the third is .9 for 3000 <= t < 5000.
 
     Source: Garivier & Moulines 2008, arXiv:0805.3415, section 4.
     """
@@ -237,9 +238,9 @@ def abrupt_testbed(*, num_runs: int = 1, pulls_per_step: int = 1, seed: int = 0)
 def random_walk_testbed(
     *, num_runs: int = 1, num_steps: int = 10_000, pulls_per_step: int = 1, step_std: float = 0.01, seed: int = 0
 ) -> Testbed:
-    """Ten arms that start equal and take independent normal steps; rewards have unit variance.
+    """Ten arms with means that start equal and follow independent random walks. Rewards have unit variance.
 
-    means[r, 0, a] = 0,  means[r, t+1, a] = means[r, t, a] + N(0, step_std^2), another walk in every run.
+    means[r, 0, a] = 0,  means[r, t+1, a] = means[r, t, a] + N(0, step_std^2), with a separate walk in each run.
 
     Source: Sutton & Barto, Reinforcement Learning, 2nd edition 2018, exercise 2.5.
     """

@@ -1,9 +1,9 @@
-"""The UCB family: optimism in the face of uncertainty, with no, fading or sliding memory; all runs side by side.
+"""UCB strategies with full, discounted or sliding-window memory. All runs are played in parallel.
 
 Each is a `Baseline`: `select(rng) -> arms[R]`, `update(arms[R], rewards[R])`. Ties are broken at random.
 
-Rewards may be any whose noise is about as wide as `reward_range`: 1 for rewards in [0, 1]; 2 for unit-variance Gaussian
-noise, since Hoeffding's bound takes a range of 2 s for sub-Gaussian noise of deviation s.
+`reward_range` is the width of the rewards' noise: 1 for rewards in [0, 1], 2 for unit-variance Gaussian noise, because
+Hoeffding's bound uses a range of 2 s for sub-Gaussian noise of deviation s.
 """
 
 from math import ceil, log, sqrt
@@ -18,13 +18,13 @@ from .play import Arms, Rewards
 
 
 def random_argmax(values: Float64[np.ndarray, "R K"], rng: np.random.Generator) -> Arms:
-    """argmax along each row, any of the best with equal probability."""
+    """Argmax of each row, with ties broken at random."""
     best: Bool[np.ndarray, "R K"] = values == values.max(axis=1, keepdims=True)
     return np.where(best, rng.random(values.shape), -1.0).argmax(axis=1)
 
 
 class _UpperConfidence:
-    """Shared by the UCB family: pull argmax_a mean_a + bonus_a, every arm that counts nothing first.
+    """Base class of the UCB strategies: pull argmax_a mean_a + bonus_a. Arms with a count of 0 come first.
 
     bonus_a = reward_range * scale * sqrt(exploration * log(n) / counts_a)
     """
@@ -48,13 +48,13 @@ class _UpperConfidence:
 
 
 class UCB1(_UpperConfidence):
-    """Optimism for stationary arms: remembers everything, for ever.
+    """UCB1 for stationary arms. It never forgets.
 
     index_a(t) = mean_a + reward_range * sqrt(exploration * log(t) / counts_a)
 
     Args:
-        exploration: larger explores more; 1/2 as in Garivier & Moulines' simulations (Auer et al. use 2).
-        reward_range: how wide rewards are.
+        exploration: A larger value explores more. Garivier & Moulines' simulations use 1/2, Auer et al. use 2.
+        reward_range: Width of the rewards' range.
 
     Source: Auer, Cesa-Bianchi & Fischer 2002, Machine Learning 47, figure 1; Garivier & Moulines 2008,
     arXiv:0805.3415, section 4, for the constant.
@@ -76,16 +76,16 @@ class UCB1(_UpperConfidence):
 
 
 class DiscountedUCB(_UpperConfidence):
-    """UCB whose memory fades by a factor per pull.
+    """UCB with counts and sums that decay by a factor per pull.
 
     index_a(t) = mean_a + 2 * reward_range * sqrt(exploration * log(sum_b counts_b) / counts_a),
     counts and sums multiplied by `discount` at every pull
 
     Args:
-        horizon: pulls per run in all; sets the default discount.
-        discount: None: 1 - 1 / (4 sqrt(horizon)), the paper's simulations. Smaller forgets faster.
-        exploration: larger explores more.
-        reward_range: how wide rewards are.
+        horizon: Total number of pulls per run. It sets the default discount.
+        discount: None uses 1 - 1 / (4 sqrt(horizon)) as in the paper's simulations. A smaller value forgets faster.
+        exploration: A larger value explores more.
+        reward_range: Width of the rewards' range.
 
     Source: Garivier & Moulines 2008, arXiv:0805.3415, section 2 (D-UCB) and section 4.
     """
@@ -110,7 +110,7 @@ class DiscountedUCB(_UpperConfidence):
         return self._select(log(max(self.total_count, 1.0)), 2.0, rng)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:
-        """Fade, then add one pull per run."""
+        """Discount the memory, then add one pull per run."""
         self.total_count = self.discount * self.total_count + 1
         self.counts *= self.discount
         self.sums *= self.discount
@@ -119,15 +119,15 @@ class DiscountedUCB(_UpperConfidence):
 
 
 class SlidingWindowUCB(_UpperConfidence):
-    """UCB that remembers the last `window` pulls only.
+    """UCB over a sliding window of the last `window` pulls.
 
     index_a(t) = mean_a + reward_range * sqrt(exploration * log(min(t, window)) / counts_a), over the window
 
     Args:
-        horizon: pulls per run in all; sets the default window.
-        window: None: 4 sqrt(horizon log(horizon)), the paper's simulations. Smaller forgets faster.
-        exploration: larger explores more.
-        reward_range: how wide rewards are.
+        horizon: Total number of pulls per run. It sets the default window.
+        window: None uses 4 sqrt(horizon log(horizon)) as in the paper's simulations. A smaller window forgets faster.
+        exploration: A larger value explores more.
+        reward_range: Width of the rewards' range.
 
     Source: Garivier & Moulines 2008, arXiv:0805.3415, section 2 (SW-UCB) and section 4.
     """
@@ -155,7 +155,7 @@ class SlidingWindowUCB(_UpperConfidence):
         return self._select(log(max(min(self.num_pulls, self.window), 1)), 1.0, rng)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:
-        """Add one pull per run; the oldest falls out."""
+        """Add one pull per run and drop the oldest pull from the window."""
         slot = self.num_pulls % self.window
         if self.num_pulls >= self.window:
             self.counts[self.runs, self._arms[slot]] -= 1

@@ -1,9 +1,9 @@
-"""Gymnasium environments and robots: groups of episodes that begin alike, compared step by step, without a critic.
+"""Gymnasium environments and robots: groups of episodes with the same start, compared step by step, without a critic.
 
-Needs Gymnasium (`pip install "model-agnostic-grpo[gym]"`), and for MuJoCo and films `[robots]`.
+Requires Gymnasium (`pip install "model-agnostic-grpo[gym]"`), and `[robots]` for MuJoCo and videos.
 
 Example:
-    Learn CartPole, in a few seconds::
+    Learn CartPole in a few seconds::
 
         from adapters.control import EnvironmentReward, EpisodePolicy, episode_starts, evaluate_policy
         from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
@@ -17,7 +17,7 @@ Example:
         trainer.train(episode_starts(num_groups=2), num_iterations=20)
         print(evaluate_policy(policy))
 
-`preset_for(env_id)` has the settings of CartPole, Acrobot, Pendulum, Reacher, HalfCheetah and Hopper, and a start for others.
+`preset_for(env_id)` has the settings of CartPole, Acrobot, Pendulum, Reacher, HalfCheetah and Hopper, and defaults for others.
 """
 
 try:

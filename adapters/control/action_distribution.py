@@ -1,6 +1,6 @@
-"""What a distribution of actions is, and what all of them share.
+"""The interface of action distributions, and helpers that they share.
 
-Axis letters: n rows, P parameters per row, K categories side by side, D numbers of a flattened action.
+Axes: n rows, P parameters per row, K concatenated categories, D numbers of a flattened action.
 """
 
 from collections.abc import Sequence
@@ -16,29 +16,29 @@ from grpo.errors import ContractError
 
 
 class ActionDistribution(Protocol):
-    """pi(action | parameters), row by row; the parameters are what a network gives.
+    """pi(action | parameters), row by row. A network outputs the parameters.
 
     A batch of actions is one tensor: int64 [n] for `Discrete`, int64 [n, D] for `MultiDiscrete` and `MultiBinary`, floats
     [n, D] for `Box`, `Dict` and `Tuple`, flattened. Categories count from 0, whatever the space's `start`.
 
-    `allowed` says which categories may be taken; None: all. What is not allowed is never sampled, has log-probability -inf, and
-    its logits get gradient 0. A mask without the form [n, num_categories], a mask for a distribution without categories, and a
-    row that allows nothing are `ContractError`s.
+    `allowed` is the mask of allowed categories; None allows all. A masked category is never sampled, has log-prob -inf, and its
+    logit has gradient 0. A mask of another shape than [n, num_categories], a mask for a distribution without categories, and a
+    row without an allowed category raise `ContractError`.
     """
 
     num_parameters: int
-    """P"""
+    """Number of parameters per row, P."""
     num_noise: int
-    """Random numbers that `sample` takes per row."""
+    """Number of random numbers that `sample` uses per row."""
     num_categories: int
-    """K, the width of `allowed`; 0: nothing can be masked."""
+    """Width K of `allowed`. 0 if the distribution does not support masks."""
     action_shape: tuple[int, ...]
-    """Of one action: () or (D,)."""
+    """Shape of one action: () or (D,)."""
     action_dtype: torch.dtype
-    """int64, or float32 (which float64 parameters make float64)."""
+    """Data type of actions: int64, or float32 (float64 if the parameters are float64)."""
 
     def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
-        """What `sample` takes for `num_steps` rows, [num_steps, num_noise]."""
+        """Draw the noise that `sample` uses for `num_steps` rows, [num_steps, num_noise]."""
         ...
 
     def sample(
@@ -47,13 +47,13 @@ class ActionDistribution(Protocol):
         noise: Float[Tensor, "n num_noise"],
         allowed: Bool[Tensor, "n K"] | None = None,
     ) -> Shaped[Tensor, "n *action"]:
-        """A random action per row: a function of this row's parameters, noise and mask, and of nothing else."""
+        """Sample an action per row. It depends only on the row's parameters, noise and mask."""
         ...
 
     def mode(
         self, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Shaped[Tensor, "n *action"]:
-        """The action of a policy that does not explore."""
+        """The deterministic action of each row."""
         ...
 
     def log_prob(
@@ -62,21 +62,21 @@ class ActionDistribution(Protocol):
         actions: Shaped[Tensor, "n *action"],
         allowed: Bool[Tensor, "n K"] | None = None,
     ) -> Float[Tensor, " n"]:
-        """log pi(actions[i] | parameters[i]) in nats, with gradient; a density for boxes, in the environment's units."""
+        """log pi(actions[i] | parameters[i]) in nats, differentiable. For boxes it is a density in the environment's units."""
         ...
 
     def entropy(
         self, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, " n"] | None:
-        """In nats, exact and with gradient; None: there is no closed form."""
+        """Exact entropy in nats, differentiable. None if there is no closed form."""
         ...
 
     def to_env(self, actions: Shaped[Tensor, "n *action"]) -> Any:
-        """A batch whose element i is what `env.step` takes: an array, or a list for `Dict` and `Tuple`."""
+        """Convert actions to a batch for `env.step`: an array, or a list for `Dict` and `Tuple`."""
         ...
 
     def from_env(self, actions: Any) -> Shaped[Tensor, "n *action"]:
-        """The inverse of `to_env`; also takes a list of single actions."""
+        """The inverse of `to_env`. Also accepts a list of single actions."""
         ...
 
 

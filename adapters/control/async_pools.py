@@ -1,4 +1,4 @@
-"""Environments in worker processes of their own, which may be lost."""
+"""A pool of environments in worker processes. Lost workers are restarted."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ from .pool_base import (
 from .snapshots import restore_snapshot
 
 SNAPSHOT = "adapters.control.snapshot"
-"""The reset option that carries a snapshot to a worker."""
+"""Reset option that sends a snapshot to a worker."""
 
 GRACE = 2.0
 """Seconds for all workers together to close their environments, before they are killed."""
 
 LAST_WORDS = 1.0
-"""Seconds to wait for what a lost worker left: its exception, or its exit code."""
+"""Seconds to wait for the exception or the exit code of a lost worker."""
 
 
 class WorkerEnv(gymnasium.Wrapper):
@@ -79,21 +79,21 @@ def make_worker_env(env_fn: Callable[[], gymnasium.Env]) -> WorkerEnv:
 class AsyncPool:
     """An `EnvironmentPool` in worker processes, on Gymnasium's `AsyncVectorEnv` with shared memory.
 
-    Its own step() sends every worker a step, waits for all, and cannot say which of them failed. Here the same messages go
-    through its `parent_pipes` to the members named, and to no others.
+    AsyncVectorEnv's own step() steps every worker, waits for all, and cannot tell which worker failed. This pool sends the same
+    messages through `parent_pipes` to the requested members only.
 
-    A worker that dies, raises or does not answer in time costs all of them: the workers are killed and started again, and
-    `WorkerLost` names the member. The row of rebuilds ends when every member lost in it has completed a step.
+    If a worker dies, raises or does not answer in time, all workers are killed and restarted, and `WorkerLost` names the
+    member. The count of consecutive rebuilds restarts when every lost member has completed a step.
 
     Args:
-        env_fns: one per member.
-        timeout: seconds that one call may take; None: any time, and an environment that hangs is waited for.
-        max_rebuilds: in a row; more raise ContractError.
-        infos: whether `PoolStep.infos` is filled.
+        env_fns: One factory per member.
+        timeout: Time limit of one call in seconds. None waits without limit, also for an environment that hangs.
+        max_rebuilds: Maximum number of consecutive rebuilds. More raise ContractError.
+        infos: Whether to fill `PoolStep.infos`.
 
     Raises:
-        ConfigError: no environments, or observations without a fixed shape.
-        ContractError: a worker ends while its environment is made.
+        ConfigError: There are no environments, or observations have no fixed shape.
+        ContractError: A worker ends while its environment is created.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class AsyncPool:
     def _ask(self, members: list[int], messages: list[tuple[str, Any]]) -> list[Any]:
         """One message to each member, and its answer."""
         if self._waiting:
-            # Ctrl-C, say: answers to that call may still be in the pipes, and would be taken for this one's.
+            # After Ctrl-C, for example, answers to the interrupted call may still be in the pipes.
             raise self._rebuild(dict.fromkeys(members, "had not answered when an earlier call was interrupted"), [])
         self._waiting = True
         pipes = self._open_vector().parent_pipes
@@ -226,7 +226,7 @@ class AsyncPool:
         return f"ended with exit code {process.exitcode}"
 
     def _next_exception(self, traces: list[str]) -> dict[int, str | ContractError]:
-        """Whose it is, and what; from the queue that all workers share."""
+        """The member and its exception, from the queue that all workers share."""
         try:
             member, kind, value, trace = self._open_vector().error_queue.get(timeout=LAST_WORDS)
         except Empty:  # it could not be pickled

@@ -66,8 +66,8 @@ class _BoxDistribution:
 class Gaussian(_BoxDistribution):
     """pi = N(mean, std^2), independent in each dimension, parameters mean | log_std; log_std is clamped to [-20, 2].
 
-    What leaves the box is clipped on its way to the environment and scored as it was before: as far as the policy can see, the
-    clipping is the environment's.
+    Actions outside the box are clipped for the environment and scored unclipped. For the policy, clipping is part of the
+    environment.
     """
 
     def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
@@ -111,7 +111,7 @@ class Gaussian(_BoxDistribution):
 
 
 class _BoundedDistribution(_BoxDistribution):
-    """Actions that fill finite bounds."""
+    """Base class of distributions on finite bounds."""
 
     def __init__(self, space: spaces.Box) -> None:
         super().__init__(space)
@@ -176,7 +176,7 @@ class SquashedGaussian(_BoundedDistribution):
     def mode(
         self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, "n D"]:
-        """The squashed mean, which is the median; the density itself may peak elsewhere, even at both bounds."""
+        """The squashed mean, which is the median. The mode of the density may differ, and may lie at the bounds."""
         refuse_mask(self, allowed)
         return self._between((2.0 * wide(parameters).chunk(2, -1)[0]).sigmoid())
 
@@ -201,7 +201,8 @@ class SquashedGaussian(_BoundedDistribution):
 class Beta(_BoundedDistribution):
     """x = (action - low) / (high - low) has density x^(alpha - 1) (1 - x)^(beta - 1) / B(alpha, beta), each dimension.
 
-    Parameters raw_alpha | raw_beta, alpha = 1 + softplus(raw_alpha) and beta likewise: at least 1, so that there is one peak.
+    Parameters raw_alpha | raw_beta, alpha = 1 + softplus(raw_alpha), beta = 1 + softplus(raw_beta). Both
+    are at least 1, so that there is one peak.
 
     Logarithms are taken in float64, since log B is a small difference of large numbers.
 

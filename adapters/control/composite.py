@@ -1,4 +1,4 @@
-"""Distributions made of others: `Dict` and `Tuple` spaces."""
+"""Distributions composed of other distributions, for `Dict` and `Tuple` spaces."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,8 +17,8 @@ from .action_distribution import ActionDistribution, refuse_mask, require_mask_s
 class Composite:
     """Independent parts, pi(action) = product of pi(part), of a `Dict` or `Tuple` space; parts may be composites.
 
-    Parameters, noise, masks and numbers of the action stand side by side, in the order of the parts. Whole numbers travel as
-    floats, exactly up to 2^24.
+    Parameters, noise, masks and action numbers are concatenated in the order of the parts. Integers are stored as floats,
+    exactly up to 2^24.
 
     Args:
         parts: by name, in the order of the space (`Dict`), or in a sequence (`Tuple`).
@@ -31,7 +31,7 @@ class Composite:
         self.parts = list(parts.values()) if isinstance(parts, Mapping) else list(parts)
         if not self.parts:
             raise ConfigError(
-                "Composite needs at least one part; got an empty Dict or Tuple. There is no action to choose."
+                "Composite needs at least one part; got an empty Dict or Tuple. Use a space with at least one part."
             )
         self._parameter_widths = [part.num_parameters for part in self.parts]
         self._noise_widths = [part.num_noise for part in self.parts]

@@ -1,6 +1,6 @@
 """Distributions of actions for every Gymnasium space: `distribution_for(space)`.
 
-Those of numbers stand in `discrete_actions` and `box_actions`, their combinations in `composite`; all are imported from here.
+`discrete_actions` and `box_actions` have the basic distributions, and `composite` their combinations. This module exports all.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 Kind: TypeAlias = Literal["auto", "gaussian", "squashed", "beta"]
-"""Of boxes: `auto` is `gaussian`, clipped to the bounds; `squashed` and `beta` fill finite bounds and need no clipping."""
+"""Distribution of boxes. `auto` is `gaussian`, clipped to the bounds; `squashed` and `beta` cover finite bounds exactly."""
 
 
 def distribution_for(space: spaces.Space[Any], kind: Kind = "auto") -> ActionDistribution:
@@ -43,10 +43,10 @@ def distribution_for(space: spaces.Space[Any], kind: Kind = "auto") -> ActionDis
 
     Args:
         space: `Discrete`, `MultiDiscrete`, `MultiBinary`, `Box` of floats; `Dict` and `Tuple` of these, nested as they like.
-        kind: of the boxes in it.
+        kind: Distribution of the boxes in the space.
 
     Raises:
-        ConfigError: another space or kind, a box of whole numbers, infinite bounds with `squashed` or `beta`.
+        ConfigError: The space or kind is not supported, a box has integers, or `squashed` or `beta` has infinite bounds.
 
     Example:
         >>> distribution_for(spaces.Dict(arm=spaces.Box(-1, 1, (6,)), grip=spaces.Discrete(2))).num_parameters
@@ -87,15 +87,15 @@ def _box_distribution(space: spaces.Box, kind: Kind) -> ActionDistribution:
 
 
 class FromTorch:
-    """A distribution of your own: a function from parameters [n, P] to a `torch.distributions.Distribution` over n rows.
+    """A custom distribution: a function from parameters [n, P] to a `torch.distributions.Distribution` over n rows.
 
-    Sampling follows torch's global generator: `num_noise` is 0, and rows are not independent of their number. A sample has
-    [n] or [n, D] numbers, as the space's actions are encoded; log-probabilities and entropies are summed to one per row.
+    Sampling uses torch's global generator: `num_noise` is 0, and a row's sample depends on the number of rows. A sample has
+    [n] or [n, D] numbers, encoded as the space's actions. Log-probs and entropies are summed to one number per row.
 
     Args:
-        space: of the actions; says how they go to the environment and back.
-        num_parameters: P.
-        build: parameters [n, P] -> distribution.
+        space: Action space. It defines the conversion to and from the environment.
+        num_parameters: Number of parameters P.
+        build: Maps parameters [n, P] to a distribution.
 
     Example:
         >>> laplace = FromTorch(spaces.Box(-1, 1, (3,)), 3, lambda mean: torch.distributions.Laplace(mean, 0.1))

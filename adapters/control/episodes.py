@@ -1,4 +1,4 @@
-"""Where an episode begins, and what happened in it: the states and actions of control."""
+"""Episode starts and episodes: the states and actions of control."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,52 +16,52 @@ from .snapshots import Snapshot
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeStart:
-    """A state, in the sense of GRPO: where every episode of a group begins.
+    """A state for GRPO: the common start of all episodes of a group.
 
-    Environments that are reset with the same seed begin alike, and draw the same random numbers from then on: what differs
-    within a group is then due to its actions alone.
+    Environments that are reset with the same seed have the same start and draw the same random numbers, so differences within a
+    group come from the actions alone.
     """
 
     seed: int | None = None
-    """Of `env.reset`; None: drawn when the episodes are sampled, one for the whole group."""
+    """Seed of `env.reset`. None draws one seed for the whole group when episodes are sampled."""
     options: Mapping[str, Any] | None = None
-    """Of `env.reset`."""
+    """Options of `env.reset`."""
     snapshot: Snapshot | None = None
-    """Begin in the middle of an episode, see `take_snapshot`; `seed` and `options` are then not read."""
+    """Snapshot from the middle of an episode, see `take_snapshot`. With a snapshot, `seed` and `options` are ignored."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # tensors have no one truth to compare by
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # comparing tensors gives no single bool
 class Episode:
-    """An action, in the sense of GRPO: all decisions from a start to an end, L of them."""
+    """An action for GRPO: all L decisions from a start to the end of the episode."""
 
     observations: Shaped[Tensor, "L *features"]
-    """What each decision was based on, as `ObservationEncoder` encodes it."""
+    """Encoded observation at each decision, from `ObservationEncoder`."""
     actions: Shaped[Tensor, "L *action"]
-    """As the policy's distribution encodes them: whole numbers for discrete spaces, reals for boxes."""
+    """Actions as the policy's distribution encodes them: integers for discrete spaces, floats for boxes."""
     rewards: Float[Tensor, " L"]
-    """The environment's, float64."""
+    """The environment's reward at each step, float64."""
     terminated: bool
-    """The environment came to an end: nothing follows."""
+    """Whether the environment terminated the episode."""
     truncated: bool
-    """It was cut off: a critic values what would have followed."""
+    """Whether the episode was truncated by a time limit. A critic then estimates the rest of the return."""
     final_observation: Shaped[Tensor, "*features"]
-    """After the last decision."""
+    """Observation after the last decision."""
     log_probs: Float[Tensor, " L"]
-    """Of the actions, under the policy that took them."""
+    """Log-prob of each action under the policy that took it."""
     allowed: Bool[Tensor, "L K"] | None = None
-    """Which categories the environment allowed at each decision; None: all."""
+    """Mask of the allowed categories at each decision. None if all were allowed."""
 
     def __len__(self) -> int:
-        """L."""
+        """Number of decisions, L."""
         return len(self.rewards)
 
 
 def episode_starts(num_groups: int, *, seed: int = 0) -> Callable[[int], list[EpisodeStart]]:
-    """A source of states for `GRPOTrainer.train`: iteration -> B starts with seeds of their own, the same in every run.
+    """A source of states for `GRPOTrainer.train`: iteration -> B starts with distinct seeds, the same in every run.
 
     Args:
-        num_groups: B. Larger learns from more different beginnings per iteration.
-        seed: another seed, other beginnings.
+        num_groups: Number of starts B per iteration. A larger number learns from more different starts.
+        seed: Another seed gives other starts.
 
     Example:
         >>> starts = episode_starts(2)
@@ -79,13 +79,13 @@ def episode_starts(num_groups: int, *, seed: int = 0) -> Callable[[int], list[Ep
 
 
 def episode_mask(episodes: Sequence[Episode], device: torch.device | None = None) -> Bool[Tensor, "N T"]:
-    """True for each episode's steps; T is the longest's number."""
+    """Mask of each episode's steps. T is the number of steps of the longest episode."""
     lengths = torch.tensor([len(episode) for episode in episodes])
     return (torch.arange(int(lengths.max())) < lengths.unsqueeze(1)).to(device)
 
 
 def pad_to_steps(values: Shaped[Tensor, " S"], mask: Bool[Tensor, "N T"]) -> Shaped[Tensor, "N T"]:
-    """One number per valid step, row by row, as [N, T] with 0 elsewhere; with gradient."""
+    """Pad one number per valid step, row by row, to [N, T] with zeros. Differentiable."""
     padded = values.new_zeros(mask.shape)
     padded[mask] = values
     return padded

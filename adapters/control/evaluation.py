@@ -1,4 +1,4 @@
-"""How good a policy is: its episodes from beginnings it was not trained on, without noise."""
+"""Evaluation of a policy without noise, on episode starts that training does not use."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from .policies import EpisodePolicy
 from .rollouts import Record
 
 EVALUATION_SEED = 2**31
-"""Resets for evaluation are seeded from here on; those of training are spread over all 32-bit numbers."""
+"""First seed of resets for evaluation. Training seeds are spread over all 32-bit numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +24,9 @@ class Evaluation:
     """Returns and lengths of E episodes."""
 
     returns: NDArray[np.float64]
-    """[E], undiscounted."""
+    """Undiscounted return of each episode, [E]."""
     lengths: NDArray[np.int64]
-    """[E]"""
+    """Number of steps of each episode, [E]."""
 
     @property
     def mean_return(self) -> float:
@@ -47,14 +47,14 @@ def evaluate_policy(
     deterministic: bool = True,
     max_steps: int | None = None,
 ) -> Evaluation:
-    """Episodes from resets with seeds `seed`, `seed + 1`, ...; neither the policy nor a random generator is changed.
+    """Run episodes from resets with seeds `seed`, `seed + 1`, ... The policy and random generators do not change.
 
     Args:
-        policy: its pool is used: not while it samples.
-        num_episodes: E. Larger is more exact.
-        seed: of the first reset, and of the noise.
-        deterministic: the most likely action at each step, instead of a random one.
-        max_steps: where episodes are cut off, beside the environment's own limit.
+        policy: The policy. Do not call this while the policy samples, because both use its pool.
+        num_episodes: Number of episodes E. A larger number is more exact.
+        seed: Seed of the first reset, and of the noise.
+        deterministic: Whether to take the most likely action at each step, instead of a random one.
+        max_steps: Maximum number of steps per episode, in addition to the environment's own limit.
     """
     if num_episodes < 1:
         raise ConfigError(f"evaluate_policy: num_episodes must be >= 1; got {num_episodes}.")

@@ -1,4 +1,4 @@
-"""Small networks in NumPy, for one decision at a time: torch's dispatch costs more than their arithmetic."""
+"""Small networks in NumPy for single decisions, because torch's dispatch costs more than their arithmetic."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,11 +38,11 @@ class FastForward:
 
 
 def fast_forward(*modules: nn.Module | None) -> FastForward | None:
-    """The modules (None: left out) in NumPy; None: one of them is not known here.
+    """Convert the modules to NumPy (None entries are skipped). Returns None if a module is not supported.
 
-    Known are `Sequential`, `Linear`, `Tanh`, `ReLU`, `SharedStd` and `RunningNormalizer`, with float32 weights on the CPU and
-    no hooks. The functions read the weights' memory: what an optimizer writes in place is seen. Results differ from torch's by
-    rounding.
+    Supported are `Sequential`, `Linear`, `Tanh`, `ReLU`, `SharedStd` and `RunningNormalizer`, with float32 weights on the CPU
+    and without hooks. The functions share the weights' memory, so they see an optimizer's in-place changes. Results differ from
+    torch's by rounding.
     """
     steps: list[Step] = []
     present = [module for module in modules if module is not None]

@@ -27,22 +27,22 @@ def is_native_keyword(name: str, value: Any) -> bool:
 
 
 class NativeCartPole:
-    """An `EnvironmentPool` of CartPoles as columns of one array: one numpy step for the members that are named.
+    """An `EnvironmentPool` of CartPoles as columns of one array. One numpy operation steps all requested members.
 
-    Beginnings and trajectories are those of the id's single environment, bit for bit: the same formulas in float64, and numpy's
-    functions give the same for a number as for an array of them.
+    Starts and trajectories equal Gymnasium's single environment bit for bit: the formulas are the same in float64, and numpy
+    gives the same result for a number and for an array.
 
-    Gymnasium's `CartPoleVectorEnv` lends its settings and spaces, and is never stepped: it steps all its columns, begins an
-    episode on its own, one step late, from one generator for all, and takes neither a list of seeds nor a mask.
+    Gymnasium's `CartPoleVectorEnv` supplies settings and spaces, and is never stepped: it steps all columns, resets
+    automatically one step late from one shared generator, and accepts neither a list of seeds nor a mask.
 
     Args:
-        members: how many, or a `CartPoleVectorEnv` whose settings are taken.
-        env_id: CartPole-v1, 500 steps, or CartPole-v0, 200.
-        infos: whether `PoolStep.infos` is filled (all are empty).
+        members: Number of members, or a `CartPoleVectorEnv` with the settings to use.
+        env_id: CartPole-v1 (500 steps) or CartPole-v0 (200 steps).
+        infos: Whether to fill `PoolStep.infos` (all infos are empty).
         env_kwargs: `sutton_barto_reward`, `max_episode_steps`.
 
     Raises:
-        ConfigError: no members.
+        ConfigError: There are no members.
     """
 
     def __init__(

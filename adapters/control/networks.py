@@ -27,9 +27,9 @@ def mlp_torso(num_inputs: int, hidden: Sequence[int] = (64, 64), activation: Act
     """Fully connected layers, each with its activation; the features are the last layer's.
 
     Args:
-        num_inputs: of a flat observation.
-        hidden: widths, at least one. Larger fits more, and costs more per step.
-        activation: `tanh` is bounded, and the common choice for control; `relu` is faster in wide layers.
+        num_inputs: Length of a flat observation.
+        hidden: Widths of the layers, at least one. Larger widths fit more and cost more per step.
+        activation: `tanh` is bounded and the common choice for control. `relu` is faster in wide layers.
     """
     if not hidden or activation not in ACTIVATIONS:
         raise ConfigError(
@@ -45,7 +45,7 @@ def mlp_torso(num_inputs: int, hidden: Sequence[int] = (64, 64), activation: Act
 class CNNTorso(nn.Module):
     """Three convolutions and a layer over images [n, height, width, channels], at least 36 pixels each way.
 
-    Pixels of whole numbers are divided by 255.
+    Integer pixels are divided by 255.
 
     Args:
         shape: (height, width, channels), as Gymnasium gives images.
@@ -79,7 +79,7 @@ class CNNTorso(nn.Module):
 
 
 class SharedStd(nn.Module):
-    """The mean from the features, and a log standard deviation of its own that no observation changes: [n, 2 D]."""
+    """Head with a mean from the features and a trainable log standard deviation shared by all observations: [n, 2 D]."""
 
     def __init__(self, num_features: int, num_actions: int, *, gain: float, initial_log_std: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The random numbers of sampled actions, for members that begin and end at any time."""
+"""Random numbers of sampled actions, for episodes that start and end at different times."""
 
 import numpy as np
 import torch
@@ -14,17 +14,18 @@ NOT_RUNNING = -1
 
 
 class StepNoise:
-    """Every member's noise is that of its episode's row and step, whoever else runs.
+    """Noise that depends only on the seed, the episode's row and the step, and not on other episodes.
 
-    Block b of row r is what a counter-based generator gives at key (seed, r) from counter (0, b, 0, 0) on (Philox: Salmon et
-    al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). No generator belongs to anybody, and none has to be made.
+    Block b of row r is the output of a counter-based generator with key (seed, r), starting at counter (0, b, 0, 0) (Philox:
+    Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). No generator per episode is needed.
 
-    A member's blocks are laid around a ring, from the place at which it began: what one batch needs stands side by side.
+    A member's blocks are stored in a ring buffer that starts at the member's first step, so that the noise of one batch is
+    contiguous.
 
     Args:
-        distribution: whose noise.
-        num_members: M.
-        seed: of all of it, from 0 to 2^64 - 1.
+        distribution: Distribution that uses the noise.
+        num_members: Number of members M.
+        seed: Seed from 0 to 2^64 - 1.
     """
 
     def __init__(self, distribution: ActionDistribution, num_members: int, seed: int) -> None:

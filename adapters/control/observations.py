@@ -12,23 +12,23 @@ from torch import Tensor, nn
 from grpo.errors import ConfigError
 
 MIN_VARIANCE = 1e-8
-"""Added to variances, so that what never changes is 0 and not divided by 0."""
+"""Added to variances, so that constant observations become 0 without a division by 0."""
 
 MAX_DEVIATION = 10.0
 """Normalised observations are bounded by this many standard deviations."""
 
 
 class ObservationEncoder:
-    """A batch of observations, as environments give them, into one tensor [n, *shape].
+    """Encodes a batch of observations as one tensor [n, *shape].
 
-    Boxes of one or two axes and everything else become flat float32: categories one-hot, parts of `Dict` and `Tuple` side by
-    side in Gymnasium's order. Boxes of three axes are images and stay as they are, with their dtype.
+    Boxes with three axes are images and keep their shape and dtype. All other observations are flattened to float32, with
+    one-hot categories and with the parts of `Dict` and `Tuple` concatenated in Gymnasium's order.
 
     Args:
-        space: of a single observation.
+        space: Space of a single observation.
 
     Raises:
-        ConfigError: a space without a fixed size (`Text`, `Graph`, `Sequence`).
+        ConfigError: The space has no fixed size (`Text`, `Graph`, `Sequence`).
     """
 
     def __init__(self, space: spaces.Space) -> None:
@@ -81,10 +81,10 @@ def _encoder(space: spaces.Space) -> Callable[[Any], Any]:
 class RunningNormalizer(nn.Module):
     """(x - mean) / std of all observations seen so far, in at most +-10.
 
-    What has been seen counts from the next `begin` on: within an iteration observations are sampled and scored by the same
-    statistics, so that the first ratio is 1. The statistics are buffers, and travel in checkpoints.
+    New observations are included at the next `begin`. Sampling and scoring in one iteration use the same statistics, so that
+    the first ratio is 1. The statistics are buffers and are saved in checkpoints.
 
-    mean and variance of two parts together: Chan et al. 1979, "Updating formulae and a pairwise algorithm", eq. 2.1.
+    Source of the combined mean and variance: Chan et al. 1979, "Updating formulae and a pairwise algorithm", eq. 2.1.
     """
 
     mean: Tensor

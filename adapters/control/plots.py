@@ -16,14 +16,14 @@ def plot_learning_curves(
     title: str,
     threshold: float | None = None,
 ) -> Any:
-    """Return against steps: the median of each kind of run, and its quartiles where there are several.
+    """Plot return against steps: the median over runs, and the quartiles if there are several runs.
 
     Args:
-        curves: name -> runs, which differ in their seed.
-        path: a PNG to write, its folder made. None: the figure is one of pyplot's, so that it shows in a notebook, and is yours
-            to close.
-        title: above the picture.
-        threshold: a line to reach.
+        curves: Runs by name. The runs of a name differ in their seed.
+        path: PNG file to write; its folder is created. None creates a pyplot figure, which shows in a notebook and which the
+            caller closes.
+        title: Title of the plot.
+        threshold: Return to mark with a line.
 
     Returns:
         The matplotlib figure.

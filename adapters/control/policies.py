@@ -24,41 +24,42 @@ from .pools import EnvironmentPool, make_pool
 from .rollouts import Decide, Record, roll_out
 
 ActionMask: TypeAlias = Literal["info"] | Callable[[Tensor], Tensor] | None
-"""`info`: what the environment tells as `info["action_mask"]`; or encoded observations [n, ...] -> bool [n, K]."""
+"""`info` reads `info["action_mask"]`. A function maps encoded observations [n, ...] to bool [n, K]."""
 
 DEFAULT_MEMBERS = 16
 
 HEAD_GAIN = 0.01
-"""Of the last layer: the policy begins nearly uniform, or with a mean near 0."""
+"""Gain of the last layer. A small gain makes the initial policy nearly uniform, or its mean near 0."""
 
 
 class EpisodePolicy(nn.Module):
-    """pi(episode | start) = product over steps of pi(action | observation), by one network for all steps.
+    """A policy over episodes: pi(episode | start) = product over steps of pi(action | observation), with one network.
 
-    States are `EpisodeStart`s, actions `Episode`s. Sampling runs all episodes of all groups together in a pool of environments.
-    Updates are shuffled minibatches of single steps (`SplitsSteps`), whatever episode they are from.
+    States are `EpisodeStart`s and actions are `Episode`s. A pool of environments runs all episodes of all groups together.
+    Updates use shuffled minibatches of single steps from all episodes (`SplitsSteps`).
 
     Args:
-        environment: an id, a function that makes one, a Gymnasium vector environment, or a pool of `make_pool`.
-        num_members: environments that run at a time. More make better use of each forward, and take more memory. None: as
-            many as a vector environment or a pool has, else 16.
-        torso: observations [n, *shape] -> features [n, F]; None: `mlp_torso` of `hidden`, or `CNNTorso` for images.
-        hidden: widths of the default torsos.
-        activation: of the default torsos.
-        distribution: of the actions: `gaussian` (`auto` for boxes), `squashed`, `beta`, or an `ActionDistribution` of your own.
-        std: of the Gaussian actions of a box: `shared` by all observations, or of each `observation`.
-        initial_log_std: at the beginning. Larger explores more.
-        critic: give `values` too, by a network like the actor's (for `credit="gae"`), or by the module that is passed:
-            observations -> [n, 1].
-        normalize_observations: by running statistics; for observations whose parts differ in size.
-        action_mask: which categories are allowed; None: all.
-        max_episode_steps: where episodes are cut off that are trained on, beside the environment's own limit.
-        split_steps: False: updates are of whole episodes, and row-level ratios can be used.
-        state_key_decimals: observations that agree to so many decimals are one state to `credit="gigpo"`.
-        make: keywords of `make_pool`: `vectorization`, and those of the environment.
+        environment: An id, a function that creates an environment, a Gymnasium vector environment, or a pool of `make_pool`.
+        num_members: Number of concurrent environments. More members use each forward pass better and take more memory. None
+            uses the number of a vector environment or pool, otherwise 16.
+        torso: Module from observations [n, *shape] to features [n, F]. None uses `mlp_torso` with `hidden`, or `CNNTorso` for
+            images.
+        hidden: Widths of the default torso.
+        activation: Activation of the default torso.
+        distribution: Action distribution: `gaussian` (`auto` for boxes), `squashed`, `beta`, or an `ActionDistribution`.
+        std: Standard deviation of a box's Gaussian actions: `shared` by all observations, or per `observation`.
+        initial_log_std: Initial log standard deviation. A larger value explores more.
+        critic: Whether to also predict `values` with a network like the actor's (for `credit="gae"`), or a module from
+            observations to [n, 1].
+        normalize_observations: Whether to normalise observations by running statistics. Use it if their parts differ in scale.
+        action_mask: Source of the mask of allowed categories. None allows all.
+        max_episode_steps: Maximum length of training episodes, in addition to the environment's own limit.
+        split_steps: Whether updates use single steps. False updates whole episodes and supports row-level ratios.
+        state_key_decimals: Observations that agree to this many decimals are one state for `credit="gigpo"`.
+        make: Keywords of `make_pool`: `vectorization`, and keywords of the environment.
 
     Raises:
-        ConfigError: an environment that cannot be made, spaces that are not supported, settings that exclude each other.
+        ConfigError: The environment cannot be created, a space is not supported, or settings exclude each other.
     """
 
     _sampled_with: Tensor
@@ -165,10 +166,10 @@ class EpisodePolicy(nn.Module):
 
     @torch.no_grad()
     def sample_actions(self, states: Sequence[EpisodeStart], num_actions_per_state: int) -> SampledActions:
-        """G episodes from each of B starts, with their scores; seeds and noise follow torch's global generator."""
+        """Sample G episodes from each of B starts, with their scores. Seeds and noise follow torch's global generator."""
         weights = self._fingerprint()
         if self.normalizer is not None and not torch.equal(weights, self._sampled_with):
-            self.normalizer.begin()  # with the weights: the policy stays what it is between two updates
+            self.normalizer.begin()  # statistics change together with the weights, so the policy is constant between updates
         self._sampled_with.copy_(weights)
         starts = [_seeded(state) for state in states]
         record = self.roll_out(
@@ -220,16 +221,16 @@ class EpisodePolicy(nn.Module):
     def predict(
         self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
     ) -> tuple[Any, Any]:
-        """Actions for one observation or a batch of them, in the form of Stable-Baselines3's `predict`.
+        """Actions for one observation or a batch, with the signature of Stable-Baselines3's `predict`.
 
         Args:
-            observation: as the environment gives it, or a batch of such.
-            state: of a recurrent policy: handed back.
-            episode_start: of a recurrent policy: not read.
-            deterministic: the most likely action (the mean of a Gaussian) instead of a random one.
+            observation: An observation of the environment, or a batch of observations.
+            state: Returned unchanged. Stable-Baselines3 uses it for recurrent policies.
+            episode_start: Ignored. Stable-Baselines3 uses it for recurrent policies.
+            deterministic: Whether to return the most likely action (the mean of a Gaussian) instead of a random action.
 
         Returns:
-            The action or batch of actions, as the environment takes it, and `state`.
+            The action or batch of actions in the environment's format, and `state`.
         """
         batch, single = as_batch(self.pool.observation_space, observation)
         observations = self.encoder(batch)
@@ -270,7 +271,7 @@ class EpisodePolicy(nn.Module):
     # Scoring
 
     def score_actions(self, states: Any, actions: Any) -> ActionScores:
-        """Scores of whole episodes [N, T], or of the single steps that `split_steps` makes [S, 1]; one forward."""
+        """Scores of whole episodes [N, T], or of single steps from `split_steps` [S, 1], in one forward pass."""
         if isinstance(actions, Tensor):
             observations, allowed = self._unpacked(states)
             return self._score_steps(observations, actions, allowed)
@@ -279,11 +280,11 @@ class EpisodePolicy(nn.Module):
         return self._as_rows(scores, episodes)
 
     def get_log_probabilities(self, states: Any, actions: Any) -> Float[Tensor, " N"]:
-        """log pi of whole episodes: the sum over their steps, of which they have different numbers."""
+        """log pi of whole episodes, summed over their steps."""
         return self.score_actions(states, actions).log_probs.sum(1)
 
     def _split_steps(self, states: Any, actions: Sequence[Episode]) -> tuple[Tensor, Tensor]:
-        """Every step as a row: what it was decided on (and what was allowed, side by side), and the action."""
+        """Split episodes into rows of one step: the observation (with its mask, concatenated) and the action."""
         observations, taken, allowed = _all_steps(actions)
         if allowed is not None:
             observations = torch.cat([observations.flatten(1).float(), allowed.float()], dim=1)

@@ -1,6 +1,6 @@
-"""What every pool of environments has in common: the interface, batches of observations, and who is in which step.
+"""The interface of environment pools, batches of observations, and step counters of the members.
 
-Axis letters: M members of a pool, n of them in one call.
+Axes: M members of a pool, n members in one call.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,15 +18,15 @@ from grpo.errors import ConfigError, ContractError, GRPOError
 from .episodes import EpisodeStart
 
 TO_BE_RESET = -1
-"""In the place of a step's number: no episode is running."""
+"""Step number of a member without a running episode."""
 
 
 class WorkerLost(GRPOError, RuntimeError):
-    """Worker processes died, raised or hung. The pool is whole again; every member has to be reset.
+    """Worker processes died, raised or hung. The pool was rebuilt, and every member has to be reset.
 
     Args:
-        members: whose workers.
-        reason: what became of them.
+        members: Members with lost workers.
+        reason: What happened to the workers.
     """
 
     def __init__(self, members: Sequence[int], reason: str) -> None:
@@ -42,44 +42,44 @@ class WorkerLost(GRPOError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStep:
-    """One step of n members, in the order in which they were named."""
+    """One step of n members, in the order of the call."""
 
     observations: Any
-    """[n, ...], or the space's nest of such arrays; valid until the next call of the pool: copy what is to stay."""
+    """Observations [n, ...], or nested arrays for nested spaces. Valid only until the next call of the pool."""
     rewards: Float64[np.ndarray, " n"]
-    """The environments'."""
+    """Rewards of the environments."""
     terminated: Bool[np.ndarray, " n"]
-    """The environment came to an end."""
+    """Whether the environment terminated the episode."""
     truncated: Bool[np.ndarray, " n"]
-    """It was cut off."""
+    """Whether the episode was truncated."""
     infos: Sequence[dict[str, Any]] | None
-    """One per member; None: nobody asked."""
+    """One info per member. None unless the pool was created with `infos=True`."""
 
 
 @runtime_checkable
 class EnvironmentPool(Protocol):
-    """Environments that advance together, each in an episode of its own.
+    """A pool of environments that are stepped together, each in its own episode.
 
-    Nothing is reset on its own: a member whose episode ended, or that was never reset, raises ContractError when stepped.
+    There is no automatic reset: stepping a member without a running episode raises ContractError.
     """
 
     num_members: int
-    """M."""
+    """Number of members, M."""
     observation_space: gymnasium.Space
-    """Of one member."""
+    """Observation space of one member."""
     action_space: gymnasium.Space
-    """Of one member."""
+    """Action space of one member."""
 
     def reset(self, members: Sequence[int], starts: Sequence[EpisodeStart]) -> tuple[Any, list[dict[str, Any]]]:
-        """Begin an episode in each of `members`: their observations (batched, valid until the next call) and infos."""
+        """Start an episode in each of `members`. Returns observations (batched, valid until the next call) and infos."""
         ...
 
     def step(self, members: Int64[np.ndarray, " n"], actions: Any) -> PoolStep:
-        """Step `members`, and no other; `actions[i]` belongs to `members[i]`."""
+        """Step only `members`. `actions[i]` belongs to `members[i]`."""
         ...
 
     def close(self) -> None:
-        """Close the environments; closing twice is allowed, any other use afterwards a ConfigError."""
+        """Close the environments. A second call has no effect; any other use afterwards raises ConfigError."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Many environments stepped together, member by member; `make_pool` chooses how.
 
-`SerialPool` steps any environments one after the other, `NativeCartPole` all its columns at once, `AsyncPool` in worker
-processes, which pays where a step costs more than a message to another process and back.
+`SerialPool` steps any environments one after the other, `NativeCartPole` steps all members in one array, and `AsyncPool` uses
+worker processes, which pay off if a step takes longer than a message round trip.
 """
 
 import difflib
@@ -51,14 +51,14 @@ Vectorization: TypeAlias = Literal["auto", "sync", "async", "native"]
 
 
 class SerialPool:
-    """An `EnvironmentPool` in this process: a loop over the members named, and over no others.
+    """An `EnvironmentPool` in this process that loops over the requested members.
 
     Args:
-        envs: one per member, with equal spaces; or a `SyncVectorEnv`, whose environments are taken over.
-        infos: whether `PoolStep.infos` is filled.
+        envs: One environment per member, with equal spaces, or a `SyncVectorEnv`, from which the environments are taken.
+        infos: Whether to fill `PoolStep.infos`.
 
     Raises:
-        ConfigError: no environments, the same one twice, spaces that differ or whose observations have no fixed shape.
+        ConfigError: There are no environments, an environment occurs twice, spaces differ, or observations have no fixed shape.
     """
 
     def __init__(self, envs: Sequence[gymnasium.Env] | SyncVectorEnv, *, infos: bool = False) -> None:
@@ -161,18 +161,18 @@ def make_pool(
     infos: bool = False,
     **env_kwargs: Any,
 ) -> EnvironmentPool:
-    """A pool of `num_members` environments.
+    """Create a pool of `num_members` environments.
 
     Args:
-        env: an id; a factory, which makes a new environment at every call; or a vector environment of Gymnasium's, as the
-            pool is to be (an `AsyncVectorEnv` is closed, and made anew from its factories).
-        num_members: M; more cost memory, and make the batches larger that a network sees at once.
-        vectorization: `auto`: native for CartPole, else sync.
-        infos: whether `PoolStep.infos` is filled, for what is read from it (action masks).
-        env_kwargs: of `gymnasium.make`, where `env` is an id.
+        env: An id, a factory that creates a new environment at every call, or a Gymnasium vector environment (an
+            `AsyncVectorEnv` is closed and recreated from its factories).
+        num_members: Number of members M. More members take more memory and make the network's batches larger.
+        vectorization: How environments are stepped. `auto` is native for CartPole, otherwise sync.
+        infos: Whether to fill `PoolStep.infos`, which action masks need.
+        env_kwargs: Keywords of `gymnasium.make`, if `env` is an id.
 
     Raises:
-        ConfigError: an unknown id, a missing extra, or settings that do not go together.
+        ConfigError: The id is unknown, an extra is not installed, or settings exclude each other.
 
     Example:
         >>> pool = make_pool("CartPole-v1", 2)

@@ -1,4 +1,4 @@
-"""How each environment is trained: one table."""
+"""Training settings of each environment."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,45 +14,45 @@ from .pools import make_pool
 from .rewards import EnvironmentReward
 
 ADAM_EPS = 1e-5
-"""As PPO's implementations have it: steps of parameters with tiny gradients stay small."""
+"""Adam's epsilon as in PPO implementations. Parameters with tiny gradients then take small steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlPreset:
-    """Settings of one environment; what is not here is `GRPOConfig`'s default."""
+    """Settings of one environment. All other settings have the defaults of `GRPOConfig`."""
 
     env_id: str
     total_steps: int
-    """Steps of the environment in a whole run, evaluations not counted."""
+    """Environment steps of a whole run, without evaluations."""
     threshold: float | None
-    """Mean return (20 episodes, the most likely actions) that counts as learned; None: nobody has said."""
+    """Mean return (20 episodes, most likely actions) that counts as learned. None if no threshold is defined."""
     gamma: float
-    """Discount. Smaller looks less far ahead, and has less variance: without a critic what counts is short."""
+    """Discount factor. A smaller discount looks less far ahead and has less variance, which matters without a critic."""
     num_groups: int = 2
-    """Beginnings per iteration. Larger averages over more of them, and updates less often."""
+    """Episode starts per iteration. A larger number averages over more starts and updates less often."""
     group_size: int = 8
-    """Episodes from each beginning. Larger has a better baseline, and updates less often."""
+    """Episodes per start. A larger number has a better baseline and updates less often."""
     batch_size: int = 256
-    """Steps of an update."""
+    """Number of steps per update."""
     num_epochs: int = 4
-    """Passes over an iteration's steps. Larger learns more from each step, until clipping stops it."""
+    """Passes over an iteration's steps. More passes learn more from each step, until clipping stops the updates."""
     learning_rate: float = 1e-3
-    """Adam's."""
+    """Learning rate of Adam."""
     clip: float = 0.2
-    """Bound of the ratio, on either side."""
+    """Clip range of the ratio on both sides."""
     entropy_coef: float = 0.0
-    """Larger keeps exploring longer."""
+    """Entropy coefficient. A larger value explores longer."""
     initial_log_std: float = 0.0
-    """Of Gaussian actions. Smaller explores less."""
+    """Initial log standard deviation of Gaussian actions. A smaller value explores less."""
     normalize_observations: bool = False
-    """Where their parts differ in size."""
+    """Whether observations are normalised. Use it if their parts differ in scale."""
     max_episode_steps: int | None = None
-    """Where training cuts episodes off. Smaller updates more often, and sees less of what comes late."""
+    """Maximum length of training episodes. A smaller limit updates more often and sees fewer late steps."""
     evaluate_every: int = 10_000
     """Steps between evaluations."""
 
     def make_policy(self, **options: Any) -> EpisodePolicy:
-        """A new policy on environments of its own; its weights follow torch's global generator."""
+        """Create a policy with its own environments. Initial weights follow torch's global generator."""
         settings: dict[str, Any] = {
             "num_members": self.num_groups * self.group_size,
             "initial_log_std": self.initial_log_std,

@@ -1,4 +1,4 @@
-"""What an episode is worth: the environment's own rewards, and terms of one's own."""
+"""Rewards of episodes: the environment's own rewards, and custom terms."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal, assert_never
@@ -15,14 +15,14 @@ from .episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
 class EnvironmentReward(nn.Module):
     """The environment's own rewards, per step [N, T], or summed per episode [N].
 
-    Per step, every decision is credited with what followed it (`credit="return_to_go"`, the default for such rewards), less the
-    mean of the group's members that are still alive at that step. Per episode, all decisions share one number.
+    Per step, the advantage of a decision is its return to go (`credit="return_to_go"`, the default for such rewards) minus the
+    mean over the group's episodes that are active at that step. Per episode, all decisions share one advantage.
 
-    An episode that is cut off counts as if nothing followed, unless there is a critic (`credit="gae"`).
+    A truncated episode counts as terminated, unless there is a critic (`credit="gae"`).
 
     Args:
-        per: which of the two.
-        discount: per episode, of each step against the one before; per step it is `AdvantageConfig.gamma` that discounts.
+        per: Whether rewards are per step or per episode.
+        discount: Discount factor per step for `per="episode"`. With `per="step"`, use `AdvantageConfig.gamma` instead.
     """
 
     def __init__(self, per: Literal["step", "episode"] = "step", discount: float = 1.0) -> None:
@@ -49,13 +49,13 @@ class EnvironmentReward(nn.Module):
 
 
 class StepReward(nn.Module):
-    """A shaping term: one number per decision, from the episode; give it a name and a weight with `WeightedRewards`.
+    """A shaping term with one number per decision. `WeightedRewards` gives it a name and a weight.
 
     Args:
-        term: an episode of L steps -> [L].
+        term: Maps an episode of L steps to [L].
 
     Example:
-        Pay for progress, and charge for effort::
+        Add a cost for effort to the environment's reward::
 
             terms = {"env": EnvironmentReward(), "effort": StepReward(effort)}
             WeightedRewards(terms, weights={"env": 1.0, "effort": 0.1})
@@ -81,7 +81,7 @@ class StepReward(nn.Module):
 
 
 def effort(episode: Episode) -> Float[Tensor, " L"]:
-    """-|action|^2 per step: what moving costs, for real-valued actions."""
+    """The cost of effort, -|action|^2 per step, for real-valued actions."""
     return -episode.actions.double().flatten(1).square().sum(1)
 
 

@@ -1,4 +1,4 @@
-"""Many episodes at once: one batched decision per time step for every member that is still alive."""
+"""Concurrent episodes: one batched decision per time step for all active members."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ from .observations import ObservationEncoder
 from .pools import EnvironmentPool, PoolStep, WorkerLost
 
 LONGEST = 100_000
-"""Steps after which any episode is cut off: an environment need not have a limit of its own."""
+"""Maximum length of any episode, for environments without their own limit."""
 
 MAX_LOSSES_IN_A_ROW = 3
-"""Calls that may lose workers without an episode's end in between; what is run again is the same to the last bit."""
+"""Maximum number of consecutive losses without a finished episode. A repeated episode is the same bit for bit."""
 
 Decide = Callable[[Shaped[Tensor, "n *features"]], Float[Tensor, "n P"]]
 """Encoded observations -> parameters of the distribution of actions."""
@@ -40,7 +40,7 @@ class Record:
     """[N]"""
     observations: Shaped[Tensor, "S *features"]
     parameters: Float[Tensor, "S P"]
-    """Of the distribution each action was drawn from."""
+    """Parameters of the distribution from which each action was drawn."""
     actions: Shaped[Tensor, "S *action"]
     rewards: Float[Tensor, " S"]
     """float64"""
@@ -50,7 +50,7 @@ class Record:
     final_observations: list[Tensor]
     """[N], each [*features]"""
     num_lost: int
-    """Environments that died or hung; their unfinished episodes were run again."""
+    """Number of environments that died or hung. Their unfinished episodes were run again."""
 
 
 def roll_out(
@@ -64,24 +64,24 @@ def roll_out(
     seed: int,
     max_steps: int | None = None,
 ) -> Record:
-    """One episode from each of N starts.
+    """Run one episode from each of N starts.
 
-    A member whose episode ends begins the next one that waits; when none waits it is left out. An episode's noise is of (seed,
-    row, step): it does not depend on which member runs it, or on who else is alive. (The network's sums do, by a rounding
-    error, since they depend on the number of rows; with the same pool, all is the same bit for bit.)
+    A member with a finished episode starts the next waiting episode, or is no longer stepped. The noise of an episode is keyed
+    by (seed, row, step), so it does not depend on the member or on other episodes. The network's sums depend on the number of
+    rows by a rounding error; with the same pool, results are equal bit for bit.
 
     Args:
-        pool: environments, M of them.
-        starts: N beginnings, any number.
-        decide: the network.
-        distribution: of the actions.
-        encode: observations into tensors.
-        allow: which categories are allowed.
-        seed: of the noise.
-        max_steps: where an episode is cut off, beside the environment's own limit; None: there, and after `LONGEST`.
+        pool: The M environments.
+        starts: The N episode starts.
+        decide: The network.
+        distribution: Distribution of the actions.
+        encode: Converts observations to tensors.
+        allow: Mask of the allowed categories.
+        seed: Seed of the noise.
+        max_steps: Maximum length of an episode, in addition to the environment's own limit. None uses `LONGEST`.
 
     Raises:
-        ContractError: an environment or the network gives what is not finite, or workers are lost again and again.
+        ContractError: An environment or the network returns a non-finite value, or workers are lost repeatedly.
     """
     running = _Running(pool, starts, distribution, seed)
     num_lost = 0

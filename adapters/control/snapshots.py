@@ -1,9 +1,9 @@
-"""The complete state of an environment: taken in mid-episode, put back into the same or another instance.
+"""Snapshots of an environment's complete state in mid-episode, to restore in the same or another instance.
 
-Covered without further work: Gymnasium's classic control, toy text and MuJoCo, and Gymnasium-Robotics' mazes. Any other
-environment takes part by being `Snapshotable`.
+Supported are Gymnasium's classic control, toy text and MuJoCo, and Gymnasium-Robotics' mazes. Other environments implement
+`Snapshotable`.
 
-What a state consists of, layer by layer from the outermost wrapper to the environment:
+Parts of a state, layer by layer from the outermost wrapper to the environment:
 - attributes of plain data, settings included, since some tasks draw their settings anew in every episode;
 - random generators (`np_random`), so that chance continues as it would have;
 - MuJoCo's state of integration, and what was derived from it;
@@ -41,7 +41,7 @@ COVERED_MODULES = (
 # Wrappers that look on: the checker's memory is of its own calls, a recorder's of its own video.
 ONLOOKERS = (PassiveEnvChecker, RecordVideo, RenderCollection, HumanRendering)
 
-# `render_mode` is the instance's own, lest a worker open its trunk's window; the others repeat constructor arguments.
+# `render_mode` stays the instance's own, so that a worker does not open a window; the others repeat constructor arguments.
 NOT_STATE = ("render_mode", "metadata", "_cached_spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs")
 
 SCALARS = (int, float, complex, str, bytes, np.generic)
@@ -71,10 +71,10 @@ class Snapshot:
     """One moment of an environment, as plain data: it can be pickled, stored and restored any number of times."""
 
     environment: str
-    """The registered id, or the class's name where there is none."""
+    """The registered id, or the class's name if there is no id."""
 
     observation: Any
-    """What the agent saw at that moment, wrappers included."""
+    """The agent's observation at that moment, after all wrappers."""
 
     layers: tuple[tuple[str, dict[str, Any]], ...]
     """Class name and state of each wrapper, outermost first, and of the environment itself, last."""
@@ -90,24 +90,24 @@ class Snapshotable(Protocol):
     """
 
     def snapshot(self) -> Any:
-        """All that decides the future, as data that pickles; it may refer to live objects, and is copied at once."""
+        """Everything that determines the future, as picklable data. It may refer to live objects, which are copied."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Become the instance that returned `state`, whatever this one did before; it may never have been reset."""
+        """Restore `state`, whatever this instance did before. The instance may never have been reset."""
         ...
 
 
 def take_snapshot(env: gymnasium.Env, observation: Any) -> Snapshot:
-    """The state of `env` between two steps; `env` goes on as if nothing had happened.
+    """Copy the state of `env` between two steps. `env` is not changed.
 
     Args:
-        env: with all its wrappers.
-        observation: what its last `reset` or `step` returned.
+        env: The environment with all its wrappers.
+        observation: Observation from its last `reset` or `step`.
 
     Raises:
-        ConfigError: an environment that is neither covered nor `Snapshotable`, or holds state of an unknown kind.
-        ContractError: a `Snapshotable` whose state does not pickle.
+        ConfigError: The environment is neither supported nor `Snapshotable`, or holds state of an unknown kind.
+        ContractError: The state of a `Snapshotable` cannot be pickled.
     """
     name = _name(env)
     inner = env.unwrapped
@@ -129,16 +129,17 @@ def take_snapshot(env: gymnasium.Env, observation: Any) -> Snapshot:
 
 
 def restore_snapshot(env: gymnasium.Env, snapshot: Snapshot) -> Any:
-    """Make `env` what the snapshot's environment was: from here the same actions lead to the same future.
+    """Restore a snapshot in `env`. From here, equal actions lead to equal results.
 
     Args:
-        env: the one the snapshot is of, or another made the same way; it may never have been reset.
+        env: The snapshot's environment, or an identically built one. It may never have been reset.
+        snapshot: The snapshot.
 
     Returns:
-        The observation at that moment, a copy.
+        A copy of the observation at that moment.
 
     Raises:
-        ContractError: a snapshot of another environment, or of other wrappers.
+        ContractError: The snapshot is from another environment, or from other wrappers.
     """
     layers = _layers(env)
     stateful = _stateful(layers)

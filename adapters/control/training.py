@@ -1,4 +1,4 @@
-"""A whole run: iterations until so many steps are taken, with evaluations on the way and the best policy kept."""
+"""A whole training run up to a number of steps, with evaluations and a checkpoint of the best policy."""
 
 import json
 import time
@@ -19,19 +19,19 @@ from .policies import EpisodePolicy
 
 @dataclass(slots=True)
 class LearningCurve:
-    """Evaluations of a run: the same number of entries in each list."""
+    """Evaluations of a run. All lists have the same length."""
 
     iterations: list[int] = field(default_factory=list)
-    """Of the trainer, done until then."""
+    """Number of finished iterations at each evaluation."""
     steps: list[int] = field(default_factory=list)
-    """Steps of the environments that were trained on until then."""
+    """Number of training steps at each evaluation."""
     returns: list[float] = field(default_factory=list)
-    """Mean return of an evaluation's episodes."""
+    """Mean return of each evaluation."""
     seconds: list[float] = field(default_factory=list)
-    """Spent on training until then."""
+    """Training time in seconds at each evaluation."""
 
     def steps_to(self, threshold: float) -> int | None:
-        """Steps until the first evaluation at or above the threshold; None: there is none."""
+        """Steps until the first evaluation at or above the threshold. None if no evaluation reaches it."""
         reached = (step for step, value in zip(self.steps, self.returns, strict=True) if value >= threshold)
         return next(reached, None)
 
@@ -57,18 +57,18 @@ def train_control(
     """Train an `EpisodePolicy` until its environments have taken `total_steps`.
 
     Args:
-        trainer: of the policy.
-        starts: iteration (from 0) -> states, as `episode_starts` makes them.
-        total_steps: of training; the iteration in which they are reached is finished.
-        evaluate_every: steps between evaluations, of which there is one at the end, too.
-        num_eval_episodes: of each; they act without noise.
-        eval_seed: of their first reset.
-        max_eval_steps: of each episode, beside the environment's own limit.
-        stop_at: end as soon as an evaluation reaches it; None: never early.
-        sinks: given every iteration's metrics, and `eval/return` where there was an evaluation.
-        folder: where `best` and `last` checkpoints and `curve.json` are written after evaluations; None: nowhere. A run
-            whose `last` is there goes on from it, with the settings it had.
-        progress: show a progress bar.
+        trainer: Trainer of the policy.
+        starts: Maps an iteration (from 0) to states, as `episode_starts` does.
+        total_steps: Number of training steps. The last iteration is always finished.
+        evaluate_every: Steps between evaluations. There is also an evaluation at the end.
+        num_eval_episodes: Episodes per evaluation, without noise.
+        eval_seed: Seed of the first evaluation reset.
+        max_eval_steps: Maximum length of evaluation episodes, in addition to the environment's own limit.
+        stop_at: Stop when an evaluation reaches this return. None never stops early.
+        sinks: Receive the metrics of each iteration, with `eval/return` after evaluations.
+        folder: Folder for the `best` and `last` checkpoints and `curve.json`, written after evaluations. None writes nothing.
+            If the folder has a `last` checkpoint, the run resumes from it with its settings.
+        progress: Whether to show a progress bar.
 
     Returns:
         The evaluations.

@@ -1,4 +1,4 @@
-"""Films of a policy. Needs a renderer: `pip install "model-agnostic-grpo[robots]"`; without a screen, MUJOCO_GL=egl."""
+"""Videos of a policy. Requires a renderer: `pip install "model-agnostic-grpo[robots]"`; without a screen set MUJOCO_GL=egl."""
 
 import os
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ Frame = NDArray[np.uint8]
 
 
 def record_video(policy: EpisodePolicy, environment: Any, folder: str | Path, *, seed: int = 0, **make: Any) -> Path:
-    """One episode of the most likely actions as an MP4, by Gymnasium's `RecordVideo`.
+    """Record one episode of the most likely actions as an MP4, with Gymnasium's `RecordVideo`.
 
     Args:
         policy: acts by `predict`.
@@ -44,7 +44,7 @@ def record_video(policy: EpisodePolicy, environment: Any, folder: str | Path, *,
 def record_frames(
     policy: EpisodePolicy, environment: Any, *, seed: int = 0, every: int = 1, num_frames: int = 100, **make: Any
 ) -> list[Frame]:
-    """Pictures of episodes of the most likely actions, one after another until there are enough.
+    """Record frames of consecutive episodes with the most likely actions, up to a number of frames.
 
     Args:
         policy: acts by `predict`.

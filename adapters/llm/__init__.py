@@ -1,9 +1,9 @@
 """GRPO for Hugging Face causal language models: prompts computed once per group, no logits kept, any sampler.
 
-Needs transformers and PEFT (`pip install "model-agnostic-grpo[llm]"`), and for 4- and 8-bit models `[llm-4bit]`.
+Requires transformers and PEFT (`pip install "model-agnostic-grpo[llm]"`), and `[llm-4bit]` for 4-bit and 8-bit models.
 
 Example:
-    Teach a model to answer, from a reward function written as for TRL::
+    Train a model with a TRL-style reward function::
 
         from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig
         from grpo import GRPOConfig, GRPOTrainer

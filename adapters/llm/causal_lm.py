@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model taken apart: its decoder, its output head, and what its cache can do."""
+"""The parts of a Hugging Face causal language model: its decoder, its output head, and its cache's capabilities."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ class CausalLM:
         model: a `PreTrainedModel` with an output head, or a `PeftModel` around one.
 
     Raises:
-        ContractError: it has no decoder or no output head, or its adapter is made of virtual tokens.
+        ContractError: The model has no decoder or no output head, or its adapter uses virtual tokens.
     """
 
     def __init__(self, model: Any) -> None:
@@ -55,21 +55,21 @@ class CausalLM:
 
     @property
     def device(self) -> torch.device:
-        """Where the token ids go."""
+        """Device of the token embedding."""
         return self.plain.get_input_embeddings().weight.device
 
     @property
     def computes_in_float32(self) -> bool:
-        """Or better: weights are neither of half precision nor quantised, and autocast is off."""
+        """Whether the model computes in float32 or better: no half-precision or quantised weights, and no autocast."""
         is_wide = self.plain.dtype in (torch.float32, torch.float64) and not getattr(self.plain, "is_quantized", False)
         return is_wide and not torch.is_autocast_enabled(self.device.type)
 
     @property
     def max_positions(self) -> int | None:
-        """The longest sequence the model was made for; None: it does not say.
+        """Maximum sequence length of the model. None if the configuration does not have it.
 
-        LongRoPE (arXiv:2402.13753) turns all positions otherwise once any is beyond the original length: what a row is
-        worth would then depend on the others in its batch. There it is the original length.
+        With LongRoPE (arXiv:2402.13753) this is the original length: beyond it, LongRoPE rescales all positions, and the scores
+        of a row would depend on the other rows of its batch.
         """
         rotary = getattr(self.config, "rope_parameters", None) or {}
         if rotary.get("rope_type") == "longrope":
@@ -78,7 +78,7 @@ class CausalLM:
 
     @property
     def shares_prompts(self) -> bool:
-        """Every layer keeps all keys and values of its past, so that one prompt's can serve several completions."""
+        """Whether every layer caches all past keys and values, so that completions can share a prompt's cache."""
         return not getattr(self.plain, "_is_stateful", False) and all(
             type(layer) is DynamicLayer for layer in DynamicCache(config=self.config).layers
         )

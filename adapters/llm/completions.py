@@ -1,4 +1,4 @@
-"""What a language model wrote for a prompt: the action of this domain."""
+"""Completions of a language model: the actions of this domain."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 FinishReason: TypeAlias = Literal["end", "stop", "length"]
-"""The model ended it (an end-of-sequence token); a stop string came; or the limit of new tokens was reached."""
+"""`end`: an end-of-sequence token; `stop`: a stop string; `length`: the limit of new tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One sampled continuation of a prompt. What was sampled is what is scored: text is never tokenized again."""
+    """One sampled continuation of a prompt. Scoring uses the sampled token ids; text is never tokenized again."""
 
     token_ids: tuple[int, ...]
-    """The sampled tokens, the end-of-sequence token included where the model wrote one."""
+    """The sampled tokens, including an end-of-sequence token if there is one."""
     text: str
-    """What the tokens say, special tokens left out, a stop string included."""
+    """The decoded text without special tokens, including a stop string."""
     finish_reason: FinishReason
-    """Why it ended; "length": it was cut off."""
+    """Why the completion ended. "length" means that it was truncated."""
     behaviour_log_probs: tuple[float, ...] | None = None
-    """Of each token, under the distribution it was drawn from; None: not sampled here."""
+    """Log-prob of each token under the sampling distribution. None if the completion was not sampled by this policy."""
 
     def __len__(self) -> int:
         """Number of tokens."""
@@ -32,7 +32,7 @@ class Completion:
 
     @property
     def is_truncated(self) -> bool:
-        """It was cut off by the limit of new tokens."""
+        """Whether the limit of new tokens truncated the completion."""
         return self.finish_reason == "length"
 
 
@@ -41,8 +41,8 @@ def completion_mask(completions: Sequence[Completion], *, mask_truncated: bool =
 
     Args:
         completions: N of them.
-        mask_truncated: leave out all tokens of completions that were cut off (DAPO's overlong filtering,
-            arXiv:2503.14476, section 3.4).
+        mask_truncated: Whether to mask all tokens of truncated completions (DAPO's overlong filtering, arXiv:2503.14476,
+            section 3.4).
     """
     lengths = torch.tensor([0 if mask_truncated and c.is_truncated else len(c) for c in completions], dtype=torch.int64)
     return torch.arange(max(lengths.tolist(), default=0)) < lengths[:, None]

@@ -1,4 +1,4 @@
-"""Batched decoding: each prompt prefilled once, finished rows leaving the batch, every row's randomness its own."""
+"""Batched decoding: each prompt is prefilled once, finished rows leave the batch, and each row has its own randomness."""
 
 import math
 import sys
@@ -24,7 +24,7 @@ from .sampling_config import SamplingConfig
 from .token_draw import TokenDraw
 
 MOST_ENDED = 1 / 8
-"""Share of the rows in the batch that may have ended before they are taken out: taking out copies the others' cache."""
+"""Share of finished rows in the batch before they are removed. Removing rows copies the cache of the other rows."""
 
 
 class StopStrings:
@@ -94,11 +94,11 @@ class DecodingSampler:
     Args:
         lm: the model.
         tokenizer: for stop strings.
-        with_entropy: also tell the entropies.
-        max_rows: rows decoded together. Larger: faster, and more memory for keys and values. None: all.
-        max_tokens_per_forward: positions of prompts that are forwarded together before they are continued. None: all.
-        loop: the one here; or that of transformers' `generate`, which every architecture has, and which models are given
-            whose cache cannot be shared. Both draw the same tokens.
+        with_entropy: Whether to return entropies.
+        max_rows: Maximum number of rows decoded together. More rows are faster and use more memory. None decodes all.
+        max_tokens_per_forward: Maximum number of prompt positions per forward pass. None forwards all.
+        loop: The loop in this module, or transformers' `generate`, which supports every architecture and is used for models
+            without a shareable cache. Both draw the same tokens.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The rows that are decoded together: what each was drawn from, and their keys and values."""
+"""The batch of rows that are decoded together, with their hidden states and caches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ GROWTH = 128
 
 @dataclass(slots=True, kw_only=True)
 class DecodingBatch:
-    """The R rows that are in the batch, each with what it goes on from; one that has ended may stay for a while."""
+    """The R rows in the batch with the state to continue from. A finished row may stay for some steps."""
 
     rows: list[int]
-    """Their numbers."""
+    """Numbers of the rows."""
     on_device: Int[Tensor, " R"]
-    """The same, where the model is."""
+    """Numbers of the rows, on the model's device."""
     hidden: Float[Tensor, "R H"]
-    """What the next token is drawn from."""
+    """Hidden state from which the next token is drawn."""
     cache: DynamicCache
-    """Keys and values of all that is written."""
+    """Keys and values of all tokens so far."""
     mask: Bool[Tensor, "R L"] | None
-    """Where the cache has tokens; None: everywhere."""
+    """Mask of the cache's tokens. None if every position has a token."""
     lengths: Int[Tensor, " R"]
-    """Tokens of the prompts."""
+    """Number of tokens of each prompt."""
 
     @classmethod
     def of_prompts(cls, lm: CausalLM, prompts: Sequence[Sequence[int]], size: int, max_tokens: int) -> "DecodingBatch":

@@ -1,4 +1,4 @@
-"""GSM8K's grade school problems: rows, prompts, and the number that an answer gives.
+"""GSM8K's grade school problems: rows, prompts, and the extraction of answers.
 
 Source: Cobbe et al. 2021, arXiv:2110.14168, whose solutions end in a line `#### n`.
 """
@@ -38,10 +38,10 @@ STATED = re.compile(
 
 
 def extract_answer(text: str) -> Decimal | None:
-    r"""The number that a text gives as its answer; None where it has none. The same for solutions and for completions.
+    r"""Extract the answer's number from a solution or a completion. None if there is no number.
 
-    The last `#### n`; else the last `\boxed{n}`; else the last "answer is n" or "answer: n"; else the last number.
-    Thousands separators, currency signs, a percent sign and a full stop behind it are no part of the number.
+    The first of these that exists: the last `#### n`, the last `\boxed{n}`, the last "answer is n" or "answer: n", the last
+    number. Thousands separators, currency signs, a percent sign and a final full stop are ignored.
 
     Example:
         >>> extract_answer("12 * 100 = 1200, and 34 more.\n#### $1,234.")
@@ -74,10 +74,11 @@ def load_gsm8k(
 
     Args:
         source: a JSONL file, or rows (a list of dicts, a `datasets.Dataset`), with "question" and "answer".
-        num_samples: only the first so many, or all where there are fewer; None: all.
+        num_samples: Maximum number of problems, taken from the start. None takes all.
 
     Raises:
-        ConfigError: a line or row that is no such problem (it is named), or whose answer holds no number; none at all.
+        ConfigError: A line or row is not a problem, an answer holds no number, or there are no problems. The message names the
+            line or row.
 
     Example:
         >>> load_gsm8k([{"question": "1 + 1?", "answer": "1 + 1 = 2\\n#### 2"}])[0]["question"]

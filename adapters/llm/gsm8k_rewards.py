@@ -1,6 +1,6 @@
-"""What an answer to a GSM8K problem is worth: `correctness_first`, and a sum of many signs to compare it with.
+"""Rewards for GSM8K: `correctness_first`, and `hybrid_reward` for comparison.
 
-Both need rows with the column `answer`, as `load_gsm8k` makes them::
+Both require rows with the column `answer`, as `load_gsm8k` returns them::
 
     GRPOTrainer(config=config, policy=policy, reward_model=correctness_first())
 """
@@ -21,10 +21,10 @@ EQUATION = re.compile(
 
 
 def correctness_first() -> CompletionRewards:
-    """The recommended reward: right beats wrong, and wrong beats saying nothing, whatever else the text does.
+    """The recommended reward: a right answer beats a wrong answer, and a wrong answer beats no answer, for any text.
 
-    correct 1, answered 0.1, marked 0.1 (the answer stands behind `####`), each 0 or 1 before it is weighed: what
-    `rewards/correct/mean` shows is the accuracy. A right answer gets at least 1.1; a wrong one 0.1 or 0.2; no answer 0.
+    Weights: correct 1, answered 0.1, marked 0.1 (the answer follows `####`). Each part is 0 or 1 before weighting, so
+    `rewards/correct/mean` is the accuracy. A right answer gets at least 1.1, a wrong answer 0.1 or 0.2, no answer 0.
 
     Example:
         >>> from adapters.llm.completions import Completion
@@ -39,7 +39,7 @@ def correctness_first() -> CompletionRewards:
 
 
 def hybrid_reward() -> CompletionRewards:
-    """A sum of signs of a good solution, for comparison: it pays no answer (0.3) more than a wrong one (0.2).
+    """A sum of signs of a good solution, for comparison only: no answer (0.3) gets more than a wrong answer (0.2).
 
     correctness: right 0.6, wrong 0.2, no answer 0.3; length: 0.2 for more than 50 characters; mathematics: 0.1 for each of
     several operators and words, up to 0.5; steps: 0.3 for a word such as "then"; format: 0.15 for `#### n`, else 0.1 for
@@ -59,17 +59,17 @@ def hybrid_reward() -> CompletionRewards:
 
 
 def correct(completion: str, answer: str) -> float:
-    """1 where the completion's number equals the solution's, else 0."""
+    """1 if the completion's number equals the solution's number, else 0."""
     return float(extract_answer(completion) == _truth(answer))
 
 
 def answered(completion: str) -> float:
-    """1 where there is a number to be read as the answer, else 0."""
+    """1 if the completion has a number that can be read as the answer, else 0."""
     return float(extract_answer(completion) is not None)
 
 
 def marked(completion: str) -> float:
-    """1 where the answer stands behind `####`, else 0."""
+    """1 if the answer follows `####`, else 0."""
     return float(MARKED.search(completion) is not None)
 
 

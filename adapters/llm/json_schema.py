@@ -1,4 +1,4 @@
-"""Completions that have to be JSON of a given shape. Needs jsonschema (`pip install "model-agnostic-grpo[llm]"`)."""
+"""A reward for JSON completions. Requires jsonschema (`pip install "model-agnostic-grpo[llm]"`)."""
 
 import json
 import math
@@ -12,17 +12,18 @@ MAX_CHARS = 1_000_000
 
 
 class JSONSchemaMatch:
-    """1 where the completion is JSON that a schema allows, else 0.
+    """1 if the completion is JSON that matches a schema, else 0.
 
-    Neither what a model nor what a schema says makes it fetch anything: references lead into the schema itself. A `pattern` in
-    the schema backtracks like any other of Python's (see `RegexMatch`).
+    Nothing is ever fetched: references must point into the schema itself. A `pattern` in the schema can backtrack like any
+    Python regular expression (see `RegexMatch`).
 
     Args:
-        schema: in the dialect that its `$schema` names, or the latest one.
-        extract: text -> the part of it that has to be JSON, None: there is none, and the reward is 0. None: the whole text.
+        schema: Schema in the dialect that its `$schema` names, or in the latest dialect.
+        extract: Maps the text to the part that must be JSON, or to None for reward 0. If `extract` is None, the whole text must
+            be JSON.
 
     Raises:
-        ConfigError: a schema that is none.
+        ConfigError: The schema is invalid.
         ImportError: jsonschema is not installed.
 
     Example:

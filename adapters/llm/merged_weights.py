@@ -1,4 +1,4 @@
-"""The weights that a sampler with weights of its own needs: a plain model's, adapters merged, under a checkpoint's names."""
+"""Weights for a sampler with its own copy of the model: adapters merged, under the checkpoint's names."""
 
 import copy
 from collections.abc import Iterator

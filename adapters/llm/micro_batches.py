@@ -1,11 +1,11 @@
-"""Which rows go through the model together."""
+"""Planning of micro-batches: which rows are forwarded together."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 FORWARD_COST = 256
-"""Positions that one more forward pass is taken to cost, whatever is in it."""
+"""Fixed cost of a forward pass, in positions."""
 
 
 def plan_by_tokens(

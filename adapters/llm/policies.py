@@ -24,36 +24,36 @@ from .scoring import check_sampler, score_tokens
 
 
 class HFPolicy:
-    """Any Hugging Face causal language model: prompts are states, `Completion`s are actions, tokens are decisions.
+    """A policy of any Hugging Face causal language model: prompts are states, `Completion`s are actions, tokens are steps.
 
-    Sampling takes one number per row from torch's global generator, and makes all of the row's randomness of it: a row does
-    not depend on the batch it is in, and `GRPOConfig.seed` and exact resume reach it.
+    Sampling draws one number per row from torch's global generator, which seeds all random numbers of the row. A row does not
+    depend on its batch, and it follows `GRPOConfig.seed` and exact resume.
 
-    What was sampled is what is scored: token ids, never text that is tokenized again. A prompt is computed once for all its
-    completions, forward and backward; logits exist in blocks only; see `shared_prompts` and `token_log_probs`.
+    Scoring uses the sampled token ids; text is never tokenized again. A prompt is computed once for all its completions,
+    forward and backward, and logits are computed in blocks; see `shared_prompts` and `token_log_probs`.
 
-    Only parameters that require a gradient are the policy's: freeze the others, or adapt the model with LoRA
+    The policy trains the parameters that require a gradient. Freeze the others, or adapt the model with LoRA
     (`HFPolicy.from_pretrained(..., lora=...)`).
 
     Args:
-        model: a `PreTrainedModel` with an output head, or a PEFT model around one.
-        tokenizer: its tokenizer. It needs no padding token; masks are made from lengths.
-        sampling: how tokens are drawn; its temperature also holds in scoring.
-        sampler: what draws: this model, "generate" for transformers' own loop, or another engine that has the weights
-            (`VLLMSampler`).
-        reference_model: a frozen model with the same tokenizer, for a KL term; with LoRA none is needed.
-        prompt_column: where states that are rows of a data set have their prompt.
-        end_token_ids: tokens that end a completion; None: those of the tokenizer and the model's generation config.
-        exact_entropy: scores tell the entropy of every step. It costs one more pass over the logits.
-        mask_truncated: completions that reached `max_new_tokens` carry no loss (DAPO, arXiv:2503.14476).
-        max_tokens_per_forward: positions forwarded together in scoring and training, padding and prompts included, and of
-            shared prompts before they are continued. Larger: faster on a GPU, more memory.
-        max_rows_per_decode: rows decoded together; None: all.
-        chat_template_options: for prompts that are chat messages.
+        model: A `PreTrainedModel` with an output head, or a PEFT model around one.
+        tokenizer: The model's tokenizer. It needs no padding token, because masks are made from lengths.
+        sampling: Sampling settings. The temperature also applies to scoring.
+        sampler: "decoding" for the loop of this package, "generate" for transformers' loop, or another engine with its own
+            weights (`VLLMSampler`).
+        reference_model: A frozen model with the same tokenizer, for a KL term. LoRA needs none.
+        prompt_column: Column with the prompt, for states that are rows of a data set.
+        end_token_ids: Tokens that end a completion. None uses the tokenizer's and the model's generation config.
+        exact_entropy: Whether scores include the entropy of every step. It costs one more pass over the logits.
+        mask_truncated: Whether completions that reached `max_new_tokens` are excluded from the loss (DAPO, arXiv:2503.14476).
+        max_tokens_per_forward: Maximum number of positions per forward pass in scoring and training, padding and prompts
+            included, and of shared prompts in decoding. A larger number is faster on a GPU and uses more memory.
+        max_rows_per_decode: Maximum number of rows decoded together. None decodes all.
+        chat_template_options: Options of the chat template, for prompts that are chat messages.
 
     Raises:
-        ConfigError: a setting that cannot be, or a model that draws tokens otherwise than it scores them.
-        ContractError: a model that is no decoder-only language model.
+        ConfigError: A setting is invalid, or the model's sampling and scoring disagree.
+        ContractError: The model is not a decoder-only language model.
 
     Example:
         Teach a model from rewards::
@@ -146,7 +146,7 @@ class HFPolicy:
         """A policy of a model on the hub or in a local folder; see `load_model` for its arguments.
 
         Args:
-            options: of `HFPolicy`.
+            options: Options of `HFPolicy`.
 
         Example:
             A 4-bit model that trains an adapter::
@@ -252,7 +252,7 @@ class HFPolicy:
             return self._score(*rows, actions).log_probs
 
     def plan_micro_batches(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> list[Sequence[int]]:
-        """Rows of each forward pass: within `max_tokens_per_forward`, and with as little padding as can be."""
+        """Rows of each forward pass, within `max_tokens_per_forward` and with minimal padding."""
         prompts, prompt_of_row = _distinct(self._encode(states))
         return plan_by_tokens(
             [len(prompt) for prompt in prompts],
@@ -263,7 +263,7 @@ class HFPolicy:
         )
 
     def sync_sampler(self) -> None:
-        """Give the weights to the sampler, where it has its own."""
+        """Send the weights to the sampler, if it has its own copy."""
         self._sampler.sync(self.model)
 
     def get_parameters(self) -> dict[str, Tensor]:

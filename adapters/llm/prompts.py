@@ -1,4 +1,4 @@
-"""Prompts in the forms users have them, as token ids and as columns."""
+"""Conversion of prompts (texts, chats, data set rows) to token ids and columns."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
@@ -9,7 +9,7 @@ Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[Message]
 """Text, or chat messages `[{"role": ..., "content": ...}, ...]`."""
 PromptState: TypeAlias = Prompt | Mapping[str, Any]
-"""A prompt, or a row of a data set that has one in its prompt column."""
+"""A prompt, or a row of a data set with a prompt column."""
 
 
 def prompt_of(state: PromptState, column: str = "prompt") -> Prompt:
@@ -41,7 +41,7 @@ def prompt_of(state: PromptState, column: str = "prompt") -> Prompt:
 
 
 class PromptEncoder:
-    """Prompts as token ids, the same way whether they are sampled from or scored.
+    """Encodes prompts as token ids, identically for sampling and scoring.
 
     Args:
         tokenizer: of the model.

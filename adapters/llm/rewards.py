@@ -1,4 +1,4 @@
-"""Rewards of completions from plain functions, written as for TRL or for one row at a time, weighed by name."""
+"""Rewards of completions from plain functions, TRL-style or per row, weighted by name."""
 
 import asyncio
 import os
@@ -26,26 +26,26 @@ ResultT = TypeVar("ResultT")
 class CompletionRewards(WeightedRewards):
     """R = sum_k weight_k R_k over the functions that apply to a row; each part is reported under its name.
 
-    A function says by the names of its parameters what it is given, and how often it is called.
+    The names of a function's parameters select its arguments and how often it is called.
 
-    - Once, with lists, like a reward function of TRL: `prompts`, `completions`, `completion_ids`, and any column of the
-      rows; `**kwargs` takes all of them. Completions of chat prompts are lists of one assistant message. `states` and
-      `actions` are what the trainer has: the prompts or rows, and the `Completion`s. It returns N numbers.
-    - For each row: `prompt`, `completion` (always text), any column; `state`, `action`. It returns one number.
+    - Once with lists, like a TRL reward function: `prompts`, `completions`, `completion_ids`, and any column of the rows;
+      `**kwargs` receives all of them. Completions of chat prompts are lists of one assistant message. `states` and `actions`
+      are the trainer's objects: the prompts or rows, and the `Completion`s. The function returns N numbers.
+    - Once per row: `prompt`, `completion` (always text), any column; `state`, `action`. The function returns one number.
 
-    Either may be `async def`: all calls of all such functions are awaited together, in one event loop that lives as long as
-    the process, so that clients kept open stay usable. `None` says that a function does not apply to a row: it is left
-    out of that row's sum. A row to which none applies has no reward, NaN, and `reward.non_finite` says what happens then.
+    Both kinds may be `async def`. All async calls are awaited together, in one event loop that lives as long as the process, so
+    that open clients stay usable. A function returns `None` for a row to which it does not apply, and is then excluded from
+    the row's sum. If no function applies to a row, its reward is NaN, and `reward.non_finite` decides what happens.
 
     Args:
-        functions: one, several (named by their `__name__`), or name -> function. A `RewardModel` may stand among them.
-        weights: name -> weight, or in the order of `functions`; None: all 1.
-        prompt_column: of rows that are dicts, the column with the prompt.
-        timeout: seconds after which an awaited call has failed; None: never. What blocks instead of awaiting cannot be ended.
-        max_concurrent: awaited calls under way at a time. Larger: faster, more load on whatever answers.
+        functions: One function, several (named by their `__name__`), or functions by name. A `RewardModel` is also allowed.
+        weights: Weights by name, or in the order of `functions`. None uses weight 1 for all.
+        prompt_column: Column with the prompt, for rows that are dicts.
+        timeout: Time limit of an awaited call in seconds. None sets no limit. A blocking call cannot be interrupted.
+        max_concurrent: Maximum number of concurrent awaited calls. A larger number is faster and puts more load on servers.
 
     Raises:
-        ConfigError: names, weights or signatures that make no sense.
+        ConfigError: Names, weights or signatures are invalid.
 
     Example:
         >>> def short(completion): return float(len(completion) < 9)

@@ -1,4 +1,4 @@
-"""What draws completions: the protocol that every sampler keeps."""
+"""The protocol of samplers, which draw completions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,22 +10,22 @@ from .sampling_config import SamplingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """What a sampler drew for N rows, group by group: lists of N, each with one entry per token of its row."""
+    """Samples of N rows, group by group. Each field is a list of N entries with one value per token."""
 
     token_ids: Sequence[Sequence[int]]
-    """The tokens, the end-of-sequence token included where there is one."""
+    """The tokens of each row, including an end-of-sequence token if there is one."""
     finish_reasons: Sequence[FinishReason]
     """Why each row ended."""
     behaviour_log_probs: Sequence[Sequence[float]]
-    """Under the distribution drawn from: temperature, penalties and truncation included."""
+    """Log-probs under the sampling distribution, with temperature, penalties and truncation."""
     policy_log_probs: Sequence[Sequence[float]] | None = None
-    """What `score_actions` would say, to rounding; None: this sampler cannot tell."""
+    """Log-probs under the policy, equal to `score_actions` up to rounding. None if the sampler cannot compute them."""
     entropies: Sequence[Sequence[float]] | None = None
-    """Likewise; None: it was not asked for."""
+    """Entropy of the policy at each token. None if it was not requested."""
 
 
 class Sampler(Protocol):
-    """Draws completions of prompts. It may hold weights of its own, which `sync` renews."""
+    """Draws completions of prompts. A sampler may hold its own weights, which `sync` updates."""
 
     def sample(
         self,

@@ -1,4 +1,4 @@
-"""How tokens are drawn."""
+"""Sampling settings."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from grpo.writing import Settings, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig(Settings):
-    """How tokens are drawn, in the order in which it is applied: penalties, temperature, top-k, top-p, min-p, XTC.
+    """Sampling settings, applied in this order: penalties, temperature, top-k, top-p, min-p, XTC.
 
     The temperature is part of the policy. Every other setting changes only the distribution that tokens are drawn from;
     scoring does not repeat it. `objective.sampler_correction="truncate"` corrects for the difference by importance weights.
@@ -16,26 +16,26 @@ class SamplingConfig(Settings):
     """
 
     max_new_tokens: int = setting(256, at_least=1)
-    """Tokens after which a completion is cut off."""
+    """Maximum number of new tokens. Longer completions are truncated."""
     min_new_tokens: int = setting(0, at_least=0)
-    """Tokens before which none of the end-of-sequence tokens can be drawn. Stop strings are looked for from here on."""
+    """Minimum number of new tokens. End-of-sequence tokens are excluded, and stop strings ignored, before it."""
     temperature: float = setting(1.0, at_least=0.0)
-    """Divides the logits, in sampling and in scoring alike. Larger: more varied. 0: the likeliest token, for evaluation."""
+    """Divides the logits in sampling and in scoring. A larger value is more varied. 0 takes the most likely token."""
     top_k: int | None = setting(None, at_least=1)
-    """Only the k likeliest tokens; None: all. Fan et al. 2018, arXiv:1805.04833."""
+    """Keep only the k most likely tokens. None keeps all. Fan et al. 2018, arXiv:1805.04833."""
     top_p: float = setting(1.0, above=0.0, at_most=1.0)
-    """Only the smallest set of likeliest tokens that holds this probability. Holtzman et al. 2019, arXiv:1904.09751."""
+    """Keep the smallest set of likely tokens with this total probability. Holtzman et al. 2019, arXiv:1904.09751."""
     min_p: float = setting(0.0, at_least=0.0, at_most=1.0)
-    """Only tokens at least this share as likely as the likeliest. Nguyen et al. 2024, arXiv:2407.01082."""
+    """Keep tokens with at least this share of the top token's probability. Nguyen et al. 2024, arXiv:2407.01082."""
     xtc_probability: float = setting(0.0, at_least=0.0, at_most=1.0)
-    """How often, per step, the likeliest tokens are left out ("exclude top choices")."""
+    """Probability per step of excluding the most likely tokens ("exclude top choices")."""
     xtc_threshold: float = setting(0.1, above=0.0, at_most=0.5)
-    """Of the tokens at least this likely, all but the least likely are what XTC leaves out. Above .5 it could do nothing."""
+    """XTC excludes all tokens with at least this probability, except the least likely of them. Above .5 it has no effect."""
     repetition_penalty: float = setting(1.0, above=0.0)
-    """Logits of tokens already in prompt or completion are divided by it where positive, multiplied where negative. Above 1:
-    fewer repetitions. Keskar et al. 2019, arXiv:1909.05858, section 4.1."""
+    """Divides positive logits, and multiplies negative logits, of tokens that already occur. A value above 1 reduces
+    repetitions. Keskar et al. 2019, arXiv:1909.05858, section 4.1."""
     stop: tuple[str, ...] = ()
-    """Strings that end a completion; they stay in its text."""
+    """Strings that end a completion. A stop string stays in the completion's text."""
 
     def __post_init__(self) -> None:
         """Check the values.

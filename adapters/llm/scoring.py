@@ -1,4 +1,4 @@
-"""How likely the tokens of completions are: prompts computed once for all their completions where the model can do that."""
+"""Log-probs of completions. Prompts are computed once for all their completions if the model supports it."""
 
 from collections.abc import Sequence
 

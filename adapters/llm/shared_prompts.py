@@ -25,11 +25,11 @@ class Prefilled:
     cache: DynamicCache
     """Keys and values of every layer, [B, heads, P, size]."""
     last_hidden: Float[Tensor, "B H"]
-    """Of each prompt's last token: what the first token of a completion is drawn from."""
+    """Hidden state of each prompt's last token, from which the first token of a completion is drawn."""
     mask: Bool[Tensor, "B P"] | None
-    """Where a prompt has tokens; None: everywhere, all are equally long."""
+    """Mask of the prompts' tokens. None if all prompts have the same length."""
     lengths: Int[Tensor, " B"]
-    """Tokens of each prompt."""
+    """Number of tokens of each prompt."""
 
 
 def prefill(lm: CausalLM, prompts: Sequence[Sequence[int]], width: int | None = None) -> Prefilled:
@@ -61,7 +61,7 @@ def prefill(lm: CausalLM, prompts: Sequence[Sequence[int]], width: int | None = 
 def hidden_with_shared_prompts(
     lm: CausalLM, prompts: Sequence[Sequence[int]], prompt_of_row: Int[Tensor, " N"], completions: Int[Tensor, "N T"]
 ) -> Float[Tensor, "N T H"]:
-    """Hidden states that each of a completion's tokens is drawn from.
+    """Hidden states from which the completions' tokens are drawn.
 
     Args:
         lm: the model.
@@ -151,7 +151,7 @@ class Rows:
 
 
 class _SharedLayer(DynamicLayer):
-    """One layer's prompts, read by all rows; what the rows add is used and not kept."""
+    """One layer's prompt cache, read by all rows. Keys and values of the rows are used and not stored."""
 
     def __init__(self, prompts: Any, rows: Rows) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Drawing the next token of every row: what shapes the distribution, and the one random number that decides."""
+"""Sampling of the next token of every row: shaping of the distribution, and selection by one random number."""
 
 import math
 from collections.abc import Sequence
@@ -61,16 +61,16 @@ class TokenDraw:
             filled = [list(prompt) + prompt[:1] * (longest - len(prompt)) for prompt in map(list, prompts)]
             self._history = torch.tensor(filled, device=device)
         self.tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        """[N, max_new_tokens]: what was drawn."""
+        """The drawn tokens, [N, max_new_tokens]."""
         self.behaviour_log_probs = torch.zeros(shape, device=device)
-        """Under the distribution drawn from."""
+        """Log-probs under the sampling distribution."""
         self.policy_log_probs = self.behaviour_log_probs if config.is_exact else torch.zeros(shape, device=device)
-        """Under the policy: softmax(logits / temperature). One tensor with the other where nothing else shapes it."""
+        """Log-probs under the policy, softmax(logits / temperature). The same tensor if nothing else applies."""
         self.entropies = torch.zeros(shape, device=device) if with_entropy else None
-        """Of the policy's distribution."""
+        """Entropy of the policy's distribution."""
 
     def __call__(self, logits: Float[Tensor, "R V"], rows: Int[Tensor, " R"], step: int) -> Int[Tensor, " R"]:
-        """Tokens of `rows` at `step`. `logits` is used up."""
+        """Draw the tokens of `rows` at `step`. `logits` is overwritten."""
         config = self._config
         logits = logits.float()
         uniforms = self._uniforms[rows, step]

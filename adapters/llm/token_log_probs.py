@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 BLOCK_BYTES = 31 * 2**20
-"""Of float32 logits per block on a CPU. Memory of 32 MiB or more the C library gives back at once, so that every block would
-have its pages made anew."""
+"""Bytes of float32 logits per block on a CPU. The C library returns blocks of 32 MiB or more to the system at once, and every
+new block would fault its pages in again."""
 GPU_BLOCK_BYTES = 256 * 2**20
-"""And elsewhere: large enough to keep a GPU's cores busy, small beside everything else."""
+"""Bytes of float32 logits per block on other devices: enough to keep a GPU busy, and small compared with other memory."""
 
 
 def token_log_probs(

@@ -1,4 +1,4 @@
-r"""Verifiers: callables that look at one completion, and go into `CompletionRewards` as they are.
+r"""Verifiers: reward functions of one completion, for `CompletionRewards`.
 
     rewards = {
         "format": RegexMatch(pattern=tags_pattern("think", "answer"), how="full"),
@@ -7,8 +7,7 @@ r"""Verifiers: callables that look at one completion, and go into `CompletionRew
     }
     GRPOTrainer(..., reward_model=CompletionRewards(rewards, weights={"format": 0.1, "right": 1.0, "length": 0.5}))
 
-A row whose column is None has nothing to compare with: they return None, "does not apply". None of them runs or evaluates
-what a model wrote.
+If a row's column is None, a verifier returns None ("does not apply"). No verifier executes or evaluates a model's output.
 """
 
 import re
@@ -25,7 +24,7 @@ from .completions import Completion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Between(Settings):
-    """What stands between two marks, the last time they occur; None where they do not. For `extract=`.
+    """The text between the last pair of two marks. None if the marks do not occur. For `extract=`.
 
     Example:
         >>> Between(start="<answer>", end="</answer>")("<answer>1</answer> no: <answer> 2 </answer>")
@@ -33,9 +32,9 @@ class Between(Settings):
     """
 
     start: str
-    """Goes before."""
+    """Mark before the text."""
     end: str
-    """Comes after."""
+    """Mark after the text."""
 
     def __call__(self, text: str) -> str | None:
         """The part of the text."""
@@ -46,7 +45,7 @@ class Between(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactMatch(Settings):
-    """1 where the completion says what a column of its row says, else 0.
+    """1 if the completion equals a column of its row, else 0.
 
     Example:
         >>> ExactMatch(ignore_case=True)("  New\\n York", {"answer": "new york"})
@@ -54,13 +53,13 @@ class ExactMatch(Settings):
     """
 
     column: str = "answer"
-    """The column with what is right; numbers in it are compared as text."""
+    """Column with the right answer. Numbers are compared as text."""
     extract: Callable | None = None
-    """Text -> the part of it that is compared, None: there is none, and the reward is 0. None: the whole text."""
+    """Maps the text to the part to compare, or to None for reward 0. If `extract` is None, the whole text is compared."""
     ignore_case: bool = False
-    """Upper and lower case are the same."""
+    """Whether to ignore upper and lower case."""
     ignore_spacing: bool = True
-    """Space around counts for nothing, and any run of it within for one space."""
+    """Whether to ignore surrounding whitespace, and to treat each run of whitespace as one space."""
 
     def __call__(self, completion: str, state: object) -> float | None:
         """Compare the completion with its row's column."""
@@ -89,15 +88,15 @@ class RegexMatch(Settings):
     """
 
     pattern: str
-    """In the syntax of `re`; flags go inside: `(?is)`."""
+    """Regular expression in the syntax of `re`. Write flags inside the pattern: `(?is)`."""
     how: Literal["search", "full"] = "search"
-    """It matches anywhere (the last match counts), or the whole text."""
+    """Whether the pattern matches anywhere (the last match counts), or the whole text."""
     column: str | None = None
     """The column that a captured group has to equal, space around it left out; None: a match is enough."""
     group: str | int = 1
-    """Which group that is."""
+    """The captured group to compare with `column`."""
     max_chars: int = setting(50_000, at_least=1)
-    """Only the last so many characters are searched; longer texts do not match as a whole."""
+    """Maximum number of characters to search, counted from the end. Longer texts never match as a whole."""
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -175,9 +174,9 @@ class OverlongPunishment(Settings):
     """
 
     max_tokens: int = setting(256, at_least=1)
-    """Where -1 is reached: `SamplingConfig.max_new_tokens`, as a rule."""
+    """Length at which the punishment reaches -1, usually `SamplingConfig.max_new_tokens`."""
     cache_tokens: int = setting(64, at_least=0)
-    """How many tokens before that it begins. Larger: a gentler slope, which starts earlier."""
+    """Number of tokens before `max_tokens` at which the punishment starts. A larger number gives a gentler slope."""
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -199,7 +198,7 @@ class OverlongPunishment(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerToken(Settings):
-    """The same for each token, up to a number of them: a price for length, or a bonus.
+    """A constant reward per token, up to a number of tokens: a penalty or a bonus for length.
 
     Example:
         >>> PerToken(amount=-0.5)(Completion(token_ids=(1, 2, 3), text="", finish_reason="end"))
@@ -207,9 +206,9 @@ class PerToken(Settings):
     """
 
     amount: float = -0.001
-    """Negative: shorter is better; positive: longer is."""
+    """Reward per token. A negative amount favours short completions, a positive amount long completions."""
     max_tokens: int | None = setting(None, at_least=1)
-    """Tokens beyond this number change nothing; None: each counts."""
+    """Maximum number of tokens that count. None counts all."""
 
     def __call__(self, action: Completion) -> float:
         """amount * min(number of tokens, max_tokens)"""

@@ -17,11 +17,10 @@ IN_OTHER_PROCESSES = ("tensor_parallel_size", "pipeline_parallel_size", "data_pa
 
 
 class VLLMSampler:
-    """A vLLM engine beside the model that is trained, on the same device; weights pass from one to the other in memory.
+    """A vLLM engine on the same device as the trained model. Weights are transferred in memory.
 
-    vLLM computes with kernels of its own, so that its log-probabilities are not exactly the trainer's: set
-    `objective.sampler_correction`. It applies min-p before top-k and top-p. Completions depend on their row's seed, and to
-    rounding on the batch.
+    vLLM's kernels round differently, so its log-probs differ slightly from the trainer's: set `objective.sampler_correction`.
+    vLLM applies min-p before top-k and top-p. Completions depend on their row's seed, and up to rounding on the batch.
 
     Args:
         model: folder or hub name of the model: its configuration, tokenizer and first weights. `load_format="dummy"` does

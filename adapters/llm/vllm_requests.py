@@ -22,7 +22,7 @@ class Answer:
     token_ids: Sequence[int]
     """The sampled tokens, the one it stopped at included."""
     log_probs: Sequence[float]
-    """Of each, under the distribution drawn from."""
+    """Log-prob of each token under the sampling distribution."""
     finish_reason: str | None
     """vLLM's: "stop", "length", or that something went wrong."""
     stop_reason: int | str | None

@@ -1,9 +1,9 @@
-"""GRPO for policies that choose tools, and are rewarded by what the tools return.
+"""GRPO for policies that choose tools and are rewarded for the tools' results.
 
-Needs jsonschema and, for the tools of MCP servers, the MCP SDK (`pip install "model-agnostic-grpo[tools]"`).
+Requires jsonschema. Tools of MCP servers also require the MCP SDK (`pip install "model-agnostic-grpo[tools]"`).
 
 Example:
-    Two tools of your own, and requests for them::
+    Train a policy on two tools of your own::
 
         from adapters.tools import Tool, ToolCatalogue, ToolExecutor, ToolRewards, ToolSelectionPolicy
         from grpo import GRPOConfig, GRPOTrainer
@@ -25,7 +25,7 @@ Example:
 """
 
 try:
-    import jsonschema as _jsonschema  # noqa: F401  # the one place that says what to install
+    import jsonschema as _jsonschema  # noqa: F401  # only to raise the error below
 except ImportError as error:
     raise ImportError('adapters.tools needs jsonschema: pip install "model-agnostic-grpo[tools]"') from error
 

@@ -1,4 +1,4 @@
-"""A function's annotations as the JSON Schema of its arguments."""
+"""Convert a function's annotations to the JSON Schema of its arguments."""
 
 import functools
 import inspect
@@ -22,28 +22,28 @@ _LITERALS = (str, int, bool, type(None))
 
 
 def written(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a `partial` calls, with its docstring and annotations."""
+    """Unwrap `functools.partial` to the function that has the docstring and annotations."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def schema_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """JSON Schema of a function's arguments, an object.
+    """Return the JSON Schema object for a function's arguments.
 
     Args:
-        name: of the tool, for errors.
-        function: every parameter annotated.
+        name: Tool name, used in error messages.
+        function: Function with an annotation on every parameter.
 
     Raises:
-        ConfigError: an annotation that no schema is known for.
+        ConfigError: A parameter has no annotation, or an annotation that cannot be converted to a schema.
     """
     own = written(function)
     has_annotations = inspect.isroutine(own) or inspect.isclass(own)
     try:
         hints = get_type_hints(own if has_annotations else type(own).__call__)
         parameters = inspect.signature(function).parameters
-    # built-in code has none, and some are for type checkers only
+    # Built-in functions have no signature; annotations under TYPE_CHECKING cannot be resolved.
     except (TypeError, ValueError, NameError, AttributeError, SyntaxError) as error:
         raise ConfigError(f"{name}: its annotations cannot be read: {error}. Write Tool(parameters=...).") from error
     properties, required = {}, []
@@ -61,14 +61,14 @@ def schema_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
             required.append(key)
         elif parameter.default is not None:
             default = str(parameter.default) if isinstance(parameter.default, Path) else parameter.default
-            if same_json(default, default):  # JSON can hold it
+            if same_json(default, default):  # JSON can represent the default
                 schema["default"] = default
         properties[key] = schema
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def _json_type(hint: Any) -> dict[str, Any] | None:
-    """The schema of an annotation; None: it has none here."""
+    """Schema of an annotation, or None if the annotation is not supported."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return {"enum": list(arguments)} if all(type(value) in _LITERALS for value in arguments) else None
@@ -87,7 +87,7 @@ def _json_type(hint: Any) -> dict[str, Any] | None:
 
 
 def _json_item(hint: Any) -> dict[str, Any] | None:
-    """The same within a list or dict, which may hold anything, and where null is a value."""
+    """Schema of a list item or dict value. Unlike a parameter, an item may be `Any`, and null is a valid value."""
     if hint in (Any, object):
         return {}
     kinds = [kind for kind in get_args(hint) if kind is not type(None)]

@@ -1,6 +1,6 @@
-"""What a tool may be called with: values that JSON can hold, that its schema allows, with paths that stay inside one folder.
+"""Validation of tool arguments: JSON values that match the tool's schema, with paths confined to one folder.
 
-Imports nothing of this package but `schemas`: a worker process loads these files alone, without all that the package imports.
+This module imports only `schemas` from this package, because a worker process loads these two files without the package.
 """
 
 import json
@@ -18,15 +18,15 @@ import referencing
 from .schemas import has_integers_only, kinds, names_path_format, slow_keyword, without_drafts
 
 MAX_BYTES = 100_000
-"""Of the arguments of one call, as JSON."""
+"""Maximum size of one call's arguments as JSON."""
 MAX_DEPTH = 32
-"""Of lists and objects in one another."""
+"""Maximum nesting depth of lists and objects in the arguments."""
 _MAX_MESSAGE = 500
-_ENCODE = json.JSONEncoder(allow_nan=False).encode  # made once, which `json.dumps` does for each text
+_ENCODE = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would build a new encoder per call
 
 
 class RefusedArgumentsError(ValueError):
-    """Arguments that no tool is called with; `error` names the `ToolError` that says so."""
+    """The arguments are invalid, so the tool is not called. `error` is the name of the `ToolError` to report."""
 
     def __init__(self, message: str, error: str = "InvalidArgumentsError") -> None:
         super().__init__(message)
@@ -34,11 +34,11 @@ class RefusedArgumentsError(ValueError):
 
 
 def encode_arguments(arguments: Any) -> str:
-    """Arguments as JSON.
+    """Encode arguments as JSON.
 
     Raises:
-        RefusedArgumentsError: no object with text as keys, something that JSON cannot hold, NaN or infinity, too large or deep,
-            or something that raises while it is read.
+        RefusedArgumentsError: The arguments are not an object with string keys, hold a value that JSON cannot represent, hold
+            NaN or infinity, are too large or too deeply nested, or raise while they are read.
     """
     try:
         if not isinstance(arguments, Mapping):
@@ -46,13 +46,13 @@ def encode_arguments(arguments: Any) -> str:
         plain = _plain(arguments, MAX_DEPTH, [MAX_BYTES])
     except RefusedArgumentsError:
         raise
-    except BaseException as error:  # whatever a value's own methods raise; but an interrupt is the user's
+    except BaseException as error:  # a value's methods may raise anything; only the user's Ctrl-C passes
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
-        raise RefusedArgumentsError(f"arguments cannot be read, which raises {_kind(error)}.") from error
+        raise RefusedArgumentsError(f"arguments cannot be read: reading them raises {_kind(error)}.") from error
     try:
         text = _ENCODE(plain)
-    except ValueError as error:  # an integer of more digits than Python writes
+    except ValueError as error:  # an integer with more digits than Python converts to text
         raise RefusedArgumentsError(str(error)) from error
     if len(text) > MAX_BYTES:
         raise RefusedArgumentsError(f"arguments must take at most {MAX_BYTES} bytes as JSON; got {len(text)}.")
@@ -60,7 +60,7 @@ def encode_arguments(arguments: Any) -> str:
 
 
 def json_arguments(arguments: Any) -> dict[str, Any] | None:
-    """A copy, as JSON reads it; None: no tool is called with such arguments."""
+    """Copy arguments through JSON. Returns None if the arguments are invalid."""
     try:
         parsed: dict[str, Any] = json.loads(encode_arguments(arguments))
     except RefusedArgumentsError:
@@ -69,10 +69,10 @@ def json_arguments(arguments: Any) -> dict[str, Any] | None:
 
 
 def _plain(value: Any, depth: int, left: list[int]) -> Any:
-    """A copy of exact types, each kind of value as JSON's own; `left` counts down what may still come."""
+    """Copy a value to plain JSON types. `left` holds the remaining size budget."""
     left[0] -= 1 + (len(value) if isinstance(value, str) else 0)
     if left[0] < 0:
-        raise RefusedArgumentsError(f"arguments must take at most {MAX_BYTES} bytes as JSON; these take more.")
+        raise RefusedArgumentsError(f"arguments must take at most {MAX_BYTES} bytes as JSON; got more.")
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -82,7 +82,7 @@ def _plain(value: Any, depth: int, left: list[int]) -> Any:
     if not isinstance(value, Mapping | list | tuple):
         raise RefusedArgumentsError(f"arguments must be values that JSON can hold; got {_kind(value)}.")
     if depth == 0:
-        raise RefusedArgumentsError(f"arguments must be at most {MAX_DEPTH} lists or objects deep.")
+        raise RefusedArgumentsError(f"arguments must be nested at most {MAX_DEPTH} lists or objects deep.")
     if not isinstance(value, Mapping):
         return [_plain(item, depth - 1, left) for item in value]
     return {_key(key, left): _plain(item, depth - 1, left) for key, item in value.items()}
@@ -95,24 +95,26 @@ def _key(key: Any, left: list[int]) -> Any:
 
 
 class ArgumentChecker:
-    """Arguments -> what a tool's function is called with.
+    """Validate arguments and convert them to the values that the tool's function receives.
 
-    They have to be what the schema allows (draft 2020-12, whatever a `$schema` in it says; keys that are not among its
-    `properties` are refused unless it says `additionalProperties` itself; nothing is fetched for a `$ref`; a `default` is not
-    filled in, the function's own holds). Every string to which the schema applies `"format": "path"`, at any depth, is read as
-    a path from `root` on and replaced by the absolute one it leads to, links followed; it has to lie in `root`. It is a `Path`
-    where the annotation of the function's parameter names `Path`, else a `str`. A schema for which `check_path_formats` raises
-    must not come here: paths could pass as they are.
+    Schema: arguments are validated against JSON Schema draft 2020-12; a `$schema` keyword is ignored. Unknown keys are
+    rejected unless the schema sets `additionalProperties`. A `$ref` is never fetched. A `default` is not filled in; the
+    function's own default applies.
 
-    Where of all numbers only integers are allowed, 2.0 comes as 2: JSON knows no difference, Python does. (A `$ref` is not
-    looked through for this.)
+    Paths: every string that the schema marks with `"format": "path"`, at any depth, is resolved relative to `root` with links
+    followed. The resolved path must lie in `root`, and it replaces the string. The function receives a `Path` if the
+    parameter's annotation contains `Path`, otherwise a `str`. Call `check_path_formats` on the schema first: if it raises,
+    this class could let paths through unchecked.
 
-    What the path leads to may be changed after the check by a tool that can make links: such a tool has to be trusted.
+    Integers: where the schema allows integers and no other numbers, 2.0 is converted to 2, since JSON does not distinguish
+    them and Python does. Schemas behind a `$ref` are not inspected for this.
+
+    A tool that can create links can change a path's target after the check. Such a tool has to be trusted.
 
     Args:
-        function: the tool's; its annotations are read.
-        parameters: its JSON Schema.
-        root: of paths; exists.
+        function: The tool's function. Its annotations are read.
+        parameters: The tool's JSON Schema.
+        root: Existing folder that paths are resolved against.
     """
 
     def __init__(self, function: Callable[..., Any], parameters: Mapping[str, Any], root: str) -> None:
@@ -129,31 +131,29 @@ class ArgumentChecker:
         self.is_slow = slow_keyword(parameters) is not None
 
     def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Check values as `json.loads` returns them.
+        """Check and convert arguments, given as `json.loads` returns them.
 
         Raises:
-            RefusedArgumentsError: with the name of the error, `InvalidArgumentsError` or `PathOutsideRootError`.
+            RefusedArgumentsError: The arguments are invalid. `error` is `InvalidArgumentsError` or `PathOutsideRootError`.
         """
         if self._paths is None:
             self._validate(arguments)
             return self.convert(arguments)
-        # Each text becomes an object of its own, so that the validator can say which ones it took for paths.
+        # Make each string a distinct object, so that the validator can report by identity which strings are paths.
         marked = {name: _marked(value) for name, value in arguments.items()}
         self._paths.clear()
         self._validate(marked)
         return self.convert({name: self._confined(value, name in self._as_path) for name, value in marked.items()})
 
     def convert(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """What another checker of the same schema, which has no paths, has let through, as the function is to get it."""
+        """Convert arguments that were already validated against the same schema, which must have no paths."""
         return _with_integers(arguments, self._schema)
 
     def _validate(self, arguments: dict[str, Any]) -> None:
         try:
             error = jsonschema.exceptions.best_match(self._validator.iter_errors(arguments))
             where = "" if error is None else f"at {_cut(error.json_path)}: {_cut(error.message)}."
-        except (
-            Exception
-        ) as problem:  # a `$ref` to nothing or to what is no schema, a pattern that is none, a number too large
+        except Exception as problem:  # an unresolvable `$ref`, an invalid pattern, a number too large
             raise RefusedArgumentsError(f"the schema cannot be applied: {_cut(repr(problem))}") from problem
         if error is not None:
             raise RefusedArgumentsError(where)
@@ -177,16 +177,16 @@ class ArgumentChecker:
 
 
 def confine(value: str, root: str) -> Path:
-    """The absolute path, links followed, to which `value` leads from `root`.
+    """Resolve `value` relative to `root`, with links followed.
 
     Raises:
-        RefusedArgumentsError: it lies outside (`PathOutsideRootError`), or it is none.
+        RefusedArgumentsError: The path lies outside `root` (`PathOutsideRootError`), or cannot be resolved.
     """
     if "\0" in value:
         raise RefusedArgumentsError(f"a path must not hold the character 0; got {_cut(ascii(value))}.")
     try:
         path = (Path(root) / value).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle; text that no file system holds
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or text that is not a valid path
         raise RefusedArgumentsError(f"{_cut(ascii(value))} cannot be followed: {_cut(str(error))}.") from error
     if not path.is_relative_to(root):
         raise RefusedArgumentsError(f"{_cut(ascii(value))} must lead into the tools' folder.", "PathOutsideRootError")
@@ -194,7 +194,7 @@ def confine(value: str, root: str) -> Path:
 
 
 class _Text(str):
-    """A text that is told apart from an equal one by its identity."""
+    """A string whose identity tells it from an equal string."""
 
     __slots__ = ()
 
@@ -210,14 +210,14 @@ def _marked(value: Any) -> Any:
 
 
 def _with_integers(value: Any, schema: Any) -> Any:
-    """A copy in which numbers are integers where the schema allows no others."""
+    """Copy a value, with floats converted to integers where the schema allows integers only."""
     if isinstance(value, float):
         return int(value) if value.is_integer() and has_integers_only(schema) else value
     if not isinstance(value, list | dict) or not isinstance(schema, dict):
         return value
     kind = "array" if isinstance(value, list) else "object"
     branches = [part for key in ("anyOf", "oneOf") for part in schema.get(key, ()) if kind in kinds(part)]
-    if len(branches) == 1:  # `list[int] | None`, say
+    if len(branches) == 1:  # for example `list[int] | None`
         value = _with_integers(value, branches[0])
     if isinstance(value, list):
         return [_with_integers(item, schema.get("items")) for item in value] if "items" in schema else value
@@ -226,7 +226,7 @@ def _with_integers(value: Any, schema: Any) -> Any:
 
 
 def _path_parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """Names of parameters whose annotation is or holds `Path`."""
+    """Names of the parameters with `Path` in their annotation."""
     try:
         hints = typing.get_type_hints(function)
     except (
@@ -234,7 +234,7 @@ def _path_parameters(function: Callable[..., Any]) -> frozenset[str]:
         NameError,
         AttributeError,
         SyntaxError,
-    ):  # no annotations, or some that are for type checkers only
+    ):  # no annotations, or annotations under TYPE_CHECKING
         return frozenset()
     return frozenset(name for name, hint in hints.items() if _holds_path([hint]))
 
@@ -244,9 +244,9 @@ def _holds_path(hints: Iterable[Any]) -> bool:
 
 
 def bounded_text(value: Any, max_length: int) -> str:
-    """A value in ASCII, as Python writes it, or the first part of it; of one that is none of JSON's, the type.
+    """Render a value as ASCII, as `repr` would, truncated to `max_length`. Values that are not JSON types show their type.
 
-    No method of the value is called, and no more of it is read than is shown: this ends, and does not raise.
+    Calls no method of the value and reads only the part that is shown, so it terminates and does not raise.
     """
     text = ""
     try:
@@ -254,7 +254,7 @@ def bounded_text(value: Any, max_length: int) -> str:
             text += part
             if len(text) > max_length:
                 return f"{text[:max_length]}..."
-    except RuntimeError:  # a dictionary that changes meanwhile
+    except RuntimeError:  # a dictionary that another thread changes
         text += "..."
     return text
 
@@ -284,7 +284,7 @@ def _written(value: Any, max_length: int, depth: int) -> Iterator[str]:
 
 
 def _kind(value: object) -> str:
-    """The name of its type, which cannot be asked otherwise of a type that has a type of its own."""
+    """Name of the value's type, read without calling a metaclass."""
     return ascii(_cut(_NAME(type(value))))[1:-1]
 
 

@@ -1,4 +1,4 @@
-"""One line of JSON for each call."""
+"""Log of tool calls, one JSON line per call."""
 
 import json
 import os
@@ -17,16 +17,16 @@ _MAX_MESSAGE = 1_000
 
 
 class CallLog:
-    """Appends lines of ASCII to a file: time (ISO 8601, UTC), tool, arguments (of many, the first 2,000 characters), ok,
-    error (its type), message, seconds, output_bytes.
+    """Appends one JSON line per call to a file, in ASCII.
 
-    What cannot be an argument, or the name of a tool, is written as Python writes it.
+    Fields: time (ISO 8601, UTC), tool, arguments (the first 2,000 characters), ok, error (name of its type), message, seconds,
+    output_bytes. A tool name or arguments that JSON cannot represent are written as `repr` shows them.
 
     Args:
-        path: of the file; it is made if it does not exist, its folder is not.
+        path: Log file. The file is created if it does not exist; its folder must exist.
 
     Raises:
-        ConfigError: it cannot be opened for writing.
+        ConfigError: The file cannot be opened for writing.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -40,12 +40,14 @@ class CallLog:
     def write(
         self, call: ToolCall, arguments: str | None, error: BaseException | None, seconds: float, output_bytes: int = 0
     ) -> None:
-        """One line, at once.
+        """Write one line immediately.
 
         Args:
-            arguments: as JSON; None: JSON could not hold them, or nobody has asked it.
-            error: None: there is an output.
-            seconds: that the call took.
+            call: The call.
+            arguments: The call's arguments as JSON. None if they were not encoded, or cannot be.
+            error: The call's error. None if the call returned an output.
+            seconds: Duration of the call.
+            output_bytes: Size of the output as JSON.
         """
         name: object = call.tool
         line = json.dumps(
@@ -63,14 +65,14 @@ class CallLog:
         if self._file is None:
             return
         try:
-            os.write(self._file, line.encode() + b"\n")  # in one piece, even where several processes append
+            os.write(self._file, line.encode() + b"\n")  # one write, so that lines of several processes do not mix
         except OSError as error:
-            if not self._failed:  # said once: results matter more than their log
+            if not self._failed:  # warn once and go on: the results matter more than the log
                 self._failed = True
                 warnings.warn(f"ToolExecutor's log {self._path} cannot be written: {error}.", GRPOWarning, stacklevel=2)
 
     def close(self) -> None:
-        """No more lines."""
+        """Close the file. Later calls of `write` do nothing."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

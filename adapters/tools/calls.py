@@ -1,4 +1,4 @@
-"""What a policy asks for, and what comes back."""
+"""Tool calls and their results."""
 
 import math
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ from .errors import ToolError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One tool with its arguments: the action of a policy that chooses tools."""
+    """A tool and its arguments. This is the action of a tool-selection policy."""
 
     tool: str
-    """Name in the catalogue."""
+    """The tool's name in the catalogue."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Values that JSON can hold, by parameter."""
+    """Argument values by parameter name. JSON must be able to represent each value."""
 
     def __hash__(self) -> int:
-        """Equal for equal calls; lists and objects among the arguments are passed over."""
+        """Hash of the tool and its arguments, without arguments that are lists or objects."""
         plain = ((name, value) for name, value in self.arguments.items() if isinstance(value, str | float | int | None))
         return hash((self.tool, frozenset(plain)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields by name, as JSON holds them."""
+        """Fields by name, as JSON values."""
         return {"tool": self.tool, "arguments": dict(self.arguments)}
 
     @classmethod
@@ -33,7 +33,7 @@ class ToolCall:
         """The inverse of `to_dict`.
 
         Raises:
-            ConfigError: a field that is missing, unknown, or of another type.
+            ConfigError: A field is missing, unknown or of the wrong type.
         """
         _check_fields("ToolCall.from_dict", fields, {"tool": str, "arguments": Mapping})
         return cls(**fields)
@@ -41,31 +41,31 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """How a call ended."""
+    """The outcome of one tool call: an output or an error."""
 
     output: Any = None
-    """What the tool returned; None where there is an error."""
+    """The tool's return value. None if the call failed."""
     error: ToolError | None = None
-    """Why there is no output; None: the tool was executed."""
+    """Why the call failed. None if the tool was executed."""
     seconds: float = 0.0
-    """From the moment the call began, its turn in the queue not counted, until its end."""
+    """Duration of the call in seconds, without the time it waited in the queue."""
 
     @property
     def ok(self) -> bool:
-        """The tool was executed, and its output came back."""
+        """Whether the tool was executed and returned an output."""
         return self.error is None
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields by name, as JSON holds them; of the error, the name of its type and its message."""
+        """Fields by name, as JSON values. The error becomes its type's name and its message."""
         error = None if self.error is None else {"type": type(self.error).__name__, "message": str(self.error)}
         return {"output": self.output, "error": error, "seconds": self.seconds}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "ToolResult":
-        """The inverse of `to_dict`. Errors are equal in type and message; what caused them is not kept.
+        """The inverse of `to_dict`. The error keeps its type and message, but not its cause.
 
         Raises:
-            ConfigError: a field that is missing, unknown, or of another type, or an error that is no `ToolError`.
+            ConfigError: A field is missing, unknown or of the wrong type, or the error's type is not a `ToolError`.
         """
         kinds = {"output": object, "error": Mapping | None, "seconds": int | float}
         _check_fields("ToolResult.from_dict", fields, kinds)
@@ -73,12 +73,14 @@ class ToolResult:
 
 
 def plain_name(name: object) -> str | None:
-    """A tool's name, without what a class of its own makes of it; None: a policy has written something else."""
+    """A tool's name as a plain `str`, with the methods of a `str` subclass bypassed. None if the name is not a string."""
     return str.__str__(name) if issubclass(type(name), str) else None
 
 
 def same_json(one: Any, other: Any) -> bool:
-    """Equal as JSON: 1 is 1.0, true is not 1, a tuple is a list, at any depth. What JSON cannot hold is equal to nothing.
+    """Whether two values are equal as JSON, at any depth: 1 equals 1.0, true differs from 1, a tuple equals a list.
+
+    A value that JSON cannot represent is not equal to anything, itself included.
 
     Example:
         >>> same_json({"a": (1, 2.0)}, {"a": [1.0, 2]}), same_json([True], [1]), same_json(float("nan"), float("nan"))
@@ -86,7 +88,7 @@ def same_json(one: Any, other: Any) -> bool:
     """
     try:
         return _same(one, other)
-    except Exception:  # too deep for JSON, or a mapping or sequence that raises while it is read: JSON cannot hold it
+    except Exception:  # too deep for JSON, or reading the value raises
         return False
 
 
@@ -127,5 +129,5 @@ def _error_from_dict(fields: Mapping[str, Any] | None) -> ToolError | None:
 
 
 def _kinds(kind: type[ToolError]) -> list[type[ToolError]]:
-    """The type, and all that are derived from it."""
+    """The type and all its subclasses."""
     return [kind, *(found for derived in kind.__subclasses__() for found in _kinds(derived))]

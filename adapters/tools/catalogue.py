@@ -1,4 +1,4 @@
-"""Tools: what they are called, what they are for, what they take, and how they are run."""
+"""Tools and the catalogue that holds them."""
 
 import inspect
 import json
@@ -20,31 +20,31 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 
 
 class _Absent(Enum):
-    """One value that stays itself where a policy that holds it is copied or pickled."""
+    """Type of `ABSENT`. An enum member keeps its identity when it is copied or pickled."""
 
     ABSENT = "left out"
 
 
 ABSENT = _Absent.ABSENT
-"""The choice to leave an optional parameter out."""
+"""The choice to omit an optional parameter."""
 
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterChoices:
-    """The values of one parameter that a schema enumerates: a decision of the policy."""
+    """The enumerated values of one parameter. The policy decides between them."""
 
     name: str
-    """Of the parameter."""
+    """Name of the parameter."""
     values: tuple[Any, ...]
-    """What may be chosen, no two equal as JSON; `ABSENT` stands for leaving the parameter out."""
+    """The values to choose from, no two equal as JSON. `ABSENT` means that the parameter is omitted."""
     texts: tuple[str, ...]
-    """Each value in words, for an encoder: the value, then the name of the parameter. Together they make a pair of words, which
-    tells `from_unit="mile"` from `to_unit="mile"`."""
+    """Text of each value for an encoder: the value, then the parameter's name. The pair of words distinguishes
+    `from_unit="mile"` from `to_unit="mile"`."""
 
     def index(self, arguments: Mapping[str, Any]) -> int | None:
-        """Which value stands in `arguments`; None: one that is not enumerated."""
+        """Index of the value that `arguments` gives this parameter. None if that value is not enumerated."""
         if self.name not in arguments:
             return next((i for i, value in enumerate(self.values) if value is ABSENT), None)
         given = arguments[self.name]
@@ -53,29 +53,30 @@ class ParameterChoices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """One tool.
+    """A tool that a policy can call.
 
     Raises:
-        ConfigError: a name that is none, no description, a schema that is not one of an object, or a number out of range.
+        ConfigError: The name is invalid, the description is empty, the schema is not the schema of an object, or a number is
+            out of range.
     """
 
     name: str
-    """Letters, digits, `_`, `-` and `.`, at most 64."""
+    """The tool's name: 1 to 64 letters, digits, `_`, `-` and `.`."""
     description: str
-    """What it is for: a policy knows a tool by its name and these words."""
+    """What the tool does. A policy sees only the tool's name and this description."""
     function: Callable[..., Any]
-    """Called with the arguments by name, in a worker process, so that it must be importable (at the top level of a module); may
-    be `async def`. What it returns has to be something JSON can hold."""
+    """Function that is called with the arguments by name. It runs in a worker process, so it must be importable (defined at
+    the top level of a module). It may be `async def`. JSON must be able to represent its return value."""
     category: str = "general"
-    """Tools of one category are alike: choosing another one of the same is half right."""
+    """Group of similar tools. `right_tool` gives partial reward for another tool of the same category."""
     parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMETERS)
-    """JSON Schema of the arguments, an object. Strings of `"format": "path"` are confined to the executor's root."""
+    """JSON Schema of the arguments, of type object. Strings with `"format": "path"` are confined to the executor's root."""
     remote: bool = False
-    """The work is done by another process or machine, as behind a client: an `async def` that is awaited in this process."""
+    """Whether `function` is an `async def` that this process awaits, such as a client of another process or machine."""
     timeout: float | None = None
-    """Seconds for one call; None: the executor's. Larger waits longer for what hangs."""
+    """Time limit of one call in seconds. None uses the executor's. A larger limit waits longer for a call that hangs."""
     cost: float = 0.0
-    """Of one call, in any unit; read by `call_cost`."""
+    """Cost of one call, in any unit. `call_cost` reads it."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -107,18 +108,18 @@ class Tool:
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], **fields: Any) -> "Tool":
-        """A tool from a Python function: its name, its docstring, and a schema from its annotations.
+        """Create a tool from a Python function: its name, its docstring, and a schema built from its annotations.
 
-        `str`, `int`, `float`, `bool`, `Path` (confined to the executor's root), `Literal[...]` of texts, numbers and None (an
-        enumeration), `list[...]` and `dict[str, ...]` of these, `list` and `dict` of anything, and `... | None`; a parameter
-        with a default may be left out.
+        Supported annotations: `str`, `int`, `float`, `bool`, `Path` (confined to the executor's root), `Literal[...]` of
+        strings, numbers and None (an enumeration), `list[...]` and `dict[str, ...]` of these, plain `list` and `dict`, and
+        `... | None`. A parameter with a default is optional.
 
         Args:
-            function: every parameter annotated. One without a name of its own, as `functools.partial` makes, needs `name=`.
-            fields: of the tool, instead of what the function says.
+            function: Function with an annotation on every parameter. A `functools.partial` has no name and needs `name=`.
+            fields: Fields of the tool that replace the values read from the function.
 
         Raises:
-            ConfigError: a parameter whose annotation is none of these, or a function without a name.
+            ConfigError: A parameter has no supported annotation, or the function has no name.
         """
         name = fields.get("name", getattr(function, "__name__", None))
         if name is None:
@@ -130,20 +131,20 @@ class Tool:
 
     @property
     def properties(self) -> Mapping[str, Any]:
-        """Schemas of the parameters by name: {} for `true`; without those that are `false`, which may not be given."""
+        """Schemas of the parameters by name. A schema of `true` becomes {}. A parameter with schema `false` is left out."""
         schemas = self.parameters.get("properties", {})
         return {name: {} if schema is True else schema for name, schema in schemas.items() if schema is not False}
 
     @property
     def choices(self) -> tuple[ParameterChoices, ...]:
-        """The decisions that come after choosing this tool, in the schema's order."""
+        """The enumerated parameters, in the schema's order. The policy decides them after it chooses the tool."""
         required = self.parameters.get("required", ())
         found = []
         for name, schema in self.properties.items():
             values = _enumerated(schema)
             if values is None:
                 continue
-            # a default that is none of the values stands for nothing that can be given
+            # A default that is not among the values cannot be given in a call.
             default_is_given = "default" in schema and any(same_json(schema["default"], value) for value, _ in values)
             if name not in required and not default_is_given:
                 values.append((ABSENT, "left out"))
@@ -159,7 +160,7 @@ class Tool:
 
     @property
     def constants(self) -> Mapping[str, Any]:
-        """Required parameters for which the schema allows one value only."""
+        """Required parameters with exactly one allowed value, with that value."""
         allowed = {name: _enumerated(self.properties.get(name, {})) for name in self.parameters.get("required", ())}
         return {name: values[0][0] for name, values in allowed.items() if values is not None and len(values) == 1}
 
@@ -170,13 +171,13 @@ class Tool:
 
 
 class ToolCatalogue(Mapping[str, Tool]):
-    """Tools by name, in order.
+    """An ordered mapping of tools by name.
 
     Args:
-        tools: at least one; names differ.
+        tools: At least one tool. Names must be unique.
 
     Raises:
-        ConfigError: no tool, or two of one name.
+        ConfigError: There is no tool, or two tools have the same name.
 
     Example:
         >>> def add(a: float, b: float) -> float:
@@ -197,7 +198,7 @@ class ToolCatalogue(Mapping[str, Tool]):
 
     def __getitem__(self, name: object) -> Tool:
         plain = plain_name(name)
-        if plain is None:  # a policy may ask for anything, which need not be hashable
+        if plain is None:  # a policy may ask for anything, even for something unhashable
             raise KeyError(name)
         return self._tools[plain]
 
@@ -208,16 +209,16 @@ class ToolCatalogue(Mapping[str, Tool]):
         return len(self._tools)
 
     def with_tools(self, *tools: Tool) -> "ToolCatalogue":
-        """A new catalogue, with more tools at its end."""
+        """Return a new catalogue with `tools` appended."""
         return ToolCatalogue([*self.values(), *tools])
 
     def without(self, *names: str) -> "ToolCatalogue":
-        """A new catalogue that lacks some tools."""
+        """Return a new catalogue without the named tools."""
         return ToolCatalogue(tool for name, tool in self.items() if name not in names)
 
     @property
     def categories(self) -> tuple[str, ...]:
-        """In the order of their first tools."""
+        """The tools' categories, in order of first appearance."""
         return tuple(dict.fromkeys(tool.category for tool in self.values()))
 
 
@@ -230,9 +231,10 @@ def _is_finite(value: Any) -> bool:
 
 
 def _enumerated(schema: Any) -> list[tuple[Any, str]] | None:
-    """Values that a parameter's schema enumerates, no two equal, each with its text; None: it does not.
+    """The values that a schema enumerates, no two equal, each with its text. None if the schema enumerates no values.
 
-    `enum`, `const`, booleans, and `oneOf` or `anyOf` of constants, which may have a `title` or `description` each.
+    Recognised are `enum`, `const`, booleans, and `oneOf` or `anyOf` of constants, each with an optional `title` and
+    `description`.
     """
     if isinstance(schema, bool):
         return None if schema else []
@@ -250,14 +252,14 @@ def _enumerated(schema: Any) -> list[tuple[Any, str]] | None:
     else:
         return None
     about = " ".join(str(schema[key]) for key in ("title", "description") if key in schema)
-    values = [value for value in values if same_json(value, value)]  # no call can have what JSON cannot hold
+    values = [value for value in values if same_json(value, value)]  # drop values that JSON cannot represent
     texts = (f"{value if isinstance(value, str) else json.dumps(value)} {about}".strip() for value in values)
     return _different(list(zip(values, texts, strict=True)))
 
 
 def _different(found: list[tuple[Any, str]], *, drop_repeated: bool = False) -> list[tuple[Any, str]]:
-    """The first of equal values; none of them where `drop_repeated`, since `oneOf` allows only what one branch takes."""
-    alike: dict[Any, list[tuple[Any, str]]] = {}  # by what can be hashed, so that long enumerations take no time
+    """Keep the first of equal values. With `drop_repeated`, drop all of them: `oneOf` accepts a value in one branch only."""
+    alike: dict[Any, list[tuple[Any, str]]] = {}  # hashed, so that long enumerations stay fast
     for pair in found:
         alike.setdefault(_hashable(pair[0]), []).append(pair)
     kept = []

@@ -1,6 +1,6 @@
-"""A catalogue as tensors: which choices follow which tool, and which of them a call has made.
+"""A catalogue as tensors: the choices of each tool, and the choices that a call made.
 
-K tools, J parameters that a tool's schema enumerates (at most), V values of one (at most), C different texts of values.
+Axes: K tools, J enumerated parameters (maximum over tools), V values (maximum over parameters), C distinct value texts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ from .catalogue import ABSENT, ParameterChoices, Tool, ToolCatalogue
 
 
 class ChoiceTables:
-    """What a policy over `catalogue` looks up.
+    """Lookup tables for a policy over `catalogue`.
 
     Args:
-        catalogue: its tools, in its order.
+        catalogue: The tools, in the order of the tables.
     """
 
     def __init__(self, catalogue: ToolCatalogue) -> None:
@@ -41,19 +41,19 @@ class ChoiceTables:
                 values[tool, column, : len(choice.texts)] = torch.tensor([place[text] for text in choice.texts])
                 exists[tool, column, : len(choice.texts)] = True
         self.values: Int64[Tensor, "K J V"] = values
-        """Which of `value_texts` each value has."""
+        """Index into `value_texts` of each value."""
         self.exists: Bool[Tensor, "K J V"] = exists
-        """Where there is a value."""
+        """True where there is a value, False for padding."""
         self.decides: Bool[Tensor, "K T"] = torch.cat(
             [torch.ones(len(self.names), 1, dtype=torch.bool), exists.any(2)], dim=1
         )
-        """The steps of each tool: choosing it, and one for each parameter that is enumerated. T = 1 + J."""
+        """The decision steps of each tool: one to choose the tool, then one per enumerated parameter. T = 1 + J."""
 
     def steps_of(self, owner: str, calls: Sequence[ToolCall]) -> Int64[Tensor, "N T"]:
-        """What each call chose: its tool, and the place of each enumerated value; 0 where there is no step.
+        """The choices of each call: the index of its tool, then the index of each enumerated value; 0 where there is no step.
 
         Raises:
-            ContractError: a tool that is not here, or a value that its schema does not enumerate.
+            ContractError: A call's tool is not in the catalogue, or a value is not enumerated in the tool's schema.
         """
         drawn, place_of, drawn_steps = self._drawn
         places = [place_of.get(id(call), -1) for call in calls]
@@ -63,14 +63,16 @@ class ChoiceTables:
         return torch.tensor(taken, dtype=torch.int64).view(len(calls), 1 + self.max_choices)
 
     def remember(self, calls: Sequence[ToolCall], steps: Int64[Tensor, "N t"]) -> None:
-        """Calls that were just drawn, instead of those before: what they chose need not be read back from them.
+        """Remember the steps of calls that were just drawn, in place of the previous calls.
+
+        `steps_of` then looks these calls up by identity and does not read their arguments.
 
         Args:
-            calls: known by their identity from now on.
-            steps: what they chose; t may be less than T where no call has more.
+            calls: The drawn calls.
+            steps: The calls' choices. t may be less than T if no call has more steps.
         """
         padded = torch.nn.functional.pad(steps, (0, 1 + self.max_choices - steps.shape[1]))
-        # one assignment, and one read in `steps_of`: another thread may draw in between
+        # One assignment here and one read in `steps_of`, because another thread may draw in between.
         self._drawn = calls, {id(call): place for place, call in enumerate(calls)}, padded
 
     def _steps_of_call(self, owner: str, call: ToolCall) -> list[int]:
@@ -90,11 +92,11 @@ class ChoiceTables:
         return steps
 
     def call(self, steps: Sequence[int], given: Mapping[str, Any]) -> ToolCall:
-        """The call that [T] steps stand for.
+        """The call that a row of [T] steps encodes.
 
         Args:
-            steps: as `steps_of` has them.
-            given: values of other parameters; what the tool does not have, or what was decided, is left out.
+            steps: Choices as `steps_of` returns them.
+            given: Values of the other parameters. Names that the tool lacks, or that `steps` decides, are ignored.
         """
         tool = steps[0]
         free, constants, named = self._parts[tool]
@@ -112,11 +114,11 @@ class ChoiceTables:
 
 
 def _others(tool: Tool) -> list[str]:
-    """Parameters that are neither decided nor constant."""
+    """Parameters that are neither enumerated nor constant."""
     settled = {choice.name for choice in tool.choices} | set(tool.constants)
     return [name for name in tool.properties if name not in settled]
 
 
 def _named(tool: Tool) -> list[tuple[int, str, tuple[Any, ...]]]:
-    """Each parameter that is decided: its step, its name, its values."""
+    """Step, name and values of each enumerated parameter."""
     return [(column, choice.name, choice.values) for column, choice in enumerate(tool.choices, start=1)]

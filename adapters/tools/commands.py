@@ -1,4 +1,4 @@
-"""Programs as tools, started from a list of arguments, never by a shell."""
+"""Programs as tools. A program is started from a list of arguments, never through a shell."""
 
 import os
 import re
@@ -25,23 +25,23 @@ _LAUNCHERS = {
     "env": "uCS", "xargs": "nIPLdEsa", "nohup": "", "nice": "n", "timeout": "sk", "setsid": "", "stdbuf": "ioe",
     "sudo": "ugChpDRT", "doas": "uC", "time": "fo", "ionice": "cnp",
 }  # fmt: skip
-"""Programs that start another one, and the letters of their options that a value follows."""
+"""Programs that start another program, and the letters of their options that take a value."""
 _EXECUTES = frozenset({"-exec", "-execdir", "-ok", "-okdir"})
 
 
 class _Interpreter(NamedTuple):
-    """What a program does that runs a text."""
+    """A program that runs code given in its arguments."""
 
     names: str
-    """A pattern of the program's."""
+    """Pattern that matches the program's name."""
     code: str
-    """A pattern of the options that code, or a file of code, follows."""
+    """Pattern of the options that take code, or a file of code."""
     skips: frozenset[str] = frozenset()
-    """Options that something else follows."""
+    """Options that take a value other than code."""
     data: frozenset[str] = frozenset()
-    """Those of them whose value is data."""
+    """Options that take data. A parameter is allowed in their value."""
     code_anywhere: bool = False
-    """Such options are also looked for behind the first file."""
+    """Whether options that take code are also recognised after the first file."""
 
 
 _INTERPRETERS = (
@@ -59,32 +59,33 @@ _STDERR_BYTES = 2_000
 
 
 class CommandFailedError(RuntimeError):
-    """A program ended with another status than 0."""
+    """A program exited with a nonzero status."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A program as the function of a tool; returns what it writes to its standard output.
+    """A program as the function of a tool. A call returns the program's standard output.
 
-    Each element of `argv` becomes one argument of the program, whatever its text is. `{parameter}`, alone or within an element,
-    stands for the value of that parameter: text as it is, numbers in decimal, booleans as `true` and `false`. Braces that
-    are meant are doubled. An element with a parameter that the call leaves out is left out with it.
+    Each element of `argv` becomes exactly one argument of the program. `{parameter}`, alone or within an element, is replaced
+    by the value of that parameter: text as it is, numbers in decimal, booleans as `true` and `false`. Write `{{` and `}}` for
+    literal braces. If a call omits a parameter, every element with that parameter is omitted.
 
-    A value at the beginning of an element must not begin with `-`, lest the program take it for an option, unless the element
-    `--` stands before it, after which programs that follow POSIX expect none. So also a negative number; `--by={number}` takes
-    it.
+    A value at the start of an element must not begin with `-`, because the program could read it as an option. This also
+    applies to negative numbers; use an element such as `--by={number}` for them. The check is off after an element `--`,
+    where POSIX programs read no more options.
 
-    A guard against mistakes, not against whoever writes `argv`: a shell is refused as the program, and so is a parameter where
-    an interpreter (`python`, `perl`, `ruby`, `node`, `lua`, `php`, `awk`, `sed`, ...) is told what to run, or before that. This
-    holds behind programs that start others (`env`, `xargs`, `timeout`, `sudo`, ...) and `-exec` too. Others that run what an
-    argument says (`make`, `ssh`, `docker`, `git -c`) are not known here: give them no parameter there.
+    Some unsafe commands are rejected. `argv` must not start a shell. A parameter must not stand where an interpreter
+    (`python`, `perl`, `ruby`, `node`, `lua`, `php`, `awk`, `sed`, ...) reads its code, or before that place. Both rules also
+    apply after launchers (`env`, `xargs`, `timeout`, `sudo`, ...) and after `-exec`. This guards against mistakes, not against
+    a malicious author of `argv`. Other programs that run their arguments (`make`, `ssh`, `docker`, `git -c`) are not
+    recognised: do not put a parameter there.
 
     Args:
-        argv: the program, found in PATH, and its arguments.
-        max_output_bytes: of its standard output; beyond, it is killed. Larger lets it write more.
+        argv: The program, found in PATH, and its arguments.
+        max_output_bytes: Limit of the standard output. A program that writes more is killed.
 
     Raises:
-        ConfigError: no program, a program or code that depends on the call, or a shell.
+        ConfigError: `argv` is empty, names a shell, or lets the call decide the program or the code.
 
     Example:
         >>> count = Command(("wc", "-l", "--", "{path}"))
@@ -118,14 +119,14 @@ class Command:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the parameters."""
+        """Names of the parameters in `argv`."""
         return frozenset(name for element in self.argv for _, name in _parts(element) if name is not None)
 
     def check(self, tool: Tool) -> None:
-        """Whether the tool's parameters are those that `argv` names.
+        """Check that `argv` names exactly the tool's parameters.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: `argv` lacks a parameter of the schema, or names one that the schema lacks.
         """
         if self.names != set(tool.properties):
             raise ConfigError(
@@ -134,12 +135,12 @@ class Command:
             )
 
     def __call__(self, **arguments: Any) -> str:
-        """Run it.
+        """Run the program.
 
         Raises:
-            InvalidArgumentsError: a value that cannot be an argument, or could be an option.
-            OutputTooLargeError: more than `max_output_bytes`.
-            CommandFailedError: another exit status than 0; the end of its standard error is in the message.
+            InvalidArgumentsError: A value cannot be an argument, or could be read as an option.
+            OutputTooLargeError: The program wrote more than `max_output_bytes`.
+            CommandFailedError: The exit status is not 0. The message holds the end of the standard error.
         """
         argv = self.resolve(arguments)
         with subprocess.Popen(
@@ -157,10 +158,10 @@ class Command:
         return stdout.decode(errors="replace")
 
     def resolve(self, arguments: dict[str, Any]) -> list[str]:
-        """The program's arguments.
+        """Build the program's argument list for one call.
 
         Raises:
-            InvalidArgumentsError: a value that cannot be an argument, or could be an option.
+            InvalidArgumentsError: A value cannot be an argument, or could be read as an option.
         """
         texts = {name: _text(name, value) for name, value in arguments.items() if value is not None}
         argv: list[str] = []
@@ -176,7 +177,7 @@ class Command:
         return argv
 
     def _read(self, process: "subprocess.Popen[bytes]") -> tuple[bytes, bytes]:
-        """Standard output, and the end of standard error; no more than that is ever held."""
+        """Read the standard output and the end of the standard error, without holding more than that in memory."""
         assert process.stdout is not None
         assert process.stderr is not None
         held: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
@@ -197,11 +198,11 @@ class Command:
 
 
 def _parts(element: str) -> list[tuple[str, str | None]]:
-    """Literal texts, each with the parameter that follows it."""
+    """Split an element into pairs of literal text and the parameter that follows it."""
     try:
         parts = list(string.Formatter().parse(element))
     except ValueError as error:
-        raise ConfigError(f"Command.argv: {element!r}: {error}; braces that are meant are doubled.") from error
+        raise ConfigError(f"Command.argv: {element!r}: {error}; write '{{{{' and '}}}}' for literal braces.") from error
     for _, name, spec, conversion in parts:
         if name is not None and (not name.isidentifier() or spec or conversion):
             raise ConfigError(f"Command.argv: {element!r} must hold nothing but {{parameter}}; got {{{name}}}.")
@@ -217,7 +218,7 @@ def _has_parameter(element: str) -> bool:
 
 
 def _programs(argv: Sequence[str]) -> list[Sequence[str]]:
-    """The command lines in a command line, each from its program on; an empty one: which program depends on the call."""
+    """All command lines within a command line, each starting at its program. Empty if the call decides the program."""
     inner = [argv[i + 1 :] for i, element in enumerate(argv) if element in _EXECUTES]
     if argv and _program(argv[0]) in _LAUNCHERS:
         inner.append(argv[_launched(argv) :])
@@ -225,19 +226,19 @@ def _programs(argv: Sequence[str]) -> list[Sequence[str]]:
 
 
 def _launched(argv: Sequence[str]) -> int:
-    """Where the program is that a launcher starts; behind the end if a parameter comes first."""
+    """Index of the program that a launcher starts, or `len(argv)` if a parameter comes first."""
     takes_value = {f"-{letter}" for letter in _LAUNCHERS[_program(argv[0])]}
     for i, element in enumerate(argv[1:], start=1):
         if _has_parameter(element):
             return len(argv)
-        # options, their values, a number of seconds, and variables come first
+        # Skip options, their values, durations and variable assignments.
         if not re.match(r"-|\d|\w+=", element) and argv[i - 1] not in takes_value:
             return i
     return len(argv)
 
 
 def _runs_a_parameter(argv: Sequence[str]) -> bool:
-    """A parameter stands where an interpreter is told what to run, or before."""
+    """Whether a parameter stands where an interpreter reads its code, or before that place."""
     kind = next((kind for kind in _INTERPRETERS if re.fullmatch(kind.names, _program(argv[0]))), None)
     if kind is None:
         return False
@@ -262,5 +263,5 @@ def _text(name: str, value: Any) -> str:
         raise InvalidArgumentsError(f"{name} must be text, a number or a boolean; got {type(value).__name__}.")
     text = format(Decimal(float.__repr__(value)), "f") if isinstance(value, float) else str(value)
     if "\0" in text:
-        raise InvalidArgumentsError(f"{name} must not hold the character 0, which no argument can.")
+        raise InvalidArgumentsError(f"{name} must not hold the null character; a program's argument cannot hold it.")
     return text

@@ -1,4 +1,4 @@
-"""Text as vectors: what a policy knows of a request, of a tool, and of a value."""
+"""Text encoders: requests, tools and parameter values as vectors."""
 
 import re
 from collections import OrderedDict
@@ -20,23 +20,23 @@ from grpo.errors import ConfigError, ContractError
 from .words import STOP_WORDS
 
 Encoder: TypeAlias = Callable[[Sequence[str]], Any]
-"""N texts -> N vectors [N, F], as a tensor, an array or lists: `HashingEncoder`, or any model's `encode`."""
+"""A function from N texts to N vectors [N, F] (a tensor, an array or lists): `HashingEncoder`, or a model's `encode`."""
 
 _WORD = re.compile(r"[^\W\d_]+|\d+")
 _MAX_WORD = 64
 
 
 class HashingEncoder:
-    """Bags of hashed words, pairs of words, and pieces of words: nothing to train, to download, or to keep. For English.
+    """Feature hashing of words, word pairs and word pieces. Needs no training and no download. For English text.
 
-    x = h / |h|, where h_j is the sum of weight(f) sign(f) over the features f of the text that fall on j. Numbers count as one
-    word, whatever their value. Two texts without a feature in common have a cosine near 0, up to collisions. A text without any
-    feature is the zero vector.
+    x = h / |h|, where h_j is the sum of weight(f) sign(f) over the features f of the text that hash to j. All numbers count as
+    the same word. Two texts without a common feature have a cosine near 0, up to collisions. A text without any feature is the
+    zero vector.
 
     Args:
-        num_features: F. Larger: fewer collisions, more memory.
-        pair_weight: of two words that follow one another, a word alone counting 1. They tell "a to z" from "z to a".
-        piece_weight: of all of a word's pieces of four letters together. They make "converting" resemble "convert".
+        num_features: Vector length F. Larger values give fewer collisions and use more memory.
+        pair_weight: Weight of two adjacent words, relative to 1 for a word. Word pairs distinguish "a to z" from "z to a".
+        piece_weight: Total weight of a word's four-letter pieces. Pieces make "converting" similar to "convert".
 
     Example:
         >>> encoder = HashingEncoder(256)
@@ -59,7 +59,7 @@ class HashingEncoder:
         self.piece_weight = piece_weight
 
     def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
-        """One vector of length 1 per text."""
+        """Encode each text as one unit vector."""
         vectors = np.zeros((len(texts), self.num_features), dtype=np.float32)
         for vector, text in zip(vectors, texts, strict=True):
             places, weights = self._features(text)
@@ -68,7 +68,7 @@ class HashingEncoder:
         return torch.from_numpy(vectors)
 
     def _features(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Hashes, and signed weights."""
+        """Hashes and signed weights of a text's features."""
         words = [("0" if word.isdigit() else word)[:_MAX_WORD] for word in _WORD.findall(text.lower())]
         found: list[tuple[int, float]] = []
         for word in words:
@@ -83,7 +83,7 @@ class HashingEncoder:
 
 
 def _pieces(word: str) -> list[str]:
-    """Four letters at a time, the ends marked: "sort" -> "<sor", "sort", "ort>"."""
+    """Split a word into four-letter pieces, with its ends marked: "sort" -> "<sor", "sort", "ort>"."""
     marked = f"<{word}>"
     return [marked[i : i + 4] for i in range(max(len(marked) - 3, 1))]
 
@@ -95,15 +95,15 @@ def _hashed(feature: str, weight: float) -> tuple[int, float]:
 
 @lru_cache(maxsize=100_000)
 def _hash(feature: str) -> int:
-    """The same in every process, unlike `hash`."""
+    """Hash of a text that is the same in every process, unlike `hash`."""
     return int.from_bytes(blake2b(feature.encode(errors="surrogatepass"), digest_size=6).digest(), "little")
 
 
 def with_own_feature(texts: Sequence[str], vectors: Float[Tensor, "N F"], weight: float) -> Float[Tensor, "N F"]:
-    """Each vector with a feature that belongs to its text alone, of length 1 again: (e + weight u) / |e + weight u|.
+    """Add to each vector a feature that is specific to its text, and normalise: (e + weight u) / |e + weight u|.
 
-    u is 0 but for one place, +1 or -1, which depends on the whole text. Texts that differ in one word have nearly the same e;
-    what is learned of u holds for one of them only.
+    u has one nonzero entry, +1 or -1, at a position that depends on the whole text. Two texts that differ in one word have
+    nearly the same e. u lets a policy learn something about one of the two texts only.
     """
     places, signs = zip(*(_hashed(f"text {text}", 1.0) for text in texts), strict=True)
     own = vectors.clone()
@@ -112,13 +112,13 @@ def with_own_feature(texts: Sequence[str], vectors: Float[Tensor, "N F"], weight
 
 
 class CachedEncoder:
-    """An encoder that is asked once for each text, until `capacity` others have come.
+    """A least-recently-used cache of an encoder's vectors.
 
-    Any number of threads may use it at once; those that bring the same new text at the same time may each ask for it.
+    Thread-safe. Threads that encode the same new text at the same time may each call the encoder for it.
 
     Args:
-        encoder: frozen; what it returns is kept.
-        capacity: texts that are remembered. Larger: more memory, fewer calls.
+        encoder: A frozen encoder. Its vectors are cached.
+        capacity: Number of cached texts. Larger values use more memory and call the encoder less often.
     """
 
     def __init__(self, encoder: Encoder, capacity: int = 10_000) -> None:
@@ -130,11 +130,10 @@ class CachedEncoder:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
-        """One vector per text, float32, on the CPU.
+        """Encode each text as one vector, float32, on the CPU.
 
         Raises:
-            ContractError: the encoder did not return one vector of finite numbers per text; or there is no text, and there was
-                none before.
+            ContractError: The encoder did not return one finite vector per text, or the first call has no text.
         """
         if len(texts) == 0:
             return self._of_no_texts()
@@ -144,7 +143,7 @@ class CachedEncoder:
                 self._known.move_to_end(text)
         new = [text for text in dict.fromkeys(texts) if text not in found]
         if new:
-            # copies: a row of a batch would keep all of the batch
+            # Copy each row: a view would keep the whole batch in memory.
             encoded = {text: vector.clone() for text, vector in zip(new, self._encode(new), strict=True)}
             found |= encoded
             with self._lock:
@@ -154,20 +153,20 @@ class CachedEncoder:
         return torch.stack([found[text] for text in texts])
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the lock, so that a policy can be copied and pickled while it is used."""
+        """State without the lock, so that a policy can be copied and pickled while it is used."""
         with self._lock:
             return {name: value for name, value in self.__dict__.items() if name != "_lock"} | {
                 "_known": self._known.copy()
             }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """What `__getstate__` returned, under a lock of its own."""
+        """Restore the state and create a new lock."""
         self.__dict__.update(state, _lock=Lock())
 
     def _of_no_texts(self) -> Tensor:
         if self._num_features is None:
             raise ContractError(
-                "CachedEncoder: texts must hold at least one before F of [N, F] is known; got none. Encode a text first."
+                "CachedEncoder: the first call must have at least one text, which gives F of [N, F]; got none."
             )
         return torch.zeros(0, self._num_features)
 

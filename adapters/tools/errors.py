@@ -1,10 +1,10 @@
-"""Why a call did not give a result. Each is what `ToolResult.error` holds; none of them ends a training run."""
+"""Errors of tool calls. They are returned in `ToolResult.error`, not raised, so they do not end a training run."""
 
 from grpo.errors import GRPOError
 
 
 class ToolError(GRPOError):
-    """Base of them all."""
+    """Base class of all tool errors."""
 
 
 class UnknownToolError(ToolError, LookupError):
@@ -12,32 +12,32 @@ class UnknownToolError(ToolError, LookupError):
 
 
 class ToolNotAllowedError(ToolError, PermissionError):
-    """The catalogue has the tool, but the executor's allow-list does not."""
+    """The tool is in the catalogue, but not in the executor's `allow` list."""
 
 
 class InvalidArgumentsError(ToolError, ValueError):
-    """The arguments are not what the tool's schema asks for."""
+    """The arguments do not match the tool's schema."""
 
 
 class PathOutsideRootError(ToolError, PermissionError):
-    """A path leads out of the folder that tools may see, directly or by a link."""
+    """A path leads outside the tools' folder, directly or through a link."""
 
 
 class ToolTimeoutError(ToolError, TimeoutError):
-    """No answer in time; the worker was killed with all that it had started, and replaced."""
+    """The call exceeded its time limit. The worker and every process it started were killed, and the worker was replaced."""
 
 
 class OutputTooLargeError(ToolError, ValueError):
-    """The tool returned more than is let through."""
+    """The tool's output exceeds the size limit."""
 
 
 class InvalidOutputError(ToolError, TypeError):
-    """The tool returned something that JSON cannot hold."""
+    """The tool returned a value that JSON cannot represent."""
 
 
 class ToolRaisedError(ToolError, RuntimeError):
-    """The tool raised; the message names what."""
+    """The tool raised an exception. The message names the exception."""
 
 
 class WorkerDiedError(ToolError, RuntimeError):
-    """What worked on the call ended: killed, out of memory, or by itself. A worker was replaced; an MCP server was not."""
+    """The worker or MCP server ended during the call: killed, out of memory, or on its own. Only a worker is replaced."""

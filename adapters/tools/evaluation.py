@@ -1,4 +1,4 @@
-"""How often a policy's likeliest call is the right one: by category, by difficulty, and what was chosen instead."""
+"""Accuracy of a policy's most likely calls, by category and difficulty, with a confusion matrix."""
 
 import json
 from collections import Counter
@@ -18,50 +18,51 @@ from .tasks import ToolTask
 
 
 class PredictsCalls(Protocol):
-    """A `ToolSelectionPolicy`, or anything else that answers tasks."""
+    """A `ToolSelectionPolicy`, or any other object that predicts calls for tasks."""
 
     def predict(self, states: Any) -> list[ToolCall]:
-        """One call per task."""
+        """Return one call per task."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """Of a set of tasks."""
+    """Accuracy on a set of tasks."""
 
     num_tasks: int
-    """How many there are."""
+    """Number of tasks."""
     right_tool: float
-    """Share of them for which the right tool was called."""
+    """Share of the tasks for which the right tool was called."""
     right_call: float
-    """Share of them for which the call was right in all: the tool, and every argument."""
+    """Share of the tasks for which the whole call was right: the tool and every argument."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolReport:
-    """What `evaluate_tools` found. `print(report)` shows a table; `report.to_json(path)` keeps all of it."""
+    """Result of `evaluate_tools`. `print(report)` shows a table; `report.to_json(path)` saves everything."""
 
     overall: Accuracy
-    """Of all tasks."""
+    """Accuracy on all tasks."""
     by_category: Mapping[str, Accuracy]
-    """Of the right tool's category."""
+    """Accuracy by the category of the right tool."""
     by_difficulty: Mapping[str, Accuracy]
-    """easy, medium, hard."""
+    """Accuracy by difficulty: `easy`, `medium`, `hard`."""
     by_words: Mapping[str, Accuracy]
-    """Whether a task shares a content word with its tool's name or description: `shared words`, `no shared word`."""
+    """Accuracy of tasks that share a content word with their tool's name or description (`shared words`), and of tasks that
+    do not (`no shared word`)."""
     errors: Mapping[str, int]
-    """Calls that were not right, by kind (`ErrorKind`)."""
+    """Number of wrong calls by kind of error (`ErrorKind`)."""
     tools: tuple[str, ...]
-    """Of the catalogue; a call of something else stands under `?`, the last one."""
+    """Names of the catalogue's tools, then `?` for calls of a tool that the catalogue lacks."""
     categories: tuple[str, ...]
-    """Likewise."""
+    """The catalogue's categories, then `?` for calls of a tool that the catalogue lacks."""
     category_of: tuple[str, ...]
-    """Of each of `tools`."""
+    """Category of each entry of `tools`."""
     confusion: tuple[tuple[int, ...], ...]
-    """[right, called]: how often which tool was called where another, or the same, was right."""
+    """Confusion matrix over `tools`: [right, called] is how often `called` was called where `right` was right."""
 
     def confusion_matrix(self, of: Literal["tool", "category"] = "tool") -> np.ndarray:
-        """Counts [right, called], of tools or of their categories."""
+        """Counts [right, called], over tools or over their categories."""
         counts = np.array(self.confusion)
         match of:
             case "tool":
@@ -76,7 +77,7 @@ class ToolReport:
         return self.table()
 
     def table(self) -> str:
-        """Shares by category, by difficulty and by words, then kinds of errors, then the pairs confused most."""
+        """Table of accuracies by category, difficulty and words, then the kinds of errors and the most confused pairs."""
         lines = [f"{'':24s}{'tasks':>8s}{'right tool':>12s}{'right call':>12s}", _line("all", self.overall)]
         for parts in (self.by_category, self.by_difficulty, self.by_words):
             lines += ["", *(_line(name, accuracy) for name, accuracy in parts.items())]
@@ -90,11 +91,11 @@ class ToolReport:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts."""
+        """Fields by name, as plain numbers, strings, lists and dicts."""
         return asdict(self)
 
     def to_json(self, path: str | Path) -> None:
-        """Write `to_dict`; the folder is made."""
+        """Write `to_dict` to a file. The folder is created if it does not exist."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
 
@@ -103,7 +104,7 @@ class ToolReport:
         """The inverse of `to_dict`.
 
         Raises:
-            ConfigError: values that are not those of `to_dict`.
+            ConfigError: The values do not come from `to_dict`.
         """
         names = {each.name for each in fields(cls)}
         try:
@@ -125,10 +126,10 @@ class ToolReport:
 
     @classmethod
     def from_json(cls, path: str | Path) -> "ToolReport":
-        """What `to_json` wrote.
+        """Read a report that `to_json` wrote.
 
         Raises:
-            ConfigError: no report is there.
+            ConfigError: The file does not exist or holds no report.
         """
         try:
             values = json.loads(Path(path).read_text())
@@ -138,15 +139,15 @@ class ToolReport:
 
 
 def evaluate_tools(policy: PredictsCalls, tasks: Sequence[ToolTask], catalogue: ToolCatalogue) -> ToolReport:
-    """The policy's likeliest calls beside the right ones. Nothing is executed.
+    """Compare the policy's most likely calls with the right calls. No tool is executed.
 
     Args:
-        policy: what answers; `predict` is called once.
-        tasks: with their right calls.
-        catalogue: in which the tasks' tools are.
+        policy: The policy to evaluate. `predict` is called once.
+        tasks: Tasks with their right calls.
+        catalogue: Catalogue that holds the tasks' tools.
 
     Raises:
-        ConfigError: no task, or one whose tool the catalogue lacks.
+        ConfigError: There is no task, or the catalogue lacks a task's tool.
     """
     if not tasks:
         raise ConfigError("evaluate_tools needs at least one task.")

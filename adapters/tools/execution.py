@@ -1,4 +1,4 @@
-"""The loop of the executor: its turns, deadlines and results."""
+"""The executor's event loop: scheduling, timeouts and results."""
 
 import asyncio
 import itertools
@@ -21,20 +21,23 @@ from .worker_pool import ERRORS, WorkerPool
 from .workers import WorkerSource
 
 _GRACE_SECONDS = 1.0
-"""For a remote tool to end after it was cancelled; then it is left alone."""
+"""Time for a cancelled remote tool to end. After that, the executor stops waiting for it."""
 CLEAN_UP_SECONDS = 10.0
-"""For what is given up to end."""
+"""Time for cancelled work to end when the executor is closed."""
 
 
 class Engine:
-    """One event loop in one thread, where everything happens.
+    """Runs all calls in one event loop on one thread.
 
     Args:
-        source: see `WorkerPool`.
-        checkers: of the remote tools; for one that `is_slow`, the source has a tool of the same name and schema, which takes
-            anything and returns a text.
-        num_workers, max_output_bytes, max_concurrency, timeout: see `ToolExecutor`.
-        log: None: none. A call that is given up, begun or not, has its line there too, with the error `CancelledError`.
+        source: See `WorkerPool`.
+        checkers: Argument checkers of the remote tools. For a checker that `is_slow`, the source has a tool of the same name
+            and schema that accepts any arguments and returns a text.
+        num_workers: See `ToolExecutor`.
+        max_output_bytes: See `ToolExecutor`.
+        max_concurrency: See `ToolExecutor`.
+        timeout: See `ToolExecutor`.
+        log: Log of the calls, or None. A cancelled call is logged too, with the error `CancelledError`.
     """
 
     def __init__(
@@ -69,19 +72,19 @@ class Engine:
             try:
                 self._loop.run_forever()
                 return
-            except (SystemExit, KeyboardInterrupt):  # in a task that a remote tool started: it ends no one else's calls
+            except (SystemExit, KeyboardInterrupt):  # raised in a task of a remote tool; the other calls go on
                 continue
 
     @property
     def is_current(self) -> bool:
-        """The calling thread is the engine's."""
+        """Whether the calling thread is the engine's thread."""
         return threading.current_thread() is self._thread
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        """Do it in the loop.
+        """Run a coroutine in the loop.
 
         Raises:
-            ConfigError: it is closed, or about to be.
+            ConfigError: The executor is closed or closing.
         """
         with self._lock:
             if not self._closing:
@@ -90,12 +93,12 @@ class Engine:
         raise ConfigError("ToolExecutor is closed. Make another one.")
 
     async def start(self) -> list[str]:
-        """The first worker; returns what could not be taken from it."""
+        """Start the first worker. Returns the restrictions that could not be applied to it."""
         await self._pool.start()
         return self._pool.problems
 
     async def run(self, calls: list[tuple[ToolCall, Tool | ToolError]], ended: threading.Event) -> list[ToolResult]:
-        """All calls, then `ended`."""
+        """Run all calls, then set `ended`."""
         results = [ToolResult()] * len(calls)
         remote = [isinstance(tool, Tool) and tool.remote for _, tool in calls]
         turns = {kind: iter([i for i, its in enumerate(remote) if its is kind]) for kind in (False, True)}
@@ -113,7 +116,7 @@ class Engine:
                     for _ in range(min(at_once, remote.count(kind))):
                         group.create_task(take(turns[kind]))
         except BaseException:
-            for i in itertools.chain(*turns.values()):  # those that have not begun
+            for i in itertools.chain(*turns.values()):  # calls that have not started
                 self._give_up(calls[i][0], None, 0.0)
             raise
         finally:
@@ -156,7 +159,7 @@ class Engine:
 
     async def _await(self, tool: Tool, text: str, clock: "_Clock") -> tuple[Any, int]:
         check = self._checkers[tool.name]
-        if check.is_slow:  # here, it could hold up everything
+        if check.is_slow:  # a slow check here would block the loop
             await self._ask(tool, text, clock)
         async with self._turns:
             clock.begin()
@@ -170,7 +173,7 @@ class Engine:
         return answer, len(content)
 
     async def _in_time(self, tool: Tool, arguments: dict[str, Any], timeout: float) -> Any:
-        """Await what a tool does; a call that does not even end when it is cancelled is left behind."""
+        """Await a remote tool. A call that ignores its cancellation is abandoned."""
         task = asyncio.create_task(_outcome(tool, arguments))
         try:
             await asyncio.wait([task], timeout=timeout)
@@ -186,24 +189,24 @@ class Engine:
             raise ToolTimeoutError(f"{tool.name}: no answer within {timeout:g} s; it was cancelled.")
         value, error = task.result()
         if isinstance(error, ToolError) and type(error).__module__ == ToolError.__module__:
-            # A client knows best: its server is gone, say.
+            # A client may raise a ToolError itself, for example when its server is gone.
             raise type(error)(f"{tool.name}: {message_of(error)}") from error
         if error is not None:
             raise ToolRaisedError(f"{tool.name}: {described(error)}") from error
         return value
 
     def close(self) -> None:
-        """Give up what runs, end the workers, and end the loop."""
+        """Cancel the running calls, end the workers, and stop the loop."""
         with self._lock:
             self._closing = True
-        if self.is_current:  # collected as garbage in this very thread
+        if self.is_current:  # garbage collected in the engine's own thread
             self._pool.close()
             self._loop.stop()
             return
         try:
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(2 * CLEAN_UP_SECONDS)
         finally:
-            self._loop.set_exception_handler(lambda *_: None)  # of remote calls left behind, which were said to be
+            self._loop.set_exception_handler(lambda *_: None)  # abandoned remote calls were already reported
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLEAN_UP_SECONDS)
         self._loop.close()
@@ -221,7 +224,7 @@ class Engine:
 
 
 async def _outcome(tool: Tool, arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
-    """What a remote tool returns or raises, whatever it is: a `SystemExit` that left the task would end the loop."""
+    """Return a remote tool's value and exception. Every exception is caught, because `SystemExit` would end the loop."""
     try:
         return await tool.function(**arguments), None
     except BaseException as error:
@@ -229,7 +232,7 @@ async def _outcome(tool: Tool, arguments: dict[str, Any]) -> tuple[Any, BaseExce
 
 
 class _Clock:
-    """Seconds since a call's turn came."""
+    """Seconds since a call started."""
 
     def __init__(self) -> None:
         self._begun: float | None = None

@@ -1,4 +1,4 @@
-"""Tool calls, executed: whatever a policy asks for, and whatever a tool does, a result comes back."""
+"""Execution of tool calls. Every call returns a result, whatever the policy asks for and whatever the tool does."""
 
 import asyncio
 import functools
@@ -30,45 +30,47 @@ from .workers import WorkerLimits, WorkerSource
 
 
 class ToolExecutor:
-    """Executes calls, in worker processes or, for remote tools, by awaiting them here. Made for Linux; workers need Unix.
+    """Executes tool calls in worker processes, and awaits remote tools in this process. Made for Linux; workers need Unix.
 
-    Arguments are hostile, tools are not: what a call can reach is what its tool, with these arguments, does. A call is refused
-    before anything runs where its tool is not in the catalogue or not allowed; its arguments are held against the schema, and
-    its paths against `root` (see `ArgumentChecker`). It runs in a process that was forked for such calls and has no part in
-    this program's memory, files, environment or terminal (see `WorkerLimits` for its user and limits), which is killed with all
-    that it started when it is late, ends, or answers nonsense, and then replaced.
+    Trust: arguments are treated as hostile, and tools are trusted. A call is rejected before anything runs if its tool is not
+    in the catalogue or not allowed, if its arguments do not match the schema, or if a path leaves `root` (see
+    `ArgumentChecker`). A call runs in a worker process that shares no memory, open files, environment or terminal with this
+    program (see `WorkerLimits` for its user and limits). A worker that times out, dies or sends an invalid answer is killed
+    with every process that it started, and then replaced.
 
-    Between two calls of one worker, processes that the first one started are killed, and its folder, umask, environment, timer,
-    recursion limit and the handlers of the common signals are as before; a worker with a thread left over, or with half of the
-    files open that it may have, is replaced. What a tool keeps in its modules stays.
-    Functions are imported by name, once, in a process without this program's environment variables but PATH; a module that they
-    import while they run has to be readable by the workers' user, so import at the top. In a script, everything but definitions
-    belongs under `if __name__ == "__main__":` if a tool is defined there.
+    Between two calls of one worker, processes started by the first call are killed. The worker's folder, umask, environment,
+    timer, recursion limit and handlers of the common signals are reset. A worker with a leftover thread, or with half of its
+    allowed files open, is replaced. Module-level state of a tool persists.
 
-    A remote tool runs in one thread with all others: one that blocks holds up everything. Its timeout cancels it; one that does
-    not end is left behind. Where its schema has a `pattern`, `patternProperties`, `uniqueItems` or a `$ref` that leads back,
-    the check of some arguments may take for ever, so a worker does it first, within the tool's timeout; such a tool may have no
-    `"format": "path"`.
+    Imports: functions are imported by name, once, in a process that receives only a few environment variables, such as PATH.
+    Import modules at the top of the tool's module, because the workers' user may not be able to read them later. In a script
+    that defines a tool, put everything but definitions under `if __name__ == "__main__":`.
 
-    Thread-safe. Cannot be pickled, nor used after `os.fork` in the child.
+    Remote tools: all remote tools run in one thread, so a tool that blocks delays every other call. The timeout cancels a
+    remote tool; a tool that ignores its cancellation is abandoned. Some schemas can be very slow to check: with `pattern`,
+    `patternProperties`, `uniqueItems` or a recursive `$ref`. A worker checks the arguments of such a remote tool within the
+    tool's timeout, and its schema must not contain `"format": "path"`.
+
+    Thread-safe. An executor cannot be pickled, and cannot be used in a child process after `os.fork`.
 
     Args:
-        catalogue: the tools.
-        allow: names that may be called. None: all of the catalogue.
-        num_workers: processes, started when there are calls for them. More run more calls at once, and take more memory.
-        timeout: seconds for one call, unless its tool has its own. Larger waits longer for what hangs.
-        max_output_bytes: of one output as JSON. Larger lets more through to this process.
-        max_concurrency: remote calls awaited at once. Larger loads their servers more.
-        root: the folder of the tools: where they start, and which paths must not leave. What they shall change has to be
-            writable for the workers' user. None: a new one, which is removed by `close`.
-        log_path: a line of JSON for each call is appended here, also for one that is given up (`close`, an interrupt). None:
-            no log.
-        limits: of each worker.
+        catalogue: The tools.
+        allow: Names of the tools that may be called. None allows the whole catalogue.
+        num_workers: Maximum number of worker processes, started on demand. More workers run more calls at once and use more
+            memory.
+        timeout: Time limit of one call in seconds, for tools without their own. A larger limit waits longer for a call that
+            hangs.
+        max_output_bytes: Size limit of one output as JSON. A larger limit lets more data into this process.
+        max_concurrency: Maximum number of concurrent remote calls. A larger limit puts more load on the servers.
+        root: The tools' folder: their working directory, and the folder that paths must not leave. Files that tools change
+            must be writable for the workers' user. None creates a new folder, which `close` removes.
+        log_path: File to which one JSON line per call is appended, cancelled calls included. None writes no log.
+        limits: Resource limits of each worker.
 
     Raises:
-        ConfigError: a name in `allow` that the catalogue lacks, a function that workers cannot import, a `Command` that
-            does not fit its tool, a schema of which it is not certain which strings are paths, a `root` that workers cannot
-            read, a log that cannot be written, or a number out of range.
+        ConfigError: `allow` has a name that the catalogue lacks, workers cannot import a function, a `Command` does not match
+            its tool, a schema does not determine which strings are paths, workers cannot read `root`, the log cannot be
+            written, or a number is out of range.
 
     Example:
         >>> def upper(text: str) -> str:
@@ -102,8 +104,8 @@ class ToolExecutor:
             )
         if INSIDE in os.environ:
             raise ConfigError(
-                "ToolExecutor is made while a worker imports the tools. Make it under `if __name__ == '__main__':`, or in a "
-                "function, so that importing the tools' module does not."
+                "ToolExecutor was created while a worker imported the tools. Create it under `if __name__ == '__main__':`, or "
+                "in a function, so that importing the tools' module does not create it."
             )
         unknown = sorted(set(allow or ()) - set(catalogue))
         if unknown:
@@ -137,30 +139,30 @@ class ToolExecutor:
         self._engine = Engine(
             functools.partial(WorkerSource, in_workers, setup), checkers, timeout=timeout, log=log, **numbers
         )
-        # Holds no reference to this object, so that it also ends what an executor that was forgotten has started.
+        # The finalizer holds no reference to `self`, so it also cleans up after an executor that was never closed.
         self._finish = weakref.finalize(
             self, _finish, self._process, self._engine, self._root if own_root else None, log
         )
         if in_workers:
             try:
                 for problem in self._engine.submit(self._engine.start()).result():
-                    warnings.warn(f"ToolExecutor's workers are less confined than meant: {problem}.", GRPOWarning, 2)
+                    warnings.warn(f"ToolExecutor's workers are less confined than intended: {problem}.", GRPOWarning, 2)
             except BaseException:
                 self.close()
                 raise
 
     @property
     def root(self) -> Path:
-        """The folder of the tools."""
+        """The tools' folder."""
         return self._root
 
     def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Execute calls, as many at once as there are workers; results in their order.
+        """Execute calls concurrently and return their results in the order of the calls.
 
-        No call makes this raise: what went wrong with one is in its result. An interrupt ends what has not finished.
+        A failing call does not raise: its error is in its result. An interrupt cancels the unfinished calls.
 
         Raises:
-            ConfigError: the executor is closed, or belongs to another process.
+            ConfigError: The executor is closed, or belongs to another process.
         """
         ended = threading.Event()
         future = self._start(calls, ended)
@@ -174,16 +176,16 @@ class ToolExecutor:
             raise
 
     async def run_async(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """`run`, for those who await."""
+        """Asynchronous version of `run`."""
         try:
             return await asyncio.wrap_future(self._start(calls, threading.Event()))
         except asyncio.CancelledError:
-            if self._finish.alive:  # it is the caller who gives up
+            if self._finish.alive:  # the caller was cancelled
                 raise
             raise ConfigError("ToolExecutor was closed while calls ran; their results are lost.") from None
 
     def close(self) -> None:
-        """End everything that was started, and remove the folder if it was made here. May be called again."""
+        """End all workers and calls, and remove the folder if the executor created it. May be called more than once."""
         self._finish()
 
     def __enter__(self) -> "ToolExecutor":
@@ -203,18 +205,18 @@ class ToolExecutor:
         return self._engine.submit(self._engine.run([(call, self._find(call)) for call in calls], ended))
 
     def _find(self, call: ToolCall) -> Tool | ToolError:
-        """The tool of a call, or why it has none."""
+        """The tool of a call, or the error if the call has no allowed tool."""
         name = plain_name(call.tool)
         if name is None or name not in self._catalogue:
             shown = bounded_text(call.tool if name is None else name, 100)
             return UnknownToolError(f"{shown} must be a tool of the catalogue.")
         if name not in self._allowed:
-            return ToolNotAllowedError(f"{name} must be one of the tools that are allowed.")
+            return ToolNotAllowedError(f"{name} must be one of the allowed tools.")
         return self._catalogue[name]
 
 
 def _needs_worker(tool: Tool) -> bool:
-    """To be executed, or to have its arguments checked where that may take long."""
+    """Whether a worker is needed to execute the tool, or to check its arguments where the check may be slow."""
     return not tool.remote or slow_keyword(tool.parameters) is not None
 
 
@@ -234,12 +236,12 @@ def _check_schema(tool: Tool) -> None:
 
 def _pickled(tool: Tool) -> bytes:
     if tool.remote:
-        return pickle.dumps("".format)  # takes any arguments, and returns a text: only their check is asked for
+        return pickle.dumps("".format)  # accepts any arguments and returns a text; the worker only checks the arguments
     if isinstance(tool.function, Command):
         tool.function.check(tool)
     try:
         return pickle.dumps(tool.function)
-    except Exception as error:  # pickle's, or whatever an object raises that is not made for it
+    except Exception as error:  # pickle's errors, or anything that an object's own methods raise
         raise ConfigError(
             f"Tool {tool.name}: workers must be able to import its function by name, which fails: {error}. Define it at the "
             "top level of a module, or make the tool `remote` with an `async def`."
@@ -247,7 +249,7 @@ def _pickled(tool: Tool) -> bytes:
 
 
 def _finish(process: int, engine: Engine, folder: Path | None, log: CallLog | None) -> None:
-    if os.getpid() != process:  # a fork that ends: nothing here is its own
+    if os.getpid() != process:  # a forked child ends; it owns nothing here
         return
     try:
         engine.close()
@@ -259,7 +261,7 @@ def _finish(process: int, engine: Engine, folder: Path | None, log: CallLog | No
 
 
 def _remove(folder: Path) -> None:
-    """A folder with all that tools have put there, which may be closed to their own user."""
+    """Remove a folder, with permissions restored first: a tool may have made a folder inaccessible."""
     if os.geteuid() != 0:
         for parent, names, _ in os.walk(folder):
             for inner in (Path(parent) / name for name in names):

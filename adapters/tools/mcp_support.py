@@ -1,4 +1,4 @@
-"""Beside the session with an MCP server: the end of its stderr, what it returned as text, its schemas as `Tool` reads them."""
+"""Helpers for MCP servers: the end of the server's stderr, content as text, and schemas in the form that `Tool` reads."""
 
 import os
 import threading
@@ -9,21 +9,21 @@ if TYPE_CHECKING:
     from mcp import types
 
 KEPT_BYTES = 2_000
-"""Of stderr."""
+"""Number of bytes kept from the end of stderr."""
 
 ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 )
-"""Keywords that allow and forbid nothing."""
+"""Schema keywords that do not affect validation."""
 
 
 class StderrTail:
-    """A pipe for a process to write to. All of it is read, so that nothing blocks; its end is kept."""
+    """A pipe for a process's stderr. All output is read, so that the process never blocks; only the end is kept."""
 
     def __init__(self) -> None:
         reading, writing = os.pipe()
         self.stream = os.fdopen(writing, "w")
-        """For the process. To be closed here as soon as the process has it, so that the pipe ends when the process does."""
+        """Write end for the process. Close it once the process has inherited it, so that the pipe ends with the process."""
         self._kept = b""
         self._thread = threading.Thread(target=self._read, args=(reading,), daemon=True, name="stderr of an MCP server")
         self._thread.start()
@@ -34,13 +34,13 @@ class StderrTail:
                 self._kept = (self._kept + chunk)[-KEPT_BYTES:]
 
     def last_lines(self) -> str:
-        """The last three, once the process has ended; as much as there is after a second, if its children hold the pipe."""
+        """The last three lines. Waits up to a second for the process, and its children, to close the pipe."""
         self._thread.join(1.0)
         return " / ".join(line.strip() for line in self._kept.decode(errors="replace").strip().splitlines()[-3:])
 
 
 def text_of(content: "Sequence[types.ContentBlock]") -> str:
-    """Blocks of content, one after the other; of a picture, a sound, or a resource without text, a line that names it."""
+    """Content blocks as text. An image, an audio clip or a resource without text becomes one line that describes it."""
     return "\n".join(_described(block) for block in content)
 
 
@@ -58,10 +58,10 @@ def _described(block: "types.ContentBlock") -> str:
 
 
 def plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The same schema of arguments, said so that `Tool.choices` finds what it enumerates.
+    """Rewrite an argument schema to an equivalent schema in which `Tool.choices` finds the enumerated values.
 
-    What a parameter's `$ref` points to in `$defs` or `definitions` stands in its place, and `{"type": "null"}` among
-    alternatives is the constant null. What refers to itself stays as it is.
+    A parameter's `$ref` into `$defs` or `definitions` is replaced by its target, unless the target is recursive.
+    `{"type": "null"}` in `anyOf` or `oneOf` becomes the constant null.
     """
     definitions = {
         f"#/{key}/{name}": definition
@@ -86,5 +86,5 @@ def plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """What is wrong with another value is for `Tool` to say."""
+    """The value if it is a mapping, otherwise an empty mapping; `Tool` reports invalid values."""
     return value if isinstance(value, Mapping) else {}

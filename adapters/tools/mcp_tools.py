@@ -1,4 +1,4 @@
-"""The tools of MCP servers, spoken to by the official SDK, which is imported where the first server is made and not before."""
+"""Tools of MCP servers, called through the official SDK. The SDK is imported when the first server is created."""
 
 import asyncio
 import contextlib
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 
 class MCPServer:
-    """One MCP server and one session with it, for as long as the `with` block lasts.
+    """An MCP server and one session with it, open within the `with` block.
 
-    The session lives on a thread with an event loop of its own, so the tools can be awaited from any loop, many at a time.
-    Leaving the block ends the server: its stdin is closed, then it gets SIGTERM, then its process group is killed.
+    The session runs on its own thread and event loop, so the tools can be awaited concurrently from any loop. Leaving the
+    block ends the server: its stdin is closed, then it gets SIGTERM, then its process group is killed.
 
     Args:
-        command: program and arguments that start a server over stdio; never a line for a shell.
-        url: of a running server (streamable HTTP) instead of a command.
-        env: added to the few variables that the SDK passes on (PATH, HOME, ...); no other variable of this process is.
-        cwd: where the server is started; None: here.
-        start_timeout: seconds for the start, the handshake and the list of tools. Larger waits longer for a slow start.
+        command: Program and arguments that start a server over stdio. It is not a shell command line.
+        url: URL of a running server (streamable HTTP), instead of `command`.
+        env: Environment variables for the server, added to the few that the SDK passes on (PATH, HOME, ...).
+        cwd: The server's working directory. None uses the current one.
+        start_timeout: Time limit in seconds for the start, the handshake and the list of tools.
 
     Raises:
-        ImportError: the SDK is not installed.
-        ConfigError: arguments that contradict one another; on entering: the server did not start.
+        ImportError: The SDK is not installed.
+        ConfigError: The arguments contradict each other. On entering the block: the server did not start.
 
     Example:
         >>> with MCPServer(["uvx", "mcp-server-time"]) as server:  # doctest: +SKIP
@@ -84,7 +84,7 @@ class MCPServer:
         session = _Session(self._run)
         try:
             session.started.result()
-        except BaseException:  # an interrupt too must not leave the server behind
+        except BaseException:  # includes an interrupt, which must not leave the server running
             session.end()
             raise
         self._session = session
@@ -97,37 +97,40 @@ class MCPServer:
 
     @property
     def name(self) -> str:
-        """What the server calls itself; else what started it."""
+        """The server's own name, or the command or URL if the server has none."""
         info = self._running().client.server_info
         return info.name if info is not None and info.name else self._where
 
     def tools(self, category: str | Callable[[str], str] | None = None, *, skip: Collection[str] = ()) -> list[Tool]:
-        """The server's tools, as they were listed when it started, for a catalogue.
+        """The server's tools for a catalogue, as the server listed them at its start.
 
-        In a name, what `Tool` does not allow becomes `_`, and the 65th character and all after it are dropped; the server is
-        called by the name it gave. Where two servers have a tool of one name: `dataclasses.replace(tool, name=...)`.
-        A tool without a description is described by its title, or its name. A tool that cannot be one here is left out with a
-        `GRPOWarning`: schemas are read as JSON Schema 2020-12, whatever their `$schema` says, with Python's regular
-        expressions.
+        Names: a character that `Tool` does not allow becomes `_`, and names are cut to 64 characters. Calls use the server's
+        original name. If two servers have tools of the same name, rename one: `dataclasses.replace(tool, name=...)`.
+
+        Descriptions: a tool without a description uses its title, or its name.
+
+        Schemas are read as JSON Schema 2020-12 with Python's regular expressions; a `$schema` keyword is ignored. A tool whose
+        definition is invalid is left out with a `GRPOWarning`.
 
         Args:
-            category: one for all of them, or a function of the name that the server gave; None: the server's name.
-            skip: tools to leave out, without a warning, by the names that the server gave.
+            category: Category of all tools, or a function from the server's tool name to a category. None uses the server's
+                name.
+            skip: The server's names of tools to leave out without a warning.
 
         Returns:
-            Remote tools. They return structured content where there is some (as the server sent it: the SDK wraps a plain
-            value as {"result": value}), else the text; of pictures, sounds and resources, a line that says what they are.
-            They raise ToolRaisedError with the server's text where the tool failed, WorkerDiedError where the server is gone.
+            Remote tools. A tool returns the server's structured content if there is any (the SDK wraps a plain value as
+            {"result": value}), otherwise the content as text, with one line per image, audio clip or resource. A tool raises
+            ToolRaisedError with the server's text if the call failed, and WorkerDiedError if the server is gone.
 
         Raises:
-            ConfigError: two tools whose names become the same, or a name in `skip` that the server does not have.
+            ConfigError: Two tools get the same name, or the server lacks a name in `skip`.
         """
         session = self._running()
         unknown = sorted(set(skip) - {listed.name for listed in session.listed})
         if unknown:
             raise ConfigError(
-                f"MCP server {self.name}: skip must name tools that it has; it has no {', '.join(unknown)}, "
-                f"but {', '.join(listed.name for listed in session.listed)}."
+                f"MCP server {self.name}: skip must name tools of the server; it has no {', '.join(unknown)}. "
+                f"Its tools are {', '.join(listed.name for listed in session.listed)}."
             )
         found: dict[str, str] = {}
         tools = []
@@ -172,13 +175,13 @@ class MCPServer:
                 why = "was left" if session is None else f"is lost: {self._loss}"
                 raise WorkerDiedError(f"MCP server {self._where} {why}. Call its tools inside its `with` block.")
             forwarded = asyncio.run_coroutine_threadsafe(self._call(session.client, name, arguments), session.loop)
-            return await asyncio.wrap_future(forwarded)  # a cancellation passes on, and the SDK tells the server
+            return await asyncio.wrap_future(forwarded)  # a cancellation is forwarded, and the SDK notifies the server
 
         call.__name__ = call.__qualname__ = name
         return call
 
     async def _call(self, client: "Client", name: str, arguments: dict[str, Any]) -> Any:
-        """On the session's loop."""
+        """Call a tool. Runs on the session's loop."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
@@ -192,7 +195,7 @@ class MCPServer:
                     "block, and enter a new one."
                 ) from error
             raise ToolRaisedError(error.message) from error
-        except (RuntimeError, ValueError) as error:  # what it returned is not what its own output schema says
+        except (RuntimeError, ValueError) as error:  # the output does not match the tool's output schema
             raise ToolRaisedError(str(error)) from error
         if result.is_error:
             raise ToolRaisedError(text_of(result.content))
@@ -204,7 +207,7 @@ class MCPServer:
         return self._session
 
     async def _run(self, session: "_Session") -> None:
-        """The session, from its beginning to its end, in one task, as the SDK's contexts demand."""
+        """Run the whole session in one task, as the SDK's context managers require."""
         import anyio
         from mcp.client.client import Client
 
@@ -213,7 +216,7 @@ class MCPServer:
             with scope:
                 async with Client(self._target()) as client:
                     if self._stderr is not None:
-                        self._stderr.stream.close()  # the server has it now
+                        self._stderr.stream.close()  # the server has inherited it
                     session.client, session.listed = client, await _listed(client)
                     scope.deadline = float("inf")
                     session.started.set_result(None)
@@ -225,7 +228,7 @@ class MCPServer:
                 self._stderr.stream.close()
         if session.started.done():
             in_flight = asyncio.all_tasks() - {asyncio.current_task()}
-            if in_flight:  # each has an error of its own to raise; the end of the loop would cancel it, and its caller
+            if in_flight:  # let each call raise its own error; the end of the loop would cancel the call and its caller
                 await asyncio.wait(in_flight, timeout=5.0)
             return
         late = f"was not ready within {self._start_timeout:g} s; if it is only slow, raise start_timeout"
@@ -235,7 +238,7 @@ class MCPServer:
         )
 
     def _target(self) -> Any:
-        """What the SDK connects to."""
+        """The connection target for the SDK."""
         from mcp import StdioServerParameters, stdio_client
 
         if self._command is None:
@@ -255,14 +258,12 @@ class MCPServer:
 
     def _advice(self) -> str:
         if self._command is None:
-            return "See whether it runs, and whether the url ends as the server wants it, often in /mcp."
-        return (
-            "Run the command in a terminal: it must wait for JSON on stdin, and write nothing else than JSON to stdout."
-        )
+            return "Check that the server runs, and that the url has the path that the server expects, often /mcp."
+        return "Run the command in a terminal: it must wait for JSON on stdin, and write only JSON to stdout."
 
 
 class _Session:
-    """A thread with an event loop that runs one coroutine, and what that makes known."""
+    """A thread with an event loop that runs one MCP session, and the session's shared state."""
 
     client: "Client"
     listed: "list[types.Tool]"
@@ -276,29 +277,29 @@ class _Session:
         self._thread.start()
 
     def _work(self, run: Callable[["_Session"], Coroutine[Any, Any, None]]) -> None:
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # cancels what is left, and closes the loop
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # cancels remaining tasks and closes the loop
             runner.run(run(self))
 
     def end(self) -> None:
-        """Returns when the server is gone; the SDK bounds each of its waits."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the session has ended by itself
+        """End the session and wait until the server is gone. The SDK bounds each of its waits."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed because the session already ended
             self.loop.call_soon_threadsafe(self._leave)
         self._thread.join()
 
     def _leave(self) -> None:
         self.ending.set()
-        if self.starting is not None and not self.started.done():  # an interrupt does not wait for a slow start
+        if self.starting is not None and not self.started.done():  # do not wait for a slow start
             self.starting.cancel()
 
 
 async def _listed(client: "Client") -> "list[types.Tool]":
-    """All pages."""
+    """List all tools, page by page."""
     found: list[types.Tool] = []
     cursor, number = None, 0
     while number == 0 or cursor is not None:
         try:
             page = await client.list_tools(cursor=cursor)
-        except ValueError as error:  # pydantic's, which names the tool by its place
+        except ValueError as error:  # pydantic's error, which gives the tool's index only
             last = f" (after {found[-1].name!r})" if found else ""
             raise ConfigError(f"page {number} of its list of tools{last} is not what MCP asks for: {error}") from error
         found += page.tools
@@ -314,7 +315,7 @@ def _require_sdk() -> None:
 
 
 def _innermost(error: BaseException) -> str:
-    """The first error of a group, in words."""
+    """Type and message of the first error in an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Pictures of what is chosen. Needs matplotlib (`pip install "model-agnostic-grpo[notebooks]"`)."""
+"""Plots of tool choices. Requires matplotlib (`pip install "model-agnostic-grpo[notebooks]"`)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +12,13 @@ from .evaluation import ToolReport
 def plot_confusion(
     reports: Mapping[str, ToolReport], path: str | Path | None, *, of: Literal["tool", "category"] = "tool"
 ) -> Any:
-    """Which tool is called where which is right: one panel per report, shares of each row.
+    """Plot confusion matrices, one panel per report. Each row is normalised to shares.
 
     Args:
-        reports: title -> report, side by side, over one catalogue.
-        path: a PNG to write, its folder made. None: the figure is one of pyplot's, so that it shows in a notebook, and is yours
-            to close.
-        of: tools, or their categories.
+        reports: Reports by title, all over the same catalogue.
+        path: PNG file to write; its folder is created. None creates a pyplot figure, which shows in a notebook and which the
+            caller closes.
+        of: Whether rows and columns are tools or their categories.
 
     Returns:
         The matplotlib figure.
@@ -44,11 +44,11 @@ def plot_confusion(
 
 
 def plot_accuracy(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], path: str | Path | None) -> Any:
-    """Shares of what was right against the calls made.
+    """Plot accuracy against the number of calls.
 
     Args:
-        curves: name -> (calls, shares).
-        path: as for `plot_confusion`.
+        curves: Pairs (calls, accuracies) by name.
+        path: PNG file to write, or None for a pyplot figure, as in `plot_confusion`.
 
     Returns:
         The matplotlib figure.
@@ -63,7 +63,7 @@ def plot_accuracy(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
 
 
 def _rows_with_calls(matrices: Sequence[np.ndarray]) -> np.ndarray:
-    """Tools that were right or called somewhere: others are empty rows and columns."""
+    """Indices of the tools that were right or called at least once. The other rows and columns are empty."""
     total = np.sum(matrices, axis=0)
     return np.flatnonzero(total.sum(0) + total.sum(1))
 
@@ -73,7 +73,7 @@ def _figure(path: str | Path | None, size: tuple[float, float]) -> Any:
         from matplotlib import pyplot
 
         return pyplot.figure(figsize=size, layout="constrained")
-    from matplotlib.figure import Figure  # neither a window nor a backend is needed to write a file
+    from matplotlib.figure import Figure  # needs no window and no backend
 
     return Figure(figsize=size, layout="constrained")
 

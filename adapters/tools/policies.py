@@ -1,7 +1,7 @@
-"""A policy that chooses a tool, then the values of its parameters.
+"""A policy that chooses a tool, then the values of the tool's enumerated parameters.
 
-Axis letters as in `grpo`: B states, G calls per state, N rows, T steps. K tools, C values, F numbers in a state's vector, D in
-an encoded text.
+Axes as in `grpo`: B states, G calls per state, N rows, T steps. In addition: K tools, C value texts, F features of a state, D
+features of an encoded text.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,58 +24,60 @@ from .policy_files import read_policy, write_policy
 from .tasks import ToolTask
 
 SIMILARITY_GAIN = 20.0
-"""What multiplies s: cosines are small, and a step of an optimizer is as long for s as for any of the many weights of W."""
+"""Factor of s. Cosines are small, and one Adam step changes s only as much as each of the many weights of W."""
 
 OWN_FEATURE = 3.0
-"""Weight of what belongs to one value of one parameter, beside its words: "feet" means another thing in `from` than in `to`."""
+"""Weight of the text-specific feature of a parameter value. It separates "feet" in `from_unit` from "feet" in `to_unit`."""
 
 UNAVAILABLE = -1e30
-"""No log-probability of a tool that can be chosen is so small."""
+"""Log-probs below this threshold belong to unavailable tools."""
 
 ROWS_AT_ONCE = 4
-"""Rows are multiplied in multiples of it: on a CPU, a product of 1 to 3 rows adds up in another order than one of many."""
+"""Rows are padded to a multiple of this number. On a CPU, a matrix product of 1 to 3 rows sums in another order."""
 
 PROBE = "Convert 12 miles to feet, please."
-"""What two encoders are told apart by."""
+"""Text that is encoded to check that a loaded policy gets the encoder it was trained with."""
 
 
 def state_text(state: Any) -> Any:
-    """What is asked for: a task's text, or the state itself, which is a text or a vector."""
+    """The text of a `ToolTask`, or the state itself (a text or a vector)."""
     return state.text if isinstance(state, ToolTask) else state
 
 
-def task_slots(state: Any, tool: Tool) -> Mapping[str, Any]:  # noqa: ARG001  # another `fill` may look at the tool
-    """The values found in a task, for those parameters of the tool that its schema does not enumerate."""
+def task_slots(state: Any, tool: Tool) -> Mapping[str, Any]:  # noqa: ARG001  # a user's `fill` may use the tool
+    """The slot values of a `ToolTask`, for parameters that the tool's schema does not enumerate."""
     return state.slots if isinstance(state, ToolTask) else {}
 
 
 class ToolSelectionPolicy(nn.Module):
-    """Chooses by what tools are for, not by their place in a list.
+    """A policy that chooses tools by their descriptions, not by their position in a list.
 
-    With x a state's vector, e a text's, and e' that of a value with its own feature (`with_own_feature`):
+    Let x be the vector of a state, e(.) the vector of a text, and e'(.) the vector of a value text with its own feature
+    (`with_own_feature`):
 
         logit(tool k) = e(name and description of k) . (W h(x) + b + 20 s x)
         logit(value v of a parameter) = e'(v) . (W' h(x) + b' + s' x)
 
-    h is the identity, or a network; s x compares a request with a description directly, where both are texts. W, b and s are 0
-    at the start: every tool, and every value, is as likely as any other. No weight belongs to one tool, so what has been
-    learned about words holds for a tool that is added later (`add_tools`): it is one more e.
+    h is the identity or a network. The terms with s compare a request with a description directly; they exist if states are
+    texts. W, b and s are initialised to 0, so every tool and every value is equally likely at first. No weight belongs to a
+    single tool, so the policy generalises to tools that are added later (`add_tools`).
 
-    Steps: the tool, then each parameter that its schema enumerates (`ParameterChoices`), in the schema's order; other
-    parameters are filled in from the state and are no decisions. What is not available has probability 0, and no gradient.
+    Steps: the policy decides the tool, then each enumerated parameter (`ParameterChoices`), in the schema's order. The other
+    parameters are filled in from the state and are not decisions. Unavailable tools have probability 0 and no gradient.
 
     Args:
-        catalogue: the tools.
-        encoder: N texts -> [N, D]; frozen. It is asked once per text.
-        num_features: None: states are texts. F: they are vectors.
-        hidden: widths of h's layers, with tanh between; empty: the identity.
-        describe: what to encode of a state, a text or a vector; a `ToolTask` gives its text.
-        fill: (state, tool) -> values of parameters that are not enumerated; a `ToolTask` gives its slots. Names that the tool
-            does not have, or that are decided, are left out.
-        available: state -> names that may be chosen in it, None for all. None: always all.
+        catalogue: The tools.
+        encoder: Frozen text encoder, N texts -> [N, D]. Its vectors are cached.
+        num_features: F if states are vectors of length F. None if states are texts.
+        hidden: Widths of h's layers, with tanh between them. Empty makes h the identity.
+        describe: Maps a state to the text or vector that represents it. The default uses the text of a `ToolTask`.
+        fill: Maps (state, tool) to values of the parameters that are not enumerated. The default uses the slots of a
+            `ToolTask`. Names that the tool lacks, or that the policy decides, are ignored.
+        available: Maps a state to the names of the tools that may be chosen, or to None for all tools. None allows all tools
+            in every state.
 
     Raises:
-        ConfigError: sizes below 1.
+        ConfigError: `num_features` or a width in `hidden` is below 1.
 
     Example:
         >>> def add(a: float, b: float) -> float: "Add two numbers."
@@ -86,9 +88,9 @@ class ToolSelectionPolicy(nn.Module):
     """
 
     tool_vectors: Tensor
-    """e of each tool, [K, D]."""
+    """Encoded name and description of each tool, [K, D]."""
     value_vectors: Tensor
-    """e of each different text of a value, [C, D]."""
+    """Encoded text of each distinct parameter value, [C, D]."""
     _values: Tensor
     _exists: Tensor
     _decides: Tensor
@@ -123,20 +125,20 @@ class ToolSelectionPolicy(nn.Module):
         self.similarity = nn.Parameter(torch.zeros(2)) if num_features is None else None
 
     def add_tools(self, *tools: Tool) -> None:
-        """From now on these can be chosen too. No weight changes, so that an optimizer can go on.
+        """Add tools to the catalogue. The weights do not change, so an optimizer can continue.
 
         Raises:
-            ConfigError: a name that is taken.
+            ConfigError: The catalogue already has a tool of that name.
         """
         self._use(self.catalogue.with_tools(*tools))
 
-    # the methods of `PolicyModel` and its capabilities
+    # Methods of `PolicyModel` and of its optional capabilities.
 
     @torch.no_grad()
     def sample_actions(
         self, states: Any, num_actions_per_state: int, generator: torch.Generator | None = None
     ) -> SampledActions:
-        """G calls per state, drawn from the policy, with their scores: what scoring the calls gives, alone or with others."""
+        """Draw G calls per state with their scores. The scores equal the result of `score_actions` on the same calls."""
         tools, values = self._log_probs(states)
         drawn = torch.multinomial(tools.exp(), num_actions_per_state, replacement=True, generator=generator)
         rows = torch.arange(len(drawn), device=drawn.device).repeat_interleave(num_actions_per_state)
@@ -154,32 +156,32 @@ class ToolSelectionPolicy(nn.Module):
         return SampledActions(actions=groups, mask=scores.mask, behaviour_log_probs=scores.log_probs, scores=scores)
 
     def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> list[list[ToolCall]]:
-        """The calls of `sample_actions`, which takes the keywords."""
+        """Draw G calls per state. Keywords are passed to `sample_actions`."""
         return self.sample_actions(states, num_actions_per_state, **kwargs).actions
 
     def score_actions(self, states: Any, actions: Sequence[ToolCall]) -> ActionScores:
-        """Log-probs [N, T], T = 1 + the most parameters to choose, and their exact entropy."""
+        """Log-probs and exact entropy per step, [N, T]. T is 1 + the maximum number of decided parameters."""
         return self._score(states, actions, torch.arange(len(actions)))
 
     def score_groups(self, states: Any, actions: Sequence[Sequence[ToolCall]]) -> ActionScores:
-        """The same, row by row of all groups, with each state encoded once."""
+        """Score the calls of all groups, row by row, and encode each state only once."""
         lengths = torch.tensor([len(group) for group in actions], dtype=torch.int64)
         rows = torch.arange(len(states)).repeat_interleave(lengths)
         return self._score(states, [call for group in actions for call in group], rows)
 
     def get_log_probabilities(self, states: Any, actions: Sequence[ToolCall]) -> Float[Tensor, " N"]:
-        """log pi(call | state): the sum over its steps."""
+        """log pi(call | state), summed over the call's steps."""
         return self.score_actions(states, actions).log_probs.sum(1)
 
     def get_parameters(self) -> dict[str, Tensor]:
-        """The weights; there are none that belong to a single tool."""
+        """The trainable weights by name. No weight belongs to a single tool."""
         return dict(self.named_parameters())
 
-    # for users
+    # Methods for users.
 
     @torch.no_grad()
     def predict(self, states: Any) -> list[ToolCall]:
-        """The most likely call for each state: the likeliest tool, and the likeliest values of its parameters."""
+        """The most likely tool for each state, with the most likely values of its parameters."""
         tools, values = self._log_probs(states)
         best, rows = tools.argmax(1), torch.arange(len(tools), device=tools.device)
         per_value = self._value_log_probs(values, rows, best)
@@ -192,9 +194,10 @@ class ToolSelectionPolicy(nn.Module):
         return self._log_probs(states)[0].exp()
 
     def save(self, folder: str | Path) -> None:
-        """Weights, sizes, and the names and schemas of the tools; functions and the encoder are code, and stay there.
+        """Save the weights, the sizes, and the tools' names and schemas. Functions and the encoder are not saved.
 
-        A policy that is there already is replaced; where that is interrupted, `load` gives the one before or says so.
+        A saved policy in the folder is replaced. If the replacement is interrupted, `load` returns the previous policy or
+        raises.
         """
         tools = [
             {"name": t.name, "category": t.category, "description": t.description, "parameters": dict(t.parameters)}
@@ -210,29 +213,31 @@ class ToolSelectionPolicy(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, catalogue: ToolCatalogue, **options: Any) -> "ToolSelectionPolicy":
-        """What `save` wrote, over any catalogue: it knows tools by their descriptions.
+        """Load a policy that `save` wrote, for any catalogue.
 
         Args:
-            folder: `save`'s.
-            catalogue: the tools to choose from.
-            options: of the constructor; the encoder has to be the one it learned with.
+            folder: Folder that was passed to `save`.
+            catalogue: Tools to choose from. They may differ from the tools of the saved policy.
+            options: Options of the constructor. The encoder must be the encoder that the policy was trained with.
 
         Raises:
-            ConfigError: no whole policy there, or another encoder.
+            ConfigError: The folder holds no complete policy, or the encoder differs.
         """
         sizes, weights = read_policy(Path(folder))
         policy = cls(catalogue, num_features=sizes["num_features"], hidden=sizes["hidden"], **options)
         if policy.tool_vectors.shape[1] != sizes["num_text_features"]:
             raise ConfigError(
-                f"{folder}: the policy learned with an encoder of {sizes['num_text_features']} features; "
-                f"this one has {policy.tool_vectors.shape[1]}. Pass encoder=..., the one it was made with."
+                f"{folder}: the policy was trained with an encoder of {sizes['num_text_features']} features; "
+                f"this encoder has {policy.tool_vectors.shape[1]}. Pass encoder=... with the encoder of the training."
             )
         probe = weights.pop("encoder_probe")
         difference = policy.encoder([PROBE]) - probe
-        if float(difference.norm()) > 0.05 * float(probe.norm()):  # another precision makes less of a difference
+        if float(difference.norm()) > 0.05 * float(
+            probe.norm()
+        ):  # a change of precision alone makes a smaller difference
             raise ConfigError(
-                f"{folder}: the policy learned with an encoder that answers otherwise. "
-                f"Pass encoder=..., the one it was made with."
+                f"{folder}: the policy was trained with another encoder. "
+                f"Pass encoder=... with the encoder of the training."
             )
         try:
             policy.load_state_dict(weights)
@@ -240,13 +245,13 @@ class ToolSelectionPolicy(nn.Module):
             raise ConfigError(f"{folder}: the weights are not of the sizes in policy.json: {error}") from error
         return policy
 
-    # inside
+    # Internals.
 
     def _use(self, catalogue: ToolCatalogue) -> None:
-        """Encode a catalogue; on the device where the policy is, in its precision."""
+        """Encode a catalogue on the policy's device, in the policy's precision."""
         self.catalogue = catalogue
         self._tables = tables = ChoiceTables(catalogue)
-        known = next(self.buffers(), torch.zeros(()))  # the vectors of the tools so far
+        known = next(self.buffers(), torch.zeros(()))  # the current tools' vectors
         tool_vectors = self.encoder(tables.tool_texts)
         value_vectors = tool_vectors[:0]
         if tables.value_texts:
@@ -262,7 +267,7 @@ class ToolSelectionPolicy(nn.Module):
             self.register_buffer(name, value.to(known.device, dtype), persistent=False)
 
     def _vectors(self, states: Any) -> Float[Tensor, "B F"]:
-        """Each state's x."""
+        """The vector x of each state."""
         described = [self.describe(state) for state in states]
         if not described:
             return self.tool_vectors.new_zeros(0, self.num_features or self.tool_vectors.shape[1])
@@ -271,7 +276,7 @@ class ToolSelectionPolicy(nn.Module):
             if wrong is not None:
                 raise ContractError(
                     f"ToolSelectionPolicy: states must be texts; got {type(wrong).__name__}. "
-                    f"Pass num_features=... if they are vectors, or describe=... to make them texts."
+                    f"Pass num_features=... if states are vectors, or describe=... to convert states to texts."
                 )
             return self.encoder(described).to(self.tool_vectors)
         text = next((what for what in described if isinstance(what, str)), None)
@@ -286,7 +291,7 @@ class ToolSelectionPolicy(nn.Module):
         return torch.stack(vectors).to(self.tool_vectors.device)
 
     def _log_probs(self, states: Any) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B C"]]:
-        """log pi(tool | state), and the logits of all values; both in single precision at least."""
+        """log pi(tool | state) and the logits of all values, both at least in float32."""
         vectors = self._vectors(states)
         num_states = len(vectors)
         vectors = nn.functional.pad(vectors, (0, 0, 0, -num_states % ROWS_AT_ONCE))
@@ -319,7 +324,7 @@ class ToolSelectionPolicy(nn.Module):
     def _value_log_probs(
         self, logits: Float[Tensor, "B C"], rows: Int64[Tensor, " N"], tools: Int64[Tensor, " N"]
     ) -> Float[Tensor, "N J V"]:
-        """log pi(value | state, tool) of each parameter of each row's tool; where there is no value, almost -inf."""
+        """log pi(value | state, tool) for each parameter of each row's tool, and almost -inf at padding."""
         exists = self._exists[tools]
         width = int(self._decides[tools].sum(1).max()) - 1 if len(tools) else 0
         places, exists = self._values[tools][:, :width], exists[:, :width]
@@ -354,8 +359,8 @@ class ToolSelectionPolicy(nn.Module):
             if unavailable:
                 row = unavailable[0]
                 raise ContractError(
-                    f"ToolSelectionPolicy: {calls[row].tool} must be available in the state of row {row} to be scored, and "
-                    f"available(state) does not name it. It must name the same tools whenever it is asked."
+                    f"ToolSelectionPolicy: {calls[row].tool} must be available in the state of row {row} to be scored, but "
+                    f"available(state) does not name it. It must name the same tools on every call."
                 )
         return scores
 
@@ -375,11 +380,11 @@ def _zero_linear(num_inputs: int, num_outputs: int) -> nn.Linear:
 
 
 def _wide(logits: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
-    """In single precision, or double if they are: bfloat16 has 3 digits, and nothing below -65504 is a float16."""
+    """Convert to float32, or keep float64: bfloat16 has only 3 digits, and float16 cannot represent values below -65504."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _entropy(log_probs: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows"]:
-    """H = - sum p log p, in nats, exact and with gradient; what has no probability adds 0."""
-    # where p is 0, almost -inf times a gradient above 1 would be -inf, and that times p NaN
+    """H = - sum p log p, in nats, exact and differentiable. A choice with probability 0 adds 0."""
+    # Without the clamp, at p = 0 a log-prob of almost -inf times a gradient above 1 is -inf, and -inf times p is NaN.
     return -torch.linalg.vecdot(log_probs.exp(), log_probs.clamp(min=-1000.0))

@@ -1,4 +1,4 @@
-"""The two files of a saved policy, which load together or not at all: weights, and a description that holds their hash."""
+"""The two files of a saved policy: the weights, and a description with the hash of the weights."""
 
 import json
 import os
@@ -23,22 +23,22 @@ _AGAIN = "Save the policy again, or copy both files again."
 
 
 def write_policy(folder: Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write both files beside their places, then move them there, the description last.
+    """Write both files under temporary names, then rename them, the description last.
 
-    A disk that is full leaves what was there before. So does whoever is killed, unless between the two moves: what is there
-    then, `read_policy` refuses.
+    If the disk is full or the process is killed, the previous policy remains. If the process is killed between the two
+    renames, `read_policy` raises.
 
     Args:
-        folder: it is made.
-        description: what JSON can hold.
-        tensors: the weights.
+        folder: Target folder. It is created if it does not exist.
+        description: Values that JSON can represent.
+        tensors: The weights.
     """
     weights = save({name: value.contiguous() for name, value in tensors.items()})
     text = json.dumps({**description, _HASH: sha256(weights).hexdigest()}, indent=2) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = {folder / WEIGHTS: weights, folder / DESCRIPTION: text.encode()}
     try:
-        for path, data in unfinished.items():  # both are whole on the disk before one of them takes its place
+        for path, data in unfinished.items():  # write both files completely before the first rename
             _write(_beside(path), data)
         for path in unfinished:
             _beside(path).replace(path)
@@ -48,10 +48,11 @@ def write_policy(folder: Path, description: Mapping[str, Any], tensors: Mapping[
 
 
 def read_policy(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `write_policy` wrote: the description and the weights.
+    """Read the description and the weights that `write_policy` wrote.
 
     Raises:
-        ConfigError: naming the file that is missing, cut, altered, or not the other's.
+        ConfigError: A file is missing, truncated or altered, or the two files do not belong together. The message names the
+            file.
     """
     path = folder / DESCRIPTION
     try:

@@ -1,4 +1,4 @@
-"""Rewards of calls: executed once, then judged by any number of functions, each reported under its name."""
+"""Rewards of tool calls. Each call is executed once, then scored by named reward functions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -15,34 +15,34 @@ from .catalogue import ToolCatalogue
 from .tasks import ToolTask
 
 CallReward: TypeAlias = Callable[[Any, ToolCall, ToolResult], float]
-"""(task, call, result) -> a number."""
+"""A reward function: (task, call, result) -> reward."""
 
 RIGHT_TOOL, SAME_CATEGORY, RIGHT_PARAMETERS, EXECUTED = 0.5, 0.2, 0.3, 0.2
 
 
 class RunsCalls(Protocol):
-    """What executes: a `ToolExecutor`, or a stand-in."""
+    """A `ToolExecutor`, or a stand-in that executes calls."""
 
     def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """A result per call, in order; a call that fails has an error in its result."""
+        """Return one result per call, in order. The result of a failed call holds the error."""
         ...
 
 
 class ToolRewards(WeightedRewards):
-    """R = sum_k weight_k f_k(task, call, result).
+    """Execute each call and return the weighted sum of reward functions: R = sum_k weight_k f_k(task, call, result).
 
     Args:
-        executor: what executes.
-        functions: name -> function; see `standard_rewards`.
-        weights: name -> weight; None: all 1.
-        reuse_results: execute calls that are asked for several times at once, as a group that has learned does, only once.
-            For tools that compute and change nothing.
+        executor: Executes the calls.
+        functions: Reward functions by name. See `standard_rewards`.
+        weights: Weights by name. None uses weight 1 for all functions.
+        reuse_results: Whether to execute equal calls of one batch only once. Use it for tools without side effects. It saves
+            work once the samples of a group agree.
 
     Raises:
-        ConfigError: no function, or weights for others.
+        ConfigError: There is no function, or `weights` names other functions.
 
     Example:
-        With the rewards that everything here is measured with::
+        With the standard rewards::
 
             with ToolExecutor(catalogue) as executor:
                 rewards = ToolRewards(executor, standard_rewards(catalogue))
@@ -61,17 +61,17 @@ class ToolRewards(WeightedRewards):
         self.reuse_results = reuse_results
 
     def compute_components(self, states: Sequence[Any], actions: Sequence[ToolCall]) -> dict[str, Float[Tensor, " N"]]:
-        """Execute all calls, then ask each function.
+        """Execute all calls, then apply each reward function.
 
         Raises:
-            RewardError: a function does not return a number for a call.
-            RuntimeError: a function raised; it and the call are named, and the cause is chained.
+            RewardError: A function does not return a number for a call.
+            RuntimeError: A function raised. The message names the function and the call, and the cause is chained.
         """
         results = self._run_once(actions) if self.reuse_results else self.executor.run(list(actions))
         return super().compute_components(states, list(zip(actions, results, strict=True)))
 
     def _run_once(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """A result for each call; equal ones have the same."""
+        """Execute equal calls once and share their result."""
         keys = [call_key(call) or place for place, call in enumerate(calls)]
         different = dict(zip(keys, calls, strict=True))
         results = dict(zip(different, self.executor.run(list(different.values())), strict=True))
@@ -79,7 +79,7 @@ class ToolRewards(WeightedRewards):
 
 
 def call_key(call: ToolCall) -> str | None:
-    """The call as text, the same only for calls that are executed alike; None: no tool is run with such a call."""
+    """A text key that is equal only for calls that execute identically. None if the call is invalid."""
     name = plain_name(call.tool)
     try:
         return None if name is None else f"{name} {encode_arguments(call.arguments)}"
@@ -88,7 +88,7 @@ def call_key(call: ToolCall) -> str | None:
 
 
 def _of_rows(name: str, function: CallReward) -> Callable[[Any, Any], list[float]]:
-    """A function of one row as one of all rows, whose actions are pairs of a call and its result."""
+    """Convert a function of one row to a function of all rows, where an action is a pair of a call and its result."""
 
     def ask(states: Sequence[Any], executed: Sequence[tuple[ToolCall, ToolResult]]) -> list[float]:
         answers = []
@@ -107,9 +107,9 @@ def _of_rows(name: str, function: CallReward) -> Callable[[Any, Any], list[float
 
 
 def standard_rewards(catalogue: ToolCatalogue) -> dict[str, CallReward]:
-    """`tool` 0.5 or 0.2, `parameters` up to 0.3, `executed` 0.2: together 1 for a call that is right in all.
+    """The standard rewards: `tool` 0.5 or 0.2, `parameters` up to 0.3, `executed` 0.2. A fully right call gets 1.
 
-    For states that are `ToolTask`s, which say what is right.
+    States must be `ToolTask`s, which hold the right call.
     """
     return {
         "tool": right_tool(catalogue),
@@ -119,7 +119,7 @@ def standard_rewards(catalogue: ToolCatalogue) -> dict[str, CallReward]:
 
 
 def right_tool(catalogue: ToolCatalogue) -> CallReward:
-    """0.5 for the right tool, 0.2 for another one of its category, else 0."""
+    """Reward 0.5 for the right tool, 0.2 for another tool of the same category, and 0 otherwise."""
 
     def tool(task: ToolTask, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
         _require_task(task)
@@ -132,7 +132,7 @@ def right_tool(catalogue: ToolCatalogue) -> CallReward:
 
 
 def right_parameters(task: ToolTask, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
-    """0.3 times the share of arguments that are as they should be, of all that should be or are; 0 for another tool.
+    """Reward 0.3 times the number of right arguments / the number of expected or given arguments. 0 for another tool.
 
     Example:
         >>> rest = {"text": "", "category": "c", "difficulty": "easy", "slots": {}, "shares_words": True}
@@ -143,7 +143,7 @@ def right_parameters(task: ToolTask, call: ToolCall, result: ToolResult) -> floa
     """
     _require_task(task)
     given: Any = call.arguments
-    if type(given) is not dict:  # another mapping may do anything while it is read
+    if type(given) is not dict:  # reading another mapping could run arbitrary code
         given = json_arguments(given)
     if given is None or plain_name(call.tool) != task.tool:
         return 0.0
@@ -155,12 +155,12 @@ def right_parameters(task: ToolTask, call: ToolCall, result: ToolResult) -> floa
 
 
 def executed(task: Any, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
-    """0.2 if the tool ran and its output came back."""
+    """Reward 0.2 if the tool was executed and returned an output."""
     return EXECUTED if result.ok else 0.0
 
 
 def latency_cost(per_second: float) -> CallReward:
-    """`per_second` off for each second that the call took. Larger: slow tools are avoided even where they are right."""
+    """Subtract `per_second` for each second of the call. A larger value avoids slow tools even where they are right."""
     if not per_second >= 0:
         raise ConfigError(f"latency_cost: per_second must be >= 0; got {per_second}.")
 
@@ -171,7 +171,7 @@ def latency_cost(per_second: float) -> CallReward:
 
 
 def call_cost(catalogue: ToolCatalogue, per_unit: float = 1.0) -> CallReward:
-    """`per_unit` off for each unit of `Tool.cost`. Larger: dear tools are avoided even where they are right."""
+    """Subtract `per_unit` for each unit of `Tool.cost`. A larger value avoids costly tools even where they are right."""
 
     def cost(task: Any, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
         return -per_unit * catalogue[call.tool].cost if call.tool in catalogue else 0.0
@@ -182,6 +182,6 @@ def call_cost(catalogue: ToolCatalogue, per_unit: float = 1.0) -> CallReward:
 def _require_task(task: Any) -> None:
     if not isinstance(task, ToolTask):
         raise ContractError(
-            f"States must be ToolTasks, which say what is right, for the standard rewards; got {type(task).__name__}. "
-            "Pass functions of your own to ToolRewards: (state, call, result) -> a number."
+            f"The standard rewards require states that are ToolTasks, which hold the right call; got {type(task).__name__}. "
+            "Pass ToolTasks, or your own reward functions (state, call, result) -> float to ToolRewards."
         )

@@ -1,4 +1,4 @@
-"""Between an `ExperienceBatch` and the samples that it is made of."""
+"""Conversion between an `ExperienceBatch` and groups of `ToolSample`s."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -17,18 +17,18 @@ from .tasks import ToolTask
 
 
 def groups_from_batch(batch: ExperienceBatch) -> list[ToolGroup]:
-    """A batch, as `trainer.collect` gives it, written down: one group per group id, in the order of their first rows.
+    """Convert a batch from `trainer.collect` to one group per group id, in the order of the groups' first rows.
 
-    A `ToolTask` is kept whole as the group's context, and its text is the state. A row is `done` where its final value is 0.
+    A `ToolTask` is stored as the group's context, and its text becomes the state. A row is `done` if its final value is 0.
 
     Raises:
-        SampleError: actions that are not `ToolCall`s, rewards per step, steps that do not begin at the first column, or no
-            log-probs of what chose the actions (nor `old_log_probs`).
+        SampleError: An action is not a `ToolCall`, rewards are per step, a row's steps do not start at the first column, or the
+            batch has neither `behaviour_log_probs` nor `old_log_probs`.
     """
     log_probs = batch.old_log_probs if batch.behaviour_log_probs is None else batch.behaviour_log_probs
     if log_probs is None:
         raise SampleError(
-            "groups_from_batch: the batch has no behaviour_log_probs. Let the policy's sample_actions tell."
+            "groups_from_batch: the batch has no behaviour_log_probs. Return them from the policy's sample_actions."
         )
     if batch.rewards.dim() != 1:
         raise SampleError(f"groups_from_batch: rewards must be one per row, [N]; got {list(batch.rewards.shape)}.")
@@ -65,26 +65,26 @@ def batch_from_groups(
     *,
     state: Callable[[ToolGroup, ToolSample], Any] | None = None,
 ) -> ExperienceBatch:
-    """Samples from wherever they were made, ready for `trainer.update`. Group g has the id g, whatever its own is.
+    """Convert samples from any source to a batch for `trainer.update`. Groups are renumbered from 0.
 
-    `log_prob` becomes `behaviour_log_probs`: set `objective.sampler_correction` where the policy has moved on since.
-    `ref_log_prob` and `value` are taken over where every sample has them; else the trainer asks its own models. The
-    final value of a sample that is `done` is 0.
+    `log_prob` becomes `behaviour_log_probs`. Set `objective.sampler_correction` if the policy has changed since the samples
+    were drawn. `ref_log_prob` and `value` are used if every sample has them; otherwise the trainer computes them with its own
+    models. The final value of a sample that is `done` is 0.
 
     Args:
-        groups: groups, or what `GroupBuffer.drain` returns.
-        state: what a row's state is; None: the sample's own, vectors as one tensor [N, F] of torch's default dtype. With
-            `lambda group, _: ToolTask.from_dict(group.context)` tasks come back whole.
+        groups: Groups, or the return value of `GroupBuffer.drain`.
+        state: Maps (group, sample) to the row's state. None uses the sample's own state; vectors become one tensor [N, F] of
+            torch's default dtype. Use `lambda group, _: ToolTask.from_dict(group.context)` to restore tasks.
 
     Raises:
-        SampleError: no group, or states of several kinds or lengths.
+        SampleError: There is no group, or states differ in kind or length.
     """
     if isinstance(groups, Mapping):
         groups = [ToolGroup(id=str(key), samples=tuple(samples)) for key, samples in groups.items()]
     listed = list(groups)
     rows = [(group, sample) for group in listed for sample in group.samples]
     if not rows:
-        raise SampleError("batch_from_groups needs at least one group; got none. Wait until the buffer holds some.")
+        raise SampleError("batch_from_groups needs at least one group; got none. Wait until the buffer holds a group.")
     samples = [sample for _, sample in rows]
     mask, log_probs = _padded([sample.log_prob for sample in samples])
     batch = ExperienceBatch.from_rows(
@@ -131,7 +131,7 @@ def _row(values: Float[Tensor, "N T"], row: int, length: int) -> Steps:
 
 
 def _padded(rows: Sequence[Steps]) -> tuple[Bool[Tensor, "N T"], Float64[Tensor, "N T"]]:
-    """Mask and values [N, T], in float64, in which Python's floats are exact."""
+    """Mask and padded values [N, T]. float64 represents Python's floats exactly."""
     mask = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.bool)
     values = torch.zeros(mask.shape, dtype=torch.float64)
     for place, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Decisions as they were made, one by one and in groups, which JSON can hold. `sample_batches` makes batches of them."""
+"""Recorded tool choices, single and in groups, that can be stored as JSON. `sample_batches` converts them to batches."""
 
 import json
 import sys
@@ -11,41 +11,41 @@ from grpo.errors import GRPOError
 from .calls import ToolCall
 
 Steps = tuple[float, ...]
-"""One number per decision: the tool, then each parameter that its schema enumerates."""
+"""One number per decision: the tool, then each enumerated parameter of the tool."""
 
 
 class SampleError(GRPOError, ValueError):
-    """What was given or read is no sample or group, or samples do not make a batch; the field is named."""
+    """Data is not a valid sample, group or batch of samples. The message names the field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSample:
-    """One choice of a tool, and what came of it: a row of an `ExperienceBatch`.
+    """One tool choice with its reward: a row of an `ExperienceBatch`.
 
-    Numbers are taken in as `float`, and sequences as tuples; what JSON gives back is equal to what it was given.
+    Numbers are converted to `float` and sequences to tuples, so a sample equals its copy read from JSON.
 
     Raises:
-        SampleError: a value that is not what the field says.
+        SampleError: A field has an invalid value.
     """
 
     state: str | Steps
-    """What was asked for: a text, or a vector."""
+    """The request: a text or a vector."""
     tool: str
-    """The tool's name: the action. Its place in a catalogue is no part of it, since catalogues change."""
+    """Name of the chosen tool. The name, not the position, identifies the tool, because catalogues change."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """The tool's parameters, as JSON holds them: with lists for tuples, and texts for keys."""
+    """The call's arguments as JSON values: lists instead of tuples, and string keys."""
     log_prob: Steps
-    """Under what chose it, one per step, in nats."""
+    """Log-prob of each step under the policy that chose it, in nats."""
     ref_log_prob: Steps | None = None
-    """Under the reference policy; None: not asked."""
+    """Log-prob of each step under the reference policy. None if it was not computed."""
     reward: float
-    """Of the whole row."""
+    """Total reward of the row."""
     value: Steps | None = None
-    """A critic's estimate of what is still to come at each step; None: there is no critic."""
+    """The critic's value estimate at each step. None if there is no critic."""
     done: bool = True
-    """It ended here, by its own, and nothing follows; False: it was cut off."""
+    """True if the episode terminated after this row. False if it was truncated."""
     final_value: float | None = None
-    """Where it was cut off: the critic's value of what would have followed. It goes with `value`: both, or neither."""
+    """The critic's value after the last step of a truncated row. Give both `value` and `final_value`, or neither."""
 
     def __post_init__(self) -> None:
         """Check and convert the fields."""
@@ -71,15 +71,15 @@ class ToolSample:
             )
         if not self.done and (self.value is None) != (self.final_value is None):
             raise SampleError(
-                f"ToolSample: what was cut off (done=False) must have both value and final_value, or neither; "
-                f"got value={self.value!r:.120}, final_value={self.final_value!r}. Give the critic's, or leave both out."
+                f"ToolSample: a truncated sample (done=False) must have both value and final_value, or neither; "
+                f"got value={self.value!r:.120}, final_value={self.final_value!r}. Pass both from the critic, or omit both."
             )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
     @property
     def call(self) -> ToolCall:
-        """The action, as policies score it."""
+        """The action as a `ToolCall`."""
         return ToolCall(tool=self.tool, arguments=self.arguments)
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class ToolSample:
         return cls(**_named_fields(cls, values, needed=("state", "tool", "log_prob", "reward")))
 
     def to_json(self) -> str:
-        """One line; floats are written so that they come back bit by bit."""
+        """The sample as one line of JSON. Floats are read back bit for bit."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
     @classmethod
@@ -105,25 +105,25 @@ class ToolSample:
         """The inverse of `to_json`.
 
         Raises:
-            SampleError: not JSON, or no sample.
+            SampleError: The text is not JSON, or not a sample.
         """
         return cls.from_dict(_parsed(cls, text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolGroup:
-    """Samples of one task, compared with one another.
+    """Samples of one task. Advantages compare the samples of a group with each other.
 
     Raises:
-        SampleError: no sample, an id that is neither text nor integer, or a context that JSON cannot hold.
+        SampleError: There is no sample, the id is neither text nor an integer, or JSON cannot represent the context.
     """
 
     id: str | int
-    """What tells it from others; two groups of one id stay two."""
+    """Identifier of the group. Two groups with the same id are not merged."""
     context: Mapping[str, Any] = field(default_factory=dict)
-    """What is known of the task, as JSON holds it."""
+    """Data about the task, as JSON values."""
     samples: tuple[ToolSample, ...]
-    """At least one."""
+    """The samples, at least one."""
 
     def __post_init__(self) -> None:
         """Check and convert the fields."""
@@ -152,7 +152,7 @@ class ToolGroup:
         return cls(**{**named, "samples": tuple(map(ToolSample.from_dict, named["samples"]))})
 
     def to_json(self) -> str:
-        """One line."""
+        """The group as one line of JSON."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
     @classmethod
@@ -160,7 +160,7 @@ class ToolGroup:
         """The inverse of `to_json`.
 
         Raises:
-            SampleError: not JSON, or no group.
+            SampleError: The text is not JSON, or not a group.
         """
         return cls.from_dict(_parsed(cls, text))
 
@@ -179,13 +179,15 @@ def _steps(name: str, value: Any, length: int | None = None) -> Steps:
 
 
 def _json_object(name: str, value: Any) -> dict[str, Any]:
-    """A copy that shares nothing, as it comes back from JSON."""
+    """A deep copy through JSON."""
     try:
         if isinstance(value, Mapping):
             copy: dict[str, Any] = json.loads(json.dumps(dict(value), allow_nan=False))
             return copy
     except (TypeError, ValueError, RecursionError) as error:
-        raise SampleError(f"{name} must be what JSON can hold: {error}; got {value!r:.120}.") from error
+        raise SampleError(
+            f"{name} must hold only values that JSON can represent: {error}; got {value!r:.120}."
+        ) from error
     raise SampleError(f"{name} must be a mapping; got {value!r:.120}.")
 
 

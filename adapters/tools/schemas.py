@@ -1,6 +1,6 @@
-"""What can be told of a JSON Schema (draft 2020-12) before there are arguments.
+"""Static analysis of a JSON Schema (draft 2020-12): path formats, slow keywords, and possible types.
 
-Imports nothing of this package, like `arguments`: worker processes load both.
+This module imports nothing from this package, because worker processes load it without the package.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ _MAX_DEPTH = 16
 _CHOICES = ("anyOf", "oneOf")
 _APPLIED = ("items", "additionalProperties", "prefixItems", "allOf")
 _APPLIED_BY_NAME = ("properties", "patternProperties", "dependentSchemas")
-"""Keywords whose schemas are held against every value that they are for, before arguments are let through."""
+"""Keywords whose subschemas are always applied to the values they describe."""
 _INSTEAD = {
     "not": "leave it out there",
     "if": "write it in `then` or `else`",
@@ -25,13 +25,13 @@ _INSTEAD = {
     "unevaluatedProperties": "write it in `additionalProperties`",
     "unevaluatedItems": "write it in `items`",
 }
-"""Keywords whose schemas are not, and what does the same."""
+"""Keywords whose subschemas are not always applied, each with an alternative to suggest."""
 _NO_SCHEMAS = frozenset({"$defs", "definitions", "default", "examples", "enum", "const"})
-"""Keywords whose values are held against nothing, unless a `$ref` leads there."""
+"""Keywords whose values are not applied as schemas, unless a `$ref` points to them."""
 
 
 def without_drafts(schema: Any) -> Any:
-    """A copy, of dicts and lists, in which no part names a draft of its own by `$schema`."""
+    """Copy a schema to dicts and lists, without any `$schema` keyword."""
     if isinstance(schema, Mapping):
         kept = {key: part for key, part in schema.items() if key != "$schema" or not isinstance(part, str)}
         return {key: part if key in ("const", "enum") else without_drafts(part) for key, part in kept.items()}
@@ -39,13 +39,15 @@ def without_drafts(schema: Any) -> Any:
 
 
 def names_path_format(schema: Any) -> bool:
-    """`"format": "path"` stands somewhere."""
+    """Whether `"format": "path"` occurs anywhere in the schema."""
     return any(part.get("format") == "path" for part in _objects(schema))
 
 
 def slow_keyword(schema: Any) -> str | None:
-    """A keyword that some arguments take very long to be held against: a pattern backtracks, `uniqueItems` compares all with
-    all, and where a `$ref` leads back, each level may be held against several branches."""
+    """A keyword in the schema that can be very slow to check, or None.
+
+    A pattern can backtrack, `uniqueItems` compares all pairs, and a recursive `$ref` can try several branches at each level.
+    """
     for part in _objects(schema):
         if isinstance(part.get("pattern"), str):
             return "pattern"
@@ -59,11 +61,12 @@ def slow_keyword(schema: Any) -> str | None:
 
 
 def kinds(schema: Any, resolver: Any = None, depth: int = _MAX_DEPTH) -> frozenset[str]:
-    """Types of JSON of which all values are that a schema lets through; a `number` is an `integer` or a `fraction`.
+    """JSON types that a schema may accept. A `number` counts as `integer` or `fraction`.
 
     Args:
-        resolver: of `$ref`; None: what one leads to may be of any type.
-        depth: of references and the like that are looked into.
+        schema: The schema.
+        resolver: Resolver of `$ref`. None assumes that a reference accepts every type.
+        depth: Maximum depth of references and combinators to follow.
     """
     if not isinstance(schema, Mapping):
         return _KINDS if schema else frozenset()
@@ -88,18 +91,17 @@ def kinds(schema: Any, resolver: Any = None, depth: int = _MAX_DEPTH) -> frozens
 
 
 def has_integers_only(schema: Any) -> bool:
-    """Among the numbers that a schema lets through."""
+    """Whether the only numbers that a schema accepts are integers."""
     return kinds(schema) & _NUMBER == {"integer"}
 
 
 def check_path_formats(parameters: Any) -> None:
-    """Whether it is certain which strings are held against `"format": "path"` before arguments are let through.
+    """Check that every string that `"format": "path"` describes is checked as a path before arguments are accepted.
 
-    It is not where the validator may have its answer before it comes there: at the first branch of `anyOf` that matches, say,
-    or in a keyword that asks whether something matches.
+    The validator may skip a subschema. It stops at the first branch of `anyOf` that matches, for example.
 
     Raises:
-        ValueError: it is not; the message says what to write instead.
+        ValueError: A path might be skipped. The message says what to write instead.
     """
     if not names_path_format(parameters):
         return
@@ -111,7 +113,7 @@ def check_path_formats(parameters: Any) -> None:
     try:
         _apply(schema, referencing.Registry().resolver_with_root(resource), applied)
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"a `$ref` leads to something that is no schema ({error}).") from error
+        raise ValueError(f"a `$ref` leads to something that is not a schema ({error}).") from error
     for part in _objects(schema, _NO_SCHEMAS):
         if part.get("format") == "path" and id(part) not in applied:
             raise ValueError(
@@ -120,10 +122,10 @@ def check_path_formats(parameters: Any) -> None:
 
 
 def _apply(schema: Any, resolver: Any, applied: set[int]) -> None:
-    """Collect the parts of a schema that are applied to all values that they are for.
+    """Collect the parts of a schema that are always applied.
 
     Raises:
-        ValueError: `"format": "path"` stands in one that may be or not.
+        ValueError: `"format": "path"` occurs in a part that may be skipped.
     """
     if not isinstance(schema, dict) or id(schema) in applied:
         return
@@ -158,7 +160,7 @@ def _apply(schema: Any, resolver: Any, applied: set[int]) -> None:
 
 
 def _leads_to_path(schema: Any, resolver: Any, seen: set[int] | None = None) -> bool:
-    """`"format": "path"` stands in it, or where its references lead."""
+    """Whether `"format": "path"` occurs in the schema or in the target of a reference."""
     seen = set() if seen is None else seen
     if isinstance(schema, list):
         return any(_leads_to_path(part, resolver, seen) for part in schema)
@@ -175,7 +177,7 @@ def _leads_to_path(schema: Any, resolver: Any, seen: set[int] | None = None) -> 
 
 
 def _leads_back(schema: Any) -> bool:
-    """A reference leads to a schema that it stands in."""
+    """Whether a reference leads to a schema that contains the reference."""
     above: set[int] = set()
     done: set[int] = set()
 
@@ -202,24 +204,24 @@ def _leads_back(schema: Any) -> bool:
 
 
 def _target(schema: Mapping[str, Any], resolver: Any) -> Any:
-    """What its `$ref` leads to; None: it has none, or one that leads nowhere, with which no arguments pass."""
+    """Target of the schema's `$ref`. None if there is no `$ref`, or if it cannot be resolved; then no arguments pass."""
     if not isinstance(schema.get("$ref"), str):
         return None
     try:
         return resolver.lookup(schema["$ref"])
-    except Exception:  # the library's, or whatever a pointer into what is no schema makes it raise
+    except Exception:  # the library's errors, or any error from a pointer into a non-schema
         return None
 
 
 def _within(schema: Mapping[str, Any], resolver: Any) -> Any:
-    """The resolver for its parts."""
+    """Resolver for the schema's parts."""
     return (
         resolver.in_subresource(DRAFT202012.create_resource(schema)) if isinstance(schema.get("$id"), str) else resolver
     )
 
 
 def _objects(schema: Any, passed_over: frozenset[str] = frozenset()) -> Iterator[Mapping[str, Any]]:
-    """All that stand in it."""
+    """All objects within a schema, itself included."""
     if isinstance(schema, Mapping):
         yield schema
         for key, part in schema.items():

@@ -1,4 +1,4 @@
-"""Five kinds of error that a call can make on a task: found in a call, and made on purpose."""
+"""Five kinds of error in a call for a task: classify the error of a call, or make a call with a given error."""
 
 from collections.abc import Iterator
 from random import Random
@@ -15,25 +15,25 @@ from .catalogue import ABSENT, Tool, ToolCatalogue
 from .tasks import ToolTask
 
 ErrorKind = Literal["wrong_tool", "wrong_parameter", "missing", "invalid", "redundant"]
-"""What is wrong with a call; `classify_error` says when which."""
+"""Kind of error in a call. `classify_error` defines each kind."""
 
 _UNLIKE_ANY: tuple[Any, ...] = ({"?": []}, [None], "?", -0.5, None, True)
-"""Of every JSON type, so that nearly every schema refuses one of them."""
+"""Values of every JSON type. Nearly every schema rejects one of them."""
 
 
 def classify_error(task: ToolTask, call: ToolCall, catalogue: ToolCatalogue) -> ErrorKind | None:
-    """The first of these that holds; None: the call is right.
+    """Classify the error of a call. Returns the first kind that applies, or None if the call is right.
 
-    1. `invalid`: the catalogue lacks the tool, the arguments are none that JSON can hold, or the tool's schema refuses one.
-       That a required one is absent is not held against the call here, whichever the tool.
-    2. `wrong_tool`: another tool than the task's.
-    3. `missing`: the call lacks an argument of the task's, required by the schema or not. Not so where the task has the
-       schema's default, which stands for what is absent.
-    4. `redundant`: the call has an argument that the task has not. Not so where it is the schema's default.
-    5. `wrong_parameter`: an argument has another value than the task's. Numbers are compared as JSON does: 1 is 1.0, not true.
+    1. `invalid`: the catalogue lacks the tool, JSON cannot represent the arguments, or the tool's schema rejects an argument.
+       A missing required argument does not count as invalid.
+    2. `wrong_tool`: the call names another tool than the task.
+    3. `missing`: the call lacks an argument of the task, required by the schema or not. An argument whose expected value is
+       the schema's default may be omitted.
+    4. `redundant`: the call has an argument that the task lacks, with a value other than the schema's default.
+    5. `wrong_parameter`: an argument differs from the task's value. Values are compared as JSON: 1 equals 1.0, but not true.
 
     Raises:
-        ConfigError: the catalogue lacks the task's own tool.
+        ConfigError: The catalogue lacks the task's tool.
     """
     tool = _tool_of(task, catalogue)
     called, arguments = catalogue.get(call.tool), json_arguments(call.arguments)
@@ -52,22 +52,21 @@ def classify_error(task: ToolTask, call: ToolCall, catalogue: ToolCatalogue) -> 
 
 
 def make_erroneous_call(task: ToolTask, kind: ErrorKind, catalogue: ToolCatalogue, rng: Random) -> ToolCall | None:
-    """A call that is wrong in one way, otherwise right, and of which `classify_error` says `kind`.
+    """Make a call with exactly one error, of the given kind as `classify_error` defines it.
 
-    A call of another tool has the values of the request as far as that tool takes them, and any of the values that its schema
-    enumerates.
+    A call of another tool takes the request's values where the tool has such parameters, and random enumerated values.
 
     Args:
-        task: its right call is changed.
-        kind: of error.
-        catalogue: has the task's tool.
-        rng: which of the possible calls.
+        task: The task whose right call is changed.
+        kind: Kind of the error.
+        catalogue: Catalogue that holds the task's tool.
+        rng: Chooses among the possible calls.
 
     Returns:
-        None where no call makes this error: no other tool, no argument to leave out, none to add, no other value.
+        The call, or None if no call has this error: there is no other tool, no argument to omit or add, or no other value.
 
     Raises:
-        ConfigError: the catalogue lacks the task's own tool.
+        ConfigError: The catalogue lacks the task's tool.
     """
     tool = _tool_of(task, catalogue)
     match kind:
@@ -93,17 +92,15 @@ def _tool_of(task: ToolTask, catalogue: ToolCatalogue) -> Tool:
 
 
 def _refuses(tool: Tool, arguments: dict[str, Any]) -> bool:
-    """An argument is not allowed; absent ones aside."""
-    # a schema that does not say so allows no other arguments, just as when the call is executed
+    """Whether the schema rejects an argument. Missing arguments do not count."""
+    # Unknown arguments are rejected unless the schema allows them, as in `ArgumentChecker`.
     schema = {"additionalProperties": False} | dict(tool.parameters) | {"required": []}
     validator = jsonschema.Draft202012Validator(
         schema, registry=referencing.Registry()
     )  # nothing is fetched for a `$ref`
     try:
         return not validator.is_valid(arguments)
-    except (
-        Exception
-    ):  # whatever a schema raises that cannot be applied to these arguments: the executor refuses them too
+    except Exception:  # the schema cannot be applied to these arguments; the executor rejects them too
         return True
 
 
@@ -127,7 +124,7 @@ def _calls_of_others(task: ToolTask, catalogue: ToolCatalogue, rng: Random) -> I
 
 
 def _changed(task: ToolTask, names: list[str], tool: Tool, rng: Random) -> Iterator[ToolCall]:
-    """One argument has another value; which of them are allowed and wrong is for `classify_error` to say."""
+    """Calls with one changed argument. `classify_error` selects the calls that have the wanted error."""
     choices = {choice.name: choice.values for choice in tool.choices}
     for name in _shuffled(names, rng):
         if name in choices:
@@ -156,7 +153,7 @@ def _shortened(task: ToolTask, rng: Random) -> Iterator[ToolCall]:
 
 
 def _invalid(task: ToolTask, tool: Tool, catalogue: ToolCatalogue, rng: Random) -> Iterator[ToolCall]:
-    """An argument of another type, one that the tool does not have, or a tool that there is not: each as often."""
+    """Calls with an argument of another type, an unknown argument, or an unknown tool, each equally often."""
     wrong_types = (
         _call(task, **{name: value})
         for name in _shuffled(tool.properties, rng)

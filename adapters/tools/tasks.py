@@ -1,4 +1,4 @@
-"""Requests with the call that answers them: what a policy that chooses tools is trained and measured on."""
+"""Tasks for training and evaluating tool-selection policies: requests with their right calls."""
 
 import json
 import os
@@ -14,33 +14,31 @@ Difficulty = Literal["easy", "medium", "hard"]
 
 
 class TaskError(GRPOError, ValueError):
-    """What was read is no task; the field, and for a file the line, is named."""
+    """Data is not a valid task. The message names the field, and the line if the task comes from a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolTask:
-    """A request, and the one call that answers it."""
+    """A request and its right call."""
 
     text: str
-    """What is asked for."""
+    """The request."""
     tool: str
-    """The right tool's name."""
+    """Name of the right tool."""
     arguments: Mapping[str, Any]
-    """The right arguments, complete: with every enumerated parameter, at its default too, but for those that are best left
-    out."""
+    """The right arguments. Enumerated parameters are included even at their default, unless they are best omitted."""
     category: str
-    """Of the right tool."""
+    """Category of the right tool."""
     difficulty: Difficulty
-    """Easy: uses the description's words, and every parameter that is a decision stays at its default. Medium: uses other words
-    alone, or asks for a parameter's value. Hard: both."""
+    """`easy`: the request uses the description's words, and every enumerated parameter keeps its default. `medium`: the request
+    uses other words, or asks for a parameter value. `hard`: both."""
     slots: Mapping[str, Any]
-    """Values found in the request, by parameter, that a schema does not enumerate: a call's free parameters are filled with
-    them."""
+    """Values in the request for parameters that are not enumerated, by parameter. They fill the call's free parameters."""
     shares_words: bool
-    """The request has a content word in common with the tool's name or description."""
+    """Whether the request shares a content word with the tool's name or description."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields by name, as JSON holds them."""
+        """Fields by name, as JSON values."""
         fields = {name: getattr(self, name) for name in self.__slots__}
         return fields | {"arguments": dict(self.arguments), "slots": dict(self.slots)}
 
@@ -49,7 +47,7 @@ class ToolTask:
         """The inverse of `to_dict`.
 
         Raises:
-            TaskError: a field that is missing, unknown, or of another type.
+            TaskError: A field is missing, unknown or of the wrong type.
         """
         if not isinstance(fields, Mapping):
             raise TaskError(f"a task must be an object with the fields {', '.join(_TYPES)}; got {fields!r}.")
@@ -70,10 +68,10 @@ _TYPES: Mapping[str, type] = {
 
 
 def save_tasks(path: str | os.PathLike[str], tasks: Iterable[ToolTask]) -> None:
-    """Write tasks to a file, one JSON object per line; a file that is there is replaced once all are written.
+    """Write tasks to a file, one JSON object per line. An existing file is replaced after all tasks are written.
 
     Raises:
-        ValueError: an argument that JSON cannot hold, NaN included.
+        ValueError: JSON cannot represent an argument; NaN, for example.
     """
     target = Path(path)
     unfinished = target.with_name(target.name + ".unfinished")
@@ -87,13 +85,13 @@ def save_tasks(path: str | os.PathLike[str], tasks: Iterable[ToolTask]) -> None:
 
 
 def load_tasks(path: str | os.PathLike[str]) -> list[ToolTask]:
-    """Read what `save_tasks` wrote; blank lines are passed over.
+    """Read tasks that `save_tasks` wrote. Blank lines are skipped.
 
     Raises:
-        TaskError: a line that is no task, by its number.
+        TaskError: A line is not a task. The message has the line number.
     """
     tasks = []
-    # not splitlines: a text may hold line separators that JSON leaves as they are
+    # Not splitlines: a JSON string may contain other line separators unescaped.
     for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -112,16 +110,17 @@ def split_tasks(
     seed: int,
     key: Callable[[ToolTask], Hashable] | None = None,
 ) -> tuple[list[ToolTask], list[ToolTask]]:
-    """Tasks to train on and tasks to measure on, both in the order they came in.
+    """Split tasks into training tasks and held-out tasks, both in their original order.
 
     Args:
-        tasks: of any tools; each tool's are divided on their own.
-        held_out_fraction: of each tool's tasks (of its keys, where there is a key), rounded to the nearest; from 0 to 1.
-        seed: which ones.
-        key: tasks of one tool with equal keys stay together, so that whole wordings can be held out.
+        tasks: The tasks. Each tool's tasks are split separately.
+        held_out_fraction: Share of each tool's tasks (or keys, if `key` is given) to hold out, from 0 to 1, rounded to the
+            nearest count.
+        seed: Seed of the random selection.
+        key: Tasks of one tool with equal keys stay together. Use it to hold out whole wordings.
 
     Raises:
-        ConfigError: a fraction outside of 0 to 1.
+        ConfigError: The fraction is not from 0 to 1.
     """
     if not 0 <= held_out_fraction <= 1:
         raise ConfigError(f"split_tasks: held_out_fraction must be from 0 to 1; got {held_out_fraction}.")
@@ -131,7 +130,7 @@ def split_tasks(
     held_out: set[int] = set()
     for tool, by_key in bundles.items():
         keys = list(by_key)
-        # by the tool's name, so that tasks of one tool are divided alike whatever other tools there are
+        # Seed with the tool's name, so that the split of one tool does not depend on the other tools.
         chosen = Random(f"{seed} {tool}").sample(keys, round(held_out_fraction * len(keys)))
         held_out.update(index for one in chosen for index in by_key[one])
     return (

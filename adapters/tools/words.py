@@ -1,4 +1,4 @@
-"""The words of a request that say what is meant."""
+"""Content words of a request."""
 
 import re
 
@@ -12,7 +12,7 @@ these they this those through to too under until up us use used using very want 
 whether which while who whom whose why will with within without would yet you your yours
 """
 STOP_WORDS = frozenset(_STOP_WORDS.split())
-"""English words that carry no meaning of their own in a request."""
+"""English words that are ignored as content words."""
 
 
 def words(text: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""What a worker process does: calls, one after another, each answered with JSON and followed by tidying up.
+"""The call loop of a worker process: run one call, answer with JSON, clean up, repeat.
 
-Frames are 4 bytes of length and as many of content.
+A frame is a 4-byte length followed by the content.
 """
 
 import contextlib
@@ -19,22 +19,22 @@ from .worker_process import children
 
 LENGTH = struct.Struct(">I")
 TOKEN_BYTES = 8
-"""Of the call, before a request and its reply: an answer made up before the question does not know it."""
+"""Length of the random token that precedes a request and its reply. An answer forged before the request lacks the token."""
 OK, RETIRE = 1, 2
-"""Flags of a reply, the byte after the token: it holds the output, not an error; this worker is not fit for another call."""
+"""Flags in the byte after a reply's token. OK: the reply is an output, not an error. RETIRE: the worker must be replaced."""
 PASSED_ON = ("InvalidArgumentsError", "PathOutsideRootError", "OutputTooLargeError", "InvalidOutputError")
-"""Errors of this package that a tool may raise itself."""
+"""Errors of this package that a tool may raise itself and that keep their type."""
 
 _MAX_MESSAGE = 1000
-_ENCODE = json.JSONEncoder(allow_nan=False).encode  # made once, which `json.dumps` does for each text
+_ENCODE = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would build a new encoder per call
 _SIGNALS = [
     getattr(signal, name) for name in ("SIGCHLD", "SIGPIPE", "SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
 ]
-"""Whose handlers are as before after each call: a program whose SIGCHLD is ignored does not learn how its children ended."""
+"""Signals whose handlers are reset after each call. A program that ignores SIGCHLD cannot read its children's status."""
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """One frame; None: the other side is gone."""
+    """Read one frame. None if the other side is gone."""
     data = bytearray()
     size = LENGTH.size
     while len(data) < size:
@@ -48,15 +48,18 @@ def receive(connection: socket.socket) -> bytes | None:
 
 
 def send(connection: socket.socket, content: bytes) -> None:
-    """One frame."""
+    """Write one frame."""
     connection.sendall(LENGTH.pack(len(content)) + content)
 
 
 class Worker:
-    """Calls the tools.
+    """Runs tool calls in a worker process.
 
     Args:
-        alone: this process has a user id of its own, so that all others of that user were started by it.
+        answers: Socket to the executor.
+        setup: Settings from `workers.WorkerSource`.
+        tools: (function, checker) by tool name.
+        alone: Whether this process has its own user id, so that it started every other process of that user.
     """
 
     def __init__(self, answers: socket.socket, setup: dict[str, Any], tools: dict[str, Any], *, alone: bool) -> None:
@@ -72,7 +75,7 @@ class Worker:
         self.recursion_limit = sys.getrecursionlimit()
 
     def serve(self) -> None:
-        """Until the socket is closed."""
+        """Answer requests until the socket is closed."""
         while request := receive(self.answers):
             self._limit_cpu()
             ok, content = self._call(*json.loads(request[TOKEN_BYTES:].decode()))
@@ -80,7 +83,7 @@ class Worker:
             send(self.answers, request[:TOKEN_BYTES] + bytes([flags]) + content)
 
     def _call(self, name: str, arguments: dict[str, Any]) -> tuple[bool, bytes]:
-        """Whether there is an output, and it or an error, as JSON."""
+        """Run one call. Returns (True, output) or (False, error), as JSON."""
         function, check = self.tools[name]
         try:
             arguments = check(arguments)
@@ -94,14 +97,14 @@ class Worker:
                 import asyncio
 
                 value = asyncio.run(value)
-        except BaseException as error:  # SystemExit, MemoryError and all: no tool ends its worker by raising
+        except BaseException as error:  # includes SystemExit and MemoryError: a tool must not end its worker by raising
             passed_on = type(error).__name__ in PASSED_ON and type(error).__module__ == "adapters.tools.errors"
             return (
                 _error(type(error).__name__, message_of(error))
                 if passed_on
                 else _error("ToolRaisedError", described(error))
             )
-        sys.setrecursionlimit(self.recursion_limit)  # how deep the executor's own can read
+        sys.setrecursionlimit(self.recursion_limit)  # the executor can only read this depth
         return encode_output(value, self.max_output_bytes)
 
     def _limit_cpu(self) -> None:
@@ -112,7 +115,7 @@ class Worker:
             resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + self.cpu_seconds, hard))
 
     def _tidy(self) -> bool:
-        """Make the process as it was before the call; returns whether it is."""
+        """Restore the process state from before the call. Returns whether that succeeded."""
         try:
             self._end_children()
             os.chdir(self.root)
@@ -125,20 +128,20 @@ class Worker:
             if dict(os.environ) != self.environment:
                 os.environ.clear()
                 os.environ.update(self.environment)
-            free = os.dup(self.answers.fileno())  # the lowest number that is free
+            free = os.dup(self.answers.fileno())  # the lowest free descriptor
             os.close(free)
         except Exception:
             return False
         return threading.active_count() == 1 and (self.open_files is None or free <= self.open_files / 2)
 
     def _end_children(self) -> None:
-        """Nothing that a call started sees the next one."""
-        with contextlib.suppress(ChildProcessError):  # there is none: the usual case, and cheap
+        """Kill every process that the call started."""
+        with contextlib.suppress(ChildProcessError):  # no child process: the usual case
             while True:
                 if os.waitpid(-1, os.WNOHANG) == (0, 0):
                     if self.alone:
                         with contextlib.suppress(ProcessLookupError):
-                            os.kill(-1, signal.SIGKILL)  # all of this user, but not this process
+                            os.kill(-1, signal.SIGKILL)  # every other process of this user
                     listed = children()
                     if not listed and not self.alone:
                         raise OSError("a process that cannot be found; the executor ends it with this one")
@@ -149,21 +152,21 @@ class Worker:
 
 
 def encode_output(value: Any, max_bytes: int) -> tuple[bool, bytes]:
-    """Whether it may be let through, and it or an error, as JSON."""
+    """Encode an output. Returns (True, output) or (False, error), as JSON."""
     if isinstance(value, str) and len(value) > max_bytes:
-        return _error("OutputTooLargeError", f"output must take at most {max_bytes} bytes as JSON; it takes more.")
+        return _error("OutputTooLargeError", f"output must take at most {max_bytes} bytes as JSON; got more.")
     try:
         content = _ENCODE(value).encode()
     except MemoryError:
         return _error("OutputTooLargeError", f"output must take at most {max_bytes} bytes as JSON; memory ran out.")
     except RecursionError:
-        return _error("InvalidOutputError", "output must be something JSON can hold; it is nested too deeply.")
-    except Exception as error:  # also what a value's own methods raise
-        return _error("InvalidOutputError", f"output must be something JSON can hold: {described(error)}")
-    if len(content) > max_bytes:
         return _error(
-            "OutputTooLargeError", f"output must take at most {max_bytes} bytes as JSON; it takes {len(content)}."
+            "InvalidOutputError", "output must be a value that JSON can represent; got one nested too deeply."
         )
+    except Exception as error:  # includes errors that a value's own methods raise
+        return _error("InvalidOutputError", f"output must be a value that JSON can represent: {described(error)}")
+    if len(content) > max_bytes:
+        return _error("OutputTooLargeError", f"output must take at most {max_bytes} bytes as JSON; got {len(content)}.")
     return True, content
 
 
@@ -172,7 +175,7 @@ def _error(name: str, message: str) -> tuple[bool, bytes]:
 
 
 def described(error: BaseException) -> str:
-    """Kind and message, of bounded length."""
+    """Type and message of an error, of bounded length."""
     hint = (
         ". A worker may run as a user who cannot read that file: import it at the top of the tool's module"
         if isinstance(error, ImportError)
@@ -182,7 +185,7 @@ def described(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Its message, of bounded length."""
+    """Message of an error, of bounded length."""
     try:
         return str(error)[:_MAX_MESSAGE]
     except BaseException as another:

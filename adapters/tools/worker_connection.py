@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class WorkerLostError(Exception):
-    """The other side of a socket ended, or wrote what it should not."""
+    """The other side of a socket ended or sent invalid data."""
 
 
 class Frames(asyncio.Protocol):
-    """One socket: frames as they arrive, and never more of them in memory than one may take."""
+    """Protocol that splits one socket's data into frames of bounded size."""
 
     def __init__(self, receive: Callable[[bytes], None], lost: Callable[[str], None], max_bytes: int) -> None:
         self._receive = receive
@@ -48,22 +48,22 @@ class Frames(asyncio.Protocol):
 
     @property
     def waits(self) -> bool:
-        """Nothing of a next frame has come."""
+        """Whether no part of the next frame has arrived."""
         return not self._buffer
 
     def send(self, content: bytes) -> None:
-        """One frame."""
+        """Write one frame."""
         assert self._transport is not None
         self._transport.write(LENGTH.pack(len(content)) + content)
 
     def close(self) -> None:
-        """At once; what was not yet sent is lost."""
+        """Close the socket immediately. Unsent data is lost."""
         if self._transport is not None:
             self._transport.abort()
 
 
 class Worker:
-    """One process, one call at a time."""
+    """The executor's handle of one worker process, which runs one call at a time."""
 
     def __init__(self, slot: int, source: "WorkerSource", max_bytes: int) -> None:
         self.slot = slot
@@ -74,14 +74,14 @@ class Worker:
 
     @property
     def fit(self) -> bool:
-        """For a call."""
+        """Whether the worker can take a call."""
         return self._lost is None and self.frames.waits
 
     async def answer(self) -> bytes:
-        """The next frame.
+        """Wait for the next frame.
 
         Raises:
-            WorkerLostError: there will be none.
+            WorkerLostError: The worker is lost, so there is no next frame.
         """
         if self._lost is not None:
             raise WorkerLostError(self._lost)
@@ -89,10 +89,10 @@ class Worker:
         return await self._answer
 
     async def ask(self, request: bytes) -> tuple[int, bytes]:
-        """A request as JSON -> flags, and an output or error as JSON.
+        """Send a request as JSON. Returns the flags, and the output or error as JSON.
 
         Raises:
-            WorkerLostError: no answer will come, or one to something else came.
+            WorkerLostError: The worker is lost, or its answer does not belong to this request.
         """
         token = os.urandom(TOKEN_BYTES)
         self.frames.send(token + request)

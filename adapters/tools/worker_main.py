@@ -1,12 +1,12 @@
-"""The fork server of `ToolExecutor`: it imports the tools once, and forks the workers.
+"""The fork server of `ToolExecutor`. It imports the tools once and forks the workers.
 
     executor --- control socket ---> fork server --- fork ---> worker 0, 1, ...
         `------------- one socket for each worker --------------'
 
-What comes from here is JSON, never pickled: the executor trusts none of it.
+The fork server and the workers send JSON and no pickles, because the executor does not trust them.
 
-This module and those it imports are loaded as a package of their own (`BOOT`), so that neither `adapters.tools` nor the user's
-`__main__` is imported, unless the tools do.
+This module and its imports are loaded as a separate package (`BOOT`), so that neither `adapters.tools` nor the user's
+`__main__` is imported, unless the tools import them.
 """
 
 import contextlib
@@ -38,24 +38,24 @@ sys.modules["tool_worker"] = package
 from tool_worker.worker_main import main
 main(int(sys.argv[1]))
 """
-"""Run with the control socket's descriptor and this folder."""
+"""Start code. Its arguments are the control socket's descriptor and this folder."""
 ORDER = struct.Struct(">cI")
-"""To the fork server: what (`SPAWN` comes with a socket), and which slot."""
+"""Format of an order to the fork server: the kind, then the worker's slot. `SPAWN` also passes a socket."""
 SPAWN, KILL, QUIT = b"s", b"k", b"q"
 INSIDE = "MODEL_AGNOSTIC_GRPO_TOOL_WORKER"
-"""Set in the environment here: an executor made by the import of a tool's module is refused."""
+"""Environment variable that is set here. With it, creating an executor while a tool's module is imported raises."""
 
 _SOCKET = 3
 _NUM_UIDS = 1000
 
 
 class ForkServer:
-    """Forks workers and ends them, all that they started included.
+    """Forks workers, and ends workers with every process that they started.
 
     Args:
-        control: orders come from here.
-        setup: as `workers.WorkerSource` wrote it.
-        tools: name -> (function, checker).
+        control: Socket for orders from the executor.
+        setup: Settings from `workers.WorkerSource`.
+        tools: (function, checker) by tool name.
     """
 
     def __init__(self, control: socket.socket, setup: dict[str, Any], tools: dict[str, Any]) -> None:
@@ -69,9 +69,9 @@ class ForkServer:
         self.may_drop = LINUX and os.geteuid() == 0 and setup["limits"]["first_uid"] is not None
 
     def serve(self) -> None:
-        """Until the executor says so, or is gone, and cannot remove its folder itself."""
+        """Carry out orders until `QUIT`, or until the executor is gone. In the second case, also remove the own folder."""
         told = False
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a worker leaves behind becomes a child of this process, to be reaped
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a worker become children of this process, which reaps them
         while order := self._order():
             (kind, slot), connection = order
             if kind == SPAWN and connection is not None:
@@ -84,7 +84,7 @@ class ForkServer:
         for slot in list(self.workers):
             self._end(slot)
         if self.setup["own_root"] and not told:
-            shutil.rmtree(self.setup["root"], ignore_errors=True)  # nobody is left to hear of what stays
+            shutil.rmtree(self.setup["root"], ignore_errors=True)  # nobody is left to report errors to
 
     def _order(self) -> tuple[Any, socket.socket | None] | None:
         data, passed = b"", []
@@ -97,7 +97,7 @@ class ForkServer:
         return ORDER.unpack(data), socket.socket(fileno=passed[0]) if passed else None
 
     def _spawn(self, slot: int, connection: socket.socket) -> None:
-        """Fork; a failure closes the socket, which the executor sees."""
+        """Fork a worker. A failure closes the socket, which tells the executor."""
         with connection:
             user = (self._uid(slot), self._uid(0)) if self.may_drop else None
             with contextlib.suppress(OSError):  # no memory, or too many processes
@@ -110,7 +110,7 @@ class ForkServer:
                 self.workers[slot] = pid
 
     def _uid(self, slot: int) -> int:
-        """A user id that no other executor holds: its mark is the name of a socket that ends with this process."""
+        """A user id that no other executor uses. A socket's name marks the id as used until this process ends."""
         if slot not in self.uids:
             first = self.setup["limits"]["first_uid"]
             for uid in range(first, first + _NUM_UIDS):
@@ -129,7 +129,7 @@ class ForkServer:
 
     def _become_worker(self, connection: socket.socket, user: tuple[int, int] | None) -> None:
         for held in (self.control, *self.locks):
-            held.detach()  # closed below, by number; not once more by Python
+            held.detach()  # closed by number below, so Python must not close it again
         os.dup2(connection.detach(), _SOCKET)
         os.closerange(_SOCKET + 1, os.sysconf("SC_OPEN_MAX"))
         answers = socket.socket(fileno=_SOCKET)
@@ -146,7 +146,7 @@ class ForkServer:
         Worker(answers, self.setup, self.tools, alone=user is not None and os.getresuid() == (user[0],) * 3).serve()
 
     def _end(self, slot: int) -> int | None:
-        """Kill the worker of a slot with all that it started; returns how it had ended, as `os.waitpid` says."""
+        """Kill a slot's worker with every process that it started. Returns the worker's status from `os.waitpid`."""
         pid = self.workers.pop(slot, None)
         if pid is None:
             return self.ended.pop(slot, None)
@@ -163,11 +163,11 @@ class ForkServer:
         return status
 
     def _strays(self) -> list[int]:
-        """Reap what has ended; returns children that are no workers."""
+        """Reap ended children. Returns children that are not workers."""
         known = {pid: slot for slot, pid in self.workers.items()}
         with contextlib.suppress(ChildProcessError, AttributeError):  # some systems have no `waitid`
             while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if found.si_pid in known:  # its number is its group's, and free for others once it has been reaped
+                if found.si_pid in known:  # kill its group before reaping it, after which the id can be reused
                     _kill_group(found.si_pid)
                     slot = known[found.si_pid]
                     if slot in self.uids:
@@ -179,8 +179,8 @@ class ForkServer:
         return [pid for pid in children() if pid not in self.workers.values()]
 
     def _kill_user(self, uid: int) -> None:
-        """All processes of a user, at once; only that user may be asked to do it."""
-        for _ in range(10):  # one of them might kill the killer first
+        """Kill all processes of a user at once, from a child process that takes the user's id."""
+        for _ in range(10):  # a process of the user may kill the child first
             pid = os.fork()
             if pid == 0:
                 try:
@@ -216,7 +216,7 @@ def load_tools(setup: dict[str, Any]) -> dict[str, Any]:
             raise RuntimeError(f"tool {name} cannot be imported: {described(error)}") from error
         checker = ArgumentChecker(tools[name][0], parameters, setup["root"])
         with contextlib.suppress(RefusedArgumentsError):
-            checker({})  # what the libraries read from disk at first use is read here, where it can be
+            checker({})  # libraries read files at first use; a worker's user might not be able to
         tools[name] = tools[name][0], checker
     if any(inspect.iscoroutinefunction(function) for function, _ in tools.values()):
         import asyncio  # noqa: F401
@@ -224,12 +224,12 @@ def load_tools(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loaded(pickled: bytes) -> Callable[..., Any]:
-    """A function by the name under which the executor's process knows it, or an object from there."""
+    """Unpickle a function by its import name, or a pickled callable object."""
     return pickle.loads(pickled)
 
 
 def _import_main(kind: str, where: str) -> None:
-    """The script that is `__main__` in the executor's process, under a name for which it does not run its main part."""
+    """Import the executor's `__main__` as `__mp_main__`, so that its `if __name__ == "__main__":` block does not run."""
     run = runpy.run_module if kind == "module" else runpy.run_path
     module = types.ModuleType("__mp_main__")
     module.__dict__.update(run(where, run_name="__mp_main__"))
@@ -237,7 +237,7 @@ def _import_main(kind: str, where: str) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Everything."""
+    """Import the tools and serve the executor's orders."""
     control = socket.socket(fileno=descriptor)
     received = receive(control)
     if received is None:
@@ -248,11 +248,11 @@ def main(descriptor: int) -> None:
         server = ForkServer(control, setup, tools)
         if server.may_drop and setup["own_root"]:
             os.chown(setup["root"], 0, server._uid(0))
-            os.chmod(setup["root"], 0o2770)  # noqa: PTH101  # the workers' files belong to a group they have in common
-    except BaseException as error:  # an import may raise anything; the executor says what
+            os.chmod(setup["root"], 0o2770)  # noqa: PTH101  # the workers share a group, which owns their files
+    except BaseException as error:  # an import may raise anything; the executor reports it
         send(control, json.dumps({"error": f"{described(error)}"}).encode())
         return
     gc.collect()
-    gc.freeze()  # pages that the collector does not write to stay shared
+    gc.freeze()  # memory pages that the collector does not touch stay shared
     send(control, json.dumps({"ready": os.getpid()}).encode())
     server.serve()

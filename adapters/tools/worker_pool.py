@@ -1,4 +1,4 @@
-"""Warm workers, of which each call takes the next one that is free."""
+"""A pool of running workers. Each call takes the next free worker."""
 
 import asyncio
 import json
@@ -30,15 +30,15 @@ ERRORS = {
         ToolRaisedError,
     )
 }
-"""What a worker may answer with."""
+"""Errors that a worker may report, by name."""
 
 
 class WorkerPool:
-    """Warm workers, started when they are needed.
+    """A pool of workers that are started on demand.
 
     Args:
-        source: makes a fork server: the first one, and another where that one died.
-        num_workers: at once.
+        source: Creates a fork server: the first one, and a replacement if a fork server died.
+        num_workers: Maximum number of concurrent workers.
     """
 
     def __init__(self, source: Callable[[], WorkerSource], num_workers: int) -> None:
@@ -50,30 +50,30 @@ class WorkerPool:
         self.problems: list[str] = []
 
     async def start(self) -> None:
-        """The fork server and one worker.
+        """Start the fork server and one worker.
 
         Raises:
-            ConfigError: the tools' modules, or the folder, cannot be read there.
+            ConfigError: The worker processes cannot import the tools' modules, or cannot read the folder.
         """
         self._idle.append(await self._spawn())
 
     def close(self) -> None:
-        """End all of them."""
+        """End the workers and the fork server."""
         for worker in self._idle:
             worker.frames.close()
         if self._source is not None:
             self._source.close()
 
     async def call(self, request: bytes, timeout: float, begin: Callable[[], None]) -> tuple[Any, int]:
-        """Ask the next free worker; returns the output, and its bytes.
+        """Run a call on the next free worker. Returns the output and its size in bytes.
 
         Args:
-            request: name and arguments, as JSON.
-            timeout: seconds, from the call of `begin` on.
-            begin: called when a worker is there.
+            request: Name and arguments, as JSON.
+            timeout: Time limit in seconds, starting when `begin` is called.
+            begin: Called when a worker is available.
 
         Raises:
-            ToolError: why there is no output.
+            ToolError: The call has no output.
         """
         async with self._turns:
             worker = await self._worker()
@@ -90,7 +90,7 @@ class WorkerPool:
             except (WorkerLostError, ValueError, RecursionError) as error:
                 status = await asyncio.shield(worker.source.kill(worker))
                 raise WorkerDiedError(f"its worker did not survive the call: {error} ({status}).") from None
-            except BaseException:  # the call was given up
+            except BaseException:  # the call was cancelled
                 await asyncio.shield(worker.source.kill(worker))
                 raise
             if flags & RETIRE:

@@ -1,4 +1,4 @@
-"""What a worker process may do: its user, its limits, and how it ends."""
+"""Confinement of a worker process: its user, its resource limits, and its end."""
 
 import contextlib
 import ctypes
@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
 
 
 def prctl(option: int, value: int) -> str | None:
-    """Linux's `prctl`; returns why it failed."""
+    """Call Linux's `prctl`. Returns the reason if it failed, otherwise None."""
     if not LINUX:
         return "only Linux can"
     libc = ctypes.CDLL(None, use_errno=True)
@@ -21,22 +21,22 @@ def prctl(option: int, value: int) -> str | None:
 
 
 def children() -> list[int]:
-    """Of this process, as Linux lists them."""
+    """Process ids of this process's children, as Linux lists them."""
     try:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    except OSError:  # not Linux, or one that does not list them
+    except OSError:  # not Linux, or a kernel without this list
         return []
 
 
 def confine_process(setup: dict[str, Any], user: tuple[int, int] | None) -> list[str]:
-    """Take from this process what a tool has no need of; returns what could not be taken.
+    """Drop privileges and set limits for this process. Returns the restrictions that could not be applied.
 
     Args:
-        setup: as `workers.WorkerSource` wrote it.
-        user: user and group id to change to; None: none.
+        setup: Settings from `workers.WorkerSource`.
+        user: User id and group id to change to. None keeps the current user.
 
     Raises:
-        PermissionError: the folder of the tools cannot be read then.
+        PermissionError: The process cannot read the tools' folder after the change.
     """
     parent = os.getppid()
     problems = []
@@ -68,15 +68,15 @@ def confine_process(setup: dict[str, Any], user: tuple[int, int] | None) -> list
         raise RuntimeError("the fork server is gone")
     if not os.access(setup["root"], os.R_OK | os.X_OK):
         raise PermissionError(
-            f"root={setup['root']} must be readable by user {os.geteuid()}, as whom the workers run; make it and the folders "
-            "above it readable (chmod o+rx), or move it"
+            f"root={setup['root']} must be readable by user {os.geteuid()}, the workers' user; make it and its parent "
+            "folders readable (chmod o+rx), or move it"
         )
     return problems
 
 
 def set_limits(limits: dict[str, Any], *, own_user: bool) -> list[str]:
-    """Resource limits that even root does not pass; returns which could not be set."""
-    import resource  # Unix only, like all of this, but other systems may import the module
+    """Set hard resource limits. Returns the limits that could not be set."""
+    import resource  # Unix only; other systems may import this module
 
     used = 0
     with contextlib.suppress(OSError, StopIteration):
@@ -85,7 +85,7 @@ def set_limits(limits: dict[str, Any], *, own_user: bool) -> list[str]:
     wanted = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": limits["file_bytes"], "RLIMIT_NOFILE": limits["open_files"]}
     if limits["memory_bytes"] is not None:
         wanted["RLIMIT_DATA"] = used + limits["memory_bytes"]
-    if own_user:  # it counts all of a user's processes, and never binds root
+    if own_user:  # RLIMIT_NPROC counts all processes of a user, and does not apply to root
         wanted["RLIMIT_NPROC"] = limits["processes"]
     problems = []
     for name, value in wanted.items():

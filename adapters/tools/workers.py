@@ -1,4 +1,4 @@
-"""The executor's workers: what they may use, and how they are started and killed. All of it runs in one event loop."""
+"""Limits, start and end of the executor's workers. Everything here runs in one event loop."""
 
 import asyncio
 import contextlib
@@ -20,35 +20,35 @@ from .worker_connection import Frames, Worker, WorkerLostError
 from .worker_main import BOOT, INSIDE, KILL, ORDER, QUIT, SPAWN
 
 _ALLOWANCE = 65_536
-"""Bytes of a frame beyond the output's."""
+"""Maximum size of a frame in bytes, beyond the size of the output."""
 _START_SECONDS = 120.0
-"""For the import of the tools' modules."""
+"""Time limit for the import of the tools' modules."""
 _FORK_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """What one worker process, and each process that it starts, may use. None: no limit.
+    """Resource limits of one worker process and of each process that it starts. None sets no limit.
 
     Raises:
-        ConfigError: a limit that is not positive.
+        ConfigError: A limit is not a positive integer.
     """
 
     memory_bytes: int | None = 2**30
-    """Allocated beyond what the imported modules take (`RLIMIT_DATA`: of one process, without what it shares with others or
-    maps from files). Larger lets tools hold more, and hostile calls too."""
+    """Memory of one process in bytes, beyond the memory of the imported modules (`RLIMIT_DATA`, without shared memory and file
+    mappings). A larger limit lets tools, and hostile calls, use more memory."""
     cpu_seconds: int | None = None
-    """Of processor time for one call; beyond, the worker dies. Larger lets tools compute longer; the timeout holds anyhow."""
+    """Processor time of one call in seconds. The worker dies beyond it. The executor's timeout applies in any case."""
     file_bytes: int | None = 100 * 2**20
-    """Of one file that is written. Larger lets a call fill more of the disk."""
+    """Size of one written file in bytes. A larger limit lets a call fill more of the disk."""
     open_files: int | None = 256
-    """Descriptors at once. Larger lets tools open more files and connections."""
+    """Number of open file descriptors. A larger limit lets tools open more files and connections."""
     processes: int | None = 64
-    """And threads, of one worker with all that it started; only for workers with a user id of their own. Larger lets a
-    fork bomb take more of the machine until it is killed."""
+    """Number of processes and threads of one worker with everything that it started. It applies only to workers with their own
+    user id. A larger limit lets a fork bomb use more of the machine until it is killed."""
     first_uid: int | None = 61_000
-    """Where this program runs as root on Linux, each worker takes a user id of its own, which nobody else may have: the first
-    free ones of the 1,000 from here on. None: workers keep the program's user, and what it may do."""
+    """First user id for workers, if this program runs as root on Linux. Each worker takes the first free one of the 1,000 user
+    ids from here on; nobody else may use them. With None, workers keep the program's user and permissions."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -58,11 +58,11 @@ class WorkerLimits:
 
 
 class WorkerSource:
-    """The fork server, from outside.
+    """The executor's handle of the fork server.
 
     Args:
-        tools: what workers can be asked for, with their functions pickled.
-        setup: the rest of what the fork server is told.
+        tools: The tools that workers run, with their pickled functions.
+        setup: The other settings of the fork server.
     """
 
     def __init__(self, tools: Sequence[tuple[Tool, bytes]], setup: dict[str, Any]) -> None:
@@ -82,10 +82,10 @@ class WorkerSource:
         self.lost: str | None = None
 
     async def start(self) -> None:
-        """Import the tools.
+        """Start the fork server, which imports the tools.
 
         Raises:
-            ConfigError: they could not be imported.
+            ConfigError: The tools could not be imported.
         """
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
@@ -97,7 +97,7 @@ class WorkerSource:
                 stdout=subprocess.DEVNULL,
                 env=_environment(self._setup["root"]),
                 cwd=self._setup["root"],
-                start_new_session=True,  # ctrl-c in a terminal is for the program, which ends this one in order
+                start_new_session=True,  # Ctrl-C goes to the main program, which shuts the fork server down
             )
         self._ready = loop.create_future()
         frames = self._frames = Frames(self._receive, self._lose, 2**20)
@@ -115,11 +115,11 @@ class WorkerSource:
             raise ConfigError(f"ToolExecutor could not start its workers: {answer['error']}")
 
     async def spawn(self) -> tuple[Worker, list[str]]:
-        """A new worker, and what could not be taken from it.
+        """Start a worker. Returns the worker and the restrictions that could not be applied to it.
 
         Raises:
-            WorkerLostError: the fork failed.
-            ConfigError: the worker cannot work, and says why.
+            WorkerLostError: The fork failed.
+            ConfigError: The worker reported that it cannot run.
         """
         slot = self._free.pop() if self._free else self._next_slot
         self._next_slot = max(self._next_slot, slot + 1)
@@ -143,21 +143,21 @@ class WorkerSource:
         return worker, hello["problems"]
 
     async def kill(self, worker: Worker) -> str:
-        """End a worker with all that it started; returns how it had ended, in words, if it had."""
+        """Kill a worker with every process that it started. Returns how the worker had ended, in words."""
         worker.frames.close()
         if self.lost is not None:
             return self.lost
         ended = self._ended[worker.slot] = asyncio.get_running_loop().create_future()
         try:
             self._order(KILL, worker.slot)
-        except WorkerLostError as error:  # and with the fork server, its workers
+        except WorkerLostError as error:  # the fork server is gone, and its workers with it
             return str(error)
         status = await ended
         self._free.append(worker.slot)
         return _in_words(status)
 
     def close(self) -> None:
-        """End the fork server, which ends its workers; returns when it has."""
+        """End the fork server, which ends its workers, and wait for it."""
         if self._control is not None and self._process is not None:
             with contextlib.suppress(OSError, WorkerLostError):
                 self._order(QUIT, 0)
@@ -176,7 +176,7 @@ class WorkerSource:
         if self.lost is not None or self._control is None:
             raise WorkerLostError(f"the fork server is gone: {self.lost}")
         try:
-            # A few bytes, of which there is room for thousands: this does not block.
+            # An order is a few bytes, and the buffer holds thousands of orders, so this does not block.
             socket.send_fds(self._control, [ORDER.pack(kind, slot)], [end.fileno() for end in passed])
         except OSError as error:
             raise WorkerLostError(f"the fork server is gone: {error}") from error
@@ -212,14 +212,14 @@ def _main_module(tools: Sequence[tuple[Tool, bytes]]) -> tuple[str, str] | None:
     file = getattr(main, "__file__", None)
     if file is None or not Path(file).is_file():
         raise ConfigError(
-            f"Tools {', '.join(inside)}: their functions are defined in a program that is no file (a notebook, or typed in), "
-            "so that a worker process cannot import them. Write them into a module and import that."
+            f"Tools {', '.join(inside)}: a worker process cannot import their functions, which are defined in a notebook or an "
+            "interactive session. Write them into a module and import that."
         )
     return "file", str(Path(file).resolve())
 
 
 def _environment(root: str) -> dict[str, str]:
-    """Of workers: nothing that is secret, one thread each."""
+    """Environment variables of the workers: no secrets, one thread each."""
     passed_on = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ") if name in os.environ}
     return passed_on | {"LANG": "C.UTF-8", "HOME": root, "OMP_NUM_THREADS": "1", INSIDE: "1"}
 

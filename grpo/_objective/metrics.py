@@ -40,7 +40,7 @@ def step_moments(
         others: further values by name. None: there is no such value.
     """
     found: dict[str, Tensor | float | None] = {"ratio": 1.0, "ratio_clamped_fraction": 0.0}
-    if not steps.is_on_policy:
+    if not steps.old_is_current:
         found["ratio"] = steps.ratio(level)
         found["ratio_clamped_fraction"] = steps.log_ratio(level).abs() > MAX_LOG_RATIO
     found |= dict.fromkeys(("clip_fraction_low", "clip_fraction_high", "clip_fraction"), 0.0)

@@ -24,7 +24,7 @@ class Steps:
         log_probs: [N, T], log pi, with gradient.
         old_log_probs: [N, T], log pi_old, without gradient. The current log-probs where the inputs have none, so that
             the ratio is exactly 1.
-        is_on_policy: the inputs have no old log-probs.
+        old_is_current: the inputs have no old log-probs, so the current policy is the old one.
         sampled_log_probs: [N, T], the log-probs that the steps were sampled with: behaviour log-probs where they are
             known, else `old_log_probs`.
         advantages: [N, 1], one per row, or [N, T], one per step.
@@ -39,7 +39,7 @@ class Steps:
         self.mask: Tensor = inputs.mask
         self.log_probs: Tensor = zero_outside(as_float32(inputs.log_probs), self.mask)
         self.old_log_probs: Tensor = self.log_probs.detach()
-        self.is_on_policy = inputs.old_log_probs is None
+        self.old_is_current = inputs.old_log_probs is None
         if inputs.old_log_probs is not None:
             self.old_log_probs = self.constant(inputs.old_log_probs)
         self.advantages: Tensor = (
@@ -76,7 +76,7 @@ class Steps:
         """rho = exp(log_ratio) at the level, with the log-ratio clamped to +-20 first."""
         if level not in self._ratios:
             x = self.log_ratio(level)
-            self._ratios[level] = x.exp() if self.is_on_policy else bounded_exp(x)  # on-policy, x is exactly 0
+            self._ratios[level] = x.exp() if self.old_is_current else bounded_exp(x)  # on-policy, x is exactly 0
         return self._ratios[level]
 
     def require_selected(self) -> Bool[Tensor, "N T"]:

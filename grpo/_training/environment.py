@@ -42,17 +42,17 @@ def folder_of_rank(path: str | Path, engine: Engine) -> Path:
 
 
 class SamplerSync:
-    """Gives the separate sampler of a policy that is a `SyncsSampler` the weights before it is used with others."""
+    """Keeps the weights of a policy's separate sampler up to date. Does nothing for a policy that is no `SyncsSampler`."""
 
     def __init__(self, policy: Any) -> None:
         self.is_stale = True
         """The weights have changed since the last sync, or there was none."""
-        self._policy = policy
+        self._syncer = policy if isinstance(policy, SyncsSampler) else None
 
     def sync(self) -> None:
         """Copy the weights if they have changed."""
-        if self.is_stale and isinstance(self._policy, SyncsSampler):
-            self._policy.sync_sampler()
+        if self.is_stale and self._syncer is not None:
+            self._syncer.sync_sampler()
         self.is_stale = False
 
 

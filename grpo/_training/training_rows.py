@@ -29,7 +29,7 @@ class TrainingRows:
     returns: Float[Tensor, "N T"] | None = None
     """What a critic is trained towards. None: there is no critic."""
     old_is_current: bool = False
-    """True for a single update of rows that this policy itself sampled: the ratio is exactly 1."""
+    """True for a single update without a sampler's scores: its policy counts as the old one, and the ratio is 1."""
     num_replayed: int = 0
     """How many of the rows are from earlier iterations."""
     live: Bool[Tensor, " N"] | None = None

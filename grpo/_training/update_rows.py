@@ -64,7 +64,7 @@ class UpdateSetup:
     has_own_loss: bool
     """The user passed a whole objective, so no shortcut applies."""
     seed: InitVar[int]
-    """Of the order of rows."""
+    """Seed of the order of rows."""
     has_compared_modes: bool = False
     """Log-probs in train() were compared with those in eval()."""
 
@@ -73,10 +73,10 @@ class UpdateSetup:
         self.policy_name = type(policy).__name__
         self.splitter = policy if isinstance(policy, SplitsSteps) else None
         self.traits = SurrogateTraits() if self.has_own_loss else traits_of(self.config.objective.surrogate)
-        """Of an objective of the user's nothing is known: the defaults are safe."""
+        """A user's own objective may read anything, so the safe defaults apply."""
         self.row_order = torch.Generator().manual_seed(seed)
         self.step_choice = torch.Generator().manual_seed(seed)
-        """Drawn from in step on all ranks, whatever their numbers of rows."""
+        """In the same state on all ranks, whatever their numbers of rows."""
 
     def num_updates(self, batch: ExperienceBatch) -> int:
         """Updates that one iteration makes of this batch: as many as the rank with most rows needs."""
@@ -205,7 +205,7 @@ class UpdateRows:
             old_values=beside(batch.values),
             returns=beside(rows.returns),
         )
-        self._sum_of_log_probs.append(zero_outside(scores.log_probs.detach(), scores.mask).sum().double())
+        self._sum_of_log_probs.append(zero_outside(scores.log_probs.detach(), scores.mask).sum(dtype=torch.float64))
         if self.num_planned == 0 and rows.num_replayed == 0:
             self._compare_modes(inputs)
         return inputs

@@ -284,7 +284,7 @@ def test_the_benchmark_of_tools_gives_every_method_the_same_tasks_and_calls() ->
     assert re.search(r"One that was executed: \w+\(\{.*\}\) -> ", printed)
     assert [row[0] for row in rows if len(row) == 4][1:] == [
         "the two that are added", "of them, close to the description", "of them, other words", "the other 33",
-        "the other 33, right in all",
+        "the other 33, right call",
     ]  # fmt: skip
     assert "right tool >= 95 %: MISSED" in printed
     assert "under 120 s: met" in printed

@@ -310,6 +310,12 @@ def test_rewards_by_name_are_needed(components):
         advantages(batch, several_rewards="normalize_each")
 
 
+def test_rewards_per_step_are_not_normalised_by_name_without_a_word():
+    batch = batch_of(double([[1, 2], [3, 4]]), [0, 0], reward_components={"steps": double([[1, 2], [3, 4]])})
+    with pytest.raises(ConfigError, match=r"needs several rewards by name, one number per row each"):
+        advantages(batch, several_rewards="normalize_each")
+
+
 @pytest.mark.parametrize("credit", [None, "process_supervision", "gigpo"])
 @pytest.mark.parametrize("settings", [{"baseline": "max_at_k", "k": 2}, {"baseline": "length_weighted"}], ids=str)
 def test_baselines_of_rows_are_refused_for_steps_by_the_name_of_the_setting(settings, credit):

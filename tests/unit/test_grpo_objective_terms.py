@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from grpo import ConfigError, ObjectiveConfig, ObjectiveInputs, grpo_objective
+from grpo.surrogates import Dppo
 from tests.support import FourActions, objective_inputs
 
 NAN = math.nan
@@ -275,3 +276,19 @@ def test_a_coefficient_in_the_inputs_needs_what_a_configured_one_needs():
         grpo_objective(example(kl_coef=0.3), ObjectiveConfig(kl_estimator="exact"))
     with pytest.raises(ConfigError, match=r"entropy_coef=.* needs an exact entropy"):
         grpo_objective(example(entropy_coef=0.3), ObjectiveConfig())
+
+
+def test_steps_stopped_by_their_sampler_count_as_clipped_before_any_update():
+    # pi = .9 was sampled with .1: it has moved by .8 > .2 in the direction of A > 0, so DPPO drops the step
+    inputs = ObjectiveInputs(
+        log_probs=torch.tensor([[0.9]]).log().requires_grad_(),
+        old_log_probs=None,
+        behaviour_log_probs=torch.tensor([[0.1]]).log(),
+        advantages=torch.ones(1),
+        mask=torch.ones(1, 1, dtype=torch.bool),
+        weights=torch.ones(1, 1),
+    )
+    output = grpo_objective(inputs, ObjectiveConfig(surrogate=Dppo(tv_limit=0.2)))
+    assert output.loss.item() == 0
+    assert output.metrics["clip_fraction_high"].tolist() == [1, 1, 1]
+    assert output.metrics["clip_fraction_low"].tolist() == [1, 0, 0]

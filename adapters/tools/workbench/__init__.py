@@ -1,6 +1,6 @@
-"""A workbench of real tools, and requests for them: what examples, tests and benchmarks choose from.
+"""A workbench of real tools with generated requests, for examples, tests and benchmarks.
 
-All of it is executed: text, arithmetic, dates, conversion, lists, and files in a folder.
+Every tool can be executed. The categories are text, arithmetic, dates, conversion, lists, and files in a folder.
 """
 
 from .tasks import make_workbench_tasks, workbench_split

@@ -1,10 +1,10 @@
-"""How people ask for the workbench's tools: constructions, objects, and cues for parameters, as tables.
+"""Tables of phrases for requests: constructions, objects, and cues for parameter values.
 
 A request is an opening, a construction around an object, and the cues of parameters: "Could you {arrange} {the names "x, y"},
-{the longest first}?" Braces in a phrase stand for a value: `{object}` in a construction (at its end where it is not written), a
-free parameter, or an enumerated one, which is then always worded there and nowhere else.
+{the longest first}?" Braces in a phrase are replaced: `{object}` in a construction by an object (appended if the construction
+lacks it), a parameter's name by its value. An enumerated parameter in a construction is worded there and nowhere else.
 
-Plain phrases use words of the tool's name or description; oblique ones, cues, and openings never do.
+Plain phrases use words of the tool's name or description. Oblique phrases, cues and openings never use those words.
 """
 
 from collections.abc import Mapping
@@ -14,31 +14,31 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wording:
-    """One way to ask for a tool: every construction goes with every object."""
+    """Constructions and objects to ask for a tool. Every construction fits every object."""
 
     constructions: tuple[str, ...]
-    """At least four imperatives."""
+    """Imperatives, at least four."""
     objects: tuple[str, ...]
-    """At least three noun phrases."""
+    """Noun phrases, at least three."""
 
     def __post_init__(self) -> None:
-        """Leave no construction without its object."""
+        """Append `{object}` to constructions that lack it."""
         complete = (one if "{object}" in one else one + " {object}" for one in self.constructions)
         object.__setattr__(self, "constructions", tuple(complete))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phrases:
-    """All that is said about one tool."""
+    """All phrases for one tool."""
 
     plain: Wording
-    """Shares content words with the tool's name or description, in every combination."""
+    """Wording in which every combination shares content words with the tool's name or description."""
     oblique: Wording
-    """Shares none."""
+    """Wording in which no combination shares a content word with the tool's name or description."""
     cues: Mapping[str, Mapping[Any, tuple[str, ...]]] = field(default_factory=dict)
-    """Wordings by enumerated parameter and value."""
+    """Wordings for enumerated parameters, by parameter and value."""
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Wordings of free parameters that are left out more often than not."""
+    """Wordings for free parameters that most requests omit."""
 
 
 def _wording(constructions: str, objects: str) -> Wording:
@@ -46,7 +46,7 @@ def _wording(constructions: str, objects: str) -> Wording:
 
 
 def _cues(**values: str) -> dict[Any, tuple[str, ...]]:
-    """Wordings by value; `true` and `false` are the booleans."""
+    """Wordings by value. The keywords `true` and `false` stand for the booleans."""
     names: dict[str, Any] = {"true": True, "false": False}
     return {names.get(value, value): _alternatives(wordings) for value, wordings in values.items()}
 
@@ -73,7 +73,7 @@ OPENINGS: tuple[tuple[str, str], ...] = (
     ("as a favour,", "."),
     ("here is a job for you:", "."),
 )
-"""What a request begins and ends with, whatever it is about."""
+"""Beginnings and endings of requests, for any tool."""
 
 _PLAIN_TEXTS = "the text {text} | my text {text} | the short text {text} | the English text {text}"
 _OBLIQUE_TEXTS = "the snippet {text} | the passage {text} | the phrase {text} | my remark {text}"
@@ -492,4 +492,4 @@ PHRASES: Mapping[str, Phrases] = {
         )},
     ),
 }  # fmt: skip
-"""By tool."""
+"""Phrases by tool."""

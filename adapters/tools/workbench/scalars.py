@@ -1,4 +1,4 @@
-"""The workbench's tools for texts, numbers, dates and quantities; their docstrings are what a policy knows them by."""
+"""The workbench's tools for texts, numbers, dates and quantities. Their docstrings are the descriptions that a policy sees."""
 
 import base64
 import calendar

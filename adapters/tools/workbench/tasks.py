@@ -1,4 +1,4 @@
-"""Requests for the workbench's tools, composed from the tables of phrases, with values drawn at random."""
+"""Requests for the workbench's tools, composed from the phrase tables with random values."""
 
 from itertools import chain, cycle
 from random import Random
@@ -14,19 +14,19 @@ from .tools import workbench_catalogue
 from .values import VALUES, render
 
 Combination = tuple[str, str]
-"""A construction with an object."""
+"""A construction and an object."""
 
 
 def make_workbench_tasks(num_tasks: int, seed: int, catalogue: ToolCatalogue | None = None) -> list[ToolTask]:
-    """Requests for every tool equally often, half of them oblique: without a content word of their tool's description.
+    """Make tasks for every tool equally often. Half of the requests share no content word with the tool's description.
 
     Args:
-        num_tasks: how many; the tools take turns.
-        seed: of all that is drawn.
-        catalogue: the workbench's tools that are asked for; None: all of them.
+        num_tasks: Number of tasks. Tools alternate.
+        seed: Random seed.
+        catalogue: Workbench tools to ask for. None asks for all of them.
 
     Raises:
-        ConfigError: a tool that is not the workbench's.
+        ConfigError: The catalogue has a tool that is not in the workbench.
     """
     tools = _tools(catalogue)
     return _make(num_tasks, tools, _diagonals(tools, seed), Random(f"tasks {seed}"))
@@ -35,20 +35,21 @@ def make_workbench_tasks(num_tasks: int, seed: int, catalogue: ToolCatalogue | N
 def workbench_split(
     num_train: int, num_held_out: int, seed: int, catalogue: ToolCatalogue | None = None
 ) -> tuple[list[ToolTask], list[ToolTask]]:
-    """Tasks to train on, and tasks to measure on whose every word is known, but not in this company.
+    """Make training tasks and held-out tasks. Held-out requests combine known words in new ways.
 
-    A held-out request has a construction with an object that no training request puts together; which ones these are depends
-    on the seed and the tool alone. All its words stand in training requests. Half of either are oblique, exactly where the
-    number is even.
+    A held-out request combines a construction with an object that no training request combines. The held-out combinations
+    depend only on the seed and the tool. All words of a held-out request occur in training requests. Half of the requests of
+    each part share no content word with the tool's description.
 
     Args:
-        num_train: at least 8 per tool, so that every construction and every object is used; 10 give cues a chance.
-        num_held_out: as many as wanted.
-        seed: of all that is drawn.
-        catalogue: the workbench's tools that are asked for; None: all of them.
+        num_train: Number of training tasks. 8 per tool use every construction and every object; 10 also cover the cues.
+        num_held_out: Number of held-out tasks.
+        seed: Random seed.
+        catalogue: Workbench tools to ask for. None asks for all of them.
 
     Raises:
-        ConfigError: a tool that is not the workbench's, or too few training tasks to know the words of the others.
+        ConfigError: The catalogue has a tool that is not in the workbench, or the training tasks are too few to cover the words
+            of the held-out tasks.
     """
     tools = _tools(catalogue)
     diagonals = _diagonals(tools, seed)
@@ -71,7 +72,7 @@ def _tools(catalogue: ToolCatalogue | None) -> list[Tool]:
 
 
 def _diagonals(tools: list[Tool], seed: int) -> dict[tuple[str, bool], list[list[Combination]]]:
-    """All combinations by tool and kind, in as many parts as there are objects; each part has all constructions and objects."""
+    """All combinations by tool and kind, in one part per object. Each part uses all constructions and all objects."""
     found = {}
     for tool in tools:
         for oblique, wording in ((False, PHRASES[tool.name].plain), (True, PHRASES[tool.name].oblique)):
@@ -92,21 +93,21 @@ def _make(
     vocabulary: frozenset[str] | None = None,
 ) -> list[ToolTask]:
     tasks = []
-    # part by part: few tasks have every construction and every object
+    # Part by part, so that even few tasks use every construction and every object.
     decks = {
         kind: cycle(list(chain.from_iterable(generator.sample(one, len(one)) for one in several)))
         for kind, several in diagonals.items()
     }
     for index in range(num_tasks):
         turn, place = divmod(index, len(tools))
-        # plain and oblique alternate, from tool to tool and from turn to turn
+        # Plain and oblique alternate from tool to tool and from turn to turn.
         tool, oblique = tools[place], (turn + place) % 2 == 1
         combination = next(decks[tool.name, oblique])
         candidates = (_compose(tool, combination, oblique, generator) for _ in range(200))
         task = next((one for one in candidates if vocabulary is None or vocabulary.issuperset(words(one.text))), None)
         if task is None:
             raise ConfigError(
-                f"every request for {tool.name} had a word that no training task has. Take more training tasks: at least 10 "
+                f"every request for {tool.name} has a word that no training task has. Use more training tasks: at least 10 "
                 f"for each of the {len(tools)} tools."
             )
         tasks.append(task)
@@ -157,7 +158,7 @@ def _difficulty(oblique: bool, decided: bool) -> Difficulty:
 
 
 def _choose_values(tool: Tool, core: str, generator: Random) -> dict[str, tuple[Any, bool]]:
-    """Each enumerated parameter's value, and whether the request says it."""
+    """Value of each enumerated parameter, and whether the request states the value."""
     silent = generator.random() < 0.3
     chosen: dict[str, tuple[Any, bool]] = {}
     for choice in tool.choices:

@@ -1,8 +1,8 @@
-"""An embedded catalogue: 35 small tools in six categories that really work, to learn on and to test with.
+"""A catalogue of 35 small working tools in six categories, for learning and tests.
 
-Tools of one category, and some of different ones, are alike on purpose: there are four conversions of units; texts, lists and
-files can all be measured or searched. Parameters that mean the same have the same name everywhere, because the values of one
-request fill the arguments of whichever tool is chosen. A function raises ValueError where its arguments make no sense.
+Many tools are similar on purpose: there are four unit conversions, and texts, lists and files can all be measured or searched.
+Parameters with the same meaning have the same name in all tools, because the values of a request fill the arguments of any
+chosen tool. A function raises ValueError for arguments that make no sense.
 """
 
 import csv
@@ -43,7 +43,7 @@ from .scalars import (
 )  # fmt: skip
 
 ADDED_LATER = ("encode_text", "roman_numeral")
-"""Two tools whose requests come close to their descriptions: good ones to leave out of training and to add afterwards."""
+"""Two tools with requests close to their descriptions. Leave them out of training and add them afterwards."""
 
 # --- lists --------------------------------------------------------------------------------------------------------------
 
@@ -172,11 +172,11 @@ WORKBENCH_FILES: Mapping[str, str] = {
     "data/orders.csv": "order,units,price\nA1,2,12.5\nA2,1,49.0\nA3,6,35.75\n",
     "data/readme.txt": "Tables of the shop.\nPrices are in euros.\nUnits are pieces.\nThe budget is elsewhere.\nAsk Anna.\n",
 }
-"""What the file tools read: text by path below the root."""
+"""Files for the file tools: text by path below the root."""
 
 
 def make_workbench_files(root: Path) -> None:
-    """Write `WORKBENCH_FILES` below a folder, which is made where it is missing."""
+    """Write `WORKBENCH_FILES` below a folder. The folder is created if it does not exist."""
     for name, content in WORKBENCH_FILES.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content, "utf-8")

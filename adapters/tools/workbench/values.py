@@ -1,4 +1,4 @@
-"""Values for requests to the workbench's tools: drawn at random, and written as a request writes them."""
+"""Random values for requests to the workbench's tools, and their text in a request."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from .tools import WORKBENCH_FILES
 
 
 def render(name: str, value: Any) -> str:
-    """A value as a request writes it, which `words` recognises: in quotes, or with a digit, a dot or a slash."""
+    """Text of a value in a request. `words` recognises it by its quotes, or by a digit, a dot or a slash."""
     if isinstance(value, list):
         texts = [str(one) for one in value]
         if name == "numbers":
@@ -173,4 +173,4 @@ VALUES: Mapping[str, Callable[[Random], dict[str, Any]]] = {
     },
     "file_checksum": _file,
 }  # fmt: skip
-"""The free arguments of a tool's call, by tool."""
+"""Generators of a call's free arguments, by tool."""

@@ -142,8 +142,8 @@ def test_a_missing_selection_is_an_error_where_it_is_needed():
 
 
 def test_steps_are_on_policy_without_old_log_probs():
-    assert steps_of(old_log_probs=None).is_on_policy
-    assert not steps_of(old_log_probs=LOG_PROBS).is_on_policy
+    assert steps_of(old_log_probs=None).old_is_current
+    assert not steps_of(old_log_probs=LOG_PROBS).old_is_current
 
 
 @pytest.mark.parametrize(

@@ -434,3 +434,15 @@ def test_rows_without_an_advantage_are_skipped_and_the_gradient_is_the_same(
     torch.testing.assert_close(skipping, whole, rtol=1e-12, atol=1e-14)
     assert (num_skipped, none_skipped) == (3.0, 0.0)
     assert all_forwarded - forwarded == 2 * 3  # in each of two epochs
+
+
+def test_long_rows_in_float16_are_finite() -> None:
+    """The sum of 32,000 log-probs of -4 is beyond what float16 holds; each of them is finite."""
+
+    class Half(TablePolicy):
+        def score_actions(self, states: Any, actions: Any) -> ActionScores:
+            log_probs = (self.logits.sum() - 4.0).expand(len(states), 1000).half()
+            return ActionScores(log_probs=log_probs, mask=torch.ones_like(log_probs, dtype=torch.bool))
+
+    trainer, _ = by_hand(policy=Half(script=[[0, 1]] * 16), rewards=lambda states, actions: torch.arange(float(len(states))))
+    assert trainer.step(list(range(16)))["train/num_updates"] == 1

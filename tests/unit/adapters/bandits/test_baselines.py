@@ -57,7 +57,7 @@ def test_discounted_thompson_forgets_every_arm() -> None:
     # arm 0: counts 1, 1.5, .75; sums 1, .75, .375; arm 1: 1 and 1
     np.testing.assert_allclose(baseline.counts, [[0.75, 1.0]])
     np.testing.assert_allclose(baseline.sums, [[0.375, 1.0]])
-    with pytest.raises(RewardError, match=r"takes rewards in \[0, 1\]; got 1.5 to 1.5"):
+    with pytest.raises(RewardError, match=r"requires rewards in \[0, 1\]; got 1.5 to 1.5"):
         feed(baseline, [0], [1.5])
     feed(ThompsonSampling(1, 2, likelihood="gaussian"), [0], [-7.0])
 

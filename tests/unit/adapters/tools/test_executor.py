@@ -216,7 +216,7 @@ def test_unknown_and_disallowed_tools_reach_no_worker() -> None:
     with ToolExecutor(CATALOGUE, allow=["add"], num_workers=1) as some:
         results = some.run([call("add", a=1), call("nap", seconds=60), call("no_such_tool"), call("ADD", a=1)])
     assert [error_of(result) for result in results] == [None, ToolNotAllowedError, UnknownToolError, UnknownToolError]
-    assert str(results[1].error) == "nap must be one of the tools that are allowed."
+    assert str(results[1].error) == "nap must be one of the allowed tools."
 
 
 def test_allowed_tools_must_exist() -> None:
@@ -460,7 +460,7 @@ def test_what_raises_while_it_is_read_is_refused(error: BaseException) -> None:
             raise error
 
     for arguments in (Raises(a=1), {"a": Raises(b=1)}):
-        with pytest.raises(RefusedArgumentsError, match=f"cannot be read, which raises {type(error).__name__}"):
+        with pytest.raises(RefusedArgumentsError, match=f"cannot be read: reading them raises {type(error).__name__}"):
             encode_arguments(arguments)
 
 
@@ -495,7 +495,7 @@ def test_what_has_no_end_has_a_text() -> None:
 def test_depth_and_size_of_what_repeats_itself_are_bounded() -> None:
     circle: dict[str, Any] = {}
     circle["a"] = circle
-    with pytest.raises(RefusedArgumentsError, match="at most 32 lists or objects deep"):
+    with pytest.raises(RefusedArgumentsError, match="nested at most 32 lists or objects deep"):
         encode_arguments(circle)
     laughs: Any = "ha"
     for _ in range(20):  # 10**20 texts
@@ -621,7 +621,7 @@ def worker_processes(executor: ToolExecutor) -> list[tuple[int, int]]:
 
 
 def test_without_user_ids_of_their_own_it_is_said_and_strays_are_killed_all_the_same() -> None:
-    with pytest.warns(GRPOWarning, match=r"less confined than meant: they run as user"):
+    with pytest.warns(GRPOWarning, match=r"less confined than intended: they run as user"):
         made = ToolExecutor(CATALOGUE, num_workers=1, timeout=1.0, limits=WorkerLimits(first_uid=None))
     with made:
         assert made.run([call("who")])[0].output["uid"] == [os.getuid()] * 3
@@ -840,7 +840,7 @@ class Interrupted(dict[str, Any]):
 def test_an_interrupt_while_arguments_are_read_is_the_users() -> None:
     with pytest.raises(KeyboardInterrupt):
         encode_arguments({"a": Interrupted()})
-    with ThreadPoolExecutor(1) as threads, pytest.raises(RefusedArgumentsError, match="which raises KeyboardInterrupt"):
+    with ThreadPoolExecutor(1) as threads, pytest.raises(RefusedArgumentsError, match="raises KeyboardInterrupt"):
         threads.submit(encode_arguments, {"a": Interrupted()}).result()
 
 
@@ -1169,7 +1169,7 @@ def test_a_program_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
     process = script(tmp_path, MAIN.replace('if __name__ == "__main__":', "if True:"))
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "Make it under `if __name__ == '__main__':`" in errors.splitlines()[-1]
+    assert "Create it under `if __name__ == '__main__':`" in errors.splitlines()[-1]
 
 
 def test_a_program_without_a_guard_whose_tools_stand_elsewhere_runs(tmp_path: Path) -> None:
@@ -1264,7 +1264,9 @@ def test_values_do_not_become_options() -> None:
         Command(("cat", "{x}{y}")).resolve({"x": "", "y": "-rf"})
 
 
-@pytest.mark.parametrize(("value", "message"), [("a\0b", "character 0"), (["a"], "got list"), ({"a": 1}, "got dict")])
+@pytest.mark.parametrize(
+    ("value", "message"), [("a\0b", "null character"), (["a"], "got list"), ({"a": 1}, "got dict")]
+)
 def test_what_cannot_be_an_argument_is_refused(value: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentsError, match=message):
         Command(("echo", "{x}")).resolve({"x": value})

@@ -447,7 +447,7 @@ def test_calls_that_it_cannot_have_made_are_named(wrong: ToolCall, message: str)
 
 def test_states_are_texts_unless_told_otherwise() -> None:
     with pytest.raises(
-        ContractError, match=r"states must be texts; got list\. Pass num_features=\.\.\. if they are vectors"
+        ContractError, match=r"states must be texts; got list\. Pass num_features=\.\.\. if states are vectors"
     ):
         policy().predict([TEXTS[0], [1.0, 2.0]])
     with pytest.raises(ContractError, match="states must be texts; got dict"):
@@ -642,7 +642,9 @@ def test_what_was_saved_can_choose_from_another_catalogue(tmp_path) -> None:
 @pytest.mark.parametrize("other", [HashingEncoder(32), HashingEncoder(48, pair_weight=0), None])
 def test_what_learned_with_another_encoder_is_refused(tmp_path, other: HashingEncoder | None) -> None:
     policy().save(tmp_path)
-    with pytest.raises(ConfigError, match=r"learned with an encoder .*Pass encoder=\.\.\., the one it was made with"):
+    with pytest.raises(
+        ConfigError, match=r"trained with an.*encoder.*Pass encoder=\.\.\. with the encoder of the training"
+    ):
         ToolSelectionPolicy.load(tmp_path, CATALOGUE, encoder=other)
 
 

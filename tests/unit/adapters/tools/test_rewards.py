@@ -294,7 +294,7 @@ def test_batches_in_threads_have_their_own_results() -> None:
 @pytest.mark.parametrize("name", ["tool", "parameters"])
 def test_states_that_are_no_tasks_have_no_right_call(name: str) -> None:
     rewards = ToolRewards(Answers(OK), {name: standard_rewards(CATALOGUE)[name]})
-    with pytest.raises(ContractError, match=r"States must be ToolTasks.*got str\. Pass functions of your own"):
+    with pytest.raises(ContractError, match=r"states that are ToolTasks.*got str\. Pass ToolTasks, or your own"):
         rewards.compute_rewards(["sort it"], [call("sort")])
 
 

@@ -161,11 +161,11 @@ def test_arguments_are_a_copy() -> None:
         ({"done": 1}, "done a bool"),
         ({"done": True}, r"final_value must be None where done; got 0\.125\. Set done=False"),
         ({"done": True, "final_value": 0.0}, r"final_value must be None where done; got 0\.0"),
-        ({"value": None}, r"both value and final_value, or neither; got value=None, final_value=0\.125\. Give"),
+        ({"value": None}, r"both value and final_value, or neither; got value=None, final_value=0\.125\. Pass"),
         ({"final_value": None}, r"both value and final_value, or neither; got value=\(0\.5, 0\.25\), final_value=None"),
         ({"final_value": math.nan}, "final_value must be a finite number; got nan"),
-        ({"arguments": {"x": math.inf}}, "arguments must be what JSON can hold"),
-        ({"arguments": {"x": {1, 2}}}, "arguments must be what JSON can hold"),
+        ({"arguments": {"x": math.inf}}, "arguments must hold only values that JSON can represent"),
+        ({"arguments": {"x": {1, 2}}}, "arguments must hold only values that JSON can represent"),
         ({"arguments": [1]}, "arguments must be a mapping"),
     ],
 )
@@ -189,7 +189,10 @@ def test_a_sample_that_is_none_is_refused(changes: dict[str, Any], text: str) ->
         (lambda: ToolGroup.from_json('{"samples": []}'), "a ToolGroup lacks 'id'"),
         (lambda: ToolGroup(id=1.5, samples=(sample(),)), "text or an integer"),  # type: ignore[arg-type]
         (lambda: ToolGroup(id=1, samples=("no",)), "must be ToolSamples"),  # type: ignore[arg-type]
-        (lambda: ToolGroup(id=1, context={"x": math.nan}, samples=(sample(),)), "ToolGroup.context must be what JSON"),
+        (
+            lambda: ToolGroup(id=1, context={"x": math.nan}, samples=(sample(),)),
+            "ToolGroup.context must hold only values",
+        ),
     ],
 )
 def test_what_is_no_sample_or_group_is_refused(read: Any, text: str) -> None:

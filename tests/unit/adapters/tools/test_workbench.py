@@ -317,7 +317,7 @@ def test_what_is_held_out_of_a_tool_does_not_depend_on_other_tools() -> None:
 
 
 def test_too_few_training_tasks_and_foreign_tools_are_refused() -> None:
-    with pytest.raises(ConfigError, match="Take more training tasks: at least 10 for each of the 35 tools"):
+    with pytest.raises(ConfigError, match="Use more training tasks: at least 10 for each of the 35 tools"):
         workbench_split(35, 700, seed=0)
     foreign = Tool(name="foreign", description="Do something.", function=print)
     with pytest.raises(ConfigError, match=r"not for foreign; leave these out: catalogue.without"):
