@@ -15,6 +15,7 @@ What a paper does not state is left at the default, or taken from the authors' c
 """
 
 import math
+from typing import Any
 
 from .config import AdvantageConfig, GRPOConfig, KLControl, ObjectiveConfig
 from .surrogates import Cispo, Clip, Gmpo, Reinforce, Sapo
@@ -30,13 +31,8 @@ def deepseek_math() -> GRPOConfig:
     Source:
         Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, sec. 4.1 and 4.2.
     """
-    return GRPOConfig(
-        group_size=64,
-        num_states_per_iteration=16,
-        learning_rate=1e-6,
-        advantage=AdvantageConfig(scale="group"),
-        objective=ObjectiveConfig(kl_coef=0.04, kl_estimator="k3", aggregation="row_mean"),
-    )
+    objective = ObjectiveConfig(kl_coef=0.04, kl_estimator="k3", aggregation="row_mean")
+    return _language_model(objective, group_size=64, num_states_per_iteration=16)
 
 
 def dapo() -> GRPOConfig:
@@ -47,15 +43,14 @@ def dapo() -> GRPOConfig:
     Source:
         Yu et al. 2025 (DAPO), arXiv:2503.14476, sec. 3 and 4.1; the bound on draws and the gradient norm: its code.
     """
-    return GRPOConfig(
+    objective = ObjectiveConfig(surrogate=Clip(low=0.2, high=0.28), kl_coef=0.0, aggregation="step_mean")
+    return _language_model(
+        objective,
         group_size=16,
         num_states_per_iteration=512,
         batch_size=512,
-        learning_rate=1e-6,
         max_grad_norm=1.0,
         dynamic_sampling_rounds=9,
-        advantage=AdvantageConfig(scale="group"),
-        objective=ObjectiveConfig(surrogate=Clip(low=0.2, high=0.28), kl_coef=0.0, aggregation="step_mean"),
     )
 
 
@@ -68,15 +63,11 @@ def dr_grpo(max_length: int = 3000) -> GRPOConfig:
     Source:
         Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, sec. 3; batches and learning rate: the authors' code.
     """
-    return GRPOConfig(
-        group_size=8,
-        num_states_per_iteration=128,
-        batch_size=128,
-        learning_rate=1e-6,
-        advantage=AdvantageConfig(scale="none"),
-        objective=ObjectiveConfig(
-            surrogate=Clip(low=0.2, high=0.2), kl_coef=0.0, aggregation="fixed_length", fixed_length=max_length
-        ),
+    objective = ObjectiveConfig(
+        surrogate=Clip(low=0.2, high=0.2), kl_coef=0.0, aggregation="fixed_length", fixed_length=max_length
+    )
+    return _language_model(
+        objective, group_size=8, num_states_per_iteration=128, batch_size=128, advantage=AdvantageConfig(scale="none")
     )
 
 
@@ -89,16 +80,9 @@ def gspo() -> GRPOConfig:
     Source:
         Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 5 to 7, sec. 5.1.
     """
-    return GRPOConfig(
-        group_size=16,
-        num_states_per_iteration=512,
-        batch_size=2048,
-        learning_rate=1e-6,
-        advantage=AdvantageConfig(scale="group"),
-        objective=ObjectiveConfig(
-            surrogate=Clip(low=3e-4, high=4e-4, level="row"), kl_coef=0.0, aggregation="row_mean"
-        ),
-    )
+    surrogate = Clip(low=3e-4, high=4e-4, level="row")
+    objective = ObjectiveConfig(surrogate=surrogate, kl_coef=0.0, aggregation="row_mean")
+    return _language_model(objective, group_size=16, num_states_per_iteration=512, batch_size=2048)
 
 
 def cispo() -> GRPOConfig:
@@ -110,14 +94,9 @@ def cispo() -> GRPOConfig:
     Source:
         MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5; Khatri et al. 2025 (ScaleRL), arXiv:2510.13786, A.17.2.
     """
-    return GRPOConfig(
-        group_size=16,
-        num_states_per_iteration=512,
-        batch_size=512,
-        learning_rate=1e-6,
-        dynamic_sampling_rounds=9,
-        advantage=AdvantageConfig(scale="group"),
-        objective=ObjectiveConfig(surrogate=Cispo(low=1.0, high=4.0), kl_coef=0.0, aggregation="step_mean"),
+    objective = ObjectiveConfig(surrogate=Cispo(low=1.0, high=4.0), kl_coef=0.0, aggregation="step_mean")
+    return _language_model(
+        objective, group_size=16, num_states_per_iteration=512, batch_size=512, dynamic_sampling_rounds=9
     )
 
 
@@ -129,18 +108,9 @@ def sapo() -> GRPOConfig:
     Source:
         Gao et al. 2025 (SAPO), arXiv:2511.20347.
     """
-    return GRPOConfig(
-        group_size=16,
-        num_states_per_iteration=512,
-        batch_size=2048,
-        learning_rate=1e-6,
-        advantage=AdvantageConfig(scale="group"),
-        objective=ObjectiveConfig(
-            surrogate=Sapo(temperature_pos=1.0, temperature_neg=1.05),
-            kl_coef=0.0,
-            aggregation="row_mean",
-        ),
-    )
+    surrogate = Sapo(temperature_pos=1.0, temperature_neg=1.05)
+    objective = ObjectiveConfig(surrogate=surrogate, kl_coef=0.0, aggregation="row_mean")
+    return _language_model(objective, group_size=16, num_states_per_iteration=512, batch_size=2048)
 
 
 def gmpo() -> GRPOConfig:
@@ -149,18 +119,9 @@ def gmpo() -> GRPOConfig:
     Source:
         Zhao et al. 2025 (GMPO), arXiv:2507.20673; group, batches, learning rate and the std: the authors' code.
     """
-    return GRPOConfig(
-        group_size=8,
-        num_states_per_iteration=128,
-        batch_size=128,
-        learning_rate=1e-6,
-        advantage=AdvantageConfig(scale="group"),
-        objective=ObjectiveConfig(
-            surrogate=Gmpo(low=1.0 - math.exp(-0.4), high=math.exp(0.4) - 1.0),
-            kl_coef=0.0,
-            aggregation="row_mean",
-        ),
-    )
+    surrogate = Gmpo(low=1.0 - math.exp(-0.4), high=math.exp(0.4) - 1.0)
+    objective = ObjectiveConfig(surrogate=surrogate, kl_coef=0.0, aggregation="row_mean")
+    return _language_model(objective, group_size=8, num_states_per_iteration=128, batch_size=128)
 
 
 def rloo() -> GRPOConfig:
@@ -171,12 +132,8 @@ def rloo() -> GRPOConfig:
     Source:
         Ahmadian et al. 2024 (RLOO), arXiv:2402.14740, sec. 4 and app. C.
     """
-    return GRPOConfig(
-        group_size=4,
-        learning_rate=1e-6,
-        advantage=AdvantageConfig(baseline="leave_one_out", scale="none"),
-        objective=ObjectiveConfig(surrogate=Reinforce(), kl_coef=0.03, kl_estimator="k2", aggregation="row_sum"),
-    )
+    objective = ObjectiveConfig(surrogate=Reinforce(), kl_coef=0.03, kl_estimator="k2", aggregation="row_sum")
+    return _language_model(objective, group_size=4, advantage=AdvantageConfig(baseline="leave_one_out", scale="none"))
 
 
 def reinforce_plus_plus_baseline() -> GRPOConfig:
@@ -187,14 +144,12 @@ def reinforce_plus_plus_baseline() -> GRPOConfig:
     Source:
         Hu et al. 2025 (REINFORCE++), arXiv:2501.03262, eq. 6 to 8.
     """
-    return GRPOConfig(
-        group_size=8,
-        num_states_per_iteration=128,
-        learning_rate=5e-7,
-        advantage=AdvantageConfig(baseline="group_mean", scale="whiten"),
-        objective=ObjectiveConfig(
-            surrogate=Clip(low=0.2, high=0.2), kl_coef=1e-5, kl_estimator="k2", aggregation="row_mean"
-        ),
+    objective = ObjectiveConfig(
+        surrogate=Clip(low=0.2, high=0.2), kl_coef=1e-5, kl_estimator="k2", aggregation="row_mean"
+    )
+    advantage = AdvantageConfig(baseline="group_mean", scale="whiten")
+    return _language_model(
+        objective, group_size=8, num_states_per_iteration=128, learning_rate=5e-7, advantage=advantage
     )
 
 
@@ -206,12 +161,8 @@ def gpg() -> GRPOConfig:
     Source:
         Chu et al. 2025 (GPG), arXiv:2504.02546, eq. 5 to 7.
     """
-    return GRPOConfig(
-        group_size=8,
-        learning_rate=1e-6,
-        advantage=AdvantageConfig(scale="none", upweight_live_groups=True),
-        objective=ObjectiveConfig(surrogate=Reinforce(), kl_coef=0.0, aggregation="step_mean"),
-    )
+    objective = ObjectiveConfig(surrogate=Reinforce(), kl_coef=0.0, aggregation="step_mean")
+    return _language_model(objective, group_size=8, advantage=AdvantageConfig(scale="none", upweight_live_groups=True))
 
 
 def maxrl() -> GRPOConfig:
@@ -220,13 +171,10 @@ def maxrl() -> GRPOConfig:
     Source:
         Tajwar et al. 2026 (MaxRL), arXiv:2602.02710; batches, eps and the gradient norm: the authors' code.
     """
-    return GRPOConfig(
-        group_size=16,
-        num_states_per_iteration=256,
-        learning_rate=1e-6,
-        max_grad_norm=0.3,
-        advantage=AdvantageConfig(scale="mean", std_eps=1e-6),
-        objective=ObjectiveConfig(surrogate=Clip(low=0.2, high=0.2), kl_coef=0.0, aggregation="step_mean"),
+    objective = ObjectiveConfig(surrogate=Clip(low=0.2, high=0.2), kl_coef=0.0, aggregation="step_mean")
+    advantage = AdvantageConfig(scale="mean", std_eps=1e-6)
+    return _language_model(
+        objective, group_size=16, num_states_per_iteration=256, max_grad_norm=0.3, advantage=advantage
     )
 
 
@@ -238,14 +186,17 @@ def bnpo() -> GRPOConfig:
     Source:
         Xiao et al. 2025 (BNPO), arXiv:2506.02864; all numbers: the authors' code.
     """
-    return GRPOConfig(
-        group_size=16,
-        num_states_per_iteration=32,
-        learning_rate=1e-6,
-        max_grad_norm=1.0,
-        advantage=AdvantageConfig(scale="beta"),
-        objective=ObjectiveConfig(surrogate=Clip(low=0.2, high=0.28, dual=10.0), kl_coef=0.0, aggregation="row_sum"),
+    objective = ObjectiveConfig(surrogate=Clip(low=0.2, high=0.28, dual=10.0), kl_coef=0.0, aggregation="row_sum")
+    advantage = AdvantageConfig(scale="beta")
+    return _language_model(
+        objective, group_size=16, num_states_per_iteration=32, max_grad_norm=1.0, advantage=advantage
     )
+
+
+def _language_model(objective: ObjectiveConfig, **settings: Any) -> GRPOConfig:
+    """A recipe with the learning rate 1e-6 and advantages divided by the group's std, where the recipe sets nothing else."""
+    common = {"learning_rate": 1e-6, "advantage": AdvantageConfig(scale="group")}
+    return GRPOConfig(objective=objective, **{**common, **settings})
 
 
 # Choosing tools

@@ -39,10 +39,7 @@ def step_weights(
         reduce: sums a count tensor over ranks; None: there is one rank.
 
     Returns:
-        Weights in float64, 0 outside the mask.
-
-    Raises:
-        ConfigError: `fixed_length` or `group_ids` is missing.
+        Weights in float64, 0 outside the mask. A `fixed_length` or `group_ids` that is missing is a ConfigError.
 
     Example:
         >>> step_weights(torch.tensor([[True, True], [True, False]]), "row_mean").tolist()
@@ -71,9 +68,8 @@ def step_weights(
             if group_ids is None:
                 raise ConfigError("step_weights: aggregation='group_mean' needs group_ids.")
             names, groups = group_ids.to(mask.device).unique(return_inverse=True)
-            num_groups = len(names)
-            steps = lengths.new_zeros(num_groups, 1).index_add_(0, groups, lengths)
-            divisors = steps[groups] * total(num_groups)
+            steps = lengths.new_zeros(len(names), 1).index_add_(0, groups, lengths)
+            divisors = steps[groups] * total(len(names))
         case _:
             assert_never(aggregation)
     return torch.where(mask, 1.0 / divisors, 0.0)
