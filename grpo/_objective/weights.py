@@ -33,7 +33,6 @@ def step_weights(
 
     Args:
         mask: the valid steps of the whole update.
-        aggregation: see above.
         fixed_length: L, for `fixed_length`.
         group_ids: for `group_mean`; a group's rows must be on one rank.
         reduce: sums a count tensor over ranks; None: there is one rank.
