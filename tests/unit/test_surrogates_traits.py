@@ -36,25 +36,6 @@ def double(values: list) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-DEFAULTS = {
-    "clip": {"level": "step", "low": 0.2, "high": 0.2, "delta": None, "dual": None},
-    "reinforce": {},
-    "cispo": {"level": "step", "low": 0.2, "high": 0.2},
-    "sapo": {"level": "step", "temperature_pos": 1.0, "temperature_neg": 1.05},
-    "gmpo": {"low": 0.2, "high": 0.2},
-    "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
-    "dro": {"level": "step", "beta": 0.05},
-    "dppo": {"level": "step", "tv_limit": 0.2},
-    "kl_cov": {"level": "step", "fraction": 2e-4, "coef": 1.0},
-    "clip_cov": {"level": "step", "low": 0.2, "high": 0.2, "fraction": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
-}
-
-
-@pytest.mark.parametrize("name", SURROGATES)
-def test_the_defaults_of_the_papers(name):
-    assert SURROGATES[name]().to_dict() == DEFAULTS[name]
-
-
 TINY = 1e-9
 # class, setting, the last values that are allowed, values that are not
 RANGES = [

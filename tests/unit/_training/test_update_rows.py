@@ -444,5 +444,7 @@ def test_long_rows_in_float16_are_finite() -> None:
             log_probs = (self.logits.sum() - 4.0).expand(len(states), 1000).half()
             return ActionScores(log_probs=log_probs, mask=torch.ones_like(log_probs, dtype=torch.bool))
 
-    trainer, _ = by_hand(policy=Half(script=[[0, 1]] * 16), rewards=lambda states, actions: torch.arange(float(len(states))))
+    trainer, _ = by_hand(
+        policy=Half(script=[[0, 1]] * 16), rewards=lambda states, actions: torch.arange(float(len(states)))
+    )
     assert trainer.step(list(range(16)))["train/num_updates"] == 1
