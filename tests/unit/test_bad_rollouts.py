@@ -30,7 +30,8 @@ def test_a_forward_that_is_narrower_by_masked_columns_alone_is_fine() -> None:
     actions = [(1, 2, 2, 0), (0,), (0,), (1, 0)]
     mask = torch.tensor([[place < len(action) for place in range(4)] for action in actions])
     trainer = trainer_of(policy, micro_batch_size=2)
-    trainer.update(ExperienceBatch.from_rows([0, 0, 1, 1], actions, [0.0, 1.0, 0.0, 1.0], [0, 0, 1, 1], mask=mask))
+    batch = ExperienceBatch.from_rows([0, 0, 1, 1], actions, [0.0, 1.0, 0.0, 1.0], [0, 0, 1, 1], mask=mask)
+    assert trainer.update(batch)["train/num_updates"] == 1
 
 
 def test_rollouts_with_another_mask_than_the_policys_are_refused() -> None:

@@ -223,7 +223,10 @@ def test_real_valued_actions_have_no_probabilities(actions: Any) -> None:
 
 @pytest.mark.parametrize("actions", [torch.tensor([1, 2]), [1, 2], [(1, 2), (3,)], ["left", "right"], [()], []])
 def test_discrete_actions_of_any_kind_have(actions: Any) -> None:
-    require_discrete(Dppo(), actions)
+    try:
+        require_discrete(Dppo(), actions)
+    except ConfigError as error:
+        pytest.fail(f"{actions} are refused: {error}")
 
 
 def test_a_policy_with_densities_is_refused_before_it_is_trained() -> None:

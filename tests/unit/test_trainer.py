@@ -271,9 +271,16 @@ def test_a_policy_with_dropout_is_told_so_once() -> None:
 
 
 def test_a_policy_without_dropout_is_not_told() -> None:
-    trainer, _ = by_hand(policy=VectorPolicy(), rewards=lambda s, actions: [float(a) for a in actions])
-    for _ in range(3):
-        trainer.step(torch.randn(4, 3))
+    trainer, _ = by_hand(
+        policy=VectorPolicy(),
+        rewards=lambda s, actions: [float(a) for a in actions],
+        config={"num_epochs_per_update": 2},
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            trainer.step(torch.randn(4, 3))
+    assert not caught
 
 
 def test_modes_while_collecting_and_while_updating() -> None:

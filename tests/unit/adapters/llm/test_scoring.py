@@ -77,7 +77,7 @@ def test_a_state_that_outlives_its_call_is_refused() -> None:
 @pytest.mark.parametrize("make", [*FAMILIES, qwen3_next, falcon_h1])
 def test_the_others_are_not(make: Any, loop: Any) -> None:
     model = tiny_model(make) if isinstance(make, str) else of_seed_0(make)
-    HFPolicy(model, TOKENIZER, sampler=loop)
+    assert HFPolicy(model, TOKENIZER, sampler=loop).model is model
 
 
 def test_a_single_token_is_enough_of_a_prompt_for_them() -> None:

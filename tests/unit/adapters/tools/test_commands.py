@@ -60,7 +60,7 @@ def test_what_is_run_may_not_depend_on_the_call(argv: tuple[str, ...]) -> None:
     ],
 )  # fmt: skip
 def test_what_is_run_may_get_parameters(argv: tuple[str, ...]) -> None:
-    Command(argv)
+    assert "7" in " ".join(Command(argv).resolve({"x": 7}))
 
 
 @pytest.mark.parametrize(
