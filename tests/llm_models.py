@@ -99,7 +99,7 @@ def row_logits(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Tens
 
 
 def row_log_probs(model: Any, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
-    """[T]: log-probabilities of the tokens, likewise."""
+    """[T]: log-probabilities of the tokens, computed in the same way."""
     all_log_probs = (row_logits(model, prompt, tokens) / temperature).log_softmax(1)
     return all_log_probs[torch.arange(len(tokens)), torch.tensor(list(tokens), dtype=torch.int64)]
 

@@ -53,7 +53,7 @@ class Run:
     close: tuple[float, float]
     """Share of right tools on the new tools' requests that share words with their descriptions: at once, and after 20 more."""
     new: tuple[float, float]
-    """On all requests for the new tools, likewise."""
+    """The same, on all requests for the new tools."""
     others: tuple[Accuracy, Accuracy]
     """On all requests for the other tools; at first, before the new tools could be chosen."""
 

@@ -53,7 +53,7 @@ def test_all_is_everything_but_vllm_bench_and_dev() -> None:
 
 @pytest.mark.parametrize("all_pins", [PINS, VLLM_PINS], ids=["constraints.txt", "constraints-vllm.txt"])
 def test_constraints_pin_one_exact_public_version_each(all_pins: list[Requirement]) -> None:
-    """A local suffix such as +cpu would make the file useless where only another build is to be had."""
+    """A local suffix such as +cpu would make the file useless where only another build exists."""
     for pin in all_pins:
         (specifier,) = pin.specifier
         assert specifier.operator == "==", pin
