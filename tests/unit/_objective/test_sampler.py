@@ -211,6 +211,13 @@ def test_the_divergence_from_the_sampler_by_hand() -> None:
     assert sampler_divergence(OLD, poisoned, mask).tolist() == pytest.approx([1, gaps[0], gaps[0] ** 2])
 
 
+def test_the_divergence_is_added_up_in_float64() -> None:
+    # in float32, 1e8 + 1 is 1e8
+    behaviour = torch.tensor([[1e8, 1.0]])
+    found = sampler_divergence(torch.zeros(1, 2), behaviour, torch.ones(1, 2, dtype=torch.bool))
+    assert found.tolist() == [2, 1e8 + 1, 1e16 + 1]
+
+
 def test_weights_of_rows_make_two_steps_exact_where_weights_of_steps_do_not() -> None:
     """Rows of two independent decisions, all four of them, each weighed with its probability under the sampler."""
     logits = torch.tensor([[0.3, -1.0], [0.8, 0.1]], dtype=torch.float64, requires_grad=True)
