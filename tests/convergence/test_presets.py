@@ -18,9 +18,9 @@ from adapters.bandits import BanditReward, SoftmaxPolicy, dynamic_testbed
 from examples.dynamic_bandit import NUM_ARMS, PULLS_PER_STEP, Recorder
 from grpo import AdvantageEstimator, ExperienceBatch, GRPOConfig, GRPOTrainer
 from grpo.surrogates import Cispo, Clip, Gmpo
-from tests.every_config import PRESETS
-from tests.sequence_task import Writer, all_states, exactly_right, fraction_right
-from tests.support import as_users_run_it
+from tests.support.configs import PRESETS
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.sequence_task import Writer, all_states, exactly_right, fraction_right
 
 Change = Callable[[Tensor], Tensor]
 """Of advantages: what a broken estimator might return."""

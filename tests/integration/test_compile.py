@@ -84,7 +84,7 @@ TRAINER = """
 import sys
 import torch
 from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, KLControl, ObjectiveConfig
-from tests.policies import RowScoring, weights_of
+from tests.support.policies import RowScoring, weights_of
 
 if sys.argv[1] != "inductor":
     compile, backend = torch.compile, sys.argv[1]

@@ -34,7 +34,7 @@ from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, Weig
 from grpo.checks import check_policy, check_reward_model
 from grpo.errors import ConfigError
 from grpo.surrogates import Clip
-from tests.control_environments import GOALS, UNIT, Chance, Crossing, Spaces, space_of_everything
+from tests.support.control_environments import GOALS, UNIT, Chance, Crossing, Spaces, space_of_everything
 
 HAS_ROBOTICS = importlib.util.find_spec("gymnasium_robotics") is not None
 STARTS = [EpisodeStart(seed=1), EpisodeStart(seed=2)]

@@ -32,7 +32,7 @@ from grpo import (
 from grpo._training.advisor import ADVICE
 from grpo.config import CORRECTIONS
 from grpo.surrogates import SURROGATES
-from tests.policies import TablePolicy
+from tests.support.policies import TablePolicy
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CORE = DOCS.parent / "grpo" / "README.md"

@@ -23,8 +23,8 @@ from grpo import (
 )
 from grpo.checks import check_policy
 from grpo.errors import ConfigError
-from tests.llm_models import FAMILIES, character_tokenizer, tiny_model
-from tests.support import as_users_run_it
+from tests.support.llm_models import FAMILIES, character_tokenizer, tiny_model
+from tests.support.objective_inputs import as_users_run_it
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.*:FutureWarning",  # transformers renames it; PEFT asks for it

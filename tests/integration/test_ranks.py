@@ -16,10 +16,10 @@ import torch
 from grpo import ConfigError
 from grpo.checkpoint import read_checkpoint
 from grpo.distributed import Engine, OneProcess, Replicated
-from tests.every_config import EVERY, PRESETS, Rows, update
-from tests.integration import on_each_rank
-from tests.integration.on_each_rank import UNEQUAL, WITH_UPDATES_OF_THEIR_OWN
-from tests.support import as_users_run_it
+from tests.support import on_each_rank
+from tests.support.configs import EVERY, PRESETS, Rows, update
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.on_each_rank import UNEQUAL, WITH_UPDATES_OF_THEIR_OWN
 
 pytestmark = pytest.mark.filterwarnings("ignore:objective.kl_estimator='k1'")
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from adapters.tools import (
     executed,
 )
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
-from tests import tool_functions
+from tests.support import tool_functions
 
 pytestmark = pytest.mark.filterwarnings("ignore:ToolExecutor's workers are less confined")  # where tests are not root
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import as_users_run_it
+from tests.support.objective_inputs import as_users_run_it
 
 
 @pytest.fixture(autouse=True)

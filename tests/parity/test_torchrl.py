@@ -18,7 +18,7 @@ from grpo import (
 )
 from grpo.advantage_estimator import discounted_returns, generalized_advantages
 from grpo.surrogates import Cispo, Clip
-from tests.parity.cases import Case, assert_equal, assert_equal_losses, draws, random_case
+from tests.support.peer_cases import Case, assert_equal, assert_equal_losses, draws, random_case
 
 pytest.importorskip("torchrl", minversion="0.14", reason='needs torchrl: pip install -e ".[bench]"')
 with warnings.catch_warnings():  # what its dependencies deprecate is not ours to fix

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from grpo import group_relative_advantages
 from grpo.advantage_estimator import Scale, decoupled_advantages
-from tests.parity import trl_code
-from tests.parity.cases import assert_equal, draws
-from tests.parity.trl_code import TRLSettings
+from tests.support import trl_code
+from tests.support.peer_cases import assert_equal, draws
+from tests.support.trl_code import TRLSettings
 
 TRL_STD_EPS = 1e-4
 """What TRL adds to every standard deviation."""

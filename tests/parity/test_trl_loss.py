@@ -11,10 +11,10 @@ from grpo import EntropyControl, GRPOConfig, ObjectiveConfig
 from grpo._objective.sampler import near_policy_rows
 from grpo._objective.selection import top_entropy_steps
 from grpo._training.coefficients import Coefficients
-from tests.parity import trl_code
-from tests.parity.cases import TOLERANCE, Case, assert_equal, draws, random_case
-from tests.parity.trl_code import LossType, RatioLevel, TRLSettings
-from tests.parity.trl_mapping import LOSS_TYPES, assert_same, our_loss, random_settings, their_loss
+from tests.support import trl_code
+from tests.support.peer_cases import TOLERANCE, Case, assert_equal, draws, random_case
+from tests.support.trl_code import LossType, RatioLevel, TRLSettings
+from tests.support.trl_mapping import LOSS_TYPES, assert_same, our_loss, random_settings, their_loss
 
 LEVELS: tuple[RatioLevel, ...] = ("token", "sequence")
 

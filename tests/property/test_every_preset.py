@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo import ActionScores, ObjectiveConfig, ObjectiveInputs, grpo_objective, step_weights
 from grpo._objective.selection import kept_by_entropy, selected_by
 from grpo.surrogates import traits_of
-from tests.every_config import (
+from tests.support.configs import (
     EVERY,
     FURTHER,
     PRESETS,
@@ -28,8 +28,8 @@ from tests.every_config import (
     make_trainer,
     update,
 )
-from tests.policies import ExactSampling, GroupScoring, RowScoring
-from tests.support import as_users_run_it
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.policies import ExactSampling, GroupScoring, RowScoring
 
 pytestmark = pytest.mark.filterwarnings("ignore:objective.kl_estimator='k1'")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}

@@ -27,9 +27,9 @@ from grpo import (
 )
 from grpo.config import SURROGATES
 from grpo.surrogates import Cispo, Clip, Dppo, Dro, KlCov, Reinforce, Sapo
-from tests.every_config import EVERY, PRESETS, Rows, make_policy, make_trainer
-from tests.policies import RowScoring, TablePolicy, gradient_of, weights_of
-from tests.support import FourActions, as_users_run_it, objective_inputs
+from tests.support.configs import EVERY, PRESETS, Rows, make_policy, make_trainer
+from tests.support.objective_inputs import FourActions, as_users_run_it, objective_inputs
+from tests.support.policies import RowScoring, TablePolicy, gradient_of, weights_of
 
 NO_BOUND = {"low": 1.0, "high": 1e9}
 

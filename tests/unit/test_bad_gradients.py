@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from grpo import ContractError, NonFiniteGradientError
-from tests.policies import DuckPolicy, TablePolicy, weights_of
-from tests.trainers import state_of, trainer_of
+from tests.support.policies import DuckPolicy, TablePolicy, weights_of
+from tests.support.trainers import state_of, trainer_of
 
 
 class Poisoned(TablePolicy):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from grpo import ActionScores, ContractError, GRPOConfig, GRPOTrainer, ProtocolError, SampledActions
-from tests.policies import ExactSampling, GroupScoring, RowScoring, TablePolicy, digest
-from tests.trainers import state_of, trainer_of
+from tests.support.policies import ExactSampling, GroupScoring, RowScoring, TablePolicy, digest
+from tests.support.trainers import state_of, trainer_of
 
 
 def refuses(policy: Any, pattern: str, states: Any = ("a", "b"), **settings: Any) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from grpo import ExperienceBatch, RewardConfig, RewardError, SampledActions, WeightedRewards
 from grpo.checks import check_reward_model
-from tests.policies import ExactSampling, GroupScoring, RowScoring, TablePolicy, weights_of
-from tests.trainers import ROLLOUTS, state_of, trainer_of
+from tests.support.policies import ExactSampling, GroupScoring, RowScoring, TablePolicy, weights_of
+from tests.support.trainers import ROLLOUTS, state_of, trainer_of
 
 
 def good(count: int) -> list[float]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from grpo import ActionScores, ContractError, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
-from tests.policies import RowScoring, SequencePolicy, TablePolicy
-from tests.support import as_users_run_it
-from tests.trainers import ROLLOUTS, state_of, trainer_of
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.policies import RowScoring, SequencePolicy, TablePolicy
+from tests.support.trainers import ROLLOUTS, state_of, trainer_of
 
 
 class AnotherStep(RowScoring):

@@ -33,8 +33,8 @@ from grpo import (
 )
 from grpo.checkpoint import CheckpointFolder, best_checkpoint, read_checkpoint, read_newest, write_checkpoint
 from grpo.surrogates import ClipCov
-from tests.policies import DuckPolicy, ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
-from tests.support import as_users_run_it
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.policies import DuckPolicy, ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("manifest.json", "state.json", "tensors.safetensors")
@@ -1029,7 +1029,7 @@ CANARY = """
     import torch
     from grpo import CheckpointError, GRPOConfig, GRPOTrainer
     from grpo.checkpoint import read_checkpoint
-    from tests.policies import VectorPolicy
+    from tests.support.policies import VectorPolicy
 
     def built():
         policy = VectorPolicy()

@@ -28,7 +28,7 @@ from grpo import (
 )
 from grpo.config import CORRECTIONS
 from grpo.surrogates import SURROGATES, Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Reinforce, Sapo, Vespo
-from tests.support import as_users_run_it
+from tests.support.objective_inputs import as_users_run_it
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from grpo.divergence import (
     kl_k3_weighted,
     score_function_entropy,
 )
-from tests.support import FourActions
+from tests.support.objective_inputs import FourActions
 
 LOG2 = math.log(2)
 # x = log 2: pi is twice as likely as ref.  x = -log 2: half as likely.

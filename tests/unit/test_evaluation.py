@@ -27,7 +27,7 @@ from grpo import (
 )
 from grpo.evaluation import ComparisonReport, PolicyMeasurement, paired_interval
 from grpo.writing import capture_random_state
-from tests.policies import DuckPolicy, ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
+from tests.support.policies import DuckPolicy, ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
 
 STATES = ["up", "down", "same"]
 # reward = action: means .25, 1, .5 before, and .75, .5, .5 after

@@ -31,7 +31,7 @@ from grpo.config import CORRECTIONS, SURROGATES
 from grpo.errors import GRPOError
 from grpo.surrogates import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Reinforce, Sapo, Vespo
 from grpo.writing import Settings
-from tests.policies import ExactSampling, digest, weights_of
+from tests.support.policies import ExactSampling, digest, weights_of
 
 
 class Sampler(ExactSampling):

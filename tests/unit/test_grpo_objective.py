@@ -11,7 +11,7 @@ from grpo import ConfigError, ObjectiveConfig, grpo_objective, step_weights
 from grpo._objective.ratios import RatioLevel
 from grpo.metrics import Meter
 from grpo.surrogates import SURROGATES, Clip, Dppo, Gmpo, Vespo
-from tests.support import FourActions, loss_and_gradient, objective_inputs
+from tests.support.objective_inputs import FourActions, loss_and_gradient, objective_inputs
 
 KL_ESTIMATORS = ["k1", "k2", "k3", "k3_weighted"]
 LOG2 = math.log(2)

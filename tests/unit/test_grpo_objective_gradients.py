@@ -18,7 +18,7 @@ from grpo import Mask, ObjectiveConfig, ObjectiveInputs, Truncate, grpo_objectiv
 from grpo._objective.ratios import RatioLevel
 from grpo.divergence import KLEstimator
 from grpo.surrogates import SURROGATES, Clip, Dppo, Surrogate
-from tests.support import as_users_run_it
+from tests.support.objective_inputs import as_users_run_it
 
 LEAVES = ("log_probs", "entropy", "kl", "values")
 NAN = math.nan

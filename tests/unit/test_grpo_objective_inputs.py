@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo import ObjectiveConfig, ObjectiveInputs, grpo_objective
 from grpo.surrogates import SURROGATES, KlCov
-from tests.support import objective_inputs
+from tests.support.objective_inputs import objective_inputs
 
 LEAVES = ("log_probs", "entropy", "kl", "values")
 PER_STEP = (

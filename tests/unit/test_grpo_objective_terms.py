@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo import ConfigError, ObjectiveConfig, ObjectiveInputs, grpo_objective
 from grpo.surrogates import Dppo
-from tests.support import FourActions, objective_inputs
+from tests.support.objective_inputs import FourActions, objective_inputs
 
 NAN = math.nan
 

@@ -8,7 +8,7 @@ import pytest
 
 from grpo import ConfigError, GRPOConfig, GRPOTrainer
 from grpo.metrics import MetricSink, RunningStatistics
-from tests.policies import TablePolicy
+from tests.support.policies import TablePolicy
 
 THREE: list[dict[str, float]] = [
     {

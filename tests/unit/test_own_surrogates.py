@@ -15,9 +15,9 @@ from torch import Tensor
 
 from grpo import AdvantageEstimator, ConfigError, GRPOConfig, GRPOTrainer, ObjectiveConfig, Truncate, step_weights
 from grpo.surrogates import Steps
-from tests.every_config import Rows, Telling, make_policy, make_trainer
-from tests.policies import EpisodePolicy, RowScoring, TablePolicy, gradient_of
-from tests.support import as_users_run_it
+from tests.support.configs import Rows, Telling, make_policy, make_trainer
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.policies import EpisodePolicy, RowScoring, TablePolicy, gradient_of
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from grpo import GRPOConfig, GRPOTrainer, presets
-from tests.every_config import PRESETS
-from tests.policies import RowScoring
+from tests.support.configs import PRESETS
+from tests.support.policies import RowScoring
 
 TOOLS: dict[str, Any] = {
     "group_size": 8,

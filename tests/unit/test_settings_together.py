@@ -27,7 +27,7 @@ from grpo import (
 )
 from grpo._training.requirements import require_discrete
 from grpo.surrogates import Clip, Dppo, Gmpo, Vespo
-from tests.policies import EpisodePolicy, RowScoring, TablePolicy
+from tests.support.policies import EpisodePolicy, RowScoring, TablePolicy
 
 
 def totals(states: Any, actions: Any) -> list[float]:

@@ -22,7 +22,7 @@ from grpo.surrogates import (
     Surrogate,
     Vespo,
 )
-from tests.support import objective_inputs
+from tests.support.objective_inputs import objective_inputs
 
 
 def double(values: list) -> Tensor:

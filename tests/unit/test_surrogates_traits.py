@@ -26,7 +26,7 @@ from grpo.surrogates import (
     Vespo,
     traits_of,
 )
-from tests.support import as_users_run_it, loss_and_gradient, objective_inputs
+from tests.support.objective_inputs import as_users_run_it, loss_and_gradient, objective_inputs
 
 LEVELS = get_args(RatioLevel)
 AT_ANY_LEVEL = ["clip", "cispo", "sapo", "dro", "dppo", "kl_cov", "clip_cov"]

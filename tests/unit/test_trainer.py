@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveInputs, ObjectiveOutput
-from tests.policies import (
+from tests.support.policies import (
     DuckPolicy,
     ExactSampling,
     GroupScoring,
@@ -23,7 +23,7 @@ from tests.policies import (
     digest,
     weights_of,
 )
-from tests.trainers import REWARDS, SCRIPT, by_hand, without_time
+from tests.support.trainers import REWARDS, SCRIPT, by_hand, without_time
 
 # One update, by hand
 

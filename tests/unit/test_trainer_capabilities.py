@@ -19,7 +19,7 @@ from grpo import (
     NonFiniteGradientError,
     ObjectiveConfig,
 )
-from tests.policies import (
+from tests.support.policies import (
     EpisodePolicy,
     ExactSampling,
     GroupScoring,
@@ -31,7 +31,7 @@ from tests.policies import (
     gradient_of,
     weights_of,
 )
-from tests.trainers import REWARDS, SCRIPT, by_hand
+from tests.support.trainers import REWARDS, SCRIPT, by_hand
 
 
 class Synced(TablePolicy):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, WeightedRewards
-from tests.policies import RowScoring, TablePolicy
-from tests.trainers import SCRIPT, by_hand, quarters, without_time
+from tests.support.policies import RowScoring, TablePolicy
+from tests.support.trainers import SCRIPT, by_hand, quarters, without_time
 
 LN2 = math.log(2.0)
 

@@ -22,7 +22,7 @@ from grpo.writing import (
     restore_random_state,
     seed_everything,
 )
-from tests.support import as_users_run_it
+from tests.support.objective_inputs import as_users_run_it
 
 # container -> the dtype it arrives in. Nothing loses a digit: integers and Python numbers are float64.
 KINDS = {

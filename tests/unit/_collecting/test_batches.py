@@ -115,7 +115,7 @@ def test_lists_will_do_for_a_mask_and_for_keys() -> None:
 
 def test_an_exact_divergence_needs_no_reference_policy() -> None:
     from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
-    from tests.policies import TablePolicy
+    from tests.support.policies import TablePolicy
 
     with pytest.raises(ConfigError, match=r"would never look at reference_policy"):
         GRPOTrainer(

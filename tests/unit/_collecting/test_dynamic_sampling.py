@@ -8,7 +8,7 @@ import torch
 
 from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer
 from grpo._collecting.dynamic_sampling import collect_live_groups
-from tests.policies import TablePolicy
+from tests.support.policies import TablePolicy
 
 STATES = list(range(8))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo import ActionScores, ConfigError, ContractError, ExperienceBatch
 from grpo._collecting.scoring import ReferenceScorer, Scorer, batch_fields, score_in_parts
-from tests.policies import GroupScoring, RowScoring, TablePolicy
+from tests.support.policies import GroupScoring, RowScoring, TablePolicy
 
 
 def rows_of(widths: list[int]) -> Callable[[Any, Any, Tensor], ActionScores]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from grpo import Truncate
 from grpo._objective.metrics import moments, shares, step_moments
 from grpo.surrogates import Steps
-from tests.support import objective_inputs
+from tests.support.objective_inputs import objective_inputs
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 

@@ -18,7 +18,7 @@ from grpo._objective.ratios import (
     past_bounds,
 )
 from grpo.surrogates import Clip
-from tests.support import loss_and_gradient
+from tests.support.objective_inputs import loss_and_gradient
 
 LEVELS = ["step", "row", "row_sum", "row_step", "none"]
 

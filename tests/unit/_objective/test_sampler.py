@@ -19,8 +19,8 @@ from grpo import (
 )
 from grpo._objective.sampler import near_policy_rows, require_order, sampler_divergence
 from grpo.surrogates import Clip
-from tests.policies import TablePolicy
-from tests.support import as_users_run_it, loss_and_gradient
+from tests.support.objective_inputs import as_users_run_it, loss_and_gradient
+from tests.support.policies import TablePolicy
 
 OLD = torch.tensor([[0.8, 0.1, 0.5, 0.3]], dtype=torch.float64).log()
 BEHAVIOUR = torch.tensor([[0.2, 0.2, 0.5, math.nan]], dtype=torch.float64).log()  # ratios 4, 1/2, 1, unscored

@@ -17,7 +17,7 @@ from grpo._objective.selection import (
     top_entropy_steps,
 )
 from grpo.surrogates import ClipCov, KlCov
-from tests.support import loss_and_gradient, objective_inputs
+from tests.support.objective_inputs import loss_and_gradient, objective_inputs
 
 
 def double(values: list) -> Tensor:

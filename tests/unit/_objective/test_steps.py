@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grpo import ConfigError, Mask, Truncate
 from grpo.surrogates import Steps
-from tests.support import objective_inputs
+from tests.support.objective_inputs import objective_inputs
 
 NAN, INF = math.nan, math.inf
 

@@ -7,7 +7,7 @@ import torch
 
 from grpo import ConfigError, ObjectiveConfig, step_weights
 from grpo._objective.weights import Aggregation
-from tests.support import loss_and_gradient
+from tests.support.objective_inputs import loss_and_gradient
 
 
 def double(values: list) -> torch.Tensor:

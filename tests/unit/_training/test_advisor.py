@@ -21,7 +21,7 @@ from grpo import (
     SampledActions,
 )
 from grpo._training.advisor import ADVICE
-from tests.policies import TablePolicy
+from tests.support.policies import TablePolicy
 
 ROOT = Path(__file__).parents[3]
 

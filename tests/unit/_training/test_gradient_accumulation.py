@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
-from tests.policies import GroupScoring, Planning, RecordingSGD, RowScoring, SequencePolicy, gradient_of
+from tests.support.policies import GroupScoring, Planning, RecordingSGD, RowScoring, SequencePolicy, gradient_of
 
 STATES = [0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 3]
 GROUP_IDS = [7, 7, 7, 1, 1, 1, 1, 5, 5, 2, 2, 2]

@@ -23,8 +23,8 @@ from grpo import (
 from grpo._training.loss import MeteredObjective
 from grpo.metrics import Meter
 from grpo.surrogates import Clip
-from tests.policies import TablePolicy
-from tests.trainers import SCRIPT, by_hand, quarters
+from tests.support.policies import TablePolicy
+from tests.support.trainers import SCRIPT, by_hand, quarters
 
 NAMED = {
     "surrogate": ({"surrogate": "cispo"}, r"surrogate=Cispo\(.*?\)"),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo import ConfigError, ContractError, GRPOConfig, GRPOTrainer, GRPOWarning, NonFiniteGradientError
-from tests.policies import DuckPolicy, RecordingSGD, TablePolicy, digest, weights_of
-from tests.trainers import SCRIPT, by_hand
+from tests.support.policies import DuckPolicy, RecordingSGD, TablePolicy, digest, weights_of
+from tests.support.trainers import SCRIPT, by_hand
 
 STEP = torch.tensor([[0.125, -0.125]] * 2, dtype=torch.float64)
 """Minus the gradient of the logits: advantages are +-1/2, so per row (1/4)(1/2)(e - p), with p = (1/2, 1/2)."""

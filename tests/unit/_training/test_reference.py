@@ -10,8 +10,8 @@ from torch import Tensor
 
 from grpo import ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, ObjectiveConfig
 from grpo._training.environment import move_reference
-from tests.policies import TablePolicy, digest, weights_of
-from tests.trainers import SCRIPT, by_hand, quarters
+from tests.support.policies import TablePolicy, digest, weights_of
+from tests.support.trainers import SCRIPT, by_hand, quarters
 
 
 class WithReference(TablePolicy):

@@ -17,7 +17,7 @@ from grpo import (
     grpo_objective,
 )
 from grpo._training.training_rows import ReplayBuffer, TrainingRows
-from tests.policies import RecordingSGD, RowScoring, TablePolicy
+from tests.support.policies import RecordingSGD, RowScoring, TablePolicy
 
 
 def seen_by(trainer_settings: dict[str, Any], num_steps: int) -> tuple[list[ObjectiveInputs], TablePolicy]:

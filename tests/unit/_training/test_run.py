@@ -8,8 +8,8 @@ import pytest
 
 from grpo import CheckpointError, ConfigError
 from grpo.checkpoint import best_checkpoint
-from tests.policies import TablePolicy
-from tests.trainers import by_hand
+from tests.support.policies import TablePolicy
+from tests.support.trainers import by_hand
 
 
 def test_train_reports_evaluations_to_history_and_sinks() -> None:

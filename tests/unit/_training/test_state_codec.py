@@ -13,8 +13,8 @@ from torch import Tensor
 
 from grpo import CheckpointError
 from grpo.checkpoint import read_checkpoint, write_checkpoint
-from tests.policies import digest
-from tests.support import as_users_run_it
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.policies import digest
 
 
 @pytest.fixture(autouse=True)

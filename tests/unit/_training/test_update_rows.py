@@ -14,8 +14,8 @@ from grpo import ActionScores, AdvantageConfig, ContractError, ExperienceBatch, 
 from grpo._training.requirements import require_probabilities
 from grpo._training.update_rows import UpdateRows
 from grpo.surrogates import Clip, ClipCov, Dppo, KlCov, Steps
-from tests.policies import Planning, RecordingSGD, RowScoring, TablePolicy, digest, flat, weights_of
-from tests.trainers import ROLLOUTS, SCRIPT, by_hand, quarters
+from tests.support.policies import Planning, RecordingSGD, RowScoring, TablePolicy, digest, flat, weights_of
+from tests.support.trainers import ROLLOUTS, SCRIPT, by_hand, quarters
 
 # Which rows each update reads
 

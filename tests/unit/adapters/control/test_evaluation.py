@@ -13,7 +13,7 @@ from adapters.control.evaluation import EVALUATION_SEED
 from adapters.control.pools import SerialPool
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError, ContractError
-from tests.control_environments import Chance, Crossing, Watched
+from tests.support.control_environments import Chance, Crossing, Watched
 
 
 def trained(env: Any = "Pendulum-v1", **options: Any) -> EpisodePolicy:

@@ -10,7 +10,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from adapters.control.observations import MAX_DEVIATION, ObservationEncoder, RunningNormalizer
 from grpo.errors import ConfigError
-from tests.control_environments import GOALS, space_of_everything
+from tests.support.control_environments import GOALS, space_of_everything
 
 FLAT = [
     spaces.Box(-1.0, 1.0, (3,), np.float64),

@@ -21,7 +21,7 @@ from adapters.control.pools import SerialPool, make_pool
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
 from grpo.errors import ConfigError, ContractError
 from grpo.policy_base import SplitsSteps
-from tests.control_environments import GOALS, UNIT, Chance, Crossing, Spaces, Watched, space_of_everything
+from tests.support.control_environments import GOALS, UNIT, Chance, Crossing, Spaces, Watched, space_of_everything
 
 IMAGE = spaces.Box(0, 255, (36, 36, 1), np.uint8)
 ACTIONS = spaces.Dict(

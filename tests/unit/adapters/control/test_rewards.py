@@ -11,7 +11,7 @@ from adapters.control import EnvironmentReward, EpisodePolicy, StepReward, effor
 from adapters.control.episodes import Episode, EpisodeStart, episode_mask
 from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, WeightedRewards
 from grpo.errors import ConfigError, RewardError
-from tests.control_environments import UNIT, Chance, Spaces
+from tests.support.control_environments import UNIT, Chance, Spaces
 
 STARTS = [EpisodeStart(seed=1), EpisodeStart(seed=2)]
 

@@ -14,7 +14,7 @@ from adapters.control.episodes import Episode, EpisodeStart
 from adapters.control.pools import PoolStep, SerialPool, WorkerLost, make_pool
 from adapters.control.rollouts import MAX_LOSSES_IN_A_ROW, Record
 from grpo.errors import ConfigError, ContractError
-from tests.control_environments import Chance, Crossing, Watched
+from tests.support.control_environments import Chance, Crossing, Watched
 
 POOLS: dict[str, Callable[[int], Any]] = {
     "native": lambda members: make_pool("CartPole-v1", members),

@@ -13,7 +13,7 @@ from adapters.control.evaluation import EVALUATION_SEED
 from adapters.control.pools import SerialPool
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
-from tests.control_environments import Chance, Watched
+from tests.support.control_environments import Chance, Watched
 
 
 class Sink:

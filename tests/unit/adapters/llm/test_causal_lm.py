@@ -17,7 +17,7 @@ from transformers import (
 
 from adapters.llm.causal_lm import CausalLM, LogitsPostprocessing
 from grpo.errors import ContractError
-from tests.llm_models import ENDS, FAMILIES, LLAMA, SHARING, VOCABULARY_SIZE, tiny_model
+from tests.support.llm_models import ENDS, FAMILIES, LLAMA, SHARING, VOCABULARY_SIZE, tiny_model
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
 

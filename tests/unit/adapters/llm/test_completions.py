@@ -2,7 +2,7 @@ import torch
 
 from adapters.llm import Completion
 from adapters.llm.completions import completion_mask, padded
-from tests.llm_models import completion
+from tests.support.llm_models import completion
 
 
 def test_a_completion_is_as_long_as_its_tokens_and_knows_whether_it_was_cut_off() -> None:

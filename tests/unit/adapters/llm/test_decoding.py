@@ -14,7 +14,7 @@ from adapters.llm.causal_lm import CausalLM
 from adapters.llm.decoding import DecodingSampler, StopStrings
 from adapters.llm.shared_prompts import prefill
 from grpo import Truncate
-from tests.llm_models import (
+from tests.support.llm_models import (
     CHARACTERS,
     END,
     FAMILIES,

@@ -20,7 +20,7 @@ from adapters.llm.loading import add_lora, load_model
 from adapters.llm.merged_weights import merged_weights
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
-from tests.llm_models import END, character_tokenizer, completion, gradients, relative_difference, tiny_model
+from tests.support.llm_models import END, character_tokenizer, completion, gradients, relative_difference, tiny_model
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.*:FutureWarning",  # transformers renames it; PEFT asks for it

@@ -13,7 +13,7 @@ from adapters.llm import HFPolicy, SampledTokens, SamplingConfig, scoring, token
 from adapters.llm.completions import Completion
 from grpo.errors import ConfigError, ContractError
 from grpo.policy_base import ScoresReference
-from tests.llm_models import (
+from tests.support.llm_models import (
     CHARACTERS,
     END,
     PAD,

@@ -6,7 +6,7 @@ from datasets import Dataset
 
 from adapters.llm.prompts import PromptEncoder, prompt_of
 from grpo.errors import ContractError
-from tests.llm_models import CHARACTERS, END, character_tokenizer
+from tests.support.llm_models import CHARACTERS, END, character_tokenizer
 
 CHAT = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
 TEMPLATE = (

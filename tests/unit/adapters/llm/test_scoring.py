@@ -22,7 +22,16 @@ from adapters.llm.causal_lm import CausalLM
 from adapters.llm.decoding import DecodingSampler
 from adapters.llm.scoring import check_sampler
 from grpo.errors import ConfigError
-from tests.llm_models import ENDS, FAMILIES, LAYERS, LLAMA, VOCABULARY_SIZE, character_tokenizer, completion, tiny_model
+from tests.support.llm_models import (
+    ENDS,
+    FAMILIES,
+    LAYERS,
+    LLAMA,
+    VOCABULARY_SIZE,
+    character_tokenizer,
+    completion,
+    tiny_model,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.*:FutureWarning",  # transformers renames it; PEFT asks for it

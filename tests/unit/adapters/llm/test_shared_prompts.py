@@ -10,7 +10,7 @@ from adapters.llm import Completion, HFPolicy
 from adapters.llm.causal_lm import CausalLM
 from adapters.llm.shared_prompts import Rows, hidden_of_whole_rows, hidden_with_shared_prompts, prefill
 from grpo.errors import ContractError
-from tests.llm_models import (
+from tests.support.llm_models import (
     FAMILIES,
     SHARING,
     character_tokenizer,

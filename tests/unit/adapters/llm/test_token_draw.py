@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adapters.llm import SamplingConfig
 from adapters.llm.token_draw import BLOCK, TokenDraw, draw, exclude_top_choices
-from tests.llm_models import sampling_distribution
+from tests.support.llm_models import sampling_distribution
 
 UNDER_ONE = math.nextafter(1.0, 0.0)
 CPU = torch.device("cpu")

@@ -49,7 +49,7 @@ from adapters.tools.errors import (
 from adapters.tools.executor import ToolExecutor
 from adapters.tools.workers import WorkerLimits
 from grpo.errors import ConfigError, GRPOWarning
-from tests import tool_functions
+from tests.support import tool_functions
 
 ROOT = Path(__file__).resolve().parents[4]
 OWN_USERS = sys.platform == "linux" and os.geteuid() == 0
@@ -1174,7 +1174,7 @@ def test_a_program_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
 
 def test_a_program_without_a_guard_whose_tools_stand_elsewhere_runs(tmp_path: Path) -> None:
     process = script(tmp_path, """
-from tests.tool_functions import add
+from tests.support.tool_functions import add
 executor = ToolExecutor(ToolCatalogue([Tool.from_function(add)]))
 print(executor.run([ToolCall(tool="add", arguments={"a": 5})])[0].output)
 """)  # fmt: skip
@@ -1184,7 +1184,7 @@ print(executor.run([ToolCall(tool="add", arguments={"a": 5})])[0].output)
 
 def test_a_program_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     process = script(tmp_path, """
-from tests.tool_functions import who
+from tests.support.tool_functions import who
 executor = ToolExecutor(ToolCatalogue([Tool.from_function(who)]))
 seen = executor.run([ToolCall(tool="who")])[0].output
 print(seen["pid"], seen["parent"], executor.root, flush=True)

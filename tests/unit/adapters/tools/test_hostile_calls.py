@@ -39,7 +39,7 @@ from adapters.tools.rewards import ToolRewards, call_cost, latency_cost, standar
 from adapters.tools.tasks import ToolTask
 from adapters.tools.workers import WorkerLimits
 from grpo import GRPOConfig, GRPOTrainer
-from tests import tool_functions
+from tests.support import tool_functions
 
 OWN_USERS = sys.platform == "linux" and os.geteuid() == 0
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
@@ -253,7 +253,7 @@ CASES = [
         for name in (
             "no_such_tool", "", "ADD", "add ", " add", "add\n", "add\0", "../add", "__init__", "os.system", "eval",
             "аdd", "x" * 10**6,
-            None, 5, b"add", ["add"], {"a": 1}, ("add",), "\x1b[2J", "tests.tool_functions.add", "misbehave.how",
+            None, 5, b"add", ["add"], {"a": 1}, ("add",), "\x1b[2J", "tests.support.tool_functions.add", "misbehave.how",
         )
     ),
     *(

@@ -38,7 +38,7 @@ from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
 from grpo.errors import ConfigError, GRPOWarning
 
 ROOT = Path(__file__).resolve().parents[4]
-REAL = [sys.executable, str(ROOT / "tests" / "mcp_server.py")]
+REAL = [sys.executable, str(ROOT / "tests" / "support" / "mcp_server.py")]
 
 # A server without the SDK, that knows no newer handshake than `initialize`. TOOLS are listed one per page.
 BY_HAND = """

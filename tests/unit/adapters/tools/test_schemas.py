@@ -10,7 +10,7 @@ from adapters.tools.catalogue import Tool, ToolCatalogue
 from adapters.tools.executor import ToolExecutor
 from adapters.tools.schemas import check_path_formats, kinds, slow_keyword
 from grpo.errors import ConfigError
-from tests import tool_functions
+from tests.support import tool_functions
 
 TEXT: dict[str, Any] = {"type": "string"}
 PATH: dict[str, Any] = {"type": "string", "format": "path"}

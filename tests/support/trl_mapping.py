@@ -13,9 +13,9 @@ from grpo._objective.sampler import SamplerCorrection
 from grpo._objective.selection import kept_by_entropy
 from grpo._objective.weights import Aggregation
 from grpo.surrogates import Cispo, Clip, Sapo, Surrogate, Vespo
-from tests.parity import trl_code
-from tests.parity.cases import Case, assert_equal_losses
-from tests.parity.trl_code import LossType, TRLSettings
+from tests.support import trl_code
+from tests.support.peer_cases import Case, assert_equal_losses
+from tests.support.trl_code import LossType, TRLSettings
 
 LOSS_TYPES: tuple[LossType, ...] = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from grpo import GRPOError, GRPOTrainer, RewardConfig
 from grpo.distributed import Replicated
-from tests.every_config import EVERY, PRESETS, Done, Rows, TellingPlanned, make_policy, make_trainer, update
-from tests.policies import RowScoring, weights_of
+from tests.support.configs import EVERY, PRESETS, Done, Rows, TellingPlanned, make_policy, make_trainer, update
+from tests.support.policies import RowScoring, weights_of
 
 SHARES = {
     "one group": [range(3), range(3, 15)],

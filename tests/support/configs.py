@@ -23,7 +23,7 @@ from grpo import (
     presets,
 )
 from grpo.surrogates import Clip, ClipCov, Dppo, Dro, KlCov, Steps, Vespo
-from tests.policies import GroupScoring, Planning, RecordingSGD, RowScoring, weights_of
+from tests.support.policies import GroupScoring, Planning, RecordingSGD, RowScoring, weights_of
 
 PRESETS = {
     name: function

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from grpo import GRPOConfig, GRPOTrainer
-from tests.policies import TablePolicy, digest, weights_of
+from tests.support.policies import TablePolicy, digest, weights_of
 
 # Two states, two actions each, all probabilities 1/2. Advantages (the group's mean subtracted) are +-1/2.
 SCRIPT = [[0, 1], [1, 0]]

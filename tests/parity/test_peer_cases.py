@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parity.cases import SHOWN, TOLERANCE, assert_equal, assert_equal_losses
+from tests.support.peer_cases import SHOWN, TOLERANCE, assert_equal, assert_equal_losses
 
 
 def failure_of(ours: Tensor, theirs: Tensor, **options: float) -> str:
