@@ -38,7 +38,7 @@ from gymnasium.vector import SyncVectorEnv
 from torch import Tensor
 
 from adapters.control import EpisodePolicy, EpisodeStart, episode_starts, make_pool, preset_for
-from adapters.control.evaluation import EVALUATION_SEED
+from adapters.control.training.evaluation import EVALUATION_SEED
 from benchmarks._ppo import PPO
 from benchmarks._timing import keep_freed_memory
 from grpo import AdvantageConfig, AdvantageEstimator, ExperienceBatch

@@ -25,7 +25,10 @@ try:
 except ImportError as error:
     raise ImportError('adapters.control needs Gymnasium: pip install "model-agnostic-grpo[gym]"') from error
 
-from .distributions import (
+from .environments.episodes import Episode, EpisodeStart, episode_starts
+from .environments.pools import AsyncPool, EnvironmentPool, NativeCartPole, PoolStep, SerialPool, WorkerLost, make_pool
+from .environments.snapshots import Snapshot, Snapshotable, restore_snapshot, take_snapshot
+from .policy.distributions import (
     ActionDistribution,
     Bernoulli,
     Beta,
@@ -37,17 +40,14 @@ from .distributions import (
     SquashedGaussian,
     distribution_for,
 )
-from .episodes import Episode, EpisodeStart, episode_starts
-from .evaluation import Evaluation, evaluate_policy
-from .networks import CNNTorso, mlp_torso
-from .plots import plot_learning_curves
-from .policies import EpisodePolicy
-from .pools import AsyncPool, EnvironmentPool, NativeCartPole, PoolStep, SerialPool, WorkerLost, make_pool
-from .presets import PRESETS, ControlPreset, preset_for
-from .rewards import EnvironmentReward, StepReward, effort
-from .snapshots import Snapshot, Snapshotable, restore_snapshot, take_snapshot
-from .training import LearningCurve, train_control
-from .video import record_frames, record_video
+from .policy.episode_policy import EpisodePolicy
+from .policy.networks import CNNTorso, mlp_torso
+from .training.episode_rewards import EnvironmentReward, StepReward, effort
+from .training.evaluation import Evaluation, evaluate_policy
+from .training.plots import plot_learning_curves
+from .training.presets import PRESETS, ControlPreset, preset_for
+from .training.runs import LearningCurve, train_control
+from .training.video import record_frames, record_video
 
 __all__ = [
     "PRESETS",

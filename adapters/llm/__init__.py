@@ -24,19 +24,19 @@ except ImportError as error:
     raise ImportError('adapters.llm needs transformers: pip install "model-agnostic-grpo[llm]"') from error
 
 from .completions import Completion
-from .gsm8k import extract_answer, gsm8k_prompt, load_gsm8k
-from .gsm8k_rewards import correctness_first, hybrid_reward
-from .json_schema import JSONSchemaMatch
-from .loading import add_lora, load_model
-from .merged_weights import merged_weights
-from .policies import HFPolicy
-from .rewards import CompletionRewards
-from .samplers import SampledTokens, Sampler
-from .sampling_config import SamplingConfig
-from .token_log_probs import token_log_probs
-from .verifiers import Between, ExactMatch, OverlongPunishment, PerToken, RegexMatch, tags_pattern
-from .vllm_engine import VLLMSampler
-from .vllm_server import VLLMServerSampler
+from .model.loading import add_lora, load_model
+from .model.merged_weights import merged_weights
+from .model.token_log_probs import token_log_probs
+from .policy import HFPolicy
+from .rewards.completion_rewards import CompletionRewards
+from .rewards.gsm8k import extract_answer, gsm8k_prompt, load_gsm8k
+from .rewards.gsm8k_rewards import correctness_first, hybrid_reward
+from .rewards.json_schema import JSONSchemaMatch
+from .rewards.verifiers import Between, ExactMatch, OverlongPunishment, PerToken, RegexMatch, tags_pattern
+from .sampling.samplers import SampledTokens, Sampler
+from .sampling.sampling_config import SamplingConfig
+from .sampling.vllm_engine import VLLMSampler
+from .sampling.vllm_server import VLLMServerSampler
 
 __all__ = [
     "Between",

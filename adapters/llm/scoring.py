@@ -9,11 +9,11 @@ from torch import Tensor
 from grpo import ActionScores
 from grpo.errors import ConfigError
 
-from .causal_lm import CausalLM
-from .samplers import Sampler
-from .sampling_config import SamplingConfig
-from .shared_prompts import hidden_of_whole_rows, hidden_with_shared_prompts
-from .token_log_probs import token_log_probs
+from .model.causal_lm import CausalLM
+from .model.shared_prompts import hidden_of_whole_rows, hidden_with_shared_prompts
+from .model.token_log_probs import token_log_probs
+from .sampling.samplers import Sampler
+from .sampling.sampling_config import SamplingConfig
 
 CHECKED_PROMPTS = [[[1, 2, 3], [4]], [[5], [6]]]
 """What is continued to compare sampling with scoring: prompts that are padded; then some of a single token, as many as before,

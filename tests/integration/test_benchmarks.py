@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from adapters.llm import HFPolicy, SamplingConfig
-from adapters.llm.samplers import SampledTokens
+from adapters.llm.sampling.samplers import SampledTokens
 from adapters.tools import ToolCall, ToolCatalogue, ToolResult, ToolTask
 from adapters.tools.workbench import workbench_catalogue
 from benchmarks import _bare_llm, control_speed, llm_vs_trl, tool_speed, tools

@@ -29,7 +29,7 @@ from adapters.control import (
     record_frames,
     record_video,
 )
-from adapters.control.episodes import Episode
+from adapters.control.environments.episodes import Episode
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, WeightedRewards
 from grpo.checks import check_policy, check_reward_model
 from grpo.errors import ConfigError

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig
-from adapters.llm import policies as policies_module
+from adapters.llm import policy as policy_module
 from grpo import (
     EntropyControl,
     GRPOConfig,
@@ -150,13 +150,13 @@ def test_only_the_adapter_moves() -> None:
 
 def forwarded_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
-    inner = policies_module.HFPolicy._score
+    inner = policy_module.HFPolicy._score
 
     def counting(self: HFPolicy, prompts: Any, prompt_of_row: Any, actions: Any, **options: Any) -> Any:
         counts.append(len(actions))
         return inner(self, prompts, prompt_of_row, actions, **options)
 
-    monkeypatch.setattr(policies_module.HFPolicy, "_score", counting)
+    monkeypatch.setattr(policy_module.HFPolicy, "_score", counting)
     return counts
 
 

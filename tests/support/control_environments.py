@@ -7,8 +7,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from adapters.control.episodes import EpisodeStart
-from adapters.control.pools import EnvironmentPool, PoolStep, WorkerLost
+from adapters.control.environments.episodes import EpisodeStart
+from adapters.control.environments.pools import EnvironmentPool, PoolStep, WorkerLost
 
 UNIT = spaces.Box(-1.0, 1.0, (2,), np.float32)
 

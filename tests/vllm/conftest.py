@@ -59,7 +59,7 @@ def model(folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def engine(folder: Path) -> Any:
-    from adapters.llm.vllm_engine import VLLMSampler
+    from adapters.llm.sampling.vllm_engine import VLLMSampler
 
     before = torch.get_rng_state()
     sampler = VLLMSampler(folder, dtype="float32", enforce_eager=True, max_model_len=MAX_LENGTH)
@@ -113,7 +113,7 @@ def make_sampler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         engine = request.getfixturevalue("engine")
         return lambda: engine
     url = request.getfixturevalue("server_url")
-    from adapters.llm.vllm_server import VLLMServerSampler
+    from adapters.llm.sampling.vllm_server import VLLMServerSampler
 
     # the server keeps reading from where it was sent last: every sampler has a folder of its own
     return lambda: VLLMServerSampler(url, weights_folder=tmp_path_factory.mktemp("weights"), timeout=120)

@@ -14,9 +14,9 @@ pytest.importorskip("vllm", reason="needs an environment of its own: make test-v
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
-from adapters.llm.policies import HFPolicy
-from adapters.llm.samplers import SampledTokens
-from adapters.llm.sampling_config import SamplingConfig
+from adapters.llm.policy import HFPolicy
+from adapters.llm.sampling.samplers import SampledTokens
+from adapters.llm.sampling.sampling_config import SamplingConfig
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]  # vLLM's own warnings
@@ -234,7 +234,7 @@ def test_rows_have_seeds_of_their_own(make_sampler: Callable[[], Any], model: An
 
 
 def test_a_server_that_lost_its_weights_is_noticed(server_url: str, model: Any, tmp_path: Any) -> None:
-    from adapters.llm.vllm_server import VLLMServerSampler
+    from adapters.llm.sampling.vllm_server import VLLMServerSampler
 
     first, second = (VLLMServerSampler(server_url, weights_folder=tmp_path / name) for name in ("a", "b"))
     first.sync(model)

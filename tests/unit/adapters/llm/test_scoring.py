@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from adapters.llm import HFPolicy, SampledTokens
-from adapters.llm.causal_lm import CausalLM
-from adapters.llm.decoding import DecodingSampler
+from adapters.llm.model.causal_lm import CausalLM
+from adapters.llm.sampling.decoding import DecodingSampler
 from adapters.llm.scoring import check_sampler
 from grpo.errors import ConfigError
 from tests.support.llm_models import (

@@ -1,6 +1,5 @@
 """What scoring takes at its peak, measured block by block by the allocator, does not grow with the vocabulary."""
 
-import importlib
 from typing import Any, Literal
 
 import pytest
@@ -8,14 +7,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from adapters.llm.causal_lm import CausalLM
-from adapters.llm.shared_prompts import hidden_with_shared_prompts
-from adapters.llm.token_log_probs import token_log_probs
+from adapters.llm.model import token_log_probs as module
+from adapters.llm.model.causal_lm import CausalLM
+from adapters.llm.model.shared_prompts import hidden_with_shared_prompts
+from adapters.llm.model.token_log_probs import token_log_probs
 from benchmarks._memory import peak_extra_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
 
-module = importlib.import_module("adapters.llm.token_log_probs")  # the package has a function of its name
 
 HIDDEN, ROWS, STEPS, RANK = 16, 16, 90, 2
 

@@ -1,0 +1,1 @@
+"""The episode policy and its parts: observations, networks, action distributions, and rollouts."""

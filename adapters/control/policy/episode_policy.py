@@ -1,0 +1,452 @@
+"""A policy whose actions are whole episodes of a Gymnasium environment."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import VectorEnv
+from jaxtyping import Float, Float64, Int, Shaped
+from torch import Tensor, nn
+
+from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
+from adapters.control.environments.pools import EnvironmentPool, make_pool
+from grpo.errors import ConfigError, ContractError
+from grpo.types import ActionScores, SampledActions
+
+from .distributions import ActionDistribution, Gaussian, Kind, SquashedGaussian, distribution_for
+from .fast_forward import fast_forward
+from .networks import Activation, CNNTorso, SharedStd, linear, mlp_torso, num_outputs
+from .observations import ObservationEncoder, RunningNormalizer
+from .rollouts import Decide, Record, roll_out
+
+ActionMask: TypeAlias = Literal["info"] | Callable[[Tensor], Tensor] | None
+"""`info` reads `info["action_mask"]`. A function maps encoded observations [n, ...] to bool [n, K]."""
+
+DEFAULT_MEMBERS = 16
+
+HEAD_GAIN = 0.01
+"""Gain of the last layer. A small gain makes the initial policy nearly uniform, or its mean near 0."""
+
+
+class EpisodePolicy(nn.Module):
+    """A policy over episodes: pi(episode | start) = product over steps of pi(action | observation), with one network.
+
+    States are `EpisodeStart`s and actions are `Episode`s. A pool of environments runs all episodes of all groups together.
+    Updates use shuffled minibatches of single steps from all episodes (`SplitsSteps`).
+
+    Args:
+        environment: An id, a function that creates an environment, a Gymnasium vector environment, or a pool of `make_pool`.
+        num_members: Number of concurrent environments. More members use each forward pass better and take more memory. None
+            uses the number of a vector environment or pool, otherwise 16.
+        torso: Module from observations [n, *shape] to features [n, F]. None uses `mlp_torso` with `hidden`, or `CNNTorso` for
+            images.
+        hidden: Widths of the default torso.
+        activation: Activation of the default torso.
+        distribution: Action distribution: `gaussian` (`auto` for boxes), `squashed`, `beta`, or an `ActionDistribution`.
+        std: Standard deviation of a box's Gaussian actions: `shared` by all observations, or per `observation`.
+        initial_log_std: Initial log standard deviation. A larger value explores more.
+        critic: Whether to also predict `values` with a network like the actor's (for `credit="gae"`), or a module from
+            observations to [n, 1].
+        normalize_observations: Whether to normalise observations by running statistics. Use it if their parts differ in scale.
+        action_mask: Source of the mask of allowed categories. None allows all.
+        max_episode_steps: Maximum length of training episodes, in addition to the environment's own limit.
+        split_steps: Whether updates use single steps. False updates whole episodes and supports row-level ratios.
+        state_key_decimals: Observations that agree to this many decimals are one state for `credit="gigpo"`.
+        make: Keywords of `make_pool`: `vectorization`, and keywords of the environment.
+
+    Raises:
+        ConfigError: The environment cannot be created, a space is not supported, or settings exclude each other.
+    """
+
+    _sampled_with: Tensor
+
+    def __init__(
+        self,
+        environment: Any,
+        *,
+        num_members: int | None = None,
+        torso: nn.Module | None = None,
+        hidden: Sequence[int] = (64, 64),
+        activation: Activation = "tanh",
+        distribution: Kind | ActionDistribution = "auto",
+        std: Literal["shared", "observation"] = "shared",
+        initial_log_std: float = 0.0,
+        critic: bool | nn.Module = False,
+        normalize_observations: bool = False,
+        action_mask: ActionMask = None,
+        max_episode_steps: int | None = None,
+        split_steps: bool = True,
+        state_key_decimals: int = 3,
+        **make: Any,
+    ) -> None:
+        super().__init__()
+        if max_episode_steps is not None and max_episode_steps < 1:
+            raise ConfigError(f"EpisodePolicy: max_episode_steps must be >= 1, or None; got {max_episode_steps}.")
+        if not (action_mask is None or action_mask == "info" or callable(action_mask)):
+            raise ConfigError(
+                f"EpisodePolicy: action_mask must be 'info', a callable (encoded observations -> bool [n, K]) or None; got "
+                f"{action_mask!r}."
+            )
+        if isinstance(environment, EnvironmentPool):
+            if make or num_members not in (None, environment.num_members):
+                raise ConfigError(
+                    f"EpisodePolicy: the pool is made already, with {environment.num_members} members; "
+                    f"num_members={num_members} and {sorted(make)} would be read by nothing. Leave them out."
+                )
+            self.pool = environment
+        else:
+            default = environment.num_envs if isinstance(environment, VectorEnv) else DEFAULT_MEMBERS
+            self.pool = make_pool(
+                environment, default if num_members is None else num_members, infos=action_mask == "info", **make
+            )
+        self.encoder = ObservationEncoder(self.pool.observation_space)
+        self.distribution = (
+            distribution_for(self.pool.action_space, distribution) if isinstance(distribution, str) else distribution
+        )
+        self.action_mask = action_mask
+        self.max_episode_steps = max_episode_steps
+        self.state_key_decimals = state_key_decimals
+        self.normalizer = RunningNormalizer(self.encoder.shape) if normalize_observations else None
+        if normalize_observations and self.encoder.is_image:
+            raise ConfigError("EpisodePolicy: normalize_observations=True is not for images, which the torso scales.")
+        example = torch.zeros(1, *self.encoder.shape)
+
+        def new_torso() -> nn.Module:
+            if self.encoder.is_image:
+                return CNNTorso(self.encoder.shape)
+            return mlp_torso(self.encoder.shape[0], hidden, activation)
+
+        body = new_torso() if torso is None else torso
+        self.actor = nn.Sequential(body, self._head(num_outputs(body, example), std, initial_log_std))
+        self.critic: nn.Module | None = critic if isinstance(critic, nn.Module) else None
+        if critic is True:
+            own = new_torso() if torso is None else copy.deepcopy(torso)
+            self.critic = nn.Sequential(own, linear(num_outputs(own, example), 1, gain=1.0))
+        if self.critic is not None and num_outputs(self.critic, example) != 1:
+            raise ConfigError("EpisodePolicy: a critic must turn observations [n, *shape] into values [n, 1].")
+        self.register_buffer("_sampled_with", torch.full_like(self._fingerprint(), torch.nan))
+        if split_steps:
+            self.split_steps = self._split_steps  # an attribute: a method would be a capability in any case
+
+    def _head(self, num_features: int, std: str, initial_log_std: float) -> nn.Module:
+        num_parameters = self.distribution.num_parameters
+        if not isinstance(self.distribution, Gaussian | SquashedGaussian):
+            if std != "shared" or initial_log_std != 0.0:
+                raise ConfigError(
+                    f"EpisodePolicy: std and initial_log_std are of the Gaussian actions of one Box; got std={std!r}, "
+                    f"initial_log_std={initial_log_std} with {type(self.distribution).__name__}. Leave them out: within Dict "
+                    "and Tuple each standard deviation is of the observation, and begins at 1."
+                )
+            return linear(num_features, num_parameters, HEAD_GAIN)
+        num_actions = num_parameters // 2
+        match std:
+            case "shared":
+                return SharedStd(num_features, num_actions, gain=HEAD_GAIN, initial_log_std=initial_log_std)
+            case "observation":
+                head = linear(num_features, num_parameters, HEAD_GAIN)
+                with torch.no_grad():
+                    head.bias[num_actions:] = initial_log_std
+                return head
+            case _:
+                raise ConfigError(f"EpisodePolicy: std must be 'shared' or 'observation'; got {std!r}.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EpisodePolicy":
+        """Weights are copied, environments are shared: a copy is for scoring (a reference), or acts when the other does not."""
+        memo[id(self.pool)] = self.pool
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return twin
+
+    # Sampling
+
+    @torch.no_grad()
+    def sample_actions(self, states: Sequence[EpisodeStart], num_actions_per_state: int) -> SampledActions:
+        """Sample G episodes from each of B starts, with their scores. Seeds and noise follow torch's global generator."""
+        weights = self._fingerprint()
+        if self.normalizer is not None and not torch.equal(weights, self._sampled_with):
+            self.normalizer.begin()  # statistics change together with the weights, so the policy is constant between updates
+        self._sampled_with.copy_(weights)
+        starts = [_seeded(state) for state in states]
+        record = self.roll_out(
+            [start for start in starts for _ in range(num_actions_per_state)],
+            seed=draw_seed(),
+            max_steps=self.max_episode_steps,
+        )
+        if self.normalizer is not None:
+            self.normalizer.see(record.observations.to(self.device))
+        scores = self._score_steps(record.observations, record.actions, record.allowed, parameters=record.parameters)
+        episodes = _episodes(record, scores.log_probs.squeeze(1).cpu())
+        scores = self._as_rows(scores, episodes)
+        grouped = [episodes[i : i + num_actions_per_state] for i in range(0, len(episodes), num_actions_per_state)]
+        return SampledActions(
+            actions=grouped,
+            mask=scores.mask,
+            behaviour_log_probs=scores.log_probs,
+            scores=scores,
+            metrics=_metrics(episodes, record.num_lost),
+        )
+
+    @torch.no_grad()
+    def roll_out(
+        self,
+        starts: Sequence[EpisodeStart],
+        *,
+        seed: int,
+        max_steps: int | None = None,
+        distribution: ActionDistribution | None = None,
+    ) -> Record:
+        """One episode from each start, by the network as it is, its actions from `distribution` (None: the policy's own)."""
+        return roll_out(
+            self.pool,
+            starts,
+            decide=self._decider(),
+            distribution=distribution or self.distribution,
+            encode=self.encoder,
+            allow=self._allow,
+            seed=seed,
+            max_steps=max_steps,
+        )
+
+    def generate_actions(
+        self, states: Sequence[EpisodeStart], num_actions_per_state: int, **kwargs: Any
+    ) -> list[list[Episode]]:
+        """The episodes of `sample_actions`."""
+        return self.sample_actions(states, num_actions_per_state).actions
+
+    def predict(
+        self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
+    ) -> tuple[Any, Any]:
+        """Actions for one observation or a batch, with the signature of Stable-Baselines3's `predict`.
+
+        Args:
+            observation: An observation of the environment, or a batch of observations.
+            state: Returned unchanged. Stable-Baselines3 uses it for recurrent policies.
+            episode_start: Ignored. Stable-Baselines3 uses it for recurrent policies.
+            deterministic: Whether to return the most likely action (the mean of a Gaussian) instead of a random action.
+
+        Returns:
+            The action or batch of actions in the environment's format, and `state`.
+        """
+        batch, single = as_batch(self.pool.observation_space, observation)
+        observations = self.encoder(batch)
+        if self.action_mask == "info":
+            raise ConfigError(
+                "EpisodePolicy.predict sees no info, and action_mask='info' needs it. Pass a callable as action_mask, or use "
+                "evaluate_policy."
+            )
+        actions = self.act(observations, self._allow(observations, None), deterministic=deterministic)
+        taken = self.distribution.to_env(actions)
+        return (taken[0] if single else taken), state
+
+    @torch.no_grad()
+    def act(self, observations: Tensor, allowed: Tensor | None, *, deterministic: bool) -> Shaped[Tensor, "n *action"]:
+        """Encoded actions for encoded observations; random ones follow torch's global generator."""
+        parameters = self.decide(observations).cpu()
+        if deterministic:
+            return self.distribution.mode(parameters, allowed)
+        rng = np.random.default_rng(draw_seed())
+        noise = torch.from_numpy(self.distribution.noise(rng, len(observations)))
+        return self.distribution.sample(parameters, noise, allowed)
+
+    def decide(self, observations: Shaped[Tensor, "n *features"]) -> Float[Tensor, "n P"]:
+        """Parameters of the distribution of actions."""
+        return self.actor(self._prepared(observations))
+
+    def _decider(self) -> Decide:
+        """`decide` for one step after another: in NumPy, where network and batch are small and known to it."""
+        fast = fast_forward(self.normalizer, self.actor)
+
+        def decide(observations: Tensor) -> Tensor:
+            if fast is not None and len(observations) <= fast.max_rows:
+                return torch.from_numpy(fast(observations.numpy()))
+            return self.decide(observations).cpu()
+
+        return decide
+
+    # Scoring
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        """Scores of whole episodes [N, T], or of single steps from `split_steps` [S, 1], in one forward pass."""
+        if isinstance(actions, Tensor):
+            observations, allowed = self._unpacked(states)
+            return self._score_steps(observations, actions, allowed)
+        episodes: Sequence[Episode] = actions
+        scores = self._score_steps(*_all_steps(episodes))
+        return self._as_rows(scores, episodes)
+
+    def get_log_probabilities(self, states: Any, actions: Any) -> Float[Tensor, " N"]:
+        """log pi of whole episodes, summed over their steps."""
+        return self.score_actions(states, actions).log_probs.sum(1)
+
+    def _split_steps(self, states: Any, actions: Sequence[Episode]) -> tuple[Tensor, Tensor]:
+        """Split episodes into rows of one step: the observation (with its mask, concatenated) and the action."""
+        observations, taken, allowed = _all_steps(actions)
+        if allowed is not None:
+            observations = torch.cat([observations.flatten(1).float(), allowed.float()], dim=1)
+        return observations, taken
+
+    def _unpacked(self, steps: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What `split_steps` put side by side."""
+        if self.action_mask is None:
+            return steps, None
+        width = int(np.prod(self.encoder.shape))
+        observations = steps[:, :width].unflatten(1, self.encoder.shape)
+        return observations.to(self.encoder.dtype), steps[:, width:].bool()
+
+    def state_keys(self, states: Any, actions: Sequence[Episode]) -> Int[Tensor, "N T"]:
+        """Equal numbers for observations that agree to `state_key_decimals`."""
+        observations = torch.cat([episode.observations for episode in actions]).flatten(1)
+        rounded = (observations.double() * 10.0**self.state_key_decimals).round().long()
+        odd = np.random.default_rng(0).integers(2**62, size=rounded.shape[1], dtype=np.int64) * 2 + 1
+        return pad_to_steps((rounded * torch.from_numpy(odd)).sum(1), episode_mask(actions))  # overflow wraps: a hash
+
+    def _score_steps(
+        self, observations: Tensor, actions: Tensor, allowed: Tensor | None, parameters: Tensor | None = None
+    ) -> ActionScores:
+        """Every step a row [S, 1]."""
+        device = self.device
+        observations, actions = observations.to(device), actions.to(device)
+        allowed = None if allowed is None else allowed.to(device)
+        prepared = self._prepared(observations)
+        found = self.actor(prepared) if parameters is None else parameters.to(device)
+        log_probs = self.distribution.log_prob(found, actions, allowed)
+        entropy = self.distribution.entropy(found, allowed)
+        return ActionScores(
+            log_probs=log_probs.unsqueeze(1),
+            mask=torch.ones(len(log_probs), 1, dtype=torch.bool, device=device),
+            entropy=None if entropy is None else entropy.unsqueeze(1),
+            values=None if self.critic is None else self.critic(prepared),
+        )
+
+    def _as_rows(self, steps: ActionScores, episodes: Sequence[Episode]) -> ActionScores:
+        """[S, 1] as [N, T], and what a critic says of where episodes were cut off."""
+        mask = episode_mask(episodes, self.device)
+
+        def padded(values: Tensor | None) -> Tensor | None:
+            return None if values is None else pad_to_steps(values.squeeze(1), mask)
+
+        final_values = None
+        if self.critic is not None:
+            last = torch.stack([episode.final_observation for episode in episodes]).to(self.device)
+            cut_off = torch.tensor([not episode.terminated for episode in episodes], device=self.device)
+            final_values = torch.where(cut_off, self.critic(self._prepared(last)).squeeze(1), 0.0)
+        return ActionScores(
+            log_probs=pad_to_steps(steps.log_probs.squeeze(1), mask),
+            mask=mask,
+            entropy=padded(steps.entropy),
+            values=padded(steps.values),
+            final_values=final_values,
+        )
+
+    # Parts
+
+    def _fingerprint(self) -> Float64[Tensor, " W"]:
+        """Sums of the weights: a step of an optimizer leaves none of them as it was."""
+        return torch.stack([parameter.detach().sum(dtype=torch.float64) for parameter in self.parameters()])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._sampled_with.device
+
+    def get_parameters(self) -> dict[str, Tensor]:
+        """Those of actor and critic; and how observations are normalised, which is not trained but belongs to them."""
+        constants = {} if self.normalizer is None else {"shift": self.normalizer.shift, "scale": self.normalizer.scale}
+        return {**dict(self.named_parameters()), **{f"normalizer.{name}": value for name, value in constants.items()}}
+
+    def _prepared(self, observations: Tensor) -> Tensor:
+        observations = observations.to(self.device)
+        return observations if self.normalizer is None else self.normalizer(observations)
+
+    def _allow(self, observations: Tensor, infos: Sequence[dict[str, Any]] | None) -> Tensor | None:
+        if self.action_mask is None:
+            return None
+        if callable(self.action_mask):
+            return self.action_mask(observations)
+        if infos is None:
+            raise ConfigError(
+                "EpisodePolicy: action_mask='info' needs a pool that keeps infos: make_pool(..., infos=True)."
+            )
+        if any("action_mask" not in info for info in infos):
+            raise ContractError(
+                "EpisodePolicy: action_mask='info' needs info['action_mask'] after every reset and step, and this environment "
+                "gives none. Pass a callable (encoded observations -> bool [n, K]), or action_mask=None."
+            )
+        return torch.from_numpy(np.stack([np.asarray(info["action_mask"]) for info in infos]).astype(bool))
+
+
+def draw_seed() -> int:
+    """From torch's global generator, which the trainer seeds and checkpoints."""
+    return int(torch.randint(2**62, ()))
+
+
+def _seeded(start: EpisodeStart) -> EpisodeStart:
+    """With a seed, so that all episodes of the group begin alike."""
+    if not isinstance(start, EpisodeStart):
+        raise ContractError(
+            f"States of an EpisodePolicy are EpisodeStarts; got {type(start).__name__}. Use episode_starts()."
+        )
+    if start.seed is not None or start.snapshot is not None:
+        return start
+    return replace(start, seed=draw_seed() % 2**32)
+
+
+def _all_steps(episodes: Sequence[Episode]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Observations, actions and what was allowed, of all steps of all episodes in order."""
+    allowed = [episode.allowed for episode in episodes]
+    return (
+        torch.cat([episode.observations for episode in episodes]),
+        torch.cat([episode.actions for episode in episodes]),
+        None if allowed[0] is None else torch.cat(allowed),  # type: ignore[arg-type]
+    )
+
+
+def _episodes(record: Record, log_probs: Tensor) -> list[Episode]:
+    """The record cut into rows; views of its tensors."""
+
+    def rows(values: Tensor | None) -> Sequence[Any]:
+        return [None] * len(record.lengths) if values is None else values.split(record.lengths)
+
+    columns = map(rows, (record.observations, record.actions, record.rewards, log_probs, record.allowed))
+    return [
+        Episode(
+            observations=observations,
+            actions=actions,
+            rewards=rewards,
+            log_probs=of_actions,
+            allowed=allowed,
+            terminated=terminated,
+            truncated=not terminated,
+            final_observation=final,
+        )
+        for observations, actions, rewards, of_actions, allowed, terminated, final in zip(
+            *columns, record.terminated, record.final_observations, strict=True
+        )
+    ]
+
+
+def _metrics(episodes: Sequence[Episode], num_lost: int) -> dict[str, float]:
+    """Counts of this iteration: steps of the environments, episodes that terminated, environments that had to be replaced."""
+    return {
+        "episodes/steps": float(sum(map(len, episodes))),
+        "episodes/terminated": float(sum(episode.terminated for episode in episodes)),
+        "episodes/lost_environments": float(num_lost),
+    }
+
+
+def as_batch(space: spaces.Space, observation: Any) -> tuple[Any, bool]:
+    """An observation as a batch of one, or a batch as it is; and whether it was one."""
+    if isinstance(space, spaces.Dict):
+        parts = {name: as_batch(part, observation[name]) for name, part in space.spaces.items()}
+        return {name: batch for name, (batch, _) in parts.items()}, all(single for _, single in parts.values())
+    if isinstance(space, spaces.Tuple):
+        pairs = [as_batch(part, one) for part, one in zip(space.spaces, observation, strict=True)]
+        return tuple(batch for batch, _ in pairs), all(single for _, single in pairs)
+    values = np.asarray(observation)
+    single = values.ndim == len(space.shape or ())
+    return (values[None] if single else values), single

@@ -1,0 +1,251 @@
+"""Concurrent episodes: one batched decision per time step for all active members."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Shaped
+from numpy.typing import NDArray
+from torch import Tensor
+
+from adapters.control.environments.episodes import EpisodeStart
+from adapters.control.environments.pools import EnvironmentPool, PoolStep, WorkerLost
+from grpo.errors import ContractError
+
+from .distributions import ActionDistribution
+from .noise import StepNoise
+from .observations import ObservationEncoder
+
+LONGEST = 100_000
+"""Maximum length of any episode, for environments without their own limit."""
+
+MAX_LOSSES_IN_A_ROW = 3
+"""Maximum number of consecutive losses without a finished episode. A repeated episode is the same bit for bit."""
+
+Decide = Callable[[Shaped[Tensor, "n *features"]], Float[Tensor, "n P"]]
+"""Encoded observations -> parameters of the distribution of actions."""
+
+Allow = Callable[[Shaped[Tensor, "n *features"], Sequence[dict[str, Any]] | None], Bool[Tensor, "n K"] | None]
+"""Encoded observations, and what environments told -> the categories that are allowed; None: all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """All steps of N episodes, row by row, S in all."""
+
+    lengths: list[int]
+    """[N]"""
+    observations: Shaped[Tensor, "S *features"]
+    parameters: Float[Tensor, "S P"]
+    """Parameters of the distribution from which each action was drawn."""
+    actions: Shaped[Tensor, "S *action"]
+    rewards: Float[Tensor, " S"]
+    """float64"""
+    allowed: Bool[Tensor, "S K"] | None
+    terminated: list[bool]
+    """[N]"""
+    final_observations: list[Tensor]
+    """[N], each [*features]"""
+    num_lost: int
+    """Number of environments that died or hung. Their unfinished episodes were run again."""
+
+
+def roll_out(
+    pool: EnvironmentPool,
+    starts: Sequence[EpisodeStart],
+    *,
+    decide: Decide,
+    distribution: ActionDistribution,
+    encode: ObservationEncoder,
+    allow: Allow,
+    seed: int,
+    max_steps: int | None = None,
+) -> Record:
+    """Run one episode from each of N starts.
+
+    A member with a finished episode starts the next waiting episode, or is no longer stepped. The noise of an episode is keyed
+    by (seed, row, step), so it does not depend on the member or on other episodes. The network's sums depend on the number of
+    rows by a rounding error; with the same pool, results are equal bit for bit.
+
+    Args:
+        pool: The M environments.
+        starts: The N episode starts.
+        decide: The network.
+        distribution: Distribution of the actions.
+        encode: Converts observations to tensors.
+        allow: Mask of the allowed categories.
+        seed: Seed of the noise.
+        max_steps: Maximum length of an episode, in addition to the environment's own limit. None uses `LONGEST`.
+
+    Raises:
+        ContractError: An environment or the network returns a non-finite value, or workers are lost repeatedly.
+    """
+    running = _Running(pool, starts, distribution, seed)
+    num_lost = 0
+    observations: Tensor | None = None
+    allowed: Tensor | None = None
+    while running.unfinished:
+        try:
+            beginning = running.begin_waiting()
+            if beginning is not None:
+                begun = encode(beginning[0])
+                observations, allowed = _with(observations, begun), _with(allowed, allow(begun, beginning[1]))
+            assert observations is not None  # what is unfinished runs, or has just begun
+            parameters = decide(observations)
+            actions = distribution.sample(parameters, running.noise.of_step(running.members), allowed)
+            step = _step(pool, running.members, parameters, distribution.to_env(actions))
+        except WorkerLost as lost:
+            num_lost += len(lost.members)
+            running.start_over(lost)
+            observations, allowed = None, None
+            continue
+        following = encode(step.observations)
+        running.keep(observations, parameters, actions, step.rewards, allowed)
+        alive = running.finish(step.terminated, step.truncated, following, max_steps)
+        infos = step.infos
+        if alive is not None:  # what an environment tells at its end need not hold a mask
+            following = following[alive]
+            infos = None if infos is None else [infos[place] for place in alive.nonzero().squeeze(1).tolist()]
+        observations, allowed = (following, allow(following, infos)) if len(following) else (None, None)
+    return running.record(num_lost)
+
+
+def _with(rows: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """All rows; None: there are none, or nothing is told about them."""
+    return more if rows is None or more is None else torch.cat([rows, more])
+
+
+def _step(pool: EnvironmentPool, members: NDArray[np.int64], parameters: Tensor, actions: Any) -> PoolStep:
+    try:
+        return pool.step(members, actions)
+    except WorkerLost:
+        raise
+    except Exception:  # whatever an environment raises, it is not to blame for what it was told to do
+        _require_finite(parameters)
+        raise
+
+
+def _require_finite(parameters: Tensor) -> None:
+    if not bool(parameters.isfinite().all()):
+        raise ContractError(
+            "The policy's network gave parameters that are not finite: it has diverged. Lower the learning rate, or set "
+            "max_grad_norm."
+        )
+
+
+class _Running:
+    """Who runs what. A run is one attempt at an episode: those that a lost worker ended leave their steps behind, unread."""
+
+    def __init__(
+        self, pool: EnvironmentPool, starts: Sequence[EpisodeStart], distribution: ActionDistribution, seed: int
+    ) -> None:
+        self.pool = pool
+        self.starts = starts
+        self.noise = StepNoise(distribution, pool.num_members, seed)
+        self.waiting = deque(range(len(starts)))
+        self.free = list(range(pool.num_members))
+        self.members = np.empty(0, dtype=np.int64)  # alive, in the order of the batch: who began first comes first
+        self.runs = np.empty(0, dtype=np.int64)  # theirs
+        self.begun = np.empty(0, dtype=np.int64)  # the number of batches before their first
+        self.row_of_run: list[int] = []
+        self.ends: dict[int, tuple[int, bool, Tensor]] = {}  # row -> run, terminated, final observation
+        self.losses_in_a_row = 0
+        self.num_ended = 0  # when the last loss came
+        self.steps: list[tuple[NDArray[np.int64], Tensor, Tensor, Tensor, NDArray[np.float64], Tensor | None]] = []
+
+    @property
+    def unfinished(self) -> bool:
+        return len(self.ends) < len(self.starts)
+
+    def begin_waiting(self) -> tuple[Any, Sequence[dict[str, Any]]] | None:
+        """Free members begin what waits: their observations and infos; None: nothing begins."""
+        count = min(len(self.free), len(self.waiting))
+        if not count:
+            return None
+        members, self.free = self.free[:count], self.free[count:]
+        rows = [self.waiting.popleft() for _ in range(count)]
+        runs = range(len(self.row_of_run), len(self.row_of_run) + count)
+        self.row_of_run += rows
+        self.members = np.concatenate([self.members, members])
+        self.runs = np.concatenate([self.runs, runs])
+        self.begun = np.concatenate([self.begun, [len(self.steps)] * count])
+        for member, row in zip(members, rows, strict=True):
+            self.noise.begin(member, row)
+        return self.pool.reset(members, [self.starts[row] for row in rows])
+
+    def keep(
+        self,
+        observations: Tensor,
+        parameters: Tensor,
+        actions: Tensor,
+        rewards: NDArray[np.float64],
+        allowed: Tensor | None,
+    ) -> None:
+        self.steps.append((self.runs, observations, parameters, actions, rewards, allowed))
+
+    def finish(
+        self, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_], following: Tensor, max_steps: int | None
+    ) -> Tensor | None:
+        """Which places of the batch are still alive; None: all."""
+        limit = LONGEST if max_steps is None else max_steps
+        ended = terminated | truncated
+        if len(self.steps) - self.begun[0] >= limit:
+            ended |= len(self.steps) - self.begun >= limit
+        if not np.count_nonzero(ended):
+            return None
+        places = torch.from_numpy(ended.nonzero()[0])
+        runs, members, finals = self.runs[ended].tolist(), self.members[ended].tolist(), following[places].unbind()
+        for run, member, fell, final in zip(runs, members, terminated[ended].tolist(), finals, strict=True):
+            self.ends[self.row_of_run[run]] = (run, fell, final)
+            self.noise.end(member)
+        alive = ~ended
+        self.free += members
+        self.members, self.runs, self.begun = self.members[alive], self.runs[alive], self.begun[alive]
+        return torch.from_numpy(alive)
+
+    def start_over(self, lost: WorkerLost) -> None:
+        """The pool is new: what was not finished waits again, first.
+
+        Raises:
+            ContractError: it does not get any further.
+        """
+        self.losses_in_a_row = self.losses_in_a_row + 1 if len(self.ends) == self.num_ended else 1
+        self.num_ended = len(self.ends)
+        if self.losses_in_a_row > MAX_LOSSES_IN_A_ROW:
+            raise ContractError(
+                f"Environments were lost {self.losses_in_a_row} times without an episode's end in between; the last time, "
+                f"{lost.reason}. The same episodes fail again and again: run them with vectorization='sync', where the "
+                "environment's errors are seen as they are."
+            ) from lost
+        self.waiting.extendleft(sorted({self.row_of_run[run] for run in self.runs.tolist()}, reverse=True))
+        for member in self.members.tolist():
+            self.noise.end(member)
+        self.members, self.runs, self.begun = self.members[:0], self.runs[:0], self.begun[:0]
+        self.free = list(range(self.pool.num_members))
+
+    def record(self, num_lost: int) -> Record:
+        runs = np.concatenate([step[0] for step in self.steps])
+        row_of_run = np.array(self.row_of_run)
+        finished = np.zeros(len(row_of_run), dtype=bool)
+        finished[[run for run, _, _ in self.ends.values()]] = True
+        kept = np.flatnonzero(finished[runs])
+        rows = row_of_run[runs[kept]]
+        order = torch.from_numpy(kept[np.argsort(rows, kind="stable")])
+        allowed = [step[5] for step in self.steps]
+        parameters = torch.cat([step[2] for step in self.steps])[order]
+        _require_finite(parameters)
+        ends = [self.ends[row] for row in range(len(self.starts))]
+        return Record(
+            lengths=np.bincount(rows, minlength=len(self.starts)).tolist(),
+            observations=torch.cat([step[1] for step in self.steps])[order],
+            parameters=parameters,
+            actions=torch.cat([step[3] for step in self.steps])[order],
+            rewards=torch.from_numpy(np.concatenate([step[4] for step in self.steps]))[order],
+            allowed=None if allowed[0] is None else torch.cat(allowed)[order],  # type: ignore[arg-type]
+            terminated=[terminated for _, terminated, _ in ends],
+            final_observations=[observation for _, _, observation in ends],
+            num_lost=num_lost,
+        )

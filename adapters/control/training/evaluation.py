@@ -1,0 +1,100 @@
+"""Evaluation of a policy without noise, on episode starts that training does not use."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from adapters.control.environments.episodes import EpisodeStart
+from adapters.control.policy.distributions import ActionDistribution
+from adapters.control.policy.episode_policy import EpisodePolicy
+from adapters.control.policy.rollouts import Record
+from grpo.errors import ConfigError
+from grpo.writing import preserved_random_state
+
+EVALUATION_SEED = 2**31
+"""First seed of resets for evaluation. Training seeds are spread over all 32-bit numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Returns and lengths of E episodes."""
+
+    returns: NDArray[np.float64]
+    """Undiscounted return of each episode, [E]."""
+    lengths: NDArray[np.int64]
+    """Number of steps of each episode, [E]."""
+
+    @property
+    def mean_return(self) -> float:
+        """Over episodes."""
+        return float(self.returns.mean())
+
+    def __str__(self) -> str:
+        """Mean and standard deviation."""
+        spread, length = self.returns.std(), self.lengths.mean()
+        return f"return {self.mean_return:.1f} +- {spread:.1f} in {len(self.returns)} episodes of {length:.0f} steps"
+
+
+def evaluate_policy(
+    policy: EpisodePolicy,
+    *,
+    num_episodes: int = 20,
+    seed: int = EVALUATION_SEED,
+    deterministic: bool = True,
+    max_steps: int | None = None,
+) -> Evaluation:
+    """Run episodes from resets with seeds `seed`, `seed + 1`, ... The policy and random generators do not change.
+
+    Args:
+        policy: The policy. Do not call this while the policy samples, because both use its pool.
+        num_episodes: Number of episodes E. A larger number is more exact.
+        seed: Seed of the first reset, and of the noise.
+        deterministic: Whether to take the most likely action at each step, instead of a random one.
+        max_steps: Maximum number of steps per episode, in addition to the environment's own limit.
+    """
+    if num_episodes < 1:
+        raise ConfigError(f"evaluate_policy: num_episodes must be >= 1; got {num_episodes}.")
+    starts = [EpisodeStart(seed=seed + number) for number in range(num_episodes)]
+    if max_steps is not None and max_steps < 1:
+        raise ConfigError(f"evaluate_policy: max_steps must be >= 1, or None; got {max_steps}.")
+    with preserved_random_state():
+        record = act_out(policy, starts, seed=seed, deterministic=deterministic, max_steps=max_steps)
+    returns = [float(part.sum()) for part in record.rewards.split(record.lengths)]
+    return Evaluation(returns=np.array(returns), lengths=np.array(record.lengths))
+
+
+def act_out(
+    policy: EpisodePolicy, starts: list[EpisodeStart], *, seed: int, deterministic: bool, max_steps: int | None
+) -> Record:
+    """One episode from each start, by the policy as it is."""
+    training = {module: module.training for module in policy.modules()}
+    policy.eval()
+    try:
+        distribution = _MostLikely(policy.distribution) if deterministic else policy.distribution
+        return policy.roll_out(starts, seed=seed, max_steps=max_steps, distribution=distribution)
+    finally:
+        for module, mode in training.items():  # each as it was: someone may have frozen one
+            module.training = mode
+
+
+class _MostLikely:
+    """A distribution from which the most likely action is drawn."""
+
+    num_noise = 0
+
+    def __init__(self, distribution: ActionDistribution) -> None:
+        self._distribution = distribution
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._distribution, name)
+
+    def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
+        """None."""
+        return np.empty((num_steps, 0), dtype=np.float32)
+
+    def sample(self, parameters: Tensor, noise: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """The mode."""
+        return self._distribution.mode(parameters, allowed)

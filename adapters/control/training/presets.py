@@ -1,0 +1,156 @@
+"""Training settings of each environment."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from gymnasium import spaces
+
+from adapters.control.environments.pools import make_pool
+from adapters.control.policy.episode_policy import EpisodePolicy
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo.surrogates import Clip
+
+from .episode_rewards import EnvironmentReward
+
+ADAM_EPS = 1e-5
+"""Adam's epsilon as in PPO implementations. Parameters with tiny gradients then take small steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlPreset:
+    """Settings of one environment. All other settings have the defaults of `GRPOConfig`."""
+
+    env_id: str
+    total_steps: int
+    """Environment steps of a whole run, without evaluations."""
+    threshold: float | None
+    """Mean return (20 episodes, most likely actions) that counts as learned. None if no threshold is defined."""
+    gamma: float
+    """Discount factor. A smaller discount looks less far ahead and has less variance, which matters without a critic."""
+    num_groups: int = 2
+    """Episode starts per iteration. A larger number averages over more starts and updates less often."""
+    group_size: int = 8
+    """Episodes per start. A larger number has a better baseline and updates less often."""
+    batch_size: int = 256
+    """Number of steps per update."""
+    num_epochs: int = 4
+    """Passes over an iteration's steps. More passes learn more from each step, until clipping stops the updates."""
+    learning_rate: float = 1e-3
+    """Learning rate of Adam."""
+    clip: float = 0.2
+    """Clip range of the ratio on both sides."""
+    entropy_coef: float = 0.0
+    """Entropy coefficient. A larger value explores longer."""
+    initial_log_std: float = 0.0
+    """Initial log standard deviation of Gaussian actions. A smaller value explores less."""
+    normalize_observations: bool = False
+    """Whether observations are normalised. Use it if their parts differ in scale."""
+    max_episode_steps: int | None = None
+    """Maximum length of training episodes. A smaller limit updates more often and sees fewer late steps."""
+    evaluate_every: int = 10_000
+    """Steps between evaluations."""
+
+    def make_policy(self, **options: Any) -> EpisodePolicy:
+        """Create a policy with its own environments. Initial weights follow torch's global generator."""
+        settings: dict[str, Any] = {
+            "num_members": self.num_groups * self.group_size,
+            "initial_log_std": self.initial_log_std,
+            "normalize_observations": self.normalize_observations,
+            "max_episode_steps": self.max_episode_steps,
+        }
+        return EpisodePolicy(self.env_id, **settings | options)
+
+    def make_config(self, seed: int | None = None) -> GRPOConfig:
+        """The trainer's settings."""
+        return GRPOConfig(
+            group_size=self.group_size,
+            batch_size=self.batch_size,
+            num_epochs_per_update=self.num_epochs,
+            learning_rate=self.learning_rate,
+            max_grad_norm=0.5,
+            seed=seed,
+            advantage=AdvantageConfig(gamma=self.gamma, scale="batch"),
+            objective=ObjectiveConfig(
+                surrogate=Clip(low=self.clip, high=self.clip),
+                entropy_coef=self.entropy_coef,
+                aggregation="step_mean",
+            ),
+        )
+
+    def make_trainer(
+        self, policy: EpisodePolicy, *, seed: int | None = None, reward_model: Any = None, **options: Any
+    ) -> GRPOTrainer:
+        """A trainer with Adam.
+
+        Args:
+            policy: what `make_policy` made.
+            seed: of the trainer.
+            reward_model: None: the environment's own rewards, per step.
+            options: of `GRPOTrainer`.
+        """
+        return GRPOTrainer(
+            config=self.make_config(seed),
+            policy=policy,
+            reward_model=EnvironmentReward() if reward_model is None else reward_model,
+            optimizer=torch.optim.Adam(policy.parameters(), lr=self.learning_rate, eps=ADAM_EPS, fused=True),
+            **options,
+        )
+
+
+_MUJOCO = ControlPreset(
+    env_id="",
+    total_steps=500_000,
+    threshold=None,
+    gamma=0.99,
+    batch_size=512,
+    num_epochs=10,
+    learning_rate=3e-4,
+    normalize_observations=True,
+    evaluate_every=50_000,
+)
+
+PRESETS = {
+    preset.env_id: preset
+    for preset in (
+        ControlPreset(
+            env_id="CartPole-v1",
+            total_steps=30_000,
+            threshold=475.0,
+            gamma=0.99,
+            num_groups=1,
+            normalize_observations=True,
+            evaluate_every=2_000,
+        ),
+        ControlPreset(env_id="Acrobot-v1", total_steps=120_000, threshold=-100.0, gamma=0.99),
+        ControlPreset(env_id="Pendulum-v1", total_steps=250_000, threshold=-200.0, gamma=0.97, num_epochs=10),
+        replace(
+            _MUJOCO,
+            env_id="Reacher-v5",
+            total_steps=300_000,
+            threshold=-5.5,
+            gamma=0.9,
+            num_groups=4,
+            initial_log_std=-1.0,
+        ),
+        replace(_MUJOCO, env_id="HalfCheetah-v5", threshold=1300.0, gamma=0.9, num_groups=1, max_episode_steps=250),
+        replace(
+            _MUJOCO, env_id="Hopper-v5", threshold=1500.0, gamma=0.995, num_groups=1, group_size=16, learning_rate=6e-4
+        ),
+    )
+}
+"""By environment id."""
+
+
+def preset_for(env_id: str) -> ControlPreset:
+    """The preset of an environment, or a starting point for one that has none: that of the robots for actions in a box.
+
+    Raises:
+        ConfigError: an environment that cannot be made.
+    """
+    if env_id in PRESETS:
+        return PRESETS[env_id]
+    pool = make_pool(env_id, 1)
+    base = _MUJOCO if isinstance(pool.action_space, spaces.Box) else PRESETS["Acrobot-v1"]
+    pool.close()
+    return replace(base, env_id=env_id, total_steps=500_000, threshold=None, evaluate_every=25_000)

@@ -1,0 +1,95 @@
+"""Videos of a policy. Requires a renderer: `pip install "model-agnostic-grpo[robots]"`; without a screen set MUJOCO_GL=egl."""
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from adapters.control.policy.episode_policy import EpisodePolicy
+from grpo.errors import ConfigError
+
+Frame = NDArray[np.uint8]
+"""[height, width, 3]"""
+
+
+def record_video(policy: EpisodePolicy, environment: Any, folder: str | Path, *, seed: int = 0, **make: Any) -> Path:
+    """Record one episode of the most likely actions as an MP4, with Gymnasium's `RecordVideo`.
+
+    Args:
+        policy: acts by `predict`.
+        environment: an id or a spec; a new environment is made of it.
+        folder: where the film is written; it is made.
+        seed: of the reset.
+        make: keywords of `gymnasium.make`.
+
+    Raises:
+        ConfigError: nothing can be rendered here.
+    """
+    env = gym.wrappers.RecordVideo(
+        _renderable(environment, make), str(folder), name_prefix="episode", disable_logger=True
+    )
+    with closing(env):
+        for _ in _frames(policy, env, seed, None):
+            pass
+    return Path(folder) / "episode-episode-0.mp4"
+
+
+def record_frames(
+    policy: EpisodePolicy, environment: Any, *, seed: int = 0, every: int = 1, num_frames: int = 100, **make: Any
+) -> list[Frame]:
+    """Record frames of consecutive episodes with the most likely actions, up to a number of frames.
+
+    Args:
+        policy: acts by `predict`.
+        environment: an id or a spec; a new environment is made of it.
+        seed: of the first reset; the next episodes' follow.
+        every: steps between pictures.
+        num_frames: how many.
+        make: keywords of `gymnasium.make`.
+
+    Raises:
+        ConfigError: nothing can be rendered here, or `every` or `num_frames` is below 1.
+    """
+    if every < 1 or num_frames < 1:
+        raise ConfigError(f"record_frames: every and num_frames must be >= 1; got {every}, {num_frames}.")
+    frames: list[Frame] = []
+    with closing(_renderable(environment, make)) as env:
+        while len(frames) < num_frames:
+            frames += islice(_frames(policy, env, seed, every), num_frames - len(frames))
+            seed += 1
+    return frames
+
+
+def _frames(policy: EpisodePolicy, env: gym.Env, seed: int, every: int | None) -> Iterator[Any]:
+    """An episode, with a picture before every so many steps; None: without pictures."""
+    observation, _ = env.reset(seed=seed)
+    for step in count():
+        if every is not None and step % every == 0:
+            yield env.render()
+        action, _ = policy.predict(observation, deterministic=True)
+        observation, _, terminated, truncated, _ = env.step(action)
+        if terminated or truncated:
+            return
+
+
+def _renderable(environment: Any, make: dict[str, Any]) -> gym.Env:
+    """A new environment that has shown that it can be rendered."""
+    if not os.environ.get("DISPLAY"):
+        os.environ.setdefault("MUJOCO_GL", "egl")  # read when mujoco is first imported: no window is needed
+        os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    try:
+        env = gym.make(environment, render_mode="rgb_array", **make)
+        env.reset(seed=0)
+        env.render()
+    except Exception as error:  # a renderer fails in as many ways as there are drivers; the cause is chained
+        raise ConfigError(
+            f"{environment} cannot be rendered here: {error}. Without a screen, MuJoCo needs EGL (MUJOCO_GL=egl, from the "
+            "Mesa packages of the system), set before mujoco is first imported; other environments need pygame."
+        ) from error
+    return env

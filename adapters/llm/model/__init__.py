@@ -1,0 +1,1 @@
+"""Hugging Face causal language models: loading, hidden states of completions, log-probs, and merged weights."""

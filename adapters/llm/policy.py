@@ -1,0 +1,388 @@
+"""A Hugging Face causal language model as a policy."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from grpo import ActionScores, SampledActions
+from grpo.errors import ConfigError, ContractError
+
+from .completions import Completion, completion_mask, padded
+from .micro_batches import plan_by_tokens
+from .model.causal_lm import CausalLM
+from .model.loading import keep_differentiable, load_model, save_model
+from .prompts import PromptEncoder, PromptState
+from .sampling.decoding import DecodingSampler
+from .sampling.samplers import SampledTokens, Sampler
+from .sampling.sampling_config import SamplingConfig
+from .scoring import check_sampler, score_tokens
+
+
+class HFPolicy:
+    """A policy of any Hugging Face causal language model: prompts are states, `Completion`s are actions, tokens are steps.
+
+    Sampling draws one number per row from torch's global generator, which seeds all random numbers of the row. A row does not
+    depend on its batch, and it follows `GRPOConfig.seed` and exact resume.
+
+    Scoring uses the sampled token ids; text is never tokenized again. A prompt is computed once for all its completions,
+    forward and backward, and logits are computed in blocks; see `shared_prompts` and `token_log_probs`.
+
+    The policy trains the parameters that require a gradient. Freeze the others, or adapt the model with LoRA
+    (`HFPolicy.from_pretrained(..., lora=...)`).
+
+    Args:
+        model: A `PreTrainedModel` with an output head, or a PEFT model around one.
+        tokenizer: The model's tokenizer. It needs no padding token, because masks are made from lengths.
+        sampling: Sampling settings. The temperature also applies to scoring.
+        sampler: "decoding" for the loop of this package, "generate" for transformers' loop, or another engine with its own
+            weights (`VLLMSampler`).
+        reference_model: A frozen model with the same tokenizer, for a KL term. LoRA needs none.
+        prompt_column: Column with the prompt, for states that are rows of a data set.
+        end_token_ids: Tokens that end a completion. None uses the tokenizer's and the model's generation config.
+        exact_entropy: Whether scores include the entropy of every step. It costs one more pass over the logits.
+        mask_truncated: Whether completions that reached `max_new_tokens` are excluded from the loss (DAPO, arXiv:2503.14476).
+        max_tokens_per_forward: Maximum number of positions per forward pass in scoring and training, padding and prompts
+            included, and of shared prompts in decoding. A larger number is faster on a GPU and uses more memory.
+        max_rows_per_decode: Maximum number of rows decoded together. None decodes all.
+        chat_template_options: Options of the chat template, for prompts that are chat messages.
+
+    Raises:
+        ConfigError: A setting is invalid, or the model's sampling and scoring disagree.
+        ContractError: The model is not a decoder-only language model.
+
+    Example:
+        Teach a model from rewards::
+
+            policy = HFPolicy(model, tokenizer, sampling=SamplingConfig(max_new_tokens=64))
+            trainer = GRPOTrainer(config=GRPOConfig(group_size=8, learning_rate=1e-5), policy=policy, reward_model=...)
+            trainer.train(prompts, num_iterations=100)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        sampling: SamplingConfig | None = None,
+        sampler: Sampler | Literal["decoding", "generate"] = "decoding",
+        reference_model: Any = None,
+        prompt_column: str = "prompt",
+        end_token_ids: Sequence[int] | int | None = None,
+        exact_entropy: bool = False,
+        mask_truncated: bool = False,
+        max_tokens_per_forward: int = 16_384,
+        max_rows_per_decode: int | None = None,
+        chat_template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.sampling = sampling or SamplingConfig()
+        if self.sampling.temperature == 0:
+            raise ConfigError(
+                "HFPolicy: sampling.temperature must be above 0: a group of equal completions teaches nothing. For evaluation, "
+                "call generate_actions(states, 1, temperature=0)."
+            )
+        limits = {"max_tokens_per_forward": max_tokens_per_forward, "max_rows_per_decode": max_rows_per_decode}
+        for name, limit in limits.items():
+            if limit is not None and limit < 1:
+                raise ConfigError(f"HFPolicy: {name} must be at least 1; got {limit}.")
+        keep_differentiable(model)
+        self._lm = CausalLM(model)
+        self._lm.check_head()
+        self._reference = None if reference_model is None else CausalLM(reference_model.requires_grad_(False).eval())
+        if self._reference is not None:
+            self._reference.check_head()
+        if self._reference is not None or hasattr(model, "disable_adapter"):
+            # an attribute and no method: a policy without a reference must not look as if it could score one
+            self.reference_log_probabilities = self._reference_log_probabilities
+        if any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
+            logging.getLogger("grpo").warning(
+                "HFPolicy: weights of half precision are trained, where small updates are lost to rounding (and float16 may "
+                "overflow in the optimizer). Load the model with dtype=torch.float32 and set "
+                "GRPOConfig(autocast_dtype='bfloat16'), or train LoRA."
+            )
+        self._encode = PromptEncoder(tokenizer, prompt_column, chat_template_options or {})
+        self._end_token_ids = _end_token_ids(tokenizer, self._lm, end_token_ids, self.sampling)
+        self._exact_entropy = exact_entropy
+        self._mask_truncated = mask_truncated
+        self._max_tokens_per_forward = max_tokens_per_forward
+        if isinstance(sampler, str) and sampler not in ("decoding", "generate"):
+            raise ConfigError(
+                f"HFPolicy: sampler must be 'decoding', 'generate' or a Sampler, such as VLLMSampler(...); got {sampler!r}."
+            )
+        own = DecodingSampler(
+            self._lm,
+            tokenizer,
+            with_entropy=exact_entropy,
+            max_rows=max_rows_per_decode,
+            max_tokens_per_forward=max_tokens_per_forward,
+            loop="generate" if sampler == "generate" else "own",
+        )
+        self._sampler = own if isinstance(sampler, str) else sampler
+        if self._sampler is own:
+            check_sampler(self._lm, own)
+        self._has_told = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_folder: str | Path,
+        *,
+        dtype: torch.dtype | Literal["auto"] = "auto",
+        attention: str | None = None,
+        lora: Any = None,
+        load_in_4bit: bool = False,
+        load_in_8bit: bool = False,
+        revision: str | None = None,
+        device: torch.device | str | None = None,
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> "HFPolicy":
+        """A policy of a model on the hub or in a local folder; see `load_model` for its arguments.
+
+        Args:
+            options: Options of `HFPolicy`.
+
+        Example:
+            A 4-bit model that trains an adapter::
+
+                policy = HFPolicy.from_pretrained("Qwen/Qwen3-0.6B", lora=True, load_in_4bit=True)
+        """
+        model, tokenizer = load_model(
+            name_or_folder,
+            dtype=dtype,
+            attention=attention,
+            lora=lora,
+            load_in_4bit=load_in_4bit,
+            load_in_8bit=load_in_8bit,
+            revision=revision,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
+        return cls(model, tokenizer, **options)
+
+    def save_pretrained(self, folder: str | Path, *, merge: bool = False) -> None:
+        """Write model (or adapter) and tokenizer in Hugging Face's format; `from_pretrained` reads it.
+
+        Args:
+            folder: made where it is not there.
+            merge: write the whole model with its adapter merged.
+        """
+        save_model(self.model, self.tokenizer, folder, merge=merge)
+
+    def generate_actions(
+        self, states: Sequence[PromptState], num_actions_per_state: int, **sampling: Any
+    ) -> list[list[Completion]]:
+        """`num_actions_per_state` completions of each prompt.
+
+        Args:
+            states: B prompts.
+            num_actions_per_state: G.
+            sampling: settings of `SamplingConfig` that hold for this call, `temperature=0` for instance.
+
+        Raises:
+            ConfigError: a setting that there is not, or a value that it cannot have.
+        """
+        config = SamplingConfig.from_dict(self.sampling.to_dict() | sampling)
+        completions, _ = self._sample(states, num_actions_per_state, config)
+        return _grouped(completions, num_actions_per_state)
+
+    def sample_actions(self, states: Sequence[PromptState], num_actions_per_state: int) -> SampledActions:
+        """Completions with the log-probs they were drawn with, and, in float32, the scores."""
+        completions, sampled = self._sample(states, num_actions_per_state, self.sampling)
+        mask = completion_mask(completions, mask_truncated=self._mask_truncated).to(self._lm.device)
+        width = mask.shape[1]
+
+        def beside(values: Sequence[Sequence[float]]) -> Tensor:
+            return padded(values, width).to(mask.device)
+
+        behaviour = beside(sampled.behaviour_log_probs)
+        scores = None
+        # below float32, decoding and scoring round differently: the policy is then scored where that is needed
+        if sampled.policy_log_probs is not None and self._lm.computes_in_float32:
+            scores = ActionScores(
+                log_probs=behaviour
+                if sampled.policy_log_probs is sampled.behaviour_log_probs
+                else beside(sampled.policy_log_probs),
+                mask=mask,
+                entropy=None if sampled.entropies is None else beside(sampled.entropies),
+            )
+        num_tokens = sum(len(completion) for completion in completions)
+        return SampledActions(
+            actions=_grouped(completions, num_actions_per_state),
+            mask=mask,
+            behaviour_log_probs=behaviour,
+            scores=scores,
+            metrics={
+                "completions/tokens": float(num_tokens),
+                "completions/truncated": float(sum(completion.is_truncated for completion in completions)),
+            },
+        )
+
+    def score_groups(self, states: Sequence[PromptState], actions: Sequence[Sequence[Completion]]) -> ActionScores:
+        """Scores of all completions, group by group."""
+        rows = [prompt for prompt, group in zip(self._encode(states), actions, strict=True) for _ in group]
+        completions = [completion for group in actions for completion in group]
+        return self._score(*_distinct(rows), completions, with_entropy=self._exact_entropy)
+
+    def score_actions(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> ActionScores:
+        """Scores of N rows; equal prompts are computed once wherever they stand."""
+        return self._score(*_distinct(self._encode(states)), actions, with_entropy=self._exact_entropy)
+
+    def get_log_probabilities(
+        self, states: Sequence[PromptState], actions: Sequence[Completion]
+    ) -> Float[Tensor, " N"]:
+        """log pi(completion | prompt): the sum over its tokens."""
+        return self._score(*_distinct(self._encode(states)), actions).log_probs.sum(1)  # 0 off the mask
+
+    @torch.no_grad()
+    def _reference_log_probabilities(
+        self, states: Sequence[PromptState], actions: Sequence[Completion]
+    ) -> Float[Tensor, "N T"]:
+        """The same tokens under the frozen reference model, or under the model with its adapter switched off."""
+        rows = _distinct(self._encode(states))
+        if self._reference is not None:
+            return self._score(*rows, actions, lm=self._reference).log_probs
+        with self._lm.without_adapter():
+            return self._score(*rows, actions).log_probs
+
+    def plan_micro_batches(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> list[Sequence[int]]:
+        """Rows of each forward pass, within `max_tokens_per_forward` and with minimal padding."""
+        prompts, prompt_of_row = _distinct(self._encode(states))
+        return plan_by_tokens(
+            [len(prompt) for prompt in prompts],
+            prompt_of_row.tolist(),
+            [len(tokens) for tokens in self._scored_tokens(actions)],
+            self._max_tokens_per_forward,
+            shares_prompts=self._shares_prompts,
+        )
+
+    def sync_sampler(self) -> None:
+        """Send the weights to the sampler, if it has its own copy."""
+        self._sampler.sync(self.model)
+
+    def get_parameters(self) -> dict[str, Tensor]:
+        """The parameters that are trained, by name."""
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def train(self) -> "HFPolicy":
+        """Dropout on, if the model has any."""
+        self.model.train()
+        return self
+
+    def eval(self) -> "HFPolicy":
+        """Dropout off."""
+        self.model.eval()
+        return self
+
+    def to(self, device: torch.device | str) -> "HFPolicy":
+        """Move the model."""
+        self.model.to(device)
+        if self._reference is not None:
+            self._reference.model.to(device)
+        return self
+
+    @property
+    def _shares_prompts(self) -> bool:
+        if not self._lm.shares_prompts or not self._lm.checkpoints_gradients:
+            return self._lm.shares_prompts
+        if not self._has_told:
+            self._has_told = True
+            logging.getLogger("grpo").warning(
+                "HFPolicy: with gradient checkpointing, layers keep no keys and values, so each row computes its prompt again. "
+                "Without it, a prompt is computed once per group. (Said once.)"
+            )
+        return False
+
+    def _sample(
+        self, states: Sequence[PromptState], size: int, config: SamplingConfig
+    ) -> tuple[list[Completion], SampledTokens]:
+        if len(states) == 0:
+            raise ContractError("No states to act in: pass at least one prompt.")
+        prompts = self._encode(states)
+        lengths = [len(prompt) + config.max_new_tokens for prompt in prompts]
+        self._require_room(lengths, f"prompts with sampling.max_new_tokens={config.max_new_tokens}")
+        seeds = torch.randint(2**62, (len(prompts) * size,)).tolist()
+        sampled = self._sampler.sample(prompts, size, config, end_token_ids=self._end_token_ids, seeds=seeds)
+        texts = self.tokenizer.batch_decode(sampled.token_ids, skip_special_tokens=True)
+        completions = [
+            Completion(
+                token_ids=tuple(token_ids), text=text, finish_reason=reason, behaviour_log_probs=tuple(log_probs)
+            )
+            for token_ids, text, reason, log_probs in zip(
+                sampled.token_ids, texts, sampled.finish_reasons, sampled.behaviour_log_probs, strict=True
+            )
+        ]
+        return completions, sampled
+
+    def _require_room(self, lengths: Sequence[int], whose: str) -> None:
+        limit = self._lm.max_positions
+        long = [] if limit is None else [row for row, length in enumerate(lengths) if length > limit]
+        if long:
+            raise ContractError(
+                f"HFPolicy: {whose} must fit into the model's {limit} positions; those at {long[:8]}"
+                f"{' ...' if len(long) > 8 else ''} need {[lengths[row] for row in long[:8]]}. Shorten the prompts or leave "
+                "them out, or lower max_new_tokens."
+            )
+
+    def _scored_tokens(self, actions: Sequence[Completion]) -> list[tuple[int, ...]]:
+        """Tokens that carry loss: of a completion whose tokens are all masked, none, and none is forwarded."""
+        return [() if self._mask_truncated and action.is_truncated else action.token_ids for action in actions]
+
+    def _score(
+        self,
+        prompts: Sequence[Sequence[int]],
+        prompt_of_row: Int[Tensor, " N"],
+        actions: Sequence[Completion],
+        *,
+        lm: CausalLM | None = None,
+        with_entropy: bool = False,
+    ) -> ActionScores:
+        lm = lm or self._lm
+        lengths = [len(prompts[prompt]) + len(c) for prompt, c in zip(prompt_of_row.tolist(), actions, strict=True)]
+        self._require_room(lengths, "prompts with their completions")
+        mask = completion_mask(actions, mask_truncated=self._mask_truncated)
+        width = mask.shape[1]
+        padding = [[*tokens, *[0] * (width - len(tokens))] for tokens in self._scored_tokens(actions)]
+        return score_tokens(
+            lm,
+            prompts,
+            prompt_of_row,
+            torch.tensor(padding, dtype=torch.int64).view(mask.shape),
+            mask,
+            temperature=self.sampling.scoring_temperature,
+            with_entropy=with_entropy,
+            shares_prompts=self._shares_prompts if lm is self._lm else lm.shares_prompts,
+        )
+
+
+def _distinct(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], Int[Tensor, " N"]]:
+    """The different prompts, and which of them each row has."""
+    known: dict[tuple[int, ...], int] = {}
+    prompt_of_row = [known.setdefault(tuple(prompt), len(known)) for prompt in prompts]
+    return [list(prompt) for prompt in known], torch.tensor(prompt_of_row)
+
+
+def _grouped(completions: list[Completion], size: int) -> list[list[Completion]]:
+    return [completions[begin : begin + size] for begin in range(0, len(completions), size)]
+
+
+def _end_token_ids(
+    tokenizer: Any, lm: CausalLM, given: Sequence[int] | int | None, sampling: SamplingConfig
+) -> list[int]:
+    if given is not None:
+        return [given] if isinstance(given, int) else list(given)
+    configured = getattr(lm.plain.generation_config, "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
+    found = sorted({token for token in [tokenizer.eos_token_id, *listed] if token is not None})
+    if not found and not sampling.stop:
+        raise ConfigError(
+            "HFPolicy: neither the tokenizer nor the model's generation config has an end-of-sequence token, so no completion "
+            "could end before max_new_tokens. Pass end_token_ids=[...], or end_token_ids=[] if that is meant."
+        )
+    return found

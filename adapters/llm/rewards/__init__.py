@@ -1,0 +1,1 @@
+"""Rewards of completions: reward functions, verifiers, and GSM8K."""

@@ -1,0 +1,117 @@
+"""Rewards for GSM8K: `correctness_first`, and `hybrid_reward` for comparison.
+
+Both require rows with the column `answer`, as `load_gsm8k` returns them::
+
+    GRPOTrainer(config=config, policy=policy, reward_model=correctness_first())
+"""
+
+import re
+from decimal import Decimal
+
+from grpo.errors import RewardError
+
+from .completion_rewards import CompletionRewards
+from .gsm8k import BOXED, MARKED, NUMBER, STATED, extract_answer
+
+SIGNS_OF_MATHEMATICS = ("+", "-", "*", "/", "=", "total", "each", "times", "sum", "left")
+STEP_WORD = re.compile(r"(?i:\b(?:step|first|second|then|next|finally|therefore)\b)")
+EQUATION = re.compile(
+    r"[0-9)%][^\S\n]{0,3}[-+*/x\u00d7\u00f7\u2212][^\S\n]{0,3}[($\u20ac\u00a3]?[0-9][0-9.,]{0,30}[^\S\n]{0,3}="
+)
+
+
+def correctness_first() -> CompletionRewards:
+    """The recommended reward: a right answer beats a wrong answer, and a wrong answer beats no answer, for any text.
+
+    Weights: correct 1, answered 0.1, marked 0.1 (the answer follows `####`). Each part is 0 or 1 before weighting, so
+    `rewards/correct/mean` is the accuracy. A right answer gets at least 1.1, a wrong answer 0.1 or 0.2, no answer 0.
+
+    Example:
+        >>> from adapters.llm.completions import Completion
+        >>> three = [Completion(token_ids=(7,), text=text, finish_reason="end") for text in ("so 6", "#### 5", "hm")]
+        >>> correctness_first().compute_rewards([{"prompt": "2 * 3", "answer": "#### 6"}] * 3, three).tolist()
+        [1.1, 0.2, 0.0]
+    """
+    return CompletionRewards(
+        {"correct": correct, "answered": answered, "marked": marked},
+        weights={"correct": 1.0, "answered": 0.1, "marked": 0.1},
+    )
+
+
+def hybrid_reward() -> CompletionRewards:
+    """A sum of signs of a good solution, for comparison only: no answer (0.3) gets more than a wrong answer (0.2).
+
+    correctness: right 0.6, wrong 0.2, no answer 0.3; length: 0.2 for more than 50 characters; mathematics: 0.1 for each of
+    several operators and words, up to 0.5; steps: 0.3 for a word such as "then"; format: 0.15 for `#### n`, else 0.1 for
+    another form of answer; number: 0.1 for any; equation: 0.1 for one like `2 * 3 = 6`.
+    """
+    return CompletionRewards(
+        {
+            "correctness": _correctness,
+            "length": _length,
+            "mathematics": _mathematics,
+            "steps": _steps,
+            "format": _format,
+            "number": _number,
+            "equation": _equation,
+        }
+    )
+
+
+def correct(completion: str, answer: str) -> float:
+    """1 if the completion's number equals the solution's number, else 0."""
+    return float(extract_answer(completion) == _truth(answer))
+
+
+def answered(completion: str) -> float:
+    """1 if the completion has a number that can be read as the answer, else 0."""
+    return float(extract_answer(completion) is not None)
+
+
+def marked(completion: str) -> float:
+    """1 if the answer follows `####`, else 0."""
+    return float(MARKED.search(completion) is not None)
+
+
+def _truth(answer: str) -> Decimal:
+    """The solution's number.
+
+    Raises:
+        RewardError: it has none.
+    """
+    number = extract_answer(answer)
+    if number is None:
+        raise RewardError(f"The column 'answer' must hold a number, as in '#### 72'; got {answer!r}.")
+    return number
+
+
+def _correctness(completion: str, answer: str) -> float:
+    found, truth = extract_answer(completion), _truth(answer)
+    return 0.3 if found is None else 0.6 if found == truth else 0.2
+
+
+def _length(completion: str) -> float:
+    return 0.2 if len(completion.strip()) > 50 else 0.0
+
+
+def _mathematics(completion: str) -> float:
+    text = completion.lower()
+    return min(sum(sign in text for sign in SIGNS_OF_MATHEMATICS), 5) / 10
+
+
+def _steps(completion: str) -> float:
+    return 0.3 if STEP_WORD.search(completion) else 0.0
+
+
+def _format(completion: str) -> float:
+    if MARKED.search(completion):
+        return 0.15
+    return 0.1 if BOXED.search(completion) or STATED.search(completion) else 0.0
+
+
+def _number(completion: str) -> float:
+    return 0.1 if NUMBER.search(completion) else 0.0
+
+
+def _equation(completion: str) -> float:
+    return 0.1 if EQUATION.search(completion) else 0.0

@@ -1,0 +1,225 @@
+r"""Verifiers: reward functions of one completion, for `CompletionRewards`.
+
+    rewards = {
+        "format": RegexMatch(pattern=tags_pattern("think", "answer"), how="full"),
+        "right": ExactMatch(column="answer", extract=Between(start="<answer>", end="</answer>")),
+        "length": OverlongPunishment(max_tokens=512, cache_tokens=128),
+    }
+    GRPOTrainer(..., reward_model=CompletionRewards(rewards, weights={"format": 0.1, "right": 1.0, "length": 0.5}))
+
+If a row's column is None, a verifier returns None ("does not apply"). No verifier executes or evaluates a model's output.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+from adapters.llm.completions import Completion
+from grpo.errors import ConfigError, RewardError
+from grpo.writing import Settings, describe, setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Between(Settings):
+    """The text between the last pair of two marks. None if the marks do not occur. For `extract=`.
+
+    Example:
+        >>> Between(start="<answer>", end="</answer>")("<answer>1</answer> no: <answer> 2 </answer>")
+        ' 2 '
+    """
+
+    start: str
+    """Mark before the text."""
+    end: str
+    """Mark after the text."""
+
+    def __call__(self, text: str) -> str | None:
+        """The part of the text."""
+        before_end, end, _ = text.rpartition(self.end)
+        _, start, part = before_end.rpartition(self.start)
+        return part if start and end else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactMatch(Settings):
+    """1 if the completion equals a column of its row, else 0.
+
+    Example:
+        >>> ExactMatch(ignore_case=True)("  New\\n York", {"answer": "new york"})
+        1.0
+    """
+
+    column: str = "answer"
+    """Column with the right answer. Numbers are compared as text."""
+    extract: Callable | None = None
+    """Maps the text to the part to compare, or to None for reward 0. If `extract` is None, the whole text is compared."""
+    ignore_case: bool = False
+    """Whether to ignore upper and lower case."""
+    ignore_spacing: bool = True
+    """Whether to ignore surrounding whitespace, and to treat each run of whitespace as one space."""
+
+    def __call__(self, completion: str, state: object) -> float | None:
+        """Compare the completion with its row's column."""
+        expected = _expected(state, self.column, self)
+        if expected is None:
+            return None
+        found = completion if self.extract is None else self.extract(completion)
+        return float(found is not None and self._normalised(found) == self._normalised(expected))
+
+    def _normalised(self, text: str) -> str:
+        text = " ".join(text.split()) if self.ignore_spacing else text
+        return text.casefold() if self.ignore_case else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegexMatch(Settings):
+    r"""1 where a regular expression matches, else 0; with a column, where it matches and has captured what the column says.
+
+    Python's expressions backtrack: one with repetition inside repetition, like `(a+)+$`, takes time exponential in the
+    text's length on text that almost matches, and nothing can stop it. Write each repetition so that what follows it cannot
+    be part of it (`[^<]*<`, not `.*<`), and let `max_chars` bound what is only quadratic.
+
+    Example:
+        >>> RegexMatch(pattern=r"#### (-?\d+)", column="answer")("#### 3, no: #### 4", {"answer": 4})
+        1.0
+    """
+
+    pattern: str
+    """Regular expression in the syntax of `re`. Write flags inside the pattern: `(?is)`."""
+    how: Literal["search", "full"] = "search"
+    """Whether the pattern matches anywhere (the last match counts), or the whole text."""
+    column: str | None = None
+    """The column that a captured group has to equal, space around it left out; None: a match is enough."""
+    group: str | int = 1
+    """The captured group to compare with `column`."""
+    max_chars: int = setting(50_000, at_least=1)
+    """Maximum number of characters to search, counted from the end. Longer texts never match as a whole."""
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: naming the field.
+        """
+        super(RegexMatch, self).__post_init__()  # slots=True makes another class, which super() does not know
+        try:
+            groups = re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(f"RegexMatch.pattern={self.pattern!r} is no regular expression: {error}.") from error
+        if self.column is not None and self.group not in {*range(groups.groups + 1), *groups.groupindex}:
+            raise ConfigError(
+                f"RegexMatch.group={self.group!r} is not in the pattern {self.pattern!r}: capture something."
+            )
+
+    def __call__(self, completion: str, state: object = None) -> float | None:
+        """Match the completion, and compare with its row's column."""
+        expected = None if self.column is None else _expected(state, self.column, self)
+        if self.column is not None and expected is None:
+            return None
+        match = self._match(completion)
+        if match is None or expected is None:
+            return float(match is not None)
+        return float((match[self.group] or "").strip() == expected.strip())
+
+    def _match(self, text: str) -> re.Match[str] | None:
+        match self.how:
+            case "search":
+                return last_match(re.compile(self.pattern), text[-self.max_chars :])
+            case "full":
+                return re.fullmatch(self.pattern, text) if len(text) <= self.max_chars else None
+            case _:
+                assert_never(self.how)
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The last of the matches that do not overlap, from the left."""
+    last = deque(pattern.finditer(text), maxlen=1)
+    return last[0] if last else None
+
+
+def tags_pattern(*tags: str) -> str:
+    """A pattern for `RegexMatch(how="full")`: these elements in this order and nothing else, each tag exactly once.
+
+    What an element holds is captured under its tag's name: `group="answer"`. It takes time linear in the text's length.
+
+    Example:
+        >>> format = RegexMatch(pattern=tags_pattern("think", "answer"), how="full")
+        >>> format("<think>1 + 1</think> <answer>2</answer>"), format("<think>1</think><answer>2</answer><answer>3</answer>")
+        (1.0, 0.0)
+    """
+    bad = [tag for tag in tags if not (tag.isidentifier() and tag.isascii())]
+    if bad or not tags or len(set(tags)) < len(tags):
+        raise ConfigError(
+            f"tags_pattern needs different tags, of letters, digits and '_'; got {', '.join(map(repr, tags))}."
+        )
+    content = rf"(?:(?!</?(?:{'|'.join(tags)})>)[\s\S])*"
+    return r"\s*" + r"\s*".join(rf"<{tag}>(?P<{tag}>{content})</{tag}>" for tag in tags) + r"\s*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlongPunishment(Settings):
+    """A completion's length costs nothing at first, then more and more: DAPO's soft overlong punishment.
+
+    r = 0 where L <= max - cache;  ((max - cache) - L) / cache up to max;  -1 beyond.   L = number of tokens
+
+    Example:
+        >>> OverlongPunishment(max_tokens=4, cache_tokens=2)(Completion(token_ids=(1, 2, 3), text="", finish_reason="end"))
+        -0.5
+
+    Source:
+        Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 13.
+    """
+
+    max_tokens: int = setting(256, at_least=1)
+    """Length at which the punishment reaches -1, usually `SamplingConfig.max_new_tokens`."""
+    cache_tokens: int = setting(64, at_least=0)
+    """Number of tokens before `max_tokens` at which the punishment starts. A larger number gives a gentler slope."""
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ConfigError: naming the field.
+        """
+        super(OverlongPunishment, self).__post_init__()  # see RegexMatch
+        if self.cache_tokens > self.max_tokens:
+            raise ConfigError(
+                f"OverlongPunishment.cache_tokens must be at most max_tokens={self.max_tokens}; got {self.cache_tokens}."
+            )
+
+    def __call__(self, action: Completion) -> float:
+        """The punishment, from -1 to 0."""
+        excess = len(action) - (self.max_tokens - self.cache_tokens)
+        return 0.0 if excess <= 0 else -1.0 if excess >= self.cache_tokens else -excess / self.cache_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerToken(Settings):
+    """A constant reward per token, up to a number of tokens: a penalty or a bonus for length.
+
+    Example:
+        >>> PerToken(amount=-0.5)(Completion(token_ids=(1, 2, 3), text="", finish_reason="end"))
+        -1.5
+    """
+
+    amount: float = -0.001
+    """Reward per token. A negative amount favours short completions, a positive amount long completions."""
+    max_tokens: int | None = setting(None, at_least=1)
+    """Maximum number of tokens that count. None counts all."""
+
+    def __call__(self, action: Completion) -> float:
+        """amount * min(number of tokens, max_tokens)"""
+        return self.amount * (len(action) if self.max_tokens is None else min(len(action), self.max_tokens))
+
+
+def _expected(state: object, column: str, owner: object) -> str | None:
+    """What a row's column says, as text; None where it says nothing."""
+    name = type(owner).__name__
+    if not isinstance(state, Mapping):
+        raise RewardError(f"{name} needs rows (dicts) with a column {column!r}; got {describe(state)} as a prompt.")
+    if column not in state:
+        raise RewardError(f"{name} needs the column {column!r}; the row has {', '.join(map(repr, state))}.")
+    value = state[column]
+    return None if value is None else str(value)

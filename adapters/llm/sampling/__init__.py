@@ -1,0 +1,1 @@
+"""Samplers, which draw completions: batched decoding with the model itself, and vLLM."""

@@ -1,0 +1,252 @@
+"""Batched decoding: each prompt is prefilled once, finished rows leave the batch, and each row has its own randomness."""
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, assert_never
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from adapters.llm.completions import FinishReason
+from adapters.llm.model.causal_lm import CausalLM
+
+from .decoding_batch import DecodingBatch
+from .samplers import SampledTokens
+from .sampling_config import SamplingConfig
+from .token_draw import TokenDraw
+
+MOST_ENDED = 1 / 8
+"""Share of finished rows in the batch before they are removed. Removing rows copies the cache of the other rows."""
+
+
+class StopStrings:
+    """Looks for stop strings at the end of what each row has written.
+
+    Args:
+        tokenizer: decodes the last tokens.
+        strings: what ends a completion.
+    """
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._strings = tuple(strings)
+        # a token stands for one byte at least, so no more of them can hold the string; the rest complete a character
+        self._num_tokens = max((len(string.encode()) for string in strings), default=0) + 4
+
+    def found(self, tokens: Int[Tensor, "R T"]) -> list[bool]:
+        """Which rows hold one of the strings in their last tokens."""
+        texts = self._tokenizer.batch_decode(tokens[:, -self._num_tokens :], skip_special_tokens=True)
+        return [any(string in text for string in self._strings) for text in texts]
+
+
+class Progress:
+    """Which of N rows go on, and why the others ended."""
+
+    def __init__(self, draw: TokenDraw, stops: StopStrings, config: SamplingConfig, count: int) -> None:
+        self._draw = draw
+        self._stops = stops
+        self._config = config
+        self.alive = [True] * count
+        self.lengths = [config.max_new_tokens] * count
+        self.reasons: list[FinishReason] = ["length"] * count
+
+    def advance(self, rows: Sequence[int], tokens: Int[Tensor, " R"], step: int) -> None:
+        """Note which of `rows` end with these tokens; what rows that have ended before are given does not count."""
+        ended = self._draw.ends(tokens).tolist()
+        stopped = [False] * len(rows)
+        if self._config.stop and step + 1 >= self._config.min_new_tokens:
+            begin = max(self._config.min_new_tokens - 1, 0)  # what was written before does not end it afterwards
+            stopped = self._stops.found(self._draw.tokens[list(rows), begin : step + 1])
+        for row, has_ended, has_stopped in zip(rows, ended, stopped, strict=True):
+            if self.alive[row] and (has_ended or has_stopped):
+                self.alive[row] = False
+                self.lengths[row] = step + 1
+                self.reasons[row] = "end" if has_ended else "stop"
+
+    def sampled(self) -> SampledTokens:
+        """What was drawn, each row as long as it is."""
+        draw, longest = self._draw, max(self.lengths)
+
+        def cut(values: Tensor) -> list[list[Any]]:
+            return [row[:length] for row, length in zip(values[:, :longest].tolist(), self.lengths, strict=True)]
+
+        behaviour = cut(draw.behaviour_log_probs)
+        return SampledTokens(
+            token_ids=cut(draw.tokens),
+            finish_reasons=self.reasons,
+            behaviour_log_probs=behaviour,
+            policy_log_probs=behaviour if self._config.is_exact else cut(draw.policy_log_probs),
+            entropies=None if draw.entropies is None else cut(draw.entropies),
+        )
+
+
+class DecodingSampler:
+    """Samples from the model that is trained.
+
+    Args:
+        lm: the model.
+        tokenizer: for stop strings.
+        with_entropy: Whether to return entropies.
+        max_rows: Maximum number of rows decoded together. More rows are faster and use more memory. None decodes all.
+        max_tokens_per_forward: Maximum number of prompt positions per forward pass. None forwards all.
+        loop: The loop in this module, or transformers' `generate`, which supports every architecture and is used for models
+            without a shareable cache. Both draw the same tokens.
+    """
+
+    def __init__(
+        self,
+        lm: CausalLM,
+        tokenizer: Any,
+        *,
+        with_entropy: bool = False,
+        max_rows: int | None = None,
+        max_tokens_per_forward: int | None = None,
+        loop: Literal["own", "generate"] = "own",
+    ) -> None:
+        self._lm = lm
+        self._tokenizer = tokenizer
+        self._with_entropy = with_entropy
+        self._max_rows = max_rows
+        self._max_tokens = max_tokens_per_forward or sys.maxsize
+        self._loop = loop if lm.shares_prompts else "generate"
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_per_prompt: int,
+        config: SamplingConfig,
+        *,
+        end_token_ids: Sequence[int],
+        seeds: Sequence[int],
+    ) -> SampledTokens:
+        """See `Sampler.sample`."""
+        parts = []
+        num_done = 0
+        for chosen, size in _passes(len(prompts), num_per_prompt, self._max_rows):
+            some = prompts[chosen]
+            rows = [list(prompt) for prompt in some for _ in range(size)]
+            draw = TokenDraw(
+                config,
+                rows,
+                end_token_ids=end_token_ids,
+                seeds=seeds[num_done : num_done + len(rows)],
+                device=self._lm.device,
+                with_entropy=self._with_entropy,
+            )
+            progress = Progress(draw, StopStrings(self._tokenizer, config.stop), config, len(rows))
+            with self._lm.evaluating():  # layers that are checkpointed in training keep no cache there
+                match self._loop:
+                    case "own":
+                        batch = DecodingBatch.of_prompts(self._lm, some, size, self._max_tokens)
+                        _decode(self._lm, batch, config.max_new_tokens, draw, progress)
+                    case "generate":
+                        _decode_with_generate(self._lm, rows, config.max_new_tokens, draw, progress)
+                    case _:
+                        assert_never(self._loop)
+            parts.append(progress.sampled())
+            num_done += len(rows)
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def sync(self, model: Any) -> None:
+        """Nothing to take over: the weights are the model's own."""
+
+
+def _passes(num_prompts: int, size: int, max_rows: int | None) -> Iterator[tuple[slice, int]]:
+    """Which prompts are decoded together, and how many rows of each, in the order of the rows."""
+    if max_rows is not None and max_rows < size:
+        for prompt in range(num_prompts):
+            for begin in range(0, size, max_rows):
+                yield slice(prompt, prompt + 1), min(max_rows, size - begin)
+        return
+    at_once = num_prompts if max_rows is None else max_rows // size
+    for begin in range(0, num_prompts, at_once):
+        yield slice(begin, min(begin + at_once, num_prompts)), size
+
+
+def _decode(lm: CausalLM, batch: DecodingBatch, max_steps: int, draw: TokenDraw, progress: Progress) -> None:
+    """Draw completions, with a cache that holds the rows that go on."""
+    head = lm.head
+    for step in range(max_steps):
+        tokens = draw(head(batch.hidden), batch.on_device, step)
+        progress.advance(batch.rows, tokens, step)
+        going = [position for position, row in enumerate(batch.rows) if progress.alive[row]]
+        if not going or step + 1 == max_steps:
+            return
+        if len(batch.rows) - len(going) >= max(1, MOST_ENDED * len(batch.rows)):
+            tokens = tokens[batch.keep(going)]
+        options: dict[str, Any] = {}
+        if batch.mask is not None:
+            batch.mask = torch.cat([batch.mask, batch.mask.new_ones(len(tokens), 1)], 1)
+            options = {"attention_mask": batch.mask, "position_ids": (batch.lengths + step)[:, None]}
+        output = lm.decoder(input_ids=tokens[:, None], past_key_values=batch.cache, use_cache=True, **options)
+        batch.hidden = output.last_hidden_state[:, -1]
+
+
+def _decode_with_generate(
+    lm: CausalLM, prompts: Sequence[Sequence[int]], max_steps: int, draw: TokenDraw, progress: Progress
+) -> None:
+    """Draw one completion per row in transformers' own loop, with its own caches."""
+    width = max(map(len, prompts))
+    padded = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=lm.device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=lm.device)
+    defaults = lm.plain.generation_config
+    lm.plain.generation_config = GenerationConfig()  # the model's own may penalise, truncate, and end completions
+    try:
+        lm.plain.generate(
+            input_ids=padded,
+            attention_mask=(torch.arange(width, device=lm.device) >= width - lengths[:, None]).long(),
+            generation_config=GenerationConfig(
+                max_new_tokens=max_steps, do_sample=False, pad_token_id=0, use_cache=True
+            ),
+            logits_processor=LogitsProcessorList([_Drawing(draw, width)]),
+            stopping_criteria=StoppingCriteriaList([_Stopping(progress, width)]),
+        )
+    finally:
+        lm.plain.generation_config = defaults
+
+
+class _Drawing(LogitsProcessor):
+    """Draws the token, and leaves `generate` no other."""
+
+    def __init__(self, draw: TokenDraw, width: int) -> None:
+        self._draw = draw
+        self._width = width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        rows = torch.arange(len(scores), device=scores.device)
+        tokens = self._draw(scores.clone(), rows, input_ids.shape[1] - self._width)
+        return torch.full_like(scores, -math.inf).scatter_(1, tokens[:, None], 0.0)
+
+
+class _Stopping(StoppingCriteria):
+    """Which rows have ended."""
+
+    def __init__(self, progress: Progress, width: int) -> None:
+        self._progress = progress
+        self._width = width
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        self._progress.advance(range(len(input_ids)), input_ids[:, -1], input_ids.shape[1] - self._width - 1)
+        return ~torch.tensor(self._progress.alive, device=input_ids.device)
+
+
+def _joined(parts: Sequence[SampledTokens]) -> SampledTokens:
+    def all_of(name: str) -> Any:
+        values = [getattr(part, name) for part in parts]
+        return None if values[0] is None else [row for value in values for row in value]
+
+    names: list[str] = ["token_ids", "finish_reasons", "behaviour_log_probs", "policy_log_probs", "entropies"]
+    joined = {name: all_of(name) for name in names}
+    if all(part.policy_log_probs is part.behaviour_log_probs for part in parts):
+        joined["policy_log_probs"] = joined["behaviour_log_probs"]
+    return SampledTokens(**joined)

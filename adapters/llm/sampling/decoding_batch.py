@@ -1,0 +1,124 @@
+"""The batch of rows that are decoded together, with their hidden states and caches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from adapters.llm.model.causal_lm import CausalLM
+from adapters.llm.model.shared_prompts import Rows, prefill
+
+GROWTH = 128
+"""Positions by which the keys' and values' memory grows."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DecodingBatch:
+    """The R rows in the batch with the state to continue from. A finished row may stay for some steps."""
+
+    rows: list[int]
+    """Numbers of the rows."""
+    on_device: Int[Tensor, " R"]
+    """Numbers of the rows, on the model's device."""
+    hidden: Float[Tensor, "R H"]
+    """Hidden state from which the next token is drawn."""
+    cache: DynamicCache
+    """Keys and values of all tokens so far."""
+    mask: Bool[Tensor, "R L"] | None
+    """Mask of the cache's tokens. None if every position has a token."""
+    lengths: Int[Tensor, " R"]
+    """Number of tokens of each prompt."""
+
+    @classmethod
+    def of_prompts(cls, lm: CausalLM, prompts: Sequence[Sequence[int]], size: int, max_tokens: int) -> "DecodingBatch":
+        """`size` rows of each prompt, before their first token; prompts are forwarded `max_tokens` positions at a time."""
+        width = max(map(len, prompts))
+        at_once = max(1, max_tokens // width)
+        layers: list[_GrowingLayer] = []
+        hidden = []
+        for begin in range(0, len(prompts), at_once):
+            some = prompts[begin : begin + at_once]
+            prefilled = prefill(lm, some, width)
+            spread = Rows(torch.arange(len(some)).repeat_interleave(size), len(some), lm.device)
+            hidden.append(spread.spread(prefilled.last_hidden))
+            of_prompts = prefilled.cache.layers
+            layers = layers or [_GrowingLayer(layer, len(prompts) * size) for layer in of_prompts]
+            for layer, of_some in zip(layers, of_prompts, strict=True):
+                layer.put(spread, of_some, begin * size)
+        cache = DynamicCache()
+        cache.layers = list(layers)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=lm.device).repeat_interleave(size)
+        is_padded = any(len(prompt) < width for prompt in prompts)
+        return cls(
+            rows=list(range(len(lengths))),
+            on_device=torch.arange(len(lengths), device=lm.device),
+            hidden=torch.cat(hidden),
+            cache=cache,
+            mask=torch.arange(width, device=lm.device) >= width - lengths[:, None] if is_padded else None,
+            lengths=lengths,
+        )
+
+    def keep(self, positions: Sequence[int]) -> Int[Tensor, " K"]:
+        """Take all others out; the positions, where the model is."""
+        kept = torch.tensor(positions, device=self.on_device.device)
+        self.rows = [self.rows[position] for position in positions]
+        self.on_device, self.lengths = self.on_device[kept], self.lengths[kept]
+        self.mask = None if self.mask is None else self.mask[kept]
+        self.cache.batch_select_indices(kept)
+        return kept
+
+
+class _GrowingLayer(DynamicLayer):
+    """One layer's keys and values of N rows, in memory that grows by steps; they are written once and not moved."""
+
+    def __init__(self, prompts: Any, num_rows: int) -> None:
+        super().__init__()
+        self.is_initialized = True
+        length = prompts.keys.shape[-2]
+        self._keys, self._values = (_room(part, num_rows, length) for part in (prompts.keys, prompts.values))
+        self._view(length)
+
+    def put(self, rows: Rows, prompts: Any, begin: int) -> None:
+        """Keys and values of the prompts of some rows, of which `begin` is the first."""
+        these = slice(begin, begin + len(rows.prompt))
+        length = prompts.keys.shape[-2]
+        self._keys[these, :, :length] = rows.spread(prompts.keys)
+        self._values[these, :, :length] = rows.spread(prompts.values)
+
+    def _view(self, length: int) -> tuple[Tensor, Tensor]:
+        filled = self._keys[:, :, :length], self._values[:, :, :length]
+        self.keys, self.values = filled
+        return filled
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """All keys and values, with these at the end."""
+        begin = self.get_seq_length()
+        end = begin + key_states.shape[-2]
+        if end > self._keys.shape[-2]:
+            self._keys, self._values = (_moved(part, end) for part in self._view(begin))
+        self._keys[:, :, begin:end], self._values[:, :, begin:end] = key_states, value_states
+        return self._view(end)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        length = self.get_seq_length()
+        self._keys, self._values = (_moved(part.index_select(0, indices), length) for part in self._view(length))
+        self._view(length)
+
+
+def _room(like: Tensor, num_rows: int, length: int) -> Tensor:
+    """Room for more than `length` positions of each row."""
+    _, heads, _, size = like.shape
+    return like.new_empty(num_rows, heads, length + GROWTH, size)
+
+
+def _moved(values: Tensor, length: int) -> Tensor:
+    """`values` with room for more than `length` positions."""
+    roomy = _room(values, len(values), length)
+    roomy[:, :, : values.shape[-2]] = values
+    return roomy

@@ -1,0 +1,53 @@
+"""The protocol of samplers, which draw completions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from adapters.llm.completions import FinishReason
+
+from .sampling_config import SamplingConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """Samples of N rows, group by group. Each field is a list of N entries with one value per token."""
+
+    token_ids: Sequence[Sequence[int]]
+    """The tokens of each row, including an end-of-sequence token if there is one."""
+    finish_reasons: Sequence[FinishReason]
+    """Why each row ended."""
+    behaviour_log_probs: Sequence[Sequence[float]]
+    """Log-probs under the sampling distribution, with temperature, penalties and truncation."""
+    policy_log_probs: Sequence[Sequence[float]] | None = None
+    """Log-probs under the policy, equal to `score_actions` up to rounding. None if the sampler cannot compute them."""
+    entropies: Sequence[Sequence[float]] | None = None
+    """Entropy of the policy at each token. None if it was not requested."""
+
+
+class Sampler(Protocol):
+    """Draws completions of prompts. A sampler may hold its own weights, which `sync` updates."""
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_per_prompt: int,
+        config: SamplingConfig,
+        *,
+        end_token_ids: Sequence[int],
+        seeds: Sequence[int],
+    ) -> SampledTokens:
+        """`num_per_prompt` completions of each of B prompts.
+
+        Args:
+            prompts: B lists of token ids, none of them empty.
+            num_per_prompt: G.
+            config: how tokens are drawn.
+            end_token_ids: any of these ends a completion, and is its last token.
+            seeds: N = B * G, below 2**63: a row's own randomness, whatever the batch it is in.
+        """
+        ...
+
+    def sync(self, model: Any) -> None:
+        """Take over the weights of the (PEFT or plain) causal language model that is trained."""
+        ...

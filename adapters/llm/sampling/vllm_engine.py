@@ -1,0 +1,120 @@
+"""Sampling with vLLM in the trainer's own process."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from adapters.llm.model.merged_weights import merged_weights
+from grpo.errors import ConfigError
+from grpo.writing import preserved_random_state
+
+from .samplers import SampledTokens
+from .sampling_config import SamplingConfig
+from .vllm_requests import Answer, SamplerError, request_settings, require_room, sampled_tokens
+
+IN_OTHER_PROCESSES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+
+class VLLMSampler:
+    """A vLLM engine on the same device as the trained model. Weights are transferred in memory.
+
+    vLLM's kernels round differently, so its log-probs differ slightly from the trainer's: set `objective.sampler_correction`.
+    vLLM applies min-p before top-k and top-p. Completions depend on their row's seed, and up to rounding on the batch.
+
+    Args:
+        model: folder or hub name of the model: its configuration, tokenizer and first weights. `load_format="dummy"` does
+            without the weights, which `sync` brings.
+        engine_options: passed to `vllm.LLM`. `gpu_memory_utilization` says what share of the device is vLLM's: leave room for
+            the training. `dtype="float32"` is slower, and closer to a trainer in float32.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        ConfigError: an engine that would be several processes, which weights cannot be passed to in memory.
+
+    Example:
+        >>> sampler = VLLMSampler("Qwen/Qwen3-0.6B", gpu_memory_utilization=0.3)  # doctest: +SKIP
+        >>> policy = HFPolicy.from_pretrained("Qwen/Qwen3-0.6B", sampler=sampler)  # doctest: +SKIP
+
+    Source:
+        Kwon et al. 2023, arXiv:2309.06180.
+    """
+
+    def __init__(self, model: str | Path, **engine_options: Any) -> None:
+        spread = {name: engine_options[name] for name in IN_OTHER_PROCESSES if engine_options.get(name, 1) != 1}
+        if spread:
+            raise ConfigError(
+                f"VLLMSampler is one process on one device; got {spread}. For several, start a vLLM server and use "
+                "VLLMServerSampler."
+            )
+        vllm = _vllm()
+        separate = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors cannot be handed to another process
+        try:
+            with preserved_random_state():  # vLLM seeds the global generators
+                self.engine = vllm.LLM(str(model), logprobs_mode="processed_logprobs", **engine_options)
+        finally:
+            if separate is None:
+                del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
+            else:
+                os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = separate
+        self._params = vllm.SamplingParams
+        self._max_length: int = self.engine.llm_engine.vllm_config.model_config.max_model_len
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_per_prompt: int,
+        config: SamplingConfig,
+        *,
+        end_token_ids: Sequence[int],
+        seeds: Sequence[int],
+    ) -> SampledTokens:
+        """See `Sampler`. A group's rows are requests of their own, which share their prompt through the prefix cache.
+
+        Raises:
+            ConfigError: what vLLM does not do, or a prompt too long.
+            SamplerError: vLLM gave up on a request.
+        """
+        require_room(prompts, config, self._max_length)
+        settings = request_settings(config, end_token_ids)
+        with preserved_random_state():  # vLLM draws from the global generators even where every row has its own
+            outputs = self.engine.generate(
+                [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(num_per_prompt)],
+                [self._params(seed=seed, detokenize=bool(config.stop), **settings) for seed in seeds],
+                use_tqdm=False,
+            )
+        return sampled_tokens([_answer(request.outputs[0]) for request in outputs], config)
+
+    def sync(self, model: Any) -> None:
+        """Take over the weights of a model, its adapters merged.
+
+        Raises:
+            ConfigError: adapters that cannot be merged.
+            SamplerError: keys and values of the weights before could not be forgotten.
+        """
+        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": merged_weights(model)})
+        if not self.engine.reset_prefix_cache():  # or prompts seen before would be read through the old weights
+            raise SamplerError(
+                "vLLM could not forget the prompts it has seen: requests of others are running on the engine."
+            )
+
+
+def _answer(output: Any) -> Answer:
+    return Answer(
+        token_ids=output.token_ids,
+        log_probs=[chosen[token].logprob for chosen, token in zip(output.logprobs, output.token_ids, strict=True)],
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+    )
+
+
+def _vllm() -> Any:
+    try:
+        import vllm
+    except ImportError as error:
+        raise ImportError(
+            'VLLMSampler needs vLLM: pip install "model-agnostic-grpo[vllm]", in an environment of its own, because vLLM pins '
+            "versions of torch and transformers. With VLLMServerSampler only the server needs it."
+        ) from error
+    return vllm

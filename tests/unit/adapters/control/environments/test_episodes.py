@@ -1,0 +1,56 @@
+"""Where episodes begin, and how their steps stand in a batch."""
+
+import math
+
+import pytest
+import torch
+
+from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, episode_starts, pad_to_steps
+from grpo.errors import ConfigError
+
+
+def episode(length: int) -> Episode:
+    return Episode(
+        observations=torch.zeros(length, 2),
+        actions=torch.zeros(length, dtype=torch.int64),
+        rewards=torch.zeros(length, dtype=torch.float64),
+        terminated=True,
+        truncated=False,
+        final_observation=torch.zeros(2),
+        log_probs=torch.zeros(length),
+    )
+
+
+def test_starts_are_the_same_in_every_run_and_others_in_every_iteration() -> None:
+    drawn = [start.seed for iteration in range(50) for start in episode_starts(3)(iteration)]
+    assert drawn == [start.seed for iteration in range(50) for start in episode_starts(3)(iteration)]
+    assert len(set(drawn)) == 150
+    assert all(seed is not None and 0 <= seed < 2**32 for seed in drawn)  # what Gymnasium takes
+    assert not set(drawn) & {start.seed for iteration in range(50) for start in episode_starts(3, seed=1)(iteration)}
+
+
+def test_starts_need_a_group() -> None:
+    with pytest.raises(ConfigError, match="num_groups must be >= 1 and seed >= 0; got 0, 0"):
+        episode_starts(0)
+
+
+def test_starts_are_equal_by_value() -> None:
+    assert EpisodeStart(seed=3, options={"x": 1}) == EpisodeStart(seed=3, options={"x": 1}) != EpisodeStart(seed=4)
+
+
+def test_an_episode_is_only_itself() -> None:
+    """Tensors cannot be compared to one truth: equality by value would raise wherever episodes are looked for in a list."""
+    first, second = episode(3), episode(3)
+    assert [second, first].index(first) == 1
+    assert len({first, second}) == 2
+
+
+def test_steps_stand_row_by_row() -> None:
+    mask = episode_mask([episode(2), episode(3), episode(1)])
+    assert mask.tolist() == [[True, True, False], [True, True, True], [True, False, False]]
+    values = torch.arange(1.0, 7.0, requires_grad=True)
+    padded = pad_to_steps(values, mask)
+    assert padded.tolist() == [[1.0, 2.0, 0.0], [3.0, 4.0, 5.0], [6.0, 0.0, 0.0]]
+    (padded * torch.tensor([[1.0, 1.0, math.pi], [1.0, 1.0, 2.0], [3.0, math.pi, math.pi]])).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [1.0, 1.0, 1.0, 1.0, 2.0, 3.0]

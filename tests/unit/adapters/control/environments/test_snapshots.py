@@ -1,0 +1,414 @@
+"""A branch from a snapshot against its trunk: what the environments themselves do is the expected result."""
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import wrappers
+
+from adapters.control.environments.snapshots import (
+    Snapshot,
+    Snapshotable,
+    environment_state,
+    restore_environment_state,
+    restore_snapshot,
+    take_snapshot,
+)
+from grpo.errors import ConfigError, ContractError
+
+TABLES_AND_CONTROL = [
+    "CartPole-v1",
+    "Acrobot-v1",
+    "Pendulum-v1",
+    "MountainCar-v0",
+    "MountainCarContinuous-v0",
+    "FrozenLake-v1",
+    "CliffWalking-v1",
+    "CliffWalkingSlippery-v1",
+    "Taxi-v4",
+    "Blackjack-v1",
+]
+MUJOCO = [
+    "HalfCheetah-v5",
+    "Hopper-v5",
+    "Reacher-v5",
+    "Pusher-v5",
+    "Walker2d-v5",
+    "Ant-v5",
+    "Swimmer-v5",
+    "InvertedPendulum-v5",
+    "InvertedDoublePendulum-v5",
+    "Humanoid-v5",
+    "HumanoidStandup-v5",
+]
+
+Make = Callable[[], gymnasium.Env]
+
+
+def played(env: gymnasium.Env, seed: int, num_steps: int) -> Any:
+    """Reset and `num_steps` random actions, an episode after the other; the last observation."""
+    env.action_space.seed(seed)
+    observation, _ = env.reset(seed=seed)
+    for _ in range(num_steps):
+        observation, _, terminated, truncated, _ = env.step(env.action_space.sample())
+        if terminated or truncated:
+            observation, _ = env.reset()
+    return observation
+
+
+def future(env: gymnasium.Env, actions: list[Any]) -> list[Any]:
+    """Observations, rewards, ends and further resets, as bytes: equal means equal in every bit."""
+    seen: list[Any] = []
+    for action in actions:
+        observation, reward, terminated, truncated, _ = env.step(action)
+        seen.append((as_bytes(observation), float(reward), terminated, truncated))
+        if terminated or truncated:
+            seen.append(as_bytes(env.reset()[0]))
+    return seen
+
+
+def as_bytes(observation: Any) -> Any:
+    if isinstance(observation, dict):
+        return {key: as_bytes(value) for key, value in observation.items()}
+    return np.asarray(observation).tobytes()
+
+
+def sampled(env: gymnasium.Env, num_actions: int = 20) -> list[Any]:
+    env.action_space.seed(99)
+    return [env.action_space.sample() for _ in range(num_actions)]
+
+
+def assert_branches_like_its_trunk(make: Make, num_steps: int = 7) -> None:
+    """Into a fresh instance, into one that was elsewhere, and into the trunk itself after it went on."""
+    trunk, fresh, used = make(), make(), make()
+    observation = played(trunk, seed=1, num_steps=num_steps)
+    snapshot = pickle.loads(pickle.dumps(take_snapshot(trunk, observation)))
+    expected_draws = np.random.Generator(type(trunk.unwrapped.np_random.bit_generator)())
+    expected_draws.bit_generator.state = trunk.unwrapped.np_random.bit_generator.state
+    draws = expected_draws.random(3).tolist()
+    actions = sampled(trunk)
+    expected = future(trunk, actions)
+    played(used, seed=2, num_steps=4)
+    for branch in (fresh, used, trunk, trunk):
+        restored = restore_snapshot(branch, snapshot)
+        assert as_bytes(restored) == as_bytes(observation)
+        assert future(branch, actions) == expected
+        restore_snapshot(branch, snapshot)
+        assert branch.unwrapped.np_random.random(3).tolist() == draws
+    for env in (trunk, fresh, used):
+        env.close()
+
+
+@pytest.mark.parametrize("env_id", TABLES_AND_CONTROL + MUJOCO)
+def test_branch_equals_trunk_bit_for_bit(env_id: str) -> None:
+    assert_branches_like_its_trunk(lambda: gymnasium.make(env_id))
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Hopper-v5", "Taxi-v4"])
+@pytest.mark.parametrize("num_steps", [0, 1])  # the passive checker compares the first two steps with what went before
+def test_branch_from_the_beginning_passes_the_checker(env_id: str, num_steps: int) -> None:
+    assert_branches_like_its_trunk(lambda: gymnasium.make(env_id), num_steps)
+    assert_branches_like_its_trunk(lambda: gymnasium.make(env_id, disable_env_checker=True), num_steps)
+
+
+@pytest.fixture
+def robotics_registered() -> None:
+    gymnasium.register_envs(pytest.importorskip("gymnasium_robotics"))
+
+
+@pytest.mark.parametrize("goals", [{}, {"reset_target": True, "continuing_task": True, "reward_type": "dense"}])
+@pytest.mark.usefixtures("robotics_registered")
+def test_maze_with_a_robot_inside(goals: dict[str, Any]) -> None:
+    assert_branches_like_its_trunk(lambda: gymnasium.make("PointMaze_UMaze-v3", **goals))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda env: wrappers.FlattenObservation(wrappers.RescaleAction(env, np.float32(-1), np.float32(1))),
+        lambda env: wrappers.FrameStackObservation(env, 3),
+        lambda env: wrappers.StickyAction(env, 0.5),
+        lambda env: wrappers.NormalizeReward(wrappers.NormalizeObservation(env)),
+        lambda env: wrappers.TransformReward(wrappers.TimeAwareObservation(env), lambda reward: 2 * reward),
+        lambda env: wrappers.RecordEpisodeStatistics(env),
+    ],
+    ids=["flatten", "stack", "sticky", "normalize", "time", "statistics"],
+)
+def test_wrappers_keep_their_place(wrap: Callable[[gymnasium.Env], gymnasium.Env]) -> None:
+    assert_branches_like_its_trunk(lambda: wrap(gymnasium.make("Pendulum-v1")))
+
+
+def test_contacts_are_those_of_the_restored_state() -> None:
+    """Not those of whatever the instance did before: of these, only the robot on the ground touches it."""
+    standing, lying = gymnasium.make("Humanoid-v5"), gymnasium.make("Humanoid-v5", terminate_when_unhealthy=False)
+    in_the_air = take_snapshot(standing, standing.reset(seed=0)[0])
+    played(lying, seed=0, num_steps=60)
+    assert lying.unwrapped.data.ncon > 0
+    restore_snapshot(lying, in_the_air)
+    assert lying.unwrapped.data.ncon == standing.unwrapped.data.ncon == 0
+
+
+def test_time_limit_truncates_at_the_trunks_step() -> None:
+    trunk, branch = (gymnasium.make("Pendulum-v1", max_episode_steps=10) for _ in range(2))
+    snapshot = take_snapshot(trunk, played(trunk, seed=0, num_steps=7))
+    played(branch, seed=0, num_steps=9)
+    restore_snapshot(branch, snapshot)
+    assert [branch.step(np.zeros(1, np.float32))[3] for _ in range(3)] == [False, False, True]
+
+
+def test_a_finished_cartpole_stays_finished() -> None:
+    trunk, branch = gymnasium.make("CartPole-v1"), gymnasium.make("CartPole-v1")
+    observation, _ = trunk.reset(seed=0)
+    terminated = False
+    while not terminated:
+        observation, _, terminated, _, _ = trunk.step(1)
+    snapshot = take_snapshot(trunk, observation)
+    restore_snapshot(branch, snapshot)
+    assert branch.unwrapped.steps_beyond_terminated == 0
+
+
+def test_chance_is_kept_where_nothing_was_drawn_yet() -> None:
+    class Dice(gymnasium.Env):
+        """Draws in step only: at the snapshot its generator does not exist."""
+
+        observation_space = gymnasium.spaces.Discrete(2)
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return 0, {}
+
+        def step(self, action):
+            return 0, self.np_random.random(), False, False, {}
+
+        def snapshot(self) -> Any:
+            return environment_state(self)
+
+        def restore(self, state: Any) -> None:
+            restore_environment_state(self, state)
+
+    trunk, branch = Dice(), Dice()
+    observation, _ = trunk.reset()
+    snapshot = take_snapshot(trunk, observation)
+    restore_snapshot(branch, snapshot)
+    assert [branch.step(0)[1] for _ in range(5)] == [trunk.step(0)[1] for _ in range(5)]
+
+
+def test_snapshot_does_not_follow_its_environment_nor_its_branches() -> None:
+    env = gymnasium.make("Blackjack-v1")
+    observation, _ = env.reset(seed=5)
+    snapshot = take_snapshot(env, observation)
+    hand = list(env.unwrapped.player)
+    env.step(1)  # appends to the hand in place
+    restore_snapshot(env, snapshot)
+    env.step(1)
+    restore_snapshot(env, snapshot)
+    assert env.unwrapped.player == hand
+    array_env = gymnasium.make("Hopper-v5")
+    observation, _ = array_env.reset(seed=0)
+    snapshot = take_snapshot(array_env, observation)
+    kept = observation.copy()
+    observation[:] = 7.0
+    restore_snapshot(array_env, snapshot)[:] = 8.0
+    np.testing.assert_array_equal(restore_snapshot(array_env, snapshot), kept)
+
+
+def test_restoring_leaves_earlier_observations_alone() -> None:
+    """MountainCarContinuous returns its state itself: writing into that array would change what was recorded."""
+    env = gymnasium.make("MountainCarContinuous-v0")
+    snapshot = take_snapshot(env, played(env, seed=0, num_steps=1))
+    recorded = env.step(np.ones(1, np.float32))[0]
+    kept = recorded.copy()
+    restore_snapshot(env, snapshot)
+    np.testing.assert_array_equal(recorded, kept)
+
+
+def test_rendering_belongs_to_the_instance() -> None:
+    trunk, branch = gymnasium.make("CartPole-v1"), gymnasium.make("CartPole-v1", render_mode="rgb_array")
+    played(branch, seed=0, num_steps=1)
+    window = branch.unwrapped.screen = lambda: "a window"
+    restore_snapshot(branch, take_snapshot(trunk, played(trunk, seed=0, num_steps=3)))
+    assert branch.unwrapped.render_mode == "rgb_array"
+    assert branch.unwrapped.screen is window
+
+
+def test_pictures_belong_to_the_instance() -> None:
+    pytest.importorskip("pygame")
+
+    def rendered() -> gymnasium.Env:
+        env = gymnasium.make("Taxi-v4", render_mode="rgb_array")
+        env.reset()
+        env.render()  # loads its pictures into lists
+        return env
+
+    assert_branches_like_its_trunk(rendered)
+
+
+def test_recorders_are_no_part_of_it() -> None:
+    pytest.importorskip("pygame")
+    trunk = gymnasium.make("CartPole-v1", render_mode="rgb_array")
+    branch = wrappers.RenderCollection(gymnasium.make("CartPole-v1", render_mode="rgb_array"))
+    snapshot = take_snapshot(trunk, played(trunk, seed=0, num_steps=3))
+    played(branch, seed=1, num_steps=2)
+    restore_snapshot(branch, snapshot)
+    assert len(branch.frame_list) == 3  # its own reset and two steps
+    np.testing.assert_array_equal(branch.unwrapped.state, trunk.unwrapped.state)
+
+
+class Counter(gymnasium.Env):
+    """Counts up to a random limit; its count hides in an object that is no plain data."""
+
+    observation_space = gymnasium.spaces.Box(0.0, 100.0, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.counted = iter(range(100))
+        self.count = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.restore(0)
+        return self.observation(), {}
+
+    def step(self, action):
+        self.count = next(self.counted)
+        return self.observation(), float(self.np_random.normal()), self.count > 50, False, {}
+
+    def observation(self) -> np.ndarray:
+        return np.array([self.count], np.float32)
+
+
+class SnapshotableCounter(Counter):
+    def snapshot(self) -> Any:
+        return {"count": self.count}
+
+    def restore(self, state: Any) -> None:
+        self.count = state["count"] if state else 0
+        self.counted = iter(range(self.count + 1, 100))
+
+
+class Repeat(gymnasium.Wrapper):
+    """A wrapper whose memory needs its own methods."""
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        self.memory = iter([1.0] * 5 + [2.0] * 100)
+        self.num_read = 0
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        self.num_read += 1
+        return observation, reward * next(self.memory), terminated, truncated, info
+
+    def snapshot(self) -> Any:
+        return self.num_read
+
+    def restore(self, state: Any) -> None:
+        self.num_read = state
+        self.memory = iter(([1.0] * 5 + [2.0] * 100)[state:])
+
+
+def test_user_defined_snapshotable() -> None:
+    assert isinstance(SnapshotableCounter(), Snapshotable)
+    assert_branches_like_its_trunk(SnapshotableCounter)
+    assert_branches_like_its_trunk(lambda: wrappers.TimeLimit(Repeat(SnapshotableCounter()), 20), num_steps=3)
+
+
+def test_np_random_is_kept_even_where_it_was_handed_on() -> None:
+    class Dealer(SnapshotableCounter):
+        """Its cards are shuffled by a part that holds the environment's own generator."""
+
+        def reset(self, *, seed=None, options=None):
+            returned = super().reset(seed=seed)
+            self.draw = self.np_random.normal
+            return returned
+
+        def step(self, action):
+            observation, *_ = super().step(action)
+            return observation, self.draw(), False, False, {}
+
+    trunk, branch = Dealer(), Dealer()
+    snapshot = take_snapshot(trunk, played(trunk, seed=0, num_steps=3))
+    played(branch, seed=1, num_steps=5)
+    restore_snapshot(branch, snapshot)
+    assert future(branch, [0] * 5) == future(trunk, [0] * 5)
+
+
+def test_user_defined_by_its_attributes() -> None:
+    class Windy(gymnasium.Env):
+        """State in attributes and in generators of its own, of two kinds."""
+
+        observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+        action_space = gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.position = np.zeros(2)
+            self.path: list[np.ndarray] = []
+            self.wind = np.random.Generator(np.random.MT19937(seed))
+            self.gusts = self.np_random.spawn(1)[0]
+            return self.position.copy(), {}
+
+        def step(self, action):
+            self.path.append(self.position.copy())
+            self.position += self.wind.normal(size=2) + self.gusts.normal(size=2)
+            return self.position.copy(), float(np.sum(self.path)), False, False, {}
+
+        def snapshot(self) -> Any:
+            return environment_state(self)
+
+        def restore(self, state: Any) -> None:
+            restore_environment_state(self, state)
+
+    assert_branches_like_its_trunk(Windy)
+
+
+def test_an_environment_that_is_not_covered_says_what_to_implement() -> None:
+    env = Counter()
+    with pytest.raises(ConfigError, match=r"Counter must be .*implement Snapshotable.*snapshot\(self\).*restore"):
+        take_snapshot(env, 0)
+
+
+def test_state_of_an_unknown_kind_is_named() -> None:
+    env = gymnasium.make("CartPole-v1")
+    observation, _ = env.reset(seed=0)
+    env.unwrapped.motor = object()
+    with pytest.raises(ConfigError, match=r"CartPoleEnv\.motor must be plain data.*got object"):
+        take_snapshot(env, observation)
+
+
+def test_state_that_does_not_pickle() -> None:
+    env = SnapshotableCounter()
+    observation, _ = env.reset(seed=0)
+    env.snapshot = lambda: {"count": lambda: 0}  # type: ignore[method-assign]
+    with pytest.raises(ContractError, match=r"SnapshotableCounter must pickle"):
+        take_snapshot(env, observation)
+
+
+def test_snapshot_of_another_environment() -> None:
+    cartpole, pendulum = gymnasium.make("CartPole-v1"), gymnasium.make("Pendulum-v1")
+    snapshot = take_snapshot(cartpole, played(cartpole, seed=0, num_steps=2))
+    assert isinstance(snapshot, Snapshot)
+    with pytest.raises(ContractError, match=r"of Pendulum-v1 \[.*\] was required; got one of CartPole-v1"):
+        restore_snapshot(pendulum, snapshot)
+    with pytest.raises(
+        ContractError, match=r"CartPole-v1 \['FlattenObservation', .*got one of CartPole-v1 \['TimeLimit'"
+    ):
+        restore_snapshot(wrappers.FlattenObservation(cartpole), snapshot)
+
+
+def test_snapshot_of_another_model() -> None:
+    pendulum, double = gymnasium.make("InvertedPendulum-v5"), gymnasium.make("InvertedDoublePendulum-v5")
+    state = environment_state(double.unwrapped)
+    with pytest.raises(ContractError, match=r"needs a state of \d+ numbers; got \d+"):
+        restore_environment_state(pendulum.unwrapped, state)
+
+
+def test_mujoco_is_imported_only_where_it_is_needed() -> None:
+    code = "import sys, adapters.control.environments.snapshots; sys.exit('mujoco' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

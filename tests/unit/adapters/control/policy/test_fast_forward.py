@@ -1,0 +1,102 @@
+"""Networks in NumPy: the same numbers as torch's, of the weights as they are now, and only where all of it is known."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from adapters.control import EpisodePolicy, EpisodeStart, evaluate_policy
+from adapters.control.policy.fast_forward import SINGLE_THREADED, fast_forward
+from adapters.control.policy.networks import SharedStd, mlp_torso
+from adapters.control.policy.observations import RunningNormalizer
+
+
+def network(activation: str = "tanh") -> nn.Sequential:
+    head = SharedStd(16, 3, gain=1.0, initial_log_std=-0.5)
+    return nn.Sequential(mlp_torso(5, (8, 16), activation), head)
+
+
+def seen_normalizer() -> RunningNormalizer:
+    normalizer = RunningNormalizer((5,))
+    normalizer.see(3.0 + 2.0 * torch.randn(100, 5))
+    normalizer.begin()
+    return normalizer
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_outputs_are_torchs(activation):
+    policy, normalizer = network(activation), seen_normalizer()
+    observations = 3.0 + 20.0 * torch.randn(32, 5)  # some beyond the normaliser's bounds
+    fast = fast_forward(normalizer, policy)
+    with torch.no_grad():
+        expected = policy(normalizer(observations))
+    np.testing.assert_allclose(fast(observations.numpy()), expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_without_bias():
+    layer = nn.Linear(4, 2, bias=False)
+    values = torch.randn(3, 4)
+    np.testing.assert_allclose(
+        fast_forward(layer)(values.numpy()), layer(values).detach().numpy(), rtol=1e-5, atol=1e-7
+    )
+
+
+def test_what_an_optimizer_writes_is_seen():
+    policy = network()
+    fast, observations = fast_forward(policy), torch.randn(4, 5)
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.1, fused=True)
+    policy(observations).sum().backward()
+    optimizer.step()
+    np.testing.assert_allclose(fast(observations.numpy()), policy(observations).detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_observations_are_left_as_they_are():
+    observations = torch.randn(4, 5)
+    before = observations.clone()
+    fast_forward(nn.Tanh(), network())(observations.numpy())
+    fast_forward(seen_normalizer(), network())(observations.numpy())
+    assert torch.equal(observations, before)
+
+
+class Doubled(nn.Linear):
+    def forward(self, values):
+        return 2.0 * super().forward(values)
+
+
+def hooked() -> nn.Module:
+    layer = nn.Linear(5, 5)
+    layer.register_forward_hook(lambda module, inputs, output: 2.0 * output)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.Sequential(nn.Linear(5, 5), nn.GELU()), nn.Linear(5, 5).double(), Doubled(5, 5), hooked(), nn.Dropout(0.5)],
+    ids=lambda module: type(module).__name__,
+)
+def test_what_is_not_known_is_left_to_torch(module):
+    assert fast_forward(module) is None
+
+
+def test_large_batches_are_left_to_torch():
+    fast = fast_forward(nn.Linear(64, 64))
+    assert fast.max_rows * 64 * 64 <= SINGLE_THREADED
+
+
+def test_a_policy_acts_alike_with_and_without(monkeypatch):
+    policy = EpisodePolicy("Pendulum-v1", num_members=3, normalize_observations=True, max_episode_steps=30)
+    starts = [EpisodeStart(seed=0), EpisodeStart(seed=1)]
+    twin = copy.deepcopy(policy)
+    fast = policy.roll_out(starts, seed=5, max_steps=30)
+    monkeypatch.setattr("adapters.control.policy.episode_policy.fast_forward", lambda *modules: None)
+    slow = twin.roll_out(starts, seed=5, max_steps=30)
+    torch.testing.assert_close(fast.parameters, slow.parameters, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fast.observations, slow.observations, rtol=1e-3, atol=1e-3)
+
+
+def test_evaluation_goes_beyond_where_training_cuts_off():
+    policy = EpisodePolicy("Pendulum-v1", num_members=2, max_episode_steps=7)
+    assert evaluate_policy(policy, num_episodes=2).lengths.tolist() == [200, 200]
+    assert evaluate_policy(policy, num_episodes=2, max_steps=11).lengths.tolist() == [11, 11]

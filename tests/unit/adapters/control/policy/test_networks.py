@@ -1,0 +1,85 @@
+"""Torsos and heads: shapes, how they begin, and what a torso of one's own has to give."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adapters.control.policy.networks import CNNTorso, SharedStd, linear, mlp_torso, num_outputs
+from grpo.errors import ConfigError
+
+
+def test_mlp_by_hand() -> None:
+    torso = mlp_torso(3, (4, 2), "relu")
+    assert [type(layer) for layer in torso] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU]
+    x = torch.randn(5, 3)
+    hidden = (x @ torso[0].weight.T).clamp(min=0)  # biases begin at 0
+    torch.testing.assert_close(torso(x), (hidden @ torso[2].weight.T).clamp(min=0))
+    assert mlp_torso(3)(x).shape == (5, 64)
+    torch.testing.assert_close(mlp_torso(3, (4,))(1e6 * x).abs(), torch.ones(5, 4))  # tanh
+
+
+def test_layers_begin_orthogonal() -> None:
+    layer = linear(6, 4, gain=0.5)
+    torch.testing.assert_close(layer.weight @ layer.weight.T, 0.25 * torch.eye(4))
+    assert not layer.bias.any()
+
+
+@pytest.mark.parametrize(("hidden", "activation"), [((), "tanh"), ((4,), "gelu")])
+def test_mlp_settings(hidden: tuple[int, ...], activation: str) -> None:
+    with pytest.raises(ConfigError, match="hidden needs a width, activation is one of"):
+        mlp_torso(3, hidden, activation)  # type: ignore[arg-type]
+
+
+def test_cnn_takes_pixels_of_either_kind() -> None:
+    torso = CNNTorso((36, 40, 3), num_features=5)
+    pixels = torch.randint(256, (2, 36, 40, 3), dtype=torch.uint8)
+    features = torso(pixels)
+    assert features.shape == (2, 5)
+    torch.testing.assert_close(torso(pixels.float() / 255.0), features)
+    torch.testing.assert_close(torso(pixels.double() / 255.0), features)  # Box images may be float64
+    assert not torch.equal(torso(pixels.float()), features)  # floats are taken as they are
+
+
+def test_cnn_reads_channels_last() -> None:
+    torso = CNNTorso((36, 36, 2))
+    with torch.no_grad():
+        torso.convolutions[0].weight[:, 1].zero_()  # blind to the second channel
+    image = torch.rand(1, 36, 36, 2)
+    other = image.clone()
+    other[..., 1] += 1.0
+    torch.testing.assert_close(torso(other), torso(image))
+    other[..., 0] += 1.0
+    assert not torch.allclose(torso(other), torso(image))
+
+
+def test_cnn_needs_large_images() -> None:
+    with pytest.raises(ConfigError, match=r"at least 36 x 36; got 35 x 99. Pass a torso of your own"):
+        CNNTorso((35, 99, 3))
+
+
+def test_shared_std_is_the_same_for_all_observations() -> None:
+    head = SharedStd(4, 2, gain=1.0, initial_log_std=-0.5)
+    parameters = head(torch.randn(3, 4))
+    assert parameters[:, 2:].tolist() == [[-0.5, -0.5]] * 3
+    assert len(parameters[:, :2].unique(dim=0)) == 3
+    parameters[:, 2:].sum().backward()
+    assert head.log_std.grad is not None
+    assert head.log_std.grad.tolist() == [3.0, 3.0]
+
+
+class Wrong(nn.Module):
+    def __init__(self, output: Tensor | tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, observations: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return self.output
+
+
+@pytest.mark.parametrize(
+    ("output", "got"), [(torch.zeros(1, 2, 3), r"\[1, 2, 3\]"), (torch.zeros(1), r"\[1\]"), ((), "tuple")]
+)
+def test_torso_of_the_wrong_form(output: Tensor, got: str) -> None:
+    with pytest.raises(ConfigError, match=rf"Wrong: a torso must turn \[n, \*observation\] .* got {got}"):
+        num_outputs(Wrong(output), torch.zeros(1, 3))
+    assert num_outputs(mlp_torso(3, (7,)), torch.zeros(1, 3)) == 7

@@ -1,0 +1,168 @@
+"""What episodes are worth, worked out by hand; and what the trainer makes of it."""
+
+from typing import Any
+
+import pytest
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from adapters.control import EnvironmentReward, EpisodePolicy, StepReward, effort
+from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask
+from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, WeightedRewards
+from grpo.errors import ConfigError, RewardError
+from tests.support.control_environments import UNIT, Chance, Spaces
+
+STARTS = [EpisodeStart(seed=1), EpisodeStart(seed=2)]
+
+
+def episode(*rewards: float, actions: Tensor | None = None) -> Episode:
+    length = len(rewards)
+    return Episode(
+        observations=torch.zeros(length, 3),
+        actions=torch.zeros(length, 2) if actions is None else actions,
+        rewards=torch.tensor(rewards, dtype=torch.float64),
+        terminated=True,
+        truncated=False,
+        final_observation=torch.zeros(3),
+        log_probs=torch.zeros(length),
+    )
+
+
+EPISODES = [episode(1.0), episode(2.0, 4.0), episode(3.0, 5.0, 7.0)]
+
+
+def rewards_of(model: Any, episodes: list[Episode] = EPISODES) -> Tensor:
+    return model.compute_rewards([EpisodeStart(seed=1)] * len(episodes), episodes)
+
+
+def test_per_step() -> None:
+    rewards = rewards_of(EnvironmentReward())
+    assert rewards.dtype == torch.float64
+    assert rewards.tolist() == [[1.0, 0.0, 0.0], [2.0, 4.0, 0.0], [3.0, 5.0, 7.0]]
+
+
+@pytest.mark.parametrize(
+    ("discount", "expected"),
+    [(1.0, [1.0, 6.0, 15.0]), (0.5, [1.0, 2.0 + 2.0, 3.0 + 2.5 + 1.75]), (0.0, [1.0, 2.0, 3.0])],
+)
+def test_per_episode(discount: float, expected: list[float]) -> None:
+    assert rewards_of(EnvironmentReward(per="episode", discount=discount)).tolist() == expected
+
+
+@pytest.mark.parametrize("settings", [{"discount": 0.9}, {"per": "episode", "discount": 1.1}, {"discount": -0.1}])
+def test_discounts_that_mean_nothing(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"discount must lie in \[0, 1\], and with per='step' AdvantageConfig.gamma"):
+        EnvironmentReward(**settings)
+
+
+def test_a_term_of_ones_own() -> None:
+    taken = torch.tensor([[1.0, -2.0], [0.5, 0.0]])
+    rewards = rewards_of(StepReward(effort), [episode(0.0, 0.0, actions=taken), episode(0.0)])
+    assert rewards.tolist() == [[-5.0, -0.25], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "got"), [(lambda one: one.rewards[1:], r"\[2\]"), (lambda one: one.rewards.sum(), r"\[\]")]
+)
+def test_a_term_of_the_wrong_length(wrong: Any, got: str) -> None:
+    wrong.__name__ = "progress"
+    first = episode(5.0)
+
+    def term(one: Episode) -> Tensor:
+        return one.rewards if one is first else wrong(one)
+
+    term.__name__ = "progress"
+    with pytest.raises(RewardError, match=rf"progress must give one number per step, \[3\]; got {got} for row 1"):
+        rewards_of(StepReward(term), [first, EPISODES[2]])
+
+
+def trainer_of(reward: Any, policy: EpisodePolicy | None = None, **settings: Any) -> GRPOTrainer:
+    policy = policy or EpisodePolicy(lambda: Chance(5, end_above=0.8), num_members=3, hidden=(4,))
+    return GRPOTrainer(config=GRPOConfig(group_size=3, seed=0, **settings), policy=policy, reward_model=reward)
+
+
+def test_the_default_advantage_by_hand() -> None:
+    """Returns to go, less the mean of the group's members that are still alive at that step.
+
+    G = [1], [6, 4], [15, 12, 7]; the means are (1 + 6 + 15) / 3 = 22/3, (4 + 12) / 2 = 8, and 7 for the one left alone.
+    """
+    reward = EnvironmentReward()
+    batch = ExperienceBatch.from_rows(
+        [EpisodeStart(seed=1)] * 3, EPISODES, rewards_of(reward), [0, 0, 0], mask=episode_mask(EPISODES)
+    )
+    expected = [[-19 / 3, 0.0, 0.0], [-4 / 3, -4.0, 0.0], [23 / 3, 4.0, 0.0]]
+    torch.testing.assert_close(trainer_of(reward).advantages(batch), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_the_default_advantage_of_sampled_episodes() -> None:
+    trainer = trainer_of(EnvironmentReward(), advantage=AdvantageConfig(gamma=0.5))
+    batch = trainer.collect(STARTS)
+    assert len({len(one) for one in batch.actions}) > 1
+    advantages = trainer.advantages(batch)
+    for group in (0, 1):
+        members = [row for row in range(6) if batch.group_ids[row] == group]
+        for t in range(batch.mask.shape[1]):
+            alive = [row for row in members if len(batch.actions[row]) > t]
+            returns = {
+                row: sum(0.5**k * r for k, r in enumerate(batch.actions[row].rewards[t:].tolist())) for row in alive
+            }
+            for row in alive:
+                mean = sum(returns.values()) / len(alive)
+                assert float(advantages[row, t]) == pytest.approx(returns[row] - mean, abs=1e-12)
+
+
+def test_several_rewards_by_name() -> None:
+    policy = EpisodePolicy(lambda: Chance(4), num_members=3, hidden=(4,))
+    reward = WeightedRewards({"env": EnvironmentReward(), "effort": StepReward(effort)}, {"env": 1.0, "effort": 0.1})
+    trainer = trainer_of(reward, policy)
+    batch = trainer.collect(STARTS)
+    metrics = trainer.update(batch)
+    env = torch.stack([one.rewards for one in batch.actions])
+    cost = torch.stack([-one.actions.double().square().sum(1) for one in batch.actions])
+    torch.testing.assert_close(batch.rewards, env + 0.1 * cost)
+    assert metrics["rewards/env/mean"] == pytest.approx(float(env.sum(1).mean()))
+    assert metrics["rewards/effort/mean"] == pytest.approx(float(cost.sum(1).mean()))
+    assert metrics["rewards/mean"] == pytest.approx(float((env + 0.1 * cost).sum(1).mean()))
+
+
+class Preferred(nn.Module):
+    """A learned reward: a score per step, and one number per episode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(3, 1)
+        self.asked_in_training = False
+
+    def compute_rewards(self, states: Any, actions: list[Episode]) -> Tensor:
+        self.asked_in_training |= self.training
+        return torch.stack([self.score(one.observations).sum() for one in actions])
+
+
+def test_a_learned_reward() -> None:
+    reward = Preferred()
+    trainer = trainer_of(reward, EpisodePolicy("Pendulum-v1", num_members=3, hidden=(4,), max_episode_steps=6))
+    weights = [value.clone() for value in reward.parameters()]
+    batch = trainer.collect(STARTS)
+    assert not batch.rewards.requires_grad
+    expected = [reward.score(one.observations).sum().item() for one in batch.actions]
+    torch.testing.assert_close(batch.rewards, torch.tensor(expected))
+    before = [value.clone() for value in trainer.policy.parameters()]
+    trainer.update(batch)
+    assert not reward.asked_in_training
+    assert all(torch.equal(now, then) for now, then in zip(reward.parameters(), weights, strict=True))
+    assert any(not torch.equal(now, then) for now, then in zip(trainer.policy.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("reward", [EnvironmentReward(), StepReward(lambda one: one.rewards)])
+def test_episodes_of_a_single_step(reward: Any) -> None:
+    """A batch of nothing else (Blackjack, often) has one reward per row: advantages are the group's differences."""
+    policy = EpisodePolicy(lambda: Spaces(UNIT, spaces.Discrete(4), length=1), num_members=3, hidden=(4,))
+    trainer = trainer_of(reward, policy)
+    batch = trainer.collect(STARTS)
+    totals = torch.tensor([float(one.rewards.sum()) for one in batch.actions], dtype=torch.float64).view(2, 3)
+    expected = (totals - totals.mean(1, keepdim=True)).flatten()
+    torch.testing.assert_close(trainer.advantages(batch).flatten(), expected)
+    assert trainer.update(batch)["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    both = WeightedRewards({"env": reward, "own": StepReward(lambda one: one.rewards)})
+    assert trainer_of(both, policy).collect(STARTS).rewards.shape == (6,)

@@ -1,0 +1,107 @@
+"""An evaluation looks, and changes nothing."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from adapters.control import EnvironmentReward, EpisodePolicy, Evaluation, evaluate_policy
+from adapters.control.environments.episodes import EpisodeStart, episode_starts
+from adapters.control.environments.pools import SerialPool
+from adapters.control.training.evaluation import EVALUATION_SEED
+from grpo import GRPOConfig, GRPOTrainer
+from grpo.errors import ConfigError, ContractError
+from tests.support.control_environments import Chance, Crossing, Watched
+
+
+def trained(env: Any = "Pendulum-v1", **options: Any) -> EpisodePolicy:
+    policy = EpisodePolicy(env, **{"num_members": 3, "hidden": (8,), "max_episode_steps": 9} | options)
+    config = GRPOConfig(group_size=3, seed=0)
+    trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
+    for iteration in range(2):
+        trainer.step(episode_starts(2)(iteration))
+    return policy
+
+
+def everything_random() -> list[Any]:
+    return [torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()]  # noqa: NPY002
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_nothing_is_changed(deterministic: bool, is_training: bool) -> None:
+    policy = trained(normalize_observations=True).train(is_training)
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    drawn = everything_random()
+    evaluate_policy(policy, num_episodes=4, deterministic=deterministic)
+    assert everything_random() == drawn
+    for name, value in policy.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert policy.training == is_training
+
+
+def test_twice_the_same() -> None:
+    policy = trained()
+    first, second = evaluate_policy(policy, num_episodes=4), evaluate_policy(policy, num_episodes=4)
+    assert first.returns.tolist() == second.returns.tolist()
+    noisy = evaluate_policy(policy, num_episodes=4, deterministic=False)
+    assert noisy.returns.tolist() == evaluate_policy(policy, num_episodes=4, deterministic=False).returns.tolist()
+    assert noisy.returns.tolist() != first.returns.tolist()
+    assert evaluate_policy(policy, num_episodes=4, seed=1).returns.tolist() != first.returns.tolist()
+
+
+def test_training_goes_on_as_if_there_had_been_none() -> None:
+    def weights(num_evaluations: int) -> list[float]:
+        torch.manual_seed(0)
+        policy = EpisodePolicy(
+            "Pendulum-v1", num_members=3, hidden=(4,), max_episode_steps=9, normalize_observations=True
+        )
+        config = GRPOConfig(group_size=3, seed=0)
+        trainer = GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
+        for iteration in range(3):
+            trainer.step(episode_starts(2)(iteration))
+            for _ in range(num_evaluations):
+                evaluate_policy(policy, num_episodes=5, deterministic=False)
+        return torch.cat([value.detach().flatten() for value in policy.parameters()]).tolist()
+
+    assert weights(0) == weights(2)
+
+
+def test_the_most_likely_actions_by_hand() -> None:
+    policy = EpisodePolicy("CartPole-v1", num_members=2, hidden=(4,))
+    with torch.no_grad():
+        policy.actor[1].weight.zero_()
+        policy.actor[1].bias.copy_(torch.tensor([0.0, 0.1]))  # to the right, always
+    result = evaluate_policy(policy, num_episodes=3)
+    assert set(result.lengths.tolist()) <= {8, 9, 10}  # it falls at once
+    assert result.returns.tolist() == result.lengths.tolist()  # 1 per step
+    assert result.mean_return == result.returns.mean()
+    noisy = evaluate_policy(policy, num_episodes=20, deterministic=False)
+    assert noisy.mean_return > 12  # as often to the left
+
+
+def test_starts_are_the_seeds_from_the_first_on() -> None:
+    pool = Watched(SerialPool([Chance(2) for _ in range(2)]))
+    evaluate_policy(EpisodePolicy(pool), num_episodes=5)
+    assert [start for _, start in pool.begun] == [EpisodeStart(seed=EVALUATION_SEED + number) for number in range(5)]
+
+
+def test_masks_are_obeyed() -> None:
+    policy = EpisodePolicy(lambda: Crossing(allows=2), action_mask="info", num_members=2)
+    assert evaluate_policy(policy, num_episodes=4).lengths.tolist() == [6] * 4  # the environment raises where it is not
+
+
+def test_an_environment_that_fails_leaves_the_mode_as_it_was() -> None:
+    policy = EpisodePolicy(lambda: Crossing(tells=False), action_mask="info", num_members=1).train()
+    with pytest.raises(ContractError):
+        evaluate_policy(policy)
+    assert policy.training
+
+
+def test_in_words() -> None:
+    result = Evaluation(returns=np.array([1.0, 3.0]), lengths=np.array([10, 21]))
+    assert str(result) == "return 2.0 +- 1.0 in 2 episodes of 16 steps"
+    with pytest.raises(ConfigError, match="num_episodes must be >= 1; got 0"):
+        evaluate_policy(EpisodePolicy(Chance), num_episodes=0)

@@ -1,0 +1,170 @@
+"""Whole runs: when they are evaluated, when they end, and that an interruption costs nothing but time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.control import EnvironmentReward, EpisodePolicy, LearningCurve, evaluate_policy, preset_for, train_control
+from adapters.control.environments.episodes import episode_starts
+from adapters.control.environments.pools import SerialPool
+from adapters.control.training.evaluation import EVALUATION_SEED
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
+from grpo.errors import ConfigError
+from tests.support.control_environments import Chance, Watched
+
+
+class Sink:
+    """Remembers; is interrupted after so many iterations."""
+
+    def __init__(self, interrupt_after: int = 10**9) -> None:
+        self.metrics: list[tuple[int, dict[str, float]]] = []
+        self.interrupt_after = interrupt_after
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        self.metrics.append((step, dict(metrics)))
+        if len(self.metrics) >= self.interrupt_after:
+            raise KeyboardInterrupt
+
+
+def trainer_of(environment: Any, **options: Any) -> GRPOTrainer:
+    torch.manual_seed(2)
+    policy = EpisodePolicy(environment, **{"hidden": (8,), "num_members": 4} | options)
+    config = GRPOConfig(
+        group_size=2, batch_size=16, num_epochs_per_update=2, seed=0, advantage=AdvantageConfig(scale="batch")
+    )
+    return GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward())
+
+
+def of_five_steps() -> GRPOTrainer:
+    """20 steps per iteration: two groups of two episodes of five."""
+    return trainer_of(lambda: Chance(5))
+
+
+QUIET: dict[str, Any] = {"progress": False, "num_eval_episodes": 3}
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "evaluate_every", "evaluated_at"),
+    [
+        (130, 50, [60, 100, 140]),  # due at 50, 100, 150; and at the end
+        (100, 50, [60, 100]),
+        (100, 1000, [100]),
+        (60, 1, [20, 40, 60]),
+        (1, 50, [20]),
+    ],
+)
+def test_when_it_is_evaluated(total_steps: int, evaluate_every: int, evaluated_at: list[int]) -> None:
+    sink, trainer = Sink(), of_five_steps()
+    curve = train_control(
+        trainer, episode_starts(2), total_steps=total_steps, evaluate_every=evaluate_every, sinks=[sink], **QUIET
+    )
+    assert curve.steps == evaluated_at
+    assert trainer.iteration == evaluated_at[-1] // 20
+    assert [step for step, _ in sink.metrics] == list(range(1, trainer.iteration + 1))
+    assert [metrics["episodes/total_steps"] for _, metrics in sink.metrics] == [20 * i for i, _ in sink.metrics]
+    logged = {20 * step: metrics["eval/return"] for step, metrics in sink.metrics if "eval/return" in metrics}
+    assert logged == dict(zip(curve.steps, curve.returns, strict=True))
+    assert curve.seconds == sorted(curve.seconds)
+    assert curve.seconds[0] > 0.0
+
+
+def test_what_is_evaluated() -> None:
+    pool = Watched(SerialPool([Chance(5) for _ in range(4)]))
+    trainer = trainer_of(pool)
+    curve = train_control(trainer, episode_starts(2, seed=4), total_steps=20, evaluate_every=20, **QUIET)
+    first, second = (start.seed for start in episode_starts(2, seed=4)(0))
+    seeds = [start.seed for _, start in pool.begun]
+    assert seeds == [first, first, second, second, *(EVALUATION_SEED + number for number in range(3))]
+    assert curve.returns == [evaluate_policy(trainer.policy, num_episodes=3).mean_return]
+
+
+def test_it_ends_when_it_is_good_enough() -> None:
+    target = evaluate_policy(of_five_steps().policy, num_episodes=3).mean_return  # chance, not skill: always the same
+
+    def run(stop_at: float) -> LearningCurve:
+        return train_control(
+            of_five_steps(), episode_starts(2), total_steps=200, evaluate_every=50, stop_at=stop_at, **QUIET
+        )
+
+    assert run(target).steps == [60]
+    assert run(target + 0.01).steps == [60, 100, 160, 200]
+
+
+def test_the_first_evaluation_at_or_above() -> None:
+    curve = LearningCurve(iterations=[1, 2, 3], steps=[10, 20, 30], returns=[1.0, 5.0, 3.0], seconds=[0.1, 0.2, 0.3])
+    assert [curve.steps_to(threshold) for threshold in (0.5, 1.0, 1.1, 5.0, 5.1)] == [10, 10, 20, 20, None]
+
+
+def test_an_interrupted_run_goes_on_to_the_same_curve(tmp_path: Path) -> None:
+    def run(folder: Path, sink: Sink) -> tuple[LearningCurve, GRPOTrainer]:
+        trainer = trainer_of("CartPole-v1", normalize_observations=True)
+        curve = train_control(
+            trainer, episode_starts(2), total_steps=450, evaluate_every=150, folder=folder, sinks=[sink], **QUIET
+        )
+        return curve, trainer
+
+    whole = Sink()
+    unbroken, first = run(tmp_path / "unbroken", whole)
+    evaluated = [place for place, (_, metrics) in enumerate(whole.metrics) if "eval/return" in metrics]
+    assert len(evaluated) >= 3
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "broken", Sink(interrupt_after=evaluated[1]))  # one evaluation is done, the next is not
+    again = Sink()
+    resumed, second = run(tmp_path / "broken", again)
+    assert again.metrics[0][0] == evaluated[0] + 2  # from the first evaluation on, iterations counted from 1
+    assert (resumed.steps, resumed.returns) == (unbroken.steps, unbroken.returns)
+    for name, value in first.policy.state_dict().items():
+        assert torch.equal(second.policy.state_dict()[name], value), name
+    saved = json.loads((tmp_path / "broken" / "curve.json").read_text())
+    del saved["settings"]
+    assert LearningCurve(**saved) == resumed
+    with pytest.raises(ConfigError, match="holds a run with other settings"):
+        train_control(
+            preset_for("CartPole-v1").make_trainer(first.policy, seed=123),
+            episode_starts(2),
+            total_steps=450,
+            evaluate_every=150,
+            folder=tmp_path / "broken",
+            **QUIET,
+        )
+    assert resumed.seconds == sorted(resumed.seconds)
+
+
+def test_a_run_that_is_over_stays_so(tmp_path: Path) -> None:
+    def run(**settings: Any) -> tuple[LearningCurve, Sink]:
+        sink = Sink()
+        curve = train_control(
+            of_five_steps(), episode_starts(2), evaluate_every=50, folder=tmp_path, sinks=[sink], **QUIET, **settings
+        )
+        return curve, sink
+
+    stopped, _ = run(total_steps=200, stop_at=-1.0)
+    assert stopped.steps == [60]
+    again, sink = run(total_steps=200, stop_at=-1.0)  # it was good enough, and is
+    assert again == stopped
+    assert sink.metrics == []
+    longer, sink = run(total_steps=120)
+    assert longer.steps == [60, 100, 120]
+    assert len(sink.metrics) == 3
+    assert run(total_steps=120)[1].metrics == []
+
+
+def test_the_best_checkpoint_is_the_best(tmp_path: Path) -> None:
+    trainer = trainer_of("CartPole-v1")
+    curve = train_control(trainer, episode_starts(2), total_steps=500, evaluate_every=120, folder=tmp_path, **QUIET)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "curve.json", "last"]
+    last = {name: value.clone() for name, value in trainer.policy.state_dict().items()}
+    trainer.load_checkpoint(tmp_path / "best")
+    assert evaluate_policy(trainer.policy, num_episodes=3).mean_return == max(curve.returns)
+    trainer.load_checkpoint(tmp_path / "last")
+    for name, value in trainer.policy.state_dict().items():
+        assert torch.equal(value, last[name])
+
+
+def test_no_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train_control(of_five_steps(), episode_starts(2), total_steps=40, evaluate_every=20, **QUIET)
+    assert list(tmp_path.iterdir()) == []

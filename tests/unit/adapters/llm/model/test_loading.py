@@ -1,0 +1,358 @@
+"""Models in local folders: precision, quantisation, adapters, and the way back."""
+
+import builtins
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel
+from torch import Tensor, nn
+from transformers import Qwen3ForCausalLM
+
+from adapters.llm import HFPolicy, SamplingConfig
+from adapters.llm.model.loading import add_lora, load_model
+from adapters.llm.model.merged_weights import merged_weights
+from grpo import GRPOConfig, GRPOTrainer
+from grpo.errors import ConfigError
+from tests.support.llm_models import END, character_tokenizer, completion, gradients, relative_difference, tiny_model
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing.*:FutureWarning",  # transformers renames it; PEFT asks for it
+)
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def base_model() -> Any:
+    """Of sizes that four bits can be packed in on a CPU: multiples of 32."""
+    return tiny_model(hidden_size=64, intermediate_size=64, head_dim=16)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model and its tokenizer, as the hub would have them."""
+    base_model().save_pretrained(tmp_path / "base")
+    character_tokenizer().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(input_ids=TOKENS, use_cache=False).logits
+
+
+@torch.no_grad()
+def disturb(model: Any) -> None:
+    """Change whatever is trained."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+# There
+
+
+def test_a_folder_gives_its_model_and_tokenizer(folder: Path) -> None:
+    policy = HFPolicy.from_pretrained(folder, sampling=SamplingConfig(max_new_tokens=4), exact_entropy=True)
+    torch.testing.assert_close(logits(policy.model), logits(base_model()))
+    assert policy.model.dtype == torch.float32  # as it was saved
+    assert policy.tokenizer.eos_token_id == END
+    assert policy.sampling.max_new_tokens == 4
+    assert policy.sample_actions(["1+1="], 2).scores.entropy is not None
+    assert len(policy.get_parameters()) == len(list(policy.model.parameters()))
+
+
+def test_precision_attention_and_device(folder: Path) -> None:
+    model, _ = load_model(str(folder), dtype=torch.bfloat16, attention="eager", device="cpu")
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+    assert next(model.parameters()).device.type == "cpu"
+    half = folder.parent / "half"
+    model.save_pretrained(half)
+    character_tokenizer().save_pretrained(half)
+    assert load_model(half)[0].dtype == torch.bfloat16
+    assert load_model(half, dtype=torch.float32)[0].dtype == torch.float32
+
+
+def test_lora_by_default_and_by_config(folder: Path) -> None:
+    model, _ = load_model(folder, lora=True)
+    config = model.peft_config["default"]
+    assert (config.r, config.lora_alpha) == (16, 32)
+    adapted = {name.split(".")[-1] for name, part in model.named_modules() if hasattr(part, "lora_A")}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert all("lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    torch.testing.assert_close(logits(model), logits(base_model()))  # still neutral
+    own, _ = load_model(folder, lora=LoraConfig(r=2, target_modules=["q_proj"]))
+    assert own.peft_config["default"].r == 2
+    assert not isinstance(load_model(folder, lora=False)[0], PeftModel)
+
+
+def test_what_is_asked_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The revision of model and tokenizer, and no code that comes with them unless it is allowed."""
+    asked: list[dict[str, Any]] = []
+
+    def remember(result: Any) -> Any:
+        return classmethod(lambda cls, name, **options: asked.append({"name": name} | options) or result)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", remember(tiny_model()))
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", remember(character_tokenizer()))
+    load_model("some/model", revision="abc")
+    assert [options["name"] for options in asked] == ["some/model"] * 2
+    assert [options["revision"] for options in asked] == ["abc"] * 2
+    assert [options["trust_remote_code"] for options in asked] == [False] * 2
+    asked.clear()
+    load_model("some/model", trust_remote_code=True)
+    assert [options["trust_remote_code"] for options in asked] == [True] * 2
+    assert [options["revision"] for options in asked] == [None] * 2
+
+
+def test_code_that_comes_with_a_model_is_not_run(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "homemade", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        HFPolicy.from_pretrained(folder)
+    assert not (folder / "ran").exists()
+
+
+# And back
+
+
+def test_a_whole_model_comes_back(folder: Path, tmp_path: Path) -> None:
+    policy = HFPolicy.from_pretrained(folder)
+    disturb(policy.model)
+    policy.save_pretrained(tmp_path / "saved")
+    again = HFPolicy.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(logits(again.model), logits(policy.model), rtol=0, atol=0)
+    assert again.tokenizer("1+1=")["input_ids"] == policy.tokenizer("1+1=")["input_ids"]
+
+
+def test_an_adapter_comes_back_on_its_base_and_is_trained_on(folder: Path, tmp_path: Path) -> None:
+    policy = HFPolicy.from_pretrained(folder, lora=True)
+    disturb(policy.model)
+    policy.save_pretrained(tmp_path / "adapter")
+    written = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= written
+    assert "model.safetensors" not in written  # its own weights only
+    again = HFPolicy.from_pretrained(tmp_path / "adapter")
+    assert isinstance(again.model, PeftModel)
+    torch.testing.assert_close(logits(again.model), logits(policy.model), rtol=0, atol=0)
+    assert again.get_parameters().keys() == policy.get_parameters().keys()
+
+
+def test_a_merged_model_needs_no_peft(folder: Path, tmp_path: Path) -> None:
+    policy = HFPolicy.from_pretrained(folder, lora=True)
+    disturb(policy.model)
+    expected = logits(policy.model)
+    assert float((expected - logits(base_model())).abs().max()) > 0.05
+    policy.save_pretrained(tmp_path / "merged", merge=True)
+    again = HFPolicy.from_pretrained(tmp_path / "merged")
+    assert type(again.model) is Qwen3ForCausalLM
+    torch.testing.assert_close(logits(again.model), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(policy.model), expected, rtol=0, atol=0)  # which itself has not changed
+    plain = HFPolicy.from_pretrained(folder)
+    plain.save_pretrained(tmp_path / "plain", merge=True)  # nothing to merge
+    torch.testing.assert_close(logits(load_model(tmp_path / "plain")[0]), logits(plain.model), rtol=0, atol=0)
+
+
+def test_tied_weights_stay_tied_when_merged(tmp_path: Path) -> None:
+    base = tiny_model(tie_word_embeddings=True)
+    base.save_pretrained(tmp_path / "base")
+    character_tokenizer().save_pretrained(tmp_path / "base")
+    policy = HFPolicy.from_pretrained(tmp_path / "base", lora=True)
+    disturb(policy.model)
+    policy.save_pretrained(tmp_path / "merged", merge=True)
+    again, _ = load_model(tmp_path / "merged")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    torch.testing.assert_close(logits(again), logits(policy.model), rtol=1e-4, atol=1e-4)
+
+
+# Quantised
+
+
+def test_four_bits_train_an_adapter(folder: Path, tmp_path: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    policy = HFPolicy.from_pretrained(
+        folder, lora=True, load_in_4bit=True, dtype=torch.float32, sampling=SamplingConfig(max_new_tokens=4)
+    )
+    linear = policy.model.get_base_model().model.layers[0].mlp.up_proj.base_layer
+    assert isinstance(linear, bitsandbytes.nn.Linear4bit)
+    assert linear.weight.quant_type == "nf4"
+    assert linear.weight.compress_statistics
+    assert policy.sample_actions(["1+1="], 2).scores is None  # its products are rounded anew in every batch
+    with policy.model.disable_adapter():
+        base = logits(policy.model)
+    before = {name: value.detach().clone() for name, value in policy.get_parameters().items()}
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=4, learning_rate=1e-2, seed=0),
+        policy=policy,
+        reward_model=lambda states, actions: [float(sum(action.token_ids)) for action in actions],
+    )
+    trainer.step(["1+1=", "ab"])
+    policy.eval()
+    assert any(not torch.equal(value, before[name]) for name, value in policy.get_parameters().items())
+    assert all("lora_" in name for name in before)
+    with policy.model.disable_adapter():
+        torch.testing.assert_close(logits(policy.model), base, rtol=0, atol=0)
+    disturb(policy.model)
+    policy.save_pretrained(tmp_path / "adapter")
+    again = HFPolicy.from_pretrained(tmp_path / "adapter", load_in_4bit=True, dtype=torch.float32).eval()
+    saved = policy.get_parameters()
+    assert all(torch.equal(value, saved[name]) for name, value in again.get_parameters().items())
+    torch.testing.assert_close(logits(again.model), logits(policy.model), rtol=0, atol=0)
+    assert float((logits(again.model) - base).abs().max()) > 0.5
+
+
+def test_gradients_pass_through_four_bits_after_an_evaluation(folder: Path) -> None:
+    """As through a plain model of the dequantised weights; on some CPUs, bitsandbytes keeps weights that were evaluated in a
+    form that has no gradient, and says nothing that stops training."""
+    pytest.importorskip("bitsandbytes")
+    policy = HFPolicy.from_pretrained(folder, lora=True, load_in_4bit=True, dtype=torch.float32)
+    disturb(policy.model)
+    logits(policy.model.eval())
+    assert_gradients_are_those_of_plain_weights(policy)
+
+
+def assert_gradients_are_those_of_plain_weights(policy: HFPolicy) -> None:
+    """Of a model that has the dequantised ones, and the same adapter."""
+
+    def slopes(each: HFPolicy) -> dict[str, Tensor]:
+        rows = ["abc", "1+1=", "1+1="], [completion(3, 4, 5), completion(6, 7), completion(8)]
+        return gradients(each.model, each.train().score_actions(*rows).log_probs.sum())
+
+    found = slopes(policy)  # before its weights are read, which would unpack them
+    plain = base_model()
+    with policy.model.disable_adapter():
+        plain.load_state_dict(dict(merged_weights(policy.model)))
+    other = HFPolicy(add_lora(plain), character_tokenizer())
+    other.model.load_state_dict(policy.get_parameters(), strict=False)
+    assert relative_difference(found, slopes(other)) < 1e-4
+
+
+class Packed(nn.Linear):
+    """A `Linear4bit` as it is on a CPU with AVX512-BF16, whatever this one has."""
+
+    support_avx512bf16_for_cpu = True
+    """A frozen one packs its weight when it is evaluated, and says so in the weight's state."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.support_avx512bf16_for_cpu and not self.training:
+            self.weight.quant_state.packing_format_for_cpu = True
+        return super().forward(x)
+
+
+def four_bit_model() -> Any:
+    model = base_model()
+    layer = model.model.layers[0].mlp
+    plain, layer.up_proj = layer.up_proj, Packed(64, 64, bias=False)
+    layer.up_proj.weight = plain.weight.requires_grad_(False)
+    layer.up_proj.weight.quant_state = SimpleNamespace(packing_format_for_cpu=False)
+    return model.eval()
+
+
+def test_a_model_that_others_have_quantised_is_kept_differentiable_before_anything_is_evaluated() -> None:
+    model = four_bit_model()
+    HFPolicy(model, character_tokenizer())
+    logits(model.eval())
+    linear = model.model.layers[0].mlp.up_proj
+    assert not linear.weight.quant_state.packing_format_for_cpu
+
+
+def test_a_quantised_model_that_has_been_evaluated_before_is_refused_where_it_is_to_be_trained() -> None:
+    model = four_bit_model()
+    logits(model)
+    with pytest.raises(ConfigError, match=r"packed .* Load the model again, and make the HFPolicy before"):
+        HFPolicy(model, character_tokenizer())
+    HFPolicy(model.requires_grad_(False), character_tokenizer())
+
+
+def test_gradients_pass_through_four_bits_of_a_model_from_memory(folder: Path) -> None:
+    """Loaded by transformers itself. Where the CPU's kernel would pack the weights, they are not."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    if not bitsandbytes.functional.has_avx512bf16():
+        pytest.skip("this CPU has no AVX512-BF16, so bitsandbytes packs nothing")
+    quantised = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        quantization_config=transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        ),
+        device_map={"": "cpu"},
+    )
+    policy = HFPolicy(add_lora(quantised), character_tokenizer())
+    disturb(policy.model)
+    logits(policy.model.eval())
+    assert_gradients_are_those_of_plain_weights(policy)
+
+
+@pytest.mark.filterwarnings("ignore:MatMul8bitLt:UserWarning")
+def test_eight_bits_train_an_adapter_before_and_after_a_merge(folder: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    policy = HFPolicy.from_pretrained(folder, lora=True, load_in_8bit=True, dtype=torch.float32)
+    linear = policy.model.get_base_model().model.layers[0].mlp.up_proj.base_layer
+    assert isinstance(linear, bitsandbytes.nn.Linear8bitLt)
+    rows = ["abc", "1+1="], [completion(3, 4, 5), completion(6, 7)]
+
+    def slopes() -> dict[str, torch.Tensor]:
+        return gradients(policy.model, policy.train().score_actions(*rows).log_probs.sum())
+
+    before = slopes()
+    assert any(bool(slope.any()) for slope in before.values())
+    assert all(weight.is_floating_point() for _, weight in merged_weights(policy.model))
+    assert relative_difference(slopes(), before) < 1e-6
+
+
+@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
+@pytest.mark.parametrize("lora", [None, False])
+def test_quantised_weights_alone_cannot_be_trained(folder: Path, bits: str, lora: Any) -> None:
+    with pytest.raises(ConfigError, match="cannot be trained: pass lora=True"):
+        HFPolicy.from_pretrained(folder, lora=lora, **{bits: True})
+
+
+def test_four_and_eight_bits_exclude_each_other(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        HFPolicy.from_pretrained(folder, lora=True, load_in_4bit=True, load_in_8bit=True)
+
+
+# What is missing or too much
+
+
+def test_a_folder_with_an_adapter_takes_no_second_one(folder: Path, tmp_path: Path) -> None:
+    HFPolicy.from_pretrained(folder, lora=True).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match="holds an adapter, which is trained on: leave out lora"):
+        HFPolicy.from_pretrained(tmp_path / "adapter", lora=True)
+    assert isinstance(HFPolicy.from_pretrained(tmp_path / "adapter", lora=False).model, PeftModel)
+
+
+def test_without_bitsandbytes_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name, *rest)
+    )
+    with pytest.raises(ImportError, match=r'pip install "model-agnostic-grpo\[llm-4bit\]"'):
+        HFPolicy.from_pretrained(folder, lora=True, load_in_4bit=True)
+
+
+def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "peft", raising=False)
+    genuine = builtins.__import__
+
+    def without_peft(name: str, *rest: Any) -> Any:
+        if name == "peft":
+            raise ModuleNotFoundError("No module named 'peft'", name="peft")
+        return genuine(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_peft)
+    with pytest.raises(ImportError, match=r'LoRA needs PEFT: pip install "model-agnostic-grpo\[llm\]"'):
+        add_lora(tiny_model())

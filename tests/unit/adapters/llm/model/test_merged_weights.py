@@ -1,0 +1,162 @@
+"""What a sampler is given is what the trainer computes with."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from adapters.llm.model.merged_weights import merged_weights
+from grpo.errors import ConfigError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks transformers for it
+    "ignore:.*ensure_weight_tying:UserWarning",  # PEFT suspects what is refused here
+)
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+def qwen(**changes: Any) -> Qwen3ForCausalLM:
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "initializer_range": 0.2,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 24}
+    return Qwen3ForCausalLM(Qwen3Config(**(shape | heads | changes))).eval()
+
+
+def gpt2() -> GPT2LMHeadModel:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 24, "initializer_range": 0.2}
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes)).eval()
+
+
+@torch.no_grad()
+def adapted(model: Any, **options: Any) -> Any:
+    """With adapters that do something: B is 0 where PEFT starts."""
+    peft_model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **options)).eval()
+    for name, parameter in peft_model.named_parameters():
+        if parameter.requires_grad and "lora_magnitude_vector" not in name:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return peft_model
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(input_ids=TOKENS, use_cache=False).logits
+
+
+ADAPTERS = {
+    "LoRA, tied embeddings": lambda: (qwen(tie_word_embeddings=True), {"target_modules": ["q_proj", "down_proj"]}),
+    "LoRA of every linear layer": lambda: (qwen(), {"target_modules": "all-linear"}),
+    "rank-stabilised LoRA": lambda: (qwen(), {"target_modules": ["v_proj"], "use_rslora": True}),
+    "DoRA": lambda: (qwen(), {"target_modules": ["o_proj"], "use_dora": True}),
+    "an output head that is trained whole": lambda: (
+        qwen(),
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ),
+    "transposed weights": lambda: (gpt2(), {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_merged_weights_in_a_plain_model_give_the_adapted_logits(kind: str) -> None:
+    plain, options = ADAPTERS[kind]()
+    before = logits(plain)
+    other = copy.deepcopy(plain)
+    model = adapted(plain, **options)
+    expected = logits(model)
+    assert (expected - before).abs().max() > 0.05  # there is something to merge
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    other.load_state_dict(dict(merged_weights(model)), strict=True)
+
+    torch.testing.assert_close(logits(other), expected, rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
+
+
+def test_a_plain_model_gives_its_own_tensors_under_all_their_names() -> None:
+    model = qwen(tie_word_embeddings=True)
+    weights = dict(merged_weights(model))
+    assert weights.keys() == model.state_dict().keys()
+    assert weights["lm_head.weight"] is weights["model.embed_tokens.weight"]  # one tensor, two names, no copy
+    assert not any(tensor.requires_grad and tensor.grad_fn for tensor in weights.values())
+
+
+def test_with_adapters_off_or_merged_already_the_base_weights_are_given() -> None:
+    model = adapted(qwen(), target_modules=["q_proj"])
+    base = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight
+    with model.disable_adapter():
+        assert dict(merged_weights(model))["model.layers.0.self_attn.q_proj.weight"] is base
+    expected = logits(model)
+    model.merge_adapter()
+    other = qwen()
+    other.load_state_dict(dict(merged_weights(model)))
+    torch.testing.assert_close(logits(other), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_mixtures_of_experts_get_the_names_of_their_checkpoints(tmp_path: Any) -> None:
+    """In memory all experts are one tensor; checkpoints, and engines that read them, have one per expert."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16, "vocab_size": 24}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 1}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_attention_heads=2, initializer_range=0.2, **sizes, **experts)).eval()
+    model.save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert "model.layers.0.mlp.experts.2.gate_proj.weight" in names
+
+    model = adapted(model, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    weights = dict(merged_weights(model))
+
+    assert weights.keys() == names
+    save_file({name: weight.clone() for name, weight in weights.items()}, tmp_path / "model.safetensors")
+    other = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(logits(other), logits(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_on_one_of_two_tied_weights_is_refused_at_once(target: str) -> None:
+    model = get_peft_model(qwen(tie_word_embeddings=True), LoraConfig(r=2, target_modules=[target]))
+    with pytest.raises(ConfigError, match="one weight for its input embeddings and its output head"):
+        dict(merged_weights(model))
+
+
+@pytest.fixture
+def four_bit(tmp_path: Any) -> Any:
+    """A model in NF4, computing in float32, and the plain one that has the dequantised weights."""
+    pytest.importorskip("bitsandbytes")
+    qwen(hidden_size=64, intermediate_size=128, head_dim=32).save_pretrained(tmp_path)
+    quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantised, dtype=torch.float32).eval()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_base_of_four_bits_is_dequantised(four_bit: Any) -> None:
+    model = adapted(four_bit, target_modules=["q_proj", "up_proj"])
+    logits(model)  # on some processors evaluation keeps the weights in another order, and multiplies in bfloat16
+    other = qwen(hidden_size=64, intermediate_size=128, head_dim=32)
+    other.load_state_dict(dict(merged_weights(model)), strict=True)
+    torch.testing.assert_close(logits(other), logits(model.train()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_added_to_four_bits_is_refused(four_bit: Any) -> None:
+    model = adapted(four_bit, target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(ConfigError, match=r"plain LoRA; that of model.layers.0.self_attn.q_proj is not"):
+        dict(merged_weights(model))

@@ -1,0 +1,155 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from adapters.llm.model import token_log_probs as module
+from adapters.llm.model.token_log_probs import blocks, token_log_probs
+
+
+class Wrapped(nn.Module):
+    """A head that is no plain linear layer."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(hidden)
+
+
+def reference(
+    hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    all_log_probs = (head(hidden) / temperature).log_softmax(-1)
+    return all_log_probs[torch.arange(len(tokens)), tokens], -(all_log_probs.exp() * all_log_probs).sum(-1)
+
+
+def test_two_tokens_by_hand() -> None:
+    # logits (ln 3, 0) give p = (3/4, 1/4); at temperature 1/2 they double: p = (9/10, 1/10)
+    head = nn.Linear(1, 2, bias=False)
+    head.weight.data.copy_(torch.tensor([[math.log(3)], [0.0]]))
+    hidden, tokens = torch.ones(2, 1), torch.tensor([0, 1])
+    log_probs, entropy = token_log_probs(hidden, head, tokens, with_entropy=True)
+    torch.testing.assert_close(log_probs, torch.tensor([math.log(3 / 4), math.log(1 / 4)]))
+    assert entropy is not None
+    by_hand = -(3 / 4) * math.log(3 / 4) - (1 / 4) * math.log(1 / 4)
+    torch.testing.assert_close(entropy, torch.full((2,), by_hand))
+    log_probs, entropy = token_log_probs(hidden, head, tokens, temperature=0.5)
+    torch.testing.assert_close(log_probs, torch.tensor([math.log(9 / 10), math.log(1 / 10)]))
+    assert entropy is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("terms", ["log_probs", "entropy", "both"])
+def test_values_and_gradients_are_those_of_the_full_softmax(
+    bias: bool, temperature: float, wrapped: bool, terms: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BLOCK_BYTES", 4 * 13 * 3)  # three positions of 13 logits per block
+    torch.manual_seed(0)
+    head = nn.Linear(5, 13, bias=bias, dtype=torch.float64)
+    hidden = torch.randn(8, 5, dtype=torch.float64, requires_grad=True)
+    tokens = torch.randint(13, (8,))
+    weights = torch.randn(2, 8, dtype=torch.float64)
+    weights[0, 3] = 0  # a step without a slope
+
+    def gradients(values: tuple[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor]:
+        log_probs, entropy = values
+        loss = torch.zeros((), dtype=torch.float64)
+        if terms != "entropy":
+            loss = loss + (weights[0] * log_probs).sum()
+        if terms != "log_probs":
+            assert entropy is not None
+            loss = loss + (weights[1] * entropy).sum()
+        return list(torch.autograd.grad(loss, [hidden, *head.parameters()]))
+
+    expected = reference(hidden, head, tokens, temperature)
+    used = Wrapped(head) if wrapped else head
+    got = token_log_probs(hidden, used, tokens, temperature=temperature, with_entropy=terms != "log_probs")
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(gradients(got), gradients(expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_still_do() -> None:
+    head = nn.Linear(4, 6).requires_grad_(False)
+    hidden = torch.randn(3, 4, requires_grad=True)
+    log_probs, _ = token_log_probs(hidden, head, torch.tensor([0, 5, 2]))
+    log_probs.sum().backward()
+    assert head.weight.grad is None
+    assert hidden.grad is not None
+    assert bool((hidden.grad != 0).all())
+
+
+def test_half_precision_is_reduced_in_float32() -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(16, 1000, bias=False).bfloat16()
+    hidden = torch.randn(4, 16).bfloat16()
+    log_probs, entropy = token_log_probs(hidden, head, torch.arange(4), with_entropy=True)
+    assert log_probs.dtype == torch.float32
+    logits = head(hidden).double()  # the same rounded logits, reduced in float64
+    exact = logits.log_softmax(1)
+    torch.testing.assert_close(log_probs.double(), exact[torch.arange(4), torch.arange(4)], atol=1e-5, rtol=1e-5)
+    assert entropy is not None
+    torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(1), atol=1e-4, rtol=1e-5)
+
+
+def test_many_blocks_are_as_exact_as_one_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(16, 50).bfloat16()
+    hidden, tokens, slopes = torch.randn(512, 16).bfloat16(), torch.randint(50, (512,)), torch.randn(512)
+
+    def gradient(block_bytes: int) -> torch.Tensor:
+        monkeypatch.setattr(module, "BLOCK_BYTES", block_bytes)
+        log_probs, _ = token_log_probs(hidden, head, tokens)
+        return torch.autograd.grad((slopes * log_probs).sum(), head.weight)[0].double()
+
+    one, many = gradient(2**30), gradient(4 * 50 * 4)  # 128 blocks
+    assert float((many - one).norm() / one.norm()) < 3e-3  # summed in bfloat16, they are off by 1 %
+
+
+def test_autocast_reaches_a_head_with_a_bias() -> None:
+    head = nn.Linear(16, 50)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        log_probs, _ = token_log_probs(torch.randn(4, 16, requires_grad=True), head, torch.arange(4))
+    log_probs.sum().backward()
+    assert head.bias.grad is not None
+    assert head.bias.grad.dtype == torch.float32
+
+
+def test_autocast_reaches_the_head() -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(16, 50, bias=False)
+    hidden = torch.randn(4, 16, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        log_probs, _ = token_log_probs(hidden, head, torch.arange(4))
+    rounded = (hidden.detach().bfloat16() @ head.weight.detach().bfloat16().t()).float().log_softmax(1)
+    torch.testing.assert_close(log_probs.detach(), rounded[torch.arange(4), torch.arange(4)])
+    log_probs.sum().backward()
+    assert head.weight.grad is not None
+    assert head.weight.grad.dtype == torch.float32
+
+
+def test_blocks_cover_everything_once() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [(b.start, b.stop) for b in blocks(7, module.BLOCK_BYTES // (4 * 3), cpu)] == [(0, 3), (3, 6), (6, 7)]
+    assert [(b.start, b.stop) for b in blocks(7, module.GPU_BLOCK_BYTES // (4 * 4), gpu)] == [(0, 4), (4, 7)]
+    assert [(b.start, b.stop) for b in blocks(2, 10**12, cpu)] == [(0, 1), (1, 2)]  # one position at least
+    assert [(b.start, b.stop) for b in blocks(0, 10, cpu)] == [(0, 0)]  # so that nothing at all has a gradient of 0
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_no_position_at_all(wrapped: bool) -> None:
+    linear = nn.Linear(4, 6)
+    head = Wrapped(linear) if wrapped else linear
+    hidden = torch.zeros(0, 4, requires_grad=True)
+    log_probs, entropy = token_log_probs(hidden, head, torch.zeros(0, dtype=torch.int64), with_entropy=True)
+    assert log_probs.shape == (0,)
+    assert entropy is not None
+    assert entropy.shape == (0,)
+    log_probs.sum().backward()
+    assert linear.weight.grad is not None
+    assert not linear.weight.grad.any()

@@ -1,0 +1,455 @@
+"""Plain functions as rewards: what they are given, what they may return, and what becomes of it in training."""
+
+import asyncio
+import doctest
+import functools
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adapters.llm.completions import Completion
+from adapters.llm.rewards import completion_rewards as module
+from adapters.llm.rewards.completion_rewards import CompletionRewards, run_in_background
+from grpo import GRPOConfig, GRPOTrainer, RewardConfig
+from grpo._collecting.reward_calls import RewardCalls
+from grpo.checks import check_reward_model
+from grpo.errors import ConfigError, ContractError, ProtocolError, RewardError
+
+
+def completion(text: str) -> Completion:
+    return Completion(token_ids=tuple(map(ord, text)), text=text, finish_reason="end")
+
+
+A, B, C = completion("a"), completion("bb"), completion("ccc")
+ROWS = [{"prompt": p, "answer": a} for p, a in (("p", "a"), ("q", "x"), ("r", "ccc"))]
+
+
+def rewards_of(functions: Any, states: Sequence[Any] = ROWS, actions: Sequence[Completion] = (A, B, C), **options: Any):
+    return CompletionRewards(functions, **options).compute_rewards(list(states), list(actions))
+
+
+def right(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    return [float(c == a) for c, a in zip(completions, answer, strict=True)]
+
+
+def length(completion: str) -> int:
+    return len(completion)
+
+
+def test_examples() -> None:
+    assert doctest.testmod(module) == (0, 5)
+
+
+def test_weighted_by_name() -> None:
+    # right: 1, 0, 1; length: 1, 2, 3.  right + .5 length: 1.5, 1, 2.5
+    total = rewards_of([right, length], weights=[1.0, 0.5])
+    assert total.dtype == torch.float64
+    assert total.tolist() == [1.5, 1.0, 2.5]
+    assert rewards_of({"r": right, "l": length}, weights={"l": 0.5, "r": 1}).tolist() == [1.5, 1.0, 2.5]
+    assert rewards_of(length).tolist() == [1.0, 2.0, 3.0]
+    parts = CompletionRewards([right, length]).compute_components(ROWS, [A, B, C])
+    assert {name: part.tolist() for name, part in parts.items()} == {"right": [1, 0, 1], "length": [1, 2, 3]}
+
+
+def test_a_function_with_keywords_is_given_what_trl_gives() -> None:
+    seen: dict[str, Any] = {}
+
+    def reward(**kwargs: Any) -> list[float]:
+        seen.update(kwargs)
+        return [0.0, 0.0]
+
+    chat = [{"role": "user", "content": "hello"}]
+    rewards_of(
+        reward,
+        [{"prompt": "p", "answer": 1, "completion": "gold"}, {"prompt": chat, "answer": 2, "completion": ""}],
+        [A, B],
+    )
+    assert seen == {
+        "prompts": ["p", chat],
+        "completions": ["a", [{"role": "assistant", "content": "bb"}]],
+        "completion_ids": [[97], [98, 98]],
+        "answer": [1, 2],
+    }
+
+
+def test_functions_of_trl() -> None:
+    trl_rewards = pytest.importorskip("trl.rewards")
+    chats = [[{"role": "user", "content": "?"}]] * 2
+    texts = [completion("<think>1</think>2"), completion("2")]
+    overlong = trl_rewards.get_soft_overlong_punishment(max_completion_len=20, soft_punish_cache=4)
+    # lengths 17 and 1: 17 is one token of four into the cache
+    assert rewards_of([trl_rewards.think_format_reward, overlong], chats, texts).tolist() == [1.0 - 0.25, 0.0]
+
+
+def test_a_function_of_one_row_is_given_what_it_names() -> None:
+    seen = []
+
+    def reward(prompt: str, completion: str, action: Completion, state: Any, answer: str, scale: float = 2.0) -> float:
+        seen.append((prompt, completion, action, state, answer))
+        return scale
+
+    assert rewards_of(functools.partial(reward, scale=3.0), ROWS[:1], [A]).tolist() == [3.0]
+    assert seen == [("p", "a", A, ROWS[0], "a")]
+
+    def everything(completion: str, **kwargs: Any) -> float:
+        seen.append(kwargs)
+        return 0.0
+
+    rewards_of(everything, ROWS[:1], [A])
+    assert seen[1] == {"prompt": "p", "answer": "a"}
+
+
+def test_the_trainers_own_kind_of_function() -> None:
+    def reward(states: list[Any], actions: list[Completion]) -> Tensor:
+        return torch.tensor([len(state["prompt"]) + len(action) for state, action in zip(states, actions, strict=True)])
+
+    assert rewards_of(reward).tolist() == [2.0, 3.0, 4.0]
+
+
+def test_a_reward_model_stands_beside_functions() -> None:
+    class Model(nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.register_buffer("value", torch.tensor(value))
+
+        def compute_rewards(self, states: Any, actions: Any) -> Tensor:
+            return self.value.expand(len(states))
+
+    rewards = CompletionRewards({"model": Model(0.25), "length": length})
+    assert rewards.compute_rewards(ROWS, [A, B, C]).tolist() == [1.25, 2.25, 3.25]
+    assert rewards.state_dict()["model"] == {"value": torch.tensor(0.25)}
+    assert CompletionRewards({"model": Model(math.nan)}).compute_rewards(["p"], [A]).tolist() == [math.inf]
+
+
+def test_another_prompt_column() -> None:
+    rows = [{"question": "p", "answer": "a"}]
+    assert rewards_of(lambda prompt, question, answer, completion: prompt + question + answer == "ppa", rows, [A],
+                      prompt_column="question").tolist() == [1.0]  # fmt: skip
+    with pytest.raises(ContractError, match="needs the prompt column 'prompt'"):
+        rewards_of(length, rows, [A])
+
+
+def test_one_functions_lists_are_not_anothers() -> None:
+    def careless(completions: list[str], **kwargs: Any) -> list[float]:
+        completions.clear()
+        return [0.0, 0.0, 0.0]
+
+    assert rewards_of({"careless": careless, "right": right}).tolist() == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [1, True, 2.5],
+        (1.0, 1.0, 2.5),
+        torch.tensor([1.0, 1.0, 2.5]),
+        torch.tensor([1.0, 1.0, 2.5]).numpy(),
+        [torch.tensor(1), torch.tensor(1.0).numpy()[()], torch.tensor(True).numpy()[()] + 1.5],
+    ],
+    ids=["list", "tuple", "tensor", "array", "scalars"],
+)
+def test_kinds_of_numbers(answers: Any) -> None:
+    assert rewards_of(lambda prompts: answers).tolist() == [1.0, 1.0, 2.5]
+
+
+# --- None and NaN
+
+
+def only_short(completion: str) -> float | None:
+    return 10.0 if completion == "a" else None
+
+
+def long_or_fault(completion: str) -> float | None:
+    return {"a": None, "bb": 2.0}.get(completion, math.nan)
+
+
+def test_none_is_left_out_of_a_rows_sum() -> None:
+    rewards = CompletionRewards({"short": only_short, "long": long_or_fault}, {"short": 0.5, "long": 3.0})
+    parts = rewards.compute_components(["p"] * 2, [A, B])
+    assert str({name: part.tolist() for name, part in parts.items()}) == "{'short': [10.0, nan], 'long': [nan, 2.0]}"
+    assert rewards.combine(parts).tolist() == [5.0, 6.0]  # .5 * 10 and 3 * 2
+
+
+def test_a_row_to_which_nothing_applies_has_no_reward() -> None:
+    rewards = CompletionRewards(only_short)
+    with pytest.raises(RewardError, match=r"got \[nan, nan\] at rows \[1, 2\] of 3"):
+        RewardCalls(rewards, RewardConfig())(["p"] * 3, [A, B, C])
+    kept = RewardCalls(rewards, RewardConfig(non_finite="drop"))(["p"] * 3, [A, B, C])
+    assert kept.values.tolist() == kept.components["only_short"].tolist() == [10.0]
+    assert kept.kept is not None
+    assert kept.kept.tolist() == [True, False, False]
+
+
+def test_nan_is_a_fault_even_where_another_function_applies() -> None:
+    rewards = CompletionRewards({"long": long_or_fault, "length": length}, {"long": 0.0, "length": 1.0})
+    assert rewards.compute_rewards(["p"] * 2, [A, B]).tolist() == [1.0, 2.0]
+    with pytest.raises(RewardError, match=r"must return finite numbers; got .* at rows \[2\] of 3"):
+        RewardCalls(rewards, RewardConfig())(["p"] * 3, [A, B, C])
+    assert RewardCalls(rewards, RewardConfig(non_finite="drop"))(["p"] * 3, [A, B, C]).values.tolist() == [1.0, 2.0]
+
+
+# --- what is wrong is said
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda prompts: [1.0, 2.0], r"<lambda> must return one number or None per row, a list of 3; got a list of 2"),
+        (lambda prompts: 1.0, r"a list of 3; got float 1.0 for rows 0 to 2"),
+        (lambda prompts: "abc", r"a list of 3; got str 'abc'"),
+        (lambda prompts: torch.zeros(3, 1), r"got a list of 1 at row 0"),
+        (
+            lambda prompts: [1.0, "two", 3.0],
+            r"must return a number, or None where it does not apply; got str 'two' at row 1",
+        ),
+        (lambda completion: 1j, r"got complex 1j at row 0"),
+        (lambda completion: torch.zeros(2), r"got \[2\] float32 at row 0"),
+        (
+            lambda completion, truth, hint: 0.0,
+            r"<lambda> needs truth, hint; the rows offer action, answer, completion, ",
+        ),
+        (lambda completions, trainer_state: [0.0], r"<lambda> needs trainer_state; the rows offer actions, answer, "),
+    ],
+)
+def test_wrong_answers(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        rewards_of(function)
+
+
+def test_rows_that_differ_and_actions_that_are_none() -> None:
+    with pytest.raises(RewardError, match=r"the same columns; row 1 lacks 'answer'. Give it None where"):
+        rewards_of(length, [*ROWS[:1], "text only"], [A, B])
+    with pytest.raises(RewardError, match=r"actions must be Completions; got str 'text' at row 1"):
+        rewards_of(length, ROWS[:2], [A, "text"])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("functions", "options", "message"),
+    [
+        (
+            lambda p, c: 0.0,
+            {},
+            r"<lambda>\(p, c\) must name what it wants: prompts, completions, .* Rename its parameters",
+        ),
+        (lambda prompts, completion: 0.0, {}, "do not mix the two"),
+        (lambda answer: 0.0, {}, "must name what it wants"),
+        (lambda completion, /: 0.0, {}, "must name what it wants"),
+        ([length, length], {}, r"different names; got length, length. Pass {'name': function, ...}"),
+        ([], {}, "needs at least one reward"),
+        ([right, length], {"weights": [1.0]}, "one weight per function, 2; got 1"),
+        ({"right": right}, {"weights": {"wrong": 1.0}}, "one weight for each"),
+        (length, {"max_concurrent": 0}, "max_concurrent must be >= 1"),
+        (length, {"timeout": 0.0}, "timeout > 0 or None"),
+        (length, {"timeout": 1.0}, "timeout=1.0 can end only `async def` functions; there is none"),
+    ],
+)
+def test_wrong_settings(functions: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CompletionRewards(functions, **options)
+
+
+def test_what_is_no_function() -> None:
+    with pytest.raises(ProtocolError, match="reward_model must implement RewardModel; str lacks"):
+        CompletionRewards({"name": "accuracy"})
+
+
+def test_what_a_function_raises_names_it_and_may_be_forgiven() -> None:
+    def picky(completion: str) -> float:
+        return {"a": 1.0, "ccc": 3.0}[completion]
+
+    with pytest.raises(
+        RewardError, match=r"raised RuntimeError: picky raised KeyError: 'bb' at row 1 for rows 0 to 2"
+    ) as caught:
+        RewardCalls(CompletionRewards(picky), RewardConfig())(ROWS, [A, B, C])
+    assert isinstance(caught.value.__cause__.__cause__, KeyError)  # type: ignore[union-attr]
+    kept = RewardCalls(CompletionRewards(picky), RewardConfig(on_failure="drop"))(ROWS, [A, B, C])
+    assert kept.values.tolist() == [1.0, 3.0]
+    assert kept.metrics["rows/dropped"] == 1.0
+
+
+# --- async
+
+
+class Judge:
+    """Answers a little later, and remembers how many it had at a time, and where."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+        self.loops: set[Any] = set()
+
+    async def __call__(self, completion: str) -> float:
+        self.loops.add(asyncio.get_running_loop())
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.01)
+        self.now -= 1
+        return float(len(completion))
+
+
+async def later(completions: list[str], **kwargs: Any) -> list[float | None]:
+    await asyncio.sleep(0.01)
+    return [None, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(("limit", "most"), [(64, 3), (2, 2)])
+def test_async_functions_are_awaited_together(limit: int, most: int) -> None:
+    judge = Judge()
+    rewards = CompletionRewards({"judge": judge, "later": later, "right": right}, max_concurrent=limit)
+    assert rewards.compute_rewards(ROWS, [A, B, C]).tolist() == [1.0 + 1.0, 2.0 + 0.5 + 0.0, 3.0 + 0.5 + 1.0]
+    assert judge.most == most
+    rewards.compute_rewards(ROWS, [A, B, C])
+    assert len(judge.loops) == 1  # what a client keeps open there can be used again
+
+
+def test_within_a_running_loop() -> None:
+    async def notebook() -> list[float]:
+        return rewards_of(functools.partial(later, note=1)).nan_to_num().tolist()
+
+    assert asyncio.run(notebook()) == [0.0, 0.5, 0.5]
+
+
+def test_timeout() -> None:
+    async def slow(completion: str) -> float:
+        await asyncio.sleep(60.0 if completion == "bb" else 0.0)
+        return 1.0
+
+    rewards = CompletionRewards(slow, timeout=0.05)
+    begin = time.perf_counter()
+    with pytest.raises(RewardError, match=r"slow raised TimeoutError: no answer within timeout=0.05 s at row 1"):
+        RewardCalls(rewards, RewardConfig())(ROWS, [A, B, C])
+    assert time.perf_counter() - begin < 5
+    dropped = RewardCalls(rewards, RewardConfig(on_failure="drop"))(ROWS, [A, B, C])
+    assert dropped.values.tolist() == [1.0, 1.0]
+
+
+def test_a_timeout_of_the_functions_own_is_not_ours() -> None:
+    async def client(prompt: str) -> float:
+        raise TimeoutError("server busy")
+
+    with pytest.raises(RuntimeError, match="client raised TimeoutError: server busy at row 0"):
+        rewards_of(client, timeout=5.0)
+
+
+def test_one_failure_ends_the_other_calls() -> None:
+    ended = threading.Event()
+
+    async def reward(completion: str) -> float:
+        if completion == "bb":
+            raise ValueError("no")
+        try:
+            await asyncio.sleep(60.0)
+        except asyncio.CancelledError:
+            ended.set()
+            raise
+        return 0.0
+
+    with pytest.raises(RuntimeError, match="reward raised ValueError: no at row 1"):
+        rewards_of(reward)
+    assert ended.wait(5)
+
+
+def test_an_interrupt_ends_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    async def hang() -> None:
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            ended.set()
+
+    submit = asyncio.run_coroutine_threadsafe
+
+    def interrupted(*args: Any) -> Any:
+        future = submit(*args)
+        time.sleep(0.02)  # it has begun
+        monkeypatch.setattr(future, "result", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        return future
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_in_background(hang())
+    assert ended.wait(5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_after_a_fork() -> None:
+    script = """
+import os, warnings
+from adapters.llm.rewards.completion_rewards import run_in_background
+warnings.simplefilter("ignore")  # later Pythons warn of a fork beside threads
+async def one(): return 1
+assert run_in_background(one()) == 1
+child = os.fork()
+if not child:
+    os._exit(run_in_background(one()))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+# --- training
+
+
+class Chooser(nn.Module):
+    """Writes one of three texts, whatever the prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def generate_actions(
+        self, states: Sequence[Any], num_actions_per_state: int, **kwargs: Any
+    ) -> list[list[Completion]]:
+        return [[(A, B, C)[n % 3] for n in range(num_actions_per_state)] for _ in states]
+
+    def get_log_probabilities(self, states: Sequence[Any], actions: Sequence[Completion]) -> Tensor:
+        return self.logits.log_softmax(0)[torch.tensor([len(action) - 1 for action in actions])]
+
+    def get_parameters(self) -> dict[str, Tensor]:
+        return dict(self.named_parameters())
+
+
+def test_training_reports_each_function() -> None:
+    policy = Chooser()
+    rewards = CompletionRewards([right, length], weights=[1.0, 0.5])
+    trainer = GRPOTrainer(config=GRPOConfig(group_size=3), policy=policy, reward_model=rewards)
+    metrics = trainer.train([ROWS[0]], num_iterations=1)[-1]
+    assert metrics["rewards/right/mean"] == pytest.approx(1 / 3)  # only "a" is right
+    assert metrics["rewards/length/mean"] == 2.0
+    assert metrics["rewards/mean"] == pytest.approx((1.5 + 1.0 + 1.5) / 3)
+
+
+def test_conformance() -> None:
+    judge = Judge()
+    rewards = CompletionRewards({"right": right, "judge": judge})
+    check_reward_model(rewards, ROWS, [A, B, C], strict=True).raise_for_failures()
+
+
+def test_a_functions_state_is_kept() -> None:
+    class Fading:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            self.calls += 1
+            return [1.0 / self.calls] * len(completions)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"calls": self.calls}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.calls = state["calls"]
+
+    first, second = CompletionRewards(Fading()), CompletionRewards(Fading())
+    first.compute_rewards(ROWS, [A, B, C])
+    second.load_state_dict(first.state_dict())
+    assert second.compute_rewards(ROWS, [A, B, C]).tolist() == [0.5, 0.5, 0.5]

@@ -1,0 +1,341 @@
+"""Answers to GSM8K: what number a text gives, what a row has to have, and what answers are worth."""
+
+import doctest
+import json
+import time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.llm.completions import Completion
+from adapters.llm.rewards import gsm8k, gsm8k_rewards
+from adapters.llm.rewards.completion_rewards import CompletionRewards
+from adapters.llm.rewards.gsm8k import extract_answer, gsm8k_prompt, load_gsm8k
+from adapters.llm.rewards.gsm8k_rewards import correctness_first, hybrid_reward
+from grpo.errors import ConfigError, RewardError
+
+
+def test_examples() -> None:
+    assert doctest.testmod(gsm8k) == (0, 3)
+    assert doctest.testmod(gsm8k_rewards) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # marked
+        ("48 / 2 = <<48/2=24>>24\n#### 72", "72"),
+        ("####72", "72"),
+        ("#### 72.", "72"),
+        ("#### 1,234", "1234"),
+        ("#### 1,234,567.50", "1234567.5"),
+        ("#### -5", "-5"),
+        ("#### \u22125", "-5"),
+        ("#### $18", "18"),
+        ("#### $ 18.00", "18"),
+        ("#### -$1,000", "-1000"),
+        ("#### $-7", "-7"),
+        ("#### \u20ac3.5", "3.5"),
+        ("#### 25%", "25"),
+        ("#### .5", "0.5"),
+        ("#### 18 dollars", "18"),
+        ("#### 18dollars", "18"),
+        ("#### **18**", "18"),
+        ("#### [18]", "18"),
+        ("#### = 18", "18"),
+        ("#### $18$", "18"),
+        ("#### $$18$$", "18"),
+        (r"#### $\$18$", "18"),
+        (r"#### \boxed{18}", "18"),
+        ("#### 5\nno, wait\n#### 6\nThat was 7.", "6"),
+        ("#### 5\n#### none", "5"),
+        ("#### Answer: 6, in 7 steps", "6"),  # nothing behind the mark: "answer:" decides
+        ("####\n6, then 7", "7"),  # not in its line
+        ("#### 72\n#### 12. In short", "72"),  # a heading
+        ("#### 1,234. In short: $7", "7"),
+        # boxed
+        (r"so \boxed{72} in 3 steps", "72"),
+        (r"\boxed{5} or \boxed{ 6 }, then 7", "6"),
+        (r"\boxed{\$1{,}234.50}, 7", "1234.5"),
+        (r"\boxed{1\,234} 7", "1234"),
+        (r"\boxed{\text{72 eggs}} 7", "72"),
+        (r"The answer is 5. \boxed{6}", "6"),
+        # stated
+        ("The answer is 72. There were 3 of them.", "72"),
+        ("The answer is: $72 for 3", "72"),
+        ("**Final Answer:** 72 (of 3)", "72"),
+        ("**Final Answer**: **72** (of 3)", "72"),
+        ("the answer would be 72 in 3 days", "72"),
+        ("answer = 72, not 3", "72"),
+        ("The answer is\n\n72\nby 3", "72"),
+        ("The answer is 5. No, the answer is 6, by 7.", "6"),
+        (r"The answer is \(72\) by 3", "72"),
+        ("Answer 2 questions to get 30 points", "30"),
+        ("the answer isn't 5 but 6", "6"),
+        # the last number
+        ("3 * 4 = 12", "12"),
+        ("He has 1,234 eggs.", "1234"),
+        ("It costs $3.", "3"),
+        ("10-5", "5"),
+        ("10 - 5 = 5 - 10 = -5", "-5"),
+        ("(10)-5", "5"),
+        ("10%-20%", "20"),
+        ("$10-$20", "20"),
+        ("well...5", "5"),
+        ("7 times x2", "7"),
+        ("7 in area51", "7"),
+        ("1 and 1,234,5", "5"),
+        ("12,34", "34"),
+        ("_72_", "72"),
+        ("-0", "0"),
+        ("007", "7"),
+        ("\u0667", None),  # an Arabic-Indic seven
+        ("", None),
+        ("no idea", None),
+        ("####", None),
+        ("#### [number]", None),
+        ("- . , $ % -$", None),
+    ],
+)
+def test_extract_answer(text: str, expected: str | None) -> None:
+    assert extract_answer(text) == (None if expected is None else Decimal(expected))
+
+
+NUMBERS = st.decimals(min_value=-(10**12), max_value=10**12, places=2)
+SPELLINGS = st.sampled_from(["{:f}", "{:,f}", "${:,f}", "{:f}%", "{:,f}.", "**{:,f}**", "{:f} apples", "$ {:f}"])
+FORMS = st.sampled_from(["#### {}", "7 + 8\n#### {}\n", "so \\boxed{{{}}} (1)", "The answer is {} for 3", "so {}"])
+
+
+@settings(deadline=None)
+@given(number=NUMBERS, spelling=SPELLINGS, form=FORMS)
+def test_a_number_is_read_as_it_was_written(number: Decimal, spelling: str, form: str) -> None:
+    assert extract_answer(form.format(spelling.format(number))) == number
+
+
+@settings(deadline=None)
+@given(number=st.integers(-(10**9), 10**9), form=FORMS)
+def test_minus_and_currency_in_either_order(number: int, form: str) -> None:
+    sign = "-" if number < 0 else ""
+    assert extract_answer(form.format(f"{sign}${abs(number):,}")) == number
+    assert extract_answer(form.format(f"${sign}{abs(number):,}")) == number
+    assert extract_answer(form.format(f"{sign}{abs(number):,}".replace("-", "\u2212"))) == number
+
+
+@settings(deadline=None)
+@given(text=st.text(max_size=200), number=st.integers(0, 10**6))
+def test_the_mark_decides_whatever_was_before(text: str, number: int) -> None:
+    assert extract_answer(f"{text}\n#### {number}") == number
+
+
+@settings(deadline=None)
+@given(st.text(alphabet="#$\\{}[]boxed answer is:=-.,0123456789\u2212\n%*_", max_size=60))
+def test_any_text_gives_a_finite_number_or_none(text: str) -> None:
+    answer = extract_answer(text)
+    assert answer is None or answer.is_finite()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["#" * 100_000, "answer" + " " * 100_000, "answer " * 15_000, "answer: " + "*_ " * 30_000, "1" * 100_000,
+     "1," * 50_000, "111," * 25_000 + "1111", r"\boxed{" * 15_000, "-" * 100_000, "$" * 100_000, "1+" * 50_000,
+     "####" + "\\boxed" * 15_000, "\\" * 100_000, "step" * 25_000, "1 " * 50_000, "####  " * 15_000],
+    ids=range(16),
+)  # fmt: skip
+def test_time_is_linear(text: str) -> None:
+    action = Completion(token_ids=(), text=text, finish_reason="length")
+    begin = time.process_time()
+    for rewards in (correctness_first(), hybrid_reward()):
+        rewards.compute_rewards([{"prompt": "", "answer": "1"}], [action])
+    assert time.process_time() - begin < 3
+
+
+# --- rows
+
+
+def test_prompt() -> None:
+    prompt = gsm8k_prompt(" How many?\n")
+    assert prompt.startswith("Question: How many?\n")
+    assert "#### [number]" in prompt
+    assert prompt.endswith("Answer:")
+
+
+PROBLEMS = [{"question": f"{n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(5)]
+
+
+def written(folder: Path, *lines: str) -> Path:
+    path = folder / "problems.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_load(tmp_path: Path) -> None:
+    path = written(tmp_path, json.dumps(PROBLEMS[0]), "", *map(json.dumps, PROBLEMS[1:]), "")
+    rows = load_gsm8k(path)
+    assert rows == load_gsm8k(str(path)) == load_gsm8k(PROBLEMS)
+    assert len(rows) == 5
+    assert rows[2] == {"prompt": gsm8k_prompt("2 + 1?"), **PROBLEMS[2]}
+    assert load_gsm8k(path, num_samples=2) == rows[:2]
+    assert load_gsm8k(path, num_samples=1000) == rows
+
+
+def test_load_a_dataset() -> None:
+    datasets = pytest.importorskip("datasets")
+    assert load_gsm8k(datasets.Dataset.from_list(PROBLEMS), num_samples=3) == load_gsm8k(PROBLEMS[:3])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"problems.jsonl, line 3 is not JSON"),
+        ("[" * 100_000, r"problems.jsonl, line 3 is not JSON"),
+        (
+            '{"question": "1 + 1?"}',
+            r"problems.jsonl, line 3 must have the texts 'question' and 'answer'; got \['question'\]",
+        ),
+        ('{"question": "1 + 1?", "answer": 2}', "line 3 must have the texts"),
+        ("[1]", "line 3 must have the texts 'question' and 'answer'; got a list of 1"),
+        (
+            '{"question": "1 + 1?", "answer": "two"}',
+            "the answer of .*line 3 must hold a number, as in '#### 72'; got 'two'",
+        ),
+    ],
+)
+def test_malformed_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
+    path = written(tmp_path, json.dumps(PROBLEMS[0]), "", line, json.dumps(PROBLEMS[1]))
+    with pytest.raises(ConfigError, match=message):
+        load_gsm8k(path)
+    assert len(load_gsm8k(path, num_samples=1)) == 1  # what is not wanted is not read
+
+
+def test_malformed_sources(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="row 1 must have the texts"):
+        load_gsm8k([PROBLEMS[0], {"problem": "?"}])
+    with pytest.raises(ConfigError, match=r"cannot read .*absent\.jsonl: No such file"):
+        load_gsm8k(tmp_path / "absent.jsonl")
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(b'{"question": "\xe9?"}')
+    with pytest.raises(ConfigError, match="line 1 is not JSON"):
+        load_gsm8k(path)
+    with pytest.raises(ConfigError, match="found no problems"):
+        load_gsm8k([])
+    with pytest.raises(ConfigError, match="num_samples must be >= 1 or None; got 0"):
+        load_gsm8k(PROBLEMS, num_samples=0)
+
+
+# --- rewards
+
+
+def parts_of(rewards: CompletionRewards, text: str, answer: str = "#### 72") -> dict[str, float]:
+    action = Completion(token_ids=(1,), text=text, finish_reason="end")
+    parts = rewards.compute_components([{"prompt": "p", "answer": answer}], [action])
+    return {"total": float(rewards.combine(parts)), **{name: float(part) for name, part in parts.items()}}
+
+
+@pytest.mark.parametrize(
+    ("text", "correctness", "length", "mathematics", "steps", "form", "number", "equation"),
+    [
+        ("", 0.3, 0, 0, 0, 0, 0, 0),
+        ("no idea", 0.3, 0, 0, 0, 0, 0, 0),
+        ("72", 0.6, 0, 0, 0, 0, 0.1, 0),
+        ("71", 0.2, 0, 0, 0, 0, 0.1, 0),
+        ("#### 72", 0.6, 0, 0, 0, 0.15, 0.1, 0),
+        ("The answer is 72", 0.6, 0, 0, 0, 0.1, 0.1, 0),
+        (r"\boxed{71}", 0.2, 0, 0, 0, 0.1, 0.1, 0),
+        ("x" * 50, 0.3, 0, 0, 0, 0, 0, 0),
+        ("x" * 51, 0.3, 0.2, 0, 0, 0, 0, 0),
+        (" " * 60, 0.3, 0, 0, 0, 0, 0, 0),
+        ("First, hm", 0.3, 0, 0, 0.3, 0, 0, 0),
+        ("footstep", 0.3, 0, 0, 0, 0, 0, 0),
+        ("60 + 12 = 72", 0.6, 0, 0.2, 0, 0, 0.1, 0.1),  # + and =
+        ("$60+$12=72", 0.6, 0, 0.2, 0, 0, 0.1, 0.1),
+        ("x = 72", 0.6, 0, 0.1, 0, 0, 0.1, 0),
+        ("+ - * / = total each times sum left", 0.3, 0, 0.5, 0, 0, 0, 0),  # ten signs count as five
+        ("Then each of 3 * 4 = 12 has 6 / 1 = 6 left, so the total is 72\n#### 72", 0.6, 0.2, 0.5, 0.3, 0.15, 0.1, 0.1),
+    ],
+)
+def test_hybrid_reward(
+    text: str,
+    correctness: float,
+    length: float,
+    mathematics: float,
+    steps: float,
+    form: float,
+    number: float,
+    equation: float,
+) -> None:
+    expected = {
+        "correctness": correctness,
+        "length": length,
+        "mathematics": mathematics,
+        "steps": steps,
+        "format": form,
+        "number": number,
+        "equation": equation,
+    }
+    assert parts_of(hybrid_reward(), text) == pytest.approx({"total": sum(expected.values()), **expected})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("#### 72", 1.2),
+        ("It is 72.0", 1.1),
+        ("#### 71", 0.2),
+        ("It is 71", 0.1),
+        ("72, so #### 71", 0.2),
+        ("", 0.0),
+        ("First, then, therefore: the answer is a large number of eggs, each + * / = sum", 0.0),
+    ],
+)
+def test_correctness_first(text: str, expected: float) -> None:
+    parts = parts_of(correctness_first(), text)
+    assert parts["total"] == pytest.approx(expected)
+    assert parts["correct"] == float(expected > 1)
+
+
+def test_a_thousands_separator_is_no_decimal_point() -> None:
+    assert parts_of(correctness_first(), "#### 1234", answer="#### 1,234")["correct"] == 1.0
+    assert parts_of(correctness_first(), "#### 1", answer="#### 1,234")["correct"] == 0.0
+
+
+PIECES = [
+    "#### ",
+    "\\boxed{",
+    "}",
+    "The answer is ",
+    "72",
+    "71",
+    "7,200",
+    "-72",
+    "$",
+    ".",
+    "\n",
+    " = ",
+    "then ",
+    "step ",
+    "x",
+]
+TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
+
+
+@settings(deadline=None)
+@given(texts=st.lists(TEXTS, min_size=2, max_size=8))
+def test_right_beats_wrong_beats_silence(texts: list[str]) -> None:
+    rewards = correctness_first()
+    worth: dict[str, list[float]] = {"right": [1.1], "wrong": [0.1], "silent": [0.0]}
+    for text in texts:
+        found = extract_answer(text)
+        kind = "silent" if found is None else "right" if found == 72 else "wrong"
+        worth[kind].append(parts_of(rewards, text)["total"])
+    assert min(worth["right"]) > max(worth["wrong"])
+    assert min(worth["wrong"]) > max(worth["silent"])
+
+
+@pytest.mark.parametrize("rewards", [correctness_first(), hybrid_reward()], ids=["correctness_first", "hybrid"])
+def test_a_row_without_a_number(rewards: Any) -> None:
+    with pytest.raises(RewardError, match="The column 'answer' must hold a number, as in '#### 72'; got 'many'"):
+        parts_of(rewards, "#### 72", answer="many")

@@ -1,0 +1,277 @@
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from adapters.llm import SamplingConfig
+from adapters.llm.sampling.token_draw import BLOCK, TokenDraw, draw, exclude_top_choices
+from tests.support.llm_models import sampling_distribution
+
+UNDER_ONE = math.nextafter(1.0, 0.0)
+CPU = torch.device("cpu")
+
+
+def logits_of(*probs: float) -> Tensor:
+    return torch.tensor([probs]).log()
+
+
+def drawing(config: SamplingConfig, prompts: list[list[int]], **options: Any) -> TokenDraw:
+    defaults = {"end_token_ids": [1], "seeds": list(range(len(prompts))), "device": CPU, "with_entropy": False}
+    return TokenDraw(config, prompts, **defaults | options)
+
+
+# One token from given logits
+
+
+@pytest.mark.parametrize(
+    ("uniform", "token"),
+    [(0.0, 0), (0.499, 0), (0.5, 2), (0.749, 2), (0.75, 3), (UNDER_ONE, 3)],  # sums: .5, .5, .75, 1
+)
+def test_the_token_is_where_the_running_sum_passes_the_random_number(uniform: float, token: int) -> None:
+    tokens, log_probs, entropy = draw(logits_of(0.5, 0.0, 0.25, 0.25), torch.tensor([uniform]).double(), True)
+    assert tokens.tolist() == [token]
+    torch.testing.assert_close(log_probs, torch.tensor([math.log((0.5, 0, 0.25, 0.25)[token])]))
+    assert entropy is not None
+    torch.testing.assert_close(entropy, torch.tensor([1.5 * math.log(2)]))  # .5 ln 2 + 2 (.25 ln 4)
+
+
+@pytest.mark.parametrize("size", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1000])
+def test_log_probs_and_entropy_are_those_of_the_softmax_whatever_the_size(size: int) -> None:
+    logits = 3 * torch.randn(64, size)
+    uniforms = torch.rand(64, dtype=torch.float64)
+    tokens, log_probs, entropy = draw(logits.clone(), uniforms, True)
+    exact = logits.double().log_softmax(1)
+    torch.testing.assert_close(log_probs.double(), exact.gather(1, tokens[:, None]).squeeze(1), atol=1e-5, rtol=0)
+    assert entropy is not None
+    torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(1), atol=1e-5, rtol=1e-5)
+    running = exact.exp().cumsum(1)  # inversion of the distribution function, in float64
+    expected = (running <= uniforms[:, None]).sum(1).clamp(max=size - 1)
+    margin = (running - uniforms[:, None]).abs().amin(
+        1
+    ) > 1e-6  # nearer than float32 can tell, both neighbours are right
+    assert margin.sum() > 50
+    assert torch.equal(tokens[margin], expected[margin])
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, UNDER_ONE])
+@pytest.mark.parametrize("size", [3, BLOCK, 3 * BLOCK - 7])
+def test_a_token_of_probability_zero_is_never_drawn(uniform: float, size: int) -> None:
+    """Neither at the edges, where all but one token are impossible, nor where whole blocks are."""
+    logits = torch.full((size, size), -math.inf)
+    logits.fill_diagonal_(2.5)  # row n allows token n alone
+    tokens, log_probs, _ = draw(logits, torch.full((size,), uniform, dtype=torch.float64), False)
+    assert torch.equal(tokens, torch.arange(size))
+    assert torch.equal(log_probs, torch.zeros(size))
+
+
+@pytest.mark.parametrize("uniform", [0.0, UNDER_ONE])
+def test_extreme_logits_stay_finite(uniform: float) -> None:
+    peaked = torch.zeros(1, 700)
+    peaked[0, 600] = 1e4  # exp(-1e4) is 0: nothing else has any weight
+    tokens, log_probs, entropy = draw(peaked, torch.tensor([uniform]).double(), True)
+    assert (tokens.item(), log_probs.item()) == (600, 0.0)
+    assert entropy is not None
+    assert entropy.item() == 0.0
+    flat = torch.full((1, 700), -1e4)
+    tokens, log_probs, entropy = draw(flat, torch.tensor([uniform]).double(), True)
+    assert tokens.item() == (0 if uniform == 0 else 699)
+    assert log_probs.item() == pytest.approx(-math.log(700), abs=2e-3)  # float32 has 1/1024 at 1e4
+    assert entropy is not None
+    assert entropy.item() == pytest.approx(math.log(700), abs=2e-3)
+
+
+@pytest.mark.parametrize("size", [10, 300])
+def test_many_draws_follow_the_distribution(size: int) -> None:
+    logits = torch.randn(1, size)
+    uniforms = torch.from_numpy(np.random.default_rng(5).random(20_000))
+    tokens, _, _ = draw(logits.expand(len(uniforms), -1), uniforms, False)
+    expected = logits.double().softmax(1).squeeze(0).numpy() * len(uniforms)
+    counts = np.bincount(tokens.numpy(), minlength=size)
+    assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
+    # ... and the test can tell: it would not pass for a distribution that is a little flatter
+    flatter = (0.8 * logits).double().softmax(1).squeeze(0).numpy() * len(uniforms)
+    assert stats.chisquare(counts, flatter * counts.sum() / flatter.sum()).pvalue < 1e-6
+
+
+# XTC
+
+
+@pytest.mark.parametrize(
+    ("threshold", "left"),
+    [
+        (0.2, [0, 0.3, 0.15, 0.15]),  # .4 and .3 reach it: the less likely of them stays
+        (0.35, [0.4, 0.3, 0.15, 0.15]),  # .4 alone reaches it, and stays
+        (0.5, [0.4, 0.3, 0.15, 0.15]),
+    ],
+)
+def test_top_choices_but_the_least_likely_are_excluded(threshold: float, left: list[float]) -> None:
+    probs = exclude_top_choices(logits_of(0.4, 0.3, 0.15, 0.15), threshold).softmax(1).squeeze(0)
+    torch.testing.assert_close(probs, torch.tensor(left) / sum(left))
+
+
+def test_of_top_choices_that_are_equally_likely_one_stays() -> None:
+    probs = exclude_top_choices(logits_of(0.4, 0.3, 0.15, 0.15), 0.14).softmax(1).squeeze(0)
+    assert sorted(probs.tolist()) == [0, 0, 0, 1]
+    assert probs[:2].tolist() == [0, 0]
+
+
+# What shapes the distribution
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7},
+    "top-k": {"top_k": 5},
+    "top-k above the vocabulary": {"top_k": 1000},
+    "top-p": {"top_p": 0.6},
+    "top-p of next to nothing": {"top_p": 1e-6},
+    "min-p": {"min_p": 0.2},
+    "XTC": {"xtc_probability": 1.0, "xtc_threshold": 0.05},
+    "penalty": {"repetition_penalty": 1.5},
+    "reward for repetition": {"repetition_penalty": 0.8},
+    "minimum": {"min_new_tokens": 2},
+    "all": {
+        "temperature": 1.4,
+        "top_k": 12,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "xtc_probability": 1.0,
+        "xtc_threshold": 0.1,
+        "repetition_penalty": 1.2,
+        "min_new_tokens": 1,
+    },
+    "all but XTC": {"temperature": 0.8, "top_k": 8, "top_p": 0.7, "min_p": 0.1, "repetition_penalty": 1.3},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_drawn_and_how_likely_it_was(shape: str) -> None:
+    """Three steps of 50 rows; each token is the one that the row's own random number picks from the distribution."""
+    config = SamplingConfig(max_new_tokens=3, **SHAPES[shape])
+    prompts = [[2 + row % 5] * (1 + row % 4) for row in range(50)]
+    given = torch.randn(3, 50, 20) * 2
+    drawn = drawing(config, prompts, with_entropy=True)
+    tokens = torch.stack([drawn(given[step].clone(), torch.arange(50), step) for step in range(3)], 1)
+    assert torch.equal(drawn.tokens, tokens)
+    numbers = [np.random.Generator(np.random.Philox(key=row)).random((3, 2))[:, 0] for row in range(50)]
+    for row, prompt in enumerate(prompts):
+        for step in range(3):
+            written = [*prompt, *tokens[row, :step].tolist()]
+            probs = sampling_distribution(
+                given[step, row].numpy(), config, written=written, step=step, excludes=config.xtc_probability == 1
+            )
+            token = int(tokens[row, step])
+            assert token == int((np.cumsum(probs) <= numbers[row][step]).sum())
+            assert float(drawn.behaviour_log_probs[row, step]) == pytest.approx(math.log(probs[token]), abs=1e-5)
+            policy = (given[step, row] / config.scoring_temperature).double().log_softmax(0)
+            assert float(drawn.policy_log_probs[row, step]) == pytest.approx(policy[token].item(), abs=1e-5)
+            assert drawn.entropies is not None
+            entropy = -(policy.exp() * policy).sum().item()
+            assert float(drawn.entropies[row, step]) == pytest.approx(entropy, abs=1e-5)
+
+
+def test_a_repetition_penalty_by_hand() -> None:
+    # logits (2, -1, 1, 0); tokens 0 and 1 have been written: 2 / 2 = 1 and -1 * 2 = -2
+    drawn = drawing(SamplingConfig(max_new_tokens=1, repetition_penalty=2.0), [[0, 1]])
+    token = drawn(torch.tensor([[2.0, -1.0, 1.0, 0.0]]), torch.tensor([0]), 0).item()
+    penalised = torch.tensor([1.0, -2.0, 1.0, 0.0]).log_softmax(0)
+    assert drawn.behaviour_log_probs.item() == pytest.approx(penalised[token].item(), abs=1e-6)
+
+
+def test_the_prompts_of_other_rows_are_not_penalised() -> None:
+    """Histories are padded to one width; what they are padded with changes nothing."""
+    config = SamplingConfig(max_new_tokens=1, repetition_penalty=3.0)
+    logits = torch.randn(2, 12)
+    together = drawing(config, [[5], [7, 8, 9, 0, 3]])
+    together(logits.clone(), torch.arange(2), 0)
+    alone = drawing(config, [[5]])
+    alone(logits[:1].clone(), torch.arange(1), 0)
+    assert torch.equal(together.tokens[:1], alone.tokens)
+    assert torch.equal(together.behaviour_log_probs[:1], alone.behaviour_log_probs)
+
+
+def test_xtc_acts_as_often_as_it_is_told_to() -> None:
+    # the .4 alone is left out, once in 4 draws: .75 (.4, .3, .15, .15) + .25 (0, .5, .25, .25) = (.3, .35, .175, .175)
+    drawn = drawing(
+        SamplingConfig(max_new_tokens=1, xtc_probability=0.25, xtc_threshold=0.2), [[0]] * 4000, seeds=range(4000)
+    )
+    drawn(logits_of(0.4, 0.3, 0.15, 0.15).repeat(4000, 1), torch.arange(4000), 0)
+    expected = torch.tensor([0.3, 0.35, 0.175, 0.175])
+    counts = drawn.tokens.flatten().bincount(minlength=4)
+    assert bool(((counts - 4000 * expected).abs() < 4 * (4000 * expected * (1 - expected)).sqrt()).all())
+    torch.testing.assert_close(drawn.behaviour_log_probs, expected.log()[drawn.tokens])  # whichever way the coin fell
+
+
+def test_one_tensor_where_nothing_truncates() -> None:
+    exact = drawing(SamplingConfig(temperature=0.5), [[0]])
+    assert exact.policy_log_probs is exact.behaviour_log_probs
+    truncated = drawing(SamplingConfig(top_k=2), [[0]])
+    assert truncated.policy_log_probs is not truncated.behaviour_log_probs
+
+
+def test_temperature_zero_takes_the_likeliest_for_certain() -> None:
+    drawn = drawing(SamplingConfig(max_new_tokens=2, temperature=0), [[0]] * 8)
+    logits = torch.randn(8, 30)
+    assert torch.equal(drawn(logits.clone(), torch.arange(8), 0), logits.argmax(1))
+    assert not drawn.behaviour_log_probs.any()
+    torch.testing.assert_close(drawn.policy_log_probs[:, 0], logits.log_softmax(1).amax(1))
+    # penalties hold all the same: what was written loses its lead
+    penalised = drawing(
+        SamplingConfig(max_new_tokens=1, temperature=0, repetition_penalty=1e6), [[int(logits[0].argmax())]]
+    )
+    assert penalised(logits[:1].clone(), torch.arange(1), 0).item() == logits[0].argsort(descending=True)[1]
+
+
+def test_no_end_before_the_minimum() -> None:
+    drawn = drawing(SamplingConfig(max_new_tokens=3, min_new_tokens=2), [[0]] * 200, end_token_ids=[1, 3])
+    logits = torch.tensor([0.0, 5.0, 0.0, 5.0]).repeat(200, 1)
+    tokens = [drawn(logits.clone(), torch.arange(200), step) for step in range(3)]
+    ended = [drawn.ends(chosen) for chosen in tokens]
+    assert not ended[0].any()
+    assert not ended[1].any()
+    assert ended[2].float().mean() > 0.9
+    assert torch.equal(ended[2], (tokens[2] == 1) | (tokens[2] == 3))
+
+
+# Whose random numbers
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_p": 0.9, "xtc_probability": 0.5}])
+def test_a_row_draws_the_same_whatever_is_beside_it_and_however_long_it_may_become(changes: Any) -> None:
+    logits = torch.randn(4, 9, 40)  # steps, rows
+    many = drawing(SamplingConfig(max_new_tokens=4, **changes), [[0]] * 9, seeds=range(100, 109))
+    for step in range(4):
+        many(logits[step].clone(), torch.arange(9), step)
+    alone = drawing(SamplingConfig(max_new_tokens=11, **changes), [[0]], seeds=[107])
+    for step in range(4):
+        alone(logits[step, 7:8].clone(), torch.arange(1), step)
+    assert torch.equal(many.tokens[7], alone.tokens[0, :4])
+    # rows that are left, by number and in any order
+    some = drawing(SamplingConfig(max_new_tokens=4, **changes), [[0]] * 9, seeds=range(100, 109))
+    rows = torch.tensor([8, 2])
+    some(logits[3, rows].clone(), rows, 3)
+    assert torch.equal(some.tokens[rows, 3], many.tokens[rows, 3])
+    assert not some.tokens[[0, 1, 3, 7]].any()
+
+
+def test_rows_and_steps_are_independent_and_the_whole_range_of_seeds_is_used() -> None:
+    seeds = [0, 1, 2**62, 2**63 - 1] * 50
+    drawn = drawing(SamplingConfig(max_new_tokens=30), [[0]] * 4, seeds=seeds[:4])
+    logits = torch.zeros(4, 10_000)
+    for step in range(30):
+        drawn(logits.clone(), torch.arange(4), step)
+    assert len(drawn.tokens.unique()) > 100  # of 120 draws out of 10,000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0.5}, {"top_k": 3}])
+def test_logits_of_any_precision_are_drawn_from_in_float32(dtype: torch.dtype, changes: Any) -> None:
+    logits = torch.randn(5, 40).to(dtype)
+    config = SamplingConfig(max_new_tokens=1, **changes)
+    drawn = drawing(config, [[0]] * 5, with_entropy=True)
+    tokens = drawn(logits.clone(), torch.arange(5), 0)
+    expected = (logits.double() / config.temperature).log_softmax(1).gather(1, tokens[:, None])
+    torch.testing.assert_close(drawn.policy_log_probs.double(), expected, atol=1e-5, rtol=1e-5)
