@@ -15,7 +15,7 @@ VLLM := .venv-vllm/.installed
 
 BENCHMARKS := $(patsubst benchmarks/%.py,benchmarks.%,$(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-.PHONY: help demo test test-all test-vllm coverage lint fix types layers notebooks bench clean
+.PHONY: help demo test test-all test-vllm coverage mutants lint fix types layers notebooks bench clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -33,6 +33,9 @@ test-all: $(DEV)  ## Run all tests, the slow ones too
 
 coverage: $(DEV)  ## Run the tests of every day and print the lines and branches that none of them reaches
 	@$(RUN) pytest -n auto --dist loadfile -m "not slow" --cov --cov-report=term-missing $(ARGS)
+
+mutants: $(DEV)  ## Change grpo in 100 places, one at a time, and count the changes that no test notices (ARGS="--seed 1")
+	@.venv/bin/python tools/mutation.py $(ARGS)
 
 test-vllm: $(VLLM)  ## Run the tests that need vLLM, in .venv-vllm (more options: ARGS="-k name")
 	@.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)

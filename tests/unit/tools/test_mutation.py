@@ -1,0 +1,86 @@
+"""The mutation script changes one place at a time, and finds the tests of a module."""
+
+from pathlib import Path
+
+import pytest
+
+from tools.mutation import listed_as_equivalent, mirror_of, mutants_of
+
+CHANGES = {
+    "a + b": ["a - b"],
+    "a @ b": ["a * b"],
+    "a and b or c": ["a and b and c", "a or b or c"],
+    "a < b <= c": ["a <= b <= c", "a < b < c"],
+    "a is not None": ["a is None"],
+    "(a) * (b)": ["(a) / (b)"],
+    "-a": ["(a)"],
+    "not a": ["(a)"],
+    "x = True": ["x = False"],
+    "x = 0.5": ["x = 1.5"],
+    "x = a if b else c": ["x = a if (not (b)) else c"],
+    "[a for a in b if c]": ["[a for a in b if (not (c))]"],
+    "if a: b()": ["if (not (a)): b()", "if a: pass"],
+    "x += y": ["pass", "x -= y"],
+    "raise ValueError(2)": ["pass"],
+    "def f(x: Literal[1] = 2) -> Literal[3]: return x": [
+        "def f(x: Literal[1] = 3) -> Literal[3]: return x",
+        "def f(x: Literal[1] = 2) -> Literal[3]: return None",
+    ],
+    "x: Literal[1] = 2": ["x: Literal[1] = 3"],
+    "@dataclass(frozen=True)\nclass A: x = 1": ["@dataclass(frozen=True)\nclass A: x = 2"],
+}
+"""A source text, and the mutants of it in any order, without those that replace a whole expression by `pass`."""
+
+
+UNCHANGED = [
+    '"""A docstring."""',
+    "assert_never(a)",
+    "if TYPE_CHECKING:\n    import a",
+    "x: int",
+    "return",
+    'x = f"{a + 1}"',
+]
+
+
+def test_each_operator_constant_condition_and_statement_has_its_mutant(subtests: pytest.Subtests) -> None:
+    for text, expected in CHANGES.items():
+        with subtests.test(text=text):
+            found = [mutant.source for mutant in mutants_of("a.py", text)]
+            assert sorted(source for source in found if source != "pass" or "pass" in expected) == sorted(expected)
+
+
+def test_texts_annotations_and_unreachable_lines_have_no_mutants(subtests: pytest.Subtests) -> None:
+    for text in UNCHANGED:
+        with subtests.test(text=text):
+            assert list(mutants_of("a.py", text)) == []
+
+
+def test_a_mutant_names_its_line_before_and_after() -> None:
+    (mutant,) = mutants_of("grpo/a.py", "é = b\nx = (\n    'é',  c - d)\n")
+    assert str(mutant) == "grpo/a.py:3\n    - 'é', c - d)\n    + 'é', c + d)"
+    assert mutant.source == "é = b\nx = (\n    'é',  c + d)\n"
+
+
+def test_the_tests_of_a_module_are_its_mirror_its_room_or_the_whole_core(tmp_path: Path) -> None:
+    unit = tmp_path / "tests" / "unit"
+    (unit / "_room").mkdir(parents=True)
+    for name in ("_room/test_steps.py", "_room/test_steps_masks.py", "test_trainer.py", "test_checks_kit.py"):
+        (unit / name).touch()
+    assert mirror_of("grpo/_room/steps.py", tmp_path) == [
+        "tests/unit/_room/test_steps.py",
+        "tests/unit/_room/test_steps_masks.py",
+    ]
+    assert mirror_of("grpo/_room/other.py", tmp_path) == ["tests/unit/_room"]
+    assert mirror_of("grpo/checks/kit.py", tmp_path) == ["tests/unit/test_checks_kit.py"]
+    assert mirror_of("grpo/types.py", tmp_path) == ["tests/unit/test_checks_kit.py", "tests/unit/test_trainer.py"]
+
+
+def test_the_listed_mutants_are_still_in_the_source() -> None:
+    root = Path(__file__).resolve().parents[3]
+    listed = listed_as_equivalent()
+    paths = {path for path, _, _ in listed}
+    today = {
+        (path, m.before, m.after) for path in paths for m in mutants_of(path, (root / path).read_text(encoding="utf-8"))
+    }
+    assert set(listed) <= today
+    assert all(reason.endswith(".") for reason in listed.values())
