@@ -1,7 +1,7 @@
 """The whole objective against an independent plain reference, written from the formulas and sharing no code with it.
 
 `reference_loss` adds up the losses step by step, with `detach` where the papers stop the gradient. The loss and the
-gradients of `grpo_objective` have to be those of the reference, for every combination of its choices.
+gradients of `grpo_objective` have to be those of the reference, for every surrogate at every level.
 """
 
 import math
@@ -220,32 +220,38 @@ def settings_for(name: str, level: str, number: int) -> dict[str, Any]:
             return {"surrogate": surrogate_at(name, level)}
 
 
-@pytest.mark.parametrize("estimator", get_args(KLEstimator))
-@pytest.mark.parametrize(("name", "level"), COMBINATIONS)
-def test_loss_and_gradients_are_those_of_a_plain_reference(name, level, estimator):
-    """Every surrogate x ratio level x KL estimator x entropy estimator x value loss."""
-    settings = product(("exact", "score_function"), (None, 0.3), enumerate(CASES))
-    for seed, (entropy, value_clip, (number, (per_step, far))) in enumerate(settings):
+KL_ESTIMATORS, ENTROPY_ESTIMATORS, VALUE_CLIPS = get_args(KLEstimator), ("exact", "score_function"), (None, 0.3)
+PER_COMBINATION = 8
+"""Configurations per surrogate and level. They meet each of the four cases twice, and every other choice at least once."""
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_loss_and_gradients_are_those_of_a_plain_reference(name, subtests):
+    """Every surrogate x ratio level x case, beside every KL estimator, entropy estimator and value loss."""
+    levels = [level for other, level in COMBINATIONS if other == name]
+    for k, level in enumerate(level for level in levels for _ in range(PER_COMBINATION)):
+        number, (per_step, far) = k % 4, CASES[k % 4]
         config = ObjectiveConfig(
-            kl_estimator=estimator,
+            kl_estimator=KL_ESTIMATORS[k % 5],  # five estimators and four cases: all pairs within 20 configurations
             kl_coef=0.3,
-            entropy_estimator=entropy,
+            entropy_estimator=ENTROPY_ESTIMATORS[k // 2 % 2],
             entropy_coef=0.2,
-            value_clip=value_clip,
+            value_clip=VALUE_CLIPS[k // 4 % 2],
             **settings_for(name, level, number),
         )
-        assert_as_the_reference(inputs_of(seed, per_step=per_step, far=far), config)
+        with subtests.test(level=level, config=config, per_step=per_step, far=far):
+            assert_as_the_reference(inputs_of(k % 16, per_step=per_step, far=far), config)
 
 
-@pytest.mark.parametrize(("name", "level"), COMBINATIONS)
-def test_gradients_where_the_old_policy_is_the_current_one(name, level):
-    for estimator, entropy in product(get_args(KLEstimator), ("exact", "score_function")):
-        config = ObjectiveConfig(
-            surrogate=surrogate_at(name, level), kl_estimator=estimator, kl_coef=0.3, entropy_estimator=entropy,
-            entropy_coef=0.2,
-        )  # fmt: skip
+def test_loss_and_gradients_where_the_old_policy_is_the_current_one(subtests):
+    for k, (name, level) in enumerate(COMBINATIONS):
         for per_step in (False, True):
-            assert_as_the_reference(inputs_of(3, per_step=per_step, far=False, with_old=False), config)
+            config = ObjectiveConfig(
+                surrogate=surrogate_at(name, level), kl_estimator=KL_ESTIMATORS[k % 5], kl_coef=0.3,
+                entropy_estimator=ENTROPY_ESTIMATORS[k % 2], entropy_coef=0.2,
+            )  # fmt: skip
+            with subtests.test(config=config, per_step=per_step):
+                assert_as_the_reference(inputs_of(3, per_step=per_step, far=False, with_old=False), config)
 
 
 WITHOUT_DETACH = [
@@ -255,18 +261,15 @@ WITHOUT_DETACH = [
 ]
 
 
-@pytest.mark.parametrize("per_step", [False, True])
-@pytest.mark.parametrize(("name", "level"), WITHOUT_DETACH)
-def test_gradients_agree_with_finite_differences(name, level, per_step):
-    """Where nothing is detached, with respect to all inputs with a gradient at once."""
-    given = inputs_of(8, per_step=per_step, far=False)
-    clean = {name: torch.where(MASK, getattr(given, name).detach(), 0.5).requires_grad_() for name in LEAVES}
-    config = ObjectiveConfig(
-        surrogate=surrogate_at(name, level), kl_estimator="k3_weighted", kl_coef=0.3, entropy_coef=0.2, value_clip=0.3
-    )
+def test_gradients_agree_with_finite_differences(subtests):
+    """With respect to the log-probs, where no factor of them is detached."""
+    for k, (name, level) in enumerate(WITHOUT_DETACH):
+        given = inputs_of(8, per_step=k % 2 == 0, far=False)
+        clean = {leaf: torch.where(MASK, getattr(given, leaf).detach(), 0.5) for leaf in LEAVES}
+        config = ObjectiveConfig(surrogate=surrogate_at(name, level), kl_estimator="k3_weighted", kl_coef=0.3)
 
-    def loss(*leaves: Tensor) -> Tensor:
-        return grpo_objective(replace(given, **dict(zip(LEAVES, leaves, strict=True))), config).loss
+        def loss(log_probs: Tensor, given=given, clean=clean, config=config) -> Tensor:
+            return grpo_objective(replace(given, **{**clean, "log_probs": log_probs}), config).loss
 
-    unread = tuple(clean[name] if name != "kl" else clean[name].detach() for name in LEAVES)
-    assert torch.autograd.gradcheck(loss, unread)
+        with subtests.test(config=config):
+            assert torch.autograd.gradcheck(loss, clean["log_probs"].requires_grad_())
