@@ -14,7 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [
-    path for path in (README, ROOT / "grpo" / "README.md", *sorted(ROOT.glob("docs/**/*.md"))) if path.exists()
+    path
+    for path in (README, ROOT / "grpo" / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
+    if "```py" in path.read_text(encoding="utf-8")
 ]
 NOT_RUN = "<!-- not run -->"
 
@@ -87,8 +89,8 @@ for line, code, _ in json.loads(sys.argv[1]):
 def test_every_block_runs(path: Path, tmp_path: Path) -> None:
     """In the order of the page, each after those above it, in one interpreter."""
     blocks = [block for block in python_blocks(path.read_text(encoding="utf-8")) if block[2]]
-    if blocks:
-        run(RUN_IN_ORDER, json.dumps(blocks), str(path.relative_to(ROOT)), folder=tmp_path)
+    assert blocks, "every block of this page is marked as not run"
+    run(RUN_IN_ORDER, json.dumps(blocks), str(path.relative_to(ROOT)), folder=tmp_path)
 
 
 def test_what_counts_as_a_block() -> None:
