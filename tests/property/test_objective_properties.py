@@ -114,11 +114,14 @@ def assert_equal_up_to(tolerance: float, one: tuple[Tensor, Tensor], other: tupl
     assert (gradient - other_gradient).norm() <= tolerance * gradient.norm()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @few
-@given(data=st.data())
-def test_micro_batches_add_up_to_the_whole(aggregation, dtype, tolerance, data):
+@given(
+    data=st.data(),
+    aggregation=st.sampled_from(AGGREGATIONS),
+    precision=st.sampled_from([(torch.float64, 1e-10), (torch.float32, 1e-5)]),
+)
+def test_micro_batches_add_up_to_the_whole(data, aggregation, precision):
+    dtype, tolerance = precision
     update, config = data.draw(updates(dtype)), data.draw(configs())
     weights = update.weights(aggregation)
     num_rows = len(update.mask)
@@ -132,10 +135,9 @@ def test_micro_batches_add_up_to_the_whole(aggregation, dtype, tolerance, data):
     assert_equal_up_to(tolerance, evaluate(update, weights, config), (loss, gradient))
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @few
-@given(data=st.data())
-def test_the_order_of_rows_does_not_matter(aggregation, data):
+@given(data=st.data(), aggregation=st.sampled_from(AGGREGATIONS))
+def test_the_order_of_rows_does_not_matter(data, aggregation):
     update, config = data.draw(updates()), data.draw(configs())
     order = torch.tensor(data.draw(st.permutations(range(len(update.mask)))))
     moved = update.rows(order)
@@ -143,10 +145,9 @@ def test_the_order_of_rows_does_not_matter(aggregation, data):
     assert_equal_up_to(1e-12, (loss, gradient[:, order]), evaluate(moved, moved.weights(aggregation), config))
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @few
-@given(update=updates(), config=configs(), extra=st.integers(1, 3))
-def test_padding_does_not_matter(aggregation, update, config, extra):
+@given(update=updates(), config=configs(), aggregation=st.sampled_from(AGGREGATIONS), extra=st.integers(1, 3))
+def test_padding_does_not_matter(update, config, aggregation, extra):
     width = update.mask.shape[1]
 
     def padded(values: Tensor | None, fill: float | bool) -> Tensor | None:
@@ -200,11 +201,14 @@ def test_the_numbers_of_groups_do_not_matter_to_returns(data):
     assert torch.allclose(before, after, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("scale", ["none", "group"])
-@pytest.mark.parametrize("baseline", ["group_mean", "group_median", "leave_one_out"])
 @few
-@given(rows=st.lists(st.tuples(st.integers(-40, 40), st.integers(0, 2)), min_size=1, max_size=10), data=st.data())
-def test_shifting_a_groups_rewards_changes_no_advantage(baseline, scale, rows, data):
+@given(
+    rows=st.lists(st.tuples(st.integers(-40, 40), st.integers(0, 2)), min_size=1, max_size=10),
+    baseline=st.sampled_from(["group_mean", "group_median", "leave_one_out"]),
+    scale=st.sampled_from(["none", "group"]),
+    data=st.data(),
+)
+def test_shifting_a_groups_rewards_changes_no_advantage(rows, baseline, scale, data):
     # eighths, so that the shifted rewards are exact
     shifts = [data.draw(st.integers(-1000, 1000)) for _ in range(3)]
     group_ids = torch.tensor([g for _, g in rows])
@@ -233,9 +237,9 @@ def test_the_order_of_rows_does_not_matter_to_advantages(data):
 POISONED = ["log_probs", "old", "ref", "entropy", "advantages"]
 
 
-@pytest.mark.parametrize("name", POISONED)
-@few
+@settings(max_examples=60, deadline=None)
 @given(
+    name=st.sampled_from(POISONED),
     update=updates(torch.float32),
     config=configs(ANY_SURROGATE),
     poison=st.sampled_from([math.nan, math.inf, -math.inf]),
@@ -276,21 +280,8 @@ def test_the_old_policy_left_out_is_the_current_one(update, config):
     assert_equal_up_to(1e-14, evaluate(left_out, weights, config), evaluate(given_as_is, weights, config))
 
 
-@few
-@given(update=updates())
-def test_at_ratio_one_the_gradient_is_that_of_reinforce(update):
-    weights = update.weights("row_sum")
-    _, (gradient, _) = evaluate(replace(update, old=None), weights, ObjectiveConfig(kl_coef=0.0))
-    leaf = update.log_probs.clone().requires_grad_()
-    advantages = update.advantages if update.advantages.dim() == 2 else update.advantages[:, None]
-    reinforce = -(leaf * advantages * weights)[update.mask].sum()
-    (expected,) = torch.autograd.grad(reinforce, leaf)
-    assert torch.allclose(gradient, expected, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-@settings(max_examples=20, deadline=None)
-@given(seed=SEEDS, entropy_coef=st.sampled_from([0.0, 0.5]))
+@settings(max_examples=12, deadline=None)
+@given(estimator=st.sampled_from(KL_ESTIMATORS), seed=SEEDS, entropy_coef=st.sampled_from([0.0, 0.5]))
 def test_the_gradient_agrees_with_finite_differences(estimator, seed, entropy_coef):
     generator = torch.Generator().manual_seed(seed)
     shape = (3, 4)
