@@ -1,6 +1,7 @@
 """The loss against numbers worked by hand, its errors and what it reports."""
 
 import math
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -11,7 +12,7 @@ from grpo import ConfigError, ObjectiveConfig, grpo_objective, step_weights
 from grpo._objective.ratios import RatioLevel
 from grpo.metrics import Meter
 from grpo.surrogates import SURROGATES, Clip, Dppo, Gmpo, Vespo
-from tests.support.objective_inputs import FourActions, loss_and_gradient, objective_inputs
+from tests.support.objective_inputs import loss_and_gradient, objective_inputs
 
 KL_ESTIMATORS = ["k1", "k2", "k3", "k3_weighted"]
 LOG2 = math.log(2)
@@ -86,23 +87,29 @@ def test_advantages_per_step():
     assert grpo_objective(inputs, ObjectiveConfig()).loss.item() == pytest.approx(0.5 * 1.25 - 0.5 * 4)
 
 
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-def test_each_kl_estimator_reaches_the_loss(estimator):
-    # x = log 2, -log 2, ratios 1.25, 1, weights .5
-    k3 = (LOG2 - 0.5, 1 - LOG2)
-    values = {"k1": 0, "k2": LOG2**2 / 2, "k3": 0.5 * sum(k3), "k3_weighted": 0.5 * (1.25 * k3[0] + k3[1])}
-    config = ObjectiveConfig(kl_coef=1.0, kl_estimator=estimator)
-    assert grpo_objective(example(), config).loss.item() == pytest.approx(-2.2 + values[estimator])
+def test_each_kl_estimator_reaches_the_loss(subtests):
+    for estimator in KL_ESTIMATORS:
+        with subtests.test(estimator=estimator):
+            # x = log 2, -log 2, ratios 1.25, 1, weights .5
+            k3 = (LOG2 - 0.5, 1 - LOG2)
+            values = {"k1": 0, "k2": LOG2**2 / 2, "k3": 0.5 * sum(k3), "k3_weighted": 0.5 * (1.25 * k3[0] + k3[1])}
+            config = ObjectiveConfig(kl_coef=1.0, kl_estimator=estimator)
+            assert grpo_objective(example(), config).loss.item() == pytest.approx(-2.2 + values[estimator])
 
 
-@pytest.mark.parametrize(
-    ("of_the_config", "of_the_inputs", "coefficient"),
-    [(None, None, 0.04), (0.1, None, 0.1), (0.1, 0.3, 0.3), (0.1, 0.0, 0.0), (None, 0.3, 0.3), (0.0, None, 0.0)],
-)
-def test_the_kl_coefficient_in_force(of_the_config, of_the_inputs, coefficient):
-    inputs = example(kl_coef=of_the_inputs)
-    penalty = shares(inputs, ObjectiveConfig(kl_coef=of_the_config))["kl_penalty"]
-    assert penalty == pytest.approx(coefficient * 0.25)
+def test_the_kl_coefficient_in_force(subtests):
+    for of_the_config, of_the_inputs, coefficient in [
+        (None, None, 0.04),
+        (0.1, None, 0.1),
+        (0.1, 0.3, 0.3),
+        (0.1, 0.0, 0.0),
+        (None, 0.3, 0.3),
+        (0.0, None, 0.0),
+    ]:
+        with subtests.test(of_the_config=of_the_config, of_the_inputs=of_the_inputs, coefficient=coefficient):
+            inputs = example(kl_coef=of_the_inputs)
+            penalty = shares(inputs, ObjectiveConfig(kl_coef=of_the_config))["kl_penalty"]
+            assert penalty == pytest.approx(coefficient * 0.25)
 
 
 def test_without_a_reference_there_is_no_kl():
@@ -112,11 +119,12 @@ def test_without_a_reference_there_is_no_kl():
         assert not {"kl", "kl_penalty"} & set(output.metrics)
 
 
-@pytest.mark.parametrize(("of_the_config", "of_the_inputs"), [(0.1, None), (None, 0.1), (0.0, 0.1)])
-def test_a_kl_coefficient_without_a_reference_is_an_error(of_the_config, of_the_inputs):
-    inputs = example(ref_log_probs=None, kl_coef=of_the_inputs)
-    with pytest.raises(ConfigError, match=r"objective\.kl_coef=0\.1 needs a reference"):
-        grpo_objective(inputs, ObjectiveConfig(kl_coef=of_the_config))
+def test_a_kl_coefficient_without_a_reference_is_an_error(subtests):
+    for of_the_config, of_the_inputs in [(0.1, None), (None, 0.1), (0.0, 0.1)]:
+        with subtests.test(of_the_config=of_the_config, of_the_inputs=of_the_inputs):
+            inputs = example(ref_log_probs=None, kl_coef=of_the_inputs)
+            with pytest.raises(ConfigError, match=r"objective\.kl_coef=0\.1 needs a reference"):
+                grpo_objective(inputs, ObjectiveConfig(kl_coef=of_the_config))
 
 
 def test_an_exact_entropy_bonus_without_an_entropy_is_an_error():
@@ -131,53 +139,11 @@ def test_without_a_bonus_a_missing_entropy_is_only_estimated_for_the_report():
     assert output.metrics["entropy"][1].item() == pytest.approx(1.25 * LOG2 + 2 * LOG2)
 
 
-@pytest.mark.parametrize("entropy", [None, double([[9.0, 9.0]])])
-def test_the_score_function_estimate_needs_no_entropy_and_reads_none(entropy):
-    config = ObjectiveConfig(kl_coef=0.0, entropy_coef=0.1, entropy_estimator="score_function")
-    assert shares(example(entropy=entropy), config)["entropy_bonus"] == pytest.approx(0.1 * 0.5 * 3.25 * LOG2)
-
-
-@pytest.mark.parametrize("advantages", [double([1.5, -0.5]), double([[1.5, 2.0], [-0.5, 3.0]])])
-@pytest.mark.parametrize("given_as", ["none", "equal"])
-def test_ratio_one_gives_the_reinforce_gradient(given_as, advantages):
-    log_probs = double([[-0.1, -2.3], [-1.7, -0.4]])
-    weights = double([[0.5, 0.25], [0.125, 1.0]])
-    old = None if given_as == "none" else log_probs
-    loss, gradient = loss_and_gradient(log_probs, advantages, ObjectiveConfig(), old_log_probs=old, weights=weights)
-    per_step = advantages if advantages.dim() == 2 else advantages[:, None].expand(2, 2)
-    # d/dlog pi of -sum w A log pi; every number is a small multiple of a power of two: no rounding
-    assert torch.equal(gradient, -weights * per_step)
-    assert loss.item() == -(weights * per_step).sum().item()
-    metrics = grpo_objective(objective_inputs(log_probs, advantages, old_log_probs=old), ObjectiveConfig()).metrics
-    assert metrics["ratio"].tolist() == [4, 4, 4]
-
-
-@pytest.mark.parametrize(
-    ("estimator", "gradient_of"),
-    [("k1", None), ("k2", "kl_to_ref"), ("k3_weighted", "kl_to_ref"), ("k3", "kl_from_ref")],
-)
-def test_the_kl_term_descends_what_its_estimator_says(estimator, gradient_of):
-    policy = FourActions.example()
-    inputs = objective_inputs(
-        policy.log_probs(), torch.zeros(4), ref_log_probs=policy.ref_log_probs(), weights=policy.probs.unsqueeze(1)
-    )
-    grpo_objective(inputs, ObjectiveConfig(kl_coef=1.0, kl_estimator=estimator)).loss.backward()
-    expected = getattr(policy, f"gradient_of_{gradient_of}")().tolist() if gradient_of else [0] * 4
-    assert policy.theta.grad.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
-
-
-@pytest.mark.parametrize("off_policy", [False, True])
-def test_the_score_function_bonus_ascends_the_entropy(off_policy):
-    policy = FourActions.example()
-    old = double([0.1, 0.4, 0.3, 0.2])
-    inputs = objective_inputs(
-        policy.log_probs(),
-        torch.zeros(4),
-        old_log_probs=old.log().unsqueeze(1) if off_policy else None,
-        weights=(old if off_policy else policy.probs).unsqueeze(1),
-    )
-    grpo_objective(inputs, ObjectiveConfig(entropy_coef=1.0, entropy_estimator="score_function")).loss.backward()
-    assert policy.theta.grad.tolist() == pytest.approx((-policy.gradient_of_entropy()).tolist(), rel=1e-12)
+def test_the_score_function_estimate_needs_no_entropy_and_reads_none(subtests):
+    for entropy in [None, double([[9.0, 9.0]])]:
+        with subtests.test(entropy=entropy):
+            config = ObjectiveConfig(kl_coef=0.0, entropy_coef=0.1, entropy_estimator="score_function")
+            assert shares(example(entropy=entropy), config)["entropy_bonus"] == pytest.approx(0.1 * 0.5 * 3.25 * LOG2)
 
 
 def test_clip_fractions_count_steps_whose_gradient_was_cut():
@@ -214,11 +180,12 @@ def test_the_report_counts_valid_steps_only():
     assert output.metrics["clip_fraction"].tolist() == [3, 2, 2]
 
 
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-def test_the_reported_kl_is_k3_whatever_the_estimator(estimator):
-    # log 2 - .5 and 1 - log 2
-    kl = grpo_objective(example(), ObjectiveConfig(kl_coef=1.0, kl_estimator=estimator)).metrics["kl"]
-    assert kl.tolist() == pytest.approx([2, 0.5, (LOG2 - 0.5) ** 2 + (1 - LOG2) ** 2])
+def test_the_reported_kl_is_k3_whatever_the_estimator(subtests):
+    for estimator in KL_ESTIMATORS:
+        with subtests.test(estimator=estimator):
+            # log 2 - .5 and 1 - log 2
+            kl = grpo_objective(example(), ObjectiveConfig(kl_coef=1.0, kl_estimator=estimator)).metrics["kl"]
+            assert kl.tolist() == pytest.approx([2, 0.5, (LOG2 - 0.5) ** 2 + (1 - LOG2) ** 2])
 
 
 def test_the_reported_kl_is_the_exact_one_where_that_is_the_term():
@@ -238,85 +205,88 @@ def test_what_is_reported_carries_no_gradient():
 EXTREMES = [s * d for d in (0.0, 1.0, 19.5, 20.5, 88.0, 89.0, 700.0, 710.0, 1e4) for s in (1.0, -1.0)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-def test_extreme_ratios_stay_finite(estimator, dtype):
-    difference = torch.tensor(EXTREMES, dtype=dtype).repeat(2).unsqueeze(1)
-    advantages = torch.tensor([1.0, -1.0], dtype=dtype).repeat_interleave(len(EXTREMES))
-    config = ObjectiveConfig(
-        surrogate=Clip(low=1.0, high=1e9), kl_coef=0.1, kl_estimator=estimator, entropy_coef=0.1,
-        entropy_estimator="score_function",
-    )  # fmt: skip
-    for current, old in [(difference, 0 * difference), (0 * difference, difference)]:
-        loss, gradient = loss_and_gradient(current, advantages, config, old_log_probs=old, ref_log_probs=old)
-        assert loss.isfinite()
-        assert gradient.isfinite().all()
-        metrics = grpo_objective(
-            objective_inputs(current, advantages, old_log_probs=old, ref_log_probs=old), config
-        ).metrics
-        assert all(moments.isfinite().all() for moments in metrics.values())
-        # beyond 20: 20.5, 88, 89, 700, 710, 1e4, two signs, two advantages
-        assert metrics["ratio_clamped_fraction"].tolist() == [36, 24, 24]
+def test_extreme_ratios_stay_finite(subtests):
+    for estimator, dtype in product(KL_ESTIMATORS, [torch.float32, torch.float64]):
+        with subtests.test(estimator=estimator, dtype=dtype):
+            difference = torch.tensor(EXTREMES, dtype=dtype).repeat(2).unsqueeze(1)
+            advantages = torch.tensor([1.0, -1.0], dtype=dtype).repeat_interleave(len(EXTREMES))
+            config = ObjectiveConfig(
+                surrogate=Clip(low=1.0, high=1e9), kl_coef=0.1, kl_estimator=estimator, entropy_coef=0.1,
+                entropy_estimator="score_function",
+            )  # fmt: skip
+            for current, old in [(difference, 0 * difference), (0 * difference, difference)]:
+                loss, gradient = loss_and_gradient(current, advantages, config, old_log_probs=old, ref_log_probs=old)
+                assert loss.isfinite()
+                assert gradient.isfinite().all()
+                metrics = grpo_objective(
+                    objective_inputs(current, advantages, old_log_probs=old, ref_log_probs=old), config
+                ).metrics
+                assert all(moments.isfinite().all() for moments in metrics.values())
+                # beyond 20: 20.5, 88, 89, 700, 710, 1e4, two signs, two advantages
+                assert metrics["ratio_clamped_fraction"].tolist() == [36, 24, 24]
 
 
-@pytest.mark.parametrize(("difference", "ratio"), [(1e4, math.exp(20)), (-1e4, math.exp(-20)), (3.0, math.exp(3))])
-def test_the_log_ratio_is_clamped_at_twenty(difference, ratio):
-    config = ObjectiveConfig(surrogate=Clip(low=1.0))
-    loss, _ = loss_and_gradient(double([[difference]]), double([-1]), config, old_log_probs=double([[0]]))
-    assert loss.item() == pytest.approx(ratio, rel=1e-12)
+def test_the_log_ratio_is_clamped_at_twenty(subtests):
+    for difference, ratio in [(1e4, math.exp(20)), (-1e4, math.exp(-20)), (3.0, math.exp(3))]:
+        with subtests.test(difference=difference, ratio=ratio):
+            config = ObjectiveConfig(surrogate=Clip(low=1.0))
+            loss, _ = loss_and_gradient(double([[difference]]), double([-1]), config, old_log_probs=double([[0]]))
+            assert loss.item() == pytest.approx(ratio, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "x", "value", "slope"),
-    [
+def test_only_what_is_exponentiated_is_bounded(subtests):
+    for estimator, x, value, slope in [
         ("k2", 25.0, 312.5, 25.0),  # x^2 / 2: nothing to bound, and the pull stays
         ("k3", 25.0, 24.0, 1.0),  # e^-25 + 25 - 1, 1 - e^-25
         ("k3", -25.0, math.exp(20) - 21, 0.0),  # bounded at x = -20
-    ],
-)
-def test_only_what_is_exponentiated_is_bounded(estimator, x, value, slope):
-    config = ObjectiveConfig(kl_coef=1.0, kl_estimator=estimator)
-    loss, gradient = loss_and_gradient(double([[x - 30]]), double([0]), config, ref_log_probs=double([[-30]]))
-    assert loss.item() == pytest.approx(value, rel=1e-9)
-    assert gradient.item() == pytest.approx(slope, abs=1e-9)
+    ]:
+        with subtests.test(estimator=estimator, x=x, value=value, slope=slope):
+            config = ObjectiveConfig(kl_coef=1.0, kl_estimator=estimator)
+            loss, gradient = loss_and_gradient(double([[x - 30]]), double([0]), config, ref_log_probs=double([[-30]]))
+            assert loss.item() == pytest.approx(value, rel=1e-9)
+            assert gradient.item() == pytest.approx(slope, abs=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_reduced_in_float32(dtype):
-    generator = torch.Generator().manual_seed(3)
-    draw = {name: torch.randn(4096, 2, generator=generator) for name in ("log_probs", "old", "ref", "entropy")}
-    halves = {name: (-values.abs()).to(dtype) for name, values in draw.items()}
-    halves["old"] = halves["log_probs"] + (0.25 * draw["old"]).to(dtype)
-    advantages = torch.randn(4096, generator=generator)
-    mask = torch.rand(4096, 2, generator=generator) < 0.7
-    weights = step_weights(mask, "step_mean")
-    config = ObjectiveConfig(kl_coef=0.5, entropy_coef=0.5)
-    output = grpo_objective(
-        objective_inputs(
-            halves["log_probs"], advantages, old_log_probs=halves["old"], ref_log_probs=halves["ref"],
-            entropy=halves["entropy"], mask=mask, weights=weights,
-        ),
-        config,
-    )  # fmt: skip
+def test_half_precision_is_reduced_in_float32(subtests):
+    for dtype in [torch.bfloat16, torch.float16]:
+        with subtests.test(dtype=dtype):
+            generator = torch.Generator().manual_seed(3)
+            draw = {name: torch.randn(4096, 2, generator=generator) for name in ("log_probs", "old", "ref", "entropy")}
+            halves = {name: (-values.abs()).to(dtype) for name, values in draw.items()}
+            halves["old"] = halves["log_probs"] + (0.25 * draw["old"]).to(dtype)
+            advantages = torch.randn(4096, generator=generator)
+            mask = torch.rand(4096, 2, generator=generator) < 0.7
+            weights = step_weights(mask, "step_mean")
+            config = ObjectiveConfig(kl_coef=0.5, entropy_coef=0.5)
+            output = grpo_objective(
+                objective_inputs(
+                    halves["log_probs"], advantages, old_log_probs=halves["old"], ref_log_probs=halves["ref"],
+                    entropy=halves["entropy"], mask=mask, weights=weights,
+                ),
+                config,
+            )  # fmt: skip
 
-    exact = {name: values.double() for name, values in halves.items()}
-    rho, a = (exact["log_probs"] - exact["old"]).exp(), advantages.double().unsqueeze(1)
-    x = exact["log_probs"] - exact["ref"]
-    per_step = -torch.minimum(rho * a, rho.clamp(0.8, 1.2) * a) + 0.5 * ((-x).exp() + x - 1) - 0.5 * exact["entropy"]
-    assert output.loss.dtype == torch.float32
-    assert output.loss.item() == pytest.approx(per_step[mask].mean().item(), rel=1e-5)
-    assert output.metrics["ratio"][1].item() == pytest.approx(rho[mask].sum().item(), rel=1e-6)
+            exact = {name: values.double() for name, values in halves.items()}
+            rho, a = (exact["log_probs"] - exact["old"]).exp(), advantages.double().unsqueeze(1)
+            x = exact["log_probs"] - exact["ref"]
+            per_step = (
+                -torch.minimum(rho * a, rho.clamp(0.8, 1.2) * a) + 0.5 * ((-x).exp() + x - 1) - 0.5 * exact["entropy"]
+            )
+            assert output.loss.dtype == torch.float32
+            assert output.loss.item() == pytest.approx(per_step[mask].mean().item(), rel=1e-5)
+            assert output.metrics["ratio"][1].item() == pytest.approx(rho[mask].sum().item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_half_precision_policy_gets_its_gradient(dtype):
-    # ratio 1: -w A, and .5 and -1.5 are half-precision numbers
-    log_probs = torch.tensor([[-0.5], [-1.0]], dtype=dtype)
-    _, gradient = loss_and_gradient(
-        log_probs, torch.tensor([1.0, -3.0]), ObjectiveConfig(), weights=double([[0.5]] * 2)
-    )
-    assert gradient.dtype == dtype
-    assert gradient.tolist() == [[-0.5], [1.5]]
+def test_a_half_precision_policy_gets_its_gradient(subtests):
+    for dtype in [torch.bfloat16, torch.float16]:
+        with subtests.test(dtype=dtype):
+            # ratio 1: -w A, and .5 and -1.5 are half-precision numbers
+            log_probs = torch.tensor([[-0.5], [-1.0]], dtype=dtype)
+            _, gradient = loss_and_gradient(
+                log_probs, torch.tensor([1.0, -3.0]), ObjectiveConfig(), weights=double([[0.5]] * 2)
+            )
+            assert gradient.dtype == dtype
+            assert gradient.tolist() == [[-0.5], [1.5]]
 
 
 def test_float64_stays_float64():
@@ -326,34 +296,6 @@ def test_float64_stays_float64():
     )
     assert loss.dtype == gradient.dtype == torch.float64
     assert -1 - loss.item() == pytest.approx(1e-12, rel=1e-3)
-
-
-def test_metrics_of_micro_batches_add_up():
-    generator = torch.Generator().manual_seed(5)
-    log_probs, old, ref, entropy = (-torch.rand(6, 3, generator=generator, dtype=torch.float64) for _ in range(4))
-    advantages = torch.randn(6, generator=generator, dtype=torch.float64)
-    mask = torch.rand(6, 3, generator=generator) < 0.6
-    weights = step_weights(mask, "row_mean")
-    config = ObjectiveConfig(surrogate=Clip(low=0.05, high=0.05), kl_coef=0.1, entropy_coef=0.1)
-
-    def metrics_of(rows: slice):
-        return grpo_objective(
-            objective_inputs(
-                log_probs[rows], advantages[rows], old_log_probs=old[rows], ref_log_probs=ref[rows],
-                entropy=entropy[rows], mask=mask[rows], weights=weights[rows],
-            ),
-            config,
-        ).metrics  # fmt: skip
-
-    whole, parts = metrics_of(slice(0, 6)), [metrics_of(slice(0, 1)), metrics_of(slice(1, 4)), metrics_of(slice(4, 6))]
-    assert set(whole) == set(parts[0])
-    for name, moments in whole.items():
-        assert sum(part[name] for part in parts).tolist() == pytest.approx(moments.tolist(), rel=1e-12, abs=1e-15)
-    # two of the whole's, the plain way
-    ratios = (log_probs - old).exp()[mask].tolist()
-    assert whole["ratio"].tolist() == pytest.approx([len(ratios), sum(ratios), sum(r * r for r in ratios)])
-    valid = [entropy[n, t].item() for n in range(6) for t in range(3) if mask[n, t]]
-    assert whole["entropy"].tolist() == pytest.approx([len(valid), sum(valid), sum(h * h for h in valid)])
 
 
 class CountsTransfers(TorchDispatchMode):
@@ -396,30 +338,32 @@ def refuse(*args, **kwargs):
     raise AssertionError("numbers of the host are copied to the device, which waits for the device")
 
 
-@pytest.mark.parametrize("with_old", [False, True])
-@pytest.mark.parametrize("surrogate", [*WITH_LEVEL, *(kind() for kind in SURROGATES.values())], ids=str)
-def test_a_device_is_never_waited_for(surrogate, with_old, monkeypatch):
+def test_a_device_is_never_waited_for(subtests, monkeypatch):
     """Tensors on the meta device have no numbers: reading one raises an error. Numbers are not copied to it either."""
     with pytest.raises(RuntimeError):
         torch.zeros((), device="meta").item()
     like = torch.zeros(4, 3, device="meta")
-    leaf = like.clone().requires_grad_()
     for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (torch, "from_numpy"), (torch.Tensor, "new_tensor")):
         monkeypatch.setattr(owner, name, refuse)
-    output = grpo_objective(
-        objective_inputs(
-            leaf, like[:, 0], mask=like.bool(), weights=like.double(), old_log_probs=like if with_old else None,
-            ref_log_probs=like, behaviour_log_probs=like, values=like.clone().requires_grad_(), old_values=like,
-            returns=like, keep=like.bool(), selected=like.bool(),
-        ),
-        ObjectiveConfig(
-            surrogate=surrogate, kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.1,
-            entropy_estimator="score_function", value_clip=0.2, sampler_correction="truncate", off_policy_threshold=0.1,
-        ),
-    )  # fmt: skip
-    output.loss.backward()
-    assert leaf.grad.shape == (4, 3)
-    assert all(moments.is_meta for moments in output.metrics.values())
+    for surrogate in [*WITH_LEVEL, *(kind() for kind in SURROGATES.values())]:
+        for old in (None, like):
+            with subtests.test(surrogate=surrogate, with_old=old is not None):
+                leaf = like.clone().requires_grad_()
+                output = grpo_objective(
+                    objective_inputs(
+                        leaf, like[:, 0], mask=like.bool(), weights=like.double(), old_log_probs=old, ref_log_probs=like,
+                        behaviour_log_probs=like, values=like.clone().requires_grad_(), old_values=like, returns=like,
+                        keep=like.bool(), selected=like.bool(),
+                    ),
+                    ObjectiveConfig(
+                        surrogate=surrogate, kl_coef=0.1, kl_estimator="k3_weighted", entropy_coef=0.1,
+                        entropy_estimator="score_function", value_clip=0.2, sampler_correction="truncate",
+                        off_policy_threshold=0.1,
+                    ),
+                )  # fmt: skip
+                output.loss.backward()
+                assert leaf.grad.shape == (4, 3)
+                assert all(moments.is_meta for moments in output.metrics.values())
 
 
 # log-ratios .1 and .2, and -.4; what is outside the mask does not count
@@ -429,9 +373,8 @@ MOVED["log_probs"] = double([[0.1, 0.2, 0.5], [-0.4, 9.0, 9.0]]) - 1
 MOVED["old_log_probs"] = torch.full((2, 3), -1.0, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("surrogate", "log_ratios"),
-    [
+def test_the_reported_ratio_is_at_the_level_of_the_surrogate(subtests):
+    for surrogate, log_ratios in [
         (Clip(), [0.1, 0.2, -0.4]),
         (Clip(level="row"), [0.15, 0.15, -0.4]),
         (Clip(level="row_sum"), [0.3, 0.3, -0.4]),
@@ -439,22 +382,22 @@ MOVED["old_log_probs"] = torch.full((2, 3), -1.0, dtype=torch.float64)
         (Clip(level="none"), [0.0, 0.0, 0.0]),
         (Vespo(), [0.1, 0.2, -0.4]),  # without a level: the steps'
         (Gmpo(), [0.1, 0.2, -0.4]),
-    ],
-)
-def test_the_reported_ratio_is_at_the_level_of_the_surrogate(surrogate, log_ratios):
-    metrics = grpo_objective(objective_inputs(**MOVED), ObjectiveConfig(surrogate=surrogate)).metrics
-    ratios = [math.exp(x) for x in log_ratios]
-    assert metrics["ratio"].tolist() == pytest.approx([3, sum(ratios), sum(r * r for r in ratios)], rel=1e-13)
+    ]:
+        with subtests.test(surrogate=surrogate, log_ratios=log_ratios):
+            metrics = grpo_objective(objective_inputs(**MOVED), ObjectiveConfig(surrogate=surrogate)).metrics
+            ratios = [math.exp(x) for x in log_ratios]
+            assert metrics["ratio"].tolist() == pytest.approx([3, sum(ratios), sum(r * r for r in ratios)], rel=1e-13)
 
 
 # each step by 12 and 12, -12 and -12: only their sums, 24 and -24, are clamped
-@pytest.mark.parametrize("level", get_args(RatioLevel))
-def test_the_clamped_fraction_is_of_the_ratio_at_the_level_of_the_surrogate(level):
-    old = double([[12.0, 12.0], [-12.0, -12.0], [1.0, 1.0]])
-    inputs = objective_inputs(torch.zeros(3, 2, dtype=torch.float64), double([1.0] * 3), old_log_probs=old)
-    metrics = grpo_objective(inputs, ObjectiveConfig(surrogate=Clip(level=level))).metrics
-    count = 4 if level == "row_sum" else 0
-    assert metrics["ratio_clamped_fraction"].tolist() == [6, count, count]
+def test_the_clamped_fraction_is_of_the_ratio_at_the_level_of_the_surrogate(subtests):
+    for level in get_args(RatioLevel):
+        with subtests.test(level=level):
+            old = double([[12.0, 12.0], [-12.0, -12.0], [1.0, 1.0]])
+            inputs = objective_inputs(torch.zeros(3, 2, dtype=torch.float64), double([1.0] * 3), old_log_probs=old)
+            metrics = grpo_objective(inputs, ObjectiveConfig(surrogate=Clip(level=level))).metrics
+            count = 4 if level == "row_sum" else 0
+            assert metrics["ratio_clamped_fraction"].tolist() == [6, count, count]
 
 
 def test_a_log_ratio_of_exactly_twenty_is_not_clamped():
@@ -462,13 +405,14 @@ def test_a_log_ratio_of_exactly_twenty_is_not_clamped():
     assert grpo_objective(inputs, ObjectiveConfig()).metrics["ratio_clamped_fraction"].tolist() == [2, 0, 0]
 
 
-@pytest.mark.parametrize("surrogate", [Clip(low=0.0, high=0.0), Dppo()], ids=str)
-def test_without_old_log_probs_the_ratio_is_1_and_nothing_is_clipped(surrogate):
-    inputs = objective_inputs(double([[-1.0, -2.0]]), double([1.0]), mask=torch.tensor([[True, False]]))
-    metrics = grpo_objective(inputs, ObjectiveConfig(surrogate=surrogate)).metrics
-    assert metrics["ratio"].tolist() == [1, 1, 1]
-    for name in ("ratio_clamped_fraction", "clip_fraction", "clip_fraction_low", "clip_fraction_high"):
-        assert metrics[name].tolist() == [1, 0, 0], name
+def test_without_old_log_probs_the_ratio_is_1_and_nothing_is_clipped(subtests):
+    for surrogate in [Clip(low=0.0, high=0.0), Dppo()]:
+        with subtests.test(surrogate=surrogate):
+            inputs = objective_inputs(double([[-1.0, -2.0]]), double([1.0]), mask=torch.tensor([[True, False]]))
+            metrics = grpo_objective(inputs, ObjectiveConfig(surrogate=surrogate)).metrics
+            assert metrics["ratio"].tolist() == [1, 1, 1]
+            for name in ("ratio_clamped_fraction", "clip_fraction", "clip_fraction_low", "clip_fraction_high"):
+                assert metrics[name].tolist() == [1, 0, 0], name
 
 
 def test_k3_weighted_is_weighted_with_the_ratio_at_the_level_of_the_surrogate():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo import ConfigError, ObjectiveConfig, ObjectiveInputs, grpo_objective
 from grpo.surrogates import Dppo
-from tests.support.objective_inputs import FourActions, objective_inputs
+from tests.support.objective_inputs import objective_inputs
 
 NAN = math.nan
 
@@ -60,25 +60,11 @@ def test_other_estimators_do_not_read_the_exact_kl():
     assert share(inputs, ObjectiveConfig(kl_coef=0.1), "kl_penalty") == 0
 
 
-@pytest.mark.parametrize("direction", ["to_ref", "from_ref"])
-def test_the_exact_kl_descends_in_the_direction_the_policy_means(direction):
-    policy = FourActions.example()
-    log_probs, ref = policy.theta.log_softmax(0), policy.ref
-    if direction == "to_ref":
-        kl, expected = (log_probs.exp() * (log_probs - ref.log())).sum(), policy.gradient_of_kl_to_ref()
-    else:
-        kl, expected = (ref * (ref.log() - log_probs)).sum(), policy.gradient_of_kl_from_ref()
-    inputs = objective_inputs(policy.log_probs(), torch.zeros(4), kl=kl.expand(4, 1), weights=double([[0.25]] * 4))
-    (gradient,) = torch.autograd.grad(
-        grpo_objective(inputs, ObjectiveConfig(kl_estimator="exact", kl_coef=1.0)).loss, policy.theta
-    )
-    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize("ref_log_probs", [None, double([[-1.0, NAN, -2.0]])], ids=["no-reference", "a-reference"])
-def test_a_missing_exact_kl_is_an_error(ref_log_probs):
-    with pytest.raises(ConfigError, match=r"objective\.kl_coef=0\.1 with kl_estimator='exact' needs the KL itself"):
-        grpo_objective(example(ref_log_probs=ref_log_probs), EXACT)
+def test_a_missing_exact_kl_is_an_error(subtests):
+    message = r"objective\.kl_coef=0\.1 with kl_estimator='exact' needs the KL itself"
+    for ref_log_probs in [None, double([[-1.0, NAN, -2.0]])]:
+        with subtests.test(ref_log_probs=ref_log_probs), pytest.raises(ConfigError, match=message):
+            grpo_objective(example(ref_log_probs=ref_log_probs), EXACT)
 
 
 def test_without_a_coefficient_the_exact_kl_is_only_reported():
@@ -108,9 +94,8 @@ def test_the_critics_coefficient():
 
 
 # Each with R = 0, bound .5 around the value at collection: e = max(v^2, (old + clip(v - old))^2), weight 1, coefficient 1.
-@pytest.mark.parametrize(
-    ("value", "old", "error", "slope"),
-    [
+def test_a_value_that_has_moved_far_towards_its_target_is_left_alone(subtests):
+    for value, old, error, slope in [
         (1.2, 1.0, 1.44, 2.4),  # has moved by .2: both are the same
         (0.8, 1.0, 0.64, 1.6),
         (2.0, 1.0, 4.0, 4.0),  # away from R and beyond: the value's own error is larger
@@ -118,16 +103,15 @@ def test_the_critics_coefficient():
         (-0.2, -1.0, 0.25, 0.0),
         (-2.0, -1.0, 4.0, -4.0),
         (-3.0, 1.0, 9.0, -6.0),  # through R and far out on the other side
-    ],
-)
-def test_a_value_that_has_moved_far_towards_its_target_is_left_alone(value, old, error, slope):
-    values = double([[value]]).requires_grad_()
-    inputs = objective_inputs(
-        double([[-1.0]]), double([0.0]), values=values, old_values=double([[old]]), returns=double([[0.0]])
-    )
-    loss = grpo_objective(inputs, ObjectiveConfig(value_coef=1.0, value_clip=0.5)).loss
-    assert loss.item() == pytest.approx(error, rel=1e-14)
-    assert torch.autograd.grad(loss, values)[0].item() == pytest.approx(slope, rel=1e-14)
+    ]:
+        with subtests.test(value=value, old=old, error=error, slope=slope):
+            values = double([[value]]).requires_grad_()
+            inputs = objective_inputs(
+                double([[-1.0]]), double([0.0]), values=values, old_values=double([[old]]), returns=double([[0.0]])
+            )
+            loss = grpo_objective(inputs, ObjectiveConfig(value_coef=1.0, value_clip=0.5)).loss
+            assert loss.item() == pytest.approx(error, rel=1e-14)
+            assert torch.autograd.grad(loss, values)[0].item() == pytest.approx(slope, rel=1e-14)
 
 
 def test_without_the_values_at_collection_or_a_bound_nothing_is_clipped():
@@ -137,25 +121,12 @@ def test_without_the_values_at_collection_or_a_bound_nothing_is_clipped():
     assert grpo_objective(unclipped, ObjectiveConfig(value_clip=0.1)).loss.item() == 2.25
 
 
-def test_the_critics_gradient_agrees_with_finite_differences():
-    random = torch.Generator().manual_seed(4)
-    values, old, returns = (torch.randn(5, 3, generator=random, dtype=torch.float64) for _ in range(3))
-    weights = torch.rand(5, 3, generator=random, dtype=torch.float64)
-
-    def loss(leaf: Tensor) -> Tensor:
-        inputs = objective_inputs(
-            -torch.ones(5, 3).double(), torch.ones(5), values=leaf, old_values=old, returns=returns, weights=weights
-        )
-        return grpo_objective(inputs, ObjectiveConfig(value_clip=0.3)).loss
-
-    assert torch.autograd.gradcheck(loss, values.requires_grad_())
-
-
-@pytest.mark.parametrize("given", [{"values": VALUES}, {"returns": RETURNS}])
-def test_values_or_returns_alone_are_no_loss(given):
-    output = grpo_objective(example(**given), ObjectiveConfig())
-    assert output.loss.item() == 0
-    assert "value_loss" not in output.metrics
+def test_values_or_returns_alone_are_no_loss(subtests):
+    for given in [{"values": VALUES}, {"returns": RETURNS}]:
+        with subtests.test(given=given):
+            output = grpo_objective(example(**given), ObjectiveConfig())
+            assert output.loss.item() == 0
+            assert "value_loss" not in output.metrics
 
 
 def test_returns_and_values_at_collection_carry_no_gradient():
@@ -185,36 +156,33 @@ ALL_TERMS = ObjectiveConfig(kl_estimator="exact", kl_coef=0.1, entropy_coef=0.01
 OTHER_TERMS = {"kl": [0.05, 0, 0.025], "entropy": [-0.005, 0, -0.0025], "values": [-0.5, 0, 1.0]}
 
 
-@pytest.mark.parametrize(
-    ("keep", "policy_loss", "gradient"),
-    [
+def test_keep_touches_the_surrogate_and_no_other_term(subtests):
+    """The weights stay: a step that is kept counts no more than before."""
+    for keep, policy_loss, gradient in [
         (None, -1.5, [-1.0, 0, -0.5]),
         ([[True, True, True]], -1.5, [-1.0, 0, -0.5]),
         ([[True, False, False]], -1.0, [-1.0, 0, 0]),
         ([[False, True, True]], -0.5, [0, 0, -0.5]),
         ([[False, False, False]], 0.0, [0, 0, 0]),
-    ],
-)
-def test_keep_touches_the_surrogate_and_no_other_term(keep, policy_loss, gradient):
-    """The weights stay: a step that is kept counts no more than before."""
-    inputs = everything(keep=None if keep is None else torch.tensor(keep))
-    output = grpo_objective(inputs, ALL_TERMS)
-    assert output.loss.item() == pytest.approx(policy_loss + 0.035 - 0.00275 + 2.25, rel=1e-14)
-    output.loss.backward()
-    assert inputs.log_probs.grad.tolist() == [gradient]
-    for name, expected in OTHER_TERMS.items():
-        assert getattr(inputs, name).grad.tolist() == [pytest.approx(expected, rel=1e-14)], name
+    ]:
+        with subtests.test(keep=keep, policy_loss=policy_loss, gradient=gradient):
+            inputs = everything(keep=None if keep is None else torch.tensor(keep))
+            output = grpo_objective(inputs, ALL_TERMS)
+            assert output.loss.item() == pytest.approx(policy_loss + 0.035 - 0.00275 + 2.25, rel=1e-14)
+            output.loss.backward()
+            assert inputs.log_probs.grad.tolist() == [gradient]
+            for name, expected in OTHER_TERMS.items():
+                assert getattr(inputs, name).grad.tolist() == [pytest.approx(expected, rel=1e-14)], name
 
 
-@pytest.mark.parametrize(
-    ("keep", "kept"), [([[True, True, True]], 2), ([[True, True, False]], 1), ([[False, True, False]], 0)]
-)
-def test_the_kept_fraction_is_of_valid_steps(keep, kept):
-    assert grpo_objective(everything(keep=torch.tensor(keep)), ALL_TERMS).metrics["kept_fraction"].tolist() == [
-        2,
-        kept,
-        kept,
-    ]
+def test_the_kept_fraction_is_of_valid_steps(subtests):
+    for keep, kept in [([[True, True, True]], 2), ([[True, True, False]], 1), ([[False, True, False]], 0)]:
+        with subtests.test(keep=keep, kept=kept):
+            assert grpo_objective(everything(keep=torch.tensor(keep)), ALL_TERMS).metrics["kept_fraction"].tolist() == [
+                2,
+                kept,
+                kept,
+            ]
 
 
 def far_off(**changes) -> ObjectiveInputs:
@@ -257,18 +225,16 @@ def test_a_step_counts_where_it_is_kept_and_its_row_is_near():
         assert output.metrics["kept_fraction"].tolist() == [4, kept, kept]
 
 
-@pytest.mark.parametrize(
-    ("of_the_config", "of_the_inputs", "in_force"),
-    [(0.1, None, 0.1), (0.1, 0.3, 0.3), (0.1, 0.0, 0.0), (0.0, 0.3, 0.3)],
-)
-def test_coefficients_in_the_inputs_override_the_configured_ones(of_the_config, of_the_inputs, in_force):
-    # unweighted by a coefficient: kl .35, entropy .275
-    config = ObjectiveConfig(kl_estimator="exact", kl_coef=of_the_config, entropy_coef=of_the_config)
-    output = grpo_objective(everything(kl_coef=of_the_inputs, entropy_coef=of_the_inputs), config)
-    assert output.metrics["kl_penalty"][1].item() == pytest.approx(0.35 * in_force, rel=1e-14)
-    bonus = output.metrics["entropy_bonus"][1].item() if in_force else 0.0
-    assert bonus == pytest.approx(0.275 * in_force, rel=1e-14)
-    assert output.loss.item() == pytest.approx(-1.5 + in_force * (0.35 - 0.275) + 2.25, rel=1e-14)
+def test_coefficients_in_the_inputs_override_the_configured_ones(subtests):
+    for of_the_config, of_the_inputs, in_force in [(0.1, None, 0.1), (0.1, 0.3, 0.3), (0.1, 0.0, 0.0), (0.0, 0.3, 0.3)]:
+        with subtests.test(of_the_config=of_the_config, of_the_inputs=of_the_inputs, in_force=in_force):
+            # unweighted by a coefficient: kl .35, entropy .275
+            config = ObjectiveConfig(kl_estimator="exact", kl_coef=of_the_config, entropy_coef=of_the_config)
+            output = grpo_objective(everything(kl_coef=of_the_inputs, entropy_coef=of_the_inputs), config)
+            assert output.metrics["kl_penalty"][1].item() == pytest.approx(0.35 * in_force, rel=1e-14)
+            bonus = output.metrics["entropy_bonus"][1].item() if in_force else 0.0
+            assert bonus == pytest.approx(0.275 * in_force, rel=1e-14)
+            assert output.loss.item() == pytest.approx(-1.5 + in_force * (0.35 - 0.275) + 2.25, rel=1e-14)
 
 
 def test_a_coefficient_in_the_inputs_needs_what_a_configured_one_needs():
