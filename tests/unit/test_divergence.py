@@ -1,6 +1,7 @@
 """KL and entropy estimates: their values and slopes by hand, and their gradients in expectation by enumeration."""
 
 import math
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -40,18 +41,19 @@ SLOPES = {
 OTHER_POLICY = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("estimator", get_args(SampledKL))
-def test_the_estimators_on_given_numbers(estimator):
-    x, ratio = X.clone().requires_grad_(), RATIO.clone().requires_grad_()
-    by_itself = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3, "k3_weighted": lambda x: kl_k3_weighted(x, ratio)}
-    for estimate in (by_itself[estimator](x), estimate_kl(estimator, x, ratio)):
-        assert estimate[0].tolist() == pytest.approx(VALUES[estimator], rel=1e-14)
-        by_x, by_ratio = torch.autograd.grad(estimate.sum(), (x, ratio), allow_unused=True)
-        assert by_x[0].tolist() == pytest.approx(SLOPES[estimator], rel=1e-14)
-        if estimator == "k3_weighted":
-            assert by_ratio[0].tolist() == pytest.approx(VALUES["k3"], rel=1e-14)
-        else:
-            assert by_ratio is None
+def test_the_estimators_on_given_numbers(subtests):
+    for estimator in get_args(SampledKL):
+        with subtests.test(estimator=estimator):
+            x, ratio = X.clone().requires_grad_(), RATIO.clone().requires_grad_()
+            by_itself = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3, "k3_weighted": partial(kl_k3_weighted, ratio=ratio)}
+            for estimate in (by_itself[estimator](x), estimate_kl(estimator, x, ratio)):
+                assert estimate[0].tolist() == pytest.approx(VALUES[estimator], rel=1e-14)
+                by_x, by_ratio = torch.autograd.grad(estimate.sum(), (x, ratio), allow_unused=True)
+                assert by_x[0].tolist() == pytest.approx(SLOPES[estimator], rel=1e-14)
+                if estimator == "k3_weighted":
+                    assert by_ratio[0].tolist() == pytest.approx(VALUES["k3"], rel=1e-14)
+                else:
+                    assert by_ratio is None
 
 
 def test_one_ratio_per_row_weighs_every_step_of_k3():
@@ -64,20 +66,18 @@ def test_the_names_of_the_estimators():
     assert get_args(EntropyEstimator) == ("exact", "score_function")
 
 
-@pytest.mark.parametrize(
-    ("x", "value", "slope"),
-    [
+def test_k3_stops_where_the_reference_is_far_ahead(subtests):
+    for x, value, slope in [
         (-20.5, math.exp(20) - 21, 0.0),  # bounded at -20, where value and slope stop
         (-19.5, math.exp(19.5) - 20.5, 1 - math.exp(19.5)),
         (19.5, math.exp(-19.5) + 18.5, 1 - math.exp(-19.5)),
         (20.5, math.exp(-20.5) + 19.5, 1 - math.exp(-20.5)),
-    ],
-)
-def test_k3_stops_where_the_reference_is_far_ahead(x, value, slope):
-    leaf = torch.tensor([[x]], dtype=torch.float64, requires_grad=True)
-    estimate = kl_k3(leaf)
-    assert estimate.item() == pytest.approx(value, rel=1e-12)
-    assert torch.autograd.grad(estimate, leaf)[0].item() == pytest.approx(slope, rel=1e-12)
+    ]:
+        with subtests.test(x=x, value=value, slope=slope):
+            leaf = torch.tensor([[x]], dtype=torch.float64, requires_grad=True)
+            estimate = kl_k3(leaf)
+            assert estimate.item() == pytest.approx(value, rel=1e-12)
+            assert torch.autograd.grad(estimate, leaf)[0].item() == pytest.approx(slope, rel=1e-12)
 
 
 def test_k3_is_never_negative():
@@ -85,10 +85,11 @@ def test_k3_is_never_negative():
     assert (kl_k3(x) >= 0).all()
 
 
-@pytest.mark.parametrize("x", [1e-4, -1e-4])
-def test_k3_keeps_its_digits_near_the_reference(x):
-    # x^2 / 2 = 5e-9, where exp(-x) + x - 1 in float32 is off by up to 6e-8
-    assert kl_k3(torch.tensor([[x]], dtype=torch.float32)).item() == pytest.approx(5e-9, rel=0.01)
+def test_k3_keeps_its_digits_near_the_reference(subtests):
+    for x in [1e-4, -1e-4]:
+        with subtests.test(x=x):
+            # x^2 / 2 = 5e-9, where exp(-x) + x - 1 in float32 is off by up to 6e-8
+            assert kl_k3(torch.tensor([[x]], dtype=torch.float32)).item() == pytest.approx(5e-9, rel=0.01)
 
 
 def estimate_for(estimator: str, policy: FourActions, sampler: Tensor) -> Tensor:
@@ -114,10 +115,11 @@ def kl_to_ref(policy: FourActions) -> float:
     return sum(p * math.log(p / r) for p, r in zip(policy.probs.tolist(), policy.ref.tolist(), strict=True))
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3", "k3_weighted"])
-def test_unbiased_as_a_number_on_policy(estimator):
-    policy = FourActions.example()
-    assert expected_value(estimator, policy, policy.probs) == pytest.approx(kl_to_ref(policy), rel=1e-12)
+def test_unbiased_as_a_number_on_policy(subtests):
+    for estimator in ["k1", "k3", "k3_weighted"]:
+        with subtests.test(estimator=estimator):
+            policy = FourActions.example()
+            assert expected_value(estimator, policy, policy.probs) == pytest.approx(kl_to_ref(policy), rel=1e-12)
 
 
 def test_k3_weighted_is_unbiased_as_a_number_off_policy():
@@ -130,11 +132,12 @@ def test_the_gradient_of_k1_is_zero_in_expectation():
     assert expected_gradient("k1", policy, policy.probs).tolist() == pytest.approx([0] * 4, abs=1e-15)
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3_weighted"])
-def test_the_gradient_of_k2_and_k3_weighted_is_that_of_kl_to_the_reference(estimator):
-    policy = FourActions.example()
-    expected = policy.gradient_of_kl_to_ref().tolist()
-    assert expected_gradient(estimator, policy, policy.probs).tolist() == pytest.approx(expected, rel=1e-12)
+def test_the_gradient_of_k2_and_k3_weighted_is_that_of_kl_to_the_reference(subtests):
+    for estimator in ["k2", "k3_weighted"]:
+        with subtests.test(estimator=estimator):
+            policy = FourActions.example()
+            expected = policy.gradient_of_kl_to_ref().tolist()
+            assert expected_gradient(estimator, policy, policy.probs).tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_gradient_of_k3_weighted_is_right_off_policy_too():
@@ -160,14 +163,15 @@ def test_score_function_entropy_by_hand():
     assert by_ratio.tolist() == [[1.0, 3.0]]
 
 
-@pytest.mark.parametrize("off_policy", [False, True])
-def test_score_function_entropy_has_the_value_and_the_gradient_of_the_entropy(off_policy):
-    policy = FourActions.example()
-    sampler = OTHER_POLICY if off_policy else policy.probs
-    entropy = -sum(p * math.log(p) for p in policy.probs.tolist())
-    assert expected_value("entropy", policy, sampler) == pytest.approx(entropy, rel=1e-12)
-    expected = policy.gradient_of_entropy().tolist()
-    assert expected_gradient("entropy", policy, sampler).tolist() == pytest.approx(expected, rel=1e-12)
+def test_score_function_entropy_has_the_value_and_the_gradient_of_the_entropy(subtests):
+    for off_policy in [False, True]:
+        with subtests.test(off_policy=off_policy):
+            policy = FourActions.example()
+            sampler = OTHER_POLICY if off_policy else policy.probs
+            entropy = -sum(p * math.log(p) for p in policy.probs.tolist())
+            assert expected_value("entropy", policy, sampler) == pytest.approx(entropy, rel=1e-12)
+            expected = policy.gradient_of_entropy().tolist()
+            assert expected_gradient("entropy", policy, sampler).tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_minus_log_prob_has_no_gradient_in_expectation():

@@ -1,6 +1,7 @@
 """Every surrogate called on `Steps`: its value and its gradient by hand, at ratio 1, inside its bounds and beyond them."""
 
 import math
+from itertools import product
 from typing import Any
 
 import pytest
@@ -51,9 +52,8 @@ def loss_and_slope(surrogate: Surrogate, ratio: float, advantage: float) -> tupl
 
 
 # loss = -min(rho A, clip(rho, 1 - low, 1 + high) A). Inside, or where the min takes the unclipped side, d loss / d rho = -A.
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "slope"),
-    [
+def test_clip_with_symmetric_bounds(subtests):
+    for ratio, advantage, loss, slope in [
         (1.0, 2.0, -2.0, -2.0),
         (1.0, -2.0, 2.0, 2.0),
         (1.1, 2.0, -2.2, -2.0),  # inside
@@ -65,40 +65,39 @@ def loss_and_slope(surrogate: Surrogate, ratio: float, advantage: float) -> tupl
         (1.5, -2.0, 3.0, 2.0),  # bad and more likely: -min(-3, -2.4), pull back
         (0.5, -2.0, 1.6, 0.0),  # bad and already less likely: -min(-1, -1.6), no more push
         (1.5, 0.0, 0.0, 0.0),
-    ],
-)
-def test_clip_with_symmetric_bounds(ratio, advantage, loss, slope):
-    assert loss_and_slope(Clip(low=0.2, high=0.2), ratio, advantage) == pytest.approx((loss, slope), rel=1e-14)
+    ]:
+        with subtests.test(ratio=ratio, advantage=advantage, loss=loss, slope=slope):
+            assert loss_and_slope(Clip(low=0.2, high=0.2), ratio, advantage) == pytest.approx((loss, slope), rel=1e-14)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "slope"),
-    [
+def test_clip_with_a_higher_upper_bound(subtests):
+    for ratio, advantage, loss, slope in [
         (1.25, 1.0, -1.25, -1.0),  # beyond 1.2, inside 1.28
         (1.30, 1.0, -1.28, 0.0),
         (1.30, -1.0, 1.30, 1.0),
         (0.85, -1.0, 0.85, 1.0),
         (0.75, -1.0, 0.80, 0.0),  # beyond 0.8, inside 1 - 0.28
         (0.75, 1.0, -0.75, -1.0),
-    ],
-)
-def test_clip_with_a_higher_upper_bound(ratio, advantage, loss, slope):
-    assert loss_and_slope(Clip(low=0.2, high=0.28), ratio, advantage) == pytest.approx((loss, slope), rel=1e-14)
+    ]:
+        with subtests.test(ratio=ratio, advantage=advantage, loss=loss, slope=slope):
+            assert loss_and_slope(Clip(low=0.2, high=0.28), ratio, advantage) == pytest.approx((loss, slope), rel=1e-14)
 
 
-@pytest.mark.parametrize("ratio", [1e-6, 0.01, 0.5, 0.99])
-def test_clip_low_of_one_is_no_lower_bound(ratio):
-    # -min(-rho, -clip(rho, 0, 1.2)) = rho
-    assert loss_and_slope(Clip(low=1.0), ratio, -1.0) == pytest.approx((ratio, 1.0), rel=1e-13)
+def test_clip_low_of_one_is_no_lower_bound(subtests):
+    for ratio in [1e-6, 0.01, 0.5, 0.99]:
+        with subtests.test(ratio=ratio):
+            # -min(-rho, -clip(rho, 0, 1.2)) = rho
+            assert loss_and_slope(Clip(low=1.0), ratio, -1.0) == pytest.approx((ratio, 1.0), rel=1e-13)
 
 
 def test_clip_low_of_one_leaves_the_upper_bound():
     assert loss_and_slope(Clip(low=1.0), 1.5, 1.0) == pytest.approx((-1.2, 0.0))
 
 
-@pytest.mark.parametrize(("ratio", "advantage"), [(1.01, 1.0), (0.99, -1.0)])
-def test_clip_bounds_of_zero_stop_at_one(ratio, advantage):
-    assert loss_and_slope(Clip(low=0.0, high=0.0), ratio, advantage) == pytest.approx((-advantage, 0.0))
+def test_clip_bounds_of_zero_stop_at_one(subtests):
+    for ratio, advantage in [(1.01, 1.0), (0.99, -1.0)]:
+        with subtests.test(ratio=ratio, advantage=advantage):
+            assert loss_and_slope(Clip(low=0.0, high=0.0), ratio, advantage) == pytest.approx((-advantage, 0.0))
 
 
 def test_clip_uses_one_advantage_per_row_for_all_steps_of_the_row():
@@ -127,27 +126,27 @@ RATIOS = torch.linspace(0.00317, 6.00317, 2001, dtype=torch.float64).unsqueeze(1
 ADVANTAGES = double([[-3.0, -1.0, -0.25, 0.0, 0.25, 1.0, 3.0]])
 
 
-@pytest.mark.parametrize(
-    ("delta", "dual"), [(None, None), (4.0, None), (None, 3.0), (4.0, 3.0), (2.0, 5.0), (None, 1.1)]
-)
-@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.2, 0.28), (1.0, 0.5), (0.0, 0.0)])
-def test_the_minimum_and_maximum_of_the_papers_are_one_clamp(low, high, delta, dual):
+def test_the_minimum_and_maximum_of_the_papers_are_one_clamp(subtests):
     """Where A > 0 the ratio has one bound, above; where A < 0 it has one below, and the nearer of delta and dual above."""
-    nearer = min(delta or math.inf, dual or math.inf)
-    lowest = double([[1 - low if a < 0 else -math.inf for a in ADVANTAGES[0]]])
-    highest = double([[nearer if a < 0 else 1 + high for a in ADVANTAGES[0]]])
-    rows = rows_of(RATIOS.expand(-1, 7), ADVANTAGES.expand(2001, 7), log_probs=0.0)
-    rho = Steps(rows).ratio().detach()
-    losses, slopes = losses_and_slopes(Clip(low=low, high=high, delta=delta, dual=dual), rows)
-    inside = (rho > lowest) & (rho < highest)
-    torch.testing.assert_close(losses, -rho.clamp(lowest, highest) * ADVANTAGES, rtol=1e-14, atol=0)
-    torch.testing.assert_close(slopes, torch.where(inside, -rho * ADVANTAGES, 0.0), rtol=1e-14, atol=0)
+    for (low, high), (delta, dual) in product(
+        [(0.2, 0.2), (0.2, 0.28), (1.0, 0.5), (0.0, 0.0)],
+        [(None, None), (4.0, None), (None, 3.0), (4.0, 3.0), (2.0, 5.0), (None, 1.1)],
+    ):
+        with subtests.test(low=low, high=high, delta=delta, dual=dual):
+            nearer = min(delta or math.inf, dual or math.inf)
+            lowest = double([[1 - low if a < 0 else -math.inf for a in ADVANTAGES[0]]])
+            highest = double([[nearer if a < 0 else 1 + high for a in ADVANTAGES[0]]])
+            rows = rows_of(RATIOS.expand(-1, 7), ADVANTAGES.expand(2001, 7), log_probs=0.0)
+            rho = Steps(rows).ratio().detach()
+            losses, slopes = losses_and_slopes(Clip(low=low, high=high, delta=delta, dual=dual), rows)
+            inside = (rho > lowest) & (rho < highest)
+            torch.testing.assert_close(losses, -rho.clamp(lowest, highest) * ADVANTAGES, rtol=1e-14, atol=0)
+            torch.testing.assert_close(slopes, torch.where(inside, -rho * ADVANTAGES, 0.0), rtol=1e-14, atol=0)
 
 
 # beside bounds of .8 and 1.2
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "bounds", "loss", "slope"),
-    [
+def test_clip_delta_and_dual_bound_what_is_bad_and_has_become_more_likely(subtests):
+    for ratio, advantage, bounds, loss, slope in [
         (3.9, -2.0, {"delta": 4.0}, 7.8, 2.0),  # -min(3.9 (-2), 1.2 (-2))
         (5.0, -2.0, {"delta": 4.0}, 8.0, 0.0),  # -min(4 (-2), 1.2 (-2)): no more pull back
         (5.0, 2.0, {"delta": 4.0}, -2.4, 0.0),  # where A > 0 the clip is below delta
@@ -161,11 +160,10 @@ def test_the_minimum_and_maximum_of_the_papers_are_one_clamp(low, high, delta, d
         (3.5, -2.0, {"delta": 3.0, "dual": 4.0}, 6.0, 0.0),
         (1.15, -2.0, {"dual": 1.1}, 2.2, 0.0),  # dual may lie inside the clip
         (5.0, 0.0, {"delta": 4.0, "dual": 3.0}, 0.0, 0.0),
-    ],
-)
-def test_clip_delta_and_dual_bound_what_is_bad_and_has_become_more_likely(ratio, advantage, bounds, loss, slope):
-    found = loss_and_slope(Clip(low=0.2, high=0.2, **bounds), ratio, advantage)
-    assert found == pytest.approx((loss, slope), rel=1e-14)
+    ]:
+        with subtests.test(ratio=ratio, advantage=advantage, bounds=bounds, loss=loss, slope=slope):
+            found = loss_and_slope(Clip(low=0.2, high=0.2, **bounds), ratio, advantage)
+            assert found == pytest.approx((loss, slope), rel=1e-14)
 
 
 def test_bounds_are_not_rounded_to_float32():
@@ -181,13 +179,14 @@ def test_reinforce_by_hand():
     assert slopes.tolist() == [[-2.0, 4.0]]
 
 
-@pytest.mark.parametrize("advantage", [2.0, -2.0])
-def test_cispo_bounds_the_weight_and_never_stops_the_gradient(advantage):
-    # bounds 1 - .5 and 1 + 4: weights .5, 1, 3, 5; log pi = -1
-    losses, slopes = losses_and_slopes(Cispo(low=0.5, high=4.0), rows_of([[0.1, 1.0, 3.0, 9.0]], [advantage]))
-    expected = [weight * advantage for weight in (0.5, 1.0, 3.0, 5.0)]
-    assert losses[0].tolist() == pytest.approx(expected, rel=1e-14)
-    assert slopes[0].tolist() == pytest.approx([-e for e in expected], rel=1e-14)
+def test_cispo_bounds_the_weight_and_never_stops_the_gradient(subtests):
+    for advantage in [2.0, -2.0]:
+        with subtests.test(advantage=advantage):
+            # bounds 1 - .5 and 1 + 4: weights .5, 1, 3, 5; log pi = -1
+            losses, slopes = losses_and_slopes(Cispo(low=0.5, high=4.0), rows_of([[0.1, 1.0, 3.0, 9.0]], [advantage]))
+            expected = [weight * advantage for weight in (0.5, 1.0, 3.0, 5.0)]
+            assert losses[0].tolist() == pytest.approx(expected, rel=1e-14)
+            assert slopes[0].tolist() == pytest.approx([-e for e in expected], rel=1e-14)
 
 
 def test_cispo_without_a_lower_bound():
@@ -196,20 +195,18 @@ def test_cispo_without_a_lower_bound():
 
 
 # sigmoid(log 3) = 3/4: the slope's factor 4 s (1 - s) is 3/4. At ratio 1 the factor is 1 and the value 2 A / tau.
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "slope"),
-    [
+def test_sapo_by_hand(subtests):
+    for ratio, advantage, loss, slope in [
         (1.0, 2.0, -(4 / 0.5) * 0.5 * 2, -2.0),
         (1 + math.log(3) / 0.5, 2.0, -(4 / 0.5) * 0.75 * 2, -1.5),
         (1.0, -2.0, (4 / 2) * 0.5 * 2, 2.0),
         (1 + math.log(3) / 2, -2.0, (4 / 2) * 0.75 * 2, 1.5),
         (1 - math.log(3) / 2, -2.0, (4 / 2) * 0.25 * 2, 1.5),
         (1.0, 0.0, 0.0, 0.0),
-    ],
-)
-def test_sapo_by_hand(ratio, advantage, loss, slope):
-    found = loss_and_slope(Sapo(temperature_pos=0.5, temperature_neg=2.0), ratio, advantage)
-    assert found == pytest.approx((loss, slope), rel=1e-14)
+    ]:
+        with subtests.test(ratio=ratio, advantage=advantage, loss=loss, slope=slope):
+            found = loss_and_slope(Sapo(temperature_pos=0.5, temperature_neg=2.0), ratio, advantage)
+            assert found == pytest.approx((loss, slope), rel=1e-14)
 
 
 def test_the_slope_of_sapo_is_the_ratio_times_a_squared_hyperbolic_secant():
@@ -229,17 +226,19 @@ def test_the_slope_of_sapo_is_the_ratio_times_a_squared_hyperbolic_secant():
 #   A = 1:   c = log 2 (bounded), -log 4;  mean -(log 2)/2: loss -1/sqrt 2
 #   A = -1:  c = log 8, -log 2 (bounded);  mean log 2: loss 2
 # The gradient of the sum over the row's two steps: 2 l / 2 where x is not bounded, 0 where it is.
-@pytest.mark.parametrize(
-    ("advantage", "loss", "gradient"),
-    [(1.0, -math.sqrt(0.5), [0, 0, -math.sqrt(0.5)]), (-1.0, 2.0, [2, 0, 0]), (0.0, 0.0, [0, 0, 0])],
-)
-def test_gmpo_by_hand(advantage, loss, gradient):
-    mask = torch.tensor([[True, False, True]])
-    rows = rows_of([[8.0, math.nan, 0.25]], [advantage], mask=mask)
-    losses = Gmpo(low=0.5, high=1.0)(Steps(rows))
-    assert losses.tolist() == [[pytest.approx(loss, rel=1e-14)]]
-    (slopes,) = torch.autograd.grad(losses.expand(1, 3)[mask].sum(), rows.log_probs)
-    assert slopes[0].tolist() == pytest.approx(gradient, rel=1e-14)
+def test_gmpo_by_hand(subtests):
+    for advantage, loss, gradient in [
+        (1.0, -math.sqrt(0.5), [0, 0, -math.sqrt(0.5)]),
+        (-1.0, 2.0, [2, 0, 0]),
+        (0.0, 0.0, [0, 0, 0]),
+    ]:
+        with subtests.test(advantage=advantage, loss=loss, gradient=gradient):
+            mask = torch.tensor([[True, False, True]])
+            rows = rows_of([[8.0, math.nan, 0.25]], [advantage], mask=mask)
+            losses = Gmpo(low=0.5, high=1.0)(Steps(rows))
+            assert losses.tolist() == [[pytest.approx(loss, rel=1e-14)]]
+            (slopes,) = torch.autograd.grad(losses.expand(1, 3)[mask].sum(), rows.log_probs)
+            assert slopes[0].tolist() == pytest.approx(gradient, rel=1e-14)
 
 
 def test_gmpo_bounds_each_step_by_the_sign_of_its_own_advantage():
@@ -274,9 +273,8 @@ def test_gmpo_stays_finite_where_a_step_was_all_but_impossible():
 
 
 # phi(w) = w^k exp(lambda (1 - w)); A >= 0: k 2, lambda 3;  A < 0: k 3, lambda 2
-@pytest.mark.parametrize(
-    ("weight", "advantage", "phi"),
-    [
+def test_vespo_by_hand(subtests):
+    for weight, advantage, phi in [
         (2.0, 1.5, 4 * math.exp(-3)),
         (0.5, 1.5, 0.25 * math.exp(1.5)),
         (1.0, 1.5, 1.0),
@@ -284,16 +282,15 @@ def test_gmpo_stays_finite_where_a_step_was_all_but_impossible():
         (0.5, -1.5, 0.125 * math.exp(1)),
         (1.0, -1.5, 1.0),
         (1e-12, 1.5, 1e-16 * math.exp(3)),  # w is at least 1e-8
-    ],
-)
-def test_vespo_by_hand(weight, advantage, phi):
-    vespo = Vespo(k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0)
-    log_probs = double([[-2.0, -0.5]]).requires_grad_()
-    old = log_probs.detach() - double([[math.log(weight) / 4, 3 * math.log(weight) / 4]])
-    rows = objective_inputs(log_probs, double([advantage]), old_log_probs=old)
-    losses, slopes = losses_and_slopes(vespo, rows)
-    assert losses[0].tolist() == pytest.approx([2 * phi * advantage, 0.5 * phi * advantage], rel=1e-7)
-    assert slopes[0].tolist() == pytest.approx([-phi * advantage] * 2, rel=1e-7)
+    ]:
+        with subtests.test(weight=weight, advantage=advantage, phi=phi):
+            vespo = Vespo(k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0)
+            log_probs = double([[-2.0, -0.5]]).requires_grad_()
+            old = log_probs.detach() - double([[math.log(weight) / 4, 3 * math.log(weight) / 4]])
+            rows = objective_inputs(log_probs, double([advantage]), old_log_probs=old)
+            losses, slopes = losses_and_slopes(vespo, rows)
+            assert losses[0].tolist() == pytest.approx([2 * phi * advantage, 0.5 * phi * advantage], rel=1e-7)
+            assert slopes[0].tolist() == pytest.approx([-phi * advantage] * 2, rel=1e-7)
 
 
 def vespo_slopes(x: list, u: Any = None, **others: Any) -> list[float]:
@@ -329,13 +326,14 @@ def test_vespo_bounds_sampler_weights_before_they_meet_the_ratio():
 
 
 # ratios 1/2 and 3 from the sampler to the old policy, bounded by 1.2: 1/2 x 1.2 per step, 3/2 -> 1.2 per row
-@pytest.mark.parametrize(("level", "u"), [("step", 0.6), ("row", 1.2)])
-def test_vespo_under_truncate_at_each_level(level, u):
-    x, ratios = [0.1, 0.3], double([[0.5, 3.0]])
-    rows = rows_of(double([x]).exp(), [1.0], behaviour_log_probs=-1.0 - double([x]) - ratios.log())
-    w = math.exp(0.4) * u
-    _, slopes = losses_and_slopes(Vespo(), rows, Truncate(high=1.2, level=level))
-    assert slopes[0].tolist() == pytest.approx([-(w**2) * math.exp(3 * (1 - w))] * 2, rel=1e-12)
+def test_vespo_under_truncate_at_each_level(subtests):
+    for level, u in [("step", 0.6), ("row", 1.2)]:
+        with subtests.test(level=level, u=u):
+            x, ratios = [0.1, 0.3], double([[0.5, 3.0]])
+            rows = rows_of(double([x]).exp(), [1.0], behaviour_log_probs=-1.0 - double([x]) - ratios.log())
+            w = math.exp(0.4) * u
+            _, slopes = losses_and_slopes(Vespo(), rows, Truncate(high=1.2, level=level))
+            assert slopes[0].tolist() == pytest.approx([-(w**2) * math.exp(3 * (1 - w))] * 2, rel=1e-12)
 
 
 def test_vespo_leaves_rows_out_that_mask_leaves_out():
@@ -360,29 +358,29 @@ def test_dro_over_the_whole_row():
 
 
 # limit .2 on |pi - mu|
-@pytest.mark.parametrize("sampled_as", ["old", "behaviour"])
-@pytest.mark.parametrize(
-    ("pi", "mu", "advantage", "stopped"),
-    [
-        (0.6, 0.3, 2.0, True),  # + .3, pushed up
-        (0.45, 0.3, 2.0, False),  # + .15
-        (0.1, 0.4, 2.0, False),  # - .3, but pushed up
-        (0.1, 0.4, -2.0, True),  # - .3, pushed down
-        (0.25, 0.4, -2.0, False),
-        (0.6, 0.3, -2.0, False),  # + .3, but pushed down
-        (0.02, 0.001, 2.0, False),  # ratio 20, but the probability has hardly moved
-        (0.6, 0.3, 0.0, False),
-    ],
-)
-def test_dppo_stops_where_the_probability_has_moved_too_far(pi, mu, advantage, stopped, sampled_as):
-    log_probs, sampled = double([[math.log(pi)]]).requires_grad_(), double([[math.log(mu)]])
-    # the ratio is to the old policy, the distance to what sampled
-    others = {"old": {"old_log_probs": sampled}, "behaviour": {"behaviour_log_probs": sampled}}[sampled_as]
-    rows = objective_inputs(log_probs, double([advantage]), **others)
-    loss, slope = losses_and_slopes(Dppo(tv_limit=0.2), rows)
-    ratio = pi / mu if sampled_as == "old" else 1.0
-    assert loss.item() == pytest.approx(0.0 if stopped else -ratio * advantage, rel=1e-14)
-    assert slope.item() == pytest.approx(0.0 if stopped else -ratio * advantage, rel=1e-14)
+def test_dppo_stops_where_the_probability_has_moved_too_far(subtests):
+    for (pi, mu, advantage, stopped), sampled_as in product(
+        [
+            (0.6, 0.3, 2.0, True),  # + .3, pushed up
+            (0.45, 0.3, 2.0, False),  # + .15
+            (0.1, 0.4, 2.0, False),  # - .3, but pushed up
+            (0.1, 0.4, -2.0, True),  # - .3, pushed down
+            (0.25, 0.4, -2.0, False),
+            (0.6, 0.3, -2.0, False),  # + .3, but pushed down
+            (0.02, 0.001, 2.0, False),  # ratio 20, but the probability has hardly moved
+            (0.6, 0.3, 0.0, False),
+        ],
+        ["old", "behaviour"],
+    ):
+        with subtests.test(pi=pi, mu=mu, advantage=advantage, stopped=stopped, sampled_as=sampled_as):
+            log_probs, sampled = double([[math.log(pi)]]).requires_grad_(), double([[math.log(mu)]])
+            # the ratio is to the old policy, the distance to what sampled
+            others = {"old": {"old_log_probs": sampled}, "behaviour": {"behaviour_log_probs": sampled}}[sampled_as]
+            rows = objective_inputs(log_probs, double([advantage]), **others)
+            loss, slope = losses_and_slopes(Dppo(tv_limit=0.2), rows)
+            ratio = pi / mu if sampled_as == "old" else 1.0
+            assert loss.item() == pytest.approx(0.0 if stopped else -ratio * advantage, rel=1e-14)
+            assert slope.item() == pytest.approx(0.0 if stopped else -ratio * advantage, rel=1e-14)
 
 
 def test_dppo_counts_a_step_at_its_limit():
@@ -394,17 +392,18 @@ def test_dppo_counts_a_step_at_its_limit():
     assert Dppo(tv_limit=0.2499)(up).item() == Dppo(tv_limit=0.2499)(down).item() == 0
 
 
-@pytest.mark.parametrize("advantage", [1.0, -1.0])
-def test_dppo_is_the_mask_of_its_paper_on_a_grid(advantage):
-    # eq. 12: 0 where (A > 0, rho > 1, |pi - mu| > limit) or (A < 0, rho < 1, |pi - mu| > limit)
-    grid = torch.linspace(0.013, 0.987, 75, dtype=torch.float64)
-    pi, mu = grid.unsqueeze(1).expand(75, 75), grid.unsqueeze(0).expand(75, 75)
-    log_probs = pi.log().requires_grad_()
-    rows = objective_inputs(log_probs, torch.full((75,), advantage).double(), old_log_probs=mu.log())
-    losses, slopes = losses_and_slopes(Dppo(tv_limit=0.2), rows)
-    stopped = (pi / mu > 1 if advantage > 0 else pi / mu < 1) & ((pi - mu).abs() > 0.2)
-    torch.testing.assert_close(losses, torch.where(stopped, 0.0, -pi / mu * advantage))
-    torch.testing.assert_close(slopes, torch.where(stopped, 0.0, -pi / mu * advantage))
+def test_dppo_is_the_mask_of_its_paper_on_a_grid(subtests):
+    for advantage in [1.0, -1.0]:
+        with subtests.test(advantage=advantage):
+            # eq. 12: 0 where (A > 0, rho > 1, |pi - mu| > limit) or (A < 0, rho < 1, |pi - mu| > limit)
+            grid = torch.linspace(0.013, 0.987, 75, dtype=torch.float64)
+            pi, mu = grid.unsqueeze(1).expand(75, 75), grid.unsqueeze(0).expand(75, 75)
+            log_probs = pi.log().requires_grad_()
+            rows = objective_inputs(log_probs, torch.full((75,), advantage).double(), old_log_probs=mu.log())
+            losses, slopes = losses_and_slopes(Dppo(tv_limit=0.2), rows)
+            stopped = (pi / mu > 1 if advantage > 0 else pi / mu < 1) & ((pi - mu).abs() > 0.2)
+            torch.testing.assert_close(losses, torch.where(stopped, 0.0, -pi / mu * advantage))
+            torch.testing.assert_close(slopes, torch.where(stopped, 0.0, -pi / mu * advantage))
 
 
 def test_kl_cov_pulls_back_the_selected_steps_only():
@@ -416,13 +415,14 @@ def test_kl_cov_pulls_back_the_selected_steps_only():
     assert slopes[0].tolist() == pytest.approx([-1.5, -2, -1, -1], rel=1e-14)
 
 
-@pytest.mark.parametrize(("moved", "pull"), [(1.1e-6, 1.0), (-1.1e-6, -1.0), (0.9e-6, 0.0), (-0.9e-6, 0.0), (0.0, 0.0)])
-def test_kl_cov_takes_a_log_ratio_of_a_millionth_for_rounding(moved, pull):
-    log_probs = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
-    selected = torch.tensor([[True]])
-    rows = objective_inputs(log_probs, double([0.0]), old_log_probs=double([[-moved]]), selected=selected)
-    loss, slope = losses_and_slopes(KlCov(), rows)
-    assert (loss.item(), slope.item()) == (pull * moved, pull)
+def test_kl_cov_takes_a_log_ratio_of_a_millionth_for_rounding(subtests):
+    for moved, pull in [(1.1e-6, 1.0), (-1.1e-6, -1.0), (0.9e-6, 0.0), (-0.9e-6, 0.0), (0.0, 0.0)]:
+        with subtests.test(moved=moved, pull=pull):
+            log_probs = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+            selected = torch.tensor([[True]])
+            rows = objective_inputs(log_probs, double([0.0]), old_log_probs=double([[-moved]]), selected=selected)
+            loss, slope = losses_and_slopes(KlCov(), rows)
+            assert (loss.item(), slope.item()) == (pull * moved, pull)
 
 
 def test_clip_cov_is_clip_but_for_the_selected_steps():

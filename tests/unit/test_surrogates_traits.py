@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -56,13 +57,14 @@ RANGES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "allowed", "refused"), RANGES)
-def test_ranges_of_settings(kind, name, allowed, refused):
-    for value in allowed:
-        assert getattr(kind(**{name: value}), name) == value
-    for value in refused:
-        with as_users_run_it(), pytest.raises(ConfigError, match=name):
-            kind(**{name: value})
+def test_ranges_of_settings(subtests):
+    for kind, name, allowed, refused in RANGES:
+        with subtests.test(kind=kind, name=name, allowed=allowed, refused=refused):
+            for value in allowed:
+                assert getattr(kind(**{name: value}), name) == value
+            for value in refused:
+                with as_users_run_it(), pytest.raises(ConfigError, match=name):
+                    kind(**{name: value})
 
 
 def test_delta_is_compared_with_the_upper_bound():
@@ -94,22 +96,29 @@ TRAITS = {
 }
 
 
-@pytest.mark.parametrize("name", SURROGATES)
-def test_the_traits_of_every_surrogate(name):
-    surrogate = SURROGATES[name]()
-    assert isinstance(surrogate, Surrogate)
-    found = traits_of(surrogate)
-    has = (found.stopped is not None, found.select is not None)
-    flags = (found.reads_rows, found.zero_advantage_is_inert, found.uses_sampler_weights, found.for_probabilities)
-    assert (*flags, *has) == TRAITS[name]
-    assert found.level == "step"
+def test_the_traits_of_every_surrogate(subtests):
+    for name in SURROGATES:
+        with subtests.test(name=name):
+            surrogate = SURROGATES[name]()
+            assert isinstance(surrogate, Surrogate)
+            found = traits_of(surrogate)
+            has = (found.stopped is not None, found.select is not None)
+            flags = (
+                found.reads_rows,
+                found.zero_advantage_is_inert,
+                found.uses_sampler_weights,
+                found.for_probabilities,
+            )
+            assert (*flags, *has) == TRAITS[name]
+            assert found.level == "step"
 
 
-@pytest.mark.parametrize("name", AT_ANY_LEVEL)
-def test_levels_of_rows_read_rows(name):
-    traits = [traits_of(SURROGATES[name](level=level)) for level in LEVELS]
-    assert [trait.level for trait in traits] == list(LEVELS) == ["step", "row", "row_sum", "row_step", "none"]
-    assert [trait.reads_rows for trait in traits] == [False, True, True, True, False]
+def test_levels_of_rows_read_rows(subtests):
+    for name in AT_ANY_LEVEL:
+        with subtests.test(name=name):
+            traits = [traits_of(SURROGATES[name](level=level)) for level in LEVELS]
+            assert [trait.level for trait in traits] == list(LEVELS) == ["step", "row", "row_sum", "row_step", "none"]
+            assert [trait.reads_rows for trait in traits] == [False, True, True, True, False]
 
 
 def test_a_function_says_what_it_is_by_attributes():
@@ -167,28 +176,31 @@ def surrogate_at(name: str, level: str) -> Surrogate:
     return SURROGATES[name](level=level) if name in AT_ANY_LEVEL else SURROGATES[name]()
 
 
-@pytest.mark.parametrize("per_step", [False, True])
-@pytest.mark.parametrize(("name", "level"), COMBINATIONS)
-def test_in_a_loss_of_ones_own_a_surrogate_is_what_it_is_in_the_objective(name, level, per_step):
+def test_in_a_loss_of_ones_own_a_surrogate_is_what_it_is_in_the_objective(subtests):
     """Called directly it returns one loss per step, or per row, unreduced and with a gradient."""
-    surrogate, rows = surrogate_at(name, level), ragged(per_step)
-    leaf = rows["log_probs"].clone().requires_grad_()
-    losses = surrogate(Steps(objective_inputs(**{**rows, "log_probs": leaf})))
-    assert losses.shape == ((4, 1) if (name, level) in ONE_PER_ROW and not per_step else (4, 3))
-    loss = (rows["weights"] * losses).sum()
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    expected_loss, expected = loss_and_gradient(config=ObjectiveConfig(surrogate=surrogate), **rows)
-    torch.testing.assert_close(loss.detach(), expected_loss, rtol=1e-14, atol=0)
-    torch.testing.assert_close(gradient, expected, rtol=1e-14, atol=0)
-    assert (gradient[~MASK] == 0).all()
-    assert (gradient[MASK] != 0).any()
+    for (name, level), per_step in product(COMBINATIONS, [False, True]):
+        with subtests.test(name=name, level=level, per_step=per_step):
+            surrogate, rows = surrogate_at(name, level), ragged(per_step)
+            leaf = rows["log_probs"].clone().requires_grad_()
+            losses = surrogate(Steps(objective_inputs(**{**rows, "log_probs": leaf})))
+            assert losses.shape == ((4, 1) if (name, level) in ONE_PER_ROW and not per_step else (4, 3))
+            loss = (rows["weights"] * losses).sum()
+            (gradient,) = torch.autograd.grad(loss, leaf)
+            expected_loss, expected = loss_and_gradient(config=ObjectiveConfig(surrogate=surrogate), **rows)
+            torch.testing.assert_close(loss.detach(), expected_loss, rtol=1e-14, atol=0)
+            torch.testing.assert_close(gradient, expected, rtol=1e-14, atol=0)
+            assert (gradient[~MASK] == 0).all()
+            assert (gradient[MASK] != 0).any()
 
 
-@pytest.mark.parametrize("name", ["kl_cov", "clip_cov"])
-def test_without_a_selection_what_reads_one_is_an_error(name):
-    message = r"reads the steps that its select\(\) chose, and there are none\. Evaluate it through grpo_objective"
-    with pytest.raises(ConfigError, match=message):
-        SURROGATES[name]()(Steps(objective_inputs(**ragged(selected=None))))
+def test_without_a_selection_what_reads_one_is_an_error(subtests):
+    for name in ["kl_cov", "clip_cov"]:
+        with subtests.test(name=name):
+            message = (
+                r"reads the steps that its select\(\) chose, and there are none\. Evaluate it through grpo_objective"
+            )
+            with pytest.raises(ConfigError, match=message):
+                SURROGATES[name]()(Steps(objective_inputs(**ragged(selected=None))))
 
 
 def test_the_selections_of_the_two_covariance_surrogates_by_hand():
@@ -204,18 +216,6 @@ def test_the_selections_of_the_two_covariance_surrogates_by_hand():
         tuple(one.select(log_probs, advantages, torch.Generator().manual_seed(seed)).tolist()) for seed in range(20)
     }
     assert drawn == {(True, False, False), (False, True, False), (False, False, True)}
-
-
-@pytest.mark.parametrize("old", ["none", "equal"])
-@pytest.mark.parametrize("name", SURROGATES)
-def test_at_ratio_one_every_surrogate_has_the_reinforce_gradient(name, old):
-    surrogate = Clip(delta=4.0, dual=3.0) if name == "clip" else SURROGATES[name]()
-    rows = ragged(weights=torch.where(MASK, double([[0.5], [0.25], [2.0], [1.0]]), 0.0))
-    rows["old_log_probs"] = rows["log_probs"] if old == "equal" else None
-    if name == "clip_cov":
-        rows["selected"] = torch.zeros_like(MASK)
-    _, gradient = loss_and_gradient(config=ObjectiveConfig(surrogate=surrogate), **rows)
-    torch.testing.assert_close(gradient, -rows["weights"] * rows["advantages"].unsqueeze(1), rtol=1e-14, atol=0)
 
 
 # One step of ratio 4 and one of ratio 1/4, A = 1 and -1, weight 1, log pi = -1. Gradients with respect to log pi; that of
@@ -250,22 +250,23 @@ BEYOND = {
 }
 
 
-@pytest.mark.parametrize("name", SURROGATES)
-def test_gradients_beyond_the_bounds_and_which_steps_count_as_clipped(name):
-    for (ratio, advantage), expected in BEYOND[name].items():
-        leaf = double([[-1.0]]).requires_grad_()
-        inputs = objective_inputs(
-            leaf, double([advantage]), old_log_probs=double([[-1.0 - math.log(ratio)]]),
-            selected=torch.tensor([[name == "kl_cov"]]),
-        )  # fmt: skip
-        output = grpo_objective(inputs, ObjectiveConfig(surrogate=name))
-        output.loss.backward()
-        assert leaf.grad.item() == pytest.approx(expected, rel=1e-12, abs=1e-15), (ratio, advantage)
-        past = name in ("clip", "clip_cov", "cispo", "gmpo", "dppo") and (ratio > 1) == (advantage > 0)
-        counts = {"low": int(past and ratio < 1), "high": int(past and ratio > 1)}
-        for end, count in counts.items():
-            assert output.metrics[f"clip_fraction_{end}"].tolist() == [1, count, count], (ratio, advantage)
-        assert output.metrics["clip_fraction"].tolist() == [1, past, past], (ratio, advantage)
+def test_gradients_beyond_the_bounds_and_which_steps_count_as_clipped(subtests):
+    for name in SURROGATES:
+        with subtests.test(name=name):
+            for (ratio, advantage), expected in BEYOND[name].items():
+                leaf = double([[-1.0]]).requires_grad_()
+                inputs = objective_inputs(
+                    leaf, double([advantage]), old_log_probs=double([[-1.0 - math.log(ratio)]]),
+                    selected=torch.tensor([[name == "kl_cov"]]),
+                )  # fmt: skip
+                output = grpo_objective(inputs, ObjectiveConfig(surrogate=name))
+                output.loss.backward()
+                assert leaf.grad.item() == pytest.approx(expected, rel=1e-12, abs=1e-15), (ratio, advantage)
+                past = name in ("clip", "clip_cov", "cispo", "gmpo", "dppo") and (ratio > 1) == (advantage > 0)
+                counts = {"low": int(past and ratio < 1), "high": int(past and ratio > 1)}
+                for end, count in counts.items():
+                    assert output.metrics[f"clip_fraction_{end}"].tolist() == [1, count, count], (ratio, advantage)
+                assert output.metrics["clip_fraction"].tolist() == [1, past, past], (ratio, advantage)
 
 
 # Surrogates of one's own

@@ -1,6 +1,7 @@
 """Probability ratios at the level of steps and of rows: values, gradients, holes, and rows without a step."""
 
 import math
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -44,9 +45,12 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_values_by_hand(level):
-    torch.testing.assert_close(log_ratio_at_level(LOG_RATIO, MASK, level), double(VALUES[level]), rtol=0, atol=1e-15)
+def test_values_by_hand(subtests):
+    for level in LEVELS:
+        with subtests.test(level=level):
+            torch.testing.assert_close(
+                log_ratio_at_level(LOG_RATIO, MASK, level), double(VALUES[level]), rtol=0, atol=1e-15
+            )
 
 
 # What each step's loss has as its slope in the log-ratio of the level.
@@ -61,13 +65,14 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_by_hand(level):
+def test_gradients_by_hand(subtests):
     """With respect to the log-probs, of which those outside the mask have been replaced by 0."""
-    leaf = LOG_RATIO.clone().requires_grad_()
-    at_level = log_ratio_at_level(torch.where(MASK, leaf, 0.0), MASK, level)
-    (gradient,) = torch.autograd.grad((at_level * torch.where(MASK, SLOPES, 0.0)).sum(), leaf)
-    torch.testing.assert_close(gradient, double(GRADIENTS[level]), rtol=1e-15, atol=0)
+    for level in LEVELS:
+        with subtests.test(level=level):
+            leaf = LOG_RATIO.clone().requires_grad_()
+            at_level = log_ratio_at_level(torch.where(MASK, leaf, 0.0), MASK, level)
+            (gradient,) = torch.autograd.grad((at_level * torch.where(MASK, SLOPES, 0.0)).sum(), leaf)
+            torch.testing.assert_close(gradient, double(GRADIENTS[level]), rtol=1e-15, atol=0)
 
 
 def test_the_row_is_the_geometric_mean_and_the_row_sum_the_product():
@@ -83,10 +88,11 @@ def test_one_step_per_row_makes_all_levels_but_none_the_same():
         assert torch.equal(log_ratio_at_level(x, everywhere, level), x)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_log_ratios_are_not_clamped(level):
-    x, everywhere = double([[33.0]]), torch.ones(1, 1, dtype=torch.bool)
-    assert log_ratio_at_level(x, everywhere, level).item() == (0 if level == "none" else 33)
+def test_log_ratios_are_not_clamped(subtests):
+    for level in LEVELS:
+        with subtests.test(level=level):
+            x, everywhere = double([[33.0]]), torch.ones(1, 1, dtype=torch.bool)
+            assert log_ratio_at_level(x, everywhere, level).item() == (0 if level == "none" else 33)
 
 
 def test_the_mean_is_over_valid_steps_and_0_for_a_row_without_one():
@@ -95,9 +101,8 @@ def test_the_mean_is_over_valid_steps_and_0_for_a_row_without_one():
 
 
 # value and slope; at the bound itself the slope is still the value
-@pytest.mark.parametrize(
-    ("x", "value", "slope"),
-    [
+def test_beyond_twenty_the_exponential_is_constant(subtests):
+    for x, value, slope in [
         (25.0, math.exp(20), 0.0),
         (20.0, math.exp(20), math.exp(20)),
         (2.0, math.exp(2), math.exp(2)),
@@ -106,14 +111,13 @@ def test_the_mean_is_over_valid_steps_and_0_for_a_row_without_one():
         (-20.0, math.exp(-20), math.exp(-20)),
         (-25.0, math.exp(-20), 0.0),
         (math.inf, math.exp(20), 0.0),
-    ],
-)
-def test_beyond_twenty_the_exponential_is_constant(x, value, slope):
-    leaf = double([[x]]).requires_grad_()
-    ratio = bounded_exp(leaf)
-    assert MAX_LOG_RATIO == 20.0
-    assert ratio.item() == pytest.approx(value, rel=1e-14)
-    assert torch.autograd.grad(ratio, leaf)[0].item() == pytest.approx(slope, rel=1e-14)
+    ]:
+        with subtests.test(x=x, value=value, slope=slope):
+            leaf = double([[x]]).requires_grad_()
+            ratio = bounded_exp(leaf)
+            assert MAX_LOG_RATIO == 20.0
+            assert ratio.item() == pytest.approx(value, rel=1e-14)
+            assert torch.autograd.grad(ratio, leaf)[0].item() == pytest.approx(slope, rel=1e-14)
 
 
 def test_what_is_no_number_stays_so():
@@ -131,11 +135,11 @@ def test_a_choice_of_two_numbers_is_not_rounded_to_float32():
     assert either(torch.tensor([[True, False]]), 0.1, 0.3, like=double([[0.0, 0.0]])).tolist() == [[0.1, 0.3]]
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
-@pytest.mark.parametrize("level", LEVELS)
-def test_no_steps_at_all(shape, level):
-    at_level = log_ratio_at_level(torch.zeros(shape), torch.ones(shape, dtype=torch.bool), level)
-    assert bounded_exp(at_level).shape == ((shape[0], 1) if level in ("row", "row_sum") else shape)
+def test_no_steps_at_all(subtests):
+    for level, shape in product(LEVELS, [(0, 3), (3, 0)]):
+        with subtests.test(level=level, shape=shape):
+            at_level = log_ratio_at_level(torch.zeros(shape), torch.ones(shape, dtype=torch.bool), level)
+            assert bounded_exp(at_level).shape == ((shape[0], 1) if level in ("row", "row_sum") else shape)
 
 
 # One row of two steps and a hole: x = .05, (NaN), .03; A = 2, weights 1/2 each. Nothing reaches a bound of .2.
@@ -153,30 +157,30 @@ THROUGH_THE_LOSS = {
 }
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_each_level_through_the_loss_with_a_poisoned_hole(level):
-    expected_loss, (first, last) = THROUGH_THE_LOSS[level]
-    loss, gradient = loss_and_gradient(
-        double([[-1.0, math.nan, -2.0]]),
-        double([2.0]),
-        ObjectiveConfig(surrogate=Clip(level=level)),
-        old_log_probs=double([[-1.05, math.nan, -2.03]]),
-        mask=torch.tensor([[True, False, True]]),
-        weights=double([[0.5, 0.0, 0.5]]),
-    )
-    assert loss.item() == pytest.approx(expected_loss, rel=1e-14)
-    assert gradient[0].tolist() == pytest.approx([first, 0.0, last], rel=1e-13)
+def test_each_level_through_the_loss_with_a_poisoned_hole(subtests):
+    for level in LEVELS:
+        with subtests.test(level=level):
+            expected_loss, (first, last) = THROUGH_THE_LOSS[level]
+            loss, gradient = loss_and_gradient(
+                double([[-1.0, math.nan, -2.0]]),
+                double([2.0]),
+                ObjectiveConfig(surrogate=Clip(level=level)),
+                old_log_probs=double([[-1.05, math.nan, -2.03]]),
+                mask=torch.tensor([[True, False, True]]),
+                weights=double([[0.5, 0.0, 0.5]]),
+            )
+            assert loss.item() == pytest.approx(expected_loss, rel=1e-14)
+            assert gradient[0].tolist() == pytest.approx([first, 0.0, last], rel=1e-13)
 
 
-@pytest.mark.parametrize(
-    ("level", "clipped"), [("step", [True, False]), ("row", [True, True]), ("row_step", [True, True])]
-)
-def test_a_bound_stops_the_step_or_the_whole_row(level, clipped):
-    # x = .9, -.1: the step's ratio 2.46 is beyond 1.2, and so is the row's, exp(.4) = 1.49
-    _, gradient = loss_and_gradient(
-        double([[-0.1, -1.1]]),
-        double([1.0]),
-        ObjectiveConfig(surrogate=Clip(level=level)),
-        old_log_probs=double([[-1.0, -1.0]]),
-    )
-    assert (gradient[0] == 0).tolist() == clipped
+def test_a_bound_stops_the_step_or_the_whole_row(subtests):
+    for level, clipped in [("step", [True, False]), ("row", [True, True]), ("row_step", [True, True])]:
+        with subtests.test(level=level, clipped=clipped):
+            # x = .9, -.1: the step's ratio 2.46 is beyond 1.2, and so is the row's, exp(.4) = 1.49
+            _, gradient = loss_and_gradient(
+                double([[-0.1, -1.1]]),
+                double([1.0]),
+                ObjectiveConfig(surrogate=Clip(level=level)),
+                old_log_probs=double([[-1.0, -1.0]]),
+            )
+            assert (gradient[0] == 0).tolist() == clipped

@@ -1,10 +1,9 @@
-"""Importance weights between sampler and policy: by hand, and the gradient that they restore, by enumeration."""
+"""Importance weights between sampler and policy by hand: of steps and rows, in the loss, and through the trainer."""
 
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from grpo import (
     ConfigError,
@@ -32,9 +31,8 @@ def test_the_defaults_bound_the_weight_of_a_step_by_3() -> None:
         assert kind().to_dict() == {"low": None, "high": 3.0, "level": "step"}
 
 
-@pytest.mark.parametrize(
-    ("correction", "expected"),
-    [
+def test_weights_by_hand(subtests: pytest.Subtests) -> None:
+    for correction, expected in [
         (Truncate(high=None), [4, 0.5, 1, 1]),
         (Truncate(), [3, 0.5, 1, 1]),
         (Truncate(low=0.75), [3, 0.75, 1, 1]),
@@ -45,54 +43,29 @@ def test_the_defaults_bound_the_weight_of_a_step_by_3() -> None:
         (Mask(low=0.75, high=None), [4, 0, 1, 1]),
         (Mask(low=0.75), [0, 0, 1, 1]),
         (Mask(low=1.0, high=1.0), [0, 0, 1, 1]),  # a weight at its bound counts
-    ],
-)
-def test_weights_by_hand(correction, expected) -> None:
-    weights = correction(OLD, BEHAVIOUR, EVERYWHERE)
-    torch.testing.assert_close(weights, torch.tensor([expected], dtype=torch.float64), rtol=1e-14, atol=0)
+    ]:
+        with subtests.test(correction=correction, expected=expected):
+            weights = correction(OLD, BEHAVIOUR, EVERYWHERE)
+            torch.testing.assert_close(weights, torch.tensor([expected], dtype=torch.float64), rtol=1e-14, atol=0)
 
 
-@pytest.mark.parametrize("level", ["step", "row"])
-def test_weights_carry_no_gradient(level) -> None:
-    old = OLD.clone().requires_grad_()
-    for correction in (Truncate(level=level), Mask(level=level)):
-        assert not correction(old, BEHAVIOUR, EVERYWHERE).requires_grad
+def test_weights_carry_no_gradient(subtests: pytest.Subtests) -> None:
+    for level in ["step", "row"]:
+        with subtests.test(level=level):
+            old = OLD.clone().requires_grad_()
+            for correction in (Truncate(level=level), Mask(level=level)):
+                assert not correction(old, BEHAVIOUR, EVERYWHERE).requires_grad
 
 
-@pytest.mark.parametrize("correction", [Truncate(high=None), Mask(high=None)])
-def test_what_is_outside_the_mask_is_never_used(correction) -> None:
-    mask = torch.tensor([[True, False, False, True]])
-    old, behaviour = OLD.clone(), BEHAVIOUR.clone()
-    old[0, 1], behaviour[0, 2] = math.nan, -math.inf
-    weights = correction(old, behaviour, mask)
-    assert weights[0, 1:].tolist() == [1, 1, 1]
-    assert weights[0, 0].item() == pytest.approx(4)
-
-
-def loss_gradient(logits: Tensor, behaviour: Tensor, advantages: Tensor, config: ObjectiveConfig) -> Tensor:
-    """Of the expected loss when every action is drawn with its behaviour probability: weights are those probabilities."""
-    leaf = logits.clone().requires_grad_()
-    mask = torch.ones(len(logits), 1, dtype=torch.bool)
-    inputs = ObjectiveInputs(
-        log_probs=leaf.log_softmax(0).unsqueeze(1),
-        old_log_probs=None,
-        advantages=advantages,
-        mask=mask,
-        weights=behaviour.unsqueeze(1),
-        behaviour_log_probs=behaviour.log().unsqueeze(1),
-    )
-    return torch.autograd.grad(grpo_objective(inputs, config).loss, leaf)[0]
-
-
-def test_without_bounds_the_expected_gradient_is_the_policys_own() -> None:
-    logits = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64)
-    behaviour = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    own = loss_gradient(logits, logits.softmax(0), advantages, ObjectiveConfig())
-    corrected = ObjectiveConfig(sampler_correction=Truncate(high=None))
-    torch.testing.assert_close(loss_gradient(logits, behaviour, advantages, corrected), own, rtol=1e-12, atol=0)
-    uncorrected = loss_gradient(logits, behaviour, advantages, ObjectiveConfig())
-    assert (uncorrected - own).abs().max() > 0.1
+def test_what_is_outside_the_mask_is_never_used(subtests: pytest.Subtests) -> None:
+    for correction in [Truncate(high=None), Mask(high=None)]:
+        with subtests.test(correction=correction):
+            mask = torch.tensor([[True, False, False, True]])
+            old, behaviour = OLD.clone(), BEHAVIOUR.clone()
+            old[0, 1], behaviour[0, 2] = math.nan, -math.inf
+            weights = correction(old, behaviour, mask)
+            assert weights[0, 1:].tolist() == [1, 1, 1]
+            assert weights[0, 0].item() == pytest.approx(4)
 
 
 def test_the_divergence_is_not_weighed() -> None:
@@ -129,24 +102,13 @@ def test_rollouts_from_elsewhere_are_corrected_by_the_trainer() -> None:
     assert metrics["train/sampler_ratio_mean"] == pytest.approx((2 + 2 / 3) / 2)
 
 
-def test_a_correction_needs_the_log_probs_of_the_sampler() -> None:
-    inputs = ObjectiveInputs(
-        log_probs=torch.zeros(1, 1),
-        old_log_probs=None,
-        advantages=torch.ones(1),
-        mask=torch.ones(1, 1, dtype=torch.bool),
-        weights=torch.ones(1, 1),
-    )
-    with pytest.raises(ConfigError, match=r"sampler_correction=Mask\(.*\) needs behaviour_log_probs"):
-        grpo_objective(inputs, ObjectiveConfig(sampler_correction="mask"))
-
-
-@pytest.mark.parametrize("kind", [Truncate, Mask])
-def test_bounds_that_cross_are_refused(kind) -> None:
-    with pytest.raises(ConfigError, match=rf"{kind.__name__}\.low=4\.0 must not exceed high=3\.0"):
-        kind(low=4.0)
-    assert kind(low=3.0).low == kind(low=3.0).high == 3.0
-    assert kind(low=4.0, high=None).high is None
+def test_bounds_that_cross_are_refused(subtests: pytest.Subtests) -> None:
+    for kind in [Truncate, Mask]:
+        with subtests.test(kind=kind):
+            with pytest.raises(ConfigError, match=rf"{kind.__name__}\.low=4\.0 must not exceed high=3\.0"):
+                kind(low=4.0)
+            assert kind(low=3.0).low == kind(low=3.0).high == 3.0
+            assert kind(low=4.0, high=None).high is None
 
 
 def test_bounds_are_compared_where_there_are_two() -> None:
@@ -157,30 +119,29 @@ def test_bounds_are_compared_where_there_are_two() -> None:
             require_order("low", low, "high", high)
 
 
-@pytest.mark.parametrize("kind", [Truncate, Mask])
-def test_ranges_of_settings(kind) -> None:
-    assert kind(low=0.0, high=1e-9).low == 0
-    for name, value in (("low", -1e-9), ("high", 0.0), ("level", "group")):
-        with as_users_run_it(), pytest.raises(ConfigError, match=rf"{kind.__name__}\.{name}"):
-            kind(**{name: value})
+def test_ranges_of_settings(subtests: pytest.Subtests) -> None:
+    for kind in [Truncate, Mask]:
+        with subtests.test(kind=kind):
+            assert kind(low=0.0, high=1e-9).low == 0
+            for name, value in (("low", -1e-9), ("high", 0.0), ("level", "group")):
+                with as_users_run_it(), pytest.raises(ConfigError, match=rf"{kind.__name__}\.{name}"):
+                    kind(**{name: value})
 
 
 # the row's ratio is 4 * 1/2 * 1, the unscored step counting 1: 2
-@pytest.mark.parametrize(
-    ("correction", "expected"),
-    [
+def test_weights_of_rows_by_hand(subtests: pytest.Subtests) -> None:
+    for correction, expected in [
         (Truncate(level="row", high=None), 2.0),
         (Truncate(level="row", high=1.5), 1.5),
         (Truncate(level="row", low=2.5), 2.5),
         (Mask(level="row", high=1.5), 0.0),
         (Mask(level="row", low=2.5, high=None), 0.0),
         (Mask(level="row", low=1.5), 2.0),
-    ],
-)
-def test_weights_of_rows_by_hand(correction, expected) -> None:
-    weights = correction(OLD, BEHAVIOUR, EVERYWHERE)
-    assert weights.shape == (1, 1)
-    assert weights.item() == pytest.approx(expected, rel=1e-14)
+    ]:
+        with subtests.test(correction=correction, expected=expected):
+            weights = correction(OLD, BEHAVIOUR, EVERYWHERE)
+            assert weights.shape == (1, 1)
+            assert weights.item() == pytest.approx(expected, rel=1e-14)
 
 
 def test_a_rows_weight_is_over_its_valid_steps() -> None:
@@ -191,12 +152,13 @@ def test_a_rows_weight_is_over_its_valid_steps() -> None:
         assert correction(old, behaviour, mask).squeeze(1).tolist() == pytest.approx([4.0, 1.0])
 
 
-@pytest.mark.parametrize("level", ["step", "row"])
-def test_no_weight_overflows(level) -> None:
-    old, behaviour = torch.tensor([[-1.0], [-900.0]]), torch.tensor([[-900.0], [-1.0]])
-    everywhere = torch.ones(2, 1, dtype=torch.bool)
-    weights = Truncate(level=level, high=None)(old, behaviour, everywhere)
-    assert weights.squeeze(1).tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+def test_no_weight_overflows(subtests: pytest.Subtests) -> None:
+    for level in ["step", "row"]:
+        with subtests.test(level=level):
+            old, behaviour = torch.tensor([[-1.0], [-900.0]]), torch.tensor([[-900.0], [-1.0]])
+            everywhere = torch.ones(2, 1, dtype=torch.bool)
+            weights = Truncate(level=level, high=None)(old, behaviour, everywhere)
+            assert weights.squeeze(1).tolist() == pytest.approx([math.exp(20), math.exp(-20)])
 
 
 # old - behaviour over the scored steps: log 4, -log 2, 0
@@ -218,47 +180,21 @@ def test_the_divergence_is_added_up_in_float64() -> None:
     assert found.tolist() == [2, 1e8 + 1, 1e16 + 1]
 
 
-def test_weights_of_rows_make_two_steps_exact_where_weights_of_steps_do_not() -> None:
-    """Rows of two independent decisions, all four of them, each weighed with its probability under the sampler."""
-    logits = torch.tensor([[0.3, -1.0], [0.8, 0.1]], dtype=torch.float64, requires_grad=True)
-    behaviour = torch.tensor([[0.2, 0.8], [0.7, 0.3]], dtype=torch.float64)
-    choices = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
-    advantages = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
-
-    def of_choices(table: Tensor) -> Tensor:
-        return torch.stack([table[0][choices[:, 0]], table[1][choices[:, 1]]], dim=1)
-
-    def gradient(sampled: Tensor, **settings) -> Tensor:
-        inputs = ObjectiveInputs(
-            log_probs=of_choices(logits.log_softmax(1)),
-            old_log_probs=None,
-            advantages=advantages,
-            mask=torch.ones(4, 2, dtype=torch.bool),
-            weights=of_choices(sampled).prod(1, keepdim=True).expand(4, 2),
-            behaviour_log_probs=of_choices(sampled).log(),
-        )
-        return torch.autograd.grad(grpo_objective(inputs, ObjectiveConfig(**settings)).loss, logits)[0]
-
-    own = gradient(logits.detach().softmax(1))
-    exact = gradient(behaviour, sampler_correction=Truncate(high=None, level="row"))
-    torch.testing.assert_close(exact, own, rtol=1e-12, atol=1e-15)
-    by_step = gradient(behaviour, sampler_correction=Truncate(high=None, level="step"))
-    assert (by_step - own).abs().max() > 0.01
-
-
 # Rows of two steps; how much less likely each step has become: means .3, .3, .1, and (.6 + 0)/2 = .3 with one unscored
 NOW = torch.tensor([[-1.0, -2.0], [-1.0, -2.0], [-1.0, -2.0], [-1.0, -2.0]], dtype=torch.float64)
 SAMPLED = torch.tensor([[-0.9, -1.5], [-0.9, -1.5], [-0.9, -1.9], [-0.4, math.nan]], dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    ("threshold", "near"),
-    [(0.35, [True, True, True, True]), (0.2, [True, False, True, False]), (0.05, [True, False, False, False])],
-)
-def test_bad_rows_that_have_moved_away_are_left_out(threshold, near) -> None:
-    advantages = torch.tensor([[1.0], [-1.0], [-1.0], [-1.0]], dtype=torch.float64)
-    everywhere = torch.ones(4, 2, dtype=torch.bool)
-    assert near_policy_rows(NOW, SAMPLED, advantages, everywhere, threshold).squeeze(1).tolist() == near
+def test_bad_rows_that_have_moved_away_are_left_out(subtests: pytest.Subtests) -> None:
+    for threshold, near in [
+        (0.35, [True, True, True, True]),
+        (0.2, [True, False, True, False]),
+        (0.05, [True, False, False, False]),
+    ]:
+        with subtests.test(threshold=threshold, near=near):
+            advantages = torch.tensor([[1.0], [-1.0], [-1.0], [-1.0]], dtype=torch.float64)
+            everywhere = torch.ones(4, 2, dtype=torch.bool)
+            assert near_policy_rows(NOW, SAMPLED, advantages, everywhere, threshold).squeeze(1).tolist() == near
 
 
 def test_rows_at_the_threshold_and_with_no_advantage_stay() -> None:
@@ -297,16 +233,20 @@ def test_advantages_per_step_leave_single_steps_out() -> None:
     assert near.tolist() == [[True, False], [False, True]]
 
 
-@pytest.mark.parametrize("sampled_as", ["old", "behaviour"])
-def test_a_row_that_is_left_out_has_no_gradient(sampled_as) -> None:
+def test_a_row_that_is_left_out_has_no_gradient(subtests: pytest.Subtests) -> None:
     """The distance is to what sampled, where that is known, and to the old policy elsewhere (NaN)."""
-    # rows 1 and 3 are bad and .3 off; the ratio's bounds are out of the way. With `behaviour`, old is the policy now.
-    advantages = torch.tensor([1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
-    scored = SAMPLED.nan_to_num(-2.0)
-    others = {"old": {"old_log_probs": scored}, "behaviour": {"old_log_probs": NOW, "behaviour_log_probs": SAMPLED}}
-    config = ObjectiveConfig(surrogate=Clip(low=1.0, high=9.0), off_policy_threshold=0.2)
-    loss, gradient = loss_and_gradient(NOW, advantages, config, **others[sampled_as])
-    ratios = (NOW - scored).exp() if sampled_as == "old" else torch.ones(4, 2, dtype=torch.float64)
-    expected = -ratios * advantages.unsqueeze(1) * torch.tensor([[1.0], [0.0], [1.0], [0.0]])
-    torch.testing.assert_close(gradient, expected, rtol=1e-14, atol=0)
-    assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-14)
+    for sampled_as in ["old", "behaviour"]:
+        with subtests.test(sampled_as=sampled_as):
+            # rows 1 and 3 are bad and .3 off; the ratio's bounds are out of the way. With `behaviour`, old is the policy now.
+            advantages = torch.tensor([1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+            scored = SAMPLED.nan_to_num(-2.0)
+            others = {
+                "old": {"old_log_probs": scored},
+                "behaviour": {"old_log_probs": NOW, "behaviour_log_probs": SAMPLED},
+            }
+            config = ObjectiveConfig(surrogate=Clip(low=1.0, high=9.0), off_policy_threshold=0.2)
+            loss, gradient = loss_and_gradient(NOW, advantages, config, **others[sampled_as])
+            ratios = (NOW - scored).exp() if sampled_as == "old" else torch.ones(4, 2, dtype=torch.float64)
+            expected = -ratios * advantages.unsqueeze(1) * torch.tensor([[1.0], [0.0], [1.0], [0.0]])
+            torch.testing.assert_close(gradient, expected, rtol=1e-14, atol=0)
+            assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-14)

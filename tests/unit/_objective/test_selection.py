@@ -1,6 +1,8 @@
 """Which steps of an update count: quantiles with ties, covariances, random draws, and choices shared by several ranks."""
 
 import math
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,36 +30,36 @@ def generator(seed: int = 3) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize(
-    ("entropy", "fraction", "kept"),
-    [
-        # sorted 0 .1 .2 .5 .9; place (1 - .4) 4 = 2.4: .2 + .4 (.5 - .2) = .32
-        ([0.1, 0.5, 0.2, 0.9, 0.0], 0.4, [0, 1, 0, 1, 0]),
-        # place (1 - .5) 4 = 2: the median itself, .2, which is kept
-        ([0.1, 0.5, 0.2, 0.9, 0.0], 0.5, [0, 1, 1, 1, 0]),
-        # place .75 * 3 = 2.25, between two equal values: all ties are kept, though they are three quarters
-        ([1.0, 1.0, 1.0, 0.0], 0.25, [1, 1, 1, 0]),
-        ([0.7, 0.7, 0.7], 0.01, [1, 1, 1]),
-        ([0.0, 0.0, 0.0, 0.0, 2.0], 0.5, [1, 1, 1, 1, 1]),  # the median is 0: decided steps tie with it
-        ([0.3, 0.1, 0.2], 1.0, [1, 1, 1]),  # the smallest is the bound
-        ([0.3, 0.1, 0.2], 0.01, [1, 0, 0]),  # never fewer than one
-        ([0.3, 0.1], 0.2, [1, 0]),
-        ([0.3], 0.2, [1]),
-        ([], 0.2, []),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_top_entropy_steps_by_hand(entropy, fraction, kept, dtype):
-    assert top_entropy_steps(torch.tensor(entropy, dtype=dtype), fraction).tolist() == [bool(k) for k in kept]
+def test_top_entropy_steps_by_hand(subtests):
+    for dtype, (entropy, fraction, kept) in product(
+        [torch.float32, torch.float64],
+        [
+            # sorted 0 .1 .2 .5 .9; place (1 - .4) 4 = 2.4: .2 + .4 (.5 - .2) = .32
+            ([0.1, 0.5, 0.2, 0.9, 0.0], 0.4, [0, 1, 0, 1, 0]),
+            # place (1 - .5) 4 = 2: the median itself, .2, which is kept
+            ([0.1, 0.5, 0.2, 0.9, 0.0], 0.5, [0, 1, 1, 1, 0]),
+            # place .75 * 3 = 2.25, between two equal values: all ties are kept, though they are three quarters
+            ([1.0, 1.0, 1.0, 0.0], 0.25, [1, 1, 1, 0]),
+            ([0.7, 0.7, 0.7], 0.01, [1, 1, 1]),
+            ([0.0, 0.0, 0.0, 0.0, 2.0], 0.5, [1, 1, 1, 1, 1]),  # the median is 0: decided steps tie with it
+            ([0.3, 0.1, 0.2], 1.0, [1, 1, 1]),  # the smallest is the bound
+            ([0.3, 0.1, 0.2], 0.01, [1, 0, 0]),  # never fewer than one
+            ([0.3, 0.1], 0.2, [1, 0]),
+            ([0.3], 0.2, [1]),
+            ([], 0.2, []),
+        ],
+    ):
+        with subtests.test(dtype=dtype, entropy=entropy, fraction=fraction, kept=kept):
+            assert top_entropy_steps(torch.tensor(entropy, dtype=dtype), fraction).tolist() == [bool(k) for k in kept]
 
 
-@pytest.mark.parametrize("fraction", [0.05, 0.2, 0.5, 0.83])
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
-def test_the_bound_is_the_quantile(size, fraction):
-    entropy = torch.rand(size, generator=generator(), dtype=torch.float64)
-    kept = top_entropy_steps(entropy, fraction)
-    assert torch.equal(kept, entropy >= entropy.quantile(1 - fraction))
-    assert kept.sum() >= math.floor(fraction * size)
+def test_the_bound_is_the_quantile(subtests):
+    for size, fraction in product([1, 2, 7, 1000], [0.05, 0.2, 0.5, 0.83]):
+        with subtests.test(size=size, fraction=fraction):
+            entropy = torch.rand(size, generator=generator(), dtype=torch.float64)
+            kept = top_entropy_steps(entropy, fraction)
+            assert torch.equal(kept, entropy >= entropy.quantile(1 - fraction))
+            assert kept.sum() >= math.floor(fraction * size)
 
 
 def test_a_step_at_the_quantile_is_kept_whatever_the_rounding_of_its_place():
@@ -80,19 +82,17 @@ def test_covariances_of_nothing_and_of_one():
 COVARIANCE = double([2.0, 0.0, 1.0, 5.0, -4.0])
 
 
-@pytest.mark.parametrize(
-    ("fraction", "chosen"),
-    [
+def test_largest_covariances_by_hand(subtests):
+    for fraction, chosen in [
         (1e-4, [0, 0, 0, 1, 0]),  # at least one
         (0.2, [0, 0, 0, 1, 0]),
         (0.4, [1, 0, 0, 1, 0]),
         (0.59, [1, 0, 0, 1, 0]),  # 2.95: whole steps only
         (0.6, [1, 0, 1, 1, 0]),
         (1.0, [1, 1, 1, 1, 1]),
-    ],
-)
-def test_largest_covariances_by_hand(fraction, chosen):
-    assert largest_covariances(COVARIANCE, fraction).tolist() == [bool(c) for c in chosen]
+    ]:
+        with subtests.test(fraction=fraction, chosen=chosen):
+            assert largest_covariances(COVARIANCE, fraction).tolist() == [bool(c) for c in chosen]
 
 
 def test_of_no_steps_none_is_chosen():
@@ -105,12 +105,13 @@ CANDIDATES = double([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, -2.0, 1.0, 5.0])
 BETWEEN = [False, False, True, True, True, False, False, False, False, False]
 
 
-@pytest.mark.parametrize(("fraction", "count"), [(1e-4, 1), (0.1, 1), (0.2, 2), (0.3, 3), (0.9, 3)])
-def test_only_candidates_are_drawn_and_as_many_as_asked_for(fraction, count):
-    for seed in range(20):
-        drawn = drawn_covariances(CANDIDATES, fraction, low=1.0, high=5.0, generator=generator(seed))
-        assert drawn.sum() == count
-        assert not (drawn & ~torch.tensor(BETWEEN)).any()
+def test_only_candidates_are_drawn_and_as_many_as_asked_for(subtests):
+    for fraction, count in [(1e-4, 1), (0.1, 1), (0.2, 2), (0.3, 3), (0.9, 3)]:
+        with subtests.test(fraction=fraction, count=count):
+            for seed in range(20):
+                drawn = drawn_covariances(CANDIDATES, fraction, low=1.0, high=5.0, generator=generator(seed))
+                assert drawn.sum() == count
+                assert not (drawn & ~torch.tensor(BETWEEN)).any()
 
 
 def test_every_candidate_has_its_turn_and_a_seed_repeats_it():
@@ -212,25 +213,24 @@ def in_two_ranks(choose: Any, split: int) -> tuple[list[Tensor], Tensor]:
     return [choose(rows, gather_as(rank)) for rank, rows in enumerate(ranks)], choose(slice(0, 5), None)
 
 
-@pytest.mark.parametrize("split", [0, 2, 5])
-@pytest.mark.parametrize(
-    "by", ["entropy", KlCov(fraction=0.3), ClipCov(fraction=0.3, cov_low=-0.5, cov_high=0.5)], ids=str
-)
-def test_ranks_choose_what_one_process_would(split, by):
+def test_ranks_choose_what_one_process_would(subtests):
     random = generator(7)
     mask = torch.rand(5, 4, generator=random) < 0.7
     log_probs = -torch.rand(5, 4, generator=random, dtype=torch.float64)
     advantages = torch.randn(5, generator=random, dtype=torch.float64)
     entropy = torch.rand(5, 4, generator=random, dtype=torch.float64)
 
-    def choose(rows: slice, gather: Any) -> Tensor:
+    def choose(by: Any, rows: slice, gather: Any) -> Tensor:
         if by == "entropy":
             return kept_by_entropy(mask[rows], entropy[rows], 0.3, gather)
         return selected_by(by.select, mask[rows], log_probs[rows], advantages[rows], generator(), gather)
 
-    parts, whole = in_two_ranks(choose, split)
-    assert torch.equal(torch.cat(parts), whole)
-    assert 0 < whole[mask].sum() < mask.sum()
+    choices = ["entropy", KlCov(fraction=0.3), ClipCov(fraction=0.3, cov_low=-0.5, cov_high=0.5)]
+    for by, split in product(choices, [0, 2, 5]):
+        with subtests.test(by=by, split=split):
+            parts, whole = in_two_ranks(partial(choose, by), split)
+            assert torch.equal(torch.cat(parts), whole)
+            assert 0 < whole[mask].sum() < mask.sum()
 
 
 def test_without_a_given_selection_the_loss_chooses_among_its_rows():

@@ -75,21 +75,19 @@ def test_what_sampled_is_the_behaviour_where_it_is_known_else_the_old_policy():
     assert steps.sampled_log_probs.tolist() == [[-2, 0, -2]]
 
 
-@pytest.mark.parametrize(
-    ("level", "x"),
-    [
+def test_log_ratio_and_ratio_at_each_level(subtests):
+    for level, x in [
         ("step", [0.5, 0, -0.25]),
         ("row", [0.125]),
         ("row_sum", [0.25]),
         ("row_step", [0.125, 0, 0.125]),
         ("none", [0, 0, 0]),
-    ],
-)
-def test_log_ratio_and_ratio_at_each_level(level, x):
-    steps = steps_of()
-    assert steps.log_ratio(level).tolist() == [x]
-    assert steps.ratio(level)[0].tolist() == pytest.approx([math.exp(entry) for entry in x], rel=1e-15)
-    assert steps.ratio(level) is steps.ratio(level)
+    ]:
+        with subtests.test(level=level, x=x):
+            steps = steps_of()
+            assert steps.log_ratio(level).tolist() == [x]
+            assert steps.ratio(level)[0].tolist() == pytest.approx([math.exp(entry) for entry in x], rel=1e-15)
+            assert steps.ratio(level) is steps.ratio(level)
 
 
 def test_the_level_of_steps_is_the_default():
@@ -105,20 +103,20 @@ def test_the_ratio_is_clamped_and_the_log_ratio_is_not():
 
 
 # from the sampler to the old policy: e^.5, and 1 where the step is not scored
-@pytest.mark.parametrize(
-    ("correction", "weights"),
-    [
+def test_sampler_weights_are_what_the_correction_makes_of_old_and_behaviour(subtests):
+    for correction, weights in [
         (None, None),
         (Truncate(), [math.exp(0.5), 1, 1]),
         (Truncate(high=1.5), [1.5, 1, 1]),
         (Mask(high=1.5), [0, 1, 1]),
         (Truncate(level="row"), [math.exp(0.5)]),
         (lambda old, behaviour, mask: old + 10 * mask, [8.5, 0, 8.25]),  # a correction of one's own
-    ],
-)
-def test_sampler_weights_are_what_the_correction_makes_of_old_and_behaviour(correction, weights):
-    found = steps_of(correction, behaviour_log_probs=BEHAVIOUR).sampler_weights
-    assert (None if found is None else found[0].tolist()) == (None if weights is None else pytest.approx(weights))
+    ]:
+        with subtests.test(correction=correction, weights=weights):
+            found = steps_of(correction, behaviour_log_probs=BEHAVIOUR).sampler_weights
+            assert (None if found is None else found[0].tolist()) == (
+                None if weights is None else pytest.approx(weights)
+            )
 
 
 def test_a_correction_needs_the_log_probs_of_the_sampler():
@@ -146,20 +144,18 @@ def test_steps_are_on_policy_without_old_log_probs():
     assert not steps_of(old_log_probs=LOG_PROBS).old_is_current
 
 
-@pytest.mark.parametrize(
-    ("given", "computed"),
-    [
+def test_everything_is_computed_in_float32_or_in_the_precision_of_log_probs(subtests):
+    for given, computed in [
         (torch.float16, torch.float32),
         (torch.bfloat16, torch.float32),
         (torch.float32, torch.float32),
         (torch.float64, torch.float64),
-    ],
-)
-def test_everything_is_computed_in_float32_or_in_the_precision_of_log_probs(given, computed):
-    tensors = {"old_log_probs": OLD, "behaviour_log_probs": BEHAVIOUR, "advantages": double([[3.0, NAN, 0.1]])}
-    steps = steps_of(Truncate(), log_probs=LOG_PROBS.to(given), **tensors)
-    found = [
-        steps.log_probs, steps.old_log_probs, steps.sampled_log_probs, steps.advantages, steps.sampler_weights,
-        steps.ratio("row"), steps.log_ratio(), steps_of(log_probs=LOG_PROBS.to(given)).advantages,
-    ]  # fmt: skip
-    assert {value.dtype for value in found} == {computed}
+    ]:
+        with subtests.test(given=given, computed=computed):
+            tensors = {"old_log_probs": OLD, "behaviour_log_probs": BEHAVIOUR, "advantages": double([[3.0, NAN, 0.1]])}
+            steps = steps_of(Truncate(), log_probs=LOG_PROBS.to(given), **tensors)
+            found = [
+                steps.log_probs, steps.old_log_probs, steps.sampled_log_probs, steps.advantages, steps.sampler_weights,
+                steps.ratio("row"), steps.log_ratio(), steps_of(log_probs=LOG_PROBS.to(given)).advantages,
+            ]  # fmt: skip
+            assert {value.dtype for value in found} == {computed}

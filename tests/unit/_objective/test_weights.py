@@ -1,6 +1,7 @@
 """Step weights: every normaliser by hand, for rows and groups without steps, and for several ranks."""
 
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -36,54 +37,61 @@ def options(aggregation: str, groups: torch.Tensor = GROUPS) -> dict:
     return {"fixed_length": {"fixed_length": 5}, "group_mean": {"group_ids": groups}}.get(aggregation, {})
 
 
-@pytest.mark.parametrize("aggregation", WEIGHTS)
-def test_step_weights(aggregation):
-    weights = step_weights(MASK, aggregation, **options(aggregation))
-    assert weights.dtype == torch.float64
-    for row, expected in zip(weights.tolist(), [*WEIGHTS[aggregation], [0, 0, 0]], strict=True):
-        assert row == pytest.approx(expected, rel=1e-15)
-    assert weights.sum().item() == pytest.approx(SUMS[aggregation])
+def test_step_weights(subtests):
+    for aggregation in WEIGHTS:
+        with subtests.test(aggregation=aggregation):
+            weights = step_weights(MASK, aggregation, **options(aggregation))
+            assert weights.dtype == torch.float64
+            for row, expected in zip(weights.tolist(), [*WEIGHTS[aggregation], [0, 0, 0]], strict=True):
+                assert row == pytest.approx(expected, rel=1e-15)
+            assert weights.sum().item() == pytest.approx(SUMS[aggregation])
 
 
-@pytest.mark.parametrize("aggregation", WEIGHTS)
-def test_step_weights_without_any_step_are_zero(aggregation):
-    weights = step_weights(torch.zeros(3, 2, dtype=torch.bool), aggregation, **options(aggregation))
-    assert weights.tolist() == [[0, 0]] * 3
+def test_step_weights_without_any_step_are_zero(subtests):
+    for aggregation in WEIGHTS:
+        with subtests.test(aggregation=aggregation):
+            weights = step_weights(torch.zeros(3, 2, dtype=torch.bool), aggregation, **options(aggregation))
+            assert weights.tolist() == [[0, 0]] * 3
 
 
-@pytest.mark.parametrize("aggregation", WEIGHTS)
-def test_step_weights_of_no_rows(aggregation):
-    # a rank may have none, and still has to join the sum of the counts
-    calls = []
-    no_groups = torch.zeros(0, dtype=torch.int64)
-    weights = step_weights(
-        torch.zeros(0, 3, dtype=torch.bool), aggregation, **options(aggregation, no_groups),
-        reduce=lambda count: calls.append(count) or count + 4,
-    )  # fmt: skip
-    assert weights.shape == (0, 3)
-    assert len(calls) == 1
+def test_step_weights_of_no_rows(subtests):
+    for aggregation in WEIGHTS:
+        with subtests.test(aggregation=aggregation):
+            # a rank may have none, and still has to join the sum of the counts
+            reduce = Mock(side_effect=lambda count: count + 4)
+            no_groups = torch.zeros(0, dtype=torch.int64)
+            weights = step_weights(
+                torch.zeros(0, 3, dtype=torch.bool), aggregation, **options(aggregation, no_groups),
+                reduce=reduce,
+            )  # fmt: skip
+            assert weights.shape == (0, 3)
+            assert reduce.call_count == 1
 
 
-@pytest.mark.parametrize("aggregation", WEIGHTS)
-def test_step_weights_of_two_ranks_are_those_of_one(aggregation):
-    mask = torch.tensor([[True, True], [True, False], [False, False], [True, True], [False, True]])
-    groups = torch.tensor([4, 4, 4, 1, 0])
-    whole = step_weights(mask, aggregation, **options(aggregation, groups))
-    # what the other rank would add: rows, steps or groups
-    others = {
-        "row_mean": (2, 3), "fixed_length": (2, 3), "row_sum": (2, 3), "step_mean": (3, 3), "group_mean": (2, 1)
-    }  # fmt: skip
-    for rows, other in zip((slice(0, 3), slice(3, 5)), others[aggregation], strict=True):
-        part = step_weights(
-            mask[rows], aggregation, **options(aggregation, groups[rows]), reduce=lambda count, n=other: count + n
-        )
-        assert part.tolist() == [pytest.approx(row) for row in whole[rows].tolist()]
+def test_step_weights_of_two_ranks_are_those_of_one(subtests):
+    for aggregation in WEIGHTS:
+        with subtests.test(aggregation=aggregation):
+            mask = torch.tensor([[True, True], [True, False], [False, False], [True, True], [False, True]])
+            groups = torch.tensor([4, 4, 4, 1, 0])
+            whole = step_weights(mask, aggregation, **options(aggregation, groups))
+            # what the other rank would add: rows, steps or groups
+            others = {
+                "row_mean": (2, 3), "fixed_length": (2, 3), "row_sum": (2, 3), "step_mean": (3, 3), "group_mean": (2, 1)
+            }  # fmt: skip
+            for rows, other in zip((slice(0, 3), slice(3, 5)), others[aggregation], strict=True):
+                part = step_weights(
+                    mask[rows],
+                    aggregation,
+                    **options(aggregation, groups[rows]),
+                    reduce=lambda count, n=other: count + n,
+                )
+                assert part.tolist() == [pytest.approx(row) for row in whole[rows].tolist()]
 
 
-@pytest.mark.parametrize(("aggregation", "missing"), [("fixed_length", "fixed_length"), ("group_mean", "group_ids")])
-def test_step_weights_say_what_is_missing(aggregation, missing):
-    with pytest.raises(ConfigError, match=missing):
-        step_weights(MASK, aggregation)
+def test_step_weights_say_what_is_missing(subtests):
+    for aggregation, missing in [("fixed_length", "fixed_length"), ("group_mean", "group_ids")]:
+        with subtests.test(aggregation=aggregation, missing=missing), pytest.raises(ConfigError, match=missing):
+            step_weights(MASK, aggregation)
 
 
 def test_row_mean_weights_make_the_loss_the_mean_of_row_means():
