@@ -17,7 +17,6 @@ from grpo import (
     ExperienceBatch,
     GRPOConfig,
     GRPOTrainer,
-    KLControl,
     Mask,
     ObjectiveConfig,
     ObjectiveOutput,
@@ -85,9 +84,9 @@ def test_a_critic_learns_what_follows() -> None:
             config=config,
             policy=policy,
             reward_model=lambda states, actions: [1.0] * len(actions),
-            optimizer=torch.optim.SGD([policy.value], lr=0.5),
+            optimizer=torch.optim.SGD([policy.value], lr=1.5),
         )
-    losses = [trainer.step([0, 1, 2])["train/value_loss"] for _ in range(200)]
+    losses = [trainer.step([0, 1, 2])["train/value_loss"] for _ in range(40)]
     assert policy.value[0].item() == pytest.approx(1.0, abs=0.02)
     assert losses[0] == pytest.approx(0.5)  # .5 (0 - 1)^2
     assert losses[-1] < 0.05
@@ -178,23 +177,8 @@ def test_an_entropy_to_control_has_to_be_known_from_the_start() -> None:
         trainer.step(["a", "b"])
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"kl_control": KLControl(coef_max=0.1), "objective": ObjectiveConfig(kl_coef=0.5)}, "kl"),
-        ({"entropy_control": EntropyControl(coef_max=0.1), "objective": ObjectiveConfig(entropy_coef=0.5)}, "entropy"),
-    ],
-)
-def test_a_controlled_coefficient_starts_within_its_bounds(settings: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"objective.{name}_coef=0.5 is where config.{name}_control starts"):
-        GRPOTrainer(
-            config=GRPOConfig(**settings), policy=TablePolicy(), reward_model=totals, reference_policy=TablePolicy()
-        )
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_what_works_on_rows_is_refused_where_steps_are_split(subtests: pytest.Subtests) -> None:
+    for settings in [
         {"surrogate": Clip(level="row")},
         {"surrogate": Clip(level="row_sum")},
         {"surrogate": Clip(level="row_step")},
@@ -203,30 +187,34 @@ def test_a_controlled_coefficient_starts_within_its_bounds(settings: dict[str, A
         {"sampler_correction": Truncate(level="row")},
         {"sampler_correction": Mask(level="row")},
         {"off_policy_threshold": 0.1},
-    ],
-    ids=str,
-)
-def test_what_works_on_rows_is_refused_where_steps_are_split(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"A policy with split_steps\(\) is updated step by step"):
-        GRPOTrainer(
-            config=GRPOConfig(objective=ObjectiveConfig(**settings)), policy=EpisodePolicy(), reward_model=totals
-        )
+    ]:
+        with (
+            subtests.test(settings=settings),
+            pytest.raises(ConfigError, match=r"A policy with split_steps\(\) is updated step by step"),
+        ):
+            GRPOTrainer(
+                config=GRPOConfig(objective=ObjectiveConfig(**settings)),
+                policy=EpisodePolicy(),
+                reward_model=totals,
+            )
 
 
-@pytest.mark.parametrize(
-    "actions", [torch.randn(3), torch.randn(3, 2), [0.5, 1.0], [[0.1, 0.2], [0.3, 0.4]], [torch.randn(2)] * 2]
-)
-def test_real_valued_actions_have_no_probabilities(actions: Any) -> None:
-    with pytest.raises(ConfigError, match=r"objective.surrogate=Dppo\(.*\) compares probabilities of actions"):
-        require_discrete(Dppo(), actions)
+def test_real_valued_actions_have_no_probabilities(subtests: pytest.Subtests) -> None:
+    for actions in [torch.randn(3), torch.randn(3, 2), [0.5, 1.0], [[0.1, 0.2], [0.3, 0.4]], [torch.randn(2)] * 2]:
+        with (
+            subtests.test(actions=actions),
+            pytest.raises(ConfigError, match=r"objective.surrogate=Dppo\(.*\) compares probabilities of actions"),
+        ):
+            require_discrete(Dppo(), actions)
 
 
-@pytest.mark.parametrize("actions", [torch.tensor([1, 2]), [1, 2], [(1, 2), (3,)], ["left", "right"], [()], []])
-def test_discrete_actions_of_any_kind_have(actions: Any) -> None:
-    try:
-        require_discrete(Dppo(), actions)
-    except ConfigError as error:
-        pytest.fail(f"{actions} are refused: {error}")
+def test_discrete_actions_of_any_kind_have(subtests: pytest.Subtests) -> None:
+    for actions in [torch.tensor([1, 2]), [1, 2], [(1, 2), (3,)], ["left", "right"], [()], []]:
+        with subtests.test(actions=actions):
+            try:
+                require_discrete(Dppo(), actions)
+            except ConfigError as error:
+                pytest.fail(f"{actions} are refused: {error}")
 
 
 def test_a_policy_with_densities_is_refused_before_it_is_trained() -> None:
@@ -251,28 +239,6 @@ def test_a_group_has_as_many_rows_as_attempts() -> None:
     assert GRPOConfig(group_size=4, advantage=advantage).group_size == 4
     with pytest.raises(ConfigError, match=r"group_size=3 has fewer rows than the advantage.k=4 attempts"):
         GRPOConfig(group_size=3, advantage=advantage)
-
-
-def test_a_loss_of_the_callers_returns_an_output() -> None:
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=2, seed=0),
-        policy=TablePolicy(script=[[0, 1], [1, 0]]),
-        reward_model=lambda states, actions: [float(action) for action in actions],
-        objective=lambda inputs: inputs.log_probs.sum(),
-    )
-    with pytest.raises(ContractError, match=r"objective must return ObjectiveOutput\(.*\); got \[\] float64"):
-        trainer.step(["a", "b"])
-
-
-def test_a_loss_that_reports_nothing_is_reported_itself() -> None:
-    """The sum over all micro-batches: 5 of each of two."""
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=2, micro_batch_size=2, seed=0),
-        policy=TablePolicy(script=[[0, 1], [1, 0]]),
-        reward_model=lambda states, actions: [float(action) for action in actions],
-        objective=lambda inputs: ObjectiveOutput(loss=0 * inputs.log_probs.sum() + 5.0, metrics={}),
-    )
-    assert trainer.step(["a", "b"])["train/total_loss"] == 10.0
 
 
 def test_a_critic_is_trained_by_the_estimator_alone() -> None:
@@ -325,11 +291,12 @@ def test_advantages_of_the_callers_may_be_in_half_precision() -> None:
     assert trainer.step(["a", "b"])["train/num_updates"] == 1
 
 
-@pytest.mark.parametrize("baseline", ["none", "global_mean"])
-def test_rewards_that_are_all_the_same_are_not_divided_by_rounding(baseline: Any) -> None:
-    estimator = AdvantageEstimator(AdvantageConfig(baseline=baseline, normalize_rewards=True))
-    advantages = estimator(ExperienceBatch.from_rows([0] * 3, [0] * 3, [0.1] * 3, [0] * 3))
-    assert advantages.tolist() == pytest.approx([0.1] * 3 if baseline == "none" else [0.0] * 3, abs=1e-12)
+def test_rewards_that_are_all_the_same_are_not_divided_by_rounding(subtests: pytest.Subtests) -> None:
+    for baseline in ["none", "global_mean"]:
+        with subtests.test(baseline=baseline):
+            estimator = AdvantageEstimator(AdvantageConfig(baseline=baseline, normalize_rewards=True))
+            advantages = estimator(ExperienceBatch.from_rows([0] * 3, [0] * 3, [0.1] * 3, [0] * 3))
+            assert advantages.tolist() == pytest.approx([0.1] * 3 if baseline == "none" else [0.0] * 3, abs=1e-12)
 
 
 def test_a_reference_that_has_moved_is_asked_again_about_replayed_rows() -> None:

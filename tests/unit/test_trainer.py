@@ -35,28 +35,31 @@ def test_one_step_is_the_update_worked_out_by_hand() -> None:
     assert torch.equal(policy.logits.detach(), torch.tensor([[0.125, -0.125], [0.125, -0.125]], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("num_epochs", [1, 3])
-def test_steps_are_those_of_plain_autograd(num_epochs: int) -> None:
+def test_steps_are_those_of_plain_autograd(subtests: pytest.Subtests) -> None:
     """Clipped ratio of the current to the first policy, mean over rows, SGD; written out without the package."""
-    torch.manual_seed(3)
-    logits = torch.randn(2, 3, dtype=torch.float64)
-    script, rewards = [[0, 2, 2, 1], [1, 1, 0, 2]], [1.0, 0.0, 2.0, 0.5, 0.0, 3.0, 1.0, 1.0]
-    policy = TablePolicy(num_actions=3, logits=logits, script=script)
-    trainer, _ = by_hand(policy=policy, rewards=rewards, config={"group_size": 4, "num_epochs_per_update": num_epochs})
-    trainer.step(["a", "b"])
+    for num_epochs in [1, 3]:
+        with subtests.test(num_epochs=num_epochs):
+            torch.manual_seed(3)
+            logits = torch.randn(2, 3, dtype=torch.float64)
+            script, rewards = [[0, 2, 2, 1], [1, 1, 0, 2]], [1.0, 0.0, 2.0, 0.5, 0.0, 3.0, 1.0, 1.0]
+            policy = TablePolicy(num_actions=3, logits=logits, script=script)
+            trainer, _ = by_hand(
+                policy=policy, rewards=rewards, config={"group_size": 4, "num_epochs_per_update": num_epochs}
+            )
+            trainer.step(["a", "b"])
 
-    rows = torch.tensor([0] * 4 + [1] * 4)
-    actions = torch.tensor(script).reshape(-1)
-    grouped = torch.tensor(rewards, dtype=torch.float64).reshape(2, 4)
-    advantages = (grouped - grouped.mean(1, keepdim=True)).reshape(-1)
-    expected = logits.clone().requires_grad_()
-    old = expected.detach().log_softmax(1)[rows, actions]
-    for _ in range(num_epochs):
-        ratio = (expected.log_softmax(1)[rows, actions] - old).exp()
-        loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
-        (gradient,) = torch.autograd.grad(loss, expected)
-        expected = (expected.detach() - gradient).requires_grad_()
-    torch.testing.assert_close(policy.logits.detach(), expected.detach(), rtol=1e-12, atol=1e-14)
+            rows = torch.tensor([0] * 4 + [1] * 4)
+            actions = torch.tensor(script).reshape(-1)
+            grouped = torch.tensor(rewards, dtype=torch.float64).reshape(2, 4)
+            advantages = (grouped - grouped.mean(1, keepdim=True)).reshape(-1)
+            expected = logits.clone().requires_grad_()
+            old = expected.detach().log_softmax(1)[rows, actions]
+            for _ in range(num_epochs):
+                ratio = (expected.log_softmax(1)[rows, actions] - old).exp()
+                loss = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+                (gradient,) = torch.autograd.grad(loss, expected)
+                expected = (expected.detach() - gradient).requires_grad_()
+            torch.testing.assert_close(policy.logits.detach(), expected.detach(), rtol=1e-12, atol=1e-14)
 
 
 def test_a_duck_typed_policy_is_trained_alike() -> None:
@@ -111,19 +114,20 @@ def test_a_seed_repeats_a_run_exactly_and_another_does_not() -> None:
     assert runs(2)[0] != first[0]
 
 
-@pytest.mark.parametrize("kind", [RowScoring, GroupScoring, ExactSampling])
-def test_step_is_collect_and_update(kind: type[RowScoring]) -> None:
-    results = []
-    for halves in (False, True):
-        torch.manual_seed(2)
-        policy = kind()
-        config = GRPOConfig(group_size=3, batch_size=4, num_epochs_per_update=2, seed=4)
-        trainer = GRPOTrainer(
-            config=config, policy=policy, reward_model=lambda s, actions: [float(sum(a)) for a in actions]
-        )
-        both = [trainer.update(trainer.collect([0, 1])) if halves else trainer.step([0, 1]) for _ in range(3)]
-        results.append((digest(weights_of(policy)), [without_time(metrics) for metrics in both]))
-    assert results[0] == results[1]
+def test_step_is_collect_and_update(subtests: pytest.Subtests) -> None:
+    for kind in [RowScoring, GroupScoring, ExactSampling]:
+        with subtests.test(kind=kind):
+            results = []
+            for halves in (False, True):
+                torch.manual_seed(2)
+                policy = kind()
+                config = GRPOConfig(group_size=3, batch_size=4, num_epochs_per_update=2, seed=4)
+                trainer = GRPOTrainer(
+                    config=config, policy=policy, reward_model=lambda s, actions: [float(sum(a)) for a in actions]
+                )
+                both = [trainer.update(trainer.collect([0, 1])) if halves else trainer.step([0, 1]) for _ in range(3)]
+                results.append((digest(weights_of(policy)), [without_time(metrics) for metrics in both]))
+            assert results[0] == results[1]
 
 
 def test_rollouts_made_elsewhere_are_trained_on_alike() -> None:
@@ -136,19 +140,16 @@ def test_rollouts_made_elsewhere_are_trained_on_alike() -> None:
     assert metrics["group_stats/num_groups"] == 2.0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
+def test_rollouts_that_do_not_fit_together_are_refused(subtests: pytest.Subtests) -> None:
+    for arguments, error in [
         ((["a"], [0, 1], [1.0, 0.0], [0, 0]), r"states must have one entry per row = 2; got a list of 1"),
         ((["a", "a"], [0], [1.0, 0.0], [0, 0]), r"actions must have one entry per row = 2; got a list of 1"),
         ((["a", "a"], [0, 1], [1.0], [0, 0]), r"rewards must return one number per row, \[N\] = \[2\]"),
         ((["a", "a"], [0, 1], [1.0, float("nan")], [0, 0]), r"rewards must be finite"),
         (([], [], [], []), r"[Nn]o rows|at least one"),
-    ],
-)
-def test_rollouts_that_do_not_fit_together_are_refused(arguments: Any, error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        ExperienceBatch.from_rows(*arguments)
+    ]:
+        with subtests.test(arguments=arguments, error=error), pytest.raises(ValueError, match=error):
+            ExperienceBatch.from_rows(*arguments)
 
 
 # What can stand in
@@ -203,14 +204,15 @@ def test_a_custom_objective_stands_in_for_the_loss() -> None:
     assert inputs.mask.tolist() == [[True]] * 4
 
 
-@pytest.mark.parametrize("per_step", [False, True])
-def test_custom_advantages_stand_in_for_the_estimator(per_step: bool) -> None:
+def test_custom_advantages_stand_in_for_the_estimator(subtests: pytest.Subtests) -> None:
     """Advantages 8, 0, 0, 0: only row (a, 0) counts, with weight 1/4: logits[a] moves by 2 (e0 - p) = (1, -1)."""
     values = torch.tensor([8.0, 0.0, 0.0, 0.0])
-    trainer, policy = by_hand(advantages=lambda batch: values.unsqueeze(1) if per_step else values)
-    metrics = trainer.step(["a", "b"])
-    assert policy.logits.tolist() == [[1.0, -1.0], [0.0, 0.0]]
-    assert metrics["rows/skipped_zero_advantage"] == 3.0
+    for given in [values, values.unsqueeze(1)]:
+        with subtests.test(shape=given.shape):
+            trainer, policy = by_hand(advantages=lambda batch, given=given: given)
+            metrics = trainer.step(["a", "b"])
+            assert policy.logits.tolist() == [[1.0, -1.0], [0.0, 0.0]]
+            assert metrics["rows/skipped_zero_advantage"] == 3.0
 
 
 def test_custom_advantages_are_numbers_to_the_loss() -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -202,56 +203,57 @@ class VectorGroups(VectorPolicy):
         return ActionScores(log_probs=log_probs, mask=torch.ones_like(log_probs, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("container", ["list", "tensor", "array"])
-def test_groups_of_lists_tensors_and_arrays(container: str, ragged: bool) -> None:
-    torch.manual_seed(1)
-    by_group = VectorGroups(dtype=torch.float64)
-    by_row = VectorPolicy(dtype=torch.float64)
-    by_row.load_state_dict(by_group.state_dict())
-    make = {"list": lambda x: x.tolist(), "tensor": lambda x: x, "array": lambda x: x.numpy()}[container]
-    sizes = [1, 3, 2] if ragged else [2, 2, 2]
-    ids = [group for group, size in enumerate(sizes) for _ in range(size)]
-    states = make(torch.randn(3, 3, dtype=torch.float64)[ids])
-    actions = make(torch.randint(4, (6,)))
-    recorded = []
-    for policy in (by_group, by_row):
-        optimizer = RecordingSGD(policy)
-        objective = ObjectiveConfig(entropy_coef=0.1, entropy_estimator="score_function")
-        trainer, _ = by_hand(policy=policy, optimizer=optimizer, config={"objective": objective})
-        trainer.update(ExperienceBatch.from_rows(states, actions, [1.0, 0.0, 2.0, 5.0, 1.0, 0.5], ids))
-        recorded.append(optimizer.gradients[0])
-    torch.testing.assert_close(recorded[0], recorded[1], rtol=1e-12, atol=1e-14)
-    kinds = {"list": list, "tensor": Tensor, "array": np.ndarray}
-    assert by_group.given[0] is kinds[container]
-    assert by_group.given[1] is (list if ragged else kinds[container])
+def test_groups_of_lists_tensors_and_arrays(subtests: pytest.Subtests) -> None:
+    for container, ragged in product(["list", "tensor", "array"], [False, True]):
+        with subtests.test(container=container, ragged=ragged):
+            torch.manual_seed(1)
+            by_group = VectorGroups(dtype=torch.float64)
+            by_row = VectorPolicy(dtype=torch.float64)
+            by_row.load_state_dict(by_group.state_dict())
+            make = {"list": lambda x: x.tolist(), "tensor": lambda x: x, "array": lambda x: x.numpy()}[container]
+            sizes = [1, 3, 2] if ragged else [2, 2, 2]
+            ids = [group for group, size in enumerate(sizes) for _ in range(size)]
+            states = make(torch.randn(3, 3, dtype=torch.float64)[ids])
+            actions = make(torch.randint(4, (6,)))
+            recorded = []
+            for policy in (by_group, by_row):
+                optimizer = RecordingSGD(policy)
+                objective = ObjectiveConfig(entropy_coef=0.1, entropy_estimator="score_function")
+                trainer, _ = by_hand(policy=policy, optimizer=optimizer, config={"objective": objective})
+                trainer.update(ExperienceBatch.from_rows(states, actions, [1.0, 0.0, 2.0, 5.0, 1.0, 0.5], ids))
+                recorded.append(optimizer.gradients[0])
+            torch.testing.assert_close(recorded[0], recorded[1], rtol=1e-12, atol=1e-14)
+            kinds = {"list": list, "tensor": Tensor, "array": np.ndarray}
+            assert by_group.given[0] is kinds[container]
+            assert by_group.given[1] is (list if ragged else kinds[container])
 
 
-@pytest.mark.parametrize("container", ["list", "tensor", "array"])
-def test_states_and_actions_stay_what_they_are(container: str) -> None:
+def test_states_and_actions_stay_what_they_are(subtests: pytest.Subtests) -> None:
     """From the sampler to the reward and back to the policy; the same numbers, whatever the container."""
-    weights, kinds = [], {"list": list, "tensor": Tensor, "array": np.ndarray}
-    for kind in ("list", container):
-        torch.manual_seed(6)
-        policy = VectorPolicy(container=kind, dtype=torch.float64)
-        states = torch.randn(3, 3, dtype=torch.float64)
-        given = {"list": states.tolist(), "tensor": states, "array": states.numpy()}[kind]
-        seen: list[Any] = []
+    for container in ["list", "tensor", "array"]:
+        with subtests.test(container=container):
+            weights, kinds = [], {"list": list, "tensor": Tensor, "array": np.ndarray}
+            for kind in ("list", container):
+                torch.manual_seed(6)
+                policy = VectorPolicy(container=kind, dtype=torch.float64)
+                states = torch.randn(3, 3, dtype=torch.float64)
+                given = {"list": states.tolist(), "tensor": states, "array": states.numpy()}[kind]
+                seen: list[Any] = []
 
-        def reward(row_states: Any, actions: Any, seen: list[Any] = seen) -> Any:
-            seen.append((type(row_states), type(actions), len(row_states), len(actions)))
-            return [float(action) for action in actions]
+                def reward(row_states: Any, actions: Any, seen: list[Any] = seen) -> Any:
+                    seen.append((type(row_states), type(actions), len(row_states), len(actions)))
+                    return [float(action) for action in actions]
 
-        trainer = GRPOTrainer(
-            config=GRPOConfig(group_size=4, batch_size=5, micro_batch_size=2, seed=9),
-            policy=policy,
-            reward_model=reward,
-        )
-        trainer.step(given)
-        assert seen == [(kinds[kind], kinds[kind], 12, 12)]
-        assert set(policy.seen) == {(kinds[kind], kinds[kind])}
-        weights.append(weights_of(policy))
-    torch.testing.assert_close(weights[0], weights[1], rtol=1e-12, atol=1e-14)
+                trainer = GRPOTrainer(
+                    config=GRPOConfig(group_size=4, batch_size=5, micro_batch_size=2, seed=9),
+                    policy=policy,
+                    reward_model=reward,
+                )
+                trainer.step(given)
+                assert seen == [(kinds[kind], kinds[kind], 12, 12)]
+                assert set(policy.seen) == {(kinds[kind], kinds[kind])}
+                weights.append(weights_of(policy))
+            torch.testing.assert_close(weights[0], weights[1], rtol=1e-12, atol=1e-14)
 
 
 def test_a_plan_of_the_policy_is_followed_in_scoring_and_updates() -> None:
@@ -261,12 +263,15 @@ def test_a_plan_of_the_policy_is_followed_in_scoring_and_updates() -> None:
     assert policy.rows_scored == [5, 1, 3, 1]  # rewards 0, 1, 2: the middle row of each group has no advantage
 
 
-@pytest.mark.parametrize("plan", [[[0, 1]], [[0, 1, 2], [2, 3, 4, 5]], [[0, 1, 2, 3, 4, 6]], [[-1, 0, 1, 2, 3, 4]]])
-def test_a_plan_that_is_no_partition_is_refused(plan: list[list[int]]) -> None:
-    policy = Planning()
-    policy.plan = lambda num_rows: plan  # type: ignore[method-assign]
-    with pytest.raises(ContractError, match=r"Planning\.plan_micro_batches must return every row of range\(6\)"):
-        counted(policy)
+def test_a_plan_that_is_no_partition_is_refused(subtests: pytest.Subtests) -> None:
+    for plan in [[[0, 1]], [[0, 1, 2], [2, 3, 4, 5]], [[0, 1, 2, 3, 4, 6]], [[-1, 0, 1, 2, 3, 4]]]:
+        with subtests.test(plan=plan):
+            policy = Planning()
+            policy.plan = lambda num_rows, plan=plan: plan  # type: ignore[method-assign, misc]
+            with pytest.raises(
+                ContractError, match=r"Planning\.plan_micro_batches must return every row of range\(6\)"
+            ):
+                counted(policy)
 
 
 def episode_batch(policy: EpisodePolicy) -> tuple[ExperienceBatch, Tensor, Tensor, Tensor]:

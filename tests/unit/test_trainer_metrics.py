@@ -145,19 +145,22 @@ def poisoned(policy: TablePolicy, *when: int) -> TablePolicy:
     return policy
 
 
-@pytest.mark.parametrize("when", [(0,), (0, 1)])
-def test_losses_are_means_over_the_updates_that_were_computed(when: tuple[int, ...]) -> None:
+def test_losses_are_means_over_the_updates_that_were_computed(subtests: pytest.Subtests) -> None:
     """Two updates of two rows, none of which changes what the next one sees: the loss is that of all four rows."""
-    trainer, _ = by_hand(
-        policy=poisoned(TablePolicy(script=SCRIPT), *when), reference_policy=quarters(), config={"batch_size": 2}
-    )
-    metrics = trainer.step(["a", "b"])
-    kl_mean = (0.5 + LN2 - 1.0 + 1.5 + math.log(2.0 / 3.0) - 1.0) / 2
-    assert metrics["train/skipped_updates"] == len(when)
-    assert metrics["train/kl_mean"] == pytest.approx(kl_mean)
-    assert metrics["train/kl_penalty"] == pytest.approx(0.04 * kl_mean)
-    assert metrics["train/policy_loss"] == pytest.approx(0.0)
-    assert metrics["train/total_loss"] == pytest.approx(0.04 * kl_mean)
+    for when in [(0,), (0, 1)]:
+        with subtests.test(when=when):
+            trainer, _ = by_hand(
+                policy=poisoned(TablePolicy(script=SCRIPT), *when),
+                reference_policy=quarters(),
+                config={"batch_size": 2},
+            )
+            metrics = trainer.step(["a", "b"])
+            kl_mean = (0.5 + LN2 - 1.0 + 1.5 + math.log(2.0 / 3.0) - 1.0) / 2
+            assert metrics["train/skipped_updates"] == len(when)
+            assert metrics["train/kl_mean"] == pytest.approx(kl_mean)
+            assert metrics["train/kl_penalty"] == pytest.approx(0.04 * kl_mean)
+            assert metrics["train/policy_loss"] == pytest.approx(0.0)
+            assert metrics["train/total_loss"] == pytest.approx(0.04 * kl_mean)
 
 
 def test_losses_are_means_over_updates_also_beside_a_dead_one() -> None:

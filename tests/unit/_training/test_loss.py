@@ -138,26 +138,30 @@ def test_what_an_objective_of_the_users_reports_is_taken_from_it() -> None:
     assert {name: found[name] for name in names} == {name: pytest.approx(expected[name]) for name in names}
 
 
-@pytest.mark.parametrize("returned", [None, torch.tensor(1.0), (torch.tensor(1.0), {})])
-def test_an_objective_that_returns_something_else_is_refused(returned: Any) -> None:
-    trainer, policy = by_hand(objective=lambda inputs: returned)
-    with pytest.raises(
-        ContractError, match=r"objective must return ObjectiveOutput\(loss=\.\.\., metrics=\.\.\.\); got"
-    ):
-        trainer.step(["a", "b"])
-    assert policy.logits.tolist() == [[0.0, 0.0]] * 2
+def test_an_objective_that_returns_something_else_is_refused(subtests: pytest.Subtests) -> None:
+    for returned in [None, torch.tensor(1.0), (torch.tensor(1.0), {})]:
+        with subtests.test(returned=returned):
+            trainer, policy = by_hand(objective=lambda inputs, returned=returned: returned)
+            with pytest.raises(
+                ContractError, match=r"objective must return ObjectiveOutput\(loss=\.\.\., metrics=\.\.\.\); got"
+            ):
+                trainer.step(["a", "b"])
+            assert policy.logits.tolist() == [[0.0, 0.0]] * 2
 
 
 # What it drops
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_each_configured_term_that_an_objective_of_the_users_does_not_report_is_named(name: str) -> None:
-    settings, pattern = NAMED[name]
-    has_critic = name == "value loss"
-    (message,) = warnings_of(settings, total, has_critic=has_critic)
-    assert r"objective=... stands in for the whole loss and reports nothing" in message
-    assert re.search(rf"what these settings ask for: {pattern}\. Compute these terms", message), message
+def test_each_configured_term_that_an_objective_of_the_users_does_not_report_is_named(
+    subtests: pytest.Subtests,
+) -> None:
+    for name in NAMED:
+        with subtests.test(name=name):
+            settings, pattern = NAMED[name]
+            has_critic = name == "value loss"
+            (message,) = warnings_of(settings, total, has_critic=has_critic)
+            assert r"objective=... stands in for the whole loss and reports nothing" in message
+            assert re.search(rf"what these settings ask for: {pattern}\. Compute these terms", message), message
 
 
 def test_all_dropped_terms_are_named_in_one_warning() -> None:
@@ -171,25 +175,23 @@ def test_all_dropped_terms_are_named_in_one_warning() -> None:
         )  # the advice has ObjectiveConfig(surrogate=...)
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_a_term_whose_metric_is_reported_is_not_named(name: str) -> None:
-    settings, _ = NAMED[name]
-    assert warnings_of(settings, that_reports(REPORTED_AS[name]), has_critic=name == "value loss") == []
+def test_a_term_whose_metric_is_reported_is_not_named(subtests: pytest.Subtests) -> None:
+    for name in NAMED:
+        with subtests.test(name=name):
+            settings, _ = NAMED[name]
+            assert warnings_of(settings, that_reports(REPORTED_AS[name]), has_critic=name == "value loss") == []
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"surrogate": "clip"}, {"kl_coef": 0.0}, {"value_coef": 0.75}, {"surrogate": Clip(low=0.2, high=0.2)}],
-    ids=[
-        "nothing",
-        "the default by name",
-        "an explicit 0",
-        "a value loss without a critic",
-        "the default as an object",
-    ],
-)
-def test_nothing_is_named_where_nothing_is_configured(settings: dict[str, Any]) -> None:
-    assert warnings_of(settings, total, has_critic=False) == []
+def test_nothing_is_named_where_nothing_is_configured(subtests: pytest.Subtests) -> None:
+    for settings in [
+        {},
+        {"surrogate": "clip"},
+        {"kl_coef": 0.0},
+        {"value_coef": 0.75},
+        {"surrogate": Clip(low=0.2, high=0.2)},
+    ]:
+        with subtests.test(settings=settings):
+            assert warnings_of(settings, total, has_critic=False) == []
 
 
 def test_a_value_loss_that_is_switched_off_is_not_named() -> None:

@@ -1,6 +1,7 @@
 """The optimizer step: the rate it steps at, what it counts and clears, and that a loss scale changes nothing."""
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,20 +83,20 @@ def test_a_callers_scheduler_is_in_force_during_train() -> None:
     assert [metrics["train/learning_rate"] for metrics in history] == [1.0, 0.5, 0.25]
 
 
-@pytest.mark.parametrize(
-    ("settings", "rates"),
-    [
+def test_learning_rate_schedules(subtests: pytest.Subtests) -> None:
+    for settings, rates in [
         ({}, [1, 1, 1, 1, 1]),
         ({"lr_schedule": "linear"}, [1, 0.8, 0.6, 0.4, 0.2]),
         ({"lr_schedule": "cosine"}, [0.5 * (1 + math.cos(math.pi * k / 5)) for k in range(5)]),
         ({"warmup_ratio": 0.4}, [0.5, 1, 1, 1, 1]),
         ({"lr_schedule": "linear", "warmup_ratio": 0.4}, [0.5, 1, 1, 2 / 3, 1 / 3]),
-    ],
-)
-def test_learning_rate_schedules(settings: dict[str, Any], rates: list[float]) -> None:
-    trainer, _ = by_hand(config={**settings, "learning_rate": 0.25}, optimizer=None)
-    history = trainer.train(["a", "b"], num_iterations=5, progress=False)
-    assert [metrics["train/learning_rate"] for metrics in history] == pytest.approx([0.25 * rate for rate in rates])
+    ]:
+        with subtests.test(settings=settings, rates=rates):
+            trainer, _ = by_hand(config={**settings, "learning_rate": 0.25}, optimizer=None)
+            history = trainer.train(["a", "b"], num_iterations=5, progress=False)
+            assert [metrics["train/learning_rate"] for metrics in history] == pytest.approx(
+                [0.25 * rate for rate in rates]
+            )
 
 
 def test_without_an_optimizer_it_is_adamw_without_decay() -> None:
@@ -107,13 +108,14 @@ def test_without_an_optimizer_it_is_adamw_without_decay() -> None:
     torch.testing.assert_close(policy.logits.detach(), expected, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize(("bound", "entry"), [(0.025, 1 / 80), (0.2, 1 / 10), (0.3, 1 / 8)])
-def test_gradients_are_clipped_to_their_total_norm(bound: float, entry: float) -> None:
+def test_gradients_are_clipped_to_their_total_norm(subtests: pytest.Subtests) -> None:
     """The norm is 1/4 (each of four entries is +-1/8); clipped to 1/40, entries are +-1/80; above 1/4, they stay."""
-    trainer, policy = by_hand(config={"max_grad_norm": bound})
-    metrics = trainer.step(["a", "b"])
-    assert metrics["train/grad_norm"] == pytest.approx(0.25)
-    torch.testing.assert_close(policy.logits[0].tolist(), [entry, -entry], rtol=1e-4, atol=0)
+    for bound, entry in [(0.025, 1 / 80), (0.2, 1 / 10), (0.3, 1 / 8)]:
+        with subtests.test(bound=bound, entry=entry):
+            trainer, policy = by_hand(config={"max_grad_norm": bound})
+            metrics = trainer.step(["a", "b"])
+            assert metrics["train/grad_norm"] == pytest.approx(0.25)
+            torch.testing.assert_close(policy.logits[0].tolist(), [entry, -entry], rtol=1e-4, atol=0)
 
 
 def test_a_gradient_left_behind_by_the_caller_is_no_part_of_the_update() -> None:
@@ -199,39 +201,41 @@ def test_clipping_acts_on_the_norm_without_the_scale() -> None:
         assert metrics["train/grad_norm"] == pytest.approx(NORM, rel=1e-6)
 
 
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 3}, {"batch_size": 2, "num_epochs_per_update": 2}])
-def test_a_loss_scale_that_grows_changes_nothing_for_adam(settings: dict[str, Any]) -> None:
+def test_a_loss_scale_that_grows_changes_nothing_for_adam(subtests: pytest.Subtests) -> None:
     """The default optimizer, fused where the device has it, over several updates and doublings of the scale."""
-    weights = []
-    for make in (trainer_of, scaled):
-        policy = TablePolicy(script=SCRIPT)
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1, weight_decay=0.0, fused=True)
-        trainer = make(policy, optimizer, seed=1, **settings)
-        for _ in range(5):
-            trainer.step(["a", "b"])
-        weights.append(weights_of(policy))
-    close(weights[1], weights[0])
-    assert trainer.optimizer_step.scaler.get_scale() > 3000.0
+    for settings in [{}, {"micro_batch_size": 3}, {"batch_size": 2, "num_epochs_per_update": 2}]:
+        with subtests.test(settings=settings):
+            weights = []
+            for make in (trainer_of, scaled):
+                policy = TablePolicy(script=SCRIPT)
+                optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1, weight_decay=0.0, fused=True)
+                trainer = make(policy, optimizer, seed=1, **settings)
+                for _ in range(5):
+                    trainer.step(["a", "b"])
+                weights.append(weights_of(policy))
+            close(weights[1], weights[0])
+            assert trainer.optimizer_step.scaler.get_scale() > 3000.0
 
 
-@pytest.mark.parametrize("factor", [math.inf, math.nan, 1e24], ids=["infinite", "NaN", "of a norm beyond float32"])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("when", [0, 1])
-def test_under_a_loss_scale_a_bad_gradient_changes_the_scale_alone(when: int, fused: bool, factor: float) -> None:
+def test_under_a_loss_scale_a_bad_gradient_changes_the_scale_alone(subtests: pytest.Subtests) -> None:
     """It is halved; weights and Adam's state stay bitwise, also before Adam has one; then sound updates go on."""
-    policy = Poisoned(when, factor=factor)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=0.1, fused=fused)
-    trainer = scaled(policy, optimizer)
-    for _ in range(when):
-        trainer.step(["a", "b"])
-    before = digest(weights_of(policy), optimizer.state_dict())
-    metrics = trainer.step(["a", "b"])
-    assert digest(weights_of(policy), optimizer.state_dict()) == before
-    assert metrics["train/skipped_updates"] == 1.0
-    assert policy.logits.grad is None
-    assert trainer.optimizer_step.scaler.get_scale() == 1500.0
-    assert trainer.step(["a", "b"])["train/skipped_updates"] == 0.0
-    close(policy.logits, [[0.1 * (when + 1), -0.1 * (when + 1)]] * 2)  # Adam's steps are lr * sign(gradient) here
+    for when, fused, factor in product([0, 1], [False, True], [math.inf, math.nan, 1e24]):
+        with subtests.test(when=when, fused=fused, factor=factor):
+            policy = Poisoned(when, factor=factor)
+            optimizer = torch.optim.Adam(policy.parameters(), lr=0.1, fused=fused)
+            trainer = scaled(policy, optimizer)
+            for _ in range(when):
+                trainer.step(["a", "b"])
+            before = digest(weights_of(policy), optimizer.state_dict())
+            metrics = trainer.step(["a", "b"])
+            assert digest(weights_of(policy), optimizer.state_dict()) == before
+            assert metrics["train/skipped_updates"] == 1.0
+            assert policy.logits.grad is None
+            assert trainer.optimizer_step.scaler.get_scale() == 1500.0
+            assert trainer.step(["a", "b"])["train/skipped_updates"] == 0.0
+            close(
+                policy.logits, [[0.1 * (when + 1), -0.1 * (when + 1)]] * 2
+            )  # Adam's steps are lr * sign(gradient) here
 
 
 def test_skipped_updates_end_a_run_once_the_scale_has_come_down() -> None:
@@ -311,21 +315,21 @@ def test_what_the_optimizer_does_not_hold_is_named_and_counts_for_nothing() -> N
     assert policy.bias.grad is None
 
 
-@pytest.mark.parametrize("kind", [Biased, Unsaid])
-@pytest.mark.parametrize("bound", [None, BOTH / 10])
-def test_a_parameter_group_that_is_added_later_is_cleared_counted_and_clipped(kind: Any, bound: float | None) -> None:
-    policy = kind()
-    optimizer = torch.optim.SGD([policy.logits, torch.nn.Parameter(torch.zeros(0))], lr=1.0)
-    if policy.tells_bias:
-        with pytest.warns(GRPOWarning, match="does not hold bias"):
-            trainer = trainer_of(policy, optimizer, max_grad_norm=bound)
-    else:
-        trainer = trainer_of(policy, optimizer, max_grad_norm=bound)
-    optimizer.add_param_group({"params": [policy.bias]})
-    policy.bias.grad = torch.full((2,), 100.0, dtype=torch.float64)
-    metrics = trainer.step(["a", "b"])
-    assert metrics["train/grad_norm"] == pytest.approx(BOTH)
-    factor = 1.0 if bound is None else 0.1
-    torch.testing.assert_close(policy.logits.detach(), STEP * factor, rtol=1e-4, atol=0)
-    torch.testing.assert_close(policy.bias.detach(), 2 * STEP[0] * factor, rtol=1e-4, atol=0)
-    assert policy.bias.grad is None
+def test_a_parameter_group_that_is_added_later_is_cleared_counted_and_clipped(subtests: pytest.Subtests) -> None:
+    for bound, kind in product([None, BOTH / 10], [Biased, Unsaid]):
+        with subtests.test(bound=bound, kind=kind):
+            policy = kind()
+            optimizer = torch.optim.SGD([policy.logits, torch.nn.Parameter(torch.zeros(0))], lr=1.0)
+            if policy.tells_bias:
+                with pytest.warns(GRPOWarning, match="does not hold bias"):
+                    trainer = trainer_of(policy, optimizer, max_grad_norm=bound)
+            else:
+                trainer = trainer_of(policy, optimizer, max_grad_norm=bound)
+            optimizer.add_param_group({"params": [policy.bias]})
+            policy.bias.grad = torch.full((2,), 100.0, dtype=torch.float64)
+            metrics = trainer.step(["a", "b"])
+            assert metrics["train/grad_norm"] == pytest.approx(BOTH)
+            factor = 1.0 if bound is None else 0.1
+            torch.testing.assert_close(policy.logits.detach(), STEP * factor, rtol=1e-4, atol=0)
+            torch.testing.assert_close(policy.bias.detach(), 2 * STEP[0] * factor, rtol=1e-4, atol=0)
+            assert policy.bias.grad is None

@@ -22,31 +22,36 @@ class WithReference(TablePolicy):
         return torch.tensor([0.25, 0.75], dtype=torch.float64).log()[torch.as_tensor(actions)]
 
 
-@pytest.mark.parametrize(
-    ("kl_coef", "passes_reference", "in_force"),
-    [(None, True, 0.04), (None, False, 0.0), (0.0, True, 0.0), (0.0, False, 0.0), (0.5, True, 0.5), (0.5, False, 0.5)],
-)
-def test_which_kl_coefficient_is_in_force_and_when_the_reference_is_scored(
-    kl_coef: float | None, passes_reference: bool, in_force: float
-) -> None:
+def test_which_kl_coefficient_is_in_force_and_when_the_reference_is_scored(subtests: pytest.Subtests) -> None:
     """A capability alone switches nothing on; an explicit 0 scores no reference; `reference_policy` comes first."""
-    reference = quarters() if passes_reference else None
-    policy = WithReference(script=SCRIPT)
-    trainer, _ = by_hand(
-        policy=policy, reference_policy=reference, config={"objective": ObjectiveConfig(kl_coef=kl_coef)}
-    )
-    metrics = trainer.step(["a", "b"])
-    assert metrics["train/kl_coef"] == in_force
-    scored_by_policy = policy.calls["reference"]
-    scored_by_reference = 0 if reference is None else reference.calls["score"] + reference.calls["score with gradient"]
-    wanted = in_force > 0
-    assert (scored_by_reference, scored_by_policy) == (
-        int(wanted and passes_reference),
-        int(wanted and not passes_reference),
-    )
-    mean = (0.5 + math.log(2.0) - 1.0 + 1.5 + math.log(2.0 / 3.0) - 1.0) / 2
-    assert metrics["train/kl_penalty"] == pytest.approx(in_force * mean)
-    assert metrics["train/kl_mean"] == pytest.approx(mean if wanted else 0.0)
+    for kl_coef, passes_reference, in_force in [
+        (None, True, 0.04),
+        (None, False, 0.0),
+        (0.0, True, 0.0),
+        (0.0, False, 0.0),
+        (0.5, True, 0.5),
+        (0.5, False, 0.5),
+    ]:
+        with subtests.test(kl_coef=kl_coef, passes_reference=passes_reference, in_force=in_force):
+            reference = quarters() if passes_reference else None
+            policy = WithReference(script=SCRIPT)
+            trainer, _ = by_hand(
+                policy=policy, reference_policy=reference, config={"objective": ObjectiveConfig(kl_coef=kl_coef)}
+            )
+            metrics = trainer.step(["a", "b"])
+            assert metrics["train/kl_coef"] == in_force
+            scored_by_policy = policy.calls["reference"]
+            scored_by_reference = (
+                0 if reference is None else reference.calls["score"] + reference.calls["score with gradient"]
+            )
+            wanted = in_force > 0
+            assert (scored_by_reference, scored_by_policy) == (
+                int(wanted and passes_reference),
+                int(wanted and not passes_reference),
+            )
+            mean = (0.5 + math.log(2.0) - 1.0 + 1.5 + math.log(2.0 / 3.0) - 1.0) / 2
+            assert metrics["train/kl_penalty"] == pytest.approx(in_force * mean)
+            assert metrics["train/kl_mean"] == pytest.approx(mean if wanted else 0.0)
 
 
 def test_a_reference_is_frozen_in_evaluation_and_stays_as_it_was() -> None:

@@ -116,24 +116,21 @@ OF_TWO_ROWS = [[2.0, 2.0, 0.0], [-3.0, -3.0, 0.0]]
 OF_STEPS = [[1.0, 4.0, 5.0], [6.0, 0.0, 0.0]]
 
 
-@pytest.mark.parametrize(
-    ("earlier", "new", "expected"),
-    [
+def test_advantages_per_row_and_per_step_are_joined(subtests: pytest.Subtests) -> None:
+    """An advantage of a row is that of each of its steps, up to the width of its own batch; beyond, there is no step."""
+    for earlier, new, expected in [
         (PER_ROW, PER_STEP, [*OF_STEPS, *OF_TWO_ROWS]),
         (PER_STEP, PER_ROW, [*OF_TWO_ROWS, *OF_STEPS]),
         (PER_STEP, PER_STEP, [*OF_STEPS, *OF_STEPS]),
         (PER_ROW, PER_ROW, [2.0, -3.0, 2.0, -3.0]),
-    ],
-    ids=["per row, then per step", "per step, then per row", "per step alone", "per row alone"],
-)
-def test_advantages_per_row_and_per_step_are_joined(earlier: TrainingRows, new: TrainingRows, expected: Any) -> None:
-    """An advantage of a row is that of each of its steps, up to the width of its own batch; beyond, there is no step."""
-    buffer = ReplayBuffer(1)
-    assert buffer.join(earlier) is earlier
-    joined = buffer.join(new)
-    assert joined.advantages.tolist() == expected
-    assert joined.num_replayed == 2
-    assert joined.batch.mask.shape == (4, max(earlier.batch.mask.shape[1], new.batch.mask.shape[1]))
+    ]:
+        with subtests.test(earlier=earlier, new=new, expected=expected):
+            buffer = ReplayBuffer(1)
+            assert buffer.join(earlier) is earlier
+            joined = buffer.join(new)
+            assert joined.advantages.tolist() == expected
+            assert joined.num_replayed == 2
+            assert joined.batch.mask.shape == (4, max(earlier.batch.mask.shape[1], new.batch.mask.shape[1]))
 
 
 def test_returns_are_joined_where_every_iteration_has_them() -> None:

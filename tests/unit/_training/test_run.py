@@ -1,6 +1,7 @@
 """A run of many iterations: when it evaluates, what sinks are given, and which checkpoint is the best."""
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,53 +32,44 @@ def test_train_reports_evaluations_to_history_and_sinks() -> None:
     assert ["eval/avg_reward_std" in metrics for metrics in history] == [False, True, False, True, True]
 
 
-@pytest.mark.parametrize("value", [0, -1])
-@pytest.mark.parametrize("name", ["num_iterations", "eval_every", "checkpoint_every", "keep_last"])
-def test_counts_below_one_are_refused(name: str, value: int, tmp_path: Path) -> None:
-    trainer, policy = by_hand()
-    arguments: dict[str, Any] = {"num_iterations": 1, name: value}
-    with pytest.raises(ConfigError, match=rf"{name} must be >= 1; got {value}"):
-        trainer.train(["a", "b"], eval_states=["a"], checkpoint_dir=tmp_path, progress=False, **arguments)
-    with pytest.raises(ConfigError, match=rf"num_actions_per_state must be >= 1; got {value}"):
-        trainer.evaluate(["a", "b"], num_actions_per_state=value)
-    assert policy.calls["generate"] == 0
+def test_counts_below_one_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for name, value in product(["num_iterations", "eval_every", "checkpoint_every", "keep_last"], [0, -1]):
+        with subtests.test(name=name, value=value):
+            trainer, policy = by_hand()
+            arguments: dict[str, Any] = {"num_iterations": 1, name: value}
+            with pytest.raises(ConfigError, match=rf"{name} must be >= 1; got {value}"):
+                trainer.train(["a", "b"], eval_states=["a"], checkpoint_dir=tmp_path, progress=False, **arguments)
+            with pytest.raises(ConfigError, match=rf"num_actions_per_state must be >= 1; got {value}"):
+                trainer.evaluate(["a", "b"], num_actions_per_state=value)
+            assert policy.calls["generate"] == 0
 
 
-@pytest.mark.parametrize("keep_last", [1, 9])
-@pytest.mark.parametrize(
-    ("scores", "best", "written"),
-    [
-        ([1.0, math.nan, 0.5, 0.75], 1, [1, 4]),
-        ([math.nan, 1.0, 0.5, 0.75], 2, [2, 4]),
-        ([0.5, math.nan, 1.0, math.nan], 3, [1, 3, 4]),
-        ([math.nan, -1.0, math.nan, -2.0], 2, [2, 4]),
-    ],
-)
-def test_an_evaluation_that_is_nan_is_never_the_best(
-    scores: list[float],
-    best: int,
-    written: list[int],
-    keep_last: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_evaluation_that_is_nan_is_never_the_best(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """Four evaluations: an iteration is written when it is better than all before, and the last one always."""
-    trainer, _ = by_hand()
-    evaluations = iter(scores)
-    monkeypatch.setattr(trainer, "evaluate", lambda states: {"eval/avg_reward": next(evaluations)})
-    trainer.train(
-        ["a", "b"],
-        num_iterations=4,
-        eval_states=["a"],
-        eval_every=1,
-        checkpoint_dir=tmp_path,
-        checkpoint_every=9,
-        keep_last=keep_last,
-        progress=False,
-    )
-    kept = sorted({best, 4}) if keep_last == 1 else written
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"iteration-{number:08d}" for number in kept]
-    assert best_checkpoint(tmp_path).name == f"iteration-{best:08d}"
+    for scores, best, written, keep_last in [
+        ([1.0, math.nan, 0.5, 0.75], 1, [1, 4], 1),
+        ([math.nan, 1.0, 0.5, 0.75], 2, [2, 4], 9),
+        ([0.5, math.nan, 1.0, math.nan], 3, [3, 4], 1),  # iteration 1 was written, and has left
+        ([0.5, math.nan, 1.0, math.nan], 3, [1, 3, 4], 9),
+        ([math.nan, -1.0, math.nan, -2.0], 2, [2, 4], 9),
+    ]:
+        with subtests.test(scores=scores, keep_last=keep_last):
+            folder = tmp_path / f"{scores} {keep_last}"
+            trainer, _ = by_hand()
+            reports = iter([{"eval/avg_reward": score} for score in scores])
+            trainer.evaluate = lambda states, reports=reports: next(reports)  # type: ignore[method-assign, misc]
+            trainer.train(
+                ["a", "b"],
+                num_iterations=4,
+                eval_states=["a"],
+                eval_every=1,
+                checkpoint_dir=folder,
+                checkpoint_every=9,
+                keep_last=keep_last,
+                progress=False,
+            )
+            assert sorted(path.name for path in folder.iterdir()) == [f"iteration-{number:08d}" for number in written]
+            assert best_checkpoint(folder).name == f"iteration-{best:08d}"
 
 
 def test_where_every_evaluation_is_nan_no_checkpoint_is_the_best(

@@ -44,15 +44,16 @@ def test_later_passes_are_in_another_order():
     assert source(0) != source(1)
 
 
-@pytest.mark.parametrize("container", [np.asarray, torch.as_tensor])
-def test_arrays_and_tensors_stay_what_they_are(container):
-    states = container(np.arange(12).reshape(6, 2))
-    drawn = StateSource(states, 4, seed=0)(0)
-    assert type(drawn) is type(states)
-    assert drawn.shape == (4, 2)
-    assert all(int(b) == int(a) + 1 for a, b in drawn)  # rows stay whole
-    assert len({int(a) for a, _ in drawn}) == 4
-    assert StateSource(states, None, seed=0)(5) is states
+def test_arrays_and_tensors_stay_what_they_are(subtests):
+    for container in [np.asarray, torch.as_tensor]:
+        with subtests.test(container=container):
+            states = container(np.arange(12).reshape(6, 2))
+            drawn = StateSource(states, 4, seed=0)(0)
+            assert type(drawn) is type(states)
+            assert drawn.shape == (4, 2)
+            assert all(int(b) == int(a) + 1 for a, b in drawn)  # rows stay whole
+            assert len({int(a) for a, _ in drawn}) == 4
+            assert StateSource(states, None, seed=0)(5) is states
 
 
 def test_a_tuple_is_a_sequence():
@@ -103,16 +104,19 @@ def test_a_sampler_is_asked_for_each_iteration():
     assert [source(i) for i in (0, 7)] == [["state of 0"], ["state of 7"]]
 
 
-@pytest.mark.parametrize("states", [[], (), np.zeros((0, 2)), torch.zeros(0, 2)])
-def test_no_states_are_refused(states):
-    with pytest.raises(ContractError, match="at least one"):
-        StateSource(states, None, seed=0)
+def test_no_states_are_refused(subtests):
+    for states in [[], (), np.zeros((0, 2)), torch.zeros(0, 2)]:
+        with subtests.test(states=states), pytest.raises(ContractError, match="at least one"):
+            StateSource(states, None, seed=0)
 
 
-@pytest.mark.parametrize("states", ["one prompt", b"one prompt", {"prompt": "one"}])
-def test_one_state_in_place_of_many_is_refused(states):
-    with pytest.raises(ConfigError, match=f"got a {type(states).__name__}.*list of states"):
-        StateSource(states, None, seed=0)
+def test_one_state_in_place_of_many_is_refused(subtests):
+    for states in ["one prompt", b"one prompt", {"prompt": "one"}]:
+        with (
+            subtests.test(states=states),
+            pytest.raises(ConfigError, match=f"got a {type(states).__name__}.*list of states"),
+        ):
+            StateSource(states, None, seed=0)
 
 
 def test_an_iterable_needs_to_know_how_many():
@@ -120,7 +124,7 @@ def test_an_iterable_needs_to_know_how_many():
         StateSource(iter([1]), None, seed=0)
 
 
-@pytest.mark.parametrize("states", [None, 5, 1.5])
-def test_what_holds_no_states_is_refused(states):
-    with pytest.raises(ConfigError, match=f"got {type(states).__name__}"):
-        StateSource(states, None, seed=0)
+def test_what_holds_no_states_is_refused(subtests):
+    for states in [None, 5, 1.5]:
+        with subtests.test(states=states), pytest.raises(ConfigError, match=f"got {type(states).__name__}"):
+            StateSource(states, None, seed=0)

@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -65,21 +66,18 @@ def test_rows_without_an_advantage_are_in_no_forward_and_their_places_stay_in_th
     assert inputs.weights.tolist() == [[pytest.approx(1 / 7)]] * 2
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_no_row_is_skipped_where_another_term_or_surrogate_may_have_a_gradient(subtests: pytest.Subtests) -> None:
+    for settings in [
         {"objective": ObjectiveConfig(entropy_coef=0.1)},
         {"objective": ObjectiveConfig(surrogate="kl_cov")},
         {"objective": ObjectiveConfig(surrogate="dro")},
         {"objective": ObjectiveConfig(surrogate=lambda steps: -steps.advantages * steps.ratio())},
-    ],
-    ids=["an entropy bonus", "KL-Cov", "DRO", "a function of the user's"],
-)
-def test_no_row_is_skipped_where_another_term_or_surrogate_may_have_a_gradient(settings: dict[str, Any]) -> None:
-    rows = prepared(REWARDS, GROUPS, **settings)
-    (selected,) = rows.updates()
-    assert [rows_of(rows, micro) for micro in rows.micro_batches(selected)] == [list(range(7))]
-    assert (rows.num_skipped, rows.num_dead) == (0, 0)
+    ]:
+        with subtests.test(settings=settings):
+            rows = prepared(REWARDS, GROUPS, **settings)
+            (selected,) = rows.updates()
+            assert [rows_of(rows, micro) for micro in rows.micro_batches(selected)] == [list(range(7))]
+            assert (rows.num_skipped, rows.num_dead) == (0, 0)
 
 
 class Critic(RowScoring):
@@ -106,24 +104,22 @@ def test_no_row_is_skipped_under_an_objective_of_the_users() -> None:
     assert (rows.num_skipped, rows.num_dead) == (0, 0)
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 2, 3, 5, 9])
-@pytest.mark.parametrize("size", [None, 1, 2, 4, 9])
-def test_the_forwards_of_an_epoch_hold_every_row_with_an_advantage_once(
-    batch_size: int | None, size: int | None
-) -> None:
+def test_the_forwards_of_an_epoch_hold_every_row_with_an_advantage_once(subtests: pytest.Subtests) -> None:
     """Groups of 2 to 4 rows, in mixed order; two rows have no advantage. Forwards hold at most `micro_batch_size` rows."""
-    groups = [2, 0, 1, 0, 2, 1, 0, 1, 2, 0]
-    rewards = [1.0, 4.0, 0.0, 1.0, 2.0, 1.0, 2.0, 2.0, 3.0, 5.0]  # rows 4 (2 of 1, 2, 3) and 5 (1 of 0, 1, 2)
-    rows = prepared(rewards, groups, batch_size=batch_size, micro_batch_size=size, seed=4)
-    seen = []
-    for selected in rows.updates():
-        update = rows_of(rows, selected)
-        for micro in rows.micro_batches(selected):
-            places = torch.arange(len(update))[micro].tolist()
-            assert len(places) <= (size or 10)
-            seen += [update[place] for place in places]
-        assert batch_size is None or len(update) <= batch_size
-    assert sorted(seen) == [0, 1, 2, 3, 6, 7, 8, 9]
+    for size, batch_size in product([None, 1, 2, 4, 9], [None, 1, 2, 3, 5, 9]):
+        with subtests.test(size=size, batch_size=batch_size):
+            groups = [2, 0, 1, 0, 2, 1, 0, 1, 2, 0]
+            rewards = [1.0, 4.0, 0.0, 1.0, 2.0, 1.0, 2.0, 2.0, 3.0, 5.0]  # rows 4 (2 of 1, 2, 3) and 5 (1 of 0, 1, 2)
+            rows = prepared(rewards, groups, batch_size=batch_size, micro_batch_size=size, seed=4)
+            seen = []
+            for selected in rows.updates():
+                update = rows_of(rows, selected)
+                for micro in rows.micro_batches(selected):
+                    places = torch.arange(len(update))[micro].tolist()
+                    assert len(places) <= (size or 10)
+                    seen += [update[place] for place in places]
+                assert batch_size is None or len(update) <= batch_size
+            assert sorted(seen) == [0, 1, 2, 3, 6, 7, 8, 9]
 
 
 def test_the_policys_plan_is_of_the_live_rows_of_each_update() -> None:
@@ -297,53 +293,52 @@ SELECTING = {
 }
 
 
-@pytest.mark.parametrize("name", SELECTING)
-@pytest.mark.parametrize("batch_size", [None, 3])
-def test_any_split_into_forwards_gives_the_same_gradients_whatever_is_chosen(name: str, batch_size: int | None) -> None:
+def test_any_split_into_forwards_gives_the_same_gradients_whatever_is_chosen(subtests: pytest.Subtests) -> None:
     """Two epochs, so that the second sees ratios other than 1 and other log-probs than those that steps were chosen by."""
-    recorded = []
-    for size in (None, 1, 2, 3):
-        torch.manual_seed(6)
-        policy = RowScoring()
-        reference = None
-        if SELECTING[name].kl_coef:
-            reference = copy.deepcopy(policy)
-            with torch.no_grad():
-                reference.head.bias += torch.tensor([0.3, -0.2, 0.1])
-        optimizer = RecordingSGD(policy)
-        trainer, _ = by_hand(
-            policy=policy,
-            optimizer=optimizer,
-            reference_policy=reference,
-            config={
-                "objective": SELECTING[name],
-                "batch_size": batch_size,
-                "micro_batch_size": size,
-                "num_epochs_per_update": 2,
-                "seed": 5,
-            },
-        )
-        trainer.update(ExperienceBatch.from_rows(**{**ROLLOUTS, "rewards": [0.0, 1.0, 3.0, 1.0]}))
-        recorded.append(torch.stack(optimizer.gradients))
-    for parts in recorded[1:]:
-        torch.testing.assert_close(parts, recorded[0], rtol=1e-10, atol=1e-14)
-    assert (recorded[0].abs().amax(1) > 0).sum() >= 2
+    for name in SELECTING:
+        with subtests.test(name=name):
+            recorded = []
+            for size in (None, 1, 2):
+                torch.manual_seed(6)
+                policy = RowScoring()
+                reference = None
+                if SELECTING[name].kl_coef:
+                    reference = copy.deepcopy(policy)
+                    with torch.no_grad():
+                        reference.head.bias += torch.tensor([0.3, -0.2, 0.1])
+                optimizer = RecordingSGD(policy)
+                trainer, _ = by_hand(
+                    policy=policy,
+                    optimizer=optimizer,
+                    reference_policy=reference,
+                    config={
+                        "objective": SELECTING[name],
+                        "batch_size": 3,
+                        "micro_batch_size": size,
+                        "num_epochs_per_update": 2,
+                        "seed": 5,
+                    },
+                )
+                trainer.update(ExperienceBatch.from_rows(**{**ROLLOUTS, "rewards": [0.0, 1.0, 3.0, 1.0]}))
+                recorded.append(torch.stack(optimizer.gradients))
+            for parts in recorded[1:]:
+                torch.testing.assert_close(parts, recorded[0], rtol=1e-10, atol=1e-14)
+            assert (recorded[0].abs().amax(1) > 0).sum() >= 2
 
 
 # Probabilities
 
 
-@pytest.mark.parametrize(
-    ("largest", "is_refused"), [(-0.5, False), (0.0, False), (5e-6, False), (2e-5, True), (1.0, True)]
-)
-def test_log_probs_above_rounding_are_densities(largest: float, is_refused: bool) -> None:
+def test_log_probs_above_rounding_are_densities(subtests: pytest.Subtests) -> None:
     """What stands outside the mask is not looked at."""
-    log_probs, mask = torch.tensor([[-1.0, largest], [7.0, 7.0]]), torch.tensor([[True, True], [False, False]])
-    if is_refused:
-        with pytest.raises(ContractError, match=r"surrogate=Dppo.*a log-prob of .* is that of a density"):
-            require_probabilities(Dppo(), log_probs, mask)
-    else:
-        require_probabilities(Dppo(), log_probs, mask)
+    for largest, is_refused in [(-0.5, False), (0.0, False), (5e-6, False), (2e-5, True), (1.0, True)]:
+        with subtests.test(largest=largest, is_refused=is_refused):
+            log_probs, mask = torch.tensor([[-1.0, largest], [7.0, 7.0]]), torch.tensor([[True, True], [False, False]])
+            if is_refused:
+                with pytest.raises(ContractError, match=r"surrogate=Dppo.*a log-prob of .* is that of a density"):
+                    require_probabilities(Dppo(), log_probs, mask)
+            else:
+                require_probabilities(Dppo(), log_probs, mask)
 
 
 # Nothing to learn from
@@ -405,35 +400,35 @@ def test_dead_groups_still_update_where_the_entropy_has_a_gradient() -> None:
     assert metrics["train/skipped_updates"] == 0.0
 
 
-@pytest.mark.parametrize("aggregation", ["row_mean", "step_mean", "group_mean"])
-@pytest.mark.parametrize("batch_size", [None, 4])
-def test_rows_without_an_advantage_are_skipped_and_the_gradient_is_the_same(
-    aggregation: Any, batch_size: int | None
-) -> None:
+def test_rows_without_an_advantage_are_skipped_and_the_gradient_is_the_same(subtests: pytest.Subtests) -> None:
     """A custom objective that calls the built-in one switches the skipping off."""
-    objective = ObjectiveConfig(aggregation=aggregation)
-    recorded = []
-    for custom in (None, lambda inputs: grpo_objective(inputs, objective)):
-        torch.manual_seed(3)
-        policy = RowScoring()
-        optimizer = RecordingSGD(policy)
-        trainer, _ = by_hand(
-            policy=policy,
-            optimizer=optimizer,
-            objective=custom,
-            config={"objective": objective, "seed": 2, "batch_size": batch_size, "num_epochs_per_update": 2},
-        )
-        states = [0, 0, 0, 1, 1, 2, 2, 2]
-        actions = [(1, 0), (2, 2, 0), (0,), (1, 1), (0,), (2, 0), (1, 1, 1, 1), (0,)]
-        mask = torch.tensor([[place < len(action) for place in range(4)] for action in actions])
-        rewards = [0.0, 1.0, 2.0, 5.0, 5.0, 1.0, 1.0, 7.0]  # row 1 and the whole second group have advantage 0
-        policy.rows_scored.clear()
-        metrics = trainer.update(ExperienceBatch.from_rows(states, actions, rewards, states, mask=mask))
-        recorded.append((flat(optimizer.gradients), metrics["rows/skipped_zero_advantage"], sum(policy.rows_scored)))
-    (skipping, num_skipped, forwarded), (whole, none_skipped, all_forwarded) = recorded
-    torch.testing.assert_close(skipping, whole, rtol=1e-12, atol=1e-14)
-    assert (num_skipped, none_skipped) == (3.0, 0.0)
-    assert all_forwarded - forwarded == 2 * 3  # in each of two epochs
+    for batch_size, aggregation in product([None, 4], ["row_mean", "step_mean", "group_mean"]):
+        with subtests.test(batch_size=batch_size, aggregation=aggregation):
+            objective = ObjectiveConfig(aggregation=aggregation)
+            recorded = []
+            for custom in (None, lambda inputs, objective=objective: grpo_objective(inputs, objective)):
+                torch.manual_seed(3)
+                policy = RowScoring()
+                optimizer = RecordingSGD(policy)
+                trainer, _ = by_hand(
+                    policy=policy,
+                    optimizer=optimizer,
+                    objective=custom,
+                    config={"objective": objective, "seed": 2, "batch_size": batch_size, "num_epochs_per_update": 2},
+                )
+                states = [0, 0, 0, 1, 1, 2, 2, 2]
+                actions = [(1, 0), (2, 2, 0), (0,), (1, 1), (0,), (2, 0), (1, 1, 1, 1), (0,)]
+                mask = torch.tensor([[place < len(action) for place in range(4)] for action in actions])
+                rewards = [0.0, 1.0, 2.0, 5.0, 5.0, 1.0, 1.0, 7.0]  # row 1 and the whole second group have advantage 0
+                policy.rows_scored.clear()
+                metrics = trainer.update(ExperienceBatch.from_rows(states, actions, rewards, states, mask=mask))
+                recorded.append(
+                    (flat(optimizer.gradients), metrics["rows/skipped_zero_advantage"], sum(policy.rows_scored))
+                )
+            (skipping, num_skipped, forwarded), (whole, none_skipped, all_forwarded) = recorded
+            torch.testing.assert_close(skipping, whole, rtol=1e-12, atol=1e-14)
+            assert (num_skipped, none_skipped) == (3.0, 0.0)
+            assert all_forwarded - forwarded == 2 * 3  # in each of two epochs
 
 
 def test_long_rows_in_float16_are_finite() -> None:
