@@ -1,9 +1,10 @@
 """Two processes that share the rows of an update make the update that one process makes of all of them.
 
-One launch runs `on_each_rank.py` on both ranks; the tests look at what it wrote. A rank that waited for ever would end it.
+One launch runs `on_each_rank.py` on both ranks; the tests look at what it wrote. A rank that waits for ever fails the launch.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,13 +18,14 @@ from grpo import ConfigError
 from grpo.checkpoint import read_checkpoint
 from grpo.distributed import Engine, OneProcess, Replicated
 from tests.support import on_each_rank
-from tests.support.configs import EVERY, PRESETS, Rows, update
+from tests.support.configs import EVERY, Rows, update
 from tests.support.objective_inputs import as_users_run_it
-from tests.support.on_each_rank import UNEQUAL, WITH_UPDATES_OF_THEIR_OWN
+from tests.support.on_each_rank import DIFFERENT, IDLE, PATTERNS, UNEQUAL
 
 pytestmark = pytest.mark.filterwarnings("ignore:objective.kl_estimator='k1'")
 ROOT = Path(__file__).parents[2]
-SECONDS = 120
+SECONDS = 240
+"""Many times what the launch takes, and less than the time limit of a test."""
 COUNTED = ["rows/skipped_zero_advantage", "rows/dropped", "rows/replayed"]
 """Counts of rows, of which every rank has its own; they have a test of theirs."""
 
@@ -36,18 +38,20 @@ def comparable(metrics: dict[str, float]) -> dict[str, float]:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank wrote."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]  # on a free port
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "tests.support.on_each_rank", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
-            [*launch, on_each_rank.__file__, str(folder)], cwd=ROOT, env=environment, stdout=output, stderr=output
+            launch, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
         )
         try:
             code = process.wait(SECONDS)
         except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends its workers
-            process.wait()
             code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks too
+                process.wait()
     said = (folder / "output").read_text()[-6000:]
     assert code is not None, f"The ranks wait for one another after {SECONDS} seconds:\n{said}"
     assert code == 0, said
@@ -85,12 +89,14 @@ def assert_equal_on_both(ranks: list[dict[str, Any]], *path: Any) -> None:
         assert one["metrics"][metric] == pytest.approx(value, rel=0, abs=0, nan_ok=True), metric
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", EVERY)
-def test_the_update_is_that_of_one_process(ranks, name, dtype):
-    key = name, str(dtype).removeprefix("torch.")
-    assert_equal_on_both(ranks, "updates", key)
-    assert_equal_to_one_process(ranks[0]["updates"][key], name, dtype)
+def test_the_update_is_that_of_one_process(ranks, subtests):
+    cases = [(name, torch.float64) for name in DIFFERENT] + [(name, torch.float32) for name in PATTERNS]
+    assert {(name, str(dtype).removeprefix("torch.")) for name, dtype in cases} == set(ranks[0]["updates"])
+    for name, dtype in cases:
+        with subtests.test(name=name, dtype=dtype):
+            key = name, str(dtype).removeprefix("torch.")
+            assert_equal_on_both(ranks, "updates", key)
+            assert_equal_to_one_process(ranks[0]["updates"][key], name, dtype)
 
 
 def test_counts_of_rows_are_those_of_all_ranks(ranks):
@@ -101,34 +107,36 @@ def test_counts_of_rows_are_those_of_all_ranks(ranks):
         assert results["dropped"]["rewards/mean"] == pytest.approx(1.5)  # 0, 1, 2, 3 and 1, 2
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_rank_without_an_advantage_takes_part_all_the_same(ranks, name):
-    assert_equal_on_both(ranks, "without an advantage", name)
-    assert_equal_to_one_process(ranks[0]["without an advantage"][name], name, torch.float64)
+def test_a_rank_without_an_advantage_takes_part_all_the_same(ranks, subtests):
+    for name in IDLE:
+        with subtests.test(name=name):
+            assert_equal_on_both(ranks, "without an advantage", name)
+            assert_equal_to_one_process(ranks[0]["without an advantage"][name], name, torch.float64)
 
 
-@pytest.mark.parametrize("name", WITH_UPDATES_OF_THEIR_OWN)
-def test_ranks_with_fewer_rows_wait_for_the_others(ranks, name):
+def test_ranks_with_fewer_rows_wait_for_the_others(ranks, subtests):
     # 3 and 12 rows in updates of 4 are 1 and 3 updates per pass: 3 for both, twice
-    assert_equal_on_both(ranks, "different numbers", name)
-    done = ranks[0]["different numbers"][name]
-    assert len(done["gradients"]) + done["metrics"]["train/skipped_updates"] == 6
-    assert len(done["gradients"]) >= 4
-    assert done["weights"].isfinite().all()
+    for name in PATTERNS:
+        with subtests.test(name=name):
+            assert_equal_on_both(ranks, "different numbers", name)
+            done = ranks[0]["different numbers"][name]
+            assert len(done["gradients"]) + done["metrics"]["train/skipped_updates"] == 6
+            assert len(done["gradients"]) >= 4
+            assert done["weights"].isfinite().all()
 
 
-@pytest.mark.parametrize("case", range(len(UNEQUAL)))
-def test_gather_pads_to_the_widest(ranks, case):
-    first, second = UNEQUAL[case]
-    width = [max(sizes) for sizes in zip(first.shape[1:], second.shape[1:], strict=True)]
-    expected = first.new_zeros(len(first) + len(second), *width)
-    expected[(slice(0, len(first)), *(slice(0, size) for size in first.shape[1:]))] = first
-    expected[(slice(len(first), None), *(slice(0, size) for size in second.shape[1:]))] = second
-    for rank, results in enumerate(ranks):
-        together, start = results["gathered"][case]
-        assert together.dtype == first.dtype
-        assert torch.equal(together, expected)
-        assert start == (0, len(first))[rank]
+def test_gather_pads_to_the_widest(ranks, subtests):
+    for case, (first, second) in enumerate(UNEQUAL):
+        with subtests.test(shapes=[list(first.shape), list(second.shape)]):
+            width = [max(sizes) for sizes in zip(first.shape[1:], second.shape[1:], strict=True)]
+            expected = first.new_zeros(len(first) + len(second), *width)
+            expected[(slice(0, len(first)), *(slice(0, size) for size in first.shape[1:]))] = first
+            expected[(slice(len(first), None), *(slice(0, size) for size in second.shape[1:]))] = second
+            for rank, results in enumerate(ranks):
+                together, start = results["gathered"][case]
+                assert together.dtype == first.dtype
+                assert torch.equal(together, expected)
+                assert start == (0, len(first))[rank]
 
 
 def test_sums_are_new_tensors_and_objects_come_one_per_rank(ranks):

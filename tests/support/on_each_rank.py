@@ -1,26 +1,31 @@
 """What each of two processes runs: everything that `test_ranks.py` looks at, written to one file per rank.
 
-    torchrun --nproc-per-node 2 on_each_rank.py FOLDER
+    python -m tests.support.on_each_rank FOLDER
 
-Nothing is judged here: a rank that stopped at an assertion would leave the others waiting.
+The process imports everything once and forks the two ranks, which meet through a file in FOLDER. Nothing is judged here: a rank
+that stopped at an assertion would leave the other one waiting.
 """
 
-import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 from grpo import GRPOError, GRPOTrainer, RewardConfig
 from grpo.distributed import Replicated
-from tests.support.configs import EVERY, PRESETS, Done, Rows, TellingPlanned, make_policy, make_trainer, update
+from tests.support.configs import EVERY, Done, Rows, TellingPlanned, make_policy, make_trainer, update
 from tests.support.policies import RowScoring, weights_of
+
+NUM_RANKS = 2
+LONGEST_WAIT = timedelta(minutes=3)
+"""Of one collective. After it the waiting rank raises, and its traceback shows where it waited."""
 
 SHARES = {
     "one group": [range(3), range(3, 15)],
@@ -28,8 +33,14 @@ SHARES = {
 }
 """Which rows of `Rows.example` are whose: 1 group and 4, ragged; and a rank whose only group has equal rewards."""
 
-WITH_UPDATES_OF_THEIR_OWN = ["dapo", "rloo", "tool_default", "kl_cov", "clip_cov", "top_entropy", "value_loss"]
-"""One of each pattern of collectives that there is."""
+DIFFERENT = list({repr(replace(config, learning_rate=1.0)): name for name, config in EVERY.items()}.values())
+"""Configurations that differ in more than the learning rate, which the optimizer of these tests does not use."""
+
+PATTERNS = ["dapo", "rloo", "tool_default", "kl_cov", "clip_cov", "top_entropy", "value_loss"]
+"""One configuration of each pattern of collectives."""
+
+IDLE = [*PATTERNS, "deepseek_math", "gpg", "maxrl", "reinforce_plus_plus_baseline"]
+"""Configurations for a rank without an advantage: the patterns, and each way to count or scale groups of equal rewards."""
 
 UNEQUAL = [
     [torch.arange(6.0).reshape(2, 3), torch.arange(10.0, 15.0).reshape(1, 5)],
@@ -49,28 +60,24 @@ def as_dict(done: Done) -> dict[str, Any]:
 
 
 def updates(engine: Replicated) -> dict[str, Any]:
-    """One call of `GRPOTrainer.update` for every configuration, in both precisions."""
-    results = {}
-    rows, single = (
-        Rows.example(dtype).take(SHARES["one group"][engine.rank]) for dtype in (torch.float64, torch.float32)
-    )
-    for name, config in EVERY.items():
-        results[name, "float64"] = as_dict(update(config, rows, engine=engine))
-        results[name, "float32"] = as_dict(update(config, single, engine=engine))
-    return results
+    """One call of `GRPOTrainer.update` for every configuration in float64, and for every pattern in float32."""
+    share = SHARES["one group"][engine.rank]
+    rows, single = (Rows.example(dtype).take(share) for dtype in (torch.float64, torch.float32))
+    results = {(name, "float64"): as_dict(update(EVERY[name], rows, engine=engine)) for name in DIFFERENT}
+    return results | {(name, "float32"): as_dict(update(EVERY[name], single, engine=engine)) for name in PATTERNS}
 
 
 def without_an_advantage(engine: Replicated) -> dict[str, Any]:
-    """The same where one rank has nothing to learn from: every preset, in forwards that the policy plans."""
+    """The same where one rank has nothing to learn from, in forwards that the policy plans."""
     rows = Rows.example().take(SHARES["no advantage"][engine.rank])
-    return {name: as_dict(update(EVERY[name], rows, kind=TellingPlanned, engine=engine)) for name in PRESETS}
+    return {name: as_dict(update(EVERY[name], rows, kind=TellingPlanned, engine=engine)) for name in IDLE}
 
 
 def different_numbers_of_updates(engine: Replicated) -> dict[str, Any]:
     """Updates of 4 rows: one rank has 1 per pass, the other 3."""
     results = {}
     rows = Rows.example().take(SHARES["one group"][engine.rank])
-    for name in WITH_UPDATES_OF_THEIR_OWN:
+    for name in PATTERNS:
         results[name] = as_dict(update(replace(EVERY[name], batch_size=4), rows, engine=engine))
     return results
 
@@ -198,11 +205,11 @@ def run_with_checkpoints(engine: Replicated, folder: Path) -> str:
     return "nothing was raised"
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+def main(rank: int, folder: Path) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="objective.kl_estimator='k1'")
-    dist.init_process_group("gloo")
+    store = dist.FileStore(str(folder / "rendezvous"), NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=LONGEST_WAIT)
     engine = Replicated()
     results = {
         "updates": updates(engine),
@@ -219,20 +226,15 @@ def main(folder: Path) -> None:
         "run": run(engine),
         "too few states": run(engine, num_states=1),
     }
-    torch.save(results, folder / f"rank{engine.rank}.pt")
+    torch.save(results, folder / f"rank{rank}.pt")
     dist.barrier()
     written = run_with_checkpoints(
         engine, folder / "checkpoints"
-    )  # last: a rank that fails here leaves the others behind
-    (folder / f"checkpoints{engine.rank}.txt").write_text(written)
+    )  # last: a rank that fails here leaves the other behind
+    (folder / f"checkpoints{rank}.txt").write_text(written)
 
 
 if __name__ == "__main__":
-    code = 0
-    try:
-        main(Path(sys.argv[1]))
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        code = 1
-    os._exit(code)  # at once: the process group's own end would wait for the others
+    torch.set_num_threads(1)
+    # A rank that raises ends the other one; its traceback is part of the error.
+    torch.multiprocessing.start_processes(main, (Path(sys.argv[1]),), nprocs=NUM_RANKS, start_method="fork")
