@@ -1,1 +1,1 @@
-"""One file each, read from top to bottom, run as `python -m examples.NAME`."""
+"""Each example is one file to read from top to bottom. Run it with `python -m examples.NAME`."""

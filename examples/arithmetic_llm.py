@@ -1,12 +1,12 @@
 """Teach a small language model to add, with a reward that only says whether an answer is right.
 
-    python -m examples.arithmetic_llm            # about four minutes on one core; nothing is downloaded
+    python -m examples.arithmetic_llm            # three to four minutes on one core; nothing is downloaded
     python -m examples.arithmetic_llm --seed 1
 
 The script creates a tokenizer of 13 tokens and a Qwen3 model of 0.8 million parameters. A supervised warm-up trains the model
 on sums with their answers until about one in four answers is right. Then GRPO takes over: the model answers each of 32 sums 16
-times, and right answers become more likely. Answers are written with the last digit first, as in addition by hand: 17+25=24
-stands for 42.
+times, and right answers become more likely. Answers are written with the last digit first, because addition by hand starts with
+it: 17+25=24 means 42.
 
 Some sums are held out: neither phase trains on them, or on the same sums with the numbers swapped. All printed accuracies are
 measured on held-out sums. The script writes learning_curve.png, comparison.json, metrics.jsonl and the model to
@@ -32,7 +32,7 @@ PROMPT_LENGTH, MAX_NEW_TOKENS = len("12+34="), len("134") + 1
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character."""
+    """A tokenizer with one token per character."""
     tokenizer = Tokenizer(models.WordLevel({character: number for number, character in enumerate(CHARACTERS)}, "<end>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -58,8 +58,8 @@ def make_model() -> Qwen3ForCausalLM:
 
 
 def make_sums(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]], list[dict[str, str]]]:
-    """Rows with a prompt and an answer: training rows, rows that decide when the warm-up stops, and held-out rows."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]  # each stands for a + b and b + a
+    """Rows with a prompt and an answer: rows to train on, rows that decide when the warm-up ends, and held-out rows."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]  # each pair gives two sums: a + b and b + a
     random.Random(seed).shuffle(pairs)
 
     def rows(some: list[tuple[int, int]]) -> list[dict[str, str]]:
@@ -75,7 +75,7 @@ def right(completions: list[str], answer: list[str], **_: object) -> list[float]
 
 
 def accuracy(policy: HFPolicy, sums: list[dict[str, str]]) -> float:
-    """Share of the most likely answers that are right."""
+    """Fraction of the sums whose most likely answer is right."""
     policy.eval()
     answers = policy.generate_actions(sums, 1, temperature=0)
     return sum(answer.text == row["answer"] for [answer], row in zip(answers, sums, strict=True)) / len(sums)
@@ -111,7 +111,7 @@ def plot(history: list[dict[str, float]], before: float, path: Path) -> None:
     iterations = range(1, len(history) + 1)
     measured = {0: before} | {i: m["eval/avg_reward"] for i, m in enumerate(history, 1) if "eval/avg_reward" in m}
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    axis.plot(iterations, [m["rewards/mean"] for m in history], ".", alpha=0.3, label="sums that are trained on")
+    axis.plot(iterations, [m["rewards/mean"] for m in history], ".", alpha=0.3, label="training sums")
     axis.plot(list(measured), list(measured.values()), "o-", label="held-out sums")
     axis.set(xlabel="iteration of GRPO", ylabel="share of sampled answers that are right", ylim=(0, 1))
     axis.legend()

@@ -1,11 +1,11 @@
-"""Train a policy on a Gymnasium environment without a critic. Episodes of a group share their start and are compared per step.
+"""Train a policy on a Gymnasium environment without a critic. Episodes with the same start are compared step by step.
 
     python -m examples.control                                  # CartPole-v1: learned in seconds
     python -m examples.control --env HalfCheetah-v5             # a robot; requires model-agnostic-grpo[robots]
     python -m examples.control --env MountainCarContinuous-v0   # any environment, with default settings
     python -m examples.control --env Hopper-v5 --video          # also records a video
 
-Use `--import ale_py` for environments of other packages. Start a stopped run again to resume it. The script writes
+Use `--import ale_py` for environments of other packages. To resume a stopped run, start it again. The script writes
 metrics.jsonl, curve.json, learning_curve.png, the checkpoints `best` and `last`, and the video to runs/control/ENV/seed-0/.
 """
 

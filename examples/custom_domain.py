@@ -20,7 +20,7 @@ from grpo.checks import check_policy, check_reward_model
 
 STONES = {"light": 5.0, "heavy": 20.0}  # kg: a light stone flies far, and the wind moves it more
 ANGLES = (30, 35, 40, 45, 50, 55, 60, 65)  # degrees
-TURNS = tuple(range(1, 31))  # of the crank: each puts 200 joules into the throw
+TURNS = tuple(range(1, 31))  # turns of the crank; each turn adds 200 joules to the throw
 NAMES = tuple(STONES)
 
 
@@ -28,7 +28,7 @@ NAMES = tuple(STONES)
 class Target:  # the state
     distance: float  # metres
     wall: float  # height of the wall half-way, metres
-    wind: float  # force on the stone, newtons; from behind if positive
+    wind: float  # force on the stone, newtons; a positive force comes from behind
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Shot:  # the action
 
 
 class Gunner(nn.Module):
-    """The policy: one small network. It chooses the stone first; the angle and the turns depend on the stone."""
+    """The policy, one small network. It chooses the stone first; the angle and the turns depend on the stone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Gunner(nn.Module):
         return [[Shot(NAMES[s], ANGLES[a], TURNS[t]) for s, a, t in group] for group in places]
 
     def get_log_probabilities(self, states: list[Target], actions: list[Shot]) -> Tensor:
-        """[N, 3]: each decision is a step with its own ratio and clip. Returning the sum [N], as one step, also works."""
+        """[N, 3]: each decision is a step with its own ratio and clip. The sum [N], as one step, would also work."""
         places = [(NAMES.index(shot.stone), ANGLES.index(shot.angle), TURNS.index(shot.turns)) for shot in actions]
         (of_stone, of_angle, of_turns), row = self.tables(states), torch.arange(len(states))
         stone, angle, turns = torch.tensor(places).unbind(1)
@@ -77,7 +77,7 @@ def closeness(target: Target, shot: Shot) -> float:
     across, up, push = speed * math.cos(angle), speed * math.sin(angle), target.wind / mass
     flight = 2 * up / 9.81
     miss = abs(across * flight + push / 2 * flight**2 - target.distance)
-    under_root = across**2 + push * target.distance  # negative: the wind turns the stone round before the wall
+    under_root = across**2 + push * target.distance  # negative if the wind turns the stone round before the wall
     at_wall = target.distance / (across + math.sqrt(under_root)) if under_root >= 0 else math.inf
     if at_wall < flight and up * at_wall - 9.81 / 2 * at_wall**2 < target.wall:
         miss = target.distance / 2
@@ -103,7 +103,8 @@ def main() -> None:
     print(check_policy(policy, held_out[:8], strict=True))
     shots = [group[0] for group in policy.generate_actions(held_out[:8], num_actions_per_state=1)]
     print(check_reward_model(reward_model, held_out[:8], shots, strict=True))
-    objective = ObjectiveConfig(entropy_coef=0.03, entropy_estimator="score_function")  # else it settles on one angle
+    # without the bonus, the policy settles on one angle
+    objective = ObjectiveConfig(entropy_coef=0.03, entropy_estimator="score_function")
     config = GRPOConfig(group_size=16, batch_size=256, learning_rate=0.01, lr_schedule="linear", objective=objective)
     trainer = GRPOTrainer(config=config, policy=policy, reward_model=reward_model)
     before = trainer.evaluate(held_out)["eval/avg_reward"]

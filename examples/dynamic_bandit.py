@@ -53,20 +53,20 @@ NUM_ARMS, NUM_STEPS, PULLS_PER_STEP = 5, 100, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Record of one strategy, step by step."""
+    """Record of one strategy: what it did in each step."""
 
     name: str
     rewards: np.ndarray
     """[S] mean reward of each step's 32 pulls."""
     probabilities: np.ndarray
-    """[S + 1, K] of the policy that pulled in each step, and after the last; for a classic strategy, fractions of pulls."""
+    """[S + 1, K] probabilities of the arms in each step, and after the last step. Classic strategies: fractions of pulls."""
     losses: np.ndarray | None = None
-    """[S], where something is trained."""
+    """[S] loss of each step. None: the strategy is not trained by gradients."""
 
 
 @dataclass(slots=True)
 class Recorder:
-    """A metric sink that also looks at the policy."""
+    """A sink that records metrics and the policy's probabilities."""
 
     policy: SoftmaxPolicy
     rewards: list[float] = field(default_factory=list)
@@ -77,16 +77,16 @@ class Recorder:
         self.probabilities.append(self.policy.probabilities()[0].numpy().copy())
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        """After each iteration."""
+        """Record one iteration."""
         self.rewards.append(metrics["rewards/mean"])
         self.losses.append(metrics.get("train/total_loss", 0.0))
         self.probabilities.append(self.policy.probabilities()[0].numpy().copy())
 
     def close(self) -> None:
-        """Nothing is open."""
+        """There is nothing to close."""
 
     def run(self, name: str) -> Run:
-        """What was recorded."""
+        """The record of the whole run."""
         return Run(
             name=name,
             rewards=np.array(self.rewards),
@@ -96,7 +96,7 @@ class Recorder:
 
 
 def train_ours(seed: int, *, progress: bool = False) -> Run:
-    """Train with unscaled advantages, a KL penalty to the uniform policy, and a step size that can track the changes.
+    """Train with unscaled advantages, a KL penalty towards the uniform policy, and a learning rate that can follow the changes.
 
     The penalty is KL(pi || uniform) = log 5 - H(pi), so it acts as an entropy bonus. The gradient of `k3_weighted` is exact in
     expectation. The reference is the policy's own fixed uniform reference (`ScoresReference`).
@@ -125,11 +125,11 @@ class CopyPolicyToReference:
         self.policy, self.reference = policy, reference
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        """After each iteration."""
+        """Copy the policy."""
         self.reference.load_state_dict(self.policy.state_dict())
 
     def close(self) -> None:
-        """Nothing is open."""
+        """There is nothing to close."""
 
 
 def train_original(seed: int, *, progress: bool = False) -> Run:
@@ -139,7 +139,7 @@ def train_original(seed: int, *, progress: bool = False) -> Run:
     objective = ObjectiveConfig(surrogate=Clip(low=0.3, high=0.3), kl_coef=0.1)
 
     def with_sampled_entropy(inputs: ObjectiveInputs) -> ObjectiveOutput:
-        """Entropy as the mean of -log pi over the sample: the right value, but its gradient is zero in expectation."""
+        """An entropy bonus from the mean of -log pi over the sample: the right value, but a gradient of 0 in expectation."""
         output = grpo_objective(inputs, objective)
         bonus = 0.02 * (-inputs.log_probs * inputs.weights.to(inputs.log_probs.dtype)).sum()
         return ObjectiveOutput(loss=output.loss - bonus, metrics=output.metrics)

@@ -44,10 +44,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--batch-size", type=int, default=8, help="problems per iteration (default: %(default)s)")
     add("--responses", type=int, default=4, help="responses per problem (default: %(default)s)")
-    add("--iterations", type=int, help="default: one pass over the problems")
+    add("--iterations", type=int, help="iterations of GRPO (default: one pass over the problems)")
     add("--max-new-tokens", type=int, default=256, help="maximum length of a response (default: %(default)s)")
     add("--max-tokens-per-forward", type=int, default=16_384, help="smaller: less memory (default: %(default)s)")
-    add("--learning-rate", type=float, default=1e-5, help="default: %(default)s")
+    add("--learning-rate", type=float, default=1e-5, help="learning rate of the adapter (default: %(default)s)")
     add("--kl-coef", type=float, default=0.0, help="KL penalty to the model without the adapter (default: none)")
     add("--lora-r", type=int, default=16, help="rank of the adapter (default: %(default)s)")
     add(
@@ -62,7 +62,12 @@ def parse_arguments() -> argparse.Namespace:
         default=True,
         help="frozen weights in 4 bits (default: yes)",
     )
-    add("--reward", choices=["correctness_first", "hybrid"], default="correctness_first", help="default: %(default)s")
+    add(
+        "--reward",
+        choices=["correctness_first", "hybrid"],
+        default="correctness_first",
+        help="reward (default: %(default)s)",
+    )
     add("--wandb", metavar="PROJECT", help="also log to Weights & Biases (WANDB_MODE=offline: without a network)")
     add("--resume", action="store_true", help="resume from the newest checkpoint in the folder")
     add("--seed", type=int, default=0)
@@ -130,9 +135,7 @@ def main() -> None:
         max_tokens_per_forward=args.max_tokens_per_forward,
         chat_template_options={"enable_thinking": False},  # Qwen3 would think for longer than max_new_tokens
     )
-    if (
-        policy.tokenizer.chat_template is not None
-    ):  # an instruct model expects a conversation, other models expect a text
+    if policy.tokenizer.chat_template is not None:  # an instruct model expects a conversation
         for row in problems + unseen:
             row["prompt"] = [{"role": "user", "content": row["prompt"]}]
 

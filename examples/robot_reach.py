@@ -37,7 +37,7 @@ TARGET = slice(8, 10)  # part of Reacher's observation: vector from the fingerti
 
 
 def precision(episode: Episode) -> Tensor:
-    """A custom reward term, [L]: 1 on the target, 1/e at two centimetres, nearly 0 from ten centimetres on."""
+    """A custom reward term, [L]: 1 on the target, 1/e at a distance of two centimetres, nearly 0 beyond ten centimetres."""
     return torch.exp(-episode.observations[:, TARGET].norm(dim=1) / 0.02)
 
 

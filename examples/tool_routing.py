@@ -51,7 +51,7 @@ CONFIG = GRPOConfig(
 )
 
 NUM_MORE_ITERATIONS = 20
-"""Iterations after tools were added."""
+"""Training iterations after the two tools are added."""
 
 
 class LearningCurve:
@@ -73,7 +73,7 @@ class LearningCurve:
 
 
 def share_right(report: ToolReport) -> str:
-    """Accuracies on all tasks, and on the tasks that share no word with their tool's description."""
+    """One line: accuracies on all tasks, and on the tasks that share no word with their tool's description."""
     hard = report.by_words["no shared word"]
     overall = report.overall
     return (
@@ -83,7 +83,7 @@ def share_right(report: ToolReport) -> str:
 
 
 def learn_added_tools(trainer: GRPOTrainer, tasks: Sequence[ToolTask], *, progress: bool = True) -> None:
-    """Train for some more iterations on requests for all tools, without losing accuracy on the known tools.
+    """Train on requests for all tools for some more iterations, without losing accuracy on the known tools.
 
     The optimizer is kept. Its moment estimates are adapted to the small gradients of the known tools, so its steps mostly serve
     the new tools. The learning rate starts at half and decays to 0, so that the final weights do not depend on one noisy step.
