@@ -1,84 +1,63 @@
 """What GRPO learns on bandits that change, beside the classics: the figures that the README and the benchmark claim.
 
-They are measured in a process of its own, as users run it: checking shapes at every call takes five times as long.
+Every day: a short horizon and ten runs; one seed of the dynamic bandit is in `tests/integration/test_examples.py`. Slow: as the
+benchmark has it.
 """
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from adapters.bandits import SoftmaxPolicy
-from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
-
-ROOT = Path(__file__).resolve().parents[2]
-
-MEASURE = """
-import json
-import torch
-from adapters.bandits import EXP3S, SlidingWindowUCB, ThompsonSampling, UCB1, abrupt_testbed, cumulative_regret
-from benchmarks.bandits import HORIZON, pull_with, pull_with_grpo
+from adapters.bandits import SoftmaxPolicy, abrupt_testbed, cumulative_regret
+from benchmarks import bandits
 from examples.dynamic_bandit import summarise, train_original, train_ours
-
-torch.set_num_threads(1)
-
-def regret(pull):
-    testbed = abrupt_testbed(num_runs=50)
-    return float(cumulative_regret(testbed.means[:, :HORIZON], pull(testbed))[:, -1].mean())
-
-print(json.dumps({
-    "ours": [summarise(train_ours(seed)) for seed in range(20)],
-    "original": [summarise(train_original(seed)) for seed in range(5)],
-    "regret": {
-        "pulled": regret(lambda bed: pull_with_grpo(bed, learning_rate=4.0, kl_coef=0.01)),
-        "plain": regret(lambda bed: pull_with_grpo(bed, learning_rate=4.0, kl_coef=0.0)),
-        "sliding-window UCB": regret(lambda bed: pull_with(lambda r, k: SlidingWindowUCB(r, k, horizon=HORIZON), bed)),
-        "UCB1": regret(lambda bed: pull_with(UCB1, bed)),
-        "Thompson": regret(lambda bed: pull_with(ThompsonSampling, bed)),
-        "EXP3.S": regret(lambda bed: pull_with(lambda r, k: EXP3S(r, k, horizon=HORIZON, num_changes=2), bed)),
-    },
-}))
-"""
+from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
+from tests.support.objective_inputs import as_users_run_it
 
 
-@pytest.fixture(scope="module")
-def measured() -> dict[str, Any]:
-    result = subprocess.run([sys.executable, "-c", MEASURE], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads(result.stdout)
+@pytest.fixture(autouse=True)
+def _as_users_run_it() -> Iterator[None]:
+    """The type checks at every call would take most of the time."""
+    with as_users_run_it():
+        yield
 
 
 def mean(runs: list[dict[str, float]], name: str) -> float:
     return sum(run[name] for run in runs) / len(runs)
 
 
-def test_our_configuration_follows_the_dynamic_bandit_over_20_seeds(measured: dict[str, Any]) -> None:
+@pytest.mark.slow
+def test_our_configuration_follows_the_dynamic_bandit_over_20_seeds() -> None:
     """Chance is .2 for the probabilities and .27 for the reward; the oracle has .75."""
-    runs = measured["ours"]
-    assert len(runs) == 20
+    runs = [summarise(train_ours(seed)) for seed in range(20)]
     assert mean(runs, "arm 3") >= 0.85
     assert mean(runs, "arm 0") >= 0.85
     assert mean(runs, "structured reward") >= 0.67
     assert max(run["max after uniform"] for run in runs) < 0.35
 
 
-def test_the_original_configuration_loses_it(measured: dict[str, Any]) -> None:
-    assert mean(measured["original"], "arm 0") < 0.2
-    assert mean(measured["original"], "structured reward") < 0.45
+@pytest.mark.slow
+def test_the_original_configuration_loses_it() -> None:
+    runs = [summarise(train_original(seed)) for seed in range(5)]
+    assert mean(runs, "arm 0") < 0.2
+    assert mean(runs, "structured reward") < 0.45
 
 
-def test_grpo_beats_the_classics_on_the_abruptly_changing_bandit(measured: dict[str, Any]) -> None:
-    regret = measured["regret"]
-    assert regret["pulled"] <= 1.15 * regret["sliding-window UCB"]
-    assert regret["pulled"] < min(regret["UCB1"], regret["Thompson"], regret["EXP3.S"])
-
-
-def test_without_the_pull_the_softmax_saturates(measured: dict[str, Any]) -> None:
-    assert measured["regret"]["plain"] > 2 * measured["regret"]["pulled"]
+@pytest.mark.parametrize(("num_runs", "horizon"), [(10, 5_000), pytest.param(50, 10_000, marks=pytest.mark.slow)])
+def test_grpo_beats_the_classics_on_the_abruptly_changing_bandit(
+    num_runs: int, horizon: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the pull towards uniform the softmax saturates."""
+    monkeypatch.setattr(bandits, "HORIZON", horizon)
+    regret = {}
+    for name, pull in bandits.abrupt_strategies().items():
+        testbed = abrupt_testbed(num_runs=num_runs)
+        regret[name] = float(cumulative_regret(testbed.means[:, :horizon], pull(testbed))[:, -1].mean())
+    pulled = regret["GRPO, pulled towards uniform (k3, .01)"]
+    assert pulled <= 1.15 * regret["sliding-window UCB"], regret
+    assert pulled < min(regret["UCB1"], regret["Thompson"], regret["EXP3.S"]), regret
+    assert regret["GRPO, plain"] > 2 * pulled, regret
 
 
 def test_runs_of_one_table_learn_as_if_alone() -> None:
