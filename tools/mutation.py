@@ -3,10 +3,11 @@
     python tools/mutation.py --mutants 100 --seed 0
 
 A mutant is a copy of the source with one operator, constant, condition or statement changed. The mutants are drawn at random
-from all places of `grpo`, with a seed. Each mutant is run with `-x` against the tests that mirror its module in `tests/unit`,
-and, if they pass, against `tests/property`. A mutant is killed when a test fails or a run exceeds its time limit. Survivors are
-printed: each shows a missing test, or a change without an effect. Changes without an effect are listed with a reason in
-`tools/equivalent_mutants.toml` and are not counted. The exit status is 1 when fewer mutants are killed than `--at-least`.
+from all places of `grpo`, with a seed. Each mutant is run with `-x` against the tests that mirror its module in `tests/unit`.
+If they pass, it is run against `tests/property`, and then against all unit tests of the core. A mutant is killed when a test
+fails or a run exceeds its time limit. Survivors are printed: each shows a missing test, or a change without an effect. Changes
+without an effect are listed with a reason in `tools/equivalent_mutants.toml` and are not counted. The exit status is 1 when fewer
+mutants are killed than `--at-least`.
 
 The source is changed in temporary copies of the checkout, one per worker, never in the checkout itself.
 """
@@ -30,9 +31,8 @@ from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = "grpo"
-COPIED = ("grpo", "adapters", "benchmarks", "examples", "tests", "pyproject.toml", "README.md", "docs")
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
-STAGES = ("mirror", "property")
+STAGES = ("mirror", "property", "core")
 STAGE_SECONDS = 600
 
 OPERATORS: dict[type[ast.AST], str] = {
@@ -44,7 +44,7 @@ OPERATORS: dict[type[ast.AST], str] = {
 }  # fmt: skip
 """What replaces each operator."""
 
-Outcome = Literal["mirror", "property", "survived", "equivalent"]
+Outcome = Literal["mirror", "property", "core", "survived", "equivalent"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,20 +216,25 @@ def drawn(num_mutants: int, seed: int, only: Sequence[str]) -> list[Mutant]:
 
 
 def mirror_of(path: str, root: Path = ROOT) -> list[str]:
-    """The tests in `tests/unit` that mirror a module: those of its own name, else those of its room, else all of the core."""
+    """The tests in `tests/unit` that mirror a module: those of its own name, else those of its room, else those of the core."""
     parts = Path(path).relative_to(SOURCE).with_suffix("").parts
     *rooms, module = parts if parts[-1] != "__init__" else (*parts[:-1], "__init__")
     unit = root / "tests" / "unit"
     of_module = sorted(unit.joinpath(*rooms).glob(f"test_{module}*.py"))
     of_room = [unit.joinpath(*rooms)] if rooms and unit.joinpath(*rooms).is_dir() else []
     named_like_room = sorted(unit.glob(f"test_{rooms[0]}*.py")) if rooms else []
-    core = sorted(unit.glob("test_*.py"))
-    found = of_module or of_room or named_like_room or core
-    return [test.relative_to(root).as_posix() for test in found]
+    found = of_module or of_room or named_like_room
+    return [test.relative_to(root).as_posix() for test in found] or core_of(root)
 
 
-def run_tests(tree: Path, tests: Sequence[str], *, write_bytecode: bool = False) -> bool:
-    """Whether the tests pass in `tree`."""
+def core_of(root: Path = ROOT) -> list[str]:
+    """All unit tests of the core: the files in `tests/unit`, and the private rooms."""
+    unit = root / "tests" / "unit"
+    return [test.relative_to(root).as_posix() for test in sorted([*unit.glob("_[a-z]*/"), *unit.glob("test_*.py")])]
+
+
+def failure_of(tree: Path, tests: Sequence[str], *, write_bytecode: bool = False) -> str | None:
+    """The output of the tests in `tree` when one of them fails; None when all pass."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not write_bytecode:
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -237,10 +242,10 @@ def run_tests(tree: Path, tests: Sequence[str], *, write_bytecode: bool = False)
     try:
         run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=STAGE_SECONDS, text=True)
     except subprocess.TimeoutExpired:
-        return False
+        return f"The tests took longer than {STAGE_SECONDS} s."
     if run.returncode not in (0, 1, 2):  # all passed, some failed, or a module could not be imported
         raise RuntimeError(f"pytest ended with status {run.returncode}:\n{run.stdout[-3000:]}{run.stderr[-3000:]}")
-    return run.returncode == 0
+    return run.stdout if run.returncode else None
 
 
 def outcome_of(mutant: Mutant, tree: Path) -> Outcome:
@@ -250,9 +255,9 @@ def outcome_of(mutant: Mutant, tree: Path) -> Outcome:
     try:
         file.write_text(mutant.source, encoding="utf-8")
         os.utime(file, (status.st_atime, status.st_mtime + 10))  # compiled files are told apart by time and size
-        stages = {"mirror": mirror_of(mutant.path, tree), "property": ["tests/property"]}
+        stages = {"mirror": mirror_of(mutant.path, tree), "property": ["tests/property"], "core": core_of(tree)}
         for stage in STAGES:
-            if not run_tests(tree, stages[stage]):
+            if failure_of(tree, stages[stage]) is not None:
                 return stage  # type: ignore[return-value]
         return "survived"
     finally:
@@ -261,14 +266,13 @@ def outcome_of(mutant: Mutant, tree: Path) -> Outcome:
 
 
 def copy_checkout(folder: Path) -> Path:
-    """A copy of what the tests need."""
-    folder.mkdir()
-    for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy2(source, folder / name)
+    """A copy of every file that git tracks or would track."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
     return folder
 
 
@@ -298,11 +302,14 @@ def run_all(mutants: Sequence[Mutant], num_workers: int) -> list[tuple[Mutant, O
         print("Running the tests on the unchanged source ...", flush=True)
         mirrors = sorted({test for mutant in mutants for test in mirror_of(mutant.path)})
         with ThreadPoolExecutor(num_workers) as pool:
-            unchanged = [Path(folder) / str(worker) for worker in range(num_workers)]
-            if not all(
-                pool.map(lambda tree: run_tests(tree, [*mirrors, "tests/property"], write_bytecode=True), unchanged)
+            folders = [Path(folder) / str(worker) for worker in range(num_workers)]
+            for failure in pool.map(
+                lambda tree: failure_of(tree, [*mirrors, "tests/property"], write_bytecode=True), folders
             ):
-                raise SystemExit("The tests fail on the unchanged source. Make them pass first.")
+                if failure is not None:
+                    raise SystemExit(
+                        f"The tests fail on the unchanged source. Make them pass first.\n{failure[-3000:]}"
+                    )
             results: list[tuple[Mutant, Outcome]] = []
             for mutant, outcome, seconds in pool.map(judge, mutants):
                 results.append((mutant, outcome))

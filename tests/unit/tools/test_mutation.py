@@ -72,7 +72,8 @@ def test_the_tests_of_a_module_are_its_mirror_its_room_or_the_whole_core(tmp_pat
     ]
     assert mirror_of("grpo/_room/other.py", tmp_path) == ["tests/unit/_room"]
     assert mirror_of("grpo/checks/kit.py", tmp_path) == ["tests/unit/test_checks_kit.py"]
-    assert mirror_of("grpo/types.py", tmp_path) == ["tests/unit/test_checks_kit.py", "tests/unit/test_trainer.py"]
+    core = ["tests/unit/_room", "tests/unit/test_checks_kit.py", "tests/unit/test_trainer.py"]
+    assert mirror_of("grpo/types.py", tmp_path) == core
 
 
 def test_the_listed_mutants_are_still_in_the_source() -> None:
