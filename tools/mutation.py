@@ -6,8 +6,8 @@ A mutant is a copy of the source with one operator, constant, condition or state
 from all places of `grpo`, with a seed. Each mutant is run with `-x` against the tests that mirror its module in `tests/unit`.
 If they pass, it is run against `tests/property`, and then against all unit tests of the core. A mutant is killed when a test
 fails or a run exceeds its time limit. Survivors are printed: each shows a missing test, or a change without an effect. Changes
-without an effect are listed with a reason in `tools/equivalent_mutants.toml` and are not counted. The exit status is 1 when fewer
-mutants are killed than `--at-least`.
+without an effect are listed with a reason in `tools/equivalent_mutants.toml` and are not counted. The exit status is 1 when
+fewer mutants are killed than `--at-least`.
 
 The source is changed in temporary copies of the checkout, one per worker, never in the checkout itself.
 """
