@@ -1,10 +1,11 @@
-"""Tiny language models of several families, a character tokenizer, and what scores come to one row at a time."""
+"""Tiny language models of several families, a character tokenizer, and scores that are computed one row at a time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -27,7 +28,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from adapters.llm import Completion, SamplingConfig
+from adapters.llm import Completion, HFPolicy, SamplingConfig
 
 CHARACTERS = "0123456789+=? abcdefghijklmnopqrstuvwxyz.\n"
 PAD, END = 0, 1
@@ -40,7 +41,7 @@ GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4, "final_
 
 
 def character_tokenizer(*, pad: bool = True, end: bool = True) -> PreTrainedTokenizerFast:
-    """One token per character; 0 pads and 1 ends, where there are such tokens."""
+    """One token per character. Token 0 is for padding and 1 ends a text, unless `pad` or `end` is False."""
     vocabulary = {"<pad>": PAD, "<eos>": END} | {character: i + 2 for i, character in enumerate(CHARACTERS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -70,12 +71,30 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "gemma2": lambda **changes: Gemma2ForCausalLM(Gemma2Config(**LLAMA | GEMMA | changes)),
     "mamba": _mamba,
 }
-"""Full attention; then sliding windows (of 4 positions) and states, whose caches no completions can share."""
+"""Models with full attention, then models with sliding windows (4 positions) or states, whose caches cannot be shared."""
 SHARING = ("qwen3", "llama", "gpt2", "granite", "cohere")
+"""Models whose completions can share the cache of a prompt."""
+
+ROUNDING = 2**-24
+"""Largest relative error of one rounding to float32."""
+FLOAT32_LOG_PROB = 2 * 8 * ROUNDING * 20
+"""Tolerance for a log-prob of a tiny model that is computed in float32 in two ways, for example alone and in a batch.
+
+Logits are at most 20 in size. The two layers move a logit by at most 8 roundings of that size. (The largest distance to
+float64 is 6 roundings, over all families and vector instructions.) Both results have such an error: 2 * 8 * ROUNDING * 20.
+"""
+FLOAT32_GRADIENT = 2 * 32 * ROUNDING
+"""Tolerance for `relative_difference` of gradients of a tiny model that are computed in float32 in two ways.
+
+The forward and the backward pass move a gradient by at most 32 roundings of its norm (the largest distance to float64 is 14,
+over all families and vector instructions). Both results have such an error: 2 * 32 * ROUNDING.
+"""
+FLOAT64 = 2.0**-29
+"""What a tolerance for float32 is multiplied by where everything is computed in float64."""
 
 
 def tiny_model(family: str = "qwen3", *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """The same weights at every call, larger than they are made, so that distributions are neither flat nor peaked."""
+    """A model with the same weights in every call. They are scaled up, so that distributions are neither flat nor peaked."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = FAMILIES[family](**changes)
@@ -88,24 +107,24 @@ def tiny_model(family: str = "qwen3", *, dtype: torch.dtype = torch.float32, **c
 
 
 def completion(*token_ids: int, finish_reason: Any = "end") -> Completion:
-    """Of which nothing but the tokens is known."""
+    """A completion with these tokens and without text."""
     return Completion(token_ids=token_ids, text="", finish_reason=finish_reason)
 
 
 def row_logits(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """[T, V]: the logits each token is drawn from, by a forward pass of this row alone, without cache or padding."""
+    """[T, V]: the logits of each token, from a forward pass of this row alone, without cache or padding."""
     row = torch.tensor([[*prompt, *tokens]])
     return model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : len(prompt) - 1 + len(tokens)]
 
 
 def row_log_probs(model: Any, prompt: Sequence[int], tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
-    """[T]: log-probabilities of the tokens, computed in the same way."""
+    """[T]: log-probs of the tokens, from a forward pass of this row alone, without cache or padding."""
     all_log_probs = (row_logits(model, prompt, tokens) / temperature).log_softmax(1)
     return all_log_probs[torch.arange(len(tokens)), torch.tensor(list(tokens), dtype=torch.int64)]
 
 
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
-    """Of the loss, for every parameter that is trained; 0 where it has none."""
+    """The gradient of the loss for each trained parameter. It is 0 for a parameter that the loss does not use."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     slopes = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return {
@@ -115,7 +134,7 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
 
 
 def relative_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """|found - expected| / |expected|, all parameters together."""
+    """|found - expected| / |expected|, where | | is the norm over all parameters together."""
     assert found.keys() == expected.keys()
     error = torch.stack([(found[name] - expected[name]).double().norm() for name in expected]).norm()
     return float(error / torch.stack([slope.double().norm() for slope in expected.values()]).norm())
@@ -130,12 +149,12 @@ def sampling_distribution(
     end_token_ids: Sequence[int] = (END,),
     excludes: bool = False,
 ) -> np.ndarray:
-    """What one token is drawn from, in plain float64: penalty, temperature, top-k, top-p, min-p, XTC, in this order.
+    """The distribution of one token, in float64: penalty, temperature, top-k, top-p, min-p and XTC, in this order.
 
     Args:
-        logits: of the model, [V].
-        written: prompt and completion so far.
-        excludes: XTC acts at this step.
+        logits: Logits of the model, [V].
+        written: Tokens of the prompt and of the completion so far.
+        excludes: Whether XTC excludes the top choices at this step.
     """
     values = np.array(logits, dtype=np.float64)
     for token in set(written):
@@ -163,7 +182,57 @@ def _softmax(values: np.ndarray) -> np.ndarray:
 
 
 def _only(probs: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """`probs` on these tokens alone."""
+    """`probs` restricted to these tokens and normalised."""
     chosen = np.zeros_like(probs)
     chosen[kept] = probs[kept]
     return chosen / chosen.sum()
+
+
+STATES = ["1+1=", "12+30=?", "abc"]
+ROWS = [completion(5, 6, 7), completion(9), completion(4, 12, 30, 2)]
+"""One completion of each of `STATES`."""
+
+
+def policy_of(model: Any = None, *, max_new_tokens: int = 8, **options: Any) -> HFPolicy:
+    """A policy of a tiny model, with the character tokenizer unless `options` has another."""
+    sampling = options.pop("sampling", SamplingConfig(max_new_tokens=max_new_tokens))
+    tokenizer = options.pop("tokenizer", None) or character_tokenizer()
+    return HFPolicy(model or tiny_model(), tokenizer, sampling=sampling, **options)
+
+
+def adapted_model(model: Any = None, **options: Any) -> Any:
+    """A tiny model with a random LoRA adapter. PEFT starts with B = 0, which would change nothing."""
+    peft_model = get_peft_model(model or tiny_model(), LoraConfig(r=4, **{"target_modules": ["q_proj"]} | options))
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return peft_model.eval()
+
+
+def encoded(state: str) -> list[int]:
+    """Token ids of a text."""
+    return [CHARACTERS.index(character) + 2 for character in state]
+
+
+def log_probs_of_rows(model: Any, temperature: float = 1.0) -> list[Tensor]:
+    """Log-probs of `ROWS` after `STATES`, one forward pass per row."""
+    return [
+        row_log_probs(model, encoded(state), action.token_ids, temperature)
+        for state, action in zip(STATES, ROWS, strict=True)
+    ]
+
+
+def assert_rows(values: Tensor, expected: Sequence[Tensor], tolerance: float = FLOAT32_LOG_PROB) -> None:
+    """Each row of `values` begins with the expected numbers, up to rounding."""
+    for row, numbers in zip(values, expected, strict=True):
+        torch.testing.assert_close(row[: len(numbers)], numbers, atol=tolerance, rtol=0)
+
+
+def forward_shapes(model: Any) -> list[tuple[int, ...]]:
+    """A list that gets the shape of the token ids of each forward pass of the decoder from now on."""
+    shapes: list[tuple[int, ...]] = []
+    model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    return shapes

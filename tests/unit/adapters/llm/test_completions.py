@@ -5,7 +5,7 @@ from adapters.llm.completions import completion_mask, padded
 from tests.support.llm_models import completion
 
 
-def test_a_completion_is_as_long_as_its_tokens_and_knows_whether_it_was_cut_off() -> None:
+def test_a_completion_has_a_length_and_knows_whether_it_is_truncated() -> None:
     cut = Completion(token_ids=(5, 6, 7), text="abc", finish_reason="length")
     assert len(cut) == 3
     assert [completion(5, finish_reason=reason).is_truncated for reason in ("end", "stop", "length")] == [
@@ -15,19 +15,19 @@ def test_a_completion_is_as_long_as_its_tokens_and_knows_whether_it_was_cut_off(
     ]
 
 
-def test_the_mask_is_as_wide_as_the_longest() -> None:
+def test_the_mask_is_as_wide_as_the_longest_completion() -> None:
     mask = completion_mask([completion(5), completion(), completion(5, 6, 7)])
     assert mask.dtype == torch.bool
     assert mask.tolist() == [[True, False, False], [False] * 3, [True] * 3]
 
 
-def test_truncated_completions_are_masked_on_request_and_still_have_a_place() -> None:
+def test_truncated_completions_are_masked_on_request_and_keep_their_row() -> None:
     rows = [completion(5, finish_reason="stop"), completion(5, 6, finish_reason="length")]
     assert completion_mask(rows).tolist() == [[True, False], [True, True]]
     assert completion_mask(rows, mask_truncated=True).tolist() == [[True], [False]]  # as wide as what counts
 
 
-def test_nothing_gives_an_empty_mask() -> None:
+def test_completions_without_tokens_have_an_empty_mask() -> None:
     assert completion_mask([]).shape == (0, 0)
     assert completion_mask([completion(), completion()]).shape == (2, 0)
 

@@ -27,7 +27,7 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], int, bool
 
 
 @given(batches())
-def test_every_plan_is_a_partition_within_budget_and_no_worse_than_the_obvious_ones(
+def test_every_plan_is_a_partition_within_budget_and_no_worse_than_simple_plans(
     batch: tuple[list[int], list[int], list[int], int, bool],
 ) -> None:
     prompts, of_row, lengths, budget, shares = batch
@@ -48,35 +48,36 @@ def test_every_plan_is_a_partition_within_budget_and_no_worse_than_the_obvious_o
         assert cost <= size(everything) + FORWARD_COST
 
 
-def test_one_pass_where_passes_cost_more_than_padding() -> None:
+def test_rows_stay_together_if_a_pass_costs_more_than_padding() -> None:
     # together 1 * 10 + 4 * 20 = 90 positions, and one forward; nothing that splits can pay 256 more
     assert plan_by_tokens([10], [0] * 4, [20, 1, 5, 20], 1000, shares_prompts=True) == [[0, 3, 2, 1]]
 
 
-def test_long_rows_are_parted_from_short_ones_where_padding_costs_more_than_a_pass() -> None:
+def test_long_and_short_rows_are_split_if_padding_costs_more_than_a_pass() -> None:
     # together 10 + 4 * 1000 = 4010 + 256; in two passes (10 + 2 * 1000) + (10 + 2 * 1) + 2 * 256 = 2534
     assert plan_by_tokens([10], [0] * 4, [1000, 1, 1, 1000], 10**6, shares_prompts=True) == [[0, 3], [1, 2]]
 
 
-def test_prompts_that_are_shared_keep_their_group_together() -> None:
+def test_rows_of_a_shared_prompt_stay_together() -> None:
     # two groups of three in 2 x (100 + 3 * 10) = 260 positions; a budget of 150 allows one group per pass, not two
     plan = plan_by_tokens([100, 100], [0, 1, 0, 1, 0, 1], [10] * 6, 150, shares_prompts=True)
     assert sorted(map(sorted, plan)) == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_without_sharing_each_row_counts_its_prompt() -> None:
+def test_each_row_counts_its_prompt_if_prompts_are_not_shared() -> None:
     # three rows of 100 + 10 are 330 positions: a budget of 329 takes two passes
     assert len(plan_by_tokens([100], [0] * 3, [10] * 3, 330, shares_prompts=False)) == 1
     assert len(plan_by_tokens([100], [0] * 3, [10] * 3, 329, shares_prompts=False)) == 2
     assert len(plan_by_tokens([100], [0] * 3, [10] * 3, 130, shares_prompts=True)) == 1
 
 
-def test_a_row_beyond_the_budget_goes_alone() -> None:
+def test_a_row_beyond_the_budget_has_a_pass_of_its_own() -> None:
     plan = plan_by_tokens([5], [0, 0, 0], [500, 1, 1], 20, shares_prompts=True)
     assert sorted(map(sorted, plan)) == [[0], [1, 2]]
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_completions_without_a_token_are_planned_too(shares: bool) -> None:
-    plan = plan_by_tokens([3], [0, 0], [0, 0], 100, shares_prompts=shares)
-    assert sorted(row for part in plan for row in part) == [0, 1]
+def test_completions_without_a_token_are_planned(subtests: pytest.Subtests) -> None:
+    for shares in [True, False]:
+        with subtests.test(shares=shares):
+            plan = plan_by_tokens([3], [0, 0], [0, 0], 100, shares_prompts=shares)
+            assert sorted(row for part in plan for row in part) == [0, 1]

@@ -30,22 +30,25 @@ def test_text_messages_and_rows_are_prompts() -> None:
     assert prompt_of({"question": CHAT}, "question") is CHAT
 
 
-def test_a_row_without_the_prompt_column_names_those_it_has() -> None:
+def test_a_row_without_the_prompt_column_is_refused_with_its_columns() -> None:
     with pytest.raises(ContractError, match=r"prompt column 'prompt'; got the columns \['answer', 'question'\]"):
         prompt_of({"question": "1+1", "answer": "2"})
 
 
-@pytest.mark.parametrize("wrong", [7, None, b"1+1", [], ["1+1"], [{"content": "1"}], {"prompt": 3}, {"prompt": None}])
-def test_anything_else_is_refused(wrong: Any) -> None:
-    with pytest.raises(ContractError, match="must be text, or a list of chat messages"):
-        prompt_of(wrong)
+WRONG = [7, None, b"1+1", [], ["1+1"], [{"content": "1"}], {"prompt": 3}, {"prompt": None}]
+
+
+def test_anything_but_text_and_messages_is_refused(subtests: pytest.Subtests) -> None:
+    for wrong in WRONG:
+        with subtests.test(wrong=wrong), pytest.raises(ContractError, match="must be text, or a list of chat messages"):
+            prompt_of(wrong)
 
 
 def test_prompts_are_encoded_in_order() -> None:
     assert encoder()(["1+1", {"prompt": "abc"}, "1+1"]) == [ids("1+1"), ids("abc"), ids("1+1")]
 
 
-def test_equal_texts_and_the_same_row_are_tokenized_once() -> None:
+def test_equal_texts_and_repeated_rows_are_tokenized_once() -> None:
     calls: Counter[str] = Counter()
     tokenizer = character_tokenizer()
 
@@ -61,22 +64,22 @@ def test_equal_texts_and_the_same_row_are_tokenized_once() -> None:
     assert calls == {"abc": 1, "1+1": 1}
 
 
-def test_rows_that_a_data_set_makes_when_asked_are_not_taken_for_one_another() -> None:
-    """Such a row is gone before the next one is made, which may then have its id."""
+def test_rows_of_a_dataset_are_not_confused() -> None:
+    """A dataset creates each row on access, so a new row can have the id of a freed row."""
     texts = ["a" * (1 + i % 7) for i in range(60)]
     assert encoder()(Dataset.from_dict({"prompt": texts})) == [ids(text) for text in texts]
 
 
-def test_chats_go_through_the_template_which_writes_the_special_tokens() -> None:
+def test_chats_are_encoded_with_the_chat_template() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    # the template's <eos> is one token, and ours is a template of its own end: "=" begins the answer
+    # the template ends each message with <eos> (one token) and the prompt with "="
     expected = [*ids("system.add"), END, *ids("user.1+1"), END, *ids("=")]
     assert encoder(tokenizer)([CHAT]) == [expected]
     assert encoder(tokenizer, prefix="a.")([CHAT]) == [expected[:-1] + ids("a.")]
 
 
-def test_a_tokenizer_that_adds_tokens_adds_them_to_text_and_not_to_what_the_template_wrote() -> None:
+def test_special_tokens_are_added_to_text_and_not_to_the_output_of_the_template() -> None:
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = character_tokenizer()
@@ -86,11 +89,11 @@ def test_a_tokenizer_that_adds_tokens_adds_them_to_text_and_not_to_what_the_temp
     assert encoder(tokenizer)([CHAT])[0][: len("system")] == ids("system")
 
 
-def test_a_chat_without_a_template_says_what_to_do() -> None:
+def test_a_chat_needs_a_chat_template() -> None:
     with pytest.raises(ContractError, match=r"state 1 is a chat, and the tokenizer has no chat template\. Set"):
         encoder()(["1+1", CHAT])
 
 
-def test_an_empty_prompt_is_refused_by_its_number() -> None:
+def test_an_empty_prompt_is_refused_with_its_number() -> None:
     with pytest.raises(ContractError, match="prompt of state 2 has no token"):
         encoder()(["1+1", "a", ""])

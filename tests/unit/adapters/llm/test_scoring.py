@@ -1,4 +1,4 @@
-"""What is drawn is what is scored: models for which that is not so are refused when the policy is made."""
+"""A policy refuses a model that samples from another distribution than it scores."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from adapters.llm import HFPolicy, SampledTokens
+from adapters.llm import HFPolicy, SampledTokens, SamplingConfig
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.sampling.decoding import DecodingSampler
 from adapters.llm.scoring import check_sampler
@@ -25,11 +25,13 @@ from grpo.errors import ConfigError
 from tests.support.llm_models import (
     ENDS,
     FAMILIES,
+    FLOAT32_LOG_PROB,
     LAYERS,
     LLAMA,
     VOCABULARY_SIZE,
     character_tokenizer,
     completion,
+    forward_shapes,
     tiny_model,
 )
 
@@ -69,52 +71,64 @@ def of_seed_0(make: Callable[[], Any]) -> Any:
         return make().eval()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_state_that_decoding_loses_is_refused(dtype: torch.dtype) -> None:
-    """`generate` gives RWKV every new token without the state of those before."""
-    with pytest.raises(ConfigError, match=r"RwkvForCausalLM draws tokens from another .* differs by 0\.\d+, .* Use an"):
-        HFPolicy(of_seed_0(rwkv).to(dtype), TOKENIZER)
+def test_a_model_whose_decoding_loses_the_state_is_refused(subtests: pytest.Subtests) -> None:
+    """`generate` gives RWKV every new token without the state of the tokens before."""
+    for dtype in [torch.float32, torch.bfloat16]:
+        with (
+            subtests.test(dtype=dtype),
+            pytest.raises(
+                ConfigError, match=r"RwkvForCausalLM draws tokens from another .* differs by 0\.\d+, .* Use an"
+            ),
+        ):
+            HFPolicy(of_seed_0(rwkv).to(dtype), TOKENIZER)
 
 
-def test_a_state_that_outlives_its_call_is_refused() -> None:
-    """RecurrentGemma keeps its state in its modules: a prompt of one token is read as what goes on from the last batch."""
+def test_a_model_that_keeps_its_state_between_calls_is_refused() -> None:
+    """RecurrentGemma keeps its state in its modules and reads a prompt of one token as the next token of the last batch."""
     with pytest.raises(ConfigError, match="RecurrentGemmaForCausalLM draws tokens from another"):
         HFPolicy(of_seed_0(recurrent_gemma), TOKENIZER)
 
 
-@pytest.mark.parametrize("loop", ["decoding", "generate"])
-@pytest.mark.parametrize("make", [*FAMILIES, qwen3_next, falcon_h1])
-def test_the_others_are_not(make: Any, loop: Any) -> None:
-    model = tiny_model(make) if isinstance(make, str) else of_seed_0(make)
-    assert HFPolicy(model, TOKENIZER, sampler=loop).model is model
+def test_models_that_score_what_they_sample_are_accepted(subtests: pytest.Subtests) -> None:
+    for make, loop in [
+        *((family, "decoding") for family in FAMILIES),
+        (qwen3_next, "decoding"),
+        ("qwen3", "generate"),
+        ("mamba", "generate"),
+        (falcon_h1, "generate"),
+    ]:
+        with subtests.test(make=make, loop=loop):
+            model = tiny_model(make) if isinstance(make, str) else of_seed_0(make)
+            assert HFPolicy(model, TOKENIZER, sampler=loop).model is model
 
 
-def test_a_single_token_is_enough_of_a_prompt_for_them() -> None:
-    """Such as the above would draw wrongly, twice in a row."""
-    policy = HFPolicy(tiny_model("mamba"), TOKENIZER)
+def test_prompts_of_one_token_are_sampled_as_they_are_scored() -> None:
+    """The refused models fail with such prompts, at the latest in the second call."""
+    policy = HFPolicy(tiny_model("mamba"), TOKENIZER, sampling=SamplingConfig(max_new_tokens=6))
     for _ in range(2):
         sampled = policy.sample_actions(["a", "b"], 2)
     again = policy.score_groups(["a", "b"], sampled.actions)
-    torch.testing.assert_close(again.log_probs, sampled.behaviour_log_probs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(again.log_probs, sampled.behaviour_log_probs, atol=FLOAT32_LOG_PROB, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_nothing_is_changed_by_looking(family: str) -> None:
-    """Neither the random numbers, nor the mode, nor what requires a gradient; dropout does not disturb it."""
-    model = get_peft_model(tiny_model(family), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5))
-    model.gradient_checkpointing_enable()
-    model.train()
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    before = torch.get_rng_state()
-    HFPolicy(model, TOKENIZER)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert model.training
-    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
-    assert all(parameter.grad is None for parameter in model.parameters())
+def test_the_check_changes_neither_the_model_nor_the_random_state(subtests: pytest.Subtests) -> None:
+    """The random state, the mode and `requires_grad` stay the same, and dropout does not disturb the check."""
+    for family in ["qwen3", "mistral"]:
+        with subtests.test(family=family):
+            model = get_peft_model(tiny_model(family), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5))
+            model.gradient_checkpointing_enable()
+            model.train()
+            trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+            before = torch.get_rng_state()
+            HFPolicy(model, TOKENIZER)
+            assert torch.equal(torch.get_rng_state(), before)
+            assert model.training
+            assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == trained
+            assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class Elsewhere:
-    """A sampler that is never asked here."""
+    """A sampler that must not be called."""
 
     def sample(self, *args: Any, **options: Any) -> SampledTokens:
         raise AssertionError
@@ -122,18 +136,15 @@ class Elsewhere:
     def sync(self, model: Any) -> None: ...
 
 
-def test_of_another_engine_nothing_is_asked_and_any_model_can_be_scored() -> None:
+def test_another_sampler_is_not_checked() -> None:
     policy = HFPolicy(of_seed_0(rwkv), TOKENIZER, sampler=Elsewhere())
     assert policy.score_actions(["ab"], [completion(3, 4)]).log_probs.shape == (1, 2)
 
 
-def test_looking_costs_eight_forwards_of_two_short_rows() -> None:
-    """Two batches of prompts and two tokens, drawn and scored, whatever the size of the model."""
+def test_the_check_takes_eight_forward_passes_of_two_short_rows() -> None:
+    """Two tokens are drawn and scored for two batches of prompts."""
     model = tiny_model()
-    shapes: list[tuple[int, ...]] = []
-    model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
+    shapes = forward_shapes(model)
     lm = CausalLM(model)
     check_sampler(lm, DecodingSampler(lm, TOKENIZER))
     assert shapes == [(2, 3), (2, 1), (2, 1), (2, 1), (2, 3), (2, 1), (2, 1), (2, 1)]

@@ -20,7 +20,15 @@ from adapters.llm.model.loading import add_lora, load_model
 from adapters.llm.model.merged_weights import merged_weights
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
-from tests.support.llm_models import END, character_tokenizer, completion, gradients, relative_difference, tiny_model
+from tests.support.llm_models import (
+    END,
+    FLOAT32_LOG_PROB,
+    character_tokenizer,
+    completion,
+    gradients,
+    relative_difference,
+    tiny_model,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*gradient_checkpointing.*:FutureWarning",  # transformers renames it; PEFT asks for it
@@ -135,7 +143,7 @@ def test_a_whole_model_comes_back(folder: Path, tmp_path: Path) -> None:
     disturb(policy.model)
     policy.save_pretrained(tmp_path / "saved")
     again = HFPolicy.from_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(logits(again.model), logits(policy.model), rtol=0, atol=0)
+    torch.testing.assert_close(logits(again.model), logits(policy.model), rtol=0, atol=FLOAT32_LOG_PROB)
     assert again.tokenizer("1+1=")["input_ids"] == policy.tokenizer("1+1=")["input_ids"]
 
 
@@ -148,7 +156,7 @@ def test_an_adapter_comes_back_on_its_base_and_is_trained_on(folder: Path, tmp_p
     assert "model.safetensors" not in written  # its own weights only
     again = HFPolicy.from_pretrained(tmp_path / "adapter")
     assert isinstance(again.model, PeftModel)
-    torch.testing.assert_close(logits(again.model), logits(policy.model), rtol=0, atol=0)
+    torch.testing.assert_close(logits(again.model), logits(policy.model), rtol=0, atol=FLOAT32_LOG_PROB)
     assert again.get_parameters().keys() == policy.get_parameters().keys()
 
 
@@ -161,10 +169,14 @@ def test_a_merged_model_needs_no_peft(folder: Path, tmp_path: Path) -> None:
     again = HFPolicy.from_pretrained(tmp_path / "merged")
     assert type(again.model) is Qwen3ForCausalLM
     torch.testing.assert_close(logits(again.model), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits(policy.model), expected, rtol=0, atol=0)  # which itself has not changed
+    torch.testing.assert_close(
+        logits(policy.model), expected, rtol=0, atol=FLOAT32_LOG_PROB
+    )  # which itself has not changed
     plain = HFPolicy.from_pretrained(folder)
     plain.save_pretrained(tmp_path / "plain", merge=True)  # nothing to merge
-    torch.testing.assert_close(logits(load_model(tmp_path / "plain")[0]), logits(plain.model), rtol=0, atol=0)
+    torch.testing.assert_close(
+        logits(load_model(tmp_path / "plain")[0]), logits(plain.model), rtol=0, atol=FLOAT32_LOG_PROB
+    )
 
 
 def test_tied_weights_stay_tied_when_merged(tmp_path: Path) -> None:
@@ -205,13 +217,13 @@ def test_four_bits_train_an_adapter(folder: Path, tmp_path: Path) -> None:
     assert any(not torch.equal(value, before[name]) for name, value in policy.get_parameters().items())
     assert all("lora_" in name for name in before)
     with policy.model.disable_adapter():
-        torch.testing.assert_close(logits(policy.model), base, rtol=0, atol=0)
+        torch.testing.assert_close(logits(policy.model), base, rtol=0, atol=FLOAT32_LOG_PROB)
     disturb(policy.model)
     policy.save_pretrained(tmp_path / "adapter")
     again = HFPolicy.from_pretrained(tmp_path / "adapter", load_in_4bit=True, dtype=torch.float32).eval()
     saved = policy.get_parameters()
     assert all(torch.equal(value, saved[name]) for name, value in again.get_parameters().items())
-    torch.testing.assert_close(logits(again.model), logits(policy.model), rtol=0, atol=0)
+    torch.testing.assert_close(logits(again.model), logits(policy.model), rtol=0, atol=FLOAT32_LOG_PROB)
     assert float((logits(again.model) - base).abs().max()) > 0.5
 
 

@@ -12,9 +12,12 @@ from adapters.llm.model.shared_prompts import Rows, hidden_of_whole_rows, hidden
 from grpo.errors import ContractError
 from tests.support.llm_models import (
     FAMILIES,
-    SHARING,
+    FLOAT32_GRADIENT,
+    FLOAT32_LOG_PROB,
+    FLOAT64,
     character_tokenizer,
     completion,
+    forward_shapes,
     gradients,
     relative_difference,
     row_log_probs,
@@ -47,7 +50,7 @@ def interleaved() -> tuple[list[str], list[Completion]]:
 
 
 def regular() -> tuple[list[str], list[Completion]]:
-    """Prompts of one length, adjacent groups of one size: neither masks nor copies of prompts are needed."""
+    """Prompts of one length with adjacent groups of one size, which need neither masks nor copies of prompts."""
     rows = [completion(5, 6, 7), completion(8), completion(9, 10, 11, 12), completion(13, 14)]
     return ["abc", "abc", "1+1", "1+1"], rows
 
@@ -67,63 +70,77 @@ def by_hand(model: Any, states: list[str], actions: list[Completion], width: int
     return torch.stack(rows)
 
 
-def assert_scores_are_exact(policy: HFPolicy, model: Any, order: str, *, values: float, slopes: float) -> None:
+def assert_scores_are_exact(policy: HFPolicy, model: Any, order: str, precision: float = 1.0) -> None:
     states, actions = ROWS[order]()
     scores = policy.score_actions(states, actions)
     expected = by_hand(model, states, actions, scores.mask.shape[1], policy.sampling.scoring_temperature)
     assert scores.mask.sum(1).tolist() == [len(action) for action in actions]
     assert not scores.log_probs[~scores.mask].any()
-    torch.testing.assert_close(scores.log_probs, expected, atol=values, rtol=0)
+    torch.testing.assert_close(scores.log_probs, expected, atol=precision * FLOAT32_LOG_PROB, rtol=0)
     weights = weights_of(scores.mask).to(scores.log_probs.dtype)
     found = gradients(model, (scores.log_probs * weights).sum())
-    assert relative_difference(found, gradients(model, (expected * weights).sum())) < slopes
+    assert relative_difference(found, gradients(model, (expected * weights).sum())) < precision * FLOAT32_GRADIENT
 
 
-@pytest.mark.parametrize("order", ROWS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_row_is_scored_as_if_it_were_alone(family: str, order: str) -> None:
-    model = tiny_model(family)
-    assert_scores_are_exact(HFPolicy(model, TOKENIZER), model, order, values=2e-6, slopes=5e-7)
+def test_each_row_is_scored_as_it_is_alone(subtests: pytest.Subtests) -> None:
+    for family, order in [
+        *((family, "group-major") for family in FAMILIES),
+        ("qwen3", "interleaved"),
+        ("mistral", "interleaved"),
+        ("qwen3", "regular"),
+        ("mamba", "regular"),
+    ]:
+        with subtests.test(family=family, order=order):
+            model = tiny_model(family)
+            assert_scores_are_exact(HFPolicy(model, TOKENIZER), model, order)
 
 
-@pytest.mark.parametrize("order", ROWS)
-@pytest.mark.parametrize("family", ["gpt2", "mistral"])  # with a shared prompt and without; no part of these is float32
-def test_and_in_float64_to_the_last_digits(family: str, order: str) -> None:
-    model = tiny_model(family, dtype=torch.float64)
-    assert_scores_are_exact(HFPolicy(model, TOKENIZER), model, order, values=1e-13, slopes=1e-13)
+def test_scores_in_float64_are_exact_up_to_rounding(subtests: pytest.Subtests) -> None:
+    for family, order in [("gpt2", "group-major"), ("gpt2", "regular"), ("gpt2", "interleaved")]:
+        with subtests.test(family=family, order=order):
+            model = tiny_model(family, dtype=torch.float64)
+            assert_scores_are_exact(HFPolicy(model, TOKENIZER), model, order, precision=FLOAT64)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
-def test_either_kind_of_attention_is_exact(family: str, attention: str) -> None:
-    model = tiny_model(family, attn_implementation=attention)
-    assert model.config._attn_implementation == attention
-    assert_scores_are_exact(HFPolicy(model, TOKENIZER), model, "group-major", values=2e-6, slopes=5e-7)
+def test_eager_and_sdpa_attention_give_the_same_scores(subtests: pytest.Subtests) -> None:
+    for family, attention in [("gpt2", "eager"), ("qwen3", "eager"), ("qwen3", "sdpa")]:
+        with subtests.test(family=family, attention=attention):
+            model = tiny_model(family, attn_implementation=attention)
+            assert model.config._attn_implementation == attention
+            assert_scores_are_exact(HFPolicy(model, TOKENIZER), model, "group-major")
 
 
-@pytest.mark.parametrize("order", ROWS)
-@pytest.mark.parametrize("family", SHARING)
-def test_shared_prompts_and_whole_rows_give_the_same_hidden_states_and_gradients(family: str, order: str) -> None:
-    model = tiny_model(family, dtype=torch.float64)
-    lm = CausalLM(model)
-    states, actions = ROWS[order]()
-    prompts = [TOKENIZER(state)["input_ids"] for state in dict.fromkeys(states)]
-    prompt_of_row = torch.tensor([list(dict.fromkeys(states)).index(state) for state in states])
-    width = max(map(len, actions))
-    tokens = torch.tensor([[*action.token_ids, *[0] * (width - len(action))] for action in actions])
-    mask = torch.arange(width) < torch.tensor([len(action) for action in actions])[:, None]
-    found = [
-        hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens),
-        hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, mask.sum(1)),
-    ]
-    torch.testing.assert_close(found[0][mask], found[1][mask], atol=1e-11, rtol=0)
-    weights = weights_of(mask)[:, :, None]
-    slopes = [gradients(model, (hidden * weights).sum()) for hidden in found]
-    assert relative_difference(*slopes) < (1e-13 if family == "gpt2" else 1e-6)  # other norms compute in float32
+def test_shared_prompts_and_whole_rows_give_the_same_hidden_states_and_gradients(subtests: pytest.Subtests) -> None:
+    for family, order in [
+        ("gpt2", "group-major"),
+        ("gpt2", "regular"),
+        ("qwen3", "interleaved"),
+        ("llama", "group-major"),
+        ("granite", "regular"),
+        ("cohere", "interleaved"),
+    ]:
+        with subtests.test(family=family, order=order):
+            model = tiny_model(family, dtype=torch.float64)
+            lm = CausalLM(model)
+            states, actions = ROWS[order]()
+            prompts = [TOKENIZER(state)["input_ids"] for state in dict.fromkeys(states)]
+            prompt_of_row = torch.tensor([list(dict.fromkeys(states)).index(state) for state in states])
+            width = max(map(len, actions))
+            tokens = torch.tensor([[*action.token_ids, *[0] * (width - len(action))] for action in actions])
+            mask = torch.arange(width) < torch.tensor([len(action) for action in actions])[:, None]
+            found = [
+                hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens),
+                hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, mask.sum(1)),
+            ]
+            precision = FLOAT64 if family == "gpt2" else 1.0  # the norms of the other families compute in float32
+            torch.testing.assert_close(found[0][mask], found[1][mask], atol=precision * FLOAT32_LOG_PROB, rtol=0)
+            weights = weights_of(mask)[:, :, None]
+            slopes = [gradients(model, (hidden * weights).sum()) for hidden in found]
+            assert relative_difference(*slopes) < precision * FLOAT32_GRADIENT
 
 
-def test_the_padding_decides_nothing() -> None:
-    """What stands to the right of a completion, or left of a prompt, is no part of it: any tokens will do."""
+def test_padding_tokens_change_no_hidden_state() -> None:
+    """Any tokens may pad a completion on the right."""
     lm = CausalLM(tiny_model(dtype=torch.float64))
     prompts, rows = [[5, 6, 7, 8], [9]], torch.tensor([0, 1])
     tokens = torch.tensor([[10, 11, 0, 0], [12, 13, 14, 15]])
@@ -136,90 +153,94 @@ def test_the_padding_decides_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
-@pytest.mark.parametrize("checkpoints", [False, True])
-def test_padding_beyond_the_last_position_harms_nothing(checkpoints: bool) -> None:
-    """12 positions: a prompt of 9 with a completion of 3, beside one of 2 with 10, whose width the first is padded to."""
-    model = tiny_model("gpt2", n_positions=12)
-    policy = HFPolicy(model, TOKENIZER)
-    if checkpoints:
-        model.gradient_checkpointing_enable()
-        policy.train()
-    states, actions = ["abcdefghi", "ab"], [completion(5, 6, 7), completion(*range(2, 12))]
-    scores = policy.score_actions(states, actions)
-    for row, (state, action) in enumerate(zip(states, actions, strict=True)):
-        alone = row_log_probs(model, TOKENIZER(state)["input_ids"], action.token_ids)
-        torch.testing.assert_close(scores.log_probs[row, : len(action)], alone, rtol=0, atol=2e-6)
-    with pytest.raises(ContractError, match=r"must fit into the model's 12 positions; those at \[1\] need \[13\]"):
-        policy.score_actions(states, [actions[0], completion(*range(2, 13))])
+def test_padding_beyond_the_last_position_changes_no_score(subtests: pytest.Subtests) -> None:
+    """The model has 12 positions. The first row has 9 + 3 tokens, the second 2 + 10, and padding makes the first longer."""
+    for checkpoints in (False, True):
+        with subtests.test(checkpoints=checkpoints):
+            model = tiny_model("gpt2", n_positions=12)
+            policy = HFPolicy(model, TOKENIZER)
+            if checkpoints:
+                model.gradient_checkpointing_enable()
+                policy.train()
+            states, actions = ["abcdefghi", "ab"], [completion(5, 6, 7), completion(*range(2, 12))]
+            scores = policy.score_actions(states, actions)
+            for row, (state, action) in enumerate(zip(states, actions, strict=True)):
+                alone = row_log_probs(model, TOKENIZER(state)["input_ids"], action.token_ids)
+                torch.testing.assert_close(scores.log_probs[row, : len(action)], alone, rtol=0, atol=FLOAT32_LOG_PROB)
+            with pytest.raises(
+                ContractError, match=r"must fit into the model's 12 positions; those at \[1\] need \[13\]"
+            ):
+                policy.score_actions(states, [actions[0], completion(*range(2, 13))])
 
 
 def test_a_group_shares_one_forward_pass_over_its_prompt() -> None:
     model = tiny_model()
-    shapes: list[tuple[int, ...]] = []
-    model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
+    shapes = forward_shapes(model)
     policy = HFPolicy(model, TOKENIZER)
-    shapes.clear()  # the constructor looks at the head
+    shapes.clear()  # forget the checks of the constructor
     policy.score_actions(["abcdef"] * 5, [completion(4, 5, 6)] * 5)
     assert shapes == [(1, 6), (5, 2)]  # the last token of a completion predicts nothing
     shapes.clear()
     policy.score_groups(["abcdef", "abc"], [[completion(4)] * 2, [completion(5)] * 3])
-    assert shapes == [(2, 6)]  # one token each: what it is drawn from is the prompt's
+    assert shapes == [(2, 6)]  # a single token needs the hidden state of the prompt only
 
 
-def test_groups_are_scored_as_their_rows_in_uneven_groups_too() -> None:
-    policy = HFPolicy(tiny_model(dtype=torch.float64), TOKENIZER)
+def test_uneven_groups_are_scored_as_their_rows() -> None:
+    policy = HFPolicy(tiny_model("gpt2", dtype=torch.float64), TOKENIZER)
     by_group = policy.score_groups(STATES, groups())
     by_row = policy.score_actions(*group_major())
     assert torch.equal(by_group.mask, by_row.mask)
-    torch.testing.assert_close(by_group.log_probs, by_row.log_probs, atol=1e-12, rtol=0)
+    torch.testing.assert_close(by_group.log_probs, by_row.log_probs, atol=FLOAT64 * FLOAT32_LOG_PROB, rtol=0)
 
 
 def test_whole_rows_are_as_wide_as_the_longest_of_them() -> None:
-    """A long prompt with a short completion beside a short prompt with a long one: 2 rows of 10, not of 9 + 8."""
+    """A long prompt with a short completion, and a short prompt with a long one, are 2 rows of 10 and not of 9 + 8."""
     model = tiny_model("mistral")
     policy = HFPolicy(model, TOKENIZER, max_tokens_per_forward=20)
     rows = ["abcdefghi", "ab"], [completion(5), completion(*range(2, 10))]
     assert list(map(len, policy.plan_micro_batches(*rows))) == [2]
-    shapes: list[tuple[int, ...]] = []
-    model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
+    shapes = forward_shapes(model)
     policy.score_actions(*rows)
     assert shapes == [(2, 10)]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_completions_without_a_single_token(family: str) -> None:
-    scores = HFPolicy(tiny_model(family), TOKENIZER).score_actions(["abc", "1"], [completion(), completion()])
-    assert scores.log_probs.shape == scores.mask.shape == (2, 0)
+def test_completions_without_a_token_have_scores_of_width_0(subtests: pytest.Subtests) -> None:
+    for family in ["qwen3", "mistral"]:
+        with subtests.test(family=family):
+            scores = HFPolicy(tiny_model(family), TOKENIZER).score_actions(["abc", "1"], [completion(), completion()])
+            assert scores.log_probs.shape == scores.mask.shape == (2, 0)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "size"),
-    [([0, 0, 1, 1, 2, 2], 2), ([0, 1, 2], 1), ([0, 0, 1, 2], None), ([0, 1, 2, 0, 1, 2], None), ([2, 1, 0], None)],
-)
-def test_only_adjacent_groups_of_one_size_are_regular(prompt: list[int], size: int | None) -> None:
-    assert Rows(torch.tensor(prompt), 3, torch.device("cpu")).group_size == size
-    assert Rows(torch.tensor(prompt), 3, torch.device("meta")).group_size == size  # no device is waited for
+GROUPS = [([0, 0, 1, 1, 2, 2], 2), ([0, 1, 2], 1), ([0, 0, 1, 2], None), ([0, 1, 2, 0, 1, 2], None), ([2, 1, 0], None)]
 
 
-@pytest.mark.parametrize("prompt", [[0, 0, 1, 1], [1, 0, 0, 1]])
-def test_rows_attend_to_their_prompt_then_to_themselves(prompt: list[int]) -> None:
-    of_prompts, of_rows = torch.randn(2, 3, 5, 4), torch.randn(4, 3, 2, 4)
-    joined = Rows(torch.tensor(prompt), 2, torch.device("cpu")).join(of_prompts, of_rows)
-    expected = torch.stack([torch.cat([of_prompts[p], of_rows[row]], 1) for row, p in enumerate(prompt)])
-    assert torch.equal(joined, expected)
+def test_only_adjacent_groups_of_one_size_are_regular(subtests: pytest.Subtests) -> None:
+    for prompt, size in GROUPS:
+        with subtests.test(prompt=prompt):
+            assert Rows(torch.tensor(prompt), 3, torch.device("cpu")).group_size == size
+            assert (
+                Rows(torch.tensor(prompt), 3, torch.device("meta")).group_size == size
+            )  # needs no values on the device
 
 
-def test_prompts_are_padded_on_the_left_and_only_where_they_differ() -> None:
-    lm = CausalLM(tiny_model(dtype=torch.float64))
+def test_each_row_joins_the_keys_of_its_prompt_and_its_own(subtests: pytest.Subtests) -> None:
+    for prompt in [[0, 0, 1, 1], [1, 0, 0, 1]]:
+        with subtests.test(prompt=prompt):
+            of_prompts, of_rows = torch.randn(2, 3, 5, 4), torch.randn(4, 3, 2, 4)
+            joined = Rows(torch.tensor(prompt), 2, torch.device("cpu")).join(of_prompts, of_rows)
+            expected = torch.stack([torch.cat([of_prompts[p], of_rows[row]], 1) for row, p in enumerate(prompt)])
+            assert torch.equal(joined, expected)
+
+
+def test_prompts_are_padded_on_the_left_only_if_their_lengths_differ() -> None:
+    lm = CausalLM(tiny_model("gpt2", dtype=torch.float64))
     ragged = prefill(lm, [[5, 6, 7], [8]])
     assert ragged.mask is not None
     assert ragged.mask.tolist() == [[True, True, True], [False, False, True]]
     assert ragged.lengths.tolist() == [3, 1]
     alone = prefill(lm, [[8]])
     assert alone.mask is None
-    torch.testing.assert_close(ragged.last_hidden[1], alone.last_hidden[0], atol=1e-12, rtol=0)
-    torch.testing.assert_close(ragged.cache.layers[1].keys[1, :, 2:], alone.cache.layers[1].keys[0], atol=1e-12, rtol=0)
+    torch.testing.assert_close(ragged.last_hidden[1], alone.last_hidden[0], atol=FLOAT64 * FLOAT32_LOG_PROB, rtol=0)
+    torch.testing.assert_close(
+        ragged.cache.layers[1].keys[1, :, 2:], alone.cache.layers[1].keys[0], atol=FLOAT64 * FLOAT32_LOG_PROB, rtol=0
+    )

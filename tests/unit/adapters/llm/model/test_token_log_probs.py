@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -41,37 +42,39 @@ def test_two_tokens_by_hand() -> None:
     assert entropy is None
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("terms", ["log_probs", "entropy", "both"])
 def test_values_and_gradients_are_those_of_the_full_softmax(
-    bias: bool, temperature: float, wrapped: bool, terms: str, monkeypatch: pytest.MonkeyPatch
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BLOCK_BYTES", 4 * 13 * 3)  # three positions of 13 logits per block
-    torch.manual_seed(0)
-    head = nn.Linear(5, 13, bias=bias, dtype=torch.float64)
-    hidden = torch.randn(8, 5, dtype=torch.float64, requires_grad=True)
-    tokens = torch.randint(13, (8,))
-    weights = torch.randn(2, 8, dtype=torch.float64)
-    weights[0, 3] = 0  # a step without a slope
+    cases = itertools.product((False, True), (1.0, 0.7), (False, True), ("log_probs", "entropy", "both"))
+    for bias, temperature, wrapped, terms in cases:
+        with subtests.test(bias=bias, temperature=temperature, wrapped=wrapped, terms=terms):
+            head = nn.Linear(5, 13, bias=bias, dtype=torch.float64)
+            hidden = torch.randn(8, 5, dtype=torch.float64, requires_grad=True)
+            tokens = torch.randint(13, (8,))
+            weights = torch.randn(2, 8, dtype=torch.float64)
+            weights[0, 3] = 0  # a step without a gradient
+            expected = reference(hidden, head, tokens, temperature)
+            used = Wrapped(head) if wrapped else head
+            got = token_log_probs(hidden, used, tokens, temperature=temperature, with_entropy=terms != "log_probs")
+            torch.testing.assert_close(got[0], expected[0], rtol=1e-12, atol=1e-12)
+            inputs = [hidden, *head.parameters()]
+            found = torch.autograd.grad(weighted_sum(got, weights, terms), inputs)
+            by_autograd = torch.autograd.grad(weighted_sum(expected, weights, terms), inputs)
+            for ours, theirs in zip(found, by_autograd, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
-    def gradients(values: tuple[torch.Tensor, torch.Tensor | None]) -> list[torch.Tensor]:
-        log_probs, entropy = values
-        loss = torch.zeros((), dtype=torch.float64)
-        if terms != "entropy":
-            loss = loss + (weights[0] * log_probs).sum()
-        if terms != "log_probs":
-            assert entropy is not None
-            loss = loss + (weights[1] * entropy).sum()
-        return list(torch.autograd.grad(loss, [hidden, *head.parameters()]))
 
-    expected = reference(hidden, head, tokens, temperature)
-    used = Wrapped(head) if wrapped else head
-    got = token_log_probs(hidden, used, tokens, temperature=temperature, with_entropy=terms != "log_probs")
-    torch.testing.assert_close(got[0], expected[0], rtol=1e-12, atol=1e-12)
-    for ours, theirs in zip(gradients(got), gradients(expected), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+def weighted_sum(values: tuple[torch.Tensor, torch.Tensor | None], weights: torch.Tensor, terms: str) -> torch.Tensor:
+    """A loss of the log-probs, of the entropies, or of both."""
+    log_probs, entropy = values
+    loss = weights.new_zeros(())
+    if terms != "entropy":
+        loss = loss + (weights[0] * log_probs).sum()
+    if terms != "log_probs":
+        assert entropy is not None
+        loss = loss + (weights[1] * entropy).sum()
+    return loss
 
 
 def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_still_do() -> None:
@@ -111,7 +114,7 @@ def test_many_blocks_are_as_exact_as_one_in_half_precision(monkeypatch: pytest.M
     assert float((many - one).norm() / one.norm()) < 3e-3  # summed in bfloat16, they are off by 1 %
 
 
-def test_autocast_reaches_a_head_with_a_bias() -> None:
+def test_under_autocast_the_gradient_of_a_bias_is_float32() -> None:
     head = nn.Linear(16, 50)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         log_probs, _ = token_log_probs(torch.randn(4, 16, requires_grad=True), head, torch.arange(4))
@@ -120,20 +123,21 @@ def test_autocast_reaches_a_head_with_a_bias() -> None:
     assert head.bias.grad.dtype == torch.float32
 
 
-def test_autocast_reaches_the_head() -> None:
+def test_under_autocast_the_logits_are_rounded_to_bfloat16() -> None:
     torch.manual_seed(0)
     head = nn.Linear(16, 50, bias=False)
     hidden = torch.randn(4, 16, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         log_probs, _ = token_log_probs(hidden, head, torch.arange(4))
-    rounded = (hidden.detach().bfloat16() @ head.weight.detach().bfloat16().t()).float().log_softmax(1)
+    logits = nn.functional.linear(hidden.detach().bfloat16(), head.weight.detach().bfloat16())
+    rounded = logits.float().log_softmax(1)
     torch.testing.assert_close(log_probs.detach(), rounded[torch.arange(4), torch.arange(4)])
     log_probs.sum().backward()
     assert head.weight.grad is not None
     assert head.weight.grad.dtype == torch.float32
 
 
-def test_blocks_cover_everything_once() -> None:
+def test_blocks_cover_every_position_once() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [(b.start, b.stop) for b in blocks(7, module.BLOCK_BYTES // (4 * 3), cpu)] == [(0, 3), (3, 6), (6, 7)]
     assert [(b.start, b.stop) for b in blocks(7, module.GPU_BLOCK_BYTES // (4 * 4), gpu)] == [(0, 4), (4, 7)]
@@ -141,15 +145,16 @@ def test_blocks_cover_everything_once() -> None:
     assert [(b.start, b.stop) for b in blocks(0, 10, cpu)] == [(0, 0)]  # so that nothing at all has a gradient of 0
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_no_position_at_all(wrapped: bool) -> None:
-    linear = nn.Linear(4, 6)
-    head = Wrapped(linear) if wrapped else linear
-    hidden = torch.zeros(0, 4, requires_grad=True)
-    log_probs, entropy = token_log_probs(hidden, head, torch.zeros(0, dtype=torch.int64), with_entropy=True)
-    assert log_probs.shape == (0,)
-    assert entropy is not None
-    assert entropy.shape == (0,)
-    log_probs.sum().backward()
-    assert linear.weight.grad is not None
-    assert not linear.weight.grad.any()
+def test_no_position_has_a_gradient_of_zero(subtests: pytest.Subtests) -> None:
+    for wrapped in [False, True]:
+        with subtests.test(wrapped=wrapped):
+            linear = nn.Linear(4, 6)
+            head = Wrapped(linear) if wrapped else linear
+            hidden = torch.zeros(0, 4, requires_grad=True)
+            log_probs, entropy = token_log_probs(hidden, head, torch.zeros(0, dtype=torch.int64), with_entropy=True)
+            assert log_probs.shape == (0,)
+            assert entropy is not None
+            assert entropy.shape == (0,)
+            log_probs.sum().backward()
+            assert linear.weight.grad is not None
+            assert not linear.weight.grad.any()

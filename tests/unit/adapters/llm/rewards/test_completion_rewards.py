@@ -5,11 +5,10 @@ import doctest
 import functools
 import math
 import os
-import subprocess
-import sys
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -45,11 +44,11 @@ def length(completion: str) -> int:
     return len(completion)
 
 
-def test_examples() -> None:
+def test_the_examples_in_the_docstring_hold() -> None:
     assert doctest.testmod(module) == (0, 5)
 
 
-def test_weighted_by_name() -> None:
+def test_rewards_are_weighted_by_name_or_in_order() -> None:
     # right: 1, 0, 1; length: 1, 2, 3.  right + .5 length: 1.5, 1, 2.5
     total = rewards_of([right, length], weights=[1.0, 0.5])
     assert total.dtype == torch.float64
@@ -60,7 +59,7 @@ def test_weighted_by_name() -> None:
     assert {name: part.tolist() for name, part in parts.items()} == {"right": [1, 0, 1], "length": [1, 2, 3]}
 
 
-def test_a_function_with_keywords_is_given_what_trl_gives() -> None:
+def test_a_function_with_kwargs_gets_the_arguments_that_trl_passes() -> None:
     seen: dict[str, Any] = {}
 
     def reward(**kwargs: Any) -> list[float]:
@@ -81,7 +80,7 @@ def test_a_function_with_keywords_is_given_what_trl_gives() -> None:
     }
 
 
-def test_functions_of_trl() -> None:
+def test_trls_own_reward_functions_work() -> None:
     trl_rewards = pytest.importorskip("trl.rewards")
     chats = [[{"role": "user", "content": "?"}]] * 2
     texts = [completion("<think>1</think>2"), completion("2")]
@@ -90,7 +89,7 @@ def test_functions_of_trl() -> None:
     assert rewards_of([trl_rewards.think_format_reward, overlong], chats, texts).tolist() == [1.0 - 0.25, 0.0]
 
 
-def test_a_function_of_one_row_is_given_what_it_names() -> None:
+def test_a_function_of_one_row_gets_the_arguments_that_it_names() -> None:
     seen = []
 
     def reward(prompt: str, completion: str, action: Completion, state: Any, answer: str, scale: float = 2.0) -> float:
@@ -108,14 +107,14 @@ def test_a_function_of_one_row_is_given_what_it_names() -> None:
     assert seen[1] == {"prompt": "p", "answer": "a"}
 
 
-def test_the_trainers_own_kind_of_function() -> None:
+def test_a_function_of_states_and_actions_works() -> None:
     def reward(states: list[Any], actions: list[Completion]) -> Tensor:
         return torch.tensor([len(state["prompt"]) + len(action) for state, action in zip(states, actions, strict=True)])
 
     assert rewards_of(reward).tolist() == [2.0, 3.0, 4.0]
 
 
-def test_a_reward_model_stands_beside_functions() -> None:
+def test_a_reward_model_is_summed_with_functions() -> None:
     class Model(nn.Module):
         def __init__(self, value: float) -> None:
             super().__init__()
@@ -130,7 +129,7 @@ def test_a_reward_model_stands_beside_functions() -> None:
     assert CompletionRewards({"model": Model(math.nan)}).compute_rewards(["p"], [A]).tolist() == [math.inf]
 
 
-def test_another_prompt_column() -> None:
+def test_the_prompt_column_can_have_another_name() -> None:
     rows = [{"question": "p", "answer": "a"}]
     assert rewards_of(lambda prompt, question, answer, completion: prompt + question + answer == "ppa", rows, [A],
                       prompt_column="question").tolist() == [1.0]  # fmt: skip
@@ -138,7 +137,7 @@ def test_another_prompt_column() -> None:
         rewards_of(length, rows, [A])
 
 
-def test_one_functions_lists_are_not_anothers() -> None:
+def test_each_function_gets_its_own_lists() -> None:
     def careless(completions: list[str], **kwargs: Any) -> list[float]:
         completions.clear()
         return [0.0, 0.0, 0.0]
@@ -146,19 +145,19 @@ def test_one_functions_lists_are_not_anothers() -> None:
     assert rewards_of({"careless": careless, "right": right}).tolist() == [1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
-        [1, True, 2.5],
-        (1.0, 1.0, 2.5),
-        torch.tensor([1.0, 1.0, 2.5]),
-        torch.tensor([1.0, 1.0, 2.5]).numpy(),
-        [torch.tensor(1), torch.tensor(1.0).numpy()[()], torch.tensor(True).numpy()[()] + 1.5],
-    ],
-    ids=["list", "tuple", "tensor", "array", "scalars"],
-)
-def test_kinds_of_numbers(answers: Any) -> None:
-    assert rewards_of(lambda prompts: answers).tolist() == [1.0, 1.0, 2.5]
+NUMBERS = [
+    [1, True, 2.5],
+    (1.0, 1.0, 2.5),
+    torch.tensor([1.0, 1.0, 2.5]),
+    torch.tensor([1.0, 1.0, 2.5]).numpy(),
+    [torch.tensor(1), torch.tensor(1.0).numpy()[()], torch.tensor(True).numpy()[()] + 1.5],
+]
+
+
+def test_any_kind_of_number_is_a_reward(subtests: pytest.Subtests) -> None:
+    for answers in NUMBERS:
+        with subtests.test(type=type(answers)):
+            assert rewards_of(lambda prompts, answers=answers: answers).tolist() == [1.0, 1.0, 2.5]
 
 
 # --- None and NaN
@@ -172,14 +171,14 @@ def long_or_fault(completion: str) -> float | None:
     return {"a": None, "bb": 2.0}.get(completion, math.nan)
 
 
-def test_none_is_left_out_of_a_rows_sum() -> None:
+def test_none_is_excluded_from_the_sum_of_a_row() -> None:
     rewards = CompletionRewards({"short": only_short, "long": long_or_fault}, {"short": 0.5, "long": 3.0})
     parts = rewards.compute_components(["p"] * 2, [A, B])
     assert str({name: part.tolist() for name, part in parts.items()}) == "{'short': [10.0, nan], 'long': [nan, 2.0]}"
     assert rewards.combine(parts).tolist() == [5.0, 6.0]  # .5 * 10 and 3 * 2
 
 
-def test_a_row_to_which_nothing_applies_has_no_reward() -> None:
+def test_a_row_to_which_no_function_applies_has_reward_nan() -> None:
     rewards = CompletionRewards(only_short)
     with pytest.raises(RewardError, match=r"got \[nan, nan\] at rows \[1, 2\] of 3"):
         RewardCalls(rewards, RewardConfig())(["p"] * 3, [A, B, C])
@@ -189,7 +188,7 @@ def test_a_row_to_which_nothing_applies_has_no_reward() -> None:
     assert kept.kept.tolist() == [True, False, False]
 
 
-def test_nan_is_a_fault_even_where_another_function_applies() -> None:
+def test_nan_is_an_error_even_if_another_function_applies() -> None:
     rewards = CompletionRewards({"long": long_or_fault, "length": length}, {"long": 0.0, "length": 1.0})
     assert rewards.compute_rewards(["p"] * 2, [A, B]).tolist() == [1.0, 2.0]
     with pytest.raises(RewardError, match=r"must return finite numbers; got .* at rows \[2\] of 3"):
@@ -200,69 +199,69 @@ def test_nan_is_a_fault_even_where_another_function_applies() -> None:
 # --- what is wrong is said
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda prompts: [1.0, 2.0], r"<lambda> must return one number or None per row, a list of 3; got a list of 2"),
-        (lambda prompts: 1.0, r"a list of 3; got float 1.0 for rows 0 to 2"),
-        (lambda prompts: "abc", r"a list of 3; got str 'abc'"),
-        (lambda prompts: torch.zeros(3, 1), r"got a list of 1 at row 0"),
-        (
-            lambda prompts: [1.0, "two", 3.0],
-            r"must return a number, or None where it does not apply; got str 'two' at row 1",
-        ),
-        (lambda completion: 1j, r"got complex 1j at row 0"),
-        (lambda completion: torch.zeros(2), r"got \[2\] float32 at row 0"),
-        (
-            lambda completion, truth, hint: 0.0,
-            r"<lambda> needs truth, hint; the rows offer action, answer, completion, ",
-        ),
-        (lambda completions, trainer_state: [0.0], r"<lambda> needs trainer_state; the rows offer actions, answer, "),
-    ],
-)
-def test_wrong_answers(function: Callable[..., Any], message: str) -> None:
-    with pytest.raises(RewardError, match=message):
-        rewards_of(function)
+WRONG_ANSWERS = [
+    (lambda prompts: [1.0, 2.0], r"<lambda> must return one number or None per row, a list of 3; got a list of 2"),
+    (lambda prompts: 1.0, r"a list of 3; got float 1.0 for rows 0 to 2"),
+    (lambda prompts: "abc", r"a list of 3; got str 'abc'"),
+    (lambda prompts: torch.zeros(3, 1), r"got a list of 1 at row 0"),
+    (
+        lambda prompts: [1.0, "two", 3.0],
+        r"must return a number, or None where it does not apply; got str 'two' at row 1",
+    ),
+    (lambda completion: 1j, r"got complex 1j at row 0"),
+    (lambda completion: torch.zeros(2), r"got \[2\] float32 at row 0"),
+    (
+        lambda completion, truth, hint: 0.0,
+        r"<lambda> needs truth, hint; the rows offer action, answer, completion, ",
+    ),
+    (lambda completions, trainer_state: [0.0], r"<lambda> needs trainer_state; the rows offer actions, answer, "),
+]
 
 
-def test_rows_that_differ_and_actions_that_are_none() -> None:
+def test_an_error_says_what_a_function_returned_or_lacked(subtests: pytest.Subtests) -> None:
+    for function, message in WRONG_ANSWERS:
+        with subtests.test(message=message), pytest.raises(RewardError, match=message):
+            rewards_of(function)
+
+
+def test_rows_with_other_columns_and_actions_that_are_not_completions_are_refused() -> None:
     with pytest.raises(RewardError, match=r"the same columns; row 1 lacks 'answer'. Give it None where"):
         rewards_of(length, [*ROWS[:1], "text only"], [A, B])
     with pytest.raises(RewardError, match=r"actions must be Completions; got str 'text' at row 1"):
         rewards_of(length, ROWS[:2], [A, "text"])  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize(
-    ("functions", "options", "message"),
-    [
-        (
-            lambda p, c: 0.0,
-            {},
-            r"<lambda>\(p, c\) must name what it wants: prompts, completions, .* Rename its parameters",
-        ),
-        (lambda prompts, completion: 0.0, {}, "do not mix the two"),
-        (lambda answer: 0.0, {}, "must name what it wants"),
-        (lambda completion, /: 0.0, {}, "must name what it wants"),
-        ([length, length], {}, r"different names; got length, length. Pass {'name': function, ...}"),
-        ([], {}, "needs at least one reward"),
-        ([right, length], {"weights": [1.0]}, "one weight per function, 2; got 1"),
-        ({"right": right}, {"weights": {"wrong": 1.0}}, "one weight for each"),
-        (length, {"max_concurrent": 0}, "max_concurrent must be >= 1"),
-        (length, {"timeout": 0.0}, "timeout > 0 or None"),
-        (length, {"timeout": 1.0}, "timeout=1.0 can end only `async def` functions; there is none"),
-    ],
-)
-def test_wrong_settings(functions: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        CompletionRewards(functions, **options)
+WRONG_SETTINGS = [
+    (
+        lambda p, c: 0.0,
+        {},
+        r"<lambda>\(p, c\) must name what it wants: prompts, completions, .* Rename its parameters",
+    ),
+    (lambda prompts, completion: 0.0, {}, "do not mix the two"),
+    (lambda answer: 0.0, {}, "must name what it wants"),
+    (lambda completion, /: 0.0, {}, "must name what it wants"),
+    ([length, length], {}, r"different names; got length, length. Pass {'name': function, ...}"),
+    ([], {}, "needs at least one reward"),
+    ([right, length], {"weights": [1.0]}, "one weight per function, 2; got 1"),
+    ({"right": right}, {"weights": {"wrong": 1.0}}, "one weight for each"),
+    (length, {"max_concurrent": 0}, "max_concurrent must be >= 1"),
+    (length, {"timeout": 0.0}, "timeout > 0 or None"),
+    (length, {"timeout": 1.0}, "timeout=1.0 can end only `async def` functions; there is none"),
+]
 
 
-def test_what_is_no_function() -> None:
+def test_wrong_settings_are_refused(subtests: pytest.Subtests) -> None:
+    for functions, options, message in WRONG_SETTINGS:
+        with subtests.test(message=message), pytest.raises(ConfigError, match=message):
+            CompletionRewards(functions, **options)
+
+
+def test_a_reward_that_is_not_a_function_is_refused() -> None:
     with pytest.raises(ProtocolError, match="reward_model must implement RewardModel; str lacks"):
         CompletionRewards({"name": "accuracy"})
 
 
-def test_what_a_function_raises_names_it_and_may_be_forgiven() -> None:
+def test_an_exception_names_the_function_and_can_drop_the_row() -> None:
     def picky(completion: str) -> float:
         return {"a": 1.0, "ccc": 3.0}[completion]
 
@@ -300,24 +299,25 @@ async def later(completions: list[str], **kwargs: Any) -> list[float | None]:
     return [None, 0.5, 0.5]
 
 
-@pytest.mark.parametrize(("limit", "most"), [(64, 3), (2, 2)])
-def test_async_functions_are_awaited_together(limit: int, most: int) -> None:
-    judge = Judge()
-    rewards = CompletionRewards({"judge": judge, "later": later, "right": right}, max_concurrent=limit)
-    assert rewards.compute_rewards(ROWS, [A, B, C]).tolist() == [1.0 + 1.0, 2.0 + 0.5 + 0.0, 3.0 + 0.5 + 1.0]
-    assert judge.most == most
-    rewards.compute_rewards(ROWS, [A, B, C])
-    assert len(judge.loops) == 1  # what a client keeps open there can be used again
+def test_async_calls_run_together_up_to_the_limit(subtests: pytest.Subtests) -> None:
+    for limit, most in [(64, 3), (2, 2)]:
+        with subtests.test(limit=limit):
+            judge = Judge()
+            rewards = CompletionRewards({"judge": judge, "later": later, "right": right}, max_concurrent=limit)
+            assert rewards.compute_rewards(ROWS, [A, B, C]).tolist() == [1.0 + 1.0, 2.0 + 0.5 + 0.0, 3.0 + 0.5 + 1.0]
+            assert judge.most == most
+            rewards.compute_rewards(ROWS, [A, B, C])
+            assert len(judge.loops) == 1  # what a client keeps open there can be used again
 
 
-def test_within_a_running_loop() -> None:
+def test_async_functions_work_inside_a_running_loop() -> None:
     async def notebook() -> list[float]:
         return rewards_of(functools.partial(later, note=1)).nan_to_num().tolist()
 
     assert asyncio.run(notebook()) == [0.0, 0.5, 0.5]
 
 
-def test_timeout() -> None:
+def test_a_slow_call_times_out_and_names_its_row() -> None:
     async def slow(completion: str) -> float:
         await asyncio.sleep(60.0 if completion == "bb" else 0.0)
         return 1.0
@@ -331,7 +331,7 @@ def test_timeout() -> None:
     assert dropped.values.tolist() == [1.0, 1.0]
 
 
-def test_a_timeout_of_the_functions_own_is_not_ours() -> None:
+def test_a_timeout_error_of_the_function_keeps_its_message() -> None:
     async def client(prompt: str) -> float:
         raise TimeoutError("server busy")
 
@@ -339,7 +339,7 @@ def test_a_timeout_of_the_functions_own_is_not_ours() -> None:
         rewards_of(client, timeout=5.0)
 
 
-def test_one_failure_ends_the_other_calls() -> None:
+def test_one_failure_cancels_the_other_calls() -> None:
     ended = threading.Event()
 
     async def reward(completion: str) -> float:
@@ -357,7 +357,7 @@ def test_one_failure_ends_the_other_calls() -> None:
     assert ended.wait(5)
 
 
-def test_an_interrupt_ends_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_cancels_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
 
     async def hang() -> None:
@@ -380,20 +380,23 @@ def test_an_interrupt_ends_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended.wait(5)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_after_a_fork() -> None:
-    script = """
-import os, warnings
-from adapters.llm.rewards.completion_rewards import run_in_background
-warnings.simplefilter("ignore")  # later Pythons warn of a fork beside threads
-async def one(): return 1
-assert run_in_background(one()) == 1
-child = os.fork()
-if not child:
-    os._exit(run_in_background(one()))
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # later Pythons warn of a fork beside threads
+def test_a_forked_process_awaits_in_a_loop_of_its_own() -> None:
+    async def one() -> int:
+        return 1
+
+    assert run_in_background(one()) == 1
+    child = os.fork()
+    if not child:  # the child has no thread that runs the parent's loop
+        status = 2
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # end a child that waits forever
+            status = run_in_background(one())
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 # --- training
@@ -428,13 +431,13 @@ def test_training_reports_each_function() -> None:
     assert metrics["rewards/mean"] == pytest.approx((1.5 + 1.0 + 1.5) / 3)
 
 
-def test_conformance() -> None:
+def test_the_conformance_kit_passes() -> None:
     judge = Judge()
     rewards = CompletionRewards({"right": right, "judge": judge})
     check_reward_model(rewards, ROWS, [A, B, C], strict=True).raise_for_failures()
 
 
-def test_a_functions_state_is_kept() -> None:
+def test_the_state_of_a_function_is_saved_and_loaded() -> None:
     class Fading:
         def __init__(self) -> None:
             self.calls = 0

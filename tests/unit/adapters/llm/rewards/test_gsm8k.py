@@ -5,7 +5,6 @@ import json
 import time
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,90 +18,93 @@ from adapters.llm.rewards.gsm8k_rewards import correctness_first, hybrid_reward
 from grpo.errors import ConfigError, RewardError
 
 
-def test_examples() -> None:
+def test_the_examples_in_the_docstrings_hold() -> None:
     assert doctest.testmod(gsm8k) == (0, 3)
     assert doctest.testmod(gsm8k_rewards) == (0, 3)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        # marked
-        ("48 / 2 = <<48/2=24>>24\n#### 72", "72"),
-        ("####72", "72"),
-        ("#### 72.", "72"),
-        ("#### 1,234", "1234"),
-        ("#### 1,234,567.50", "1234567.5"),
-        ("#### -5", "-5"),
-        ("#### \u22125", "-5"),
-        ("#### $18", "18"),
-        ("#### $ 18.00", "18"),
-        ("#### -$1,000", "-1000"),
-        ("#### $-7", "-7"),
-        ("#### \u20ac3.5", "3.5"),
-        ("#### 25%", "25"),
-        ("#### .5", "0.5"),
-        ("#### 18 dollars", "18"),
-        ("#### 18dollars", "18"),
-        ("#### **18**", "18"),
-        ("#### [18]", "18"),
-        ("#### = 18", "18"),
-        ("#### $18$", "18"),
-        ("#### $$18$$", "18"),
-        (r"#### $\$18$", "18"),
-        (r"#### \boxed{18}", "18"),
-        ("#### 5\nno, wait\n#### 6\nThat was 7.", "6"),
-        ("#### 5\n#### none", "5"),
-        ("#### Answer: 6, in 7 steps", "6"),  # nothing behind the mark: "answer:" decides
-        ("####\n6, then 7", "7"),  # not in its line
-        ("#### 72\n#### 12. In short", "72"),  # a heading
-        ("#### 1,234. In short: $7", "7"),
-        # boxed
-        (r"so \boxed{72} in 3 steps", "72"),
-        (r"\boxed{5} or \boxed{ 6 }, then 7", "6"),
-        (r"\boxed{\$1{,}234.50}, 7", "1234.5"),
-        (r"\boxed{1\,234} 7", "1234"),
-        (r"\boxed{\text{72 eggs}} 7", "72"),
-        (r"The answer is 5. \boxed{6}", "6"),
-        # stated
-        ("The answer is 72. There were 3 of them.", "72"),
-        ("The answer is: $72 for 3", "72"),
-        ("**Final Answer:** 72 (of 3)", "72"),
-        ("**Final Answer**: **72** (of 3)", "72"),
-        ("the answer would be 72 in 3 days", "72"),
-        ("answer = 72, not 3", "72"),
-        ("The answer is\n\n72\nby 3", "72"),
-        ("The answer is 5. No, the answer is 6, by 7.", "6"),
-        (r"The answer is \(72\) by 3", "72"),
-        ("Answer 2 questions to get 30 points", "30"),
-        ("the answer isn't 5 but 6", "6"),
-        # the last number
-        ("3 * 4 = 12", "12"),
-        ("He has 1,234 eggs.", "1234"),
-        ("It costs $3.", "3"),
-        ("10-5", "5"),
-        ("10 - 5 = 5 - 10 = -5", "-5"),
-        ("(10)-5", "5"),
-        ("10%-20%", "20"),
-        ("$10-$20", "20"),
-        ("well...5", "5"),
-        ("7 times x2", "7"),
-        ("7 in area51", "7"),
-        ("1 and 1,234,5", "5"),
-        ("12,34", "34"),
-        ("_72_", "72"),
-        ("-0", "0"),
-        ("007", "7"),
-        ("\u0667", None),  # an Arabic-Indic seven
-        ("", None),
-        ("no idea", None),
-        ("####", None),
-        ("#### [number]", None),
-        ("- . , $ % -$", None),
-    ],
-)
-def test_extract_answer(text: str, expected: str | None) -> None:
-    assert extract_answer(text) == (None if expected is None else Decimal(expected))
+ANSWERS = [
+    # marked
+    ("48 / 2 = <<48/2=24>>24\n#### 72", "72"),
+    ("####72", "72"),
+    ("#### 72.", "72"),
+    ("#### 1,234", "1234"),
+    ("#### 1,234,567.50", "1234567.5"),
+    ("#### -5", "-5"),
+    ("#### \u22125", "-5"),
+    ("#### $18", "18"),
+    ("#### $ 18.00", "18"),
+    ("#### -$1,000", "-1000"),
+    ("#### $-7", "-7"),
+    ("#### \u20ac3.5", "3.5"),
+    ("#### 25%", "25"),
+    ("#### .5", "0.5"),
+    ("#### 18 dollars", "18"),
+    ("#### 18dollars", "18"),
+    ("#### **18**", "18"),
+    ("#### [18]", "18"),
+    ("#### = 18", "18"),
+    ("#### $18$", "18"),
+    ("#### $$18$$", "18"),
+    (r"#### $\$18$", "18"),
+    (r"#### \boxed{18}", "18"),
+    ("#### 5\nno, wait\n#### 6\nThat was 7.", "6"),
+    ("#### 5\n#### none", "5"),
+    ("#### Answer: 6, in 7 steps", "6"),  # nothing behind the mark: "answer:" decides
+    ("####\n6, then 7", "7"),  # not in its line
+    ("#### 72\n#### 12. In short", "72"),  # a heading
+    ("#### 1,234. In short: $7", "7"),
+    # boxed
+    (r"so \boxed{72} in 3 steps", "72"),
+    (r"\boxed{5} or \boxed{ 6 }, then 7", "6"),
+    (r"\boxed{\$1{,}234.50}, 7", "1234.5"),
+    (r"\boxed{1\,234} 7", "1234"),
+    (r"\boxed{\text{72 eggs}} 7", "72"),
+    (r"The answer is 5. \boxed{6}", "6"),
+    # stated
+    ("The answer is 72. There were 3 of them.", "72"),
+    ("The answer is: $72 for 3", "72"),
+    ("**Final Answer:** 72 (of 3)", "72"),
+    ("**Final Answer**: **72** (of 3)", "72"),
+    ("the answer would be 72 in 3 days", "72"),
+    ("answer = 72, not 3", "72"),
+    ("The answer is\n\n72\nby 3", "72"),
+    ("The answer is 5. No, the answer is 6, by 7.", "6"),
+    (r"The answer is \(72\) by 3", "72"),
+    ("Answer 2 questions to get 30 points", "30"),
+    ("the answer isn't 5 but 6", "6"),
+    # the last number
+    ("3 * 4 = 12", "12"),
+    ("He has 1,234 eggs.", "1234"),
+    ("It costs $3.", "3"),
+    ("10-5", "5"),
+    ("10 - 5 = 5 - 10 = -5", "-5"),
+    ("(10)-5", "5"),
+    ("10%-20%", "20"),
+    ("$10-$20", "20"),
+    ("well...5", "5"),
+    ("7 times x2", "7"),
+    ("7 in area51", "7"),
+    ("1 and 1,234,5", "5"),
+    ("12,34", "34"),
+    ("_72_", "72"),
+    ("-0", "0"),
+    ("007", "7"),
+    ("\u0667", None),  # an Arabic-Indic seven
+    ("", None),
+    ("no idea", None),
+    ("####", None),
+    ("#### [number]", None),
+    ("- . , $ % -$", None),
+]
+
+
+def test_the_answer_is_the_last_marked_then_boxed_then_stated_number_then_the_last_of_all(
+    subtests: pytest.Subtests,
+) -> None:
+    for text, expected in ANSWERS:
+        with subtests.test(text=text):
+            assert extract_answer(text) == (None if expected is None else Decimal(expected))
 
 
 NUMBERS = st.decimals(min_value=-(10**12), max_value=10**12, places=2)
@@ -118,7 +120,7 @@ def test_a_number_is_read_as_it_was_written(number: Decimal, spelling: str, form
 
 @settings(deadline=None)
 @given(number=st.integers(-(10**9), 10**9), form=FORMS)
-def test_minus_and_currency_in_either_order(number: int, form: str) -> None:
+def test_the_minus_stands_before_or_after_the_currency(number: int, form: str) -> None:
     sign = "-" if number < 0 else ""
     assert extract_answer(form.format(f"{sign}${abs(number):,}")) == number
     assert extract_answer(form.format(f"${sign}{abs(number):,}")) == number
@@ -127,7 +129,7 @@ def test_minus_and_currency_in_either_order(number: int, form: str) -> None:
 
 @settings(deadline=None)
 @given(text=st.text(max_size=200), number=st.integers(0, 10**6))
-def test_the_mark_decides_whatever_was_before(text: str, number: int) -> None:
+def test_the_number_after_the_mark_counts_whatever_the_text_before(text: str, number: int) -> None:
     assert extract_answer(f"{text}\n#### {number}") == number
 
 
@@ -138,25 +140,49 @@ def test_any_text_gives_a_finite_number_or_none(text: str) -> None:
     assert answer is None or answer.is_finite()
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["#" * 100_000, "answer" + " " * 100_000, "answer " * 15_000, "answer: " + "*_ " * 30_000, "1" * 100_000,
-     "1," * 50_000, "111," * 25_000 + "1111", r"\boxed{" * 15_000, "-" * 100_000, "$" * 100_000, "1+" * 50_000,
-     "####" + "\\boxed" * 15_000, "\\" * 100_000, "step" * 25_000, "1 " * 50_000, "####  " * 15_000],
-    ids=range(16),
-)  # fmt: skip
-def test_time_is_linear(text: str) -> None:
+LONG_TEXTS = {
+    "marks": lambda n: "#" * n,
+    "spaces after 'answer'": lambda n: "answer" + " " * n,
+    "'answer' again and again": lambda n: "answer " * (n // 7),
+    "ornaments after 'answer:'": lambda n: "answer: " + "*_ " * (n // 3),
+    "one long number": lambda n: "1" * n,
+    "numbers and commas": lambda n: "1," * (n // 2),
+    "groups of three digits": lambda n: "111," * (n // 4) + "1111",
+    "boxes": lambda n: r"\boxed{" * (n // 7),
+    "minus signs": lambda n: "-" * n,
+    "currency signs": lambda n: "$" * n,
+    "sums": lambda n: "1+" * (n // 2),
+    "boxes after a mark": lambda n: "####" + "\\boxed" * (n // 6),
+    "backslashes": lambda n: "\\" * n,
+    "steps": lambda n: "step" * (n // 4),
+    "numbers and spaces": lambda n: "1 " * (n // 2),
+    "marks and spaces": lambda n: "####  " * (n // 6),
+}
+
+
+def seconds_to_reward(text: str) -> float:
+    """Processor time of both rewards: the smaller of two measurements."""
     action = Completion(token_ids=(), text=text, finish_reason="length")
-    begin = time.process_time()
-    for rewards in (correctness_first(), hybrid_reward()):
-        rewards.compute_rewards([{"prompt": "", "answer": "1"}], [action])
-    assert time.process_time() - begin < 3
+    found = []
+    for _ in range(2):
+        begin = time.process_time()
+        for rewards in (correctness_first(), hybrid_reward()):
+            rewards.compute_rewards([{"prompt": "", "answer": "1"}], [action])
+        found.append(time.process_time() - begin)
+    return min(found)
+
+
+def test_time_grows_linearly_with_the_length_of_a_text(subtests: pytest.Subtests) -> None:
+    """A text 8 times as long may take 8 times as long, and 64 times if the time were quadratic: 24 is between the two."""
+    for kind, text in LONG_TEXTS.items():
+        with subtests.test(kind=kind):
+            assert seconds_to_reward(text(16_000)) < 24 * seconds_to_reward(text(2_000))
 
 
 # --- rows
 
 
-def test_prompt() -> None:
+def test_the_prompt_holds_the_question_and_the_form_of_the_answer() -> None:
     prompt = gsm8k_prompt(" How many?\n")
     assert prompt.startswith("Question: How many?\n")
     assert "#### [number]" in prompt
@@ -172,7 +198,7 @@ def written(folder: Path, *lines: str) -> Path:
     return path
 
 
-def test_load(tmp_path: Path) -> None:
+def test_problems_are_read_from_a_file_or_from_rows(tmp_path: Path) -> None:
     path = written(tmp_path, json.dumps(PROBLEMS[0]), "", *map(json.dumps, PROBLEMS[1:]), "")
     rows = load_gsm8k(path)
     assert rows == load_gsm8k(str(path)) == load_gsm8k(PROBLEMS)
@@ -182,36 +208,37 @@ def test_load(tmp_path: Path) -> None:
     assert load_gsm8k(path, num_samples=1000) == rows
 
 
-def test_load_a_dataset() -> None:
+def test_problems_are_read_from_a_dataset() -> None:
     datasets = pytest.importorskip("datasets")
     assert load_gsm8k(datasets.Dataset.from_list(PROBLEMS), num_samples=3) == load_gsm8k(PROBLEMS[:3])
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", r"problems.jsonl, line 3 is not JSON"),
-        ("[" * 100_000, r"problems.jsonl, line 3 is not JSON"),
-        (
-            '{"question": "1 + 1?"}',
-            r"problems.jsonl, line 3 must have the texts 'question' and 'answer'; got \['question'\]",
-        ),
-        ('{"question": "1 + 1?", "answer": 2}', "line 3 must have the texts"),
-        ("[1]", "line 3 must have the texts 'question' and 'answer'; got a list of 1"),
-        (
-            '{"question": "1 + 1?", "answer": "two"}',
-            "the answer of .*line 3 must hold a number, as in '#### 72'; got 'two'",
-        ),
-    ],
-)
-def test_malformed_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
-    path = written(tmp_path, json.dumps(PROBLEMS[0]), "", line, json.dumps(PROBLEMS[1]))
-    with pytest.raises(ConfigError, match=message):
-        load_gsm8k(path)
-    assert len(load_gsm8k(path, num_samples=1)) == 1  # what is not wanted is not read
+MALFORMED_LINES = [
+    ("{", r"problems.jsonl, line 3 is not JSON"),
+    ("[" * 100_000, r"problems.jsonl, line 3 is not JSON"),
+    (
+        '{"question": "1 + 1?"}',
+        r"problems.jsonl, line 3 must have the texts 'question' and 'answer'; got \['question'\]",
+    ),
+    ('{"question": "1 + 1?", "answer": 2}', "line 3 must have the texts"),
+    ("[1]", "line 3 must have the texts 'question' and 'answer'; got a list of 1"),
+    (
+        '{"question": "1 + 1?", "answer": "two"}',
+        "the answer of .*line 3 must hold a number, as in '#### 72'; got 'two'",
+    ),
+]
 
 
-def test_malformed_sources(tmp_path: Path) -> None:
+def test_an_error_names_the_malformed_line(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for line, message in MALFORMED_LINES:
+        with subtests.test(line=line[:40]):
+            path = written(tmp_path, json.dumps(PROBLEMS[0]), "", line, json.dumps(PROBLEMS[1]))
+            with pytest.raises(ConfigError, match=message):
+                load_gsm8k(path)
+            assert len(load_gsm8k(path, num_samples=1)) == 1  # later lines are not read
+
+
+def test_an_error_names_what_is_wrong_with_the_source(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="row 1 must have the texts"):
         load_gsm8k([PROBLEMS[0], {"problem": "?"}])
     with pytest.raises(ConfigError, match=r"cannot read .*absent\.jsonl: No such file"):
@@ -235,69 +262,62 @@ def parts_of(rewards: CompletionRewards, text: str, answer: str = "#### 72") -> 
     return {"total": float(rewards.combine(parts)), **{name: float(part) for name, part in parts.items()}}
 
 
-@pytest.mark.parametrize(
-    ("text", "correctness", "length", "mathematics", "steps", "form", "number", "equation"),
-    [
-        ("", 0.3, 0, 0, 0, 0, 0, 0),
-        ("no idea", 0.3, 0, 0, 0, 0, 0, 0),
-        ("72", 0.6, 0, 0, 0, 0, 0.1, 0),
-        ("71", 0.2, 0, 0, 0, 0, 0.1, 0),
-        ("#### 72", 0.6, 0, 0, 0, 0.15, 0.1, 0),
-        ("The answer is 72", 0.6, 0, 0, 0, 0.1, 0.1, 0),
-        (r"\boxed{71}", 0.2, 0, 0, 0, 0.1, 0.1, 0),
-        ("x" * 50, 0.3, 0, 0, 0, 0, 0, 0),
-        ("x" * 51, 0.3, 0.2, 0, 0, 0, 0, 0),
-        (" " * 60, 0.3, 0, 0, 0, 0, 0, 0),
-        ("First, hm", 0.3, 0, 0, 0.3, 0, 0, 0),
-        ("footstep", 0.3, 0, 0, 0, 0, 0, 0),
-        ("60 + 12 = 72", 0.6, 0, 0.2, 0, 0, 0.1, 0.1),  # + and =
-        ("$60+$12=72", 0.6, 0, 0.2, 0, 0, 0.1, 0.1),
-        ("x = 72", 0.6, 0, 0.1, 0, 0, 0.1, 0),
-        ("+ - * / = total each times sum left", 0.3, 0, 0.5, 0, 0, 0, 0),  # ten signs count as five
-        ("Then each of 3 * 4 = 12 has 6 / 1 = 6 left, so the total is 72\n#### 72", 0.6, 0.2, 0.5, 0.3, 0.15, 0.1, 0.1),
-    ],
-)
-def test_hybrid_reward(
-    text: str,
-    correctness: float,
-    length: float,
-    mathematics: float,
-    steps: float,
-    form: float,
-    number: float,
-    equation: float,
-) -> None:
-    expected = {
-        "correctness": correctness,
-        "length": length,
-        "mathematics": mathematics,
-        "steps": steps,
-        "format": form,
-        "number": number,
-        "equation": equation,
-    }
-    assert parts_of(hybrid_reward(), text) == pytest.approx({"total": sum(expected.values()), **expected})
+HYBRID_PARTS = [
+    ("", 0.3, 0, 0, 0, 0, 0, 0),
+    ("no idea", 0.3, 0, 0, 0, 0, 0, 0),
+    ("72", 0.6, 0, 0, 0, 0, 0.1, 0),
+    ("71", 0.2, 0, 0, 0, 0, 0.1, 0),
+    ("#### 72", 0.6, 0, 0, 0, 0.15, 0.1, 0),
+    ("The answer is 72", 0.6, 0, 0, 0, 0.1, 0.1, 0),
+    (r"\boxed{71}", 0.2, 0, 0, 0, 0.1, 0.1, 0),
+    ("x" * 50, 0.3, 0, 0, 0, 0, 0, 0),
+    ("x" * 51, 0.3, 0.2, 0, 0, 0, 0, 0),
+    (" " * 60, 0.3, 0, 0, 0, 0, 0, 0),
+    ("First, hm", 0.3, 0, 0, 0.3, 0, 0, 0),
+    ("footstep", 0.3, 0, 0, 0, 0, 0, 0),
+    ("60 + 12 = 72", 0.6, 0, 0.2, 0, 0, 0.1, 0.1),  # + and =
+    ("$60+$12=72", 0.6, 0, 0.2, 0, 0, 0.1, 0.1),
+    ("x = 72", 0.6, 0, 0.1, 0, 0, 0.1, 0),
+    ("+ - * / = total each times sum left", 0.3, 0, 0.5, 0, 0, 0, 0),  # ten signs count as five
+    ("Then each of 3 * 4 = 12 has 6 / 1 = 6 left, so the total is 72\n#### 72", 0.6, 0.2, 0.5, 0.3, 0.15, 0.1, 0.1),
+]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("#### 72", 1.2),
-        ("It is 72.0", 1.1),
-        ("#### 71", 0.2),
-        ("It is 71", 0.1),
-        ("72, so #### 71", 0.2),
-        ("", 0.0),
-        ("First, then, therefore: the answer is a large number of eggs, each + * / = sum", 0.0),
-    ],
-)
-def test_correctness_first(text: str, expected: float) -> None:
-    parts = parts_of(correctness_first(), text)
-    assert parts["total"] == pytest.approx(expected)
-    assert parts["correct"] == float(expected > 1)
+def test_the_parts_of_the_hybrid_reward(subtests: pytest.Subtests) -> None:
+    for text, correctness, length, mathematics, steps, form, number, equation in HYBRID_PARTS:
+        with subtests.test(text=text):
+            expected = {
+                "correctness": correctness,
+                "length": length,
+                "mathematics": mathematics,
+                "steps": steps,
+                "format": form,
+                "number": number,
+                "equation": equation,
+            }
+            assert parts_of(hybrid_reward(), text) == pytest.approx({"total": sum(expected.values()), **expected})
 
 
-def test_a_thousands_separator_is_no_decimal_point() -> None:
+CORRECTNESS_FIRST = [
+    ("#### 72", 1.2),
+    ("It is 72.0", 1.1),
+    ("#### 71", 0.2),
+    ("It is 71", 0.1),
+    ("72, so #### 71", 0.2),
+    ("", 0.0),
+    ("First, then, therefore: the answer is a large number of eggs, each + * / = sum", 0.0),
+]
+
+
+def test_the_sum_of_correctness_first(subtests: pytest.Subtests) -> None:
+    for text, expected in CORRECTNESS_FIRST:
+        with subtests.test(text=text):
+            parts = parts_of(correctness_first(), text)
+            assert parts["total"] == pytest.approx(expected)
+            assert parts["correct"] == float(expected > 1)
+
+
+def test_a_thousands_separator_is_not_a_decimal_point() -> None:
     assert parts_of(correctness_first(), "#### 1234", answer="#### 1,234")["correct"] == 1.0
     assert parts_of(correctness_first(), "#### 1", answer="#### 1,234")["correct"] == 0.0
 
@@ -324,7 +344,7 @@ TEXTS = st.one_of(st.text(max_size=40), st.lists(st.sampled_from(PIECES), max_si
 
 @settings(deadline=None)
 @given(texts=st.lists(TEXTS, min_size=2, max_size=8))
-def test_right_beats_wrong_beats_silence(texts: list[str]) -> None:
+def test_a_right_answer_beats_a_wrong_answer_and_that_beats_no_answer(texts: list[str]) -> None:
     rewards = correctness_first()
     worth: dict[str, list[float]] = {"right": [1.1], "wrong": [0.1], "silent": [0.0]}
     for text in texts:
@@ -335,7 +355,10 @@ def test_right_beats_wrong_beats_silence(texts: list[str]) -> None:
     assert min(worth["wrong"]) > max(worth["silent"])
 
 
-@pytest.mark.parametrize("rewards", [correctness_first(), hybrid_reward()], ids=["correctness_first", "hybrid"])
-def test_a_row_without_a_number(rewards: Any) -> None:
-    with pytest.raises(RewardError, match="The column 'answer' must hold a number, as in '#### 72'; got 'many'"):
-        parts_of(rewards, "#### 72", answer="many")
+def test_a_row_whose_answer_has_no_number_is_refused(subtests: pytest.Subtests) -> None:
+    for rewards in (correctness_first(), hybrid_reward()):
+        with (
+            subtests.test(parts=list(rewards.rewards)),
+            pytest.raises(RewardError, match="The column 'answer' must hold a number, as in '#### 72'; got 'many'"),
+        ):
+            parts_of(rewards, "#### 72", answer="many")

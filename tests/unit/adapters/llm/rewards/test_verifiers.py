@@ -21,118 +21,135 @@ def of_length(length: int) -> Completion:
     return Completion(token_ids=(5,) * length, text="x" * length, finish_reason="length")
 
 
-def test_examples() -> None:
+def test_the_examples_in_the_docstrings_hold() -> None:
     assert doctest.testmod(verifiers) == (0, 7)
     assert doctest.testmod(json_schema) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "text", "answer", "expected"),
-    [
-        ({}, "Oslo", "Oslo", 1.0),
-        ({}, " Oslo\n", "Oslo", 1.0),
-        ({}, "New \n York", "New York", 1.0),
-        ({}, "NewYork", "New York", 0.0),
-        ({}, "oslo", "Oslo", 0.0),
-        ({}, "", "Oslo", 0.0),
-        ({}, "72", 72, 1.0),
-        ({}, "Oslo", None, None),
-        ({"ignore_case": True}, "OSLO", "oslo", 1.0),
-        ({"ignore_case": True}, "STRASSE", "straße", 1.0),
-        ({"ignore_spacing": False}, "Oslo ", "Oslo", 0.0),
-        ({"ignore_spacing": False}, "Oslo", "Oslo", 1.0),
-        ({"extract": Between(start="<a>", end="</a>")}, "<a>Rome</a>, or <a> Oslo </a>.", "Oslo", 1.0),
-        ({"extract": Between(start="<a>", end="</a>")}, "Oslo", "Oslo", 0.0),
-    ],
-)
-def test_exact_match(options: dict[str, Any], text: str, answer: Any, expected: float | None) -> None:
-    assert ExactMatch(**options)(text, {"answer": answer}) == expected
-    assert ExactMatch(column="truth", **options)(text, {"answer": "?", "truth": answer}) == expected
+EXACT_MATCHES = [
+    ({}, "Oslo", "Oslo", 1.0),
+    ({}, " Oslo\n", "Oslo", 1.0),
+    ({}, "New \n York", "New York", 1.0),
+    ({}, "NewYork", "New York", 0.0),
+    ({}, "oslo", "Oslo", 0.0),
+    ({}, "", "Oslo", 0.0),
+    ({}, "72", 72, 1.0),
+    ({}, "Oslo", None, None),
+    ({"ignore_case": True}, "OSLO", "oslo", 1.0),
+    ({"ignore_case": True}, "STRASSE", "straße", 1.0),
+    ({"ignore_spacing": False}, "Oslo ", "Oslo", 0.0),
+    ({"ignore_spacing": False}, "Oslo", "Oslo", 1.0),
+    ({"extract": Between(start="<a>", end="</a>")}, "<a>Rome</a>, or <a> Oslo </a>.", "Oslo", 1.0),
+    ({"extract": Between(start="<a>", end="</a>")}, "Oslo", "Oslo", 0.0),
+]
 
 
-@pytest.mark.parametrize("text", ["", "<a>", "<a>1", "1</a>", "</a>1<a>"])
-def test_marks_that_are_not_both_there(text: str) -> None:
-    assert Between(start="<a>", end="</a>")(text) is None
+def test_exact_match_compares_the_text_with_the_column(subtests: pytest.Subtests) -> None:
+    for options, text, answer, expected in EXACT_MATCHES:
+        with subtests.test(text=text):
+            assert ExactMatch(**options)(text, {"answer": answer}) == expected
+            assert ExactMatch(column="truth", **options)(text, {"answer": "?", "truth": answer}) == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "text", "expected"),
-    [
-        ({"pattern": r"\d+"}, "a 1", 1.0),
-        ({"pattern": r"\d+"}, "a", 0.0),
-        ({"pattern": r"\d+", "how": "full"}, "a 1", 0.0),
-        ({"pattern": r"\d+", "how": "full"}, "12", 1.0),
-        ({"pattern": r"(?i)YES"}, "yes", 1.0),
-        ({"pattern": r"= (\d+)", "column": "answer"}, "= 3, no: = 4 ", 1.0),
-        ({"pattern": r"= (\d+)", "column": "answer"}, "= 4, no: = 3", 0.0),
-        ({"pattern": r"= (\d+)", "column": "answer"}, "4", 0.0),
-        ({"pattern": r"= (\d+)?", "column": "answer"}, "= ", 0.0),  # the group took no part
-        ({"pattern": r"= (?P<n>\s*\d+)", "column": "answer", "group": "n"}, "=  4", 1.0),
-        ({"pattern": r"\d+", "column": "answer", "group": 0}, "4", 1.0),
-        ({"pattern": r"= (\d+)", "column": "nothing"}, "= 4", None),
-        ({"pattern": "^a", "max_chars": 3}, "abcd", 0.0),  # only "bcd" is searched
-        ({"pattern": "^b", "max_chars": 3}, "abcd", 1.0),
-        ({"pattern": ".*", "how": "full", "max_chars": 3}, "abcd", 0.0),
-        ({"pattern": ".*", "how": "full", "max_chars": 4}, "abcd", 1.0),
-    ],
-)
-def test_regex_match(options: dict[str, Any], text: str, expected: float | None) -> None:
-    assert RegexMatch(**options)(text, {"answer": 4, "nothing": None}) == expected
+def test_between_gives_none_without_both_marks(subtests: pytest.Subtests) -> None:
+    for text in ["", "<a>", "<a>1", "1</a>", "</a>1<a>"]:
+        with subtests.test(text=text):
+            assert Between(start="<a>", end="</a>")(text) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<think>a</think><answer>4</answer>", 1.0),
-        ("\n<think>\na\n</think>\n\n<answer>\n4\n</answer>\n", 1.0),
-        ("<think></think><answer>4</answer>", 1.0),
-        ("<think>a < b</think><answer>4</answer>", 1.0),
-        ("<think>a</think><answer>5</answer>", 0.0),
-        ("<answer>4</answer><think>a</think>", 0.0),
-        ("<think>a</think>4", 0.0),
-        ("so: <think>a</think><answer>4</answer>", 0.0),
-        ("<think>a</think><answer>4</answer>.", 0.0),
-        ("<think>a</think><answer>5</answer><answer>4</answer>", 0.0),
-        ("<think><answer>5</answer></think><answer>4</answer>", 0.0),
-    ],
-)
-def test_format_by_tags(text: str, expected: float) -> None:
-    verifier = RegexMatch(pattern=tags_pattern("think", "answer"), how="full", column="answer", group="answer")
-    assert verifier(text, {"answer": "4"}) == expected
+REGEX_MATCHES = [
+    ({"pattern": r"\d+"}, "a 1", 1.0),
+    ({"pattern": r"\d+"}, "a", 0.0),
+    ({"pattern": r"\d+", "how": "full"}, "a 1", 0.0),
+    ({"pattern": r"\d+", "how": "full"}, "12", 1.0),
+    ({"pattern": r"(?i)YES"}, "yes", 1.0),
+    ({"pattern": r"= (\d+)", "column": "answer"}, "= 3, no: = 4 ", 1.0),
+    ({"pattern": r"= (\d+)", "column": "answer"}, "= 4, no: = 3", 0.0),
+    ({"pattern": r"= (\d+)", "column": "answer"}, "4", 0.0),
+    ({"pattern": r"= (\d+)?", "column": "answer"}, "= ", 0.0),  # the group took no part
+    ({"pattern": r"= (?P<n>\s*\d+)", "column": "answer", "group": "n"}, "=  4", 1.0),
+    ({"pattern": r"\d+", "column": "answer", "group": 0}, "4", 1.0),
+    ({"pattern": r"= (\d+)", "column": "nothing"}, "= 4", None),
+    ({"pattern": "^a", "max_chars": 3}, "abcd", 0.0),  # only "bcd" is searched
+    ({"pattern": "^b", "max_chars": 3}, "abcd", 1.0),
+    ({"pattern": ".*", "how": "full", "max_chars": 3}, "abcd", 0.0),
+    ({"pattern": ".*", "how": "full", "max_chars": 4}, "abcd", 1.0),
+]
 
 
-def test_format_by_tags_does_not_backtrack() -> None:
+def test_regex_match_searches_or_matches_the_whole_text(subtests: pytest.Subtests) -> None:
+    for options, text, expected in REGEX_MATCHES:
+        with subtests.test(options=options):
+            assert RegexMatch(**options)(text, {"answer": 4, "nothing": None}) == expected
+
+
+TAGGED = [
+    ("<think>a</think><answer>4</answer>", 1.0),
+    ("\n<think>\na\n</think>\n\n<answer>\n4\n</answer>\n", 1.0),
+    ("<think></think><answer>4</answer>", 1.0),
+    ("<think>a < b</think><answer>4</answer>", 1.0),
+    ("<think>a</think><answer>5</answer>", 0.0),
+    ("<answer>4</answer><think>a</think>", 0.0),
+    ("<think>a</think>4", 0.0),
+    ("so: <think>a</think><answer>4</answer>", 0.0),
+    ("<think>a</think><answer>4</answer>.", 0.0),
+    ("<think>a</think><answer>5</answer><answer>4</answer>", 0.0),
+    ("<think><answer>5</answer></think><answer>4</answer>", 0.0),
+]
+
+
+def test_tags_pattern_matches_each_tag_once_and_in_order(subtests: pytest.Subtests) -> None:
+    for text, expected in TAGGED:
+        with subtests.test(text=text):
+            verifier = RegexMatch(pattern=tags_pattern("think", "answer"), how="full", column="answer", group="answer")
+            assert verifier(text, {"answer": "4"}) == expected
+
+
+def test_tags_pattern_takes_linear_time() -> None:
     verifier = RegexMatch(pattern=tags_pattern("think", "answer"), how="full")
-    begin = time.process_time()
-    for text in ("<think>" * 7_000, "<think>" + " " * 49_000, "<think>a</think>" + "\n" * 49_000, "<" * 50_000):
-        assert verifier(text) == 0.0
-    assert time.process_time() - begin < 2
+
+    def seconds(length: int) -> float:
+        """Processor time of four texts: the smaller of two measurements."""
+        found = []
+        for _ in range(2):
+            begin = time.process_time()
+            for text in (
+                "<think>" * (length // 7),
+                "<think>" + " " * length,
+                "<think>a</think>" + "\n" * length,
+                "<" * length,
+            ):
+                assert verifier(text) == 0.0
+            found.append(time.process_time() - begin)
+        return min(found)
+
+    assert seconds(48_000) < 24 * seconds(6_000)  # 8 times as long: linear time is 8, quadratic time 64 times as much
 
 
-@pytest.mark.parametrize("tags", [(), ("a", "a"), ("a b",), ("a>",)])
-def test_wrong_tags(tags: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="tags_pattern needs different tags"):
-        tags_pattern(*tags)
+def test_tags_pattern_refuses_wrong_tags(subtests: pytest.Subtests) -> None:
+    for tags in [(), ("a", "a"), ("a b",), ("a>",)]:
+        with subtests.test(tags=tags), pytest.raises(ConfigError, match="tags_pattern needs different tags"):
+            tags_pattern(*tags)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: RegexMatch(pattern="("), r"RegexMatch.pattern='\(' is no regular expression: missing \)"),
-        (lambda: RegexMatch(pattern="a", column="answer"), "RegexMatch.group=1 is not in the pattern 'a': capture"),
-        (lambda: RegexMatch(pattern="(a)", column="answer", group="b"), "RegexMatch.group='b' is not in"),
-        (lambda: RegexMatch(pattern="a", how="match"), "RegexMatch.how must be one of 'search', 'full'"),
-        (lambda: OverlongPunishment(max_tokens=4, cache_tokens=5), "cache_tokens must be at most max_tokens=4; got 5"),
-        (lambda: OverlongPunishment(max_tokens=0, cache_tokens=0), "max_tokens must be >= 1"),
-        (lambda: ExactMatch(extract="<a>"), "ExactMatch.extract must be Callable or None; got '<a>'"),
-    ],
-)
-def test_wrong_settings(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
+WRONG_SETTINGS = [
+    (lambda: RegexMatch(pattern="("), r"RegexMatch.pattern='\(' is no regular expression: missing \)"),
+    (lambda: RegexMatch(pattern="a", column="answer"), "RegexMatch.group=1 is not in the pattern 'a': capture"),
+    (lambda: RegexMatch(pattern="(a)", column="answer", group="b"), "RegexMatch.group='b' is not in"),
+    (lambda: RegexMatch(pattern="a", how="match"), "RegexMatch.how must be one of 'search', 'full'"),
+    (lambda: OverlongPunishment(max_tokens=4, cache_tokens=5), "cache_tokens must be at most max_tokens=4; got 5"),
+    (lambda: OverlongPunishment(max_tokens=0, cache_tokens=0), "max_tokens must be >= 1"),
+    (lambda: ExactMatch(extract="<a>"), "ExactMatch.extract must be Callable or None; got '<a>'"),
+]
 
 
-def test_a_column_that_is_not_there() -> None:
+def test_wrong_settings_are_refused(subtests: pytest.Subtests) -> None:
+    for make, message in WRONG_SETTINGS:
+        with subtests.test(message=message), pytest.raises(ConfigError, match=message):
+            make()
+
+
+def test_a_missing_column_is_named() -> None:
     with pytest.raises(RewardError, match="ExactMatch needs the column 'answer'; the row has 'prompt', 'truth'"):
         ExactMatch()("text", {"prompt": "p", "truth": "t"})
     with pytest.raises(
@@ -141,21 +158,22 @@ def test_a_column_that_is_not_there() -> None:
         RegexMatch(pattern="(a)", column="answer")("text", "p")
 
 
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [(0, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (19, -0.75), (20, -1.0), (21, -1.0), (90, -1.0)],
-)
-def test_overlong_punishment(length: int, expected: float) -> None:
-    # L_max 20, cache 4: nothing up to 16, then 1/4 per token
-    assert OverlongPunishment(max_tokens=20, cache_tokens=4)(of_length(length)) == expected
+LENGTHS = [(0, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (19, -0.75), (20, -1.0), (21, -1.0), (90, -1.0)]
 
 
-def test_overlong_punishment_without_a_slope() -> None:
+def test_overlong_punishment_falls_from_0_to_minus_1_within_the_cache(subtests: pytest.Subtests) -> None:
+    for length, expected in LENGTHS:
+        with subtests.test(length=length):
+            # L_max 20, cache 4: nothing up to 16, then 1/4 per token
+            assert OverlongPunishment(max_tokens=20, cache_tokens=4)(of_length(length)) == expected
+
+
+def test_overlong_punishment_without_a_cache_is_a_step() -> None:
     punishment = OverlongPunishment(max_tokens=20, cache_tokens=0)
     assert [punishment(of_length(length)) for length in (19, 20, 21)] == [0.0, 0.0, -1.0]
 
 
-def test_per_token() -> None:
+def test_per_token_counts_tokens_up_to_the_maximum() -> None:
     assert PerToken(amount=-0.5)(of_length(3)) == -1.5
     assert [PerToken(amount=0.25, max_tokens=4)(of_length(length)) for length in (0, 3, 4, 9)] == [0.0, 0.75, 1.0, 1.0]
 
@@ -168,45 +186,45 @@ POINT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('{"x": 1.5}', 1.0),
-        (' {"x": 1, "next": {"x": 2}}\n', 1.0),
-        ('{"x": 1, "next": {}}', 0.0),
-        ('{"x": 1.3}', 0.0),
-        ('{"x": "1"}', 0.0),
-        ('{"x": 1, "y": 2}', 0.0),
-        ("[]", 0.0),
-        ('{"x": 1} and so on', 0.0),
-        ("", 0.0),
-        ('{"x": NaN}', 0.0),
-        ('{"x": -Infinity}', 0.0),
-        ('{"x": 1e999}', 0.0),
-        ('{"x": ' + "9" * 400 + "}", 0.0),  # multipleOf would divide it by a float
-        ('{"x": ' + "9" * 5000 + "}", 0.0),
-        ("[" * 200_000, 0.0),
-        ('{"x": 1, "next": ' * 2000 + '{"x": 1}' + "}" * 2000, 0.0),
-        (" " * 1_000_001 + '{"x": 1}', 0.0),
-    ],
-    ids=range(17),
-)
-def test_json_schema(text: str, expected: float) -> None:
-    assert JSONSchemaMatch(POINT)(text) == expected
+JSON_TEXTS = [
+    ('{"x": 1.5}', 1.0),
+    (' {"x": 1, "next": {"x": 2}}\n', 1.0),
+    ('{"x": 1, "next": {}}', 0.0),
+    ('{"x": 1.3}', 0.0),
+    ('{"x": "1"}', 0.0),
+    ('{"x": 1, "y": 2}', 0.0),
+    ("[]", 0.0),
+    ('{"x": 1} and so on', 0.0),
+    ("", 0.0),
+    ('{"x": NaN}', 0.0),
+    ('{"x": -Infinity}', 0.0),
+    ('{"x": 1e999}', 0.0),
+    ('{"x": ' + "9" * 400 + "}", 0.0),  # multipleOf would divide it by a float
+    ('{"x": ' + "9" * 5000 + "}", 0.0),
+    ("[" * 200_000, 0.0),
+    ('{"x": 1, "next": ' * 2000 + '{"x": 1}' + "}" * 2000, 0.0),
+    (" " * 1_000_001 + '{"x": 1}', 0.0),
+]
 
 
-def test_json_within_a_text() -> None:
+def test_json_schema_match_accepts_valid_json_only(subtests: pytest.Subtests) -> None:
+    for text, expected in JSON_TEXTS:
+        with subtests.test(text=text[:40], length=len(text)):
+            assert JSONSchemaMatch(POINT)(text) == expected
+
+
+def test_json_is_extracted_from_a_text() -> None:
     verifier = JSONSchemaMatch(POINT, extract=Between(start="```json", end="```"))
     assert verifier('Here:\n```json\n{"x": 1}\n```\nDone.') == 1.0
     assert verifier('{"x": 1}') == 0.0
 
 
-def test_wrong_schema() -> None:
+def test_an_invalid_schema_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"JSONSchemaMatch needs a JSON schema; at \$.type: 'point' is not valid"):
         JSONSchemaMatch({"type": "point"})
 
 
-def test_no_schema_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_in_a_schema_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def no_network(*args: object) -> None:
@@ -222,7 +240,7 @@ def test_no_schema_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not asked
 
 
-def test_without_jsonschema(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_jsonschema_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     true_import = builtins.__import__
 
     def without(name: str, *args: Any) -> Any:
@@ -235,7 +253,7 @@ def test_without_jsonschema(monkeypatch: pytest.MonkeyPatch) -> None:
         JSONSchemaMatch({})
 
 
-def test_together_as_one_reward() -> None:
+def test_verifiers_are_weighted_and_summed() -> None:
     rewards = CompletionRewards(
         {
             "format": RegexMatch(pattern=tags_pattern("answer"), how="full"),

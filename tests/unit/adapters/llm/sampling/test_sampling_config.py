@@ -1,38 +1,37 @@
 import json
-from typing import Any
 
 import pytest
 
 from adapters.llm import SamplingConfig
 from grpo.errors import ConfigError
 
-
-@pytest.mark.parametrize(
-    ("setting", "value", "bound"),
-    [
-        ("max_new_tokens", 0, ">= 1"),
-        ("min_new_tokens", -1, ">= 0"),
-        ("temperature", -0.1, ">= 0"),
-        ("top_k", 0, ">= 1"),
-        ("top_p", 0.0, "> 0"),
-        ("top_p", 1.1, "<= 1"),
-        ("min_p", -0.1, ">= 0"),
-        ("min_p", 1.5, "<= 1"),
-        ("xtc_probability", 1.5, "<= 1"),
-        ("xtc_threshold", 0.0, "> 0"),
-        ("xtc_threshold", 0.6, "<= 0.5"),
-        ("repetition_penalty", 0.0, "> 0"),
-        ("stop", ["a"], "tuple"),
-        ("stop", "a", "tuple"),
-        ("temperature", float("nan"), "finite"),
-    ],
-)
-def test_a_value_out_of_bounds_is_named(setting: str, value: Any, bound: str) -> None:
-    with pytest.raises(ConfigError, match=rf"SamplingConfig\.{setting} must be .*{bound}"):
-        SamplingConfig(**{setting: value})
+OUT_OF_BOUNDS = [
+    ("max_new_tokens", 0, ">= 1"),
+    ("min_new_tokens", -1, ">= 0"),
+    ("temperature", -0.1, ">= 0"),
+    ("top_k", 0, ">= 1"),
+    ("top_p", 0.0, "> 0"),
+    ("top_p", 1.1, "<= 1"),
+    ("min_p", -0.1, ">= 0"),
+    ("min_p", 1.5, "<= 1"),
+    ("xtc_probability", 1.5, "<= 1"),
+    ("xtc_threshold", 0.0, "> 0"),
+    ("xtc_threshold", 0.6, "<= 0.5"),
+    ("repetition_penalty", 0.0, "> 0"),
+    ("stop", ["a"], "tuple"),
+    ("stop", "a", "tuple"),
+    ("temperature", float("nan"), "finite"),
+]
 
 
-def test_no_more_tokens_can_be_demanded_than_are_allowed() -> None:
+def test_a_value_out_of_bounds_is_named(subtests: pytest.Subtests) -> None:
+    for setting, value, bound in OUT_OF_BOUNDS:
+        message = rf"SamplingConfig\.{setting} must be .*{bound}"
+        with subtests.test(setting=setting), pytest.raises(ConfigError, match=message):
+            SamplingConfig(**{setting: value})
+
+
+def test_the_minimum_of_tokens_cannot_exceed_the_maximum() -> None:
     assert SamplingConfig(min_new_tokens=4, max_new_tokens=4).min_new_tokens == 4
     with pytest.raises(ConfigError, match=r"min_new_tokens must be at most max_new_tokens=3; got 4"):
         SamplingConfig(min_new_tokens=4, max_new_tokens=3)
@@ -43,27 +42,28 @@ def test_an_empty_stop_string_is_refused() -> None:
         SamplingConfig(stop=("###", ""))
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_exact"),
-    [
-        ({}, True),
-        ({"temperature": 0.7}, True),
-        ({"stop": ("a",)}, True),  # it ends completions, and changes no distribution
-        ({"xtc_threshold": 0.3}, True),  # XTC is off
-        ({"temperature": 0.0}, False),
-        ({"min_new_tokens": 1}, False),
-        ({"top_k": 10**6}, False),
-        ({"top_p": 0.99}, False),
-        ({"min_p": 0.01}, False),
-        ({"xtc_probability": 0.1}, False),
-        ({"repetition_penalty": 1.1}, False),
-    ],
-)
-def test_only_the_temperature_leaves_the_distribution_that_of_the_policy(changes: Any, is_exact: bool) -> None:
-    assert SamplingConfig(**changes).is_exact is is_exact
+EXACT = [
+    ({}, True),
+    ({"temperature": 0.7}, True),
+    ({"stop": ("a",)}, True),  # it ends completions, and changes no distribution
+    ({"xtc_threshold": 0.3}, True),  # XTC is off
+    ({"temperature": 0.0}, False),
+    ({"min_new_tokens": 1}, False),
+    ({"top_k": 10**6}, False),
+    ({"top_p": 0.99}, False),
+    ({"min_p": 0.01}, False),
+    ({"xtc_probability": 0.1}, False),
+    ({"repetition_penalty": 1.1}, False),
+]
 
 
-def test_the_scoring_temperature_is_that_of_sampling_unless_that_is_zero() -> None:
+def test_only_a_positive_temperature_alone_samples_from_the_policy(subtests: pytest.Subtests) -> None:
+    for changes, is_exact in EXACT:
+        with subtests.test(changes=changes):
+            assert SamplingConfig(**changes).is_exact is is_exact
+
+
+def test_the_scoring_temperature_is_the_temperature_or_1_for_temperature_0() -> None:
     assert SamplingConfig(temperature=0.7).scoring_temperature == 0.7
     assert SamplingConfig(temperature=0).scoring_temperature == 1.0
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adapters.llm import SamplingConfig
 from adapters.llm.sampling.token_draw import BLOCK, TokenDraw, draw, exclude_top_choices
-from tests.support.llm_models import sampling_distribution
+from tests.support.llm_models import FLOAT32_LOG_PROB, sampling_distribution
 
 UNDER_ONE = math.nextafter(1.0, 0.0)
 CPU = torch.device("cpu")
@@ -27,93 +27,100 @@ def drawing(config: SamplingConfig, prompts: list[list[int]], **options: Any) ->
 # One token from given logits
 
 
-@pytest.mark.parametrize(
-    ("uniform", "token"),
-    [(0.0, 0), (0.499, 0), (0.5, 2), (0.749, 2), (0.75, 3), (UNDER_ONE, 3)],  # sums: .5, .5, .75, 1
-)
-def test_the_token_is_where_the_running_sum_passes_the_random_number(uniform: float, token: int) -> None:
-    tokens, log_probs, entropy = draw(logits_of(0.5, 0.0, 0.25, 0.25), torch.tensor([uniform]).double(), True)
-    assert tokens.tolist() == [token]
-    torch.testing.assert_close(log_probs, torch.tensor([math.log((0.5, 0, 0.25, 0.25)[token])]))
-    assert entropy is not None
-    torch.testing.assert_close(entropy, torch.tensor([1.5 * math.log(2)]))  # .5 ln 2 + 2 (.25 ln 4)
+X = [(0.0, 0), (0.499, 0), (0.5, 2), (0.749, 2), (0.75, 3), (UNDER_ONE, 3)]
 
 
-@pytest.mark.parametrize("size", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1000])
-def test_log_probs_and_entropy_are_those_of_the_softmax_whatever_the_size(size: int) -> None:
-    logits = 3 * torch.randn(64, size)
-    uniforms = torch.rand(64, dtype=torch.float64)
-    tokens, log_probs, entropy = draw(logits.clone(), uniforms, True)
-    exact = logits.double().log_softmax(1)
-    torch.testing.assert_close(log_probs.double(), exact.gather(1, tokens[:, None]).squeeze(1), atol=1e-5, rtol=0)
-    assert entropy is not None
-    torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(1), atol=1e-5, rtol=1e-5)
-    running = exact.exp().cumsum(1)  # inversion of the distribution function, in float64
-    expected = (running <= uniforms[:, None]).sum(1).clamp(max=size - 1)
-    margin = (running - uniforms[:, None]).abs().amin(
-        1
-    ) > 1e-6  # nearer than float32 can tell, both neighbours are right
-    assert margin.sum() > 50
-    assert torch.equal(tokens[margin], expected[margin])
+def test_the_token_is_where_the_running_sum_passes_the_random_number(subtests: pytest.Subtests) -> None:
+    for uniform, token in X:
+        with subtests.test(uniform=uniform):
+            tokens, log_probs, entropy = draw(logits_of(0.5, 0.0, 0.25, 0.25), torch.tensor([uniform]).double(), True)
+            assert tokens.tolist() == [token]
+            torch.testing.assert_close(log_probs, torch.tensor([math.log((0.5, 0, 0.25, 0.25)[token])]))
+            assert entropy is not None
+            torch.testing.assert_close(entropy, torch.tensor([1.5 * math.log(2)]))  # .5 ln 2 + 2 (.25 ln 4)
 
 
-@pytest.mark.parametrize("uniform", [0.0, 0.5, UNDER_ONE])
-@pytest.mark.parametrize("size", [3, BLOCK, 3 * BLOCK - 7])
-def test_a_token_of_probability_zero_is_never_drawn(uniform: float, size: int) -> None:
+def test_log_probs_and_entropy_are_those_of_the_softmax_for_any_size(subtests: pytest.Subtests) -> None:
+    for size in [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 1000]:
+        with subtests.test(size=size):
+            logits = 3 * torch.randn(64, size)
+            uniforms = torch.rand(64, dtype=torch.float64)
+            tokens, log_probs, entropy = draw(logits.clone(), uniforms, True)
+            exact = logits.double().log_softmax(1)
+            torch.testing.assert_close(
+                log_probs.double(), exact.gather(1, tokens[:, None]).squeeze(1), atol=1e-5, rtol=0
+            )
+            assert entropy is not None
+            torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(1), atol=1e-5, rtol=1e-5)
+            running = exact.exp().cumsum(1)  # inversion of the distribution function, in float64
+            expected = (running <= uniforms[:, None]).sum(1).clamp(max=size - 1)
+            margin = (running - uniforms[:, None]).abs().amin(
+                1
+            ) > 1e-6  # nearer than float32 can tell, both neighbours are right
+            assert margin.sum() > 50
+            assert torch.equal(tokens[margin], expected[margin])
+
+
+def test_a_token_of_probability_zero_is_never_drawn(subtests: pytest.Subtests) -> None:
     """Neither at the edges, where all but one token are impossible, nor where whole blocks are."""
-    logits = torch.full((size, size), -math.inf)
-    logits.fill_diagonal_(2.5)  # row n allows token n alone
-    tokens, log_probs, _ = draw(logits, torch.full((size,), uniform, dtype=torch.float64), False)
-    assert torch.equal(tokens, torch.arange(size))
-    assert torch.equal(log_probs, torch.zeros(size))
+    for size, uniform in [(3, 0.0), (BLOCK, 0.5), (BLOCK, UNDER_ONE), (3 * BLOCK - 7, 0.0), (3 * BLOCK - 7, UNDER_ONE)]:
+        with subtests.test(size=size, uniform=uniform):
+            logits = torch.full((size, size), -math.inf)
+            logits.fill_diagonal_(2.5)  # row n allows token n alone
+            tokens, log_probs, _ = draw(logits, torch.full((size,), uniform, dtype=torch.float64), False)
+            assert torch.equal(tokens, torch.arange(size))
+            assert torch.equal(log_probs, torch.zeros(size))
 
 
-@pytest.mark.parametrize("uniform", [0.0, UNDER_ONE])
-def test_extreme_logits_stay_finite(uniform: float) -> None:
-    peaked = torch.zeros(1, 700)
-    peaked[0, 600] = 1e4  # exp(-1e4) is 0: nothing else has any weight
-    tokens, log_probs, entropy = draw(peaked, torch.tensor([uniform]).double(), True)
-    assert (tokens.item(), log_probs.item()) == (600, 0.0)
-    assert entropy is not None
-    assert entropy.item() == 0.0
-    flat = torch.full((1, 700), -1e4)
-    tokens, log_probs, entropy = draw(flat, torch.tensor([uniform]).double(), True)
-    assert tokens.item() == (0 if uniform == 0 else 699)
-    assert log_probs.item() == pytest.approx(-math.log(700), abs=2e-3)  # float32 has 1/1024 at 1e4
-    assert entropy is not None
-    assert entropy.item() == pytest.approx(math.log(700), abs=2e-3)
+def test_extreme_logits_stay_finite(subtests: pytest.Subtests) -> None:
+    for uniform in [0.0, UNDER_ONE]:
+        with subtests.test(uniform=uniform):
+            peaked = torch.zeros(1, 700)
+            peaked[0, 600] = 1e4  # exp(-1e4) is 0: nothing else has any weight
+            tokens, log_probs, entropy = draw(peaked, torch.tensor([uniform]).double(), True)
+            assert (tokens.item(), log_probs.item()) == (600, 0.0)
+            assert entropy is not None
+            assert entropy.item() == 0.0
+            flat = torch.full((1, 700), -1e4)
+            tokens, log_probs, entropy = draw(flat, torch.tensor([uniform]).double(), True)
+            assert tokens.item() == (0 if uniform == 0 else 699)
+            assert log_probs.item() == pytest.approx(-math.log(700), abs=2e-3)  # float32 has 1/1024 at 1e4
+            assert entropy is not None
+            assert entropy.item() == pytest.approx(math.log(700), abs=2e-3)
 
 
-@pytest.mark.parametrize("size", [10, 300])
-def test_many_draws_follow_the_distribution(size: int) -> None:
-    logits = torch.randn(1, size)
-    uniforms = torch.from_numpy(np.random.default_rng(5).random(20_000))
-    tokens, _, _ = draw(logits.expand(len(uniforms), -1), uniforms, False)
-    expected = logits.double().softmax(1).squeeze(0).numpy() * len(uniforms)
-    counts = np.bincount(tokens.numpy(), minlength=size)
-    assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
-    # ... and the test can tell: it would not pass for a distribution that is a little flatter
-    flatter = (0.8 * logits).double().softmax(1).squeeze(0).numpy() * len(uniforms)
-    assert stats.chisquare(counts, flatter * counts.sum() / flatter.sum()).pvalue < 1e-6
+def test_many_draws_follow_the_distribution(subtests: pytest.Subtests) -> None:
+    for size in [10, 300]:
+        with subtests.test(size=size):
+            logits = torch.randn(1, size)
+            uniforms = torch.from_numpy(np.random.default_rng(5).random(20_000))
+            tokens, _, _ = draw(logits.expand(len(uniforms), -1), uniforms, False)
+            expected = logits.double().softmax(1).squeeze(0).numpy() * len(uniforms)
+            counts = np.bincount(tokens.numpy(), minlength=size)
+            assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
+            # ... and the test can tell: it would not pass for a distribution that is a little flatter
+            flatter = (0.8 * logits).double().softmax(1).squeeze(0).numpy() * len(uniforms)
+            assert stats.chisquare(counts, flatter * counts.sum() / flatter.sum()).pvalue < 1e-6
 
 
 # XTC
 
 
-@pytest.mark.parametrize(
-    ("threshold", "left"),
-    [
-        (0.2, [0, 0.3, 0.15, 0.15]),  # .4 and .3 reach it: the less likely of them stays
-        (0.35, [0.4, 0.3, 0.15, 0.15]),  # .4 alone reaches it, and stays
-        (0.5, [0.4, 0.3, 0.15, 0.15]),
-    ],
-)
-def test_top_choices_but_the_least_likely_are_excluded(threshold: float, left: list[float]) -> None:
-    probs = exclude_top_choices(logits_of(0.4, 0.3, 0.15, 0.15), threshold).softmax(1).squeeze(0)
-    torch.testing.assert_close(probs, torch.tensor(left) / sum(left))
+TOP_CHOICES = [
+    (0.2, [0, 0.3, 0.15, 0.15]),  # .4 and .3 reach it: the less likely of them stays
+    (0.35, [0.4, 0.3, 0.15, 0.15]),  # .4 alone reaches it, and stays
+    (0.5, [0.4, 0.3, 0.15, 0.15]),
+]
 
 
-def test_of_top_choices_that_are_equally_likely_one_stays() -> None:
+def test_xtc_excludes_all_top_choices_but_the_least_likely(subtests: pytest.Subtests) -> None:
+    for threshold, left in TOP_CHOICES:
+        with subtests.test(threshold=threshold):
+            probs = exclude_top_choices(logits_of(0.4, 0.3, 0.15, 0.15), threshold).softmax(1).squeeze(0)
+            torch.testing.assert_close(probs, torch.tensor(left) / sum(left))
+
+
+def test_xtc_keeps_one_of_equally_likely_top_choices() -> None:
     probs = exclude_top_choices(logits_of(0.4, 0.3, 0.15, 0.15), 0.14).softmax(1).squeeze(0)
     assert sorted(probs.tolist()) == [0, 0, 0, 1]
     assert probs[:2].tolist() == [0, 0]
@@ -147,30 +154,37 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_drawn_and_how_likely_it_was(shape: str) -> None:
+def test_each_setting_draws_from_its_distribution_and_reports_it(subtests: pytest.Subtests) -> None:
     """Three steps of 50 rows; each token is the one that the row's own random number picks from the distribution."""
-    config = SamplingConfig(max_new_tokens=3, **SHAPES[shape])
-    prompts = [[2 + row % 5] * (1 + row % 4) for row in range(50)]
-    given = torch.randn(3, 50, 20) * 2
-    drawn = drawing(config, prompts, with_entropy=True)
-    tokens = torch.stack([drawn(given[step].clone(), torch.arange(50), step) for step in range(3)], 1)
-    assert torch.equal(drawn.tokens, tokens)
-    numbers = [np.random.Generator(np.random.Philox(key=row)).random((3, 2))[:, 0] for row in range(50)]
-    for row, prompt in enumerate(prompts):
-        for step in range(3):
-            written = [*prompt, *tokens[row, :step].tolist()]
-            probs = sampling_distribution(
-                given[step, row].numpy(), config, written=written, step=step, excludes=config.xtc_probability == 1
-            )
-            token = int(tokens[row, step])
-            assert token == int((np.cumsum(probs) <= numbers[row][step]).sum())
-            assert float(drawn.behaviour_log_probs[row, step]) == pytest.approx(math.log(probs[token]), abs=1e-5)
-            policy = (given[step, row] / config.scoring_temperature).double().log_softmax(0)
-            assert float(drawn.policy_log_probs[row, step]) == pytest.approx(policy[token].item(), abs=1e-5)
-            assert drawn.entropies is not None
-            entropy = -(policy.exp() * policy).sum().item()
-            assert float(drawn.entropies[row, step]) == pytest.approx(entropy, abs=1e-5)
+    for shape in SHAPES:
+        with subtests.test(shape=shape):
+            config = SamplingConfig(max_new_tokens=3, **SHAPES[shape])
+            prompts = [[2 + row % 5] * (1 + row % 4) for row in range(50)]
+            given = torch.randn(3, 50, 20) * 2
+            drawn = drawing(config, prompts, with_entropy=True)
+            tokens = torch.stack([drawn(given[step].clone(), torch.arange(50), step) for step in range(3)], 1)
+            assert torch.equal(drawn.tokens, tokens)
+            numbers = [np.random.Generator(np.random.Philox(key=row)).random((3, 2))[:, 0] for row in range(50)]
+            for row, prompt in enumerate(prompts):
+                for step in range(3):
+                    written = [*prompt, *tokens[row, :step].tolist()]
+                    probs = sampling_distribution(
+                        given[step, row].numpy(),
+                        config,
+                        written=written,
+                        step=step,
+                        excludes=config.xtc_probability == 1,
+                    )
+                    token = int(tokens[row, step])
+                    assert token == int((np.cumsum(probs) <= numbers[row][step]).sum())
+                    assert float(drawn.behaviour_log_probs[row, step]) == pytest.approx(
+                        math.log(probs[token]), abs=1e-5
+                    )
+                    policy = (given[step, row] / config.scoring_temperature).double().log_softmax(0)
+                    assert float(drawn.policy_log_probs[row, step]) == pytest.approx(policy[token].item(), abs=1e-5)
+                    assert drawn.entropies is not None
+                    entropy = -(policy.exp() * policy).sum().item()
+                    assert float(drawn.entropies[row, step]) == pytest.approx(entropy, abs=1e-5)
 
 
 def test_a_repetition_penalty_by_hand() -> None:
@@ -181,7 +195,7 @@ def test_a_repetition_penalty_by_hand() -> None:
     assert drawn.behaviour_log_probs.item() == pytest.approx(penalised[token].item(), abs=1e-6)
 
 
-def test_the_prompts_of_other_rows_are_not_penalised() -> None:
+def test_the_repetition_penalty_ignores_the_prompts_of_other_rows() -> None:
     """Histories are padded to one width; what they are padded with changes nothing."""
     config = SamplingConfig(max_new_tokens=1, repetition_penalty=3.0)
     logits = torch.randn(2, 12)
@@ -190,10 +204,12 @@ def test_the_prompts_of_other_rows_are_not_penalised() -> None:
     alone = drawing(config, [[5]])
     alone(logits[:1].clone(), torch.arange(1), 0)
     assert torch.equal(together.tokens[:1], alone.tokens)
-    assert torch.equal(together.behaviour_log_probs[:1], alone.behaviour_log_probs)
+    torch.testing.assert_close(
+        together.behaviour_log_probs[:1], alone.behaviour_log_probs, rtol=0, atol=FLOAT32_LOG_PROB
+    )
 
 
-def test_xtc_acts_as_often_as_it_is_told_to() -> None:
+def test_xtc_excludes_top_choices_with_its_probability() -> None:
     # the .4 alone is left out, once in 4 draws: .75 (.4, .3, .15, .15) + .25 (0, .5, .25, .25) = (.3, .35, .175, .175)
     drawn = drawing(
         SamplingConfig(max_new_tokens=1, xtc_probability=0.25, xtc_threshold=0.2), [[0]] * 4000, seeds=range(4000)
@@ -205,14 +221,14 @@ def test_xtc_acts_as_often_as_it_is_told_to() -> None:
     torch.testing.assert_close(drawn.behaviour_log_probs, expected.log()[drawn.tokens])  # whichever way the coin fell
 
 
-def test_one_tensor_where_nothing_truncates() -> None:
+def test_without_truncation_both_log_probs_are_one_tensor() -> None:
     exact = drawing(SamplingConfig(temperature=0.5), [[0]])
     assert exact.policy_log_probs is exact.behaviour_log_probs
     truncated = drawing(SamplingConfig(top_k=2), [[0]])
     assert truncated.policy_log_probs is not truncated.behaviour_log_probs
 
 
-def test_temperature_zero_takes_the_likeliest_for_certain() -> None:
+def test_temperature_zero_draws_the_most_likely_token_with_probability_one() -> None:
     drawn = drawing(SamplingConfig(max_new_tokens=2, temperature=0), [[0]] * 8)
     logits = torch.randn(8, 30)
     assert torch.equal(drawn(logits.clone(), torch.arange(8), 0), logits.argmax(1))
@@ -225,7 +241,7 @@ def test_temperature_zero_takes_the_likeliest_for_certain() -> None:
     assert penalised(logits[:1].clone(), torch.arange(1), 0).item() == logits[0].argsort(descending=True)[1]
 
 
-def test_no_end_before_the_minimum() -> None:
+def test_end_tokens_are_excluded_before_the_minimum() -> None:
     drawn = drawing(SamplingConfig(max_new_tokens=3, min_new_tokens=2), [[0]] * 200, end_token_ids=[1, 3])
     logits = torch.tensor([0.0, 5.0, 0.0, 5.0]).repeat(200, 1)
     tokens = [drawn(logits.clone(), torch.arange(200), step) for step in range(3)]
@@ -239,22 +255,23 @@ def test_no_end_before_the_minimum() -> None:
 # Whose random numbers
 
 
-@pytest.mark.parametrize("changes", [{}, {"top_p": 0.9, "xtc_probability": 0.5}])
-def test_a_row_draws_the_same_whatever_is_beside_it_and_however_long_it_may_become(changes: Any) -> None:
-    logits = torch.randn(4, 9, 40)  # steps, rows
-    many = drawing(SamplingConfig(max_new_tokens=4, **changes), [[0]] * 9, seeds=range(100, 109))
-    for step in range(4):
-        many(logits[step].clone(), torch.arange(9), step)
-    alone = drawing(SamplingConfig(max_new_tokens=11, **changes), [[0]], seeds=[107])
-    for step in range(4):
-        alone(logits[step, 7:8].clone(), torch.arange(1), step)
-    assert torch.equal(many.tokens[7], alone.tokens[0, :4])
-    # rows that are left, by number and in any order
-    some = drawing(SamplingConfig(max_new_tokens=4, **changes), [[0]] * 9, seeds=range(100, 109))
-    rows = torch.tensor([8, 2])
-    some(logits[3, rows].clone(), rows, 3)
-    assert torch.equal(some.tokens[rows, 3], many.tokens[rows, 3])
-    assert not some.tokens[[0, 1, 3, 7]].any()
+def test_a_row_draws_the_same_tokens_in_any_batch_and_up_to_any_length(subtests: pytest.Subtests) -> None:
+    for changes in [{}, {"top_p": 0.9, "xtc_probability": 0.5}]:
+        with subtests.test(changes=changes):
+            logits = torch.randn(4, 9, 40)  # steps, rows
+            many = drawing(SamplingConfig(max_new_tokens=4, **changes), [[0]] * 9, seeds=range(100, 109))
+            for step in range(4):
+                many(logits[step].clone(), torch.arange(9), step)
+            alone = drawing(SamplingConfig(max_new_tokens=11, **changes), [[0]], seeds=[107])
+            for step in range(4):
+                alone(logits[step, 7:8].clone(), torch.arange(1), step)
+            assert torch.equal(many.tokens[7], alone.tokens[0, :4])
+            # rows that are left, by number and in any order
+            some = drawing(SamplingConfig(max_new_tokens=4, **changes), [[0]] * 9, seeds=range(100, 109))
+            rows = torch.tensor([8, 2])
+            some(logits[3, rows].clone(), rows, 3)
+            assert torch.equal(some.tokens[rows, 3], many.tokens[rows, 3])
+            assert not some.tokens[[0, 1, 3, 7]].any()
 
 
 def test_rows_and_steps_are_independent_and_the_whole_range_of_seeds_is_used() -> None:
@@ -266,12 +283,12 @@ def test_rows_and_steps_are_independent_and_the_whole_range_of_seeds_is_used() -
     assert len(drawn.tokens.unique()) > 100  # of 120 draws out of 10,000
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("changes", [{}, {"temperature": 0.5}, {"top_k": 3}])
-def test_logits_of_any_precision_are_drawn_from_in_float32(dtype: torch.dtype, changes: Any) -> None:
-    logits = torch.randn(5, 40).to(dtype)
-    config = SamplingConfig(max_new_tokens=1, **changes)
-    drawn = drawing(config, [[0]] * 5, with_entropy=True)
-    tokens = drawn(logits.clone(), torch.arange(5), 0)
-    expected = (logits.double() / config.temperature).log_softmax(1).gather(1, tokens[:, None])
-    torch.testing.assert_close(drawn.policy_log_probs.double(), expected, atol=1e-5, rtol=1e-5)
+def test_logits_of_any_precision_are_drawn_from_in_float32(subtests: pytest.Subtests) -> None:
+    for dtype, changes in [(torch.bfloat16, {}), (torch.float16, {"temperature": 0.5}), (torch.float64, {"top_k": 3})]:
+        with subtests.test(dtype=dtype):
+            logits = torch.randn(5, 40).to(dtype)
+            config = SamplingConfig(max_new_tokens=1, **changes)
+            drawn = drawing(config, [[0]] * 5, with_entropy=True)
+            tokens = drawn(logits.clone(), torch.arange(5), 0)
+            expected = (logits.double() / config.temperature).log_softmax(1).gather(1, tokens[:, None])
+            torch.testing.assert_close(drawn.policy_log_probs.double(), expected, atol=1e-5, rtol=1e-5)

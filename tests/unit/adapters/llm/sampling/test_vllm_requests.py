@@ -72,17 +72,17 @@ def test_the_likeliest_token_is_drawn_with_certainty() -> None:
     assert sampled_tokens([answer()], SamplingConfig(temperature=0.0)).behaviour_log_probs == [[0.0, 0.0]]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"finish_reason": "abort"}, "row 1 ended by 'abort' after 2 tokens"),
-        ({"finish_reason": None}, "row 1 ended by None"),
-        ({"log_probs": (-0.5,)}, "one log-probability per token; row 1 has 1 for 2 tokens"),
-    ],
-)
-def test_half_an_answer_is_no_row(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(SamplerError, match=message):
-        sampled_tokens([answer(), answer(**changes)], SamplingConfig())
+INCOMPLETE = [
+    ({"finish_reason": "abort"}, "row 1 ended by 'abort' after 2 tokens"),
+    ({"finish_reason": None}, "row 1 ended by None"),
+    ({"log_probs": (-0.5,)}, "one log-probability per token; row 1 has 1 for 2 tokens"),
+]
+
+
+def test_an_incomplete_answer_is_refused(subtests: pytest.Subtests) -> None:
+    for changes, message in INCOMPLETE:
+        with subtests.test(changes=changes), pytest.raises(SamplerError, match=message):
+            sampled_tokens([answer(), answer(**changes)], SamplingConfig())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")

@@ -224,10 +224,11 @@ def test_a_slow_answer_is_not_asked_for_twice(stand: tuple[Stand, str]) -> None:
     assert len(state.heard) == 1
 
 
-@pytest.mark.parametrize("address", ["localhost:8000", "file:///etc/hosts"])
-def test_an_address_is_http(address: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must begin with http:// or https://; got"):
-        VLLMServerSampler(address, weights_folder=tmp_path)
+def test_an_address_that_is_not_http_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for address in ["localhost:8000", "file:///etc/hosts"]:
+        message = "must begin with http:// or https://; got"
+        with subtests.test(address=address), pytest.raises(ConfigError, match=message):
+            VLLMServerSampler(address, weights_folder=tmp_path)
 
 
 def test_the_address_of_openais_interface_will_do() -> None:

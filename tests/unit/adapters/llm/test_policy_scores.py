@@ -1,0 +1,246 @@
+"""`HFPolicy`: scores, their gradients, precision and gradient checkpointing."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from adapters.llm import SamplingConfig, scoring, token_log_probs
+from tests.support.llm_models import (
+    FLOAT32_GRADIENT,
+    FLOAT32_LOG_PROB,
+    ROWS,
+    STATES,
+    adapted_model,
+    assert_rows,
+    character_tokenizer,
+    completion,
+    encoded,
+    forward_shapes,
+    gradients,
+    log_probs_of_rows,
+    policy_of,
+    relative_difference,
+    row_log_probs,
+    row_logits,
+    tiny_model,
+)
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing.*:FutureWarning",  # transformers renames it; PEFT asks for it
+)
+
+TOKENIZER = character_tokenizer()
+# Scores
+
+
+def test_the_sampling_temperature_applies_to_scores_and_to_the_reference() -> None:
+    policy = policy_of(sampling=SamplingConfig(temperature=0.6), reference_model=tiny_model("llama"))
+    assert_rows(policy.score_actions(STATES, ROWS).log_probs, log_probs_of_rows(policy.model, 0.6))
+    assert_rows(policy.reference_log_probabilities(STATES, ROWS), log_probs_of_rows(tiny_model("llama"), 0.6))
+
+
+def test_the_log_probability_of_a_completion_is_the_sum_over_its_tokens() -> None:
+    policy = policy_of(tiny_model())
+    expected = torch.stack([row.sum() for row in log_probs_of_rows(policy.model)])
+    torch.testing.assert_close(policy.get_log_probabilities(STATES, ROWS), expected, atol=4 * FLOAT32_LOG_PROB, rtol=0)
+
+
+def test_truncated_completions_can_be_masked() -> None:
+    policy = policy_of(mask_truncated=True, max_new_tokens=20)
+    sampled = policy.sample_actions(STATES, 8)
+    rows = [action for group in sampled.actions for action in group]
+    expected = [0 if action.is_truncated else len(action) for action in rows]
+    assert 0 in expected
+    assert any(expected)
+    assert sampled.mask.sum(1).tolist() == expected
+    scores = policy.score_groups(STATES, sampled.actions)
+    assert torch.equal(scores.mask, sampled.mask)
+    assert not scores.log_probs[~scores.mask].any()
+    kept = policy_of(policy.model).score_groups(STATES, sampled.actions)
+    counted = kept.log_probs[:, : scores.mask.shape[1]][scores.mask]
+    torch.testing.assert_close(scores.log_probs[scores.mask], counted, atol=FLOAT32_LOG_PROB, rtol=0)
+    assert sum(len(part) for part in policy.plan_micro_batches([s for s in STATES for _ in range(8)], rows)) == len(
+        rows
+    )
+    shapes = forward_shapes(policy.model)
+    policy.score_groups(STATES, sampled.actions)
+    assert shapes[1][1] == max(expected) - 1 < 19  # those left out are the longest, and are not forwarded
+
+
+def test_the_exact_entropy_is_computed_on_request() -> None:
+    assert policy_of().score_actions(STATES, ROWS).entropy is None
+    policy = policy_of(exact_entropy=True, sampling=SamplingConfig(temperature=1.5))
+    entropy = policy.score_actions(STATES, ROWS).entropy
+    assert entropy is not None
+    expected = []
+    for state, action in zip(STATES, ROWS, strict=True):
+        all_log_probs = (row_logits(policy.model, encoded(state), action.token_ids) / 1.5).log_softmax(1)
+        expected.append(-(all_log_probs.exp() * all_log_probs).sum(1))
+    assert_rows(entropy, expected)
+
+
+def test_the_entropy_is_computed_for_scores_only(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def asking(*args: Any, with_entropy: bool, **options: Any) -> Any:
+        asked.append(with_entropy)
+        return token_log_probs(*args, with_entropy=with_entropy, **options)
+
+    for of in ("adapter", "reference model"):
+        with subtests.test(of=of), monkeypatch.context() as patch:
+            asked.clear()
+            options = {"model": adapted_model()} if of == "adapter" else {"reference_model": tiny_model()}
+            policy = policy_of(exact_entropy=True, **options)
+            patch.setattr(scoring, "token_log_probs", asking)
+            policy.reference_log_probabilities(STATES, ROWS)
+            policy.get_log_probabilities(STATES, ROWS)
+            assert asked == [False, False]
+            policy.score_actions(STATES, ROWS)
+            policy.score_groups(STATES, [[row] for row in ROWS])
+            assert asked[2:] == [True, True]
+
+
+def test_gradients_agree_with_finite_differences(subtests: pytest.Subtests) -> None:
+    model = tiny_model("gpt2", dtype=torch.float64)
+    policy = policy_of(model, exact_entropy=True, sampling=SamplingConfig(temperature=0.7))
+    weights = torch.randn(3, 4, dtype=torch.float64)
+
+    def value(of: str) -> Tensor:
+        scores = policy.score_actions(STATES, ROWS)
+        return (getattr(scores, of) * weights)[scores.mask].sum()
+
+    for of in ("log_probs", "entropy"):
+        with subtests.test(of=of):
+            slopes = gradients(model, value(of))
+            named = dict(model.named_parameters())
+            for name in ("transformer.wte.weight", "transformer.h.0.attn.c_attn.weight", "transformer.ln_f.weight"):
+                direction = torch.randn_like(named[name])
+                differences = []
+                with torch.no_grad():
+                    for sign in (1, -1):
+                        named[name].add_(direction, alpha=sign * 1e-6)
+                        differences.append(value(of))
+                        named[name].sub_(direction, alpha=sign * 1e-6)
+                finite = (differences[0] - differences[1]) / 2e-6
+                torch.testing.assert_close((slopes[name] * direction).sum(), finite, rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_are_scored_as_they_were_sampled_and_never_tokenized_again() -> None:
+    """ "a", "b" and "ab" are tokens: the text of (a, b) would be tokenized as one."""
+    vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "ab": 4}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="a", prepend_scheme="never", split=False)
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+    assert fast("ab")["input_ids"] == [4]
+    model = tiny_model(vocab_size=5)
+    policy = policy_of(model, tokenizer=fast)
+    scores = policy.score_actions(["ab", "ab"], [completion(2, 3), completion(4)])
+    assert scores.mask.sum(1).tolist() == [2, 1]
+    assert_rows(scores.log_probs, [row_log_probs(model, [4], [2, 3]), row_log_probs(model, [4], [4])])
+    sampled = policy.sample_actions(["ab"], 40)
+    changed = [action for action in sampled.actions[0] if fast(action.text)["input_ids"] != list(action.token_ids)]
+    assert any(3 in action.token_ids and 2 in action.token_ids for action in changed)
+    again = policy.score_groups(["ab"], sampled.actions)
+    assert sampled.scores is not None
+    torch.testing.assert_close(again.log_probs, sampled.scores.log_probs, atol=FLOAT32_LOG_PROB, rtol=0)
+
+
+# Precision
+
+
+def test_a_model_in_bfloat16_has_float32_scores_and_no_scores_from_sampling() -> None:
+    model = tiny_model(dtype=torch.bfloat16)
+    policy = policy_of(model, exact_entropy=True)
+    sampled = policy.sample_actions(STATES, 2)
+    assert sampled.scores is None
+    assert sampled.behaviour_log_probs is not None
+    assert sampled.behaviour_log_probs.dtype == torch.float32
+    scores = policy.score_groups(STATES, sampled.actions)
+    assert scores.log_probs.dtype == torch.float32
+    assert scores.entropy is not None
+    assert scores.entropy.dtype == torch.float32
+    torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs, atol=0.2, rtol=0)
+    wide = policy_of(copy.deepcopy(model).float()).score_groups(STATES, sampled.actions)
+    torch.testing.assert_close(scores.log_probs, wide.log_probs, atol=0.2, rtol=0)
+    assert all(slope.dtype == torch.bfloat16 for slope in gradients(model, scores.log_probs.sum()).values())
+
+
+def test_under_autocast_scores_are_float32_and_sampling_gives_none() -> None:
+    policy = policy_of(tiny_model())
+    exact = policy.score_actions(STATES, ROWS).log_probs
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert policy.sample_actions(STATES, 2).scores is None
+        rounded = policy.score_actions(STATES, ROWS).log_probs
+    assert rounded.dtype == torch.float32
+    assert 1e-4 < float((rounded - exact).detach().abs().max()) < 0.2
+    assert all(slope.dtype == torch.float32 for slope in gradients(policy.model, rounded.sum()).values())
+
+
+# Gradient checkpointing
+
+
+def test_gradient_checkpointing_does_not_change_the_gradient_and_warns_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_model()
+    policy = policy_of(model).train()
+    weights = torch.randn(3, 4)
+    scores = policy.score_actions(STATES, ROWS)
+    expected = gradients(model, (scores.log_probs * weights).sum())
+    assert not caplog.records
+    model.gradient_checkpointing_enable()
+    again = policy.score_actions(STATES, ROWS)
+    found = gradients(model, (again.log_probs * weights).sum())
+    policy.score_actions(STATES, ROWS)
+    assert [record.message for record in caplog.records if "gradient checkpointing" in record.message] == [
+        (
+            "HFPolicy: with gradient checkpointing, layers keep no keys and values, so each row computes its prompt again. "
+            "Without it, a prompt is computed once per group. (Said once.)"
+        )
+    ]
+    torch.testing.assert_close(again.log_probs, scores.log_probs, atol=FLOAT32_LOG_PROB, rtol=0)
+    assert relative_difference(found, expected) < FLOAT32_GRADIENT
+    shapes = forward_shapes(model)
+    policy.score_actions(["abcd"] * 3, ROWS)
+    policy.eval().score_actions(["abcd"] * 3, ROWS)  # nothing is run again there: prompts are shared
+    assert shapes == [(3, 4 + 4), (1, 4), (3, 3)]
+
+
+def test_gradient_checkpointing_does_not_change_the_gradient_of_an_adapter(subtests: pytest.Subtests) -> None:
+    for use_reentrant in (False, True):
+        with subtests.test(use_reentrant=use_reentrant):
+            model = adapted_model(target_modules="all-linear")
+            policy = policy_of(model).train()
+            weights = torch.randn(3, 4)
+            scores = policy.score_actions(STATES, ROWS)
+            expected = gradients(model, (scores.log_probs * weights).sum())
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+            again = policy.score_actions(STATES, ROWS)
+            (again.log_probs * weights).sum().backward()
+            found = {name: parameter.grad for name, parameter in policy.get_parameters().items()}
+            assert relative_difference(found, expected) < FLOAT32_GRADIENT
+            assert all(slope.any() for slope in expected.values())
+
+
+def test_plans_count_a_shared_prompt_once_and_others_per_row() -> None:
+    model = tiny_model()
+    policy = policy_of(model, max_tokens_per_forward=30)
+    rows = [completion(*range(2, 7))] * 4
+    # shared: 10 + 4 * 5 = 30; not shared: a row is 15
+    assert len(policy.plan_micro_batches(["abcdefghij"] * 4, rows)) == 1
+    model.gradient_checkpointing_enable()
+    policy.train()
+    assert len(policy.plan_micro_batches(["abcdefghij"] * 4, rows)) == 2
+
+
+def test_a_prompt_that_two_groups_share_is_computed_once() -> None:
+    policy = policy_of()
+    shapes = forward_shapes(policy.model)
+    policy.score_groups(["abc", "abc"], [ROWS[:1], ROWS[1:]])
+    assert shapes[0][0] == 1
