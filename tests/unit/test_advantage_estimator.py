@@ -1,5 +1,6 @@
 """Advantages against numbers worked by hand, and against exact fractions."""
 
+import itertools
 import json
 import math
 from fractions import Fraction
@@ -74,27 +75,27 @@ VARIANCES = {
 }
 
 
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_every_baseline_on_ragged_interleaved_groups(baseline):
-    advantages = group_relative_advantages(double(REWARDS), ids(*GROUP_IDS), baseline=baseline)
-    assert advantages.tolist() == pytest.approx(CENTRED[baseline], abs=1e-14)
+def test_every_baseline_on_ragged_interleaved_groups(subtests):
+    for baseline in BASELINES:
+        with subtests.test(baseline=baseline):
+            advantages = group_relative_advantages(double(REWARDS), ids(*GROUP_IDS), baseline=baseline)
+            assert advantages.tolist() == pytest.approx(CENTRED[baseline], abs=1e-14)
 
 
-@pytest.mark.parametrize("std_eps", [0.0, 0.5])
-@pytest.mark.parametrize("scale_and_ddof", VARIANCES)
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_every_baseline_over_every_scale(baseline, scale_and_ddof, std_eps):
-    scale, ddof = scale_and_ddof
-    variances = VARIANCES[scale_and_ddof]
-    # a group of one has no standard deviation of its own: 0
-    expected = [
-        centred / (math.sqrt(variances[group]) + std_eps) if group in variances else 0
-        for centred, group in zip(CENTRED[baseline], GROUP_IDS, strict=True)
-    ]
-    advantages = group_relative_advantages(
-        double(REWARDS), ids(*GROUP_IDS), baseline=baseline, scale=scale, std_ddof=ddof, std_eps=std_eps
-    )
-    assert advantages.tolist() == pytest.approx(expected, rel=1e-13, abs=1e-14)
+def test_every_baseline_over_every_scale(subtests):
+    for std_eps, scale_and_ddof, baseline in itertools.product([0.0, 0.5], VARIANCES, BASELINES):
+        with subtests.test(std_eps=std_eps, scale_and_ddof=scale_and_ddof, baseline=baseline):
+            scale, ddof = scale_and_ddof
+            variances = VARIANCES[scale_and_ddof]
+            # a group of one has no standard deviation of its own: 0
+            expected = [
+                centred / (math.sqrt(variances[group]) + std_eps) if group in variances else 0
+                for centred, group in zip(CENTRED[baseline], GROUP_IDS, strict=True)
+            ]
+            advantages = group_relative_advantages(
+                double(REWARDS), ids(*GROUP_IDS), baseline=baseline, scale=scale, std_ddof=ddof, std_eps=std_eps
+            )
+            assert advantages.tolist() == pytest.approx(expected, rel=1e-13, abs=1e-14)
 
 
 def test_global_mean_is_the_running_mean_where_there_is_one():
@@ -166,43 +167,39 @@ def test_agrees_with_exact_fractions(rows, baseline, scale, ddof, running_mean):
     assert advantages.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("value", [0.3, 0.9, -0.7])
-@pytest.mark.parametrize("scale", ["none", "group"])
-@pytest.mark.parametrize("baseline", RELATIVE)
-def test_constant_groups_of_any_size_give_exactly_zero(baseline, scale, value):
-    sizes = [2, 3, 7, 8, 10, 64, 100, 999, 1024]
-    group_ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    rewards = torch.full((sum(sizes),), value)
-    rewards[group_ids == 3] = torch.arange(8.0)  # one group with differences, so that not all is constant
-    advantages = group_relative_advantages(rewards, group_ids, baseline=baseline, scale=scale)
-    assert (advantages[group_ids != 3] == 0).all()
-    assert (advantages[group_ids == 3] != 0).sum() >= 7
+def test_constant_groups_of_any_size_give_exactly_zero(subtests):
+    for value, scale, baseline in itertools.product([0.3, 0.9, -0.7], ["none", "group"], RELATIVE):
+        with subtests.test(value=value, scale=scale, baseline=baseline):
+            sizes = [2, 3, 7, 8, 10, 64, 100, 999, 1024]
+            group_ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+            rewards = torch.full((sum(sizes),), value)
+            rewards[group_ids == 3] = torch.arange(8.0)  # one group with differences, so that not all is constant
+            advantages = group_relative_advantages(rewards, group_ids, baseline=baseline, scale=scale)
+            assert (advantages[group_ids != 3] == 0).all()
+            assert (advantages[group_ids == 3] != 0).sum() >= 7
 
 
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_a_constant_batch_over_its_own_std_gives_exactly_zero(baseline):
-    advantages = group_relative_advantages(
-        torch.full((12,), 0.3), torch.arange(12) // 4, baseline=baseline, scale="batch"
-    )
-    assert (advantages == 0).all()
+def test_a_constant_batch_over_its_own_std_gives_exactly_zero(subtests):
+    for baseline in BASELINES:
+        with subtests.test(baseline=baseline):
+            advantages = group_relative_advantages(
+                torch.full((12,), 0.3), torch.arange(12) // 4, baseline=baseline, scale="batch"
+            )
+            assert (advantages == 0).all()
 
 
-@pytest.mark.parametrize(
-    "almost_constant",
-    [
+def test_groups_that_differ_by_rounding_only_give_exactly_zero(subtests):
+    cases_0 = [
         double([0.1 + 0.2, 0.3]),
         double([0.1 * 3, 0.3, 0.3]),
         torch.nextafter(torch.tensor([0.9, 0.9, 0.9]), torch.tensor([0.9, 1.0, 0.0])),
         torch.tensor([0.1, 0.7], dtype=torch.float32) + torch.tensor([0.7, 0.1], dtype=torch.float32),
-    ],
-    ids=["float64-sum", "float64-product", "float32-neighbours", "float32-sum"],
-)
-@pytest.mark.parametrize("scale", ["none", "group"])
-@pytest.mark.parametrize("baseline", RELATIVE)
-def test_groups_that_differ_by_rounding_only_give_exactly_zero(baseline, scale, almost_constant):
-    group_ids = torch.zeros(len(almost_constant), dtype=torch.int64)
-    advantages = group_relative_advantages(almost_constant, group_ids, baseline=baseline, scale=scale)
-    assert (advantages == 0).all()
+    ]
+    for almost_constant, scale, baseline in itertools.product(cases_0, ["none", "group"], RELATIVE):
+        with subtests.test(almost_constant=almost_constant, scale=scale, baseline=baseline):
+            group_ids = torch.zeros(len(almost_constant), dtype=torch.int64)
+            advantages = group_relative_advantages(almost_constant, group_ids, baseline=baseline, scale=scale)
+            assert (advantages == 0).all()
 
 
 def test_a_small_difference_is_not_taken_for_rounding():
@@ -211,11 +208,13 @@ def test_a_small_difference_is_not_taken_for_rounding():
     assert advantages.tolist() == pytest.approx([-1, 1], abs=1e-5)
 
 
-@pytest.mark.parametrize("scale", ["none", "group"])
-@pytest.mark.parametrize("baseline", RELATIVE)
-def test_a_group_of_one_gives_exactly_zero(baseline, scale):
-    advantages = group_relative_advantages(torch.tensor([0.3, 5.0, -2.0]), ids(2, 0, 1), baseline=baseline, scale=scale)
-    assert advantages.tolist() == [0, 0, 0]
+def test_a_group_of_one_gives_exactly_zero(subtests):
+    for scale, baseline in itertools.product(["none", "group"], RELATIVE):
+        with subtests.test(scale=scale, baseline=baseline):
+            advantages = group_relative_advantages(
+                torch.tensor([0.3, 5.0, -2.0]), ids(2, 0, 1), baseline=baseline, scale=scale
+            )
+            assert advantages.tolist() == [0, 0, 0]
 
 
 def test_a_group_of_one_keeps_a_baseline_that_is_not_its_own():
@@ -245,22 +244,22 @@ def test_large_offsets_in_float32():
     assert advantages.tolist() == [-12, -4, 4, 12]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_huge_rewards_agree_with_exact_fractions(baseline, scale, dtype):
-    rewards = torch.tensor([1e30, -2e30, 3e30, 0.5, 1e30, 1e29], dtype=dtype)
-    group_ids = [0, 0, 0, 1, 1, 1]
-    advantages = group_relative_advantages(rewards, ids(*group_ids), baseline=baseline, scale=scale)
-    expected = exact_advantages(rewards.tolist(), group_ids, baseline, scale, 1, None)
-    assert advantages.tolist() == pytest.approx(expected, rel=1e-6 if dtype is torch.float32 else 1e-12)
+def test_huge_rewards_agree_with_exact_fractions(subtests):
+    for dtype, scale, baseline in itertools.product([torch.float32, torch.float64], SCALES, BASELINES):
+        with subtests.test(dtype=dtype, scale=scale, baseline=baseline):
+            rewards = torch.tensor([1e30, -2e30, 3e30, 0.5, 1e30, 1e29], dtype=dtype)
+            group_ids = [0, 0, 0, 1, 1, 1]
+            advantages = group_relative_advantages(rewards, ids(*group_ids), baseline=baseline, scale=scale)
+            expected = exact_advantages(rewards.tolist(), group_ids, baseline, scale, 1, None)
+            assert advantages.tolist() == pytest.approx(expected, rel=1e-6 if dtype is torch.float32 else 1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_dtype_of_the_rewards_comes_back_and_they_stay_unchanged(dtype):
-    rewards = torch.tensor([1.0, 3.0], dtype=dtype)
-    assert group_relative_advantages(rewards, ids(0, 0), scale="batch").dtype == dtype
-    assert rewards.tolist() == [1.0, 3.0]
+def test_the_dtype_of_the_rewards_comes_back_and_they_stay_unchanged(subtests):
+    for dtype in [torch.float32, torch.float64]:
+        with subtests.test(dtype=dtype):
+            rewards = torch.tensor([1.0, 3.0], dtype=dtype)
+            assert group_relative_advantages(rewards, ids(0, 0), scale="batch").dtype == dtype
+            assert rewards.tolist() == [1.0, 3.0]
 
 
 def test_group_ids_may_be_any_integers():
@@ -270,11 +269,12 @@ def test_group_ids_may_be_any_integers():
         assert advantages.tolist() == [-1, -2, 1, 2]
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
-def test_group_ids_may_be_of_any_integer_type(dtype):
-    # groups 3 and 1, interleaved, the larger number first: means 2 and 7
-    advantages = group_relative_advantages(double([1, 5, 3, 9]), ids(3, 1, 3, 1).to(dtype))
-    assert advantages.tolist() == [-1, -2, 1, 2]
+def test_group_ids_may_be_of_any_integer_type(subtests):
+    for dtype in [torch.int8, torch.int16, torch.int32, torch.int64]:
+        with subtests.test(dtype=dtype):
+            # groups 3 and 1, interleaved, the larger number first: means 2 and 7
+            advantages = group_relative_advantages(double([1, 5, 3, 9]), ids(3, 1, 3, 1).to(dtype))
+            assert advantages.tolist() == [-1, -2, 1, 2]
 
 
 def test_group_ids_may_be_far_apart():
@@ -308,15 +308,17 @@ def test_discounted_returns_take_masked_rewards_as_zero():
     assert returns[mask].tolist() == [3, 4, 4, 5, 6]
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
-@pytest.mark.parametrize("num_steps", [1, 4, 7])  # sums are doubled in length: not only powers of two
-def test_discounted_returns_against_their_definition(gamma, num_steps):
-    rewards = double([[0.5, -1.0, 2.0, 3.0, -2.5, 1.0, 6.0], [1.0, 0.25, 4.0, -8.0, 2.0, 5.0, -1.0]])[:, :num_steps]
-    returns = discounted_returns(rewards, torch.ones(2, num_steps, dtype=torch.bool), gamma)
-    for n in range(2):
-        for t in range(num_steps):
-            expected = sum(gamma ** (k - t) * rewards[n, k].item() for k in range(t, num_steps))
-            assert returns[n, t].item() == pytest.approx(expected)
+def test_discounted_returns_against_their_definition(subtests):
+    for gamma, num_steps in itertools.product([0.0, 0.9, 1.0], [1, 4, 7]):
+        with subtests.test(gamma=gamma, num_steps=num_steps):
+            rewards = double([[0.5, -1.0, 2.0, 3.0, -2.5, 1.0, 6.0], [1.0, 0.25, 4.0, -8.0, 2.0, 5.0, -1.0]])[
+                :, :num_steps
+            ]
+            returns = discounted_returns(rewards, torch.ones(2, num_steps, dtype=torch.bool), gamma)
+            for n in range(2):
+                for t in range(num_steps):
+                    expected = sum(gamma ** (k - t) * rewards[n, k].item() for k in range(t, num_steps))
+                    assert returns[n, t].item() == pytest.approx(expected)
 
 
 # Returns to go, gamma 1:  row 0: 3, 2, 1    row 1: 2, 0 (ended)    row 2: 4, 4, 1
@@ -333,12 +335,15 @@ def test_returns_relative_to_members_that_are_still_there():
     assert advantages.tolist() == STEP_ADVANTAGES
 
 
-@pytest.mark.parametrize("ddof", [0, 1])
-def test_returns_over_the_std_of_all_valid_steps(ddof):
-    advantages = group_relative_returns(double(STEP_REWARDS), STEP_MASK, ids(4, 4, 4), scale="batch", std_ddof=ddof)
-    std = math.sqrt(STEP_BATCH_VARIANCE[ddof])
-    for row, expected in zip(advantages.tolist(), STEP_ADVANTAGES, strict=True):
-        assert row == pytest.approx([a / std for a in expected])
+def test_returns_over_the_std_of_all_valid_steps(subtests):
+    for ddof in [0, 1]:
+        with subtests.test(ddof=ddof):
+            advantages = group_relative_returns(
+                double(STEP_REWARDS), STEP_MASK, ids(4, 4, 4), scale="batch", std_ddof=ddof
+            )
+            std = math.sqrt(STEP_BATCH_VARIANCE[ddof])
+            for row, expected in zip(advantages.tolist(), STEP_ADVANTAGES, strict=True):
+                assert row == pytest.approx([a / std for a in expected])
 
 
 def test_returns_over_the_std_of_one_column_of_a_group():
@@ -371,36 +376,34 @@ def test_a_masked_step_in_the_middle_passes_its_return_on():
     assert advantages.tolist() == [[1, 0, 1.5], [-1, 0, -1.5]]
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("baseline", BASELINES)
-def test_a_batch_without_a_valid_step_has_no_advantages(baseline, scale):
-    config = AdvantageConfig(baseline=baseline, scale=scale)
-    batch = batch_of(double([[1, 2], [3, 4]]), ids(0, 0), torch.zeros(2, 2, dtype=torch.bool))
-    assert AdvantageEstimator(config)(batch).tolist() == [[0, 0], [0, 0]]
+def test_a_batch_without_a_valid_step_has_no_advantages(subtests):
+    for scale, baseline in itertools.product(SCALES, BASELINES):
+        with subtests.test(scale=scale, baseline=baseline):
+            config = AdvantageConfig(baseline=baseline, scale=scale)
+            batch = batch_of(double([[1, 2], [3, 4]]), ids(0, 0), torch.zeros(2, 2, dtype=torch.bool))
+            assert AdvantageEstimator(config)(batch).tolist() == [[0, 0], [0, 0]]
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("gamma", [0.9, 1.0])
-@pytest.mark.parametrize("scale", SCALES)
-def test_rewards_under_the_mask_are_never_used(scale, gamma, poison):
-    rewards = double([[1, 2, 0.5], [3, 0, 0], [2, 2, 0], [0, 0, 0]])
-    mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False], [False, False, False]])
-    poisoned = rewards.masked_fill(~mask, poison)
-    expected = group_relative_returns(rewards, mask, ids(0, 0, 1, 0), gamma=gamma, scale=scale)
-    assert torch.equal(group_relative_returns(poisoned, mask, ids(0, 0, 1, 0), gamma=gamma, scale=scale), expected)
-    assert (expected[~mask] == 0).all()
+def test_rewards_under_the_mask_are_never_used(subtests):
+    for poison, gamma, scale in itertools.product([math.nan, math.inf, -math.inf], [0.9, 1.0], SCALES):
+        with subtests.test(poison=poison, gamma=gamma, scale=scale):
+            rewards = double([[1, 2, 0.5], [3, 0, 0], [2, 2, 0], [0, 0, 0]])
+            mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False], [False, False, False]])
+            poisoned = rewards.masked_fill(~mask, poison)
+            expected = group_relative_returns(rewards, mask, ids(0, 0, 1, 0), gamma=gamma, scale=scale)
+            assert torch.equal(
+                group_relative_returns(poisoned, mask, ids(0, 0, 1, 0), gamma=gamma, scale=scale), expected
+            )
+            assert (expected[~mask] == 0).all()
 
 
-@pytest.mark.parametrize(
-    "group_ids",
-    [ids(0, 0, 2**62, 2**62), ids(0, 0, 64, 64).to(torch.int8), ids(-(2**63), -(2**63), 0, 0)],
-    ids=["multiples-of-2^62", "int8", "smallest-int64"],
-)
-def test_returns_keep_groups_apart_whatever_their_numbers(group_ids):
-    # returns 4, 3, 2, 1 times 1, 3 | 5, 9; group means 2 and 7 times 4, 3, 2, 1
-    rewards = double([[1] * 4, [3] * 4, [5] * 4, [9] * 4])
-    advantages = group_relative_returns(rewards, torch.ones(4, 4, dtype=torch.bool), group_ids, scale="none")
-    assert advantages.tolist() == [[-4, -3, -2, -1], [4, 3, 2, 1], [-8, -6, -4, -2], [8, 6, 4, 2]]
+def test_returns_keep_groups_apart_whatever_their_numbers(subtests):
+    for group_ids in [ids(0, 0, 2**62, 2**62), ids(0, 0, 64, 64).to(torch.int8), ids(-(2**63), -(2**63), 0, 0)]:
+        with subtests.test(group_ids=group_ids):
+            # returns 4, 3, 2, 1 times 1, 3 | 5, 9; group means 2 and 7 times 4, 3, 2, 1
+            rewards = double([[1] * 4, [3] * 4, [5] * 4, [9] * 4])
+            advantages = group_relative_returns(rewards, torch.ones(4, 4, dtype=torch.bool), group_ids, scale="none")
+            assert advantages.tolist() == [[-4, -3, -2, -1], [4, 3, 2, 1], [-8, -6, -4, -2], [8, 6, 4, 2]]
 
 
 def test_rewards_per_row_give_one_advantage_per_row():
@@ -408,10 +411,11 @@ def test_rewards_per_row_give_one_advantage_per_row():
     assert advantages.tolist() == [-1, 1]
 
 
-@pytest.mark.parametrize("credit", [None, "return_to_go"])
-def test_rewards_per_step_give_returns_to_go_by_default(credit):
-    batch = batch_of(double(STEP_REWARDS), ids(0, 0, 0), STEP_MASK)
-    assert AdvantageEstimator(AdvantageConfig(credit=credit))(batch).tolist() == STEP_ADVANTAGES
+def test_rewards_per_step_give_returns_to_go_by_default(subtests):
+    for credit in [None, "return_to_go"]:
+        with subtests.test(credit=credit):
+            batch = batch_of(double(STEP_REWARDS), ids(0, 0, 0), STEP_MASK)
+            assert AdvantageEstimator(AdvantageConfig(credit=credit))(batch).tolist() == STEP_ADVANTAGES
 
 
 def test_credit_to_the_row_is_its_discounted_return():
@@ -482,12 +486,13 @@ def test_the_running_mean_survives_a_save():
         assert estimator(batch_of(double([9]), ids(0))).tolist() == [3.75]
 
 
-@pytest.mark.parametrize("baseline", [*RELATIVE, "none"])
-def test_other_baselines_forget_earlier_batches(baseline):
-    used, fresh = (AdvantageEstimator(AdvantageConfig(baseline=baseline)) for _ in range(2))
-    used(batch_of(double([100, 300]), ids(0, 0)))
-    batch = batch_of(double(REWARDS), ids(*GROUP_IDS))
-    assert torch.equal(used(batch), fresh(batch))
+def test_other_baselines_forget_earlier_batches(subtests):
+    for baseline in [*RELATIVE, "none"]:
+        with subtests.test(baseline=baseline):
+            used, fresh = (AdvantageEstimator(AdvantageConfig(baseline=baseline)) for _ in range(2))
+            used(batch_of(double([100, 300]), ids(0, 0)))
+            batch = batch_of(double(REWARDS), ids(*GROUP_IDS))
+            assert torch.equal(used(batch), fresh(batch))
 
 
 def test_group_statistics_count_groups_without_differences():

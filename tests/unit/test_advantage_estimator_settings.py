@@ -1,5 +1,6 @@
 """Every setting of `AdvantageConfig`, through the estimator that a trainer calls."""
 
+import itertools
 import json
 import math
 
@@ -59,13 +60,14 @@ CREDITS = {
 }
 
 
-@pytest.mark.parametrize("credit", [None, *CREDITS])
-def test_every_credit_by_hand(credit):
-    estimate = AdvantageEstimator(AdvantageConfig(credit=credit, gamma=0.5, gae_lambda=0.5, gigpo_weight=2.0)).estimate(
-        WITH_EVERYTHING
-    )
-    assert estimate.advantages.tolist() == CREDITS[credit or "return_to_go"]
-    assert (estimate.returns is None) == (credit != "gae")
+def test_every_credit_by_hand(subtests):
+    for credit in [None, *CREDITS]:
+        with subtests.test(credit=credit):
+            estimate = AdvantageEstimator(
+                AdvantageConfig(credit=credit, gamma=0.5, gae_lambda=0.5, gigpo_weight=2.0)
+            ).estimate(WITH_EVERYTHING)
+            assert estimate.advantages.tolist() == CREDITS[credit or "return_to_go"]
+            assert (estimate.returns is None) == (credit != "gae")
 
 
 def test_a_critic_is_trained_towards_advantage_plus_value():
@@ -75,20 +77,21 @@ def test_a_critic_is_trained_towards_advantage_plus_value():
     assert returns.dtype == torch.float64
 
 
-@pytest.mark.parametrize("scale", ["batch", "whiten"])
-def test_what_the_advantage_is_scaled_by_does_not_touch_the_critics_target(scale):
-    plain, scaled = (
-        AdvantageEstimator(AdvantageConfig(credit="gae", gamma=0.5, gae_lambda=0.5, scale=choice)).estimate(
-            WITH_EVERYTHING
-        )
-        for choice in ("none", scale)
-    )
-    assert torch.equal(plain.returns, scaled.returns)
-    # over the five valid steps: .1875 2.75 1 3.5 4
-    valid = plain.advantages[MASK]
-    shift = valid.mean() if scale == "whiten" else 0.0
-    torch.testing.assert_close(scaled.advantages[MASK], (valid - shift) / valid.std(), rtol=1e-13, atol=0)
-    assert scaled.advantages[~MASK].tolist() == [0]
+def test_what_the_advantage_is_scaled_by_does_not_touch_the_critics_target(subtests):
+    for scale in ["batch", "whiten"]:
+        with subtests.test(scale=scale):
+            plain, scaled = (
+                AdvantageEstimator(AdvantageConfig(credit="gae", gamma=0.5, gae_lambda=0.5, scale=choice)).estimate(
+                    WITH_EVERYTHING
+                )
+                for choice in ("none", scale)
+            )
+            assert torch.equal(plain.returns, scaled.returns)
+            # over the five valid steps: .1875 2.75 1 3.5 4
+            valid = plain.advantages[MASK]
+            shift = valid.mean() if scale == "whiten" else 0.0
+            torch.testing.assert_close(scaled.advantages[MASK], (valid - shift) / valid.std(), rtol=1e-13, atol=0)
+            assert scaled.advantages[~MASK].tolist() == [0]
 
 
 def test_a_critic_judges_a_rows_reward_at_its_last_step():
@@ -164,9 +167,8 @@ def test_a_group_that_the_rewards_bound_makes_dead_is_not_live():
     assert advantages(batch, reward_clip=10.0, upweight_live_groups=True).tolist() == [0, 0, -2, 2]
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
+def test_signs_and_bounds_by_hand(subtests):
+    cases = [
         ({"negative_only": True}, [-2, 0, 0]),
         ({"negative_only": True, "positive_weight": 0.0}, [-2, 0, 0]),
         ({"positive_weight": 0.0}, [-2, 0, 0]),
@@ -175,10 +177,10 @@ def test_a_group_that_the_rewards_bound_makes_dead_is_not_live():
         ({"clip": 1.5}, [-1.5, 0, 1.5]),
         ({"clip": 1.5, "positive_weight": 0.5}, [-1.5, 0, 1]),  # weighed, then bounded
         ({"clip": 2.5, "positive_weight": 3.0}, [-2, 0, 2.5]),
-    ],
-)
-def test_signs_and_bounds_by_hand(settings, expected):
-    assert advantages(batch_of(double([0, 2, 4]), [0, 0, 0]), **settings).tolist() == expected
+    ]
+    for settings, expected in cases:
+        with subtests.test(settings=settings, expected=expected):
+            assert advantages(batch_of(double([0, 2, 4]), [0, 0, 0]), **settings).tolist() == expected
 
 
 def test_signs_and_bounds_of_steps():
@@ -287,10 +289,13 @@ def test_the_sum_is_what_is_compared_otherwise():
 # Errors that say what is missing
 
 
-@pytest.mark.parametrize("credit", ["return_to_go", "process_supervision"])
-def test_credit_to_steps_needs_rewards_per_step(credit):
-    with pytest.raises(ConfigError, match=rf"advantage\.credit='{credit}' needs rewards per step, \[N, T\]"):
-        advantages(batch_of(double([1, 2]), [0, 0]), credit=credit)
+def test_credit_to_steps_needs_rewards_per_step(subtests):
+    for credit in ["return_to_go", "process_supervision"]:
+        with (
+            subtests.test(credit=credit),
+            pytest.raises(ConfigError, match=rf"advantage\.credit='{credit}' needs rewards per step, \[N, T\]"),
+        ):
+            advantages(batch_of(double([1, 2]), [0, 0]), credit=credit)
 
 
 def test_a_critic_is_needed():
@@ -303,11 +308,12 @@ def test_state_keys_are_needed():
         advantages(batch_of(double([1, 2]), [0, 0]), credit="gigpo")
 
 
-@pytest.mark.parametrize("components", [{}, {"steps": double([[1, 2], [3, 4]])}], ids=["none", "per-step"])
-def test_rewards_by_name_are_needed(components):
-    batch = batch_of(double([1, 2]), [0, 0], reward_components=components)
-    with pytest.raises(ConfigError, match=r"several_rewards='normalize_each' needs several rewards by name"):
-        advantages(batch, several_rewards="normalize_each")
+def test_rewards_by_name_are_needed(subtests):
+    for components in [{}, {"steps": double([[1, 2], [3, 4]])}]:
+        with subtests.test(components=components):
+            batch = batch_of(double([1, 2]), [0, 0], reward_components=components)
+            with pytest.raises(ConfigError, match=r"several_rewards='normalize_each' needs several rewards by name"):
+                advantages(batch, several_rewards="normalize_each")
 
 
 def test_rewards_per_step_are_not_normalised_by_name_without_a_word():
@@ -316,17 +322,17 @@ def test_rewards_per_step_are_not_normalised_by_name_without_a_word():
         advantages(batch, several_rewards="normalize_each")
 
 
-@pytest.mark.parametrize("credit", [None, "process_supervision", "gigpo"])
-@pytest.mark.parametrize("settings", [{"baseline": "max_at_k", "k": 2}, {"baseline": "length_weighted"}], ids=str)
-def test_baselines_of_rows_are_refused_for_steps_by_the_name_of_the_setting(settings, credit):
+def test_baselines_of_rows_are_refused_for_steps_by_the_name_of_the_setting(subtests):
     """Not with "needs k=..." where k is set, nor with a `lengths` that no setting has."""
-    with pytest.raises(ConfigError, match=r"credit"):
-        advantages(WITH_EVERYTHING, credit=credit, **settings)
+    for credit, settings in itertools.product(
+        [None, "process_supervision", "gigpo"], [{"baseline": "max_at_k", "k": 2}, {"baseline": "length_weighted"}]
+    ):
+        with subtests.test(credit=credit, settings=settings), pytest.raises(ConfigError, match=r"credit"):
+            advantages(WITH_EVERYTHING, credit=credit, **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_settings_that_contradict_one_another_are_refused(subtests):
+    cases = [
         ({"k": 2}, r"k=2 with baseline='group_mean'"),
         ({"baseline": "max_at_k"}, r"k=None with baseline='max_at_k'"),
         ({"negative_only": True, "positive_weight": 0.5}, r"contradict each other"),
@@ -334,8 +340,7 @@ def test_baselines_of_rows_are_refused_for_steps_by_the_name_of_the_setting(sett
         ({"several_rewards": "normalize_each", "credit": "gae"}, r"reads nothing else"),
         ({"several_rewards": "normalize_each", "reward_clip": 1.0}, r"reads nothing else"),
         ({"several_rewards": "normalize_each", "normalize_rewards": True}, r"reads nothing else"),
-    ],
-)
-def test_settings_that_contradict_one_another_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        AdvantageConfig(**settings)
+    ]
+    for settings, message in cases:
+        with subtests.test(settings=settings, message=message), pytest.raises(ConfigError, match=message):
+            AdvantageConfig(**settings)

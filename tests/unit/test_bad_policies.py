@@ -1,8 +1,11 @@
-"""What a policy can do wrong: one mutant per rule, and the error that names it. Nothing is changed by it."""
+"""What a policy can do wrong in an iteration: the error that names it, and nothing is changed by it.
 
+The shapes that a policy may return are tested in `_collecting/test_contract.py` and `test_experience_collector.py`.
+"""
+
+import itertools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import ActionScores, ContractError, GRPOConfig, GRPOTrainer, ProtocolError, SampledActions
-from tests.support.policies import ExactSampling, GroupScoring, RowScoring, TablePolicy, digest
+from grpo import ActionScores, ContractError, GRPOConfig, GRPOTrainer, ProtocolError
+from tests.support.policies import RowScoring, TablePolicy, digest
 from tests.support.trainers import state_of, trainer_of
 
 
@@ -25,19 +28,14 @@ def refuses(policy: Any, pattern: str, states: Any = ("a", "b"), **settings: Any
 
 
 class Mutant(TablePolicy):
-    """A table policy whose log-probs or actions pass through a function."""
+    """A table policy whose log-probs pass through a function."""
 
-    def __init__(
-        self, log_probs: Callable[[Tensor], Any] = lambda x: x, actions: Callable[[Any], Any] = lambda x: x
-    ) -> None:
+    def __init__(self, log_probs: Callable[[Tensor], Any] = lambda x: x) -> None:
         super().__init__()
-        self.change_log_probs, self.change_actions = log_probs, actions
+        self.change_log_probs = log_probs
 
     def get_log_probabilities(self, states: Any, actions: Any) -> Any:
         return self.change_log_probs(super().get_log_probabilities(states, actions))
-
-    def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
-        return self.change_actions(super().generate_actions(states, num_actions_per_state))
 
 
 # What a policy is
@@ -102,62 +100,29 @@ def test_a_class_in_place_of_an_instance_is_refused() -> None:
 # What a policy returns
 
 
-@pytest.mark.parametrize("states", [[], (), torch.zeros(0, 3), np.zeros((0, 2))])
-def test_no_states_are_refused(states: Any) -> None:
+def test_no_states_are_refused(subtests: pytest.Subtests) -> None:
     trainer = trainer_of(TablePolicy())
-    for ask in (trainer.step, trainer.collect, trainer.evaluate):
-        with pytest.raises(ContractError, match="No states to act in: pass at least one"):
-            ask(states)
-    with pytest.raises(ContractError, match="No states"):
-        trainer.train(states, num_iterations=1, progress=False)
+    for states in [[], (), torch.zeros(0, 3), np.zeros((0, 2))]:
+        with subtests.test(states=type(states).__name__):
+            for ask in (trainer.step, trainer.collect, trainer.evaluate):
+                with pytest.raises(ContractError, match="No states to act in: pass at least one"):
+                    ask(states)
+            with pytest.raises(ContractError, match="No states"):
+                trainer.train(states, num_iterations=1, progress=False)
 
 
-@pytest.mark.parametrize(
-    ("change", "got"),
-    [
-        (lambda groups: groups[:1], r"got 1 groups"),
-        (lambda groups: [*groups, groups[0]], r"got 3 groups"),
-        (lambda groups: [group[:3] for group in groups], r"\[3\] actions"),
-        (lambda groups: [groups[0], groups[1] + [0]], r"\[4, 5\] actions"),
-        (lambda groups: [groups[0], []], r"\[0, 4\] actions"),
-        (lambda groups: [], r"got 0 groups"),
-        (lambda groups: [0, 1], r"got a list of 2"),
-        (lambda groups: None, r"got NoneType"),
-        (lambda groups: torch.tensor(groups).reshape(-1), r"\[B, G, \.\.\.\]; got \[8\] int64"),
-        (lambda groups: torch.tensor(groups).T, r"got \[4, 2\] int64"),
-        (lambda groups: np.zeros((2, 5, 3)), r"got \[2, 5, 3\] float64"),
-    ],
-)
-def test_a_wrong_number_of_actions(change: Any, got: str) -> None:
-    refuses(Mutant(actions=change), rf"Mutant\.generate_actions must return 4 actions for each of 2 states.*{got}")
-
-
-@pytest.mark.parametrize(
-    ("change", "got"),
-    [
-        (lambda x: x.reshape(8, 1, 1), r"got \[8, 1, 1\] float64"),
-        (lambda x: x.reshape(8, 1, 1).expand(8, 1, 3), r"got \[8, 1, 3\] float64"),
-        (lambda x: x[:7], r"got \[7\] float64"),
-        (lambda x: x.repeat(2), r"got \[16\] float64"),
-        (lambda x: x.reshape(2, 4), r"got \[2, 4\] float64"),
-        (lambda x: x.sum(), r"got \[\] float64"),
-        (lambda x: x.tolist(), r"got a list of 8"),
-        (lambda x: x.detach().numpy(), r"got \[8\] float64"),
-        (lambda x: None, r"got NoneType"),
-    ],
-)
-def test_log_probs_of_a_wrong_shape(change: Any, got: str) -> None:
-    refuses(
-        Mutant(log_probs=change),
-        rf"Mutant\.get_log_probabilities must return \[N\] = \[8\] or \[N, T\]; {got}.*"
-        r"Return one log-probability per \(state, action\) pair",
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
-def test_log_probs_of_a_wrong_dtype(dtype: torch.dtype) -> None:
-    name = str(dtype).removeprefix("torch.")
-    refuses(Mutant(log_probs=lambda x: x.to(dtype)), rf"Mutant\.get_log_probabilities must.*floating; got \[8\] {name}")
+def test_log_probs_of_a_wrong_shape_or_dtype(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[Any, str]] = [
+        (
+            lambda x: x.reshape(8, 1, 1),
+            r"; got \[8, 1, 1\] float64.*Return one log-probability per \(state, action\) pair",
+        ),
+        (lambda x: x.tolist(), r"; got a list of 8.*Return one log-probability per \(state, action\) pair"),
+        (lambda x: x.long(), r", floating; got \[8\] int64"),
+    ]
+    for change, got in cases:
+        with subtests.test(got=got):
+            refuses(Mutant(change), rf"Mutant\.get_log_probabilities must return \[N\] = \[8\] or \[N, T\]{got}")
 
 
 def test_a_wrong_shape_is_found_whenever_it_happens() -> None:
@@ -171,99 +136,72 @@ def test_a_wrong_shape_is_found_whenever_it_happens() -> None:
     assert state_of(trainer) == before
 
 
-@pytest.mark.parametrize(
-    "cut", [lambda x: x.detach(), lambda x: x.detach().clone(), lambda x: torch.tensor(x.tolist())]
-)
-def test_log_probs_without_a_gradient(cut: Any) -> None:
+def test_log_probs_without_a_gradient() -> None:
     refuses(
-        Mutant(log_probs=cut),
+        Mutant(log_probs=lambda x: x.detach()),
         r"Mutant: log-probabilities do not carry a gradient, but get_parameters\(\) holds tensors that require one",
     )
 
 
-@pytest.mark.parametrize(
-    "copies",
-    [
-        lambda policy: {"logits": policy.logits.detach().clone().requires_grad_()},
-        lambda policy: {"logits": policy.logits.detach()},
-        lambda policy: policy.state_dict(),
-        lambda policy: {},
-    ],
-    ids=["leaf copies", "detached", "state_dict", "nothing"],
-)
-def test_parameters_that_are_not_the_parameters_themselves(copies: Any) -> None:
+def test_parameters_that_are_not_the_parameters_themselves(subtests: pytest.Subtests) -> None:
     class Copies(TablePolicy):
+        copies: Any
+
         def get_parameters(self) -> dict[str, Tensor]:
-            return copies(self)
+            return self.copies(self)
 
-    policy = Copies()
-    before = digest(policy.logits)
-    with pytest.raises(ContractError, match=r"Copies: .*get_parameters\(\).*dict\(self\.named_parameters\(\)\)"):
-        trainer_of(policy).step(["a", "b"])
-    assert digest(policy.logits) == before
+    cases: dict[str, Any] = {
+        "leaf copies": lambda policy: {"logits": policy.logits.detach().clone().requires_grad_()},
+        "detached": lambda policy: {"logits": policy.logits.detach()},
+        "state_dict": lambda policy: policy.state_dict(),
+        "nothing": lambda policy: {},
+    }
+    for case, copies in cases.items():
+        with subtests.test(case=case):
+            policy = Copies()
+            Copies.copies = staticmethod(copies)
+            before = digest(policy.logits)
+            with pytest.raises(
+                ContractError, match=r"Copies: .*get_parameters\(\).*dict\(self\.named_parameters\(\)\)"
+            ):
+                trainer_of(policy).step(["a", "b"])
+            assert digest(policy.logits) == before
 
 
-@pytest.mark.parametrize("bad", [-math.inf, math.nan, math.inf])
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("row", [0, 5, 7])
-def test_a_log_prob_of_a_sampled_action_that_is_no_number(bad: float, row: int, first: bool) -> None:
+def test_a_log_prob_of_a_sampled_action_that_is_no_number(subtests: pytest.Subtests) -> None:
     """Found while collecting; and, once a plain policy needs no scoring pass any more, before the update is applied."""
-    policy = Mutant()
-    trainer = trainer_of(policy)
-    if not first:
-        trainer.step(["a", "b"])
-    before = state_of(trainer)
+    for bad, first, row in [(-math.inf, True, 0), (math.nan, True, 7), (-math.inf, False, 7), (math.inf, False, 0)]:
+        with subtests.test(bad=bad, first=first, row=row):
+            policy = Mutant()
+            trainer = trainer_of(policy)
+            if not first:
+                trainer.step(["a", "b"])
+            before = state_of(trainer)
 
-    def poison(log_probs: Tensor) -> Tensor:
-        return torch.where(torch.arange(len(log_probs)) == min(row, len(log_probs) - 1), bad, log_probs)
+            def poison(log_probs: Tensor, row: int = row, bad: float = bad) -> Tensor:
+                return torch.where(torch.arange(len(log_probs)) == row, bad, log_probs)
 
-    policy.change_log_probs = poison
-    with pytest.raises(
-        ContractError, match=r"Mutant: .*of sampled steps must be finite.*finfo\(dtype\)\.min, not -inf"
-    ):
-        trainer.step(["a", "b"])
-    assert state_of(trainer) == before
-    policy.change_log_probs = lambda x: x
-    trainer.step(["a", "b"])  # and the policy is as good as before
-    assert torch.isfinite(policy.logits).all()
+            policy.change_log_probs = poison
+            with pytest.raises(
+                ContractError, match=r"Mutant: .*of sampled steps must be finite.*finfo\(dtype\)\.min, not -inf"
+            ):
+                trainer.step(["a", "b"])
+            assert state_of(trainer) == before
+            policy.change_log_probs = lambda x: x
+            trainer.step(["a", "b"])  # and the policy is as good as before
+            assert torch.isfinite(policy.logits).all()
 
 
 class Masks(RowScoring):
-    """Its scores pass through a function when a gradient is wanted (`train`), when not (`old`), or always."""
+    """Its scores pass through a function when a gradient is wanted."""
 
-    def __init__(self, change: Callable[[ActionScores], Any], when: str = "always") -> None:
+    def __init__(self, change: Callable[[ActionScores], Any]) -> None:
         super().__init__()
-        self.change, self.when = change, when
+        self.change = change
 
     def score_actions(self, states: Any, actions: Any) -> Any:
         scores = super().score_actions(states, actions)
-        now = "train" if torch.is_grad_enabled() else "old"
-        return self.change(scores) if self.when in ("always", now) else scores
-
-
-@pytest.mark.parametrize(
-    ("change", "pattern"),
-    [
-        (lambda s: s.log_probs, r"must return ActionScores; got \[8, \d\] float64"),
-        (lambda s: replace(s, mask=s.mask.double()), r"mask must be bool; got \[8, \d\] float64.*mask\.bool\(\)"),
-        (lambda s: replace(s, mask=s.mask.long()), r"mask must be bool; got \[8, \d\] int64"),
-        (lambda s: replace(s, mask=s.mask[:, :1]), r"mask must be \[8, \d\] .* got \[8, 1\] bool"),
-        (lambda s: replace(s, mask=s.mask[:5]), r"mask must be \[8, \d\] .* got \[5, \d\] bool"),
-        (lambda s: replace(s, entropy=s.entropy[:, :1]), r"entropy must be \[8, \d\] .* got \[8, 1\] float64"),
-        (lambda s: replace(s, entropy=s.entropy.isnan()), r"entropy must be floating; got \[8, \d\] bool"),
-        (lambda s: replace(s, log_probs=s.log_probs[:5]), r"log_probs must be \[N, T\] with N = 8; got \[5, \d\] float64"),
-        (lambda s: replace(s, log_probs=s.mask.long()), r"log_probs must be.*floating; got \[8, \d\] int64"),
-    ],
-)  # fmt: skip
-def test_scores_that_break_their_contract(change: Any, pattern: str) -> None:
-    """The data class is checked by beartype in these tests; users have no such help, so neither has this one."""
-    from jaxtyping import config
-
-    config.update("jaxtyping_disable", True)
-    try:
-        refuses(Masks(change), rf"Masks\.score_actions:? .*(?:{pattern})", states=(0, 1))
-    finally:
-        config.update("jaxtyping_disable", False)
+        return self.change(scores) if torch.is_grad_enabled() else scores
 
 
 def widened(scores: ActionScores, *, counts: bool) -> ActionScores:
@@ -285,76 +223,18 @@ def flipped(scores: ActionScores) -> ActionScores:
     return ActionScores(log_probs=scores.log_probs, mask=mask)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda s: widened(s, counts=True), lambda s: widened(s, counts=False), narrowed, flipped],
-    ids=["wider", "wider, unmasked", "narrower", "another step"],
-)
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_other_steps_in_an_update_than_at_collection(change: Any, epochs: int) -> None:
-    refuses(
-        Masks(change, "train"),
-        r"Masks (scored|masks).*Score the same steps every time",
-        (0, 1),
-        num_epochs_per_update=epochs,
-    )
-
-
-class Samples(ExactSampling):
-    """What it says of its samples passes through a function."""
-
-    def __init__(self, change: Callable[[SampledActions], Any]) -> None:
-        super().__init__()
-        self.change = change
-
-    def sample_actions(self, states: Any, num_actions_per_state: int) -> Any:
-        return self.change(super().sample_actions(states, num_actions_per_state))
-
-
-@pytest.mark.parametrize(
-    ("change", "pattern"),
-    [
-        (lambda s: s.actions, r"must return SampledActions; got a list of 2"),
-        (lambda s: replace(s, mask=s.mask[:7]), r"mask must be bool \[N, T\] with N = 8; got \[7, 4\] bool"),
-        (
-            lambda s: replace(s, behaviour_log_probs=s.behaviour_log_probs[:, :2], scores=None),
-            r"behaviour_log_probs must be \[8, 4\].*got \[8, 2\] float64",
-        ),
-        (lambda s: replace(s, mask=torch.ones_like(s.mask)), r"scores\.mask must equal mask"),
-        (lambda s: replace(s, actions=s.actions[:1]), r"must return 4 actions for each of 2 states; got 1 groups"),
-    ],
-)
-def test_samples_that_break_their_contract(change: Any, pattern: str) -> None:
-    from jaxtyping import config
-
-    config.update("jaxtyping_disable", True)
-    try:
-        refuses(Samples(change), rf"Samples\.sample_actions:? .*{pattern}|Samples\.sample_actions {pattern}", (0, 1))
-    finally:
-        config.update("jaxtyping_disable", False)
-
-
-def test_behaviour_log_probs_may_be_unknown_but_not_infinite() -> None:
-    def with_first(value: float) -> Callable[[SampledActions], SampledActions]:
-        def change(sampled: SampledActions) -> SampledActions:
-            assert sampled.behaviour_log_probs is not None
-            behaviour = sampled.behaviour_log_probs.clone()
-            behaviour[0, 0] = value
-            return replace(sampled, behaviour_log_probs=behaviour)
-
-        return change
-
-    trainer_of(Samples(with_first(math.nan))).step([0, 1])
-    refuses(
-        Samples(with_first(-math.inf)),
-        r"Samples: behaviour_log_probs of sampled steps must be finite; rows \[0\]",
-        (0, 1),
-    )
-
-
-def test_groups_scored_with_too_few_rows() -> None:
-    class Few(GroupScoring):
-        def score_groups(self, states: Any, actions: Any) -> ActionScores:
-            return super().score_groups(states, [group[:-1] for group in actions])
-
-    refuses(Few(), r"Few\.score_groups: log_probs must be \[N, T\] with N = 8; got \[6, \d\]", (0, 1))
+def test_other_steps_in_an_update_than_at_collection(subtests: pytest.Subtests) -> None:
+    cases: dict[str, Any] = {
+        "wider": lambda scores: widened(scores, counts=True),
+        "wider, unmasked": lambda scores: widened(scores, counts=False),
+        "narrower": narrowed,
+        "another step": flipped,
+    }
+    for (case, change), epochs in itertools.product(cases.items(), [1, 2]):
+        with subtests.test(case=case, epochs=epochs):
+            refuses(
+                Masks(change),
+                r"Masks (scored|masks).*Score the same steps every time",
+                (0, 1),
+                num_epochs_per_update=epochs,
+            )

@@ -301,9 +301,8 @@ def test_mini_batches_keep_the_order_and_the_remainder() -> None:
     assert mini_batches([], 5) == []
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
+def test_settings_without_a_meaning_are_refused(subtests: pytest.Subtests) -> None:
+    cases = [
         (lambda: ExperienceBuffer(0), "ExperienceBuffer.capacity must be >= 1; got 0"),
         (lambda: GroupBuffer().drain(min_size=0), "GroupBuffer.drain: min_size must be >= 1; got 0"),
         (
@@ -315,8 +314,7 @@ def test_mini_batches_keep_the_order_and_the_remainder() -> None:
             r"GroupBuffer\.item_type must have to_dict and from_dict; got Counter",
         ),
         (lambda: mini_batches([1], 0), "mini_batches: batch_size must be >= 1; got 0"),
-    ],
-)
-def test_settings_without_a_meaning_are_refused(make: Callable[[], object], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        make()
+    ]
+    for make, text in cases:
+        with subtests.test(make=make, text=text), pytest.raises(ConfigError, match=text):
+            make()

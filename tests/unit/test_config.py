@@ -295,29 +295,31 @@ def test_the_table_above_knows_every_class_and_every_field() -> None:
         assert set(fields) == {field.name for field in dataclasses.fields(config)}, config
 
 
-@pytest.mark.parametrize("config", FIELDS)
-def test_invalid_values_are_refused_and_their_field_named(config):
-    wrong = []
-    for name, field in FIELDS[config].items():
-        for value in field.refused:
-            try:
-                config(**{name: value})
-            except ConfigError as error:
-                if not re.match(rf"{config.__name__}\.{name}\b", str(error)):
-                    wrong.append(f"{name}={value!r} is refused with {error}")
-            else:
-                wrong.append(f"{name}={value!r} is accepted")
-    assert not wrong, "\n".join(wrong)
+def test_invalid_values_are_refused_and_their_field_named(subtests):
+    for config in FIELDS:
+        with subtests.test(config=config):
+            wrong = []
+            for name, field in FIELDS[config].items():
+                for value in field.refused:
+                    try:
+                        config(**{name: value})
+                    except ConfigError as error:
+                        if not re.match(rf"{config.__name__}\.{name}\b", str(error)):
+                            wrong.append(f"{name}={value!r} is refused with {error}")
+                    else:
+                        wrong.append(f"{name}={value!r} is accepted")
+            assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("config", FIELDS)
-def test_values_at_the_bounds_are_accepted(config):
-    for name, field in FIELDS[config].items():
-        beside = BESIDE.get((config, name), lambda value: {})
-        for value in field.edges:
-            held = getattr(config(**{name: value, **beside(value)}), name)
-            choices = {"surrogate": SURROGATES, "sampler_correction": CORRECTIONS}.get(name, {})
-            assert held == (choices[value]() if isinstance(value, str) and value in choices else value)
+def test_values_at_the_bounds_are_accepted(subtests):
+    for config in FIELDS:
+        with subtests.test(config=config):
+            for name, field in FIELDS[config].items():
+                beside = BESIDE.get((config, name), lambda value: {})
+                for value in field.edges:
+                    held = getattr(config(**{name: value, **beside(value)}), name)
+                    choices = {"surrogate": SURROGATES, "sampler_correction": CORRECTIONS}.get(name, {})
+                    assert held == (choices[value]() if isinstance(value, str) and value in choices else value)
 
 
 @settings(max_examples=150, deadline=None)
@@ -327,10 +329,13 @@ def test_dicts_and_json_round_trip(config):
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize("config", FIELDS)
-def test_unknown_keys_are_refused_by_name(config):
-    with pytest.raises(ConfigError, match=rf"{config.__name__} has no setting 'epsilon'"):
-        config.from_dict({"epsilon": 0.2})
+def test_unknown_keys_are_refused_by_name(subtests):
+    for config in FIELDS:
+        with (
+            subtests.test(config=config),
+            pytest.raises(ConfigError, match=rf"{config.__name__} has no setting 'epsilon'"),
+        ):
+            config.from_dict({"epsilon": 0.2})
 
 
 def test_unknown_keys_of_a_part_are_refused_too():
@@ -374,38 +379,41 @@ def test_an_invalid_value_of_a_part_names_the_part():
         GRPOConfig.from_dict({"objective": {"surrogate": {"kind": "clip", "low": 2}}})
 
 
-@pytest.mark.parametrize("config", FIELDS)
-def test_settings_are_frozen_and_take_keywords_only(config):
-    for field in dataclasses.fields(config):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(config(), field.name, getattr(config(), field.name))
-    with pytest.raises(TypeError, match="positional"):
-        config(0.2)
+def test_settings_are_frozen_and_take_keywords_only(subtests):
+    for config in FIELDS:
+        with subtests.test(config=config):
+            for field in dataclasses.fields(config):
+                with pytest.raises(dataclasses.FrozenInstanceError):
+                    setattr(config(), field.name, getattr(config(), field.name))
+            with pytest.raises(TypeError, match="positional"):
+                config(0.2)
 
 
-@pytest.mark.parametrize("config", FIELDS)
-def test_equal_settings_are_equal_and_hash_alike(config):
-    assert config() == config()
-    assert hash(config()) == hash(config())
+def test_equal_settings_are_equal_and_hash_alike(subtests):
+    for config in FIELDS:
+        with subtests.test(config=config):
+            assert config() == config()
+            assert hash(config()) == hash(config())
 
 
 # Settings that contradict one another
 
 
-@pytest.mark.parametrize("reader", ["aggregation", "entropy_aggregation"])
-def test_fixed_length_is_given_exactly_where_it_is_read(reader):
-    config = ObjectiveConfig(fixed_length=64, **{reader: "fixed_length"})
-    assert ObjectiveConfig.from_dict(config.to_dict()) == config
-    with pytest.raises(ConfigError, match=r"ObjectiveConfig\.fixed_length"):
-        ObjectiveConfig(**{reader: "fixed_length"})
-    with pytest.raises(ConfigError, match=r"ObjectiveConfig\.fixed_length"):
-        ObjectiveConfig(fixed_length=64)
+def test_fixed_length_is_given_exactly_where_it_is_read(subtests):
+    for reader in ["aggregation", "entropy_aggregation"]:
+        with subtests.test(reader=reader):
+            config = ObjectiveConfig(fixed_length=64, **{reader: "fixed_length"})
+            assert ObjectiveConfig.from_dict(config.to_dict()) == config
+            with pytest.raises(ConfigError, match=r"ObjectiveConfig\.fixed_length"):
+                ObjectiveConfig(**{reader: "fixed_length"})
+            with pytest.raises(ConfigError, match=r"ObjectiveConfig\.fixed_length"):
+                ObjectiveConfig(fixed_length=64)
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, "64"])
-def test_a_length_that_is_read_is_checked(value):
-    with pytest.raises(ConfigError, match=r"ObjectiveConfig\.fixed_length must be"):
-        ObjectiveConfig(aggregation="fixed_length", fixed_length=value)
+def test_a_length_that_is_read_is_checked(subtests):
+    for value in [0, -1, 1.0, True, "64"]:
+        with subtests.test(value=value), pytest.raises(ConfigError, match=r"ObjectiveConfig\.fixed_length must be"):
+            ObjectiveConfig(aggregation="fixed_length", fixed_length=value)
 
 
 def test_k_is_given_exactly_where_the_baseline_reads_it():
@@ -416,71 +424,77 @@ def test_k_is_given_exactly_where_the_baseline_reads_it():
         AdvantageConfig(k=2)
 
 
-@pytest.mark.parametrize("weight", [0.5, 0.999, 1.001, 2.0])
-def test_negative_only_stands_beside_no_other_weight(weight):
-    for agreeing in (0.0, 1.0):
-        assert AdvantageConfig(negative_only=True, positive_weight=agreeing).positive_weight == agreeing
-    assert AdvantageConfig(positive_weight=weight).positive_weight == weight
-    with pytest.raises(ConfigError, match=rf"AdvantageConfig\.negative_only and positive_weight={weight} contradict"):
-        AdvantageConfig(negative_only=True, positive_weight=weight)
+def test_negative_only_stands_beside_no_other_weight(subtests):
+    for weight in [0.5, 0.999, 1.001, 2.0]:
+        with subtests.test(weight=weight):
+            for agreeing in (0.0, 1.0):
+                assert AdvantageConfig(negative_only=True, positive_weight=agreeing).positive_weight == agreeing
+            assert AdvantageConfig(positive_weight=weight).positive_weight == weight
+            with pytest.raises(
+                ConfigError, match=rf"AdvantageConfig\.negative_only and positive_weight={weight} contradict"
+            ):
+                AdvantageConfig(negative_only=True, positive_weight=weight)
 
 
-@pytest.mark.parametrize("scale", OVER_GROUPS)
-def test_a_critic_has_no_groups_to_scale_by(scale):
-    for over_all in OVER_ALL:
-        assert AdvantageConfig(credit="gae", scale=over_all).scale == over_all
-    with pytest.raises(
-        ConfigError, match=rf"AdvantageConfig\.scale='{scale}' is over groups, and credit='gae' has no groups"
-    ):
-        AdvantageConfig(credit="gae", scale=scale)
+def test_a_critic_has_no_groups_to_scale_by(subtests):
+    for scale in OVER_GROUPS:
+        with subtests.test(scale=scale):
+            for over_all in OVER_ALL:
+                assert AdvantageConfig(credit="gae", scale=over_all).scale == over_all
+            with pytest.raises(
+                ConfigError, match=rf"AdvantageConfig\.scale='{scale}' is over groups, and credit='gae' has no groups"
+            ):
+                AdvantageConfig(credit="gae", scale=scale)
 
 
-@pytest.mark.parametrize(
-    "beside",
-    [
+def test_rewards_that_are_normalised_each_are_left_alone_otherwise(subtests):
+    cases = [
         {"credit": "return_to_go"},
         {"credit": "process_supervision"},
         {"credit": "gae"},
         {"credit": "gigpo"},
         {"reward_clip": 1.0},
         {"normalize_rewards": True},
-    ],
-)
-def test_rewards_that_are_normalised_each_are_left_alone_otherwise(beside):
-    for credit in (None, "row"):
-        assert AdvantageConfig(several_rewards="normalize_each", credit=credit).credit == credit
-    assert AdvantageConfig(**beside)
-    with pytest.raises(ConfigError, match=r"AdvantageConfig\.several_rewards='normalize_each'"):
-        AdvantageConfig(several_rewards="normalize_each", **beside)
+    ]
+    for beside in cases:
+        with subtests.test(beside=beside):
+            for credit in (None, "row"):
+                assert AdvantageConfig(several_rewards="normalize_each", credit=credit).credit == credit
+            assert AdvantageConfig(**beside)
+            with pytest.raises(ConfigError, match=r"AdvantageConfig\.several_rewards='normalize_each'"):
+                AdvantageConfig(several_rewards="normalize_each", **beside)
 
 
-@pytest.mark.parametrize(("high", "delta"), [(0.2, 1.2), (0.5, 1.4), (0.25, 1.25)])
-def test_delta_is_above_the_bound_that_clips(high, delta):
-    assert Clip(high=high, delta=1.51).delta == 1.51
-    with pytest.raises(ConfigError, match=rf"Clip\.delta={delta} must be above 1 \+ high = {1 + high}"):
-        Clip(high=high, delta=delta)
+def test_delta_is_above_the_bound_that_clips(subtests):
+    for high, delta in [(0.2, 1.2), (0.5, 1.4), (0.25, 1.25)]:
+        with subtests.test(high=high, delta=delta):
+            assert Clip(high=high, delta=1.51).delta == 1.51
+            with pytest.raises(ConfigError, match=rf"Clip\.delta={delta} must be above 1 \+ high = {1 + high}"):
+                Clip(high=high, delta=delta)
 
 
-@pytest.mark.parametrize(
-    ("config", "low", "high", "default_high"),
-    [
+def test_bounds_are_in_order(subtests):
+    cases = [
         (ClipCov, "cov_low", "cov_high", 5.0),
         (Truncate, "low", "high", 3.0),
         (Mask, "low", "high", 3.0),
         (KLControl, "coef_min", "coef_max", 0.1),
         (EntropyControl, "coef_min", "coef_max", 1.0),
-    ],
-)
-def test_bounds_are_in_order(config, low, high, default_high):
-    assert getattr(config(**{low: 0.03, high: 0.03}), low) == 0.03
-    with pytest.raises(ConfigError, match=rf"{config.__name__}\.{low}=6\.0 must not exceed {high}={default_high}"):
-        config(**{low: 6.0})
+    ]
+    for config, low, high, default_high in cases:
+        with subtests.test(config=config, low=low, high=high, default_high=default_high):
+            assert getattr(config(**{low: 0.03, high: 0.03}), low) == 0.03
+            with pytest.raises(
+                ConfigError, match=rf"{config.__name__}\.{low}=6\.0 must not exceed {high}={default_high}"
+            ):
+                config(**{low: 6.0})
 
 
-@pytest.mark.parametrize("config", [Truncate, Mask])
-def test_a_bound_that_is_none_is_in_order_with_any_other(config):
-    assert config(low=6.0, high=None).low == 6.0
-    assert config(low=None, high=0.1).high == 0.1
+def test_a_bound_that_is_none_is_in_order_with_any_other(subtests):
+    for config in [Truncate, Mask]:
+        with subtests.test(config=config):
+            assert config(low=6.0, high=None).low == 6.0
+            assert config(low=None, high=0.1).high == 0.1
 
 
 def test_every_seed_that_is_accepted_can_be_used():

@@ -107,18 +107,19 @@ def own_function(steps: Steps) -> torch.Tensor:
     return -steps.advantages * steps.ratio()
 
 
-@pytest.mark.parametrize(("own", "name"), [(Own(), "Own"), (OwnClip(), "OwnClip"), (own_function, "own_function")])
-def test_one_of_the_users_own_is_held_and_written_by_name_and_not_read_back(own, name):
-    for place in PLACES:
-        config = GRPOConfig(objective=ObjectiveConfig(**{place: own}))
-        assert getattr(config.objective, place) is own
-        assert config == GRPOConfig(objective=ObjectiveConfig(**{place: own}))
-        assert hash(config) == hash(GRPOConfig(objective=ObjectiveConfig(**{place: own})))
-        written = json.loads(json.dumps(config.to_dict()))
-        assert written["objective"][place] == {"kind": "custom", "name": name}
-        advice = rf"ObjectiveConfig\.{place} was a custom callable, '{name}', .*pass the object"
-        with pytest.raises(ConfigError, match=advice):
-            GRPOConfig.from_dict(written)
+def test_one_of_the_users_own_is_held_and_written_by_name_and_not_read_back(subtests):
+    for own, name in [(Own(), "Own"), (OwnClip(), "OwnClip"), (own_function, "own_function")]:
+        with subtests.test(own=own, name=name):
+            for place in PLACES:
+                config = GRPOConfig(objective=ObjectiveConfig(**{place: own}))
+                assert getattr(config.objective, place) is own
+                assert config == GRPOConfig(objective=ObjectiveConfig(**{place: own}))
+                assert hash(config) == hash(GRPOConfig(objective=ObjectiveConfig(**{place: own})))
+                written = json.loads(json.dumps(config.to_dict()))
+                assert written["objective"][place] == {"kind": "custom", "name": name}
+                advice = rf"ObjectiveConfig\.{place} was a custom callable, '{name}', .*pass the object"
+                with pytest.raises(ConfigError, match=advice):
+                    GRPOConfig.from_dict(written)
 
 
 def test_an_unknown_kind_or_name_is_refused_and_the_known_ones_are_named():

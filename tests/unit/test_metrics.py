@@ -175,11 +175,16 @@ def test_a_line_is_on_disk_before_the_sink_is_closed(tmp_path):
         assert read_jsonl(sink.path) == [{"iteration": 1, "a": 1.0}]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_json_has_no_number_for_becomes_null(tmp_path, value):
-    with JSONLSink(tmp_path / "metrics.jsonl") as sink:
-        sink.log({"a": value, "b": 1.0}, iteration=1)
-    assert json.loads(sink.path.read_text(), parse_constant=pytest.fail) == {"iteration": 1, "a": None, "b": 1.0}
+def test_what_json_has_no_number_for_becomes_null(subtests, tmp_path):
+    for value in [math.nan, math.inf, -math.inf]:
+        with subtests.test(value=value):
+            with JSONLSink(tmp_path / f"{value}.jsonl") as sink:
+                sink.log({"a": value, "b": 1.0}, iteration=1)
+            assert json.loads(sink.path.read_text(), parse_constant=pytest.fail) == {
+                "iteration": 1,
+                "a": None,
+                "b": 1.0,
+            }
 
 
 def test_no_name_can_break_a_line_or_reach_a_terminal(tmp_path):

@@ -1,5 +1,6 @@
 """Running statistics by hand, and as the sink of a real run."""
 
+import itertools
 import json
 import math
 from typing import Any
@@ -39,11 +40,15 @@ def test_counts_by_hand() -> None:
     assert statistics.num_samples == 3 * 10  # 3 groups of 10/3 on average: 10 rows
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("name", ["train/num_updates", "group_stats/num_groups", "group_stats/avg_group_size"])
-def test_a_count_that_was_not_measured_adds_nothing(name: str, value: float) -> None:
-    statistics = told(THREE[0], {**THREE[1], name: value})
-    assert (statistics.num_updates, statistics.num_samples) == ((2, 20) if name == "train/num_updates" else (4, 10))
+def test_a_count_that_was_not_measured_adds_nothing(subtests: pytest.Subtests) -> None:
+    for value, name in itertools.product(
+        [math.nan, math.inf], ["train/num_updates", "group_stats/num_groups", "group_stats/avg_group_size"]
+    ):
+        with subtests.test(value=value, name=name):
+            statistics = told(THREE[0], {**THREE[1], name: value})
+            assert (statistics.num_updates, statistics.num_samples) == (
+                (2, 20) if name == "train/num_updates" else (4, 10)
+            )
 
 
 def test_moving_averages_by_hand() -> None:
@@ -96,10 +101,13 @@ def test_unknown_and_missing_keys_are_refused() -> None:
             RunningStatistics.from_dict(wrong)
 
 
-@pytest.mark.parametrize("settings", [{"decay": 1.0}, {"decay": -0.1}, {"decay": math.nan}, {"history": 0}])
-def test_settings_without_a_meaning_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"RunningStatistics.{next(iter(settings))}"):
-        RunningStatistics(**settings)
+def test_settings_without_a_meaning_are_refused(subtests: pytest.Subtests) -> None:
+    for settings in [{"decay": 1.0}, {"decay": -0.1}, {"decay": math.nan}, {"history": 0}]:
+        with (
+            subtests.test(settings=settings),
+            pytest.raises(ConfigError, match=f"RunningStatistics.{next(iter(settings))}"),
+        ):
+            RunningStatistics(**settings)
 
 
 def test_what_dynamic_sampling_leaves_out_is_counted_too() -> None:

@@ -276,9 +276,10 @@ def test_every_preset_is_in_the_table() -> None:
     assert set(SAID) == set(PRESETS)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_it_says_what_its_source_says_and_nothing_else(name: str) -> None:
-    assert PRESETS[name]().to_dict() == merged(GRPOConfig().to_dict(), SAID[name])
+def test_it_says_what_its_source_says_and_nothing_else(subtests: pytest.Subtests) -> None:
+    for name in PRESETS:
+        with subtests.test(name=name):
+            assert PRESETS[name]().to_dict() == merged(GRPOConfig().to_dict(), SAID[name])
 
 
 def test_the_defaults_it_leaves_alone_are_what_they_were() -> None:
@@ -291,11 +292,12 @@ def test_dr_grpo_divides_by_the_length_it_is_given() -> None:
     assert presets.dr_grpo(max_length=8) == dataclasses.replace(presets.dr_grpo(), objective=changed)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_it_comes_back_from_a_dict_and_from_json(name: str) -> None:
-    config = PRESETS[name]()
-    assert GRPOConfig.from_dict(config.to_dict()) == config
-    assert GRPOConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+def test_it_comes_back_from_a_dict_and_from_json(subtests: pytest.Subtests) -> None:
+    for name in PRESETS:
+        with subtests.test(name=name):
+            config = PRESETS[name]()
+            assert GRPOConfig.from_dict(config.to_dict()) == config
+            assert GRPOConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize("name", PRESETS)

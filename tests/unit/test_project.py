@@ -32,11 +32,12 @@ def test_the_core_depends_on_six_packages() -> None:
     assert names == {"torch", "numpy", "typing-extensions", "jaxtyping", "safetensors", "tqdm"}
 
 
-@pytest.mark.parametrize("version", ["2.5.1", "2.6.0", "2.9.1"])
-def test_versions_of_torch_that_run_code_on_load_are_refused(version: str) -> None:
+def test_versions_of_torch_that_run_code_on_load_are_refused(subtests: pytest.Subtests) -> None:
     """CVE-2025-32434 (below 2.6) and CVE-2026-24747 (below 2.10)."""
-    (torch,) = (requirement for requirement in RANGES if requirement.name == "torch")
-    assert not torch.specifier.contains(version)
+    for version in ["2.5.1", "2.6.0", "2.9.1"]:
+        with subtests.test(version=version):
+            (torch,) = (requirement for requirement in RANGES if requirement.name == "torch")
+            assert not torch.specifier.contains(version)
 
 
 def test_every_extra_exists() -> None:
@@ -51,23 +52,27 @@ def test_all_is_everything_but_vllm_bench_and_dev() -> None:
     assert everything.extras == set(EXTRAS) - {"vllm", "bench", "dev", "all"}
 
 
-@pytest.mark.parametrize("all_pins", [PINS, VLLM_PINS], ids=["constraints.txt", "constraints-vllm.txt"])
-def test_constraints_pin_one_exact_public_version_each(all_pins: list[Requirement]) -> None:
+def test_constraints_pin_one_exact_public_version_each(subtests: pytest.Subtests) -> None:
     """A local suffix such as +cpu would make the file useless where only another build exists."""
-    for pin in all_pins:
-        (specifier,) = pin.specifier
-        assert specifier.operator == "==", pin
-        assert Version(specifier.version).local is None, pin
-    names = [canonicalize_name(pin.name) for pin in all_pins]
-    assert len(names) == len(set(names))
+    for all_pins in [PINS, VLLM_PINS]:
+        with subtests.test(all_pins=all_pins):
+            for pin in all_pins:
+                (specifier,) = pin.specifier
+                assert specifier.operator == "==", pin
+                assert Version(specifier.version).local is None, pin
+            names = [canonicalize_name(pin.name) for pin in all_pins]
+            assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("requirement", RANGES, ids=lambda requirement: requirement.name)
-def test_constraints_satisfy_the_ranges(requirement: Requirement) -> None:
-    versions = [pin.specifier for pin in PINS if canonicalize_name(pin.name) == canonicalize_name(requirement.name)]
-    assert len(versions) == 1, f"constraints.txt does not pin {requirement.name}"
-    (specifier,) = versions[0]
-    assert requirement.specifier.contains(specifier.version)
+def test_constraints_satisfy_the_ranges(subtests: pytest.Subtests) -> None:
+    for requirement in RANGES:
+        with subtests.test(requirement=requirement):
+            versions = [
+                pin.specifier for pin in PINS if canonicalize_name(pin.name) == canonicalize_name(requirement.name)
+            ]
+            assert len(versions) == 1, f"constraints.txt does not pin {requirement.name}"
+            (specifier,) = versions[0]
+            assert requirement.specifier.contains(specifier.version)
 
 
 def test_vllm_is_tested_with_versions_that_are_declared() -> None:

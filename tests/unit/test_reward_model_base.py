@@ -32,18 +32,17 @@ def length(states: Any, actions: Any) -> list[float]:
     return [float(len(action)) for action in actions]
 
 
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
+def test_a_function_is_called_by_its_own_name_or_its_types(subtests: pytest.Subtests) -> None:
+    cases = [
         (length, "length"),
         (lambda states, actions: [], "<lambda>"),
         (functools.partial(length), "partial"),
         (Counting(), "Counting"),
-    ],
-)
-def test_a_function_is_called_by_its_own_name_or_its_types(function: Any, name: str) -> None:
-    assert reward_name(RewardFunction(function)) == name
-    assert repr(RewardFunction(function)) == name
+    ]
+    for function, name in cases:
+        with subtests.test(function=function, name=name):
+            assert reward_name(RewardFunction(function)) == name
+            assert repr(RewardFunction(function)) == name
 
 
 def test_a_reward_model_is_called_by_its_class_and_method() -> None:

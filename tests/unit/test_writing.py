@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from grpo.errors import ContractError, RewardError
 from grpo.writing import (
+    as_advantages,
     as_float32,
     as_log_probs,
+    as_mask,
     as_rewards,
+    as_state_keys,
     capture_random_state,
     describe,
     pad_steps,
@@ -96,10 +99,13 @@ NOT_NUMBERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", NOT_NUMBERS, ids=[f"{n}-{type(v).__name__}" for n, v in enumerate(NOT_NUMBERS)])
-def test_what_is_not_numbers_is_refused_with_the_owners_name(value):
-    with pytest.raises(RewardError, match=r"^judge must return one number per row, \[N\] = \[2\].*; got "):
-        as_rewards("judge", value, 2)
+def test_what_is_not_numbers_is_refused_with_the_owners_name(subtests):
+    for value in NOT_NUMBERS:
+        with (
+            subtests.test(value=value),
+            pytest.raises(RewardError, match=r"^judge must return one number per row, \[N\] = \[2\].*; got "),
+        ):
+            as_rewards("judge", value, 2)
 
 
 def test_the_last_axis_of_n_by_1_is_named_as_the_cure():
@@ -145,31 +151,100 @@ def test_log_probs_per_row_are_lifted_with_their_gradient():
     assert log_probs.grad.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "raised_to"),
-    [
-        (torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.float32),
+def test_log_probs_come_in_float32_or_better(subtests):
+    cases = [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
         (torch.float64, torch.float64),
-    ],
-)  # fmt: skip
-def test_log_probs_come_in_float32_or_better(dtype, raised_to):
-    log_probs = as_log_probs("Policy.score", torch.full((2, 3), -0.5, dtype=dtype), 2)
-    assert log_probs.dtype == raised_to
-    assert log_probs.tolist() == [[-0.5] * 3] * 2
+    ]
+    for dtype, raised_to in cases:
+        with subtests.test(dtype=dtype, raised_to=raised_to):
+            log_probs = as_log_probs("Policy.score", torch.full((2, 3), -0.5, dtype=dtype), 2)
+            assert log_probs.dtype == raised_to
+            assert log_probs.tolist() == [[-0.5] * 3] * 2
 
 
-@pytest.mark.parametrize(
-    "value", [None, [-1.0, -2.0], np.zeros(2), torch.zeros(()), torch.zeros(3), torch.zeros(2, 1, 3), torch.zeros(1, 2)]
-)
-def test_log_probs_of_another_shape_are_refused(value):
-    with pytest.raises(ContractError, match=r"^Policy\.score must return \[N\] = \[2\] or \[N, T\]; got "):
-        as_log_probs("Policy.score", value, 2)
+def test_log_probs_of_another_shape_are_refused(subtests):
+    for value in [
+        None,
+        [-1.0, -2.0],
+        np.zeros(2),
+        torch.zeros(()),
+        torch.zeros(3),
+        torch.zeros(2, 1, 3),
+        torch.zeros(1, 2),
+    ]:
+        with (
+            subtests.test(value=value),
+            pytest.raises(ContractError, match=r"^Policy\.score must return \[N\] = \[2\] or \[N, T\]; got "),
+        ):
+            as_log_probs("Policy.score", value, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
-def test_log_probs_that_are_not_floating_are_refused(dtype):
-    with pytest.raises(ContractError, match="floating"):
-        as_log_probs("Policy.score", torch.zeros(2, dtype=dtype), 2)
+def test_log_probs_that_are_not_floating_are_refused(subtests):
+    for dtype in [torch.int64, torch.bool, torch.complex64]:
+        with subtests.test(dtype=dtype), pytest.raises(ContractError, match="floating"):
+            as_log_probs("Policy.score", torch.zeros(2, dtype=dtype), 2)
+
+
+def test_rewards_that_are_the_reward_models_own_memory_are_copied():
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        memory = torch.tensor([1, 0, 2], dtype=dtype)
+        for value in (memory, memory.numpy()):
+            rewards = as_rewards("judge", value, 3)
+            memory.zero_()
+            assert rewards.tolist() == [1, 0, 2]
+            memory.copy_(rewards)
+
+
+def test_a_column_is_one_step_where_that_is_meant():
+    assert as_rewards("judge", [[5.0]], 1, one_step_is_a_step=True).tolist() == [[5]]
+
+
+STEPS = torch.tensor([[True, True], [True, False], [False, False]])
+
+
+def test_advantages_per_row_or_per_step_are_detached_and_zero_outside_the_mask():
+    per_row = as_advantages(torch.tensor([1.0, -2.0, 0.5], dtype=torch.bfloat16, requires_grad=True), STEPS)
+    assert (per_row.tolist(), per_row.dtype, per_row.requires_grad) == ([1, -2, 0.5], torch.float32, False)
+    nan = float("nan")
+    per_step = as_advantages(torch.tensor([[1.0, 2.0], [3.0, nan], [nan, nan]], dtype=torch.float64), STEPS)
+    assert (per_step.tolist(), per_step.dtype) == ([[1, 2], [3, 0], [0, 0]], torch.float64)
+    huge = torch.full((3,), 3e38)  # the sum is more than float32 holds
+    assert as_advantages(huge, STEPS).tolist() == huge.tolist()
+
+
+def test_advantages_that_are_not_one_number_per_row_or_step_are_refused(subtests):
+    nan, inf = float("nan"), float("inf")
+    cases = [
+        (torch.ones(2), r"got \[2\] float32"), (torch.ones(3, 1), r"got \[3, 1\] float32"),
+        (torch.ones(2, 3), r"got \[2, 3\] float32"), (torch.ones(3, 2, 1), r"got \[3, 2, 1\] float32"),
+        (torch.tensor(1.0), r"got \[\] float32"), ([1.0] * 3, "got a list of 3"), (np.ones(3), r"got \[3\] float64"),
+        (None, "got NoneType"), (torch.tensor([1.0, nan, 1.0]), "got NaN or infinity"),
+        (torch.tensor([[1.0, -inf], [0.0, 0.0], [0.0, 0.0]]), "got NaN or infinity"),
+    ]  # fmt: skip
+    for value, got in cases:
+        message = rf"^advantages must be a tensor \[N\] = \[3\] or \[N, T\] = \[3, 2\], finite; {got}"
+        with subtests.test(got=got), as_users_run_it(), pytest.raises(ContractError, match=message):
+            as_advantages(value, STEPS)
+
+
+def test_masks_and_state_keys_are_tensors_of_one_entry_per_step(subtests):
+    assert as_mask("batch", None, (2, 3)).tolist() == [[True] * 3] * 2
+    assert as_mask("batch", [[True, False]], (1, 5)).tolist() == [[True, False]]
+    for value, got in [
+        (torch.ones(2, 3), r"\[2, 3\] float32"), ([[1, 0], [1, 1]], r"\[2, 2\] int64"),
+        (STEPS, r"\[3, 2\] bool"), (STEPS[:2, 0], r"\[2\] bool"),
+    ]:  # fmt: skip
+        message = rf"^batch: mask must be bool \[N, T\] with N = 2; got {got}"
+        with subtests.test(mask=got), pytest.raises(ContractError, match=message):
+            as_mask("batch", value, (2, 3))
+    assert as_state_keys("batch", [[3, 4]]).tolist() == [[3, 4]]
+    for value, got in [([0, 1], r"\[2\] int64"), ([[0.5]], r"\[1, 1\] float32"), ([[[0]]], r"\[1, 1, 1\] int64")]:
+        message = rf"^batch: state_keys must be integers \[N, T\], like mask; got {got}"
+        with subtests.test(keys=got), pytest.raises(ContractError, match=message):
+            as_state_keys("batch", value)
 
 
 def test_lengths_are_required_by_name():
@@ -180,19 +255,18 @@ def test_lengths_are_required_by_name():
         require_lengths("collect", 2, states=5)
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
+def test_values_as_errors_show_them(subtests):
+    cases = [
         (torch.zeros(8, 1, 3), "[8, 1, 3] float32"),
         (np.zeros((2, 3)), "[2, 3] float64"),
         ([1, 2], "a list of 2"),
         ((), "a tuple of 0"),
         (None, "NoneType None"),
         ("x" * 500, "str '" + "x" * 115),
-    ],
-)
-def test_values_as_errors_show_them(value, words):
-    assert describe(value) == words
+    ]
+    for value, words in cases:
+        with subtests.test(value=value, words=words):
+            assert describe(value) == words
 
 
 def test_padding_is_on_the_right_and_costs_nothing_where_none_is_needed():
@@ -202,23 +276,22 @@ def test_padding_is_on_the_right_and_costs_nothing_where_none_is_needed():
     assert pad_steps(torch.tensor([[True]]), 3, False).tolist() == [[True, False, False]]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "raised_to"),
-    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)],
-)
-def test_half_precision_is_raised_with_its_gradient(dtype, raised_to):
-    half = torch.tensor([0.5, 2.0], dtype=dtype, requires_grad=True)
-    raised = as_float32(half)
-    assert raised.dtype == raised_to
-    assert raised.tolist() == [0.5, 2.0]
-    raised.sum().backward()
-    assert half.grad.tolist() == [1, 1]
+def test_half_precision_is_raised_with_its_gradient(subtests):
+    for dtype, raised_to in [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]:
+        with subtests.test(dtype=dtype, raised_to=raised_to):
+            half = torch.tensor([0.5, 2.0], dtype=dtype, requires_grad=True)
+            raised = as_float32(half)
+            assert raised.dtype == raised_to
+            assert raised.tolist() == [0.5, 2.0]
+            raised.sum().backward()
+            assert half.grad.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_full_precision_is_returned_as_it_is(dtype):
-    values = torch.zeros(2, dtype=dtype)
-    assert as_float32(values) is values
+def test_full_precision_is_returned_as_it_is(subtests):
+    for dtype in [torch.float32, torch.float64]:
+        with subtests.test(dtype=dtype):
+            values = torch.zeros(2, dtype=dtype)
+            assert as_float32(values) is values
 
 
 # Random generators
@@ -237,15 +310,16 @@ def generators():
 
 
 @pytest.mark.usefixtures("generators")
-@pytest.mark.parametrize("seed", [0, 7, 2**40 + 7])  # numpy takes 32 bits
-def test_a_seed_fixes_all_three_generators(seed):
-    seed_everything(seed)
-    first = drawn()
-    assert drawn() != first
-    seed_everything(seed)
-    assert drawn() == first
-    seed_everything(seed + 1)
-    assert not set(drawn()) & set(first)
+def test_a_seed_fixes_all_three_generators(subtests):
+    for seed in [0, 7, 2**40 + 7]:
+        with subtests.test(seed=seed):
+            seed_everything(seed)
+            first = drawn()
+            assert drawn() != first
+            seed_everything(seed)
+            assert drawn() == first
+            seed_everything(seed + 1)
+            assert not set(drawn()) & set(first)
 
 
 @pytest.mark.usefixtures("generators")

@@ -32,34 +32,63 @@ class Outer(Settings):
     inner: Inner = Inner()
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("count", 1), ("count", 9), ("rate", 1e-9), ("rate", 0.999), ("limit", None), ("limit", 0.0), ("limit", 7),
-        ("mode", "fast"), ("choice", None), ("choice", "b"), ("name", "anything"), ("inner", Inner(depth=4)),
-        ("words", ()), ("words", ("a", "b")),
-    ],
-)  # fmt: skip
-def test_what_is_allowed_is_kept(field, value):
-    assert getattr(Outer(**{field: value}), field) == value
+def test_what_is_allowed_is_kept(subtests):
+    cases = [
+        ("count", 1),
+        ("count", 9),
+        ("rate", 1e-9),
+        ("rate", 0.999),
+        ("limit", None),
+        ("limit", 0.0),
+        ("limit", 7),
+        ("mode", "fast"),
+        ("choice", None),
+        ("choice", "b"),
+        ("name", "anything"),
+        ("inner", Inner(depth=4)),
+        ("words", ()),
+        ("words", ("a", "b")),
+    ]
+    for field, value in cases:
+        with subtests.test(field=field, value=value):
+            assert getattr(Outer(**{field: value}), field) == value
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "says"),
-    [
-        ("count", 0, ">= 1"), ("count", 10, "<= 9"), ("count", 3.0, "int"), ("count", "3", "int"), ("count", True, "int"),
-        ("count", None, "int"), ("rate", 0.0, "> 0"), ("rate", 1.0, "< 1"), ("rate", "0.5", "finite number"),
-        ("rate", True, "finite number"), ("rate", None, "finite number"), ("rate", math.nan, "finite number"),
-        ("rate", math.inf, "finite number"), ("limit", -0.1, ">= 0"), ("limit", -math.inf, "None"),
-        ("limit", False, "None"), ("mode", "FAST", "'slow', 'fast'"), ("mode", None, "'slow', 'fast'"),
-        ("mode", 0, "'slow', 'fast'"), ("choice", "c", "'a', 'b' or None"), ("name", 5, "str or None"),
-        ("inner", {"depth": 2}, "Inner"), ("inner", None, "Inner"),
-        ("words", "ab", "a tuple of str"), ("words", ["a"], "a tuple of str"), ("words", ("a", 1), "a tuple of str"),
-    ],
-)  # fmt: skip
-def test_what_is_not_allowed_is_named(field, value, says):
-    with pytest.raises(ConfigError, match=rf"Outer\.{field} must be .*{says}.*; got {re.escape(repr(value))}"):
-        Outer(**{field: value})
+def test_what_is_not_allowed_is_named(subtests):
+    cases = [
+        ("count", 0, ">= 1"),
+        ("count", 10, "<= 9"),
+        ("count", 3.0, "int"),
+        ("count", "3", "int"),
+        ("count", True, "int"),
+        ("count", None, "int"),
+        ("rate", 0.0, "> 0"),
+        ("rate", 1.0, "< 1"),
+        ("rate", "0.5", "finite number"),
+        ("rate", True, "finite number"),
+        ("rate", None, "finite number"),
+        ("rate", math.nan, "finite number"),
+        ("rate", math.inf, "finite number"),
+        ("limit", -0.1, ">= 0"),
+        ("limit", -math.inf, "None"),
+        ("limit", False, "None"),
+        ("mode", "FAST", "'slow', 'fast'"),
+        ("mode", None, "'slow', 'fast'"),
+        ("mode", 0, "'slow', 'fast'"),
+        ("choice", "c", "'a', 'b' or None"),
+        ("name", 5, "str or None"),
+        ("inner", {"depth": 2}, "Inner"),
+        ("inner", None, "Inner"),
+        ("words", "ab", "a tuple of str"),
+        ("words", ["a"], "a tuple of str"),
+        ("words", ("a", 1), "a tuple of str"),
+    ]
+    for field, value, says in cases:
+        with (
+            subtests.test(field=field, value=value, says=says),
+            pytest.raises(ConfigError, match=rf"Outer\.{field} must be .*{says}.*; got {re.escape(repr(value))}"),
+        ):
+            Outer(**{field: value})
 
 
 def test_an_integer_too_large_for_a_float_is_a_config_error():
@@ -94,16 +123,14 @@ def test_from_dict_reads_nested_dicts_and_fills_in_defaults():
     assert Outer.from_dict({}) == Outer()
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
+def test_from_dict_refuses_what_it_does_not_know(subtests):
+    cases = [
         ({"cuont": 4}, "Outer has no setting 'cuont'; it has count, rate"),
         ({"inner": {"dpeth": 4}}, "Inner has no setting 'dpeth'; it has depth"),
         ({"inner": {"depth": "4"}}, r"Inner\.depth must be int"),
         ({"count": 0}, r"Outer\.count must be >= 1"),
         ({"name": {"depth": 1}}, r"Outer\.name must be str or None"),
-    ],
-)
-def test_from_dict_refuses_what_it_does_not_know(values, says):
-    with pytest.raises(ConfigError, match=says):
-        Outer.from_dict(values)
+    ]
+    for values, says in cases:
+        with subtests.test(values=values, says=says), pytest.raises(ConfigError, match=says):
+            Outer.from_dict(values)

@@ -58,9 +58,10 @@ def test_where_runs_begin_and_end():
     assert run_bounds(np.array([4])).tolist() == [0, 1]
 
 
-@pytest.mark.parametrize(("values", "ddof", "expected"), [([3, 1, 2], 1, 1.0), ([3, 1], 0, 1.0), ([5], 1, 0.0)])
-def test_mean_and_standard_deviation_by_hand(values, ddof, expected):
-    assert mean_and_std(np.array(values, dtype=float), ddof) == (sum(values) / len(values), expected)
+def test_mean_and_standard_deviation_by_hand(subtests):
+    for values, ddof, expected in [([3, 1, 2], 1, 1.0), ([3, 1], 0, 1.0), ([5], 1, 0.0)]:
+        with subtests.test(values=values, ddof=ddof, expected=expected):
+            assert mean_and_std(np.array(values, dtype=float), ddof) == (sum(values) / len(values), expected)
 
 
 def test_a_standard_deviation_over_equal_values_is_infinite():
@@ -70,12 +71,13 @@ def test_a_standard_deviation_over_equal_values_is_infinite():
     assert batch_std(np.array([1.0, 1.5]), 1, 0.4) == pytest.approx(math.sqrt(1 / 8), rel=1e-15)
 
 
-@pytest.mark.parametrize("ddof", [0, 1])
-def test_a_standard_deviation_of_huge_values_does_not_overflow(ddof):
-    # 1e200 squared is more than float64 holds
-    assert batch_std(np.array([1e200, 3e200]), ddof, 0.0) == pytest.approx(1e200 * math.sqrt(2 / (2 - ddof)))
-    stds = Groups.of(ids(0, 0)).stds(np.array([1e200, 3e200]), ddof, 0.0)
-    assert stds.tolist() == pytest.approx([1e200 * math.sqrt(2 / (2 - ddof))])
+def test_a_standard_deviation_of_huge_values_does_not_overflow(subtests):
+    for ddof in [0, 1]:
+        with subtests.test(ddof=ddof):
+            # 1e200 squared is more than float64 holds
+            assert batch_std(np.array([1e200, 3e200]), ddof, 0.0) == pytest.approx(1e200 * math.sqrt(2 / (2 - ddof)))
+            stds = Groups.of(ids(0, 0)).stds(np.array([1e200, 3e200]), ddof, 0.0)
+            assert stds.tolist() == pytest.approx([1e200 * math.sqrt(2 / (2 - ddof))])
 
 
 def test_live_rows_by_hand():

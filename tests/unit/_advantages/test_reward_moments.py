@@ -29,19 +29,21 @@ def test_nothing_seen_has_no_mean():
     assert moments_of().std == 0
 
 
-@pytest.mark.parametrize("sizes", [[30], [1, 29], [10, 1, 19], [15, 15]])
-def test_batches_of_any_size_give_the_moments_of_all_rewards(sizes):
-    rewards = 100 + torch.randn(30, dtype=torch.float64)
-    moments = moments_of(*rewards.split(sizes))
-    assert moments.mean == pytest.approx(rewards.mean().item(), rel=1e-14)
-    assert moments.std == pytest.approx(rewards.std(correction=0).item(), rel=1e-11)
+def test_batches_of_any_size_give_the_moments_of_all_rewards(subtests):
+    for sizes in [[30], [1, 29], [10, 1, 19], [15, 15]]:
+        with subtests.test(sizes=sizes):
+            rewards = 100 + torch.randn(30, dtype=torch.float64)
+            moments = moments_of(*rewards.split(sizes))
+            assert moments.mean == pytest.approx(rewards.mean().item(), rel=1e-14)
+            assert moments.std == pytest.approx(rewards.std(correction=0).item(), rel=1e-11)
 
 
-@pytest.mark.parametrize("value", [0.3, 0.9, -0.7])
-def test_equal_rewards_have_no_standard_deviation(value):
-    same = torch.full((7,), value)
-    near = same.nextafter(torch.tensor(1.0))
-    assert moments_of(same, same[:3], near).std == 0
+def test_equal_rewards_have_no_standard_deviation(subtests):
+    for value in [0.3, 0.9, -0.7]:
+        with subtests.test(value=value):
+            same = torch.full((7,), value)
+            near = same.nextafter(torch.tensor(1.0))
+            assert moments_of(same, same[:3], near).std == 0
 
 
 def test_the_state_survives_json():

@@ -63,10 +63,13 @@ def test_equal_lengths_make_the_plain_mean():
     torch.testing.assert_close(weighted, group_relative_advantages(rewards, group_ids), rtol=1e-14, atol=1e-15)
 
 
-@pytest.mark.parametrize(("baseline", "needs"), [("length_weighted", "lengths"), ("max_at_k", "k")])
-def test_a_baseline_without_what_it_needs_is_an_error(baseline, needs):
-    with pytest.raises(ConfigError, match=rf"baseline='{baseline}' needs {needs}="):
-        group_relative_advantages(double([1, 2]), ids(0, 0), baseline=baseline)
+def test_a_baseline_without_what_it_needs_is_an_error(subtests):
+    for baseline, needs in [("length_weighted", "lengths"), ("max_at_k", "k")]:
+        with (
+            subtests.test(baseline=baseline, needs=needs),
+            pytest.raises(ConfigError, match=rf"baseline='{baseline}' needs {needs}="),
+        ):
+            group_relative_advantages(double([1, 2]), ids(0, 0), baseline=baseline)
 
 
 # max_at_k
@@ -98,35 +101,39 @@ def max_at_k_by_subsets(rewards: list[float], k: int) -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("k", [2, 3, 5, 7, 12])
-def test_max_at_k_against_every_subset(k):
-    random = np.random.default_rng(k)
-    sizes = [2, 3, 7, 8]  # a group smaller than k is taken with k = n
-    group_ids = np.concatenate([[group] * size for group, size in enumerate(sizes)])
-    for rewards in (
-        random.normal(size=20),
-        random.integers(0, 3, size=20).astype(float),
-        random.integers(0, 2, 20) * 1.0,
-    ):
-        order = random.permutation(20)
-        advantages = group_relative_advantages(
-            torch.from_numpy(rewards[order]), torch.from_numpy(group_ids[order]), baseline="max_at_k", k=k
-        ).numpy()
-        expected = np.empty(20)
-        for group in range(len(sizes)):
-            rows = np.flatnonzero(group_ids[order] == group)
-            expected[rows] = max_at_k_by_subsets(rewards[order][rows].tolist(), k)
-        np.testing.assert_allclose(advantages, expected, rtol=1e-12, atol=1e-14)
+def test_max_at_k_against_every_subset(subtests):
+    for k in [2, 3, 5, 7, 12]:
+        with subtests.test(k=k):
+            random = np.random.default_rng(k)
+            sizes = [2, 3, 7, 8]  # a group smaller than k is taken with k = n
+            group_ids = np.concatenate([[group] * size for group, size in enumerate(sizes)])
+            for rewards in (
+                random.normal(size=20),
+                random.integers(0, 3, size=20).astype(float),
+                random.integers(0, 2, 20) * 1.0,
+            ):
+                order = random.permutation(20)
+                advantages = group_relative_advantages(
+                    torch.from_numpy(rewards[order]), torch.from_numpy(group_ids[order]), baseline="max_at_k", k=k
+                ).numpy()
+                expected = np.empty(20)
+                for group in range(len(sizes)):
+                    rows = np.flatnonzero(group_ids[order] == group)
+                    expected[rows] = max_at_k_by_subsets(rewards[order][rows].tolist(), k)
+                np.testing.assert_allclose(advantages, expected, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("k", [2, 512, 1000])
-def test_max_at_k_of_a_large_group_is_finite(k):
-    # one right answer among 1,024: it is in k/n of all subsets and adds 1 in each: n * k/n = k
-    rewards = torch.zeros(1024)
-    rewards[17] = 1.0
-    advantages = group_relative_advantages(rewards, torch.zeros(1024, dtype=torch.int64), baseline="max_at_k", k=k)
-    assert advantages[17].item() == pytest.approx(k, rel=1e-6)
-    assert (advantages != 0).sum() == 1
+def test_max_at_k_of_a_large_group_is_finite(subtests):
+    for k in [2, 512, 1000]:
+        with subtests.test(k=k):
+            # one right answer among 1,024: it is in k/n of all subsets and adds 1 in each: n * k/n = k
+            rewards = torch.zeros(1024)
+            rewards[17] = 1.0
+            advantages = group_relative_advantages(
+                rewards, torch.zeros(1024, dtype=torch.int64), baseline="max_at_k", k=k
+            )
+            assert advantages[17].item() == pytest.approx(k, rel=1e-6)
+            assert (advantages != 0).sum() == 1
 
 
 def enumerated(num_actions: int, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -143,20 +150,20 @@ def expected_estimate(log_probs: Tensor, samples: Tensor, advantages: Tensor, th
     return torch.autograd.grad(estimate, theta, retain_graph=True)[0]
 
 
-@pytest.mark.parametrize("reward_of_action", [[0.0, 1.0, 3.0], [2.0, 0.5, 0.5], [0.0, 1.0, 0.0]])
-@pytest.mark.parametrize("k", [2, 3])
-def test_max_at_k_is_an_unbiased_gradient_of_the_expected_best_of_k(k, reward_of_action):
+def test_max_at_k_is_an_unbiased_gradient_of_the_expected_best_of_k(subtests):
     """All 3^4 groups of four rows of a policy over three actions."""
-    theta = double([0.3, -0.8, 0.5]).requires_grad_()
-    log_probs, rewards = theta.log_softmax(0), double(reward_of_action)
-    samples, group_ids = enumerated(3, 4)
-    advantages = group_relative_advantages(rewards[samples].flatten(), group_ids, baseline="max_at_k", k=k)
-    attempts = torch.tensor(list(itertools.product(range(3), repeat=k)))
-    best = (log_probs[attempts].sum(1).exp() * rewards[attempts].amax(1)).sum()  # E[max of k], exactly
-    (expected,) = torch.autograd.grad(best, theta, retain_graph=True)
-    found = expected_estimate(log_probs, samples, advantages, theta)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-    assert expected.abs().max() > 0.05
+    for reward_of_action, k in itertools.product([[0.0, 1.0, 3.0], [2.0, 0.5, 0.5], [0.0, 1.0, 0.0]], [2, 3]):
+        with subtests.test(reward_of_action=reward_of_action, k=k):
+            theta = double([0.3, -0.8, 0.5]).requires_grad_()
+            log_probs, rewards = theta.log_softmax(0), double(reward_of_action)
+            samples, group_ids = enumerated(3, 4)
+            advantages = group_relative_advantages(rewards[samples].flatten(), group_ids, baseline="max_at_k", k=k)
+            attempts = torch.tensor(list(itertools.product(range(3), repeat=k)))
+            best = (log_probs[attempts].sum(1).exp() * rewards[attempts].amax(1)).sum()  # E[max of k], exactly
+            (expected,) = torch.autograd.grad(best, theta, retain_graph=True)
+            found = expected_estimate(log_probs, samples, advantages, theta)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+            assert expected.abs().max() > 0.05
 
 
 # whiten
@@ -176,21 +183,21 @@ def test_a_dead_group_counts_in_the_batchs_statistics_and_gets_nothing():
     assert advantages[:2].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("std_ddof", [0, 1])
-@pytest.mark.parametrize("baseline", [*OWN_BASELINES, "none", "global_mean"])
-def test_whitened_advantages_have_mean_zero_and_variance_one(baseline, std_ddof):
-    rewards = torch.randn(12, dtype=torch.float64) + 3
-    group_ids = ids(0, 1, 2, 0, 1, 2, 0, 1, 2, 2, 2, 2)
-    advantages = group_relative_advantages(
-        rewards,
-        group_ids,
-        baseline=baseline,
-        scale="whiten",
-        std_ddof=std_ddof,
-        **what_a_baseline_needs(baseline, 12),
-    )
-    assert advantages.mean().item() == pytest.approx(0, abs=1e-14)
-    assert advantages.std(correction=std_ddof).item() == pytest.approx(1, rel=1e-13)
+def test_whitened_advantages_have_mean_zero_and_variance_one(subtests):
+    for std_ddof, baseline in itertools.product([0, 1], [*OWN_BASELINES, "none", "global_mean"]):
+        with subtests.test(std_ddof=std_ddof, baseline=baseline):
+            rewards = torch.randn(12, dtype=torch.float64) + 3
+            group_ids = ids(0, 1, 2, 0, 1, 2, 0, 1, 2, 2, 2, 2)
+            advantages = group_relative_advantages(
+                rewards,
+                group_ids,
+                baseline=baseline,
+                scale="whiten",
+                std_ddof=std_ddof,
+                **what_a_baseline_needs(baseline, 12),
+            )
+            assert advantages.mean().item() == pytest.approx(0, abs=1e-14)
+            assert advantages.std(correction=std_ddof).item() == pytest.approx(1, rel=1e-13)
 
 
 def test_whiten_adds_eps_to_the_standard_deviation():
@@ -218,22 +225,23 @@ def test_division_by_the_mean_plus_eps():
     assert advantages.tolist() == pytest.approx([0.5, -0.5])
 
 
-@pytest.mark.parametrize("num_rows", [2, 3, 5])
-def test_division_by_the_mean_climbs_the_truncated_log_likelihood(num_rows):
+def test_division_by_the_mean_climbs_the_truncated_log_likelihood(subtests):
     """A right and two wrong actions, p the probability of the right one, all 3^n groups.
 
     With n rows the expected estimate is the gradient of -sum over k < n of (1 - p)^k / k, which is log p cut off after n - 1
     terms (arXiv:2602.02710): d/dp = 1 + (1 - p) + ... + (1 - p)^(n - 2).
     """
-    theta = double([-0.5, 0.4, 0.1]).requires_grad_()
-    log_probs = theta.log_softmax(0)
-    samples, group_ids = enumerated(3, num_rows)
-    advantages = group_relative_advantages(double([1, 0, 0])[samples].flatten(), group_ids, scale="mean")
-    p = log_probs[0].exp()
-    truncated = -sum((1 - p) ** k / k for k in range(1, num_rows))
-    (expected,) = torch.autograd.grad(truncated, theta, retain_graph=True)
-    found = expected_estimate(log_probs, samples, advantages, theta)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+    for num_rows in [2, 3, 5]:
+        with subtests.test(num_rows=num_rows):
+            theta = double([-0.5, 0.4, 0.1]).requires_grad_()
+            log_probs = theta.log_softmax(0)
+            samples, group_ids = enumerated(3, num_rows)
+            advantages = group_relative_advantages(double([1, 0, 0])[samples].flatten(), group_ids, scale="mean")
+            p = log_probs[0].exp()
+            truncated = -sum((1 - p) ** k / k for k in range(1, num_rows))
+            (expected,) = torch.autograd.grad(truncated, theta, retain_graph=True)
+            found = expected_estimate(log_probs, samples, advantages, theta)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
 
 
 # beta (BNPO)
@@ -248,24 +256,21 @@ def weights_by_scipy(means: np.ndarray, ddof: int) -> np.ndarray:
         return np.minimum(1 / scipy.stats.beta.pdf(means, alpha, beta), MAX_BETA_WEIGHT)
 
 
-@pytest.mark.parametrize("std_ddof", [0, 1])
-@pytest.mark.parametrize(
-    "groups",
-    [
+def test_beta_against_scipy(subtests):
+    cases_1 = [
         [[1, 0, 0, 1], [1, 0, 0, 0], [1, 1, 1, 0]],
         [[1, 0, 0, 1], [0, 0], [1, 1, 1], [1, 0, 0]],  # two dead groups, which count in the fit
         [[0.2, 0.4, 0.9], [0.0, 0.05], [0.7, 0.8, 0.6, 0.5], [1.0, 0.0]],
-    ],
-    ids=["binary", "with-dead-groups", "fractions"],
-)
-def test_beta_against_scipy(groups, std_ddof):
-    rewards = double([r for group in groups for r in group])
-    group_ids = ids(*(g for g, group in enumerate(groups) for _ in group))
-    advantages = group_relative_advantages(rewards, group_ids, scale="beta", std_ddof=std_ddof)
-    means = np.array([np.mean(group) for group in groups])
-    weights = weights_by_scipy(means, std_ddof)
-    expected = [w * (r - m) for group, m, w in zip(groups, means, weights, strict=True) for r in group]
-    assert advantages.tolist() == pytest.approx(expected, rel=1e-10, abs=1e-12)
+    ]
+    for std_ddof, groups in itertools.product([0, 1], cases_1):
+        with subtests.test(groups=groups, std_ddof=std_ddof):
+            rewards = double([r for group in groups for r in group])
+            group_ids = ids(*(g for g, group in enumerate(groups) for _ in group))
+            advantages = group_relative_advantages(rewards, group_ids, scale="beta", std_ddof=std_ddof)
+            means = np.array([np.mean(group) for group in groups])
+            weights = weights_by_scipy(means, std_ddof)
+            expected = [w * (r - m) for group, m, w in zip(groups, means, weights, strict=True) for r in group]
+            assert advantages.tolist() == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
 def test_a_beta_of_three_halves_is_the_standard_deviation_up_to_a_factor():
@@ -293,10 +298,13 @@ def test_groups_of_equal_means_are_not_weighed():
     assert advantages.tolist() == [0.5, -0.5, 0.25, -0.25]
 
 
-@pytest.mark.parametrize("rewards", [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 1], [0.3, 0.3, 0.9, 0.9]])
-def test_a_batch_of_dead_groups_is_zero_under_beta(rewards):
-    advantages = group_relative_advantages(torch.tensor(rewards, dtype=torch.float32), ids(0, 0, 1, 1), scale="beta")
-    assert advantages.tolist() == [0, 0, 0, 0]
+def test_a_batch_of_dead_groups_is_zero_under_beta(subtests):
+    for rewards in [[0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 1, 1], [0.3, 0.3, 0.9, 0.9]]:
+        with subtests.test(rewards=rewards):
+            advantages = group_relative_advantages(
+                torch.tensor(rewards, dtype=torch.float32), ids(0, 0, 1, 1), scale="beta"
+            )
+            assert advantages.tolist() == [0, 0, 0, 0]
 
 
 def test_the_weight_of_a_group_far_from_the_others_is_bounded():
@@ -310,57 +318,63 @@ def test_the_weight_of_a_group_far_from_the_others_is_bounded():
     assert advantages[-2:].tolist() == pytest.approx([-0.001 * MAX_BETA_WEIGHT, 0.001 * MAX_BETA_WEIGHT])
 
 
-@pytest.mark.parametrize("rewards", [[-0.1, 0.5, 1.0, 0.0], [0.0, 0.5, 1.1, 1.0], [-1.0, 1.0, 2.0, -2.0]])
-def test_beta_is_for_rewards_between_zero_and_one(rewards):
-    with pytest.raises(RewardError, match=r"scale='beta' is for rewards in \[0, 1\]; got"):
-        group_relative_advantages(double(rewards), ids(0, 0, 1, 1), scale="beta")
+def test_beta_is_for_rewards_between_zero_and_one(subtests):
+    for rewards in [[-0.1, 0.5, 1.0, 0.0], [0.0, 0.5, 1.1, 1.0], [-1.0, 1.0, 2.0, -2.0]]:
+        with (
+            subtests.test(rewards=rewards),
+            pytest.raises(RewardError, match=r"scale='beta' is for rewards in \[0, 1\]; got"),
+        ):
+            group_relative_advantages(double(rewards), ids(0, 0, 1, 1), scale="beta")
 
 
 # Groups without differences
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("baseline", OWN_BASELINES)
-@pytest.mark.parametrize("reward", [0.3, 0.9])
-def test_dead_groups_are_exactly_zero_whatever_their_size(reward, baseline, scale):
+def test_dead_groups_are_exactly_zero_whatever_their_size(subtests):
     """float32 rewards, dead groups of 1 to 1,024 rows and one of a rounding error, beside one that is alive."""
-    sizes = [1, 2, 3, 7, 64, 1000, 1024]
-    almost = torch.tensor([reward, reward, reward])
-    almost[1] = almost[1].nextafter(torch.tensor(1.0))
-    alive = torch.tensor([0.1, 0.8, 0.4, 0.0])
-    rewards = torch.cat([*(torch.full((size,), reward) for size in sizes), almost, alive])
-    sizes = [*sizes, 3, 4]
-    group_ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    order = torch.randperm(len(rewards))
-    needs = what_a_baseline_needs(baseline, len(rewards))
-    advantages = group_relative_advantages(rewards[order], group_ids[order], baseline=baseline, scale=scale, **needs)
-    is_alive = group_ids[order] == len(sizes) - 1
-    assert (advantages[~is_alive] == 0).all()
-    assert (advantages[is_alive] != 0).any()
-    assert advantages.isfinite().all()
+    for scale, baseline, reward in itertools.product(SCALES, OWN_BASELINES, [0.3, 0.9]):
+        with subtests.test(scale=scale, baseline=baseline, reward=reward):
+            sizes = [1, 2, 3, 7, 64, 1000, 1024]
+            almost = torch.tensor([reward, reward, reward])
+            almost[1] = almost[1].nextafter(torch.tensor(1.0))
+            alive = torch.tensor([0.1, 0.8, 0.4, 0.0])
+            rewards = torch.cat([*(torch.full((size,), reward) for size in sizes), almost, alive])
+            sizes = [*sizes, 3, 4]
+            group_ids = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+            order = torch.randperm(len(rewards))
+            needs = what_a_baseline_needs(baseline, len(rewards))
+            advantages = group_relative_advantages(
+                rewards[order], group_ids[order], baseline=baseline, scale=scale, **needs
+            )
+            is_alive = group_ids[order] == len(sizes) - 1
+            assert (advantages[~is_alive] == 0).all()
+            assert (advantages[is_alive] != 0).any()
+            assert advantages.isfinite().all()
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("baseline", OWN_BASELINES)
-def test_a_batch_of_one_dead_group_is_exactly_zero(baseline, scale):
-    for size in (1, 2, 1024):
-        rewards, group_ids = torch.full((size,), 0.9), torch.zeros(size, dtype=torch.int64)
-        needs = what_a_baseline_needs(baseline, size)
-        advantages = group_relative_advantages(rewards, group_ids, baseline=baseline, scale=scale, **needs)
-        assert (advantages == 0).all()
+def test_a_batch_of_one_dead_group_is_exactly_zero(subtests):
+    for scale, baseline in itertools.product(SCALES, OWN_BASELINES):
+        with subtests.test(scale=scale, baseline=baseline):
+            for size in (1, 2, 1024):
+                rewards, group_ids = torch.full((size,), 0.9), torch.zeros(size, dtype=torch.int64)
+                needs = what_a_baseline_needs(baseline, size)
+                advantages = group_relative_advantages(rewards, group_ids, baseline=baseline, scale=scale, **needs)
+                assert (advantages == 0).all()
 
 
-@pytest.mark.parametrize("baseline", ["none", "global_mean"])
-@pytest.mark.parametrize("scale", ["group", "batch", "whiten"])
-@pytest.mark.parametrize("size", [2, 7, 1024])
-@pytest.mark.parametrize("reward", [0.3, 0.9])
-def test_rewards_that_are_all_the_same_have_no_spread_whatever_the_baseline(reward, size, scale, baseline):
+def test_rewards_that_are_all_the_same_have_no_spread_whatever_the_baseline(subtests):
     """Also where one of them differs in its last digit."""
-    rewards, group_ids = torch.full((size,), reward), torch.arange(size) % 2
-    for last in (rewards[-1], rewards[-1].nextafter(torch.tensor(1.0))):
-        rewards[-1] = last
-        advantages = group_relative_advantages(rewards, group_ids, baseline=baseline, scale=scale, running_mean=0.25)
-        assert (advantages == 0).all()
+    for baseline, scale, size, reward in itertools.product(
+        ["none", "global_mean"], ["group", "batch", "whiten"], [2, 7, 1024], [0.3, 0.9]
+    ):
+        with subtests.test(baseline=baseline, scale=scale, size=size, reward=reward):
+            rewards, group_ids = torch.full((size,), reward), torch.arange(size) % 2
+            for last in (rewards[-1], rewards[-1].nextafter(torch.tensor(1.0))):
+                rewards[-1] = last
+                advantages = group_relative_advantages(
+                    rewards, group_ids, baseline=baseline, scale=scale, running_mean=0.25
+                )
+                assert (advantages == 0).all()
 
 
 def test_without_a_baseline_of_its_own_a_dead_group_keeps_its_reward():
@@ -410,18 +424,18 @@ def one_by_one(rewards, group_ids, lengths, baseline, scale):
             return centred * np.array([weight[g] for g in group_ids])
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("baseline", OWN_BASELINES)
-def test_ragged_interleaved_groups_row_by_row(baseline, scale):
-    random = np.random.default_rng(5)
-    group_ids = [7, -2, 7, 4, -2, 7, 0, 0, -2, -2, 0, 0, 0]  # 4 is alone
-    rewards, lengths = random.uniform(size=13), random.integers(1, 9, size=13)
-    needs = {"k": 2} if baseline == "max_at_k" else {"lengths": torch.from_numpy(lengths)}
-    advantages = group_relative_advantages(
-        torch.from_numpy(rewards), ids(*group_ids), baseline=baseline, scale=scale, **needs
-    )
-    expected = one_by_one(rewards, group_ids, lengths, baseline, scale)
-    np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-10, atol=1e-13)
+def test_ragged_interleaved_groups_row_by_row(subtests):
+    for scale, baseline in itertools.product(SCALES, OWN_BASELINES):
+        with subtests.test(scale=scale, baseline=baseline):
+            random = np.random.default_rng(5)
+            group_ids = [7, -2, 7, 4, -2, 7, 0, 0, -2, -2, 0, 0, 0]  # 4 is alone
+            rewards, lengths = random.uniform(size=13), random.integers(1, 9, size=13)
+            needs = {"k": 2} if baseline == "max_at_k" else {"lengths": torch.from_numpy(lengths)}
+            advantages = group_relative_advantages(
+                torch.from_numpy(rewards), ids(*group_ids), baseline=baseline, scale=scale, **needs
+            )
+            expected = one_by_one(rewards, group_ids, lengths, baseline, scale)
+            np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-10, atol=1e-13)
 
 
 # Several rewards (GDPO)
@@ -439,28 +453,28 @@ def test_several_rewards_by_hand():
     assert advantages.tolist() == pytest.approx([h, -h, -2 * h, 2 * h], rel=1e-13)
 
 
-@pytest.mark.parametrize("std_eps", [0.0, 0.1])
-@pytest.mark.parametrize("std_ddof", [0, 1])
-def test_several_rewards_against_numpy(std_ddof, std_eps):
-    random = np.random.default_rng(2)
-    group_ids = np.array([3, 0, 3, 1, 1, 0, 3, 1])
-    parts = {"a": random.normal(size=8), "b": 100 * random.normal(size=8), "c": random.uniform(size=8)}
-    weights = {"a": 0.5, "c": 3.0}  # b weighs 1
-    total = np.zeros(8)
-    for name, rewards in parts.items():
-        for group in (0, 1, 3):
-            rows = group_ids == group
-            deviations = rewards[rows] - rewards[rows].mean()
-            total[rows] += weights.get(name, 1.0) * deviations / (rewards[rows].std(ddof=std_ddof) + std_eps)
-    expected = (total - total.mean()) / (total.std(ddof=std_ddof) + std_eps)
-    advantages = decoupled_advantages(
-        {name: torch.from_numpy(rewards) for name, rewards in parts.items()},
-        weights,
-        torch.from_numpy(group_ids),
-        std_ddof=std_ddof,
-        std_eps=std_eps,
-    )
-    np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-12)
+def test_several_rewards_against_numpy(subtests):
+    for std_eps, std_ddof in itertools.product([0.0, 0.1], [0, 1]):
+        with subtests.test(std_eps=std_eps, std_ddof=std_ddof):
+            random = np.random.default_rng(2)
+            group_ids = np.array([3, 0, 3, 1, 1, 0, 3, 1])
+            parts = {"a": random.normal(size=8), "b": 100 * random.normal(size=8), "c": random.uniform(size=8)}
+            weights = {"a": 0.5, "c": 3.0}  # b weighs 1
+            total = np.zeros(8)
+            for name, rewards in parts.items():
+                for group in (0, 1, 3):
+                    rows = group_ids == group
+                    deviations = rewards[rows] - rewards[rows].mean()
+                    total[rows] += weights.get(name, 1.0) * deviations / (rewards[rows].std(ddof=std_ddof) + std_eps)
+            expected = (total - total.mean()) / (total.std(ddof=std_ddof) + std_eps)
+            advantages = decoupled_advantages(
+                {name: torch.from_numpy(rewards) for name, rewards in parts.items()},
+                weights,
+                torch.from_numpy(group_ids),
+                std_ddof=std_ddof,
+                std_eps=std_eps,
+            )
+            np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-12)
 
 
 def test_each_reward_has_its_say_whatever_its_unit():

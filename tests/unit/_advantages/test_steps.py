@@ -3,6 +3,7 @@
 Returns to go and their baselines are tested in test_advantage_estimator.py.
 """
 
+import itertools
 import math
 from functools import partial
 
@@ -59,16 +60,15 @@ STEP_REWARDS = double([[1, 0], [1, NAN], [2, NAN], [4, 6]])
 STEP_MASK = mask_of("xx", "x.", "x.", "xx")
 
 
-@pytest.mark.parametrize(
-    ("gamma", "expected"),
-    [
+def test_process_supervision_by_hand(subtests):
+    cases = [
         (1.0, [[-1 / 3, -2 / 3], [1 / 3, 0], [-2, 0], [2, 2]]),
         (0.5, [[1 / 3 - 1 / 3, -2 / 3], [1 / 3, 0], [-2, 0], [1, 2]]),
-    ],
-)
-def test_process_supervision_by_hand(gamma, expected):
-    found = process_supervised_advantages(STEP_REWARDS, STEP_MASK, ids(0, 0, 1, 1), BY_MEAN, gamma=gamma)
-    assert_rows(found, expected)
+    ]
+    for gamma, expected in cases:
+        with subtests.test(gamma=gamma, expected=expected):
+            found = process_supervised_advantages(STEP_REWARDS, STEP_MASK, ids(0, 0, 1, 1), BY_MEAN, gamma=gamma)
+            assert_rows(found, expected)
 
 
 def test_process_supervision_over_the_groups_standard_deviation():
@@ -78,17 +78,20 @@ def test_process_supervision_over_the_groups_standard_deviation():
     assert_rows(found, [[-root / 3, -2 * root / 3], [root / 3, 0], [-1, 0], [1, 1]])
 
 
-@pytest.mark.parametrize(
-    ("baseline", "expected"),
-    [("group_mean", [[0, 0]]), ("group_median", [[0, 0]]), ("leave_one_out", [[0, 0]]), ("none", [[4, 3]])],
-)
-def test_process_supervision_of_a_row_alone_in_its_group(baseline, expected):
+def test_process_supervision_of_a_row_alone_in_its_group(subtests):
     """Its steps differ from one another, but there is no other row: only an absolute baseline gives it an advantage."""
-    relative = partial(group_relative_advantages, baseline=baseline)
-    found = process_supervised_advantages(
-        double([[1, 3]]), mask_of("xx"), ids(0), relative, gamma=1.0, baseline=baseline
-    )
-    assert_rows(found, expected)
+    for baseline, expected in [
+        ("group_mean", [[0, 0]]),
+        ("group_median", [[0, 0]]),
+        ("leave_one_out", [[0, 0]]),
+        ("none", [[4, 3]]),
+    ]:
+        with subtests.test(baseline=baseline, expected=expected):
+            relative = partial(group_relative_advantages, baseline=baseline)
+            found = process_supervised_advantages(
+                double([[1, 3]]), mask_of("xx"), ids(0), relative, gamma=1.0, baseline=baseline
+            )
+            assert_rows(found, expected)
 
 
 def test_process_supervision_of_a_hole():
@@ -98,15 +101,17 @@ def test_process_supervision_of_a_hole():
     assert_rows(found, [[-0.5, 0, 2], [-1, 0, 0]])
 
 
-@pytest.mark.parametrize("scale", ["none", "group", "batch", "whiten"])
-@pytest.mark.parametrize("baseline", ["group_mean", "group_median", "leave_one_out"])
-def test_a_reward_that_every_step_has_teaches_process_supervision_nothing(baseline, scale):
+def test_a_reward_that_every_step_has_teaches_process_supervision_nothing(subtests):
     """CartPole: rows of 1, 17 and 200 steps, each worth .3 in float32."""
-    mask = torch.arange(200) < torch.tensor([[1], [17], [200]])
-    rewards = torch.full((3, 200), 0.3)
-    relative = partial(group_relative_advantages, baseline=baseline, scale=scale)
-    found = process_supervised_advantages(rewards, mask, ids(0, 0, 0), relative, gamma=0.99, baseline=baseline)
-    assert (found == 0).all()
+    for scale, baseline in itertools.product(
+        ["none", "group", "batch", "whiten"], ["group_mean", "group_median", "leave_one_out"]
+    ):
+        with subtests.test(scale=scale, baseline=baseline):
+            mask = torch.arange(200) < torch.tensor([[1], [17], [200]])
+            rewards = torch.full((3, 200), 0.3)
+            relative = partial(group_relative_advantages, baseline=baseline, scale=scale)
+            found = process_supervised_advantages(rewards, mask, ids(0, 0, 0), relative, gamma=0.99, baseline=baseline)
+            assert (found == 0).all()
 
 
 # Groups of equal states (GiGPO)
@@ -213,13 +218,15 @@ def by_definition(rewards, values, mask, final_values, gamma, gae_lambda) -> Ten
     return result
 
 
-@pytest.mark.parametrize("holes", [False, True], ids=["padded", "holes"])
-@pytest.mark.parametrize(("gamma", "gae_lambda"), [(0.97, 0.9), (0.9, 0.0), (0.8, 1.0), (1.0, 0.95), (0.0, 0.5)])
-def test_against_its_definition(gamma, gae_lambda, holes):
-    rewards, values, mask, final_values = random_rows(1, holes)
-    expected = by_definition(rewards, values, mask, final_values, gamma, gae_lambda)
-    found = gae(rewards, values, mask, final_values, gamma=gamma, gae_lambda=gae_lambda)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+def test_against_its_definition(subtests):
+    for holes, (gamma, gae_lambda) in itertools.product(
+        [False, True], [(0.97, 0.9), (0.9, 0.0), (0.8, 1.0), (1.0, 0.95), (0.0, 0.5)]
+    ):
+        with subtests.test(holes=holes, gamma=gamma, gae_lambda=gae_lambda):
+            rewards, values, mask, final_values = random_rows(1, holes)
+            expected = by_definition(rewards, values, mask, final_values, gamma, gae_lambda)
+            found = gae(rewards, values, mask, final_values, gamma=gamma, gae_lambda=gae_lambda)
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
 def test_lambda_zero_is_one_step_of_the_critic():

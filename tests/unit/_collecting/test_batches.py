@@ -100,10 +100,10 @@ def test_metrics_are_added_up_over_ranks_but_means_are_averaged_and_seconds_are_
     assert gathered.metrics == {"rows/dropped": 7.0, "rewards/mean_drawn": 2.5, "time/sample": 3.0}
 
 
-@pytest.mark.parametrize("keys", [[0, 1], [[0.5, 1.0]], [[[0]]]])
-def test_keys_of_states_are_integers_per_step(keys: Any) -> None:
-    with pytest.raises(ContractError, match=r"state_keys must be integers \[N, T\]"):
-        ExperienceBatch.from_rows([0], ["x"], [1.0], [0], mask=torch.ones(1, 2, dtype=torch.bool), state_keys=keys)
+def test_keys_of_states_are_integers_per_step(subtests: pytest.Subtests) -> None:
+    for keys in [[0, 1], [[0.5, 1.0]], [[[0]]]]:
+        with subtests.test(keys=keys), pytest.raises(ContractError, match=r"state_keys must be integers \[N, T\]"):
+            ExperienceBatch.from_rows([0], ["x"], [1.0], [0], mask=torch.ones(1, 2, dtype=torch.bool), state_keys=keys)
 
 
 def test_lists_will_do_for_a_mask_and_for_keys() -> None:

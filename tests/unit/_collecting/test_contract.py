@@ -1,45 +1,159 @@
-"""What a policy may return: the limits of each rule. That a trainer enforces them stands in `test_bad_policies.py`."""
+"""What a policy may return: the limits of each rule. That the collector enforces them: `test_experience_collector.py`."""
 
+import itertools
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from grpo import ContractError
-from grpo._collecting.contract import fit_state_keys, require_finite, require_same_steps
+from grpo import ActionScores, ContractError, SampledActions
+from grpo._collecting.contract import (
+    check_sampled,
+    check_scores,
+    fit_state_keys,
+    flatten_actions,
+    require_finite,
+    require_same_steps,
+)
+from tests.support.objective_inputs import as_users_run_it
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
+STEPS = torch.zeros(2, 3)
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 6]]),
-        ([[1, 2], [4, 5]], [[1, 2, 0], [4, 5, 0]]),
-        ([[1, 2, 3, 9], [4, 5, 6, 9]], [[1, 2, 3], [4, 5, 6]]),
-    ],
-    ids=["as wide", "narrower, where no row has a step", "wider"],
-)
-def test_state_keys_are_fitted_to_the_batchs_steps(keys: list[list[int]], expected: list[list[int]]) -> None:
-    assert fit_state_keys("Policy.state_keys", torch.tensor(keys), MASK).tolist() == expected
+@pytest.fixture(autouse=True)
+def without_type_checks() -> Iterator[None]:
+    """The data classes are checked by beartype in the other tests. Users have no such help."""
+    with as_users_run_it():
+        yield
 
 
-@pytest.mark.parametrize(
-    ("keys", "got"),
-    [
+def all_scores(**changes: Any) -> ActionScores:
+    """Scores of two rows of three columns, with every field."""
+    every = ActionScores(
+        log_probs=STEPS, mask=MASK, entropy=STEPS, values=STEPS, final_values=torch.zeros(2), kl=STEPS.double()
+    )
+    return replace(every, **changes)
+
+
+def test_scores_of_the_right_shapes_pass_and_optional_fields_may_lack() -> None:
+    for scores in (all_scores(), ActionScores(log_probs=STEPS, mask=MASK)):
+        assert check_scores("Policy.score", scores, 2) is scores
+
+
+def test_scores_that_break_their_contract_are_refused(subtests: pytest.Subtests) -> None:
+    meta = torch.zeros(2, 3, device="meta")
+    cases: list[tuple[Any, str]] = [
+        (STEPS, r" must return ActionScores; got \[2, 3\] float32"),
+        (all_scores(log_probs=torch.zeros(2)), r": log_probs must be \[N, T\] with N = 2; got \[2\] float32"),
+        (all_scores(log_probs=torch.zeros(3, 3)), r": log_probs must be \[N, T\] with N = 2; got \[3, 3\] float32"),
+        (all_scores(log_probs=MASK.long()), r": log_probs must be floating; got \[2, 3\] int64"),
+        (all_scores(mask=MASK.float()), r": mask must be bool; got \[2, 3\] float32\. Return mask\.bool\(\)"),
+        (all_scores(mask=MASK[:, :1]), r": mask must be \[2, 3\] on cpu, as log_probs is; got \[2, 1\] bool on cpu"),
+        (all_scores(mask=MASK[:1]), r": mask must be \[2, 3\] on cpu, as log_probs is; got \[1, 3\] bool on cpu"),
+        (all_scores(entropy=STEPS[:, :1]), r": entropy must be \[2, 3\] on cpu, .*; got \[2, 1\] float32 on cpu"),
+        (all_scores(entropy=MASK), r": entropy must be floating; got \[2, 3\] bool"),
+        (all_scores(entropy=meta), r": entropy must be \[2, 3\] on cpu, .*; got \[2, 3\] float32 on meta"),
+        (all_scores(values=STEPS[:, 0]), r": values must be \[2, 3\] on cpu, .*; got \[2\] float32 on cpu"),
+        (all_scores(kl=STEPS[:, :2]), r": kl must be \[2, 3\] on cpu, .*; got \[2, 2\] float32 on cpu"),
+        (all_scores(final_values=STEPS), r": final_values must be \[2\] on cpu, .*; got \[2, 3\] float32 on cpu"),
+    ]
+    for scores, message in cases:
+        with subtests.test(message=message), pytest.raises(ContractError, match=f"^Policy.score{message}"):
+            check_scores("Policy.score", scores, 2)
+
+
+def test_samples_of_the_right_shapes_pass() -> None:
+    alone = SampledActions(actions=[[0, 1]], mask=MASK)
+    whole = replace(alone, behaviour_log_probs=STEPS, scores=all_scores(mask=MASK.clone()))
+    for sampled in (alone, whole):
+        assert check_sampled("Policy.sample", sampled, 2) is sampled
+
+
+def test_samples_that_break_their_contract_are_refused(subtests: pytest.Subtests) -> None:
+    sampled = SampledActions(actions=[[0, 1]], mask=MASK)
+    on_meta = ActionScores(log_probs=STEPS.to("meta"), mask=MASK.to("meta"))
+    cases: list[tuple[Any, str]] = [
+        ([[0, 1]], r" must return SampledActions; got a list of 1"),
+        (replace(sampled, mask=MASK.float()), r": mask must be bool \[N, T\] with N = 2; got \[2, 3\] float32"),
+        (replace(sampled, mask=MASK[:, 0]), r": mask must be bool \[N, T\] with N = 2; got \[2\] bool"),
+        (replace(sampled, mask=MASK[:1]), r": mask must be bool \[N, T\] with N = 2; got \[1, 3\] bool"),
+        (
+            replace(sampled, behaviour_log_probs=STEPS[:, :2]),
+            r": behaviour_log_probs must be \[2, 3\] on cpu, as mask is; got \[2, 2\] float32 on cpu",
+        ),
+        (
+            replace(sampled, behaviour_log_probs=STEPS.to("meta")),
+            r": behaviour_log_probs must be \[2, 3\] on cpu, as mask is; got \[2, 3\] float32 on meta",
+        ),
+        (replace(sampled, scores=STEPS), r": scores must return ActionScores; got \[2, 3\] float32"),
+        (replace(sampled, scores=on_meta), r": scores must be on cpu, as mask is; got meta"),
+        (replace(sampled, scores=all_scores(mask=~MASK)), r": scores\.mask must equal mask"),
+    ]
+    for wrong, message in cases:
+        with subtests.test(message=message), pytest.raises(ContractError, match=f"^Policy.sample{message}"):
+            check_sampled("Policy.sample", wrong, 2)
+
+
+def test_actions_of_groups_become_rows_with_the_first_states_actions_first() -> None:
+    assert flatten_actions("Policy.act", [["a", "b", "c"], ["d", "e", "f"]], 2, 3) == ["a", "b", "c", "d", "e", "f"]
+    array = np.arange(24).reshape(2, 3, 2, 2)
+    for kind in (array, torch.from_numpy(array)):
+        rows: Any = flatten_actions("Policy.act", kind, 2, 3)
+        assert type(rows) is type(kind)
+        assert rows.tolist() == [*array[0].tolist(), *array[1].tolist()]
+    assert flatten_actions("Policy.act", torch.zeros(2, 0), 2, 0).shape == (0,)
+
+
+def test_a_wrong_number_of_actions_is_refused(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[Any, str]] = [
+        ([[0, 1, 2]], r"; got 1 groups of \[3\] actions"),
+        ([[0, 1, 2]] * 3, r"; got 3 groups of \[3\] actions"),
+        ([[0, 1], [0, 1]], r"; got 2 groups of \[2\] actions"),
+        ([[0, 1, 2], [0, 1, 2, 3]], r"; got 2 groups of \[3, 4\] actions"),
+        ([[0, 1, 2], []], r"; got 2 groups of \[0, 3\] actions"),
+        ([], r"; got 0 groups of \[\] actions"),
+        ([0, 1], r", as 2 lists; got a list of 2"),
+        (None, r", as 2 lists; got NoneType None"),
+        (torch.zeros(6, dtype=torch.int64), r", \[B, G, \.\.\.\]; got \[6\] int64"),
+        (torch.zeros(3, 2), r", \[B, G, \.\.\.\]; got \[3, 2\] float32"),
+        (np.zeros((2, 4, 3)), r", \[B, G, \.\.\.\]; got \[2, 4, 3\] float64"),
+    ]
+    for actions, got in cases:
+        message = f"^Policy.act must return 3 actions for each of 2 states{got}"
+        with subtests.test(got=got), pytest.raises(ContractError, match=message):
+            flatten_actions("Policy.act", actions, 2, 3)
+
+
+def test_state_keys_are_fitted_to_the_batchs_steps(subtests: pytest.Subtests) -> None:
+    cases = {
+        "as wide": ([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 6]]),
+        "narrower, where no row has a step": ([[1, 2], [4, 5]], [[1, 2, 0], [4, 5, 0]]),
+        "wider": ([[1, 2, 3, 9], [4, 5, 6, 9]], [[1, 2, 3], [4, 5, 6]]),
+    }
+    for case, (keys, expected) in cases.items():
+        with subtests.test(case=case):
+            assert fit_state_keys("Policy.state_keys", torch.tensor(keys), MASK).tolist() == expected
+
+
+def test_state_keys_of_another_kind_are_refused(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[Any, str]] = [
         (torch.zeros(2, 3), r"\[2, 3\] float32"),
         (torch.zeros(2, 3, dtype=torch.complex64), r"\[2, 3\] complex64"),
         (torch.zeros(2, 1, dtype=torch.int64), r"\[2, 1\] int64"),
         (torch.zeros(3, 3, dtype=torch.int64), r"\[3, 3\] int64"),
         (torch.zeros(2, dtype=torch.int64), r"\[2\] int64"),
         ([[1, 2, 3], [4, 5, 6]], "a list of 2"),
-    ],
-)
-def test_state_keys_of_another_kind_are_refused(keys: Any, got: str) -> None:
-    with pytest.raises(ContractError, match=rf"Policy\.state_keys must return integers \[2, 3\].*got {got}"):
-        fit_state_keys("Policy.state_keys", keys, MASK)
+    ]
+    for keys, got in cases:
+        message = rf"^Policy\.state_keys must return integers \[2, 3\].*got {got}"
+        with subtests.test(got=got), pytest.raises(ContractError, match=message):
+            fit_state_keys("Policy.state_keys", keys, MASK)
 
 
 def test_a_narrower_mask_of_the_same_steps_is_the_same() -> None:
@@ -47,14 +161,17 @@ def test_a_narrower_mask_of_the_same_steps_is_the_same() -> None:
     require_same_steps("Policy", MASK[:, :2], MASK)
 
 
-@pytest.mark.parametrize(
-    "scored",
-    [MASK[:, :1], torch.nn.functional.pad(MASK, (0, 1)), ~MASK, MASK.flip(0)],
-    ids=["a step too few", "wider", "other steps", "other rows"],
-)
-def test_other_steps_than_the_batchs_are_refused(scored: Tensor) -> None:
-    with pytest.raises(ContractError, match=r"Policy must score the batch's steps, and the masks differ"):
-        require_same_steps("Policy", scored, MASK)
+def test_other_steps_than_the_batchs_are_refused(subtests: pytest.Subtests) -> None:
+    cases = {
+        "a step too few": MASK[:, :1],
+        "wider": torch.nn.functional.pad(MASK, (0, 1)),
+        "other steps": ~MASK,
+        "other rows": MASK.flip(0),
+    }
+    for case, scored in cases.items():
+        message = r"Policy must score the batch's steps, and the masks differ"
+        with subtests.test(case=case), pytest.raises(ContractError, match=message):
+            require_same_steps("Policy", scored, MASK)
 
 
 def log_probs(value: float, row: int, step: int) -> Tensor:
@@ -63,16 +180,29 @@ def log_probs(value: float, row: int, step: int) -> Tensor:
     return values
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["old_log_probs", "ref_log_probs", "behaviour_log_probs"])
-def test_log_probs_of_sampled_steps_are_finite(name: str, bad: float) -> None:
-    require_finite("Policy", MASK, {name: log_probs(bad, 1, 1)})  # outside the mask
-    if name == "behaviour_log_probs" and math.isnan(bad):
-        require_finite("Policy", MASK, {name: log_probs(bad, 1, 0)})  # the step was not scored
-        return
-    with pytest.raises(ContractError, match=rf"Policy: {name} of sampled steps must be finite; rows \[1\] are not"):
-        require_finite("Policy", MASK, {"old_log_probs": log_probs(-1.0, 0, 0), name: log_probs(bad, 1, 0)})
+def test_log_probs_of_sampled_steps_are_finite(subtests: pytest.Subtests) -> None:
+    names = ["old_log_probs", "ref_log_probs", "behaviour_log_probs"]
+    for bad, name in itertools.product([math.nan, math.inf, -math.inf], names):
+        with subtests.test(bad=bad, name=name):
+            require_finite("Policy", MASK, {name: log_probs(bad, 1, 1)})  # outside the mask
+            if name == "behaviour_log_probs" and math.isnan(bad):
+                require_finite("Policy", MASK, {name: log_probs(bad, 1, 0)})  # the step was not scored
+                continue
+            message = rf"Policy: {name} of sampled steps must be finite; rows \[1\] are not"
+            with pytest.raises(ContractError, match=message):
+                require_finite("Policy", MASK, {"old_log_probs": log_probs(-1.0, 0, 0), name: log_probs(bad, 1, 0)})
+
+
+def test_at_most_16_rows_are_named() -> None:
+    mask = torch.ones(20, 2, dtype=torch.bool)
+    with pytest.raises(ContractError) as refused:
+        require_finite("Policy", mask, {"old_log_probs": torch.full((20, 2), math.nan)})
+    assert f"rows {list(range(16))} are not" in str(refused.value)
 
 
 def test_only_log_probs_have_to_be_finite() -> None:
-    require_finite("Policy", MASK, {"entropy": log_probs(math.nan, 0, 0), "final_values": torch.full((2,), math.inf)})
+    """A critic's value of NaN leads to a loss of NaN, which is skipped and counted. Nothing is raised here."""
+    fields = {"entropy": log_probs(math.nan, 0, 0), "final_values": torch.full((2,), math.inf)}
+    require_finite("Policy", MASK, fields)
+    with pytest.raises(ContractError, match="old_log_probs"):
+        require_finite("Policy", MASK, {**fields, "old_log_probs": log_probs(math.nan, 0, 0)})

@@ -1,23 +1,345 @@
-"""Calls of a reward model whose rewards are per step. What else can go wrong stands in `test_bad_rewards.py`."""
+"""What a reward model can do wrong: the error that names it, or the recovery that is counted."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from torch import Tensor
 
-from grpo import RewardConfig, WeightedRewards
-from grpo._collecting.reward_calls import RewardCalls
+from grpo import RewardConfig, RewardError, WeightedRewards
+from grpo._collecting.reward_calls import RewardCalls, Rewards
+
+NAN, INF = math.nan, math.inf
+
+
+def asked(reward: Any, num_rows: int = 4, mask: Tensor | None = None, **settings: Any) -> Rewards:
+    """The rewards of rows whose states and actions are their numbers, without pauses between retries."""
+    rows = list(range(num_rows))
+    return RewardCalls(reward, RewardConfig(**{"retry_delay": 0.0, **settings}))(rows, rows, mask)
+
+
+def giving(*values: float) -> Callable[[Any, Any], list[float]]:
+    """A reward that is fixed by the action's number."""
+
+    def fixed(states: Any, actions: Any) -> list[float]:
+        return [values[action] for action in actions]
+
+    return fixed
+
+
+def test_finite_rewards_of_all_rows_come_back_as_they_are() -> None:
+    found = asked(giving(1, 2, 4, 8))
+    assert found.values.tolist() == [1, 2, 4, 8]
+    assert (found.components, found.weights, found.kept) == ({}, {}, None)
+    assert found.metrics == {"rows/dropped": 0.0, "rewards/zeroed": 0.0, "rewards/retries": 0.0}
+
+
+def test_a_reward_model_computes_in_evaluation_mode() -> None:
+    class Judge(torch.nn.Module):
+        def compute_rewards(self, states: Any, actions: Any) -> list[float]:
+            return [float(self.training)] * len(actions)
+
+    assert asked(Judge()).values.tolist() == [0, 0, 0, 0]
+
+
+# NaN and infinity
+
+
+def test_a_reward_that_is_not_finite_is_an_error_at_every_position(subtests: pytest.Subtests) -> None:
+    makes: list[Any] = [list, torch.tensor, np.array, list]
+    for bad, row in [(NAN, 0), (INF, 1), (-INF, 2), (NAN, 3)]:
+        with subtests.test(bad=bad, row=row):
+
+            def broken(states: Any, actions: Any, bad: float = bad, row: int = row) -> Any:
+                return makes[row]([bad if action == row else 1.0 for action in actions])
+
+            message = rf"^broken must return finite numbers; got \[{bad}\] at rows \[{row}\] of 4\. .*'drop' or 'zero'"
+            with pytest.raises(RewardError, match=message):
+                asked(broken)
+
+
+def test_the_error_shows_four_rewards_and_names_16_rows() -> None:
+    with pytest.raises(RewardError) as refused:
+        asked(lambda states, actions: [1.0, *[NAN] * 16], 17)
+    assert f"got {[NAN] * 4} at rows {list(range(1, 17))} of 17." in str(refused.value)
+    with pytest.raises(RewardError) as refused:
+        asked(lambda states, actions: [NAN] * 17, 17)
+    assert f"at rows {list(range(16))} ... of 17." in str(refused.value)
+
+
+def test_the_rows_are_numbered_among_all_rows_where_others_raised() -> None:
+    """Row 0 raises and leaves; rows 2 and 3 are NaN and keep their numbers."""
+    reward = raising_for(0, giving(0, 1, NAN, NAN))
+    with pytest.raises(RewardError, match=r"at rows \[2, 3\] of 4"):
+        asked(reward, on_failure="drop")
+
+
+def test_zeroed_rewards_count_as_zero(subtests: pytest.Subtests) -> None:
+    for bad in (NAN, INF, -INF):
+        with subtests.test(bad=bad):
+            found = asked(giving(3, bad, 7, bad), non_finite="zero")
+            assert found.values.tolist() == [3, 0, 7, 0]
+            assert found.kept is None
+            assert found.metrics == {"rows/dropped": 0.0, "rewards/zeroed": 2.0, "rewards/retries": 0.0}
+
+
+def test_what_was_zeroed_is_counted_for_each_call_alone() -> None:
+    values = iter([[NAN, 1.0], [1.0, 2.0]])
+    calls = RewardCalls(lambda states, actions: next(values), RewardConfig(non_finite="zero"))
+    assert [calls([0, 1], [0, 1]).metrics["rewards/zeroed"] for _ in range(2)] == [1.0, 0.0]
+
+
+def test_dropped_rows_leave_with_their_parts(subtests: pytest.Subtests) -> None:
+    for bad in (NAN, INF, -INF):
+        with subtests.test(bad=bad):
+            parts = WeightedRewards({"x": giving(1, bad, 4, 8), "y": giving(1, 1, 1, 1)}, {"x": 1.0, "y": 0.5})
+            found = asked(parts, non_finite="drop")
+            assert found.values.tolist() == [1.5, 4.5, 8.5]
+            assert {name: part.tolist() for name, part in found.components.items()} == {"x": [1, 4, 8], "y": [1] * 3}
+            assert found.weights == {"x": 1.0, "y": 0.5}
+            assert found.kept is not None
+            assert found.kept.tolist() == [True, False, True, True]
+            assert found.metrics == {"rows/dropped": 1.0, "rewards/zeroed": 0.0, "rewards/retries": 0.0}
+
+
+def test_a_row_is_dropped_for_one_step() -> None:
+    steps = torch.tensor([[1.0, NAN], [2.0, 3.0]])
+    found = asked(lambda states, actions: steps, 2, non_finite="drop")
+    assert found.values.tolist() == [[2, 3]]
+    assert found.kept is not None
+    assert found.kept.tolist() == [False, True]
+
+
+def test_when_every_reward_is_dropped_there_is_nothing_to_learn_from() -> None:
+    with pytest.raises(RewardError, match=r"<lambda>: no row of 8 has a reward"):
+        asked(lambda states, actions: [NAN] * len(actions), 8, non_finite="drop")
+
+
+def test_parts_are_zeroed_in_the_rows_whose_reward_is_zeroed() -> None:
+    parts = {"x": giving(NAN, 1, 2, 3), "y": giving(1, INF, -INF, 1)}
+    found = asked(WeightedRewards(parts), non_finite="zero")
+    assert found.values.tolist() == [0, 0, 0, 4]
+    assert found.components["x"].tolist() == [0, 1, 2, 3]
+    assert found.components["y"].tolist() == [1, 0, 0, 1]
 
 
 def test_parts_per_step_are_zeroed_only_in_rows_that_have_no_reward() -> None:
     """x is NaN at one step of row 0: that step counts as 0, and the other rows and steps keep their rewards."""
     parts = {
-        "x": lambda states, actions: torch.tensor([[math.nan, 1.0, 2.0], [3.0, 4.0, 5.0]]),
+        "x": lambda states, actions: torch.tensor([[NAN, 1.0, 2.0], [3.0, 4.0, 5.0]]),
         "y": lambda states, actions: torch.ones(2, 3),
     }
-    calls = RewardCalls(WeightedRewards(parts), RewardConfig(non_finite="zero"))
-    found = calls(["a", "b"], ["c", "d"], torch.ones(2, 3, dtype=torch.bool))
-    assert found.values.tolist() == [[0.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
-    assert found.components["x"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
-    assert found.components["y"].tolist() == [[1.0] * 3] * 2
+    found = asked(WeightedRewards(parts), 2, torch.ones(2, 3, dtype=torch.bool), non_finite="zero")
+    assert found.values.tolist() == [[0, 2, 3], [4, 5, 6]]
+    assert found.components["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert found.components["y"].tolist() == [[1, 1, 1], [1, 1, 1]]
     assert found.metrics["rewards/zeroed"] == 1.0
     assert found.kept is None
+
+
+class OfWhatApplies(WeightedRewards):
+    """The sum of the parts that are not NaN. NaN marks a part that does not apply to the row."""
+
+    def combine(self, components: Any) -> Tensor:
+        parts = torch.stack(list(components.values()))
+        return parts.nansum(0).where(~parts.isnan().all(0), NAN)
+
+
+def test_a_row_to_which_no_part_applies_names_the_parts_and_zeroes_its_own_only() -> None:
+    """Row 0 has no reward and counts as 0. Part x does not apply to row 1, and stays NaN there."""
+    parts = {"x": giving(NAN, NAN, 2, 3), "y": giving(NAN, 1, 1, 1), "z": giving(0, 0, 0, 0)}
+    without_z = OfWhatApplies({name: parts[name] for name in "xy"})
+    with pytest.raises(RewardError, match=r"rows \[0\] of 4, from x, y\. "):
+        asked(without_z)
+    found = asked(without_z, non_finite="zero")
+    assert found.values.tolist() == [0, 1, 3, 4]
+    assert found.components["x"].nan_to_num(-1).tolist() == [0, -1, 2, 3]
+    assert asked(OfWhatApplies(parts)).values.tolist() == [0, 1, 3, 4]
+
+
+# Shapes
+
+
+def test_a_wrong_shape_is_an_error_that_no_setting_allows(subtests: pytest.Subtests) -> None:
+    def wrong(states: Any, actions: Any) -> Tensor:
+        return torch.zeros(len(actions), 1)
+
+    for reward in (wrong, WeightedRewards({"one": giving(0, 0, 0, 0), "two": wrong})):
+        name = "wrong" if reward is wrong else r"WeightedRewards\.compute_rewards\['two'\]|wrong"
+        message = rf"({name}) must return one number per row, \[N\] = \[4\].*; got \[4, 1\] float32"
+        with subtests.test(reward=type(reward).__name__), pytest.raises(RewardError, match=message):
+            asked(reward, num_retries=3, on_failure="drop", non_finite="zero")
+
+
+def test_rewards_per_step_fit_the_policys_steps_and_count_on_those_alone() -> None:
+    mask = torch.tensor([[True, False], [True, True]])
+    steps = torch.tensor([[1.0, NAN], [2.0, 3.0]])
+    assert asked(lambda states, actions: steps, 2, mask).values.tolist() == [[1, 0], [2, 3]]
+    assert asked(lambda states, actions: [1.0, 2.0], 2, mask).values.tolist() == [1, 2]
+    assert asked(lambda states, actions: steps[1:].repeat(2, 1), 2).values.tolist() == [[2, 3], [2, 3]]
+    with pytest.raises(RewardError, match=r"Rewards per step must be \[2, 2\], .*from <lambda> got \[2, 9\] float32"):
+        asked(lambda states, actions: torch.zeros(2, 9), 2, mask)
+
+
+# Exceptions
+
+
+class Flaky:
+    """Raises on the given calls (from 0), and whenever one of the given actions is among those to be judged."""
+
+    def __init__(self, calls: Any = (), actions: Any = ()) -> None:
+        self.bad_calls, self.bad_actions, self.calls = set(calls), set(actions), 0
+
+    def __call__(self, states: Any, actions: Any) -> list[float]:
+        self.calls += 1
+        if self.calls - 1 in self.bad_calls or self.bad_actions & set(actions):
+            raise TimeoutError("the judge is away")
+        return [float(action) for action in actions]
+
+
+def raising_for(row: int, reward: Any) -> Any:
+    def raising(states: Any, actions: Any) -> Any:
+        if row in actions:
+            raise TimeoutError("the judge is away")
+        return reward(states, actions)
+
+    return raising
+
+
+def test_a_reward_that_raises_is_named_with_its_rows_and_the_error_is_chained() -> None:
+    class Judge(WeightedRewards):
+        def compute_components(self, states: Any, actions: Any) -> Any:
+            raise KeyError("lost")
+
+    message = r"^Judge\.compute_rewards raised KeyError: 'lost' for rows 0 to 7, in 1 call"
+    with pytest.raises(RewardError, match=message) as caught:
+        asked(Judge({"x": Flaky()}), 8)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_retries_outlast_as_many_failures_and_no_more(subtests: pytest.Subtests) -> None:
+    for failures, retries in [(1, 0), (1, 1), (1, 3), (2, 1), (2, 2), (4, 3)]:
+        with subtests.test(failures=failures, retries=retries):
+            flaky = Flaky(range(failures))
+            if failures <= retries:
+                assert asked(flaky, num_retries=retries).metrics["rewards/retries"] == failures
+                assert flaky.calls == failures + 1
+            else:
+                with pytest.raises(RewardError, match=rf"for rows 0 to 3, in {retries + 1} call"):
+                    asked(flaky, num_retries=retries)
+                assert flaky.calls == retries + 1
+
+
+def test_retries_are_counted_for_each_call_alone() -> None:
+    flaky = Flaky({0, 2, 3})
+    calls = RewardCalls(flaky, RewardConfig(num_retries=2, retry_delay=0.0))
+    assert [calls([0], [0]).metrics["rewards/retries"] for _ in range(3)] == [1.0, 2.0, 0.0]
+
+
+def test_retries_come_before_rows_are_dropped() -> None:
+    flaky = Flaky({0})
+    found = asked(flaky, on_failure="drop", num_retries=1)
+    assert (found.kept, found.metrics["rows/dropped"], flaky.calls) == (None, 0.0, 2)
+
+
+def test_a_row_asked_for_alone_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four calls for all rows, with pauses of 1, 2 and 4 seconds; then one for each of four rows, at once."""
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    flaky = Flaky(actions={0, 2})
+    found = asked(flaky, on_failure="drop", num_retries=3, retry_delay=1.0)
+    assert pauses == [1.0, 2.0, 4.0]
+    assert flaky.calls == 4 + 4
+    assert found.metrics == {"rows/dropped": 2.0, "rewards/zeroed": 0.0, "rewards/retries": 3.0}
+    assert found.values.tolist() == [1, 3]
+    assert found.kept is not None
+    assert found.kept.tolist() == [False, True, False, True]
+
+
+def test_when_every_row_raises_that_is_an_error() -> None:
+    with pytest.raises(RewardError, match=r"Flaky raised for every one of 4 rows") as caught:
+        asked(Flaky(actions=range(4)), on_failure="drop")
+    assert isinstance(caught.value.__cause__, TimeoutError)
+
+
+def test_rows_that_raise_and_rows_that_are_not_finite_are_both_dropped() -> None:
+    found = asked(raising_for(0, giving(0, NAN, 2, 3)), on_failure="drop", non_finite="drop")
+    assert found.values.tolist() == [2, 3]
+    assert found.kept is not None
+    assert found.kept.tolist() == [False, False, True, True]
+    assert found.metrics["rows/dropped"] == 2.0
+
+
+def test_parts_leave_with_the_rows_that_raise() -> None:
+    parts = WeightedRewards({"x": Flaky(actions={0}), "y": giving(0, 10, 20, 30)}, {"x": 1, "y": 0.1})
+    found = asked(parts, on_failure="drop")
+    assert found.values.tolist() == pytest.approx([2.0, 4.0, 6.0])
+    assert {name: part.tolist() for name, part in found.components.items()} == {"x": [1, 2, 3], "y": [10, 20, 30]}
+
+
+# Rewards per step, one row at a time. Rows of 3, 1, 2 and 0 steps; step t of row n has the reward 10 n + t.
+
+RAGGED_MASK = torch.tensor([[True] * 3, [True, False, False], [True, True, False], [False] * 3])
+NUM_STEPS = [3, 1, 2, 0]
+
+
+def one_row(answer: Callable[[int], Any], failing: int | None = None) -> Any:
+    """A reward that raises for several rows at once, and for row `failing`."""
+
+    def reward(states: Any, actions: Any) -> Any:
+        (row,) = actions
+        if row == failing:
+            raise TimeoutError("the judge is away")
+        return answer(row)
+
+    return reward
+
+
+def test_ragged_rewards_per_step_survive_being_asked_for_row_by_row(subtests: pytest.Subtests) -> None:
+    """A row may give its own steps alone, or be padded as far as the longest row. Padding is not read."""
+    whole = [[0.0, 1.0, 2.0], [10.0, 0.0, 0.0], [20.0, 21.0, 0.0], [0.0, 0.0, 0.0]]
+    for failing in (None, 0, 1, 3):
+        for padding in (0, 1):
+            with subtests.test(failing=failing, padding=padding):
+
+                def steps(row: int, padding: int = padding) -> list[list[float]]:
+                    count = max(min(NUM_STEPS[row] + padding, 3), 1)
+                    return [[10.0 * row + t if t < NUM_STEPS[row] else NAN for t in range(count)]]
+
+                parts = WeightedRewards({"x": one_row(steps, failing)})
+                found = asked(parts, 4, RAGGED_MASK, on_failure="drop", non_finite="raise")
+                kept = [row for row in range(4) if row != failing]
+                assert found.values.tolist() == [whole[row] for row in kept]
+                assert found.components["x"].shape == (len(kept), 3)
+                assert found.metrics["rows/dropped"] == 4 - len(kept)
+
+
+def test_without_a_mask_rows_are_padded_to_the_longest() -> None:
+    found = asked(one_row(lambda row: [[1.0] * NUM_STEPS[row]]), 3, on_failure="drop")
+    assert found.values.tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
+
+
+def test_a_wrong_number_of_steps_is_an_error_row_by_row(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[str, Any, str]] = [
+        ("two rows", lambda row: torch.ones(2), r"reward must return one number per row, \[N\] = \[1\].*got \[2\]"),
+        ("three axes", lambda row: torch.ones(1, 2, 2), r"reward must return .*got \[1, 2, 2\]"),
+        ("words", lambda row: ["one"], r"reward must return .*got a list of 1"),
+        ("one too many", lambda row: torch.ones(1, 4), r"reward must return 3 rewards for a row of 3 .* to 3; got 4"),
+        ("one too few", lambda row: torch.ones(1, 2), r"reward must return 3 rewards for a row of 3 .* to 3; got 2"),
+        (
+            "one row too few",
+            lambda row: torch.ones(1, 1 if row == 2 else 3),
+            r"reward must return 2 rewards for a row of 2 steps, or up to 3; got 1",
+        ),
+        (
+            "steps and no steps",
+            lambda row: torch.ones(1) if row == 1 else torch.ones(1, 3),
+            r"reward must return one reward per row, or one per step; for some rows it returned one number",
+        ),
+    ]
+    for case, answer, message in cases:
+        with subtests.test(case=case), pytest.raises(RewardError, match=message):
+            asked(one_row(answer), 4, RAGGED_MASK, on_failure="drop")

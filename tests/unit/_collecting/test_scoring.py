@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,16 +27,16 @@ def rows_of(widths: list[int]) -> Callable[[Any, Any, Tensor], ActionScores]:
     return score
 
 
-@pytest.mark.parametrize(("kind", "asked"), [(GroupScoring, "score_groups"), (RowScoring, "score_actions")])
-def test_the_best_method_that_a_policy_has_is_asked(kind: Any, asked: str) -> None:
-    policy = kind()
-    calls = []
-    method = getattr(policy, asked)
-    setattr(policy, asked, lambda *rows: calls.append(asked) or method(*rows))
-    scorer = Scorer(policy)
-    scorer([0, 0, 1], [(1, 0), (0,), (2, 0)], torch.tensor([0, 0, 1]))
-    assert calls == [asked]
-    assert scorer.one_step_device is None
+def test_the_best_method_that_a_policy_has_is_asked(subtests: pytest.Subtests) -> None:
+    for kind, asked in [(GroupScoring, "score_groups"), (RowScoring, "score_actions")]:
+        with subtests.test(kind=kind, asked=asked):
+            policy = kind()
+            method = Mock(wraps=getattr(policy, asked))
+            setattr(policy, asked, method)
+            scorer = Scorer(policy)
+            scorer([0, 0, 1], [(1, 0), (0,), (2, 0)], torch.tensor([0, 0, 1]))
+            assert method.call_count == 1
+            assert scorer.one_step_device is None
 
 
 def test_a_plain_policy_that_gives_one_log_prob_per_row_decides_once_per_row() -> None:
@@ -95,27 +96,30 @@ def test_reference_log_probs_are_padded_to_the_batchs_steps_and_never_cut() -> N
         scored([True, True, True])
 
 
-@pytest.mark.parametrize(
-    ("needs", "expected"),
-    [
+def test_training_keeps_copies_of_the_scores_that_it_needs(subtests: pytest.Subtests) -> None:
+    cases = [
         ((), {"old_log_probs"}),
         (("entropy", "old_log_probs"), {"old_log_probs", "entropy"}),
         (("values", "state_keys"), {"old_log_probs", "values", "final_values"}),
-    ],
-)
-def test_training_keeps_copies_of_the_scores_that_it_needs(needs: tuple[str, ...], expected: set[str]) -> None:
-    weights = torch.ones(2, 1, requires_grad=True)
-    view = weights.view(2, 1)
-    scores = ActionScores(
-        log_probs=view, mask=torch.ones(2, 1, dtype=torch.bool), entropy=view, values=view, final_values=view[:, 0]
-    )
-    fields = batch_fields(scores, needs)
-    with torch.no_grad():
-        weights.zero_()
-    assert set(fields) == expected
-    for values in fields.values():
-        assert values.flatten().tolist() == [1, 1]
-        assert not values.requires_grad
+    ]
+    for needs, expected in cases:
+        with subtests.test(needs=needs, expected=expected):
+            weights = torch.ones(2, 1, requires_grad=True)
+            view = weights.view(2, 1)
+            scores = ActionScores(
+                log_probs=view,
+                mask=torch.ones(2, 1, dtype=torch.bool),
+                entropy=view,
+                values=view,
+                final_values=view[:, 0],
+            )
+            fields = batch_fields(scores, needs)
+            with torch.no_grad():
+                weights.zero_()
+            assert set(fields) == expected
+            for values in fields.values():
+                assert values.flatten().tolist() == [1, 1]
+                assert not values.requires_grad
 
 
 def test_without_scores_there_is_nothing_to_keep() -> None:

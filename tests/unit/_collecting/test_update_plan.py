@@ -56,9 +56,10 @@ def test_updates_are_full_but_for_the_last(group_ids, batch_size):
     assert len(sizes) == num_updates_per_epoch(len(group_ids), batch_size)
 
 
-@pytest.mark.parametrize("batch_size", [None, 4, 5])
-def test_one_update_of_everything_copies_nothing(batch_size):
-    assert list(epoch_of_updates(torch.tensor([1, 0, 1, 0]), batch_size, generator(0))) == [slice(0, 4)]
+def test_one_update_of_everything_copies_nothing(subtests):
+    for batch_size in [None, 4, 5]:
+        with subtests.test(batch_size=batch_size):
+            assert list(epoch_of_updates(torch.tensor([1, 0, 1, 0]), batch_size, generator(0))) == [slice(0, 4)]
 
 
 def test_groups_come_in_an_order_that_the_generator_decides():
@@ -74,16 +75,14 @@ def test_epochs_of_one_generator_differ():
     assert first != second
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "batch_size", "expected"), [(8, None, 1), (8, 8, 1), (8, 4, 2), (8, 3, 3), (8, 1, 8), (8, 100, 1)]
-)
-def test_number_of_updates(num_rows, batch_size, expected):
-    assert num_updates_per_epoch(num_rows, batch_size) == expected
+def test_number_of_updates(subtests):
+    for num_rows, batch_size, expected in [(8, None, 1), (8, 8, 1), (8, 4, 2), (8, 3, 3), (8, 1, 8), (8, 100, 1)]:
+        with subtests.test(num_rows=num_rows, batch_size=batch_size, expected=expected):
+            assert num_updates_per_epoch(num_rows, batch_size) == expected
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "size", "expected"),
-    [
+def test_parts_in_order(subtests):
+    cases = [
         (5, None, [slice(0, 5)]),
         (5, 5, [slice(0, 5)]),
         (5, 9, [slice(0, 5)]),
@@ -91,24 +90,34 @@ def test_number_of_updates(num_rows, batch_size, expected):
         (1, 1, [slice(0, 1)]),
         (0, 3, []),
         (0, None, []),
-    ],
-)
-def test_parts_in_order(num_rows, size, expected):
-    assert parts_in_order(num_rows, size) == expected
+    ]
+    for num_rows, size, expected in cases:
+        with subtests.test(num_rows=num_rows, size=size, expected=expected):
+            assert parts_in_order(num_rows, size) == expected
 
 
-@pytest.mark.parametrize("plan", [[[2, 0], [1, 3]], [(3, 2, 1, 0)], [[0], [], [1, 2, 3]]])
-def test_a_plan_is_taken_as_it_is_without_its_empty_parts(plan):
-    parts = planned_parts("Policy.plan", plan, 4)
-    assert [part.tolist() for part in parts] == [list(part) for part in plan if part]
+def test_a_plan_is_taken_as_it_is_without_its_empty_parts(subtests):
+    for plan in [[[2, 0], [1, 3]], [(3, 2, 1, 0)], [[0], [], [1, 2, 3]]]:
+        with subtests.test(plan=plan):
+            parts = planned_parts("Policy.plan", plan, 4)
+            assert [part.tolist() for part in parts] == [list(part) for part in plan if part]
 
 
-@pytest.mark.parametrize(
-    "plan", [[], [[0, 1, 2]], [[0, 1, 2, 3, 3]], [[0, 1], [1, 2]], [[0, 1, 2, 4]], [[-1, 0, 1, 2]], [[0, 1, 2, 3, 4]]]
-)
-def test_a_plan_that_misses_or_repeats_a_row_is_refused(plan):
-    with pytest.raises(ContractError, match=r"Policy\.plan must return every row of range\(4\) exactly once"):
-        planned_parts("Policy.plan", plan, 4)
+def test_a_plan_that_misses_or_repeats_a_row_is_refused(subtests):
+    for plan in [
+        [],
+        [[0, 1, 2]],
+        [[0, 1, 2, 3, 3]],
+        [[0, 1], [1, 2]],
+        [[0, 1, 2, 4]],
+        [[-1, 0, 1, 2]],
+        [[0, 1, 2, 3, 4]],
+    ]:
+        with (
+            subtests.test(plan=plan),
+            pytest.raises(ContractError, match=r"Policy\.plan must return every row of range\(4\) exactly once"),
+        ):
+            planned_parts("Policy.plan", plan, 4)
 
 
 @settings(max_examples=80, deadline=None)

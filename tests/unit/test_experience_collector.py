@@ -1,0 +1,423 @@
+"""One iteration's experience: what is asked of the policy and in which order, what is checked, and what the batch holds."""
+
+import copy
+import math
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import ActionScores, ConfigError, ContractError, ExperienceBatch, ProtocolError, RewardConfig, SampledActions
+from grpo.experience_collector import ExperienceCollector
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.policies import ExactSampling, GroupScoring, Planning, RowScoring, TablePolicy
+
+ACTIONS = [[0, 1, 1], [1, 0, 2]]
+"""Three actions of the states "a" and "b"."""
+
+
+def value_of(states: Any, actions: Any) -> list[float]:
+    """The action, and 10 more in state "b"."""
+    return [action + 10.0 * (state == "b") for state, action in zip(states, actions, strict=True)]
+
+
+def scripted(**others: Any) -> TablePolicy:
+    return TablePolicy(num_actions=3, script=ACTIONS, **others)
+
+
+def collector_of(policy: Any, judge: Any = value_of, group_size: int = 3, **others: Any) -> ExperienceCollector:
+    return ExperienceCollector(policy=policy, reward_model=judge, group_size=group_size, **others)
+
+
+def zeros(states: Any, actions: Any) -> list[float]:
+    return [0.0] * len(actions)
+
+
+# The constructor
+
+
+def test_what_is_missing_is_named_at_once() -> None:
+    class Wrong:
+        def generate_actions(self, states: Any, num_actions_per_state: int) -> Any: ...
+
+    with pytest.raises(ProtocolError, match=r"^policy must implement PolicyModel; Wrong lacks get_log_probabilities"):
+        collector_of(Wrong())
+    with pytest.raises(ProtocolError, match=r"^reference_policy must implement PolicyModel; Wrong lacks"):
+        collector_of(TablePolicy(), reference_policy=Wrong(), use_reference=True)
+    with pytest.raises(ProtocolError, match=r"^reward_model must implement RewardModel; int lacks"):
+        collector_of(TablePolicy(), 3)
+    with pytest.raises(ConfigError, match="TablePolicy has no reference_log_probabilities"):
+        collector_of(TablePolicy(), use_reference=True)
+
+
+def test_only_a_policy_without_a_sampler_of_its_own_scores_itself() -> None:
+    assert collector_of(TablePolicy()).scores_itself is True
+    assert collector_of(ExactSampling()).scores_itself is False
+
+
+# Collecting
+
+
+def test_a_batch_by_hand() -> None:
+    batch = collector_of(scripted()).collect(["a", "b"])
+    assert batch.states == ["a"] * 3 + ["b"] * 3
+    assert batch.actions == [0, 1, 1, 1, 0, 2]
+    assert batch.group_ids.tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch.rewards.tolist() == [0, 1, 1, 11, 10, 12]
+    assert batch.mask.tolist() == [[True]] * 6
+    assert batch.old_log_probs is not None
+    assert batch.old_log_probs.flatten().tolist() == pytest.approx([-math.log(3.0)] * 6)
+    assert (batch.behaviour_log_probs, batch.entropy, batch.values) == (None, None, None)
+    assert {name: value for name, value in batch.metrics.items() if not name.startswith("time/")} == {
+        "rows/dropped": 0.0,
+        "rewards/zeroed": 0.0,
+        "rewards/retries": 0.0,
+    }
+
+
+def test_no_states_are_refused() -> None:
+    policy = TablePolicy()
+    for states in ([], (), torch.zeros(0, 3)):
+        with pytest.raises(ContractError, match="No states to act in: pass at least one"):
+            collector_of(policy).collect(states)
+    assert policy.calls["generate"] == 0
+
+
+def test_seconds_are_those_of_sampling_scoring_and_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is read four times: at the start, and after each of the three."""
+    clock = iter([100.0, 101.0, 103.0, 107.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    metrics = collector_of(scripted()).collect(["a", "b"]).metrics
+    assert [metrics[f"time/{name}"] for name in ("sample", "score", "reward")] == [1.0, 2.0, 4.0]
+
+
+def test_sampling_and_rewards_have_no_gradient_and_the_policy_is_in_evaluation_mode() -> None:
+    seen = []
+
+    class Watching(TablePolicy):
+        def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+            seen.append((torch.is_grad_enabled(), self.training))
+            return super().generate_actions(states, num_actions_per_state)
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        seen.append((torch.is_grad_enabled(), policy.training))
+        return zeros(states, actions)
+
+    policy = Watching()
+    collector = collector_of(policy, reward)
+    policy.train()
+    batch = collector.collect(["a", "b"])
+    policy.train()
+    collector.rewards_of(["a", "b"], 2)
+    assert seen == [(False, False)] * 4
+    assert batch.old_log_probs is not None
+    assert not batch.old_log_probs.requires_grad
+
+
+def test_a_plain_policy_that_decides_once_per_row_is_scored_once_and_never_again() -> None:
+    """Its steps are known from the first pass on; what lies in between is known without one."""
+    policy = scripted()
+    collector = collector_of(policy)
+    assert collector.collect(["a", "b"]).old_log_probs is not None
+    batch = collector.collect(["a", "b"])
+    assert (policy.calls["score"], policy.calls["generate"]) == (1, 2)
+    assert batch.old_log_probs is None
+    assert batch.mask.tolist() == [[True]] * 6
+
+
+def test_a_samplers_mask_scores_and_metrics_are_taken_as_they_are() -> None:
+    class Telling(ExactSampling):
+        def sample_actions(self, states: Any, num_actions_per_state: int) -> SampledActions:
+            sampled = super().sample_actions(states, num_actions_per_state)
+            assert sampled.scores is not None
+            apart = replace(sampled.scores, log_probs=sampled.scores.log_probs - 1.0)
+            return replace(sampled, scores=apart, metrics={"sampler/tokens": 7.0, "rows/dropped": 99.0})
+
+    policy = Telling()
+    batch = collector_of(policy, zeros).collect([0, 1])
+    assert batch.behaviour_log_probs is not None
+    assert batch.old_log_probs is not None
+    assert torch.equal(batch.old_log_probs, batch.behaviour_log_probs - 1.0)
+    assert policy.calls == {"sample": 1}
+    assert batch.metrics["sampler/tokens"] == 7.0
+    assert batch.metrics["rows/dropped"] == 0.0
+
+
+def test_what_a_policy_returns_is_checked_before_rewards_are_asked_for(subtests: pytest.Subtests) -> None:
+    def never(states: Any, actions: Any) -> Any:
+        raise AssertionError("asked for rewards")
+
+    def with_behaviour(value: float) -> Any:
+        sampled = ExactSampling().sample_actions([0, 1], 3)
+        assert sampled.behaviour_log_probs is not None
+        behaviour = sampled.behaviour_log_probs.clone()
+        behaviour[4, 0] = value
+        return replace(sampled, behaviour_log_probs=behaviour)
+
+    cases: list[tuple[type, str, Any, str]] = [
+        (
+            TablePolicy,
+            "generate_actions",
+            [[0, 1]],
+            r"generate_actions must return 3 actions for each of 2 states; got 1",
+        ),
+        (TablePolicy, "get_log_probabilities", torch.zeros(5), r"get_log_probabilities must return \[N\] = \[6\]"),
+        (TablePolicy, "get_log_probabilities", torch.full((6,), -math.inf), r": old_log_probs of sampled .* finite"),
+        (RowScoring, "score_actions", torch.zeros(6), r"score_actions must return ActionScores"),
+        (GroupScoring, "score_groups", torch.zeros(6), r"score_groups must return ActionScores"),
+        (Planning, "plan_micro_batches", [[0, 1]], r"plan_micro_batches must return every row of range\(6\)"),
+        (ExactSampling, "sample_actions", [[0] * 3] * 2, r"sample_actions must return SampledActions"),
+        (
+            ExactSampling,
+            "sample_actions",
+            replace(ExactSampling().sample_actions([0, 1], 3), actions=[[(0,)] * 3]),
+            r"sample_actions must return 3 actions for each of 2 states; got 1",
+        ),
+        (ExactSampling, "sample_actions", with_behaviour(-math.inf), r": behaviour_log_probs .*rows \[4\] are not"),
+    ]
+    for kind, method, answer, message in cases:
+        with subtests.test(message=message):
+            policy = TablePolicy((0, 1)) if kind is TablePolicy else kind()
+            setattr(policy, method, lambda *arguments, answer=answer: answer)
+            with as_users_run_it(), pytest.raises(ContractError, match=rf"^{kind.__name__}(\.|: |){message}"):
+                collector_of(policy, never).collect([0, 1])
+    unscored = ExactSampling()
+    unscored.sample_actions = lambda *arguments: with_behaviour(math.nan)  # type: ignore[method-assign]
+    assert collector_of(unscored, zeros).collect([0, 1]).num_rows == 6
+
+
+def test_rows_without_a_reward_leave_with_everything_of_theirs(subtests: pytest.Subtests) -> None:
+    kinds: list[Any] = [lambda: TablePolicy((0, 1)), RowScoring, GroupScoring, ExactSampling]
+    for make in kinds:
+        policy = make()
+        with subtests.test(policy=type(policy).__name__):
+            seen: list[Any] = []
+
+            def reward(states: Any, actions: Any, seen: list[Any] = seen) -> list[float]:
+                seen.extend(actions)
+                return [1.0, math.nan, 3.0, math.inf, 5.0, 6.0]
+
+            twin = copy.deepcopy(policy)
+            torch.manual_seed(5)
+            whole = collector_of(twin, zeros).collect([0, 1])
+            torch.manual_seed(5)
+            batch = collector_of(policy, reward, reward=RewardConfig(non_finite="drop")).collect([0, 1])
+            kept = [0, 2, 4, 5]
+            assert batch.rewards.tolist() == [1, 3, 5, 6]
+            assert batch.states == [0, 0, 1, 1]
+            assert batch.group_ids.tolist() == [0, 0, 1, 1]
+            assert batch.actions == [seen[row] for row in kept]
+            assert batch.mask.tolist() == whole.mask[kept].tolist()
+            assert whole.old_log_probs is not None
+            assert batch.old_log_probs is not None
+            assert torch.equal(batch.old_log_probs.nan_to_num(), whole.old_log_probs[kept].nan_to_num())
+            assert batch.metrics["rows/dropped"] == 2.0
+
+
+def test_rewards_see_the_samplers_steps() -> None:
+    """Rewards of steps that the sampler masks count as 0, in a batch and in an evaluation."""
+
+    class TwoSteps(ExactSampling):
+        def sample_actions(self, states: Any, num_actions_per_state: int) -> SampledActions:
+            return SampledActions(actions=[[(1, 0), (0,)]], mask=torch.tensor([[True, True], [True, False]]))
+
+    def steps(states: Any, actions: Any) -> Tensor:
+        return torch.tensor([[1.0, 2.0], [3.0, math.nan]])
+
+    collector = collector_of(TwoSteps(), steps, group_size=2)
+    assert collector.collect([0]).rewards.tolist() == [[1, 2], [3, 0]]
+    assert collector.rewards_of([0], 2).tolist() == [3, 3]
+
+
+def test_rewards_of_fresh_actions_are_one_number_per_row() -> None:
+    policy = scripted()
+    assert collector_of(policy, group_size=99).rewards_of(["a", "b"], 3).tolist() == [0, 1, 1, 11, 10, 12]
+    assert policy.calls == {"generate": 1}
+
+
+def test_everything_that_the_policy_computes_is_in_the_context() -> None:
+    entered: list[int] = []
+
+    @contextmanager
+    def autocast() -> Any:
+        entered.append(1)
+        yield
+        entered.append(-1)
+
+    class Inside(TablePolicy):
+        def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+            assert sum(entered) == 1
+            return super().generate_actions(states, num_actions_per_state)
+
+        def get_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+            assert sum(entered) == 1
+            return super().get_log_probabilities(states, actions)
+
+    collector = collector_of(
+        Inside(), zeros, autocast=autocast, reference_policy=Inside(), use_reference=True, group_size=2
+    )
+    collector.complete(collector.collect(["a", "b"]), several_updates=True)
+    assert entered == [1, -1] * 3
+
+
+# Completing
+
+RAGGED: dict[str, Any] = {
+    "states": [0, 0],
+    "actions": [(1, 2, 0), (0,)],
+    "rewards": [0.0, 1.0],
+    "group_ids": [0, 0],
+    "mask": torch.tensor([[True, True, True, False], [True, False, False, False]]),
+}
+"""Rows of three and one steps, with a column more than the longest row has."""
+
+
+class Telling(RowScoring):
+    """Tells a critic's values and the keys of states as well."""
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        values = torch.full(scores.mask.shape, 3.0, dtype=torch.float64)
+        return replace(scores, values=values, final_values=torch.tensor([4.0, 5.0], dtype=torch.float64))
+
+    def state_keys(self, states: Any, actions: Any) -> Tensor:
+        self.calls["keys"] += 1
+        return torch.tensor([[1, 2, 3], [1, 0, 0]])
+
+
+def test_with_one_update_nothing_is_missing() -> None:
+    policy = RowScoring()
+    batch = ExperienceBatch.from_rows(**RAGGED)
+    assert collector_of(policy).complete(batch, several_updates=False) is batch
+    assert policy.calls == {}
+
+
+def test_with_several_updates_scores_before_them_are_added() -> None:
+    policy = RowScoring()
+    batch = ExperienceBatch.from_rows(**RAGGED)
+    policy.train()
+    whole = collector_of(policy).complete(batch, several_updates=True)
+    assert policy.calls == {"score": 1}
+    assert not policy.training
+    assert whole.old_log_probs is not None
+    assert whole.old_log_probs.shape == (2, 4)
+    sums = torch.where(batch.mask, whole.old_log_probs, 0.0).sum(1)
+    expected = policy.get_log_probabilities(RAGGED["states"], RAGGED["actions"]).detach()
+    torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
+    assert (whole.entropy, whole.values, whole.state_keys) == (None, None, None)
+    assert collector_of(policy).complete(whole, several_updates=True) is whole
+
+
+def test_what_is_needed_is_added_and_padded_to_the_batchs_steps() -> None:
+    policy = Telling()
+    needs = ("entropy", "values", "state_keys")
+    whole = collector_of(policy, needs=needs).complete(ExperienceBatch.from_rows(**RAGGED), several_updates=False)
+    assert policy.calls == {"score": 1, "keys": 1}
+    assert whole.entropy is not None
+    assert whole.values is not None
+    assert whole.final_values is not None
+    assert whole.state_keys is not None
+    assert whole.entropy.shape == (2, 4)
+    assert whole.values.tolist() == [[3, 3, 3, 0], [3, 3, 3, 0]]
+    assert whole.final_values.tolist() == [4, 5]
+    assert whole.state_keys.tolist() == [[1, 2, 3, 0], [1, 0, 0, 0]]
+
+
+def test_state_keys_alone_need_no_scores_and_are_not_asked_for_twice() -> None:
+    policy = Telling()
+    collector = collector_of(policy, needs=("state_keys",))
+    whole = collector.complete(ExperienceBatch.from_rows(**RAGGED), several_updates=False)
+    assert policy.calls == {"keys": 1}
+    assert collector.complete(whole, several_updates=False) is whole
+    keys = torch.zeros(2, 4, dtype=torch.int64)
+    given = ExperienceBatch.from_rows(**RAGGED, state_keys=keys)
+    assert collector.complete(given, several_updates=False) is given
+
+
+def test_old_log_probs_that_only_found_the_steps_are_left_out_with_one_update() -> None:
+    """With one update the current policy is the old one. What a sampler or an earlier pass told is kept where it is read."""
+    known = ExperienceBatch.from_rows(**RAGGED)
+    known = replace(known, old_log_probs=torch.zeros(2, 4), entropy=torch.zeros(2, 4))
+    assert collector_of(RowScoring()).complete(known, several_updates=False).old_log_probs is None
+    assert collector_of(RowScoring()).complete(known, several_updates=True) is known
+    assert collector_of(RowScoring(), needs=("entropy",)).complete(known, several_updates=False) is known
+    assert collector_of(ExactSampling()).complete(known, several_updates=False) is known
+
+
+def test_a_reference_is_scored_once(subtests: pytest.Subtests) -> None:
+    class Own(RowScoring):
+        def reference_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+            return torch.full((2, 3), -2.0, dtype=torch.float64)
+
+    for policy, reference in [(RowScoring(), RowScoring()), (Own(), None)]:
+        with subtests.test(reference=reference is not None):
+            collector = collector_of(policy, reference_policy=reference, use_reference=True)
+            whole = collector.complete(ExperienceBatch.from_rows(**RAGGED), several_updates=False)
+            assert whole.ref_log_probs is not None
+            assert whole.ref_log_probs.shape == (2, 4)
+            assert policy.calls == {}
+            if reference is None:
+                assert whole.ref_log_probs[0, :3].tolist() == [-2] * 3
+            else:
+                assert reference.calls == {"score": 1}
+            assert collector.complete(whole, several_updates=False) is whole
+    unused = collector_of(RowScoring(), reference_policy=RowScoring())
+    assert unused.complete(ExperienceBatch.from_rows(**RAGGED), several_updates=False).ref_log_probs is None
+
+
+def test_other_steps_and_log_probs_that_are_not_finite_are_refused() -> None:
+    batch = ExperienceBatch.from_rows(**{**RAGGED, "mask": None})  # one step per row
+    with pytest.raises(ContractError, match=r"RowScoring must score the batch's steps, and the masks differ"):
+        collector_of(RowScoring()).complete(batch, several_updates=True)
+
+    class Bad(RowScoring):
+        def score_actions(self, states: Any, actions: Any) -> ActionScores:
+            scores = super().score_actions(states, actions)
+            return replace(scores, log_probs=torch.full_like(scores.log_probs, -math.inf))
+
+    with pytest.raises(ContractError, match=r"Bad: old_log_probs of sampled steps must be finite; rows \[0, 1\]"):
+        collector_of(Bad()).complete(ExperienceBatch.from_rows(**RAGGED), several_updates=True)
+    own = collector_of(RowScoring(), reference_policy=Bad(), use_reference=True)
+    with pytest.raises(ContractError, match=r"RowScoring: ref_log_probs of sampled steps must be finite"):
+        own.complete(ExperienceBatch.from_rows(**RAGGED), several_updates=False)
+
+
+def test_seconds_of_scoring_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 13.0, 20.0, 25.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    batch = ExperienceBatch.from_rows(**RAGGED)
+    collector = collector_of(RowScoring())
+    first = collector.complete(replace(batch, metrics={"rows/dropped": 1.0}), several_updates=True)
+    assert first.metrics == {"rows/dropped": 1.0, "time/score": 3.0}
+    again = collector.complete(replace(first, old_log_probs=None), several_updates=True)
+    assert again.metrics["time/score"] == 8.0
+
+
+# Parts
+
+
+def test_forwards_follow_the_policys_plan_and_else_the_micro_batch_size() -> None:
+    states, actions = [0] * 5, [(0,)] * 5
+    assert collector_of(RowScoring()).plan_parts(states, actions) == [slice(0, 5)]
+    in_twos = collector_of(RowScoring(), micro_batch_size=2)
+    assert in_twos.plan_parts(states, actions) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert in_twos.plan_parts(states, actions, torch.tensor([4, 0, 3])) == [slice(0, 2), slice(2, 3)]
+    assert in_twos.plan_parts(states, actions, slice(1, 1)) == []
+
+    planning = Planning()
+    planning.plan = lambda num_rows: [[num_rows - 1], list(range(num_rows - 1))]  # type: ignore[method-assign]
+    planned = collector_of(planning, micro_batch_size=2)
+    assert [part.tolist() for part in planned.plan_parts(states, actions)] == [[4], [0, 1, 2, 3]]  # type: ignore[union-attr]
+    assert [part.tolist() for part in planned.plan_parts(states, actions, slice(2, 5))] == [[2], [0, 1]]  # type: ignore[union-attr]
+    assert planned.plan_parts(states, actions, slice(2, 2)) == []
+    assert planning.calls["plan"] == 2
+
+
+def test_rows_are_scored_in_their_parts() -> None:
+    policy = RowScoring()
+    collector = collector_of(policy, zeros, micro_batch_size=4)
+    collector.collect([0, 1])
+    assert policy.rows_scored == [4, 2]
