@@ -17,16 +17,12 @@ from grpo import (
     ExperienceBatch,
     GRPOConfig,
     GRPOTrainer,
-    Mask,
     ObjectiveConfig,
     ObjectiveOutput,
     RewardConfig,
-    Truncate,
     WeightedRewards,
 )
-from grpo._training.requirements import require_discrete
-from grpo.surrogates import Clip, Dppo, Gmpo, Vespo
-from tests.support.policies import EpisodePolicy, RowScoring, TablePolicy
+from tests.support.policies import RowScoring, TablePolicy
 
 
 def totals(states: Any, actions: Any) -> list[float]:
@@ -177,46 +173,6 @@ def test_an_entropy_to_control_has_to_be_known_from_the_start() -> None:
         trainer.step(["a", "b"])
 
 
-def test_what_works_on_rows_is_refused_where_steps_are_split(subtests: pytest.Subtests) -> None:
-    for settings in [
-        {"surrogate": Clip(level="row")},
-        {"surrogate": Clip(level="row_sum")},
-        {"surrogate": Clip(level="row_step")},
-        {"surrogate": Gmpo()},
-        {"surrogate": Vespo()},
-        {"sampler_correction": Truncate(level="row")},
-        {"sampler_correction": Mask(level="row")},
-        {"off_policy_threshold": 0.1},
-    ]:
-        with (
-            subtests.test(settings=settings),
-            pytest.raises(ConfigError, match=r"A policy with split_steps\(\) is updated step by step"),
-        ):
-            GRPOTrainer(
-                config=GRPOConfig(objective=ObjectiveConfig(**settings)),
-                policy=EpisodePolicy(),
-                reward_model=totals,
-            )
-
-
-def test_real_valued_actions_have_no_probabilities(subtests: pytest.Subtests) -> None:
-    for actions in [torch.randn(3), torch.randn(3, 2), [0.5, 1.0], [[0.1, 0.2], [0.3, 0.4]], [torch.randn(2)] * 2]:
-        with (
-            subtests.test(actions=actions),
-            pytest.raises(ConfigError, match=r"objective.surrogate=Dppo\(.*\) compares probabilities of actions"),
-        ):
-            require_discrete(Dppo(), actions)
-
-
-def test_discrete_actions_of_any_kind_have(subtests: pytest.Subtests) -> None:
-    for actions in [torch.tensor([1, 2]), [1, 2], [(1, 2), (3,)], ["left", "right"], [()], []]:
-        with subtests.test(actions=actions):
-            try:
-                require_discrete(Dppo(), actions)
-            except ConfigError as error:
-                pytest.fail(f"{actions} are refused: {error}")
-
-
 def test_a_policy_with_densities_is_refused_before_it_is_trained() -> None:
     class Normal(TablePolicy):
         def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
@@ -239,18 +195,6 @@ def test_a_group_has_as_many_rows_as_attempts() -> None:
     assert GRPOConfig(group_size=4, advantage=advantage).group_size == 4
     with pytest.raises(ConfigError, match=r"group_size=3 has fewer rows than the advantage.k=4 attempts"):
         GRPOConfig(group_size=3, advantage=advantage)
-
-
-def test_a_critic_is_trained_by_the_estimator_alone() -> None:
-    with pytest.raises(
-        ConfigError, match=r"advantages=... stands in for the estimator that advantage.credit='gae' trains"
-    ):
-        GRPOTrainer(
-            config=GRPOConfig(advantage=AdvantageConfig(credit="gae")),
-            policy=Critic(),
-            reward_model=totals,
-            advantages=lambda batch: torch.zeros(batch.num_rows),
-        )
 
 
 def test_a_critic_that_is_silent_in_updates_is_told_so() -> None:
@@ -353,14 +297,3 @@ def test_what_draws_have_cost_counts_whether_or_not_their_groups_stay() -> None:
     batch = trainer.collect([0], more_states=lambda: [1])
     assert batch.metrics["rows/dropped"] == 3
     assert batch.metrics["group_stats/num_rounds"] == 2
-
-
-def test_only_our_own_objective_is_compiled_by_a_setting() -> None:
-    config = GRPOConfig(compile_objective=True)
-    with pytest.raises(ConfigError, match=r"pass torch\.compile\(objective\)"):
-        GRPOTrainer(
-            config=config,
-            policy=TablePolicy(),
-            reward_model=lambda s, a: [0.0] * len(s),
-            objective=lambda inputs: pytest.fail("never called"),
-        )

@@ -329,15 +329,3 @@ def test_rows_without_an_advantage_are_counted_as_rows_where_steps_are_split() -
     assert by_hand(policy=policy)[0].update(batch)["rows/skipped_zero_advantage"] == 2.0
 
 
-def test_a_policy_that_splits_into_another_number_of_steps_is_refused() -> None:
-    class Short(EpisodePolicy):
-        def split_steps(self, states: Any, actions: Any) -> tuple[Tensor, Tensor]:
-            observations, moves = super().split_steps(states, actions)
-            return observations[1:], moves[1:]
-
-    policy = Short()
-    batch, observations, *_ = episode_batch(EpisodePolicy())
-    with pytest.raises(
-        ContractError, match=rf"Short\.split_steps must return one row per valid step = {len(observations)}"
-    ):
-        by_hand(policy=policy)[0].update(batch)

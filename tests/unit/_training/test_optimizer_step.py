@@ -132,15 +132,6 @@ def test_an_optimizer_that_holds_none_of_the_parameters_is_refused() -> None:
         by_hand(optimizer=torch.optim.SGD([other], lr=1.0))
 
 
-def test_two_things_that_set_the_learning_rate_are_refused() -> None:
-    policy = TablePolicy()
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
-    scheduler = CountingScheduler(optimizer)
-    for settings in ({"lr_schedule": "linear"}, {"warmup_ratio": 0.5}):
-        with pytest.raises(ConfigError, match=r"lr_scheduler and config\.lr_schedule"):
-            by_hand(policy=policy, optimizer=optimizer, lr_scheduler=scheduler, config=settings)
-
-
 def test_a_policy_without_parameters_is_scored_and_not_updated() -> None:
     class Fixed(DuckPolicy):
         def get_parameters(self) -> dict[str, Tensor]:

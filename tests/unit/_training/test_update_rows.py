@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import ActionScores, AdvantageConfig, ContractError, ExperienceBatch, ObjectiveConfig, grpo_objective
-from grpo._training.requirements import require_probabilities
+from grpo import ActionScores, AdvantageConfig, ExperienceBatch, ObjectiveConfig, grpo_objective
 from grpo._training.update_rows import UpdateRows
-from grpo.surrogates import Clip, ClipCov, Dppo, KlCov, Steps
+from grpo.surrogates import Clip, ClipCov, KlCov, Steps
 from tests.support.policies import Planning, RecordingSGD, RowScoring, TablePolicy, digest, flat, weights_of
 from tests.support.trainers import ROLLOUTS, SCRIPT, by_hand, quarters
 
@@ -324,21 +323,6 @@ def test_any_split_into_forwards_gives_the_same_gradients_whatever_is_chosen(sub
             for parts in recorded[1:]:
                 torch.testing.assert_close(parts, recorded[0], rtol=1e-10, atol=1e-14)
             assert (recorded[0].abs().amax(1) > 0).sum() >= 2
-
-
-# Probabilities
-
-
-def test_log_probs_above_rounding_are_densities(subtests: pytest.Subtests) -> None:
-    """What stands outside the mask is not looked at."""
-    for largest, is_refused in [(-0.5, False), (0.0, False), (5e-6, False), (2e-5, True), (1.0, True)]:
-        with subtests.test(largest=largest, is_refused=is_refused):
-            log_probs, mask = torch.tensor([[-1.0, largest], [7.0, 7.0]]), torch.tensor([[True, True], [False, False]])
-            if is_refused:
-                with pytest.raises(ContractError, match=r"surrogate=Dppo.*a log-prob of .* is that of a density"):
-                    require_probabilities(Dppo(), log_probs, mask)
-            else:
-                require_probabilities(Dppo(), log_probs, mask)
 
 
 # Nothing to learn from

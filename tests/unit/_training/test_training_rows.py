@@ -1,4 +1,4 @@
-"""Rows of recent iterations are used again, with the advantages and old log-probs they had, until they are too old."""
+"""The rows of an iteration: with advantages, beside rows of recent iterations until they are too old, and split in steps."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from grpo import (
+    AdvantageConfig,
+    AdvantageEstimator,
+    ContractError,
     ExperienceBatch,
     GRPOConfig,
     GRPOTrainer,
@@ -16,7 +19,8 @@ from grpo import (
     ObjectiveOutput,
     grpo_objective,
 )
-from grpo._training.training_rows import ReplayBuffer, TrainingRows
+from grpo._training.training_rows import ReplayBuffer, TrainingRows, split_steps, with_advantages
+from grpo.distributed import OneProcess
 from tests.support.policies import RecordingSGD, RowScoring, TablePolicy
 
 
@@ -176,3 +180,124 @@ def test_kept_rows_are_saved_and_restored() -> None:
     for name in ("group_ids", "rewards", "mask"):
         assert torch.equal(getattr(theirs.batch, name), getattr(ours.batch, name)), name
     assert torch.equal(theirs.advantages, ours.advantages)
+
+
+def test_a_reference_that_has_moved_is_forgotten() -> None:
+    buffer = ReplayBuffer(2)
+    scored = replace(PER_ROW, batch=replace(PER_ROW.batch, ref_log_probs=torch.zeros(2, 2)))
+    for rows in (scored, scored):
+        buffer.join(rows)
+    buffer.forget_reference()
+    for _ in range(2):  # as many iterations are kept as before
+        joined = buffer.join(scored)
+        assert joined.num_replayed == 4
+    assert scored.batch.ref_log_probs is not None
+
+
+# Advantages
+
+
+class TwoRanks(OneProcess):
+    """This rank comes second. The first rank has one row, of one step and reward 6."""
+
+    rank, num_ranks = 1, 2
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
+        first = rows.new_zeros(1, *rows.shape[1:])
+        first[(0,) * rows.dim()] = 6.0 if rows.is_floating_point() else 1
+        return torch.cat([first, rows]), 1
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def own_batch(rewards: Any) -> ExperienceBatch:
+    return ExperienceBatch.from_rows([0, 0], [0, 0], rewards, [0, 0], mask=mask_of([2, 1]))
+
+
+def test_the_estimator_sees_the_rewards_of_all_ranks() -> None:
+    """The mean of 6, 1 and 2 is 3; this rank's rows are the last two."""
+    estimator = AdvantageEstimator(AdvantageConfig(baseline="global_mean"))
+    rows, all_ranks = with_advantages(own_batch([1.0, 2.0]), estimator, TwoRanks())
+    assert all_ranks.advantages.tolist() == [3.0, -2.0, -1.0]
+    assert rows.advantages.tolist() == [-2.0, -1.0]
+    assert rows.returns is None
+    assert rows.batch.num_rows == 2
+    assert all_ranks.batch.num_rows == 3
+
+
+def test_a_callable_of_the_users_sees_the_rows_of_its_rank() -> None:
+    seen: list[ExperienceBatch] = []
+
+    def advantages(batch: ExperienceBatch) -> Tensor:
+        seen.append(batch)
+        return torch.tensor([0.5, -0.5])
+
+    batch = own_batch([1.0, 2.0])
+    rows, all_ranks = with_advantages(batch, advantages, TwoRanks())
+    assert seen == [batch]
+    assert rows.advantages.tolist() == [0.5, -0.5]
+    assert all_ranks.advantages.tolist() == [6.0, 0.5, -0.5]
+
+
+def test_a_critics_returns_are_those_of_this_ranks_rows() -> None:
+    """Lambda 1 and no discount: the return of a step is the sum of the rewards from there on."""
+    estimator = AdvantageEstimator(AdvantageConfig(credit="gae", gae_lambda=1.0))
+    batch = replace(own_batch([[1.0, 2.0], [4.0, 0.0]]), values=torch.zeros(2, 2))
+    rows, all_ranks = with_advantages(batch, estimator, OneProcess())
+    assert rows.returns is not None
+    assert rows.returns.tolist() == [[3.0, 2.0], [4.0, 0.0]]
+    assert rows.advantages.shape == all_ranks.advantages.shape == (2, 2)
+
+
+# Steps as rows
+
+
+class Splitting(TablePolicy):
+    """`SplitsSteps`: states and actions of steps are numbered."""
+
+    num_missing = 0
+
+    def split_steps(self, states: Any, actions: Any) -> tuple[list[int], list[int]]:
+        return [10, 11, 12], [20, 21, 22][self.num_missing :]
+
+
+def test_steps_become_rows_with_all_that_is_known_of_them() -> None:
+    """Rows of two steps and of one: what stands outside the mask is left out."""
+    known = {
+        name: torch.tensor([[1.0, 2.0], [3.0, 99.0]]) + place
+        for place, name in enumerate(["old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy", "values"])
+    }
+    batch = replace(own_batch([5.0, 6.0]), **known, reward_components={"x": torch.zeros(2)}, final_values=torch.ones(2))
+    rows = TrainingRows(
+        batch=batch, advantages=torch.tensor([0.5, -1.5]), returns=torch.tensor([[7.0, 8.0], [9.0, 99.0]])
+    )
+    split = split_steps(rows, Splitting())
+    assert (split.batch.states, split.batch.actions) == ([10, 11, 12], [20, 21, 22])
+    assert split.advantages.tolist() == [0.5, 0.5, -1.5]
+    assert split.returns is not None
+    assert split.returns.tolist() == [[7.0], [8.0], [9.0]]
+    for place, name in enumerate(known):
+        assert getattr(split.batch, name).tolist() == [[1.0 + place], [2.0 + place], [3.0 + place]], name
+    assert split.batch.mask.tolist() == [[True]] * 3
+    assert split.batch.group_ids.tolist() == [0, 1, 2]
+    assert split.batch.rewards.tolist() == [0.0] * 3
+    assert split.batch.reward_components == {}
+    assert split.batch.final_values is None
+
+
+def test_advantages_of_steps_stay_with_their_steps() -> None:
+    rows = TrainingRows(batch=own_batch([5.0, 6.0]), advantages=torch.tensor([[1.0, 2.0], [3.0, 99.0]]))
+    split = split_steps(rows, Splitting())
+    assert split.advantages.tolist() == [1.0, 2.0, 3.0]
+    assert split.returns is None
+    assert split.batch.old_log_probs is None
+
+
+def test_another_number_of_steps_is_refused() -> None:
+    rows = TrainingRows(batch=own_batch([5.0, 6.0]), advantages=torch.zeros(2))
+    policy = Splitting()
+    policy.num_missing = 1
+    message = r"Splitting\.split_steps must return one row per valid step = 3; got 3 states and 2 actions"
+    with pytest.raises(ContractError, match=message):
+        split_steps(rows, policy)

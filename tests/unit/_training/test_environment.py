@@ -1,17 +1,137 @@
-"""Which reference is scored, and references that stay, are copied now and then, or follow slowly."""
+"""What surrounds the policy: seeds, devices, precision, folders of ranks, synced samplers, and references that move."""
 
 import copy
 import math
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from grpo import ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, ObjectiveConfig
-from grpo._training.environment import move_reference
+from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo._training.environment import SamplerSync, autocast, folder_of_rank, move_reference, prepare
+from grpo.distributed import OneProcess
 from tests.support.policies import TablePolicy, digest, weights_of
 from tests.support.trainers import SCRIPT, by_hand, quarters
+
+# Seeds, devices, precision, folders
+
+
+class Rank(OneProcess):
+    """One of two ranks. The first rank has drawn or been given the seed 5."""
+
+    num_ranks = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [5, value]
+
+
+class Movable:
+    """Remembers where it was moved."""
+
+    device: Any = None
+
+    def to(self, device: Any) -> None:
+        self.device = device
+
+
+def drawn_after(config: GRPOConfig, engine: Any) -> tuple[int, list[float]]:
+    """The seed of rows and states, and the numbers that the global generators then draw."""
+    torch.manual_seed(0)
+    random.seed(0)
+    seed = prepare(config, engine)
+    return seed, [float(torch.rand(())), random.random()]
+
+
+def after_seeding(seed: int) -> list[float]:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    return [float(torch.rand(())), random.random()]
+
+
+def test_a_seed_seeds_the_global_generators_and_the_data() -> None:
+    assert drawn_after(GRPOConfig(seed=3), OneProcess()) == (3, after_seeding(3))
+
+
+def test_without_a_seed_one_process_draws_one_and_leaves_the_generators_alone() -> None:
+    seed, numbers = drawn_after(GRPOConfig(), OneProcess())
+    torch.manual_seed(0)
+    assert seed == int(torch.randint(2**31, ()))
+    random.seed(0)
+    assert numbers == [float(torch.rand(())), random.random()]
+
+
+def test_ranks_share_the_seed_of_the_data_and_draw_other_numbers(subtests: pytest.Subtests) -> None:
+    for config in (GRPOConfig(), GRPOConfig(seed=5)):
+        for rank in (0, 1):
+            with subtests.test(seed=config.seed, rank=rank):
+                assert drawn_after(config, Rank(rank)) == (5, after_seeding(5 + rank))
+
+
+def test_the_largest_seed_has_a_successor() -> None:
+    class Last(Rank):
+        def gather_objects(self, value: Any) -> list[Any]:
+            return [2**64 - 1, value]
+
+    assert drawn_after(GRPOConfig(), Last(1)) == (2**64 - 1, after_seeding(0))
+
+
+def test_models_are_moved_where_a_device_is_set() -> None:
+    moved, left = Movable(), Movable()
+    prepare(GRPOConfig(device="cpu"), OneProcess(), moved, None)
+    prepare(GRPOConfig(), OneProcess(), left, None)
+    assert moved.device == "cpu"
+    assert left.device is None
+
+
+def test_autocast_is_on_where_a_precision_is_set() -> None:
+    matrix = torch.ones(2, 2)
+    for dtype, expected in ((None, torch.float32), ("bfloat16", torch.bfloat16)):
+        with autocast(GRPOConfig(autocast_dtype=dtype), torch.device("cpu")):
+            assert (matrix @ matrix).dtype == expected
+
+
+def test_each_of_several_ranks_has_a_folder() -> None:
+    assert folder_of_rank("runs", OneProcess()) == Path("runs")
+    assert folder_of_rank("runs", Rank(0)) == Path("runs/rank-0")
+    assert folder_of_rank(Path("runs"), Rank(1)) == Path("runs/rank-1")
+
+
+# A sampler with weights of its own
+
+
+class Synced(TablePolicy):
+    """`SyncsSampler`."""
+
+    def sync_sampler(self) -> None:
+        self.calls["sync"] += 1
+
+
+def test_the_sampler_is_synced_when_its_weights_are_stale() -> None:
+    policy = Synced()
+    sampler = SamplerSync(policy)
+    assert sampler.is_stale
+    for _ in range(2):
+        sampler.sync()
+        assert not sampler.is_stale
+        assert policy.calls["sync"] == 1
+    sampler.is_stale = True
+    sampler.sync()
+    assert policy.calls["sync"] == 2
+
+
+def test_a_policy_without_a_separate_sampler_is_never_stale_after_a_sync() -> None:
+    sampler = SamplerSync(TablePolicy())
+    sampler.sync()
+    assert not sampler.is_stale
+
+
+# References
 
 
 class WithReference(TablePolicy):
@@ -65,43 +185,6 @@ def test_a_reference_is_frozen_in_evaluation_and_stays_as_it_was() -> None:
     assert not reference.training
 
 
-def test_kl_without_a_reference_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"objective\.kl_coef=0\.04 needs a reference.*reference_policy=.*kl_coef=0"):
-        by_hand(config={"objective": ObjectiveConfig(kl_coef=0.04)})
-
-
-def test_a_reference_that_shares_parameters_is_refused() -> None:
-    policy = TablePolicy()
-    for reference in (policy, copy.copy(policy)):
-        with pytest.raises(ConfigError, match=r"reference_policy shares parameters with policy \(logits\).*deepcopy"):
-            by_hand(policy=policy, reference_policy=reference)
-    by_hand(policy=policy, reference_policy=copy.deepcopy(policy))
-
-
-def test_parameters_without_an_entry_are_shared_with_nobody() -> None:
-    """All of them have the same address, 0."""
-
-    class Padded(TablePolicy):
-        def __init__(self) -> None:
-            super().__init__(script=SCRIPT)
-            self.nothing = torch.nn.Parameter(torch.empty(0, 3))
-
-    policy = Padded()
-    trainer, _ = by_hand(policy=policy, reference_policy=copy.deepcopy(policy))
-    trainer.step(["a", "b"])
-    assert policy.logits.tolist() == [[0.125, -0.125]] * 2  # the KL to an equal has no gradient
-
-
-def test_k1_as_a_loss_warns_and_only_where_it_is_the_loss() -> None:
-    objective = ObjectiveConfig(kl_estimator="k1", kl_coef=0.1)
-    with pytest.warns(GRPOWarning, match="gradient of zero in expectation"):
-        by_hand(reference_policy=quarters(), config={"objective": objective})
-    with pytest.warns(GRPOWarning, match="gradient of zero in expectation"):  # kl_coef=None: on with a reference
-        by_hand(reference_policy=quarters(), config={"objective": ObjectiveConfig(kl_estimator="k1")})
-    by_hand(config={"objective": ObjectiveConfig(kl_estimator="k1")})
-    by_hand(reference_policy=quarters(), config={"objective": ObjectiveConfig(kl_estimator="k1", kl_coef=0.0)})
-
-
 # A reference that moves
 
 
@@ -151,22 +234,3 @@ def test_a_move_by_hand() -> None:
     assert [move_reference(config, policy, reference, iteration) for iteration in (1, 2, 3)] == [False, True, False]
     assert reference.logits.tolist() == [[0.25, 3.0]] * 2
     assert policy.logits.tolist() == [[1.0, 0.0]] * 2
-
-
-def test_nothing_to_move_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"reference_sync_every needs a reference"):
-        GRPOTrainer(
-            config=GRPOConfig(reference_sync_every=1), policy=TablePolicy(), reward_model=lambda s, a: [0.0] * len(s)
-        )
-
-
-def test_a_reference_of_another_shape_is_refused() -> None:
-    other = TablePolicy()
-    other.register_parameter("bias", torch.nn.Parameter(torch.zeros(1)))
-    with pytest.raises(ConfigError, match=r"only one of them has \['bias'\]"):
-        GRPOTrainer(
-            config=GRPOConfig(reference_sync_every=1),
-            policy=TablePolicy(),
-            reward_model=lambda s, a: [0.0] * len(s),
-            reference_policy=other,
-        )

@@ -1,0 +1,301 @@
+"""What settings ask of the policy, of its reference and of the trainer's other arguments; and what they refuse."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import (
+    AdvantageConfig,
+    ConfigError,
+    ContractError,
+    GRPOConfig,
+    GRPOWarning,
+    KLControl,
+    Mask,
+    ObjectiveConfig,
+    ProtocolError,
+    Truncate,
+)
+from grpo._training.requirements import (
+    first_kl_coef,
+    require_consistent,
+    require_discrete,
+    require_probabilities,
+    require_reference,
+    required_scores,
+)
+from grpo.surrogates import Clip, Dppo, Gmpo, Vespo
+from tests.support.policies import EpisodePolicy, TablePolicy
+
+# Arguments that contradict one another
+
+
+def check(config: GRPOConfig, policy: Any = None, **arguments: Any) -> None:
+    given = {"lr_scheduler": None, "objective": None, "advantages": None, **arguments}
+    require_consistent(config, TablePolicy() if policy is None else policy, **given)
+
+
+def of_objective(**settings: Any) -> GRPOConfig:
+    return GRPOConfig(objective=ObjectiveConfig(**settings))
+
+
+OF_ROWS: list[dict[str, Any]] = [
+    {"surrogate": Clip(level="row")},
+    {"surrogate": Clip(level="row_sum")},
+    {"surrogate": Clip(level="row_step")},
+    {"surrogate": Gmpo()},
+    {"surrogate": Vespo()},
+    {"sampler_correction": Truncate(level="row")},
+    {"sampler_correction": Mask(level="row")},
+    {"off_policy_threshold": 0.1},
+]
+"""Settings of a loss that looks at whole rows."""
+
+
+def test_a_loss_of_rows_is_refused_where_steps_are_split(subtests: pytest.Subtests) -> None:
+    for settings in OF_ROWS:
+        with subtests.test(settings=settings):
+            with pytest.raises(ConfigError, match=r"A policy with split_steps\(\) is updated step by step"):
+                check(of_objective(**settings), EpisodePolicy())
+            check(of_objective(**settings))  # a policy that keeps its rows whole
+            check(of_objective(**settings), EpisodePolicy(), objective=lambda inputs: inputs)  # a loss of the user's
+
+
+def test_a_loss_of_steps_is_accepted_where_steps_are_split(subtests: pytest.Subtests) -> None:
+    for settings in [{}, {"surrogate": Clip(level="none")}, {"sampler_correction": Truncate(level="step")}]:
+        with subtests.test(settings=settings):
+            check(of_objective(**settings), EpisodePolicy())
+
+
+def test_two_things_that_set_the_learning_rate_are_refused(subtests: pytest.Subtests) -> None:
+    for settings in ({"lr_schedule": "linear"}, {"warmup_ratio": 0.5}):
+        with subtests.test(settings=settings):
+            with pytest.raises(ConfigError, match=r"lr_scheduler and config\.lr_schedule"):
+                check(GRPOConfig(**settings), lr_scheduler=object())
+            check(GRPOConfig(**settings))
+    check(GRPOConfig(), lr_scheduler=object())
+
+
+def test_a_setting_compiles_our_own_objective_only() -> None:
+    config = GRPOConfig(compile_objective=True)
+    with pytest.raises(ConfigError, match=r"pass torch\.compile\(objective\)"):
+        check(config, objective=lambda inputs: inputs)
+    check(config)
+    check(GRPOConfig(), objective=lambda inputs: inputs)
+
+
+def test_a_critic_is_trained_by_the_estimator_alone() -> None:
+    config = GRPOConfig(advantage=AdvantageConfig(credit="gae"))
+    with pytest.raises(
+        ConfigError, match=r"advantages=\.\.\. stands in for the estimator that advantage\.credit='gae'"
+    ):
+        check(config, advantages=lambda batch: batch)
+    check(config)
+    check(GRPOConfig(), advantages=lambda batch: batch)
+
+
+# What a batch has to hold
+
+
+def test_which_scores_are_read_at_collection(subtests: pytest.Subtests) -> None:
+    for config, expected in [
+        (GRPOConfig(), set()),
+        (GRPOConfig(replay_iterations=1), {"old_log_probs"}),
+        (of_objective(top_entropy_fraction=0.9), {"old_log_probs", "entropy"}),
+        (of_objective(surrogate="kl_cov"), {"old_log_probs"}),
+        (of_objective(surrogate="clip_cov"), {"old_log_probs"}),
+        (GRPOConfig(advantage=AdvantageConfig(credit="gae")), {"values"}),
+        (GRPOConfig(advantage=AdvantageConfig(credit="gigpo")), {"state_keys"}),
+        (GRPOConfig(advantage=AdvantageConfig(credit="return_to_go")), set()),
+    ]:
+        with subtests.test(expected=expected, config=config):
+            assert required_scores(config, has_own_loss=False) == expected
+
+
+def test_a_loss_of_the_users_reads_no_choice_of_steps(subtests: pytest.Subtests) -> None:
+    for config, expected in [
+        (of_objective(top_entropy_fraction=0.9), set()),
+        (of_objective(surrogate="kl_cov"), set()),
+        (GRPOConfig(replay_iterations=1), {"old_log_probs"}),
+        (GRPOConfig(advantage=AdvantageConfig(credit="gae")), {"values"}),
+    ]:
+        with subtests.test(expected=expected, config=config):
+            assert required_scores(config, has_own_loss=True) == expected
+
+
+# References
+
+
+def test_a_reference_that_shares_parameters_is_refused() -> None:
+    policy = TablePolicy()
+    for reference in (policy, copy.copy(policy)):
+        with pytest.raises(ConfigError, match=r"reference_policy shares parameters with policy \(logits\).*deepcopy"):
+            require_reference(GRPOConfig(), policy, reference)
+    require_reference(GRPOConfig(), policy, copy.deepcopy(policy))
+
+
+def test_at_most_three_shared_parameters_are_named() -> None:
+    class Several(TablePolicy):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("a", "b", "c"):
+                self.register_parameter(name, torch.nn.Parameter(torch.zeros(1)))
+
+    policy = Several()
+    with pytest.raises(ConfigError, match=r"with policy \(logits, a, b\), so it would move with it"):
+        require_reference(GRPOConfig(), policy, copy.copy(policy))
+
+
+def test_a_frozen_parameter_may_be_shared() -> None:
+    """What is not trained does not move."""
+    policy, reference = TablePolicy(), TablePolicy()
+    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    for each in (policy, reference):
+        each.register_parameter("frozen", frozen)
+    require_reference(GRPOConfig(), policy, reference)
+
+
+def test_a_policy_without_parameters_may_not_be_its_own_reference() -> None:
+    class Fixed(TablePolicy):
+        def get_parameters(self) -> dict[str, Tensor]:
+            return {}
+
+    policy = Fixed()
+    with pytest.raises(ConfigError, match=r"with policy \(it is the same object\)"):
+        require_reference(GRPOConfig(), policy, policy)
+
+
+def test_parameters_without_an_entry_are_shared_with_nobody() -> None:
+    """All of them have the same address, 0."""
+    policy, reference = TablePolicy(), TablePolicy()
+    for each in (policy, reference):
+        each.register_parameter("nothing", torch.nn.Parameter(torch.empty(0, 3)))
+    require_reference(GRPOConfig(), policy, reference)
+
+
+def test_a_reference_has_the_methods_of_a_policy() -> None:
+    with pytest.raises(ProtocolError, match="reference_policy"):
+        require_reference(GRPOConfig(), TablePolicy(), object())
+
+
+def test_a_moving_reference_has_to_be_there_and_to_have_the_policys_parameters() -> None:
+    moving = GRPOConfig(reference_sync_every=1)
+    with pytest.raises(ConfigError, match=r"reference_sync_every needs a reference"):
+        require_reference(moving, TablePolicy(), None)
+    require_reference(GRPOConfig(), TablePolicy(), None)
+    other = TablePolicy()
+    for name in "edcba":
+        other.register_parameter(name, torch.nn.Parameter(torch.zeros(1)))
+    with pytest.raises(ConfigError, match=r"every=1 needs .*; only one of them has \['a', 'b', 'c', 'd'\]\. Pass"):
+        require_reference(moving, TablePolicy(), other)
+    require_reference(GRPOConfig(), TablePolicy(), other)
+    require_reference(moving, TablePolicy(), TablePolicy())
+
+
+# The KL term
+
+
+class WithReference(TablePolicy):
+    """`ScoresReference`."""
+
+    def reference_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+        return torch.zeros(len(actions), dtype=torch.float64)
+
+
+def kl_coef_of(config: GRPOConfig, policy: Any = None, reference: Any = None, *, has_own_loss: bool = False) -> float:
+    return first_kl_coef(config, policy or TablePolicy(), reference, has_own_loss=has_own_loss)
+
+
+def test_the_first_kl_coefficient(subtests: pytest.Subtests) -> None:
+    """A reference alone switches the term on; a policy's own reference does not."""
+    for kl_coef, policy, reference, expected in [
+        (None, TablePolicy(), TablePolicy(), 0.04),
+        (None, TablePolicy(), None, 0.0),
+        (None, WithReference(), None, 0.0),
+        (0.0, TablePolicy(), TablePolicy(), 0.0),
+        (0.5, TablePolicy(), TablePolicy(), 0.5),
+        (0.5, WithReference(), None, 0.5),
+    ]:
+        with subtests.test(kl_coef=kl_coef, policy=policy, has_reference=reference is not None):
+            assert kl_coef_of(of_objective(kl_coef=kl_coef), policy, reference) == expected
+
+
+def test_a_kl_term_without_a_reference_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"objective\.kl_coef=0\.04 needs a reference.*reference_policy=.*kl_coef=0\.$"
+    ):
+        kl_coef_of(of_objective(kl_coef=0.04))
+    controlled = GRPOConfig(objective=ObjectiveConfig(kl_coef=0.04), kl_control=KLControl())
+    with pytest.raises(ConfigError, match=r"set kl_coef=0 and kl_control=None\."):
+        kl_coef_of(controlled)
+
+
+def test_the_exact_kl_needs_no_reference_and_reads_none() -> None:
+    config = of_objective(kl_coef=0.04, kl_estimator="exact")
+    assert kl_coef_of(config) == 0.04
+    with pytest.raises(ConfigError, match=r"kl_estimator='exact' .* would never look at reference_policy"):
+        kl_coef_of(config, reference=TablePolicy())
+
+
+def test_a_kl_control_needs_a_term_to_control() -> None:
+    with pytest.raises(ConfigError, match=r"config\.kl_control needs a KL term to control"):
+        kl_coef_of(GRPOConfig(kl_control=KLControl()))
+    assert kl_coef_of(GRPOConfig(kl_control=KLControl()), reference=TablePolicy()) == 0.04
+    assert kl_coef_of(GRPOConfig()) == 0.0
+
+
+def test_k1_warns_where_it_is_the_loss(subtests: pytest.Subtests) -> None:
+    for kl_coef, has_reference, has_own_loss, estimator, warns in [
+        (0.1, True, False, "k1", True),
+        (None, True, False, "k1", True),
+        (None, False, False, "k1", False),
+        (0.0, True, False, "k1", False),
+        (0.1, True, True, "k1", False),
+        (0.1, True, False, "k2", False),
+    ]:
+        with subtests.test(kl_coef=kl_coef, has_reference=has_reference, own=has_own_loss, estimator=estimator):
+            config = of_objective(kl_coef=kl_coef, kl_estimator=estimator)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                kl_coef_of(config, reference=TablePolicy() if has_reference else None, has_own_loss=has_own_loss)
+            assert [warning.category for warning in caught] == [GRPOWarning] * warns
+            assert all("gradient of zero in expectation" in str(warning.message) for warning in caught)
+
+
+# Probabilities
+
+
+def test_real_valued_actions_have_no_probabilities(subtests: pytest.Subtests) -> None:
+    for actions in [torch.randn(3), torch.randn(3, 2), [0.5, 1.0], [[0.1, 0.2], [0.3, 0.4]], [torch.randn(2)] * 2]:
+        with (
+            subtests.test(actions=actions),
+            pytest.raises(ConfigError, match=r"objective.surrogate=Dppo\(.*\) compares probabilities of actions"),
+        ):
+            require_discrete(Dppo(), actions)
+
+
+def test_discrete_actions_of_any_kind_have_probabilities(subtests: pytest.Subtests) -> None:
+    whole = [2.0, 3.0]  # whole numbers may well be classes
+    for actions in [torch.tensor([1, 2]), [1, 2], [(1, 2), (3,)], ["left", "right"], [()], [], whole]:
+        with subtests.test(actions=actions):
+            try:
+                require_discrete(Dppo(), actions)
+            except ConfigError as error:
+                pytest.fail(f"{actions} are refused: {error}")
+
+
+def test_log_probs_above_rounding_are_densities(subtests: pytest.Subtests) -> None:
+    """Log-probs outside the mask are not looked at. The largest one is named."""
+    for largest, is_refused in [(-0.5, False), (0.0, False), (5e-6, False), (2e-5, True), (1.0, True)]:
+        with subtests.test(largest=largest, is_refused=is_refused):
+            log_probs, mask = torch.tensor([[-1.0, largest], [7.0, 7.0]]), torch.tensor([[True, True], [False, False]])
+            if is_refused:
+                message = rf"surrogate=Dppo.*a log-prob of {largest:.3g} is that of a density"
+                with pytest.raises(ContractError, match=message):
+                    require_probabilities(Dppo(), log_probs, mask)
+            else:
+                require_probabilities(Dppo(), log_probs, mask)

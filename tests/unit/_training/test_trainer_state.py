@@ -1,0 +1,222 @@
+"""What an exact resume needs: captured, restored into another trainer, and refused where it does not fit."""
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo import AdvantageConfig, CheckpointError, EntropyControl, GRPOConfig, GRPOTrainer, KLControl, ObjectiveConfig
+from grpo._training.trainer_state import capture, require_same_iteration, restore
+from grpo.distributed import OneProcess
+from tests.support.policies import TablePolicy, digest, weights_of
+
+
+class Remembering(TablePolicy):
+    """A policy with a state beside its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = 0.0
+
+    def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+        self.memory += 1.0
+        return super().generate_actions(states, num_actions_per_state, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {"memory": self.memory}
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> Any:
+        self.memory = state["memory"]
+
+
+class Tiring:
+    """A reward that falls with every call, and has the count as its state."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, states: Any, actions: Any) -> Any:
+        self.num_calls += 1
+        return [float(action) / self.num_calls + random.random() for action in actions]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_calls": self.num_calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_calls = state["num_calls"]
+
+
+def trainer_of(*, seed: int = 1, policy: Any = None, **changes: Any) -> GRPOTrainer:
+    """With everything that has a state: a moving reference, replay, controls, a running baseline, a scheduler."""
+    policy = policy or Remembering()
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.1)
+    arguments: dict[str, Any] = {
+        "policy": policy,
+        "reward_model": Tiring(),
+        "reference_policy": TablePolicy(),
+        "optimizer": optimizer,
+        "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9),
+    }
+    config = GRPOConfig(
+        group_size=4,
+        batch_size=3,
+        seed=seed,
+        replay_iterations=1,
+        reference_sync_every=2,
+        reference_mix=0.5,
+        kl_control=KLControl(target=0.25),
+        entropy_control=EntropyControl(target=0.5, delta=0.001),
+        advantage=AdvantageConfig(normalize_rewards=True),
+        objective=ObjectiveConfig(entropy_estimator="score_function"),
+    )
+    return GRPOTrainer(config=config, **{**arguments, **changes})
+
+
+def trained(num_steps: int, **options: Any) -> GRPOTrainer:
+    trainer = trainer_of(**options)
+    for _ in range(num_steps):
+        trainer.step(["a", "b"])
+    return trainer
+
+
+def test_a_restored_trainer_goes_on_as_the_one_that_was_captured() -> None:
+    first = trained(3)
+    first.progress.position, first.progress.num_draws, first.optimizer_step.skipped_in_a_row = 7, 8, 1
+    state = copy.deepcopy(capture(first))
+    metrics = [first.step(["a", "b"]) for _ in range(2)]
+    second = trained(1, seed=2)
+    restore(second, state)
+    assert digest(capture(second)) == digest(state)
+    assert (second.iteration, second.data_seed) == (3, 1)
+    assert (second.progress.position, second.progress.num_draws) == (7, 8)
+    assert second.optimizer_step.skipped_in_a_row == 1
+    assert second.policy.memory == second.reward_model.function.num_calls == 3
+    again = [second.step(["a", "b"]) for _ in range(2)]
+    for before, after in zip(metrics, again, strict=True):
+        assert {n: v for n, v in after.items() if "time/" not in n} == {
+            n: v for n, v in before.items() if "time/" not in n
+        }
+    ends = [capture(trainer) for trainer in (first, second)]
+    for end in ends:
+        del end["stateful"]["replay"]  # the kept rows hold how long they took
+    assert digest(ends[0]) == digest(ends[1])
+
+
+def test_restoring_keeps_the_parameters_of_policy_and_reference_the_very_tensors() -> None:
+    trainer = trained(1)
+    logits, reference = trainer.policy.logits, trainer.reference_policy.logits
+    restore(trainer, copy.deepcopy(capture(trained(2))))
+    assert trainer.policy.logits is logits
+    assert trainer.reference_policy.logits is reference
+
+
+def test_every_part_with_a_state_is_captured() -> None:
+    state = capture(trained(1))
+    parts = {"policy", "advantages", "coefficients", "replay", "optimizer", "lr_scheduler", "reward_model"}
+    assert set(state["stateful"]) == set(state["kinds"]) == parts
+    assert state["kinds"]["optimizer"] == "Adam"
+    assert state["kinds"]["reward_model"] == "RewardFunction"
+    assert set(state["reference"]["parameters"]) == {"logits"}
+    assert state["counters"]["decides_once_per_row"]
+
+
+def test_without_a_reference_nothing_is_captured_of_one() -> None:
+    trainer = GRPOTrainer(config=GRPOConfig(), policy=TablePolicy(), reward_model=Tiring())
+    state = capture(trainer)
+    assert state["reference"] == {}
+    assert not state["counters"]["decides_once_per_row"]
+    restore(trainer, copy.deepcopy(state))
+    assert digest(capture(trainer)) == digest(state)
+
+
+def test_what_was_learned_of_the_policys_steps_is_restored(subtests: pytest.Subtests) -> None:
+    """A policy that has shown one log-prob per row needs no pass to find its steps."""
+    for num_steps, knows in [(0, False), (1, True)]:
+        with subtests.test(num_steps=num_steps):
+            trainer = trained(1 - num_steps)
+            restore(trainer, copy.deepcopy(capture(trained(num_steps))))
+            device = trainer.collector.scorer.one_step_device
+            assert device == (trainer.optimizer_step.device if knows else None)
+
+
+# What does not fit
+
+
+def changed(path: tuple[str, ...], value: Any = None) -> dict[str, Any]:
+    """A captured state with another value at the path, or without it."""
+    state: dict[str, Any] = copy.deepcopy(capture(trained(1)))
+    part = state
+    for key in path[:-1]:
+        part = part[key]
+    if value is None:
+        del part[path[-1]]
+    else:
+        part[path[-1]] = value
+    return state
+
+
+def test_a_state_that_does_not_fit_is_named_and_changes_nothing(subtests: pytest.Subtests) -> None:
+    for path, value, message in [
+        (("random",), None, r"The checkpoint lacks \['random'\] and has nothing that this trainer does not have"),
+        (("extra",), 1, r"The checkpoint lacks nothing and has \['extra'\] that this trainer"),
+        (("reference", "parameters"), None, r"The checkpoint's 'reference' lacks \['parameters'\] and has nothing"),
+        (("kinds", "replay"), None, r"The checkpoint's 'kinds' lacks \['replay'\] and has nothing"),
+        (("stateful", "optimizer"), None, r"The checkpoint's 'stateful' lacks \['optimizer'\] and has nothing"),
+        (("counters", "iteration"), None, r"The checkpoint's 'counters' lacks \['iteration'\] and has nothing"),
+        (("random", "torch"), None, r"The checkpoint's 'random' lacks \['torch'\] and has nothing"),
+        (("kinds", "optimizer"), "SGD", r"The checkpoint's optimizer is a SGD; this trainer's is a Adam\. Build"),
+        (("parameters", "logits"), None, r"Remembering's parameters in the checkpoint lacks \['logits'\]"),
+        (("parameters", "logits"), torch.zeros(2, 3), r"Remembering: logits has shape \[2, 2\], and \[2, 3\] in the"),
+        (("reference", "parameters", "logits"), torch.zeros(1, 2), r"reference Remembering: logits has shape \[2, 2\]"),
+        (("stateful", "policy"), {}, r"The checkpoint does not fit, and the trainer is as it was: .*policy: 'memory'"),
+        (("random", "torch"), torch.zeros(1), r"The checkpoint does not fit, and the trainer is as it was"),
+    ]:
+        with subtests.test(path=path, value=value, message=message):
+            state = changed(path, value)
+            trainer = trained(2, seed=3)
+            before = digest(capture(trainer))
+            with pytest.raises(CheckpointError, match=message):
+                restore(trainer, state)
+            assert digest(capture(trainer)) == before
+
+
+def test_the_random_generators_are_restored() -> None:
+    trainer = trained(1)
+    state = copy.deepcopy(capture(trainer))
+    drawn = torch.rand(3).tolist(), random.random(), np.random.random()  # noqa: NPY002
+    restore(trainer, state)
+    assert (torch.rand(3).tolist(), random.random(), np.random.random()) == drawn  # noqa: NPY002
+
+
+# Several ranks
+
+
+class Ranks(OneProcess):
+    """Two ranks; the other one has a checkpoint of this iteration."""
+
+    num_ranks = 2
+
+    def __init__(self, other: int) -> None:
+        self.other = other
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, self.other]
+
+
+def test_ranks_go_on_from_the_same_iteration() -> None:
+    state = {"counters": {"iteration": 3}}
+    require_same_iteration(OneProcess(), state, "folder")
+    require_same_iteration(Ranks(3), state, "folder")
+    with pytest.raises(CheckpointError, match=r"Ranks would go on from different iterations, \[3, 4\]: folder holds"):
+        require_same_iteration(Ranks(4), state, "folder")
+
+
+def test_weights_are_captured_as_they_are() -> None:
+    trainer = trained(2)
+    state = capture(trainer)
+    assert torch.equal(
+        torch.cat([value.flatten() for value in state["parameters"].values()]), weights_of(trainer.policy)
+    )
