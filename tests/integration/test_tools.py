@@ -14,7 +14,7 @@ from adapters.tools import (
     executed,
 )
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
-from tests.support import tool_functions
+from tests.support import hostile_tools, tool_functions
 
 pytestmark = pytest.mark.filterwarnings("ignore:ToolExecutor's workers are less confined")  # where tests are not root
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ToolExecutor's workers are less 
 def misbehaving(how, **fields):
     """A tool whose one parameter can have one value."""
     parameters = {"type": "object", "properties": {"how": {"const": how}}, "required": ["how"]}
-    function = tool_functions.misbehave
+    function = hostile_tools.misbehave
     return Tool(name=how, description=f"Try {how}.", function=function, parameters=parameters, **fields)
 
 

@@ -1,0 +1,478 @@
+"""Tools that do what a hostile call might have them do, for the tests of the executor."""
+
+import array
+import ctypes
+import mmap
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+SOCKET = 3  # where a worker has the executor
+
+
+def misbehave(how: str) -> Any:
+    """Do what a hostile call might make a tool do."""
+    return globals()[f"_{how}"]()
+
+
+# --- outputs
+
+
+def _long_text() -> str:
+    return "x" * 10_000_000
+
+
+def _many_items() -> list[int]:
+    return list(range(200_000))
+
+
+def _wide_text() -> str:
+    return "\u20ac" * 50_000  # 6 bytes each as JSON
+
+
+def _deep() -> Any:
+    value: Any = 0
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+def _deep_beyond_limit() -> Any:
+    sys.setrecursionlimit(10**6)
+    value: Any = 0
+    for _ in range(20_000):
+        value = [value]
+    return value
+
+
+def _circle() -> Any:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def _infinity() -> dict[str, float]:
+    return {"x": -float("inf")}
+
+
+def _bytes() -> bytes:
+    return b"x"
+
+
+def _tuple_keys() -> dict[Any, int]:
+    return {(1, 2): 3}
+
+
+def _generator() -> Any:
+    return (i for i in range(3))
+
+
+def _huge_integer() -> int:
+    return 10**10_000
+
+
+class _Liar(str):
+    def __len__(self) -> int:
+        return 1
+
+
+def _liar() -> str:
+    return _Liar("x" * 1_000_000)
+
+
+# --- ends
+
+
+def _sys_exit() -> None:
+    sys.exit(0)
+
+
+def _os_exit() -> None:
+    os._exit(0)
+
+
+def _os_exit_7() -> None:
+    os._exit(7)
+
+
+def _segfault() -> None:
+    ctypes.string_at(0)
+
+
+def _kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _terminate_self() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+
+
+def _interrupt_self() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+
+
+def _kill_group() -> None:
+    os.killpg(0, signal.SIGKILL)
+
+
+def _recursion() -> int:
+    return _recursion() + 1
+
+
+def _raise_without_message() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    raise Silent
+
+
+def _raise_long() -> None:
+    raise ValueError("x" * 10_000_000)
+
+
+def _raise_base() -> None:
+    raise BaseException("base")
+
+
+def _raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _raise_stop() -> None:
+    raise StopIteration
+
+
+def _replace_program() -> None:
+    os.execv("/bin/true", ["true"])
+
+
+# --- hangs
+
+
+def _sleep() -> None:
+    time.sleep(60)
+
+
+def _busy() -> None:
+    while True:
+        pass
+
+
+def _busy_in_c() -> None:
+    sum(range(10**12))
+
+
+def _ignore_signals() -> None:
+    for number in set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}:
+        try:
+            signal.signal(number, signal.SIG_IGN)
+        except (OSError, ValueError):
+            continue
+    time.sleep(60)
+
+
+def _block_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    time.sleep(60)
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _read_input() -> str:
+    return sys.stdin.read()
+
+
+def _deadlock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def _join_forever() -> None:
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join()
+
+
+def _child_holds_socket() -> None:
+    if os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    os._exit(0)
+
+
+def _child_of_sleeper() -> None:
+    subprocess.Popen(["sleep", "60"])
+    time.sleep(60)
+
+
+def _escaped_child() -> None:
+    subprocess.Popen(["sleep", "60"], start_new_session=True)
+    time.sleep(60)
+
+
+def _escaped_grandchild() -> None:
+    _daemon()
+    time.sleep(60)
+
+
+def _reader_of_requests() -> None:
+    while True:
+        os.read(SOCKET, 1)
+
+
+# --- what is left behind
+
+
+def _daemon() -> int:
+    """A process that has left group, session and parents behind."""
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.write(writer, struct.pack("i", os.getpid()))
+            time.sleep(60)
+        os._exit(0)
+    os.wait()
+    return int(struct.unpack("i", os.read(reader, 4))[0])
+
+
+def _background_child() -> int:
+    return subprocess.Popen(["sleep", "60"], start_new_session=True).pid
+
+
+def _many_background_children() -> int:
+    for _ in range(20):
+        subprocess.Popen(["sleep", "60"])
+    return 20
+
+
+def _zombies() -> int:
+    for _ in range(10):
+        if os.fork() == 0:
+            os._exit(0)
+    return 10
+
+
+def _thread_left() -> str:
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    return "left"
+
+
+def _late_writer() -> str:
+    def write() -> None:
+        time.sleep(0.05)
+        os.write(SOCKET, b"garbage")
+
+    threading.Thread(target=write, daemon=True).start()
+    return "left"
+
+
+def _change_everything() -> str:
+    os.chdir("/")
+    os.umask(0)
+    os.environ["PATH"] = "/nowhere"
+    os.environ["NEW"] = "1"
+    sys.setrecursionlimit(50_000)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    return "changed"
+
+
+def _signal_handlers() -> str:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    return "changed"
+
+
+def _print() -> str:
+    print("x" * 100_000)
+    print("y", file=sys.stderr)
+    os.write(1, b"z" * 100_000)
+    return "printed"
+
+
+def _close_output() -> str:
+    sys.stdout.close()
+    os.close(1)
+    return "closed"
+
+
+# --- bombs
+
+
+def _fork_bomb() -> int:
+    """At most 40 forks."""
+    count = 0
+    for _ in range(40):
+        if os.fork() == 0:
+            time.sleep(60)
+            os._exit(0)
+        count += 1
+    return count
+
+
+def _thread_bomb() -> int:
+    for _ in range(200):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    return 200
+
+
+def _memory_bomb() -> int:
+    return len(bytearray(2**33))
+
+
+def _slow_memory_bomb() -> int:
+    held = []
+    while True:
+        held.append(bytearray(2**24))
+
+
+def _private_map_bomb() -> int:
+    return len(mmap.mmap(-1, 2**33, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def _file_bomb() -> int:
+    with Path("bomb").open("wb") as file:
+        for _ in range(100):
+            file.write(bytes(2**20))
+            file.flush()
+    return 100
+
+
+def _sparse_file_bomb() -> None:
+    with Path("sparse").open("wb") as file:
+        file.truncate(2**40)
+
+
+def _descriptor_bomb() -> int:
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(10_000)]
+    return len(held)
+
+
+def _raise_limits() -> str:
+    resource.setrlimit(resource.RLIMIT_NPROC, (10**6, 10**6))
+    return "raised"
+
+
+# --- the executor's socket
+
+
+def _garbage() -> str:
+    os.write(SOCKET, os.urandom(1000))
+    return "written"
+
+
+def _zeros() -> str:
+    os.write(SOCKET, bytes(10_000))
+    return "written"
+
+
+def _fake_frame() -> str:
+    content = b"\0" * 8 + b"\x01" + b'"forged"'
+    os.write(SOCKET, struct.pack(">I", len(content)) + content)
+    return "written"
+
+
+def _huge_frame() -> str:
+    os.write(SOCKET, struct.pack(">I", 2**32 - 1))
+    time.sleep(60)
+    return "written"
+
+
+def _flood() -> str:
+    os.write(SOCKET, struct.pack(">I", 50_000))
+    while True:
+        os.write(SOCKET, b"x" * 65536)
+
+
+def _drip() -> str:
+    os.write(SOCKET, struct.pack(">I", 50_000))
+    while True:
+        os.write(SOCKET, b"x")
+        time.sleep(0.01)
+
+
+def _close_socket() -> str:
+    os.close(SOCKET)
+    return "closed"
+
+
+def _shut_socket() -> str:
+    socket.socket(fileno=os.dup(SOCKET)).shutdown(socket.SHUT_WR)
+    return "closed"
+
+
+def _pass_descriptors() -> str:
+    with socket.socket(fileno=os.dup(SOCKET)) as connection:
+        rights = array.array("i", [0, 1, 2])
+        connection.sendmsg([b"\0\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    return "passed"
+
+
+# --- other processes, and what belongs to the program
+
+
+def _kill_parent() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+
+
+def _stop_parent() -> None:
+    os.kill(os.getppid(), signal.SIGSTOP)
+
+
+def _become_root() -> None:
+    os.setuid(0)
+
+
+def _read_shadow() -> str:
+    return Path("/etc/shadow").read_text()
+
+
+def _read_parent_memory() -> str:
+    return Path(f"/proc/{os.getppid()}/mem").read_text()
+
+
+def _read_parent_environment() -> str:
+    return Path(f"/proc/{os.getppid()}/environ").read_text()
+
+
+def _write_etc() -> None:
+    Path("/etc/owned").write_text("x")
+
+
+def _remove_own_folder() -> None:
+    Path.cwd().rmdir()
+
+
+def _mount() -> None:
+    if ctypes.CDLL(None, use_errno=True).mount(b"none", b".", b"tmpfs", 0, None):
+        raise PermissionError(ctypes.get_errno(), "mount")
+
+
+def _change_root() -> None:
+    os.chroot(".")
+
+
+def _trace_parent() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.ptrace(16, os.getppid(), None, None):
+        raise PermissionError(ctypes.get_errno(), "ptrace")
+
+
+def _raise_priority() -> None:
+    os.nice(-5)

@@ -1,0 +1,121 @@
+"""What the tests of `ToolExecutor` share: a catalogue, calls, and looks at processes."""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters.tools.calls import ToolCall, ToolResult
+from adapters.tools.catalogue import Tool, ToolCatalogue
+from adapters.tools.executor import ToolExecutor
+from tests.support import hostile_tools, tool_functions
+
+OWN_USERS = sys.platform == "linux" and os.geteuid() == 0
+"""Whether workers have user ids of their own."""
+LINUX = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
+"""Marks of the tests of executors."""
+if not OWN_USERS:
+    LINUX.append(pytest.mark.filterwarnings("ignore:ToolExecutor's workers are less confined"))
+
+LONG = 60.0
+"""Seconds that a condition may take to hold on a busy machine, and that a call takes which must not end by itself."""
+
+PATH = {"type": "string", "format": "path"}
+
+CATALOGUE = ToolCatalogue(
+    [
+        Tool.from_function(tool_functions.add),
+        Tool.from_function(tool_functions.add, name="add_by_schema", parameters={
+            "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "default": 100}}
+        }),
+        Tool.from_function(tool_functions.nap),
+        Tool.from_function(tool_functions.nap, name="short_nap", timeout=0.1),
+        Tool.from_function(tool_functions.meet),
+        Tool.from_function(tool_functions.who),
+        Tool.from_function(tool_functions.read),
+        Tool.from_function(tool_functions.where, parameters={"type": "object", "properties": {"path": PATH}}),
+        Tool.from_function(tool_functions.remember),
+        Tool.from_function(tool_functions.spin),
+        Tool.from_function(hostile_tools.misbehave),
+        Tool.from_function(hostile_tools.misbehave, name="hang", timeout=0.4),
+        Tool.from_function(tool_functions.imports),
+        Tool.from_function(tool_functions.async_nap, name="local_async_nap"),
+        Tool.from_function(tool_functions.async_nap, remote=True),
+        Tool.from_function(tool_functions.async_raise, remote=True),
+        Tool.from_function(tool_functions.async_exit, remote=True),
+        Tool(name="greet", description="Greet.", function=tool_functions.Greeter("hello"), parameters={
+            "type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]
+        }),
+        Tool(name="echo", description="Echo.", function=tool_functions.echo, parameters={
+            "type": "object", "properties": {"value": {}}, "required": ["value"]
+        }),
+    ]
+)  # fmt: skip
+
+
+def on_linux(test: Callable[..., None]) -> Callable[..., None]:
+    """Give one test the marks `LINUX`, in a file whose other tests need no workers."""
+    for mark in LINUX:
+        test = mark(test)
+    return test
+
+
+def call(tool: str, **arguments: Any) -> ToolCall:
+    return ToolCall(tool=tool, arguments=arguments)
+
+
+def error_of(result: ToolResult) -> type | None:
+    return None if result.error is None else type(result.error)
+
+
+def output_of(executor: ToolExecutor, tool: str, **arguments: Any) -> Any:
+    """The output of one call, which must have one."""
+    [result] = executor.run([call(tool, **arguments)])
+    assert result.ok, result
+    return result.output
+
+
+def alive(pid: int) -> bool:
+    """Whether a process still runs. A process that has ended and waits for its parent does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def soon(condition: Callable[[], Any]) -> bool:
+    """Wait until a condition holds. False if it does not hold within `LONG` seconds."""
+    until = time.monotonic() + LONG
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.005)
+    return bool(condition())
+
+
+@contextmanager
+def open_folder() -> Iterator[Path]:
+    """A folder that workers can read; pytest's folders are closed to them."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def worker_processes(executor: ToolExecutor) -> list[tuple[int, int]]:
+    """User and number of each worker process of the executor."""
+    server = output_of(executor, "who")["parent"]
+    return [(user, number) for number, parent, user, _ in tool_functions.processes() if parent == server]
+
+
+def has_begun(executor: ToolExecutor) -> bool:
+    """Whether a worker has begun to `nap`."""
+    return any(executor.root.glob("begun-*"))
