@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo import ConfigError, ContractError, GRPOConfig, GRPOTrainer, GRPOWarning, NonFiniteGradientError
+from grpo.distributed import OneProcess
 from tests.support.policies import DuckPolicy, RecordingSGD, TablePolicy, digest, weights_of
 from tests.support.trainers import SCRIPT, by_hand
 
@@ -324,3 +325,68 @@ def test_a_parameter_group_that_is_added_later_is_cleared_counted_and_clipped(su
             torch.testing.assert_close(policy.logits.detach(), STEP * factor, rtol=1e-4, atol=0)
             torch.testing.assert_close(policy.bias.detach(), 2 * STEP[0] * factor, rtol=1e-4, atol=0)
             assert policy.bias.grad is None
+
+
+# Several ranks
+
+
+class TwoAlike(OneProcess):
+    """Two ranks that do the same."""
+
+    num_ranks = 2
+
+    def sum(self, values: Tensor) -> Tensor:
+        return 2 * values
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
+        return torch.cat([rows, rows]), 0
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+def test_two_ranks_that_do_the_same_update_as_one_does() -> None:
+    """Each rank's weights are halved by the number of all rows, and the gradients of both are added up."""
+    trainer, policy = by_hand(engine=TwoAlike(), advantages=lambda batch: torch.tensor([0.5, -0.5, 0.0, 0.0]))
+    metrics = trainer.step(["a", "b"])
+    assert policy.logits.tolist() == [[0.125, -0.125], [0.0, 0.0]]
+    assert metrics["train/grad_norm"] == pytest.approx(NORM / math.sqrt(2))
+    assert metrics["rows/skipped_zero_advantage"] == 4.0  # two on each rank
+
+
+class OtherReaches(TwoAlike):
+    """The other rank has a gradient of the bias too, which none of this rank's rows reaches."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        match values.numel():
+            case 2:  # which of logits and bias have a gradient here
+                assert values.tolist() == [1.0, 0.0]
+                return values + torch.tensor([1.0, 1.0])
+            case 3:  # the gradient of the bias
+                assert values.tolist() == [0.0, 0.0, 0.0]
+                return values + torch.tensor([3.0, 4.0, 0.0])
+            case _:
+                return 2 * values
+
+
+def test_a_rank_adds_zeros_for_a_gradient_that_another_rank_has() -> None:
+    """Gradients of float32 and of float64 are added up apart."""
+    policy = TablePolicy(script=SCRIPT)
+    policy.bias = torch.nn.Parameter(torch.zeros(3, dtype=torch.float32))
+    trainer, _ = by_hand(policy=policy, engine=OtherReaches())
+    metrics = trainer.step(["a", "b"])
+    assert torch.equal(policy.logits.detach(), STEP)
+    assert policy.bias.tolist() == [-3.0, -4.0, 0.0]
+    assert metrics["train/grad_norm"] == pytest.approx(math.sqrt(NORM**2 + 25))
+
+
+def test_a_gradient_that_no_rank_has_stays_none() -> None:
+    class Unreached(OtherReaches):
+        def sum(self, values: Tensor) -> Tensor:
+            return 2 * values
+
+    policy = TablePolicy(script=SCRIPT)
+    policy.bias = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1, weight_decay=0.5)
+    by_hand(policy=policy, engine=Unreached(), optimizer=optimizer)[0].step(["a", "b"])
+    assert policy.bias.tolist() == [1.0] * 3  # with a gradient of 0 it would decay
