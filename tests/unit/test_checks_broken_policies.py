@@ -1,0 +1,359 @@
+"""For every rule of the conformance kit there is a policy that breaks just that rule."""
+
+import math
+
+import torch
+from torch import nn
+
+from grpo.checks import check_policy
+from grpo.checks.kit import POLICY_RULES
+from grpo.types import ActionScores, SampledActions
+from tests.support.checked_policies import (
+    SEQUENCE_STATES,
+    STATES,
+    Episodes,
+    Gaussian,
+    Plane,
+    Sequences,
+    Squashed,
+    Table,
+    greedy,
+    raising,
+    sequences,
+    statuses,
+    table,
+)
+
+
+def plus_noise(self, states, actions):
+    return Table.get_log_probabilities(self, states, actions) + torch.rand(())
+
+
+def whole_batch(self, states, actions):
+    found = Table.get_log_probabilities(self, states, actions)
+    return found - found.detach().mean() * (1 - 1 / len(found))
+
+
+def scores_with(**changes):
+    """`score_actions` whose fields are changed by functions of the right scores."""
+
+    def score_actions(self, states, actions):
+        scores = Sequences.score_actions(self, states, actions)
+        fields = {name: getattr(scores, name) for name in ("log_probs", "mask", "entropy", "values", "kl")}
+        return ActionScores(**{**fields, **{name: change(scores) for name, change in changes.items()}})
+
+    return score_actions
+
+
+def by_first_sight(self, states, actions):
+    """Numbers states in the order in which they come."""
+    keys = Sequences.state_keys(self, states, actions)
+    seen = {}
+    return torch.tensor([[seen.setdefault(key, len(seen)) for key in row] for row in keys.tolist()])
+
+
+def sampled_with(**changes):
+    """`sample_actions` whose fields are changed by functions of the right answer."""
+
+    def sample_actions(self, states, num_actions_per_state):
+        right = Sequences.sample_actions(self, states, num_actions_per_state)
+        fields = {name: getattr(right, name) for name in ("actions", "mask", "behaviour_log_probs", "scores")}
+        return SampledActions(**{**fields, **{name: change(right) for name, change in changes.items()}})
+
+    return sample_actions
+
+
+def two_per_state(self, states, actions):
+    """Groups taken to be of equal size."""
+    size = max(map(len, actions))
+    rows = [state for state in states for _ in range(size)][: sum(map(len, actions))]
+    return self.score_actions(rows, [action for group in actions for action in group])
+
+
+def truncated(self, states, num_actions_per_state):
+    """Never draws token 3 first, and says that it draws from the policy."""
+    drawn = self.generate_actions(states, num_actions_per_state)
+    actions = [[(0,) if action[0] == 3 else action for action in group] for group in drawn]
+    return SampledActions(actions=actions, mask=Sequences.score_groups(self, states, actions).mask)
+
+
+class SharedCopy(Table):
+    def __deepcopy__(self, memo):
+        twin = SharedCopy()
+        twin.logits = self.logits
+        return twin
+
+
+class BoundCopy(Table):
+    """Its scorer is a closure over the original, which deepcopy keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.scorer = lambda actions: self.logits.log_softmax(0)[torch.as_tensor(actions)]
+
+    def get_log_probabilities(self, states, actions):
+        return self.scorer(actions)
+
+
+class Gone(Gaussian):
+    def load_state_dict(self, state):
+        self.num_calls = 0
+
+
+class Unsaved(Gaussian):
+    def state_dict(self):
+        return {**super().state_dict(), "seen": {1, 2}}
+
+
+class WideGaussian(Gaussian):
+    def normal(self, *shape):
+        return 1.3 * super().normal(*shape)
+
+
+class WidePlane(WideGaussian, Plane):
+    pass
+
+
+class Unnormalised(Gaussian):
+    def get_log_probabilities(self, states, actions):
+        return super().get_log_probabilities(states, actions) + 0.5
+
+
+class NoJacobian(Squashed):
+    def get_log_probabilities(self, states, actions):
+        return Gaussian.get_log_probabilities(self, states, torch.stack(list(actions)).squeeze(1).atanh())
+
+
+class Constant(nn.Module):
+    """A parameter that is not handed out."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits, self.extra = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(1))
+
+    generate_actions, get_log_probabilities = Table.generate_actions, Table.get_log_probabilities
+    get_parameters = Table.get_parameters
+
+
+def split_wrong_order(self, states, actions):
+    states, actions = Episodes.split_steps(self, states, actions)
+    return states[::-1], actions[::-1]
+
+
+def split_short(self, states, actions):
+    states, actions = Episodes.split_steps(self, states, actions)
+    return states[1:], actions[1:]
+
+
+def log_probs_in_bits(self, states, actions):
+    return Table.get_log_probabilities(self, states, actions) / math.log(2)
+
+
+BROKEN = [
+    (object(), "methods", "failed", "lacks generate_actions(), get_log_probabilities()"),
+    (Table, "methods", "failed", "Call it first"),
+    (table(train=None), "methods", "failed", "lacks train()"),
+    (table(eval=raising), "modes", "failed", "RuntimeError: not today"),
+    (table(get_parameters=lambda self: [self.logits]), "parameters", "failed", "dict of tensors"),
+    (table(get_parameters=lambda self: {"logits": self.logits.clone()}), "parameters", "failed", "no clones"),
+    (Constant(), "parameters", "note", "leaves out extra"),
+    (sequences(sync_sampler=raising), "sync_sampler", "failed", "not today"),
+    (
+        table(generate_actions=lambda self, states, n: [[0] * (n - 1) for _ in states]),
+        "number of actions",
+        "failed",
+        "must return 4 actions for each of 3 states",
+    ),
+    (table(generate_actions=raising), "number of actions", "failed", "Fix what raised it"),
+    (
+        table(get_log_probabilities=lambda self, s, a: self.logits.sum().expand(1, 4, 2)),
+        "log-prob shape",
+        "failed",
+        "[N] = [12] or [N, T]; got [1, 4, 2]",
+    ),
+    (table(get_log_probabilities=lambda self, s, a: [0.0] * len(a)), "log-prob shape", "failed", "got a list of 12"),
+    (table(get_log_probabilities=lambda self, s, a: torch.as_tensor(a)), "log-prob dtype", "failed", "not indices"),
+    (
+        table(get_log_probabilities=lambda self, s, a: Table.get_log_probabilities(self, s, a).to("meta")),
+        "device",
+        "failed",
+        "on the parameters' device, cpu; got meta",
+    ),
+    (
+        table(get_log_probabilities=lambda self, s, a: Table.get_log_probabilities(self, s, a).detach()),
+        "gradient",
+        "failed",
+        "without no_grad()",
+    ),
+    (table(get_parameters=lambda self: {"logits": self.logits.detach()}), "gradient", "failed", "not state_dict()"),
+    (
+        table(
+            get_parameters=lambda self: self.__dict__.setdefault(
+                "other", {"logits": torch.zeros(4, requires_grad=True)}
+            )
+        ),
+        "gradient",
+        "failed",
+        "reaches none",
+    ),
+    (
+        table(
+            get_log_probabilities=lambda self, s, a: (
+                Table.get_log_probabilities(self, s, a) + (self.logits[0] * 0).sqrt()
+            )
+        ),
+        "gradient",
+        "failed",
+        "sqrt(0)",
+    ),
+    (
+        table(
+            get_parameters=lambda self: {},
+            get_log_probabilities=lambda self, s, a: Table.get_log_probabilities(self, s, a).detach(),
+        ),
+        "gradient",
+        "note",
+        "nothing is trained",
+    ),
+    (
+        table(get_log_probabilities=lambda self, s, a: Table.get_log_probabilities(self, s, a) - torch.inf),
+        "log-probs finite",
+        "failed",
+        "torch.finfo(dtype).min",
+    ),
+    (table(get_log_probabilities=plus_noise), "repeatable", "failed", "switch dropout off"),
+    (sequences(__init__=lambda self: Sequences.__init__(self, dropout=0.3)), "train mode", "note", "set dropout to 0"),
+    (table(get_log_probabilities=whole_batch), "independent rows", "failed", "padding masked"),
+    (table(generate_actions=greedy), "generated samples", "failed", "Sample from the distribution that is scored"),
+    (
+        table(get_log_probabilities=lambda self, s, a: self.logits[torch.as_tensor(a)]),
+        "generated samples",
+        "failed",
+        "log_softmax, not logits",
+    ),
+    (table(get_log_probabilities=log_probs_in_bits), "generated samples", "failed", "exp(log_probs)"),
+    (WideGaussian(), "generated samples", "failed", "Sample from the distribution that is scored"),
+    (WidePlane(), "generated samples", "failed", "Kolmogorov-Smirnov"),
+    (Unnormalised(), "generated samples", "failed", "must integrate to 1 over all actions; it integrates to 1.649"),
+    (NoJacobian(), "generated samples", "failed", "Jacobian of any squashing"),
+    (SharedCopy(), "deepcopy", "failed", "Let __deepcopy__ copy every parameter"),
+    (BoundCopy(), "deepcopy", "failed", "Keep no bound methods"),
+    (table(__deepcopy__=raising), "deepcopy", "failed", "give the class a __deepcopy__"),
+    (sequences(__deepcopy__=raising), "deepcopy", "note", "has reference_log_probabilities() instead"),
+    (table(to=raising), "to", "failed", "not today"),
+    (
+        sequences(
+            score_actions=lambda self, s, a: (0.0, 1.0),
+            get_log_probabilities=lambda self, s, a: Sequences.score_actions(self, s, a).log_probs.sum(1),
+        ),
+        "score_actions",
+        "failed",
+        "must return ActionScores",
+    ),
+    (
+        sequences(
+            score_actions=scores_with(log_probs=lambda x: x.log_probs - 1),
+            get_log_probabilities=lambda self, s, a: Sequences.score_actions(self, s, a).log_probs.sum(1),
+        ),
+        "score_actions",
+        "failed",
+        "must agree with get_log_probabilities()",
+    ),
+    (
+        sequences(score_actions=scores_with(log_probs=lambda x: x.log_probs.detach())),
+        "score_actions",
+        "failed",
+        "must carry a gradient",
+    ),
+    (sequences(score_groups=two_per_state), "score_groups", "failed", "with uneven groups"),
+    (
+        sequences(score_groups=lambda self, s, a: Sequences.score_groups(self, s[::-1], a)),
+        "score_groups",
+        "failed",
+        "with equal groups",
+    ),
+    (sequences(sample_actions=sampled_with(mask=lambda x: x.mask.float())), "sample_actions", "failed", "mask"),
+    (
+        sequences(sample_actions=sampled_with(mask=lambda x: x.mask & False, scores=lambda x: None)),
+        "sample_actions",
+        "failed",
+        "Mask the same steps",
+    ),
+    (
+        sequences(
+            sample_actions=sampled_with(scores=lambda x: ActionScores(log_probs=x.scores.log_probs / 2, mask=x.mask))
+        ),
+        "sample_actions",
+        "failed",
+        "leave scores=None",
+    ),
+    (
+        sequences(sample_actions=sampled_with(behaviour_log_probs=lambda x: x.scores.log_probs - torch.inf)),
+        "sample_actions",
+        "failed",
+        "finite, or NaN",
+    ),
+    (
+        sequences(sample_actions=sampled_with(behaviour_log_probs=lambda x: x.scores.log_probs[:, :1])),
+        "sample_actions",
+        "failed",
+        "behaviour_log_probs",
+    ),
+    (sequences(sample_actions=truncated), "sampled samples", "failed", "must return its behaviour_log_probs"),
+    (
+        sequences(sample_actions=sampled_with(behaviour_log_probs=lambda x: x.scores.log_probs * 1.3)),
+        "sampled samples",
+        "failed",
+        "exp(log_probs)",
+    ),
+    (sequences(score_actions=scores_with(entropy=lambda x: x.entropy / math.log(2))), "entropy", "failed", "in nats"),
+    (sequences(score_actions=scores_with(values=lambda x: x.values.log())), "values", "failed", "must be finite"),
+    (sequences(score_actions=scores_with(values=lambda x: x.values.detach())), "values", "failed", "carry a gradient"),
+    (
+        sequences(score_actions=scores_with(final_values=lambda x: x.values[:, 0] / 0)),
+        "values",
+        "failed",
+        "final_values must be finite",
+    ),
+    (sequences(score_actions=scores_with(kl=lambda x: -x.kl)), "kl", "failed", "never negative"),
+    (sequences(score_actions=scores_with(kl=lambda x: x.kl.detach())), "kl", "failed", "carry a gradient"),
+    (sequences(state_keys=lambda self, s, a: torch.zeros(len(a), 9)), "state_keys", "failed", "must return integers"),
+    (sequences(state_keys=by_first_sight), "state_keys", "failed", "depend on the row alone"),
+    (
+        sequences(plan_micro_batches=lambda self, s, a: [range(len(a) - 1)]),
+        "plan_micro_batches",
+        "failed",
+        "exactly once",
+    ),
+    (sequences(Episodes, split_steps=split_wrong_order), "split_steps", "failed", "row 0's steps first"),
+    (sequences(Episodes, split_steps=split_short), "split_steps", "failed", "one row per valid step"),
+    (
+        sequences(reference_log_probabilities=lambda self, s, a: self.score_actions(s, a).log_probs),
+        "reference",
+        "failed",
+        "Compute it from frozen weights",
+    ),
+    (sequences(reference_log_probabilities=lambda self, s, a: self.frozen), "reference", "failed", "[N]"),
+    (Gone(), "state", "failed", "Put back every entry"),
+    (Unsaved(), "state", "failed", "which a checkpoint cannot hold"),
+]
+
+
+BY_SAMPLES = {"generated samples", "sampled samples", "entropy"}
+"""Rules that compare samples with their log-probs, and need many."""
+
+
+def test_a_broken_policy_fails_by_the_name_of_its_rule(subtests):
+    for policy, name, status, fragment in BROKEN:
+        with subtests.test(rule=name, fragment=fragment):
+            states = SEQUENCE_STATES if isinstance(policy, Sequences) else STATES
+            report = check_policy(policy, states, num_samples=2048 if name in BY_SAMPLES else 256)
+            result = report[name]
+            assert result.status == status, str(report)
+            assert fragment in result.message
+            others = {other for other, found in statuses(report).items() if found == "failed"} - {name}
+            assert not others, str(report)
+
+
+def test_every_policy_rule_has_a_policy_that_breaks_it():
+    assert {name for _, name, *_ in BROKEN} == {rule.name for rule in POLICY_RULES}

@@ -1,0 +1,136 @@
+"""How samples are compared with their log-probs: the tails of both statistics against scipy, and verdicts by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from grpo.checks.sampling import action_key, as_numbers, chi_square_p_value, judge_samples, kolmogorov_smirnov
+
+
+def test_chi_square_tail(subtests):
+    stats = pytest.importorskip("scipy.stats")
+    for statistic, degrees in [(0.5, 1), (10.0, 3), (80.0, 20), (500.0, 400)]:
+        with subtests.test(statistic=statistic, degrees=degrees):
+            assert chi_square_p_value(statistic, degrees) == pytest.approx(stats.chi2.sf(statistic, degrees), rel=1e-9)
+
+
+def test_kolmogorov_smirnov_tail(subtests):
+    stats = pytest.importorskip("scipy.stats")
+    for power in [1.0, 1.05, 1.3]:
+        with subtests.test(power=power):
+            uniforms = torch.rand(2000, dtype=torch.float64) ** power
+            distance, p_value = kolmogorov_smirnov(uniforms)
+            exact = stats.kstest(uniforms.numpy(), "uniform")
+            assert distance == pytest.approx(exact.statistic, rel=1e-12)
+            assert p_value == pytest.approx(exact.pvalue, rel=0.05)
+
+
+def test_numbers_that_are_spread_evenly_have_the_least_distance():
+    # the middles of ten equal parts are 1/20 away from the steps on either side
+    distance, p_value = kolmogorov_smirnov((torch.arange(10, dtype=torch.float64) + 0.5) / 10)
+    assert distance == pytest.approx(0.05, rel=1e-12)
+    assert p_value == 1.0
+
+
+def judged(actions, probabilities, score=None):
+    log_probs = torch.tensor([probabilities[action] for action in actions], dtype=torch.float64).log()
+    return judge_samples("Policy.act", actions, log_probs, score)
+
+
+def test_counts_by_hand():
+    # 60 and 40 of 100 where 50 and 50 are expected: 100/50 + 100/50 = 4 with one degree of freedom: p = .0455
+    fair = {"a": 0.5, "b": 0.5}
+    verdict = judged(["a"] * 60 + ["b"] * 40, fair)
+    assert verdict.status == "passed"
+    assert verdict.message == "100 samples in 2 cells agree with exp(log_probs): chi-square p = 0.046."
+    # 80, 10 and 10 where 50, 25 and 25 are expected: 900/50 + 2 * 225/25 = 36 with two degrees: p = exp(-18)
+    verdict = judged(["b"] * 10 + ["a"] * 80 + ["c"] * 10, {"a": 0.5, "b": 0.25, "c": 0.25})
+    assert verdict.status == "failed"
+    assert "'a' is 80 of 100 samples, 50.0 expected (chi-square p = 1.5e-08 over 3 cells)" in verdict.message
+
+
+def test_rare_and_unseen_actions_share_a_cell():
+    # a: 50 expected. b and c: 5 each, and 40 unseen: the shared cell expects 50 and has 50
+    verdict = judged(["a"] * 50 + ["b"] * 30 + ["c"] * 20, {"a": 0.5, "b": 0.05, "c": 0.05})
+    assert verdict.message == "100 samples in 2 cells agree with exp(log_probs): chi-square p = 1."
+    # 9 expected are too few for a cell of their own: they join b, the cell with fewer expected: 40 + 9 against 41 + 9
+    verdict = judged(["a"] * 51 + ["b"] * 40 + ["c"] * 9, {"a": 0.5, "b": 0.41, "c": 0.09})
+    assert verdict.message == "100 samples in 2 cells agree with exp(log_probs): chi-square p = 0.84."
+
+
+def test_probabilities_that_sum_to_more_than_1_fail():
+    verdict = judged(["a", "b"] * 50, {"a": 0.6, "b": 0.5})
+    assert verdict.status == "failed"
+    assert "those of the 2 sampled ones sum to 1.100" in verdict.message
+    assert judged(["a", "b"] * 50, {"a": 0.51, "b": 0.5}).status == "passed"
+
+
+def test_a_single_cell_says_nothing_but_for_a_certain_action():
+    certain = judged(["a"] * 50, {"a": 1.0})
+    assert (certain.status, certain.message[:30]) == ("passed", "The only action has probabilit")
+    rare = judged(["a", "a", "b", "b"] * 10, {"a": 0.01, "b": 0.01})
+    assert (rare.status, rare.message[:30]) == ("skipped", "All 2 sampled actions are too ")
+
+
+def test_what_cannot_be_compared_is_skipped():
+    assert judge_samples("Policy.act", [{1}, {2}], torch.zeros(2), None).message.startswith("Actions are neither")
+    assert judged(["a", "b", "c"], dict.fromkeys("abc", 0.1)).message.startswith("3 of 3 sampled actions differ")
+    numbers = judge_samples("Policy.act", [0.1, 0.2, 0.3], torch.zeros(3), None)
+    assert (numbers.status, numbers.message[:30]) == ("skipped", "The sampler's density is known")
+    same = torch.tensor([[1.0, 0.1], [1.0, 0.2], [1.0, 0.3]])
+    verdict = judge_samples("Policy.act", same, torch.zeros(3), lambda actions: torch.zeros(len(actions)))
+    assert (verdict.status, verdict.message[:30]) == ("skipped", "One of an action's numbers is ")
+
+
+def test_a_density_that_is_too_large_by_half_is_said():
+    """Even numbers in [0, 1] with the log-density log 1.5.
+
+    The 801 grid points over [-1, 2] are 3/800 apart. Those next to [0, 1] are -.0025 and 1.0025, and the two triangles between
+    add 1.5 * .0025 to 1.5.
+    """
+
+    def score(actions):
+        inside = (actions >= 0) & (actions <= 1)
+        return torch.where(inside.squeeze(1), math.log(1.5), -math.inf)
+
+    samples = torch.linspace(0, 1, 400, dtype=torch.float64).unsqueeze(1)
+    verdict = judge_samples("Policy.act", samples, score(samples), score)
+    assert verdict.status == "failed"
+    assert "it integrates to 1.504 over [-1, 2]" in verdict.message
+
+
+def test_actions_are_equal_by_value():
+    assert action_key(torch.tensor([[1, 2]])) == action_key(np.array([[1, 2]])) == ((1, 2), 1, 2)
+    assert action_key(torch.tensor([[1, 2]])) != action_key(torch.tensor([1, 2]))
+    assert action_key(["a", (1, torch.tensor(2))]) == action_key(("a", [1, torch.tensor(2)]))
+    assert action_key({"b": 1, "a": [2]}) == action_key({"a": (2,), "b": 1})
+    assert action_key("a") == "a"
+    assert action_key([{1}]) is action_key({"a": {1}}) is None
+
+
+def test_numbers_come_back_as_they_went_in(subtests):
+    cases = {
+        "tensor": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+        "array": np.array([[1.0, 2.0], [3.0, 4.0]]),
+        "tensors": [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])],
+        "arrays": [np.array([1.0, 2.0]), np.array([3.0, 4.0])],
+        "lists": [[1.0, 2.0], [3.0, 4.0]],
+        "tuples": [(1.0, 2.0), (3.0, 4.0)],
+        "numbers": [1.0, 3.0],
+        "numpy numbers": [np.float32(1.0), np.float32(3.0)],
+    }
+    for name, actions in cases.items():
+        with subtests.test(kind=name):
+            values, rebuild = as_numbers(actions)
+            assert values.dtype == torch.float64
+            assert values.tolist() == ([[1], [3]] if "numbers" in name else [[1, 2], [3, 4]])
+            again = rebuild(values)
+            assert type(again) is type(actions)
+            assert type(again[0]) is type(actions[0])
+            assert np.asarray(again[1]).tolist() == np.asarray(actions[1]).tolist()
+    shapes = [torch.tensor([1.0]), torch.tensor([1.0, 2.0])]
+    kinds = [torch.tensor([1.0]), np.array([1.0])]
+    for wrong in ([1, 2], ["a"], [()], [(1.0, 2)], shapes, kinds, torch.tensor([1, 2]), torch.zeros(2, 0)):
+        assert as_numbers(wrong) is None
