@@ -1,9 +1,9 @@
-"""adapters/control on real environments: the conformance kit, the trainer with every kind of credit, pictures and peers."""
+"""adapters/control on real environments: the conformance kit, the trainer with every kind of credit, plots and peers."""
 
 import copy
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, Weig
 from grpo.checks import check_policy, check_reward_model
 from grpo.errors import ConfigError
 from grpo.surrogates import Clip
-from tests.support.control_environments import GOALS, UNIT, Chance, Crossing, Spaces, space_of_everything
+from tests.support.control_environments import GOALS, UNIT, Chance, Spaces, space_of_everything
 
 HAS_ROBOTICS = importlib.util.find_spec("gymnasium_robotics") is not None
 STARTS = [EpisodeStart(seed=1), EpisodeStart(seed=2)]
@@ -42,7 +42,7 @@ STARTS = [EpisodeStart(seed=1), EpisodeStart(seed=2)]
 
 @dataclass(frozen=True)
 class Case:
-    """An environment, how it is played, and how many samples the kit draws of it."""
+    """An environment, options of its policy, and the number of samples that the conformance kit draws."""
 
     environment: Any
     options: dict[str, Any] = field(default_factory=dict)
@@ -82,19 +82,17 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
-    if request.param == "PointMaze":
-        if not HAS_ROBOTICS:
-            pytest.skip("gymnasium-robotics is not installed")
+def available_cases() -> dict[str, Case]:
+    """All cases; without PointMaze if gymnasium-robotics is not installed."""
+    if HAS_ROBOTICS:
         import gymnasium_robotics
 
         gymnasium.register_envs(gymnasium_robotics)
-    return CASES[request.param]
+    return {name: case for name, case in CASES.items() if HAS_ROBOTICS or name != "PointMaze"}
 
 
 def counted(reward: Any, lengths: list[int]) -> Callable[[Any, Sequence[Episode]], Tensor]:
-    """A reward model's rewards; and how long the episodes were that it was asked about."""
+    """The rewards of a reward model. The lengths of the episodes are appended to `lengths`."""
 
     def rewards(states: Any, actions: Sequence[Episode]) -> Tensor:
         lengths.extend(map(len, actions))
@@ -104,53 +102,55 @@ def counted(reward: Any, lengths: list[int]) -> Callable[[Any, Sequence[Episode]
 
 
 def of_its_actions(episode: Episode) -> Tensor:
-    """So that there is something to learn where the environment pays nothing."""
+    """A reward for environments that pay nothing."""
     return episode.actions.double().reshape(len(episode), -1).sum(1)
 
 
-def test_the_kit(case: Case) -> None:
-    policy = case.policy()
-    report = check_policy(policy, STARTS, num_samples=case.num_samples, strict=True)
-    skipped_or_absent = {result.name for result in report.results if result.status != "passed"}
-    assert not skipped_or_absent & {"split_steps", "sample_actions", "state_keys", "independent rows"} - (
-        {"split_steps"} if case.options.get("split_steps") is False else set()
-    )
-    rows = [episode for group in policy.generate_actions(STARTS, 2) for episode in group]
-    states = [start for start in STARTS for _ in range(2)]
-    for reward in (EnvironmentReward(), EnvironmentReward(per="episode"), StepReward(of_its_actions)):
-        check_reward_model(reward, states, rows, strict=True)
+def test_every_kind_of_policy_passes_the_conformance_kit(subtests: pytest.Subtests) -> None:
+    for name, case in available_cases().items():
+        with subtests.test(case=name):
+            torch.manual_seed(0)
+            policy = case.policy()
+            report = check_policy(policy, STARTS, num_samples=case.num_samples, strict=True)
+            skipped_or_absent = {result.name for result in report.results if result.status != "passed"}
+            assert not skipped_or_absent & {"split_steps", "sample_actions", "state_keys", "independent rows"} - (
+                {"split_steps"} if case.options.get("split_steps") is False else set()
+            )
+            rows = [episode for group in policy.generate_actions(STARTS, 2) for episode in group]
+            states = [start for start in STARTS for _ in range(2)]
+            for reward in (EnvironmentReward(), EnvironmentReward(per="episode"), StepReward(of_its_actions)):
+                check_reward_model(reward, states, rows, strict=True)
 
 
-def test_two_iterations(case: Case) -> None:
-    lengths: list[int] = []
-    policy = case.policy()
-    terms = {"env": counted(EnvironmentReward(), lengths), "own": StepReward(of_its_actions)}
-    reward = WeightedRewards(terms, weights={"env": 1.0, "own": 0.5})  # with 1 a card too many would cancel its cost
-    trainer = GRPOTrainer(config=GRPOConfig(group_size=6, seed=0), policy=policy, reward_model=reward)
-    for iteration in range(2):
-        before = [value.clone() for value in policy.actor.parameters()]
-        lengths.clear()
-        metrics = trainer.step(episode_starts(2)(iteration))
-        assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-        assert metrics["train/ratio_std"] < 1e-4
-        assert metrics["episodes/steps"] == sum(lengths)
-        assert metrics["steps/mean"] == pytest.approx(sum(lengths) / 12)
-        assert len(lengths) == 12
-        assert any(not torch.equal(now, then) for now, then in zip(policy.actor.parameters(), before, strict=True))
-        assert all(bool(value.isfinite().all()) for value in policy.parameters())
+def test_every_kind_of_policy_trains_for_two_iterations(subtests: pytest.Subtests) -> None:
+    for name, case in available_cases().items():
+        with subtests.test(case=name):
+            torch.manual_seed(0)
+            lengths: list[int] = []
+            policy = case.policy()
+            terms = {"env": counted(EnvironmentReward(), lengths), "own": StepReward(of_its_actions)}
+            # with a weight of 1, the loss of a game of Blackjack would cancel the reward of one more card
+            reward = WeightedRewards(terms, weights={"env": 1.0, "own": 0.5})
+            trainer = GRPOTrainer(config=GRPOConfig(group_size=6, seed=0), policy=policy, reward_model=reward)
+            for iteration in range(2):
+                before = [value.clone() for value in policy.actor.parameters()]
+                lengths.clear()
+                metrics = trainer.step(episode_starts(2)(iteration))
+                assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+                assert metrics["train/ratio_std"] < 1e-4
+                assert metrics["episodes/steps"] == sum(lengths)
+                assert metrics["steps/mean"] == pytest.approx(sum(lengths) / 12)
+                assert len(lengths) == 12
+                after = policy.actor.parameters()
+                assert any(not torch.equal(now, then) for now, then in zip(after, before, strict=True))
+                assert all(bool(value.isfinite().all()) for value in policy.parameters())
 
 
-FAKES: dict[str, Callable[[], gymnasium.Env]] = {
-    "chance": Chance,
-    "crossing": Crossing,
-    "goals": lambda: Spaces(GOALS, UNIT),
-    "nested": lambda: Spaces(space_of_everything(), spaces.Tuple((spaces.MultiDiscrete([3, 2]), UNIT))),
-}
-
-
-@pytest.mark.parametrize("kind", [kind for kind in FAKES if kind != "crossing"])  # it refuses what the checker samples
-def test_the_fakes_are_environments(kind: str) -> None:
-    check_env(FAKES[kind](), skip_render_check=True)
+def test_the_test_environments_pass_gymnasiums_checker(subtests: pytest.Subtests) -> None:
+    nest = spaces.Tuple((spaces.MultiDiscrete([3, 2]), UNIT))
+    for env in (Chance(), Spaces(GOALS, UNIT), Spaces(space_of_everything(), nest)):
+        with subtests.test(env=type(env).__name__, space=str(env.observation_space)):
+            check_env(env, skip_render_check=True)
 
 
 # Credit, ratios, references
@@ -159,7 +159,7 @@ def test_the_fakes_are_environments(kind: str) -> None:
 def trained(
     policy: EpisodePolicy, reward: Any = None, reference: Any = None, **settings: Any
 ) -> list[dict[str, float]]:
-    """Metrics of two iterations, in which the weights moved."""
+    """Metrics of two iterations, in each of which the weights changed."""
     trainer = GRPOTrainer(
         config=GRPOConfig(group_size=3, seed=0, **settings),
         policy=policy,
@@ -176,7 +176,7 @@ def trained(
     return history
 
 
-def test_a_critic_learns_by_gae() -> None:
+def test_a_critic_learns_with_gae() -> None:
     torch.manual_seed(0)
     policy = CASES["Pendulum, gaussian"].policy()
     assert policy.critic is not None
@@ -192,23 +192,22 @@ def test_a_critic_learns_by_gae() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "advantage"),
-    [
+def test_other_kinds_of_credit_train(subtests: pytest.Subtests) -> None:
+    reward = WeightedRewards({"env": EnvironmentReward(), "own": StepReward(of_its_actions)})
+    for kind, advantage in (
         ("FrozenLake", AdvantageConfig(credit="gigpo", gamma=0.9)),
         ("CartPole, native", AdvantageConfig(credit="gigpo")),
         ("Pendulum, gaussian", AdvantageConfig(credit="process_supervision", scale="group")),
         ("CartPole, native", AdvantageConfig(baseline="leave_one_out", gamma=0.9)),
-    ],
-)
-def test_other_credit(kind: str, advantage: AdvantageConfig) -> None:
-    reward = WeightedRewards({"env": EnvironmentReward(), "own": StepReward(of_its_actions)})
-    for metrics in trained(CASES[kind].policy(), reward, advantage=advantage):
-        assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    ):
+        with subtests.test(kind=kind, advantage=advantage):
+            torch.manual_seed(0)
+            for metrics in trained(CASES[kind].policy(), reward, advantage=advantage):
+                assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_frozen_lake_has_states_that_recur() -> None:
-    """Or gigpo would be the row's advantage alone."""
+    """Without recurring states, gigpo would equal the row's advantage."""
     policy = CASES["FrozenLake"].policy()
     episodes = policy.generate_actions(STARTS[:1], 6)[0]
     keys = policy.state_keys(None, episodes)
@@ -226,12 +225,12 @@ def test_ratios_of_whole_episodes() -> None:
         advantage=AdvantageConfig(scale="group"),
     )
     assert [metrics["train/ratio_mean"] for metrics in history] == pytest.approx([1.0, 1.0], abs=1e-5)
-    with pytest.raises(ConfigError, match=r"level='row'"):  # of single steps there is none
+    with pytest.raises(ConfigError, match=r"level='row'"):  # single steps have no ratio of the row
         trained(EpisodePolicy("CartPole-v1", num_members=6), objective=ObjectiveConfig(surrogate=Clip(level="row")))
 
 
-def test_split_or_not_the_gradient_is_the_same() -> None:
-    """One update of all steps, each weighing alike: cutting episodes into steps changes nothing."""
+def test_splitting_steps_does_not_change_the_gradient() -> None:
+    """In one update of all steps with equal weights, single steps and whole episodes give the same gradient."""
 
     def weights(split_steps: bool) -> Tensor:
         torch.manual_seed(4)
@@ -245,29 +244,27 @@ def test_split_or_not_the_gradient_is_the_same() -> None:
     torch.testing.assert_close(weights(True), weights(False), rtol=1e-5, atol=1e-7)
 
 
-def test_replay() -> None:
-    first, second = trained(CASES["Pendulum, gaussian"].policy(), replay_iterations=1)
-    assert (first["rows/replayed"], second["rows/replayed"]) == (0.0, 6.0)
+def test_episodes_are_replayed_with_and_without_masks() -> None:
+    for kind, reward in (("Pendulum, gaussian", None), ("Taxi, masked", StepReward(of_its_actions))):
+        first, second = trained(CASES[kind].policy(), reward, replay_iterations=1)
+        assert (first["rows/replayed"], second["rows/replayed"]) == (0.0, 6.0)
 
 
-def test_replay_of_masked_episodes() -> None:
-    reward = StepReward(of_its_actions)
-    assert trained(CASES["Taxi, masked"].policy(), reward, replay_iterations=1)[1]["rows/replayed"] == 6.0
+def test_a_reference_policy_stays_frozen_while_the_kl_grows(subtests: pytest.Subtests) -> None:
+    for split_steps in (True, False):
+        with subtests.test(split_steps=split_steps):
+            torch.manual_seed(0)
+            policy = EpisodePolicy("CartPole-v1", num_members=6, hidden=(8,), split_steps=split_steps)
+            reference = copy.deepcopy(policy)
+            frozen = [value.clone() for value in reference.parameters()]
+            objective = ObjectiveConfig(kl_coef=0.1, kl_estimator="k3")
+            first, second = trained(policy, reference=reference, objective=objective, learning_rate=0.02)
+            assert first["train/kl_mean"] == pytest.approx(0.0, abs=1e-6)
+            assert second["train/kl_mean"] > 1e-5
+            assert all(torch.equal(now, then) for now, then in zip(reference.parameters(), frozen, strict=True))
 
 
-@pytest.mark.parametrize("split_steps", [True, False])
-def test_a_reference(split_steps: bool) -> None:
-    policy = EpisodePolicy("CartPole-v1", num_members=6, hidden=(8,), split_steps=split_steps)
-    reference = copy.deepcopy(policy)
-    frozen = [value.clone() for value in reference.parameters()]
-    objective = ObjectiveConfig(kl_coef=0.1, kl_estimator="k3")
-    first, second = trained(policy, reference=reference, objective=objective, learning_rate=0.02)
-    assert first["train/kl_mean"] == pytest.approx(0.0, abs=1e-6)
-    assert second["train/kl_mean"] > 1e-5
-    assert all(torch.equal(now, then) for now, then in zip(reference.parameters(), frozen, strict=True))
-
-
-def test_dynamic_sampling_adds_up_what_was_sampled() -> None:
+def test_dynamic_sampling_counts_the_steps_of_all_samples() -> None:
     lengths: list[int] = []
     policy = EpisodePolicy("Pendulum-v1", num_members=6, hidden=(8,), max_episode_steps=5, normalize_observations=True)
     is_first = iter([True])
@@ -285,8 +282,7 @@ def test_dynamic_sampling_adds_up_what_was_sampled() -> None:
     assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_it_learns_to_push_one_way() -> None:
-    """The least that learning can mean: actions that are paid for become likelier."""
+def test_rewarded_actions_become_more_likely() -> None:
     torch.manual_seed(0)
     policy = EpisodePolicy(lambda: Spaces(UNIT, spaces.Discrete(4)), num_members=8, hidden=(8,))
     config = GRPOConfig(group_size=8, seed=0, learning_rate=0.02, advantage=AdvantageConfig(scale="batch"))
@@ -294,8 +290,8 @@ def test_it_learns_to_push_one_way() -> None:
     returns = [
         metrics["rewards/mean"] for metrics in trainer.train(episode_starts(2), num_iterations=25, progress=False)
     ]
-    assert returns[0] < 4 * 3.0  # 2.5 a step by chance
-    assert returns[-1] > 4 * 3.5  # 4 at best
+    assert returns[0] < 4 * 3.0  # random actions get 2.5 per step
+    assert returns[-1] > 4 * 3.5  # the best action gets 4 per step
 
 
 # Peers
@@ -308,21 +304,21 @@ def test_stable_baselines_evaluates_our_policy() -> None:
     policy = EpisodePolicy("CartPole-v1", num_members=2, hidden=(4,))
     with torch.no_grad():
         policy.actor[1].weight.zero_()
-        policy.actor[1].bias.copy_(torch.tensor([0.0, 0.1]))  # to the right, always
+        policy.actor[1].bias.copy_(torch.tensor([0.0, 0.1]))  # always to the right
     environment = Monitor(gymnasium.make("CartPole-v1"))
-    environment.reset(seed=0)  # the peer resets without a seed: what follows then depends on this one alone
+    environment.reset(seed=0)  # the peer resets without a seed, which continues the generator of this reset
     returns, lengths = peer.evaluate_policy(policy, environment, n_eval_episodes=4, return_episode_rewards=True)
     assert returns == lengths
-    assert set(lengths) <= set(range(8, 12))  # always to the right, a pole falls at once
+    assert set(lengths) <= set(range(8, 12))  # the pole falls at once
     boxes = EpisodePolicy("Pendulum-v1", num_members=1, hidden=(4,))
     mean, _ = peer.evaluate_policy(boxes, Monitor(gymnasium.make("Pendulum-v1")), n_eval_episodes=1)
     assert -2000 < mean < -1
 
 
-# Presets, plots, films
+# Presets, plots, videos
 
 
-def test_presets_are_of_environments_that_exist() -> None:
+def test_presets_name_registered_environments_and_set_the_config() -> None:
     assert len(PRESETS) >= 6
     for env_id, preset in PRESETS.items():
         assert env_id in gymnasium.registry
@@ -342,7 +338,7 @@ def test_a_preset_trains() -> None:
     assert metrics["group_stats/num_groups"] == preset.num_groups
 
 
-def test_an_environment_without_a_preset() -> None:
+def test_an_environment_without_a_preset_gets_settings_by_its_action_space() -> None:
     robots, others = preset_for("MountainCarContinuous-v0"), preset_for("MountainCar-v0")
     assert (robots.env_id, robots.normalize_observations) == ("MountainCarContinuous-v0", True)
     assert (others.env_id, others.normalize_observations) == ("MountainCar-v0", False)
@@ -350,7 +346,7 @@ def test_an_environment_without_a_preset() -> None:
         preset_for("CartPool-v1")
 
 
-def test_learning_curves_as_a_picture(tmp_path: Path) -> None:
+def test_plotted_curves_are_medians_and_quartiles(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     runs = [
         LearningCurve(iterations=[0, 1], steps=[0, 100], returns=[low, low + 10.0], seconds=[1.0, 2.0])
@@ -363,11 +359,13 @@ def test_learning_curves_as_a_picture(tmp_path: Path) -> None:
     assert median.get_ydata().tolist() == [2.0, 12.0]
     assert single.get_ydata().tolist() == [0.0, 10.0]
     assert list(threshold.get_ydata()) == [9.0, 9.0]
-    (quartiles,) = figure.axes[0].collections  # of the one that has several runs: 1 to 5 at first, 11 to 15 at last
+    (quartiles,) = figure.axes[
+        0
+    ].collections  # only for the name with several runs: from 1 to 5 at first, and from 11 to 15 at the end
     assert sorted(set(quartiles.get_paths()[0].vertices[:, 1])) == [1.0, 5.0, 11.0, 15.0]
 
 
-def test_a_picture_that_is_written_leaves_pyplot_and_its_backend_alone(tmp_path: Path) -> None:
+def test_a_written_plot_does_not_touch_pyplot(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     from matplotlib import pyplot
 
@@ -396,7 +394,7 @@ def frames_or_skip(*args: Any, **options: Any) -> list[Any]:
 
 
 @pytest.mark.usefixtures("screenless")
-def test_frames_of_cartpole() -> None:
+def test_frames_show_the_most_likely_actions() -> None:
     policy = EpisodePolicy("CartPole-v1", num_members=1, hidden=(4,))
     frames = frames_or_skip(policy, "CartPole-v1", num_frames=12, every=3)
     assert len(frames) == 12
@@ -411,29 +409,29 @@ def test_frames_of_cartpole() -> None:
     np.testing.assert_array_equal(frames[1], env.render())
 
 
-def test_pictures_that_mean_nothing() -> None:
+def test_a_number_of_frames_below_1_is_refused() -> None:
     with pytest.raises(ConfigError, match="every and num_frames must be >= 1; got 0, 5"):
         record_frames(EpisodePolicy("CartPole-v1", num_members=1), "CartPole-v1", every=0, num_frames=5)
 
 
 @pytest.mark.usefixtures("screenless")
-def test_frames_of_a_robot() -> None:
+def test_frames_of_a_robot_have_the_requested_size() -> None:
     pytest.importorskip("mujoco", reason="mujoco is not installed")
     frames = frames_or_skip(EpisodePolicy("Reacher-v5", num_members=1), "Reacher-v5", num_frames=2, width=64, height=48)
     assert [frame.shape for frame in frames] == [(48, 64, 3)] * 2
 
 
 @pytest.mark.usefixtures("screenless")
-def test_a_film_of_cartpole(tmp_path: Path) -> None:
+def test_a_video_is_written_as_mp4(tmp_path: Path) -> None:
     pytest.importorskip("moviepy", reason="moviepy is not installed")
     policy = EpisodePolicy("CartPole-v1", num_members=1, hidden=(4,))
     frames_or_skip(policy, "CartPole-v1", num_frames=1)
-    path = record_video(policy, "CartPole-v1", tmp_path / "film", max_episode_steps=8)
+    path = record_video(policy, "CartPole-v1", tmp_path / "video", max_episode_steps=8)
     assert path.stat().st_size > 1000
-    assert path.read_bytes()[4:8] == b"ftyp"  # an MP4 begins so
+    assert path.read_bytes()[4:8] == b"ftyp"  # the signature of an MP4 file
 
 
 @pytest.mark.usefixtures("screenless")
-def test_what_cannot_be_rendered() -> None:
+def test_an_environment_that_cannot_be_rendered_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be rendered here"):
         record_frames(EpisodePolicy("CartPole-v1", num_members=1), "CartPole-v1", no_such_keyword=1)

@@ -1,6 +1,11 @@
-"""Environments and pools that the tests of adapters/control share: small, quick, and honest about what was done to them."""
+"""Small and fast environments that the tests of adapters/control share, and a pool that records its calls."""
 
+import multiprocessing
+import os
+import signal
+import time
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
 import gymnasium
@@ -14,9 +19,9 @@ UNIT = spaces.Box(-1.0, 1.0, (2,), np.float32)
 
 
 class Chance(gymnasium.Env):
-    """Observes (a number drawn at the reset, the step's number, a number drawn at the step); pays the drawn number.
+    """Observes (a number drawn at the reset, the step's number, a number drawn at the step). The last one is the reward.
 
-    Ends after `length` steps, or where the drawn number is above `end_above`. Whatever is done changes nothing.
+    An episode ends after `length` steps, or when the drawn number is above `end_above`. Actions change nothing.
     """
 
     observation_space = spaces.Box(0.0, 100.0, (3,), np.float32)
@@ -42,9 +47,9 @@ class Chance(gymnasium.Env):
 
 
 class Spaces(gymnasium.Env):
-    """Any spaces: observes samples of its own, seeded, and pays for its action, number by number.
+    """An environment of any spaces: observations are seeded samples, and the reward is a weighted sum of the action's numbers.
 
-    Ends after `length` steps, by a limit where `is_cut_off`.
+    An episode ends after `length` steps: it is truncated if `is_cut_off`, otherwise terminated.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class Spaces(gymnasium.Env):
 
 
 class Crossing(gymnasium.Env):
-    """Five actions, of which `info["action_mask"]` allows some, others at every step; taking another one is an error."""
+    """Five actions. `info["action_mask"]` allows different ones at every step, and any other action is an error."""
 
     observation_space = spaces.Box(0.0, 1.0, (5,), np.float32)
     action_space = spaces.Discrete(5)
@@ -110,7 +115,7 @@ GOALS = spaces.Dict(
 
 
 def space_of_everything() -> spaces.Dict:
-    """A nest of every space that has a fixed size."""
+    """A nested space with every kind of space that has a fixed size."""
     return spaces.Dict(
         {
             "pair": spaces.Tuple((spaces.Discrete(4, start=2), spaces.Box(-1.0, 1.0, (2, 3), np.float32))),
@@ -122,7 +127,7 @@ def space_of_everything() -> spaces.Dict:
 
 
 class Watched:
-    """A pool, and what was asked of it; loses a worker in the calls of `step` that are named (counted from 0)."""
+    """A pool that records its calls, and loses a worker in the calls of `step` in `lost_in` (counted from 0)."""
 
     def __init__(self, pool: EnvironmentPool, lost_in: Sequence[int] = (), *, lost_at_reset: bool = False) -> None:
         self.pool = pool
@@ -137,7 +142,7 @@ class Watched:
     def reset(self, members: Sequence[int], starts: Sequence[EpisodeStart]) -> tuple[Any, list[dict[str, Any]]]:
         if self.lost_at_reset:
             self.lost_at_reset = False
-            raise WorkerLost(members, "member 0, which was never seen")
+            raise WorkerLost(members, "member 0, which ended with exit code 7")
         self.begun += zip(members, starts, strict=True)
         self.stale -= set(members)
         return self.pool.reset(members, starts)
@@ -145,7 +150,7 @@ class Watched:
     def step(self, members: Any, actions: Any) -> PoolStep:
         call, self.num_calls = self.num_calls, self.num_calls + 1
         if call in self.lost_in:
-            self.stale = set(range(self.num_members))  # all have to be reset
+            self.stale = set(range(self.num_members))  # every member has to be reset
             raise WorkerLost(members.tolist()[:1], f"member {members[0]}, which ended with exit code 7")
         assert not self.stale & set(members.tolist())
         self.stepped.append(members.tolist())
@@ -153,3 +158,106 @@ class Watched:
 
     def close(self) -> None:
         self.pool.close()
+
+
+class Command(IntEnum):
+    """The actions of `Scripted`."""
+
+    FINE = 0
+    END = 1
+    RAISE = 2
+    EXIT = 3
+    HANG = 4
+    """Sleeps for a minute, and ignores SIGTERM."""
+    INTERRUPT = 5
+    """Sends SIGUSR1 to the process that owns the pool, and answers later."""
+    NAN = 6
+    WRONG_SHAPE = 7
+    """As many numbers as the space, in another shape."""
+    WRONG_DTYPE = 8
+    NARROWED = 9
+    """float64 where the space has float32, which is allowed."""
+    INFINITE_REWARD = 10
+    NO_REWARD = 11
+
+
+class Scripted(gymnasium.Env):
+    """Does what its action says. Observes (a number drawn at the reset or given as an option, the step of the episode).
+
+    The reset option `observation` is returned as the first observation, whatever it is.
+    """
+
+    observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = spaces.Discrete(len(Command))
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_closed = 0
+        self.time = 0
+        self.number = 0.0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        options = options or {}
+        self.number, self.time = options.get("number", self.np_random.random()), 0
+        return options.get("observation", self._observation()), {"starts": True}
+
+    def _observation(self) -> Any:
+        return np.array([self.number, self.time], dtype=np.float32)
+
+    def step(self, action: int) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        self.num_steps += 1
+        self.time += 1
+        observation: Any = self._observation()
+        reward: Any = 2.0
+        match Command(int(action)):
+            case Command.RAISE:
+                raise ArithmeticError("out of paper")
+            case Command.EXIT:
+                os._exit(7)
+            case Command.HANG:
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                time.sleep(60)
+            case Command.INTERRUPT:
+                owner = multiprocessing.parent_process()
+                assert owner is not None
+                assert owner.pid is not None
+                os.kill(owner.pid, signal.SIGUSR1)
+                time.sleep(0.1)
+            case Command.NAN:
+                observation[1] = np.nan
+            case Command.WRONG_SHAPE:
+                observation = observation[:, None]
+            case Command.WRONG_DTYPE:
+                observation = observation.astype(np.complex64)
+            case Command.NARROWED:
+                observation = observation.astype(np.float64)
+            case Command.INFINITE_REWARD:
+                reward = -np.inf
+            case Command.NO_REWARD:
+                reward = "much"
+        return observation, reward, action == Command.END, False, {"step": self.time}
+
+    def close(self) -> None:
+        self.num_closed += 1
+
+
+class Nested(gymnasium.Env):
+    """Observes samples of a nested space, drawn from the reset's seed."""
+
+    observation_space = spaces.Dict(
+        {
+            "pair": spaces.Tuple((spaces.Discrete(9), spaces.Box(-9, 9, (3,), np.float64))),
+            "bits": spaces.MultiBinary(2),
+            "wheels": spaces.MultiDiscrete([3, 4]),
+        }
+    )
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self.observation_space.sample(), 0.0, False, False, {}

@@ -1,4 +1,4 @@
-"""A pool of environments in worker processes. Lost workers are restarted."""
+"""A pool of environments in worker processes. Workers that are lost are restarted."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,19 +30,19 @@ from .pool_base import (
 from .snapshots import restore_snapshot
 
 SNAPSHOT = "adapters.control.snapshot"
-"""Reset option that sends a snapshot to a worker."""
+"""Key of the reset options under which a snapshot is sent to a worker."""
 
 GRACE = 2.0
-"""Seconds for all workers together to close their environments, before they are killed."""
+"""Seconds that all workers together have to close their environments before they are killed."""
 
 LAST_WORDS = 1.0
 """Seconds to wait for the exception or the exit code of a lost worker."""
 
 
 class WorkerEnv(gymnasium.Wrapper):
-    """What runs in a worker: it restores snapshots, and checks observations before they are written to shared memory.
+    """The environment inside a worker. It restores snapshots, and checks observations before they enter shared memory.
 
-    There, an array of another shape but as many numbers would be taken for the declared one.
+    Shared memory stores numbers without a shape, so an observation of a wrong shape could go unnoticed.
     """
 
     def __init__(self, env: gymnasium.Env) -> None:
@@ -50,14 +50,14 @@ class WorkerEnv(gymnasium.Wrapper):
         self.metadata = {**env.metadata, "name": environment_name(env)}  # AsyncVectorEnv passes it on
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """As the environment does, or from a snapshot."""
+        """Reset the environment, or restore the snapshot in `options`."""
         if options is not None and SNAPSHOT in options:
             return self._checked(restore_snapshot(self.env, options[SNAPSHOT])), {}
         observation, info = self.env.reset(seed=seed, options=options)
         return self._checked(observation), info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """As the environment does, its reward a number."""
+        """Step the environment. The reward is converted to float."""
         observation, reward, terminated, truncated, info = self.env.step(action)
         try:
             reward = float(reward)
@@ -72,7 +72,7 @@ class WorkerEnv(gymnasium.Wrapper):
 
 
 def make_worker_env(env_fn: Callable[[], gymnasium.Env]) -> WorkerEnv:
-    """In the worker."""
+    """Create the environment. Called in the worker process."""
     return WorkerEnv(env_fn())
 
 
@@ -83,17 +83,17 @@ class AsyncPool:
     messages through `parent_pipes` to the requested members only.
 
     If a worker dies, raises or does not answer in time, all workers are killed and restarted, and `WorkerLost` names the
-    member. The count of consecutive rebuilds restarts when every lost member has completed a step.
+    member. The count of consecutive rebuilds returns to 0 when every lost member has completed a step.
 
     Args:
         env_fns: One factory per member.
-        timeout: Time limit of one call in seconds. None waits without limit, also for an environment that hangs.
-        max_rebuilds: Maximum number of consecutive rebuilds. More raise ContractError.
+        timeout: Time limit of one call in seconds. With None, an environment that hangs blocks forever.
+        max_rebuilds: Maximum number of consecutive rebuilds. One more raises ContractError.
         infos: Whether to fill `PoolStep.infos`.
 
     Raises:
         ConfigError: There are no environments, or observations have no fixed shape.
-        ContractError: A worker ends while its environment is created.
+        ContractError: A worker ended while it created its environment.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class AsyncPool:
     ) -> None:
         if not env_fns or (timeout is not None and timeout <= 0) or max_rebuilds < 0:
             raise ConfigError(
-                "AsyncPool: at least one environment, timeout > 0 or None, and max_rebuilds >= 0 are required; got "
-                f"{len(env_fns)}, {timeout}, {max_rebuilds}."
+                "AsyncPool needs at least one environment, timeout > 0 or None, and max_rebuilds >= 0; got "
+                f"{len(env_fns)} environments, timeout={timeout}, max_rebuilds={max_rebuilds}."
             )
         self._env_fns = [partial(make_worker_env, env_fn) for env_fn in env_fns]
         self._timeout = timeout
@@ -121,15 +121,15 @@ class AsyncPool:
         self.action_space = vector.single_action_space
         self._steps = EpisodeSteps(vector.metadata["name"], self.num_members)
         self._rebuilds_in_a_row = 0
-        self._unproven: set[int] = set()  # lost in the present row, and without a completed step since
-        self._waiting = False  # for answers: true between two calls only where an exception came in between
+        self._unproven: set[int] = set()  # lost members that have not completed a step since
+        self._waiting = False  # for answers; true between two calls only if an exception interrupted the first
 
     def _build(self) -> AsyncVectorEnv:
         try:
             vector = AsyncVectorEnv(self._env_fns, autoreset_mode=AutoresetMode.DISABLED)
         except (EOFError, ConnectionError) as error:
             raise ContractError(
-                "AsyncPool: a worker ended while it made its environment. Make one with vectorization='sync' to see why."
+                "AsyncPool: a worker process ended while it created its environment. Use vectorization='sync' to see the error."
             ) from error
         self._vector = vector
         try:
@@ -140,12 +140,12 @@ class AsyncPool:
         return vector
 
     def reset(self, members: Sequence[int], starts: Sequence[EpisodeStart]) -> tuple[Any, list[dict[str, Any]]]:
-        """Begin an episode in each; one that begins from a snapshot has an empty info.
+        """Start an episode in each member. The info is empty if the start is a snapshot.
 
         Raises:
-            ConfigError: the pool is closed.
-            ContractError: an observation does not fit its space, or is not finite.
-            WorkerLost: the pool was rebuilt.
+            ConfigError: The pool is closed.
+            ContractError: An observation does not fit its space, or is not finite.
+            WorkerLost: A worker was lost, and the pool was rebuilt.
         """
         vector = self._open_vector()
         self._steps.begin(members)
@@ -155,12 +155,13 @@ class AsyncPool:
         return observations, [info for _, info in answers]
 
     def step(self, members: Int64[np.ndarray, " n"], actions: Any) -> PoolStep:
-        """Step each, at the same time.
+        """Step the members concurrently.
 
         Raises:
-            ConfigError: the pool is closed.
-            ContractError: a member has no episode, an observation does not fit its space, or something is not finite.
-            WorkerLost: the pool was rebuilt.
+            ConfigError: The pool is closed.
+            ContractError: A member has no running episode, an observation does not fit its space, or an observation or a
+                reward is not finite.
+            WorkerLost: A worker was lost, and the pool was rebuilt.
         """
         vector = self._open_vector()
         self._steps.advance(members)
@@ -182,7 +183,7 @@ class AsyncPool:
         return step
 
     def _ask(self, members: list[int], messages: list[tuple[str, Any]]) -> list[Any]:
-        """One message to each member, and its answer."""
+        """Send one message to each member, and return the answers."""
         if self._waiting:
             # After Ctrl-C, for example, answers to the interrupted call may still be in the pipes.
             raise self._rebuild(dict.fromkeys(members, "had not answered when an earlier call was interrupted"), [])
@@ -222,22 +223,22 @@ class AsyncPool:
 
     def _how_it_ended(self, member: int) -> str:
         process = self._open_vector().processes[member]
-        process.join(LAST_WORDS)  # the pipe closes a moment before the exit code is there
+        process.join(LAST_WORDS)  # the pipe closes a moment before the exit code is available
         return f"ended with exit code {process.exitcode}"
 
     def _next_exception(self, traces: list[str]) -> dict[int, str | ContractError]:
-        """The member and its exception, from the queue that all workers share."""
+        """A member and what it raised, from the queue that all workers share. Empty if the exception could not be pickled."""
         try:
             member, kind, value, trace = self._open_vector().error_queue.get(timeout=LAST_WORDS)
-        except Empty:  # it could not be pickled
+        except Empty:
             return {}
         traces.append(trace)
-        if issubclass(kind, GRPOError):  # found by us, and no better on a second try
+        if issubclass(kind, GRPOError):  # raised by the checks of `WorkerEnv`: a second try would fail as well
             return {member: self._steps.error(member, str(value))}
         return {member: f"raised {kind.__name__}: {value}"}
 
     def _rebuild(self, lost: dict[int, str | ContractError], traces: list[str]) -> ContractError | WorkerLost:
-        """New workers for all; what to raise about it."""
+        """Replace all workers. Returns the exception to raise."""
         error = self._replace_workers(lost)
         for trace in traces:
             error.add_note(f"In the worker:\n{trace}")
@@ -252,9 +253,9 @@ class AsyncPool:
         reason = "; ".join(f"member {member}, which {lost[member]}" for member in members)
         if self._rebuilds_in_a_row >= self._max_rebuilds:
             return ContractError(
-                f"{self._steps.name}: workers were lost {self._rebuilds_in_a_row + 1} times, and at least one member has "
-                f"not completed a step since it was; the last time, {reason}. The pool is closed. Look at the "
-                "environment: run it with vectorization='sync', where its errors are seen as they are."
+                f"{self._steps.name}: workers were lost {self._rebuilds_in_a_row + 1} times before every lost member had "
+                f"completed another step. The last loss: {reason}. The pool is closed. Run the environment with "
+                "vectorization='sync' to see its own errors."
             )
         self._rebuilds_in_a_row += 1
         self.num_rebuilds += 1
@@ -263,17 +264,17 @@ class AsyncPool:
         return faults[0] if faults else WorkerLost(members, reason)
 
     def close(self) -> None:
-        """Have the workers close their environments; those that do not within a moment are killed."""
+        """Ask the workers to close their environments, and kill those that take too long."""
         self._stop(grace=GRACE)
 
     def _stop(self, grace: float) -> None:
-        # Not AsyncVectorEnv.close() alone: it waits without end for an answer, or for a process that ignores SIGTERM.
+        # AsyncVectorEnv.close() alone would wait forever for a worker that hangs or ignores SIGTERM.
         vector, self._vector = self._vector, None
         if vector is None:
             return
         if grace:
             for pipe in vector.parent_pipes:
-                with suppress(OSError):  # its worker is gone already
+                with suppress(OSError):  # the worker has ended already
                     pipe.send(("close", None))
         deadline = time.monotonic() + grace
         for process in vector.processes:
@@ -283,7 +284,7 @@ class AsyncPool:
 
     def _open_vector(self) -> AsyncVectorEnv:
         if self._vector is None:
-            raise ConfigError("AsyncPool: the pool is closed. Make another one with make_pool(...).")
+            raise ConfigError("AsyncPool: the pool is closed. Create a new one with make_pool(...).")
         return self._vector
 
 

@@ -57,11 +57,11 @@ class Episode:
 
 
 def episode_starts(num_groups: int, *, seed: int = 0) -> Callable[[int], list[EpisodeStart]]:
-    """A source of states for `GRPOTrainer.train`: iteration -> B starts with distinct seeds, the same in every run.
+    """Make the states for `GRPOTrainer.train`: a function from the iteration to B starts, the same in every run.
 
     Args:
-        num_groups: Number of starts B per iteration. A larger number learns from more different starts.
-        seed: Another seed gives other starts.
+        num_groups: Number of starts B per iteration, each with its own seed. A larger number learns from more starts.
+        seed: Seed of the sequence of starts.
 
     Example:
         >>> starts = episode_starts(2)

@@ -22,7 +22,7 @@ NATIVE_IDS = ("CartPole-v0", "CartPole-v1")
 
 
 def is_native_keyword(name: str, value: Any) -> bool:
-    """Whether the vector environment understands this keyword of `gymnasium.make` (a limit below 1 means none there)."""
+    """Whether the vector environment supports this keyword of `gymnasium.make`, where a limit below 1 means no limit."""
     return name == "sutton_barto_reward" or (name == "max_episode_steps" and isinstance(value, int) and value >= 1)
 
 
@@ -32,14 +32,14 @@ class NativeCartPole:
     Starts and trajectories equal Gymnasium's single environment bit for bit: the formulas are the same in float64, and numpy
     gives the same result for a number and for an array.
 
-    Gymnasium's `CartPoleVectorEnv` supplies settings and spaces, and is never stepped: it steps all columns, resets
-    automatically one step late from one shared generator, and accepts neither a list of seeds nor a mask.
+    Gymnasium's `CartPoleVectorEnv` supplies settings and spaces, but is never stepped. Its own `step` always steps all columns
+    and resets finished ones one step later from one shared generator. Its `reset` takes neither a seed per column nor a mask.
 
     Args:
         members: Number of members, or a `CartPoleVectorEnv` with the settings to use.
         env_id: CartPole-v1 (500 steps) or CartPole-v0 (200 steps).
-        infos: Whether to fill `PoolStep.infos` (all infos are empty).
-        env_kwargs: `sutton_barto_reward`, `max_episode_steps`.
+        infos: Whether to fill `PoolStep.infos`. CartPole's infos are empty dicts.
+        env_kwargs: `sutton_barto_reward` and `max_episode_steps`, as in `gymnasium.make`.
 
     Raises:
         ConfigError: There are no members.
@@ -60,17 +60,18 @@ class NativeCartPole:
         self.num_members = self._env.num_envs
         self.observation_space: gymnasium.Space = self._env.single_observation_space
         self.action_space: gymnasium.Space = self._env.single_action_space
-        self._states = np.zeros((4, self.num_members))  # x, x', a, a' of `moved`
+        self._states = np.zeros((4, self.num_members))  # rows x, x', a, a' as in `moved`
         self._infos = infos
         self._steps = EpisodeSteps(env_id, self.num_members)
+        # Per member: its generator, or the seed of its last reset until the generator is needed.
         self._chance: list[int | np.random.Generator | None] = [None] * self.num_members
         self._closed = False
 
     def reset(self, members: Sequence[int], starts: Sequence[EpisodeStart]) -> tuple[Any, list[dict[str, Any]]]:
-        """Begin an episode in each, as CartPole's `reset(seed=, options=)` does, or from a snapshot of a CartPole.
+        """Start an episode in each member, as CartPole's `reset(seed=, options=)` does, or from a snapshot of a CartPole.
 
         Raises:
-            ConfigError: the pool is closed.
+            ConfigError: The pool is closed, or a snapshot has other settings than the pool.
         """
         self._require_open()
         self._steps.begin(members)
@@ -79,14 +80,14 @@ class NativeCartPole:
         return self._states.T[list(members)].astype(np.float32), [{} for _ in members]
 
     def _begin(self, member: int, start: EpisodeStart) -> Float64[np.ndarray, " 4"]:
-        """Where it begins."""
+        """The initial state of the member's episode."""
         if start.snapshot is not None:
             env_id, env_kwargs = self._make
             single = gymnasium.make(env_id, **env_kwargs)
             restore_snapshot(single, start.snapshot)
             self._require_same_settings(single)
             self._chance[member] = deepcopy(single.unwrapped.np_random)
-            self._steps.numbers[member] = single.get_wrapper_attr("_elapsed_steps")  # of the time limit
+            self._steps.numbers[member] = single.get_wrapper_attr("_elapsed_steps")  # counted by the time limit
             return single.get_wrapper_attr("state")
         options = None if start.options is None else dict(start.options)
         low, high = maybe_parse_reset_bounds(options, -0.05, 0.05)
@@ -96,19 +97,19 @@ class NativeCartPole:
         return self._generator(member).uniform(low=low, high=high, size=4)
 
     def _generator(self, member: int) -> np.random.Generator:
-        """Where its last reset left it, for a reset without a seed: these are rare, and generators are slow to make."""
+        """The member's generator after its last reset. It is created on first use, because resets without a seed are rare."""
         chance = self._chance[member]
         if not isinstance(chance, np.random.Generator):
             generator, _ = np_random(chance)
             if chance is not None:
-                generator.uniform(size=4)  # what the reset with that seed drew
+                generator.uniform(size=4)  # the draw of the reset with that seed
             self._chance[member] = chance = generator
         return chance
 
     def _require_same_settings(self, single: gymnasium.Env) -> None:
-        """A snapshot brings its settings along, but all columns share theirs."""
+        """Check that a snapshot has the settings of the pool, which all columns share."""
         theirs, ours = vars(single.unwrapped), vars(self._env)
-        shared = theirs.keys() & ours.keys() - {"_np_random_seed"}  # the numbers and words that both classes know
+        shared = theirs.keys() & ours.keys() - {"_np_random_seed"}  # attributes of both classes
         settings = [name for name in shared if isinstance(theirs[name], bool | int | float | str)]
         differing = [name for name in settings if theirs[name] != ours[name]]
         if single.get_wrapper_attr("_max_episode_steps") != self._env.max_episode_steps:
@@ -116,25 +117,27 @@ class NativeCartPole:
         if differing:
             raise ConfigError(
                 f"NativeCartPole: a snapshot must be of a CartPole with the settings of the pool; {sorted(differing)} "
-                "differ. Use vectorization='sync'."
+                "differ. Use vectorization='sync', where members may have different settings."
             )
 
     def step(self, members: Int64[np.ndarray, " n"], actions: Any) -> PoolStep:
-        """Step each. States are finite where they were, and nothing is checked but the actions.
+        """Step the members. Only the actions are checked, because finite states stay finite.
 
         Raises:
-            ConfigError: the pool is closed.
-            ContractError: a member has no episode, or actions are not 0 or 1.
+            ConfigError: The pool is closed.
+            ContractError: A member has no running episode, or an action is not 0 or 1.
         """
         self._require_open()
         env = self._env
         actions = np.asarray(actions)
-        # numpy would cut off what is behind the point
+        # fractions are rejected, not rounded down
         if actions.dtype.kind not in "iu" or np.count_nonzero(actions >> 1):
             got = f"{actions.dtype} {list(actions.shape)}" if actions.dtype.kind not in "iu" else actions.tolist()
-            raise ContractError(f"{self._steps.name}: actions must be whole numbers, 0 or 1; got {got}.")
+            raise ContractError(
+                f"{self._steps.name}: actions must be integers, 0 (push left) or 1 (push right); got {got}."
+            )
         numbers = self._steps.advance(members)
-        states = moved(env, self._states.take(members, axis=1), actions)  # several times as fast as indexing
+        states = moved(env, self._states.take(members, axis=1), actions)  # take() is several times faster than indexing
         self._states[:, members] = states
         terminated = (np.abs(states[0]) > env.x_threshold) | (np.abs(states[2]) > env.theta_threshold_radians)
         truncated = numbers >= env.max_episode_steps
@@ -155,20 +158,22 @@ class NativeCartPole:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ConfigError("NativeCartPole: the pool is closed. Make another one with make_pool(...).")
+            raise ConfigError("NativeCartPole: the pool is closed. Create a new one with make_pool(...).")
 
 
 def moved(
     env: CartPoleVectorEnv, states: Float64[np.ndarray, "4 n"], actions: Int64[np.ndarray, " n"]
 ) -> Float64[np.ndarray, "4 n"]:
-    """One time step on. With masses m (pole) and M (both), l half the pole's length, F the force, x the cart's place, a the
-    pole's angle:
+    """The states after one time step of Euler integration.
+
+    m is the mass of the pole, M the mass of pole and cart, l half the pole's length, F the force, x the position of the cart
+    and a the angle of the pole:
 
     u   = (F + m l a'^2 sin a) / M
     a'' = (g sin a - u cos a) / (l (4/3 - m cos^2 a / M))
     x'' = u - m l a'' cos a / M
 
-    and explicit Euler, x + tau x' and x' + tau x''; with the settings' other integrator, x moves by the new x'.
+    Explicit Euler ("euler") computes x + tau x' and x' + tau x''. The other `kinematics_integrator` uses the new x' for x.
 
     Source:
         Florian 2007, "Correct equations for the dynamics of the cart-pole system", without friction. The order of the
@@ -193,5 +198,5 @@ def moved(
 
 @lru_cache(maxsize=4096)
 def _seeded_state(seed: int, low: float, high: float) -> Float64[np.ndarray, " 4"]:
-    """Where CartPole's `reset(seed=...)` begins: the members of a group do so alike."""
+    """Initial state of CartPole's `reset(seed=...)`. It is cached, because the members of a group share a seed."""
     return np_random(seed)[0].uniform(low=low, high=high, size=4)

@@ -84,14 +84,14 @@ class EnvironmentPool(Protocol):
 
 
 def environment_name(env: gymnasium.Env) -> str:
-    """What errors call it: its id, or its class where it has none."""
+    """The name in error messages: the environment's id, or its class if it has no id."""
     return type(env.unwrapped).__name__ if env.spec is None else env.spec.id
 
 
 def find_misfit(space: gymnasium.Space, observation: Any) -> str | None:
-    """Why an observation cannot stand in a batch of its space, in words; None: it can.
+    """Describe why an observation does not fit its space. Returns None if it fits.
 
-    Numbers may be narrowed within their kind (float64 to float32), as Gymnasium's vector environments do.
+    Numbers may be narrowed within their kind (float64 to float32), as in Gymnasium's vector environments.
     """
     parts: list[tuple[str, gymnasium.Space, Any]]
     match space:
@@ -123,24 +123,24 @@ def _kind(value: Any) -> str:
 
 
 def misfit_fault(misfit: str) -> str:
-    """What `find_misfit` says, as an error says it."""
+    """Error text for a description from `find_misfit`."""
     return f"the observation {misfit}. Correct what the environment returns, or its observation_space."
 
 
 def reward_fault(reward: Any) -> str:
-    """What is wrong with a reward that is no number."""
+    """Error text for a reward that is not a number."""
     return f"the reward must be a number; got {reward!r}. Correct what the environment returns."
 
 
 def take_rows(batch: Any, rows: Any) -> Any:
-    """`batch[rows]` in every array of a nest."""
+    """`batch[rows]` for every array of a nested batch."""
     if isinstance(batch, dict):
         return {key: take_rows(part, rows) for key, part in batch.items()}
     return tuple(take_rows(part, rows) for part in batch) if isinstance(batch, tuple) else batch[rows]
 
 
 def finite_rows(batch: Any, num_rows: int) -> Bool[np.ndarray, " n"]:
-    """Which rows hold neither NaN nor infinity."""
+    """Mask of the rows without NaN and infinity."""
     if isinstance(batch, dict | tuple):
         parts = batch.values() if isinstance(batch, dict) else batch
         return np.logical_and.reduce([finite_rows(part, num_rows) for part in parts])
@@ -150,10 +150,10 @@ def finite_rows(batch: Any, num_rows: int) -> Bool[np.ndarray, " n"]:
 
 
 class ObservationRows:
-    """A batch of observations that is written row by row, in memory that is used again.
+    """A batch of observations that is written row by row into the same memory at every call.
 
     Raises:
-        ConfigError: a space whose observations have no fixed shape.
+        ConfigError: Observations of the space have no fixed shape.
     """
 
     def __init__(self, space: gymnasium.Space, num_rows: int) -> None:
@@ -163,8 +163,8 @@ class ObservationRows:
         self._shape, self._dtype = space.shape, space.dtype
 
     def write(self, row: int, observation: Any) -> str | None:
-        """Put it there; or what `find_misfit` says, where it does not fit."""
-        # numpy would broadcast another shape. Arrays as declared are done with by this line, which is quick.
+        """Write one row. Returns the description from `find_misfit` if the observation does not fit, otherwise None."""
+        # numpy would broadcast a wrong shape. This first test is quick, and most observations pass it.
         if type(observation) is not np.ndarray or observation.shape != self._shape or observation.dtype != self._dtype:
             misfit = find_misfit(self.space, observation)
             if misfit:
@@ -182,10 +182,10 @@ def _write(batch: Any, row: int, observation: Any) -> None:
 
 
 def require_fixed_shape(space: gymnasium.Space) -> None:
-    """Observations that can be batched into arrays.
+    """Check that observations can be batched into arrays.
 
     Raises:
-        ConfigError: any other space.
+        ConfigError: Observations of the space have no fixed shape.
     """
     match space:
         case spaces.Dict():
@@ -198,17 +198,17 @@ def require_fixed_shape(space: gymnasium.Space) -> None:
             return
         case _:
             raise ConfigError(
-                f"A pool needs observations of a fixed shape; got {space}. Wrap the environment so that it gives a Box, "
+                f"A pool needs observations of a fixed shape; got {space}. Wrap the environment so that it returns a Box, "
                 "Discrete, MultiDiscrete, MultiBinary, Dict or Tuple (gymnasium.wrappers.TransformObservation)."
             )
 
 
 class EpisodeSteps:
-    """Which step of its episode each member is in, and the errors that name it.
+    """Step counters of the members' episodes, and errors that name the member and its step.
 
     Args:
-        name: of the environment.
-        num_members: M.
+        name: Name of the environment.
+        num_members: Number of members M.
     """
 
     def __init__(self, name: str, num_members: int) -> None:
@@ -216,50 +216,51 @@ class EpisodeSteps:
         self.numbers: Int64[np.ndarray, " M"] = np.full(num_members, TO_BE_RESET)
 
     def begin(self, members: Sequence[int]) -> None:
-        """Their first observation is step 0's."""
+        """Set the counters of `members` to 0."""
         self.numbers[list(members)] = 0
 
     def advance(self, members: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """They are about to take a step: the numbers of theirs.
+        """Count one step for each member, and return the new counts.
 
         Raises:
-            ContractError: one of them has no episode.
+            ContractError: A member has no running episode.
         """
         numbers = self.numbers.take(members)
-        if np.count_nonzero(numbers == TO_BE_RESET):  # a microsecond less than any(), every step
+        if np.count_nonzero(numbers == TO_BE_RESET):  # faster than any(), and called at every step
             idle = members[numbers == TO_BE_RESET].tolist()
             raise ContractError(
-                f"{self.name}: step() takes members in the middle of an episode; {idle} were not reset since they were "
-                "made, lost, or came to an end. Call reset(members, starts) first."
+                f"{self.name}: step() needs members with a running episode; members {idle} have none. Call "
+                "reset(members, starts) first, also after the end of an episode and after a lost worker."
             )
         numbers += 1
         self.numbers[members] = numbers
         return numbers
 
     def end(self, members: Int64[np.ndarray, " n"], ended: Bool[np.ndarray, " n"]) -> None:
-        """Those that ended have to be reset before they are stepped again."""
+        """Mark the members whose episodes ended. They have to be reset before their next step."""
         if np.count_nonzero(ended):
             self.numbers[members[ended]] = TO_BE_RESET
 
     def error(self, member: int, fault: str) -> ContractError:
-        """`fault`, of this member in its present step."""
+        """An error that names the environment, the member and its current step."""
         return ContractError(f"{self.name}, member {member}, step {self.numbers[member]}: {fault}")
 
     def require_finite(
         self, members: Sequence[int], observations: Any, rewards: Float64[np.ndarray, " n"] | None = None
     ) -> None:
-        """Neither NaN nor infinity.
+        """Check that observations and rewards contain neither NaN nor infinity.
 
         Raises:
-            ContractError: naming the first member that gave one, and the step of its episode.
+            ContractError: A value is not finite. The error names the first such member and its step.
         """
         finite = finite_rows(observations, len(members))
         if not finite.all():
             raise self.error(
                 members[int(finite.argmin())],
-                "the observation holds NaN or infinity. Look for divisions by zero or a simulation that blew up in "
-                "the environment, and whether its actions are within their bounds.",
+                "the observation contains NaN or infinity. Look in the environment for a division by zero or an unstable "
+                "simulation, and check that actions are within their bounds.",
             )
         if rewards is not None and not np.isfinite(rewards).all():
             row = int(np.isfinite(rewards).argmin())
-            raise self.error(members[row], f"the reward must be finite; got {rewards[row]}. Correct the environment's.")
+            fault = f"the reward must be finite; got {rewards[row]}. Correct what the environment returns."
+            raise self.error(members[row], fault)

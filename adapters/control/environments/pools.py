@@ -62,13 +62,14 @@ class SerialPool:
     """
 
     def __init__(self, envs: Sequence[gymnasium.Env] | SyncVectorEnv, *, infos: bool = False) -> None:
-        # A SyncVectorEnv's own step() steps all its environments: with autoreset disabled it asserts that none has
-        # finished, and on NEXT_STEP it slips a transition with reward 0 in between two episodes.
+        # A SyncVectorEnv's own step() steps all its environments. With autoreset disabled it fails if one has finished,
+        # and with NEXT_STEP it inserts a transition with reward 0 between two episodes.
         self._envs = list(envs.envs) if isinstance(envs, SyncVectorEnv) else list(envs)
-        if not self._envs or len({id(env) for env in self._envs}) < len(self._envs):
+        num_distinct = len({id(env) for env in self._envs})
+        if not self._envs or num_distinct < len(self._envs):
             raise ConfigError(
-                f"SerialPool needs at least one environment, and another one for each member; got {len(self._envs)}. "
-                "A factory has to make a new environment at every call."
+                f"SerialPool needs at least one environment, and a separate one for each member; got {num_distinct} for "
+                f"{len(self._envs)} members. A factory must create a new environment at every call."
             )
         self.num_members = len(self._envs)
         self.observation_space = self._envs[0].observation_space
@@ -78,7 +79,8 @@ class SerialPool:
             if env.observation_space != self.observation_space or env.action_space != self.action_space:
                 raise ConfigError(
                     f"SerialPool: all members need the spaces of member 0, {self.observation_space} and "
-                    f"{self.action_space}; member {member} ({name}) has {env.observation_space}, {env.action_space}."
+                    f"{self.action_space}; member {member} ({name}) has {env.observation_space} and {env.action_space}. "
+                    "Create all members in the same way."
                 )
         self._infos = infos
         self._rows = ObservationRows(self.observation_space, self.num_members)
@@ -86,11 +88,11 @@ class SerialPool:
         self._closed = False
 
     def reset(self, members: Sequence[int], starts: Sequence[EpisodeStart]) -> tuple[Any, list[dict[str, Any]]]:
-        """Begin an episode in each; one that begins from a snapshot has an empty info.
+        """Start an episode in each member. The info is empty if the start is a snapshot.
 
         Raises:
-            ConfigError: the pool is closed.
-            ContractError: an observation does not fit its space, or is not finite.
+            ConfigError: The pool is closed.
+            ContractError: An observation does not fit its space, or is not finite.
         """
         self._require_open()
         infos = []
@@ -111,11 +113,12 @@ class SerialPool:
         return observations, infos
 
     def step(self, members: Int64[np.ndarray, " n"], actions: Any) -> PoolStep:
-        """Step each.
+        """Step the members one after the other.
 
         Raises:
-            ConfigError: the pool is closed.
-            ContractError: a member has no episode, an observation does not fit its space, or something is not finite.
+            ConfigError: The pool is closed.
+            ContractError: A member has no running episode, an observation does not fit its space, or an observation or a
+                reward is not finite.
         """
         self._require_open()
         self._steps.advance(members)
@@ -150,7 +153,7 @@ class SerialPool:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ConfigError("SerialPool: the pool is closed. Make another one with make_pool(...).")
+            raise ConfigError("SerialPool: the pool is closed. Create a new one with make_pool(...).")
 
 
 def make_pool(
@@ -167,12 +170,13 @@ def make_pool(
         env: An id, a factory that creates a new environment at every call, or a Gymnasium vector environment (an
             `AsyncVectorEnv` is closed and recreated from its factories).
         num_members: Number of members M. More members take more memory and make the network's batches larger.
-        vectorization: How environments are stepped. `auto` is native for CartPole, otherwise sync.
+        vectorization: `sync` steps the environments one after the other in this process, `async` uses one process each,
+            `native` steps all CartPoles in one array, and `auto` is native for CartPole and otherwise sync.
         infos: Whether to fill `PoolStep.infos`, which action masks need.
         env_kwargs: Keywords of `gymnasium.make`, if `env` is an id.
 
     Raises:
-        ConfigError: The id is unknown, an extra is not installed, or settings exclude each other.
+        ConfigError: The id is unknown, a package is not installed, or settings contradict each other.
 
     Example:
         >>> pool = make_pool("CartPole-v1", 2)
@@ -189,25 +193,28 @@ def make_pool(
         with _explained(env):
             return _pool_of_id(env, num_members, vectorization, infos, env_kwargs)
     if env_kwargs:
-        raise ConfigError(f"make_pool: only an id takes keywords of the environment; got {sorted(env_kwargs)} as well.")
+        raise ConfigError(
+            f"make_pool: keywords of gymnasium.make need an environment id; got {sorted(env_kwargs)} without an id. Set them "
+            "where the environment is created."
+        )
     if isinstance(env, VectorEnv):
         if num_members != env.num_envs or vectorization != "auto":
             raise ConfigError(
-                f"make_pool: a vector environment is taken as it is, with num_members={env.num_envs} and "
-                f"vectorization='auto'; got {num_members} and {vectorization!r}."
+                f"make_pool: this vector environment needs num_members={env.num_envs} and vectorization='auto'; got "
+                f"{num_members} and {vectorization!r}. Pass an id or a factory to choose them."
             )
         return _pool_of_vector_env(env, infos)
     if not callable(env):
         raise ConfigError(
             f"make_pool: env must be an id, a factory of environments or a vector environment; got {type(env).__name__}. "
-            "A single environment cannot be copied: pass a function that makes one."
+            "Pass a function that creates the environment, because a single instance cannot be copied."
         )
     return _pool_of_factory(env, num_members, vectorization, infos)
 
 
 @contextmanager
 def _explained(env_id: str) -> Iterator[None]:
-    """What Gymnasium raises about an id, as errors that say what to do."""
+    """Turn Gymnasium's exceptions about an id into errors that say what to do."""
     try:
         yield
     except (UnregisteredEnv, DeprecatedEnv) as error:
@@ -222,7 +229,7 @@ def _explained(env_id: str) -> Iterator[None]:
         remedy = 'pip install "model-agnostic-grpo[robots]"' if is_mujoco else str(error)
         raise ConfigError(f"make_pool: {env_id} needs a package that is not installed: {remedy}") from error
     except (GymnasiumError, ImportError) as error:
-        raise ConfigError(f"make_pool: {env_id!r} cannot be found: {error}") from error
+        raise ConfigError(f"make_pool: {env_id!r} cannot be created: {error}") from error
 
 
 def _pool_of_id(
@@ -244,8 +251,8 @@ def _pool_of_factory(
             return AsyncPool([factory] * num_members, infos=infos)
         case "native":
             raise ConfigError(
-                f"make_pool: vectorization='native' takes {' or '.join(NATIVE_IDS)}, with no other keywords than "
-                f"sutton_barto_reward and max_episode_steps >= 1; got {factory}. Use vectorization='sync'."
+                f"make_pool: vectorization='native' supports {' and '.join(NATIVE_IDS)}, with the keywords "
+                f"sutton_barto_reward and max_episode_steps >= 1 only; got {factory}. Use vectorization='sync'."
             )
         case _:
             assert_never(vectorization)
@@ -263,5 +270,5 @@ def _pool_of_vector_env(env: VectorEnv, infos: bool) -> EnvironmentPool:
         case _:
             raise ConfigError(
                 f"make_pool: {type(env).__name__} cannot be stepped member by member. Pass an id or a factory, a "
-                "SyncVectorEnv or an AsyncVectorEnv; wrappers go around the single environments."
+                "SyncVectorEnv or an AsyncVectorEnv. Apply wrappers to the single environments."
             )

@@ -3,13 +3,14 @@
 Supported are Gymnasium's classic control, toy text and MuJoCo, and Gymnasium-Robotics' mazes. Other environments implement
 `Snapshotable`.
 
-Parts of a state, layer by layer from the outermost wrapper to the environment:
-- attributes of plain data, settings included, since some tasks draw their settings anew in every episode;
-- random generators (`np_random`), so that chance continues as it would have;
-- MuJoCo's state of integration, and what was derived from it;
-- environments inside the environment (a maze holds a robot), and the running moments of normalising wrappers.
+A snapshot contains, for each layer from the outermost wrapper to the environment:
+- attributes that are plain data, including settings, because some tasks draw new settings in every episode;
+- random generators (`np_random`), so that random events continue as in the original environment;
+- MuJoCo's integration state, and the quantities derived from it;
+- environments inside the environment (a maze contains a robot), and the running statistics of normalising wrappers.
 
-Not part of it: spaces (and `action_space.sample()`), what only draws pictures, the MuJoCo model, global generators.
+It does not contain spaces (nor the generator of `action_space.sample()`), rendering objects, the MuJoCo model, or global random
+generators.
 """
 
 import pickle
@@ -38,16 +39,16 @@ COVERED_MODULES = (
     "gymnasium_robotics.envs.maze.",
 )
 
-# Wrappers that look on: the checker's memory is of its own calls, a recorder's of its own video.
+# Wrappers that only observe: the checker remembers its own calls, and a recorder its own video.
 ONLOOKERS = (PassiveEnvChecker, RecordVideo, RenderCollection, HumanRendering)
 
-# `render_mode` stays the instance's own, so that a worker does not open a window; the others repeat constructor arguments.
+# Each instance keeps its own `render_mode`, so that a worker opens no window. The others repeat constructor arguments.
 NOT_STATE = ("render_mode", "metadata", "_cached_spec", "_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs")
 
 SCALARS = (int, float, complex, str, bytes, np.generic)
 COLLECTIONS = (list, tuple, set, frozenset, deque)
 SETTING_TYPES = (gymnasium.Space, EnvSpec, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, type)
-# By name, as these packages may be absent.
+# Names instead of types, because these packages may not be installed.
 SETTING_NAMES = (
     "pygame.",
     "gymnasium.envs.mujoco.mujoco_rendering.",
@@ -57,8 +58,8 @@ SETTING_NAMES = (
     "mujoco._structs.MjModel.",
 )
 
-# After `mj_step` these lag one substep behind positions and velocities, and some rewards difference them across a step
-# (Ant: xpos, Humanoid: xipos): `mj_forward` alone would give the branch another first reward than the trunk's.
+# After `mj_step` these lag one substep behind positions and velocities, and some rewards use their change across a step
+# (Ant: xpos, Humanoid: xipos). With `mj_forward` alone, the first reward after a restore would differ from the original.
 DERIVED_FIELDS = (
     *("xpos", "xquat", "xmat", "xipos", "ximat", "geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "subtree_com"),
     *("cinert", "cvel", "cacc", "cfrc_int", "cfrc_ext", "qacc", "qfrc_actuator", "qfrc_constraint", "actuator_force"),
@@ -68,33 +69,33 @@ DERIVED_FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """One moment of an environment, as plain data: it can be pickled, stored and restored any number of times."""
+    """The state of an environment at one moment, as plain data. It can be pickled, and restored any number of times."""
 
     environment: str
-    """The registered id, or the class's name if there is no id."""
+    """Registered id of the environment, or the name of its class if it has no id."""
 
     observation: Any
-    """The agent's observation at that moment, after all wrappers."""
+    """Observation at that moment, after all wrappers."""
 
     layers: tuple[tuple[str, dict[str, Any]], ...]
-    """Class name and state of each wrapper, outermost first, and of the environment itself, last."""
+    """Class name and state of each layer: the wrappers from the outermost to the innermost, then the environment."""
 
 
 @runtime_checkable
 class Snapshotable(Protocol):
-    """What a class of your own implements to take part: the unwrapped environment, or a wrapper for its own layer.
+    """Two methods that a custom environment or wrapper implements to support snapshots.
 
-    An environment's `np_random` is kept for it. Where every other part of the state is an attribute of plain data, a
-    numpy generator or MuJoCo data, the two methods are `return environment_state(self)` and
-    `restore_environment_state(self, state)`.
+    An environment implements them for its own state, and a wrapper for its own layer. The environment's `np_random` is always
+    saved. If every other part of the state is an attribute that is plain data, a numpy generator or MuJoCo data, the two
+    methods are `return environment_state(self)` and `restore_environment_state(self, state)`.
     """
 
     def snapshot(self) -> Any:
-        """Everything that determines the future, as picklable data. It may refer to live objects, which are copied."""
+        """Return everything that determines the future, as picklable data. The caller copies it."""
         ...
 
     def restore(self, state: Any) -> None:
-        """Restore `state`, whatever this instance did before. The instance may never have been reset."""
+        """Restore `state`. The instance may have run other episodes, or may never have been reset."""
         ...
 
 
@@ -106,30 +107,30 @@ def take_snapshot(env: gymnasium.Env, observation: Any) -> Snapshot:
         observation: Observation from its last `reset` or `step`.
 
     Raises:
-        ConfigError: The environment is neither supported nor `Snapshotable`, or holds state of an unknown kind.
+        ConfigError: The environment is neither supported nor `Snapshotable`, or an attribute has an unknown type.
         ContractError: The state of a `Snapshotable` cannot be pickled.
     """
     name = _name(env)
     inner = env.unwrapped
     if not isinstance(inner, Snapshotable) and not _qualified_name(inner).startswith(COVERED_MODULES):
         raise ConfigError(
-            f"take_snapshot: {name} must be one of Gymnasium's classic control, toy text and MuJoCo environments, or "
-            f"implement Snapshotable; got {_qualified_name(inner)} Give the class snapshot(self), which returns all "
-            "that decides its future as plain data, and restore(self, state). If that is all in attributes of plain "
-            "data, they are environment_state(self) and restore_environment_state(self, state)."
+            f"take_snapshot: {name} must be one of Gymnasium's classic control, toy text and MuJoCo environments, a maze of "
+            f"Gymnasium-Robotics, or implement Snapshotable; got {_qualified_name(inner)} Give the class snapshot(self), "
+            "which returns everything that determines its future as plain data, and restore(self, state). If all of that is in "
+            "attributes, use environment_state(self) and restore_environment_state(self, state)."
         )
     layers = tuple((type(layer).__name__, _layer_state(layer)) for layer in _stateful(_layers(env)))
     try:
         return _copy(Snapshot(environment=name, observation=observation, layers=layers))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ContractError(
-            f"take_snapshot: the state and the observation of {name} must pickle; got {error}. Return numbers, "
+            f"take_snapshot: the state and the observation of {name} must be picklable; got {error}. Return numbers, "
             "strings, numpy arrays, and dicts, lists and tuples of these from snapshot()."
         ) from error
 
 
 def restore_snapshot(env: gymnasium.Env, snapshot: Snapshot) -> Any:
-    """Restore a snapshot in `env`. From here, equal actions lead to equal results.
+    """Restore a snapshot in `env`. Equal actions then lead to equal results.
 
     Args:
         env: The snapshot's environment, or an identically built one. It may never have been reset.
@@ -146,25 +147,25 @@ def restore_snapshot(env: gymnasium.Env, snapshot: Snapshot) -> Any:
     theirs, ours = [name for name, _ in snapshot.layers], [type(layer).__name__ for layer in stateful]
     if (snapshot.environment, theirs) != (_name(env), ours):
         raise ContractError(
-            f"restore_snapshot: a snapshot of {_name(env)} {ours} was required; got one of {snapshot.environment} "
-            f"{theirs}. Restore it into an environment that is made and wrapped as its own was."
+            f"restore_snapshot: {_name(env)} with the layers {ours} needs a snapshot of the same; got one of "
+            f"{snapshot.environment} with the layers {theirs}. Create and wrap both environments in the same way."
         )
     if any(isinstance(layer, PassiveEnvChecker) and not layer.checked_reset for layer in layers):
-        env.reset(seed=0)  # the checker compares the first step with a reset, and fails where there was none
-    snapshot = _copy(snapshot)  # a step may write into what it finds, and another branch may start here
+        env.reset(seed=0)  # the checker fails at the first step of an environment that was never reset
+    snapshot = _copy(snapshot)  # steps may modify the restored objects, and the snapshot may be restored again
     for layer, (_, state) in zip(stateful, snapshot.layers, strict=True):
         _restore_layer(layer, state)
     return snapshot.observation
 
 
 def environment_state(owner: Any) -> dict[str, Any]:
-    """The part of an object's attributes that can decide its future; live, not copied.
+    """Return the attributes of an object that can influence its future. The values are not copied.
 
-    Attributes that are views of one another come back as separate arrays: keep the one, and take the view when needed.
-    The MuJoCo model is taken to be constant: a task that changes it (masses, goals that are bodies) adds the changes.
+    Attributes that are views of the same array are restored as separate arrays: store one array, and create views when needed.
+    The MuJoCo model is assumed to be constant: a task that changes it (masses, goals that are bodies) must add the changes.
 
     Raises:
-        ConfigError: an attribute of which it is unknown whether it is state, and how to copy it.
+        ConfigError: An attribute has a type that cannot be classified as state or setting.
     """
     state: dict[str, dict[str, Any]] = {"values": {}, "generators": {}, "simulations": {}, "nested": {}}
     for name, value in vars(owner).items():
@@ -189,10 +190,10 @@ def environment_state(owner: Any) -> dict[str, Any]:
 
 
 def restore_environment_state(owner: Any, state: Mapping[str, Any]) -> None:
-    """Put back what `environment_state` found, in place; the instance keeps its own windows and pictures."""
+    """Restore the result of `environment_state` in place. Windows and images of the instance stay as they are."""
     attributes = vars(owner)
     for name, value in state["values"].items():
-        if not _is_setting(attributes.get(name)):  # None at the trunk, an open window here
+        if not _is_setting(attributes.get(name)):  # for example, None in the snapshot and an open window here
             attributes[name] = value
     for name, generator_state in state["generators"].items():
         _restore_generator(owner, name, generator_state)
@@ -221,14 +222,14 @@ def _restore_layer(layer: gymnasium.Env, state: Mapping[str, Any]) -> None:
 
 
 def _restore_generator(owner: Any, name: str, state: Mapping[str, Any]) -> None:
-    """In place, for the instance may have handed its generator on to parts of its own."""
+    """Restore in place, because other parts of the instance may hold the same generator."""
     if not isinstance(vars(owner).get(name), np.random.Generator):
         vars(owner)[name] = np.random.Generator(getattr(np.random, state["bit_generator"])())
     vars(owner)[name].bit_generator.state = state
 
 
 def _simulation_state(data: Any) -> dict[str, Any]:
-    mujoco = import_module("mujoco")  # only now: whoever has its data has it
+    mujoco = import_module("mujoco")  # optional; installed if the environment holds MuJoCo data
     signature = mujoco.mjtState.mjSTATE_INTEGRATION
     integration = np.empty(mujoco.mj_stateSize(data.model, signature))
     mujoco.mj_getState(data.model, data, integration, signature)
@@ -245,13 +246,13 @@ def _restore_simulation(data: Any, state: Mapping[str, Any]) -> None:
             "environments from the same model file."
         )
     mujoco.mj_setState(data.model, data, integration, signature)
-    mujoco.mj_forward(data.model, data)  # contacts and constraints, whose number varies
+    mujoco.mj_forward(data.model, data)  # recomputes contacts and constraints, which vary in number
     for name, value in state["derived"].items():
         getattr(data, name)[:] = value
 
 
 def _layers(env: gymnasium.Env) -> list[gymnasium.Env]:
-    """Outermost wrapper first, the environment itself last."""
+    """The wrappers from the outermost to the innermost, then the environment itself."""
     layers = [env]
     while isinstance(layers[-1], gymnasium.Wrapper):
         layers.append(layers[-1].env)
@@ -268,12 +269,12 @@ def _name(env: gymnasium.Env) -> str:
 
 
 def _qualified_name(value: Any) -> str:
-    """Module and class, with a dot at the end so that a prefix is a whole name."""
+    """Module and class. The dot at the end lets a prefix match whole names only."""
     return f"{type(value).__module__}.{type(value).__qualname__}."
 
 
 def _is_plain(value: Any) -> bool:
-    """Data whose copy is as good as itself."""
+    """Whether the value is data that can be replaced by a copy."""
     if value is None or isinstance(value, SCALARS):
         return True
     if isinstance(value, dict):
@@ -284,13 +285,13 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_setting(value: Any) -> bool:
-    """Fixed for the life of an instance, or only there to draw; so are lists of these (Taxi's pictures)."""
+    """Whether the value is constant for an instance or only used for rendering, or a list of such values (Taxi's images)."""
     if isinstance(value, list | tuple):
         return len(value) > 0 and all(map(_is_setting, value))
     return isinstance(value, SETTING_TYPES) or _qualified_name(value).startswith(SETTING_NAMES)
 
 
 def _copy(value: Copied) -> Copied:
-    """Deep, through pickle: several times faster on tables than `copy.deepcopy`, and shared parts stay shared."""
+    """Deep copy through pickle. It is several times faster than `copy.deepcopy` on tables. Shared parts stay shared."""
     copied: Copied = pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
     return copied

@@ -68,7 +68,7 @@ class ActionDistribution(Protocol):
     def entropy(
         self, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, " n"] | None:
-        """Exact entropy in nats, differentiable. None if there is no closed form."""
+        """Exact entropy of each row in nats, differentiable. None if there is no closed form."""
         ...
 
     def to_env(self, actions: Shaped[Tensor, "n *action"]) -> Any:
@@ -81,12 +81,12 @@ class ActionDistribution(Protocol):
 
 
 def wide(parameters: Float[Tensor, "n P"]) -> Float[Tensor, "n P"]:
-    """float32 at least: the three digits of bfloat16 would make noise of the ratio of two probabilities."""
+    """Convert to at least float32. The three digits of bfloat16 are too few for the ratio of two probabilities."""
     return parameters.float() if parameters.dtype.itemsize < 4 else parameters
 
 
 def refuse_mask(distribution: object, allowed: Tensor | None) -> None:
-    """For distributions without categories."""
+    """Reject a mask. Used by distributions without categories."""
     if allowed is not None:
         raise ContractError(
             f"{type(distribution).__name__} has no categories that a mask could exclude; got a mask of {list(allowed.shape)}. "
@@ -97,32 +97,32 @@ def refuse_mask(distribution: object, allowed: Tensor | None) -> None:
 def require_mask_shape(
     distribution: ActionDistribution, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"]
 ) -> None:
-    """Bool [n, num_categories]."""
+    """Check that the mask is bool [n, num_categories]."""
     required = [len(parameters), distribution.num_categories]
     if allowed.dtype != torch.bool or list(allowed.shape) != required:
         raise ContractError(
-            f"{type(distribution).__name__}: the mask must be bool [n, K] = {required}, True for what is allowed; got "
+            f"{type(distribution).__name__}: the mask must be bool [n, K] = {required}, True for allowed categories; got "
             f"{str(allowed.dtype).removeprefix('torch.')} {list(allowed.shape)}."
         )
 
 
 def as_batch_of(distribution: object, actions: Any, shape: tuple[int, ...], kinds: str) -> NDArray[Any]:
-    """Actions of an environment as one array [n, D]; `kinds` are numpy's letters for the dtypes that may come."""
+    """Convert actions of the environment to an array [n, D]. `kinds` has numpy's letters of the accepted dtypes."""
     batch = np.asarray(actions)
     if batch.shape[1:] != shape or not batch.ndim or batch.dtype.kind not in kinds:
         raise ContractError(
             f"{type(distribution).__name__}.from_env needs [n, *shape] = {['n', *shape]} of the space's dtype; got "
-            f"{batch.dtype} {list(batch.shape)}. Pass a batch of actions as the environment took them."
+            f"{batch.dtype} {list(batch.shape)}. Pass a batch of actions in the environment's format."
         )
     return batch.reshape(len(batch), -1)
 
 
 def require_range(distribution: object, categories: NDArray[Any], sizes: Sequence[int] | int) -> None:
-    """Whole numbers from 0 to below `sizes`."""
+    """Check that categories are at least 0 and below `sizes`."""
     outside = (categories < 0) | (categories >= np.asarray(sizes))
     if outside.any():
         row = int(outside.nonzero()[0][0])
         raise ContractError(
-            f"{type(distribution).__name__}.from_env: action {row} is not in the space: counted from its start it is "
-            f"{categories[row].tolist()}, and must lie in 0 to below {sizes}."
+            f"{type(distribution).__name__}.from_env: action {row} is not in the space. Minus the space's start it must be at "
+            f"least 0 and below {sizes}; got {categories[row].tolist()}. Pass actions of this action space."
         )

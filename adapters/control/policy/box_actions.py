@@ -1,4 +1,4 @@
-"""Distributions of real numbers: `Box` spaces."""
+"""Distributions of real numbers, for `Box` spaces."""
 
 import math
 from typing import Any
@@ -16,13 +16,13 @@ from grpo.errors import ConfigError, ContractError
 from .action_distribution import as_batch_of, refuse_mask, wide
 
 LOG_STD_LOW, LOG_STD_HIGH = -20.0, 2.0
-"""Where log_std is clamped (Haarnoja et al. 2018, arXiv:1801.01290, their code)."""
+"""Range to which log_std is clamped, as in the code of Haarnoja et al. 2018, arXiv:1801.01290."""
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 def gaussian_sample(parameters: Float[Tensor, "n 2*D"], noise: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
-    """mean + std * noise; the parameters are mean | log_std."""
+    """mean + std * noise. The parameters are mean and log_std, concatenated."""
     mean, log_std = parameters.chunk(2, -1)
     return torch.addcmul(mean, log_std.clamp(LOG_STD_LOW, LOG_STD_HIGH).exp(), noise)
 
@@ -36,7 +36,7 @@ def gaussian_log_prob(parameters: Float[Tensor, "n 2*D"], values: Float[Tensor, 
 
 
 class _BoxDistribution:
-    """Two parameters per dimension; the way to and from the environment."""
+    """Base class for boxes: two parameters per dimension, and conversion to and from the environment."""
 
     action_dtype = torch.float32
     num_categories = 0
@@ -44,8 +44,7 @@ class _BoxDistribution:
     def __init__(self, space: spaces.Box) -> None:
         if not np.issubdtype(space.dtype, np.floating):
             raise ConfigError(
-                f"{type(self).__name__} is for boxes of floats; got {space}. Describe whole numbers by "
-                "Discrete or MultiDiscrete."
+                f"{type(self).__name__} is for boxes of floats; got {space}. Use Discrete or MultiDiscrete for integers."
             )
         self.env_shape, self.env_dtype = space.shape, space.dtype
         self.low, self.high = space.low.ravel(), space.high.ravel()
@@ -54,24 +53,24 @@ class _BoxDistribution:
         self.action_shape: tuple[int, ...] = (self.low.size,)
 
     def to_env(self, actions: Float[Tensor, "n D"]) -> NDArray[Any]:
-        """Clipped to the bounds, [n, *shape of the space]; log-probabilities are of the action before."""
+        """Clip actions to the bounds, [n, *shape of the space]. Log-probs belong to the unclipped actions."""
         batch = np.clip(actions.detach().cpu().numpy(), self.low, self.high).astype(self.env_dtype, copy=False)
         return batch.reshape(len(batch), *self.env_shape)
 
     def from_env(self, actions: Any) -> Float[Tensor, "n D"]:
-        """float32 [n, D]."""
+        """Convert the environment's actions to float32 [n, D]."""
         return torch.from_numpy(as_batch_of(self, actions, self.env_shape, "f").astype(np.float32))
 
 
 class Gaussian(_BoxDistribution):
-    """pi = N(mean, std^2), independent in each dimension, parameters mean | log_std; log_std is clamped to [-20, 2].
+    """pi = N(mean, std^2), independent in each dimension. The parameters are mean and log_std, concatenated.
 
-    Actions outside the box are clipped for the environment and scored unclipped. For the policy, clipping is part of the
-    environment.
+    log_std is clamped to [-20, 2]. Actions outside the box are clipped for the environment and scored unclipped: for the
+    policy, clipping is part of the environment.
     """
 
     def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
-        """Standard normal."""
+        """Standard normal noise."""
         return rng.standard_normal((num_steps, self.num_noise), dtype=np.float32)
 
     def sample(
@@ -87,7 +86,7 @@ class Gaussian(_BoxDistribution):
     def mode(
         self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, "n D"]:
-        """The mean."""
+        """Return the mean."""
         refuse_mask(self, allowed)
         return wide(parameters).chunk(2, -1)[0]
 
@@ -111,7 +110,7 @@ class Gaussian(_BoxDistribution):
 
 
 class _BoundedDistribution(_BoxDistribution):
-    """Base class of distributions on finite bounds."""
+    """Base class for boxes with finite bounds."""
 
     def __init__(self, space: spaces.Box) -> None:
         super().__init__(space)
@@ -133,11 +132,11 @@ class _BoundedDistribution(_BoxDistribution):
     ) -> tuple[Float[Tensor, "n D"], Float[Tensor, "n D"]]:
         """log x and log(1 - x), x = (action - low) / (high - low).
 
-        Each distance is taken from its own bound, which is exact near it. At a bound it counts as one rounding step instead of
-        0: the bound stands for all that was rounded to it.
+        Each distance is computed from its own bound, so it is exact near that bound. A distance of 0 is replaced by one
+        rounding step, because an action at a bound stands for all actions that were rounded to it.
         """
         low, high, width = self._bounds(like)
-        step = 0.25 * torch.finfo(actions.dtype).eps  # of x, next to the bounds of [-1, 1]
+        step = 0.25 * torch.finfo(actions.dtype).eps  # rounding step of x next to the bounds of [-1, 1]
         return ((actions - low) / width).clamp(min=step).log(), ((high - actions) / width).clamp(min=step).log()
 
     def _between(self, fractions: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
@@ -146,21 +145,21 @@ class _BoundedDistribution(_BoxDistribution):
         return torch.addcmul(low, width, fractions)
 
     def _bounds(self, like: Tensor) -> list[Float[Tensor, " D"]]:
-        """low, high, high - low."""
+        """low, high and high - low, with the dtype and device of `like`."""
         return [constant.to(like.device) for constant in self._constants[like.dtype]]
 
 
 class SquashedGaussian(_BoundedDistribution):
-    """action = low + (high - low) (1 + tanh(u)) / 2, u Gaussian with parameters mean | log_std.
+    """action = low + (high - low) (1 + tanh(u)) / 2 with a Gaussian u, whose parameters are mean and log_std, concatenated.
 
-    log pi(action) = log N(u; mean, std^2) - sum over d of log(action's derivative by u)
-    u = (log x - log(1 - x)) / 2,  derivative = 2 (high - low) x (1 - x),  x = (action - low) / (high - low)
+    log pi(action) = log N(u; mean, std^2) - sum over dimensions of log(d action / d u)
+    u = (log x - log(1 - x)) / 2,  d action / d u = 2 (high - low) x (1 - x),  x = (action - low) / (high - low)
 
     Source: Haarnoja et al. 2018, arXiv:1801.01290, appendix C, with tanh written as 2 sigmoid(2u) - 1.
     """
 
     def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
-        """Standard normal."""
+        """Standard normal noise."""
         return rng.standard_normal((num_steps, self.num_noise), dtype=np.float32)
 
     def sample(
@@ -169,7 +168,7 @@ class SquashedGaussian(_BoundedDistribution):
         noise: Float[Tensor, "n D"],
         allowed: Bool[Tensor, "n K"] | None = None,
     ) -> Float[Tensor, "n D"]:
-        """The squashed Gaussian sample."""
+        """Squash a Gaussian sample into the bounds."""
         refuse_mask(self, allowed)
         return self._between((2.0 * gaussian_sample(wide(parameters), noise)).sigmoid())
 
@@ -194,17 +193,17 @@ class SquashedGaussian(_BoundedDistribution):
         return gaussian_log_prob(parameters, 0.5 * (log_x - log_rest)) - log_derivatives
 
     def entropy(self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None) -> None:
-        """There is no closed form."""
+        """Return None, because there is no closed form."""
         refuse_mask(self, allowed)
 
 
 class Beta(_BoundedDistribution):
-    """x = (action - low) / (high - low) has density x^(alpha - 1) (1 - x)^(beta - 1) / B(alpha, beta), each dimension.
+    """Per dimension, x = (action - low) / (high - low) has density x^(alpha - 1) (1 - x)^(beta - 1) / B(alpha, beta).
 
-    Parameters raw_alpha | raw_beta, alpha = 1 + softplus(raw_alpha), beta = 1 + softplus(raw_beta). Both
-    are at least 1, so that there is one peak.
+    The parameters are raw_alpha and raw_beta, concatenated: alpha = 1 + softplus(raw_alpha), beta = 1 + softplus(raw_beta).
+    Both are at least 1, so the density has one peak.
 
-    Logarithms are taken in float64, since log B is a small difference of large numbers.
+    Logarithms are computed in float64, because log B is a small difference of large numbers.
 
     Source: Chou et al. 2017, "Improving Stochastic Policy Gradients in Continuous Control with Deep Reinforcement Learning
     using the Beta Distribution", section 4.
@@ -215,9 +214,9 @@ class Beta(_BoundedDistribution):
         self.num_noise = 2
 
     def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
-        """The two halves of a 48-bit seed, whole numbers that float32 holds exactly.
+        """Two halves of a 48-bit seed per row, as integers that float32 represents exactly.
 
-        A Beta variable is drawn by rejection, with a number of tries that no array can hold; a seed per row holds any number.
+        A Beta variable is sampled by rejection, which needs an unknown number of random numbers. A seed provides any number.
         """
         return rng.integers(2**24, size=(num_steps, 2)).astype(np.float32)
 
@@ -240,7 +239,7 @@ class Beta(_BoundedDistribution):
         rng, stream = np.random.Generator(bits), bits.state
         for row, (left, right) in enumerate(noise.tolist()):
             stream["state"]["key"][0] = int(left) << 24 | int(right)
-            bits.state = stream  # the beginning of that key's stream, at half the cost of a new generator
+            bits.state = stream  # start of the key's stream, in half the time of a new generator
             gammas[row] = rng.standard_gamma(shapes[row])
         of_alpha, of_beta = np.split(gammas, 2, axis=1)
         return self._between(torch.from_numpy(of_alpha / (of_alpha + of_beta)).to(wide(parameters)))
@@ -248,7 +247,7 @@ class Beta(_BoundedDistribution):
     def mode(
         self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, "n D"]:
-        """x = (alpha - 1) / (alpha + beta - 2): the peak; the middle where all is equally likely."""
+        """The peak, x = (alpha - 1) / (alpha + beta - 2). The middle of the range if the density is flat."""
         refuse_mask(self, allowed)
         alpha_less_1, beta_less_1 = (functional.softplus(wide(parameters)) + 1e-30).chunk(2, -1)
         return self._between(alpha_less_1 / (alpha_less_1 + beta_less_1))

@@ -15,13 +15,13 @@ from .action_distribution import ActionDistribution, refuse_mask, require_mask_s
 
 
 class Composite:
-    """Independent parts, pi(action) = product of pi(part), of a `Dict` or `Tuple` space; parts may be composites.
+    """Independent distributions for the parts of a `Dict` or `Tuple` space: pi(action) = product of pi(part).
 
-    Parameters, noise, masks and action numbers are concatenated in the order of the parts. Integers are stored as floats,
-    exactly up to 2^24.
+    Parts may be composites themselves. Parameters, noise, masks and actions are concatenated in the order of the parts.
+    Integers are stored as floats, exactly up to 2^24.
 
     Args:
-        parts: by name, in the order of the space (`Dict`), or in a sequence (`Tuple`).
+        parts: Distributions by name in the order of the space (`Dict`), or a sequence of distributions (`Tuple`).
     """
 
     action_dtype = torch.float32
@@ -43,7 +43,7 @@ class Composite:
         self.action_shape: tuple[int, ...] = (sum(self._action_widths),)
 
     def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
-        """That of the parts."""
+        """Noise of all parts, concatenated."""
         return np.concatenate([part.noise(rng, num_steps) for part in self.parts], axis=1)
 
     def sample(
@@ -52,7 +52,7 @@ class Composite:
         noise: Float[Tensor, "n num_noise"],
         allowed: Bool[Tensor, "n K"] | None = None,
     ) -> Float[Tensor, "n D"]:
-        """An action of every part."""
+        """Sample an action for every part."""
         columns = zip(
             self.parts,
             parameters.split(self._parameter_widths, -1),
@@ -65,7 +65,7 @@ class Composite:
     def mode(
         self, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, "n D"]:
-        """The mode of every part."""
+        """The modes of all parts, concatenated."""
         owns = parameters.split(self._parameter_widths, -1)
         columns = zip(self.parts, owns, self._masks(parameters, allowed), strict=True)
         return self._joined([part.mode(own, mask) for part, own, mask in columns], parameters)
@@ -89,7 +89,7 @@ class Composite:
     def entropy(
         self, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, " n"] | None:
-        """Summed over the parts; None where one of them has none."""
+        """Sum of the parts' entropies. None if a part has no closed form."""
         owns = parameters.split(self._parameter_widths, -1)
         columns = zip(self.parts, owns, self._masks(parameters, allowed), strict=True)
         entropies = [part.entropy(own, mask) for part, own, mask in columns]
@@ -97,26 +97,26 @@ class Composite:
         return torch.stack(known).sum(0) if len(known) == len(entropies) else None
 
     def to_env(self, actions: Float[Tensor, "n D"]) -> list[Any]:
-        """A dict or tuple per row."""
+        """One dict or tuple per row."""
         columns = [part.to_env(taken) for part, taken in zip(self.parts, self._split(actions), strict=True)]
         rows = zip(*columns, strict=True)
         return list(rows) if self.names is None else [dict(zip(self.names, row, strict=True)) for row in rows]
 
     def from_env(self, actions: Any) -> Float[Tensor, "n D"]:
-        """A list of dicts or tuples, [n, D]."""
+        """Convert a list of n dicts or tuples to [n, D]."""
         keys: list[Any] = list(range(len(self.parts))) if self.names is None else self.names
         for row, action in enumerate(actions):
             found = list(range(len(action))) if self.names is None else list(action)
             if set(found) != set(keys):
                 raise ContractError(
-                    f"Composite.from_env: every action needs the parts {keys}; action {row} has {found}."
+                    f"Composite.from_env: every action needs exactly the parts {keys}; action {row} has {found}."
                 )
         columns = zip(self.parts, keys, strict=True)
         parts = [part.from_env([action[key] for action in actions]) for part, key in columns]
         return torch.cat([part.float().reshape(len(actions), -1) for part in parts], dim=1)
 
     def _masks(self, parameters: Tensor, allowed: Bool[Tensor, "n K"] | None) -> Sequence[Bool[Tensor, "n K"] | None]:
-        """One for every part; None for those without categories."""
+        """The mask of each part. None for parts without categories."""
         if allowed is None:
             return [None] * len(self.parts)
         if not self.num_categories:
@@ -126,7 +126,7 @@ class Composite:
         return [mask if width else None for mask, width in zip(masks, self._category_widths, strict=True)]
 
     def _split(self, actions: Float[Tensor, "n D"]) -> list[Tensor]:
-        """Each part's columns, as the part writes its actions."""
+        """The columns of each part, in the part's own shape and dtype."""
         columns = actions.split(self._action_widths, -1)
         return [_as_own(part, taken) for part, taken in zip(self.parts, columns, strict=True)]
 
@@ -136,7 +136,7 @@ class Composite:
 
 
 def _as_own(part: ActionDistribution, columns: Float[Tensor, "n D"]) -> Tensor:
-    """Columns of a composite action in the shape and dtype of the part's own."""
+    """Convert columns of a composite action to the part's own shape and dtype."""
     if not part.action_dtype.is_floating_point:
         columns = columns.long()
     return columns if part.action_shape else columns.squeeze(-1)

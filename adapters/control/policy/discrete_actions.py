@@ -1,4 +1,4 @@
-"""Distributions of whole numbers: `Discrete`, `MultiDiscrete` and `MultiBinary` spaces."""
+"""Distributions of integers, for `Discrete`, `MultiDiscrete` and `MultiBinary` spaces."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from .action_distribution import as_batch_of, refuse_mask, require_mask_shape, r
 def masked_log_softmax(
     logits: Float[Tensor, "*rows K"], allowed: Bool[Tensor, "*rows K"] | None
 ) -> Float[Tensor, "*rows K"]:
-    """log p(k) = logits[k] - log sum over allowed j of exp(logits[j]); -inf where k is not allowed."""
+    """log p(k) = logits[k] - log sum over allowed j of exp(logits[j]), and -inf for a masked k."""
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
     return logits.log_softmax(-1)
@@ -34,9 +34,9 @@ def masked_entropy(logits: Float[Tensor, "*rows K"], allowed: Bool[Tensor, "*row
 
 
 class Categorical:
-    """pi(k) = softmax(parameters)[k], of a `Discrete` space.
+    """Categories of a `Discrete` space: pi(k) = softmax(parameters)[k].
 
-    Sampling is argmax(logits + Gumbel noise) (Maddison et al. 2014, arXiv:1411.0030, section 2): two calls, no softmax.
+    Sampling is argmax(logits + Gumbel noise) (Maddison et al. 2014, arXiv:1411.0030, section 2), which needs no softmax.
     """
 
     action_shape: tuple[int, ...] = ()
@@ -48,17 +48,17 @@ class Categorical:
         self.env_dtype = space.dtype
 
     def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
-        """Gumbel."""
+        """Gumbel noise."""
         return rng.gumbel(size=(num_steps, self.num_noise)).astype(np.float32)
 
     def sample(
         self, parameters: Float[Tensor, "n K"], noise: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Int64[Tensor, " n"]:
-        """A category per row."""
+        """Sample a category per row."""
         return self.mode(parameters + noise, allowed)
 
     def mode(self, parameters: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None) -> Int64[Tensor, " n"]:
-        """The most likely category, the first of several."""
+        """The most likely category. Of several, the first one."""
         possible = self._checked(parameters, allowed)
         return (parameters if possible is None else parameters.masked_fill(~possible, -torch.inf)).argmax(-1)
 
@@ -72,15 +72,15 @@ class Categorical:
     def entropy(
         self, parameters: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, " n"]:
-        """In nats."""
+        """Entropy in nats."""
         return masked_entropy(wide(parameters), self._checked(parameters, allowed))
 
     def to_env(self, actions: Int64[Tensor, " n"]) -> NDArray[Any]:
-        """Whole numbers [n] from the space's `start` on."""
+        """Integers [n], counted from the space's `start`."""
         return (actions.cpu().numpy() + self.start).astype(self.env_dtype, copy=False)
 
     def from_env(self, actions: Any) -> Int64[Tensor, " n"]:
-        """Whole numbers [n] from 0 on."""
+        """Integers [n], counted from 0."""
         categories = as_batch_of(self, actions, (), "iu").astype(np.int64)[:, 0] - self.start
         require_range(self, categories, self.num_categories)
         return torch.from_numpy(categories)
@@ -92,16 +92,16 @@ class Categorical:
             if not possible.all():
                 raise ContractError(
                     f"Categorical: every row of the mask must allow an action; row {int((~possible).nonzero()[0])} allows "
-                    "none. Correct the mask, or end the episode where nothing can be done."
+                    "none. Correct the mask, or end the episode when no action is possible."
                 )
         return allowed
 
 
 class MultiCategorical:
-    """Independent categories, pi(k_1 ... k_D) = product of softmax(logits of d)[k_d], of a `MultiDiscrete` space.
+    """Independent variables of a `MultiDiscrete` space: pi(k_1 ... k_D) = product over d of softmax(logits of d)[k_d].
 
-    The logits of all variables stand side by side, sum K in all. They are laid out as a table [n, D, largest K], so that the
-    work is one call for all variables; places beyond a variable's own K are masked.
+    The parameters are the logits of all variables, concatenated. They are rearranged into a table [n, D, largest K], so that
+    one call handles all variables. Entries beyond a variable's own K are masked.
     """
 
     action_dtype = torch.int64
@@ -119,13 +119,13 @@ class MultiCategorical:
         self._valid = None if valid.all() else torch.from_numpy(valid)
 
     def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
-        """Gumbel."""
+        """Gumbel noise."""
         return rng.gumbel(size=(num_steps, self.num_noise)).astype(np.float32)
 
     def sample(
         self, parameters: Float[Tensor, "n K"], noise: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Int64[Tensor, "n D"]:
-        """A category per row and variable."""
+        """Sample a category per row and variable."""
         return self.mode(parameters + noise, allowed)
 
     def mode(
@@ -148,28 +148,28 @@ class MultiCategorical:
     def entropy(
         self, parameters: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, " n"]:
-        """In nats, summed over the variables."""
+        """Entropy in nats, summed over the variables."""
         return masked_entropy(self._table(wide(parameters)), self._possible(parameters, allowed)).sum(-1)
 
     def to_env(self, actions: Int64[Tensor, "n D"]) -> NDArray[Any]:
-        """Whole numbers [n, *shape of the space], from its `start` on."""
+        """Integers [n, *shape of the space], counted from the space's `start`."""
         batch = (actions.cpu().numpy() + self.start).astype(self.env_dtype, copy=False)
         return batch.reshape(len(batch), *self.env_shape)
 
     def from_env(self, actions: Any) -> Int64[Tensor, "n D"]:
-        """Whole numbers [n, D], from 0 on."""
+        """Integers [n, D], counted from 0."""
         categories = as_batch_of(self, actions, self.env_shape, "iu").astype(np.int64) - self.start
         require_range(self, categories, self.sizes)
         return torch.from_numpy(categories)
 
-    def _table(self, side_by_side: Tensor) -> Tensor:
-        """[n, sum K] as [n, D, largest K]; a view where all K are equal."""
+    def _table(self, concatenated: Tensor) -> Tensor:
+        """Rearrange [n, sum of K] to [n, D, largest K]. The result is a view if all K are equal."""
         if self._valid is not None:
-            side_by_side = side_by_side.index_select(1, self._places.to(side_by_side.device))
-        return side_by_side.unflatten(1, (len(self.sizes), max(self.sizes)))
+            concatenated = concatenated.index_select(1, self._places.to(concatenated.device))
+        return concatenated.unflatten(1, (len(self.sizes), max(self.sizes)))
 
     def _possible(self, parameters: Tensor, allowed: Bool[Tensor, "n K"] | None) -> Bool[Tensor, "*n D K"] | None:
-        """Where the table holds what can be taken; None: everywhere."""
+        """Mask of the allowed entries of the table. None if all entries are allowed."""
         valid = None if self._valid is None else self._valid.to(parameters.device)
         if allowed is None:
             return valid
@@ -180,13 +180,13 @@ class MultiCategorical:
             row, variable = (~possible).nonzero()[0].tolist()
             raise ContractError(
                 f"MultiCategorical: every row of the mask must allow a value of every variable; row {row} allows none of "
-                f"variable {variable}. Correct the mask, or end the episode where nothing can be done."
+                f"variable {variable}. Correct the mask, or end the episode when no action is possible."
             )
         return table
 
 
 class Bernoulli:
-    """Independent bits, pi(bit d is 1) = sigmoid(parameters[d]), of a `MultiBinary` space."""
+    """Independent bits of a `MultiBinary` space: pi(bit d is 1) = sigmoid(parameters[d])."""
 
     action_dtype = torch.int64
     num_categories = 0
@@ -197,20 +197,20 @@ class Bernoulli:
         self.action_shape: tuple[int, ...] = (self.num_parameters,)
 
     def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
-        """Logistic: P(noise < x) = sigmoid(x)."""
+        """Logistic noise: P(noise < x) = sigmoid(x)."""
         return rng.logistic(size=(num_steps, self.num_noise)).astype(np.float32)
 
     def sample(
         self, parameters: Float[Tensor, "n D"], noise: Float[Tensor, "n D"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Int64[Tensor, "n D"]:
-        """0 or 1 per row and bit."""
+        """Sample 0 or 1 per row and bit."""
         refuse_mask(self, allowed)
         return (noise < parameters).long()
 
     def mode(
         self, parameters: Float[Tensor, "n D"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Int64[Tensor, "n D"]:
-        """1 where that is likelier than 0."""
+        """The more likely value of each bit."""
         refuse_mask(self, allowed)
         return (parameters > 0).long()
 
@@ -228,17 +228,17 @@ class Bernoulli:
     def entropy(
         self, parameters: Float[Tensor, "n D"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, " n"]:
-        """In nats, summed over the bits: H = x sigmoid(-x) - log sigmoid(x), at |x|, where nothing cancels."""
+        """Entropy in nats, summed over the bits: H = y sigmoid(-y) - log sigmoid(y), y = |x|, where no digits cancel."""
         refuse_mask(self, allowed)
         size = wide(parameters).abs()
         return (size * torch.sigmoid(-size) - functional.logsigmoid(size)).sum(-1)
 
     def to_env(self, actions: Int64[Tensor, "n D"]) -> NDArray[np.int8]:
-        """0 and 1, int8 [n, *shape of the space]."""
+        """Bits as int8 [n, *shape of the space]."""
         return actions.cpu().numpy().astype(np.int8).reshape(len(actions), *self.env_shape)
 
     def from_env(self, actions: Any) -> Int64[Tensor, "n D"]:
-        """0 and 1, [n, D]."""
+        """Bits as int64 [n, D]."""
         bits = as_batch_of(self, actions, self.env_shape, "iub").astype(np.int64)
         require_range(self, bits, 2)
         return torch.from_numpy(bits)

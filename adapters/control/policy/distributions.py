@@ -1,6 +1,6 @@
-"""Distributions of actions for every Gymnasium space: `distribution_for(space)`.
+"""Action distributions for every Gymnasium space: `distribution_for(space)`.
 
-`discrete_actions` and `box_actions` have the basic distributions, and `composite` their combinations. This module exports all.
+`discrete_actions` and `box_actions` define the basic distributions, and `composite` combines them. This module exports all.
 """
 
 from collections.abc import Callable
@@ -35,15 +35,15 @@ __all__ = [
 ]
 
 Kind: TypeAlias = Literal["auto", "gaussian", "squashed", "beta"]
-"""Distribution of boxes. `auto` is `gaussian`, clipped to the bounds; `squashed` and `beta` cover finite bounds exactly."""
+"""Distribution for boxes. `auto` is `gaussian`, clipped to the bounds. `squashed` and `beta` stay within finite bounds."""
 
 
 def distribution_for(space: spaces.Space[Any], kind: Kind = "auto") -> ActionDistribution:
-    """The distribution of a space's actions.
+    """Create the action distribution of a space.
 
     Args:
-        space: `Discrete`, `MultiDiscrete`, `MultiBinary`, `Box` of floats; `Dict` and `Tuple` of these, nested as they like.
-        kind: Distribution of the boxes in the space.
+        space: `Discrete`, `MultiDiscrete`, `MultiBinary`, `Box` of floats, or a `Dict` or `Tuple` of these, also nested.
+        kind: Distribution for the boxes in the space.
 
     Raises:
         ConfigError: The space or kind is not supported, a box has integers, or `squashed` or `beta` has infinite bounds.
@@ -70,7 +70,7 @@ def distribution_for(space: spaces.Space[Any], kind: Kind = "auto") -> ActionDis
         case _:
             raise ConfigError(
                 f"distribution_for: actions must be Discrete, MultiDiscrete, MultiBinary, Box, or a Dict or Tuple of these; "
-                f"got {space}. Wrap the environment (gymnasium.wrappers.TransformAction), or pass a distribution of your own."
+                f"got {space}. Wrap the environment (gymnasium.wrappers.TransformAction), or pass a custom distribution."
             )
 
 
@@ -121,20 +121,20 @@ class FromTorch:
         self.to_env, self.from_env = encoding.to_env, encoding.from_env
 
     def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
-        """Nothing."""
+        """No noise, [num_steps, 0]."""
         return np.empty((num_steps, 0), dtype=np.float32)
 
     def sample(
         self, parameters: Float[Tensor, "n P"], noise: Float[Tensor, "n 0"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Shaped[Tensor, "n *action"]:
-        """What `Distribution.sample` gives."""
+        """Sample from the distribution with torch's global generator."""
         refuse_mask(self, allowed)
         return self._encoded(self._build(parameters).sample())
 
     def mode(
         self, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Shaped[Tensor, "n *action"]:
-        """What `Distribution.mode` gives."""
+        """The distribution's mode."""
         refuse_mask(self, allowed)
         distribution = self._build(parameters)
         try:
@@ -151,19 +151,19 @@ class FromTorch:
         actions: Shaped[Tensor, "n *action"],
         allowed: Bool[Tensor, "n K"] | None = None,
     ) -> Float[Tensor, " n"]:
-        """What `Distribution.log_prob` gives."""
+        """The distribution's log-prob, summed to one number per row."""
         refuse_mask(self, allowed)
-        values = actions.to(torch.promote_types(parameters.dtype, torch.float32))  # torch takes whole numbers as floats
+        values = actions.to(torch.promote_types(parameters.dtype, torch.float32))  # torch takes integers as floats
         return self._per_row(self._build(parameters).log_prob(values), len(parameters))
 
     def entropy(
         self, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, " n"] | None:
-        """What `Distribution.entropy` gives; None where it has none."""
+        """The distribution's entropy, summed to one number per row. None if it has none."""
         refuse_mask(self, allowed)
         try:
             entropy = self._build(parameters).entropy()
-        except NotImplementedError:  # torch's way of saying that there is no closed form
+        except NotImplementedError:  # there is no closed form
             return None
         return self._per_row(entropy, len(parameters))
 
@@ -171,15 +171,15 @@ class FromTorch:
         required = list(self.action_shape)
         if list(values.shape[1:]) != required:
             raise ContractError(
-                f"FromTorch: actions must be [n, *action] = {['n', *required]}; the distribution of `build` gave "
-                f"{list(values.shape)}. Let it have batch and event shapes that end so."
+                f"FromTorch: actions must be [n, *action] = {['n', *required]}; the distribution from `build` gave "
+                f"{list(values.shape)}. Its batch shape and event shape together must be [n, *action]."
             )
         return values if self.action_dtype.is_floating_point else values.long()
 
     def _per_row(self, values: Tensor, num_rows: int) -> Float[Tensor, " n"]:
         if not values.dim() or len(values) != num_rows:
             raise ContractError(
-                f"FromTorch: log_prob and entropy must have n = {num_rows} rows; the distribution of `build` gave "
-                f"{list(values.shape)}. Let its batch shape begin with n."
+                f"FromTorch: log_prob and entropy must have n = {num_rows} rows; the distribution from `build` gave "
+                f"{list(values.shape)}. Its batch shape must begin with n."
             )
         return values.flatten(1).sum(-1) if values.dim() > 1 else values

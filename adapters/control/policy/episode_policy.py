@@ -24,16 +24,17 @@ from .observations import ObservationEncoder, RunningNormalizer
 from .rollouts import Decide, Record, roll_out
 
 ActionMask: TypeAlias = Literal["info"] | Callable[[Tensor], Tensor] | None
-"""`info` reads `info["action_mask"]`. A function maps encoded observations [n, ...] to bool [n, K]."""
+"""Source of action masks: `info` reads `info["action_mask"]`, a function maps encoded observations [n, ...] to bool [n, K]."""
 
 DEFAULT_MEMBERS = 16
+"""Number of concurrent environments, unless it is given."""
 
 HEAD_GAIN = 0.01
 """Gain of the last layer. A small gain makes the initial policy nearly uniform, or its mean near 0."""
 
 
 class EpisodePolicy(nn.Module):
-    """A policy over episodes: pi(episode | start) = product over steps of pi(action | observation), with one network.
+    """A policy over episodes: pi(episode | start) = product over steps of pi(action | observation).
 
     States are `EpisodeStart`s and actions are `Episode`s. A pool of environments runs all episodes of all groups together.
     Updates use shuffled minibatches of single steps from all episodes (`SplitsSteps`).
@@ -59,7 +60,7 @@ class EpisodePolicy(nn.Module):
         make: Keywords of `make_pool`: `vectorization`, and keywords of the environment.
 
     Raises:
-        ConfigError: The environment cannot be created, a space is not supported, or settings exclude each other.
+        ConfigError: The environment cannot be created, a space is not supported, or settings contradict each other.
     """
 
     _sampled_with: Tensor
@@ -94,8 +95,8 @@ class EpisodePolicy(nn.Module):
         if isinstance(environment, EnvironmentPool):
             if make or num_members not in (None, environment.num_members):
                 raise ConfigError(
-                    f"EpisodePolicy: the pool is made already, with {environment.num_members} members; "
-                    f"num_members={num_members} and {sorted(make)} would be read by nothing. Leave them out."
+                    f"EpisodePolicy: num_members and keywords of make_pool have no effect on an existing pool of "
+                    f"{environment.num_members} members; got num_members={num_members} and {sorted(make)}. Leave them out."
                 )
             self.pool = environment
         else:
@@ -112,7 +113,9 @@ class EpisodePolicy(nn.Module):
         self.state_key_decimals = state_key_decimals
         self.normalizer = RunningNormalizer(self.encoder.shape) if normalize_observations else None
         if normalize_observations and self.encoder.is_image:
-            raise ConfigError("EpisodePolicy: normalize_observations=True is not for images, which the torso scales.")
+            raise ConfigError(
+                "EpisodePolicy: normalize_observations=True does not support images. Leave it out: CNNTorso scales pixels."
+            )
         example = torch.zeros(1, *self.encoder.shape)
 
         def new_torso() -> nn.Module:
@@ -127,19 +130,24 @@ class EpisodePolicy(nn.Module):
             own = new_torso() if torso is None else copy.deepcopy(torso)
             self.critic = nn.Sequential(own, linear(num_outputs(own, example), 1, gain=1.0))
         if self.critic is not None and num_outputs(self.critic, example) != 1:
-            raise ConfigError("EpisodePolicy: a critic must turn observations [n, *shape] into values [n, 1].")
+            raise ConfigError(
+                "EpisodePolicy: a critic must map observations [n, *shape] to values [n, 1]; got "
+                f"[n, {num_outputs(self.critic, example)}]. Let its last layer have one output."
+            )
         self.register_buffer("_sampled_with", torch.full_like(self._fingerprint(), torch.nan))
         if split_steps:
-            self.split_steps = self._split_steps  # an attribute: a method would be a capability in any case
+            self.split_steps = (
+                self._split_steps
+            )  # an attribute, because a method would declare the capability in both cases
 
     def _head(self, num_features: int, std: str, initial_log_std: float) -> nn.Module:
         num_parameters = self.distribution.num_parameters
         if not isinstance(self.distribution, Gaussian | SquashedGaussian):
             if std != "shared" or initial_log_std != 0.0:
                 raise ConfigError(
-                    f"EpisodePolicy: std and initial_log_std are of the Gaussian actions of one Box; got std={std!r}, "
-                    f"initial_log_std={initial_log_std} with {type(self.distribution).__name__}. Leave them out: within Dict "
-                    "and Tuple each standard deviation is of the observation, and begins at 1."
+                    f"EpisodePolicy: std and initial_log_std are for the Gaussian actions of a single Box; got std={std!r}, "
+                    f"initial_log_std={initial_log_std} with {type(self.distribution).__name__}. Leave them out. In Dict and "
+                    "Tuple spaces, each standard deviation depends on the observation and is initially about 1."
                 )
             return linear(num_features, num_parameters, HEAD_GAIN)
         num_actions = num_parameters // 2
@@ -155,7 +163,7 @@ class EpisodePolicy(nn.Module):
                 raise ConfigError(f"EpisodePolicy: std must be 'shared' or 'observation'; got {std!r}.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EpisodePolicy":
-        """Weights are copied, environments are shared: a copy is for scoring (a reference), or acts when the other does not."""
+        """Copy the weights and share the environments. Use copies for scoring, or let only one policy sample at a time."""
         memo[id(self.pool)] = self.pool
         twin = object.__new__(type(self))
         memo[id(self)] = twin
@@ -166,7 +174,7 @@ class EpisodePolicy(nn.Module):
 
     @torch.no_grad()
     def sample_actions(self, states: Sequence[EpisodeStart], num_actions_per_state: int) -> SampledActions:
-        """Sample G episodes from each of B starts, with their scores. Seeds and noise follow torch's global generator."""
+        """Sample G episodes from each of B starts, with their scores. Seeds come from torch's global generator."""
         weights = self._fingerprint()
         if self.normalizer is not None and not torch.equal(weights, self._sampled_with):
             self.normalizer.begin()  # statistics change together with the weights, so the policy is constant between updates
@@ -200,7 +208,7 @@ class EpisodePolicy(nn.Module):
         max_steps: int | None = None,
         distribution: ActionDistribution | None = None,
     ) -> Record:
-        """One episode from each start, by the network as it is, its actions from `distribution` (None: the policy's own)."""
+        """Run one episode from each start. Actions come from `distribution`, or from the policy's own if it is None."""
         return roll_out(
             self.pool,
             starts,
@@ -215,7 +223,7 @@ class EpisodePolicy(nn.Module):
     def generate_actions(
         self, states: Sequence[EpisodeStart], num_actions_per_state: int, **kwargs: Any
     ) -> list[list[Episode]]:
-        """The episodes of `sample_actions`."""
+        """Sample episodes as `sample_actions` does, and return them without scores."""
         return self.sample_actions(states, num_actions_per_state).actions
 
     def predict(
@@ -236,7 +244,7 @@ class EpisodePolicy(nn.Module):
         observations = self.encoder(batch)
         if self.action_mask == "info":
             raise ConfigError(
-                "EpisodePolicy.predict sees no info, and action_mask='info' needs it. Pass a callable as action_mask, or use "
+                "EpisodePolicy.predict gets no info, which action_mask='info' needs. Pass a callable as action_mask, or use "
                 "evaluate_policy."
             )
         actions = self.act(observations, self._allow(observations, None), deterministic=deterministic)
@@ -245,7 +253,7 @@ class EpisodePolicy(nn.Module):
 
     @torch.no_grad()
     def act(self, observations: Tensor, allowed: Tensor | None, *, deterministic: bool) -> Shaped[Tensor, "n *action"]:
-        """Encoded actions for encoded observations; random ones follow torch's global generator."""
+        """Encoded actions for encoded observations. Random actions use torch's global generator."""
         parameters = self.decide(observations).cpu()
         if deterministic:
             return self.distribution.mode(parameters, allowed)
@@ -254,11 +262,11 @@ class EpisodePolicy(nn.Module):
         return self.distribution.sample(parameters, noise, allowed)
 
     def decide(self, observations: Shaped[Tensor, "n *features"]) -> Float[Tensor, "n P"]:
-        """Parameters of the distribution of actions."""
+        """Parameters of the action distribution."""
         return self.actor(self._prepared(observations))
 
     def _decider(self) -> Decide:
-        """`decide` for one step after another: in NumPy, where network and batch are small and known to it."""
+        """`decide` for rollouts. It computes in NumPy if the network is supported and the batch is small."""
         fast = fast_forward(self.normalizer, self.actor)
 
         def decide(observations: Tensor) -> Tensor:
@@ -291,7 +299,7 @@ class EpisodePolicy(nn.Module):
         return observations, taken
 
     def _unpacked(self, steps: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What `split_steps` put side by side."""
+        """Split rows of `split_steps` into observations and masks."""
         if self.action_mask is None:
             return steps, None
         width = int(np.prod(self.encoder.shape))
@@ -299,16 +307,18 @@ class EpisodePolicy(nn.Module):
         return observations.to(self.encoder.dtype), steps[:, width:].bool()
 
     def state_keys(self, states: Any, actions: Sequence[Episode]) -> Int[Tensor, "N T"]:
-        """Equal numbers for observations that agree to `state_key_decimals`."""
+        """A number for each observation, equal for observations that agree to `state_key_decimals` decimals."""
         observations = torch.cat([episode.observations for episode in actions]).flatten(1)
         rounded = (observations.double() * 10.0**self.state_key_decimals).round().long()
         odd = np.random.default_rng(0).integers(2**62, size=rounded.shape[1], dtype=np.int64) * 2 + 1
-        return pad_to_steps((rounded * torch.from_numpy(odd)).sum(1), episode_mask(actions))  # overflow wraps: a hash
+        return pad_to_steps(
+            (rounded * torch.from_numpy(odd)).sum(1), episode_mask(actions)
+        )  # a hash: overflow wraps around
 
     def _score_steps(
         self, observations: Tensor, actions: Tensor, allowed: Tensor | None, parameters: Tensor | None = None
     ) -> ActionScores:
-        """Every step a row [S, 1]."""
+        """Score each step as a row of its own, [S, 1]."""
         device = self.device
         observations, actions = observations.to(device), actions.to(device)
         allowed = None if allowed is None else allowed.to(device)
@@ -324,7 +334,7 @@ class EpisodePolicy(nn.Module):
         )
 
     def _as_rows(self, steps: ActionScores, episodes: Sequence[Episode]) -> ActionScores:
-        """[S, 1] as [N, T], and what a critic says of where episodes were cut off."""
+        """Rearrange scores from [S, 1] to [N, T], and add the critic's values at the end of truncated episodes."""
         mask = episode_mask(episodes, self.device)
 
         def padded(values: Tensor | None) -> Tensor | None:
@@ -346,16 +356,16 @@ class EpisodePolicy(nn.Module):
     # Parts
 
     def _fingerprint(self) -> Float64[Tensor, " W"]:
-        """Sums of the weights: a step of an optimizer leaves none of them as it was."""
+        """The sum of each weight tensor. Any optimizer step changes it."""
         return torch.stack([parameter.detach().sum(dtype=torch.float64) for parameter in self.parameters()])
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return self._sampled_with.device
 
     def get_parameters(self) -> dict[str, Tensor]:
-        """Those of actor and critic; and how observations are normalised, which is not trained but belongs to them."""
+        """Weights of actor and critic, and the normaliser's constants, so that a synchronised copy normalises equally."""
         constants = {} if self.normalizer is None else {"shift": self.normalizer.shift, "scale": self.normalizer.scale}
         return {**dict(self.named_parameters()), **{f"normalizer.{name}": value for name, value in constants.items()}}
 
@@ -370,26 +380,26 @@ class EpisodePolicy(nn.Module):
             return self.action_mask(observations)
         if infos is None:
             raise ConfigError(
-                "EpisodePolicy: action_mask='info' needs a pool that keeps infos: make_pool(..., infos=True)."
+                "EpisodePolicy: action_mask='info' needs a pool with infos. Create it with make_pool(..., infos=True)."
             )
         if any("action_mask" not in info for info in infos):
             raise ContractError(
-                "EpisodePolicy: action_mask='info' needs info['action_mask'] after every reset and step, and this environment "
-                "gives none. Pass a callable (encoded observations -> bool [n, K]), or action_mask=None."
+                "EpisodePolicy: action_mask='info' needs info['action_mask'] after every reset and step, but this environment "
+                "returned none. Pass a callable (encoded observations -> bool [n, K]), or action_mask=None."
             )
         return torch.from_numpy(np.stack([np.asarray(info["action_mask"]) for info in infos]).astype(bool))
 
 
 def draw_seed() -> int:
-    """From torch's global generator, which the trainer seeds and checkpoints."""
+    """Draw a seed from torch's global generator, which the trainer seeds and saves in checkpoints."""
     return int(torch.randint(2**62, ()))
 
 
 def _seeded(start: EpisodeStart) -> EpisodeStart:
-    """With a seed, so that all episodes of the group begin alike."""
+    """Add a seed if there is none, so that all episodes of the group have the same start."""
     if not isinstance(start, EpisodeStart):
         raise ContractError(
-            f"States of an EpisodePolicy are EpisodeStarts; got {type(start).__name__}. Use episode_starts()."
+            f"EpisodePolicy: states must be EpisodeStart objects; got {type(start).__name__}. Use episode_starts()."
         )
     if start.seed is not None or start.snapshot is not None:
         return start
@@ -397,7 +407,7 @@ def _seeded(start: EpisodeStart) -> EpisodeStart:
 
 
 def _all_steps(episodes: Sequence[Episode]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Observations, actions and what was allowed, of all steps of all episodes in order."""
+    """Observations, actions and masks of all steps of all episodes, in order."""
     allowed = [episode.allowed for episode in episodes]
     return (
         torch.cat([episode.observations for episode in episodes]),
@@ -407,7 +417,7 @@ def _all_steps(episodes: Sequence[Episode]) -> tuple[Tensor, Tensor, Tensor | No
 
 
 def _episodes(record: Record, log_probs: Tensor) -> list[Episode]:
-    """The record cut into rows; views of its tensors."""
+    """Split the record into episodes. Their tensors are views."""
 
     def rows(values: Tensor | None) -> Sequence[Any]:
         return [None] * len(record.lengths) if values is None else values.split(record.lengths)
@@ -431,7 +441,7 @@ def _episodes(record: Record, log_probs: Tensor) -> list[Episode]:
 
 
 def _metrics(episodes: Sequence[Episode], num_lost: int) -> dict[str, float]:
-    """Counts of this iteration: steps of the environments, episodes that terminated, environments that had to be replaced."""
+    """Counts of this iteration: environment steps, terminated episodes, and lost environments."""
     return {
         "episodes/steps": float(sum(map(len, episodes))),
         "episodes/terminated": float(sum(episode.terminated for episode in episodes)),
@@ -440,7 +450,7 @@ def _metrics(episodes: Sequence[Episode], num_lost: int) -> dict[str, float]:
 
 
 def as_batch(space: spaces.Space, observation: Any) -> tuple[Any, bool]:
-    """An observation as a batch of one, or a batch as it is; and whether it was one."""
+    """Turn a single observation into a batch of one. Returns the batch, and whether the observation was single."""
     if isinstance(space, spaces.Dict):
         parts = {name: as_batch(part, observation[name]) for name, part in space.spaces.items()}
         return {name: batch for name, (batch, _) in parts.items()}, all(single for _, single in parts.values())

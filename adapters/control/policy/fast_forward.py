@@ -13,24 +13,24 @@ from .networks import SharedStd
 from .observations import MAX_DEVIATION, RunningNormalizer
 
 SINGLE_THREADED = 2**18
-"""Multiply-adds of a product up to which OpenBLAS works alone; beyond, it would wake threads, for microseconds."""
+"""Maximum multiply-adds of a matrix product for which OpenBLAS uses one thread. More threads would cost more time."""
 
 KNOWN = (nn.Sequential, nn.Linear, nn.Tanh, nn.ReLU, SharedStd, RunningNormalizer)
 
 Step = Callable[[NDArray[np.float32]], NDArray[np.float32]]
-"""May overwrite what it is given."""
+"""One layer as a NumPy function. It may overwrite its input."""
 
 
 class FastForward:
-    """Modules one after another, as NumPy functions of the weights as they are now; made by `fast_forward`."""
+    """A sequence of modules as NumPy functions that use the current weights. Created by `fast_forward`."""
 
     def __init__(self, steps: Sequence[Step], max_rows: int) -> None:
         self._steps = steps
         self.max_rows = max_rows
-        """Beyond it torch is the faster one."""
+        """Largest batch for which NumPy is faster than torch."""
 
     def __call__(self, values: Float[np.ndarray, "n inputs"]) -> Float[np.ndarray, "n outputs"]:
-        """The last module's outputs."""
+        """Outputs of the last module."""
         values = values.copy()
         for step in self._steps:
             values = step(values)
@@ -53,7 +53,7 @@ def fast_forward(*modules: nn.Module | None) -> FastForward | None:
 
 
 def _add(steps: list[Step], module: nn.Module) -> bool:
-    """Append the module's functions; False: it is not known."""
+    """Append the module's functions. Returns False if the module is not supported."""
     arrays = [module.shift, module.scale] if isinstance(module, RunningNormalizer) else list(module.parameters())
     if module._forward_hooks or module._forward_pre_hooks or not all(map(_is_plain, arrays)):
         return False
@@ -80,7 +80,7 @@ def _is_plain(values: Tensor) -> bool:
 
 
 def _array(values: Tensor) -> NDArray[np.float32]:
-    """The same memory."""
+    """A NumPy array that shares the tensor's memory."""
     shared: NDArray[Any] = values.detach().numpy()
     return shared
 

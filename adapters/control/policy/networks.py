@@ -1,4 +1,4 @@
-"""Small networks: torsos that turn observations into features, and heads that turn features into parameters."""
+"""Small networks: torsos map observations to features, and heads map features to parameters of a distribution."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
 
 def linear(num_inputs: int, num_outputs: int, gain: float) -> nn.Linear:
-    """A layer with an orthogonal weight times `gain`, and bias 0."""
+    """A linear layer with an orthogonal initial weight times `gain`, and bias 0."""
     layer = nn.Linear(num_inputs, num_outputs)
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
@@ -24,7 +24,7 @@ def linear(num_inputs: int, num_outputs: int, gain: float) -> nn.Linear:
 
 
 def mlp_torso(num_inputs: int, hidden: Sequence[int] = (64, 64), activation: Activation = "tanh") -> nn.Sequential:
-    """Fully connected layers, each with its activation; the features are the last layer's.
+    """Fully connected layers, each followed by its activation.
 
     Args:
         num_inputs: Length of a flat observation.
@@ -33,7 +33,8 @@ def mlp_torso(num_inputs: int, hidden: Sequence[int] = (64, 64), activation: Act
     """
     if not hidden or activation not in ACTIVATIONS:
         raise ConfigError(
-            f"mlp_torso: hidden needs a width, activation is one of {list(ACTIVATIONS)}; got {hidden}, {activation!r}."
+            f"mlp_torso: hidden needs at least one width, and activation must be one of {list(ACTIVATIONS)}; got {hidden}, "
+            f"{activation!r}."
         )
     layers: list[nn.Module] = []
     for num_outputs in hidden:
@@ -43,13 +44,13 @@ def mlp_torso(num_inputs: int, hidden: Sequence[int] = (64, 64), activation: Act
 
 
 class CNNTorso(nn.Module):
-    """Three convolutions and a layer over images [n, height, width, channels], at least 36 pixels each way.
+    """Three convolutions and a linear layer for images [n, height, width, channels] of at least 36 x 36 pixels.
 
-    Integer pixels are divided by 255.
+    Integer pixels are divided by 255. Float pixels are not scaled.
 
     Args:
-        shape: (height, width, channels), as Gymnasium gives images.
-        num_features: width of the features.
+        shape: Shape of an image, (height, width, channels).
+        num_features: Number of features. A larger number fits more and costs more per step.
 
     Source:
         Mnih et al. 2015, "Human-level control through deep reinforcement learning".
@@ -60,7 +61,7 @@ class CNNTorso(nn.Module):
         height, width, channels = shape
         if min(height, width) < 36:
             raise ConfigError(
-                f"CNNTorso: images must be at least 36 x 36; got {height} x {width}. Pass a torso of your own."
+                f"CNNTorso: images must be at least 36 x 36; got {height} x {width}. Pass a custom torso."
             )
         self.convolutions = nn.Sequential(
             nn.Conv2d(channels, 16, 8, stride=4), nn.ReLU(),
@@ -73,7 +74,7 @@ class CNNTorso(nn.Module):
         self.features = nn.Sequential(linear(num_flat, num_features, math.sqrt(2.0)), nn.ReLU())
 
     def forward(self, images: Shaped[Tensor, "n height width channels"]) -> Float[Tensor, "n features"]:
-        """Features."""
+        """Map images to features."""
         scaled = images.float() if images.is_floating_point() else images.float() / 255.0
         return self.features(self.convolutions(scaled.permute(0, 3, 1, 2)))
 
@@ -87,18 +88,19 @@ class SharedStd(nn.Module):
         self.log_std = nn.Parameter(torch.full((num_actions,), float(initial_log_std)))
 
     def forward(self, features: Float[Tensor, "n features"]) -> Float[Tensor, "n parameters"]:
-        """Means and log standard deviations side by side."""
+        """Means and log standard deviations, concatenated."""
         mean = self.mean(features)
         return torch.cat([mean, self.log_std.expand_as(mean)], dim=1)
 
 
 def num_outputs(module: nn.Module, example: Tensor) -> int:
-    """How many features a torso gives for an observation."""
+    """Number of features that a torso returns for an observation."""
     with torch.no_grad():
         features = module(example)
     if not isinstance(features, Tensor) or features.dim() != 2:
         shape = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
         raise ConfigError(
-            f"{type(module).__name__}: a torso must turn [n, *observation] into features [n, F]; got {shape}."
+            f"{type(module).__name__}: a torso must map [n, *observation] to features [n, F]; got {shape}. Return one row of "
+            "features per observation."
         )
     return features.shape[1]

@@ -8,9 +8,10 @@ from torch import Tensor
 from .distributions import ActionDistribution
 
 NOISE_AHEAD = 64
-"""Steps for which a member's random numbers are drawn in one call: a block."""
+"""Steps per block. The random numbers of a block are drawn in one call."""
 
 NOT_RUNNING = -1
+"""Ring position of a member without a running episode."""
 
 
 class StepNoise:
@@ -36,20 +37,20 @@ class StepNoise:
         self._at_start = self._philox.state
         self._ring = np.empty((NOISE_AHEAD, num_members, distribution.num_noise), dtype=np.float32)
         self._place = 0
-        self._places = np.full(num_members, NOT_RUNNING)  # where each member's blocks begin
+        self._places = np.full(num_members, NOT_RUNNING)  # ring position where each member's blocks begin
         self._rows = np.empty(num_members, dtype=np.int64)
-        self._blocks = np.empty(num_members, dtype=np.int64)  # the number of its next one
+        self._blocks = np.empty(num_members, dtype=np.int64)  # number of each member's next block
 
     def begin(self, member: int, row: int) -> None:
-        """The next step is this row's first."""
+        """Start the noise of `row` at the member's next step."""
         self._places[member], self._rows[member], self._blocks[member] = self._place, row, 0
 
     def end(self, member: int) -> None:
-        """It takes no further step."""
+        """Stop drawing noise for a member."""
         self._places[member] = NOT_RUNNING
 
     def of_step(self, members: Int64[np.ndarray, " n"]) -> Float[Tensor, "n num_noise"]:
-        """That of the next step of all who run, in the order of `members`."""
+        """Noise of the next step of all running members, in the order of `members`."""
         for member in (self._places == self._place).nonzero()[0]:
             self._refill(member)
         noise = self._ring[self._place].take(members, axis=0)

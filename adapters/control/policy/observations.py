@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from grpo.errors import ConfigError
 
 MIN_VARIANCE = 1e-8
-"""Added to variances, so that constant observations become 0 without a division by 0."""
+"""Added to variances, so that constant observations become 0 instead of dividing by 0."""
 
 MAX_DEVIATION = 10.0
-"""Normalised observations are bounded by this many standard deviations."""
+"""Normalised observations are clamped to this many standard deviations."""
 
 
 class ObservationEncoder:
@@ -38,7 +38,7 @@ class ObservationEncoder:
         self.dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype if self.is_image else torch.float32
 
     def __call__(self, observations: Any) -> Shaped[Tensor, "n *features"]:
-        """A copy: the environments may overwrite theirs."""
+        """Encode a batch. The result is a copy, because environments may overwrite their observations."""
         return torch.from_numpy(self._encode(observations))
 
     def _keep(self, observations: Any) -> Any:
@@ -46,7 +46,7 @@ class ObservationEncoder:
 
 
 def _encoder(space: spaces.Space) -> Callable[[Any], Any]:
-    """Batches of one space into float32 [n, width]."""
+    """A function that encodes batches of a space as float32 [n, width]."""
     match space:
         case spaces.Box() | spaces.MultiBinary():
             width = int(np.prod(space.shape))
@@ -73,13 +73,13 @@ def _encoder(space: spaces.Space) -> Callable[[Any], Any]:
             return lambda batch: np.concatenate([e(part) for e, part in zip(encoders, batch, strict=True)], axis=1)
         case _:
             raise ConfigError(
-                f"Observations of {space} have no fixed size. Wrap the environment so that it gives a Box, Discrete, "
-                "MultiDiscrete, MultiBinary, Dict or Tuple (gymnasium.wrappers.TransformObservation)."
+                f"EpisodePolicy: observations of {space} have no fixed size. Wrap the environment so that it returns a Box, "
+                "Discrete, MultiDiscrete, MultiBinary, Dict or Tuple (gymnasium.wrappers.TransformObservation)."
             )
 
 
 class RunningNormalizer(nn.Module):
-    """(x - mean) / std of all observations seen so far, in at most +-10.
+    """Normalise observations to (x - mean) / std with statistics of all observations so far, clamped to [-10, 10].
 
     New observations are included at the next `begin`. Sampling and scoring in one iteration use the same statistics, so that
     the first ratio is 1. The statistics are buffers and are saved in checkpoints.
@@ -110,7 +110,7 @@ class RunningNormalizer(nn.Module):
         return ((observations - self.shift) * self.scale).clamp(-MAX_DEVIATION, MAX_DEVIATION)
 
     def see(self, observations: Float[Tensor, "n *features"]) -> None:
-        """Have these counted from the next `begin` on."""
+        """Collect statistics of these observations. They take effect at the next `begin`."""
         values = observations.double()
         part = (values.new_tensor(len(values)), values.mean(0), values.var(0, correction=0) * len(values))
         pending = (self.pending_count, self.pending_mean, self.pending_squares)
@@ -118,7 +118,7 @@ class RunningNormalizer(nn.Module):
             own.copy_(merged)
 
     def begin(self) -> None:
-        """Count what has been seen."""
+        """Include the statistics collected since the last call."""
         if float(self.pending_count) == 0.0:
             return
         own = (self.count, self.mean, self.squares)

@@ -23,32 +23,35 @@ LONGEST = 100_000
 """Maximum length of any episode, for environments without their own limit."""
 
 MAX_LOSSES_IN_A_ROW = 3
-"""Maximum number of consecutive losses without a finished episode. A repeated episode is the same bit for bit."""
+"""Maximum number of losses without a finished episode in between. A repeated episode is identical and fails again."""
 
 Decide = Callable[[Shaped[Tensor, "n *features"]], Float[Tensor, "n P"]]
-"""Encoded observations -> parameters of the distribution of actions."""
+"""Maps encoded observations to parameters of the action distribution."""
 
 Allow = Callable[[Shaped[Tensor, "n *features"], Sequence[dict[str, Any]] | None], Bool[Tensor, "n K"] | None]
-"""Encoded observations, and what environments told -> the categories that are allowed; None: all."""
+"""Maps encoded observations and the environments' infos to the mask of allowed categories. None allows all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """All steps of N episodes, row by row, S in all."""
+    """The S steps of N episodes, one episode after the other."""
 
     lengths: list[int]
-    """[N]"""
+    """Number of steps of each episode, [N]."""
     observations: Shaped[Tensor, "S *features"]
+    """Encoded observation at each step."""
     parameters: Float[Tensor, "S P"]
     """Parameters of the distribution from which each action was drawn."""
     actions: Shaped[Tensor, "S *action"]
+    """Encoded action at each step."""
     rewards: Float[Tensor, " S"]
-    """float64"""
+    """The environment's reward at each step, float64."""
     allowed: Bool[Tensor, "S K"] | None
+    """Mask of the allowed categories at each step. None if all were allowed."""
     terminated: list[bool]
-    """[N]"""
+    """Whether the environment terminated each episode, [N]. The other episodes were truncated."""
     final_observations: list[Tensor]
-    """[N], each [*features]"""
+    """Encoded observation [*features] after the last step of each episode, [N]."""
     num_lost: int
     """Number of environments that died or hung. Their unfinished episodes were run again."""
 
@@ -67,8 +70,8 @@ def roll_out(
     """Run one episode from each of N starts.
 
     A member with a finished episode starts the next waiting episode, or is no longer stepped. The noise of an episode is keyed
-    by (seed, row, step), so it does not depend on the member or on other episodes. The network's sums depend on the number of
-    rows by a rounding error; with the same pool, results are equal bit for bit.
+    by (seed, row, step), so it does not depend on the member or on other episodes. The number of rows in a batch changes the
+    network's outputs by rounding only. With the same pool, results are equal bit for bit.
 
     Args:
         pool: The M environments.
@@ -93,7 +96,7 @@ def roll_out(
             if beginning is not None:
                 begun = encode(beginning[0])
                 observations, allowed = _with(observations, begun), _with(allowed, allow(begun, beginning[1]))
-            assert observations is not None  # what is unfinished runs, or has just begun
+            assert observations is not None  # an unfinished episode is running or has just started
             parameters = decide(observations)
             actions = distribution.sample(parameters, running.noise.of_step(running.members), allowed)
             step = _step(pool, running.members, parameters, distribution.to_env(actions))
@@ -106,7 +109,7 @@ def roll_out(
         running.keep(observations, parameters, actions, step.rewards, allowed)
         alive = running.finish(step.terminated, step.truncated, following, max_steps)
         infos = step.infos
-        if alive is not None:  # what an environment tells at its end need not hold a mask
+        if alive is not None:  # the last info of an episode may have no mask
             following = following[alive]
             infos = None if infos is None else [infos[place] for place in alive.nonzero().squeeze(1).tolist()]
         observations, allowed = (following, allow(following, infos)) if len(following) else (None, None)
@@ -114,7 +117,7 @@ def roll_out(
 
 
 def _with(rows: Tensor | None, more: Tensor | None) -> Tensor | None:
-    """All rows; None: there are none, or nothing is told about them."""
+    """Append rows to a batch. None stands for a batch without rows, or for no masks."""
     return more if rows is None or more is None else torch.cat([rows, more])
 
 
@@ -123,7 +126,7 @@ def _step(pool: EnvironmentPool, members: NDArray[np.int64], parameters: Tensor,
         return pool.step(members, actions)
     except WorkerLost:
         raise
-    except Exception:  # whatever an environment raises, it is not to blame for what it was told to do
+    except Exception:  # actions from a diverged network can make an environment raise anything
         _require_finite(parameters)
         raise
 
@@ -131,13 +134,13 @@ def _step(pool: EnvironmentPool, members: NDArray[np.int64], parameters: Tensor,
 def _require_finite(parameters: Tensor) -> None:
     if not bool(parameters.isfinite().all()):
         raise ContractError(
-            "The policy's network gave parameters that are not finite: it has diverged. Lower the learning rate, or set "
-            "max_grad_norm."
+            "EpisodePolicy: the network's outputs must be finite; got NaN or infinity, so training has diverged. Lower the "
+            "learning rate, or set max_grad_norm."
         )
 
 
 class _Running:
-    """Who runs what. A run is one attempt at an episode: those that a lost worker ended leave their steps behind, unread."""
+    """Which member runs which episode. A run is one attempt at an episode. Runs that a lost worker ended are discarded."""
 
     def __init__(
         self, pool: EnvironmentPool, starts: Sequence[EpisodeStart], distribution: ActionDistribution, seed: int
@@ -147,13 +150,13 @@ class _Running:
         self.noise = StepNoise(distribution, pool.num_members, seed)
         self.waiting = deque(range(len(starts)))
         self.free = list(range(pool.num_members))
-        self.members = np.empty(0, dtype=np.int64)  # alive, in the order of the batch: who began first comes first
-        self.runs = np.empty(0, dtype=np.int64)  # theirs
-        self.begun = np.empty(0, dtype=np.int64)  # the number of batches before their first
+        self.members = np.empty(0, dtype=np.int64)  # active members in the order of the batch, the earliest start first
+        self.runs = np.empty(0, dtype=np.int64)  # the run of each active member
+        self.begun = np.empty(0, dtype=np.int64)  # number of batches before each run's first step
         self.row_of_run: list[int] = []
         self.ends: dict[int, tuple[int, bool, Tensor]] = {}  # row -> run, terminated, final observation
         self.losses_in_a_row = 0
-        self.num_ended = 0  # when the last loss came
+        self.num_ended = 0  # number of finished episodes at the last loss
         self.steps: list[tuple[NDArray[np.int64], Tensor, Tensor, Tensor, NDArray[np.float64], Tensor | None]] = []
 
     @property
@@ -161,7 +164,7 @@ class _Running:
         return len(self.ends) < len(self.starts)
 
     def begin_waiting(self) -> tuple[Any, Sequence[dict[str, Any]]] | None:
-        """Free members begin what waits: their observations and infos; None: nothing begins."""
+        """Start waiting episodes in free members. Returns observations and infos, or None if no episode starts."""
         count = min(len(self.free), len(self.waiting))
         if not count:
             return None
@@ -189,7 +192,7 @@ class _Running:
     def finish(
         self, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_], following: Tensor, max_steps: int | None
     ) -> Tensor | None:
-        """Which places of the batch are still alive; None: all."""
+        """Record the episodes that end. Returns the mask of rows that are still active, or None if all are."""
         limit = LONGEST if max_steps is None else max_steps
         ended = terminated | truncated
         if len(self.steps) - self.begun[0] >= limit:
@@ -207,18 +210,18 @@ class _Running:
         return torch.from_numpy(alive)
 
     def start_over(self, lost: WorkerLost) -> None:
-        """The pool is new: what was not finished waits again, first.
+        """After a rebuild of the pool, put the unfinished episodes back to the front of the queue.
 
         Raises:
-            ContractError: it does not get any further.
+            ContractError: Environments are lost repeatedly without a finished episode in between.
         """
         self.losses_in_a_row = self.losses_in_a_row + 1 if len(self.ends) == self.num_ended else 1
         self.num_ended = len(self.ends)
         if self.losses_in_a_row > MAX_LOSSES_IN_A_ROW:
             raise ContractError(
-                f"Environments were lost {self.losses_in_a_row} times without an episode's end in between; the last time, "
-                f"{lost.reason}. The same episodes fail again and again: run them with vectorization='sync', where the "
-                "environment's errors are seen as they are."
+                f"Environments were lost {self.losses_in_a_row} times without a finished episode in between. The last loss: "
+                f"{lost.reason}. The same episodes fail repeatedly: run them with vectorization='sync' to see the "
+                "environment's own errors."
             ) from lost
         self.waiting.extendleft(sorted({self.row_of_run[run] for run in self.runs.tolist()}, reverse=True))
         for member in self.members.tolist():

@@ -28,8 +28,8 @@ class EnvironmentReward(nn.Module):
         super().__init__()
         if not 0.0 <= discount <= 1.0 or (per == "step" and discount != 1.0):
             raise ConfigError(
-                f"EnvironmentReward: discount must lie in [0, 1], and with per='step' AdvantageConfig.gamma discounts; got "
-                f"per={per!r}, discount={discount}."
+                f"EnvironmentReward: discount must lie in [0, 1], and be 1 with per='step'; got per={per!r}, "
+                f"discount={discount}. With per='step' set AdvantageConfig.gamma instead."
             )
         self.per = per
         self.discount = discount
@@ -37,7 +37,7 @@ class EnvironmentReward(nn.Module):
     def compute_rewards(
         self, states: Sequence[EpisodeStart], actions: Sequence[Episode]
     ) -> Float[Tensor, "N T"] | Float[Tensor, " N"]:
-        """Rewards per step, 0 after an episode's end, or per episode."""
+        """Rewards per step [N, T], with 0 after an episode's end, or per episode [N]."""
         match self.per:
             case "step":
                 return _per_step([episode.rewards for episode in actions], actions)
@@ -51,7 +51,7 @@ class StepReward(nn.Module):
     """A shaping term with one number per decision. `WeightedRewards` gives it a name and a weight.
 
     Args:
-        term: Maps an episode of L steps to [L].
+        term: Maps an episode of L steps to one number per step, [L].
 
     Example:
         Add a cost for effort to the environment's reward::
@@ -67,29 +67,29 @@ class StepReward(nn.Module):
     def compute_rewards(
         self, states: Sequence[EpisodeStart], actions: Sequence[Episode]
     ) -> Float[Tensor, "N T"] | Float[Tensor, " N"]:
-        """The term at every step, 0 after an episode's end."""
+        """The term at each step [N, T], with 0 after an episode's end."""
         values = [torch.as_tensor(self.term(episode), dtype=torch.float64) for episode in actions]
         for row, (value, episode) in enumerate(zip(values, actions, strict=True)):
             if value.shape != (len(episode),):
                 name = getattr(self.term, "__name__", type(self.term).__name__)
                 raise RewardError(
-                    f"StepReward: {name} must give one number per step, [{len(episode)}]; got {list(value.shape)} for row "
-                    f"{row}."
+                    f"StepReward: {name} must return one number per step, [{len(episode)}]; got {list(value.shape)} for row "
+                    f"{row}. Return a tensor as long as episode.rewards."
                 )
         return _per_step(values, actions)
 
 
 def effort(episode: Episode) -> Float[Tensor, " L"]:
-    """The cost of effort, -|action|^2 per step, for real-valued actions."""
+    """Cost of effort at each step, -|action|^2, for real-valued actions."""
     return -episode.actions.double().flatten(1).square().sum(1)
 
 
 def _per_step(values: Sequence[Tensor], episodes: Sequence[Episode]) -> Float[Tensor, "N T"] | Float[Tensor, " N"]:
-    """One number per step, 0 after an episode's end; [N] where each of several episodes has one step, as the trainer wants."""
+    """Pad to [N, T] with 0 after an episode's end. Returns [N] if there are several episodes and each has one step."""
     padded = pad_to_steps(torch.cat(list(values)), episode_mask(episodes))
     return padded.squeeze(1) if len(episodes) > 1 and padded.shape[1] == 1 else padded
 
 
 def _discounted(rewards: Float[Tensor, " L"], discount: float) -> Float[Tensor, ""]:
-    """sum over t of discount^t r[t]"""
+    """sum over t of discount^t r[t]."""
     return (rewards * discount ** torch.arange(len(rewards), dtype=rewards.dtype)).sum()

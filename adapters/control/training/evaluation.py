@@ -29,11 +29,11 @@ class Evaluation:
 
     @property
     def mean_return(self) -> float:
-        """Over episodes."""
+        """Mean return over the episodes."""
         return float(self.returns.mean())
 
     def __str__(self) -> str:
-        """Mean and standard deviation."""
+        """Mean and standard deviation of the returns, and the mean length."""
         spread, length = self.returns.std(), self.lengths.mean()
         return f"return {self.mean_return:.1f} +- {spread:.1f} in {len(self.returns)} episodes of {length:.0f} steps"
 
@@ -54,6 +54,9 @@ def evaluate_policy(
         seed: Seed of the first reset, and of the noise.
         deterministic: Whether to take the most likely action at each step, instead of a random one.
         max_steps: Maximum number of steps per episode, in addition to the environment's own limit.
+
+    Raises:
+        ConfigError: `num_episodes` or `max_steps` is below 1.
     """
     if num_episodes < 1:
         raise ConfigError(f"evaluate_policy: num_episodes must be >= 1; got {num_episodes}.")
@@ -69,19 +72,19 @@ def evaluate_policy(
 def act_out(
     policy: EpisodePolicy, starts: list[EpisodeStart], *, seed: int, deterministic: bool, max_steps: int | None
 ) -> Record:
-    """One episode from each start, by the policy as it is."""
+    """Run one episode from each start in evaluation mode, and restore the mode of every module."""
     training = {module: module.training for module in policy.modules()}
     policy.eval()
     try:
         distribution = _MostLikely(policy.distribution) if deterministic else policy.distribution
         return policy.roll_out(starts, seed=seed, max_steps=max_steps, distribution=distribution)
     finally:
-        for module, mode in training.items():  # each as it was: someone may have frozen one
+        for module, mode in training.items():  # module by module, because a user may keep one in evaluation mode
             module.training = mode
 
 
 class _MostLikely:
-    """A distribution from which the most likely action is drawn."""
+    """An action distribution whose samples are always the most likely action."""
 
     num_noise = 0
 
@@ -92,9 +95,9 @@ class _MostLikely:
         return getattr(self._distribution, name)
 
     def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
-        """None."""
+        """No noise, [num_steps, 0]."""
         return np.empty((num_steps, 0), dtype=np.float32)
 
     def sample(self, parameters: Tensor, noise: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The mode."""
+        """Return the mode."""
         return self._distribution.mode(parameters, allowed)

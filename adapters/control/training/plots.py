@@ -20,8 +20,8 @@ def plot_learning_curves(
 
     Args:
         curves: Runs by name. The runs of a name differ in their seed.
-        path: PNG file to write; its folder is created. None creates a pyplot figure, which shows in a notebook and which the
-            caller closes.
+        path: PNG file to write. Its folder is created. None creates a pyplot figure, which a notebook shows and the caller
+            closes.
         title: Title of the plot.
         threshold: Return to mark with a line.
 
@@ -33,7 +33,7 @@ def plot_learning_curves(
 
         figure = pyplot.figure(figsize=(7, 4), layout="constrained")
     else:
-        from matplotlib.figure import Figure  # neither a window nor a backend is needed to write a file
+        from matplotlib.figure import Figure  # writing a file needs neither a window nor a backend
 
         figure = Figure(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()

@@ -22,6 +22,7 @@ class ControlPreset:
     """Settings of one environment. All other settings have the defaults of `GRPOConfig`."""
 
     env_id: str
+    """Registered id of the environment."""
     total_steps: int
     """Environment steps of a whole run, without evaluations."""
     threshold: float | None
@@ -33,26 +34,26 @@ class ControlPreset:
     group_size: int = 8
     """Episodes per start. A larger number has a better baseline and updates less often."""
     batch_size: int = 256
-    """Number of steps per update."""
+    """Steps per update. A larger number makes gradients less noisy and updates less often."""
     num_epochs: int = 4
     """Passes over an iteration's steps. More passes learn more from each step, until clipping stops the updates."""
     learning_rate: float = 1e-3
-    """Learning rate of Adam."""
+    """Learning rate of Adam. A larger value learns faster and is less stable."""
     clip: float = 0.2
-    """Clip range of the ratio on both sides."""
+    """Clip range of the ratio on both sides. A larger value allows larger changes of the policy per iteration."""
     entropy_coef: float = 0.0
     """Entropy coefficient. A larger value explores longer."""
     initial_log_std: float = 0.0
     """Initial log standard deviation of Gaussian actions. A smaller value explores less."""
     normalize_observations: bool = False
-    """Whether observations are normalised. Use it if their parts differ in scale."""
+    """Whether observations are normalised by running statistics. Use it if their parts differ in scale."""
     max_episode_steps: int | None = None
     """Maximum length of training episodes. A smaller limit updates more often and sees fewer late steps."""
     evaluate_every: int = 10_000
-    """Steps between evaluations."""
+    """Training steps between evaluations."""
 
     def make_policy(self, **options: Any) -> EpisodePolicy:
-        """Create a policy with its own environments. Initial weights follow torch's global generator."""
+        """Create a policy with its own environments. Initial weights are drawn from torch's global generator."""
         settings: dict[str, Any] = {
             "num_members": self.num_groups * self.group_size,
             "initial_log_std": self.initial_log_std,
@@ -62,7 +63,7 @@ class ControlPreset:
         return EpisodePolicy(self.env_id, **settings | options)
 
     def make_config(self, seed: int | None = None) -> GRPOConfig:
-        """The trainer's settings."""
+        """Create the trainer's settings."""
         return GRPOConfig(
             group_size=self.group_size,
             batch_size=self.batch_size,
@@ -81,13 +82,13 @@ class ControlPreset:
     def make_trainer(
         self, policy: EpisodePolicy, *, seed: int | None = None, reward_model: Any = None, **options: Any
     ) -> GRPOTrainer:
-        """A trainer with Adam.
+        """Create a trainer with Adam.
 
         Args:
-            policy: what `make_policy` made.
-            seed: of the trainer.
-            reward_model: None: the environment's own rewards, per step.
-            options: of `GRPOTrainer`.
+            policy: The policy, from `make_policy`.
+            seed: Seed of the trainer.
+            reward_model: Reward model. None uses the environment's own rewards, per step.
+            options: Other arguments of `GRPOTrainer`.
         """
         return GRPOTrainer(
             config=self.make_config(seed),
@@ -139,14 +140,17 @@ PRESETS = {
         ),
     )
 }
-"""By environment id."""
+"""The presets by environment id."""
 
 
 def preset_for(env_id: str) -> ControlPreset:
-    """The preset of an environment, or a starting point for one that has none: that of the robots for actions in a box.
+    """The preset of an environment.
+
+    For an environment without a preset, return settings to start tuning from: those of the MuJoCo robots if actions are a
+    `Box`, otherwise Acrobot's.
 
     Raises:
-        ConfigError: an environment that cannot be made.
+        ConfigError: The environment cannot be created.
     """
     if env_id in PRESETS:
         return PRESETS[env_id]

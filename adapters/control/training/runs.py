@@ -36,7 +36,7 @@ class LearningCurve:
         return next(reached, None)
 
     def ends_at(self, threshold: float | None) -> bool:
-        """Whether the last evaluation is at or above the threshold; False where there is none of either."""
+        """Whether the last evaluation is at or above the threshold. False without an evaluation or a threshold."""
         return threshold is not None and bool(self.returns) and self.returns[-1] >= threshold
 
 
@@ -74,11 +74,11 @@ def train_control(
         The evaluations.
 
     Raises:
-        ConfigError: `folder` has a run with other settings.
+        ConfigError: `folder` contains a run with other settings, or `total_steps` or `evaluate_every` is below 1.
     """
     if evaluate_every < 1 or total_steps < 1:
         raise ConfigError(
-            f"train_control: total_steps, evaluate_every must be >= 1; got {total_steps}, {evaluate_every}."
+            f"train_control: total_steps and evaluate_every must be >= 1; got {total_steps}, {evaluate_every}."
         )
     policy: EpisodePolicy = trainer.policy
     run = _Run(trainer, None if folder is None else Path(folder))
@@ -107,7 +107,7 @@ def train_control(
 
 
 class _Run:
-    """What is known of a run beside the trainer's state."""
+    """The state of a run that the trainer does not keep: steps, seconds, evaluations, and the folder."""
 
     def __init__(self, trainer: GRPOTrainer, folder: Path | None) -> None:
         self.trainer = trainer
@@ -119,9 +119,13 @@ class _Run:
         if folder is not None and (folder / "last").exists():
             written = json.loads((folder / "curve.json").read_text())
             if written.pop("settings") != self.settings:
-                raise ConfigError(f"{folder} holds a run with other settings. Name another folder, or delete that one.")
+                raise ConfigError(
+                    f"train_control: the settings must be those of the run in {folder}; got others. Use another folder, or "
+                    "delete this one."
+                )
             trainer.load_checkpoint(folder / "last")
-            known = written["iterations"].index(trainer.iteration) + 1  # the curve is written first, and may be ahead
+            # The curve is written before the checkpoint, so it may contain one evaluation more.
+            known = written["iterations"].index(trainer.iteration) + 1
             self.curve = LearningCurve(**{name: values[:known] for name, values in written.items()})
             self.steps, self.seconds = self.curve.steps[-1], self.curve.seconds[-1]
 

@@ -15,21 +15,24 @@ from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo.errors import ConfigError
 
 Frame = NDArray[np.uint8]
-"""[height, width, 3]"""
+"""An RGB image, [height, width, 3]."""
 
 
 def record_video(policy: EpisodePolicy, environment: Any, folder: str | Path, *, seed: int = 0, **make: Any) -> Path:
     """Record one episode of the most likely actions as an MP4, with Gymnasium's `RecordVideo`.
 
     Args:
-        policy: acts by `predict`.
-        environment: an id or a spec; a new environment is made of it.
-        folder: where the film is written; it is made.
-        seed: of the reset.
-        make: keywords of `gymnasium.make`.
+        policy: The policy. It acts through `predict`.
+        environment: Id or spec from which a new environment is created.
+        folder: Folder of the video. It is created.
+        seed: Seed of the reset.
+        make: Keywords of `gymnasium.make`.
+
+    Returns:
+        The MP4 file.
 
     Raises:
-        ConfigError: nothing can be rendered here.
+        ConfigError: The environment cannot be rendered on this machine.
     """
     env = gym.wrappers.RecordVideo(
         _renderable(environment, make), str(folder), name_prefix="episode", disable_logger=True
@@ -46,15 +49,15 @@ def record_frames(
     """Record frames of consecutive episodes with the most likely actions, up to a number of frames.
 
     Args:
-        policy: acts by `predict`.
-        environment: an id or a spec; a new environment is made of it.
-        seed: of the first reset; the next episodes' follow.
-        every: steps between pictures.
-        num_frames: how many.
-        make: keywords of `gymnasium.make`.
+        policy: The policy. It acts through `predict`.
+        environment: Id or spec from which a new environment is created.
+        seed: Seed of the first reset. Each further episode adds 1.
+        every: Steps between frames.
+        num_frames: Number of frames.
+        make: Keywords of `gymnasium.make`.
 
     Raises:
-        ConfigError: nothing can be rendered here, or `every` or `num_frames` is below 1.
+        ConfigError: The environment cannot be rendered on this machine, or `every` or `num_frames` is below 1.
     """
     if every < 1 or num_frames < 1:
         raise ConfigError(f"record_frames: every and num_frames must be >= 1; got {every}, {num_frames}.")
@@ -67,7 +70,7 @@ def record_frames(
 
 
 def _frames(policy: EpisodePolicy, env: gym.Env, seed: int, every: int | None) -> Iterator[Any]:
-    """An episode, with a picture before every so many steps; None: without pictures."""
+    """Run one episode. Yields a frame before every `every`-th step, or no frames if `every` is None."""
     observation, _ = env.reset(seed=seed)
     for step in count():
         if every is not None and step % every == 0:
@@ -79,17 +82,17 @@ def _frames(policy: EpisodePolicy, env: gym.Env, seed: int, every: int | None) -
 
 
 def _renderable(environment: Any, make: dict[str, Any]) -> gym.Env:
-    """A new environment that has shown that it can be rendered."""
+    """Create an environment, and render it once to see whether it can be rendered."""
     if not os.environ.get("DISPLAY"):
-        os.environ.setdefault("MUJOCO_GL", "egl")  # read when mujoco is first imported: no window is needed
+        os.environ.setdefault("MUJOCO_GL", "egl")  # read when mujoco is first imported; renders without a window
         os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
     try:
         env = gym.make(environment, render_mode="rgb_array", **make)
         env.reset(seed=0)
         env.render()
-    except Exception as error:  # a renderer fails in as many ways as there are drivers; the cause is chained
+    except Exception as error:  # exceptions differ between drivers; the cause is chained
         raise ConfigError(
-            f"{environment} cannot be rendered here: {error}. Without a screen, MuJoCo needs EGL (MUJOCO_GL=egl, from the "
-            "Mesa packages of the system), set before mujoco is first imported; other environments need pygame."
+            f"{environment} cannot be rendered here: {error}. Without a screen, MuJoCo needs EGL: install the system's Mesa "
+            "packages, and set MUJOCO_GL=egl before mujoco is first imported. Other environments need pygame."
         ) from error
     return env

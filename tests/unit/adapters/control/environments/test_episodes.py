@@ -1,4 +1,4 @@
-"""Where episodes begin, and how their steps stand in a batch."""
+"""Episode starts, and how the steps of episodes are padded to a batch."""
 
 import math
 
@@ -21,31 +21,33 @@ def episode(length: int) -> Episode:
     )
 
 
-def test_starts_are_the_same_in_every_run_and_others_in_every_iteration() -> None:
+def test_starts_repeat_in_every_run_and_differ_between_iterations() -> None:
     drawn = [start.seed for iteration in range(50) for start in episode_starts(3)(iteration)]
     assert drawn == [start.seed for iteration in range(50) for start in episode_starts(3)(iteration)]
     assert len(set(drawn)) == 150
-    assert all(seed is not None and 0 <= seed < 2**32 for seed in drawn)  # what Gymnasium takes
+    assert all(seed is not None and 0 <= seed < 2**32 for seed in drawn)  # the range that Gymnasium accepts
     assert not set(drawn) & {start.seed for iteration in range(50) for start in episode_starts(3, seed=1)(iteration)}
 
 
-def test_starts_need_a_group() -> None:
+def test_at_least_one_group_is_required() -> None:
     with pytest.raises(ConfigError, match="num_groups must be >= 1 and seed >= 0; got 0, 0"):
         episode_starts(0)
+    with pytest.raises(ConfigError, match="seed >= 0; got 1, -1"):
+        episode_starts(1, seed=-1)
 
 
-def test_starts_are_equal_by_value() -> None:
+def test_starts_are_compared_by_value() -> None:
     assert EpisodeStart(seed=3, options={"x": 1}) == EpisodeStart(seed=3, options={"x": 1}) != EpisodeStart(seed=4)
 
 
-def test_an_episode_is_only_itself() -> None:
-    """Tensors cannot be compared to one truth: equality by value would raise wherever episodes are looked for in a list."""
+def test_episodes_are_compared_by_identity() -> None:
+    """Comparison by value would raise, because comparing tensors gives no single bool."""
     first, second = episode(3), episode(3)
     assert [second, first].index(first) == 1
     assert len({first, second}) == 2
 
 
-def test_steps_stand_row_by_row() -> None:
+def test_steps_are_padded_row_by_row_and_differentiably() -> None:
     mask = episode_mask([episode(2), episode(3), episode(1)])
     assert mask.tolist() == [[True, True, False], [True, True, True], [True, False, False]]
     values = torch.arange(1.0, 7.0, requires_grad=True)

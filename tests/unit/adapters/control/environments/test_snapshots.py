@@ -1,9 +1,10 @@
-"""A branch from a snapshot against its trunk: what the environments themselves do is the expected result."""
+"""A branch from a snapshot behaves as its trunk, the environment of the snapshot, does."""
 
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -84,7 +85,7 @@ def sampled(env: gymnasium.Env, num_actions: int = 20) -> list[Any]:
 
 
 def assert_branches_like_its_trunk(make: Make, num_steps: int = 7) -> None:
-    """Into a fresh instance, into one that was elsewhere, and into the trunk itself after it went on."""
+    """Restore in a fresh instance, in one that ran other episodes, and in the trunk itself after it continued."""
     trunk, fresh, used = make(), make(), make()
     observation = played(trunk, seed=1, num_steps=num_steps)
     snapshot = pickle.loads(pickle.dumps(take_snapshot(trunk, observation)))
@@ -104,47 +105,51 @@ def assert_branches_like_its_trunk(make: Make, num_steps: int = 7) -> None:
         env.close()
 
 
-@pytest.mark.parametrize("env_id", TABLES_AND_CONTROL + MUJOCO)
-def test_branch_equals_trunk_bit_for_bit(env_id: str) -> None:
-    assert_branches_like_its_trunk(lambda: gymnasium.make(env_id))
+def test_a_branch_equals_its_trunk_bit_for_bit(subtests: pytest.Subtests) -> None:
+    for env_id in TABLES_AND_CONTROL + MUJOCO:
+        with subtests.test(env_id=env_id):
+            assert_branches_like_its_trunk(partial(gymnasium.make, env_id))
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Hopper-v5", "Taxi-v4"])
-@pytest.mark.parametrize("num_steps", [0, 1])  # the passive checker compares the first two steps with what went before
-def test_branch_from_the_beginning_passes_the_checker(env_id: str, num_steps: int) -> None:
-    assert_branches_like_its_trunk(lambda: gymnasium.make(env_id), num_steps)
-    assert_branches_like_its_trunk(lambda: gymnasium.make(env_id, disable_env_checker=True), num_steps)
+def test_a_branch_from_the_first_steps_passes_the_environment_checker(subtests: pytest.Subtests) -> None:
+    """The passive checker compares the first two steps with earlier calls."""
+    for env_id, num_steps, disable in (
+        ("CartPole-v1", 0, False),
+        ("Hopper-v5", 1, False),
+        ("Taxi-v4", 0, False),
+        ("Taxi-v4", 1, False),
+        ("CartPole-v1", 1, True),
+        ("Hopper-v5", 0, True),
+    ):
+        with subtests.test(env_id=env_id, num_steps=num_steps, disable=disable):
+            assert_branches_like_its_trunk(partial(gymnasium.make, env_id, disable_env_checker=disable), num_steps)
 
 
-@pytest.fixture
-def robotics_registered() -> None:
+def test_a_maze_with_a_robot_inside_is_restored(subtests: pytest.Subtests) -> None:
     gymnasium.register_envs(pytest.importorskip("gymnasium_robotics"))
+    for goals in ({}, {"reset_target": True, "continuing_task": True, "reward_type": "dense"}):
+        with subtests.test(goals=goals):
+            assert_branches_like_its_trunk(partial(gymnasium.make, "PointMaze_UMaze-v3", **goals))
 
 
-@pytest.mark.parametrize("goals", [{}, {"reset_target": True, "continuing_task": True, "reward_type": "dense"}])
-@pytest.mark.usefixtures("robotics_registered")
-def test_maze_with_a_robot_inside(goals: dict[str, Any]) -> None:
-    assert_branches_like_its_trunk(lambda: gymnasium.make("PointMaze_UMaze-v3", **goals))
+WRAPPED: dict[str, Callable[[gymnasium.Env], gymnasium.Env]] = {
+    "flatten": lambda env: wrappers.FlattenObservation(wrappers.RescaleAction(env, np.float32(-1), np.float32(1))),
+    "stack": lambda env: wrappers.FrameStackObservation(env, 3),
+    "sticky": lambda env: wrappers.StickyAction(env, 0.5),
+    "normalize": lambda env: wrappers.NormalizeReward(wrappers.NormalizeObservation(env)),
+    "time": lambda env: wrappers.TransformReward(wrappers.TimeAwareObservation(env), lambda reward: 2 * reward),
+    "statistics": lambda env: wrappers.RecordEpisodeStatistics(env),
+}
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda env: wrappers.FlattenObservation(wrappers.RescaleAction(env, np.float32(-1), np.float32(1))),
-        lambda env: wrappers.FrameStackObservation(env, 3),
-        lambda env: wrappers.StickyAction(env, 0.5),
-        lambda env: wrappers.NormalizeReward(wrappers.NormalizeObservation(env)),
-        lambda env: wrappers.TransformReward(wrappers.TimeAwareObservation(env), lambda reward: 2 * reward),
-        lambda env: wrappers.RecordEpisodeStatistics(env),
-    ],
-    ids=["flatten", "stack", "sticky", "normalize", "time", "statistics"],
-)
-def test_wrappers_keep_their_place(wrap: Callable[[gymnasium.Env], gymnasium.Env]) -> None:
-    assert_branches_like_its_trunk(lambda: wrap(gymnasium.make("Pendulum-v1")))
+def test_the_state_of_wrappers_is_restored(subtests: pytest.Subtests) -> None:
+    for name, wrap in WRAPPED.items():
+        with subtests.test(name):
+            assert_branches_like_its_trunk(lambda wrap=wrap: wrap(gymnasium.make("Pendulum-v1")))  # type: ignore[misc]
 
 
 def test_contacts_are_those_of_the_restored_state() -> None:
-    """Not those of whatever the instance did before: of these, only the robot on the ground touches it."""
+    """Contacts of the instance's earlier state are gone: only the lying robot touches the ground."""
     standing, lying = gymnasium.make("Humanoid-v5"), gymnasium.make("Humanoid-v5", terminate_when_unhealthy=False)
     in_the_air = take_snapshot(standing, standing.reset(seed=0)[0])
     played(lying, seed=0, num_steps=60)
@@ -153,7 +158,7 @@ def test_contacts_are_those_of_the_restored_state() -> None:
     assert lying.unwrapped.data.ncon == standing.unwrapped.data.ncon == 0
 
 
-def test_time_limit_truncates_at_the_trunks_step() -> None:
+def test_the_time_limit_truncates_where_the_trunk_is_truncated() -> None:
     trunk, branch = (gymnasium.make("Pendulum-v1", max_episode_steps=10) for _ in range(2))
     snapshot = take_snapshot(trunk, played(trunk, seed=0, num_steps=7))
     played(branch, seed=0, num_steps=9)
@@ -172,9 +177,9 @@ def test_a_finished_cartpole_stays_finished() -> None:
     assert branch.unwrapped.steps_beyond_terminated == 0
 
 
-def test_chance_is_kept_where_nothing_was_drawn_yet() -> None:
+def test_a_generator_that_does_not_exist_yet_is_restored() -> None:
     class Dice(gymnasium.Env):
-        """Draws in step only: at the snapshot its generator does not exist."""
+        """Draws only in step, so at the snapshot its generator does not exist."""
 
         observation_space = gymnasium.spaces.Discrete(2)
         action_space = gymnasium.spaces.Discrete(2)
@@ -199,7 +204,7 @@ def test_chance_is_kept_where_nothing_was_drawn_yet() -> None:
     assert [branch.step(0)[1] for _ in range(5)] == [trunk.step(0)[1] for _ in range(5)]
 
 
-def test_snapshot_does_not_follow_its_environment_nor_its_branches() -> None:
+def test_neither_the_environment_nor_a_branch_changes_a_snapshot() -> None:
     env = gymnasium.make("Blackjack-v1")
     observation, _ = env.reset(seed=5)
     snapshot = take_snapshot(env, observation)
@@ -218,8 +223,8 @@ def test_snapshot_does_not_follow_its_environment_nor_its_branches() -> None:
     np.testing.assert_array_equal(restore_snapshot(array_env, snapshot), kept)
 
 
-def test_restoring_leaves_earlier_observations_alone() -> None:
-    """MountainCarContinuous returns its state itself: writing into that array would change what was recorded."""
+def test_restoring_does_not_change_earlier_observations() -> None:
+    """MountainCarContinuous returns its state array: writing into it would change recorded observations."""
     env = gymnasium.make("MountainCarContinuous-v0")
     snapshot = take_snapshot(env, played(env, seed=0, num_steps=1))
     recorded = env.step(np.ones(1, np.float32))[0]
@@ -228,7 +233,7 @@ def test_restoring_leaves_earlier_observations_alone() -> None:
     np.testing.assert_array_equal(recorded, kept)
 
 
-def test_rendering_belongs_to_the_instance() -> None:
+def test_render_mode_and_window_of_the_instance_are_kept() -> None:
     trunk, branch = gymnasium.make("CartPole-v1"), gymnasium.make("CartPole-v1", render_mode="rgb_array")
     played(branch, seed=0, num_steps=1)
     window = branch.unwrapped.screen = lambda: "a window"
@@ -237,31 +242,31 @@ def test_rendering_belongs_to_the_instance() -> None:
     assert branch.unwrapped.screen is window
 
 
-def test_pictures_belong_to_the_instance() -> None:
+def test_images_loaded_for_rendering_are_not_state() -> None:
     pytest.importorskip("pygame")
 
     def rendered() -> gymnasium.Env:
         env = gymnasium.make("Taxi-v4", render_mode="rgb_array")
         env.reset()
-        env.render()  # loads its pictures into lists
+        env.render()  # loads images into lists
         return env
 
     assert_branches_like_its_trunk(rendered)
 
 
-def test_recorders_are_no_part_of_it() -> None:
+def test_the_memory_of_a_recording_wrapper_is_not_state() -> None:
     pytest.importorskip("pygame")
     trunk = gymnasium.make("CartPole-v1", render_mode="rgb_array")
     branch = wrappers.RenderCollection(gymnasium.make("CartPole-v1", render_mode="rgb_array"))
     snapshot = take_snapshot(trunk, played(trunk, seed=0, num_steps=3))
     played(branch, seed=1, num_steps=2)
     restore_snapshot(branch, snapshot)
-    assert len(branch.frame_list) == 3  # its own reset and two steps
+    assert len(branch.frame_list) == 3  # the branch's own reset and two steps
     np.testing.assert_array_equal(branch.unwrapped.state, trunk.unwrapped.state)
 
 
 class Counter(gymnasium.Env):
-    """Counts up to a random limit; its count hides in an object that is no plain data."""
+    """Counts steps in an iterator, which is not plain data."""
 
     observation_space = gymnasium.spaces.Box(0.0, 100.0, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -293,7 +298,7 @@ class SnapshotableCounter(Counter):
 
 
 class Repeat(gymnasium.Wrapper):
-    """A wrapper whose memory needs its own methods."""
+    """A wrapper with state in an iterator, so it implements its own methods."""
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
@@ -313,15 +318,15 @@ class Repeat(gymnasium.Wrapper):
         self.memory = iter(([1.0] * 5 + [2.0] * 100)[state:])
 
 
-def test_user_defined_snapshotable() -> None:
+def test_custom_environments_and_wrappers_restore_their_own_state() -> None:
     assert isinstance(SnapshotableCounter(), Snapshotable)
     assert_branches_like_its_trunk(SnapshotableCounter)
     assert_branches_like_its_trunk(lambda: wrappers.TimeLimit(Repeat(SnapshotableCounter()), 20), num_steps=3)
 
 
-def test_np_random_is_kept_even_where_it_was_handed_on() -> None:
+def test_np_random_is_restored_in_place() -> None:
     class Dealer(SnapshotableCounter):
-        """Its cards are shuffled by a part that holds the environment's own generator."""
+        """A bound method holds the environment's generator, so replacing `np_random` would not reach it."""
 
         def reset(self, *, seed=None, options=None):
             returned = super().reset(seed=seed)
@@ -339,9 +344,9 @@ def test_np_random_is_kept_even_where_it_was_handed_on() -> None:
     assert future(branch, [0] * 5) == future(trunk, [0] * 5)
 
 
-def test_user_defined_by_its_attributes() -> None:
+def test_a_custom_environment_restores_its_attributes() -> None:
     class Windy(gymnasium.Env):
-        """State in attributes and in generators of its own, of two kinds."""
+        """Has state in attributes and in two kinds of generators."""
 
         observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
         action_space = gymnasium.spaces.Discrete(2)
@@ -368,13 +373,13 @@ def test_user_defined_by_its_attributes() -> None:
     assert_branches_like_its_trunk(Windy)
 
 
-def test_an_environment_that_is_not_covered_says_what_to_implement() -> None:
+def test_an_unsupported_environment_is_told_what_to_implement() -> None:
     env = Counter()
     with pytest.raises(ConfigError, match=r"Counter must be .*implement Snapshotable.*snapshot\(self\).*restore"):
         take_snapshot(env, 0)
 
 
-def test_state_of_an_unknown_kind_is_named() -> None:
+def test_an_attribute_of_an_unknown_type_is_named() -> None:
     env = gymnasium.make("CartPole-v1")
     observation, _ = env.reset(seed=0)
     env.unwrapped.motor = object()
@@ -382,33 +387,36 @@ def test_state_of_an_unknown_kind_is_named() -> None:
         take_snapshot(env, observation)
 
 
-def test_state_that_does_not_pickle() -> None:
+def test_state_that_cannot_be_pickled_is_refused() -> None:
     env = SnapshotableCounter()
     observation, _ = env.reset(seed=0)
     env.snapshot = lambda: {"count": lambda: 0}  # type: ignore[method-assign]
-    with pytest.raises(ContractError, match=r"SnapshotableCounter must pickle"):
+    with pytest.raises(ContractError, match=r"SnapshotableCounter must be picklable"):
         take_snapshot(env, observation)
 
 
-def test_snapshot_of_another_environment() -> None:
+def test_a_snapshot_of_another_environment_is_refused() -> None:
     cartpole, pendulum = gymnasium.make("CartPole-v1"), gymnasium.make("Pendulum-v1")
     snapshot = take_snapshot(cartpole, played(cartpole, seed=0, num_steps=2))
     assert isinstance(snapshot, Snapshot)
-    with pytest.raises(ContractError, match=r"of Pendulum-v1 \[.*\] was required; got one of CartPole-v1"):
+    with pytest.raises(
+        ContractError, match=r"Pendulum-v1 with the layers .* needs a snapshot .* got one of CartPole-v1"
+    ):
         restore_snapshot(pendulum, snapshot)
     with pytest.raises(
-        ContractError, match=r"CartPole-v1 \['FlattenObservation', .*got one of CartPole-v1 \['TimeLimit'"
+        ContractError,
+        match=r"CartPole-v1 with the layers \['FlattenObservation', .*got one of CartPole-v1 .*\['TimeLimit'",
     ):
         restore_snapshot(wrappers.FlattenObservation(cartpole), snapshot)
 
 
-def test_snapshot_of_another_model() -> None:
+def test_a_snapshot_of_another_mujoco_model_is_refused() -> None:
     pendulum, double = gymnasium.make("InvertedPendulum-v5"), gymnasium.make("InvertedDoublePendulum-v5")
     state = environment_state(double.unwrapped)
     with pytest.raises(ContractError, match=r"needs a state of \d+ numbers; got \d+"):
         restore_environment_state(pendulum.unwrapped, state)
 
 
-def test_mujoco_is_imported_only_where_it_is_needed() -> None:
+def test_the_module_does_not_import_mujoco() -> None:
     code = "import sys, adapters.control.environments.snapshots; sys.exit('mujoco' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

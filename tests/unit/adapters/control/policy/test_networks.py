@@ -1,4 +1,4 @@
-"""Torsos and heads: shapes, how they begin, and what a torso of one's own has to give."""
+"""Torsos and heads: shapes, initial weights, and what a custom torso has to return."""
 
 import pytest
 import torch
@@ -12,38 +12,39 @@ def test_mlp_by_hand() -> None:
     torso = mlp_torso(3, (4, 2), "relu")
     assert [type(layer) for layer in torso] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU]
     x = torch.randn(5, 3)
-    hidden = (x @ torso[0].weight.T).clamp(min=0)  # biases begin at 0
+    hidden = (x @ torso[0].weight.T).clamp(min=0)  # biases are initially 0
     torch.testing.assert_close(torso(x), (hidden @ torso[2].weight.T).clamp(min=0))
     assert mlp_torso(3)(x).shape == (5, 64)
     torch.testing.assert_close(mlp_torso(3, (4,))(1e6 * x).abs(), torch.ones(5, 4))  # tanh
 
 
-def test_layers_begin_orthogonal() -> None:
+def test_initial_weights_are_orthogonal() -> None:
     layer = linear(6, 4, gain=0.5)
     torch.testing.assert_close(layer.weight @ layer.weight.T, 0.25 * torch.eye(4))
     assert not layer.bias.any()
 
 
-@pytest.mark.parametrize(("hidden", "activation"), [((), "tanh"), ((4,), "gelu")])
-def test_mlp_settings(hidden: tuple[int, ...], activation: str) -> None:
-    with pytest.raises(ConfigError, match="hidden needs a width, activation is one of"):
-        mlp_torso(3, hidden, activation)  # type: ignore[arg-type]
+def test_an_mlp_without_layers_or_with_an_unknown_activation_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"hidden needs at least one width.*; got \(\), 'tanh'"):
+        mlp_torso(3, ())
+    with pytest.raises(ConfigError, match=r"activation must be one of \['tanh', 'relu'\]; got \(4,\), 'gelu'"):
+        mlp_torso(3, (4,), "gelu")  # type: ignore[arg-type]
 
 
-def test_cnn_takes_pixels_of_either_kind() -> None:
+def test_a_cnn_scales_integer_pixels_only() -> None:
     torso = CNNTorso((36, 40, 3), num_features=5)
     pixels = torch.randint(256, (2, 36, 40, 3), dtype=torch.uint8)
     features = torso(pixels)
     assert features.shape == (2, 5)
     torch.testing.assert_close(torso(pixels.float() / 255.0), features)
     torch.testing.assert_close(torso(pixels.double() / 255.0), features)  # Box images may be float64
-    assert not torch.equal(torso(pixels.float()), features)  # floats are taken as they are
+    assert not torch.equal(torso(pixels.float()), features)  # floats are not scaled
 
 
-def test_cnn_reads_channels_last() -> None:
+def test_a_cnn_expects_channels_last() -> None:
     torso = CNNTorso((36, 36, 2))
     with torch.no_grad():
-        torso.convolutions[0].weight[:, 1].zero_()  # blind to the second channel
+        torso.convolutions[0].weight[:, 1].zero_()  # ignore the second channel
     image = torch.rand(1, 36, 36, 2)
     other = image.clone()
     other[..., 1] += 1.0
@@ -52,12 +53,12 @@ def test_cnn_reads_channels_last() -> None:
     assert not torch.allclose(torso(other), torso(image))
 
 
-def test_cnn_needs_large_images() -> None:
-    with pytest.raises(ConfigError, match=r"at least 36 x 36; got 35 x 99. Pass a torso of your own"):
+def test_a_cnn_refuses_small_images() -> None:
+    with pytest.raises(ConfigError, match=r"at least 36 x 36; got 35 x 99. Pass a custom torso"):
         CNNTorso((35, 99, 3))
 
 
-def test_shared_std_is_the_same_for_all_observations() -> None:
+def test_a_shared_standard_deviation_is_equal_for_all_observations() -> None:
     head = SharedStd(4, 2, gain=1.0, initial_log_std=-0.5)
     parameters = head(torch.randn(3, 4))
     assert parameters[:, 2:].tolist() == [[-0.5, -0.5]] * 3
@@ -76,10 +77,11 @@ class Wrong(nn.Module):
         return self.output
 
 
-@pytest.mark.parametrize(
-    ("output", "got"), [(torch.zeros(1, 2, 3), r"\[1, 2, 3\]"), (torch.zeros(1), r"\[1\]"), ((), "tuple")]
-)
-def test_torso_of_the_wrong_form(output: Tensor, got: str) -> None:
-    with pytest.raises(ConfigError, match=rf"Wrong: a torso must turn \[n, \*observation\] .* got {got}"):
-        num_outputs(Wrong(output), torch.zeros(1, 3))
+def test_the_number_of_features_is_read_off_and_wrong_outputs_are_refused(subtests: pytest.Subtests) -> None:
     assert num_outputs(mlp_torso(3, (7,)), torch.zeros(1, 3)) == 7
+    for output, got in ((torch.zeros(1, 2, 3), r"\[1, 2, 3\]"), (torch.zeros(1), r"\[1\]"), ((), "tuple")):
+        with (
+            subtests.test(got=got),
+            pytest.raises(ConfigError, match=rf"Wrong: a torso must map \[n, \*observation\] .* got {got}"),
+        ):
+            num_outputs(Wrong(output), torch.zeros(1, 3))

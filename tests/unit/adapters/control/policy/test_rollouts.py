@@ -1,4 +1,4 @@
-"""Rollouts: an episode depends on its start, its row and the policy, and on nothing that happens beside it."""
+"""Rollouts: an episode depends on its start, its row and the policy, and not on other episodes or lost workers."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ def policy_on(pool: Any, **options: Any) -> EpisodePolicy:
     torch.manual_seed(5)
     policy = EpisodePolicy(pool, hidden=(8,), **options)
     with torch.no_grad():
-        for value in policy.parameters():  # HEAD_GAIN would have it ignore what it observes
+        for value in policy.parameters():  # initial weights are so small that observations hardly matter
             value.mul_(3.0)
     return policy
 
@@ -53,33 +53,35 @@ def flat(groups: Sequence[Sequence[Episode]]) -> list[Episode]:
     return [episode for group in groups for episode in group]
 
 
-@pytest.mark.parametrize("kind", POOLS)
-def test_the_same_seed_gives_the_same_episodes_bit_for_bit(kind: str) -> None:
-    policy = policy_on(POOLS[kind](4))
+def test_the_same_seed_gives_the_same_episodes_bit_for_bit(subtests: pytest.Subtests) -> None:
+    for kind, make in POOLS.items():
+        with subtests.test(kind=kind):
+            policy = policy_on(make(4))
 
-    def sample(seed: int) -> list[Episode]:
-        torch.manual_seed(seed)
-        return flat(policy.sample_actions([EpisodeStart(), EpisodeStart(seed=7)], 3).actions)
+            def sample(seed: int, policy: EpisodePolicy = policy) -> list[Episode]:
+                torch.manual_seed(seed)
+                return flat(policy.sample_actions([EpisodeStart(), EpisodeStart(seed=7)], 3).actions)
 
-    first, again, other = sample(1), sample(1), sample(2)
-    for mine, theirs in zip(first, again, strict=True):
-        for field in ("observations", "actions", "rewards", "log_probs", "final_observation"):
-            torch.testing.assert_close(getattr(mine, field), getattr(theirs, field), rtol=0, atol=0)
-        assert (mine.terminated, mine.truncated) == (theirs.terminated, theirs.truncated)
-    assert [e.actions.tolist() for e in first] != [e.actions.tolist() for e in other]
-    assert not torch.equal(first[0].observations[0], other[0].observations[0])  # a start without a seed is drawn anew
-    assert torch.equal(first[3].observations[0], other[3].observations[0])
+            first, again, other = sample(1), sample(1), sample(2)
+            for one, two in zip(first, again, strict=True):
+                for field in ("observations", "actions", "rewards", "log_probs", "final_observation"):
+                    torch.testing.assert_close(getattr(one, field), getattr(two, field), rtol=0, atol=0)
+                assert (one.terminated, one.truncated) == (two.terminated, two.truncated)
+            assert [episode.actions.tolist() for episode in first] != [episode.actions.tolist() for episode in other]
+            assert torch.equal(first[3].observations[0], other[3].observations[0])  # the start has a seed
+            assert not torch.equal(first[0].observations[0], other[0].observations[0])  # the start has no seed
 
 
-@pytest.mark.parametrize("kind", POOLS)
-def test_a_group_begins_alike_and_differs_by_its_actions(kind: str) -> None:
-    policy = policy_on(POOLS[kind](4))
-    for group in policy.sample_actions([EpisodeStart(), EpisodeStart()], 5).actions:
-        for episode in group:
-            assert torch.equal(episode.observations[0], group[0].observations[0])
-        assert len({tuple(episode.actions[:4].flatten().tolist()) for episode in group}) > 1
-    groups = policy.sample_actions([EpisodeStart(), EpisodeStart()], 2).actions
-    assert not torch.equal(groups[0][0].observations[0], groups[1][0].observations[0])
+def test_a_group_has_one_start_and_different_actions(subtests: pytest.Subtests) -> None:
+    for kind, make in POOLS.items():
+        with subtests.test(kind=kind):
+            policy = policy_on(make(4))
+            groups = policy.sample_actions([EpisodeStart(), EpisodeStart()], 5).actions
+            for group in groups:
+                for episode in group:
+                    assert torch.equal(episode.observations[0], group[0].observations[0])
+                assert len({tuple(episode.actions[:4].flatten().tolist()) for episode in group}) > 1
+            assert not torch.equal(groups[0][0].observations[0], groups[1][0].observations[0])
 
 
 def test_every_member_of_a_group_gets_the_same_reset() -> None:
@@ -93,46 +95,44 @@ def test_every_member_of_a_group_gets_the_same_reset() -> None:
     assert begun[3:] == [EpisodeStart(seed=3, options=options)] * 3
 
 
-def test_noise_of_the_environment_is_common_within_a_group() -> None:
+def test_random_events_of_the_environment_are_shared_within_a_group() -> None:
     policy = policy_on(POOLS["chance"](5))
     first, second = policy.sample_actions([EpisodeStart(), EpisodeStart()], 4).actions
     for group in (first, second):
-        assert len({tuple(episode.rewards.tolist()) for episode in group}) == 1  # what was drawn at each step
+        assert (
+            len({tuple(episode.rewards.tolist()) for episode in group}) == 1
+        )  # the reward is the number drawn at each step
     assert first[0].rewards.tolist() != second[0].rewards.tolist()
 
 
-@pytest.mark.parametrize("kind", POOLS)
-def test_an_episode_does_not_depend_on_how_many_members_there_are(kind: str) -> None:
-    starts = starts_of(*range(7))
-    records = [policy_on(POOLS[kind](members)).roll_out(starts, seed=11) for members in (1, 3, 16)]
-    assert_same(records[1], records[0], tolerance=1e-6)
-    assert_same(records[2], records[0], tolerance=1e-6)
+def test_an_episode_does_not_depend_on_the_number_of_members_or_on_other_episodes(subtests: pytest.Subtests) -> None:
+    for kind, make in POOLS.items():
+        with subtests.test(kind=kind):
+            starts = starts_of(*range(7))
+            records = [policy_on(make(members)).roll_out(starts, seed=11) for members in (1, 3, 16)]
+            assert_same(records[1], records[0], tolerance=1e-6)
+            assert_same(records[2], records[0], tolerance=1e-6)
+            others = policy_on(make(3)).roll_out(starts_of(9, 1, 8, 3), seed=11)
+            for row in (1, 3):
+                for got, expected in zip(rows_of(others)[row], rows_of(records[0])[row], strict=True):
+                    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+            assert not torch.equal(rows_of(others)[0][0], rows_of(records[0])[0][0])
 
 
-@pytest.mark.parametrize("kind", POOLS)
-def test_an_episode_does_not_depend_on_which_others_run(kind: str) -> None:
-    policy = policy_on(POOLS[kind](3))
-    first, second = (policy.roll_out(starts, seed=11) for starts in (starts_of(1, 2, 3, 4), starts_of(9, 2, 8, 4)))
-    for row in (1, 3):
-        for got, expected in zip(rows_of(first)[row], rows_of(second)[row], strict=True):
-            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-    assert not torch.equal(rows_of(first)[0][0], rows_of(second)[0][0])
-
-
-def test_noise_is_of_the_row_and_of_the_step() -> None:
-    """More steps than are drawn ahead, and a row that begins in between: the noise neither repeats nor is shared."""
+def test_noise_depends_on_the_row_and_the_step() -> None:
+    """The episodes are longer than a block of noise, and one row starts in the middle of another row's block."""
     policy = policy_on(SerialPool([Chance(70) for _ in range(2)]))
     with torch.no_grad():
         policy.actor[1].mean.weight.zero_()  # action = noise
     record = policy.roll_out(starts_of(0, 0, 0), seed=1)
     assert len(record.actions.unique(dim=0)) == 3 * 70
-    for row in range(3):  # drawn 64 steps at a time, from the row's key and the block's counter
+    for row in range(3):  # blocks of 64 steps, from the row's key and the block's counter
         blocks = [np.random.Philox(key=1 + (row << 64), counter=block << 64) for block in (0, 1)]
         noise = np.concatenate([policy.distribution.noise(np.random.Generator(block), 64) for block in blocks])
         torch.testing.assert_close(record.actions[70 * row : 70 * row + 70], torch.from_numpy(noise[:70]))
 
 
-def test_only_the_living_are_stepped_and_the_finished_replaced() -> None:
+def test_only_active_members_are_stepped_and_finished_ones_start_waiting_episodes() -> None:
     envs = [Chance(9, end_above=0.7) for _ in range(3)]
     pool = Watched(SerialPool(envs))
     record = policy_on(pool).roll_out(starts_of(*range(10)), seed=0)
@@ -141,12 +141,12 @@ def test_only_the_living_are_stepped_and_the_finished_replaced() -> None:
     assert sorted(start.seed or 0 for _, start in pool.begun) == list(range(10))
     assert {member for member, _ in pool.begun} == {0, 1, 2}
     assert all(len(set(members)) == len(members) for members in pool.stepped)
-    # a finished member begins the next at once: only while none waits are there fewer than three
+    # a finished member starts the next episode at once: fewer than three are active only if none waits
     all_begun = next(i for i in range(len(pool.stepped)) if len(pool.stepped[i]) < 3)
     assert all(len(members) < 3 for members in pool.stepped[all_begun:])
 
 
-def test_what_happened_by_hand() -> None:
+def test_an_episode_by_hand() -> None:
     env = Chance(3)
     policy = policy_on(SerialPool([env]))
     ((episode,),) = policy.sample_actions([EpisodeStart(seed=4)], 1).actions
@@ -160,17 +160,18 @@ def test_what_happened_by_hand() -> None:
     assert (len(episode), episode.terminated, episode.truncated) == (3, True, False)
 
 
-@pytest.mark.parametrize(("limit", "length", "terminated"), [(3, 3, False), (5, 5, True), (9, 5, True), (1, 1, False)])
-def test_cut_off(limit: int, length: int, terminated: bool) -> None:
-    policy = policy_on(SerialPool([Chance(5) for _ in range(2)]), max_episode_steps=limit)
-    sampled = policy.sample_actions([EpisodeStart(seed=4)], 3)
-    for episode in flat(sampled.actions):
-        assert (len(episode), episode.terminated, episode.truncated) == (length, terminated, not terminated)
-    assert sampled.metrics["episodes/steps"] == 3 * length
-    assert sampled.metrics["episodes/terminated"] == (3 if terminated else 0)
+def test_the_policys_limit_truncates(subtests: pytest.Subtests) -> None:
+    for limit, length, terminated in ((3, 3, False), (5, 5, True), (9, 5, True), (1, 1, False)):
+        with subtests.test(limit=limit):
+            policy = policy_on(SerialPool([Chance(5) for _ in range(2)]), max_episode_steps=limit)
+            sampled = policy.sample_actions([EpisodeStart(seed=4)], 3)
+            for episode in flat(sampled.actions):
+                assert (len(episode), episode.terminated, episode.truncated) == (length, terminated, not terminated)
+            assert sampled.metrics["episodes/steps"] == 3 * length
+            assert sampled.metrics["episodes/terminated"] == (3 if terminated else 0)
 
 
-def test_the_environments_own_limit_is_a_truncation() -> None:
+def test_the_environments_own_limit_truncates() -> None:
     policy = policy_on(make_pool("Pendulum-v1", 2, max_episode_steps=4))
     (episode,) = flat(policy.sample_actions([EpisodeStart(seed=4)], 1).actions)
     assert (len(episode), episode.terminated, episode.truncated) == (4, False, True)
@@ -186,30 +187,34 @@ def sample_with(pool: Any) -> tuple[list[Episode], Any]:
     return flat(sampled.actions), sampled
 
 
-@pytest.mark.parametrize(
-    "lost", [{"lost_in": [0]}, {"lost_in": [6]}, {"lost_in": [3, 12, 14]}, {"lost_at_reset": True}]
-)
-def test_a_lost_worker_changes_no_episode(lost: dict[str, Any]) -> None:
+def test_a_lost_worker_changes_no_episode(subtests: pytest.Subtests) -> None:
     expected, whole = sample_with(POOLS["chance"](3))
-    got, sampled = sample_with(Watched(POOLS["chance"](3), **lost))
-    for mine, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine.observations, theirs.observations, rtol=0, atol=0)
-        torch.testing.assert_close(mine.actions, theirs.actions, rtol=1e-6, atol=1e-6)
-        assert (mine.rewards.tolist(), mine.terminated) == (theirs.rewards.tolist(), theirs.terminated)
-    torch.testing.assert_close(sampled.scores.log_probs, whole.scores.log_probs)
-    num_lost = len(lost.get("lost_in", [0, 1, 2]))  # at the reset, three members were being reset
-    assert sampled.metrics == {**whole.metrics, "episodes/lost_environments": float(num_lost)}
+    losses: list[tuple[dict[str, Any], int]] = [
+        ({"lost_in": [0]}, 1),
+        ({"lost_in": [6]}, 1),
+        ({"lost_in": [3, 12, 14]}, 3),
+        ({"lost_at_reset": True}, 3),  # three members are being reset
+    ]
+    for lost, num_lost in losses:
+        with subtests.test(lost=lost):
+            got, sampled = sample_with(Watched(POOLS["chance"](3), **lost))
+            for one, other in zip(got, expected, strict=True):
+                torch.testing.assert_close(one.observations, other.observations, rtol=0, atol=0)
+                torch.testing.assert_close(one.actions, other.actions, rtol=1e-6, atol=1e-6)
+                assert (one.rewards.tolist(), one.terminated) == (other.rewards.tolist(), other.terminated)
+            torch.testing.assert_close(sampled.scores.log_probs, whole.scores.log_probs)
+            assert sampled.metrics == {**whole.metrics, "episodes/lost_environments": float(num_lost)}
 
 
 def test_finished_episodes_are_kept_when_a_worker_is_lost() -> None:
     envs = [Chance(3) for _ in range(2)]
-    pool = Watched(SerialPool(envs), lost_in=[4])  # two episodes ended with call 2; two more are one step old
+    pool = Watched(SerialPool(envs), lost_in=[4])  # call 2 ends two episodes, and two others have taken one step
     policy_on(pool).roll_out(starts_of(*range(4)), seed=0)
     assert [start.seed for _, start in pool.begun] == [0, 1, 2, 3, 2, 3]
 
 
-def test_losses_with_progress_in_between_are_borne() -> None:
-    lost_in = [4, 9, 14, 19]  # three steps end a pair of episodes; every pair but the first is lost once
+def test_losses_with_finished_episodes_in_between_are_tolerated() -> None:
+    lost_in = [4, 9, 14, 19]  # three steps finish a pair of episodes, and every pair but the first is lost once
     assert len(lost_in) > MAX_LOSSES_IN_A_ROW
     record = policy_on(Watched(SerialPool([Chance(3) for _ in range(2)]), lost_in)).roll_out(
         starts_of(*range(10)), seed=0
@@ -218,7 +223,7 @@ def test_losses_with_progress_in_between_are_borne() -> None:
 
 
 class Fatal(Watched):
-    """An episode that kills its worker in its third step, always; those beside it are fine."""
+    """A pool that loses member 0 in every third step."""
 
     age = 0
 
@@ -233,42 +238,51 @@ class Fatal(Watched):
         return super().step(members, actions)
 
 
-def test_an_episode_that_always_kills_its_worker_is_given_up() -> None:
+def test_an_episode_that_always_loses_its_worker_ends_the_run() -> None:
     pool = Fatal(SerialPool([Chance(5) for _ in range(2)]))
-    with pytest.raises(ContractError, match=r"lost 4 times .* out of paper. .*vectorization='sync'") as raised:
+    with pytest.raises(
+        ContractError, match=r"lost 4 times without a finished episode .* out of paper. .*vectorization='sync'"
+    ) as raised:
         policy_on(pool).roll_out(starts_of(1, 2), seed=0)
     assert isinstance(raised.value.__cause__, WorkerLost)
 
 
-# Blame
+# Which of network and environment is at fault
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*is a NaN value:UserWarning"
-)  # Gymnasium's checker looks at what is meant to be seen
+@pytest.mark.filterwarnings("ignore:.*is a NaN value:UserWarning")  # Gymnasium's checker sees the NaN actions
 @pytest.mark.filterwarnings("ignore:.*is not within the observation space:UserWarning")
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "FrozenLake-v1", "HalfCheetah-v5"])
-@pytest.mark.parametrize("distribution", ["auto", "beta"])
 def test_a_diverged_network_is_named_and_not_the_environment(
-    env_id: str, distribution: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # MuJoCo writes a log where it is
-    policy = EpisodePolicy(env_id, num_members=2, hidden=(4,), max_episode_steps=5, distribution=distribution)  # type: ignore[arg-type]
-    with torch.no_grad():
-        next(policy.parameters()).fill_(torch.nan)
-    with pytest.raises(ContractError, match=r"(network gave|Lower the learning rate)") as raised:
-        policy.sample_actions(starts_of(1), 2)
-    assert env_id not in str(raised.value)
+    monkeypatch.chdir(tmp_path)  # MuJoCo writes its log in the working directory
+    for env_id, distribution in (
+        ("CartPole-v1", "auto"),
+        ("FrozenLake-v1", "auto"),
+        ("Pendulum-v1", "auto"),
+        ("Pendulum-v1", "beta"),
+        ("HalfCheetah-v5", "auto"),
+    ):
+        with subtests.test(env_id=env_id, distribution=distribution):
+            options: dict[str, Any] = {"max_episode_steps": 5, "distribution": distribution}
+            policy = EpisodePolicy(env_id, num_members=2, hidden=(4,), **options)
+            with torch.no_grad():
+                next(policy.parameters()).fill_(torch.nan)
+            with pytest.raises(ContractError, match=r"must be finite.*Lower the learning rate") as raised:
+                policy.sample_actions(starts_of(1), 2)
+            assert env_id not in str(raised.value)
 
 
 class Broken(Chance):
+    """Observes NaN."""
+
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         observation, *rest = super().step(action)
         return (observation * np.nan, *rest)  # type: ignore[return-value]
 
 
 def test_a_broken_environment_is_named_and_not_the_network() -> None:
-    with pytest.raises(ContractError, match=r"Broken, member 0, step 1: the observation holds NaN"):
+    with pytest.raises(ContractError, match=r"Broken, member 0, step 1: the observation contains NaN"):
         policy_on(SerialPool([Broken()])).roll_out(starts_of(1), seed=0)
 
 
@@ -276,67 +290,52 @@ def test_a_broken_environment_is_named_and_not_the_network() -> None:
 
 
 class Silent(Crossing):
-    """Tells no mask where the episode ends."""
+    """Has no mask in the info at the end of an episode."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         observation, reward, terminated, truncated, info = super().step(action)
         return observation, reward, terminated, truncated, {} if terminated else info
 
 
-@pytest.mark.parametrize("make", [Crossing, Silent])
-@pytest.mark.parametrize("mask", ["info", lambda observations: observations > 0.5])
-def test_masks_are_respected_at_every_step(make: type[Crossing], mask: Any) -> None:
-    policy = policy_on(SerialPool([make(allows=1 + member % 3) for member in range(4)], infos=True), action_mask=mask)
-    sampled = policy.sample_actions(starts_of(1, 2), 6)  # the environment raises where it is not obeyed
-    for episode in flat(sampled.actions):
-        assert episode.allowed is not None
-        assert torch.equal(episode.allowed, episode.observations > 0.5)
-        assert bool(episode.allowed.gather(1, episode.actions.unsqueeze(1)).all())
-    assert sampled.scores is not None
-    assert sampled.scores.entropy is not None
-    assert bool(sampled.scores.log_probs.isfinite().all())
-    bound = torch.cat([episode.allowed.sum(1) for episode in flat(sampled.actions)]).log()  # type: ignore[union-attr]
-    entropy = sampled.scores.entropy[sampled.mask]
-    assert bool((entropy <= bound + 1e-6).all())
-    assert bool((entropy[bound == 0.0].abs() < 1e-6).all())
-    torch.testing.assert_close(
-        policy.score_actions(starts_of(1, 2), flat(sampled.actions)).log_probs, sampled.scores.log_probs
-    )
+def test_masks_are_obeyed_at_every_step(subtests: pytest.Subtests) -> None:
+    masks: tuple[Any, ...] = ("info", lambda observations: observations > 0.5)
+    for make, mask in ((Crossing, masks[0]), (Crossing, masks[1]), (Silent, masks[0])):
+        with subtests.test(make=make.__name__, mask=mask):
+            envs = [make(allows=1 + member % 3) for member in range(4)]
+            policy = policy_on(SerialPool(envs, infos=True), action_mask=mask)
+            sampled = policy.sample_actions(starts_of(1, 2), 6)  # the environment raises for a masked action
+            episodes = flat(sampled.actions)
+            for episode in episodes:
+                assert episode.allowed is not None
+                assert torch.equal(episode.allowed, episode.observations > 0.5)
+                assert bool(episode.allowed.gather(1, episode.actions.unsqueeze(1)).all())
+            assert sampled.scores is not None
+            assert sampled.scores.entropy is not None
+            assert bool(sampled.scores.log_probs.isfinite().all())
+            bound = torch.cat([episode.allowed.sum(1) for episode in episodes]).log()  # type: ignore[union-attr]
+            entropy = sampled.scores.entropy[sampled.mask]
+            assert bool((entropy <= bound + 1e-6).all())
+            assert bool((entropy[bound == 0.0].abs() < 1e-6).all())
+            scored = policy.score_actions(starts_of(1, 2), episodes).log_probs
+            torch.testing.assert_close(scored, sampled.scores.log_probs)
 
 
-def test_a_mask_that_is_missing() -> None:
-    policy = policy_on(SerialPool([Crossing(tells=False)], infos=True), action_mask="info")
-    with pytest.raises(ContractError, match=r"action_mask='info' needs info\['action_mask'\] .* Pass a callable"):
-        policy.sample_actions(starts_of(1), 1)
+def test_missing_and_wrong_masks_are_refused(subtests: pytest.Subtests) -> None:
+    narrow: Any = lambda observations: observations[:, :3] > 0.5  # noqa: E731
+    for env, infos, mask, error, message in (
+        (Crossing(tells=False), True, "info", ContractError, r"needs info\['action_mask'\] .* Pass a callable"),
+        (Crossing(), False, "info", ConfigError, r"make_pool\(..., infos=True\)"),
+        (Crossing(allows=0), True, "info", ContractError, r"must allow an action; row 0 allows none. Correct the mask"),
+        (Crossing(), False, narrow, ContractError, r"mask must be bool \[n, K\] = \[1, 5\]"),
+    ):
+        with subtests.test(message=message):
+            policy = policy_on(SerialPool([env], infos=infos), action_mask=mask)
+            with pytest.raises(error, match=message):
+                policy.sample_actions(starts_of(1), 1)
 
 
-def test_a_pool_that_keeps_no_infos() -> None:
-    policy = policy_on(SerialPool([Crossing()]), action_mask="info")
-    with pytest.raises(ConfigError, match=r"make_pool\(..., infos=True\)"):
-        policy.sample_actions(starts_of(1), 1)
-
-
-def test_an_environment_without_a_limit_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_without_a_limit_is_truncated_at_the_longest_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adapters.control.policy.rollouts.LONGEST", 40)
     policy = EpisodePolicy("CliffWalking-v1", num_members=2)
     assert gymnasium.spec("CliffWalking-v1").max_episode_steps is None
     assert max(policy.roll_out(starts_of(1, 2), seed=0).lengths) == 40
-
-
-def test_nothing_allowed() -> None:
-    policy = policy_on(SerialPool([Crossing(allows=0)], infos=True), action_mask="info")
-    with pytest.raises(ContractError, match=r"must allow an action; row 0 allows none. Correct the mask"):
-        policy.sample_actions(starts_of(1), 1)
-
-
-def test_a_mask_of_the_wrong_form() -> None:
-    policy = policy_on(SerialPool([Crossing()]), action_mask=lambda observations: observations[:, :3] > 0.5)
-    with pytest.raises(ContractError, match=r"mask must be bool \[n, K\] = \[1, 5\]"):
-        policy.sample_actions(starts_of(1), 1)
-
-
-def test_settings_that_mean_nothing() -> None:
-    with pytest.raises(ConfigError, match="max_episode_steps must be >= 1, or None; got 0"):
-        EpisodePolicy(Chance, max_episode_steps=0)
-    with pytest.raises(ConfigError, match=r"action_mask must be 'info', a callable .* got 'infos'"):
-        EpisodePolicy(Chance, action_mask="infos")  # type: ignore[arg-type]

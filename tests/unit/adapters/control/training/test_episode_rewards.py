@@ -1,4 +1,4 @@
-"""What episodes are worth, worked out by hand; and what the trainer makes of it."""
+"""Rewards of episodes worked out by hand, and the advantages that the trainer computes from them."""
 
 from typing import Any
 
@@ -36,45 +36,46 @@ def rewards_of(model: Any, episodes: list[Episode] = EPISODES) -> Tensor:
     return model.compute_rewards([EpisodeStart(seed=1)] * len(episodes), episodes)
 
 
-def test_per_step() -> None:
+def test_rewards_per_step_are_padded_with_zeros() -> None:
     rewards = rewards_of(EnvironmentReward())
     assert rewards.dtype == torch.float64
     assert rewards.tolist() == [[1.0, 0.0, 0.0], [2.0, 4.0, 0.0], [3.0, 5.0, 7.0]]
 
 
-@pytest.mark.parametrize(
-    ("discount", "expected"),
-    [(1.0, [1.0, 6.0, 15.0]), (0.5, [1.0, 2.0 + 2.0, 3.0 + 2.5 + 1.75]), (0.0, [1.0, 2.0, 3.0])],
-)
-def test_per_episode(discount: float, expected: list[float]) -> None:
-    assert rewards_of(EnvironmentReward(per="episode", discount=discount)).tolist() == expected
+def test_rewards_per_episode_are_discounted_sums() -> None:
+    for discount, expected in (
+        (1.0, [1.0, 6.0, 15.0]),
+        (0.5, [1.0, 2.0 + 2.0, 3.0 + 2.5 + 1.75]),
+        (0.0, [1.0, 2.0, 3.0]),
+    ):
+        assert rewards_of(EnvironmentReward(per="episode", discount=discount)).tolist() == expected
 
 
-@pytest.mark.parametrize("settings", [{"discount": 0.9}, {"per": "episode", "discount": 1.1}, {"discount": -0.1}])
-def test_discounts_that_mean_nothing(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"discount must lie in \[0, 1\], and with per='step' AdvantageConfig.gamma"):
-        EnvironmentReward(**settings)
+def test_discounts_that_have_no_effect_or_no_meaning_are_refused() -> None:
+    settings: list[dict[str, Any]] = [{"discount": 0.9}, {"per": "episode", "discount": 1.1}, {"discount": -0.1}]
+    for one in settings:
+        with pytest.raises(ConfigError, match=rf"\[0, 1\], and be 1 with per='step'; got .*discount={one['discount']}"):
+            EnvironmentReward(**one)
 
 
-def test_a_term_of_ones_own() -> None:
+def test_the_cost_of_effort_by_hand() -> None:
     taken = torch.tensor([[1.0, -2.0], [0.5, 0.0]])
     rewards = rewards_of(StepReward(effort), [episode(0.0, 0.0, actions=taken), episode(0.0)])
     assert rewards.tolist() == [[-5.0, -0.25], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "got"), [(lambda one: one.rewards[1:], r"\[2\]"), (lambda one: one.rewards.sum(), r"\[\]")]
-)
-def test_a_term_of_the_wrong_length(wrong: Any, got: str) -> None:
-    wrong.__name__ = "progress"
+def test_a_term_of_a_wrong_length_is_named() -> None:
     first = episode(5.0)
 
-    def term(one: Episode) -> Tensor:
-        return one.rewards if one is first else wrong(one)
+    def late(one: Episode) -> Tensor:
+        return one.rewards if one is first else one.rewards[1:]
 
-    term.__name__ = "progress"
-    with pytest.raises(RewardError, match=rf"progress must give one number per step, \[3\]; got {got} for row 1"):
-        rewards_of(StepReward(term), [first, EPISODES[2]])
+    def total(one: Episode) -> Tensor:
+        return one.rewards if one is first else one.rewards.sum()
+
+    for term, got in ((late, r"late must return one number per step, \[3\]; got \[2\]"), (total, r"total .* got \[\]")):
+        with pytest.raises(RewardError, match=f"{got} for row 1"):
+            rewards_of(StepReward(term), [first, EPISODES[2]])
 
 
 def trainer_of(reward: Any, policy: EpisodePolicy | None = None, **settings: Any) -> GRPOTrainer:
@@ -83,9 +84,9 @@ def trainer_of(reward: Any, policy: EpisodePolicy | None = None, **settings: Any
 
 
 def test_the_default_advantage_by_hand() -> None:
-    """Returns to go, less the mean of the group's members that are still alive at that step.
+    """Returns to go minus their mean over the episodes of the group that are active at that step.
 
-    G = [1], [6, 4], [15, 12, 7]; the means are (1 + 6 + 15) / 3 = 22/3, (4 + 12) / 2 = 8, and 7 for the one left alone.
+    G = [1], [6, 4], [15, 12, 7]; the means are (1 + 6 + 15) / 3 = 22/3, (4 + 12) / 2 = 8, and 7 for the last episode alone.
     """
     reward = EnvironmentReward()
     batch = ExperienceBatch.from_rows(
@@ -112,7 +113,7 @@ def test_the_default_advantage_of_sampled_episodes() -> None:
                 assert float(advantages[row, t]) == pytest.approx(returns[row] - mean, abs=1e-12)
 
 
-def test_several_rewards_by_name() -> None:
+def test_weighted_terms_are_added_and_reported_by_name() -> None:
     policy = EpisodePolicy(lambda: Chance(4), num_members=3, hidden=(4,))
     reward = WeightedRewards({"env": EnvironmentReward(), "effort": StepReward(effort)}, {"env": 1.0, "effort": 0.1})
     trainer = trainer_of(reward, policy)
@@ -127,7 +128,7 @@ def test_several_rewards_by_name() -> None:
 
 
 class Preferred(nn.Module):
-    """A learned reward: a score per step, and one number per episode."""
+    """A learned reward model: one number per episode, the sum of scores per step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +140,7 @@ class Preferred(nn.Module):
         return torch.stack([self.score(one.observations).sum() for one in actions])
 
 
-def test_a_learned_reward() -> None:
+def test_a_learned_reward_model_is_not_trained() -> None:
     reward = Preferred()
     trainer = trainer_of(reward, EpisodePolicy("Pendulum-v1", num_members=3, hidden=(4,), max_episode_steps=6))
     weights = [value.clone() for value in reward.parameters()]
@@ -154,15 +155,17 @@ def test_a_learned_reward() -> None:
     assert any(not torch.equal(now, then) for now, then in zip(trainer.policy.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("reward", [EnvironmentReward(), StepReward(lambda one: one.rewards)])
-def test_episodes_of_a_single_step(reward: Any) -> None:
-    """A batch of nothing else (Blackjack, often) has one reward per row: advantages are the group's differences."""
-    policy = EpisodePolicy(lambda: Spaces(UNIT, spaces.Discrete(4), length=1), num_members=3, hidden=(4,))
-    trainer = trainer_of(reward, policy)
-    batch = trainer.collect(STARTS)
-    totals = torch.tensor([float(one.rewards.sum()) for one in batch.actions], dtype=torch.float64).view(2, 3)
-    expected = (totals - totals.mean(1, keepdim=True)).flatten()
-    torch.testing.assert_close(trainer.advantages(batch).flatten(), expected)
-    assert trainer.update(batch)["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
-    both = WeightedRewards({"env": reward, "own": StepReward(lambda one: one.rewards)})
-    assert trainer_of(both, policy).collect(STARTS).rewards.shape == (6,)
+def test_episodes_of_one_step_have_one_reward_per_row(subtests: pytest.Subtests) -> None:
+    """Blackjack often gives such a batch. The advantages are the differences from the group's mean."""
+    for reward in (EnvironmentReward(), StepReward(lambda one: one.rewards)):
+        with subtests.test(reward=type(reward).__name__):
+            policy = EpisodePolicy(lambda: Spaces(UNIT, spaces.Discrete(4), length=1), num_members=3, hidden=(4,))
+            trainer = trainer_of(reward, policy)
+            batch = trainer.collect(STARTS)
+            totals = torch.tensor([float(one.rewards.sum()) for one in batch.actions], dtype=torch.float64).view(2, 3)
+            expected = (totals - totals.mean(1, keepdim=True)).flatten()
+            torch.testing.assert_close(trainer.advantages(batch).flatten(), expected)
+            assert trainer.update(batch)["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+            both = WeightedRewards({"env": reward, "own": StepReward(lambda one: one.rewards)})
+            assert trainer_of(both, policy).collect(STARTS).rewards.shape == (6,)
+    assert rewards_of(EnvironmentReward(), EPISODES[:1]).shape == (1, 1)  # a single episode keeps [N, T]

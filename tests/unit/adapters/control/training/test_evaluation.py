@@ -1,4 +1,4 @@
-"""An evaluation looks, and changes nothing."""
+"""Evaluations run the most likely actions from fixed starts, and change neither the policy nor random generators."""
 
 import random
 from typing import Any
@@ -29,20 +29,22 @@ def everything_random() -> list[Any]:
     return [torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()]  # noqa: NPY002
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("is_training", [True, False])
-def test_nothing_is_changed(deterministic: bool, is_training: bool) -> None:
-    policy = trained(normalize_observations=True).train(is_training)
-    before = {name: value.clone() for name, value in policy.state_dict().items()}
-    drawn = everything_random()
-    evaluate_policy(policy, num_episodes=4, deterministic=deterministic)
-    assert everything_random() == drawn
-    for name, value in policy.state_dict().items():
-        assert torch.equal(value, before[name]), name
-    assert policy.training == is_training
+def test_policy_mode_and_generators_do_not_change(subtests: pytest.Subtests) -> None:
+    policy = trained(normalize_observations=True)
+    for deterministic, is_training in ((True, True), (False, False)):
+        with subtests.test(deterministic=deterministic, is_training=is_training):
+            policy.train(is_training)
+            policy.actor[0].eval()  # a part that the user keeps in evaluation mode
+            before = {name: value.clone() for name, value in policy.state_dict().items()}
+            drawn = everything_random()
+            evaluate_policy(policy, num_episodes=4, deterministic=deterministic)
+            assert everything_random() == drawn
+            for name, value in policy.state_dict().items():
+                assert torch.equal(value, before[name]), name
+            assert (policy.training, policy.actor[0].training) == (is_training, False)
 
 
-def test_twice_the_same() -> None:
+def test_an_evaluation_is_repeatable() -> None:
     policy = trained()
     first, second = evaluate_policy(policy, num_episodes=4), evaluate_policy(policy, num_episodes=4)
     assert first.returns.tolist() == second.returns.tolist()
@@ -52,7 +54,7 @@ def test_twice_the_same() -> None:
     assert evaluate_policy(policy, num_episodes=4, seed=1).returns.tolist() != first.returns.tolist()
 
 
-def test_training_goes_on_as_if_there_had_been_none() -> None:
+def test_evaluations_do_not_change_the_training_run() -> None:
     def weights(num_evaluations: int) -> list[float]:
         torch.manual_seed(0)
         policy = EpisodePolicy(
@@ -73,16 +75,16 @@ def test_the_most_likely_actions_by_hand() -> None:
     policy = EpisodePolicy("CartPole-v1", num_members=2, hidden=(4,))
     with torch.no_grad():
         policy.actor[1].weight.zero_()
-        policy.actor[1].bias.copy_(torch.tensor([0.0, 0.1]))  # to the right, always
+        policy.actor[1].bias.copy_(torch.tensor([0.0, 0.1]))  # always to the right
     result = evaluate_policy(policy, num_episodes=3)
-    assert set(result.lengths.tolist()) <= {8, 9, 10}  # it falls at once
+    assert set(result.lengths.tolist()) <= {8, 9, 10}  # the pole falls at once
     assert result.returns.tolist() == result.lengths.tolist()  # 1 per step
     assert result.mean_return == result.returns.mean()
     noisy = evaluate_policy(policy, num_episodes=20, deterministic=False)
-    assert noisy.mean_return > 12  # as often to the left
+    assert noisy.mean_return > 12  # left and right about equally often
 
 
-def test_starts_are_the_seeds_from_the_first_on() -> None:
+def test_starts_have_consecutive_seeds() -> None:
     pool = Watched(SerialPool([Chance(2) for _ in range(2)]))
     evaluate_policy(EpisodePolicy(pool), num_episodes=5)
     assert [start for _, start in pool.begun] == [EpisodeStart(seed=EVALUATION_SEED + number) for number in range(5)]
@@ -90,18 +92,28 @@ def test_starts_are_the_seeds_from_the_first_on() -> None:
 
 def test_masks_are_obeyed() -> None:
     policy = EpisodePolicy(lambda: Crossing(allows=2), action_mask="info", num_members=2)
-    assert evaluate_policy(policy, num_episodes=4).lengths.tolist() == [6] * 4  # the environment raises where it is not
+    assert (
+        evaluate_policy(policy, num_episodes=4).lengths.tolist() == [6] * 4
+    )  # the environment raises for a masked action
 
 
-def test_an_environment_that_fails_leaves_the_mode_as_it_was() -> None:
+def test_the_mode_is_restored_after_an_error() -> None:
     policy = EpisodePolicy(lambda: Crossing(tells=False), action_mask="info", num_members=1).train()
     with pytest.raises(ContractError):
         evaluate_policy(policy)
     assert policy.training
 
 
-def test_in_words() -> None:
+def test_training_limits_do_not_apply_to_evaluations() -> None:
+    policy = EpisodePolicy("Pendulum-v1", num_members=2, max_episode_steps=7)
+    assert evaluate_policy(policy, num_episodes=2).lengths.tolist() == [200, 200]
+    assert evaluate_policy(policy, num_episodes=2, max_steps=11).lengths.tolist() == [11, 11]
+
+
+def test_the_summary_and_refused_numbers() -> None:
     result = Evaluation(returns=np.array([1.0, 3.0]), lengths=np.array([10, 21]))
     assert str(result) == "return 2.0 +- 1.0 in 2 episodes of 16 steps"
     with pytest.raises(ConfigError, match="num_episodes must be >= 1; got 0"):
         evaluate_policy(EpisodePolicy(Chance), num_episodes=0)
+    with pytest.raises(ConfigError, match="max_steps must be >= 1, or None; got 0"):
+        evaluate_policy(EpisodePolicy(Chance), max_steps=0)

@@ -1,4 +1,4 @@
-"""Whole runs: when they are evaluated, when they end, and that an interruption costs nothing but time."""
+"""Whole runs: when they evaluate, when they stop, and how an interrupted run resumes."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from tests.support.control_environments import Chance, Watched
 
 
 class Sink:
-    """Remembers; is interrupted after so many iterations."""
+    """Records metrics, and interrupts the run after a number of iterations."""
 
     def __init__(self, interrupt_after: int = 10**9) -> None:
         self.metrics: list[tuple[int, dict[str, float]]] = []
@@ -46,32 +46,39 @@ def of_five_steps() -> GRPOTrainer:
 QUIET: dict[str, Any] = {"progress": False, "num_eval_episodes": 3}
 
 
-@pytest.mark.parametrize(
-    ("total_steps", "evaluate_every", "evaluated_at"),
-    [
-        (130, 50, [60, 100, 140]),  # due at 50, 100, 150; and at the end
+def test_evaluations_come_at_their_steps_and_at_the_end(subtests: pytest.Subtests) -> None:
+    for total_steps, evaluate_every, evaluated_at in (
+        (130, 50, [60, 100, 140]),  # due at 50 and 100, and at the end
         (100, 50, [60, 100]),
         (100, 1000, [100]),
         (60, 1, [20, 40, 60]),
         (1, 50, [20]),
-    ],
-)
-def test_when_it_is_evaluated(total_steps: int, evaluate_every: int, evaluated_at: list[int]) -> None:
-    sink, trainer = Sink(), of_five_steps()
-    curve = train_control(
-        trainer, episode_starts(2), total_steps=total_steps, evaluate_every=evaluate_every, sinks=[sink], **QUIET
-    )
-    assert curve.steps == evaluated_at
-    assert trainer.iteration == evaluated_at[-1] // 20
-    assert [step for step, _ in sink.metrics] == list(range(1, trainer.iteration + 1))
-    assert [metrics["episodes/total_steps"] for _, metrics in sink.metrics] == [20 * i for i, _ in sink.metrics]
-    logged = {20 * step: metrics["eval/return"] for step, metrics in sink.metrics if "eval/return" in metrics}
-    assert logged == dict(zip(curve.steps, curve.returns, strict=True))
-    assert curve.seconds == sorted(curve.seconds)
-    assert curve.seconds[0] > 0.0
+    ):
+        with subtests.test(total_steps=total_steps, evaluate_every=evaluate_every):
+            sink, trainer = Sink(), of_five_steps()
+            steps = {"total_steps": total_steps, "evaluate_every": evaluate_every}
+            curve = train_control(trainer, episode_starts(2), sinks=[sink], **steps, **QUIET)
+            assert curve.steps == evaluated_at
+            assert trainer.iteration == evaluated_at[-1] // 20
+            assert curve.iterations == [steps // 20 for steps in evaluated_at]
+            assert [step for step, _ in sink.metrics] == list(range(1, trainer.iteration + 1))
+            totals = [metrics["episodes/total_steps"] for _, metrics in sink.metrics]
+            assert totals == [20 * step for step, _ in sink.metrics]
+            logged = {20 * step: metrics["eval/return"] for step, metrics in sink.metrics if "eval/return" in metrics}
+            assert logged == dict(zip(curve.steps, curve.returns, strict=True))
+            assert curve.seconds == sorted(curve.seconds)
+            assert curve.seconds[0] > 0.0
 
 
-def test_what_is_evaluated() -> None:
+def test_numbers_of_steps_below_1_are_refused() -> None:
+    for total_steps, evaluate_every in ((0, 1), (1, 0)):
+        with pytest.raises(ConfigError, match=f"must be >= 1; got {total_steps}, {evaluate_every}"):
+            train_control(
+                of_five_steps(), episode_starts(2), total_steps=total_steps, evaluate_every=evaluate_every, **QUIET
+            )
+
+
+def test_training_and_evaluation_use_their_own_starts() -> None:
     pool = Watched(SerialPool([Chance(5) for _ in range(4)]))
     trainer = trainer_of(pool)
     curve = train_control(trainer, episode_starts(2, seed=4), total_steps=20, evaluate_every=20, **QUIET)
@@ -81,8 +88,10 @@ def test_what_is_evaluated() -> None:
     assert curve.returns == [evaluate_policy(trainer.policy, num_episodes=3).mean_return]
 
 
-def test_it_ends_when_it_is_good_enough() -> None:
-    target = evaluate_policy(of_five_steps().policy, num_episodes=3).mean_return  # chance, not skill: always the same
+def test_a_run_stops_when_an_evaluation_reaches_the_target() -> None:
+    target = evaluate_policy(
+        of_five_steps().policy, num_episodes=3
+    ).mean_return  # the actions do not matter, so it is always the same
 
     def run(stop_at: float) -> LearningCurve:
         return train_control(
@@ -93,12 +102,14 @@ def test_it_ends_when_it_is_good_enough() -> None:
     assert run(target + 0.01).steps == [60, 100, 160, 200]
 
 
-def test_the_first_evaluation_at_or_above() -> None:
+def test_steps_to_a_threshold_and_the_end_at_or_above_it() -> None:
     curve = LearningCurve(iterations=[1, 2, 3], steps=[10, 20, 30], returns=[1.0, 5.0, 3.0], seconds=[0.1, 0.2, 0.3])
     assert [curve.steps_to(threshold) for threshold in (0.5, 1.0, 1.1, 5.0, 5.1)] == [10, 10, 20, 20, None]
+    assert [curve.ends_at(threshold) for threshold in (2.9, 3.0, 3.1, None)] == [True, True, False, False]
+    assert not LearningCurve().ends_at(0.0)
 
 
-def test_an_interrupted_run_goes_on_to_the_same_curve(tmp_path: Path) -> None:
+def test_a_resumed_run_gives_the_same_curve(tmp_path: Path) -> None:
     def run(folder: Path, sink: Sink) -> tuple[LearningCurve, GRPOTrainer]:
         trainer = trainer_of("CartPole-v1", normalize_observations=True)
         curve = train_control(
@@ -111,17 +122,19 @@ def test_an_interrupted_run_goes_on_to_the_same_curve(tmp_path: Path) -> None:
     evaluated = [place for place, (_, metrics) in enumerate(whole.metrics) if "eval/return" in metrics]
     assert len(evaluated) >= 3
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "broken", Sink(interrupt_after=evaluated[1]))  # one evaluation is done, the next is not
+        run(tmp_path / "broken", Sink(interrupt_after=evaluated[1]))  # between the first and the second evaluation
     again = Sink()
     resumed, second = run(tmp_path / "broken", again)
-    assert again.metrics[0][0] == evaluated[0] + 2  # from the first evaluation on, iterations counted from 1
+    assert again.metrics[0][0] == evaluated[0] + 2  # resumes after the first evaluation; iterations count from 1
     assert (resumed.steps, resumed.returns) == (unbroken.steps, unbroken.returns)
     for name, value in first.policy.state_dict().items():
         assert torch.equal(second.policy.state_dict()[name], value), name
     saved = json.loads((tmp_path / "broken" / "curve.json").read_text())
     del saved["settings"]
     assert LearningCurve(**saved) == resumed
-    with pytest.raises(ConfigError, match="holds a run with other settings"):
+    with pytest.raises(
+        ConfigError, match=r"the settings must be those of the run in .*; got others. Use another folder"
+    ):
         train_control(
             preset_for("CartPole-v1").make_trainer(first.policy, seed=123),
             episode_starts(2),
@@ -133,7 +146,7 @@ def test_an_interrupted_run_goes_on_to_the_same_curve(tmp_path: Path) -> None:
     assert resumed.seconds == sorted(resumed.seconds)
 
 
-def test_a_run_that_is_over_stays_so(tmp_path: Path) -> None:
+def test_a_finished_run_does_not_continue_unless_more_steps_are_requested(tmp_path: Path) -> None:
     def run(**settings: Any) -> tuple[LearningCurve, Sink]:
         sink = Sink()
         curve = train_control(
@@ -143,7 +156,7 @@ def test_a_run_that_is_over_stays_so(tmp_path: Path) -> None:
 
     stopped, _ = run(total_steps=200, stop_at=-1.0)
     assert stopped.steps == [60]
-    again, sink = run(total_steps=200, stop_at=-1.0)  # it was good enough, and is
+    again, sink = run(total_steps=200, stop_at=-1.0)  # the target is already reached
     assert again == stopped
     assert sink.metrics == []
     longer, sink = run(total_steps=120)
@@ -152,7 +165,7 @@ def test_a_run_that_is_over_stays_so(tmp_path: Path) -> None:
     assert run(total_steps=120)[1].metrics == []
 
 
-def test_the_best_checkpoint_is_the_best(tmp_path: Path) -> None:
+def test_the_best_checkpoint_has_the_highest_return(tmp_path: Path) -> None:
     trainer = trainer_of("CartPole-v1")
     curve = train_control(trainer, episode_starts(2), total_steps=500, evaluate_every=120, folder=tmp_path, **QUIET)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "curve.json", "last"]
@@ -164,7 +177,7 @@ def test_the_best_checkpoint_is_the_best(tmp_path: Path) -> None:
         assert torch.equal(value, last[name])
 
 
-def test_no_folder_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train_control(of_five_steps(), episode_starts(2), total_steps=40, evaluate_every=20, **QUIET)
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,270 @@
+"""Worker processes: they answer as environments in this process do, and a lost worker is named and replaced."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AsyncVectorEnv
+
+from adapters.control.environments.episodes import EpisodeStart
+from adapters.control.environments.pools import AsyncPool, WorkerLost, make_pool
+from adapters.control.environments.snapshots import take_snapshot
+from grpo.errors import ConfigError, ContractError
+from tests.support.control_environments import Command, Nested, Scripted
+from tests.support.control_pools import starts_of
+
+FINE, END = Command.FINE, Command.END
+
+
+@pytest.fixture(scope="module")
+def shared_pool() -> Iterator[AsyncPool]:
+    """Two workers for all tests of this module, because a process costs more than a test. Each test resets first."""
+    pool = AsyncPool([Scripted] * 2, infos=True)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def pool(shared_pool: AsyncPool) -> Iterator[AsyncPool]:
+    """The shared pool. Afterwards both members complete a step, which shows that they are well."""
+    yield shared_pool
+    shared_pool.reset([0, 1], starts_of(0, 1))
+    assert shared_pool.step(np.array([0, 1]), np.array([FINE, FINE])).rewards.tolist() == [2.0, 2.0]
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers that a test starts are gone when it ends, other than the shared pool's."""
+    shared_pool = request.getfixturevalue("shared_pool")
+    before = {child.pid for child in multiprocessing.active_children()}
+    yield
+    now = {child.pid for child in multiprocessing.active_children()}
+    assert now - before - {worker.pid for worker in workers_of(shared_pool)} == set()
+
+
+def workers_of(pool: AsyncPool) -> list[Any]:
+    assert pool._vector is not None
+    return list(pool._vector.processes)
+
+
+def kill_worker(pool: AsyncPool, member: int) -> None:
+    worker = workers_of(pool)[member]
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+
+
+def test_only_named_members_are_stepped_and_infos_come_along(pool: AsyncPool) -> None:
+    observations, infos = pool.reset([1, 0], [EpisodeStart(options={"number": 4.0}), EpisodeStart(seed=7)])
+    np.testing.assert_array_equal(observations, [[4.0, 0.0], Scripted().reset(seed=7)[0]])
+    assert infos == [{"starts": True}] * 2
+    step = pool.step(np.array([1]), np.array([FINE]))
+    assert (step.observations.tolist(), list(step.infos or ())) == ([[4.0, 1.0]], [{"step": 1}])
+    step = pool.step(np.array([1, 0]), np.array([END, Command.NARROWED]))
+    assert step.observations[:, 1].tolist() == [2.0, 1.0]
+    assert (step.rewards.tolist(), step.terminated.tolist()) == ([2.0, 2.0], [True, False])
+    with pytest.raises(ContractError, match=r"Scripted: step\(\) needs .* running episode; members \[1\] have none"):
+        pool.step(np.array([0, 1]), np.array([FINE, FINE]))
+
+
+def test_nested_observations_are_those_of_the_environment() -> None:
+    pool, single = AsyncPool([Nested]), Nested()
+    try:
+        for seed in (8, 9):
+            observations, _ = pool.reset([0], starts_of(seed))
+            expected, _ = single.reset(seed=seed)
+            assert isinstance(observations["pair"], tuple)
+            assert observations["pair"][0].tolist() == [expected["pair"][0]]
+            for got, wanted in (
+                (observations["pair"][1], expected["pair"][1]),
+                (observations["bits"], expected["bits"]),
+                (observations["wheels"], expected["wheels"]),
+            ):
+                np.testing.assert_array_equal(got, wanted[None], strict=True)
+        step = pool.step(np.array([0]), np.array([0]))
+        assert step.observations["pair"][1].shape == (1, 3)
+        assert step.infos is None  # not requested
+    finally:
+        pool.close()
+
+
+def test_values_that_are_not_finite_are_named_without_a_rebuild(pool: AsyncPool, subtests: pytest.Subtests) -> None:
+    rebuilds = pool.num_rebuilds
+    for command, fault in (
+        (Command.NAN, "the observation contains NaN or infinity"),
+        (Command.INFINITE_REWARD, "the reward must be finite; got -inf"),
+    ):
+        with subtests.test(command=command):
+            pool.reset([0, 1], starts_of(0, 1))
+            pool.step(np.array([0, 1]), np.array([FINE, FINE]))
+            with pytest.raises(ContractError, match=f"Scripted, member 1, step 2: {fault}"):
+                pool.step(np.array([0, 1]), np.array([FINE, command]))
+    with pytest.raises(ContractError, match="Scripted, member 1, step 0: the observation contains NaN"):
+        pool.reset([1], [EpisodeStart(options={"observation": np.array([0, np.inf], dtype=np.float32)})])
+    assert pool.num_rebuilds == rebuilds
+
+
+def test_faults_that_a_worker_finds_are_named(pool: AsyncPool, subtests: pytest.Subtests) -> None:
+    """Shared memory would accept an observation of a wrong shape, so the worker checks it."""
+    for command, fault in (
+        (Command.WRONG_SHAPE, r"the observation must be float32 \[2\]; got float32 \[2, 1\]"),
+        (Command.NO_REWARD, "the reward must be a number; got 'much'"),
+    ):
+        with subtests.test(command=command):
+            pool.reset([0, 1], starts_of(0, 1))
+            with pytest.raises(ContractError, match=f"Scripted, member 1, step 1: {fault}"):
+                pool.step(np.array([0, 1]), np.array([FINE, command]))
+            pool.reset([0, 1], starts_of(0, 1))
+            pool.step(np.array([0, 1]), np.array([FINE, FINE]))
+    with pytest.raises(ContractError, match=r"Scripted, member 1, step 0: the observation .*\[2\]; got float32 \[\]"):
+        pool.reset([1], [EpisodeStart(options={"observation": np.float32(1.0)})])
+
+
+def test_a_snapshot_of_another_environment_is_not_a_lost_worker(pool: AsyncPool) -> None:
+    trunk = gymnasium.make("Acrobot-v1")
+    snapshot = take_snapshot(trunk, trunk.reset(seed=0)[0])
+    with pytest.raises(ContractError, match=r"Scripted, member 1, step 0: restore_snapshot: .*Acrobot-v1"):
+        pool.reset([1], [EpisodeStart(snapshot=snapshot)])
+
+
+def test_lost_workers_are_named_and_the_pool_continues(
+    pool: AsyncPool, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for command, reason in (
+        (Command.RAISE, "raised ArithmeticError: out of paper"),
+        (Command.EXIT, "ended with exit code 7"),
+        (Command.HANG, "gave no answer within 0.2 s"),
+    ):
+        with subtests.test(command=command):
+            rebuilds = pool.num_rebuilds
+            pool.reset([0, 1], starts_of(0, 1))
+            pool.step(np.array([0, 1]), np.array([FINE, FINE]))
+            with monkeypatch.context() as patch:
+                members, actions = [0, 1], [FINE, command]
+                if command == Command.HANG:  # only the member that hangs is asked, whose answer cannot come in time
+                    patch.setattr(pool, "_timeout", 0.2)
+                    members, actions = [1], [command]
+                started = time.monotonic()
+                with pytest.raises(WorkerLost, match=f"Lost the worker of member 1, which {reason}") as lost:
+                    pool.step(np.array(members), np.array(actions))
+                assert time.monotonic() - started < 50.0  # the worker sleeps for 60 seconds
+            assert lost.value.members == [1]
+            assert pool.num_rebuilds == rebuilds + 1
+            with pytest.raises(ContractError, match=r"members \[0, 1\] have none"):
+                pool.step(np.array([0, 1]), np.array([FINE, FINE]))
+            observations, _ = pool.reset([1, 0], starts_of(2, 0))
+            np.testing.assert_array_equal(observations[0], Scripted().reset(seed=2)[0])
+            assert pool.step(np.array([1]), np.array([FINE])).rewards.tolist() == [2.0]
+
+
+def test_a_killed_worker_is_found_at_its_next_call(pool: AsyncPool) -> None:
+    pool.reset([0, 1], starts_of(0, 1))
+    kill_worker(pool, 1)
+    assert pool.step(np.array([0]), np.array([FINE])).rewards.tolist() == [2.0]  # member 1 is not asked
+    with pytest.raises(WorkerLost, match="member 1, which ended with exit code -9") as lost:
+        pool.reset([0, 1], starts_of(0, 1))
+    assert lost.value.members == [1]
+
+
+def test_several_lost_workers_are_named_in_order(pool: AsyncPool) -> None:
+    pool.reset([0, 1], starts_of(0, 1))
+    with pytest.raises(WorkerLost, match=r"member 0, which raised .*; member 1, which ended") as lost:
+        pool.step(np.array([1, 0]), np.array([Command.EXIT, Command.RAISE]))
+    assert lost.value.members == [0, 1]
+    assert "In the worker" in lost.value.__notes__[0]
+
+
+def test_answers_to_an_interrupted_call_are_not_used_for_the_next_call(pool: AsyncPool) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    pool.reset([0, 1], starts_of(0, 1))
+    earlier = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.step(np.array([0, 1]), np.array([Command.INTERRUPT, FINE]))
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+    with pytest.raises(WorkerLost, match="member 0, which had not answered when an earlier call was interrupted"):
+        pool.step(np.array([0]), np.array([FINE]))
+    assert pool.reset([0], starts_of(0))[0][0, 1] == 0.0
+
+
+class NeverCloses(Scripted):
+    """Hangs when its worker closes it."""
+
+    def close(self) -> None:
+        if multiprocessing.parent_process() is not None:
+            time.sleep(60)
+
+
+def test_closing_does_not_wait_for_dead_or_hanging_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AsyncVectorEnv.close() raises for a dead worker, and waits forever for a hanging one."""
+    monkeypatch.setattr("adapters.control.environments.async_pools.GRACE", 0.1)
+    pool = AsyncPool([Scripted, NeverCloses])
+    pool.reset([0, 1], starts_of(0, 1))
+    kill_worker(pool, 0)
+    started = time.monotonic()
+    pool.close()
+    assert time.monotonic() - started < 50.0
+    pool.close()
+    with pytest.raises(ConfigError, match="AsyncPool: the pool is closed"):
+        pool.step(np.array([1]), np.array([FINE]))
+    with pytest.raises(ConfigError, match="AsyncPool: the pool is closed"):
+        pool.reset([0], starts_of(0))
+
+
+def test_the_number_of_rebuilds_in_a_row_is_limited() -> None:
+    pool = AsyncPool([Scripted] * 2, max_rebuilds=1)
+    try:
+        for _ in range(2):  # the lost member completes a step in between, so each loss is the first in a row
+            pool.reset([0, 1], starts_of(0, 1))
+            pool.step(np.array([1]), np.array([FINE]))
+            with pytest.raises(WorkerLost):
+                pool.step(np.array([0, 1]), np.array([FINE, Command.EXIT]))
+        pool.reset([0, 1], starts_of(0, 1))
+        pool.step(np.array([0]), np.array([FINE]))  # a step of another member does not count
+        with pytest.raises(ContractError, match=r"Scripted: workers were lost 2 times before .* another step.*'sync'"):
+            pool.step(np.array([1]), np.array([Command.EXIT]))
+        assert pool.num_rebuilds == 2
+        with pytest.raises(ConfigError, match="closed"):
+            pool.reset([0], starts_of(0))
+    finally:
+        pool.close()
+
+
+def end_in_worker(parent: int) -> gymnasium.Env:
+    """Ends the worker. Gymnasium also creates an environment in the parent, which must survive."""
+    if os.getpid() != parent:
+        os._exit(1)
+    return Scripted()
+
+
+class ObservesText(Scripted):
+    observation_space = spaces.Text(5)
+
+
+def test_pools_that_cannot_be_created() -> None:
+    with pytest.raises(ContractError, match="a worker process ended while it created its environment"):
+        AsyncPool([partial(end_in_worker, os.getpid())])
+    with pytest.raises(ConfigError, match="fixed shape; got Text"):
+        AsyncPool([ObservesText])
+    for options, got in (({"timeout": 0.0}, "timeout=0.0"), ({"max_rebuilds": -1}, "max_rebuilds=-1")):
+        with pytest.raises(ConfigError, match=f"timeout > 0 or None, .* got 1 environments, .*{got}"):
+            AsyncPool([Scripted], **options)
+    with pytest.raises(ConfigError, match=r"AsyncPool needs at least one environment.* got 0 environments"):
+        AsyncPool([])
+
+
+def test_a_vector_environment_is_recreated_from_its_factories() -> None:
+    pool = make_pool(AsyncVectorEnv([Scripted]), 1)
+    assert isinstance(pool, AsyncPool)
+    assert pool.num_members == 1
+    pool.close()

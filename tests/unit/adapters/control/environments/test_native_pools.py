@@ -1,0 +1,155 @@
+"""CartPole in one array: bit for bit the episodes of Gymnasium's single environment."""
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+
+from adapters.control.environments.episodes import EpisodeStart
+from adapters.control.environments.pools import NativeCartPole, make_pool
+from adapters.control.environments.snapshots import take_snapshot
+from grpo.errors import ConfigError, ContractError
+from tests.support.control_pools import assert_same_rows, starts_of, stepped_by_hand, stepped_by_pool
+
+# CartPole-v0 is used for its limit of 200 steps.
+pytestmark = pytest.mark.filterwarnings("ignore:.*CartPole-v0 is out of date:DeprecationWarning")
+
+
+def test_whole_episodes_equal_the_single_environment(subtests: pytest.Subtests) -> None:
+    starts = starts_of(*range(5))
+    starts[3] = EpisodeStart(seed=3, options={"low": -0.2, "high": 0.1})
+    starts[4] = EpisodeStart(seed=4, options={"low": -0.01})
+    for env_id in ("CartPole-v1", "CartPole-v0"):
+        single = gymnasium.make(env_id)
+        for num_members in (1, 3, 64):  # the arithmetic does not depend on the number of columns
+            with subtests.test(env_id=env_id, num_members=num_members):
+                pool = make_pool(env_id, num_members, vectorization="native")
+                assert isinstance(pool, NativeCartPole)
+                for number, episode in enumerate(stepped_by_pool(pool, starts)):
+                    assert_same_rows(episode, stepped_by_hand(single, starts[number], number))
+
+
+def test_episodes_are_truncated_at_the_time_limit(subtests: pytest.Subtests) -> None:
+    """A balancing rule keeps the pole up until then."""
+    for env_id, env_kwargs, limit in (
+        ("CartPole-v0", {}, 200),
+        ("CartPole-v1", {}, 500),
+        ("CartPole-v1", {"max_episode_steps": 30}, 30),
+    ):
+        with subtests.test(env_id=env_id, limit=limit):
+            pool = make_pool(env_id, 2, **env_kwargs)
+            assert isinstance(pool, NativeCartPole)
+            observations, _ = pool.reset([0, 1], starts_of(0, 1))
+            for number in range(1, limit + 1):
+                lean = observations[:, 2] + 0.3 * observations[:, 3] + 0.05 * observations[:, 1]
+                step = pool.step(np.array([0, 1]), (lean > 0).astype(np.int64))
+                observations = step.observations
+                assert step.truncated.tolist() == [number == limit] * 2
+                assert not step.terminated.any()
+
+
+def test_the_sutton_barto_reward_is_minus_one_at_the_fall() -> None:
+    pool = make_pool("CartPole-v1", 1, sutton_barto_reward=True)
+    assert isinstance(pool, NativeCartPole)
+    pool.reset([0], starts_of(0))
+    rewards, ended = [], False
+    while not ended:
+        step = pool.step(np.array([0]), np.array([1]))
+        rewards.append(step.rewards[0])
+        ended = step.terminated[0]
+    assert rewards == [0.0] * (len(rewards) - 1) + [-1.0]
+
+
+def test_a_reset_without_a_seed_continues_the_members_generator() -> None:
+    pool, single = NativeCartPole(2), gymnasium.make("CartPole-v1")
+    pool.reset([0, 1], starts_of(5, 6))
+    again, _ = pool.reset([1], [EpisodeStart()])
+    single.reset(seed=6)
+    np.testing.assert_array_equal(again[0], single.reset()[0])
+    again, _ = pool.reset([1], [EpisodeStart()])
+    np.testing.assert_array_equal(again[0], single.reset()[0])
+
+
+def test_actions_other_than_0_and_1_are_refused() -> None:
+    pool = NativeCartPole(1)
+    pool.reset([0], starts_of(0))
+    with pytest.raises(ContractError, match=r"must be integers, 0 \(push left\) or 1 .*; got float64 \[1\]"):
+        pool.step(np.array([0]), np.array([0.7]))
+    for action in (2, -1):
+        with pytest.raises(ContractError, match=rf"must be integers, 0 .* or 1 .*; got \[{action}\]"):
+            pool.step(np.array([0]), np.array([action]))
+
+
+def test_a_vector_environments_settings_are_used(subtests: pytest.Subtests) -> None:
+    """Every setting differs from CartPole's. The pole passes the angle at which CartPole's own episode would end."""
+    settings: dict[str, Any] = {"gravity": 7.0, "force_mag": 5.0, "tau": 0.01}
+    settings |= {"masspole": 0.3, "total_mass": 1.7, "length": 0.8, "polemass_length": 0.24}
+    settings |= {"theta_threshold_radians": 0.7, "x_threshold": 0.5}
+    for integrator in ("euler", "semi-implicit euler"):
+        with subtests.test(integrator=integrator):
+            vector: Any = gymnasium.make_vec("CartPole-v1", 1, vectorization_mode="vector_entry_point")
+            single: Any = gymnasium.make("CartPole-v1")
+            for env in (vector.unwrapped, single.unwrapped):
+                vars(env).update(settings, kinematics_integrator=integrator)
+            for number, episode in enumerate(stepped_by_pool(make_pool(vector, 1), starts_of(3, 4))):
+                assert_same_rows(episode, stepped_by_hand(single, EpisodeStart(seed=3 + number), number))
+                assert max(abs(observation[2]) for observation, *_ in episode) > 0.25
+
+
+def test_a_subclass_of_the_vector_environment_is_refused() -> None:
+    class Other(CartPoleVectorEnv):
+        pass
+
+    with pytest.raises(ConfigError, match="Other cannot be stepped member by member"):
+        make_pool(Other(2), 2)
+
+
+def test_members_rest_just_before_their_end() -> None:
+    """Member 1 rests one step before its fall, and one step before the limit, while member 0 runs other episodes."""
+    single = gymnasium.make("CartPole-v1")
+    single.reset(seed=1)
+    fall = [single.step(1)]
+    while not fall[-1][2]:
+        fall.append(single.step(1))
+    pool = NativeCartPole(2, max_episode_steps=len(fall))
+    pool.reset([0, 1], starts_of(0, 1))
+    for _ in fall[:-1]:
+        pool.step(np.array([1]), np.array([1]))
+    for number in range(len(fall)):
+        if number % 5 == 0:  # before member 0 falls
+            pool.reset([0], starts_of(0))
+        pool.step(np.array([0]), np.array([0]))
+    step = pool.step(np.array([1]), np.array([1]))
+    np.testing.assert_array_equal(step.observations[0], fall[-1][0])
+    assert (step.rewards[0], step.terminated[0], step.truncated[0]) == (1.0, True, True)
+    pool.reset([1], starts_of(1))
+    for action in [0, 1] * 3:
+        assert not pool.step(np.array([1]), np.array([action])).truncated.any()
+        pool.reset([0], starts_of(0))
+        for _ in range(4):
+            pool.step(np.array([0]), np.array([0]))
+    assert not pool.step(np.array([1]), np.array([0])).truncated.any()  # its 7th step, after 24 steps of member 0
+
+
+def test_a_snapshot_with_other_settings_is_refused() -> None:
+    trunk = gymnasium.make("CartPole-v1", max_episode_steps=50)
+    observation, _ = trunk.reset(seed=0)
+    with pytest.raises(ConfigError, match=r"\['max_episode_steps'\] differ. Use vectorization='sync'"):
+        NativeCartPole(1).reset([0], [EpisodeStart(snapshot=take_snapshot(trunk, observation))])
+    trunk.unwrapped.gravity = 1.6
+    with pytest.raises(ConfigError, match=r"\['gravity', 'max_episode_steps'\] differ"):
+        NativeCartPole(1).reset([0], [EpisodeStart(snapshot=take_snapshot(trunk, observation))])
+
+
+def test_infos_are_empty_dicts_if_requested() -> None:
+    for infos, expected in ((True, [{}, {}]), (False, None)):
+        pool = NativeCartPole(2, infos=infos)
+        assert pool.reset([0, 1], starts_of(0, 1))[1] == [{}, {}]
+        assert pool.step(np.array([0, 1]), np.array([0, 0])).infos == expected
+
+
+def test_there_is_at_least_one_member() -> None:
+    with pytest.raises(ConfigError, match="at least one member; got 0"):
+        NativeCartPole(0)

@@ -1,0 +1,155 @@
+"""Distributions of real numbers: scipy's samples and entropies, modes, bounds, and extreme parameters."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from scipy import stats
+from torch import distributions as oracle
+
+from adapters.control.policy.distributions import Beta, distribution_for
+from grpo.errors import ConfigError, ContractError
+from tests.support.control_distributions import EVERY, HIGH, LOW, ROUNDING, draw, random_parameters
+
+
+def test_entropies_agree_with_torch_and_scipy(subtests: pytest.Subtests) -> None:
+    def gaussian(parameters: torch.Tensor) -> torch.Tensor:
+        mean, log_std = parameters.chunk(2, -1)
+        return oracle.Normal(mean, log_std.clamp(-20, 2).exp()).entropy().sum(-1)
+
+    def beta(parameters: torch.Tensor) -> torch.Tensor:
+        alpha, beta = (1 + np.logaddexp(0, parameters.numpy())).reshape(-1, 2, 2).swapaxes(0, 1)
+        return torch.from_numpy(stats.beta(alpha, beta, loc=LOW, scale=(HIGH - LOW).astype(float)).entropy().sum(-1))
+
+    for name, expected in (("gaussian", gaussian), ("beta", beta)):
+        for dtype, tolerance in ROUNDING.items():
+            with subtests.test(name=name, dtype=dtype):
+                parameters = 3 * random_parameters(EVERY[name], dtype=dtype)
+                entropy = EVERY[name].entropy(parameters)
+                assert entropy.dtype == dtype
+                wanted = expected(parameters.double())
+                torch.testing.assert_close(entropy.double(), wanted, rtol=tolerance, atol=tolerance)
+    assert EVERY["squashed"].entropy(random_parameters(EVERY["squashed"])) is None
+
+
+def test_beta_is_accurate_where_torch_in_float32_is_not() -> None:
+    """alpha = beta = 20001: log B is the difference of numbers near 2e5, whose float32 steps are 0.016."""
+    distribution = Beta(spaces.Box(0, 1, (1,)))
+    log_prob = distribution.log_prob(torch.full((1, 2), 20_000.0), torch.tensor([[0.5]]))
+    assert float(log_prob) == pytest.approx(stats.beta(20_001, 20_001).logpdf(0.5), rel=1e-6)
+
+
+def test_log_std_is_clamped_to_minus_20_and_2() -> None:
+    for distribution in (EVERY["gaussian"], EVERY["squashed"]):
+        wild, clamped = torch.tensor([[0.1, 0.2, 9.0, -50.0]]), torch.tensor([[0.1, 0.2, 2.0, -20.0]])
+        actions = draw(distribution, clamped)
+        assert torch.equal(draw(distribution, wild), actions)
+        assert torch.equal(distribution.log_prob(wild, actions), distribution.log_prob(clamped, actions))
+    assert torch.equal(EVERY["gaussian"].entropy(wild), EVERY["gaussian"].entropy(clamped))
+
+
+def test_both_halves_of_a_beta_seed_are_used() -> None:
+    halves = torch.tensor([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [2.0**24 - 1, 2.0**24 - 1]])
+    assert len(EVERY["beta"].sample(torch.zeros(4, 4), halves).unique(dim=0)) == 4
+
+
+def test_samples_have_the_distribution_of_scipy(subtests: pytest.Subtests) -> None:
+    num_draws = 20_000
+    for name, numbers in (
+        ("gaussian", [0.3, -1.0, 0.5, -2.0]),
+        ("squashed", [0.3, -1.0, 0.5, -2.0]),
+        ("squashed", [4.0, 0.0, -1.0, 0.3]),
+        ("beta", [0.3, -1.0, 0.5, 2.0]),
+        ("beta", [-30.0, 4.0, -30.0, 0.3]),  # alpha = beta = 1, which is flat; and a peak on one side
+    ):
+        with subtests.test(name=name, numbers=numbers):
+            parameters = torch.tensor([numbers])
+            drawn = draw(EVERY[name], parameters.expand(num_draws, -1)).double().numpy()
+            first, second = parameters.double().numpy().reshape(2, 2)
+            for d in range(2):
+                match name:
+                    case "gaussian":
+                        values, law = drawn[:, d], stats.norm(first[d], np.exp(second[d]))
+                    case "squashed":
+                        inside = (2 * drawn[:, d] - LOW[d] - HIGH[d]) / (HIGH[d] - LOW[d])
+                        values, law = np.arctanh(inside), stats.norm(first[d], np.exp(second[d]))
+                    case _:
+                        alpha, beta = 1 + np.logaddexp(0, first[d]), 1 + np.logaddexp(0, second[d])
+                        values, law = drawn[:, d], stats.beta(alpha, beta, loc=LOW[d], scale=HIGH[d] - LOW[d])
+                assert stats.kstest(values, law.cdf).pvalue > 1e-3
+                assert abs(values.mean() - law.mean()) < 4 * law.std() / math.sqrt(num_draws)
+                assert values.std() == pytest.approx(law.std(), rel=0.05)
+            of_dimensions = stats.spearmanr(drawn[:, 0], drawn[:, 1]).statistic  # dimensions are independent
+            of_rows = stats.spearmanr(drawn[1:, 0], drawn[:-1, 0]).statistic  # rows, too
+            assert max(abs(of_dimensions), abs(of_rows)) < 4 / math.sqrt(num_draws)
+
+
+def test_modes_by_hand() -> None:
+    parameters = torch.tensor([[0.0, 0.5, 3.0, -1.0]])
+    assert EVERY["gaussian"].mode(parameters).tolist() == [[0.0, 0.5]]
+    middle, half = (LOW + HIGH) / 2, (HIGH - LOW) / 2
+    expected = torch.from_numpy(middle + half * np.tanh([0.0, 0.5])).float().unsqueeze(0)
+    torch.testing.assert_close(EVERY["squashed"].mode(parameters), expected)
+    flat = torch.full((1, 4), -200.0)  # softplus is 0 in float32: alpha = beta = 1
+    torch.testing.assert_close(EVERY["beta"].mode(flat), torch.from_numpy(middle).unsqueeze(0))
+    falling = torch.tensor([[-200.0, -200.0, 1.0, 1.0]])
+    torch.testing.assert_close(EVERY["beta"].mode(falling), torch.from_numpy(LOW).unsqueeze(0))
+
+
+def test_log_probs_and_gradients_are_finite_at_the_bounds(subtests: pytest.Subtests) -> None:
+    for name in ("squashed", "beta"):
+        for dtype, scale in ((torch.float32, 1.0), (torch.float32, 30.0), (torch.float64, 1.0), (torch.float64, 30.0)):
+            with subtests.test(name=name, dtype=dtype, scale=scale):
+                distribution = EVERY[name]
+                parameters = (random_parameters(distribution, 50, dtype) * scale).requires_grad_()
+                for bound in (LOW, HIGH):
+                    actions = torch.from_numpy(bound).expand(50, 2)
+                    log_probs = distribution.log_prob(parameters, actions)
+                    (gradient,) = torch.autograd.grad(log_probs.sum(), parameters)
+                    assert log_probs.isfinite().all()
+                    assert gradient.isfinite().all()
+                    assert gradient.count_nonzero() > 50
+
+
+def test_densities_integrate_to_one_in_the_environments_units(subtests: pytest.Subtests) -> None:
+    for name in ("squashed", "beta"):
+        with subtests.test(name=name):
+            distribution = distribution_for(spaces.Box(np.float32([2.0]), np.float32([10.0])), name)
+            cells = torch.linspace(2, 10, 20_001, dtype=torch.float64)
+            centres = ((cells[1:] + cells[:-1]) / 2).unsqueeze(1)
+            parameters = torch.tensor([[0.4, -0.5]]).double().expand(20_000, -1)
+            densities = distribution.log_prob(parameters, centres).exp()
+            assert float(densities.sum() * (8 / 20_000)) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_actions_stay_within_bounds_that_float32_rounds(subtests: pytest.Subtests) -> None:
+    """0.1 and 0.7 are not float32 numbers, and a float64 space checks its bounds exactly."""
+    space = spaces.Box(0.1, 0.7, (3,), dtype=np.float64)
+    extreme = torch.tensor([[-40.0] * 3 + [2.0] * 3, [40.0] * 3 + [2.0] * 3])
+    for name in ("gaussian", "squashed", "beta"):
+        with subtests.test(name=name):
+            distribution = distribution_for(space, name)
+            for taken in distribution.to_env(draw(distribution, extreme)):
+                assert space.contains(taken)
+
+
+def test_boxes_that_are_not_supported_are_refused(subtests: pytest.Subtests) -> None:
+    with pytest.raises(ConfigError, match=r"Gaussian is for boxes of floats; got Box.*uint8"):
+        distribution_for(spaces.Box(0, 255, (2,), dtype=np.uint8))
+    huge = np.finfo(np.float32).max
+    for bounds in ((-1.0, np.inf), (-np.inf, 1.0), (1.0, 1.0), (-huge, huge)):
+        space = spaces.Box(np.float32(bounds[0]), np.float32(bounds[1]), (2,))
+        for kind, name in (("squashed", "SquashedGaussian"), ("beta", "Beta")):
+            with (
+                subtests.test(bounds=bounds, kind=kind),
+                pytest.raises(ConfigError, match=f"{name} needs finite bounds with low < high"),
+            ):
+                distribution_for(space, kind)
+
+
+def test_beta_refuses_the_parameters_of_a_diverged_network() -> None:
+    for value in (torch.nan, torch.inf):
+        with pytest.raises(ContractError, match="Beta: parameters must be finite"):
+            draw(EVERY["beta"], torch.tensor([[0.0, 0.0, value, 0.0]]))

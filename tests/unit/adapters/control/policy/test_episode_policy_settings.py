@@ -1,0 +1,68 @@
+"""Settings of EpisodePolicy that cannot work are refused, with what was required and what to do."""
+
+import gymnasium
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from adapters.control import EpisodePolicy
+from adapters.control.environments.pools import SerialPool
+from adapters.control.policy.fast_forward import fast_forward
+from grpo.errors import ConfigError, ContractError
+from tests.support.control_environments import UNIT, Chance, Spaces
+from tests.support.control_policies import IMAGE, STARTS
+
+
+def test_settings_that_cannot_work_are_refused(subtests: pytest.Subtests) -> None:
+    one_member = SerialPool([Chance()])
+    images, bits = (lambda: Spaces(IMAGE, spaces.Discrete(2))), (lambda: Spaces(UNIT, spaces.MultiBinary(2)))
+    for environment, settings, message in (
+        (Chance, {"max_episode_steps": 0}, "max_episode_steps must be >= 1, or None; got 0"),
+        (Chance, {"action_mask": "infos"}, r"action_mask must be 'info', a callable .* got 'infos'"),
+        (Chance, {"torso": nn.Flatten(0)}, r"Flatten: a torso must map \[n, \*observation\] to features \[n, F\]"),
+        (Chance, {"std": "common"}, "std must be 'shared' or 'observation'; got 'common'"),
+        (
+            bits,
+            {"std": "observation"},
+            r"are for the Gaussian actions of a single Box; got std='observation'.*Bernoulli",
+        ),
+        (bits, {"initial_log_std": -1.0}, r"single Box; got std='shared', initial_log_std=-1.0 with Bernoulli"),
+        (Chance, {"critic": nn.Linear(3, 2)}, r"a critic must map observations .* to values \[n, 1\]; got \[n, 2\]"),
+        (
+            images,
+            {"num_members": 1, "normalize_observations": True},
+            "normalize_observations=True does not support images",
+        ),
+        (
+            one_member,
+            {"vectorization": "sync"},
+            r"an existing pool of 1 members; got .* \['vectorization'\]. Leave them out",
+        ),
+        (one_member, {"num_members": 3}, r"an existing pool of 1 members; got num_members=3"),
+    ):
+        with subtests.test(settings=settings), pytest.raises(ConfigError, match=message):
+            EpisodePolicy(environment, **settings)
+
+
+def test_the_number_of_members_is_that_of_the_pool_or_vector_environment() -> None:
+    assert EpisodePolicy(SerialPool([Chance(), Chance()])).pool.num_members == 2
+    assert EpisodePolicy(gymnasium.make_vec("CartPole-v1", 3)).pool.num_members == 3
+    assert EpisodePolicy(Chance).pool.num_members == 16
+
+
+def test_states_must_be_episode_starts() -> None:
+    with pytest.raises(ContractError, match=r"states must be EpisodeStart objects; got int. Use episode_starts"):
+        EpisodePolicy(Chance).sample_actions([3], 2)  # type: ignore[list-item]
+
+
+def test_a_mask_needs_a_distribution_with_categories() -> None:
+    policy = EpisodePolicy(Chance, action_mask=lambda observations: observations > 0)
+    with pytest.raises(ContractError, match="Gaussian has no categories that a mask could exclude"):
+        policy.sample_actions(STARTS, 1)
+
+
+def test_a_network_on_another_device_computes_there() -> None:
+    policy = EpisodePolicy("Pendulum-v1", num_members=1, normalize_observations=True).to("meta")
+    assert fast_forward(policy.normalizer, policy.actor) is None
+    assert policy.decide(torch.zeros(2, 3)).device.type == "meta"
