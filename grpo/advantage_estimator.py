@@ -1,8 +1,8 @@
-"""Rewards into advantages: how much better was an action than the other actions for the same state?
+"""Turns rewards into advantages: how much better was an action than the other actions for the same state?
 
 A = (R - baseline) / scale
 
-The baseline and the scale are independent choices. What only some settings need is in `_advantages`.
+The baseline and the scale are independent choices. `_advantages` has the functions that only some settings need.
 """
 
 import math
@@ -69,14 +69,14 @@ def group_relative_advantages(
       beta             density of a Beta distribution at the group's mean     BNPO, see `beta_scale`
 
     Rewards are equal if they differ by at most two units in the last place of their dtype. A is exactly 0 in a group of equal
-    rewards, or of one row, if b depends on the group; and wherever the std behind s is 0. Statistics are float64.
+    rewards and in a group of one row, if b depends on the group, and wherever the std in s is 0. Statistics are float64.
 
     Args:
         rewards: R, one number per row.
-        group_ids: which rows belong together: any integers, in any order.
+        group_ids: the group of each row: any integers, in any order.
         baseline, scale: b and s, see above.
         std_ddof: divisor n - ddof in a std.
-        std_eps: added to a std or mean before dividing by it. Larger damps groups with small differences.
+        std_eps: added to a std or mean before the division. Larger: smaller advantages in groups with small differences.
         lengths: steps of each row, for `length_weighted`.
         k: attempts, for `max_at_k`.
         running_mean: for `global_mean`.
@@ -161,17 +161,17 @@ def group_relative_returns(
     std_eps: float = 0.0,
     running_mean: float | None = None,
 ) -> Float[Tensor, "N T"]:
-    """One advantage per step: the return from the step on, relative to the same step of the group's rows.
+    """One advantage per step: the return from this step on, relative to the same step of the group's other rows.
 
     A[n,t] = (G[n,t] - b[n,t]) / s[n,t],  G[n,t] = r[n,t] + gamma G[n,t+1]
 
-    b and s are those of `group_relative_advantages`, with one group per column: the group's rows whose step t is valid. A row
-    that has ended is left out and does not count as 0. The scale `batch` is the std of G over all valid steps.
+    b and s are computed as in `group_relative_advantages`, per column: from the group's rows whose step t is valid. A row that
+    has ended is left out and does not count as 0. The scale `batch` is the std of G over all valid steps.
 
     Args:
         rewards: r, one number per step. Values outside the mask are never used.
         mask: the valid steps. Advantages outside the mask are 0.
-        group_ids: which rows belong together.
+        group_ids: the group of each row.
         gamma: discount per column. Smaller looks less far ahead.
         baseline, scale, std_ddof, std_eps, running_mean: as in `group_relative_advantages`.
 
@@ -185,7 +185,7 @@ def group_relative_returns(
 
 
 class AdvantageEstimator:
-    """`AdvantageConfig` applied to one batch after the other. It keeps the running statistics that some settings need."""
+    """Applies `AdvantageConfig` to one batch after the other, and keeps the running statistics that some settings need."""
 
     def __init__(self, config: AdvantageConfig) -> None:
         self.config = config
@@ -240,7 +240,7 @@ class AdvantageEstimator:
         return Estimate(advantages=self._finished(advantages, ids), returns=targets)
 
     def _prepared(self, rewards: Tensor, mask: Tensor) -> Tensor:
-        """Rewards after their bound and their running normalisation."""
+        """Rewards after `reward_clip` and `normalize_rewards`."""
         bound = self.config.reward_clip
         rewards = rewards if bound is None else rewards.clamp(-bound, bound)
         if self.config.normalize_rewards:
@@ -249,7 +249,7 @@ class AdvantageEstimator:
         return rewards
 
     def _finished(self, advantages: Tensor, group_ids: Tensor) -> Tensor:
-        """Advantages after the settings that apply to every credit."""
+        """Advantages after the settings that apply to every kind of credit."""
         config = self.config
         if config.upweight_live_groups:
             advantages = advantages * (len(advantages) / max(Groups.of(group_ids).num_live_rows(advantages), 1))

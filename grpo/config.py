@@ -1,4 +1,4 @@
-"""Every setting but those of surrogates and sampler corrections, which hold their own."""
+"""All settings of training. Surrogates and sampler corrections hold their own settings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ from .surrogates import SURROGATES, Clip, Surrogate, traits_of
 from .writing import Settings, describe, setting
 
 DEFAULT_KL_COEF = 0.04
-"""The KL coefficient where a reference policy is passed and none is set (DeepSeekMath, arXiv:2402.03300, sec. 4.2)."""
+"""The KL coefficient if a reference policy is passed and no coefficient is set (DeepSeekMath, arXiv:2402.03300, sec. 4.2)."""
 
 CORRECTIONS: dict[str, type[Settings]] = {"truncate": Truncate, "mask": Mask}
-"""A sampler correction's name stands for the class with its defaults."""
+"""The names of sampler corrections. A name stands for the class with its defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,41 +24,44 @@ class AdvantageConfig(Settings):
     """How rewards become advantages."""
 
     credit: Credit | None = None
-    """The steps that a reward is credited to. `row`: all steps of its row alike. For rewards per step: `return_to_go`, the
-    step and those before it; `process_supervision`, the same after standardising step rewards within the group. `gae`: by
-    a critic, which is trained beside the policy (the policy gives `values`). `gigpo`: the row, plus what followed in the
-    same state (the policy gives `state_keys`). None: `return_to_go` for rewards per step, `row` for rewards per row."""
+    """The steps that a reward is credited to. `row`: all steps of the row get the same advantage. `return_to_go`: a reward per
+    step counts for this step and for the steps before it. `process_supervision`: as `return_to_go`, after standardising step
+    rewards within the group. `gae`: a critic, trained together with the policy, credits steps (the policy returns `values`).
+    `gigpo`: the row's advantage plus the advantage among steps in the same state (the policy has `state_keys`). None:
+    `return_to_go` for rewards per step, `row` for rewards per row."""
     baseline: Baseline = "group_mean"
-    """What a reward is compared with; see `group_relative_advantages`. `gae` has its own baseline."""
+    """The number that is subtracted from a reward; see `group_relative_advantages`. `gae` has its own baseline."""
     scale: Scale = "none"
-    """What the difference is divided by. The group's standard deviation makes easy and hard states weigh the same, and lets
-    noise in nearly constant groups weigh as much as signal elsewhere."""
+    """The number by which the difference is divided. The group's standard deviation gives easy and hard states the same weight.
+    It also gives noise in nearly constant groups as much weight as signal in other groups."""
     std_ddof: int = setting(1, at_least=0, at_most=1)
-    """The divisor of the standard deviation is n - ddof."""
+    """A standard deviation of n numbers has the divisor n - ddof."""
     std_eps: float = setting(0.0, at_least=0.0)
-    """Added to the divisor. Larger damps groups with small differences."""
+    """Added to the divisor. Larger: smaller advantages in groups with small differences."""
     k: int | None = setting(None, at_least=2)
-    """Attempts of the baseline `max_at_k`. Larger cares more for rare successes, and less for being right every time."""
+    """Number of attempts k of the baseline `max_at_k`. Larger gives rare successes more weight, and reliable success less."""
     several_rewards: Literal["sum", "normalize_each"] = "sum"
-    """Several named rewards: normalise their weighted sum, or normalise each before they are added (GDPO)."""
+    """How several named rewards are combined: normalise their weighted sum, or normalise each before the sum (GDPO)."""
     gamma: float = setting(1.0, at_least=0.0, at_most=1.0)
-    """Discount per column, for rewards per step, `gae` and `gigpo`; masked columns count. Smaller looks less far ahead."""
+    """Discount per column, for rewards per step, `gae` and `gigpo`. Masked columns count. Smaller looks less far ahead."""
     gae_lambda: float = setting(0.95, at_least=0.0, at_most=1.0)
-    """For `gae`. Larger trusts the rewards that followed, smaller trusts the critic."""
+    """For `gae`. Larger relies more on the rewards that followed, smaller relies more on the critic."""
     gigpo_weight: float = setting(1.0, at_least=0.0)
-    """For `gigpo`: the weight of the step's advantage among equal states, beside the row's advantage among its group."""
+    """For `gigpo`: the weight of a step's advantage among steps in the same state. The row's advantage has weight 1."""
     upweight_live_groups: bool = False
-    """Multiply by rows / rows in groups with differences: groups without differences then do not shrink the gradient (GPG)."""
+    """Multiply advantages by (all rows) / (rows in groups whose rewards differ), so that groups without differences do not
+    shrink the gradient (GPG)."""
     positive_weight: float = setting(1.0, at_least=0.0)
-    """Factor on advantages above 0. Smaller learns more from what went wrong, which keeps the policy varied."""
+    """Factor on advantages above 0. Smaller learns more from bad actions, which keeps the policy more random."""
     negative_only: bool = False
     """Set advantages above 0 to 0: the same as a `positive_weight` of 0."""
     clip: float | None = setting(None, above=0.0)
-    """Bound on the size of an advantage. Smaller tames outliers and adds bias. None: no bound."""
+    """Bound on the size of an advantage. Smaller limits outliers and adds bias. None: no bound."""
     reward_clip: float | None = setting(None, above=0.0)
-    """Bound on the size of a reward before anything else is done with it. Metrics show unclipped rewards. None: no bound."""
+    """Bound on the size of a reward, applied before everything else. Metrics show unclipped rewards. None: no bound."""
     normalize_rewards: bool = False
-    """Divide rewards by the running standard deviation of rows' total rewards: a learning rate then fits any unit of reward."""
+    """Divide rewards by the running standard deviation of the rows' total rewards. A learning rate then fits rewards of any
+    size."""
 
     def __post_init__(self) -> None:
         """Check every value, and that choices do not contradict one another."""
@@ -90,7 +93,7 @@ class AdvantageConfig(Settings):
         self._require_plain_normalisation()
 
     def _require_plain_normalisation(self) -> None:
-        """GDPO standardises each reward its own way, so it contradicts other ways."""
+        """GDPO standardises each reward in its own way, which contradicts other scales."""
         if self.several_rewards == "normalize_each" and (
             self.credit not in (None, "row")
             or (self.baseline, self.scale) != ("group_mean", "none")
@@ -107,39 +110,40 @@ class AdvantageConfig(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveConfig(Settings):
-    """What is minimised: surrogate + KL - entropy (+ value error). Every choice is independent of the others."""
+    """Settings of the loss, which is surrogate + KL - entropy (+ value error). Every choice is independent of the others."""
 
     surrogate: Surrogate | str = Clip()  # noqa: RUF009 - frozen
-    """The policy's loss per step: an object of `grpo.surrogates` such as `Clip(high=0.28)`, its name, or any function
-    `Steps -> [N, T]` of your own. A name becomes the object with its defaults."""
+    """The policy's loss per step: an object of `grpo.surrogates` such as `Clip(high=0.28)`, its name, or any function `Steps ->
+    [N, T]` of your own. A name becomes the object with its defaults."""
     sampler_correction: SamplerCorrection | str | None = None
     """Importance weights for actions that another distribution sampled (`behaviour_log_probs`): `Truncate(...)`, `Mask(...)`,
-    the name of one, or a callable of your own. They multiply the surrogate only. None: no correction."""
+    the name of one, or a callable of your own. The weights multiply the surrogate only. None: no correction."""
     top_entropy_fraction: float = setting(1.0, above=0.0, at_most=1.0)
-    """Fraction of the update's steps, those of highest entropy, that the surrogate counts. Smaller learns from the most open
-    decisions only. Needs an exact entropy."""
+    """The surrogate counts only this fraction of the update's steps, those with the highest entropy. Smaller learns from the
+    most uncertain decisions only. Needs an exact entropy."""
     off_policy_threshold: float | None = setting(None, at_least=0.0)
-    """Rows with A < 0 leave the surrogate once the mean of sampled minus current log-probs exceeds this. Larger keeps more
-    rows. None: all rows count."""
+    """A row with A < 0 is left out of the surrogate if its mean of sampled minus current log-probs exceeds this threshold.
+    Larger keeps more rows. None: all rows count."""
     kl_coef: float | None = setting(None, at_least=0.0)
-    """Weight of the KL to the reference. Larger stays closer to it. None: 0.04 if a reference policy is passed, else 0."""
+    """Weight of the KL to the reference. Larger keeps the policy closer to it. None: 0.04 if a reference policy is passed, else
+    0."""
     kl_estimator: KLEstimator = "k3"
-    """How the KL is estimated from the sampled step; see the gradient notes in `grpo.divergence`. `exact`: the policy gives
-    it in `ActionScores.kl`."""
+    """How the KL is estimated from the sampled step; `grpo.divergence` states the gradient of each estimate. `exact`: the
+    policy returns the KL in `ActionScores.kl`."""
     entropy_coef: float = setting(0.0, at_least=0.0)
     """Weight of the entropy bonus. Larger keeps the policy more random. The entropy is per step: a policy that returns the
-    log-prob of several decisions as one [N] has one large entropy where [N, T] has T small ones."""
+    log-prob of several decisions as one [N] has one large entropy, and a policy that returns [N, T] has T small ones."""
     entropy_estimator: EntropyEstimator = "exact"
-    """`exact` needs a policy that gives `ActionScores.entropy`; `score_function` works for every policy, with noise."""
+    """`exact` needs a policy that returns `ActionScores.entropy`. `score_function` works for every policy, with noise."""
     entropy_aggregation: Aggregation | None = None
-    """How the entropy term is aggregated. None: as `aggregation`."""
+    """How the entropies of steps become one number. None: as `aggregation`."""
     value_coef: float = setting(0.5, at_least=0.0)
-    """Weight of the squared error of a critic's values. Larger trains the critic faster. For `advantage.credit="gae"`."""
+    """Weight of the squared error of a critic's values. Larger trains the critic faster. Used with `advantage.credit="gae"`."""
     value_clip: float | None = setting(None, above=0.0)
     """How far a value may move from its value at collection before its error has no gradient. None: no bound."""
     aggregation: Aggregation = "row_mean"
-    """How per-step losses become one number. The trainer turns it into weights (see `step_weights`). With `split_steps` a step
-    is a row of its own: every choice but `fixed_length` then gives each step of the update the same weight."""
+    """How per-step losses become one number. The trainer turns the choice into weights (see `step_weights`). If the policy has
+    `split_steps`, each step is a row, and every choice but `fixed_length` gives each step of the update the same weight."""
     fixed_length: int | None = setting(None, at_least=1)
     """The divisor of every row under `aggregation="fixed_length"`, whatever the row's length."""
 
@@ -159,11 +163,12 @@ class ObjectiveConfig(Settings):
             )
 
     def kl_coef_with(self, *, has_reference: bool) -> float:
-        """The KL coefficient: `DEFAULT_KL_COEF` with a reference and 0 without one, unless it is set."""
+        """The KL coefficient. If it is not set: `DEFAULT_KL_COEF` with a reference, 0 without one."""
         return self.kl_coef if self.kl_coef is not None else DEFAULT_KL_COEF if has_reference else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON and `from_dict`. A callable of your own is written as {"kind": "custom", "name": ...}."""
+        """The settings as plain values, ready for JSON and `from_dict`. A callable of your own becomes {"kind": "custom",
+        "name": ...}."""
         correction = self.sampler_correction
         return {
             **Settings.to_dict(self),
@@ -189,15 +194,16 @@ class ObjectiveConfig(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig(Settings):
-    """What happens when a reward model raises or returns NaN."""
+    """Settings for a reward model that raises or returns NaN."""
 
     non_finite: Literal["raise", "drop", "zero"] = "raise"
-    """A NaN or infinite reward is an error; or its row leaves the batch and its group's statistics; or it counts as 0."""
+    """What a NaN or infinite reward does. `raise`: an error. `drop`: its row leaves the batch and its group's statistics.
+    `zero`: it counts as 0."""
     on_failure: Literal["raise", "drop"] = "raise"
-    """The reward model raised, and raised again on every retry: an error; or the rows are rewarded one by one, and rows that
-    still raise leave the batch."""
+    """What happens if the reward model raises, also on every retry. `raise`: an error. `drop`: the rows are rewarded one by
+    one, and rows that still raise leave the batch."""
     num_retries: int = setting(0, at_least=0)
-    """Further calls after one that raised. Larger outlasts longer outages, and hides real bugs for longer."""
+    """Number of further calls after a call that raised. Larger survives longer outages, and hides real bugs for longer."""
     retry_delay: float = setting(1.0, at_least=0.0)
     """Seconds before the first retry; the delay doubles with each retry."""
 
@@ -207,15 +213,16 @@ class KLControl(Settings):
     """How `objective.kl_coef` follows the measured KL, once per iteration; see `next_kl_coef`."""
 
     rule: Literal["threshold", "proportional"] = "threshold"
-    """`threshold`: x 1.5 above 1.5 times the target, / 1.5 below half of it. `proportional`: by the relative error."""
+    """`threshold`: multiply the coefficient by 1.5 if the KL is above 1.5 times the target, divide by 1.5 if the KL is below
+    half the target. `proportional`: change the coefficient by the relative error."""
     target: float = setting(0.01, above=0.0)
-    """KL per step to hold. Larger lets the policy move further from its reference."""
+    """Target of the KL per step. Larger lets the policy move further from its reference."""
     coef_min: float = setting(1e-3, above=0.0)
-    """Smallest coefficient."""
+    """Smallest KL coefficient."""
     coef_max: float = setting(0.1, above=0.0)
-    """Largest coefficient."""
+    """Largest KL coefficient."""
     gain: float = setting(0.1, above=0.0)
-    """For `proportional`: larger reacts faster."""
+    """For `proportional`: the change of the coefficient per relative error. Larger reacts faster."""
 
     def __post_init__(self) -> None:
         """Check every value, and the order of the bounds."""
@@ -228,13 +235,13 @@ class EntropyControl(Settings):
     """How `objective.entropy_coef` follows the measured entropy, once per iteration; see `next_entropy_coef`."""
 
     target: float = setting(0.2, at_least=0.0)
-    """Entropy per step, in nats, below which the bonus acts. Larger keeps the policy more random."""
+    """Target entropy per step, in nats. The bonus acts below the target. Larger keeps the policy more random."""
     delta: float = setting(5e-3, above=0.0)
-    """Added to the coefficient below the target, subtracted above it. Larger reacts faster."""
+    """Step of the coefficient: added if the entropy is below the target, subtracted if it is above. Larger reacts faster."""
     coef_min: float = setting(0.0, at_least=0.0)
-    """Smallest coefficient."""
+    """Smallest entropy coefficient."""
     coef_max: float = setting(1.0, above=0.0)
-    """Largest coefficient."""
+    """Largest entropy coefficient."""
 
     def __post_init__(self) -> None:
         """Check every value, and the order of the bounds."""
@@ -255,54 +262,57 @@ class GRPOConfig(Settings):
     """
 
     group_size: int = setting(8, at_least=1)
-    """Actions sampled per state (G). Larger: better baselines, fewer states for the same work. A group of one learns nothing
-    under a baseline of its own group."""
+    """Actions sampled per state (G). Larger: better baselines, fewer states for the same work. With a baseline of the group, a
+    group of one learns nothing."""
     num_states_per_iteration: int | None = setting(None, at_least=1)
     """States that `train` draws for one iteration (B). None: all of them."""
     batch_size: int | None = setting(None, at_least=1)
-    """Rows per update, on each rank. Smaller: more updates per iteration, each noisier and further off-policy. None: all."""
+    """Rows per update, on each rank. Smaller: more updates per iteration, each of them noisier and further off-policy. None:
+    all rows in one update."""
     micro_batch_size: int | None = setting(None, at_least=1)
-    """Rows per forward. Smaller: less memory, the same gradient. None: all rows of the update."""
+    """Rows per forward pass. Smaller: less memory, the same gradient. None: all rows of the update."""
     num_epochs_per_update: int = setting(1, at_least=1)
-    """Passes over one iteration's rows. Larger: more learned per sample, until clipping stops it."""
+    """Passes over one iteration's rows. Larger: more is learned per sample, until clipping stops it."""
     learning_rate: float = setting(1e-3, above=0.0)
-    """Learning rate of the AdamW that is made when no optimizer is passed."""
+    """Learning rate of the default optimizer, AdamW. Not used if an optimizer is passed."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls to 0 over the iterations of `train`, or that it stays."""
+    """Whether the learning rate stays constant or falls to 0 over the iterations of `train`, linearly or along a cosine."""
     warmup_ratio: float = setting(0.0, at_least=0.0, below=1.0)
-    """Fraction of `train`'s iterations over which the learning rate rises from 0."""
+    """Fraction of `train`'s iterations in which the learning rate rises from 0."""
     max_grad_norm: float | None = setting(1.0, above=0.0)
-    """Total gradient norm above which gradients are scaled down. Smaller: steadier, slower. None: no bound."""
+    """Bound on the gradient's total norm; larger gradients are scaled down. Smaller: steadier and slower. None: no bound."""
     max_skipped_updates: int = setting(10, at_least=1)
     """Training stops after this many updates in a row with a non-finite gradient."""
     autocast_dtype: Literal["bfloat16", "float16"] | None = None
-    """Run the policy under `torch.autocast`; float16 on CUDA scales the loss too. None: the policy's own precision."""
+    """Run the policy under `torch.autocast` in this precision. float16 on CUDA also scales the loss. None: the policy's own
+    precision."""
     compile_objective: bool = False
-    """Run the loss through `torch.compile`. Faster for large batches of long rows, after a wait at the first updates."""
+    """Run the loss through `torch.compile`: faster for large batches of long rows, after a wait at the first updates."""
     device: str | None = None
-    """Where policy, reference and reward model are moved to. None: they stay where they are."""
+    """Device to move policy, reference and reward model to. None: they stay where they are."""
     seed: int | None = setting(None, at_least=0, at_most=2**64 - 1)
-    """Seeds Python, numpy and torch when the trainer is built, and the order of rows and states. None: nothing is seeded
-    by one process; several ranks are given different seeds."""
+    """Seed of Python, numpy and torch, set when the trainer is built, and of the order of rows and states. None: one process
+    seeds nothing; several ranks get different seeds."""
     kl_control: KLControl | None = None
-    """How the KL coefficient follows the measured KL. None: it stays."""
+    """How the KL coefficient follows the measured KL. None: the coefficient is constant."""
     entropy_control: EntropyControl | None = None
-    """How the entropy coefficient follows the measured entropy. None: it stays."""
+    """How the entropy coefficient follows the measured entropy. None: the coefficient is constant."""
     reference_sync_every: int | None = setting(None, at_least=1)
-    """Iterations after which the reference policy moves towards the policy. Smaller pulls back less. None: it is frozen."""
+    """Number of iterations after which the reference moves towards the policy. Smaller: the reference holds the policy back
+    less. None: the reference never moves."""
     reference_mix: float = setting(1.0, above=0.0, at_most=1.0)
-    """How far the reference moves: 1 copies the policy. With `reference_sync_every=1`, an exponential moving average of decay
-    1 - mix. Copying at every iteration leaves no KL to pull on: use a longer interval or a smaller mix."""
+    """How far the reference moves: 1 copies the policy. With `reference_sync_every=1`, the reference is an exponential moving
+    average with decay 1 - mix. A copy at every iteration makes the KL nearly 0: use a longer interval or a smaller mix."""
     dynamic_sampling_rounds: int = setting(0, at_least=0)
-    """Times that `train` may draw more states to replace groups without differences, which are left out. Larger fills the
-    batch more often, and costs more samples. 0: every group is used as it comes."""
+    """Dynamic sampling: how often `train` may draw more states to replace groups without differences, which are left out.
+    Larger fills the batch more often, and costs more samples. 0: every group is used."""
     replay_iterations: int = setting(0, at_least=0)
-    """Earlier iterations whose rows are used again beside the new ones. Larger learns more from each sample, and from older
-    policies. 0: every row is used in its own iteration only."""
+    """Number of earlier iterations whose rows are used again beside the new rows. Larger learns more from each sample, and from
+    older policies. 0: every row is used in its own iteration only."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    """Rewards into advantages."""
+    """How rewards become advantages."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """What is minimised."""
+    """The loss."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """What happens when a reward model raises or returns NaN."""
 
@@ -317,7 +327,7 @@ class GRPOConfig(Settings):
 
 
 def _as_object(name: str, value: Any, choices: Mapping[str, type[Settings]]) -> Callable[..., Any]:
-    """A name as the object it stands for, with its defaults; a callable as it is."""
+    """The object that a name stands for, with its defaults. A callable is returned unchanged."""
     if isinstance(value, str) and value in choices:
         value = choices[value]()
     if isinstance(value, type):

@@ -1,7 +1,7 @@
-"""How far the policy is from its reference, and how spread out it is: estimates per step [N, T], differentiated by autograd.
+"""KL to the reference and entropy: estimates per step [N, T], differentiated by autograd.
 
-With x = log pi(step) - log pi_ref(step), each `kl_*` estimates KL(pi || ref) from the sampled step alone. What an estimate
-is as a *loss term* differs from what it is as a number: see each gradient note, in expectation over on-policy steps.
+With x = log pi(step) - log pi_ref(step), each `kl_*` estimates KL(pi || ref) from the sampled step alone. A good estimate of
+the value may have the gradient of something else, so each docstring states the gradient, in expectation over on-policy steps.
 """
 
 from typing import Literal, assert_never
@@ -17,7 +17,7 @@ EntropyEstimator = Literal["exact", "score_function"]
 
 
 def kl_k1(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
-    """k1 = x: unbiased, of high variance, may be negative.
+    """k1 = x: unbiased, with high variance; may be negative.
 
     Gradient: **zero** in expectation, since E[grad log pi] = 0. Report it; do not train on it.
 
@@ -28,9 +28,9 @@ def kl_k1(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
 
 
 def kl_k2(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
-    """k2 = x^2 / 2: biased as a number, of low variance.
+    """k2 = x^2 / 2: biased, with low variance.
 
-    Gradient: E[x grad log pi], which is exactly that of KL(pi || ref).
+    Gradient: E[x grad log pi], which is exactly the gradient of KL(pi || ref).
 
     Source:
         Schulman 2020, "Approximating KL Divergence".
@@ -39,10 +39,10 @@ def kl_k2(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
 
 
 def kl_k3(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
-    """k3 = exp(-x) + x - 1: unbiased, never negative, of low variance near the reference.
+    """k3 = exp(-x) + x - 1: unbiased, never negative, with low variance near the reference.
 
-    Gradient: that of KL(ref || pi), which keeps every action alive that the reference takes. Where the reference finds a
-    step more than e^20 times likelier than the policy, x is clamped to -20: the gradient is 0 there.
+    Gradient: the gradient of KL(ref || pi), which keeps every action alive that the reference takes. x is clamped to at least
+    -20, so a step that is more than e^20 times likelier under the reference has no gradient.
 
     Example:
         >>> import torch
@@ -59,7 +59,7 @@ def kl_k3(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
 def kl_k3_weighted(x: Float[Tensor, "N T"], ratio: Float[Tensor, "N #T"]) -> Float[Tensor, "N T"]:
     """rho k3, with rho = pi / pi_old: unbiased also for steps that an older policy sampled.
 
-    Gradient: exactly that of KL(pi || ref), where rho is the step's own ratio.
+    Gradient: exactly the gradient of KL(pi || ref), if rho is the step's own ratio.
 
     Source:
         DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, sec. 3.1.
@@ -86,11 +86,11 @@ def score_function_entropy(log_probs: Float[Tensor, "N T"], ratio: Float[Tensor,
     """h = -rho sg(log pi): an estimate of the entropy whose gradient is right in expectation.
 
     H = -E_old[rho log pi], so grad H = -E_old[rho (log pi + 1) grad log pi], and the 1 vanishes in expectation. The plain
-    -log pi has the right value and a gradient of **zero** in expectation: as a bonus it does nothing.
+    -log pi has the right value and a gradient of **zero** in expectation, so it has no effect as a bonus.
 
     Args:
-        log_probs: of the sampled steps.
-        ratio: rho = pi / pi_old of each step alone.
+        log_probs: log-probs of the sampled steps.
+        ratio: rho = pi / pi_old of each step, not of the row.
 
     Source:
         Williams 1992, "Simple statistical gradient-following algorithms", with f = -log pi.

@@ -1,4 +1,4 @@
-"""States -> experience: sample a group of actions per state, check them, ask for rewards, score."""
+"""Turns states into experience: sample a group of actions per state, check the actions, get rewards, score."""
 
 import time
 from collections.abc import Collection
@@ -31,8 +31,8 @@ class ExperienceCollector:
         use_reference: whether to score a reference.
         micro_batch_size: rows per forward pass when scoring. None: all rows at once.
         reward: what to do when the reward model raises, or returns NaN or infinity.
-        autocast: makes the context in which policy and reference compute.
-        needs: batch fields that even a single update reads, of "old_log_probs", "entropy", "values", "state_keys".
+        autocast: returns a context manager in which policy and reference compute.
+        needs: batch fields that even a single update reads: some of "old_log_probs", "entropy", "values", "state_keys".
 
     Raises:
         ProtocolError: a policy or the reward model lacks methods. The error names all of them.
@@ -60,7 +60,7 @@ class ExperienceCollector:
         self._planner = policy if isinstance(policy, PlansMicroBatches) else None
         self._keyer = policy if "state_keys" in needs and isinstance(policy, KeysStates) else None
         self.scores_itself = self._sampler is None
-        """True if scores before any update come from the trained policy. False: they come from its `sample_actions`."""
+        """True: the scores before any update come from scoring the policy. False: they come from its `sample_actions`."""
         self._reference = ReferenceScorer(policy, reference_policy, autocast) if use_reference else None
         self._ask_for_rewards = RewardCalls(reward_model, reward or RewardConfig())
 
@@ -111,7 +111,7 @@ class ExperienceCollector:
         )
 
     def complete(self, batch: ExperienceBatch, *, several_updates: bool) -> ExperienceBatch:
-        """Add what training on `batch` reads and `batch` lacks: scores before any update, reference log-probs, state keys.
+        """Add the fields that training reads and `batch` lacks: scores before any update, reference log-probs, state keys.
 
         Raises:
             ContractError: log-probs of sampled steps are not finite, or the policy scores other steps than the batch has.
@@ -119,7 +119,7 @@ class ExperienceCollector:
         start = time.perf_counter()
         needs = self._needs | {"old_log_probs"} if several_updates else self._needs
         if not needs and self._sampler is None and batch.old_log_probs is not None:
-            # they were scored only to find the steps: with one update, the current policy is the old one
+            # scored only to find the steps; with one update, the current policy is the old policy
             batch = replace(batch, old_log_probs=None)
         found: dict[str, Any] = {}
         if any(getattr(batch, name) is None for name in needs - {"state_keys"}):
@@ -137,7 +137,7 @@ class ExperienceCollector:
         return replace(batch, **found, metrics={**batch.metrics, "time/score": seconds})
 
     def sample(self, states: Rows, num_actions_per_state: int) -> tuple[Rows, Rows, SampledActions | None]:
-        """States and actions of N rows, state 0's first, and what `sample_actions` returned. None: it is not implemented."""
+        """States and actions of N rows, first those of state 0, and the result of `sample_actions` (None: not implemented)."""
         if len(states) == 0:
             raise ContractError("No states to act in: pass at least one.")
         self.policy.eval()
@@ -157,10 +157,13 @@ class ExperienceCollector:
         row_states, row_actions, sampled = self.sample(states, num_actions_per_state)
         with torch.no_grad():
             rewards = self._ask_for_rewards(row_states, row_actions, None if sampled is None else sampled.mask)
-        return row_totals(rewards.values, None)  # they are 0 outside the mask already
+        return row_totals(rewards.values, None)  # rewards are already 0 outside the mask
 
     def plan_parts(self, states: Rows, actions: Rows, selected: RowIndex | None = None) -> list[RowIndex]:
-        """Positions within `selected` (None: all rows) per forward: the policy's plan, else `micro_batch_size` in order."""
+        """Positions within `selected` of each forward pass: the policy's plan, or else `micro_batch_size` rows in order.
+
+        `selected=None` means all rows.
+        """
         selected = slice(0, len(states)) if selected is None else selected
         count = num_selected(selected)
         if self._planner is None or count == 0:
@@ -169,7 +172,7 @@ class ExperienceCollector:
         return planned_parts(f"{self._name}.plan_micro_batches", plan, count)
 
     def _find_steps(self, states: Rows, actions: Rows, group_ids: Tensor) -> SampledActions:
-        """Score sampled actions to find out which steps count. Skipped once a plain policy has returned log-probs [N]."""
+        """Score sampled actions to find the steps of each row. Not needed once a plain policy has returned log-probs [N]."""
         device = self.scorer.one_step_device
         if device is not None:
             return SampledActions(actions=actions, mask=torch.ones(len(group_ids), 1, dtype=torch.bool, device=device))

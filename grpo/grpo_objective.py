@@ -24,7 +24,7 @@ from .writing import as_float32
 __all__ = ["Objective", "Steps", "grpo_objective", "step_weights"]
 
 Objective = Callable[[ObjectiveInputs], ObjectiveOutput]
-"""The extension point: any such callable can stand in for `grpo_objective`."""
+"""The type of a loss: `GRPOTrainer(objective=...)` accepts any such callable in place of `grpo_objective`."""
 
 
 def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> ObjectiveOutput:
@@ -32,13 +32,14 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
 
     L = sum_{n,t} w[n,t] (m[n,t] u[n,t] l[n,t] + kl_coef d[n,t] + value_coef e[n,t]) - entropy_coef sum_{n,t} w_H[n,t] H[n,t]
 
-    l is the surrogate on rho = exp(log_probs - old_log_probs), m the steps that it counts (`keep`, rows near their sampler),
-    u the correction for the sampler, d the estimate of KL(pi || ref), e the squared error of a critic, H the entropy. Without
-    `old_log_probs` rho is exactly 1 and has the gradient of log_probs.
+    l is the surrogate on rho = exp(log_probs - old_log_probs), and m is 1 for the steps that the surrogate counts (`keep`, rows
+    near their sampler). u is the correction for the sampler, d the estimate of KL(pi || ref), e the squared error of a critic,
+    H the entropy. Without `old_log_probs`, rho is exactly 1 and has the gradient of log_probs.
 
     Args:
         inputs: see `ObjectiveInputs`; half precision is raised to float32.
-        config: `aggregation` and `fixed_length` are not read here: `inputs.weights` holds them.
+        config: the settings of the loss. `aggregation` and `fixed_length` have no effect here, because `inputs.weights` already
+            contain them.
 
     Returns:
         The loss, differentiable in `log_probs`, `entropy`, `kl` and `values`; and its metrics: the terms (total = policy + kl -
@@ -52,7 +53,7 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     """
     inputs = with_selections(inputs, config)
     traits = traits_of(config.surrogate)
-    steps = Steps(inputs, config.sampler_correction)  # type: ignore[arg-type]  # a name has become its object
+    steps = Steps(inputs, config.sampler_correction)  # type: ignore[arg-type]  # names became objects in the config
     weights = steps.constant(inputs.weights)
     counted = counted_steps(inputs, steps, config)
     policy_weights = weights if counted is None else zero_outside(weights, counted)
@@ -80,13 +81,13 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
         stopped = None if traits.stopped is None or nothing_moved else traits.stopped(steps)
         per_step = {"entropy": entropy, "kl": measured_kl, "kept_fraction": counted}
         if "entropy_bonus" in sums:
-            sums["entropy_bonus"] = -sums["entropy_bonus"]  # subtracted in the loss, reported as what it is
+            sums["entropy_bonus"] = -sums["entropy_bonus"]  # subtracted in the loss, and reported without the sign
         metrics = shares({**sums, "total_loss": loss}) | step_moments(steps, traits.level, stopped, per_step)
     return ObjectiveOutput(loss=loss, metrics=metrics)
 
 
 def with_selections(inputs: ObjectiveInputs, config: ObjectiveConfig) -> ObjectiveInputs:
-    """The inputs, with selections of steps made among these rows where the caller has made none over the whole update."""
+    """The inputs with selections of steps. A selection that the caller has not made is made among these rows."""
     select = traits_of(config.surrogate).select
     if inputs.keep is None and config.top_entropy_fraction < 1:
         inputs = replace(inputs, keep=kept_by_entropy(inputs.mask, inputs.entropy, config.top_entropy_fraction))
@@ -109,7 +110,7 @@ def divergence(
 ) -> tuple[Float[Tensor, "N T"] | None, Float[Tensor, "N T"] | None]:
     """The chosen estimate of the KL to the reference, and the one that is reported. None: there is no reference.
 
-    Reported is k3 or the exact KL, whatever the estimator: it is never negative, and comparable between runs.
+    The reported KL is k3 or the exact KL, whatever the estimator in the loss: it is never negative, so runs can be compared.
     """
     if config.kl_estimator == "exact":
         if inputs.kl is not None:
@@ -135,7 +136,7 @@ def divergence(
 def entropy_of(
     inputs: ObjectiveInputs, steps: Steps, config: ObjectiveConfig, entropy_coef: float
 ) -> Float[Tensor, "N T"]:
-    """The entropy per step: exact where the settings ask for it and the policy gives it, else estimated."""
+    """The entropy per step: exact if the settings ask for it and the policy computes it, else estimated."""
     match config.entropy_estimator:
         case "exact":
             if inputs.entropy is not None:
@@ -154,12 +155,12 @@ def entropy_of(
 
 
 def value_error(inputs: ObjectiveInputs, clip: float | None) -> Float[Tensor, "N T"]:
-    """Squared error of a critic, e = (v - R)^2. With a bound c on how far a value may move from v_old:
+    """Squared error of a critic, e = (v - R)^2. With a bound c on the distance of a value from v_old:
 
     e = max((v - R)^2, (v_old + clip(v - v_old, -c, c) - R)^2)
 
     Source:
-        Schulman et al. 2017, arXiv:1707.06347, eq. 9; the clip is that of its reference implementation.
+        Schulman et al. 2017, arXiv:1707.06347, eq. 9; the clip comes from its reference implementation.
     """
     assert inputs.values is not None
     assert inputs.returns is not None

@@ -1,4 +1,4 @@
-"""What a policy is: six methods, and optional capabilities of one method each.
+"""The policy: a protocol of six methods, and optional capabilities with one method each.
 
 There is no base class to inherit from. A class with the six methods is a policy. A class that also has `score_actions`
 can score rows of different lengths, and so on. The trainer looks for capabilities once, in its constructor.
@@ -19,10 +19,9 @@ ActionT = TypeVar("ActionT")
 
 @runtime_checkable
 class PolicyModel(Protocol[StateT, ActionT]):
-    """Proposes several actions for one state, and says how likely each was.
+    """Samples several actions for one state, and gives their log-probabilities.
 
-    A `torch.nn.Module` already has `train`, `eval` and `to`; its `get_parameters` is
-    `return dict(self.named_parameters())`.
+    A `torch.nn.Module` already has `train`, `eval` and `to`; its `get_parameters` is `return dict(self.named_parameters())`.
     """
 
     def generate_actions(
@@ -34,7 +33,7 @@ class PolicyModel(Protocol[StateT, ActionT]):
         """log pi(actions[n] | states[n]) with gradient: [N], or [N, T] when all T steps of every row count."""
 
     def get_parameters(self) -> dict[str, Tensor]:
-        """The parameters by name: the tensors themselves, not copies. Those with `requires_grad` are trained."""
+        """The parameters by name: the tensors themselves, not copies. Tensors with `requires_grad` are trained."""
 
     def train(self) -> Any:
         """Switch to training mode (dropout on)."""
@@ -72,7 +71,7 @@ class SamplesWithScores(Protocol):
     """Samples actions together with their log-probs, which saves a second forward pass for the old policy."""
 
     def sample_actions(self, states: Any, num_actions_per_state: int) -> SampledActions:
-        """G actions per state, their behaviour log-probs, and the policy's scores where the sampler is the policy itself."""
+        """G actions per state, their behaviour log-probs, and the policy's scores if the policy itself samples."""
 
 
 @runtime_checkable
@@ -85,10 +84,11 @@ class ScoresReference(Protocol):
 
 @runtime_checkable
 class SyncsSampler(Protocol):
-    """Samples with a separate engine (vLLM), which needs a copy of the current weights."""
+    """Samples with a separate engine (such as vLLM), which needs a copy of the current weights."""
 
     def sync_sampler(self) -> None:
-        """Copy the weights. Called before the first collection, after iterations that changed weights, and after loading."""
+        """Copy the weights to the engine. Called before the first collection, after iterations that changed weights, and
+        after loading."""
 
 
 @runtime_checkable
@@ -101,7 +101,7 @@ class PlansMicroBatches(Protocol):
 
 @runtime_checkable
 class SplitsSteps(Protocol):
-    """Scores each step on its own, so that updates are shuffled minibatches of steps."""
+    """Scores each step on its own, so that an update can be a shuffled minibatch of steps."""
 
     def split_steps(self, states: Any, actions: Any) -> tuple[Any, Any]:
         """One (state, action) row per valid step: row 0's steps in order, then row 1's, and so on."""
@@ -112,15 +112,15 @@ class KeysStates(Protocol):
     """Recognises states that recur within a group, for `advantage.credit="gigpo"`."""
 
     def state_keys(self, states: Any, actions: Any) -> Tensor:
-        """[N, T] integers: the state each step was taken in. Equal numbers within a group mark equal states."""
+        """[N, T] integers: the state in which each step was taken. Equal numbers within a group mean equal states."""
 
 
 @runtime_checkable
 class HasState(Protocol):
-    """Has a state beyond its parameters that an exact resume needs: environments, generators, counters."""
+    """Has a state beyond its parameters that an exact resume needs, such as environments, generators or counters."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, arrays, numbers, strings, None, and lists, tuples and dicts of these."""
+        """The state: tensors, arrays, numbers, strings, None, and lists, tuples and dicts of these."""
 
     def load_state_dict(self, state: Any) -> Any:
         """Restore what `state_dict` returned."""

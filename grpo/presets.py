@@ -1,17 +1,17 @@
 """One function per published recipe, with its settings: `GRPOTrainer(config=presets.dapo(), ...)`.
 
-Batches are counted in rows, as everywhere here: a paper's 512 prompts of 16 answers are `num_states_per_iteration=512` and
-`group_size=16`, and its mini-batch of 512 answers is `batch_size=512`. Learning rates are those of language models with
-billions of parameters; small networks want a thousand times more. To change something:
+Batches are counted in rows: a paper's 512 prompts with 16 answers each are `num_states_per_iteration=512` and `group_size=16`,
+and its mini-batch of 512 answers is `batch_size=512`. Learning rates are those of language models with billions of parameters;
+small networks need about a thousand times as much. To change a setting:
 
     recipe = presets.dapo()  # with dataclasses.replace:
     config = replace(recipe, learning_rate=1e-3, objective=replace(recipe.objective, surrogate=Clip(high=0.3)))
 
-On a small problem change `num_states_per_iteration` (a shorter list of states is repeated to fill it) and `batch_size` with it:
-rows / batch_size is the number of updates per iteration, and with one update every ratio is 1 and most recipes coincide. Clip
-bounds belong to a learning rate too.
+For a small problem, change `num_states_per_iteration` (a shorter list of states is repeated to fill it) and `batch_size`
+together: rows / batch_size is the number of updates per iteration. With one update, every ratio is 1 and most recipes are
+equal. Clip bounds have to fit the learning rate, too.
 
-What a paper does not state is left at the default, or taken from the authors' code, and said.
+Settings that a paper does not state have their defaults, or come from the authors' code; the docstring says so.
 """
 
 import math
@@ -26,7 +26,7 @@ from .surrogates import Cispo, Clip, Gmpo, Reinforce, Sapo
 def deepseek_math() -> GRPOConfig:
     """GRPO as first published: group std, one mean per row, k3 to a reference.
 
-    The paper gives no clip range; 0.2 is the common one.
+    The paper gives no clip range; 0.2 is the common choice.
 
     Source:
         Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, sec. 4.1 and 4.2.
@@ -38,7 +38,7 @@ def deepseek_math() -> GRPOConfig:
 def dapo() -> GRPOConfig:
     """Decoupled clip, dynamic sampling, a mean over steps, no KL.
 
-    The paper's warm-up is 20 iterations (`warmup_ratio = 20 / num_iterations`); its overlong punishment is a reward's business.
+    The paper's warm-up is 20 iterations (`warmup_ratio = 20 / num_iterations`). Its overlong punishment belongs to the reward.
 
     Source:
         Yu et al. 2025 (DAPO), arXiv:2503.14476, sec. 3 and 4.1; the bound on draws and the gradient norm: its code.
@@ -55,10 +55,10 @@ def dapo() -> GRPOConfig:
 
 
 def dr_grpo(max_length: int = 3000) -> GRPOConfig:
-    """GRPO done right: no division by the std, nor by a row's own length.
+    """GRPO done right: no division by the std or by the row's own length.
 
     Args:
-        max_length: the same divisor for every row, as a rule the longest that a row can be.
+        max_length: the divisor of every row, usually the largest length that a row can have.
 
     Source:
         Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, sec. 3; batches and learning rate: the authors' code.
@@ -72,10 +72,11 @@ def dr_grpo(max_length: int = 3000) -> GRPOConfig:
 
 
 def gspo() -> GRPOConfig:
-    """One ratio per row, its geometric mean over steps, under a very narrow clip.
+    """One ratio per row, the geometric mean over its steps, with a very narrow clip.
 
-    The bounds fit rows of hundreds of steps and small learning rates: widen them with either (watch `train/clip_fraction`). The
-    paper splits each iteration's rows into 4 updates; group, batch and learning rate are those of verl's recipe.
+    The bounds fit rows of hundreds of steps and small learning rates. Widen them for shorter rows or larger learning rates, and
+    watch `train/clip_fraction`. The paper splits each iteration's rows into 4 updates; group, batch and learning rate are those
+    of verl's recipe.
 
     Source:
         Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 5 to 7, sec. 5.1.
@@ -88,8 +89,8 @@ def gspo() -> GRPOConfig:
 def cispo() -> GRPOConfig:
     """The importance weight is bounded instead of the objective, so that every step keeps a gradient.
 
-    The paper does not tell its upper bound: 5 (`high=4`) is ScaleRL's, where 4 to 8 did equally well. Group, batches and
-    learning rate are not told either: they are DAPO's, whose dynamic sampling it shares.
+    The paper does not state its upper bound. 5 (`high=4`) is the bound of ScaleRL, where 4 to 8 did equally well. The paper
+    does not state group, batches and learning rate either. They are DAPO's, because both use dynamic sampling.
 
     Source:
         MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5; Khatri et al. 2025 (ScaleRL), arXiv:2510.13786, A.17.2.
@@ -103,7 +104,8 @@ def cispo() -> GRPOConfig:
 def sapo() -> GRPOConfig:
     """A smooth gate instead of a clip, a little steeper for bad actions.
 
-    The paper splits each iteration's rows into 4 updates; group, batches and learning rate are not told: they are `gspo`'s.
+    The paper splits each iteration's rows into 4 updates. It does not state group, batches and learning rate; they are
+    `gspo`'s.
 
     Source:
         Gao et al. 2025 (SAPO), arXiv:2511.20347.
@@ -127,7 +129,7 @@ def gmpo() -> GRPOConfig:
 def rloo() -> GRPOConfig:
     """REINFORCE on whole rows, with the mean of the others as the baseline.
 
-    The paper subtracts the KL from the reward; here it is a loss term per step (`k2`, of the same sign and scale).
+    The paper subtracts the KL from the reward. Here the KL is a loss term per step (`k2`, with the same sign and scale).
 
     Source:
         Ahmadian et al. 2024 (RLOO), arXiv:2402.14740, sec. 4 and app. C.
@@ -139,7 +141,7 @@ def rloo() -> GRPOConfig:
 def reinforce_plus_plus_baseline() -> GRPOConfig:
     """The group's mean as the baseline, then whitened over the whole batch; k2 to a reference in the loss.
 
-    The paper gives no coefficient for the KL, nor batches: these are OpenRLHF's.
+    The paper states no coefficient for the KL and no batch sizes; they are OpenRLHF's.
 
     Source:
         Hu et al. 2025 (REINFORCE++), arXiv:2501.03262, eq. 6 to 8.
@@ -154,9 +156,9 @@ def reinforce_plus_plus_baseline() -> GRPOConfig:
 
 
 def gpg() -> GRPOConfig:
-    """The plain policy gradient: no ratio, no clip, no reference; live groups make up for dead ones.
+    """The plain policy gradient: no ratio, no clip, no reference. Groups with differences take over the weight of the others.
 
-    Where fewer than 60 % of the rows have a signal, the paper draws further ones: `dynamic_sampling_rounds` does.
+    If fewer than 60 % of the rows have an advantage, the paper draws further rows, as `dynamic_sampling_rounds` does.
 
     Source:
         Chu et al. 2025 (GPG), arXiv:2504.02546, eq. 5 to 7.
@@ -166,7 +168,7 @@ def gpg() -> GRPOConfig:
 
 
 def maxrl() -> GRPOConfig:
-    """Divides by the group's mean reward, which climbs the likelihood of success instead of its mean; for rewards 0 and 1.
+    """Divides by the group's mean reward, which maximises the log-likelihood of success; for rewards 0 and 1.
 
     Source:
         Tajwar et al. 2026 (MaxRL), arXiv:2602.02710; batches, eps and the gradient norm: the authors' code.
@@ -194,7 +196,7 @@ def bnpo() -> GRPOConfig:
 
 
 def _language_model(objective: ObjectiveConfig, **settings: Any) -> GRPOConfig:
-    """A recipe with the learning rate 1e-6 and advantages divided by the group's std, where the recipe sets nothing else."""
+    """A recipe whose defaults are a learning rate of 1e-6 and advantages divided by the group's std."""
     common = {"learning_rate": 1e-6, "advantage": AdvantageConfig(scale="group")}
     return GRPOConfig(objective=objective, **{**common, **settings})
 
@@ -208,7 +210,7 @@ def tool_default() -> GRPOConfig:
 
 
 def tool_use() -> GRPOConfig:
-    """More careful than `tool_default`: smaller steps, a firmer KL, half the passes."""
+    """More careful than `tool_default`: smaller steps, a stronger KL, half the passes."""
     return _tools(
         group_size=4,
         learning_rate=5e-6,
@@ -227,7 +229,7 @@ def tool_exploration() -> GRPOConfig:
 
 
 def tool_stable() -> GRPOConfig:
-    """`tool_default` with a tenth of the learning rate, a firm KL and a narrow clip."""
+    """`tool_default` with a tenth of the learning rate, a strong KL and a narrow clip."""
     return _tools(learning_rate=1e-6, kl_coef=0.1, clip=0.1, num_epochs=2)
 
 
@@ -260,13 +262,14 @@ def _tools(
 def conservative() -> GRPOConfig:
     """Conversations: small steps on large groups.
 
-    The KL of 0.1 per step is strong where rewards are not scaled and at most 1: lower it, or set `advantage.scale="group"`.
+    The KL coefficient of 0.1 is strong if rewards are at most 1 and advantages are not scaled. Lower it, or set
+    `advantage.scale="group"`.
     """
     return _conversation(learning_rate=1e-6, group_size=32, num_groups=8, max_grad_norm=0.5, warmup_ratio=0.2)
 
 
 def balanced() -> GRPOConfig:
-    """Conversations: the middle way; see `conservative` for the KL."""
+    """Conversations: steps and groups of medium size; see `conservative` for the KL."""
     return _conversation(learning_rate=5e-6, group_size=16, num_groups=4, max_grad_norm=1.0, warmup_ratio=0.1)
 
 

@@ -1,4 +1,4 @@
-"""What a reward model is: four methods, no base class. A plain function becomes one; several make a weighted sum."""
+"""The reward model: a protocol of four methods, and no base class. Plain functions and weighted sums are reward models, too."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -17,10 +17,10 @@ ActionT = TypeVar("ActionT", contravariant=True)
 
 @runtime_checkable
 class RewardModel(Protocol[StateT, ActionT]):
-    """Says how good each action was. It is not trained: the collector calls `eval()` before it asks for rewards."""
+    """Says how good each action was. The trainer does not train it, and calls `eval()` before it asks for rewards."""
 
     def compute_rewards(self, states: Sequence[StateT], actions: Sequence[ActionT]) -> Tensor:
-        """One finite number per row, [N], or one per step, [N, T] with T > 1. Where every row has one step: [N]."""
+        """One finite number per row, [N], or one per step, [N, T] with T > 1. If every row has one step: [N]."""
 
     def train(self) -> Any:
         """Switch to training mode."""
@@ -51,11 +51,11 @@ class RewardFunction:
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
 
     def compute_rewards(self, states: Any, actions: Any) -> Any:
-        """What the function returns, unchecked. The collector checks it."""
+        """The result of the function, unchecked. The collector checks it."""
         return self.function(states, actions)
 
     def train(self, *_: Any) -> "RewardFunction":
-        """Do nothing, as `eval` and `to` do: a function has no modes and is on no device."""
+        """Do nothing, and so do `eval` and `to`: a function has no modes and is on no device."""
         return self
 
     eval = to = train
@@ -100,7 +100,7 @@ class WeightedRewards:
 
     def compute_components(self, states: Any, actions: Any) -> dict[str, Float[Tensor, "N *T"]]:
         """Name -> rewards of that part, before weighting."""
-        is_one_row = len(states) == 1  # rewards of a single row may be [1, 1]: the caller checks that shape
+        is_one_row = len(states) == 1  # the rewards of a single row may have the shape [1, 1], which the caller checks
         return {
             name: as_rewards(
                 reward_name(part), part.compute_rewards(states, actions), len(states), one_step_is_a_step=is_one_row
@@ -164,7 +164,7 @@ def restore_state(value: Any, state: dict[str, Any]) -> None:
 
 
 def as_reward_model(value: Any) -> Any:
-    """`value` itself if it is a reward model; a plain callable becomes a `RewardFunction`. Else: a ProtocolError."""
+    """`value` itself if it is a reward model; a plain callable becomes a `RewardFunction`. Anything else is a ProtocolError."""
     if not hasattr(value, "compute_rewards") and callable(value) and not isinstance(value, type):
         return RewardFunction(value)
     require_methods(value, ("compute_rewards", "train", "eval", "to"), "reward_model", "RewardModel")

@@ -1,11 +1,11 @@
 """The policy's loss per step, unreduced: one small frozen class per paper, differentiated by autograd.
 
 With rho = pi / pi_old the probability ratio and A the advantage, each class maps `Steps` to a loss per step [N, T] (or
-[N, 1], the same for all steps of a row). Only `grpo_objective` sums. At rho = 1 a step has the gradient of REINFORCE, -A grad
-log pi (but for steps that `ClipCov` leaves out, and `level="row_sum"`, where each step stands for the whole row). The classes
-differ in what they do once the policy has moved.
+[N, 1], the same for all steps of a row). Only `grpo_objective` sums. At rho = 1 a step has the gradient of REINFORCE,
+-A grad log pi. (Exceptions: the steps that `ClipCov` leaves out, and `level="row_sum"`, where each step has the gradient of the
+whole row.) The classes differ after the policy has moved.
 
-Any function `Steps -> [N, T]` is a surrogate too; `SurrogateTraits` lists what it may say about itself.
+Any function `Steps -> [N, T]` is a surrogate, too. `SurrogateTraits` lists attributes by which it may describe itself.
 """
 
 import math
@@ -27,10 +27,10 @@ from .types import zero_outside
 from .writing import Settings, setting
 
 ROUNDING = 1e-6
-"""Log-ratios up to this size are the rounding of two forwards of the same policy."""
+"""Log-ratios up to this size count as the rounding of two forward passes of the same policy."""
 
 MIN_LOG_WEIGHT = math.log(1e-8)
-"""VESPO bounds log importance weights below by this before it takes their powers."""
+"""VESPO clamps log importance weights to at least this value before it takes their powers."""
 
 
 @runtime_checkable
@@ -42,26 +42,28 @@ class Surrogate(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurrogateTraits:
-    """What others have to know about a surrogate. A surrogate says it by attributes of these names; the defaults are safe."""
+    """Attributes by which a surrogate describes itself to the trainer. The defaults are safe for any function."""
 
     level: RatioLevel = "step"
-    """The level of the ratio in the metrics and in `k3_weighted`; for most surrogates also in the loss."""
+    """The level of the ratio in the metrics and in `k3_weighted`. For most surrogates also the level in the loss."""
     reads_rows: bool = False
-    """The loss of a step depends on the row's other steps, so rows cannot be split into steps. True for row levels."""
+    """Whether the loss of a step depends on the row's other steps, so that rows cannot be split into steps. True for row
+    levels."""
     zero_advantage_is_inert: bool = False
-    """A row whose advantages are 0 has no gradient, so the trainer may skip it."""
+    """Whether a row whose advantages are all 0 has no gradient, so that the trainer may skip the row."""
     uses_sampler_weights: bool = False
-    """It reads `Steps.sampler_weights` itself; otherwise the objective multiplies by them."""
+    """Whether the surrogate multiplies by `Steps.sampler_weights` itself. If not, the objective does."""
     for_probabilities: bool = False
-    """It compares probabilities, which densities of continuous actions are not: the trainer refuses them."""
+    """Whether the surrogate compares probabilities. The trainer then refuses continuous actions, which have densities."""
     stopped: Callable[[Steps], tuple[Tensor, Tensor]] | None = None
-    """Steps past the lower and the upper bound that their advantage pushes towards, for the clip metrics. None: no bounds."""
+    """The steps whose gradient has stopped at the lower bound, and at the upper bound, for the clip metrics. None: no
+    bounds."""
     select: Select | None = None
-    """Chooses steps once per update over all ranks; the choice arrives as `Steps.selected`. None: it chooses nothing."""
+    """Chooses steps once per update, over all ranks. The choice arrives as `Steps.selected`. None: no choice."""
 
 
 def traits_of(surrogate: Any) -> SurrogateTraits:
-    """What a surrogate says about itself, with the defaults for everything it does not say.
+    """The traits of a surrogate. A trait that the surrogate does not define has its default.
 
     Raises:
         ConfigError: a `level` that does not exist.
@@ -82,7 +84,7 @@ def traits_of(surrogate: Any) -> SurrogateTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AtLevel(Settings):
-    """A surrogate whose ratio may be the step's or the row's."""
+    """Base of surrogates that use the ratio of the step or of the row."""
 
     level: RatioLevel = "step"
     """The ratio of the step, or of the row (see `Steps.log_ratio`)."""
@@ -90,15 +92,16 @@ class _AtLevel(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bounded(_AtLevel):
-    """A surrogate whose ratio is bounded around 1."""
+    """Base of surrogates that bound the ratio around 1."""
 
     low: float = setting(0.2, at_least=0.0, at_most=1.0)
-    """How far below 1 the ratio may go. Larger drops bad actions faster. 1: no lower bound."""
+    """How far below 1 the ratio may go. Larger lets bad actions become rarer faster. 1: no lower bound."""
     high: float = setting(0.2, at_least=0.0)
-    """How far above 1 the ratio may go, not the bound itself: a bound of 5 is high=4. Larger takes up good actions faster."""
+    """How far above 1 the ratio may go. This is not the bound itself: for a bound of 5, set 4. Larger lets good actions become
+    more likely faster."""
 
     def stopped(self, steps: Steps) -> tuple[Bool[Tensor, "N #T"], Bool[Tensor, "N #T"]]:
-        """Steps past the bound that their advantage pushes towards."""
+        """Steps whose ratio is past the bound that their advantage pushes it towards."""
         return past_bounds(steps.ratio(self.level), steps.advantages, self.low, self.high)
 
 
@@ -108,9 +111,9 @@ class Clip(_Bounded):
 
     l[n,t] = -min(rho[n,t] A[n,t], clip(rho[n,t], 1 - low, 1 + high) A[n,t])
 
-    The gradient is 0 once a step has moved past the bound that its advantage pushes towards. Where A < 0 and rho is large
-    the loss has no bound; two optional ones are `delta`, min(rho, delta) in place of the first rho, and `dual`, which
-    bounds the loss by -dual A.
+    The gradient of a step is 0 once its ratio is past the bound that its advantage pushes it towards. If A < 0, the loss has
+    no upper bound in rho. Two optional settings bound it: `delta` replaces the first rho by min(rho, delta), and `dual` bounds
+    the loss by -dual A.
 
     Source:
         Schulman et al. 2017, arXiv:1707.06347, eq. 7; separate bounds: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 8;
@@ -119,9 +122,10 @@ class Clip(_Bounded):
 
     zero_advantage_is_inert: ClassVar[bool] = True
     delta: float | None = setting(None, above=1.0)
-    """Bound on the unclipped ratio, above 1 + high. Smaller forgets more of what went badly wrong. None: no bound."""
+    """Upper bound on the ratio where A < 0; must be above 1 + high. Smaller limits the push away from bad actions. None: no
+    bound."""
     dual: float | None = setting(None, above=1.0)
-    """Where A < 0, bound on the loss in units of -A. Smaller forgets more of what went badly wrong. None: no bound."""
+    """Upper bound on the loss where A < 0, in units of -A. Smaller limits the push away from bad actions. None: no bound."""
 
     def __post_init__(self) -> None:
         """Check every value, and that `delta` is outside the trust region."""
@@ -157,7 +161,7 @@ class Reinforce(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cispo(_Bounded):
-    """CISPO: REINFORCE with a clipped importance weight, so that every step keeps a gradient.
+    """CISPO: REINFORCE with a clipped importance weight. Every step keeps a gradient.
 
     l[n,t] = -sg(clip(rho[n,t], 1 - low, 1 + high)) A[n,t] log_probs[n,t]
 
@@ -184,9 +188,9 @@ class Sapo(_AtLevel):
 
     zero_advantage_is_inert: ClassVar[bool] = True
     temperature_pos: float = setting(1.0, above=0.0)
-    """tau where A > 0. Larger lets good actions move less far."""
+    """tau where A > 0. Larger closes the gate earlier, so the policy moves less far towards good actions."""
     temperature_neg: float = setting(1.05, above=0.0)
-    """tau where A <= 0. Larger lets bad actions move less far."""
+    """tau where A <= 0. Larger closes the gate earlier, so the policy moves less far away from bad actions."""
 
     def __call__(self, steps: Steps) -> Float[Tensor, "N #T"]:
         rho, A = steps.ratio(self.level), steps.advantages
@@ -196,7 +200,7 @@ class Sapo(_AtLevel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gmpo(Settings):
-    """GMPO: the geometric mean of a row's clipped ratios, which single outliers hardly move.
+    """GMPO: the geometric mean of a row's clipped ratios, on which single outliers have little effect.
 
     l[n,t] = -A[n,t] exp(mean over steps s of c[n,s]),
       c = min(x, log(1 + high)) where A > 0, max(x, log(1 - low)) where A <= 0,  x = log_probs - old_log_probs
@@ -208,9 +212,10 @@ class Gmpo(Settings):
     zero_advantage_is_inert: ClassVar[bool] = True
     reads_rows: ClassVar[bool] = True
     low: float = setting(0.2, at_least=0.0, at_most=1.0)
-    """How far below 1 each ratio may go; the paper's exp(-0.4) is 0.33. Larger drops bad actions faster. 1: no bound."""
+    """How far below 1 each ratio may go; the paper's exp(-0.4) is 0.33. Larger lets bad actions become rarer faster. 1: no
+    bound."""
     high: float = setting(0.2, at_least=0.0)
-    """How far above 1 each ratio may go; the paper's exp(0.4) is 0.49. Larger takes up good actions faster."""
+    """How far above 1 each ratio may go; the paper's exp(0.4) is 0.49. Larger lets good actions become more likely faster."""
 
     def __call__(self, steps: Steps) -> Float[Tensor, "N #T"]:
         x, A = steps.log_ratio("step"), steps.advantages
@@ -219,7 +224,7 @@ class Gmpo(Settings):
         return -A * bounded_exp(mean_over_steps(zero_outside(c, steps.mask), steps.mask))
 
     def stopped(self, steps: Steps) -> tuple[Bool[Tensor, "N #T"], Bool[Tensor, "N #T"]]:
-        """Steps past the bound that their advantage pushes towards."""
+        """Steps whose ratio is past the bound that their advantage pushes it towards."""
         return past_bounds(steps.ratio("step"), steps.advantages, self.low, self.high)
 
 
@@ -238,13 +243,13 @@ class Vespo(Settings):
     reads_rows: ClassVar[bool] = True
     uses_sampler_weights: ClassVar[bool] = True
     k_pos: float = setting(2.0, above=0.0)
-    """k where A >= 0. Larger discounts rows more that have become rarer."""
+    """k where A >= 0. Larger: less weight on rows that have become less likely."""
     lambda_pos: float = setting(3.0, at_least=1e-4)
-    """lambda where A >= 0. Larger discounts rows more that have become more likely."""
+    """lambda where A >= 0. Larger: less weight on rows that have become more likely."""
     k_neg: float = setting(3.0, above=0.0)
-    """k where A < 0. Larger discounts rows more that have become rarer."""
+    """k where A < 0. Larger: less weight on rows that have become less likely."""
     lambda_neg: float = setting(2.0, at_least=1e-4)
-    """lambda where A < 0. Larger discounts rows more that have become more likely."""
+    """lambda where A < 0. Larger: less weight on rows that have become more likely."""
 
     def __call__(self, steps: Steps) -> Float[Tensor, "N T"]:
         A, log_w = steps.advantages, self.log_weight(steps).detach()
@@ -254,11 +259,11 @@ class Vespo(Settings):
         return -phi * A * steps.log_probs
 
     def log_weight(self, steps: Steps) -> Float[Tensor, "N 1"]:
-        """log w, from the policy that sampled to the current one, over the whole row."""
+        """log w of each row: the importance weight from the policy that sampled the row to the current policy."""
         log_w = steps.log_ratio("step").clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).sum(1, keepdim=True)
         if steps.sampler_weights is not None:
             log_u = steps.sampler_weights.log().clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
-            if log_u.shape == steps.mask.shape:  # one weight per step; else one per row already
+            if log_u.shape == steps.mask.shape:  # weights per step are added up; otherwise there is one weight per row
                 log_u = zero_outside(log_u, steps.mask).sum(1, keepdim=True)
             log_w = log_w + log_u
         return log_w.clamp(MIN_LOG_WEIGHT, MAX_LOG_RATIO)
@@ -276,7 +281,7 @@ class Dro(_AtLevel):
     """
 
     beta: float = setting(0.05, at_least=0.0)
-    """Larger stays closer to the old policy."""
+    """Weight of the pull towards the old policy. Larger: the policy moves less."""
 
     def __call__(self, steps: Steps) -> Float[Tensor, "N T"]:
         return -steps.advantages * steps.log_probs + self.beta / 2 * steps.log_ratio(self.level).square()
@@ -288,9 +293,9 @@ class Dppo(_AtLevel):
 
     l[n,t] = -m[n,t] rho[n,t] A[n,t],  m = 0 where pi - mu > limit and A > 0, and where mu - pi > limit and A < 0, else 1
 
-    mu is the probability that the step was sampled with. For probabilities only: a density may be above 1, and a
-    difference of densities is no distance. The paper's ratio is pi / mu too: where the sampler is not the policy, set
-    `sampler_correction`.
+    mu is the probability with which the step was sampled. DPPO is for probabilities only: a density may be above 1, and a
+    difference of densities is not a distance. The ratio in the paper is pi / mu: if another distribution than the policy
+    samples, set `sampler_correction`.
 
     Source:
         Qi et al. 2026 (DPPO), arXiv:2602.04879, eq. 12 and 13.
@@ -299,42 +304,42 @@ class Dppo(_AtLevel):
     zero_advantage_is_inert: ClassVar[bool] = True
     for_probabilities: ClassVar[bool] = True
     tv_limit: float = setting(0.2, above=0.0, at_most=1.0)
-    """How far a step's probability may move. Larger allows more."""
+    """How far the probability of a step may move. Larger allows larger changes."""
 
     def __call__(self, steps: Steps) -> Float[Tensor, "N #T"]:
         low, high = self.stopped(steps)
         return torch.where(low | high, 0.0, -steps.ratio(self.level) * steps.advantages)
 
     def stopped(self, steps: Steps) -> tuple[Bool[Tensor, "N T"], Bool[Tensor, "N T"]]:
-        """Steps whose probability has moved past the limit that their advantage pushes towards."""
+        """Steps whose probability has moved past the limit that their advantage pushes it towards."""
         moved = steps.log_probs.detach().exp() - steps.sampled_log_probs.exp()
         return (steps.advantages < 0) & (moved < -self.tv_limit), (steps.advantages > 0) & (moved > self.tv_limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KlCov(_AtLevel):
-    """KL-Cov: no clip, but a pull back on the few steps that would cost the most entropy.
+    """KL-Cov: no clip, but a pull towards the old policy on the few steps that would lower the entropy most.
 
     l[n,t] = -rho[n,t] A[n,t] + coef |log rho[n,t]| for the selected steps, -rho[n,t] A[n,t] for the others
 
-    Selected are the steps of largest covariance between log pi and A.
+    The selected steps have the largest covariance between log pi and A.
 
     Source:
         Cui et al. 2025, arXiv:2505.22617.
     """
 
     fraction: float = setting(2e-4, above=0.0, at_most=1.0)
-    """Fraction of steps that is pulled back. Larger keeps more entropy, and learns less."""
+    """Fraction of the steps that are pulled back. Larger keeps more entropy and learns more slowly."""
     coef: float = setting(1.0, at_least=0.0)
-    """How strongly the selected steps are pulled back."""
+    """Weight of the pull on the selected steps. Larger: they move less."""
 
     def __call__(self, steps: Steps) -> Float[Tensor, "N T"]:
-        # the sign of a log-ratio that is only rounding would push too, so it counts as 0
+        # a log-ratio that is only rounding has a sign, too, and would push; so it counts as 0
         moved = torch.where(steps.require_selected(), hardshrink(steps.log_ratio(self.level), ROUNDING), 0.0)
         return -steps.ratio(self.level) * steps.advantages + self.coef * moved.abs()
 
     def select(self, log_probs: Tensor, advantages: Tensor, generator: torch.Generator | None) -> Bool[Tensor, " S"]:
-        """The steps of largest covariance between log_probs [S] and advantages [S]."""
+        """The steps with the largest covariance between log_probs and advantages, both [S]."""
         return largest_covariances(covariances(log_probs, advantages), self.fraction)
 
 
@@ -344,7 +349,7 @@ class ClipCov(_Bounded):
 
     l[n,t] = 0 for the selected steps, PPO's clipped loss for the others
 
-    Selected are steps drawn among those with cov_low < covariance of log pi and A < cov_high.
+    The selected steps are drawn at random among those with cov_low < covariance of log pi and A < cov_high.
 
     Source:
         Cui et al. 2025, arXiv:2505.22617.
@@ -352,11 +357,11 @@ class ClipCov(_Bounded):
 
     zero_advantage_is_inert: ClassVar[bool] = True
     fraction: float = setting(2e-4, above=0.0, at_most=1.0)
-    """Fraction of steps that is left out. Larger keeps more entropy, and learns less."""
+    """Fraction of the steps that are left out. Larger keeps more entropy and learns more slowly."""
     cov_low: float = 1.0
-    """Steps are drawn among those with a covariance above this."""
+    """Lower bound: steps are drawn among those with a larger covariance."""
     cov_high: float = 5.0
-    """Steps are drawn among those with a covariance below this."""
+    """Upper bound: steps are drawn among those with a smaller covariance."""
 
     def __post_init__(self) -> None:
         """Check every value, and the order of the covariances."""
@@ -369,7 +374,7 @@ class ClipCov(_Bounded):
         return torch.where(steps.require_selected(), 0.0, clipped)
 
     def select(self, log_probs: Tensor, advantages: Tensor, generator: torch.Generator | None) -> Bool[Tensor, " S"]:
-        """Steps drawn at random within the range of covariances between log_probs [S] and advantages [S]."""
+        """Steps drawn at random among those whose covariance is between the two bounds. log_probs and advantages are [S]."""
         c = covariances(log_probs, advantages)
         return drawn_covariances(c, self.fraction, low=self.cov_low, high=self.cov_high, generator=generator)
 
@@ -378,4 +383,4 @@ SURROGATES: dict[str, type[Settings]] = {
     "clip": Clip, "reinforce": Reinforce, "cispo": Cispo, "sapo": Sapo, "gmpo": Gmpo, "vespo": Vespo, "dro": Dro,
     "dppo": Dppo, "kl_cov": KlCov, "clip_cov": ClipCov,
 }  # fmt: skip
-"""A surrogate's name in the settings stands for the class with its defaults."""
+"""The names of surrogates in the settings. A name stands for the class with its defaults."""

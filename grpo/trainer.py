@@ -44,17 +44,17 @@ class GRPOTrainer:
         config: every setting; see `GRPOConfig`.
         policy: a `PolicyModel`. Optional capabilities are looked up here, once.
         reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
-        reference_policy: a frozen copy to stay close to: `copy.deepcopy(policy)`. It turns the KL term on.
+        reference_policy: a frozen copy for the KL term to stay close to: `copy.deepcopy(policy)`. It switches the KL term on.
         optimizer: the optimizer that is stepped. None: AdamW without weight decay over `policy.get_parameters()`.
         lr_scheduler: stepped once per applied update.
         objective: replaces `grpo_objective`: any `ObjectiveInputs -> ObjectiveOutput`.
-        advantages: replaces `AdvantageEstimator`: any `ExperienceBatch -> [N] or [N, T]`; it is given this rank's rows.
+        advantages: replaces `AdvantageEstimator`: any `ExperienceBatch -> [N] or [N, T]`. It gets this rank's rows only.
         engine: joins several processes (`grpo.distributed.Replicated`). Each rank passes its own states to `step`, and takes
             its share of the states in `train`. `batch_size` is per rank. None: one process.
 
     Raises:
         ProtocolError: (a TypeError) methods are missing; all of them are named.
-        ConfigError: settings and arguments that contradict one another.
+        ConfigError: settings and arguments contradict one another.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class GRPOTrainer:
 
         Args:
             states: B states.
-            more_states: where `config.dynamic_sampling_rounds` takes further states from; `train` passes its own.
+            more_states: returns further states for `config.dynamic_sampling_rounds`. `train` passes its own function.
 
         Returns:
             Metrics by name (`train/...`, `rewards/...`, `group_stats/...`, `rows/...`, `steps/...`, `time/...`).
@@ -127,7 +127,7 @@ class GRPOTrainer:
         return {**metrics, "time/iteration": time.perf_counter() - start}
 
     def collect(self, states: Rows, *, more_states: Callable[[], Rows] | None = None) -> ExperienceBatch:
-        """The first half of `step`: sampled, rewarded and scored rows, without gradient."""
+        """The first half of `step`: sample actions, get their rewards and scores, without gradient."""
         self.sampler.sync()
         rounds, reward_clip = self.config.dynamic_sampling_rounds, self.config.advantage.reward_clip
         if rounds == 0:
@@ -135,12 +135,12 @@ class GRPOTrainer:
         return self._complete(collect_live_groups(self.collector.collect, states, more_states, rounds, reward_clip))
 
     def update(self, batch: ExperienceBatch) -> dict[str, float]:
-        """The second half of `step`: all optimizer steps on one batch, collected here or elsewhere."""
+        """The second half of `step`: all optimizer steps on one batch, from `collect` or from elsewhere."""
         start = time.perf_counter()
         rows = self.prepared(batch)
         self.policy.train()
         was_stale = self.sampler.is_stale
-        self.sampler.is_stale = True  # also if an update fails halfway
+        self.sampler.is_stale = True  # the weights may have changed, even if an update fails halfway
         for selected in rows.updates():  # epochs x updates; a group's rows stay adjacent
             weights = rows.weights(selected)  # of the whole update, on all ranks
             for micro in rows.micro_batches(selected):  # planned by the policy if it can
@@ -157,7 +157,7 @@ class GRPOTrainer:
         return {**metrics, "time/update": seconds, "time/iteration": seconds}
 
     def prepared(self, batch: ExperienceBatch) -> UpdateRows:
-        """The batch with its advantages, beside rows of recent iterations; steps as rows where the policy splits them."""
+        """The batch with its advantages and the rows of recent iterations. With `split_steps`, each step becomes a row."""
         batch = self._complete(batch)
         rows, all_ranks = with_advantages(batch, self.advantages, self.engine)
         is_fresh = self.collector.scores_itself and self.setup.num_updates(batch) == 1
@@ -174,12 +174,12 @@ class GRPOTrainer:
     def evaluate(self, states: Rows, *, num_actions_per_state: int | None = None) -> dict[str, float]:
         """Mean and standard deviation of the reward of freshly sampled actions; nothing is trained.
 
-        Global random generators are left as they were. A reward model or a policy with a state of its own moves on all the
-        same: an evaluation of a bandit pulls its arms. On several ranks, the samples of all ranks count.
+        Global random generators are restored. A reward model or a policy with a state of its own still changes: an evaluation
+        of a bandit pulls its arms. On several ranks, the samples of all ranks count.
 
         Args:
-            states: states to act in.
-            num_actions_per_state: samples per state; None: `config.group_size`.
+            states: the states to evaluate in.
+            num_actions_per_state: samples per state. None: `config.group_size`.
         """
         num_actions = at_least_one("num_actions_per_state", num_actions_per_state, self.config.group_size)
         self.sampler.sync()
@@ -202,23 +202,24 @@ class GRPOTrainer:
         keep_last: int = 3,
         progress: bool = True,
     ) -> list[dict[str, float]]:
-        """Many iterations, with a progress bar, evaluations, sinks and checkpoints; the policy is left in `train()`.
+        """Train for many iterations, with a progress bar, evaluations, sinks and checkpoints. The policy ends in `train()`.
 
-        After `load_checkpoint` the next call goes on where the saved run was: `num_iterations` counts from its beginning.
+        After `load_checkpoint` the next call continues the saved run: `num_iterations` counts from the run's beginning.
 
         Args:
             states: a sequence or tensor of states, an iterable, or a sampler `iteration -> states`; see `StateSource`.
-            num_iterations: of the whole run. A learning rate schedule runs over them; `step` alone follows none.
-            eval_states: evaluated every `eval_every` iterations, and after the last.
-            eval_every: None: ten times in the run.
-            sinks: take every iteration's metrics.
-            checkpoint_dir: where `iteration-00000010` and so on are written. None: nowhere.
-            checkpoint_every: None: ten times in the run. The last iteration and new best evaluations are written too.
-            keep_last: newest checkpoints that stay, beside the best by `eval/avg_reward`, or else by `rewards/mean`.
+            num_iterations: number of iterations of the whole run. A learning rate schedule covers them; `step` has no schedule.
+            eval_states: states for evaluations, every `eval_every` iterations and after the last.
+            eval_every: iterations between evaluations. None: ten evaluations in the run.
+            sinks: receive the metrics of every iteration.
+            checkpoint_dir: folder for checkpoints `iteration-00000010` and so on. None: no checkpoints.
+            checkpoint_every: iterations between checkpoints. None: ten checkpoints in the run. The last iteration and new best
+                evaluations are written too.
+            keep_last: number of newest checkpoints to keep. The best by `eval/avg_reward` (or `rewards/mean`) is kept, too.
             progress: show a progress bar.
 
         Returns:
-            The metrics of each iteration done by this call.
+            The metrics of each iteration that this call made.
         """
         folder = None
         if checkpoint_dir is not None:
@@ -241,7 +242,7 @@ class GRPOTrainer:
             try:
                 metrics = self.step(run.draw(), more_states=run.draw)
             except NonFiniteGradientError:
-                self.optimizer_step.skipped_in_a_row = 0  # a run that resumes from here starts to count anew
+                self.optimizer_step.skipped_in_a_row = 0  # a run that resumes from here counts from 0 again
                 run.save_after_failure(capture(self), self.iteration)
                 raise
             if run.finish(position) and eval_states is not None:
@@ -251,17 +252,17 @@ class GRPOTrainer:
         return run.history
 
     def save_checkpoint(self, path: str | Path) -> Path:
-        """Write everything an exact resume needs to the folder `path`, all or nothing; each rank writes a folder in it."""
+        """Write what an exact resume needs to the folder `path`, completely or not at all. Each rank has a subfolder."""
         return write_checkpoint(folder_of_rank(path, self.engine), capture(self), iteration=self.iteration)
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Restore what `save_checkpoint` or `train(checkpoint_dir=...)` wrote, down to the random generators.
 
         Args:
-            path: one checkpoint, or a folder of checkpoints, of which the newest whole one is taken.
+            path: one checkpoint, or a folder of checkpoints: the newest intact one is read.
 
         Raises:
-            CheckpointError: nothing has been changed; the file or the item at fault is named.
+            CheckpointError: the message names the file or the item at fault. The trainer is unchanged.
         """
         state = read_checkpoint(folder_of_rank(path, self.engine))
         require_same_iteration(self.engine, state, path)

@@ -25,10 +25,10 @@ from .errors import ContractError, RewardError
 from .writing import as_log_probs, as_mask, as_rewards, as_state_keys, describe, require_lengths
 
 Rows: TypeAlias = Sequence[Any] | Tensor | NDArray[Any]
-"""States or actions, one per row: a list, or a tensor or array with the rows on its first axis. Opaque to the core."""
+"""States or actions, one per row: a list, or a tensor or array with the rows on its first axis. The core never looks inside."""
 
 RowIndex: TypeAlias = Tensor | slice
-"""Which rows: an int64 tensor on the CPU, or a slice (which copies nothing)."""
+"""Selects rows: an int64 tensor on the CPU, or a slice (which copies nothing)."""
 
 
 def select_rows(rows: Rows, index: RowIndex) -> Rows:
@@ -45,7 +45,8 @@ def select_rows(rows: Rows, index: RowIndex) -> Rows:
 
 
 def repeat_rows(states: Rows, times: int) -> Rows:
-    """Each state `times` times in a row: state 0's copies first. A list holds the same object, not copies of it."""
+    """Each state repeated `times` times in a row: first all copies of state 0. A list holds the same object, not copies of
+    it."""
     if isinstance(states, Tensor):
         return states.repeat_interleave(times, dim=0)
     if isinstance(states, np.ndarray):
@@ -67,76 +68,78 @@ def row_totals(rewards: Float[Tensor, "N *T"], mask: Bool[Tensor, "N T"] | None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionScores:
-    """What one forward pass of the policy says about N given actions."""
+    """Scores of N given actions, from one forward pass of the policy."""
 
     log_probs: Float[Tensor, "N T"]
-    """log pi(step | all steps before it), with gradient when the policy trains."""
+    """log pi(step | all steps before it), with gradient if the policy is being trained."""
     mask: Bool[Tensor, "N T"]
-    """True where the policy decided; False for padding and for steps that were not the policy's."""
+    """True at steps that the policy decided; False at padding and at steps that the policy did not decide."""
     entropy: Float[Tensor, "N T"] | None = None
     """Exact entropy of each step's distribution, with gradient. None: the policy does not compute it."""
     values: Float[Tensor, "N T"] | None = None
-    """A critic's estimate of the return from each step on, with gradient. None: there is no critic."""
+    """The critic's estimate of the return from each step on, with gradient. None: there is no critic."""
     final_values: Float[Tensor, " N"] | None = None
-    """The critic's value where a row stopped: 0 where it terminated, V(next state) where it was truncated. None: all 0."""
+    """The critic's value after a row's last step: 0 if the row terminated, V(next state) if it was truncated. None: all 0."""
     kl: Float[Tensor, "N T"] | None = None
-    """Exact KL of each step's distribution to the policy's own reference, with gradient. None: not computed."""
+    """Exact KL of each step's distribution to the policy's own reference, with gradient. None: the policy does not compute
+    it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledActions:
-    """G actions for each of B states, with what the sampler knows about them. Rows are group-major."""
+    """G actions for each of B states, with what the sampler knows about them. The rows of a state are adjacent."""
 
     actions: Any
     """`actions[b][g]`: one sequence of G actions per state, or a tensor or array [B, G, ...]."""
     mask: Bool[Tensor, "N T"]
-    """True where the policy decided."""
+    """True at steps that the policy decided."""
     behaviour_log_probs: Float[Tensor, "N T"] | None = None
-    """Under the distribution that sampled the step. NaN: the step was not scored."""
+    """Log-probs under the distribution that sampled each step. NaN: the step was not scored."""
     scores: ActionScores | None = None
-    """What `score_actions` would return before any update. None: the sampler does not know."""
+    """The scores that `score_actions` would return before any update. None: the sampler does not know them."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Costs and counts of the sampling, by metric name; they are added up over rounds and ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperienceBatch:
-    """One iteration's rows. `ExperienceCollector.complete` returns a copy with the scores that training reads."""
+    """The rows of one iteration. `ExperienceCollector.complete` returns a copy with the scores that training reads."""
 
     states: Rows
-    """N states: a group's state stands once per row."""
+    """N states, one per row: the state of a group is repeated for each of its rows."""
     actions: Rows
     """N actions."""
     group_ids: Int[Tensor, " N"]
-    """Rows with the same number were sampled for the same state. Any integers."""
+    """The group of each row, as an integer. Rows with the same number were sampled for the same state."""
     rewards: Float[Tensor, " N"] | Float[Tensor, "N T"]
     """One reward per row, or one per step. On the CPU, in the reward model's precision."""
     reward_components: Mapping[str, Float[Tensor, "N *T"]] = field(default_factory=dict)
     """The named parts of the reward before weighting. Empty: the reward model has no parts."""
     mask: Bool[Tensor, "N T"]
-    """True where the policy decided."""
+    """True at steps that the policy decided."""
     old_log_probs: Float[Tensor, "N T"] | None = None
-    """None: not scored, or the policy has not changed since, so the current log-probs are the old ones."""
+    """Log-probs before this iteration's updates. None: not scored, or the policy has not changed, so its current log-probs
+    are the old ones."""
     behaviour_log_probs: Float[Tensor, "N T"] | None = None
-    """None: the policy itself was the sampler."""
+    """Log-probs under the distribution that sampled each step. None: the policy itself sampled."""
     ref_log_probs: Float[Tensor, "N T"] | None = None
-    """None: not scored, or there is no reference, or its coefficient is 0."""
+    """Log-probs under the reference policy. None: not scored, or there is no reference, or its coefficient is 0."""
     entropy: Float[Tensor, "N T"] | None = None
     """Exact entropy at collection. None: not scored, or no selection of steps needs it."""
     values: Float[Tensor, "N T"] | None = None
-    """A critic's values at collection. None: not scored, or there is no critic."""
+    """The critic's values at collection. None: not scored, or there is no critic."""
     final_values: Float[Tensor, " N"] | None = None
-    """0 where a row terminated, the critic's value of the next state where it was truncated. None: all 0."""
+    """The critic's value after a row's last step: 0 if the row terminated, V(next state) if it was truncated. None: all 0."""
     state_keys: Int[Tensor, "N T"] | None = None
-    """Equal numbers within a group mark steps taken in the same state, for `credit="gigpo"`."""
+    """The state in which each step was taken, as an integer that is equal for equal states of a group. For `credit="gigpo"`."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    """The weight of each of `reward_components`; a missing name weighs 1."""
+    """The weight of each of `reward_components`. The weight of a missing name is 1."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What collecting cost and what it left out, by metric name."""
+    """Costs and counts of the collection (rows dropped, calls repeated), by metric name."""
 
     @property
     def num_rows(self) -> int:
-        """N."""
+        """N, the number of rows."""
         return self.mask.shape[0]
 
     @property
@@ -162,9 +165,10 @@ class ExperienceBatch:
             actions: N actions.
             rewards: [N], or [N, T] for rewards per step; anything `torch.as_tensor` takes.
             group_ids: [N] integers; rows with the same number were sampled for the same state.
-            behaviour_log_probs: [N] or [N, T]; `objective.sampler_correction` corrects for the difference.
-            mask: [N, T] bool, the policy's own steps; None: one step per row, or every step of `behaviour_log_probs`.
-            state_keys: [N, T] integers, for `advantage.credit="gigpo"`; None: the policy is asked, if it can tell.
+            behaviour_log_probs: [N] or [N, T], the log-probs that the actions were sampled with, for
+                `objective.sampler_correction`. None: the policy itself sampled.
+            mask: [N, T] bool, the policy's own steps. None: one step per row, or every step of `behaviour_log_probs`.
+            state_keys: [N, T] integers, for `advantage.credit="gigpo"`. None: the policy's `state_keys` is called, if any.
 
         Raises:
             ContractError: lengths or shapes that do not agree.
@@ -205,52 +209,55 @@ class ExperienceBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveInputs:
-    """Everything a loss may read, for the rows of one micro-batch. Values outside the mask are never used."""
+    """Everything a loss may read about the rows of one micro-batch. Values outside the mask are never used."""
 
     log_probs: Float[Tensor, "N T"]
-    """Under the policy now, with gradient."""
+    """Log-probs under the current policy, with gradient."""
     old_log_probs: Float[Tensor, "N T"] | None
-    """Before this iteration's updates. None: the current policy is the old one, and the ratio is exactly 1."""
+    """Log-probs before this iteration's updates. None: the current policy is the old one, and the ratio is exactly 1."""
     advantages: Float[Tensor, " N"] | Float[Tensor, "N T"]
-    """How much better a row (or a step) did than its baseline; no gradient."""
+    """How much better a row (or a step) did than its baseline. Without gradient."""
     mask: Bool[Tensor, "N T"]
-    """True where the policy decided."""
+    """True at steps that the policy decided."""
     weights: Float[Tensor, "N T"]
-    """The aggregation: the loss is the sum of per-step losses times these weights (see `step_weights`)."""
+    """The weight of each step. The policy's loss is the sum of per-step losses times these weights (see `step_weights`)."""
     entropy: Float[Tensor, "N T"] | None = None
-    """Exact entropy, with gradient. None: the policy gives none."""
+    """Exact entropy of each step, with gradient. None: the policy does not compute it."""
     entropy_weights: Float[Tensor, "N T"] | None = None
-    """The entropy term's own aggregation. None: `weights`."""
+    """The weight of each step in the entropy term. None: `weights`."""
     ref_log_probs: Float[Tensor, "N T"] | None = None
     """Log-probs of the same steps under the reference policy. None: there is no reference."""
     behaviour_log_probs: Float[Tensor, "N T"] | None = None
-    """Under the distribution that sampled the steps. NaN: not scored, ratio 1. None: the policy was the sampler."""
+    """Log-probs under the distribution that sampled the steps. NaN: not scored, so the ratio is 1. None: the policy itself
+    sampled."""
     kl: Float[Tensor, "N T"] | None = None
-    """Exact KL to the policy's own reference, with gradient. None: the policy gives none."""
+    """Exact KL to the policy's own reference, with gradient. None: the policy does not compute it."""
     keep: Bool[Tensor, "N T"] | None = None
-    """Steps that the surrogate counts, chosen over the whole update; other terms count all. None: chosen from these rows."""
+    """Steps that the surrogate counts, chosen over the whole update. Other terms count all steps. None: `grpo_objective`
+    chooses among these rows."""
     selected: Bool[Tensor, "N T"] | None = None
-    """Steps that the surrogate's own `select` chose over the whole update. None: chosen from these rows."""
+    """Steps that the surrogate's own `select` chose over the whole update. None: `grpo_objective` chooses among these rows."""
     kl_coef: float | None = None
-    """The current (adaptive) KL coefficient. None: the configured one."""
+    """The current (adaptive) KL coefficient. None: the configured coefficient."""
     entropy_coef: float | None = None
-    """The current (adaptive) entropy coefficient. None: the configured one."""
+    """The current (adaptive) entropy coefficient. None: the configured coefficient."""
     values: Float[Tensor, "N T"] | None = None
-    """A critic's values now, with gradient. None: there is no critic."""
+    """The critic's current values, with gradient. None: there is no critic."""
     old_values: Float[Tensor, "N T"] | None = None
-    """A critic's values at collection. None: there is no critic."""
+    """The critic's values at collection. None: there is no critic."""
     returns: Float[Tensor, "N T"] | None = None
-    """What the critic is trained towards. None: there is no value loss."""
+    """The returns that the critic is trained on. None: there is no value loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveOutput:
-    """A scalar to differentiate, and what to report about it."""
+    """The result of a loss: a scalar to differentiate, and metrics."""
 
     loss: Float[Tensor, ""]
-    """Sum over this micro-batch. The micro-batches of an update add up to the update's loss."""
+    """The loss of this micro-batch. The losses of an update's micro-batches add up to the update's loss."""
     metrics: Mapping[str, Float[Tensor, "3"]]
-    """Name -> detached (count, sum, sum of squares), which add up over micro-batches, updates and ranks.
+    """Name -> (count, sum, sum of squares), detached. They are added up over micro-batches, updates and ranks.
 
-    A count of 0 marks a share of the update's total (a loss term): shares add up, and are averaged over updates.
+    A count of 0 marks a share of the update's total (a loss term). Shares are added up within an update and averaged over
+    updates.
     """

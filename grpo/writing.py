@@ -1,6 +1,6 @@
-"""What a domain is written with: checked settings, conversion of what users pass in, errors in words, random generators.
+"""Helpers to write a domain with: checked settings, conversion of user input, names for error messages, random generators.
 
-The adapters use these names, and so can any domain of your own. `grpo` itself is built on them.
+The adapters use these helpers, `grpo` itself uses them, and a domain of your own can use them.
 """
 
 import dataclasses
@@ -130,11 +130,11 @@ def _spell(kind: Any) -> str:
     return "None" if kind is types.NoneType else "a finite number" if kind is float else str(kind.__name__)
 
 
-# What users pass in
+# Conversion of user input
 
 
 def describe(value: Any) -> str:
-    """A value as an error message shows it: the shape and dtype of a tensor or array, else the type."""
+    """A short description of a value for error messages: the shape and dtype of a tensor or array, else the type."""
     if isinstance(value, Tensor | np.ndarray):
         return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, list | tuple):
@@ -143,16 +143,16 @@ def describe(value: Any) -> str:
 
 
 def reward_name(reward_model: Any) -> str:
-    """What error messages call a reward model: the name of a function, or `Class.compute_rewards`."""
+    """The name of a reward model in error messages: the name of a function, or `Class.compute_rewards`."""
     name: str = getattr(reward_model, "__name__", f"{type(reward_model).__name__}.compute_rewards")
     return name
 
 
 def require_lengths(owner: str, num_rows: int, **named: Any) -> None:
-    """Every named value has `num_rows` entries.
+    """Check that every named value has `num_rows` entries.
 
     Raises:
-        ContractError: names the first value that has another number.
+        ContractError: names the first value with another number of entries.
     """
     for name, value in named.items():
         if not isinstance(value, Sized) or len(value) != num_rows:
@@ -169,10 +169,10 @@ def as_rewards(
 ) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
     """Rewards as a new CPU tensor [N], or [N, T] with T > 1. NaN and infinity pass: the caller decides about them.
 
-    Lists, integers and booleans become float64, float32 stays float32: no digit is lost.
+    Lists, integers and booleans become float64, and float32 stays float32, so no digit is lost.
 
     Raises:
-        RewardError: another length, shape or kind. [N, 1] is refused unless `one_step_is_a_step`, since [N, 1] - [N]
+        RewardError: a wrong length, shape or type. [N, 1] is refused unless `one_step_is_a_step`, because [N, 1] - [N]
             would broadcast to [N, N].
     """
     expected = f"{owner} must return one number per row, [N] = [{num_rows}], or one per step, [N, T] with T > 1"
@@ -220,7 +220,7 @@ def as_advantages(value: Any, mask: Bool[Tensor, "N T"]) -> Float[Tensor, " N"] 
     if advantages.dim() == 2:
         advantages = torch.where(mask.cpu(), advantages, 0.0)
     total = np.add.reduce(advantages.numpy(), axis=None, dtype=np.float64)
-    if not math.isfinite(total):  # one NaN or infinity is enough to show in the sum
+    if not math.isfinite(total):  # a single NaN or infinity makes the sum NaN or infinite
         raise ContractError(f"{required}; got NaN or infinity. Look for 0/0 in the callable passed as advantages=.")
     return advantages
 
@@ -250,7 +250,7 @@ def as_state_keys(owner: str, value: Any) -> Int[Tensor, "N T"]:
 
 
 def pad_steps(values: Tensor, width: int, fill: float | bool) -> Tensor:
-    """[N, t] padded on the right to [N, width] with `fill`; the tensor itself where t = width."""
+    """[N, t] padded on the right to [N, width] with `fill`; the tensor itself if t = width."""
     missing = width - values.shape[1]
     return torch.nn.functional.pad(values, (0, missing), value=fill) if missing else values
 
@@ -266,7 +266,7 @@ def seed_everything(seed: int) -> None:
 
 
 def capture_random_state() -> dict[str, Any]:
-    """State of the global generators of Python, numpy and torch, and of CUDA where it is in use."""
+    """State of the global generators of Python, numpy and torch, and of CUDA if it is in use."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),  # noqa: NPY002
@@ -286,7 +286,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Random numbers drawn inside the block do not change those drawn after it."""
+    """Random numbers drawn inside the block do not change the random numbers drawn after it."""
     state = capture_random_state()
     try:
         yield

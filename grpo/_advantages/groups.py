@@ -1,4 +1,4 @@
-"""Groups of rows, their statistics, and which rows there is something to learn from.
+"""Groups of rows, their statistics, and which rows have an advantage.
 
 Statistics are float64, two-pass, and computed by numpy on the host: the tensors are small, and not every device has float64.
 """
@@ -26,7 +26,7 @@ ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Which rows belong together. In group order, the rows of a group are adjacent, so a statistic is one `reduceat`."""
+    """The groups of a batch. In group order, the rows of a group are adjacent, so a statistic is one `reduceat`."""
 
     order: NDArray[np.int64] | slice
     """[N] the row at each place of the group order. A slice of all rows if the rows are in group order already."""
@@ -67,7 +67,7 @@ class Groups:
         return sums / self.counts
 
     def medians(self, values: Floats) -> Floats:
-        """[B] median of each group: the mean of the two middle values where the number of rows is even."""
+        """[B] median of each group. If the number of rows is even, the mean of the two middle values."""
         ordered = values[np.lexsort((values, self.repeat(np.arange(len(self.counts)))))]
         lower: Floats = ordered[self.starts + (self.counts - 1) // 2]
         upper: Floats = ordered[self.starts + self.counts // 2]
@@ -94,7 +94,7 @@ class Groups:
 
 
 def run_bounds(ids: NDArray[Any]) -> NDArray[np.int64]:
-    """Where runs of equal neighbours begin, and the end: [4, 4, 7, 4] -> [0, 2, 3, 4]."""
+    """The start of each run of equal neighbours, and the end: [4, 4, 7, 4] -> [0, 2, 3, 4]."""
     return np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1], [True]]))
 
 
@@ -125,14 +125,14 @@ def batch_std(values: Floats, ddof: int, rounding: float) -> float:
 
 
 def live_rows(rewards: Float[Tensor, "N *T"], group_ids: Int[Tensor, " N"]) -> NDArray[np.bool_]:
-    """[N] rows whose group has differing rewards. Rewards per step, 0 outside the mask, differ where any step differs."""
+    """[N] True for rows whose group has different rewards. Rewards per step (0 outside the mask) differ if any step differs."""
     groups = Groups.of(group_ids)
     constant = groups.are_constant(*groups.rewards(rewards)).reshape(len(groups.counts), -1)
     return groups.to_row_order(groups.repeat(~np.logical_and.reduce(constant, axis=1)))
 
 
 def has_advantage(advantages: Float[Tensor, "N *T"]) -> Bool[Tensor, " N"]:
-    """Rows whose advantage is not 0, on any step."""
+    """[N] True for rows with an advantage other than 0 at any step."""
     return advantages != 0 if advantages.dim() == 1 else (advantages != 0).any(1)
 
 

@@ -17,11 +17,11 @@ MAX_BETA_WEIGHT = 1e6
 
 
 def length_weighted_advantages(rewards: Floats, groups: Groups, lengths: Int[Tensor, " N"] | None) -> Floats:
-    """How much better each row did than the mean of its group, in which a row counts as often as it has steps.
+    """Each row's reward minus the mean of its group, in which rows are weighted by their number of steps.
 
-    A[i] = R[i] - sum(l R) / sum(l) over the group; the plain mean where the group has no steps
+    A[i] = R[i] - sum(l R) / sum(l) over the group; the plain mean if the group has no steps
 
-    This baseline minimises the gradient's variance where the squared norm of a row's gradient grows with its length.
+    This baseline minimises the gradient's variance if the squared norm of a row's gradient is proportional to its length.
 
     `rewards` are in group order; `lengths`, l, are in the caller's order.
 
@@ -72,7 +72,7 @@ def beta_scale(means: Floats, lowest: float, highest: float, ddof: int) -> Float
     a = c m, b = c (1 - m), c = m (1 - m) / v - 1, with m and v the mean and variance of the group means
 
     Dividing by the density minimises the gradient's variance for rewards 0 and 1. With a = b = 0 the density is 1. With
-    a = b = 3/2 it is proportional to the group's std. The scale is 1 where there is one group, or no variance to fit. The scale
+    a = b = 3/2 it is proportional to the group's std. The scale is 1 if there is one group, or no variance to fit. The scale
     is infinite at a group mean of 0 or 1, where all rewards of the group are equal.
 
     `means` are [B]; `lowest` and `highest` are the extreme rewards of the batch; v has divisor B - ddof.

@@ -19,17 +19,17 @@ from grpo.writing import as_float32
 from .groups import ABSOLUTE_BASELINES, Baseline, Credit
 
 Relative: TypeAlias = Callable[[Float[Tensor, " S"], Int[Tensor, " S"]], Float[Tensor, " S"]]
-"""`group_relative_advantages` with its settings: (values, group ids) -> advantages."""
+"""Maps (values, group ids) to advantages: `group_relative_advantages` with its settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What the rewards of one batch give, on the CPU."""
+    """The result of the advantage estimator for one batch, on the CPU."""
 
     advantages: Float[Tensor, " N"] | Float[Tensor, "N T"]
-    """How much better each row (or each step) did than its baseline."""
+    """The advantage of each row, or of each step."""
     returns: Float[Tensor, "N T"] | None = None
-    """What the critic is trained towards. None: there is no critic."""
+    """The returns that the critic is trained on. None: there is no critic."""
 
 
 def discounted_returns(rewards: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], gamma: float) -> Float[Tensor, "N T"]:

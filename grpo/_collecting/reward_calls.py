@@ -20,7 +20,7 @@ from .batches import join_steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """The rewards of K of N rows. The other rows have no reward and leave the batch."""
+    """The rewards of K of N rows. The other rows have no reward and are removed from the batch."""
 
     values: Float[Tensor, " K"] | Float[Tensor, "K T"]
     """One reward per kept row, or one per step of a kept row."""

@@ -1,4 +1,4 @@
-"""Scores of given actions: one way to ask any policy, or any reference, whatever it implements."""
+"""Scores of given actions from any policy or reference, whichever scoring methods it implements."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +21,7 @@ from .batches import join_field
 from .contract import check_scores
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-"""Makes the context in which a policy computes."""
+"""Returns the context manager in which a policy computes."""
 
 ScoreRows = Callable[[Rows, Rows, Tensor], ActionScores]
 """States, actions and group ids of N rows -> their scores."""
@@ -32,7 +32,7 @@ class Scorer:
 
     Args:
         policy: a `PolicyModel`. Its capabilities are looked up here, once.
-        autocast: makes the context in which the policy computes.
+        autocast: returns the context manager in which the policy computes.
     """
 
     def __init__(self, policy: Any, autocast: Autocast = nullcontext) -> None:
@@ -71,7 +71,7 @@ class ReferenceScorer:
     Args:
         policy: the policy that is trained.
         reference_policy: a frozen `PolicyModel`. None: ask `policy.reference_log_probabilities`.
-        autocast: makes the context in which the reference computes.
+        autocast: returns the context manager in which the reference computes.
 
     Raises:
         ProtocolError: `reference_policy` lacks methods.
@@ -133,7 +133,7 @@ def score_in_parts(
 
 
 def batch_fields(scores: ActionScores | None, needs: Collection[str]) -> dict[str, Tensor]:
-    """Copies of the scores that training reads, by field of `ExperienceBatch`: log-probs, and what `needs` names.
+    """Copies of the scores that training reads, by field of `ExperienceBatch`: log-probs, and the fields in `needs`.
 
     They are copies because a critic may return a view of its weights, which training changes in place.
     """

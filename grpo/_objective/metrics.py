@@ -1,4 +1,4 @@
-"""What the loss reports about itself, without a synchronisation of the device."""
+"""The metrics that the loss reports, computed on the device without waiting for it."""
 
 from collections.abc import Mapping
 
@@ -29,15 +29,15 @@ def step_moments(
 ) -> Moments:
     """Moments over the valid steps.
 
-    `ratio` and `ratio_clamped_fraction` (beyond what `exp` is given); `clip_fraction_low`, `clip_fraction_high` and
-    `clip_fraction`, the steps that the surrogate stops; where there is one, `sampler_ratio`, `selected_fraction`, and what
-    the caller adds: `entropy`, `kl`, `kept_fraction`. A value per row counts at each of the row's steps.
+    Always: `ratio`; `ratio_clamped_fraction`, the steps whose log-ratio was clamped; `clip_fraction_low`, `clip_fraction_high`
+    and `clip_fraction`, the steps that the surrogate stops. If they exist: `sampler_ratio`, `selected_fraction`, and the values
+    of the caller: `entropy`, `kl`, `kept_fraction`. A value per row counts at each of the row's steps.
 
     Args:
         steps: the rows.
-        level: the ratio's.
-        stopped: steps stopped at the lower and at the upper bound. None: there are no bounds, or nothing has moved.
-        others: further values by name. None: there is no such value.
+        level: the level of the ratio.
+        stopped: steps stopped at the lower and at the upper bound. None: there are no bounds, or no ratio differs from 1.
+        others: further values by name. A value of None is left out.
     """
     found: dict[str, Tensor | float | None] = {"ratio": 1.0, "ratio_clamped_fraction": 0.0}
     if not steps.old_is_current:
@@ -52,7 +52,7 @@ def step_moments(
 
 
 def moments(values: Mapping[str, Tensor | float], mask: Bool[Tensor, "N T"]) -> Moments:
-    """Moments over the valid steps of values per step, per row, or the same at each step.
+    """Moments over the valid steps. A value is a tensor per step, a tensor per row, or one number for all steps.
 
     Example:
         >>> found = moments({"ratio": 1.0, "entropy": torch.tensor([[1.0, 3.0, 9.0]])}, torch.tensor([[True, True, False]]))

@@ -1,4 +1,4 @@
-"""How much likelier each step has become: probability ratios, at the level of steps or of whole rows."""
+"""Probability ratios: how much more likely each step has become, at the level of steps or of whole rows."""
 
 from typing import Literal, assert_never
 
@@ -50,7 +50,7 @@ def log_ratio_at_level(x: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], level
 
 
 def bounded_exp(log_ratio: Float[Tensor, "N #T"]) -> Float[Tensor, "N #T"]:
-    """exp of a log-ratio that is clamped to +-20 first; beyond that the gradient is 0."""
+    """exp of a log-ratio that is clamped to +-20 first. Clamped log-ratios have no gradient."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -67,5 +67,5 @@ def past_bounds(
 
 
 def either(condition: Bool[Tensor, "N #T"], yes: float, no: float, *, like: Tensor) -> Float[Tensor, "N #T"]:
-    """`yes` where the condition holds, else `no`, in the precision of `like`: plain numbers would be rounded to float32."""
+    """`yes` where the condition holds, else `no`, in the precision of `like`. Plain numbers would be rounded to float32."""
     return torch.where(condition, torch.full_like(like, yes), no)

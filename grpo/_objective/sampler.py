@@ -1,4 +1,4 @@
-"""Correcting for a sampler that is not quite the policy: another engine, another precision, truncated or older."""
+"""Corrections for a sampler that differs from the policy: another engine, another precision, truncation, older weights."""
 
 import math
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ class _Bounds(Settings):
     """A correction between two bounds."""
 
     low: float | None = setting(None, at_least=0.0)
-    """Smallest weight. None: no bound."""
+    """Smallest weight. Larger: more small weights are raised (`Truncate`) or left out (`Mask`). None: no bound."""
     high: float | None = setting(3.0, above=0.0)
-    """Largest weight. Larger corrects more, and lets single steps weigh more. None: no bound."""
+    """Largest weight. Larger corrects more, and gives single steps more weight. None: no bound."""
     level: SamplerRatioLevel = "step"
     """A weight per step is biased and of low variance. One weight per row is exact without bounds, and of higher variance."""
 
@@ -47,7 +47,7 @@ class _Bounds(Settings):
         require_order(f"{type(self).__name__}.low", self.low, "high", self.high)
 
     def ratio(self, old_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor) -> Float[Tensor, "N #T"]:
-        """u[n,t], or per row the product of u over its steps. Steps outside the mask or not scored have ratio 1."""
+        """u[n,t], or the product of u over the steps of each row. Steps outside the mask, and steps not scored, have u = 1."""
         scored = mask & ~behaviour_log_probs.isnan()
         log_ratio = torch.where(scored, old_log_probs.detach() - behaviour_log_probs, 0.0)
         return bounded_exp(log_ratio if self.level == "step" else log_ratio.sum(1, keepdim=True))
@@ -55,7 +55,7 @@ class _Bounds(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncate(_Bounds):
-    """Truncated importance sampling: u clipped to [low, high]. Bounded bias for bounded variance.
+    """Truncated importance sampling: u clipped to [low, high]. The clip bounds the variance and adds a bias.
 
     Example:
         >>> old, behaviour = torch.tensor([[0.8, 0.1]]).log(), torch.tensor([[0.2, 0.2]]).log()
@@ -76,7 +76,7 @@ class Truncate(_Bounds):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mask(_Bounds):
-    """Masked importance sampling: u where low <= u <= high, else 0. Steps (or rows) too far off are left out.
+    """Masked importance sampling: u where low <= u <= high, else 0. Steps (or rows) outside the bounds are left out.
 
     Example:
         >>> old, behaviour = torch.tensor([[0.8, 0.1]]).log(), torch.tensor([[0.2, 0.2]]).log()
@@ -97,10 +97,10 @@ class Mask(_Bounds):
 
 
 def require_order(low_name: str, low: float | None, high_name: str, high: float | None) -> None:
-    """The lower of two bounds does not exceed the upper one; None is no bound.
+    """Check that a lower bound does not exceed its upper bound. None is no bound.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the lower bound exceeds the upper bound.
     """
     if low is not None and high is not None and low > high:
         raise ConfigError(f"{low_name}={low} must not exceed {high_name}={high}.")
@@ -109,15 +109,16 @@ def require_order(low_name: str, low: float | None, high_name: str, high: float 
 def sampler_divergence(
     old_log_probs: Float[Tensor, "N T"], behaviour_log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
 ) -> Float64[Tensor, "3"]:
-    """How far the policy is from its sampler: KL(behaviour || old) per step, as (count, sum, sum of squares).
+    """The divergence of the policy from its sampler: KL(behaviour || old) per step, as (count, sum, sum of squares).
 
     D = mean over scored steps of behaviour_log_probs[n,t] - old_log_probs[n,t]
 
-    Rounding changes D in second order only. A truncation that keeps the share m of the policy changes it by -log m.
+    Rounding changes D in second order only. Truncated sampling that keeps the fraction m of the policy's probability gives
+    D = -log m.
 
     Args:
         old_log_probs: before this iteration's updates; no gradient is taken through it.
-        behaviour_log_probs: under the distribution that sampled the steps; NaN: not scored, not counted.
+        behaviour_log_probs: under the distribution that sampled the steps. NaN: not scored, and not counted.
         mask: the valid steps.
 
     Example:
@@ -142,14 +143,15 @@ def near_policy_rows(
 
     m[n,t] = A[n,t] >= 0 or mean over steps of (sampled_log_probs - log_probs) <= threshold
 
-    A bad row that the policy has already moved away from says little about the policy, and pushes it further away.
+    A bad row that the policy has already moved away from is no longer a typical sample of the policy, and its gradient pushes
+    the policy further away.
 
     Args:
-        log_probs: the current ones; no gradient is taken through them.
+        log_probs: the current log-probs; no gradient is taken through them.
         sampled_log_probs: the log-probs the steps were sampled with; NaN: not scored, no difference.
-        advantages: how much better than its baseline.
+        advantages: A, per row or per step.
         mask: the valid steps.
-        threshold: larger keeps rows that are further off.
+        threshold: larger keeps rows that are further from their sampler.
 
     Source:
         DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, sec. 3.1, eq. 9.

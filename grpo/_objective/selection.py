@@ -1,7 +1,7 @@
-"""Which steps of an update the surrogate counts or holds back: choices that look at every row at once.
+"""Selections of steps that the surrogate counts or holds back. A selection looks at all rows of an update at once.
 
-The trainer makes them once per update over all ranks, from what was stored at collection, so that micro-batches and ranks
-agree. The functions take the valid steps of the whole update, one after the other, [S].
+The trainer selects once per update over all ranks, from values stored at collection, so that micro-batches and ranks agree. The
+functions take the S valid steps of the whole update as a vector [S].
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from grpo.errors import ConfigError
 from grpo.writing import as_float32
 
 Gather: TypeAlias = Callable[[Tensor], tuple[Tensor, int]]
-"""The values of all ranks, one rank after the other, and the place where this rank's values begin."""
+"""Returns the values of all ranks in rank order, and the index of this rank's first value."""
 
 Select: TypeAlias = Callable[[Tensor, Tensor, torch.Generator | None], Tensor]
 """A surrogate's `select`: log_probs [S], advantages [S], generator -> bool [S]."""
@@ -24,12 +24,12 @@ Select: TypeAlias = Callable[[Tensor, Tensor, torch.Generator | None], Tensor]
 def choose_steps(
     mask: Bool[Tensor, "N T"], choose: Callable[[Tensor], Tensor], values: Tensor, gather: Gather | None
 ) -> Bool[Tensor, "N T"]:
-    """The choice among the valid steps of all ranks, and of it what belongs to this rank.
+    """This rank's part of a choice among the valid steps of all ranks.
 
     Args:
         mask: the valid steps of this rank.
-        choose: values [S] (or [S, 2]) of all ranks -> bool [S].
-        values: [N, T] (or [N, T, 2]).
+        choose: maps the values [S] (or [S, 2]) of all ranks to a bool [S].
+        values: the values to choose by, [N, T] (or [N, T, 2]).
         gather: brings the ranks' values together. None: there is one rank.
     """
     own = values[mask]
@@ -42,7 +42,7 @@ def choose_steps(
 def kept_by_entropy(
     mask: Bool[Tensor, "N T"], entropy: Float[Tensor, "N T"] | None, fraction: float, gather: Gather | None = None
 ) -> Bool[Tensor, "N T"] | None:
-    """The steps of highest entropy among the update's steps. None: the fraction is 1, all steps count.
+    """The steps with the highest entropy among the update's steps. None: the fraction is 1, so all steps count.
 
     Raises:
         ConfigError: there is no exact entropy to choose by.
@@ -71,8 +71,8 @@ def selected_by(
         select: see `Select`.
         mask: the valid steps.
         log_probs: at collection.
-        advantages: how much better than its baseline.
-        generator: of random choices; in the same state on every rank.
+        advantages: A, per row or per step.
+        generator: makes random choices; it is in the same state on every rank.
         gather: brings the ranks' values together. None: there is one rank.
     """
     if select is None:
@@ -87,8 +87,9 @@ def top_entropy_steps(entropy: Float[Tensor, " S"], fraction: float) -> Bool[Ten
     """The steps whose entropy is at least the (1 - fraction) quantile; ties are kept.
 
     Args:
-        entropy: exact, of every valid step of the update.
-        fraction: of steps that are kept, in (0, 1]; 0.2 keeps the top fifth. Smaller learns from the most open decisions only.
+        entropy: exact entropy of every valid step of the update.
+        fraction: fraction of the steps to keep, in (0, 1]; 0.2 keeps the top fifth. Smaller keeps the most uncertain decisions
+            only.
 
     Example:
         >>> top_entropy_steps(torch.tensor([0.1, 0.5, 0.2, 0.9, 0.0]), 0.4).tolist()
@@ -99,8 +100,8 @@ def top_entropy_steps(entropy: Float[Tensor, " S"], fraction: float) -> Bool[Ten
     """
     if not len(entropy):
         return torch.ones_like(entropy, dtype=torch.bool)
-    ordered = entropy.sort().values  # torch.quantile takes no more than 16 million values
-    place = round((1.0 - fraction) * (len(ordered) - 1), 9)  # 0.3 x 10 is 3, not a little more
+    ordered = entropy.sort().values  # torch.quantile accepts at most 16 million values
+    place = round((1.0 - fraction) * (len(ordered) - 1), 9)  # 0.3 x 10 must be 3, not a little more
     below = int(place)
     above = min(below + 1, len(ordered) - 1)
     return entropy >= torch.lerp(ordered[below], ordered[above], place - below)
@@ -118,7 +119,7 @@ def covariances(log_probs: Float[Tensor, " S"], advantages: Float[Tensor, " S"])
 
 
 def largest_covariances(covariance: Float[Tensor, " S"], fraction: float) -> Bool[Tensor, " S"]:
-    """KL-Cov: the given fraction of the steps, those of largest covariance; at least one.
+    """KL-Cov: the given fraction of the steps, those with the largest covariance; at least one step.
 
     Source:
         Cui et al. 2025, arXiv:2505.22617.
@@ -139,7 +140,7 @@ def drawn_covariances(
 ) -> Bool[Tensor, " S"]:
     """Clip-Cov: the given fraction of the steps, drawn at random among those with low < covariance < high.
 
-    At least one is drawn if there is one.
+    At least one step is drawn if any step is in the range.
 
     Source:
         Cui et al. 2025, arXiv:2505.22617.

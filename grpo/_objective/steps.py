@@ -1,4 +1,4 @@
-"""What a surrogate reads about the steps of some rows."""
+"""`Steps`: the values that a surrogate reads."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,20 +13,20 @@ from .sampler import SamplerCorrection
 
 
 class Steps:
-    """What a surrogate reads: tensors [N, T], 0 outside the mask, float32 or better, differentiable in `log_probs`.
+    """The values that a surrogate reads: tensors [N, T], 0 outside the mask, float32 or better, differentiable in `log_probs`.
 
     Args:
-        inputs: the rows.
+        inputs: the rows of a micro-batch.
         correction: turns behaviour log-probs into importance weights. None: no correction.
 
     Attributes:
         mask: [N, T], the valid steps.
         log_probs: [N, T], log pi, with gradient.
-        old_log_probs: [N, T], log pi_old, without gradient. The current log-probs where the inputs have none, so that
-            the ratio is exactly 1.
-        old_is_current: the inputs have no old log-probs, so the current policy is the old one.
-        sampled_log_probs: [N, T], the log-probs that the steps were sampled with: behaviour log-probs where they are
-            known, else `old_log_probs`.
+        old_log_probs: [N, T], log pi_old, without gradient. If the inputs have none: the current log-probs, so that the ratio
+            is exactly 1.
+        old_is_current: whether the inputs have no old log-probs, so that the current policy is the old one.
+        sampled_log_probs: [N, T], the log-probs with which the steps were sampled: behaviour log-probs if they are known, else
+            `old_log_probs`.
         advantages: [N, 1], one per row, or [N, T], one per step.
         sampler_weights: [N, 1] or [N, T], importance weights from the sampler to the old policy. None: no correction.
         selected: [N, T] bool, what the surrogate's own `select` chose. None: nothing was chosen.
@@ -69,7 +69,7 @@ class Steps:
         return zero_outside(values.detach().to(self.log_probs.dtype), self.mask)
 
     def log_ratio(self, level: RatioLevel = "step") -> Float[Tensor, "N #T"]:
-        """log rho at the level (see `log_ratio_at_level`): [N, T], or [N, 1] for one per row. Not clamped."""
+        """log rho at the level (see `log_ratio_at_level`): [N, T], or [N, 1] for one ratio per row. Not clamped."""
         return log_ratio_at_level(self._x, self.mask, level)
 
     def ratio(self, level: RatioLevel = "step") -> Float[Tensor, "N #T"]:

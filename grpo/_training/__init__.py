@@ -1,1 +1,1 @@
-"""Behind the trainer: which rows an update reads, the optimizer step, what moves between iterations, reports, resuming."""
+"""Behind the trainer: the rows of an update, the optimizer step, coefficients and reference, reports, saved state."""

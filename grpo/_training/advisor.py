@@ -17,10 +17,10 @@ PATIENCE = 10
 """Iterations in a row that must show a sign before it is logged."""
 
 LOW_ENTROPY = 0.05
-"""Fraction of the first iterations' entropy below which it has collapsed."""
+"""Fraction of the first iterations' entropy below which the entropy counts as collapsed."""
 
 FAR_SAMPLER = 0.01
-"""Nats per step between sampler and policy beyond rounding: in bfloat16, 0.05 for single steps amounts to 0.001."""
+"""Divergence in nats per step that rounding cannot explain: in bfloat16, differences of 0.05 per step give only about 0.001."""
 
 TINY = 1e-6
 """Below this, a number counts as 0."""
@@ -28,7 +28,7 @@ TINY = 1e-6
 
 def beside_the_bar() -> AbstractContextManager[None]:
     """Print log lines above the progress bar."""
-    with warnings.catch_warnings():  # on import it asks notebooks for widgets, which are not needed here
+    with warnings.catch_warnings():  # on import, tqdm asks for notebook widgets, which are not needed here
         warnings.simplefilter("ignore", TqdmWarning)
         from tqdm.contrib.logging import logging_redirect_tqdm
     root = logging.getLogger()
@@ -48,7 +48,7 @@ class RunAdvisor:
         self._has_clipped = False
 
     def check(self, metrics: Mapping[str, float], *, measured: Collection[str], several_updates: bool) -> None:
-        """Look at one iteration's metrics. `measured` names those that the loss reported; the others say nothing."""
+        """Check one iteration's metrics. `measured` names the metrics that the loss reported; the others are ignored."""
         no_advantage = metrics["train/advantages_std"] == 0.0 == metrics["train/advantages_mean"]
         dead = metrics["group_stats/zero_variance_fraction"] == 1.0
         self._count("all groups are dead", no_advantage and dead, patience=1)

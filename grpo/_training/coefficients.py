@@ -1,4 +1,4 @@
-"""Coefficients of the loss that follow what is measured: the KL towards a target, the entropy above one."""
+"""Coefficients of the loss that follow measurements: they keep the KL near a target, and the entropy above a target."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,8 @@ from grpo.config import EntropyControl, GRPOConfig, KLControl
 from grpo.errors import ConfigError
 
 THRESHOLD_FACTOR = 1.5
-"""`threshold`: the factor that multiplies or divides the coefficient, and how far above the target it starts to rise."""
+"""`threshold`: the factor by which the coefficient is multiplied or divided, and the multiple of the target above which it
+rises."""
 
 MAX_PROPORTIONAL_ERROR = 0.2
 """`proportional`: bound on the relative error that the coefficient reacts to."""
@@ -49,7 +50,7 @@ def next_entropy_coef(coef: float, entropy: float, control: EntropyControl) -> f
 
 
 class Coefficients:
-    """The current KL and entropy coefficients. Refuses a control whose bounds exclude the first coefficient."""
+    """The current KL and entropy coefficients. A control whose bounds exclude the first coefficient is refused."""
 
     def __init__(self, config: GRPOConfig, kl_coef: float) -> None:
         self.kl_coef = kl_coef
@@ -71,7 +72,7 @@ class Coefficients:
 
     @property
     def may_be_positive(self) -> bool:
-        """Whether a KL or an entropy term has a gradient now, or may come to have one."""
+        """Whether a KL or an entropy term has a gradient now, or may have one later."""
         return self.kl_coef > 0 or self._entropy_coef > 0 or self._entropy_control is not None
 
     def report(self, suffix: str) -> dict[str, float]:
@@ -79,7 +80,8 @@ class Coefficients:
         return {f"train/kl_coef{suffix}": self.kl_coef, f"train/entropy_coef{suffix}": self.entropy_coef}
 
     def follow(self, measured: Mapping[str, tuple[float, float]]) -> None:
-        """Adapt to an iteration's mean and standard deviation of each metric. What was not measured changes nothing."""
+        """Adapt to the mean and standard deviation of each metric of an iteration. A metric that was not measured changes
+        nothing."""
         kl, entropy = (measured.get(name, (math.nan, 0.0))[0] for name in ("kl", "entropy"))
         if self._kl_control is not None and math.isfinite(kl):
             self.kl_coef = next_kl_coef(self.kl_coef, kl, self._kl_control)

@@ -1,4 +1,4 @@
-"""What surrounds the policy: seeds, devices, precision, folders of ranks, and what follows its weights."""
+"""The environment of the policy: seeds, devices, precision, folders of ranks, and copies that follow its weights."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -13,15 +13,15 @@ from grpo.writing import seed_everything
 
 
 def prepare(config: GRPOConfig, engine: Engine, *models: Any) -> int:
-    """Seed the global generators, and move the models that are not None, where the settings ask for it.
+    """Seed the global generators, and move the models that are not None to a device, if the settings say so.
 
     Returns:
-        The seed of rows and states, equal on all ranks.
+        The seed for the order of rows and states. It is equal on all ranks.
     """
     drawn = int(torch.randint(2**31, ())) if config.seed is None else config.seed
     seed = int(engine.gather_objects(drawn)[0])
     if config.seed is not None or engine.num_ranks > 1:
-        # ranks that draw the same numbers would sample the same actions
+        # ranks with the same random numbers would sample the same actions
         seed_everything((seed + engine.rank) % 2**64)
     for model in models:
         if config.device is not None and model is not None:
@@ -37,16 +37,16 @@ def autocast(config: GRPOConfig, device: torch.device) -> AbstractContextManager
 
 
 def folder_of_rank(path: str | Path, engine: Engine) -> Path:
-    """Each of several ranks has a folder of its own: every rank has its own random generators to restore."""
+    """The folder of this rank. Each of several ranks has its own folder, because it has its own random generators."""
     return Path(path) if engine.num_ranks == 1 else Path(path) / f"rank-{engine.rank}"
 
 
 class SamplerSync:
-    """Keeps the weights of a policy's separate sampler up to date. Does nothing for a policy that is no `SyncsSampler`."""
+    """Keeps the weights of a policy's separate sampler up to date. Does nothing if the policy has no `sync_sampler`."""
 
     def __init__(self, policy: Any) -> None:
         self.is_stale = True
-        """The weights have changed since the last sync, or there was none."""
+        """Whether the weights have changed since the last sync, or there was no sync yet."""
         self._syncer = policy if isinstance(policy, SyncsSampler) else None
 
     def sync(self) -> None:
@@ -57,7 +57,7 @@ class SamplerSync:
 
 
 def move_reference(config: GRPOConfig, policy: Any, reference_policy: Any, iteration: int) -> bool:
-    """Move the reference towards the policy, every `config.reference_sync_every` iterations. Says whether it moved.
+    """Move the reference towards the policy, every `config.reference_sync_every` iterations. Returns whether it moved.
 
     reference <- (1 - mix) reference + mix policy
 

@@ -1,4 +1,4 @@
-"""The loss as updates call it: ours, ours compiled, or the user's own, with what it measures added up."""
+"""The loss that updates call: `grpo_objective`, compiled or not, or the user's own. Its metrics are added up."""
 
 import warnings
 from functools import partial
@@ -22,16 +22,16 @@ REPORTED_AS = {
     "top_entropy_fraction": "kept_fraction",
     "off_policy_threshold": "kept_fraction",
 }
-"""Setting of the loss -> the metric that shows the term it asks for."""
+"""Setting of the loss -> the metric of the term that the setting asks for."""
 
 
 class MeteredObjective:
     """Calls the loss, checks what it returns, and adds its metrics to a meter.
 
     Args:
-        config: the loss's settings, and whether it is compiled.
+        config: the settings of the loss, and whether it is compiled.
         own: the user's whole objective. None: `grpo_objective`.
-        meter: where metrics are added up.
+        meter: adds up the metrics.
     """
 
     def __init__(self, config: GRPOConfig, own: Objective | None, meter: Meter) -> None:
@@ -42,7 +42,7 @@ class MeteredObjective:
         self._objective = own or (torch.compile(ours) if config.compile_objective else ours)
 
     def __call__(self, inputs: ObjectiveInputs) -> ObjectiveOutput:
-        """The loss of one micro-batch. Refuses what is not an `ObjectiveOutput`, with a `ContractError`."""
+        """The loss of one micro-batch. A result that is not an `ObjectiveOutput` is a `ContractError`."""
         output = self._objective(inputs)
         if not isinstance(output, ObjectiveOutput):
             raise ContractError(
@@ -61,7 +61,7 @@ class MeteredObjective:
         return output
 
     def _name_dropped_terms(self, inputs: ObjectiveInputs, output: ObjectiveOutput) -> None:
-        """Warn, once, about each term that is configured and that the user's objective does not report."""
+        """Warn, once, about each configured term that the user's objective does not report."""
         self._has_named_dropped_terms = True
         asked = {name: getattr(self._config, name) for name in REPORTED_AS}
         asked |= {"kl_coef": inputs.kl_coef or 0.0, "entropy_coef": inputs.entropy_coef or 0.0}

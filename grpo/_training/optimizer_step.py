@@ -1,4 +1,4 @@
-"""One optimizer step, safely: unscale, check, clip, step, schedule; or leave every weight as it was."""
+"""One safe optimizer step: unscale, check, clip, step, schedule. If a check fails, every weight stays as it was."""
 
 import math
 import warnings
@@ -20,11 +20,11 @@ class OptimizerStep:
 
     Args:
         config: learning rate, bound on the gradient norm, precision.
-        policy: its parameters are trained.
-        optimizer: the user's. None: AdamW without weight decay.
+        policy: the policy whose parameters are trained.
+        optimizer: the user's optimizer. None: AdamW without weight decay.
         lr_scheduler: stepped once per applied update.
         engine: adds up the gradients of several ranks.
-        meter: where the gradient norm and the learning rate of each update go.
+        meter: records the gradient norm and the learning rate of each update.
 
     Raises:
         ConfigError: an optimizer that holds none of the policy's parameters.
@@ -42,14 +42,14 @@ class OptimizerStep:
         self.policy_name = type(policy).__name__
         self.parameters = {name: value for name, value in policy.get_parameters().items() if value.requires_grad}
         self.num_applied = 0
-        """Updates since `begin` that changed the weights."""
+        """Number of updates since `begin` that changed the weights."""
         self.skipped_in_a_row = 0
-        """Latest updates in a row whose gradient was not finite."""
+        """Number of latest updates in a row whose gradient was not finite."""
         self.lr_scheduler = lr_scheduler
         self._config, self._engine, self._meter = config, engine, meter
         if optimizer is None and self.parameters:
             tensors = list(self.parameters.values())
-            # the fused one is several times faster for small networks, where the device has it
+            # the fused AdamW is several times faster for small networks; it exists on these devices
             fused = all(value.is_floating_point() and value.device.type in ("cpu", "cuda") for value in tensors)
             optimizer = torch.optim.AdamW(tensors, lr=config.learning_rate, weight_decay=0.0, fused=fused)
         self.optimizer = optimizer
@@ -68,7 +68,7 @@ class OptimizerStep:
         return 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
 
     def begin(self) -> None:
-        """Begin an iteration: gradients that others left behind do not belong to it."""
+        """Begin an iteration without gradients that other code left behind."""
         self.num_applied = 0
         self.clear()
 
@@ -90,10 +90,10 @@ class OptimizerStep:
             self.scaler.scale(loss).backward()
 
     def apply(self, sum_of_log_probs: Float[Tensor, ""]) -> None:
-        """Step the optimizer if everything is finite. One transfer to the host brings all that has to be known.
+        """Step the optimizer if everything is finite. All checks need one transfer to the host.
 
         Args:
-            sum_of_log_probs: over the update's steps on this rank; finite only if each of them is.
+            sum_of_log_probs: the sum over the update's steps on this rank. It is finite only if every log-prob is.
 
         Raises:
             ContractError: a log-prob is not finite, or no parameter has received a gradient.
@@ -129,9 +129,9 @@ class OptimizerStep:
             tensor.grad = None
 
     def schedule(self, position: int, num_iterations: int) -> None:
-        """Set every learning rate for iteration `position` (from 0) of a run, where the settings have a schedule.
+        """Set every learning rate for iteration `position` (from 0) of a run, if the settings have a schedule.
 
-        It rises linearly over `warmup_ratio` of the run, then stays, or falls to 0 linearly or along half a cosine.
+        The learning rate rises linearly over `warmup_ratio` of the run. Then it stays, or falls to 0 (linear or cosine).
         """
         kind, warmup_ratio = self._config.lr_schedule, self._config.warmup_ratio
         if self.optimizer is None or (kind == "constant" and warmup_ratio == 0):
@@ -160,7 +160,9 @@ class OptimizerStep:
         if math.isfinite(sum_of_log_probs):
             return
         if self.scaler.is_enabled():
-            self.scaler.update(self.scaler.get_scale())  # forget that gradients were unscaled; the loss scale stays
+            self.scaler.update(
+                self.scaler.get_scale()
+            )  # reset the scaler's state for this update; the loss scale stays
         self.clear()
         raise ContractError(
             f"{self.policy_name}: log-probabilities of sampled steps must be finite, and some are not. A sampled action "
@@ -168,7 +170,7 @@ class OptimizerStep:
         )
 
     def _skip(self, norm: float) -> None:
-        """Leave every weight and the optimizer's state as they are; a loss scale (float16) comes down."""
+        """Leave every weight and the optimizer's state unchanged. A loss scale (float16) is lowered."""
         self.clear()
         if self.scaler.is_enabled():
             self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
@@ -183,11 +185,11 @@ class OptimizerStep:
             )
 
     def _moved(self) -> list[Tensor]:
-        """What the optimizer moves: it may be more than the policy's parameters, and may grow."""
+        """The tensors that the optimizer changes. They may be more than the policy's parameters, and their number may grow."""
         return [] if self.optimizer is None else [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _add_up_ranks(self) -> None:
-        """The sum of all ranks' gradients, in one call per dtype. A rank that lacks a gradient adds zeros."""
+        """Add up the gradients of all ranks, in one call per dtype. A rank without a gradient for a tensor adds zeros."""
         if self._engine.num_ranks == 1:
             return
         everything = {id(tensor): tensor for tensor in (*self.parameters.values(), *self._moved())}.values()

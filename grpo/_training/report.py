@@ -1,4 +1,4 @@
-"""What one iteration reports, under the metric names that sinks and plots rely on."""
+"""The metrics of one iteration, under the names that sinks and plots rely on."""
 
 import math
 
@@ -29,7 +29,7 @@ TERMS = (
     "train/clip_fraction_high",
     "train/ratio_clamped_fraction",
 )
-"""Metrics that are 0 where `grpo_objective` has no such term, and NaN where an objective of the user's does not report them."""
+"""Metrics that are 0 if `grpo_objective` has no such term, and NaN if a user's own objective does not report them."""
 
 ABSENT = {
     "train/total_loss": 0.0,
@@ -46,7 +46,7 @@ ABSENT = {
 
 
 class IterationReport:
-    """Makes one iteration's metrics of what was metered, lets the coefficients follow them, and advises on them."""
+    """Reports one iteration: turns measurements into metrics, adapts the coefficients, and logs advice."""
 
     def __init__(self, config: GRPOConfig, setup: UpdateSetup, optimizer_step: OptimizerStep, meter: Meter) -> None:
         self.advisor = RunAdvisor(config)
@@ -80,7 +80,7 @@ class IterationReport:
 
 
 def batch_metrics(all_ranks: TrainingRows) -> dict[str, float]:
-    """Metrics of the rewards, advantages, groups and lengths of all ranks' rows, and what collecting them cost."""
+    """Metrics of the rewards, advantages, groups and lengths of all ranks' rows, and the costs of collecting the rows."""
     batch, advantages = all_ranks.batch, all_ranks.advantages
     mask = batch.mask.cpu()
     rewards = row_totals(batch.rewards, mask)

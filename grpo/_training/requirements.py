@@ -1,4 +1,4 @@
-"""What settings ask of the policy, of its reference and of the other arguments of a trainer."""
+"""Checks that the policy, its reference and the other arguments of a trainer fit the settings."""
 
 import warnings
 from typing import Any
@@ -14,7 +14,7 @@ from grpo.surrogates import traits_of
 
 
 def require_consistent(config: GRPOConfig, policy: Any, *, lr_scheduler: Any, objective: Any, advantages: Any) -> None:
-    """Refuse settings and arguments of the trainer that contradict one another, with a `ConfigError`."""
+    """Raise a `ConfigError` if settings and arguments of the trainer contradict one another."""
     loss = config.objective
     reads_rows = traits_of(loss.surrogate).reads_rows or getattr(loss.sampler_correction, "level", "step") == "row"
     if isinstance(policy, SplitsSteps) and objective is None and (reads_rows or loss.off_policy_threshold is not None):
@@ -38,7 +38,7 @@ def require_consistent(config: GRPOConfig, policy: Any, *, lr_scheduler: Any, ob
 
 
 def required_scores(config: GRPOConfig, *, has_own_loss: bool) -> set[str]:
-    """The fields of a batch that these settings read at collection, whatever the number of updates."""
+    """The fields of a batch that these settings need at collection, for any number of updates."""
     credit = config.advantage.credit
     keeps_by_entropy = config.objective.top_entropy_fraction < 1.0 and not has_own_loss
     selects = traits_of(config.objective.surrogate).select is not None and not has_own_loss
@@ -52,7 +52,7 @@ def required_scores(config: GRPOConfig, *, has_own_loss: bool) -> set[str]:
 
 
 def require_reference(config: GRPOConfig, policy: Any, reference_policy: Any) -> None:
-    """Refuse a reference without a policy's methods or without parameters of its own, and one that cannot follow the policy."""
+    """Refuse a reference that lacks a policy's methods, shares the policy's parameters, or cannot follow the policy."""
     if reference_policy is None:
         if config.reference_sync_every is not None:
             raise ConfigError(
@@ -76,7 +76,7 @@ def require_reference(config: GRPOConfig, policy: Any, reference_policy: Any) ->
 
 
 def first_kl_coef(config: GRPOConfig, policy: Any, reference_policy: Any, *, has_own_loss: bool) -> float:
-    """The KL coefficient that training starts with. Refuses a KL term without a reference, and a control without a term."""
+    """The KL coefficient that training starts with. Refuses a KL term without reference, and a KL control without KL term."""
     estimator = config.objective.kl_estimator
     kl_coef = config.objective.kl_coef_with(has_reference=reference_policy is not None)
     if estimator == "exact" and reference_policy is not None:
@@ -106,7 +106,7 @@ def first_kl_coef(config: GRPOConfig, policy: Any, reference_policy: Any, *, has
 
 
 def require_discrete(surrogate: Any, actions: Any) -> None:
-    """Refuse actions with a fractional part, which have densities. Floats that are whole numbers may well be classes."""
+    """Refuse actions with a fractional part, because they have densities. Floats that are whole numbers may be class labels."""
     first = actions[0] if len(actions) else 0
     parts = first.tolist() if isinstance(first, Tensor) else first
     entries = np.asarray(parts, dtype=object).ravel()
@@ -120,7 +120,7 @@ def require_discrete(surrogate: Any, actions: Any) -> None:
 
 
 def require_probabilities(surrogate: Any, log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> None:
-    """Refuse log-probs above 0, which are those of densities, with a `ContractError`."""
+    """Raise a `ContractError` for log-probs above 0, because only densities have them."""
     of_steps = log_probs.detach()[mask]
     if bool((of_steps > 1e-5).any()):
         raise ContractError(

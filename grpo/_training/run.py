@@ -20,17 +20,17 @@ from .state_source import StateSource
 
 @dataclass(slots=True, kw_only=True)
 class RunProgress:
-    """How far a run is. A checkpoint holds it, and the next call of `train` goes on from it."""
+    """The progress of a run. A checkpoint holds it, and the next call of `train` continues from it."""
 
     position: int = 0
     """Iterations of the run that are done."""
     num_draws: int = 0
-    """Times that states were drawn."""
+    """How often states were drawn."""
     is_loaded: bool = False
-    """A checkpoint was loaded, and no run has gone on from it yet."""
+    """Whether a checkpoint was loaded and no run has continued from it yet."""
 
     def begin(self) -> None:
-        """A run begins: where the loaded one was, or at 0."""
+        """Begin a run: where the loaded run stopped, or at 0."""
         if not self.is_loaded or self.position == 0:
             self.position = self.num_draws = 0
         self.is_loaded = False
@@ -41,27 +41,27 @@ class Run:
     """One call of `train`."""
 
     progress: RunProgress
-    """How far the run is; moved on as it goes."""
+    """The progress of the run. This call updates it."""
     source: StateSource
-    """Iteration -> states."""
+    """Returns the states of an iteration."""
     engine: Engine
-    """Brings several ranks together; each takes its share of the states."""
+    """Combines several ranks. Each rank takes its share of the states."""
     num_iterations: int
-    """Of the whole run."""
+    """Number of iterations of the whole run."""
     evaluates: bool
-    """Whether there is something to evaluate."""
+    """Whether there are states to evaluate."""
     eval_every: int | None
     """Iterations between evaluations. None: ten evaluations in the run."""
     sinks: Sequence[MetricSink]
-    """They take every iteration's metrics."""
+    """Receivers of every iteration's metrics."""
     folder: Any
-    """The `CheckpointFolder` where checkpoints go. None: nowhere."""
+    """The folder to write checkpoints to. None: no checkpoints."""
     checkpoint_every: int | None
     """Iterations between checkpoints. None: ten checkpoints in the run."""
     shows_bar: bool
     """Show a progress bar, on the first rank."""
     history: list[dict[str, float]] = field(default_factory=list)
-    """The metrics of each iteration done so far."""
+    """The metrics of each iteration that this call has made."""
 
     def __post_init__(self) -> None:
         at_least_one("num_iterations", self.num_iterations, 1)
@@ -79,7 +79,7 @@ class Run:
             )
 
     def positions(self) -> Iterator[int]:
-        """The positions (from 0) of the iterations that are left, beside a progress bar."""
+        """The positions (from 0) of the remaining iterations, with a progress bar."""
         start, total = self.progress.position, self.num_iterations
         hides = not self.shows_bar or self.engine.rank > 0
         bar = tqdm(total=total, initial=start, desc="GRPO", unit="it", disable=hides)
@@ -100,7 +100,7 @@ class Run:
         return select_rows(states, torch.arange(len(states)).tensor_split(num_ranks)[self.engine.rank])
 
     def finish(self, position: int) -> bool:
-        """Count an iteration as done. Says whether an evaluation is due."""
+        """Count an iteration as done. Returns whether an evaluation is due."""
         self.progress.position = position + 1
         return self.evaluates and self._is_due(self._eval_every)
 
@@ -108,7 +108,7 @@ class Run:
         return self.progress.position % every == 0 or self.progress.position == self.num_iterations
 
     def record(self, metrics: dict[str, float], iteration: int) -> bool:
-        """Take an iteration's metrics. Says whether a checkpoint is due."""
+        """Record an iteration's metrics. Returns whether a checkpoint is due."""
         score = metrics.get("eval/avg_reward", float("-inf"))
         improved, self._best = score > self._best, max(self._best, score)
         self.history.append(metrics)
@@ -119,18 +119,18 @@ class Run:
         return self.folder is not None and (improved or self._is_due(self._checkpoint_every))
 
     def save(self, state: Mapping[str, Any], iteration: int) -> None:
-        """Write a checkpoint, scored by the last evaluation, or by the mean reward where nothing is evaluated."""
+        """Write a checkpoint. Its score is the last evaluation or, without evaluations, the mean reward."""
         score = self.history[-1].get("eval/avg_reward" if self.evaluates else "rewards/mean")
         self.folder.save(state, iteration=iteration, score=score)
 
     def save_after_failure(self, state: Mapping[str, Any], iteration: int) -> None:
-        """Write a checkpoint without a score, unless there is one of this iteration."""
+        """Write a checkpoint without a score, unless this iteration already has one."""
         if self.folder is not None and not self.folder.has(iteration):
             self.folder.save(state, iteration=iteration, score=None)
 
 
 def at_least_one(name: str, value: int | None, default: int) -> int:
-    """`value`, or the default (at least 1) where it is None. Refuses a value below 1."""
+    """`value`, or the default (at least 1) if it is None. Refuses a value below 1."""
     if value is not None and value < 1:
         raise ConfigError(f"{name} must be >= 1; got {value}.")
     return max(default, 1) if value is None else value

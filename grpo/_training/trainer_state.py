@@ -1,4 +1,4 @@
-"""What an exact resume needs of a `GRPOTrainer`, as one nested value: capture it, restore it."""
+"""The state of a `GRPOTrainer` that an exact resume needs, as one nested value: capture it, restore it."""
 
 import copy
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from grpo.writing import capture_random_state, restore_random_state
 
 
 def capture(trainer: Any) -> dict[str, Any]:
-    """Parameters, optimizer, scheduler, scaler, generators, counters, and the `HasState` of everything that has one."""
+    """Parameters, optimizer, scheduler, scaler, generators, counters, and the state of every object with a `HasState`."""
     reference, stateful = trainer.reference_policy, _stateful(trainer)
     return {
         "parameters": dict(trainer.policy.get_parameters()),
@@ -43,7 +43,7 @@ def restore(trainer: Any, state: dict[str, Any]) -> None:
     """Restore what `capture` returned, all or nothing.
 
     Raises:
-        CheckpointError: names what is missing, of another kind, or of another shape; the trainer is as it was.
+        CheckpointError: names the item that is missing, has another type, or has another shape. The trainer is unchanged.
     """
     present = capture(trainer)
     _require_same_names("The checkpoint", present, state)
@@ -68,7 +68,7 @@ def restore(trainer: Any, state: dict[str, Any]) -> None:
 
 
 def require_same_iteration(engine: Engine, state: dict[str, Any], path: str | Path) -> None:
-    """Refuse checkpoints of ranks that are not of the same iteration, with a `CheckpointError`."""
+    """Raise a `CheckpointError` if the checkpoints of the ranks are not from the same iteration."""
     iterations = engine.gather_objects(state["counters"]["iteration"]) if engine.num_ranks > 1 else []
     if len(set(iterations)) > 1:
         raise CheckpointError(
@@ -104,7 +104,7 @@ def _put(trainer: Any, state: dict[str, Any]) -> None:
 
 
 def _stateful(trainer: Any) -> dict[str, Any]:
-    """Everything else with a `state_dict`, by name."""
+    """All other objects with a `state_dict`, by name."""
     scaler = trainer.optimizer_step.scaler
     candidates = {
         "policy": trainer.policy,

@@ -1,4 +1,4 @@
-"""The rows that an iteration trains on: with advantages, beside rows of recent iterations, and with each step as a row."""
+"""The rows that an iteration trains on, with advantages. Rows of recent iterations may be added, and steps may become rows."""
 
 from collections import deque
 from collections.abc import Callable
@@ -20,24 +20,26 @@ from grpo.writing import as_advantages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRows:
-    """What updates read: a batch, and the advantages of its rows or steps."""
+    """The rows that updates read: a batch, and the advantages of its rows or steps."""
 
     batch: ExperienceBatch
     """The rows, with their rewards."""
     advantages: Float[Tensor, " N"] | Float[Tensor, "N T"]
-    """One per row, or one per step; on the CPU."""
+    """The advantages, one per row or one per step, on the CPU."""
     returns: Float[Tensor, "N T"] | None = None
-    """What a critic is trained towards. None: there is no critic."""
+    """The returns that the critic is trained on. None: there is no critic."""
     old_is_current: bool = False
-    """True for a single update without a sampler's scores: its policy counts as the old one, and the ratio is 1."""
+    """True if there is a single update and the sampler returned no scores: the current policy is then the old policy, and the
+    ratio is 1."""
     num_replayed: int = 0
-    """How many of the rows are from earlier iterations."""
+    """Number of rows from earlier iterations."""
     live: Bool[Tensor, " N"] | None = None
-    """Rows with an advantage; the others change no gradient and are skipped before the forward pass. None: all rows count."""
+    """Rows with an advantage. The other rows change no gradient and are skipped before the forward pass. None: all rows
+    count."""
 
     @property
     def advantages_per_step(self) -> Float[Tensor, "N T"]:
-        """The advantage of each step: a row's advantage is that of all its steps."""
+        """The advantage of each step. A step has the advantage of its row, if advantages are per row."""
         advantages = self.advantages
         return advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand(self.batch.mask.shape)
 
@@ -47,7 +49,7 @@ def with_advantages(
 ) -> tuple[TrainingRows, TrainingRows]:
     """This rank's rows with their advantages, and the rows of all ranks, for the report.
 
-    `AdvantageEstimator` sees the rewards of all ranks. A callable of the user's sees this rank's batch only.
+    `AdvantageEstimator` reads the rewards of all ranks. A user's own callable gets this rank's batch only.
     """
     all_ranks, own = gather_rewards(batch, engine)
     width = batch.mask.shape[1]
@@ -65,7 +67,7 @@ def with_advantages(
 
 
 def split_steps(rows: TrainingRows, policy: SplitsSteps) -> TrainingRows:
-    """Every valid step as a row of its own (T = 1), row by row. Whatever has shape [N, T] is read at the mask."""
+    """Every valid step as a row of its own (T = 1), row by row. A field of shape [N, T] is read at the mask."""
     batch, mask = rows.batch, rows.batch.mask
     num_steps = int(mask.sum())
     states, actions = policy.split_steps(batch.states, batch.actions)
@@ -100,11 +102,11 @@ def split_steps(rows: TrainingRows, policy: SplitsSteps) -> TrainingRows:
 class ReplayBuffer:
     """The rows of the last `limit` iterations, with the advantages they had. Older rows are dropped.
 
-    A replayed row's ratio is to the policy that scored it when it was collected, so clipping bounds how far the policy has
-    moved since then, however many iterations ago that was.
+    The ratio of a replayed row compares the policy with the policy at its collection, so clipping bounds how far the policy has
+    moved since then, for any number of iterations.
 
     Args:
-        limit: iterations; 0 keeps nothing.
+        limit: number of iterations; 0 keeps nothing.
     """
 
     def __init__(self, limit: int) -> None:
@@ -112,7 +114,7 @@ class ReplayBuffer:
         self._recent: deque[TrainingRows] = deque(maxlen=limit)
 
     def join(self, rows: TrainingRows) -> TrainingRows:
-        """`rows`, then the rows of recent iterations, newest first. Keeps `rows` for the next iterations."""
+        """`rows`, then the rows of recent iterations, newest first. `rows` are kept for the next iterations."""
         if self._limit == 0:
             return rows
         iterations = [rows, *reversed(self._recent)]

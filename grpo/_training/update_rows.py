@@ -1,4 +1,4 @@
-"""The updates of one iteration: which rows each reads, with which weights, in which forwards, and what the loss is given."""
+"""The updates of one iteration: the rows, weights and forward passes of each update, and the inputs of the loss."""
 
 import warnings
 from collections.abc import Iterator
@@ -28,63 +28,63 @@ from .requirements import require_discrete, require_probabilities
 from .training_rows import TrainingRows, split_steps
 
 TRAIN_MODE_TOLERANCE = 0.05
-"""Largest change of a log-prob between eval() and train() that counts as rounding (bfloat16) and not as dropout."""
+"""Largest change of a log-prob between eval() and train() that counts as rounding (bfloat16). A larger change is dropout."""
 
 _SAME_STEPS = "Score the same steps every time; give rollouts made elsewhere the mask of the policy's own decisions."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateWeights:
-    """What is computed once per update from all its rows, on all ranks."""
+    """Values that are computed once per update from all its rows, on all ranks."""
 
     selected: RowIndex
     """The rows of the update."""
     steps: Float[Tensor, "n T"]
     """The weight of each step in the loss."""
     entropy: Float[Tensor, "n T"] | None
-    """The entropy term's own weights. None: the same."""
+    """The weight of each step in the entropy term. None: the same weights."""
     keep: Bool[Tensor, "n T"] | None
-    """Steps that the surrogate counts. None: all."""
+    """Steps that the surrogate counts. None: all steps."""
     chosen: Bool[Tensor, "n T"] | None
     """Steps that the surrogate's `select` chose. None: it has no `select`."""
 
 
 @dataclass(eq=False)
 class UpdateSetup:
-    """What the updates of all iterations share."""
+    """Values that the updates of all iterations share."""
 
     config: GRPOConfig
-    """Batch size, epochs, aggregation, selections."""
+    """The settings: batch size, epochs, aggregation, selections."""
     collector: ExperienceCollector
-    """Scores rows and plans forwards."""
+    """Scores rows and plans forward passes."""
     coefficients: Coefficients
     """The current KL and entropy coefficients."""
     engine: Engine
-    """Brings several ranks together."""
+    """Combines several ranks."""
     has_own_loss: bool
-    """The user passed a whole objective, so no shortcut applies."""
+    """Whether the user passed a whole objective, so that no shortcut applies."""
     seed: InitVar[int]
     """Seed of the order of rows."""
     has_compared_modes: bool = False
-    """Log-probs in train() were compared with those in eval()."""
+    """Whether the log-probs of train() and eval() have been compared."""
 
     def __post_init__(self, seed: int) -> None:
         policy = self.collector.policy
         self.policy_name = type(policy).__name__
         self.splitter = policy if isinstance(policy, SplitsSteps) else None
         self.traits = SurrogateTraits() if self.has_own_loss else traits_of(self.config.objective.surrogate)
-        """A user's own objective may read anything, so the safe defaults apply."""
+        """The traits of the loss. A user's own objective may read anything, so it has the safe defaults."""
         self.row_order = torch.Generator().manual_seed(seed)
         self.step_choice = torch.Generator().manual_seed(seed)
-        """In the same state on all ranks, whatever their numbers of rows."""
+        """Generator of the random choices. It is in the same state on all ranks, whatever their numbers of rows."""
 
     def num_updates(self, batch: ExperienceBatch) -> int:
-        """Updates that one iteration makes of this batch: as many as the rank with most rows needs."""
+        """Number of updates in an iteration on this batch: as many as the rank with the most rows needs."""
         num_rows = batch.num_rows if self.splitter is None else int(batch.mask.sum())
         return self.num_per_epoch(num_rows) * self.config.num_epochs_per_update
 
     def num_per_epoch(self, num_rows: int) -> int:
-        """Updates of one pass over this rank's rows, or over those of the rank with most rows."""
+        """Number of updates in one pass over this rank's rows, or over the rows of the rank with the most rows."""
         of_ranks: list[int] = self.engine.gather_objects(num_updates_per_epoch(num_rows, self.config.batch_size))
         return max(of_ranks)
 
@@ -98,7 +98,7 @@ class UpdateRows:
         has_other_terms = rows.returns is not None or setup.coefficients.may_be_positive
         skips = setup.traits.zero_advantage_is_inert and not has_other_terms
         self.num_skipped = int((~has_advantage(rows.advantages)).sum()) if skips else 0
-        """Rows without an advantage, which no update forwards."""
+        """Number of rows without an advantage, which no update forwards."""
         if setup.splitter is not None:
             rows = split_steps(rows, setup.splitter)
         if setup.traits.for_probabilities:
@@ -108,14 +108,15 @@ class UpdateRows:
             rows = rows if bool(live.all()) else replace(rows, live=live)
         self.data = rows
         self.num_planned = 0
-        """Epochs x updates so far."""
+        """Number of updates so far, over all epochs."""
         self.num_dead = 0
-        """Updates skipped before the forward pass, since none of their rows has an advantage."""
+        """Number of updates that were skipped before the forward pass, because none of their rows has an advantage."""
         self._setup = setup
         self._sum_of_log_probs: list[Tensor] = []
 
     def updates(self) -> Iterator[RowIndex]:
-        """The rows of each update, epoch by epoch; a group's rows stay adjacent. Updates without a live row are left out."""
+        """The rows of each update, epoch by epoch. The rows of a group stay adjacent. Updates without a row that counts are
+        left out."""
         setup, batch = self._setup, self.data.batch
         for _ in range(setup.config.num_epochs_per_update):
             num_updates = setup.num_per_epoch(batch.num_rows)
@@ -158,7 +159,8 @@ class UpdateRows:
         )
 
     def micro_batches(self, selected: RowIndex) -> Iterator[RowIndex]:
-        """Positions within `selected` of the rows of each forward: the policy's own plan, else `micro_batch_size` in order."""
+        """Positions within `selected` of the rows of each forward pass: the policy's plan, or else `micro_batch_size` rows in
+        order."""
         positions = self._live_positions(selected)
         batch = self.data.batch
         chosen = compose_index(selected, positions)
@@ -171,7 +173,7 @@ class UpdateRows:
         return self.data.live[selected].nonzero().squeeze(1)
 
     def inputs(self, micro: RowIndex, weights: UpdateWeights) -> ObjectiveInputs:
-        """Score the rows of a micro-batch with gradient, and put everything known about them beside it."""
+        """Score the rows of a micro-batch with gradient, and combine the scores with everything known about the rows."""
         rows, batch = self.data, self.data.batch
         selected = compose_index(weights.selected, micro)
         scores = self._setup.collector.scorer(
@@ -181,7 +183,7 @@ class UpdateRows:
         width, device = scores.log_probs.shape[1], scores.log_probs.device
 
         def beside(values: Tensor | None, index: RowIndex = selected) -> Any:
-            """The rows' values, as wide as the scores."""
+            """The rows' values, padded to the width of the scores."""
             if values is None:
                 return None
             return (values[index] if values.dim() == 1 else values[index, :width]).to(device)
@@ -211,7 +213,8 @@ class UpdateRows:
         return inputs
 
     def sum_of_log_probs(self) -> Float[Tensor, ""]:
-        """The sum over the update's forwards so far, which is finite only if every log-prob is; then begins anew."""
+        """The sum over the update's forward passes so far, which is finite only if every log-prob is. The sum restarts at 0
+        afterwards."""
         sums, self._sum_of_log_probs = self._sum_of_log_probs, []
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 
@@ -237,7 +240,7 @@ class UpdateRows:
             require_probabilities(config.objective.surrogate, scores.log_probs, scores.mask)
 
     def _compare_modes(self, inputs: ObjectiveInputs) -> None:
-        """Say, once, when train() changes the log-probs that eval() gave: the first ratio is then not 1."""
+        """Warn, once, if train() changes the log-probs of eval(): the first ratio is then not 1."""
         if self._setup.has_compared_modes or inputs.old_log_probs is None or not inputs.log_probs.requires_grad:
             return
         self._setup.has_compared_modes = True
