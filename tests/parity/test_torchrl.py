@@ -4,6 +4,9 @@ import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,19 +23,30 @@ from grpo.advantage_estimator import discounted_returns, generalized_advantages
 from grpo.surrogates import Cispo, Clip
 from tests.support.peer_cases import Case, assert_equal, assert_equal_losses, draws, random_case
 
-pytest.importorskip("torchrl", minversion="0.14", reason='needs torchrl: pip install -e ".[bench]"')
-with warnings.catch_warnings():  # what its dependencies deprecate is not ours to fix
-    warnings.simplefilter("ignore")
-    from tensordict import TensorDict
-    from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
-    from torchrl.objectives import ClipPPOLoss
-    from torchrl.objectives.llm import CISPOLoss, GRPOLoss, MCAdvantage
-    from torchrl.objectives.value.functional import generalized_advantage_estimate, reward2go
+
+@cache
+def peer() -> SimpleNamespace:
+    """What the tests use of torchrl and tensordict, imported for the first test: collecting the tests does not wait for it."""
+    pytest.importorskip("torchrl", minversion="0.14", reason='needs torchrl: pip install -e ".[bench]"')
+    with warnings.catch_warnings():  # what its dependencies deprecate is not ours to fix
+        warnings.simplefilter("ignore")
+        import tensordict
+        import tensordict.nn
+        import torchrl.objectives.llm
+        import torchrl.objectives.value.functional
+    return SimpleNamespace(
+        data=tensordict,
+        modules=tensordict.nn,
+        objectives=torchrl.objectives,
+        llm=torchrl.objectives.llm,
+        functional=torchrl.objectives.value.functional,
+    )
 
 
 @pytest.fixture(autouse=True)
 def float64_buffers() -> Iterator[None]:
     """The modules keep their bounds as tensors of the default dtype."""
+    peer()  # before the default changes
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -60,7 +74,7 @@ class GivenPolicy(nn.Module):
         super().__init__()
         self.steps = steps
 
-    def get_dist(self, tensordict: TensorDict, logits_key: str) -> GivenSteps:
+    def get_dist(self, tensordict: Any, logits_key: str) -> GivenSteps:
         return self.steps
 
 
@@ -72,9 +86,9 @@ def off_policy_case(seed: int, choose: random.Random, generator: torch.Generator
             return case
 
 
-def language_model_batch(case: Case) -> TensorDict:
+def language_model_batch(case: Case) -> Any:
     advantages = case.advantages if case.advantages.dim() == 2 else case.advantages.unsqueeze(1)
-    return TensorDict(
+    return peer().data.TensorDict(
         {
             ("tokens", "full"): torch.zeros_like(case.mask, dtype=torch.long),
             ("log_probs", "full"): case.old_log_probs,
@@ -107,7 +121,7 @@ def test_grpo_loss(theirs: str, ours: str) -> None:
         case = off_policy_case(seed, choose, generator)
         low, high = choose.choice([(0.2, 0.2), (0.2, 0.28), (0.0003, 0.0004), (0.9, 3.0)])
         leaves = case.log_probs.clone().requires_grad_(), case.entropy.clone().requires_grad_()
-        module = GRPOLoss(
+        module = peer().llm.GRPOLoss(
             GivenPolicy(GivenSteps(*leaves, case.mask)),
             clip_epsilon=(low, high),
             aggregation=theirs,
@@ -136,6 +150,7 @@ def test_grpo_loss(theirs: str, ours: str) -> None:
 def test_cispo_loss() -> None:
     """torchrl's loss has no log pi in it: its value per step is the paper's gradient (arXiv:2506.13585, eq. 4), and its
     gradient is the paper's inside the bounds and 0 outside, where the paper's is the bound times A."""
+    peer_loss = peer().llm.CISPOLoss
     for seed, choose, generator in draws(21, 150):
         case = off_policy_case(seed, choose, generator)
         low, high = choose.choice([(0.2, 0.28), (0.9, 3.0)])
@@ -145,7 +160,7 @@ def test_cispo_loss() -> None:
         (ours,) = gradients(grpo_objective(inputs_of(case, log_probs, weights), config).loss, log_probs)
         actor = GivenPolicy(GivenSteps(log_probs, case.entropy, case.mask))
         per_step, reduced = (
-            CISPOLoss(actor, clip_epsilon=(low, high), aggregation=kind)(language_model_batch(case)).loss_objective
+            peer_loss(actor, clip_epsilon=(low, high), aggregation=kind)(language_model_batch(case)).loss_objective
             for kind in ("none", "token_mean")
         )
         expected = per_step.detach().squeeze(-1) * weights
@@ -180,7 +195,7 @@ def test_clip_ppo_loss() -> None:
         logits, values = normal(count, num_actions), normal(count, 1)
         actions = torch.randint(num_actions, (count,), generator=generator)
         old_log_probs = (logits + choose.choice([0.1, 1.0]) * normal(count, num_actions)).log_softmax(1)
-        steps = TensorDict(
+        steps = peer().data.TensorDict(
             {
                 "step": torch.arange(count),
                 "action": actions,
@@ -194,14 +209,14 @@ def test_clip_ppo_loss() -> None:
         low, high = choose.choice([(0.2, 0.2), (0.2, 0.28), (0.9, 3.0)])
         value_clip = choose.choice([None, 0.1, 0.5])
         actor, critic = Table(logits), Table(values)
-        module = ClipPPOLoss(
-            ProbabilisticTensorDictSequential(
-                TensorDictModule(actor, in_keys=["step"], out_keys=["logits"]),
-                ProbabilisticTensorDictModule(
+        module = peer().objectives.ClipPPOLoss(
+            peer().modules.ProbabilisticTensorDictSequential(
+                peer().modules.TensorDictModule(actor, in_keys=["step"], out_keys=["logits"]),
+                peer().modules.ProbabilisticTensorDictModule(
                     in_keys=["logits"], out_keys=["action"], distribution_class=torch.distributions.Categorical
                 ),
             ),
-            TensorDictModule(critic, in_keys=["step"], out_keys=["state_value"]),
+            peer().modules.TensorDictModule(critic, in_keys=["step"], out_keys=["state_value"]),
             clip_epsilon=(low, high),
             entropy_coeff=0.1,
             critic_coeff=0.5,
@@ -260,7 +275,9 @@ def test_generalized_advantages() -> None:
             last,
             last & ~truncated.unsqueeze(1),
         )
-        theirs, _ = generalized_advantage_estimate(gamma, gae_lambda, *(column.unsqueeze(-1) for column in columns))
+        theirs, _ = peer().functional.generalized_advantage_estimate(
+            gamma, gae_lambda, *(column.unsqueeze(-1) for column in columns)
+        )
         ours = generalized_advantages(
             rewards.masked_fill(~mask, torch.nan),
             values.masked_fill(~mask, torch.nan),
@@ -280,7 +297,7 @@ def test_discounted_returns() -> None:
         if mask.shape[1] == 1:
             continue
         rewards, gamma = torch.randn(mask.shape, generator=generator), choose.choice([0.5, 0.9, 1.0])
-        theirs = reward2go(rewards, last, gamma, time_dim=-1)
+        theirs = peer().functional.reward2go(rewards, last, gamma, time_dim=-1)
         ours = discounted_returns(rewards.masked_fill(~mask, torch.nan), mask, gamma)
         assert_equal("discounted returns", ours[mask], theirs[mask], f"seed {seed}, gamma {gamma}")
 
@@ -292,12 +309,14 @@ def test_group_advantages() -> None:
         rewards = torch.randn(group_size, width, generator=generator)
         if choose.random() < 0.3:
             rewards = torch.full_like(rewards, 0.25)
-        transform = MCAdvantage(group_size, prompt_key="group", trajectory_return="sum")
+        transform = peer().llm.MCAdvantage(group_size, prompt_key="group", trajectory_return="sum")
         end = torch.arange(width) == width - 1
         written = None
         for row in rewards:
-            step = TensorDict({"reward": row.unsqueeze(1), "done": end.unsqueeze(1)}, [width])
-            written = transform.inv(TensorDict({"group": torch.zeros(width, dtype=torch.long), "next": step}, [width]))
+            step = peer().data.TensorDict({"reward": row.unsqueeze(1), "done": end.unsqueeze(1)}, [width])
+            written = transform.inv(
+                peer().data.TensorDict({"group": torch.zeros(width, dtype=torch.long), "next": step}, [width])
+            )
         theirs = written["advantage"].view(group_size, width)
         ours = group_relative_advantages(rewards.sum(1), torch.zeros(group_size, dtype=torch.long), scale="group")
         case = f"seed {seed}, rewards {rewards.tolist()}"

@@ -55,27 +55,30 @@ def assert_same(formula: str, ours: Tensor, theirs: Tensor, case: str) -> None:
     assert_equal(formula, ours, theirs, case, allowed=1e-9 * theirs.abs() + 1e-12 * scale)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-def test_weighted_sum_then_normalised(scale: Scale) -> None:
+def test_weighted_sum_then_normalised(subtests: pytest.Subtests) -> None:
     """One reward function or several. A row that all of them declined is dropped by us, and given 0 by TRL."""
-    for seed, choose, generator in draws(10, 150):
-        group_size, num_groups, num_functions = choose.randint(2, 8), choose.randint(1, 5), choose.randint(1, 3)
-        count = group_size * num_groups
-        rewards = random_rewards(choose, generator, count, num_functions)
-        weights = random_weights(choose, num_functions)
-        scored = torch.rand(count, generator=generator) >= choose.choice([0.0, 0.0, 0.3])
-        if scored.sum() < 2:
-            continue
-        group_ids = torch.arange(num_groups).repeat_interleave(group_size)
-        settings = TRLSettings(num_generations=group_size, scale_rewards=scale)
-        theirs = their_advantages(rewards.masked_fill(~scored.unsqueeze(1), torch.nan), weights, settings)
-        ours = group_relative_advantages(
-            (rewards * weights).sum(1)[scored], group_ids[scored], scale=scale, std_eps=TRL_STD_EPS
-        )
-        case = f"seed {seed}, {settings}, weights {weights.tolist()}"
-        assert_same(f"advantages of the weighted sum, scale {scale}", ours, theirs[scored], case)
-        declined = theirs[~scored]
-        assert_equal("advantages of rows without a reward", torch.zeros_like(declined), declined, case, allowed=0.0)
+    for scale in SCALES:
+        with subtests.test(scale=scale):
+            for seed, choose, generator in draws(10, 150):
+                group_size, num_groups, num_functions = choose.randint(2, 8), choose.randint(1, 5), choose.randint(1, 3)
+                count = group_size * num_groups
+                rewards = random_rewards(choose, generator, count, num_functions)
+                weights = random_weights(choose, num_functions)
+                scored = torch.rand(count, generator=generator) >= choose.choice([0.0, 0.0, 0.3])
+                if scored.sum() < 2:
+                    continue
+                group_ids = torch.arange(num_groups).repeat_interleave(group_size)
+                settings = TRLSettings(num_generations=group_size, scale_rewards=scale)
+                theirs = their_advantages(rewards.masked_fill(~scored.unsqueeze(1), torch.nan), weights, settings)
+                ours = group_relative_advantages(
+                    (rewards * weights).sum(1)[scored], group_ids[scored], scale=scale, std_eps=TRL_STD_EPS
+                )
+                case = f"seed {seed}, {settings}, weights {weights.tolist()}"
+                assert_same(f"advantages of the weighted sum, scale {scale}", ours, theirs[scored], case)
+                declined = theirs[~scored]
+                assert_equal(
+                    "advantages of rows without a reward", torch.zeros_like(declined), declined, case, allowed=0.0
+                )
 
 
 def test_normalised_then_weighted_sum() -> None:

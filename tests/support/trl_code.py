@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import MethodType, SimpleNamespace
 from typing import Any, Literal
 
@@ -17,16 +18,21 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("trl", minversion="1.16", reason='needs TRL: pip install -e ".[bench]"')
-with warnings.catch_warnings():  # what its dependencies deprecate is not ours to fix
-    warnings.simplefilter("ignore")
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 RatioLevel = Literal["token", "sequence"]
 SamplerMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 PAD = 0
+
+
+@cache
+def their_class() -> Any:
+    """TRL's `GRPOTrainer`, imported when a test first needs it: collecting the tests does not wait for it."""
+    pytest.importorskip("trl", minversion="1.16", reason='needs TRL: pip install -e ".[bench]"')
+    with warnings.catch_warnings():  # what its dependencies deprecate is not ours to fix
+        warnings.simplefilter("ignore")
+        from trl.trainer.grpo_trainer import GRPOTrainer
+    return GRPOTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +140,7 @@ def advantages_and_ratios(rollouts: Rollouts, settings: TRLSettings) -> dict[str
         _pending_metrics={},
     )
     with _default_dtype(rollouts.rewards.dtype):  # TRL builds the sampler's log-probs from lists
-        return GRPOTrainer._generate_and_score_completions(self, [{"prompt": ""} for _ in lengths])
+        return their_class()._generate_and_score_completions(self, [{"prompt": ""} for _ in lengths])
 
 
 def loss_inputs(mask: Tensor, advantages: Tensor, old_log_probs: Tensor | None, **others: Tensor) -> dict[str, Tensor]:
@@ -168,7 +174,7 @@ def next_loss(trainer: Any, inputs: dict[str, Tensor], log_probs: Tensor, entrop
     width = inputs["completion_ids"].shape[1]
     outputs = (log_probs[:, :width], entropy[:, :width], None)
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: outputs
-    return GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
+    return their_class()._compute_loss(trainer, trainer.model, inputs)
 
 
 class _OneProcess:
@@ -194,9 +200,9 @@ def trainer(settings: TRLSettings, **others: Any) -> Any:
     self = SimpleNamespace(**vars(settings), **others, accelerator=_OneProcess())
     self.args = self
     self._metrics = {"train": defaultdict(list)}
-    self.get_high_entropy_mask = MethodType(GRPOTrainer.get_high_entropy_mask, self)
-    self.get_off_policy_mask = GRPOTrainer.get_off_policy_mask
-    self.get_gamma_weights = GRPOTrainer.get_gamma_weights
+    self.get_high_entropy_mask = MethodType(their_class().get_high_entropy_mask, self)
+    self.get_off_policy_mask = their_class().get_off_policy_mask
+    self.get_gamma_weights = their_class().get_gamma_weights
     return self
 
 
