@@ -152,6 +152,37 @@ def test_a_policy_without_parameters_is_scored_and_not_updated() -> None:
     assert metrics["train/ratio_mean"] == 1.0
 
 
+class Impossible(TablePolicy):
+    """In updates, actions of state b have probability 0. Without parameters where it is fixed."""
+
+    is_fixed = False
+
+    def get_parameters(self) -> dict[str, Tensor]:
+        return {} if self.is_fixed else super().get_parameters()
+
+    def get_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+        log_probs = super().get_log_probabilities(states, actions)
+        impossible = torch.tensor([self.training and state == "b" for state in states])
+        log_probs = torch.where(impossible, -math.inf, log_probs)
+        return log_probs.detach() if self.is_fixed else log_probs
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_a_log_prob_that_is_not_finite_in_any_micro_batch_is_refused(is_fixed: bool) -> None:
+    """The rows of state b are the second of two micro-batches."""
+    policy = Impossible(script=SCRIPT)
+    policy.is_fixed = is_fixed
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=2, micro_batch_size=2),
+        policy=policy,
+        reward_model=lambda states, actions: [0, 1, 0, 1],
+    )
+    with pytest.raises(ContractError, match=r"Impossible: log-probabilities of sampled steps must be finite"):
+        trainer.step(["a", "b"])
+    assert policy.logits.tolist() == [[0.0, 0.0]] * 2
+    assert policy.logits.grad is None
+
+
 # A loss scaler. On the CPU it does what it does on CUDA, where `autocast_dtype="float16"` switches it on.
 
 

@@ -1,0 +1,138 @@
+"""Updates beside another rank's, and what is checked of the scores that an update reads."""
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import ActionScores, ConfigError, ContractError, EntropyControl, ExperienceBatch, ObjectiveConfig
+from grpo._training.update_rows import UpdateRows
+from grpo.distributed import OneProcess
+from tests.support.policies import RowScoring, TablePolicy
+from tests.support.trainers import ROLLOUTS, by_hand
+
+# Several ranks
+
+
+class OtherRank(OneProcess):
+    """Beside a rank that plans so many updates per epoch, and has so many live rows in each."""
+
+    num_ranks = 2
+
+    def __init__(self, num_updates: int, num_live: int) -> None:
+        self.num_updates, self.num_live = num_updates, num_live
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, self.num_updates if isinstance(value, int) else value]
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values + self.num_live
+
+
+def test_a_rank_takes_part_in_every_update_in_which_another_rank_has_a_live_row(subtests: pytest.Subtests) -> None:
+    """Three groups of two rows in updates of one group; only the second group is live on this rank."""
+    rewards, groups = [1.0, 1.0, 0.0, 2.0, 5.0, 5.0], [0, 0, 1, 1, 2, 2]
+    for num_updates, num_live, sizes, num_dead in [
+        (1, 0, [2], 2),  # the other rank has fewer updates, and no live row
+        (5, 0, [2], 4),
+        (3, 1, [2, 2, 2], 0),
+        (5, 1, [2, 2, 2, 0, 0], 0),  # without rows, this rank waits for the other one
+    ]:
+        with subtests.test(num_updates=num_updates, num_live=num_live):
+            trainer, _ = by_hand(policy=TablePolicy(states=[0, 1, 2]), config={"batch_size": 2})
+            rows = trainer.prepared(ExperienceBatch.from_rows(groups, [0] * 6, rewards, groups))
+            trainer.setup.engine = OtherRank(num_updates, num_live)
+            assert [len(torch.arange(6)[selected]) for selected in rows.updates()] == sizes
+            assert (rows.num_planned, rows.num_dead) == (max(num_updates, 3), num_dead)
+
+
+# What is checked of the scores
+
+
+class Changing(RowScoring):
+    """Its scores in updates are changed by a function."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.change = change
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        return self.change(scores) if self.training else scores
+
+
+def with_another_step(scores: ActionScores) -> ActionScores:
+    log_probs, mask, _ = (
+        torch.cat([part, part[:, :1]], dim=1) for part in (scores.log_probs, scores.mask, scores.mask)
+    )
+    return ActionScores(log_probs=log_probs, mask=mask)
+
+
+def without_the_first_step(scores: ActionScores) -> ActionScores:
+    mask = scores.mask.clone()
+    mask[0, 0] = False
+    return replace(scores, mask=mask)
+
+
+def above_0(scores: ActionScores) -> ActionScores:
+    return replace(scores, log_probs=scores.log_probs + 5.0)
+
+
+def test_scores_of_an_update_that_do_not_fit_are_refused(subtests: pytest.Subtests) -> None:
+    for change, settings, error, message in [
+        (with_another_step, {}, ContractError, r"Changing scored 4 steps of rows of 3\. Score the same steps"),
+        (
+            without_the_first_step,
+            {},
+            ContractError,
+            r"Changing masks other steps in an update than in the batch\. Score",
+        ),
+        (
+            lambda scores: replace(scores, entropy=None),
+            {"entropy_control": EntropyControl(coef_min=0.0)},
+            ConfigError,
+            r"entropy_control needs an exact entropy, and Changing gives none",
+        ),
+        (
+            above_0,
+            {"objective": ObjectiveConfig(surrogate="dppo")},
+            ContractError,
+            r"surrogate=Dppo\(.*compares probabilities",
+        ),
+    ]:
+        with subtests.test(message=message):
+            trainer, _ = by_hand(policy=Changing(change), config=settings)
+            batch = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
+            (selected,) = batch.updates()
+            with pytest.raises(error, match=message):
+                read_all(trainer, batch, selected)
+
+
+def read_all(trainer: Any, rows: UpdateRows, selected: Any) -> None:
+    """Read the inputs of every micro-batch, with the policy in train()."""
+    trainer.policy.train()
+    weights = rows.weights(selected)
+    for micro in rows.micro_batches(selected):
+        rows.inputs(micro, weights)
+
+
+def test_log_probs_that_change_in_train_are_told_once(subtests: pytest.Subtests) -> None:
+    """Changes of up to 0.05 are taken for rounding. Later updates and replayed rows may differ by right."""
+    for change, num_warnings in [(0.04, 0), (0.06, 1), (-0.06, 1)]:
+        with subtests.test(change=change):
+            shifted = Changing(lambda scores, change=change: replace(scores, log_probs=scores.log_probs + change))
+            trainer, _ = by_hand(policy=shifted, config={"num_epochs_per_update": 2})
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    rows = trainer.prepared(ExperienceBatch.from_rows(**ROLLOUTS))
+                    trainer.policy.eval()
+                    for selected in rows.updates():
+                        read_all(trainer, rows, selected)
+                    trainer.policy.eval()
+            messages = [str(warning.message) for warning in caught]
+            assert len(messages) == num_warnings
+            assert all("train() differ by up to 0.06 from those in eval()" in message for message in messages)
