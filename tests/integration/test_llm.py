@@ -1,4 +1,4 @@
-"""Tiny language models trained end to end, through the conformance kit, and back from checkpoints."""
+"""Tiny language models: the conformance kit, training end to end, and checkpoints."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,13 @@ from grpo import (
 )
 from grpo.checks import check_policy
 from grpo.errors import ConfigError
-from tests.support.llm_models import FAMILIES, character_tokenizer, tiny_model
+from tests.support.llm_models import (
+    FLOAT32_GRADIENT,
+    FLOAT32_LOG_PROB,
+    character_tokenizer,
+    relative_difference,
+    tiny_model,
+)
 from tests.support.objective_inputs import as_users_run_it
 
 pytestmark = pytest.mark.filterwarnings(
@@ -62,29 +68,30 @@ def largest_change(model: Any, before: dict[str, Tensor]) -> float:
 POLICIES: dict[str, Callable[[], HFPolicy]] = {
     "plain": lambda: policy_of(),
     "LoRA": lambda: policy_of(with_lora()),
-    "reference model": lambda: policy_of(reference_model=tiny_model("llama")),
+    "reference model": lambda: policy_of(reference_model=tiny_model()),
     "truncated sampling, exact entropy": lambda: policy_of(
         sampling=SamplingConfig(max_new_tokens=6, temperature=0.7, top_p=0.9, repetition_penalty=1.2),
         exact_entropy=True,
         max_tokens_per_forward=50,
     ),
     "generate": lambda: policy_of(sampler="generate", mask_truncated=True),
-    **{family: lambda family=family: policy_of(tiny_model(family)) for family in FAMILIES if family != "qwen3"},
+    **{family: lambda family=family: policy_of(tiny_model(family)) for family in ("gpt2", "mistral", "mamba")},
 }
 
 
-@pytest.mark.parametrize("kind", POLICIES)
-def test_the_conformance_kit_passes(kind: str) -> None:
-    report = check_policy(POLICIES[kind](), STATES, num_samples=50)
-    report.raise_for_failures()
-    assert report.ok
-    has_reference = kind in ("LoRA", "reference model")
-    assert (report["reference"].status == "passed") == has_reference
-    assert report["sample_actions"].status == "passed"
+def test_the_conformance_kit_passes(subtests: pytest.Subtests) -> None:
+    for kind in POLICIES:
+        with subtests.test(kind=kind):
+            report = check_policy(POLICIES[kind](), STATES, num_samples=50)
+            report.raise_for_failures()
+            assert report.ok
+            has_reference = kind in ("LoRA", "reference model")
+            assert (report["reference"].status == "passed") == has_reference
+            assert report["sample_actions"].status == "passed"
 
 
-def test_short_completions_are_drawn_as_often_as_they_are_likely() -> None:
-    """One token each: few enough answers for the kit to count them."""
+def test_short_completions_are_sampled_with_their_probability() -> None:
+    """With one token per completion, few different completions exist, and the kit can count them."""
     policy = policy_of(sampling=SamplingConfig(max_new_tokens=1))
     report = check_policy(policy, STATES, num_samples=1000)
     assert report["generated samples"].status == report["sampled samples"].status == "passed"
@@ -93,35 +100,36 @@ def test_short_completions_are_drawn_as_often_as_they_are_likely() -> None:
 # Learning
 
 
-@pytest.mark.parametrize("kind", ["plain", "LoRA", "mistral"])
+@pytest.mark.parametrize("kind", ["LoRA", "mistral"])
 def test_a_trivial_reward_is_learned(kind: str) -> None:
-    """As many ones as there are steps: at first about one step in 43 is a one."""
+    """The reward is the number of ones. At first about one character in 43 is a one; at last most of the 8 are."""
     trainer = trainer_of(POLICIES[kind](), learning_rate=1e-2)
     rewards = [trainer.step(STATES)["rewards/mean"] for _ in range(20)]
     assert sum(rewards[:3]) / 3 < 1.5
     assert sum(rewards[-3:]) / 3 > 5
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"objective": ObjectiveConfig(entropy_coef=0.01)},
-        {"objective": ObjectiveConfig(top_entropy_fraction=0.2)},
-        {"entropy_control": EntropyControl(target=0.2)},
-    ],
-)
-def test_who_needs_the_exact_entropy_is_told_how_to_ask_for_it(settings: dict[str, Any]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"needs an exact entropy, .* \(some policies do on request: exact_entropy=True\)"
-    ):
-        trainer_of(policy_of(), **settings).step(STATES)
-    trainer_of(policy_of(exact_entropy=True), **settings).step(STATES)
+ENTROPY = [
+    {"objective": ObjectiveConfig(entropy_coef=0.01)},
+    {"objective": ObjectiveConfig(top_entropy_fraction=0.2)},
+    {"entropy_control": EntropyControl(target=0.2)},
+]
 
 
-def test_in_bfloat16_a_step_is_taken_and_the_ratio_stays_at_one() -> None:
+def test_an_objective_with_entropy_needs_exact_entropy(subtests: pytest.Subtests) -> None:
+    for settings in ENTROPY:
+        with subtests.test(settings=settings):
+            with pytest.raises(
+                ConfigError, match=r"needs an exact entropy, .* \(some policies do on request: exact_entropy=True\)"
+            ):
+                trainer_of(policy_of(), **settings).step(STATES)
+            trainer_of(policy_of(exact_entropy=True), **settings).step(STATES)
+
+
+def test_a_model_in_bfloat16_trains_with_ratios_near_one() -> None:
     policy = policy_of(tiny_model(dtype=torch.bfloat16))
     before = weights_of(policy.model)
-    metrics = trainer_of(policy, batch_size=12).step(STATES)  # two updates: the old log-probs are scored
+    metrics = trainer_of(policy, batch_size=12).step(STATES)  # with two updates, the old log-probs are computed
     assert largest_change(policy.model, before) > 0
     assert metrics["train/ratio_mean"] == pytest.approx(1, abs=0.1)
 
@@ -135,7 +143,7 @@ def test_under_autocast_weights_stay_float32() -> None:
     assert metrics["train/ratio_mean"] == pytest.approx(1, abs=0.1)
 
 
-def test_only_the_adapter_moves() -> None:
+def test_only_the_adapter_changes() -> None:
     policy = policy_of(with_lora())
     before = weights_of(policy.model)
     trainer_of(policy).step(STATES)
@@ -145,7 +153,7 @@ def test_only_the_adapter_moves() -> None:
     assert all("lora_" in name for name in moved)
 
 
-# What is computed, and what is not
+# Forward passes that are saved
 
 
 def forwarded_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -160,7 +168,7 @@ def forwarded_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_no_pass_for_old_log_probs_and_none_for_rows_without_an_advantage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_log_probs_and_rows_with_advantage_0_need_no_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     def first_group_differs(states: Any, actions: Any) -> list[float]:
         return [
             float(len(action.text)) if state == STATES[0] else 1.0
@@ -169,12 +177,12 @@ def test_no_pass_for_old_log_probs_and_none_for_rows_without_an_advantage(monkey
 
     counts = forwarded_rows(monkeypatch)
     metrics = trainer_of(policy_of(), first_group_differs, num_epochs_per_update=2).step(STATES)
-    assert metrics["rows/skipped_zero_advantage"] >= 16  # two groups whole
+    assert metrics["rows/skipped_zero_advantage"] >= 16  # all rows of two groups
     live = 24 - int(metrics["rows/skipped_zero_advantage"])
-    assert counts == [live, live]  # one forward per epoch: the sampler's scores are the old ones
+    assert counts == [live, live]  # one per epoch: the sampler's scores are the old log-probs
 
 
-def test_nothing_is_forwarded_where_all_are_rewarded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_rewards_need_no_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = forwarded_rows(monkeypatch)
     policy = policy_of()
     before = weights_of(policy.model)
@@ -183,93 +191,94 @@ def test_nothing_is_forwarded_where_all_are_rewarded_alike(monkeypatch: pytest.M
     assert largest_change(policy.model, before) == 0
 
 
-@pytest.mark.parametrize("changes", [{}, {"top_p": 0.7}])
-def test_the_first_of_several_updates_has_a_ratio_of_one(changes: dict[str, Any]) -> None:
-    """By the sampler's scores, whatever truncates; the correction for that is the objective's."""
+def test_the_first_of_several_updates_has_ratio_one(subtests: pytest.Subtests) -> None:
+    """The old log-probs are the sampler's scores under the policy, also with truncated sampling."""
+    config = ObjectiveConfig(sampler_correction="truncate")
     ratios: list[Tensor] = []
 
     def watching(inputs: Any) -> Any:
         ratios.append((inputs.log_probs - inputs.old_log_probs).detach()[inputs.mask].exp())
-        return objective(inputs)
-
-    config = ObjectiveConfig(sampler_correction="truncate")
-
-    def objective(inputs: Any) -> Any:
         return grpo_objective(inputs, config)
 
-    policy = policy_of(sampling=SamplingConfig(max_new_tokens=8, **changes))
-    trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=8, num_epochs_per_update=2, learning_rate=1e-2, seed=0, objective=config),
-        policy=policy,
-        reward_model=count_of_ones,
-        objective=watching,
-    )
-    trainer.step(STATES)
-    assert float((ratios[0] - 1).abs().max()) < 2e-5
-    assert float((ratios[-1] - 1).abs().max()) > 1e-3
+    for changes in ({}, {"top_p": 0.7}):
+        with subtests.test(changes=changes):
+            ratios.clear()
+            trainer = GRPOTrainer(
+                config=GRPOConfig(group_size=8, num_epochs_per_update=2, learning_rate=1e-2, seed=0, objective=config),
+                policy=policy_of(sampling=SamplingConfig(max_new_tokens=8, **changes)),
+                reward_model=count_of_ones,
+                objective=watching,
+            )
+            trainer.step(STATES)
+            assert float((ratios[0] - 1).abs().max()) < 1.01 * FLOAT32_LOG_PROB
+            assert float((ratios[-1] - 1).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
-def test_the_budget_of_a_forward_changes_no_weight(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One update of the same rows in one forward, in several, and in one per row."""
+def test_the_positions_per_forward_pass_do_not_change_the_update(
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One update of the same rows in one forward pass, in several, and in one per row."""
     counts = forwarded_rows(monkeypatch)
-    found, num_forwards = [], []
-    for budget in (10**6, 60, 1):
-        policy = policy_of(tiny_model(kind), max_tokens_per_forward=budget)
-        optimizer = torch.optim.SGD(policy.get_parameters().values(), lr=0.1)  # Adam's first step is a sign
-        trainer = GRPOTrainer(
-            config=GRPOConfig(group_size=8, seed=0), policy=policy, reward_model=count_of_ones, optimizer=optimizer
-        )
-        before = weights_of(policy.model)
-        counts.clear()
-        trainer.step(STATES)
-        num_forwards.append(len(counts))
-        assert largest_change(policy.model, before) > 1e-3
-        found.append(weights_of(policy.model))
-    assert num_forwards[0] == 1 < num_forwards[1] < num_forwards[2]
-    for weights in found[1:]:
-        assert max(float((weights[name] - found[0][name]).abs().max()) for name in weights) < 1e-6
+    for kind in ("qwen3", "mistral"):
+        with subtests.test(kind=kind):
+            updates, num_forwards = [], []
+            for budget in (10**6, 60, 1):
+                policy = policy_of(tiny_model(kind), max_tokens_per_forward=budget)
+                optimizer = torch.optim.SGD(
+                    policy.get_parameters().values(), lr=64.0
+                )  # Adam's first step keeps only signs
+                before = weights_of(policy.model)
+                counts.clear()
+                GRPOTrainer(
+                    config=GRPOConfig(group_size=8, seed=0),
+                    policy=policy,
+                    reward_model=count_of_ones,
+                    optimizer=optimizer,
+                ).step(STATES)
+                num_forwards.append(len(counts))
+                after = weights_of(policy.model)
+                updates.append({name: after[name] - before[name] for name in after})
+            assert num_forwards[0] == 1 < num_forwards[1] < num_forwards[2]
+            for update in updates[1:]:
+                assert relative_difference(update, updates[0]) < FLOAT32_GRADIENT
 
 
 # References
 
 
-@pytest.mark.parametrize("kind", ["LoRA", "reference model"])
-def test_a_divergence_from_the_reference_pulls_back(kind: str) -> None:
-    def reference() -> HFPolicy:
-        return policy_of(with_lora()) if kind == "LoRA" else policy_of(reference_model=tiny_model())
-
-    divergences = []
-    for coef in (0.0001, 1.0):
-        trainer = trainer_of(reference(), objective=ObjectiveConfig(kl_coef=coef), learning_rate=1e-2)
-        metrics = [trainer.step(STATES) for _ in range(4)]
-        assert metrics[0]["train/kl_mean"] == pytest.approx(
-            0, abs=1e-6
-        )  # adapter and reference begin as the model does
-        divergences.append(metrics[-1]["train/kl_mean"])
-    assert divergences[0] > 3 * divergences[1] > 0
+def test_the_kl_term_keeps_the_policy_near_the_reference(subtests: pytest.Subtests) -> None:
+    for kind in ["LoRA", "reference model"]:
+        with subtests.test(kind=kind):
+            divergences = []
+            for coef in (0.0001, 1.0):
+                trainer = trainer_of(POLICIES[kind](), objective=ObjectiveConfig(kl_coef=coef), learning_rate=1e-2)
+                metrics = [trainer.step(STATES) for _ in range(4)]
+                assert metrics[0]["train/kl_mean"] == pytest.approx(0, abs=1e-6)  # policy and reference start equal
+                divergences.append(metrics[-1]["train/kl_mean"])
+            assert divergences[0] > 3 * divergences[1] > 0
 
 
 # Checkpoints
 
 
-@pytest.mark.parametrize("kind", ["plain", "LoRA", "mistral"])
-def test_a_run_goes_on_from_its_checkpoint_exactly(kind: str, tmp_path: Path) -> None:
-    whole = trainer_of(POLICIES[kind]())
-    for iteration in range(4):
-        if iteration == 2:
-            whole.save_checkpoint(tmp_path / "second")
-        whole.step(STATES)
-    again = trainer_of(POLICIES[kind](), seed=5)
-    again.load_checkpoint(tmp_path / "second")
-    for _ in range(2):
-        again.step(STATES)
-    expected, found = whole.policy.get_parameters(), again.policy.get_parameters()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+def test_a_run_continues_exactly_from_its_checkpoint(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for kind in ["plain", "LoRA", "mistral"]:
+        with subtests.test(kind=kind):
+            whole = trainer_of(POLICIES[kind]())
+            for iteration in range(4):
+                if iteration == 2:
+                    whole.save_checkpoint(tmp_path / "second")
+                whole.step(STATES)
+            again = trainer_of(POLICIES[kind](), seed=5)
+            again.load_checkpoint(tmp_path / "second")
+            for _ in range(2):
+                again.step(STATES)
+            expected, found = whole.policy.get_parameters(), again.policy.get_parameters()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_data_set_is_trained_on_measured_and_compared() -> None:
-    """Its rows are made as they are asked for; the column of the answers reaches the reward."""
+def test_training_measuring_and_comparing_work_on_a_dataset() -> None:
+    """A dataset creates its rows on access, and the reward gets the column of the answers."""
     problems = Dataset.from_list([{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(4)])
 
     def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
@@ -278,7 +287,7 @@ def test_a_data_set_is_trained_on_measured_and_compared() -> None:
     policy = HFPolicy(tiny_model(), character_tokenizer(), sampling=SamplingConfig(max_new_tokens=6))
     reward = CompletionRewards(right)
     config = GRPOConfig(group_size=8, num_states_per_iteration=4, learning_rate=1e-2, seed=0)
-    with as_users_run_it():  # a data set has what is used of a sequence, and is none
+    with as_users_run_it():  # without the type checks: a Dataset is not a Sequence
         before = measure_policy(policy, problems, reward, progress=False)
         trainer = GRPOTrainer(config=config, policy=policy, reward_model=reward)
         trainer.train(problems, num_iterations=15, progress=False)

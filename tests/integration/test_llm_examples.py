@@ -1,4 +1,4 @@
-"""The examples of language models run as a user runs them, on models made here."""
+"""The examples of language models run as a user runs them, with tiny models."""
 
 import json
 import re
@@ -47,16 +47,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def arithmetic(run: Run, *arguments: object) -> tuple[dict[str, tuple[float, float]], str]:
-    """Shares of held-out sums that are right before and after GRPO, by kind of answer; and what was printed."""
+    """The shares of right held-out sums before and after GRPO, by kind of answer, and the printed text."""
     printed = run(arithmetic_llm, *arguments)
     found = re.findall(r"^held-out sums right, (\w+): ([\d.]+)% -> ([\d.]+)%$", printed, re.MULTILINE)
     assert len(found) == 2, printed
     return {kind: (float(before) / 100, float(after) / 100) for kind, before, after in found}, printed
 
 
-def test_arithmetic_writes_what_it_says(run: Run, tmp_path: Path) -> None:
-    """A few steps of each phase, which teach that answers end; the sums take minutes, and have a test of their own."""
-    shares, _ = arithmetic(run, "--warmup-steps", "40", "--iterations", "2", "--seed", "3")
+def test_arithmetic_writes_metrics_a_comparison_a_plot_and_the_model(run: Run, tmp_path: Path) -> None:
+    """A few steps of each phase teach the model to end its answers. The slow test below learns the sums."""
+    shares, _ = arithmetic(run, "--warmup-steps", "15", "--iterations", "2", "--seed", "3")
     before, after = shares["sampled"]
     folder = tmp_path / "runs" / "arithmetic_llm" / "seed-3"
     assert {path.name for path in folder.iterdir()} == {
@@ -69,7 +69,9 @@ def test_arithmetic_writes_what_it_says(run: Run, tmp_path: Path) -> None:
     assert len(iterations) == 2
     for metrics in iterations:
         assert metrics["train/num_updates"] > 0
-        assert metrics["completions/truncated"] < 0.5 * 32 * 16, "three in four, of a model that has learned nothing"
+        assert metrics["completions/truncated"] < 0.5 * 32 * 16, (
+            "an untrained model truncates three completions in four"
+        )
     comparison = json.loads((folder / "comparison.json").read_text())
     assert comparison["mean_reward_before"] == pytest.approx(before, abs=6e-4)
     assert comparison["mean_reward_after"] == pytest.approx(after, abs=6e-4)
@@ -85,23 +87,23 @@ def test_arithmetic_writes_what_it_says(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1600)
-def test_arithmetic_goes_from_below_40_to_above_90_per_cent(run: Run) -> None:
+def test_arithmetic_improves_from_below_40_to_above_90_per_cent(run: Run) -> None:
     shares, printed = arithmetic(run)
     for before, after in shares.values():
         assert before < 0.4, printed
         assert after > 0.9, printed
     [worked] = re.findall(r"processor time (\d+) s", printed)
-    assert int(worked) < 600, "about four minutes, it says; elsewhere perhaps ten"
+    assert int(worked) < 600, "the example says about four minutes; other processors may take ten"
 
 
-def test_arithmetic_holds_out_what_it_says() -> None:
-    """No sum is in two of the three parts, in whichever order its numbers stand; together they are all 90 x 90."""
+def test_arithmetic_holds_out_sums_that_are_not_trained_on() -> None:
+    """No sum is in two of the three parts, with its numbers in either order. Together the parts are all 90 x 90 sums."""
     parts = [{row["prompt"].rstrip("=") for row in rows} for rows in arithmetic_llm.make_sums(seed=0)]
     assert sum(map(len, parts)) == len(set().union(*parts)) == 90 * 90
     for prompts in parts:
         assert {"+".join(reversed(prompt.split("+"))) for prompt in prompts} == prompts
     [row] = [row for rows in arithmetic_llm.make_sums(seed=0) for row in rows if row["prompt"] == "17+25="]
-    assert row["answer"] == "24", "42, ones first"
+    assert row["answer"] == "24", "42, with the ones first"
 
 
 # examples/gsm8k_qwen.py
@@ -119,7 +121,7 @@ MARKS = "".join(map(chr, range(32, 127))) + "\n"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a tiny model that has a conversation's template, and six problems in GSM8K's format."""
+    """A folder with a tiny model, which has a chat template, and with six problems in the format of GSM8K."""
     vocabulary = {mark: number for number, mark in enumerate(["<end>", "<user>", "<assistant>", *MARKS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, "<end>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -146,7 +148,7 @@ SMALL = ["--model", "tiny", "--data", "train.jsonl", "--samples", "4", "--batch-
 
 
 def written(folder: Path) -> Path:
-    """Where it wrote, after a look at what."""
+    """The folder of the run, which must have exactly these files."""
     found = folder / "runs" / "gsm8k_qwen"
     names = {"metrics.jsonl", "config.json", "checkpoints", "model", "comparison.json"}
     assert {path.name for path in found.iterdir()} == names
@@ -157,7 +159,7 @@ def iterations_of(folder: Path) -> list[int]:
     return [json.loads(line)["iteration"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_gsm8k_trains_an_adapter_and_says_what_came_of_it(run: Run, folder: Path) -> None:
+def test_gsm8k_trains_an_adapter_and_compares_it_on_held_out_problems(run: Run, folder: Path) -> None:
     printed = run(gsm8k_qwen, *SMALL, "--no-load-in-4bit", "--learning-rate", "0.01")
     runs = written(folder)
     assert iterations_of(runs) == [1, 2], "4 problems, 2 in each iteration"
@@ -186,7 +188,7 @@ def test_gsm8k_trains_an_adapter_and_says_what_came_of_it(run: Run, folder: Path
     assert settings["sampling"]["max_new_tokens"] == 12
 
 
-def test_gsm8k_goes_on_where_it_stopped(run: Run, folder: Path) -> None:
+def test_gsm8k_resumes_from_its_checkpoint(run: Run, folder: Path) -> None:
     plain = [*SMALL, "--no-load-in-4bit", "--reward", "hybrid", "--kl-coef", "0.1"]
     run(gsm8k_qwen, *plain, "--iterations", "1")
     run(gsm8k_qwen, *plain, "--iterations", "3", "--resume")
@@ -204,7 +206,7 @@ def test_gsm8k_trains_on_four_bits(run: Run, folder: Path) -> None:
 
 
 class FakeWandb(ModuleType):
-    """Remembers what it was told."""
+    """Stores what the example logs."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -221,15 +223,15 @@ class FakeWandb(ModuleType):
         self.told.append("finished")
 
 
-def test_gsm8k_tracks_where_it_is_asked_to(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gsm8k_logs_to_wandb_on_request(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     run(gsm8k_qwen, *SMALL, "--no-load-in-4bit", "--wandb", "sums")
     assert wandb.told == [("sums", 4), (1, True), (2, True), "finished"]
 
 
-def test_gsm8k_imports_no_tracker_unasked(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `wandb` that cannot be imported is in the way only of who asks for it."""
+def test_gsm8k_needs_wandb_only_on_request(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --wandb the example runs, although `wandb` cannot be imported."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     plain = [*SMALL, "--no-load-in-4bit", "--iterations", "1"]
     run(gsm8k_qwen, *plain)
@@ -237,6 +239,6 @@ def test_gsm8k_imports_no_tracker_unasked(run: Run, folder: Path, monkeypatch: p
         run(gsm8k_qwen, *plain, "--wandb", "sums")
 
 
-def test_gsm8k_says_what_is_wrong_with_the_data(run: Run, folder: Path) -> None:
+def test_gsm8k_needs_problems_that_are_not_trained_on(run: Run, folder: Path) -> None:
     with pytest.raises(SystemExit, match=r"train\.jsonl has 6 problems: .*--samples.* 6"):
         run(gsm8k_qwen, *SMALL, "--samples", "6")
