@@ -185,11 +185,8 @@ def parameters(*, scale: float = 1.0) -> dict[str, Tensor]:
     }
 
 
-def test_ranks_with_equal_weights_are_accepted() -> None:
-    require_equal_weights(Ranks(parameters(), parameters()), parameters())
-
-
 def test_a_rank_with_other_weights_is_named_with_what_differs(subtests: pytest.Subtests) -> None:
+    require_equal_weights(Ranks(parameters(), parameters()), parameters())  # equal weights are accepted
     swapped = parameters() | {"weight": torch.tensor([[2.0, 1.0], [3.0, 4.0]])}
     all_differ = {name: value.detach() + 1 for name, value in parameters().items()} | {"empty": torch.ones(1)}
     fewer = {name: value for name, value in parameters().items() if name != "gain"}
@@ -206,6 +203,10 @@ def test_a_rank_with_other_weights_is_named_with_what_differs(subtests: pytest.S
 def test_a_single_process_compares_nothing() -> None:
     class Silent(OneProcess):
         def gather_objects(self, value: Any) -> list[Any]:
-            raise AssertionError("there is no other rank")
+            raise ConnectionError("there is no other rank")
 
-    require_equal_weights(Silent(), parameters())
+    engine = Silent()
+    require_equal_weights(engine, parameters())
+    engine.num_ranks = 2
+    with pytest.raises(ConnectionError):
+        require_equal_weights(engine, parameters())

@@ -4,6 +4,7 @@ import math
 import random
 import re
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,19 @@ def test_step_is_collect_and_update(subtests: pytest.Subtests) -> None:
                 both = [trainer.update(trainer.collect([0, 1])) if halves else trainer.step([0, 1]) for _ in range(3)]
                 results.append((digest(weights_of(policy)), [without_time(metrics) for metrics in both]))
             assert results[0] == results[1]
+
+
+def test_an_iteration_takes_as_long_as_its_halves_and_an_update_alone_as_long_as_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock that shows 0, 1, 2, ...: a step begins at 0, its update lasts from 1 to 2, and the step ends at 3."""
+    trainer, _ = by_hand()
+    batch = trainer.collect(["a", "b"])
+    for method, given, update, iteration in [(trainer.step, ["a", "b"], 1, 3), (trainer.update, batch, 1, 1)]:
+        ticks = iter(range(9))
+        monkeypatch.setattr("grpo.trainer.time", SimpleNamespace(perf_counter=lambda ticks=ticks: float(next(ticks))))
+        metrics = method(given)
+        assert (metrics["time/update"], metrics["time/iteration"]) == (update, iteration)
 
 
 def test_rollouts_made_elsewhere_are_trained_on_alike() -> None:

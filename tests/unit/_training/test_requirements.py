@@ -63,12 +63,9 @@ def test_a_loss_of_rows_is_refused_where_steps_are_split(subtests: pytest.Subtes
                 check(of_objective(**settings), EpisodePolicy())
             check(of_objective(**settings))  # a policy that keeps its rows whole
             check(of_objective(**settings), EpisodePolicy(), objective=lambda inputs: inputs)  # a loss of the user's
-
-
-def test_a_loss_of_steps_is_accepted_where_steps_are_split(subtests: pytest.Subtests) -> None:
     for settings in [{}, {"surrogate": Clip(level="none")}, {"sampler_correction": Truncate(level="step")}]:
         with subtests.test(settings=settings):
-            check(of_objective(**settings), EpisodePolicy())
+            check(of_objective(**settings), EpisodePolicy())  # a loss of steps
 
 
 def test_two_things_that_set_the_learning_rate_are_refused(subtests: pytest.Subtests) -> None:
@@ -153,9 +150,12 @@ def test_at_most_three_shared_parameters_are_named() -> None:
 def test_a_frozen_parameter_may_be_shared() -> None:
     """What is not trained does not move."""
     policy, reference = TablePolicy(), TablePolicy()
-    frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+    shared = torch.nn.Parameter(torch.zeros(3))
     for each in (policy, reference):
-        each.register_parameter("frozen", frozen)
+        each.register_parameter("shared", shared)
+    with pytest.raises(ConfigError, match=r"shares parameters with policy \(shared\)"):
+        require_reference(GRPOConfig(), policy, reference)
+    shared.requires_grad_(False)
     require_reference(GRPOConfig(), policy, reference)
 
 
@@ -174,6 +174,7 @@ def test_parameters_without_an_entry_are_shared_with_nobody() -> None:
     policy, reference = TablePolicy(), TablePolicy()
     for each in (policy, reference):
         each.register_parameter("nothing", torch.nn.Parameter(torch.empty(0, 3)))
+    assert policy.nothing.data_ptr() == reference.nothing.data_ptr()
     require_reference(GRPOConfig(), policy, reference)
 
 
