@@ -82,7 +82,7 @@ class Groups:
         return np.where(self.are_constant(values, tolerance), math.inf, stds)
 
     def are_constant(self, values: Floats, tolerance: float) -> NDArray[np.bool_]:
-        """[B] groups whose values differ by at most `tolerance` times the largest magnitude; [B, T] for values [N, T]."""
+        """[B] True if a group's values differ by at most `tolerance` times the largest magnitude; [B, T] for values [N, T]."""
         low, high = np.minimum.reduceat(values, self.starts), np.maximum.reduceat(values, self.starts)
         constant: NDArray[np.bool_] = high - low <= tolerance * np.maximum(np.abs(low), np.abs(high))
         return constant

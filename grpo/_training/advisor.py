@@ -89,42 +89,42 @@ class RunAdvisor:
 
 ADVICE = {
     "the loss is 0": (
-        "with one update per iteration the ratio is exactly 1 and a group's advantages add up to 0, so the loss is 0 whatever "
-        "its gradient is, and nothing is clipped. Watch rewards/mean and train/grad_norm instead."
+        "this is normal with one update per iteration. The ratio is exactly 1 and a group's advantages sum to 0, so the loss "
+        "is 0 although its gradient is not, and nothing is clipped. Watch rewards/mean and train/grad_norm instead."
     ),
     "nothing is ever clipped": (
-        "no step has left the clip range, in ten iterations of several updates. Either the updates are small (a larger "
+        "in ten iterations of several updates, no ratio has left the clip range. Either the updates are small (a larger "
         "learning_rate or num_epochs_per_update would learn more from each sample), or there is nothing to learn: see "
         "train/grad_norm."
     ),
     "the KL is 0": (
-        "the policy is where its reference is, so the KL term does nothing. A reference that is copied at every iteration "
-        "never falls behind (use a larger reference_sync_every, or a smaller reference_mix); one that is frozen means that "
-        "the policy has not moved (see train/grad_norm and train/learning_rate)."
+        "the policy equals its reference, so the KL term has no effect. If the policy is copied to the reference at every "
+        "iteration, use a larger reference_sync_every or a smaller reference_mix. If the reference is frozen, the policy has "
+        "not changed: see train/grad_norm and train/learning_rate."
     ),
     "all groups are dead": (
-        "an iteration had nothing to learn from: in every group all rewards are equal, or there is one row. Now and then that "
-        "is normal. If group_stats/zero_variance_fraction stays near 1, make rewards less sparse, the task easier or harder, "
-        "groups larger (group_size), or draw other states (dynamic_sampling_rounds)."
+        "an iteration had nothing to learn from: in every group all rewards are equal, or there is only one row. This is "
+        "normal now and then. If group_stats/zero_variance_fraction stays near 1, make rewards less sparse, the task easier or "
+        "harder, groups larger (group_size), or draw other states (dynamic_sampling_rounds)."
     ),
     "all advantages are 0": (
-        "rewards differ within groups, and yet no row is better than another. Look at what is done to them: "
-        "advantage.scale='mean' where no group's mean reward is above 0, negative_only where no reward is below its baseline, "
-        "a reward_clip that makes them equal."
+        "rewards differ within groups, but no row has an advantage. A setting removes the differences: "
+        "advantage.scale='mean' if no group's mean reward is above 0, negative_only if no reward is below its baseline, or "
+        "a reward_clip that makes rewards equal."
     ),
     "batch_size is larger than an iteration": (
-        "all rows go into one update, in which every ratio is 1: nothing is clipped, and surrogates that differ in their "
-        "bounds are the same. For several updates, lower batch_size below the rows of an iteration (states x group_size)."
+        "all rows are in one update, so every ratio is 1, nothing is clipped, and the bounds of a surrogate have no effect. "
+        "For several updates, set batch_size below the number of rows of an iteration (states x group_size)."
     ),
     "the sampler is not the policy": (
-        "actions are drawn from one distribution and taken for samples of another: by their behaviour log-probs, the two are "
-        "train/sampler_divergence nats apart in every step. Truncation (top_k, top_p, min_p) and penalties do that, and so do "
-        "other engines, old weights, and dropout that is on in updates only. Set objective.sampler_correction='truncate', or "
+        "actions are sampled from another distribution than the policy: by their behaviour log-probs, the two differ by "
+        "train/sampler_divergence nats per step. Possible causes are truncation (top_k, top_p, min_p), penalties, another "
+        "engine, old weights, and dropout that is on only during updates. Set objective.sampler_correction='truncate', or "
         "sample from the policy itself."
     ),
     "the entropy has collapsed": (
-        "the policy has become nearly deterministic: a twentieth of the entropy it began with. If it did so too early, add an "
-        "entropy bonus (objective.entropy_coef, entropy_control) or a pull to a reference, raise the surrogate's upper "
-        "bound (Clip(high=...)), or lower learning_rate."
+        "the policy is nearly deterministic: its entropy is a twentieth of the entropy at the start. If this is too early, add "
+        "an entropy bonus (objective.entropy_coef, entropy_control) or a KL penalty to a reference, raise the surrogate's "
+        "upper bound (Clip(high=...)), or lower learning_rate."
     ),
 }

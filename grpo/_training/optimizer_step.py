@@ -179,8 +179,8 @@ class OptimizerStep:
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self._config.max_skipped_updates:
             raise NonFiniteGradientError(
-                f"{self.skipped_in_a_row} updates in a row had a gradient of norm {norm}; all were skipped, and no weight was "
-                "changed by them. Lower the learning rate, and look for log(0), 0/0 or sqrt(0) in the policy; "
+                f"{self.skipped_in_a_row} updates in a row had a gradient of norm {norm}. They were skipped and changed "
+                "no weight. Lower the learning rate, and look for log(0), 0/0 or sqrt(0) in the policy; "
                 "torch.autograd.set_detect_anomaly(True) names the operation."
             )
 

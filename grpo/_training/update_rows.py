@@ -228,8 +228,8 @@ class UpdateRows:
             )
         if self.data.returns is not None and scores.values is None:
             raise ContractError(
-                f"{name} gave values when its rows were collected, and gives none in an update: the critic would not be "
-                "trained. Return ActionScores.values whenever rows are scored."
+                f"{name} returned values when its rows were collected, but none in an update, so the critic would not "
+                "be trained. Return ActionScores.values whenever rows are scored."
             )
         width, found = mask.shape[1], scores.mask
         if found.shape[1] > width:
