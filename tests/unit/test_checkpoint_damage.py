@@ -1,0 +1,316 @@
+"""Checkpoints that are damaged, lack something, or belong to another trainer: always found, and nothing is changed."""
+
+import hashlib
+import itertools
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo import CheckpointError, GRPOConfig, GRPOTrainer
+from grpo.checkpoint import read_checkpoint, read_newest, write_checkpoint
+from tests.support.checkpoint_runs import FILES, built, full_state_of, small
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.policies import TablePolicy, VectorPolicy, digest
+
+
+@pytest.fixture(autouse=True)
+def no_type_checks() -> Iterator[None]:
+    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
+    with as_users_run_it():
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a trainer, which the tests below copy and damage."""
+    path = tmp_path_factory.mktemp("whole") / "checkpoint"
+    trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=TablePolicy(), reward_model=lambda s, a: [0.0, 1.0])
+    trainer.step(["a"])
+    return trainer.save_checkpoint(path)
+
+
+def copied(whole: Path, folder: Path) -> Path:
+    """A new copy of the checkpoint in `folder`, in place of an earlier copy."""
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+    return Path(shutil.copytree(whole, folder / "checkpoint"))
+
+
+@pytest.fixture
+def damaged(whole: Path, tmp_path: Path) -> Path:
+    return copied(whole, tmp_path)
+
+
+def test_every_flipped_bit_is_found(subtests: pytest.Subtests, damaged: Path) -> None:
+    for name in FILES:
+        with subtests.test(name=name):
+            file = damaged / name
+            data = file.read_bytes()
+            generator = random.Random(name)
+            for _ in range(60):
+                place, bit = generator.randrange(len(data)), generator.randrange(8)
+                file.write_bytes(data[:place] + bytes([data[place] ^ (1 << bit)]) + data[place + 1 :])
+                with pytest.raises(CheckpointError, match=name):
+                    read_checkpoint(damaged)
+            file.write_bytes(data)
+            read_checkpoint(damaged)
+
+
+def test_every_cut_and_every_addition_is_found(subtests: pytest.Subtests, damaged: Path) -> None:
+    for name in FILES:
+        with subtests.test(name=name):
+            file = damaged / name
+            data = file.read_bytes()
+            generator = random.Random(name)
+            cuts = {0, 1, len(data) - 1, *(generator.randrange(len(data)) for _ in range(40))}
+            for changed in (*(data[:cut] for cut in cuts), data + b"\0", data + b"x", data * 2, data[1:]):
+                file.write_bytes(changed)
+                with pytest.raises(CheckpointError, match=name):
+                    read_checkpoint(damaged)
+            file.write_bytes(data)
+
+
+def test_blocks_that_were_never_written_are_found(damaged: Path) -> None:
+    """As after a power cut: the size is right, the contents are zeros."""
+    for name in FILES:
+        data = (damaged / name).read_bytes()
+        (damaged / name).write_bytes(bytes(len(data)))
+        with pytest.raises(CheckpointError, match=name):
+            read_checkpoint(damaged)
+        (damaged / name).write_bytes(data)
+
+
+def test_files_of_two_checkpoints_are_never_mixed(damaged: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", read_checkpoint(damaged) | {"extra": torch.ones(2)}, iteration=2)
+    for name in FILES:
+        data = (damaged / name).read_bytes()
+        shutil.copy(other / name, damaged / name)
+        with pytest.raises(CheckpointError):
+            read_checkpoint(damaged)
+        (damaged / name).write_bytes(data)
+
+
+def test_a_missing_file_is_an_error(subtests: pytest.Subtests, whole: Path, tmp_path: Path) -> None:
+    for name in FILES:
+        with subtests.test(name=name):
+            damaged = copied(whole, tmp_path)
+            (damaged / name).unlink()
+            with pytest.raises(CheckpointError, match=str(damaged)):
+                read_checkpoint(damaged)
+
+
+def test_a_link_or_a_folder_in_place_of_a_file_is_refused(
+    subtests: pytest.Subtests, whole: Path, tmp_path: Path
+) -> None:
+    """Nothing outside the folder is read, though the contents were right."""
+    for name in FILES:
+        with subtests.test(name=name):
+            damaged = copied(whole, tmp_path)
+            shutil.copy(damaged / name, tmp_path / "elsewhere")
+            (damaged / name).unlink()
+            (damaged / name).symlink_to(tmp_path / "elsewhere")
+            with pytest.raises(CheckpointError, match=name):
+                read_checkpoint(damaged)
+            (damaged / name).unlink()
+            (damaged / name).mkdir()
+            with pytest.raises(CheckpointError):
+                read_checkpoint(damaged)
+
+
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any], **contents: bytes) -> None:
+    """A manifest that was changed by someone who knows how it is hashed."""
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    manifest.pop("sha256")
+    for name, data in contents.items():
+        file = next(full for full in FILES if full.startswith(name))
+        (folder / file).write_bytes(data)
+        manifest["files"][file] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    change(manifest)
+    manifest["sha256"] = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_manifest_that_was_rewritten_alike_is_read(damaged: Path) -> None:
+    """So that the tests below fail for the reason they name."""
+    rewritten(damaged, lambda manifest: None)
+    read_checkpoint(damaged)
+
+
+def test_a_newer_schema_is_refused_by_name(damaged: Path) -> None:
+    rewritten(damaged, lambda manifest: manifest.update(schema=manifest["schema"] + 1))
+    with pytest.raises(CheckpointError, match=r"manifest\.json has schema 2; this version reads 1\. Update"):
+        read_checkpoint(damaged)
+
+
+def test_names_in_a_manifest_are_never_followed(subtests: pytest.Subtests, whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    for name in ["../secret", "/etc/hostname", "extra.bin", "state.json/../../secret"]:
+        with subtests.test(name=name):
+            damaged, further = copied(whole, tmp_path), {name: {"size": 6, "sha256": "0"}}
+            rewritten(damaged, lambda manifest, further=further: manifest["files"].update(further))
+            with pytest.raises(CheckpointError, match=r"manifest\.json names"):
+                read_checkpoint(damaged)
+
+
+def test_contents_that_are_hashed_rightly_and_are_no_checkpoint(
+    subtests: pytest.Subtests, whole: Path, tmp_path: Path
+) -> None:
+    cases = [
+        ({"tensors": b"not safetensors"}, "is intact, but not a checkpoint of this package"),
+        ({"state": b"not JSON"}, "is intact, but not a checkpoint of this package"),
+        ({"state": b'{"x": {"$tensor": "999"}}'}, "is intact, but not a checkpoint of this package"),
+        ({"state": b"[1, 2]"}, r"state\.json must hold a dict; got a list"),
+    ]
+    for contents, message in cases:
+        with subtests.test(contents=contents):
+            damaged = copied(whole, tmp_path)
+            rewritten(damaged, lambda manifest: None, **contents)
+            with pytest.raises(CheckpointError, match=message):
+                read_checkpoint(damaged)
+
+
+def test_nesting_beyond_all_measure_is_no_checkpoint(subtests: pytest.Subtests, whole: Path, tmp_path: Path) -> None:
+    """Rightly hashed, and too deep to be read; beside it stands an older one that is whole."""
+    for depth, name in itertools.product([300, 200_000], ["state", "manifest"]):
+        with subtests.test(depth=depth, name=name):
+            damaged = copied(whole, tmp_path)
+            older = write_checkpoint(damaged.parent / "older", small(0), iteration=0)
+            data = b'{"$tuple": [' * depth + b"]}" * depth
+            if name == "state":
+                rewritten(damaged, lambda manifest: None, state=data)
+            else:
+                (damaged / "manifest.json").write_bytes(data)
+            with pytest.raises(CheckpointError):
+                read_checkpoint(damaged)
+            assert digest(read_newest(damaged.parent)) == digest(read_checkpoint(older))
+
+
+# Something is missing, or does not fit
+
+
+def paths_in(value: Any, depth: int) -> Iterator[tuple[str, ...]]:
+    if isinstance(value, Mapping) and depth:
+        for key in value:
+            yield (key,)
+            yield from ((key, *rest) for rest in paths_in(value[key], depth - 1))
+
+
+def without(value: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    copied = dict(value)
+    if len(path) == 1:
+        del copied[path[0]]
+    else:
+        copied[path[0]] = without(copied[path[0]], path[1:])
+    return copied
+
+
+def saved_and_fresh(case: str, folder: Path) -> tuple[dict[str, Any], GRPOTrainer]:
+    """The state of a trainer after two steps; and another trainer, after one."""
+    trainer, states, _ = built(case, seed=1)
+    trainer.step(states[:2])
+    trainer.step(states[:2])
+    state = read_checkpoint(trainer.save_checkpoint(folder / "original"))
+    fresh, *_ = built(case, seed=2)
+    fresh.step(states[:2])
+    return state, fresh
+
+
+def test_a_missing_item_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
+    """Each item, each item's items, and those of what has a state of its own, taken away one at a time."""
+    case = "reference, running baseline, reward with a state and scheduler of the caller"
+    state, fresh = saved_and_fresh(case, tmp_path)
+    before = full_state_of(fresh)
+    missing = [path for path in paths_in(state, 3) if path[0] != "config"]
+    assert {("stateful", "optimizer"), ("counters", "iteration"), ("random", "torch"), ("row_order",)} <= set(missing)
+    silent: list[Any] = []
+    untyped: list[Any] = []
+    changed: list[Any] = []
+    for path in missing:
+        broken = write_checkpoint(tmp_path / "broken", without(state, path), iteration=2)
+        try:
+            fresh.load_checkpoint(broken)
+            if not (path[0] == "stateful" and len(path) == 3):  # a part's own items are for it to miss, or not
+                silent.append(path)
+                continue
+            fresh = saved_and_fresh(case, tmp_path / "again")[1]
+            before = full_state_of(fresh)
+        except CheckpointError:
+            pass
+        except Exception as error:
+            untyped.append((*path, type(error).__name__))
+        if full_state_of(fresh) != before:
+            changed.append(path)
+            fresh = saved_and_fresh(case, tmp_path / "again")[1]
+            before = full_state_of(fresh)
+    assert (silent, untyped, changed) == ([], [], [])
+
+
+def test_a_trainer_of_another_kind_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    cases = [
+        ("plain", "reference"),
+        ("reference", "plain"),
+        ("plain", "reward with a state"),
+        ("reward with a state", "plain"),
+        ("plain", "scheduler of the caller"),
+        ("scheduler of the caller", "plain"),
+        ("duck-typed with a state", "plain"),
+    ]
+    for saved, loaded in cases:
+        with subtests.test(saved=saved, loaded=loaded):
+            trainer, *_ = built(saved, seed=1)
+            path = trainer.save_checkpoint(tmp_path / saved)
+            other, *_ = built(loaded, seed=2)
+            before = full_state_of(other)
+            with pytest.raises(CheckpointError):
+                other.load_checkpoint(path)
+            assert full_state_of(other) == before
+
+
+def test_parameters_of_another_shape_are_refused(tmp_path: Path) -> None:
+    def trainer_of(num_actions: int) -> GRPOTrainer:
+        policy = TablePolicy(num_actions=num_actions)
+        return GRPOTrainer(config=GRPOConfig(), policy=policy, reward_model=lambda s, a: [])
+
+    path = trainer_of(2).save_checkpoint(tmp_path / "two")
+    other = trainer_of(3)
+    before = full_state_of(other)
+    with pytest.raises(
+        CheckpointError, match=r"TablePolicy: logits has shape \[2, 3\], and \[2, 2\] in the checkpoint"
+    ):
+        other.load_checkpoint(path)
+    assert full_state_of(other) == before
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    """SGD's state under Adam would resume without its moments; two parameter groups do not fit into one."""
+
+    def trainer_of(make: Callable[[Any], torch.optim.Optimizer]) -> GRPOTrainer:
+        policy = VectorPolicy()
+        return GRPOTrainer(
+            config=GRPOConfig(group_size=4),
+            policy=policy,
+            reward_model=lambda s, actions: [float(action) for action in actions],
+            optimizer=make(list(policy.parameters())),
+        )
+
+    makers: list[Callable[[Any], torch.optim.Optimizer]] = [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+        lambda parameters: torch.optim.Adam([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1),
+    ]
+    for kept, make in enumerate(makers):
+        trainer = trainer_of(make)
+        trainer.step(torch.randn(2, 3))
+        path = trainer.save_checkpoint(tmp_path / str(kept))
+        for other, make_other in enumerate(makers):
+            if other != kept:
+                fresh = trainer_of(make_other)
+                before = full_state_of(fresh)
+                with pytest.raises(CheckpointError, match="optimizer"):
+                    fresh.load_checkpoint(path)
+                assert full_state_of(fresh) == before
