@@ -99,21 +99,20 @@ def test_gradient_bandit_by_hand() -> None:
     np.testing.assert_allclose(following.baseline, [2.5])
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: ThompsonSampling(1, 2, discount=1.1),
-        lambda: ThompsonSampling(1, 2, likelihood="poisson"),
-        lambda: EXP3S(1, 2, horizon=10, num_changes=0, reward_low=1.0),
-        lambda: EXP3S(1, 2, horizon=10, num_changes=0, exploration=0.0),
-        lambda: GradientBandit(1, 2, step_size=0.0),
-        lambda: GradientBandit(1, 2, baseline_step_size=0.0),
-        lambda: GradientBandit(1, 2, logit_decay=1.0),
-    ],
-)
-def test_settings_without_meaning_are_refused(build) -> None:
-    with pytest.raises(ConfigError):
-        build()
+def test_settings_without_meaning_are_refused(subtests: pytest.Subtests) -> None:
+    for place, build in enumerate(
+        (
+            lambda: ThompsonSampling(1, 2, discount=1.1),
+            lambda: ThompsonSampling(1, 2, likelihood="poisson"),
+            lambda: EXP3S(1, 2, horizon=10, num_changes=0, reward_low=1.0),
+            lambda: EXP3S(1, 2, horizon=10, num_changes=0, exploration=0.0),
+            lambda: GradientBandit(1, 2, step_size=0.0),
+            lambda: GradientBandit(1, 2, baseline_step_size=0.0),
+            lambda: GradientBandit(1, 2, logit_decay=1.0),
+        )
+    ):
+        with subtests.test(place=place), pytest.raises(ConfigError):
+            build()
 
 
 REFERENCE = {
@@ -127,12 +126,13 @@ REFERENCE = {
 }
 
 
-@pytest.mark.parametrize("name", REFERENCE)
-def test_regret_on_the_abrupt_testbed(name: str) -> None:
-    build, expected = REFERENCE[name]
-    regret = play(build(), abrupt_testbed(num_runs=20, seed=2), HORIZON, seed=2).regrets.sum(axis=1)
-    standard_error = regret.std(ddof=1) / sqrt(20)
-    assert abs(regret.mean() - expected) < 0.06 * expected + 2 * standard_error
+def test_regret_on_the_abrupt_testbed(subtests: pytest.Subtests) -> None:
+    for name in REFERENCE:
+        with subtests.test(name):
+            build, expected = REFERENCE[name]
+            regret = play(build(), abrupt_testbed(num_runs=20, seed=2), HORIZON, seed=2).regrets.sum(axis=1)
+            standard_error = regret.std(ddof=1) / sqrt(20)
+            assert abs(regret.mean() - expected) < 0.06 * expected + 2 * standard_error
 
 
 def test_a_gradient_bandit_that_forgets_finds_the_change() -> None:

@@ -14,20 +14,22 @@ NAMES = {"bandits/DynamicBandit-v0": (5, 100), "bandits/AbruptBandit-v0": (3, 10
 NAMES["bandits/RandomWalkBandit-v0"] = (10, 10_000)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_made_by_name_and_conformant(name: str) -> None:
-    environment = gymnasium.make(name)
-    assert environment.action_space.n == NAMES[name][0]
-    check_env(environment.unwrapped)
+def test_made_by_name_and_conformant(subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        with subtests.test(name):
+            environment = gymnasium.make(name)
+            assert environment.action_space.n == NAMES[name][0]
+            check_env(environment.unwrapped)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_episode_is_truncated_after_the_last_step(name: str) -> None:
-    environment = gymnasium.make(name)
-    environment.reset(seed=0)
-    ends = [environment.step(0)[2:4] for _ in range(NAMES[name][1])]
-    assert ends[:-1] == [(False, False)] * (NAMES[name][1] - 1)
-    assert ends[-1] == (False, True)
+def test_an_episode_is_truncated_after_the_last_step(subtests: pytest.Subtests) -> None:
+    for name in NAMES:
+        with subtests.test(name):
+            environment = gymnasium.make(name)
+            environment.reset(seed=0)
+            ends = [environment.step(0)[2:4] for _ in range(NAMES[name][1])]
+            assert ends[:-1] == [(False, False)] * (NAMES[name][1] - 1)
+            assert ends[-1] == (False, True)
 
 
 def test_info_tells_the_best_arm_of_the_pull_to_come() -> None:

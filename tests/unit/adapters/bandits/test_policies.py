@@ -67,16 +67,21 @@ def test_stateless_log_probs_by_hand() -> None:
     assert scores.mask.tolist() == [[True], [True]]
 
 
-@pytest.mark.parametrize("num_rows", [3, 40])  # fewer rows than states, and more: two ways through the table
-def test_table_agrees_with_torch_distributions(num_rows: int) -> None:
-    policy = table_policy(num_states=7)
-    states, actions = torch.randint(7, (num_rows,)), torch.randint(5, (num_rows,))
-    expected = Categorical(logits=policy.logits[states])
-    scores = policy.score_actions(states, actions)
-    torch.testing.assert_close(scores.log_probs, expected.log_prob(actions).unsqueeze(1))
-    torch.testing.assert_close(scores.entropy, expected.entropy().unsqueeze(1))
-    torch.testing.assert_close(policy.get_log_probabilities(states.tolist(), actions.tolist()), scores.log_probs[:, 0])
-    torch.testing.assert_close(policy.get_log_probabilities(states.numpy(), actions.numpy()), scores.log_probs[:, 0])
+def test_table_agrees_with_torch_distributions(subtests: pytest.Subtests) -> None:
+    for num_rows in (3, 40):
+        with subtests.test(num_rows=num_rows):
+            policy = table_policy(num_states=7)
+            states, actions = torch.randint(7, (num_rows,)), torch.randint(5, (num_rows,))
+            expected = Categorical(logits=policy.logits[states])
+            scores = policy.score_actions(states, actions)
+            torch.testing.assert_close(scores.log_probs, expected.log_prob(actions).unsqueeze(1))
+            torch.testing.assert_close(scores.entropy, expected.entropy().unsqueeze(1))
+            torch.testing.assert_close(
+                policy.get_log_probabilities(states.tolist(), actions.tolist()), scores.log_probs[:, 0]
+            )
+            torch.testing.assert_close(
+                policy.get_log_probabilities(states.numpy(), actions.numpy()), scores.log_probs[:, 0]
+            )
 
 
 @pytest.mark.parametrize("num_states", [1, 4, 30])
@@ -107,19 +112,20 @@ def test_mlp_gradients_agree_with_finite_differences(method: str) -> None:
     assert torch.autograd.gradcheck(scored, tuple(value.detach().clone().requires_grad_() for value in values))
 
 
-@pytest.mark.parametrize("activation", ["tanh", "relu"])
-def test_mlp_agrees_with_its_own_layers(activation) -> None:
-    policy = mlp_policy(activation=activation)
-    states, actions = torch.randn(6, 3, dtype=torch.float64), torch.randint(5, (6,))
-    first = policy.body[0]
-    hidden = getattr(torch, activation)(states @ first.weight.T + first.bias)
-    expected = Categorical(logits=hidden @ policy.head.weight.T + policy.head.bias)
-    scores = policy.score_actions(states, actions)
-    torch.testing.assert_close(scores.log_probs, expected.log_prob(actions).unsqueeze(1))
-    torch.testing.assert_close(scores.entropy, expected.entropy().unsqueeze(1))
-    listed = policy.get_log_probabilities([state.numpy() for state in states], actions.tolist())
-    torch.testing.assert_close(listed, scores.log_probs.squeeze(1))
-    torch.testing.assert_close(policy.get_log_probabilities(list(states), actions), listed)
+def test_mlp_agrees_with_its_own_layers(subtests: pytest.Subtests) -> None:
+    for activation in ("tanh", "relu"):
+        with subtests.test(activation):
+            policy = mlp_policy(activation=activation)
+            states, actions = torch.randn(6, 3, dtype=torch.float64), torch.randint(5, (6,))
+            first = policy.body[0]
+            hidden = getattr(torch, activation)(states @ first.weight.T + first.bias)
+            expected = Categorical(logits=hidden @ policy.head.weight.T + policy.head.bias)
+            scores = policy.score_actions(states, actions)
+            torch.testing.assert_close(scores.log_probs, expected.log_prob(actions).unsqueeze(1))
+            torch.testing.assert_close(scores.entropy, expected.entropy().unsqueeze(1))
+            listed = policy.get_log_probabilities([state.numpy() for state in states], actions.tolist())
+            torch.testing.assert_close(listed, scores.log_probs.squeeze(1))
+            torch.testing.assert_close(policy.get_log_probabilities(list(states), actions), listed)
 
 
 def test_mlp_starts_nearly_uniform_and_can_be_linear() -> None:
@@ -160,34 +166,36 @@ def test_without_exact_entropy_there_is_none() -> None:
     assert policy.sample_actions(states, 2).scores.entropy is None
 
 
-@pytest.mark.parametrize("policy", [table_policy(1), table_policy(2), mlp_policy()], ids=["stateless", "table", "mlp"])
-def test_sampling_frequencies_are_the_probabilities(policy) -> None:
-    states = torch.randn(2, 3) if isinstance(policy, MLPPolicy) else torch.tensor([0, 1])
-    num_draws = 20_000
-    if isinstance(policy, MLPPolicy):
-        probabilities = policy.action_log_probs(states).exp().detach()
-    else:
-        probabilities = policy.probabilities().expand(2, 5)
-    actions = policy.generate_actions(states, num_draws, generator=torch.Generator().manual_seed(1))
-    assert actions.shape == (2, num_draws)
-    assert actions.dtype == torch.int64
-    for row, expected in zip(actions, probabilities.numpy(), strict=True):
-        counts = np.bincount(row.numpy(), minlength=5)
-        assert chisquare(counts, num_draws * expected / expected.sum()).pvalue > 1e-3
+def test_sampling_frequencies_are_the_probabilities(subtests: pytest.Subtests) -> None:
+    for policy in (table_policy(1), table_policy(2), mlp_policy()):
+        with subtests.test(type(policy).__name__):
+            states = torch.randn(2, 3) if isinstance(policy, MLPPolicy) else torch.tensor([0, 1])
+            num_draws = 20_000
+            if isinstance(policy, MLPPolicy):
+                probabilities = policy.action_log_probs(states).exp().detach()
+            else:
+                probabilities = policy.probabilities().expand(2, 5)
+            actions = policy.generate_actions(states, num_draws, generator=torch.Generator().manual_seed(1))
+            assert actions.shape == (2, num_draws)
+            assert actions.dtype == torch.int64
+            for row, expected in zip(actions, probabilities.numpy(), strict=True):
+                counts = np.bincount(row.numpy(), minlength=5)
+                assert chisquare(counts, num_draws * expected / expected.sum()).pvalue > 1e-3
 
 
-@pytest.mark.parametrize("policy", [table_policy(1), table_policy(9), mlp_policy()], ids=["stateless", "table", "mlp"])
-def test_samples_carry_the_scores_of_the_policy(policy) -> None:
-    states = torch.randn(3, 3) if isinstance(policy, MLPPolicy) else torch.tensor([8, 0, 8]) % policy.num_states
-    sampled = policy.sample_actions(states, 4)
-    assert sampled.behaviour_log_probs is sampled.scores.log_probs
-    assert sampled.mask.shape == (12, 1)
-    assert not sampled.scores.log_probs.requires_grad
-    scores = policy.score_actions(states.repeat_interleave(4, dim=0), sampled.actions.flatten())
-    torch.testing.assert_close(sampled.scores.log_probs, scores.log_probs.detach())
-    torch.testing.assert_close(sampled.scores.entropy, scores.entropy.detach())
-    assert scores.log_probs.requires_grad
-    assert scores.entropy.requires_grad
+def test_samples_carry_the_scores_of_the_policy(subtests: pytest.Subtests) -> None:
+    for policy in (table_policy(1), table_policy(9), mlp_policy()):
+        with subtests.test(type(policy).__name__):
+            states = torch.randn(3, 3) if isinstance(policy, MLPPolicy) else torch.tensor([8, 0, 8]) % policy.num_states
+            sampled = policy.sample_actions(states, 4)
+            assert sampled.behaviour_log_probs is sampled.scores.log_probs
+            assert sampled.mask.shape == (12, 1)
+            assert not sampled.scores.log_probs.requires_grad
+            scores = policy.score_actions(states.repeat_interleave(4, dim=0), sampled.actions.flatten())
+            torch.testing.assert_close(sampled.scores.log_probs, scores.log_probs.detach())
+            torch.testing.assert_close(sampled.scores.entropy, scores.entropy.detach())
+            assert scores.log_probs.requires_grad
+            assert scores.entropy.requires_grad
 
 
 def test_what_is_not_an_action_or_state_is_refused() -> None:

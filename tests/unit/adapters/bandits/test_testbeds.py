@@ -42,28 +42,29 @@ def test_random_walk_steps_are_independent_normals_of_std_001() -> None:
     assert np.abs(off_diagonal).max() < 5 / np.sqrt(1_999)  # every arm of every run has a walk of its own
 
 
-@pytest.mark.parametrize("noise", ["deterministic", "bernoulli", "gaussian"])
-def test_one_call_equals_row_by_row(noise: str) -> None:
-    rng = np.random.default_rng(0)
-    means = rng.random((4, 30, 3))
-    runs, arms = rng.integers(4, size=100), rng.integers(3, size=100)
-    build = {"noise": noise, "pulls_per_step": 3, "cyclic": True, "seed": 7}
-    together, one_by_one = Testbed(means, **build), Testbed(means, **build)
-    rewards = together.pull(runs, arms)
-    singly = np.concatenate([one_by_one.pull([run], [arm]) for run, arm in zip(runs, arms, strict=True)])
-    np.testing.assert_array_equal(rewards, singly)
-    np.testing.assert_array_equal(together.pulls, np.bincount(runs, minlength=4))
+def test_one_call_equals_row_by_row(subtests: pytest.Subtests) -> None:
+    for noise in ("deterministic", "bernoulli", "gaussian"):
+        with subtests.test(noise):
+            rng = np.random.default_rng(0)
+            means = rng.random((4, 30, 3))
+            runs, arms = rng.integers(4, size=100), rng.integers(3, size=100)
+            build = {"noise": noise, "pulls_per_step": 3, "cyclic": True, "seed": 7}
+            together, one_by_one = Testbed(means, **build), Testbed(means, **build)
+            rewards = together.pull(runs, arms)
+            singly = np.concatenate([one_by_one.pull([run], [arm]) for run, arm in zip(runs, arms, strict=True)])
+            np.testing.assert_array_equal(rewards, singly)
+            np.testing.assert_array_equal(together.pulls, np.bincount(runs, minlength=4))
 
-    clocks, regrets, expected = np.zeros(4, dtype=int), np.zeros(4), []
-    for run, arm in zip(runs, arms, strict=True):
-        now = means[run, clocks[run] // 3 % 30]
-        expected.append(now[arm])
-        regrets[run] += now.max() - now[arm]
-        clocks[run] += 1
-    np.testing.assert_allclose(together.regrets, regrets)
-    np.testing.assert_allclose(one_by_one.regrets, regrets)
-    if noise == "deterministic":
-        np.testing.assert_array_equal(rewards, expected)
+            clocks, regrets, expected = np.zeros(4, dtype=int), np.zeros(4), []
+            for run, arm in zip(runs, arms, strict=True):
+                now = means[run, clocks[run] // 3 % 30]
+                expected.append(now[arm])
+                regrets[run] += now.max() - now[arm]
+                clocks[run] += 1
+            np.testing.assert_allclose(together.regrets, regrets)
+            np.testing.assert_allclose(one_by_one.regrets, regrets)
+            if noise == "deterministic":
+                np.testing.assert_array_equal(rewards, expected)
 
 
 def test_noise_has_the_right_mean_and_variance() -> None:
@@ -90,21 +91,22 @@ def test_means_now_and_expected_rewards_follow_each_runs_clock_and_move_nothing(
     assert before["generator"] == after["generator"]
 
 
-@pytest.mark.parametrize("build", [abrupt_testbed, random_walk_testbed, dynamic_testbed])
-def test_resume_gives_bitwise_equal_pulls(build) -> None:
-    testbed = build(num_runs=3, seed=11)
-    rng = np.random.default_rng(1)
-    rows = [(rng.integers(3, size=50), rng.integers(3, size=50)) for _ in range(4)]
-    for runs, arms in rows[:2]:
-        testbed.pull(runs, arms)
-    state = testbed.state_dict()
-    expected = [testbed.pull(runs, arms) for runs, arms in rows[2:]]
-    other = build(num_runs=3, seed=99)  # another walk, other noise: all of it must come from the state
-    other.load_state_dict(state)
-    for (runs, arms), rewards in zip(rows[2:], expected, strict=True):
-        np.testing.assert_array_equal(other.pull(runs, arms), rewards)
-    np.testing.assert_array_equal(other.regrets, testbed.regrets)
-    np.testing.assert_array_equal(other.pulls, testbed.pulls)
+def test_resume_gives_bitwise_equal_pulls(subtests: pytest.Subtests) -> None:
+    for build in (abrupt_testbed, random_walk_testbed, dynamic_testbed):
+        with subtests.test(build.__name__):
+            testbed = build(num_runs=3, seed=11)
+            rng = np.random.default_rng(1)
+            rows = [(rng.integers(3, size=50), rng.integers(3, size=50)) for _ in range(4)]
+            for runs, arms in rows[:2]:
+                testbed.pull(runs, arms)
+            state = testbed.state_dict()
+            expected = [testbed.pull(runs, arms) for runs, arms in rows[2:]]
+            other = build(num_runs=3, seed=99)  # another walk, other noise: all of it must come from the state
+            other.load_state_dict(state)
+            for (runs, arms), rewards in zip(rows[2:], expected, strict=True):
+                np.testing.assert_array_equal(other.pull(runs, arms), rewards)
+            np.testing.assert_array_equal(other.regrets, testbed.regrets)
+            np.testing.assert_array_equal(other.pulls, testbed.pulls)
 
 
 def test_reset_repeats_the_runs_and_a_seed_makes_new_ones() -> None:
@@ -131,24 +133,20 @@ def test_a_pull_past_the_end_is_refused_and_moves_nothing() -> None:
     np.testing.assert_array_equal(testbed.means_now([1]), [[0.6]])  # over, but the last means can be looked at
 
 
-@pytest.mark.parametrize(
-    ("runs", "arms", "message"),
-    [
+def test_rows_that_do_not_exist_are_refused(subtests: pytest.Subtests) -> None:
+    for runs, arms, message in (
         ([0, 1], [0], "one arm per run row; got 2 runs and 1 arms"),
         ([0], [3], "arms must lie in 0..2; got 3 to 3"),
         ([-1], [0], "runs must lie in 0..1; got -1 to -1"),
         ([0], [0.5], "arms must be integers"),
         ([[0]], [[0]], "runs must be integers"),
-    ],
-)
-def test_rows_that_do_not_exist_are_refused(runs, arms, message) -> None:
-    with pytest.raises(RewardError, match=message):
-        abrupt_testbed(num_runs=2).pull(runs, arms)
+    ):
+        with subtests.test(message), pytest.raises(RewardError, match=message):
+            abrupt_testbed(num_runs=2).pull(runs, arms)
 
 
-@pytest.mark.parametrize(
-    ("means", "kwargs", "message"),
-    [
+def test_arguments_are_checked(subtests: pytest.Subtests) -> None:
+    for means, kwargs, message in (
         (np.zeros((2, 3)), {}, r"means must be finite numbers \[R, T, K\]; got shape \[2, 3\]"),
         (np.full((1, 1, 1), np.nan), {}, "means must be finite"),
         (np.full((1, 1, 1), 1.5), {}, r"means are probabilities in \[0, 1\]; got 1.5 to 1.5"),
@@ -156,13 +154,12 @@ def test_rows_that_do_not_exist_are_refused(runs, arms, message) -> None:
         (np.zeros((1, 1, 1)), {"num_runs": 0}, "num_runs"),
         (np.zeros((1, 1, 1)), {"pulls_per_step": 0}, "pulls_per_step must be at least 1"),
         (np.zeros((1, 1, 1)), {"noise": "poisson"}, "noise must be"),
-    ],
-)
-def test_arguments_are_checked(means, kwargs, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Testbed(means, **kwargs)
-    with pytest.raises(ConfigError, match="num_runs and num_steps"):
-        random_walk_testbed(num_runs=0)
+    ):
+        with subtests.test(message):
+            with pytest.raises(ConfigError, match=message):
+                Testbed(means, **kwargs)
+            with pytest.raises(ConfigError, match="num_runs and num_steps"):
+                random_walk_testbed(num_runs=0)
 
 
 def test_a_state_of_another_size_is_refused() -> None:

@@ -91,15 +91,14 @@ def test_sliding_window_equals_a_recount_of_its_last_pulls() -> None:
     assert SlidingWindowUCB(1, 3, horizon=HORIZON).window == 1_214  # 4 sqrt(10^4 * 9.2103) = 1213.96, rounded up
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: UCB1(1, 2, reward_range=0),
-        lambda: UCB1(1, 2, exploration=-1),
-        lambda: DiscountedUCB(1, 2, horizon=10, discount=0.0),
-        lambda: SlidingWindowUCB(1, 2, horizon=10, window=0),
-    ],
-)
-def test_settings_without_meaning_are_refused(build) -> None:
-    with pytest.raises(ConfigError):
-        build()
+def test_settings_without_meaning_are_refused(subtests: pytest.Subtests) -> None:
+    for place, build in enumerate(
+        (
+            lambda: UCB1(1, 2, reward_range=0),
+            lambda: UCB1(1, 2, exploration=-1),
+            lambda: DiscountedUCB(1, 2, horizon=10, discount=0.0),
+            lambda: SlidingWindowUCB(1, 2, horizon=10, window=0),
+        )
+    ):
+        with subtests.test(place=place), pytest.raises(ConfigError):
+            build()

@@ -40,9 +40,8 @@ def circle() -> Any:
     return value
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "same"),
-    [
+def test_values_are_equal_as_in_json(subtests: pytest.Subtests) -> None:
+    for one, other, same in (
         (1, 1.0, True),
         (0.0, -0.0, True),
         (10**400, 10**400, True),
@@ -63,25 +62,21 @@ def circle() -> Any:
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, True),
         ([], {}, False),
         ([], "", False),
-    ],
-)
-def test_values_are_equal_as_in_json(one: Any, other: Any, same: bool) -> None:
-    assert same_json(one, other) is same
-    assert same_json(other, one) is same
+    ):
+        with subtests.test(one=one, other=other):
+            assert same_json(one, other) is same
+            assert same_json(other, one) is same
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
+def test_what_json_cannot_hold_is_equal_to_nothing(subtests: pytest.Subtests) -> None:
+    for value in (
         math.nan, math.inf, -math.inf, b"a", {1}, object(), 1j, np.array([1, 2]), np.array(1), np.int64(1), np.bool_(True),
         {1: 2}, [np.array([1, 2])], Broken(), deep(100_000), circle(),
-    ],
-    ids=lambda value: type(value).__name__,
-)  # fmt: skip
-def test_what_json_cannot_hold_is_equal_to_nothing(value: Any) -> None:
-    for other in (value, 1, [1], {"a": 1}, "a", True, None):
-        assert same_json(value, other) is False
-        assert same_json(other, value) is False
+    ):  # fmt: skip
+        with subtests.test(type(value).__name__):
+            for other in (value, 1, [1], {"a": 1}, "a", True, None):
+                assert same_json(value, other) is False
+                assert same_json(other, value) is False
 
 
 def through_json(fields: Any) -> Any:
@@ -103,20 +98,20 @@ def test_a_result_comes_back_from_json() -> None:
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ToolError)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_error_comes_back_by_type_and_message(kind: type[ToolError]) -> None:
-    again = ToolResult.from_dict(through_json(ToolResult(error=kind("add: no"), seconds=0.5).to_dict()))
-    assert not again.ok
-    assert (type(again.error), str(again.error), again.output, again.seconds) == (kind, "add: no", None, 0.5)
+def test_an_error_comes_back_by_type_and_message(subtests: pytest.Subtests) -> None:
+    for kind in KINDS:
+        with subtests.test(kind.__name__):
+            again = ToolResult.from_dict(through_json(ToolResult(error=kind("add: no"), seconds=0.5).to_dict()))
+            assert not again.ok
+            assert (type(again.error), str(again.error), again.output, again.seconds) == (kind, "add: no", None, 0.5)
 
 
 def test_there_are_kinds_of_errors() -> None:
     assert len(KINDS) == 10
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_what_is_no_call_or_result_is_refused(subtests: pytest.Subtests) -> None:
+    for make, message in (
         (lambda: ToolCall.from_dict({"tool": "t"}), r"ToolCall\.from_dict needs tool, arguments; got tool\."),
         (lambda: ToolCall.from_dict({"tool": "t", "arguments": {}, "x": 1}), "got tool, arguments, x"),
         (lambda: ToolCall.from_dict({"tool": "t", "arguments": [1]}), r"arguments has another type .*; got \[1\]"),
@@ -131,8 +126,6 @@ def test_there_are_kinds_of_errors() -> None:
             lambda: ToolResult.from_dict({"output": 1, "error": {"type": "ToolError"}, "seconds": 1.0}),
             "needs type, message",
         ),
-    ],
-)
-def test_what_is_no_call_or_result_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
+    ):
+        with subtests.test(message), pytest.raises(ConfigError, match=message):
+            make()

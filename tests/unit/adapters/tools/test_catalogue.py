@@ -1,16 +1,13 @@
-"""Tools and catalogues: names, schemas read from annotations, and the decisions that a schema leaves."""
+"""Tools and catalogues: names, and the decisions that a schema leaves."""
 
 import copy
 import enum
-import functools
 import math
 import pickle
-from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any
 
 import pytest
 
-from adapters.tools.arguments import ArgumentChecker, RefusedArgumentsError
 from adapters.tools.catalogue import ABSENT, Tool, ToolCatalogue
 from grpo.errors import ConfigError
 
@@ -23,36 +20,6 @@ def ping() -> str:
 async def ask(question: str) -> str:
     """Ask another machine."""
     return question
-
-
-def everything(
-    text: str,
-    count: int,
-    share: float,
-    sure: bool,
-    path: Path,
-    unit: Literal["mile", "foot"],
-    words: list[str],
-    units: list[Literal["mile", 2]],
-    rows: list[list[int]],
-    anything: list,
-    table: dict,
-    counts: dict[str, int],
-    files: dict[str, list[Path]],
-    notes: dict[str, Any],
-    gaps: list[int | None],
-    tones: dict[str, Literal["loud", 2] | None],
-    maybe: int | None,
-    perhaps: Optional[float],  # noqa: UP045  # the older spelling has to work too
-    limit: int = 3,
-    folder: Path = Path("some/where"),
-    tone: Literal["loud", "soft"] = "soft",
-    found: str | None = None,
-) -> None:
-    """Take everything.
-
-    At once.
-    """
 
 
 def tool(schema: dict[str, Any] | None = None, **fields: Any) -> Tool:
@@ -73,20 +40,23 @@ def deep_schema() -> dict[str, Any]:
 # --- what a tool is
 
 
-@pytest.mark.parametrize("name", ["a", "read_lines", "files.read-2", "x" * 64])
-def test_a_name_is_made_of_letters_digits_and_three_signs(name: str) -> None:
-    assert tool(name=name).name == name
+def test_a_name_is_made_of_letters_digits_and_three_signs(subtests: pytest.Subtests) -> None:
+    for name in ("a", "read_lines", "files.read-2", "x" * 64):
+        with subtests.test(name):
+            assert tool(name=name).name == name
 
 
-@pytest.mark.parametrize("name", ["", "two words", "x" * 65, "größe", "a\n", "a/b"])
-def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"Tool\.name must be 1 to 64 letters, digits, '_', '-' or '\.'; got"):
-        tool(name=name)
+def test_other_names_are_refused(subtests: pytest.Subtests) -> None:
+    for name in ("", "two words", "x" * 65, "größe", "a\n", "a/b"):
+        with (
+            subtests.test(name),
+            pytest.raises(ConfigError, match=r"Tool\.name must be 1 to 64 letters, digits, '_', '-' or '\.'; got"),
+        ):
+            tool(name=name)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_a_tool_that_cannot_be_used_is_refused_when_it_is_made(subtests: pytest.Subtests) -> None:
+    for fields, message in (
         ({"description": " \n"}, "Tool t: description must say what the tool is for"),
         ({"function": "ping"}, "Tool t: function must be callable; got 'ping'"),
         ({"remote": True}, "Tool t: a remote tool's function must be `async def`"),
@@ -107,11 +77,9 @@ def test_other_names_are_refused(name: str) -> None:
             ({"cost": value}, "Tool t: cost must be a finite number; got ")
             for value in (math.nan, -math.inf, False, "3", None, 10**400)
         ),
-    ],
-)
-def test_a_tool_that_cannot_be_used_is_refused_when_it_is_made(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        tool(**fields)
+    ):
+        with subtests.test(message), pytest.raises(ConfigError, match=message):
+            tool(**fields)
 
 
 def test_a_tool_takes_nothing_unless_it_says_so() -> None:
@@ -125,210 +93,8 @@ def test_the_text_for_an_encoder_is_the_name_in_words_and_the_description() -> N
     assert tool(name="read_csv-file.fast").text == "read csv file fast: Do it."
 
 
-# --- from functions
-
-
-def test_each_annotation_becomes_its_schema() -> None:
-    assert Tool.from_function(everything).parameters == {
-        "type": "object",
-        "properties": {
-            "text": {"type": "string"},
-            "count": {"type": "integer"},
-            "share": {"type": "number"},
-            "sure": {"type": "boolean"},
-            "path": {"type": "string", "format": "path"},
-            "unit": {"enum": ["mile", "foot"]},
-            "words": {"type": "array", "items": {"type": "string"}},
-            "units": {"type": "array", "items": {"enum": ["mile", 2]}},
-            "rows": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-            "anything": {"type": "array", "items": {}},
-            "table": {"type": "object"},
-            "counts": {"type": "object", "additionalProperties": {"type": "integer"}},
-            "files": {
-                "type": "object",
-                "additionalProperties": {"type": "array", "items": {"type": "string", "format": "path"}},
-            },
-            "notes": {"type": "object"},
-            "gaps": {"type": "array", "items": {"type": ["integer", "null"]}},
-            "tones": {"type": "object", "additionalProperties": {"enum": ["loud", 2, None]}},
-            "maybe": {"type": "integer"},
-            "perhaps": {"type": "number"},
-            "limit": {"type": "integer", "default": 3},
-            "folder": {"type": "string", "format": "path", "default": "some/where"},
-            "tone": {"enum": ["loud", "soft"], "default": "soft"},
-            "found": {"type": "string"},
-        },
-        "required": [
-            "text", "count", "share", "sure", "path", "unit", "words", "units", "rows", "anything", "table", "counts",
-            "files", "notes", "gaps", "tones", "maybe", "perhaps",
-        ],
-        "additionalProperties": False,
-    }  # fmt: skip
-
-
-def test_a_function_gives_its_name_and_its_docstring() -> None:
-    made = Tool.from_function(everything)
-    assert made.name == "everything"
-    assert made.description == "Take everything.\n\nAt once."
-    assert made.function is everything
-
-
-def test_two_tools_from_functions_share_no_schema() -> None:
-    Tool.from_function(everything).properties["text"]["default"] = "changed"
-    assert Tool.from_function(everything).properties["text"] == {"type": "string"}
-
-
-def test_fields_that_are_given_come_before_what_the_function_says() -> None:
-    made = Tool.from_function(ping, name="hello", description="Greet.", category="talk", timeout=2.0, cost=0.5)
-    assert (made.name, made.description, made.category, made.timeout, made.cost) == (
-        "hello",
-        "Greet.",
-        "talk",
-        2.0,
-        0.5,
-    )
-
-
-def test_a_schema_that_is_given_is_not_read_from_annotations() -> None:
-    def unannotated(a):
-        """Take anything."""
-
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}}
-    assert Tool.from_function(unannotated, parameters=schema).parameters == schema
-
-
-def test_annotations_that_no_schema_is_known_for_are_refused_by_name() -> None:
-    def unannotated(a) -> None:
-        """Take a."""
-
-    def a_set(a: int, b: set[int]) -> None:
-        """Take b."""
-
-    def sets(b: list[set[int]]) -> None:
-        """Take b."""
-
-    def either(c: int | str) -> None:
-        """Take c."""
-
-    for function, name, got in (
-        (unannotated, "a", "None"), (a_set, "b", r"set\[int\]"), (sets, "b", r"list\[set\[int\]\]"),
-        (either, "c", r"int \| str"),
-    ):  # fmt: skip
-        message = rf"^{function.__name__}: parameter {name} must be annotated: str, .*; got {got}\. Or write the schema"
-        with pytest.raises(ConfigError, match=message):
-            Tool.from_function(function)
-
-
 class Colour(enum.Enum):
     RED = "red"
-
-
-class Tone(enum.StrEnum):
-    LOUD = "loud"
-
-
-def test_values_that_json_cannot_hold_are_refused_by_name() -> None:
-    def painted(colour: Literal[Colour.RED]) -> None:
-        """Paint."""
-
-    def said(tone: Literal[Tone.LOUD, "soft"]) -> None:
-        """Say it."""
-
-    def sent(what: Literal[b"x"]) -> None:
-        """Send it."""
-
-    def listed(what: list[Literal[Colour.RED]]) -> None:
-        """List it."""
-
-    def by_number(of: dict[int, str]) -> None:
-        """Take texts by number."""
-
-    def sets(of: dict[str, set[int]]) -> None:
-        """Take sets by name."""
-
-    for function, name in (
-        (painted, "colour"), (said, "tone"), (sent, "what"), (listed, "what"), (by_number, "of"), (sets, "of"),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=rf"^{function.__name__}: parameter {name} must be annotated: .*; got "):
-            Tool.from_function(function)
-
-
-def test_a_default_that_json_cannot_hold_is_the_functions_own() -> None:
-    def wait(sure: Literal["yes", "no"] = Colour.RED) -> None:  # type: ignore[assignment]
-        """Wait."""
-
-    made = Tool.from_function(wait)
-    assert made.properties == {"sure": {"enum": ["yes", "no"]}}
-    assert made.choices[0].values == ("yes", "no", ABSENT)
-
-
-def test_paths_in_a_dict_are_confined(tmp_path: Path) -> None:
-    def read(files: dict[str, Path]) -> str:
-        """Read files."""
-        return "".join(path.read_text() for path in files.values())
-
-    check = ArgumentChecker(read, Tool.from_function(read).parameters, str(tmp_path))
-    assert check({"files": {"a": "b.txt"}}) == {"files": {"a": tmp_path.resolve() / "b.txt"}}
-    with pytest.raises(RefusedArgumentsError, match="must lead into the tools' folder"):
-        check({"files": {"a": "b.txt", "c": "../../etc/passwd"}})
-    with pytest.raises(RefusedArgumentsError, match="is not of type 'string'"):
-        check({"files": {"a": 1}})
-
-
-def add(a: int, b: int = 2) -> int:
-    """Add two numbers."""
-    return a + b
-
-
-class Adder:
-    """Add to a number."""
-
-    def __call__(self, a: int) -> int:
-        return a + 1
-
-
-def test_a_function_without_a_name_is_given_one() -> None:
-    partly = functools.partial(functools.partial(add), b=3)
-    for function in (partly, Adder()):
-        with pytest.raises(ConfigError, match=r"^Tool\.from_function: .* has no name of its own; pass name="):
-            Tool.from_function(function)
-    made = Tool.from_function(partly, name="plus_three")
-    assert (made.name, made.description) == ("plus_three", "Add two numbers.")
-    assert made.properties == {"a": {"type": "integer"}, "b": {"type": "integer", "default": 3}}
-    assert made.function(a=1) == 4
-    made = Tool.from_function(Adder(), name="plus_one")
-    assert (made.description, made.properties) == ("Add to a number.", {"a": {"type": "integer"}})
-
-
-def test_annotations_that_cannot_be_read_are_refused() -> None:
-    def forward(a: "Nowhere") -> None:  # type: ignore[name-defined]
-        """Take a."""
-
-    for function in (forward, dict.fromkeys):
-        with pytest.raises(ConfigError, match=rf"^{function.__name__}: "):
-            Tool.from_function(function)
-
-
-def test_parameters_that_have_no_name_for_a_caller_are_refused() -> None:
-    def several(*numbers: int) -> None:
-        """Take numbers."""
-
-    def named(**numbers: int) -> None:
-        """Take numbers."""
-
-    def by_position(a: int, /) -> None:
-        """Take a."""
-
-    for function, shown in ((several, r"\*numbers: int"), (named, r"\*\*numbers: int"), (by_position, "a: int")):
-        with pytest.raises(ConfigError, match=rf"^{function.__name__}: {shown} cannot be given by name"):
-            Tool.from_function(function)
-
-
-def test_a_function_without_docstring_is_refused() -> None:
-    def silent() -> None: ...
-
-    with pytest.raises(ConfigError, match="Tool silent: description must say what the tool is for"):
-        Tool.from_function(silent)
 
 
 # --- decisions
@@ -366,22 +132,26 @@ def test_an_optional_parameter_without_default_may_be_left_out() -> None:
     assert choice.texts == ("false sure", "true sure", "left out sure")
 
 
-@pytest.mark.parametrize("required", [["sure"], []])
-def test_a_default_stands_for_leaving_out(required: list[str]) -> None:
-    (choice,) = tool({"properties": {"sure": {"type": "boolean", "default": False}}, "required": required}).choices
-    assert choice.values == (False, True)
+def test_a_default_stands_for_leaving_out(subtests: pytest.Subtests) -> None:
+    for required in (["sure"], []):
+        with subtests.test(required=required):
+            (choice,) = tool(
+                {"properties": {"sure": {"type": "boolean", "default": False}}, "required": required}
+            ).choices
+            assert choice.values == (False, True)
 
 
-@pytest.mark.parametrize("key", ["oneOf", "anyOf"])
-def test_constants_with_descriptions_are_an_enumeration(key: str) -> None:
-    parts = [
-        {"const": "md5", "description": "short and quick"},
-        {"const": 256, "title": "SHA", "description": "long"},
-        {"enum": [None, "none"]},
-    ]
-    (choice,) = tool({"properties": {"how": {key: parts}}, "required": ["how"]}).choices
-    assert choice.values == ("md5", 256, None, "none")
-    assert choice.texts == ("md5 short and quick how", "256 SHA long how", "null how", "none how")
+def test_constants_with_descriptions_are_an_enumeration(subtests: pytest.Subtests) -> None:
+    for key in ("oneOf", "anyOf"):
+        with subtests.test(key):
+            parts = [
+                {"const": "md5", "description": "short and quick"},
+                {"const": 256, "title": "SHA", "description": "long"},
+                {"enum": [None, "none"]},
+            ]
+            (choice,) = tool({"properties": {"how": {key: parts}}, "required": ["how"]}).choices
+            assert choice.values == ("md5", 256, None, "none")
+            assert choice.texts == ("md5 short and quick how", "256 SHA long how", "null how", "none how")
 
 
 def test_a_value_that_is_the_only_one_is_a_constant_and_no_decision() -> None:
@@ -425,9 +195,8 @@ def values_of(schema: Any, *, required: bool = True) -> tuple[Any, ...]:
     return made.choices[0].values if made.choices else tuple(made.constants.values())
 
 
-@pytest.mark.parametrize(
-    ("schema", "values"),
-    [
+def test_no_two_choices_have_one_value(subtests: pytest.Subtests) -> None:
+    for schema, values in (
         ({"enum": [1, 1.0, True, "1", [1], [1.0], [True]]}, [1, True, "1", [1], [True]]),
         ({"enum": [1.0, 1, 2]}, [1.0, 2]),
         ({"anyOf": [{"enum": ["a", "b"]}, {"enum": ["b", "c"]}]}, ["a", "b", "c"]),
@@ -437,11 +206,10 @@ def values_of(schema: Any, *, required: bool = True) -> tuple[Any, ...]:
         ({"oneOf": [{"enum": [[1]]}, {"enum": [[1.0], [2]]}]}, [[2]]),
         ({"enum": [math.nan, "a", Colour.RED, "b"]}, ["a", "b"]),
         ({"anyOf": [False, {"const": 1}, {"const": 2}]}, [1, 2]),
-    ],
-)
-def test_no_two_choices_have_one_value(schema: Any, values: list[Any]) -> None:
-    found = values_of(schema)
-    assert [(type(value), value) for value in found] == [(type(value), value) for value in values]
+    ):
+        with subtests.test(str(schema)):
+            found = values_of(schema)
+            assert [(type(value), value) for value in found] == [(type(value), value) for value in values]
 
 
 def test_each_value_is_found_where_it_stands() -> None:
@@ -493,13 +261,14 @@ def test_a_catalogue_is_a_mapping_in_the_order_of_its_tools() -> None:
     assert catalogue.categories == ("b", "a")
 
 
-@pytest.mark.parametrize("name", [None, 1, [], {}, {"a1"}, b"a1", ("a1",)])
-def test_what_is_no_text_is_no_name(name: Any) -> None:
-    catalogue = ToolCatalogue(named("a1"))
-    assert name not in catalogue
-    assert catalogue.get(name) is None
-    with pytest.raises(KeyError):
-        catalogue[name]
+def test_what_is_no_text_is_no_name(subtests: pytest.Subtests) -> None:
+    for name in (None, 1, [], {}, {"a1"}, b"a1", ("a1",)):
+        with subtests.test(str(name)):
+            catalogue = ToolCatalogue(named("a1"))
+            assert name not in catalogue
+            assert catalogue.get(name) is None
+            with pytest.raises(KeyError):
+                catalogue[name]
 
 
 def test_an_empty_catalogue_is_refused() -> None:

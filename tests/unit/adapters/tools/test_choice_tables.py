@@ -66,18 +66,16 @@ def test_a_catalogue_without_decisions_has_tables_without_columns() -> None:
     assert tables.call([0], {"value": 1}) == call("ping")
 
 
-@pytest.mark.parametrize(
-    ("made", "steps"),
-    [
+def test_a_call_is_its_steps_and_steps_are_a_call(subtests: pytest.Subtests) -> None:
+    for made, steps in (
         (call("ping"), [0, 0, 0]),
         (call("convert", value=3.0, version=2, unit="foot", exact=True), [1, 1, 1]),
         (call("convert", value=3.0, version=2, unit="mile"), [1, 0, 2]),  # left out
         (call("measure", unit="foot"), [2, 1, 0]),
-    ],
-)
-def test_a_call_is_its_steps_and_steps_are_a_call(made: ToolCall, steps: list[int]) -> None:
-    assert TABLES.steps_of("policy", [made]).tolist() == [steps]
-    assert TABLES.call(steps, {"value": 3.0}) == made
+    ):
+        with subtests.test(made.tool, steps=steps):
+            assert TABLES.steps_of("policy", [made]).tolist() == [steps]
+            assert TABLES.call(steps, {"value": 3.0}) == made
 
 
 def test_no_calls_have_no_steps() -> None:
@@ -92,18 +90,15 @@ def test_values_found_elsewhere_fill_only_what_is_free() -> None:
     assert TABLES.call([1, 0, 0], {}) == call("convert", version=2, unit="mile", exact=False)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
+def test_calls_that_the_policy_cannot_have_made_are_named(subtests: pytest.Subtests) -> None:
+    for wrong, message in (
         (call("fly"), r"^policy: no tool is called 'fly'; there are ping, convert, measure\.$"),
         (call("measure", unit="yard"), r"^policy: measure\.unit must be one of \['mile', 'foot'\]; got 'yard'\.$"),
         (call("measure"), r"^policy: measure\.unit must be one of \['mile', 'foot'\]; got nothing\.$"),
         (call("convert", unit="mile", exact=1), r"convert\.exact must be one of \[False, True\] or left out; got 1\.$"),
-    ],
-)
-def test_calls_that_the_policy_cannot_have_made_are_named(wrong: ToolCall, message: str) -> None:
-    with pytest.raises(ContractError, match=message):
-        TABLES.steps_of("policy", [call("ping"), wrong])
+    ):
+        with subtests.test(message), pytest.raises(ContractError, match=message):
+            TABLES.steps_of("policy", [call("ping"), wrong])
 
 
 class Interrupted(list):
@@ -121,15 +116,18 @@ class Interrupted(list):
         return call
 
 
-@pytest.mark.parametrize("num_others", [1, 4])
-def test_what_another_thread_draws_does_not_come_between_a_call_and_its_steps(num_others: int) -> None:
+def test_what_another_thread_draws_does_not_come_between_a_call_and_its_steps(subtests: pytest.Subtests) -> None:
     """Fewer calls than these left no such place; as many gave the steps of the others."""
-    tables = ChoiceTables(CATALOGUE)
-    steps = [[1, 0, 2], [2, 1, 0], [1, 1, 0], [0, 0, 0]]
-    others = [call("ping") for _ in range(num_others)]
-    draw = threading.Thread(target=tables.remember, args=(others, torch.zeros(num_others, 1, dtype=torch.int64)))
-    calls = [TABLES.call(taken, {}) for taken in steps]
-    tables.remember(Interrupted(calls, draw), torch.tensor(steps))
-    assert tables.steps_of("policy", calls).tolist() == steps
-    assert draw.ident, "the other thread had its turn"
-    assert tables.steps_of("policy", calls).tolist() == steps, "read back, since others were drawn since"
+    for num_others in (1, 4):
+        with subtests.test(num_others=num_others):
+            tables = ChoiceTables(CATALOGUE)
+            steps = [[1, 0, 2], [2, 1, 0], [1, 1, 0], [0, 0, 0]]
+            others = [call("ping") for _ in range(num_others)]
+            draw = threading.Thread(
+                target=tables.remember, args=(others, torch.zeros(num_others, 1, dtype=torch.int64))
+            )
+            calls = [TABLES.call(taken, {}) for taken in steps]
+            tables.remember(Interrupted(calls, draw), torch.tensor(steps))
+            assert tables.steps_of("policy", calls).tolist() == steps
+            assert draw.ident, "the other thread had its turn"
+            assert tables.steps_of("policy", calls).tolist() == steps, "read back, since others were drawn since"

@@ -1,15 +1,12 @@
 """Text as vectors: hashed by hand, the same in every process, asked for once."""
 
 import copy
-import os
 import pickle
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -54,24 +51,6 @@ def test_stop_words_count_only_in_pairs() -> None:
     torch.testing.assert_close(without(["add to add"])[0], by_hand(features, 512))
 
 
-def test_the_same_in_every_process() -> None:
-    """Python's own `hash` of a text is another one in each process."""
-    program = (
-        "import sys, torch; from adapters.tools.encoders import HashingEncoder, with_own_feature\n"
-        "texts = sys.argv[1:]\n"
-        "vectors = HashingEncoder(32)(texts)\n"
-        "print(torch.cat([vectors, with_own_feature(texts, vectors, 3.0)]).tolist())"
-    )
-    here = HashingEncoder(32)(TEXTS)
-    here = torch.cat([here, with_own_feature(TEXTS, here, 3.0)]).tolist()
-    for seed in ("0", "1"):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed, "PYTHONUTF8": "1"}
-        printed = subprocess.run(
-            [sys.executable, "-c", program, *TEXTS], env=environment, capture_output=True, text=True, check=True
-        )
-        assert printed.stdout.strip() == str(here)
-
-
 def test_vectors_have_length_one_and_nothing_has_none() -> None:
     vectors = HashingEncoder()([*TEXTS, "", "?!", "the"])
     assert vectors.dtype == torch.float32
@@ -108,13 +87,18 @@ def test_the_tools_of_the_workbench_are_told_apart() -> None:
     assert float(cosines.max()) < 0.8
 
 
-@pytest.mark.parametrize(
-    ("size", "weights"),
-    [(0, {}), (8, {"pair_weight": -1.0}), (8, {"piece_weight": float("nan")}), (8, {"piece_weight": float("inf")})],
-)
-def test_sizes_and_weights_that_make_no_sense_are_refused(size: int, weights: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=r"num_features must be >= 1, and both weights finite and >= 0; got"):
-        HashingEncoder(size, **weights)
+def test_sizes_and_weights_that_make_no_sense_are_refused(subtests: pytest.Subtests) -> None:
+    for size, weights in (
+        (0, {}),
+        (8, {"pair_weight": -1.0}),
+        (8, {"piece_weight": float("nan")}),
+        (8, {"piece_weight": float("inf")}),
+    ):
+        with (
+            subtests.test(size=size, weights=weights),
+            pytest.raises(ConfigError, match=r"num_features must be >= 1, and both weights finite and >= 0; got"),
+        ):
+            HashingEncoder(size, **weights)
 
 
 def test_own_features_by_hand() -> None:
@@ -195,36 +179,36 @@ def test_more_texts_at_once_than_are_remembered() -> None:
     assert len(encoder.asked) <= 3
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
+def test_lists_arrays_and_tensors_are_taken(subtests: pytest.Subtests) -> None:
+    for answer in (
         [[0.5, 2.0], [1.0, 3.0]],
         np.array([[0.5, 2.0], [1.0, 3.0]]),
         torch.tensor([[0.5, 2.0], [1.0, 3.0]], dtype=torch.float64, requires_grad=True),
         torch.tensor([[0.5, 2.0], [1.0, 3.0]], dtype=torch.bfloat16),
         [np.array([0.5, 2.0]), np.array([1.0, 3.0])],
-    ],
-)
-def test_lists_arrays_and_tensors_are_taken(answer: Any) -> None:
-    vectors = CachedEncoder(lambda texts: answer)(["a", "b"])
-    assert vectors.dtype == torch.float32
-    assert not vectors.requires_grad
-    assert vectors.tolist() == [[0.5, 2.0], [1.0, 3.0]]
+    ):
+        with subtests.test(type(answer).__name__):
+            vectors = CachedEncoder(lambda texts, answer=answer: answer)(["a", "b"])
+            assert vectors.dtype == torch.float32
+            assert not vectors.requires_grad
+            assert vectors.tolist() == [[0.5, 2.0], [1.0, 3.0]]
 
 
-@pytest.mark.parametrize(
-    ("answer", "got"),
-    [
+def test_answers_that_are_no_vectors_are_refused(subtests: pytest.Subtests) -> None:
+    for answer, got in (
         (torch.zeros(1, 4), r"got \[1, 4\]\."),
         (torch.zeros(2), r"got \[2\]\."),
         (torch.zeros(2, 1, 4), r"got \[2, 1, 4\]\."),
         ([[0.0, 1.0], [float("nan"), 1.0]], r"got \[2, 2\] with NaN or infinity\."),
         (np.array([[np.inf], [0.0]]), r"got \[2, 1\] with NaN or infinity\."),
-    ],
-)
-def test_answers_that_are_no_vectors_are_refused(answer: Any, got: str) -> None:
-    with pytest.raises(ContractError, match=rf"The encoder must return finite vectors \[N, F\] for N = 2 texts; {got}"):
-        CachedEncoder(lambda texts: answer)(["a", "b"])
+    ):
+        with (
+            subtests.test(got),
+            pytest.raises(
+                ContractError, match=rf"The encoder must return finite vectors \[N, F\] for N = 2 texts; {got}"
+            ),
+        ):
+            CachedEncoder(lambda texts, answer=answer: answer)(["a", "b"])
 
 
 def test_a_refused_answer_is_not_remembered() -> None:

@@ -103,14 +103,17 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_standard_rewards_by_hand(case: str) -> None:
-    asked, made, result, tool, parameters, ran = CASES[case]
-    rewards = ToolRewards(Answers(result), standard_rewards(CATALOGUE))
-    components = rewards.compute_components([asked], [made])
-    expected = {"tool": tool, "parameters": parameters, "executed": ran}
-    assert {name: float(part) for name, part in components.items()} == pytest.approx(expected, abs=1e-7)
-    assert rewards.compute_rewards([asked], [made]).tolist() == pytest.approx([tool + parameters + ran], abs=1e-7)
+def test_the_standard_rewards_by_hand(subtests: pytest.Subtests) -> None:
+    for case in CASES:
+        with subtests.test(case):
+            asked, made, result, tool, parameters, ran = CASES[case]
+            rewards = ToolRewards(Answers(result), standard_rewards(CATALOGUE))
+            components = rewards.compute_components([asked], [made])
+            expected = {"tool": tool, "parameters": parameters, "executed": ran}
+            assert {name: float(part) for name, part in components.items()} == pytest.approx(expected, abs=1e-7)
+            assert rewards.compute_rewards([asked], [made]).tolist() == pytest.approx(
+                [tool + parameters + ran], abs=1e-7
+            )
 
 
 def test_rows_have_their_own_tasks_calls_and_results() -> None:
@@ -121,19 +124,17 @@ def test_rows_have_their_own_tasks_calls_and_results() -> None:
     assert float(found.max()) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted", "same"),
-    [
+def test_when_an_argument_is_right(subtests: pytest.Subtests) -> None:
+    for given, wanted, same in (
         (1, 1, True), (1, 1.0, True), (1, 2, False), (True, True, True), (True, 1, False), (0, False, False),
         ([True], [1], False), ({"b": [0]}, {"b": [False]}, False), ((1, 2), [1, 2], True), (np.ones(2), [1, 1], False),
         ("a", "a", True), ([1, 2], [1, 2], True), ([1, 2], [2, 1], False), (None, None, True),
-    ],
-)  # fmt: skip
-def test_when_an_argument_is_right(given: Any, wanted: Any, same: bool) -> None:
-    asked = task("add", "arithmetic", number=wanted)
-    assert right_parameters(asked, call("add", number=given), OK) == pytest.approx(0.3 * same)
-    assert right_parameters(asked, call("add"), OK) == 0.0
-    assert right_parameters(task("add", "arithmetic"), call("add", number=given), OK) == 0.0
+    ):  # fmt: skip
+        with subtests.test(given=given, wanted=wanted):
+            asked = task("add", "arithmetic", number=wanted)
+            assert right_parameters(asked, call("add", number=given), OK) == pytest.approx(0.3 * same)
+            assert right_parameters(asked, call("add"), OK) == 0.0
+            assert right_parameters(task("add", "arithmetic"), call("add", number=given), OK) == 0.0
 
 
 def test_each_part_can_be_asked_on_its_own() -> None:
@@ -153,10 +154,13 @@ def test_what_time_and_use_cost() -> None:
     assert call_cost(CATALOGUE)(SORT, call("fly"), FAILED) == 0
 
 
-@pytest.mark.parametrize("per_second", [-1.0, float("nan")])
-def test_time_is_never_paid_for(per_second: float) -> None:
-    with pytest.raises(ConfigError, match="latency_cost: per_second must be >= 0; got"):
-        latency_cost(per_second)
+def test_time_is_never_paid_for(subtests: pytest.Subtests) -> None:
+    for per_second in (-1.0, float("nan")):
+        with (
+            subtests.test(per_second=per_second),
+            pytest.raises(ConfigError, match="latency_cost: per_second must be >= 0; got"),
+        ):
+            latency_cost(per_second)
 
 
 def test_weights() -> None:
@@ -173,12 +177,17 @@ def test_weights() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("functions", "weights"), [({}, None), ({"ran": executed}, {"run": 1}), ({"ran": executed}, {"ran": 1, "more": 1})]
-)
-def test_weights_belong_to_functions(functions: dict[str, Any], weights: dict[str, float] | None) -> None:
-    with pytest.raises(ConfigError, match="at least one reward and one weight for each"):
-        ToolRewards(Answers(OK), functions, weights)
+def test_weights_belong_to_functions(subtests: pytest.Subtests) -> None:
+    for functions, weights in (
+        ({}, None),
+        ({"ran": executed}, {"run": 1}),
+        ({"ran": executed}, {"ran": 1, "more": 1}),
+    ):
+        with (
+            subtests.test(weights=weights),
+            pytest.raises(ConfigError, match="at least one reward and one weight for each"),
+        ):
+            ToolRewards(Answers(OK), functions, weights)
 
 
 def test_any_function_of_task_call_and_result_will_do() -> None:
@@ -235,9 +244,8 @@ CIRCLE: dict[str, Any] = {}
 CIRCLE["a"] = CIRCLE
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
+def test_calls_that_no_tool_is_run_with_share_nothing(subtests: pytest.Subtests) -> None:
+    for one, other in (
         (call("add", number={1}), call("add", number="{1}")),
         (ToolCall(tool="add", arguments={1: "a"}), call("add", **{"1": "a"})),  # type: ignore[dict-item]
         (call("add", number=10**5000), call("add", number=10**5000)),
@@ -245,26 +253,27 @@ CIRCLE["a"] = CIRCLE
         (ToolCall(tool="add", arguments=CIRCLE), ToolCall(tool="add", arguments=CIRCLE)),
         (ToolCall(tool=["add"]), ToolCall(tool="['add']")),  # type: ignore[arg-type]
         (ToolCall(tool=10**5000), ToolCall(tool=None)),  # type: ignore[arg-type]
-    ],
-)
-def test_calls_that_no_tool_is_run_with_share_nothing(one: ToolCall, other: ToolCall) -> None:
-    executor = Answers(FAILED, OK, OK)
-    rewards = ToolRewards(executor, standard_rewards(CATALOGUE), reuse_results=True)
-    components = rewards.compute_components([SORT] * 3, [one, other, call("shuffle")])
-    assert components["executed"].tolist() == pytest.approx([0.0, 0.2, 0.2])
-    assert [len(calls) for calls in executor.asked] == [3]
+    ):
+        with subtests.test(str(other.tool), arguments=type(other.arguments).__name__):
+            executor = Answers(FAILED, OK, OK)
+            rewards = ToolRewards(executor, standard_rewards(CATALOGUE), reuse_results=True)
+            components = rewards.compute_components([SORT] * 3, [one, other, call("shuffle")])
+            assert components["executed"].tolist() == pytest.approx([0.0, 0.2, 0.2])
+            assert [len(calls) for calls in executor.asked] == [3]
 
 
-@pytest.mark.parametrize("arguments", [None, "text", b"bytes", 3, [1], ["number"]])
-@pytest.mark.parametrize("tool", ["add", "sort", None, ["add"], {"a": 1}, 5])
-def test_a_call_that_is_none_is_judged_like_any_other(tool: Any, arguments: Any) -> None:
+def test_a_call_that_is_none_is_judged_like_any_other(subtests: pytest.Subtests) -> None:
     """0.5 or 0.2 for its tool, nothing for its arguments."""
-    functions = standard_rewards(CATALOGUE) | {"cost": call_cost(CATALOGUE)}
-    rewards = ToolRewards(Answers(FAILED), functions, reuse_results=True)
-    components = rewards.compute_components([SORT], [ToolCall(tool=tool, arguments=arguments)])
-    assert components["tool"].item() == pytest.approx(0.5 if tool == "sort" else 0.0)
-    assert components["parameters"].item() == 0.0
-    assert components["cost"].item() == {"add": -2.0, "sort": -0.5}.get(str(tool), 0.0)
+    for tool in ("add", "sort", None, ["add"], {"a": 1}, 5):
+        with subtests.test(tool=tool):
+            for arguments in (None, "text", b"bytes", 3, [1], ["number"]):
+                with subtests.test(tool=tool, arguments=arguments):
+                    functions = standard_rewards(CATALOGUE) | {"cost": call_cost(CATALOGUE)}
+                    rewards = ToolRewards(Answers(FAILED), functions, reuse_results=True)
+                    components = rewards.compute_components([SORT], [ToolCall(tool=tool, arguments=arguments)])
+                    assert components["tool"].item() == pytest.approx(0.5 if tool == "sort" else 0.0)
+                    assert components["parameters"].item() == 0.0
+                    assert components["cost"].item() == {"add": -2.0, "sort": -0.5}.get(str(tool), 0.0)
 
 
 def test_batches_in_threads_have_their_own_results() -> None:
@@ -291,11 +300,14 @@ def test_batches_in_threads_have_their_own_results() -> None:
 # --- what a function may not do
 
 
-@pytest.mark.parametrize("name", ["tool", "parameters"])
-def test_states_that_are_no_tasks_have_no_right_call(name: str) -> None:
-    rewards = ToolRewards(Answers(OK), {name: standard_rewards(CATALOGUE)[name]})
-    with pytest.raises(ContractError, match=r"states that are ToolTasks.*got str\. Pass ToolTasks, or your own"):
-        rewards.compute_rewards(["sort it"], [call("sort")])
+def test_states_that_are_no_tasks_have_no_right_call(subtests: pytest.Subtests) -> None:
+    for name in ("tool", "parameters"):
+        with subtests.test(name):
+            rewards = ToolRewards(Answers(OK), {name: standard_rewards(CATALOGUE)[name]})
+            with pytest.raises(
+                ContractError, match=r"states that are ToolTasks.*got str\. Pass ToolTasks, or your own"
+            ):
+                rewards.compute_rewards(["sort it"], [call("sort")])
 
 
 def test_the_error_for_a_huge_call_is_short() -> None:
@@ -318,11 +330,14 @@ def test_a_function_that_raises_is_named_with_the_call() -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("answer", [None, "much", [1.0], 1j, object()])
-def test_a_function_that_returns_no_number_is_named(answer: Any) -> None:
-    rewards = ToolRewards(Answers(OK), {"ran": executed, "odd": lambda asked, made, result: answer})
-    with pytest.raises(RewardError, match=r"^odd"):
-        rewards.compute_rewards([SORT, SORT], [call("sort"), call("add")])
+def test_a_function_that_returns_no_number_is_named(subtests: pytest.Subtests) -> None:
+    for answer in (None, "much", [1.0], 1j, object()):
+        with subtests.test(type(answer).__name__):
+            rewards = ToolRewards(
+                Answers(OK), {"ran": executed, "odd": lambda asked, made, result, answer=answer: answer}
+            )
+            with pytest.raises(RewardError, match=r"^odd"):
+                rewards.compute_rewards([SORT, SORT], [call("sort"), call("add")])
 
 
 def test_the_conformance_kit_finds_nothing() -> None:

@@ -147,9 +147,8 @@ def test_arguments_are_a_copy() -> None:
     assert first.arguments == {"sizes": [1, 2]}
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
+def test_a_sample_that_is_none_is_refused(subtests: pytest.Subtests) -> None:
+    for changes, text in (
         ({"reward": math.nan}, r"ToolSample\.reward must be a finite number; got nan"),
         ({"reward": True}, "reward must be a finite number; got True"),
         ({"log_prob": [-math.inf, 0]}, "log_prob must be a finite number; got -inf"),
@@ -167,16 +166,13 @@ def test_arguments_are_a_copy() -> None:
         ({"arguments": {"x": math.inf}}, "arguments must hold only values that JSON can represent"),
         ({"arguments": {"x": {1, 2}}}, "arguments must hold only values that JSON can represent"),
         ({"arguments": [1]}, "arguments must be a mapping"),
-    ],
-)
-def test_a_sample_that_is_none_is_refused(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(SampleError, match=text):
-        sample(**changes)
+    ):
+        with subtests.test(text), pytest.raises(SampleError, match=text):
+            sample(**changes)
 
 
-@pytest.mark.parametrize(
-    ("read", "text"),
-    [
+def test_what_is_no_sample_or_group_is_refused(subtests: pytest.Subtests) -> None:
+    for read, text in (
         (lambda: ToolSample.from_json("{"), "ToolSample.from_json: not JSON"),
         (lambda: ToolSample.from_json("[]"), "a ToolSample must be an object with state, tool"),
         (lambda: ToolSample.from_json('{"state": "s", "tool": "t", "reward": 1}'), "lacks 'log_prob'"),
@@ -193,11 +189,9 @@ def test_a_sample_that_is_none_is_refused(changes: dict[str, Any], text: str) ->
             lambda: ToolGroup(id=1, context={"x": math.nan}, samples=(sample(),)),
             "ToolGroup.context must hold only values",
         ),
-    ],
-)
-def test_what_is_no_sample_or_group_is_refused(read: Any, text: str) -> None:
-    with pytest.raises(SampleError, match=text):
-        read()
+    ):
+        with subtests.test(text), pytest.raises(SampleError, match=text):
+            read()
 
 
 # Batches
@@ -260,30 +254,34 @@ def test_vectors_become_a_tensor_and_mixtures_an_error() -> None:
         batch_from_groups({})
 
 
-@pytest.mark.parametrize("states", [["one", "two"], [TASK, TASK], torch.tensor([[0.1, 0.2], [0.3, 0.4]])])
-def test_a_batch_written_down_and_read_again_trains_the_same(states: Any) -> None:
-    def trainer() -> GRPOTrainer:
-        torch.manual_seed(0)
-        return GRPOTrainer(
-            config=GRPOConfig(group_size=5, num_epochs_per_update=2, seed=3, objective=ObjectiveConfig(kl_coef=0.1)),
-            policy=PaintPolicy(),
-            reference_policy=PaintPolicy(),
-            reward_model=likes_red,
-        )
+def test_a_batch_written_down_and_read_again_trains_the_same(subtests: pytest.Subtests) -> None:
+    for states in (["one", "two"], [TASK, TASK], torch.tensor([[0.1, 0.2], [0.3, 0.4]])):
+        with subtests.test(type(states[0]).__name__):
 
-    one, other = trainer(), trainer()
-    batch = one.collect(states)
-    groups = [ToolGroup.from_json(group.to_json()) for group in groups_from_batch(batch)]
-    assert [len(group.samples) for group in groups] == [5, 5]
-    restored = batch_from_groups(groups)
-    assert torch.equal(restored.mask, batch.mask)
-    assert restored.behaviour_log_probs is not None
-    assert batch.behaviour_log_probs is not None
-    assert torch.equal(restored.behaviour_log_probs.float()[batch.mask], batch.behaviour_log_probs[batch.mask])
-    direct, read = one.update(batch), other.update(restored)
-    assert torch.equal(one.policy.logits, other.policy.logits)
-    assert not torch.equal(one.policy.logits, PaintPolicy().logits)
-    assert read["train/total_loss"] == pytest.approx(direct["train/total_loss"], abs=1e-9)
+            def trainer() -> GRPOTrainer:
+                torch.manual_seed(0)
+                return GRPOTrainer(
+                    config=GRPOConfig(
+                        group_size=5, num_epochs_per_update=2, seed=3, objective=ObjectiveConfig(kl_coef=0.1)
+                    ),
+                    policy=PaintPolicy(),
+                    reference_policy=PaintPolicy(),
+                    reward_model=likes_red,
+                )
+
+            one, other = trainer(), trainer()
+            batch = one.collect(states)
+            groups = [ToolGroup.from_json(group.to_json()) for group in groups_from_batch(batch)]
+            assert [len(group.samples) for group in groups] == [5, 5]
+            restored = batch_from_groups(groups)
+            assert torch.equal(restored.mask, batch.mask)
+            assert restored.behaviour_log_probs is not None
+            assert batch.behaviour_log_probs is not None
+            assert torch.equal(restored.behaviour_log_probs.float()[batch.mask], batch.behaviour_log_probs[batch.mask])
+            direct, read = one.update(batch), other.update(restored)
+            assert torch.equal(one.policy.logits, other.policy.logits)
+            assert not torch.equal(one.policy.logits, PaintPolicy().logits)
+            assert read["train/total_loss"] == pytest.approx(direct["train/total_loss"], abs=1e-9)
 
 
 def test_tasks_come_back_whole_from_the_context() -> None:
@@ -305,19 +303,16 @@ def batch_with(**changes: Any) -> ExperienceBatch:
     return ExperienceBatch.from_rows(**{**fields, **changes})
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
+def test_a_batch_that_is_not_of_tool_calls_is_refused(subtests: pytest.Subtests) -> None:
+    for changes, text in (
         ({"actions": ["t", "t"]}, "actions must be ToolCalls; got 't'"),
         ({"rewards": torch.zeros(2, 2)}, r"rewards must be one per row, \[N\]; got \[2, 2\]"),
         ({"behaviour_log_probs": None}, "no behaviour_log_probs"),
         ({"mask": torch.tensor([[True, True], [False, True]])}, "without holes"),
         ({"behaviour_log_probs": torch.full((2, 2), math.nan)}, "log_prob must be a finite number"),
-    ],
-)
-def test_a_batch_that_is_not_of_tool_calls_is_refused(changes: dict[str, Any], text: str) -> None:
-    with pytest.raises(SampleError, match=text):
-        groups_from_batch(batch_with(**changes))
+    ):
+        with subtests.test(text), pytest.raises(SampleError, match=text):
+            groups_from_batch(batch_with(**changes))
 
 
 def test_decisions_of_several_threads_train_through_a_buffer() -> None:
@@ -353,14 +348,15 @@ def test_decisions_of_several_threads_train_through_a_buffer() -> None:
     assert metrics["train/advantages_mean"] == pytest.approx(0.0, abs=1e-12)  # +1/2 and -1/2 in each pair
 
 
-@pytest.mark.parametrize("item", [sample(), ToolGroup(id="task 7", context=TASK.to_dict(), samples=(sample(),)), TASK])
-def test_buffers_of_what_tools_decided_survive_json(item: Any) -> None:
-    kind = type(item)
-    buffer, again = (ExperienceBuffer[Any](item_type=kind) for _ in range(2))
-    groups, groups_again = (GroupBuffer[Any, Any](item_type=kind) for _ in range(2))
-    buffer.add(item)
-    groups.extend("task 7", [item, item])
-    again.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
-    groups_again.load_state_dict(json.loads(json.dumps(groups.state_dict())))
-    assert again.drain() == [item]
-    assert groups_again.drain() == groups.drain() == {"task 7": [item, item]}
+def test_buffers_of_what_tools_decided_survive_json(subtests: pytest.Subtests) -> None:
+    for item in (sample(), ToolGroup(id="task 7", context=TASK.to_dict(), samples=(sample(),)), TASK):
+        with subtests.test(type(item).__name__):
+            kind = type(item)
+            buffer, again = (ExperienceBuffer[Any](item_type=kind) for _ in range(2))
+            groups, groups_again = (GroupBuffer[Any, Any](item_type=kind) for _ in range(2))
+            buffer.add(item)
+            groups.extend("task 7", [item, item])
+            again.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+            groups_again.load_state_dict(json.loads(json.dumps(groups.state_dict())))
+            assert again.drain() == [item]
+            assert groups_again.drain() == groups.drain() == {"task 7": [item, item]}

@@ -55,10 +55,10 @@ UNCERTAIN: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("x", UNCERTAIN, ids=[str(x)[:60] for x in UNCERTAIN])
-def test_a_schema_that_may_leave_a_path_unconfined_is_refused(x: Any) -> None:
-    with pytest.raises(ValueError, match=r'"format": "path"'):
-        check_path_formats(schema_of(x))
+def test_a_schema_that_may_leave_a_path_unconfined_is_refused(subtests: pytest.Subtests) -> None:
+    for x in UNCERTAIN:
+        with subtests.test(str(x)[:60]), pytest.raises(ValueError, match=r'"format": "path"'):
+            check_path_formats(schema_of(x))
 
 
 def test_the_executor_refuses_it_before_anything_starts() -> None:
@@ -95,19 +95,21 @@ def around(text: str) -> Any:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("x", "value"), around(OUTSIDE), ids=[str(x)[:60] for x, _ in around("")])
-def test_a_schema_that_is_let_through_confines(x: Any, value: Any) -> None:
-    check_path_formats(schema_of(x))
-    check = ArgumentChecker(tool_functions.echo, schema_of(x), "/usr")
-    with pytest.raises(RefusedArgumentsError) as caught:
-        check({"x": value})
-    assert caught.value.error == "PathOutsideRootError"
+def test_a_schema_that_is_let_through_confines(subtests: pytest.Subtests) -> None:
+    for x, value in around(OUTSIDE):
+        with subtests.test(str(x)[:60]):
+            check_path_formats(schema_of(x))
+            check = ArgumentChecker(tool_functions.echo, schema_of(x), "/usr")
+            with pytest.raises(RefusedArgumentsError) as caught:
+                check({"x": value})
+            assert caught.value.error == "PathOutsideRootError"
 
 
-@pytest.mark.parametrize(("x", "value"), around("lib"), ids=[str(x)[:60] for x, _ in around("")])
-def test_and_lets_paths_through(x: Any, value: Any) -> None:
-    found = ArgumentChecker(tool_functions.echo, schema_of(x), "/usr")({"x": value})
-    assert "/usr/lib" in str(found)
+def test_and_lets_paths_through(subtests: pytest.Subtests) -> None:
+    for x, value in around("lib"):
+        with subtests.test(str(x)[:60]):
+            found = ArgumentChecker(tool_functions.echo, schema_of(x), "/usr")({"x": value})
+            assert "/usr/lib" in str(found)
 
 
 def test_no_schema_of_two_branches_lets_a_path_out() -> None:
@@ -155,18 +157,24 @@ def test_a_schema_that_contains_itself_is_read() -> None:
             check_path_formats({**schema_of({"anyOf": [TEXT, PATH]}), "$defs": {"tree": circle}})
 
 
-@pytest.mark.parametrize("reference", ["#/required", "#/required/x", "#/no", "http://127.0.0.1:1/x", "#nowhere"])
-def test_a_reference_to_no_schema_is_an_error_of_each_call(reference: str) -> None:
-    schema = {**schema_of({"$ref": reference}), "required": ["x"]}
-    check_path_formats({**schema, "properties": {"x": {"$ref": reference}, "y": PATH}})
-    with pytest.raises(RefusedArgumentsError, match="the schema cannot be applied") as caught:
-        ArgumentChecker(tool_functions.echo, schema, "/usr")({"x": 1})
-    assert caught.value.error == "InvalidArgumentsError"
+def test_a_reference_to_no_schema_is_an_error_of_each_call(subtests: pytest.Subtests) -> None:
+    for reference in (
+        "#/required",
+        "#/required/x",
+        "#/no",
+        "http://127.0.0.1:1/x",
+        "#nowhere",
+    ):
+        with subtests.test(reference):
+            schema = {**schema_of({"$ref": reference}), "required": ["x"]}
+            check_path_formats({**schema, "properties": {"x": {"$ref": reference}, "y": PATH}})
+            with pytest.raises(RefusedArgumentsError, match="the schema cannot be applied") as caught:
+                ArgumentChecker(tool_functions.echo, schema, "/usr")({"x": 1})
+            assert caught.value.error == "InvalidArgumentsError"
 
 
-@pytest.mark.parametrize(
-    ("schema", "value", "expected"),
-    [
+def test_integers_come_as_integers(subtests: pytest.Subtests) -> None:
+    for schema, value, expected in (
         ({"type": "integer"}, 2.0, 2), ({"type": "integer"}, -0.0, 0), ({"type": "integer"}, 1e20, 10**20),
         ({"type": "integer"}, 2, 2), ({"type": "number"}, 2.0, 2.0), ({}, 2.0, 2.0), ({"type": ["integer", "null"]}, 2.0, 2),
         ({"type": ["integer", "number"]}, 2.0, 2.0), ({"anyOf": [{"type": "integer"}, NONE]}, 2.0, 2),
@@ -175,11 +183,10 @@ def test_a_reference_to_no_schema_is_an_error_of_each_call(reference: str) -> No
         ({"type": "array", "items": {"type": "number"}}, [1.0, 2], [1.0, 2]),
         ({"anyOf": [NONE, {"type": "array", "items": {"type": "integer"}}]}, [1.0], [1]),
         ({"type": "object", "properties": {"n": {"type": "integer"}}}, {"n": 3.0, "m": 3.0}, {"n": 3, "m": 3.0}),
-    ],
-)  # fmt: skip
-def test_integers_come_as_integers(schema: Any, value: Any, expected: Any) -> None:
-    found = ArgumentChecker(tool_functions.echo, schema_of(schema), "/usr")({"x": value})["x"]
-    assert repr(found) == repr(expected)
+    ):  # fmt: skip
+        with subtests.test(str(schema), value=value):
+            found = ArgumentChecker(tool_functions.echo, schema_of(schema), "/usr")({"x": value})["x"]
+            assert repr(found) == repr(expected)
 
 
 def test_kinds_are_those_of_all_that_passes() -> None:
@@ -191,9 +198,8 @@ def test_kinds_are_those_of_all_that_passes() -> None:
     assert kinds({"allOf": [{"type": ["string", "null"]}, {"anyOf": [NONE, {"type": "object"}]}]}) == {"null"}
 
 
-@pytest.mark.parametrize(
-    ("schema", "keyword"),
-    [
+def test_what_takes_long_to_check_is_found(subtests: pytest.Subtests) -> None:
+    for schema, keyword in (
         (schema_of({"pattern": "a"}), "pattern"), (schema_of(TEXT, patternProperties={"a": {}}), "patternProperties"),
         (schema_of({"anyOf": [{"items": {"uniqueItems": True}}]}), "uniqueItems"),
         (schema_of({"$ref": "#/$defs/list"}), None), (schema_of({"$ref": "#/nowhere"}), None),
@@ -201,7 +207,6 @@ def test_kinds_are_those_of_all_that_passes() -> None:
         ({"$defs": {"a": {"items": {"$ref": "#/$defs/b"}}, "b": {"anyOf": [TEXT, {"$ref": "#/$defs/a"}]}}}, "$ref"),
         ({"properties": {"a": {"$dynamicRef": "#a"}}}, "$dynamicRef"), ({"properties": {"a": {"uniqueItems": False}}}, None),
         ({"type": "object", "properties": {"pattern": TEXT, "uniqueItems": TEXT, "$ref": TEXT}}, None),
-    ],
-)  # fmt: skip
-def test_what_takes_long_to_check_is_found(schema: Any, keyword: str | None) -> None:
-    assert slow_keyword(schema) == keyword
+    ):  # fmt: skip
+        with subtests.test(keyword, schema=str(schema)[:60]):
+            assert slow_keyword(schema) == keyword

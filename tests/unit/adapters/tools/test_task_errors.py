@@ -42,9 +42,8 @@ TASK = ToolTask(
 WAIT = replace(TASK, tool="wait", arguments={}, slots={})
 
 
-@pytest.mark.parametrize(
-    ("tool", "arguments", "kind"),
-    [
+def test_the_first_kind_of_error_that_holds_is_named(subtests: pytest.Subtests) -> None:
+    for tool, arguments, kind in (
         ("scale", {"number": 3, "unit": "m", "sign": False}, None),
         ("scale", {"number": 3.0, "unit": "m", "sign": False}, None),
         ("scale", {"number": 3, "unit": "m"}, None),  # sign is at its default
@@ -66,10 +65,9 @@ WAIT = replace(TASK, tool="wait", arguments={}, slots={})
         ("scale", {"number": 3, "unit": "km"}, "wrong_parameter"),
         ("scale", {"number": 4, "unit": "m"}, "wrong_parameter"),
         ("scale", {"number": 3, "unit": "m", "sign": True}, "wrong_parameter"),
-    ],
-)
-def test_the_first_kind_of_error_that_holds_is_named(tool, arguments, kind) -> None:
-    assert classify_error(TASK, ToolCall(tool=tool, arguments=arguments), CATALOGUE) == kind
+    ):
+        with subtests.test(kind, tool=tool, arguments=arguments):
+            assert classify_error(TASK, ToolCall(tool=tool, arguments=arguments), CATALOGUE) == kind
 
 
 def test_an_argument_the_task_has_is_missing_though_the_schema_does_not_require_it() -> None:
@@ -102,40 +100,39 @@ def test_a_reference_that_nothing_is_fetched_for_makes_a_call_invalid() -> None:
     assert classify_error(task, ToolCall(tool="t", arguments={"x": 1}), catalogue) == "invalid"
 
 
-@pytest.mark.parametrize(
-    ("schema", "value"),
-    [
+def test_a_schema_that_cannot_be_applied_makes_a_call_invalid(subtests: pytest.Subtests) -> None:
+    for schema, value in (
         ({"type": "number", "multipleOf": 0.1}, 10**400),
         ({"$ref": "#/properties/x"}, 1),
         ({"$ref": "#/required"}, 1),
         ({"$ref": "#/nowhere"}, 1),
-    ],
-    ids=["overflow", "recursion", "no schema", "nowhere"],
-)
-def test_a_schema_that_cannot_be_applied_makes_a_call_invalid(schema, value) -> None:
-    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
-    catalogue = ToolCatalogue([Tool(name="t", description="Odd.", function=wait, parameters=parameters)])
-    task = replace(TASK, tool="t", arguments={"x": 1})
-    assert classify_error(task, ToolCall(tool="t", arguments={"x": value}), catalogue) == "invalid"
+    ):
+        with subtests.test(str(schema)):
+            parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+            catalogue = ToolCatalogue([Tool(name="t", description="Odd.", function=wait, parameters=parameters)])
+            task = replace(TASK, tool="t", arguments={"x": 1})
+            assert classify_error(task, ToolCall(tool="t", arguments={"x": value}), catalogue) == "invalid"
 
 
-@pytest.mark.parametrize(
-    "arguments", [None, 3, "text", [("number", 3)], {1: 2}, {"number": {3}}, {"number": float("nan")}]
-)
-def test_arguments_that_no_tool_is_called_with_are_invalid(arguments) -> None:
-    anything = Tool(
-        name="t",
-        description="Take anything.",
-        function=wait,
-        parameters={"type": "object", "additionalProperties": True},
-    )
-    catalogue = ToolCatalogue([anything])
-    assert classify_error(replace(TASK, tool="t"), ToolCall(tool="t", arguments=arguments), catalogue) == "invalid"
+def test_arguments_that_no_tool_is_called_with_are_invalid(subtests: pytest.Subtests) -> None:
+    for arguments in (None, 3, "text", [("number", 3)], {1: 2}, {"number": {3}}, {"number": float("nan")}):
+        with subtests.test(str(arguments)):
+            anything = Tool(
+                name="t",
+                description="Take anything.",
+                function=wait,
+                parameters={"type": "object", "additionalProperties": True},
+            )
+            catalogue = ToolCatalogue([anything])
+            assert (
+                classify_error(replace(TASK, tool="t"), ToolCall(tool="t", arguments=arguments), catalogue) == "invalid"
+            )
 
 
-@pytest.mark.parametrize("name", [None, 3, ["scale"], {"scale": 1}])
-def test_a_tool_that_is_no_text_is_invalid(name) -> None:
-    assert classify_error(TASK, ToolCall(tool=name, arguments=TASK.arguments), CATALOGUE) == "invalid"
+def test_a_tool_that_is_no_text_is_invalid(subtests: pytest.Subtests) -> None:
+    for name in (None, 3, ["scale"], {"scale": 1}):
+        with subtests.test(str(name)):
+            assert classify_error(TASK, ToolCall(tool=name, arguments=TASK.arguments), CATALOGUE) == "invalid"
 
 
 def test_schemas_that_are_true_or_false() -> None:
@@ -200,23 +197,30 @@ def test_a_task_whose_tool_the_catalogue_lacks_is_refused() -> None:
         make_erroneous_call(TASK, "invalid", catalogue, Random(0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_error_can_be_made_on_the_workbenchs_tasks(kind) -> None:
-    catalogue, rng = workbench_catalogue(), Random(0)
-    impossible = set()
-    for task in make_workbench_tasks(700, seed=0):
-        call = make_erroneous_call(task, kind, catalogue, rng)
-        if call is None:
-            impossible.add(task.tool)
-        else:
-            assert classify_error(task, call, catalogue) == kind
-    # redundant needs a parameter that a task may leave out: `digits`, `kind` of files, `quotes`
-    with_options = {"convert_length", "convert_weight", "convert_temperature", "convert_duration", "round_number"}
-    with_options |= {"join_items", "list_files"}
-    if kind != "redundant":
-        assert not impossible
-    else:  # some of those ask for all they can
-        assert impossible >= catalogue.keys() - with_options
+def test_every_kind_of_error_can_be_made_on_the_workbenchs_tasks(subtests: pytest.Subtests) -> None:
+    for kind in KINDS:
+        with subtests.test(kind):
+            catalogue, rng = workbench_catalogue(), Random(0)
+            impossible = set()
+            for task in make_workbench_tasks(700, seed=0):
+                call = make_erroneous_call(task, kind, catalogue, rng)
+                if call is None:
+                    impossible.add(task.tool)
+                else:
+                    assert classify_error(task, call, catalogue) == kind
+            # redundant needs a parameter that a task may leave out: `digits`, `kind` of files, `quotes`
+            with_options = {
+                "convert_length",
+                "convert_weight",
+                "convert_temperature",
+                "convert_duration",
+                "round_number",
+            }
+            with_options |= {"join_items", "list_files"}
+            if kind != "redundant":
+                assert not impossible
+            else:  # some of those ask for all they can
+                assert impossible >= catalogue.keys() - with_options
 
 
 def test_right_calls_have_no_error() -> None:

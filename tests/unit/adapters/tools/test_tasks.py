@@ -56,37 +56,33 @@ def test_what_was_there_stays_when_a_task_cannot_be_written(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_a_field_that_is_not_as_it_should_be_is_named_with_its_line(tmp_path, subtests: pytest.Subtests) -> None:
+    for change, message in (
         ({"colour": 1}, "unknown colour"),
         ({"tool": 3}, "tool must be of type str; got 3"),
         ({"arguments": [1]}, r"arguments must be of type Mapping; got \[1\]"),
         ({"shares_words": 1}, "shares_words must be of type bool; got 1"),
         ({"difficulty": "extreme"}, "difficulty must be one of .*; got 'extreme'"),
-    ],
-)
-def test_a_field_that_is_not_as_it_should_be_is_named_with_its_line(tmp_path, change, message) -> None:
-    path = tmp_path / "tasks.jsonl"
-    path.write_text(json.dumps(TASK.to_dict()) + "\n\n" + json.dumps(TASK.to_dict() | change) + "\n", "utf-8")
-    with pytest.raises(TaskError, match=f"line 3: .*{message}"):
-        load_tasks(path)
+    ):
+        with subtests.test(message):
+            path = tmp_path / "tasks.jsonl"
+            path.write_text(json.dumps(TASK.to_dict()) + "\n\n" + json.dumps(TASK.to_dict() | change) + "\n", "utf-8")
+            with pytest.raises(TaskError, match=f"line 3: .*{message}"):
+                load_tasks(path)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_a_line_that_is_no_task_is_named(tmp_path, subtests: pytest.Subtests) -> None:
+    for line, message in (
         (b'{"text": "', "not JSON"),
         (b'"\xff"', "not JSON"),
         (b"[]", "must be an object"),
         (b'{"text": "x", "tool": "t"}', "lacks arguments, category, difficulty, shares_words, slots"),
-    ],
-)
-def test_a_line_that_is_no_task_is_named(tmp_path, line, message) -> None:
-    path = tmp_path / "tasks.jsonl"
-    path.write_bytes(json.dumps(TASK.to_dict()).encode() + b"\n" + line + b"\n")
-    with pytest.raises(TaskError, match=f"tasks.jsonl, line 2: .*{message}"):
-        load_tasks(path)
+    ):
+        with subtests.test(message, line=line):
+            path = tmp_path / "tasks.jsonl"
+            path.write_bytes(json.dumps(TASK.to_dict()).encode() + b"\n" + line + b"\n")
+            with pytest.raises(TaskError, match=f"tasks.jsonl, line 2: .*{message}"):
+                load_tasks(path)
 
 
 def test_each_tool_gives_its_share_to_the_held_out_tasks() -> None:
@@ -118,16 +114,17 @@ def test_tasks_of_one_key_stay_together() -> None:
     assert not {key(task) for task in train} & {key(task) for task in held_out}
 
 
-@pytest.mark.parametrize(("fraction", "num_held_out"), [(0, 0), (1, 4)])
-def test_all_or_nothing_can_be_held_out(fraction, num_held_out) -> None:
-    train, held_out = split_tasks(tasks_of("a", 4), fraction, seed=0)
-    assert (len(train), len(held_out)) == (4 - num_held_out, num_held_out)
+def test_all_or_nothing_can_be_held_out(subtests: pytest.Subtests) -> None:
+    for fraction, num_held_out in ((0, 0), (1, 4)):
+        with subtests.test(fraction=fraction):
+            train, held_out = split_tasks(tasks_of("a", 4), fraction, seed=0)
+            assert (len(train), len(held_out)) == (4 - num_held_out, num_held_out)
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.1, math.nan])
-def test_a_fraction_that_is_none_is_refused(fraction) -> None:
-    with pytest.raises(ConfigError, match="held_out_fraction"):
-        split_tasks([TASK], fraction, seed=0)
+def test_a_fraction_that_is_none_is_refused(subtests: pytest.Subtests) -> None:
+    for fraction in (-0.1, 1.1, math.nan):
+        with subtests.test(fraction=fraction), pytest.raises(ConfigError, match="held_out_fraction"):
+            split_tasks([TASK], fraction, seed=0)
 
 
 def test_values_are_no_words() -> None:
@@ -137,9 +134,8 @@ def test_values_are_no_words() -> None:
     assert words("A well-known sort_items, 12.5 km!") == ["a", "well", "known", "sort", "items", "km"]
 
 
-@pytest.mark.parametrize(
-    "alike",
-    [
+def test_variants_of_a_word_count_as_one(subtests: pytest.Subtests) -> None:
+    for alike in (
         "convert converts converted converting conversion conversions",
         "sort sorts sorted sorting sorter",
         "split splits splitting",
@@ -154,10 +150,9 @@ def test_values_are_no_words() -> None:
         "different differences",
         "search searches searching",
         "multiply multiplies multiplying",
-    ],
-)
-def test_variants_of_a_word_count_as_one(alike) -> None:
-    assert len(content_words(alike)) == 1
+    ):
+        with subtests.test(alike):
+            assert len(content_words(alike)) == 1
 
 
 def test_different_words_stay_different() -> None:

@@ -41,9 +41,8 @@ CATALOGUE = workbench_catalogue()
 # --- the tools ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "output"),
-    [
+def test_what_the_tools_for_single_values_return(subtests: pytest.Subtests) -> None:
+    for name, arguments, output in (
         ("change_case", ("one day. Two", "upper"), "ONE DAY. TWO"),
         ("change_case", ("One Day. Two", "lower"), "one day. two"),
         ("change_case", ("one day. two", "title"), "One Day. Two"),
@@ -117,10 +116,9 @@ CATALOGUE = workbench_catalogue()
         ("number_base", (255, "hexadecimal", True), "0xff"),
         ("roman_numeral", (1994,), "MCMXCIV"),
         ("roman_numeral", (48, "small"), "xlviii"),
-    ],
-)  # fmt: skip
-def test_what_the_tools_for_single_values_return(name, arguments, output) -> None:
-    assert getattr(scalars, name)(*arguments) == output
+    ):  # fmt: skip
+        with subtests.test(name, arguments=arguments):
+            assert getattr(scalars, name)(*arguments) == output
 
 
 def test_what_the_tools_for_lists_return() -> None:
@@ -173,9 +171,8 @@ def test_what_the_tools_for_files_return(tmp_path) -> None:
     assert file_checksum(tmp_path / "abc.txt") == sha256(b"abc").hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_nonsense_raises_with_a_reason(tmp_path, subtests: pytest.Subtests) -> None:
+    for call, message in (
         (lambda root: scalars.pad_text("a", 10**6), "width must be 0 to 1000; got 1000000"),
         (lambda root: scalars.replace_text("a", "", "b"), "old must not be empty"),
         (lambda root: scalars.calculate(1, 0, "divide"), "other_number must not be 0"),
@@ -197,13 +194,12 @@ def test_what_the_tools_for_files_return(tmp_path) -> None:
         (lambda root: list_files(root / "notes.txt"), "must be a folder; got 'notes.txt'"),
         (lambda root: csv_column(root / "data/stock.csv", "colour", "sum"), "one of item, units, price; got 'colour'"),
         (lambda root: csv_column(root / "empty.csv", "colour", "sum"), "an empty table"),
-    ],
-)
-def test_nonsense_raises_with_a_reason(tmp_path, call, message) -> None:
-    make_workbench_files(tmp_path)
-    (tmp_path / "empty.csv").touch()
-    with pytest.raises(ValueError, match=message):
-        call(tmp_path)
+    ):
+        with subtests.test(message):
+            make_workbench_files(tmp_path)
+            (tmp_path / "empty.csv").touch()
+            with pytest.raises(ValueError, match=message):
+                call(tmp_path)
 
 
 def test_the_catalogue_has_six_categories_and_real_decisions() -> None:
@@ -225,29 +221,31 @@ def said(phrase: str) -> frozenset[str]:
     return content_words(re.sub(r"\{\w+\}", " ", phrase))
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
-def test_only_plain_phrases_have_words_of_the_description(name) -> None:
-    phrases, described = PHRASES[name], content_words(CATALOGUE[name].text)
-    for wording, shares in ((phrases.plain, True), (phrases.oblique, False)):
-        requests = {f"{one} {noun}" for one in wording.constructions for noun in wording.objects}
-        assert len(wording.constructions) >= 4
-        assert len(requests) >= 12
-        assert all(bool(said(request) & described) == shares for request in requests)
-    cues = [one for values in phrases.cues.values() for wordings in values.values() for one in wordings]
-    cues += [one for wordings in phrases.extras.values() for one in wordings]
-    openings = [f"{opening} {ending}" for opening, ending in OPENINGS]
-    assert not any(said(phrase) & described for phrase in cues + openings)
+def test_only_plain_phrases_have_words_of_the_description(subtests: pytest.Subtests) -> None:
+    for name in CATALOGUE:
+        with subtests.test(name):
+            phrases, described = PHRASES[name], content_words(CATALOGUE[name].text)
+            for wording, shares in ((phrases.plain, True), (phrases.oblique, False)):
+                requests = {f"{one} {noun}" for one in wording.constructions for noun in wording.objects}
+                assert len(wording.constructions) >= 4
+                assert len(requests) >= 12
+                assert all(bool(said(request) & described) == shares for request in requests)
+            cues = [one for values in phrases.cues.values() for wordings in values.values() for one in wordings]
+            cues += [one for wordings in phrases.extras.values() for one in wordings]
+            openings = [f"{opening} {ending}" for opening, ending in OPENINGS]
+            assert not any(said(phrase) & described for phrase in cues + openings)
 
 
-@pytest.mark.parametrize("name", CATALOGUE)
-def test_every_value_of_every_decision_has_its_own_cues(name) -> None:
-    choices = {choice.name: choice.values for choice in CATALOGUE[name].choices}
-    assert PHRASES[name].cues.keys() == choices.keys()
-    for parameter, values in choices.items():
-        cues = PHRASES[name].cues[parameter]
-        assert set(cues) == {value for value in values if value is not ABSENT}
-        wordings = [one for several in cues.values() for one in several]
-        assert len(set(wordings)) == len(wordings)
+def test_every_value_of_every_decision_has_its_own_cues(subtests: pytest.Subtests) -> None:
+    for name in CATALOGUE:
+        with subtests.test(name):
+            choices = {choice.name: choice.values for choice in CATALOGUE[name].choices}
+            assert PHRASES[name].cues.keys() == choices.keys()
+            for parameter, values in choices.items():
+                cues = PHRASES[name].cues[parameter]
+                assert set(cues) == {value for value in values if value is not ABSENT}
+                wordings = [one for several in cues.values() for one in several]
+                assert len(set(wordings)) == len(wordings)
 
 
 def test_tables_are_of_the_same_tools() -> None:
@@ -293,13 +291,16 @@ def test_held_out_requests_are_new_combinations_of_known_words() -> None:
     assert all(known.issuperset(words(task.text)) for task in held_out)
 
 
-@pytest.mark.parametrize(("num_train", "num_held_out", "seed"), [(350, 700, 3), (1400, 50, 1), (703, 106, 2)])
-def test_tools_and_kinds_are_balanced(num_train, num_held_out, seed) -> None:
-    for tasks, count in zip(workbench_split(num_train, num_held_out, seed), (num_train, num_held_out), strict=True):
-        assert len(tasks) == count
-        assert sum(not task.shares_words for task in tasks) in {count // 2, (count + 1) // 2}
-        per_tool = Counter(task.tool for task in tasks).values()
-        assert max(per_tool) - min(per_tool) <= 1
+def test_tools_and_kinds_are_balanced(subtests: pytest.Subtests) -> None:
+    for num_train, num_held_out, seed in ((350, 700, 3), (1400, 50, 1), (703, 106, 2)):
+        with subtests.test(num_train=num_train):
+            for tasks, count in zip(
+                workbench_split(num_train, num_held_out, seed), (num_train, num_held_out), strict=True
+            ):
+                assert len(tasks) == count
+                assert sum(not task.shares_words for task in tasks) in {count // 2, (count + 1) // 2}
+                per_tool = Counter(task.tool for task in tasks).values()
+                assert max(per_tool) - min(per_tool) <= 1
 
 
 def test_a_split_depends_on_its_seed_alone() -> None:

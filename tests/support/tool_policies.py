@@ -1,0 +1,79 @@
+"""What the tests of `ToolSelectionPolicy` share: a small catalogue, all its calls, and policies of random weights."""
+
+from typing import Any, Literal
+
+import torch
+
+from adapters.tools.calls import ToolCall
+from adapters.tools.catalogue import Tool, ToolCatalogue
+from adapters.tools.encoders import HashingEncoder
+from adapters.tools.policies import ToolSelectionPolicy
+from adapters.tools.tasks import ToolTask
+
+
+def ping() -> str:
+    """Say that you are there."""
+    return "pong"
+
+
+def shout(text: str, tone: Literal["loud", "soft", "plain"] = "loud") -> str:
+    """Write a text in capitals."""
+    return text + tone
+
+
+def convert(value: float, unit: Literal["mile", "foot"], exact: bool | None = None) -> float:
+    """Convert a length."""
+    return value
+
+
+def whisper(text: str, tone: Literal["loud", "soft"]) -> str:
+    """Write a text in small letters."""
+    return text + tone
+
+
+def pong(sure: bool) -> str:
+    """Answer a greeting."""
+    return str(sure)
+
+
+CATALOGUE = ToolCatalogue(Tool.from_function(function) for function in (ping, shout, convert, whisper))
+TEXTS = ["are you there?", "capital letters, loud", "how many feet are two miles?", "very quietly please"]
+VECTORS = [[0.3, -1.0, 2.0], [1.5, 0.0, -0.5], [0.0, 0.0, 1.0], [-1.0, 1.0, 0.25]]
+
+
+def call(tool: str, **arguments: Any) -> ToolCall:
+    return ToolCall(tool=tool, arguments=arguments)
+
+
+ALL_CALLS = [
+    call("ping"),
+    *(call("shout", tone=tone) for tone in ("loud", "soft", "plain")),
+    *(call("convert", unit=unit, exact=exact) for unit in ("mile", "foot") for exact in (False, True)),
+    *(call("convert", unit=unit) for unit in ("mile", "foot")),
+    *(call("whisper", tone=tone) for tone in ("loud", "soft")),
+]
+"""1 + 3 + 2 * 3 + 2: there are no others."""
+
+
+def task(asked: str, **slots: Any) -> ToolTask:
+    return ToolTask(
+        text=asked, tool="shout", arguments={}, category="general", difficulty="easy", slots=slots, shares_words=True
+    )
+
+
+def policy(catalogue: ToolCatalogue = CATALOGUE, *, random: bool = True, scale: float = 0.4, **options: Any) -> Any:
+    """A policy over a small encoder; its weights are random unless told otherwise."""
+    made = ToolSelectionPolicy(catalogue, **({"encoder": HashingEncoder(48)} | options))
+    if random:
+        with torch.no_grad():
+            for value in made.parameters():
+                value.normal_(0, scale)
+    return made
+
+
+def without_ping(state: Any) -> list[str]:
+    return ["shout", "convert", "whisper"]
+
+
+def by_first_letter(state: str) -> list[str] | None:
+    return {"a": ["ping"], "c": ["shout", "convert"]}.get(state[0])
