@@ -178,7 +178,7 @@ class ObjectiveConfig(Settings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ObjectiveConfig":
-        """The settings that `to_dict` wrote. A missing key takes its default.
+        """The settings in a dict that `to_dict` wrote. A missing key has its default.
 
         Raises:
             ConfigError: an unknown key, a value that the field does not allow, or a custom callable.
@@ -262,8 +262,8 @@ class GRPOConfig(Settings):
     """
 
     group_size: int = setting(8, at_least=1)
-    """Actions sampled per state (G). Larger: better baselines, fewer states for the same work. With a baseline of the group, a
-    group of one learns nothing."""
+    """Actions sampled per state (G). Larger: better baselines, fewer states for the same work. With a group's baseline, a
+    group of one row learns nothing."""
     num_states_per_iteration: int | None = setting(None, at_least=1)
     """States that `train` draws for one iteration (B). None: all of them."""
     batch_size: int | None = setting(None, at_least=1)

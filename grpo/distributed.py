@@ -41,15 +41,15 @@ class OneProcess:
     num_ranks = 1
 
     def sum(self, values: Tensor) -> Tensor:
-        """`values`."""
+        """Return `values` unchanged: there is one process."""
         return values
 
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        """`rows`, and 0 as the index of the first row."""
+        """Return `rows` unchanged, and 0 as the index of the first row."""
         return rows, 0
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """`[value]`."""
+        """Return `[value]`: there is one process."""
         return [value]
 
 

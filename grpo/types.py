@@ -123,7 +123,7 @@ class ExperienceBatch:
     behaviour_log_probs: Float[Tensor, "N T"] | None = None
     """Log-probs under the distribution that sampled each step. None: the policy itself sampled."""
     ref_log_probs: Float[Tensor, "N T"] | None = None
-    """Log-probs under the reference policy. None: not scored, or there is no reference, or its coefficient is 0."""
+    """Log-probs under the reference policy. None: not scored, or there is no reference, or the KL coefficient is 0."""
     entropy: Float[Tensor, "N T"] | None = None
     """Exact entropy at collection. None: not scored, or no selection of steps needs it."""
     values: Float[Tensor, "N T"] | None = None

@@ -77,7 +77,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
-        """The settings that `to_dict` wrote. A missing key takes its default.
+        """The settings in a dict that `to_dict` wrote. A missing key has its default.
 
         Raises:
             ConfigError: an unknown key, or a value that the field does not allow.

@@ -1,1 +1,1 @@
-"""Behind the advantages: statistics of groups, further baselines and scales, advantages per step, running moments."""
+"""Private parts of the advantages: statistics of groups, rarer baselines and scales, advantages per step, running moments."""

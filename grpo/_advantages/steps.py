@@ -139,15 +139,15 @@ def state_group_advantages(
     gamma: float,
     weight: float,
 ) -> Float[Tensor, "N T"]:
-    """GiGPO: the row relative to its group, plus the step relative to the group's steps that were taken in the same state.
+    """GiGPO: the row's advantage in its group, plus the step's advantage among the group's steps in the same state.
 
     A[n,t] = A_row[n] + weight A_state[n,t]
 
     A_row is from the sum of the row's rewards. A_state is from the discounted return from step t on, relative to all steps of
-    the group with the same key. A step with a key of its own has A_state = 0.
+    the group with the same key. A step whose key no other step has gets A_state = 0.
 
-    `relative` gives A_row and A_state. One reward per row is earned by the row's last step. `weight` is the paper's omega:
-    larger follows the returns from equal states more.
+    `relative` computes A_row and A_state. If there is one reward per row, it counts as the reward of the row's last step.
+    `weight` is the paper's omega: larger gives the comparison of equal states more weight.
 
     Raises:
         ConfigError: there are no state keys.

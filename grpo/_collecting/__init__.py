@@ -1,1 +1,1 @@
-"""Behind the collector: scoring, the checks on a policy, reward calls, index arithmetic, parts of batches, dynamic sampling."""
+"""Private parts of the collector: scoring, checks on a policy, reward calls, index arithmetic, batches, dynamic sampling."""

@@ -133,7 +133,7 @@ def score_in_parts(
 
 
 def batch_fields(scores: ActionScores | None, needs: Collection[str]) -> dict[str, Tensor]:
-    """Copies of the scores that training reads, by field of `ExperienceBatch`: log-probs, and the fields in `needs`.
+    """Copies of the scores that training reads, keyed by field of `ExperienceBatch`: log-probs, and the fields in `needs`.
 
     They are copies because a critic may return a view of its weights, which training changes in place.
     """

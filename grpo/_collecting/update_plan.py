@@ -16,7 +16,7 @@ def epoch_of_updates(
     """The rows of each update of one pass over all rows. The last update may be smaller than `batch_size`.
 
     Groups are shuffled and the rows of a group stay adjacent, so that a group can share its state's forward pass. An
-    update may cut a group. One update of all rows is a slice, which copies nothing.
+    update may contain only part of a group. An update of all rows is a slice, which copies nothing.
     """
     num_rows = len(group_ids)
     if batch_size is None or batch_size >= num_rows:

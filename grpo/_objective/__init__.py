@@ -1,1 +1,1 @@
-"""Behind the loss: what surrogates read, step weights, sampler corrections, selections of steps, metrics."""
+"""Private parts of the loss: `Steps`, ratios, step weights, sampler corrections, selections of steps, metrics."""

@@ -70,10 +70,10 @@ def selected_by(
     Args:
         select: see `Select`.
         mask: the valid steps.
-        log_probs: at collection.
+        log_probs: log-probs at collection.
         advantages: A, per row or per step.
         generator: makes random choices; it is in the same state on every rank.
-        gather: brings the ranks' values together. None: there is one rank.
+        gather: collects the values of all ranks. None: there is one rank.
     """
     if select is None:
         return None

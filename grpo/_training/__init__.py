@@ -1,1 +1,1 @@
-"""Behind the trainer: the rows of an update, the optimizer step, coefficients and reference, reports, saved state."""
+"""Private parts of the trainer: the rows of an update, the optimizer step, coefficients, reports, saved state."""

@@ -42,7 +42,7 @@ class MeteredObjective:
         self._objective = own or (torch.compile(ours) if config.compile_objective else ours)
 
     def __call__(self, inputs: ObjectiveInputs) -> ObjectiveOutput:
-        """The loss of one micro-batch. A result that is not an `ObjectiveOutput` is a `ContractError`."""
+        """The loss of one micro-batch. Any result but an `ObjectiveOutput` raises a `ContractError`."""
         output = self._objective(inputs)
         if not isinstance(output, ObjectiveOutput):
             raise ContractError(
@@ -74,7 +74,7 @@ class MeteredObjective:
         ]
         if dropped:
             warnings.warn(
-                f"objective=... stands in for the whole loss and reports nothing of what these settings ask for: "
+                f"objective=... replaces the whole loss, and does not report the terms that these settings ask for: "
                 f"{', '.join(dropped)}. Compute these terms in your objective (grpo.surrogates and grpo.divergence have them) "
                 "and report their metrics, or leave the settings at their defaults. To change only the policy's loss, pass "
                 "ObjectiveConfig(surrogate=...) instead.",

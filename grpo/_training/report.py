@@ -42,7 +42,7 @@ ABSENT = {
     "time/reward": 0.0,
     "time/score": 0.0,
 }
-"""The values of metrics that were not measured."""
+"""The value of each metric in an iteration that did not measure it."""
 
 
 class IterationReport:

@@ -45,7 +45,7 @@ class PolicyMeasurement:
 
     @property
     def num_actions_per_state(self) -> int:
-        """G."""
+        """The number of actions per state, G."""
         return self.rewards.shape[1]
 
     @property

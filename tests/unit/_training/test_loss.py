@@ -160,8 +160,8 @@ def test_each_configured_term_that_an_objective_of_the_users_does_not_report_is_
             settings, pattern = NAMED[name]
             has_critic = name == "value loss"
             (message,) = warnings_of(settings, total, has_critic=has_critic)
-            assert r"objective=... stands in for the whole loss and reports nothing" in message
-            assert re.search(rf"what these settings ask for: {pattern}\. Compute these terms", message), message
+            assert "objective=... replaces the whole loss, and does not report" in message
+            assert re.search(rf"terms that these settings ask for: {pattern}\. Compute these terms", message), message
 
 
 def test_all_dropped_terms_are_named_in_one_warning() -> None:
