@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,15 @@ import torch
 from grpo import AdvantageConfig, CheckpointError, EntropyControl, GRPOConfig, GRPOTrainer, KLControl, ObjectiveConfig
 from grpo._training.trainer_state import capture, require_same_iteration, restore
 from grpo.distributed import OneProcess
+from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
+
+
+@pytest.fixture(autouse=True)
+def without_type_checks() -> Iterator[None]:
+    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
+    with as_users_run_it():
+        yield
 
 
 class Remembering(TablePolicy):
@@ -145,10 +154,9 @@ def test_what_was_learned_of_the_policys_steps_is_restored(subtests: pytest.Subt
 # What does not fit
 
 
-def changed(path: tuple[str, ...], value: Any = None) -> dict[str, Any]:
-    """A captured state with another value at the path, or without it."""
-    state: dict[str, Any] = copy.deepcopy(capture(trained(1)))
-    part = state
+def changed(state: dict[str, Any], path: tuple[str, ...], value: Any = None) -> dict[str, Any]:
+    """The state with another value at the path, or without it."""
+    part = state = copy.deepcopy(state)
     for key in path[:-1]:
         part = part[key]
     if value is None:
@@ -159,6 +167,9 @@ def changed(path: tuple[str, ...], value: Any = None) -> dict[str, Any]:
 
 
 def test_a_state_that_does_not_fit_is_named_and_changes_nothing(subtests: pytest.Subtests) -> None:
+    captured = copy.deepcopy(capture(trained(1)))
+    trainer = trained(2, seed=3)
+    before = digest(capture(trainer))
     for path, value, message in [
         (("random",), None, r"The checkpoint lacks \['random'\] and has nothing that this trainer does not have"),
         (("extra",), 1, r"The checkpoint lacks nothing and has \['extra'\] that this trainer"),
@@ -175,11 +186,8 @@ def test_a_state_that_does_not_fit_is_named_and_changes_nothing(subtests: pytest
         (("random", "torch"), torch.zeros(1), r"The checkpoint does not fit, and the trainer is as it was"),
     ]:
         with subtests.test(path=path, value=value, message=message):
-            state = changed(path, value)
-            trainer = trained(2, seed=3)
-            before = digest(capture(trainer))
             with pytest.raises(CheckpointError, match=message):
-                restore(trainer, state)
+                restore(trainer, changed(captured, path, value))
             assert digest(capture(trainer)) == before
 
 
