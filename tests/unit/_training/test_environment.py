@@ -3,6 +3,7 @@
 import copy
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,17 @@ from torch import Tensor
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
 from grpo._training.environment import SamplerSync, autocast, folder_of_rank, move_reference, prepare
 from grpo.distributed import OneProcess
+from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
 from tests.support.trainers import SCRIPT, by_hand, quarters
+
+
+@pytest.fixture(autouse=True)
+def without_type_checks() -> Iterator[None]:
+    """beartype draws the items it looks at from Python's global generator, which is compared here."""
+    with as_users_run_it():
+        yield
+
 
 # Seeds, devices, precision, folders
 
