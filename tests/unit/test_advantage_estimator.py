@@ -22,7 +22,7 @@ from grpo import (
     group_relative_returns,
 )
 from grpo._collecting.reward_calls import RewardCalls
-from grpo.advantage_estimator import discounted_returns, group_statistics
+from grpo.advantage_estimator import group_statistics
 
 RELATIVE = ["group_mean", "group_median", "leave_one_out"]
 BASELINES = [*RELATIVE, "global_mean", "none"]
@@ -103,14 +103,6 @@ def test_global_mean_is_the_running_mean_where_there_is_one():
     assert advantages.tolist() == [-2, -1, 1, 4, 3, 7, 1, 9]
 
 
-def test_group_std_with_divisor_n():
-    # mean .7; deviations .1, -.1, .2, -.2; variance .1/4 = .025; .1/sqrt(.025) = .632, .2/sqrt(.025) = 1.265
-    advantages = group_relative_advantages(
-        torch.tensor([0.8, 0.6, 0.9, 0.5]), ids(0, 0, 0, 0), scale="group", std_ddof=0
-    )
-    assert advantages.tolist() == pytest.approx([0.632, -0.632, 1.265, -1.265], abs=5e-4)
-
-
 def test_median_of_an_odd_group_is_its_middle_value():
     # sorted 1, 2, 100 -> 2
     advantages = group_relative_advantages(double([100, 1, 2]), ids(4, 4, 4), baseline="group_median")
@@ -150,7 +142,7 @@ def exact_advantages(
     return result
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(-40, 40), st.integers(-2, 2)), min_size=1, max_size=12),
     baseline=st.sampled_from(BASELINES),
@@ -189,16 +181,16 @@ def test_a_constant_batch_over_its_own_std_gives_exactly_zero(subtests):
 
 
 def test_groups_that_differ_by_rounding_only_give_exactly_zero(subtests):
-    cases_0 = [
-        double([0.1 + 0.2, 0.3]),
-        double([0.1 * 3, 0.3, 0.3]),
-        torch.nextafter(torch.tensor([0.9, 0.9, 0.9]), torch.tensor([0.9, 1.0, 0.0])),
-        torch.tensor([0.1, 0.7], dtype=torch.float32) + torch.tensor([0.7, 0.1], dtype=torch.float32),
-    ]
-    for almost_constant, scale, baseline in itertools.product(cases_0, ["none", "group"], RELATIVE):
-        with subtests.test(almost_constant=almost_constant, scale=scale, baseline=baseline):
-            group_ids = torch.zeros(len(almost_constant), dtype=torch.int64)
-            advantages = group_relative_advantages(almost_constant, group_ids, baseline=baseline, scale=scale)
+    cases = {
+        "float64 sum": double([0.1 + 0.2, 0.3]),
+        "float64 product": double([0.1 * 3, 0.3, 0.3]),
+        "float32 neighbours": torch.nextafter(torch.tensor([0.9, 0.9, 0.9]), torch.tensor([0.9, 1.0, 0.0])),
+        "float32 sum": torch.tensor([0.1, 0.7]) + torch.tensor([0.7, 0.1]),
+    }
+    for (case, rewards), scale, baseline in itertools.product(cases.items(), ["none", "group"], RELATIVE):
+        with subtests.test(case=case, scale=scale, baseline=baseline):
+            group_ids = torch.zeros(len(rewards), dtype=torch.int64)
+            advantages = group_relative_advantages(rewards, group_ids, baseline=baseline, scale=scale)
             assert (advantages == 0).all()
 
 
@@ -292,33 +284,6 @@ def test_a_kept_row_does_not_feel_a_dropped_siblings_reward():
         scored = RewardCalls(lambda states, actions, r=rewards: r, RewardConfig(non_finite="drop"))(rewards, rewards)
         advantages = group_relative_advantages(scored.values, ids(0, 0, 0, 1, 1, 1, 1)[scored.kept])
         assert advantages.tolist() == [-1, 1, 0, -2, 2]
-
-
-def test_discounted_returns_of_ones():
-    # 1;  1 + .9 = 1.9;  1 + .9 * 1.9 = 2.71
-    returns = discounted_returns(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool), 0.9)
-    assert returns.tolist() == [pytest.approx([2.71, 1.9, 1.0])]
-
-
-def test_discounted_returns_take_masked_rewards_as_zero():
-    # row 0: 4; 2 + .5 * 4 = 4; 1 + .5 * 4 = 3.     row 1 ends after two: 6; 2 + .5 * 6 = 5
-    rewards = double([[1, 2, 4], [2, 6, math.nan]])
-    mask = torch.tensor([[True, True, True], [True, True, False]])
-    returns = discounted_returns(rewards, mask, 0.5)
-    assert returns[mask].tolist() == [3, 4, 4, 5, 6]
-
-
-def test_discounted_returns_against_their_definition(subtests):
-    for gamma, num_steps in itertools.product([0.0, 0.9, 1.0], [1, 4, 7]):
-        with subtests.test(gamma=gamma, num_steps=num_steps):
-            rewards = double([[0.5, -1.0, 2.0, 3.0, -2.5, 1.0, 6.0], [1.0, 0.25, 4.0, -8.0, 2.0, 5.0, -1.0]])[
-                :, :num_steps
-            ]
-            returns = discounted_returns(rewards, torch.ones(2, num_steps, dtype=torch.bool), gamma)
-            for n in range(2):
-                for t in range(num_steps):
-                    expected = sum(gamma ** (k - t) * rewards[n, k].item() for k in range(t, num_steps))
-                    assert returns[n, t].item() == pytest.approx(expected)
 
 
 # Returns to go, gamma 1:  row 0: 3, 2, 1    row 1: 2, 0 (ended)    row 2: 4, 4, 1

@@ -329,18 +329,3 @@ def test_baselines_of_rows_are_refused_for_steps_by_the_name_of_the_setting(subt
     ):
         with subtests.test(credit=credit, settings=settings), pytest.raises(ConfigError, match=r"credit"):
             advantages(WITH_EVERYTHING, credit=credit, **settings)
-
-
-def test_settings_that_contradict_one_another_are_refused(subtests):
-    cases = [
-        ({"k": 2}, r"k=2 with baseline='group_mean'"),
-        ({"baseline": "max_at_k"}, r"k=None with baseline='max_at_k'"),
-        ({"negative_only": True, "positive_weight": 0.5}, r"contradict each other"),
-        ({"credit": "gae", "scale": "group"}, r"scale='group' is over groups"),
-        ({"several_rewards": "normalize_each", "credit": "gae"}, r"reads nothing else"),
-        ({"several_rewards": "normalize_each", "reward_clip": 1.0}, r"reads nothing else"),
-        ({"several_rewards": "normalize_each", "normalize_rewards": True}, r"reads nothing else"),
-    ]
-    for settings, message in cases:
-        with subtests.test(settings=settings, message=message), pytest.raises(ConfigError, match=message):
-            AdvantageConfig(**settings)

@@ -379,7 +379,7 @@ def test_an_invalid_value_of_a_part_names_the_part():
         GRPOConfig.from_dict({"objective": {"surrogate": {"kind": "clip", "low": 2}}})
 
 
-def test_settings_are_frozen_and_take_keywords_only(subtests):
+def test_settings_are_frozen_take_keywords_only_and_are_equal_by_value(subtests):
     for config in FIELDS:
         with subtests.test(config=config):
             for field in dataclasses.fields(config):
@@ -387,11 +387,6 @@ def test_settings_are_frozen_and_take_keywords_only(subtests):
                     setattr(config(), field.name, getattr(config(), field.name))
             with pytest.raises(TypeError, match="positional"):
                 config(0.2)
-
-
-def test_equal_settings_are_equal_and_hash_alike(subtests):
-    for config in FIELDS:
-        with subtests.test(config=config):
             assert config() == config()
             assert hash(config()) == hash(config())
 

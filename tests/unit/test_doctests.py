@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import grpo
 
@@ -35,10 +36,12 @@ def test_there_are_examples() -> None:
     assert len({example.name for example in EXAMPLES}) >= 8
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-def test_examples_in_docstrings(example: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_in_docstrings(subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    report: list[str] = []
-    results = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.append)
-    assert results.attempted + sum(doctest.SKIP in shown.options for shown in example.examples) > 0
-    assert results.failed == 0, "".join(report)
+    for example in EXAMPLES:
+        with subtests.test(example=example.name):
+            torch.manual_seed(0)
+            report: list[str] = []
+            results = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.append)
+            assert results.attempted + sum(doctest.SKIP in shown.options for shown in example.examples) > 0
+            assert results.failed == 0, "".join(report)

@@ -1,11 +1,8 @@
 """Measuring and comparing policies: numbers by hand, what is shared between the sides, and what is left untouched."""
 
 import copy
-import json
 import math
 import random
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,41 +20,21 @@ from grpo import (
     SampledActions,
     WeightedRewards,
     compare_policies,
-    measure_policy,
 )
-from grpo.evaluation import ComparisonReport, PolicyMeasurement, paired_interval
+from grpo.evaluation import paired_interval
 from grpo.writing import capture_random_state
+from tests.support.comparisons import (
+    AFTER,
+    BEFORE,
+    STATES,
+    action_itself,
+    compared,
+    measured,
+    of_many,
+    paying,
+    scripted,
+)
 from tests.support.policies import DuckPolicy, ExactSampling, TablePolicy, VectorPolicy, digest, weights_of
-
-STATES = ["up", "down", "same"]
-# reward = action: means .25, 1, .5 before, and .75, .5, .5 after
-BEFORE = [[0, 0, 1, 0], [1, 1, 1, 1], [1, 0, 1, 0]]
-AFTER = [[1, 1, 1, 0], [1, 0, 0, 1], [0, 0, 1, 1]]
-
-
-def action_itself(states: Any, actions: Any) -> list[float]:
-    return [float(action) for action in actions]
-
-
-def paying(*rewards: Any) -> Any:
-    """Action k pays `rewards[k]`."""
-    return lambda states, actions: [rewards[action] for action in actions]
-
-
-def scripted(script: list[list[int]], states: Any = STATES) -> TablePolicy:
-    return TablePolicy(states, script=script)
-
-
-def compared(before: Any, after: Any, reward_model: Any = action_itself, **options: Any) -> ComparisonReport:
-    """Scripted policies side by side; as many actions as the scripts have."""
-    states = STATES[: len(before)]
-    options = {"num_actions_per_state": len(before[0]), "progress": False, **options}
-    return compare_policies(scripted(before, states), scripted(after, states), states, reward_model, **options)
-
-
-def measured(policy: Any, states: Any = STATES, reward_model: Any = action_itself, **options: Any) -> PolicyMeasurement:
-    return measure_policy(policy, states, reward_model, **{"progress": False, **options})
-
 
 # Numbers
 
@@ -79,9 +56,8 @@ def test_by_hand() -> None:
     assert report.components_before == report.components_after == {}
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "percent"),
-    [
+def test_percent_of_the_original(subtests: pytest.Subtests) -> None:
+    cases = [
         (2, 3, 50.0),  # 100 (3 - 2) / 2
         (-2, -1, 50.0),  # 100 (-1 + 2) / |-2|: better is positive
         (-2, -3, -50.0),
@@ -89,10 +65,10 @@ def test_by_hand() -> None:
         (4, 0, -100.0),
         (0, 5, None),  # of nothing
         (0, 0, None),
-    ],
-)
-def test_percent_of_the_original(before: int, after: int, percent: float | None) -> None:
-    assert compared([[before]], [[after]]).improvement_percent == percent
+    ]
+    for before, after, percent in cases:
+        with subtests.test(before=before, after=after, percent=percent):
+            assert compared([[before]], [[after]]).improvement_percent == percent
 
 
 def test_a_baseline_that_is_only_rounding_has_no_percentage() -> None:
@@ -323,23 +299,26 @@ def test_nothing_is_trained_and_no_gradient_is_kept() -> None:
     assert policy.calls == {"generate": 1}  # and nothing was scored
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_the_mode_is_put_back(training: bool) -> None:
-    policy = VectorPolicy(dropout=0.5).train(training)
-    policy.net[2].train(not training)
+def test_the_mode_is_put_back(subtests: pytest.Subtests) -> None:
+    policy = VectorPolicy(dropout=0.5)
     seen = []
 
     def reward(states: Any, actions: Any) -> list[float]:
         seen.append(policy.training or policy.net[2].training)
         return action_itself(states, actions)
 
-    measured(policy, torch.zeros(2, 3), reward)
-    assert seen == [False]
-    assert policy.training is training
-    assert policy.net[2].training is not training
-    with pytest.raises(RewardError):
-        measured(policy, torch.zeros(2, 3), lambda states, actions: None)
-    assert policy.training is training
+    for training in [True, False]:
+        with subtests.test(training=training):
+            policy.train(training)
+            policy.net[2].train(not training)
+            measured(policy, torch.zeros(2, 3), reward)
+            assert not seen.pop()
+            assert seen == []
+            assert policy.training is training
+            assert policy.net[2].training is not training
+            with pytest.raises(RewardError):
+                measured(policy, torch.zeros(2, 3), lambda states, actions: None)
+            assert policy.training is training
 
 
 def test_the_mode_of_what_is_no_module() -> None:
@@ -391,17 +370,15 @@ def test_an_earlier_measurement_is_as_good_as_the_policy() -> None:
     assert compare_policies(earlier, after, STATES, action_itself, **options) == expected
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
+def test_measured_in_another_way(subtests: pytest.Subtests) -> None:
+    cases = [
         ({"num_actions_per_state": 4}, "num_actions_per_state must be 8, as `original` was measured; got 4"),
         ({"batch_size": 1}, "batch_size must be 32"),
         ({"seed": 1}, "seed must be 0"),
-    ],
-)
-def test_measured_in_another_way(option: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        compare_policies(measured(TablePolicy(STATES)), TablePolicy(STATES), STATES, action_itself, **option)
+    ]
+    for option, message in cases:
+        with subtests.test(option=option, message=message), pytest.raises(ConfigError, match=message):
+            compare_policies(measured(TablePolicy(STATES)), TablePolicy(STATES), STATES, action_itself, **option)
 
 
 def test_measured_in_other_states() -> None:
@@ -419,16 +396,17 @@ def vectors(kind: str) -> Any:
     return {"list": values, "tensor": torch.tensor(values), "array": np.array(values)}[kind]
 
 
-@pytest.mark.parametrize("kind", ["list", "tensor", "array"])
-def test_states_of_any_container(kind: str) -> None:
-    policy = VectorPolicy()
-    before = measured(policy, vectors(kind), batch_size=1)
-    assert before.rewards.shape == (2, 8)
-    assert compare_policies(before, policy, vectors(kind), action_itself, progress=False).num_unchanged == 2
-    changed = vectors(kind)
-    changed[1][2] += 1e-6
-    with pytest.raises(ContractError, match="state 1"):
-        compare_policies(before, policy, changed, action_itself, progress=False)
+def test_states_of_any_container(subtests: pytest.Subtests) -> None:
+    for kind in ["list", "tensor", "array"]:
+        with subtests.test(kind=kind):
+            policy = VectorPolicy()
+            before = measured(policy, vectors(kind), batch_size=1)
+            assert before.rewards.shape == (2, 8)
+            assert compare_policies(before, policy, vectors(kind), action_itself, progress=False).num_unchanged == 2
+            changed = vectors(kind)
+            changed[1][2] += 1e-6
+            with pytest.raises(ContractError, match="state 1"):
+                compare_policies(before, policy, changed, action_itself, progress=False)
 
 
 def test_states_are_told_apart_by_what_they_hold() -> None:
@@ -458,19 +436,17 @@ def test_states_are_told_apart_by_what_they_hold() -> None:
 # What is refused, left out, or called by name
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
+def test_numbers_out_of_range(subtests: pytest.Subtests) -> None:
+    cases = [
         ({"num_actions_per_state": 0}, "num_actions_per_state must be >= 1; got 0"),
         ({"batch_size": 0}, "batch_size must be >= 1; got 0"),
         ({"seed": -1}, "seed must be >= 0; got -1"),
         ({"confidence": 0.0}, "confidence must be > 0 and < 1; got 0.0"),
         ({"confidence": 1.0}, "confidence must be > 0 and < 1; got 1.0"),
-    ],
-)
-def test_numbers_out_of_range(option: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        compare_policies(TablePolicy(STATES), TablePolicy(STATES), STATES, action_itself, **option)
+    ]
+    for option, message in cases:
+        with subtests.test(option=option, message=message), pytest.raises(ConfigError, match=message):
+            compare_policies(TablePolicy(STATES), TablePolicy(STATES), STATES, action_itself, **option)
 
 
 def test_wrong_arguments() -> None:
@@ -508,112 +484,8 @@ def test_a_state_without_any_reward_is_an_error() -> None:
         measured(policy, STATES, paying(0.0, 1.0, math.nan), **options)
 
 
-def test_labels() -> None:
-    states = ["a prompt", ("a", 1), "x" * 300, ("x" * 300,)]
-    labels = measured(TablePolicy(states), states).labels
-    assert labels[:3] == ("a prompt", "('a', 1)", "x" * 300)
-    assert len(labels[3]) == 200
-    rows = [{"prompt": "1+1="}, {"prompt": "2+2="}]
-    policy = TablePolicy(script=[[0], [1]])
-    found = measured(policy, rows, num_actions_per_state=1, label=lambda row: row["prompt"])
-    assert found.labels == ("1+1=", "2+2=")
-
-
 def test_the_progress_bar_counts_states_and_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     measured(TablePolicy(STATES), batch_size=2)
     assert capsys.readouterr().err == ""
     measured(TablePolicy(STATES), batch_size=2, progress=True)
     assert "3/3" in capsys.readouterr().err
-
-
-# What is shown and kept
-
-
-def test_json_holds_everything_and_is_strict(tmp_path: Path) -> None:
-    report = compared([[0, 0]], [[1, 0]], WeightedRewards({"part": action_itself}))
-    assert report.improvement_percent is None
-    assert report.confidence_interval is None
-    path = tmp_path / "reports" / "report.json"
-    text = report.to_json(path)
-    assert path.read_text(encoding="utf-8") == text + "\n"
-    assert report.to_json() == text
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    found = json.loads(text, parse_constant=refuse)
-    assert found["states"] == [
-        {"label": "up", "before": 0.0, "after": 0.5, "difference": 0.5, "outcome": "improved"},
-    ]
-    assert found["improvement_percent"] is None
-    assert found["components_after"] == {"part": 0.5}
-    assert found == {**asdict(report), "states": found["states"]}
-    interval = json.loads(compared(BEFORE, AFTER).to_json())["confidence_interval"]
-    assert interval == pytest.approx([-0.5, 0.5])  # all three resampled alike: 1/27, more than 2.5 %
-
-
-def test_the_table_by_hand() -> None:
-    report = compared(BEFORE, AFTER, WeightedRewards({"right": action_itself}))
-    assert str(report).splitlines() == [
-        "Mean reward: 0.5833 -> 0.5833, +0.0000 (+0 %)",
-        "95 % confidence interval of the difference: -0.5000 to +0.5000",
-        "3 states: 1 improved, 1 worse, 1 unchanged; 4 actions in each",
-        "",
-        "      before       after  difference  part of the reward",
-        "      0.5833      0.5833     +0.0000  right",
-        "",
-        "      before       after  difference  state",
-        "      0.2500      0.7500     +0.5000  up",
-        "      0.5000      0.5000     +0.0000  same",
-        "      1.0000      0.5000     -0.5000  down",
-    ]
-
-
-def of_many(num_states: int, reward_model: Any = action_itself, seed: int = 0) -> ComparisonReport:
-    """State k goes from action 0 to action k."""
-    states = [f"gains {k}" for k in range(num_states)]
-    sides = [scripted([[0]] * num_states, states), scripted([[k] for k in range(num_states)], states)]
-    return compare_policies(*sides, states, reward_model, num_actions_per_state=1, seed=seed, progress=False)
-
-
-@pytest.mark.parametrize(
-    ("max_rows", "shown"),
-    [
-        (3, ["gains 5", "gains 4", "... 3 more", "gains 0"]),
-        (2, ["gains 5", "... 4 more", "gains 0"]),
-        (0, ["... 6 more"]),
-        (6, [f"gains {k}" for k in (5, 4, 3, 2, 1, 0)]),
-        (None, [f"gains {k}" for k in (5, 4, 3, 2, 1, 0)]),
-    ],
-)
-def test_the_table_shows_both_ends(max_rows: int | None, shown: list[str]) -> None:
-    lines = of_many(6).table(max_rows=max_rows).splitlines()
-    start = next(place for place, line in enumerate(lines) if line.endswith("difference  state"))
-    assert [line[38:] for line in lines[start + 1 :]] == shown
-
-
-def test_the_table_is_short_by_default() -> None:
-    assert len(str(of_many(32)).splitlines()) == 3 + 2 + 21
-
-
-def test_the_table_stays_within_100_columns_and_obeys_no_label() -> None:
-    states = ["long " * 100, "two\nlines\tand \x1b[31mred\x1b[0m \ud800", "x" * 62, "x" * 63]
-    sides = [scripted([[k]] * 4, states) for k in (0, 1)]
-    reward_model = WeightedRewards({"a name " * 30: lambda states, actions: [-1.23e30 * a for a in actions]})
-    report = compare_policies(*sides, states, reward_model, num_actions_per_state=1, progress=False)
-    lines = str(report).splitlines()
-    assert max(map(len, lines)) == 100
-    assert "  -1.23e+30   -1.23e+30" in lines[5]
-    assert lines[-3].endswith("  two lines and \\x1b[31mred\\x1b[0m \\ud800")
-    assert lines[-2].endswith("x" * 62)
-    assert lines[-1].endswith("x" * 59 + "...")
-    assert all(line.isprintable() for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0, "0.0000"), (1e-4, "0.0001"), (99e-6, "9.90e-05"), (99_999, "99999.0000"), (-123_456, "-1.23e+05")],
-)
-def test_numbers_keep_their_column(value: float, shown: str) -> None:
-    row = str(compared([[0]], [[1]], paying(value, value))).splitlines()[-1]
-    assert row == f"{shown:>12}{shown:>12}{'+0.0000':>12}  up"

@@ -1,0 +1,117 @@
+"""What a comparison prints and keeps: a table that fits a terminal, and JSON."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from grpo import WeightedRewards, compare_policies
+from tests.support.comparisons import (
+    AFTER,
+    BEFORE,
+    action_itself,
+    compared,
+    measured,
+    of_many,
+    paying,
+    scripted,
+)
+from tests.support.policies import TablePolicy
+
+
+def test_labels() -> None:
+    states = ["a prompt", ("a", 1), "x" * 300, ("x" * 300,)]
+    labels = measured(TablePolicy(states), states).labels
+    assert labels[:3] == ("a prompt", "('a', 1)", "x" * 300)
+    assert len(labels[3]) == 200
+    rows = [{"prompt": "1+1="}, {"prompt": "2+2="}]
+    policy = TablePolicy(script=[[0], [1]])
+    found = measured(policy, rows, num_actions_per_state=1, label=lambda row: row["prompt"])
+    assert found.labels == ("1+1=", "2+2=")
+
+
+def test_json_holds_everything_and_is_strict(tmp_path: Path) -> None:
+    report = compared([[0, 0]], [[1, 0]], WeightedRewards({"part": action_itself}))
+    assert report.improvement_percent is None
+    assert report.confidence_interval is None
+    path = tmp_path / "reports" / "report.json"
+    text = report.to_json(path)
+    assert path.read_text(encoding="utf-8") == text + "\n"
+    assert report.to_json() == text
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    found = json.loads(text, parse_constant=refuse)
+    assert found["states"] == [
+        {"label": "up", "before": 0.0, "after": 0.5, "difference": 0.5, "outcome": "improved"},
+    ]
+    assert found["improvement_percent"] is None
+    assert found["components_after"] == {"part": 0.5}
+    assert found == {**asdict(report), "states": found["states"]}
+    interval = json.loads(compared(BEFORE, AFTER).to_json())["confidence_interval"]
+    assert interval == pytest.approx([-0.5, 0.5])  # all three resampled alike: 1/27, more than 2.5 %
+
+
+def test_the_table_by_hand() -> None:
+    report = compared(BEFORE, AFTER, WeightedRewards({"right": action_itself}))
+    assert str(report).splitlines() == [
+        "Mean reward: 0.5833 -> 0.5833, +0.0000 (+0 %)",
+        "95 % confidence interval of the difference: -0.5000 to +0.5000",
+        "3 states: 1 improved, 1 worse, 1 unchanged; 4 actions in each",
+        "",
+        "      before       after  difference  part of the reward",
+        "      0.5833      0.5833     +0.0000  right",
+        "",
+        "      before       after  difference  state",
+        "      0.2500      0.7500     +0.5000  up",
+        "      0.5000      0.5000     +0.0000  same",
+        "      1.0000      0.5000     -0.5000  down",
+    ]
+
+
+def test_the_table_shows_both_ends(subtests: pytest.Subtests) -> None:
+    cases = [
+        (3, ["gains 5", "gains 4", "... 3 more", "gains 0"]),
+        (2, ["gains 5", "... 4 more", "gains 0"]),
+        (0, ["... 6 more"]),
+        (6, [f"gains {k}" for k in (5, 4, 3, 2, 1, 0)]),
+        (None, [f"gains {k}" for k in (5, 4, 3, 2, 1, 0)]),
+    ]
+    for max_rows, shown in cases:
+        with subtests.test(max_rows=max_rows, shown=shown):
+            lines = of_many(6).table(max_rows=max_rows).splitlines()
+            start = next(place for place, line in enumerate(lines) if line.endswith("difference  state"))
+            assert [line[38:] for line in lines[start + 1 :]] == shown
+
+
+def test_the_table_is_short_by_default() -> None:
+    assert len(str(of_many(32)).splitlines()) == 3 + 2 + 21
+
+
+def test_the_table_stays_within_100_columns_and_obeys_no_label() -> None:
+    states = ["long " * 100, "two\nlines\tand \x1b[31mred\x1b[0m \ud800", "x" * 62, "x" * 63]
+    sides = [scripted([[k]] * 4, states) for k in (0, 1)]
+    reward_model = WeightedRewards({"a name " * 30: lambda states, actions: [-1.23e30 * a for a in actions]})
+    report = compare_policies(*sides, states, reward_model, num_actions_per_state=1, progress=False)
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) == 100
+    assert "  -1.23e+30   -1.23e+30" in lines[5]
+    assert lines[-3].endswith("  two lines and \\x1b[31mred\\x1b[0m \\ud800")
+    assert lines[-2].endswith("x" * 62)
+    assert lines[-1].endswith("x" * 59 + "...")
+    assert all(line.isprintable() for line in lines)
+
+
+def test_numbers_keep_their_column(subtests: pytest.Subtests) -> None:
+    for value, shown in [
+        (0, "0.0000"),
+        (1e-4, "0.0001"),
+        (99e-6, "9.90e-05"),
+        (99_999, "99999.0000"),
+        (-123_456, "-1.23e+05"),
+    ]:
+        with subtests.test(value=value, shown=shown):
+            row = str(compared([[0]], [[1]], paying(value, value))).splitlines()[-1]
+            assert row == f"{shown:>12}{shown:>12}{'+0.0000':>12}  up"
