@@ -1,4 +1,4 @@
-"""A real MCP server for tests, made with the official SDK: `python mcp_server.py [--name NAME] [--port PORT] [--letters]`.
+"""A real MCP server for tests, made with the official SDK: `python mcp_server.py [--name NAME] [--port PORT]`.
 
 Over stdio, or with a port over HTTP. Everything it does on the side is told to who asks by its own tools.
 """
@@ -18,7 +18,6 @@ from pydantic import BaseModel, Field
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--name", default="testing")
 arguments.add_argument("--port", type=int)
-arguments.add_argument("--letters", action="store_true", help="one more tool, with a pattern that Python does not know")
 chosen = arguments.parse_args()
 server = MCPServer(chosen.name, log_level="ERROR")
 counts = {"begun": 0, "cancelled": 0}
@@ -104,13 +103,7 @@ def die(code: int) -> str:
     os._exit(code)
 
 
-def spell(word: Annotated[str, Field(pattern=r"^\p{L}+$")]) -> str:
-    return " ".join(word)
-
-
 if __name__ == "__main__":
-    if chosen.letters:
-        server.tool(description="Spell a word.", structured_output=False)(spell)
     if chosen.port is None:
         server.run()
     else:
