@@ -1,6 +1,7 @@
 """What an iteration reports: every name, the numbers worked out by hand, and what was not measured."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, WeightedRewards
+from grpo._training.report import batch_metrics
+from grpo._training.training_rows import TrainingRows
 from tests.support.policies import RowScoring, TablePolicy
 from tests.support.trainers import SCRIPT, by_hand, quarters, without_time
 
@@ -237,4 +240,31 @@ def test_steps_and_rewards_per_step_are_summed_over_the_policys_own() -> None:
     batch = ExperienceBatch.from_rows([0, 0], [(1, 0), (0,)], [[1.0, 2.0, 50.0], [4.0, 50.0, 50.0]], [0, 0], mask=mask)
     metrics = by_hand(policy=policy)[0].update(batch)
     assert (metrics["rewards/mean"], metrics["rewards/max"], metrics["rewards/min"]) == (3.5, 4.0, 3.0)
+    assert (metrics["steps/mean"], metrics["steps/max"]) == (1.5, 2.0)
+
+
+def test_a_part_of_the_reward_is_averaged_over_the_rows_that_it_applies_to() -> None:
+    """NaN: it does not apply. (1, 3): mean 2, std sqrt(1 + 1) over n - 1 = 1."""
+    batch = replace(
+        ExperienceBatch.from_rows([0] * 3, [0] * 3, [1.0, 2.0, 4.0], [0] * 3),
+        reward_components={"some": torch.tensor([1.0, math.nan, 3.0]), "none": torch.full((3,), math.nan)},
+        metrics={"rows/dropped": 5.0},
+    )
+    metrics = batch_metrics(TrainingRows(batch=batch, advantages=torch.tensor([1.0, 2.0, 6.0])))
+    assert metrics["rewards/some/mean"] == 2.0
+    assert metrics["rewards/some/std"] == pytest.approx(math.sqrt(2))
+    assert math.isnan(metrics["rewards/none/mean"])
+    assert math.isnan(metrics["rewards/none/std"])
+    assert metrics["train/advantages_mean"] == 3.0
+    assert metrics["train/advantages_std"] == pytest.approx(math.sqrt((4 + 1 + 9) / 3))
+    assert metrics["rows/dropped"] == 5.0
+
+
+def test_advantages_of_steps_are_averaged_over_the_valid_steps() -> None:
+    """(1, 3, 5): mean 3, std sqrt(8 / 3). Rows of two steps and of one: 1.5 on average."""
+    mask = torch.tensor([[True, True], [True, False]])
+    batch = ExperienceBatch.from_rows([0, 0], [0, 0], [1.0, 2.0], [0, 0], mask=mask)
+    metrics = batch_metrics(TrainingRows(batch=batch, advantages=torch.tensor([[1.0, 3.0], [5.0, 99.0]])))
+    assert metrics["train/advantages_mean"] == 3.0
+    assert metrics["train/advantages_std"] == pytest.approx(math.sqrt(8 / 3))
     assert (metrics["steps/mean"], metrics["steps/max"]) == (1.5, 2.0)
