@@ -160,7 +160,7 @@ class ExperienceCollector:
         return row_totals(rewards.values, None)  # rewards are already 0 outside the mask
 
     def plan_parts(self, states: Rows, actions: Rows, selected: RowIndex | None = None) -> list[RowIndex]:
-        """Positions within `selected` of each forward pass: the policy's plan, or else `micro_batch_size` rows in order.
+        """For each forward pass, the positions of its rows within `selected`: the policy's plan, or else rows in order.
 
         `selected=None` means all rows.
         """

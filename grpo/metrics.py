@@ -167,7 +167,7 @@ class RunningStatistics:
     """
 
     decay: float = 0.99
-    """Factor on a value's weight per later value. Larger: smoother averages that follow changes later."""
+    """Factor by which a value's weight shrinks with each later value. Larger: smoother averages, which react more slowly."""
     history: int = 1_000
     """Number of mean rewards to keep, one per iteration. Larger: `reward_history` reaches further back."""
     num_iterations: int = 0

@@ -87,7 +87,7 @@ class _AtLevel(Settings):
     """Base of surrogates that use the ratio of the step or of the row."""
 
     level: RatioLevel = "step"
-    """The ratio of the step, or of the row (see `Steps.log_ratio`)."""
+    """The level of the ratio: of the step or of the row (see `Steps.log_ratio`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,8 +45,8 @@ def select_rows(rows: Rows, index: RowIndex) -> Rows:
 
 
 def repeat_rows(states: Rows, times: int) -> Rows:
-    """Each state repeated `times` times in a row: first all copies of state 0. A list holds the same object, not copies of
-    it."""
+    """Each state repeated `times` times: first the copies of state 0, then those of state 1. In a list, copies are the same
+    object."""
     if isinstance(states, Tensor):
         return states.repeat_interleave(times, dim=0)
     if isinstance(states, np.ndarray):

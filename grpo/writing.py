@@ -71,7 +71,7 @@ class Settings:
                     raise ConfigError(f"{name} must be {sign} {bound}; got {value!r}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, None and dicts: ready for JSON and for `from_dict`."""
+        """The settings as numbers, strings, None and dicts, ready for JSON and for `from_dict`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value.to_dict() if isinstance(value, Settings) else value for name, value in values.items()}
 

@@ -78,10 +78,10 @@ def add_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBatch, slice]:
-    """The batch of all ranks as far as advantages read it, and the position of this rank's rows in it.
+    """One batch with the fields of all ranks that advantages read, and the position of this rank's rows in it.
 
-    States, actions and log-probs are not gathered: they stay those of this rank. Metrics are added up over ranks, but
-    `rewards/mean_drawn` is averaged, and seconds are those of this rank.
+    States, actions and log-probs are not gathered: the batch has those of this rank only. Metrics are added up over ranks, but
+    `rewards/mean_drawn` is averaged, and times are those of this rank.
 
     Raises:
         ContractError: the ranks' batches have different fields.

@@ -28,7 +28,7 @@ def step_weights(
       row_sum       mask / N                    a row's loss is the sum over its steps (RLOO, arXiv:2402.14740)
       group_mean    mask / (len_group B)        each group counts the same, and so does each step within a group
 
-    N counts rows without a valid step too. The weights are computed once per update from the whole update's mask, so
+    N includes rows without a valid step. The weights are computed once per update from the whole update's mask, so
     micro-batches and ranks add up exactly.
 
     Args:
@@ -38,7 +38,10 @@ def step_weights(
         reduce: sums a count tensor over ranks; None: there is one rank.
 
     Returns:
-        Weights in float64, 0 outside the mask. A `fixed_length` or `group_ids` that is missing is a ConfigError.
+        Weights in float64, 0 outside the mask.
+
+    Raises:
+        ConfigError: the aggregation needs `fixed_length` or `group_ids`.
 
     Example:
         >>> step_weights(torch.tensor([[True, True], [True, False]]), "row_mean").tolist()

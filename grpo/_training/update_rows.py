@@ -159,8 +159,8 @@ class UpdateRows:
         )
 
     def micro_batches(self, selected: RowIndex) -> Iterator[RowIndex]:
-        """Positions within `selected` of the rows of each forward pass: the policy's plan, or else `micro_batch_size` rows in
-        order."""
+        """For each forward pass, the positions of its rows within `selected`: the policy's plan, or else `micro_batch_size`
+        rows in order."""
         positions = self._live_positions(selected)
         batch = self.data.batch
         chosen = compose_index(selected, positions)
