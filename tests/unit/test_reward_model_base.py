@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import ConfigError, WeightedRewards
-from grpo.reward_model_base import RewardFunction, kept_state, restore_state
+from grpo import ConfigError, ProtocolError, RewardError, WeightedRewards
+from grpo.reward_model_base import RewardFunction, as_reward_model, kept_state, restore_state
 from grpo.writing import reward_name
 
 
@@ -80,3 +80,71 @@ def test_weighted_parts_keep_the_least_precise_dtype() -> None:
     total = WeightedRewards({"a": length, "b": length}, {"a": 1.0, "b": 2.0}).combine(parts)
     assert total.dtype == torch.float32
     assert total.item() == pytest.approx(0.5)
+
+
+def test_a_weighted_sum_by_hand() -> None:
+    """Lengths 2 and 3, and ones: 2 * 2 + .5 and 2 * 3 + .5. Parts are told before weighting."""
+    parts = {"length": length, "one": lambda states, actions: [1.0] * len(actions)}
+    weighted = WeightedRewards(parts, {"one": 0.5, "length": 2.0})
+    assert weighted.compute_rewards(["s", "t"], ["ab", "abc"]).tolist() == [4.5, 6.5]
+    found = weighted.compute_components(["s", "t"], ["ab", "abc"])
+    assert {name: part.tolist() for name, part in found.items()} == {"length": [2, 3], "one": [1, 1]}
+    assert WeightedRewards(parts).weights == {"length": 1.0, "one": 1.0}
+    assert WeightedRewards(parts).compute_rewards(["s"], ["ab"]).tolist() == [3]
+
+
+def test_a_part_of_a_wrong_shape_is_named_and_a_single_row_may_have_a_single_step() -> None:
+    column = WeightedRewards({"column": lambda states, actions: [[5.0]] * len(actions)})
+    assert column.compute_rewards(["s"], ["a"]).tolist() == [[5]]
+    with pytest.raises(RewardError, match=r"<lambda> must return one number per row, \[N\] = \[2\]"):
+        column.compute_rewards(["s", "t"], ["a", "b"])
+
+
+def test_every_reward_has_a_weight_and_every_weight_a_reward() -> None:
+    for rewards, weights in [
+        ({}, None),
+        ({}, {}),
+        ({"a": length}, {}),
+        ({"a": length}, {"b": 1.0}),
+        ({"a": length}, {"a": 1.0, "b": 1.0}),
+    ]:
+        with pytest.raises(ConfigError, match=r"^WeightedRewards needs at least one reward and one weight for each"):
+            WeightedRewards(rewards, weights)
+
+
+def test_modes_and_devices_reach_every_part() -> None:
+    class Judge(torch.nn.Linear):
+        compute_rewards = torch.nn.Linear.forward
+
+    judges = {"a": Judge(1, 1), "b": Judge(1, 1)}
+    both = WeightedRewards({**judges, "c": length})
+    assert both.eval() is both
+    assert [judge.training for judge in judges.values()] == [False, False]
+    assert both.train() is both
+    assert [judge.training for judge in judges.values()] == [True, True]
+    assert both.to("meta") is both
+    assert [judge.weight.device.type for judge in judges.values()] == ["meta", "meta"]
+    assert both.rewards["a"] is judges["a"]
+
+
+def test_a_function_has_no_modes_and_gives_what_it_gives() -> None:
+    function = RewardFunction(length)
+    assert function.train() is function.eval() is function.to("cpu") is function
+    assert function.compute_rewards(["s"], ["abc"]) == [3.0]
+    assert function.state_dict() == {}
+    function.load_state_dict({})
+
+
+def test_only_what_has_no_method_of_a_reward_model_is_taken_for_a_function() -> None:
+    assert isinstance(as_reward_model(length), RewardFunction)
+    model = WeightedRewards({"length": length})
+    assert as_reward_model(model) is model
+
+    class CallableModel(Counting):
+        compute_rewards = Counting.__call__
+
+    for wrong, lacks in [(CallableModel(), "CallableModel lacks train"), (3, "int lacks compute_rewards")]:
+        with pytest.raises(ProtocolError, match=rf"^reward_model must implement RewardModel; {lacks}"):
+            as_reward_model(wrong)
+    with pytest.raises(ProtocolError, match=r"^reward_model must be an instance; got the class Counting"):
+        as_reward_model(Counting)
