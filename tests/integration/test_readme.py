@@ -1,4 +1,4 @@
-"""The code in README.md, grpo/README.md and docs/ runs as it is typed there."""
+"""The code in README.md, docs/ and the READMEs of grpo/ and adapters/ runs as it is typed there."""
 
 import ast
 import json
@@ -15,7 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [
     path
-    for path in (README, ROOT / "grpo" / "README.md", *sorted(ROOT.glob("docs/**/*.md")))
+    for path in (
+        README,
+        ROOT / "grpo" / "README.md",
+        *sorted(ROOT.glob("adapters/**/*.md")),
+        *sorted(ROOT.glob("docs/**/*.md")),
+    )
     if "```py" in path.read_text(encoding="utf-8")
 ]
 NOT_RUN = "<!-- not run -->"

@@ -165,6 +165,17 @@ def test_a_finished_run_does_not_continue_unless_more_steps_are_requested(tmp_pa
     assert run(total_steps=120)[1].metrics == []
 
 
+def test_a_curve_that_is_ahead_of_the_checkpoint_is_cut_to_it(tmp_path: Path) -> None:
+    """The curve is written first, so a run that ends between the two writes leaves one evaluation too many."""
+    settings: dict[str, Any] = {"evaluate_every": 20, "folder": tmp_path, **QUIET}
+    curve = train_control(of_five_steps(), episode_starts(2), total_steps=60, **settings)
+    written = json.loads((tmp_path / "curve.json").read_text())
+    for name, value in (("iterations", 4), ("steps", 80), ("returns", 9.0), ("seconds", 99.0)):
+        written[name].append(value)
+    (tmp_path / "curve.json").write_text(json.dumps(written))
+    assert train_control(of_five_steps(), episode_starts(2), total_steps=60, **settings) == curve
+
+
 def test_the_best_checkpoint_has_the_highest_return(tmp_path: Path) -> None:
     trainer = trainer_of("CartPole-v1")
     curve = train_control(trainer, episode_starts(2), total_steps=500, evaluate_every=120, folder=tmp_path, **QUIET)
