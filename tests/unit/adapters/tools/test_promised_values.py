@@ -1,8 +1,4 @@
-"""What was promised for choosing tools, against the core, with numbers worked by hand.
-
-Elsewhere: presets field by field in `test_presets.py`, buffers in `test_buffers.py`, running statistics in
-`test_running_statistics.py`, samples and groups in `test_samples.py`.
-"""
+"""Updates of a policy that chooses tools, under the presets for tools, with numbers worked out by hand."""
 
 import dataclasses
 import math
@@ -21,13 +17,11 @@ from grpo import (
     ExperienceBatch,
     GRPOConfig,
     GRPOTrainer,
-    group_relative_advantages,
     presets,
 )
 from grpo._training.coefficients import Coefficients
-from grpo.advantage_estimator import discounted_returns, generalized_advantages
-from grpo.buffers import ExperienceBuffer, GroupBuffer, mini_batches
-from grpo.metrics import RunningStatistics
+from grpo.advantage_estimator import generalized_advantages
+from grpo.buffers import GroupBuffer
 
 TOOLS = ("first", "second", "third")
 REWARDS = [0.8, 0.6, 0.9, 0.5]
@@ -80,28 +74,25 @@ def one_update(config: GRPOConfig) -> GRPOConfig:
     return dataclasses.replace(config, num_epochs_per_update=1)
 
 
-# F11: the presets for tools
+# --- the presets for tools
 
 
-@pytest.mark.parametrize("name", ["tool_default", "tool_use", "tool_exploration", "tool_stable"])
-def test_every_preset_for_tools_trains_on_drained_samples(name: str) -> None:
-    buffer = GroupBuffer[str, ToolSample]()
-    buffer.extend("task", four_samples())
-    policy = TwoNumbers()
-    config: GRPOConfig = getattr(presets, name)()
-    metrics = trainer_of(config, policy, reference_policy=TwoNumbers()).update(batch_from_groups(buffer.drain()))
-    assert metrics["train/num_updates"] == config.num_epochs_per_update
-    # the third tool had the best reward, and its logit is fixed at 0: those of the other two, .8 and .5, and .6, fall
-    assert policy.a < 0 > policy.b
+def test_every_preset_for_tools_trains_on_drained_samples(subtests: pytest.Subtests) -> None:
+    for name in ("tool_default", "tool_use", "tool_exploration", "tool_stable"):
+        with subtests.test(name):
+            buffer = GroupBuffer[str, ToolSample]()
+            buffer.extend("task", four_samples())
+            policy = TwoNumbers()
+            config: GRPOConfig = getattr(presets, name)()
+            metrics = trainer_of(config, policy, reference_policy=TwoNumbers()).update(
+                batch_from_groups(buffer.drain())
+            )
+            assert metrics["train/num_updates"] == config.num_epochs_per_update
+            # the third tool had the best reward, and its logit is fixed at 0: those of the other two, .8 and .5, and .6, fall
+            assert policy.a < 0 > policy.b
 
 
-# F14: advantages and returns
-
-
-def test_relative_advantages() -> None:
-    rewards, group = torch.tensor(REWARDS, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
-    found = group_relative_advantages(rewards, group, scale="group", std_ddof=0)
-    assert found.tolist() == pytest.approx(ADVANTAGES, abs=1e-6)
+# --- advantages and returns
 
 
 def test_relative_advantages_as_the_preset_sets_them() -> None:
@@ -109,12 +100,6 @@ def test_relative_advantages_as_the_preset_sets_them() -> None:
     found = estimator(batch_from_groups({"one": four_samples(), "other": four_samples()[:2]}))
     # .8 and .6 alone: mean .7, deviations .1 and -.1, std .1
     assert found.tolist() == pytest.approx([*ADVANTAGES, 1.0, -1.0], abs=1e-6)
-
-
-def test_discounted_returns() -> None:
-    steps = torch.ones(1, 3, dtype=torch.float64)
-    # 1; 1 + .9 = 1.9; 1 + .9 * 1.9 = 2.71
-    assert discounted_returns(steps, steps.bool(), gamma=0.9)[0].tolist() == pytest.approx([2.71, 1.9, 1.0])
 
 
 def test_the_advantage_of_a_terminal_step_is_reward_minus_value() -> None:
@@ -128,7 +113,7 @@ def test_the_advantage_of_a_terminal_step_is_reward_minus_value() -> None:
     assert found[0].tolist() == pytest.approx([0.26725, 0.5])
 
 
-# F15: the result of an update
+# --- the result of an update
 
 
 def test_every_figure_of_an_update_by_hand() -> None:
@@ -214,7 +199,7 @@ def test_the_clip_fraction_by_hand() -> None:
     assert metrics["train/ratio_mean"] == pytest.approx((4 + 3 * 0.889695 + 1.220610) / 8, abs=1e-5)
 
 
-# F16: adaptive KL
+# --- adaptive KL
 
 
 def test_the_kl_coefficient_follows_a_sequence_of_measured_values() -> None:
@@ -243,44 +228,7 @@ def test_the_kl_coefficient_follows_a_sequence_of_measured_values() -> None:
     assert coefficients.kl_coef == 0.001
 
 
-# F19: reset
-
-
-def test_everything_that_adds_up_begins_anew() -> None:
-    """Statistics, both buffers; and a new trainer, whose KL coefficient is the configured one, not where another's has gone."""
-    statistics = RunningStatistics()
-    config = dataclasses.replace(one_update(presets.tool_default()), num_epochs_per_update=4, learning_rate=0.5)
-    policy = TwoNumbers()
-    trainer = trainer_of(config, policy, reference_policy=TwoNumbers())
-    for iteration in range(6):
-        batch = batch_from_groups({0: four_samples()})
-        statistics.log(trainer.update(batch), iteration)
-    assert trainer.coefficients.kl_coef != 0.02
-    assert statistics.num_updates > 0
-    assert trainer_of(config, policy, reference_policy=TwoNumbers()).coefficients.kl_coef == 0.02
-    statistics.reset()
-    assert statistics.to_dict() == RunningStatistics().to_dict()
-
-    buffer, groups = ExperienceBuffer[int](capacity=2), GroupBuffer[str, int]()
-    buffer.extend([1, 2, 3])
-    groups.add("a", 1)
-    buffer.clear()
-    groups.clear()
-    assert (len(buffer), buffer.num_dropped, len(groups), groups.drain()) == (0, 0, 0, {})
-
-
-# F20: batches, and what is left over
-
-
-def test_samples_in_order_and_the_remainder_kept() -> None:
-    buffer = ExperienceBuffer[ToolSample]()
-    samples = [
-        ToolSample(state=str(number), tool="first", log_prob=(-1.0,), reward=float(number)) for number in range(70)
-    ]
-    buffer.extend(samples)
-    parts = mini_batches(buffer.drain(), 32)  # the presets' batch size: 32 + 32 + 6
-    assert [len(part) for part in parts] == [32, 32, 6]
-    assert [sample for part in parts for sample in part] == samples
+# --- what is left over of the mini-batches
 
 
 def test_an_update_takes_the_remainder_too() -> None:

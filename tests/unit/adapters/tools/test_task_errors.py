@@ -202,7 +202,7 @@ def test_every_kind_of_error_can_be_made_on_the_workbenchs_tasks(subtests: pytes
         with subtests.test(kind):
             catalogue, rng = workbench_catalogue(), Random(0)
             impossible = set()
-            for task in make_workbench_tasks(700, seed=0):
+            for task in make_workbench_tasks(350, seed=0):
                 call = make_erroneous_call(task, kind, catalogue, rng)
                 if call is None:
                     impossible.add(task.tool)
@@ -225,5 +225,5 @@ def test_every_kind_of_error_can_be_made_on_the_workbenchs_tasks(subtests: pytes
 
 def test_right_calls_have_no_error() -> None:
     catalogue = workbench_catalogue()
-    for task in make_workbench_tasks(700, seed=1):
+    for task in make_workbench_tasks(350, seed=1):
         assert classify_error(task, ToolCall(tool=task.tool, arguments=task.arguments), catalogue) is None
