@@ -1,15 +1,12 @@
-"""adapters/control on real environments: the conformance kit, the trainer with every kind of credit, plots and peers."""
+"""adapters/control on real environments: the conformance kit, training with every kind of credit, and Stable-Baselines3."""
 
 import copy
 import importlib.util
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import gymnasium
-import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
@@ -17,17 +14,11 @@ from gymnasium.utils.env_checker import check_env
 from torch import Tensor
 
 from adapters.control import (
-    PRESETS,
     EnvironmentReward,
     EpisodePolicy,
     EpisodeStart,
-    LearningCurve,
     StepReward,
     episode_starts,
-    plot_learning_curves,
-    preset_for,
-    record_frames,
-    record_video,
 )
 from adapters.control.environments.episodes import Episode
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, WeightedRewards
@@ -313,125 +304,3 @@ def test_stable_baselines_evaluates_our_policy() -> None:
     boxes = EpisodePolicy("Pendulum-v1", num_members=1, hidden=(4,))
     mean, _ = peer.evaluate_policy(boxes, Monitor(gymnasium.make("Pendulum-v1")), n_eval_episodes=1)
     assert -2000 < mean < -1
-
-
-# Presets, plots, videos
-
-
-def test_presets_name_registered_environments_and_set_the_config() -> None:
-    assert len(PRESETS) >= 6
-    for env_id, preset in PRESETS.items():
-        assert env_id in gymnasium.registry
-        assert preset_for(env_id) is preset
-        assert preset.env_id == env_id
-        config = preset.make_config(seed=3)
-        assert (config.group_size, config.advantage.gamma, config.seed) == (preset.group_size, preset.gamma, 3)
-
-
-def test_a_preset_trains() -> None:
-    preset = PRESETS["CartPole-v1"]
-    policy = preset.make_policy(hidden=(8,))
-    assert policy.pool.num_members == preset.num_groups * preset.group_size
-    trainer = preset.make_trainer(policy, seed=0)
-    assert trainer.optimizer_step.optimizer.param_groups[0]["lr"] == preset.learning_rate  # type: ignore[union-attr]
-    metrics = trainer.step(episode_starts(preset.num_groups)(0))
-    assert metrics["group_stats/num_groups"] == preset.num_groups
-
-
-def test_an_environment_without_a_preset_gets_settings_by_its_action_space() -> None:
-    robots, others = preset_for("MountainCarContinuous-v0"), preset_for("MountainCar-v0")
-    assert (robots.env_id, robots.normalize_observations) == ("MountainCarContinuous-v0", True)
-    assert (others.env_id, others.normalize_observations) == ("MountainCar-v0", False)
-    with pytest.raises(ConfigError, match=r"no environment is registered as 'CartPool-v1'. Did you mean 'CartPole-v1'"):
-        preset_for("CartPool-v1")
-
-
-def test_plotted_curves_are_medians_and_quartiles(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    runs = [
-        LearningCurve(iterations=[0, 1], steps=[0, 100], returns=[low, low + 10.0], seconds=[1.0, 2.0])
-        for low in (0.0, 2.0, 8.0)
-    ]
-    path = tmp_path / "new" / "curves.png"
-    figure = plot_learning_curves({"GRPO": runs, "one": runs[:1]}, path, title="CartPole", threshold=9.0)
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    median, single, threshold = figure.axes[0].get_lines()
-    assert median.get_ydata().tolist() == [2.0, 12.0]
-    assert single.get_ydata().tolist() == [0.0, 10.0]
-    assert list(threshold.get_ydata()) == [9.0, 9.0]
-    (quartiles,) = figure.axes[
-        0
-    ].collections  # only for the name with several runs: from 1 to 5 at first, and from 11 to 15 at the end
-    assert sorted(set(quartiles.get_paths()[0].vertices[:, 1])) == [1.0, 5.0, 11.0, 15.0]
-
-
-def test_a_written_plot_does_not_touch_pyplot(tmp_path: Path) -> None:
-    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from matplotlib import pyplot
-
-    run = LearningCurve(iterations=[0, 1], steps=[0, 100], returns=[0.0, 1.0], seconds=[1.0, 2.0])
-    matplotlib.use("svg")
-    plot_learning_curves({"GRPO": [run]}, tmp_path / "curves.png", title="CartPole")
-    assert matplotlib.get_backend() == "svg"
-    assert pyplot.get_fignums() == []
-    shown = plot_learning_curves({"GRPO": [run]}, None, title="CartPole")
-    assert [pyplot.figure(number) for number in pyplot.get_fignums()] == [shown]
-    pyplot.close(shown)
-
-
-@pytest.fixture
-def screenless(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
-    if not os.environ.get("DISPLAY"):
-        monkeypatch.setenv("MUJOCO_GL", os.environ.get("MUJOCO_GL", "egl"))
-
-
-def frames_or_skip(*args: Any, **options: Any) -> list[Any]:
-    try:
-        return record_frames(*args, **options)
-    except ConfigError as error:
-        pytest.skip(f"no renderer: {error}")
-
-
-@pytest.mark.usefixtures("screenless")
-def test_frames_show_the_most_likely_actions() -> None:
-    policy = EpisodePolicy("CartPole-v1", num_members=1, hidden=(4,))
-    frames = frames_or_skip(policy, "CartPole-v1", num_frames=12, every=3)
-    assert len(frames) == 12
-    assert {frame.shape for frame in frames} == {(400, 600, 3)}
-    assert any(not np.array_equal(frame, frames[0]) for frame in frames[1:])
-    env = gymnasium.make("CartPole-v1", render_mode="rgb_array")
-    observation, _ = env.reset(seed=0)
-    np.testing.assert_array_equal(frames[0], env.render())
-    for _ in range(3):
-        action, _ = policy.predict(observation, deterministic=True)
-        observation, *_ = env.step(action)
-    np.testing.assert_array_equal(frames[1], env.render())
-
-
-def test_a_number_of_frames_below_1_is_refused() -> None:
-    with pytest.raises(ConfigError, match="every and num_frames must be >= 1; got 0, 5"):
-        record_frames(EpisodePolicy("CartPole-v1", num_members=1), "CartPole-v1", every=0, num_frames=5)
-
-
-@pytest.mark.usefixtures("screenless")
-def test_frames_of_a_robot_have_the_requested_size() -> None:
-    pytest.importorskip("mujoco", reason="mujoco is not installed")
-    frames = frames_or_skip(EpisodePolicy("Reacher-v5", num_members=1), "Reacher-v5", num_frames=2, width=64, height=48)
-    assert [frame.shape for frame in frames] == [(48, 64, 3)] * 2
-
-
-@pytest.mark.usefixtures("screenless")
-def test_a_video_is_written_as_mp4(tmp_path: Path) -> None:
-    pytest.importorskip("moviepy", reason="moviepy is not installed")
-    policy = EpisodePolicy("CartPole-v1", num_members=1, hidden=(4,))
-    frames_or_skip(policy, "CartPole-v1", num_frames=1)
-    path = record_video(policy, "CartPole-v1", tmp_path / "video", max_episode_steps=8)
-    assert path.stat().st_size > 1000
-    assert path.read_bytes()[4:8] == b"ftyp"  # the signature of an MP4 file
-
-
-@pytest.mark.usefixtures("screenless")
-def test_an_environment_that_cannot_be_rendered_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot be rendered here"):
-        record_frames(EpisodePolicy("CartPole-v1", num_members=1), "CartPole-v1", no_such_keyword=1)

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from adapters.control import EnvironmentReward, EpisodePolicy, Evaluation, evaluate_policy
+from adapters.control import EnvironmentReward, EpisodePolicy, Evaluation, FromTorch, evaluate_policy
 from adapters.control.environments.episodes import EpisodeStart, episode_starts
 from adapters.control.environments.pools import SerialPool
 from adapters.control.training.evaluation import EVALUATION_SEED
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError, ContractError
-from tests.support.control_environments import Chance, Crossing, Watched
+from tests.support.control_environments import UNIT, Chance, Crossing, Spaces, Watched
 
 
 def trained(env: Any = "Pendulum-v1", **options: Any) -> EpisodePolicy:
@@ -42,6 +42,14 @@ def test_policy_mode_and_generators_do_not_change(subtests: pytest.Subtests) -> 
             for name, value in policy.state_dict().items():
                 assert torch.equal(value, before[name]), name
             assert (policy.training, policy.actor[0].training) == (is_training, False)
+
+
+def test_generators_do_not_change_with_a_distribution_that_uses_the_global_one() -> None:
+    laplace = FromTorch(UNIT, 2, lambda mean: torch.distributions.Laplace(mean, 0.5))
+    policy = EpisodePolicy(lambda: Spaces(UNIT, UNIT), distribution=laplace, num_members=2, hidden=(4,))
+    drawn = everything_random()
+    evaluate_policy(policy, num_episodes=2, deterministic=False)
+    assert everything_random() == drawn
 
 
 def test_an_evaluation_is_repeatable() -> None:

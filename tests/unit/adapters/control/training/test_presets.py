@@ -1,0 +1,44 @@
+"""Presets: registered environments, their settings, and settings for an environment without a preset."""
+
+import gymnasium
+import pytest
+
+from adapters.control import PRESETS, EnvironmentReward, episode_starts, preset_for
+from grpo.errors import ConfigError
+from grpo.surrogates import Clip
+
+
+def test_presets_name_registered_environments_and_set_the_config() -> None:
+    assert len(PRESETS) >= 6
+    for env_id, preset in PRESETS.items():
+        assert env_id in gymnasium.registry
+        assert preset_for(env_id) is preset
+        assert preset.env_id == env_id
+        config = preset.make_config(seed=3)
+        assert (config.group_size, config.advantage.gamma, config.seed) == (preset.group_size, preset.gamma, 3)
+        assert (config.batch_size, config.num_epochs_per_update) == (preset.batch_size, preset.num_epochs)
+        assert config.objective.surrogate == Clip(low=preset.clip, high=preset.clip)
+        assert (config.objective.entropy_coef, config.learning_rate) == (preset.entropy_coef, preset.learning_rate)
+
+
+def test_a_preset_trains_with_its_own_settings_or_those_given() -> None:
+    preset = PRESETS["CartPole-v1"]
+    policy = preset.make_policy(hidden=(8,))
+    assert policy.pool.num_members == preset.num_groups * preset.group_size
+    assert policy.normalizer is not None
+    assert preset.make_policy(num_members=2, normalize_observations=False).normalizer is None
+    trainer = preset.make_trainer(policy, seed=0)
+    group = trainer.optimizer_step.optimizer.param_groups[0]  # type: ignore[union-attr]
+    assert (group["lr"], group["eps"]) == (preset.learning_rate, 1e-5)
+    metrics = trainer.step(episode_starts(preset.num_groups)(0))
+    assert metrics["group_stats/num_groups"] == preset.num_groups
+    per_episode = preset.make_trainer(policy, reward_model=EnvironmentReward(per="episode"))
+    assert [trainer.collect(episode_starts(1)(0)).rewards.dim() for trainer in (trainer, per_episode)] == [2, 1]
+
+
+def test_an_environment_without_a_preset_gets_settings_by_its_action_space() -> None:
+    robots, others = preset_for("MountainCarContinuous-v0"), preset_for("MountainCar-v0")
+    assert (robots.env_id, robots.normalize_observations) == ("MountainCarContinuous-v0", True)
+    assert (others.env_id, others.normalize_observations) == ("MountainCar-v0", False)
+    with pytest.raises(ConfigError, match=r"no environment is registered as 'CartPool-v1'. Did you mean 'CartPole-v1'"):
+        preset_for("CartPool-v1")

@@ -1,0 +1,70 @@
+"""Frames and videos of a policy's episodes."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from adapters.control import EpisodePolicy, record_frames, record_video
+from grpo.errors import ConfigError
+
+
+@pytest.fixture
+def screenless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    if not os.environ.get("DISPLAY"):
+        monkeypatch.setenv("MUJOCO_GL", os.environ.get("MUJOCO_GL", "egl"))
+
+
+def frames_or_skip(*args: Any, **options: Any) -> list[Any]:
+    try:
+        return record_frames(*args, **options)
+    except ConfigError as error:
+        pytest.skip(f"no renderer: {error}")
+
+
+@pytest.mark.usefixtures("screenless")
+def test_frames_show_the_most_likely_actions() -> None:
+    policy = EpisodePolicy("CartPole-v1", num_members=1, hidden=(4,))
+    frames = frames_or_skip(policy, "CartPole-v1", num_frames=12, every=3)
+    assert len(frames) == 12
+    assert {frame.shape for frame in frames} == {(400, 600, 3)}
+    assert any(not np.array_equal(frame, frames[0]) for frame in frames[1:])
+    env = gymnasium.make("CartPole-v1", render_mode="rgb_array")
+    observation, _ = env.reset(seed=0)
+    np.testing.assert_array_equal(frames[0], env.render())
+    for _ in range(3):
+        action, _ = policy.predict(observation, deterministic=True)
+        observation, *_ = env.step(action)
+    np.testing.assert_array_equal(frames[1], env.render())
+
+
+def test_a_number_of_frames_below_1_is_refused() -> None:
+    with pytest.raises(ConfigError, match="every and num_frames must be >= 1; got 0, 5"):
+        record_frames(EpisodePolicy("CartPole-v1", num_members=1), "CartPole-v1", every=0, num_frames=5)
+
+
+@pytest.mark.usefixtures("screenless")
+def test_frames_of_a_robot_have_the_requested_size() -> None:
+    pytest.importorskip("mujoco", reason="mujoco is not installed")
+    frames = frames_or_skip(EpisodePolicy("Reacher-v5", num_members=1), "Reacher-v5", num_frames=2, width=64, height=48)
+    assert [frame.shape for frame in frames] == [(48, 64, 3)] * 2
+
+
+@pytest.mark.usefixtures("screenless")
+def test_a_video_is_written_as_mp4(tmp_path: Path) -> None:
+    pytest.importorskip("moviepy", reason="moviepy is not installed")
+    policy = EpisodePolicy("CartPole-v1", num_members=1, hidden=(4,))
+    frames_or_skip(policy, "CartPole-v1", num_frames=1)
+    path = record_video(policy, "CartPole-v1", tmp_path / "video", max_episode_steps=8)
+    assert path.stat().st_size > 1000
+    assert path.read_bytes()[4:8] == b"ftyp"  # the signature of an MP4 file
+
+
+@pytest.mark.usefixtures("screenless")
+def test_an_environment_that_cannot_be_rendered_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be rendered here"):
+        record_frames(EpisodePolicy("CartPole-v1", num_members=1), "CartPole-v1", no_such_keyword=1)
