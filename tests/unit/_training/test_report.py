@@ -33,7 +33,7 @@ METRICS = (
     | {"rows/dropped", "rows/replayed", "rows/skipped_zero_advantage", "steps/mean", "steps/max"}
     | {f"time/{name}" for name in ("sample", "reward", "score", "update", "iteration")}
 )
-"""The names of design.md, "Metric names"."""
+"""Metrics that every iteration reports."""
 
 
 def test_metrics_of_a_step_worked_out_by_hand() -> None:
