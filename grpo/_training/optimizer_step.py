@@ -68,7 +68,7 @@ class OptimizerStep:
         return 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
 
     def begin(self) -> None:
-        """Begin an iteration without gradients that other code left behind."""
+        """Begin an iteration: drop gradients that other code left behind."""
         self.num_applied = 0
         self.clear()
 

@@ -84,8 +84,8 @@ def measure_policy(
         states: B states.
         reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`. Rewards per step are added up.
         num_actions_per_state: actions sampled per state. Larger: less noise, more work.
-        batch_size: states sampled at a time. Smaller: less memory and more forward passes. Two policies that draw one number
-            per step of their actions also share more of their random numbers.
+        batch_size: states sampled at a time. Smaller: less memory and more forward passes. If a policy draws one random number
+            per step, smaller batches also let two policies share more of their random numbers.
         seed: seed of all random numbers.
         reward: what to do when the reward model raises or returns NaN. None: the defaults of `RewardConfig`.
         label: maps a state to its name in reports. None: a string is its own name; for anything else, the first 200
