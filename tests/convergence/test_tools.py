@@ -25,7 +25,7 @@ from adapters.tools import (
 from adapters.tools.evaluation import Accuracy
 from adapters.tools.workbench import ADDED_LATER, workbench_catalogue, workbench_split
 from examples.tool_routing import CONFIG, NUM_HELD_OUT, NUM_TRAIN, learn_added_tools
-from grpo import GRPOConfig, GRPOTrainer
+from grpo import GRPOTrainer
 from tests.support.objective_inputs import as_users_run_it
 
 EVERYTHING = workbench_catalogue()

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -25,17 +26,30 @@ DOCUMENTS = [
 ]
 NOT_RUN = "<!-- not run -->"
 
-FENCE = re.compile(r"^```(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^```(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^```[ \t]*$(?:\n+^```text\n(?P<printed>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
 
 
-def python_blocks(document: str) -> list[tuple[int, str, bool]]:
-    """(line of its first statement, code, whether it is to be run) of each block of Python."""
+class Block(NamedTuple):
+    """A block of Python."""
+
+    line: int
+    """Of its first statement."""
+    code: str
+    is_run: bool
+    printed: str | None
+    """The text that follows it in a block of its own."""
+
+
+def python_blocks(document: str) -> list[Block]:
     blocks = []
     for found in FENCE.finditer(document):
         if found["language"] in ("python", "py"):
             above = document[: found.start()].rstrip()
             first_line = document.count("\n", 0, found.start("code")) + 1
-            blocks.append((first_line, found["code"], not above.endswith(NOT_RUN)))
+            blocks.append(Block(first_line, found["code"], not above.endswith(NOT_RUN), found["printed"]))
     return blocks
 
 
@@ -46,7 +60,7 @@ def minimal_example() -> str:
     assert heading, "README.md has no heading with 'Minimal example'"
     blocks = python_blocks(document[heading.end() :])
     assert blocks, "no Python block follows the heading"
-    return blocks[0][1]
+    return blocks[0].code
 
 
 def run(code: str, *arguments: str, folder: Path) -> str:
@@ -58,7 +72,7 @@ def run(code: str, *arguments: str, folder: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-4000:]
@@ -79,26 +93,65 @@ def test_the_minimal_example_runs_as_typed_and_says_that_nothing_was_updated(tmp
 
 
 RUN_IN_ORDER = """
-import json, sys
-namespace = {"__name__": "__main__"}
-for line, code, _ in json.loads(sys.argv[1]):
-    try:
-        exec(compile("\\n" * (line - 1) + code, sys.argv[2], "exec"), namespace)
-    except BaseException:
-        print(f"The block at line {line} of {sys.argv[2]} fails:", file=sys.stderr)
-        raise
+import contextlib, io, json, os, sys, tempfile, traceback
+results = {}
+for path, blocks in json.loads(sys.argv[1]).items():
+    os.chdir(tempfile.mkdtemp(dir=sys.argv[2]))
+    namespace, results[path] = {"__name__": "__main__"}, []
+    for line, code, _, _ in blocks:
+        printed, failure = io.StringIO(), None
+        try:
+            with contextlib.redirect_stdout(printed):
+                exec(compile("\\n" * (line - 1) + code, path, "exec"), namespace)
+        except BaseException:
+            failure = traceback.format_exc()
+        results[path].append((printed.getvalue(), failure))
+        if failure:
+            break
+print(json.dumps(results))
 """
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_block_runs(path: Path, tmp_path: Path) -> None:
-    """In the order of the page, each after those above it, in one interpreter."""
-    blocks = [block for block in python_blocks(path.read_text(encoding="utf-8")) if block[2]]
-    assert blocks, "every block of this page is marked as not run"
-    run(RUN_IN_ORDER, json.dumps(blocks), str(path.relative_to(ROOT)), folder=tmp_path)
+def blocks_of(path: Path) -> list[Block]:
+    return [block for block in python_blocks(path.read_text(encoding="utf-8")) if block.is_run]
+
+
+def run_documents(blocks: dict[str, list[Block]], folder: Path) -> dict[str, list[tuple[str, str | None]]]:
+    """What each block printed, and its traceback if it failed, in the order of the pages, in one interpreter."""
+    return json.loads(run(RUN_IN_ORDER, json.dumps(blocks), str(folder), folder=folder))
+
+
+def assert_printed(blocks: list[Block], results: list[tuple[str, str | None]]) -> None:
+    for block, (printed, failure) in zip(blocks, results, strict=False):  # nothing runs after a failure
+        assert failure is None, f"The block at line {block.line} fails:\n{failure}"
+        assert block.printed in (None, printed), f"line {block.line}"
+    assert len(results) == len(blocks)
+
+
+def test_every_block_runs_and_prints_what_stands_below_it(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """In the order of the page, each after those above it."""
+    blocks = {str(path.relative_to(ROOT)): blocks_of(path) for path in DOCUMENTS}
+    assert sum(block.printed is not None for page in blocks.values() for block in page) > 5
+    results = run_documents(blocks, tmp_path)
+    for path in blocks:
+        with subtests.test(path=path):
+            assert_printed(blocks[path], results[path])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if blocks_of(path)], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_every_block_of_a_document_runs_in_a_new_interpreter(path: Path, tmp_path: Path) -> None:
+    blocks = blocks_of(path)
+    assert_printed(blocks, run_documents({path.name: blocks}, tmp_path)[path.name])
 
 
 def test_what_counts_as_a_block() -> None:
     document = "```python\na = 1\n```\ntext\n\n<!-- not run -->\n```python\nb = 2\nc = 3\n```\n"
-    document += "```bash\nls\n```\n```py\nd\n```\n"
-    assert python_blocks(document) == [(2, "a = 1\n", True), (8, "b = 2\nc = 3\n", False), (15, "d\n", True)]
+    document += "```bash\nls\n```\n```py\nd\n```\n\n```text\nprinted\n```\n"
+    assert python_blocks(document) == [
+        (2, "a = 1\n", True, None),
+        (8, "b = 2\nc = 3\n", False, None),
+        (15, "d\n", True, "printed\n"),
+    ]
