@@ -147,6 +147,12 @@ def test_live_groups_take_the_place_of_dead_ones():
     assert advantages(all_alive, upweight_live_groups=True).tolist() == [-1, 1, -1, 1]
 
 
+def test_a_single_live_row_takes_the_place_of_all():
+    # groups of one row, with their rewards as advantages: one of four is not 0, times 4
+    batch = batch_of(double([0, 3, 0, 0]), [0, 1, 2, 3])
+    assert advantages(batch, upweight_live_groups=True, baseline="none").tolist() == [0, 12, 0, 0]
+
+
 def test_without_a_live_group_nothing_is_upweighted():
     dead = batch_of(double([5, 5, 2, 2]), [0, 0, 1, 1])
     assert advantages(dead, upweight_live_groups=True).tolist() == [0, 0, 0, 0]

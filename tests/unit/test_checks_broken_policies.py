@@ -23,6 +23,7 @@ from tests.support.checked_policies import (
     statuses,
     table,
 )
+from tests.support.objective_inputs import as_users_run_it
 
 
 def plus_noise(self, states, actions):
@@ -345,7 +346,7 @@ BY_SAMPLES = {"generated samples", "sampled samples", "entropy"}
 
 def test_a_broken_policy_fails_by_the_name_of_its_rule(subtests):
     for policy, name, status, fragment in BROKEN:
-        with subtests.test(rule=name, fragment=fragment):
+        with subtests.test(rule=name, fragment=fragment), as_users_run_it():
             states = SEQUENCE_STATES if isinstance(policy, Sequences) else STATES
             report = check_policy(policy, states, num_samples=2048 if name in BY_SAMPLES else 256)
             result = report[name]
