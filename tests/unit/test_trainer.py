@@ -4,6 +4,7 @@ import math
 import random
 import re
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveInputs, ObjectiveOutput
+from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, NonFiniteGradientError, ObjectiveInputs, ObjectiveOutput
 from tests.support.policies import (
     DuckPolicy,
     ExactSampling,
@@ -314,3 +315,38 @@ def test_modes_while_collecting_and_while_updating() -> None:
     trainer, _ = by_hand(policy=Watched(script=SCRIPT), config={"num_epochs_per_update": 2})
     trainer.step(["a", "b"])
     assert modes == [("generate", False), ("score", False), ("gradient", True), ("gradient", True)]
+
+
+# Runs and their checkpoints
+
+
+def test_a_run_writes_checkpoints_and_another_trainer_goes_on_from_the_newest(tmp_path: Path) -> None:
+    """Six iterations in one run, or four and then the last two: the same weights."""
+    whole, whole_policy = by_hand(config={"seed": 1})
+    history = whole.train(["a", "b"], num_iterations=6, progress=False)
+    first, _ = by_hand(config={"seed": 1})
+    first.train(["a", "b"], num_iterations=4, checkpoint_dir=tmp_path, checkpoint_every=2, progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration-00000002", "iteration-00000004"]
+    second, policy = by_hand(config={"seed": 2})
+    second.load_checkpoint(tmp_path)
+    assert second.iteration == 4
+    rest = second.train(["a", "b"], num_iterations=6, progress=False)
+    assert [without_time(metrics) for metrics in rest] == [without_time(metrics) for metrics in history[4:]]
+    assert torch.equal(policy.logits, whole_policy.logits)
+
+
+def test_a_run_that_bad_gradients_end_leaves_a_checkpoint_that_counts_anew(tmp_path: Path) -> None:
+    """Two iterations are sound; the third has a gradient of NaN, and one skipped update in a row is one too many."""
+    policy = TablePolicy(script=SCRIPT)
+    factors = iter([1.0, 1.0, math.nan])
+    policy.logits.register_hook(lambda gradient: gradient * next(factors))
+    trainer, _ = by_hand(policy=policy, config={"max_skipped_updates": 1})
+    with pytest.raises(NonFiniteGradientError):
+        trainer.train(["a", "b"], num_iterations=9, checkpoint_dir=tmp_path, checkpoint_every=9, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-00000002"]
+    resumed, _ = by_hand()
+    resumed.optimizer_step.skipped_in_a_row = 5
+    resumed.load_checkpoint(tmp_path)
+    assert (resumed.iteration, resumed.progress.position) == (2, 2)
+    assert resumed.optimizer_step.skipped_in_a_row == 0
+    assert torch.equal(resumed.policy.logits, policy.logits)

@@ -80,3 +80,11 @@ def test_where_every_evaluation_is_nan_no_checkpoint_is_the_best(
     trainer.train(["a", "b"], num_iterations=2, eval_states=["a"], checkpoint_dir=tmp_path, progress=False)
     with pytest.raises(CheckpointError, match="No checkpoint with a score"):
         best_checkpoint(tmp_path)
+
+
+def test_a_progress_bar_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for shows, expected in [(False, False), (True, True)]:
+        by_hand(config={"num_epochs_per_update": 2})[0].train(["a", "b"], num_iterations=2, progress=shows)
+        shown = capsys.readouterr().err
+        assert ("GRPO" in shown) == expected
+        assert ("2/2" in shown) == expected
