@@ -19,7 +19,7 @@ ADAM_EPS = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlPreset:
-    """Settings of one environment. All other settings have the defaults of `GRPOConfig`."""
+    """Training settings of one environment. `make_config` adds the settings that all presets share."""
 
     env_id: str
     """Registered id of the environment."""

@@ -222,18 +222,29 @@ def test_closing_does_not_wait_for_dead_or_hanging_workers(monkeypatch: pytest.M
 
 
 def test_the_number_of_rebuilds_in_a_row_is_limited() -> None:
-    pool = AsyncPool([Scripted] * 2, max_rebuilds=1)
-    try:
-        for _ in range(2):  # the lost member completes a step in between, so each loss is the first in a row
-            pool.reset([0, 1], starts_of(0, 1))
-            pool.step(np.array([1]), np.array([FINE]))
-            with pytest.raises(WorkerLost):
-                pool.step(np.array([0, 1]), np.array([FINE, Command.EXIT]))
+    pool = AsyncPool([Scripted] * 2, max_rebuilds=2)
+
+    def lose(member: int) -> None:
+        pool.step(np.array([member]), np.array([Command.EXIT]))
+
+    def reset_and_step(member: int) -> None:
         pool.reset([0, 1], starts_of(0, 1))
-        pool.step(np.array([0]), np.array([FINE]))  # a step of another member does not count
-        with pytest.raises(ContractError, match=r"Scripted: workers were lost 2 times before .* another step.*'sync'"):
-            pool.step(np.array([1]), np.array([Command.EXIT]))
-        assert pool.num_rebuilds == 2
+        pool.step(np.array([member]), np.array([FINE]))
+
+    try:
+        reset_and_step(1)
+        with pytest.raises(WorkerLost):
+            lose(1)
+        reset_and_step(1)  # every lost member has completed a step, so the next loss is the first in a row
+        with pytest.raises(WorkerLost):
+            lose(1)
+        pool.reset([0, 1], starts_of(0, 1))
+        with pytest.raises(WorkerLost):
+            lose(0)
+        reset_and_step(0)  # member 1 has not completed a step since it was lost
+        with pytest.raises(ContractError, match=r"Scripted: workers were lost 3 times before .* another step.*'sync'"):
+            lose(0)
+        assert pool.num_rebuilds == 3
         with pytest.raises(ConfigError, match="closed"):
             pool.reset([0], starts_of(0))
     finally:

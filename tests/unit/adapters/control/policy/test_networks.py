@@ -12,6 +12,7 @@ def test_mlp_by_hand() -> None:
     torso = mlp_torso(3, (4, 2), "relu")
     assert [type(layer) for layer in torso] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU]
     x = torch.randn(5, 3)
+    torch.testing.assert_close(torso[0].weight.T @ torso[0].weight, 2.0 * torch.eye(3))  # orthogonal, gain sqrt(2)
     hidden = (x @ torso[0].weight.T).clamp(min=0)  # biases are initially 0
     torch.testing.assert_close(torso(x), (hidden @ torso[2].weight.T).clamp(min=0))
     assert mlp_torso(3)(x).shape == (5, 64)
