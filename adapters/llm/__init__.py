@@ -1,6 +1,6 @@
-"""GRPO for Hugging Face causal language models: prompts computed once per group, no logits kept, any sampler.
+"""GRPO for Hugging Face causal language models, with reward functions and samplers of any kind.
 
-Requires transformers and PEFT (`pip install "model-agnostic-grpo[llm]"`), and `[llm-4bit]` for 4-bit and 8-bit models.
+Requires transformers and PEFT (`pip install "model-agnostic-grpo[llm]"`). 4-bit and 8-bit models also require `[llm-4bit]`.
 
 Example:
     Train a model with a TRL-style reward function::

@@ -1,4 +1,4 @@
-"""Completions of a language model: the actions of this domain."""
+"""Completions: the actions of a language model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 FinishReason: TypeAlias = Literal["end", "stop", "length"]
-"""`end`: an end-of-sequence token; `stop`: a stop string; `length`: the limit of new tokens."""
+"""Why a completion ended: `end` at an end-of-sequence token, `stop` at a stop string, `length` at the limit of new tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +37,10 @@ class Completion:
 
 
 def completion_mask(completions: Sequence[Completion], *, mask_truncated: bool = False) -> Bool[Tensor, "N T"]:
-    """True at the tokens of each completion, as wide as the longest that has any.
+    """Mask that is True at the tokens of each completion. Its width T is the largest number of tokens that count.
 
     Args:
-        completions: N of them.
+        completions: N completions.
         mask_truncated: Whether to mask all tokens of truncated completions (DAPO's overlong filtering, arXiv:2503.14476,
             section 3.4).
     """
@@ -49,7 +49,7 @@ def completion_mask(completions: Sequence[Completion], *, mask_truncated: bool =
 
 
 def padded(rows: Sequence[Sequence[float]], width: int) -> Float[Tensor, "N T"]:
-    """Numbers per step as float32, padded on the right with 0, or cut."""
+    """The numbers of each row as float32, truncated to `width` and padded with 0 on the right."""
     values = np.zeros((len(rows), width), dtype=np.float32)
     for row, numbers in zip(values, rows, strict=True):
         row[: len(numbers)] = numbers[:width]

@@ -1,11 +1,11 @@
-"""Planning of micro-batches: which rows are forwarded together."""
+"""Micro-batches: which rows are forwarded together."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 FORWARD_COST = 256
-"""Fixed cost of a forward pass, in positions."""
+"""Fixed cost of a forward pass, expressed as a number of positions."""
 
 
 def plan_by_tokens(
@@ -16,21 +16,21 @@ def plan_by_tokens(
     *,
     shares_prompts: bool,
 ) -> list[Sequence[int]]:
-    """A partition of the rows into forward passes of at most `budget` positions, with few positions in all.
+    """Divide the rows into forward passes of at most `budget` positions, with a small total number of positions.
 
-    A pass over R rows of K prompts computes K max P + R max T positions where prompts are shared, R max(P + T) else. Rows are
-    put in order, once prompt by prompt and once by length alone, and each order is cut where the total is least, by dynamic
-    programming; the better of the two is taken. A row that exceeds the budget goes alone.
+    A pass over R rows of K prompts computes K max P + R max T positions if prompts are shared, and R max(P + T) otherwise.
+    The rows are sorted in two ways: by prompt, and by length alone. Dynamic programming cuts each order into passes with the
+    lowest total cost, and the cheaper plan is returned. A row that exceeds the budget has a pass of its own.
 
     Args:
-        prompt_lengths: P of each of B prompts.
-        prompt_of_row: which prompt each of N rows continues.
-        lengths: T of each row.
-        budget: positions per pass.
-        shares_prompts: a prompt is computed once per pass.
+        prompt_lengths: Number of tokens P of each of B prompts.
+        prompt_of_row: Index of the prompt of each of N rows.
+        lengths: Number of completion tokens T of each row.
+        budget: Maximum number of positions per pass.
+        shares_prompts: Whether a pass computes each of its prompts once for all rows.
 
     Returns:
-        Rows of each pass, those of one prompt adjacent.
+        The rows of each pass. Rows of one prompt are adjacent.
     """
     count = len(lengths)
     prompts, tokens = np.asarray(prompt_of_row), np.asarray(lengths)
@@ -49,9 +49,9 @@ def plan_by_tokens(
 def _cut(
     order: np.ndarray, prompts: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray, budget: int
 ) -> tuple[float, list[np.ndarray]]:
-    """The cheapest cut of this order into consecutive parts, and its cost.
+    """The cost and the parts of the cheapest division of this order into consecutive parts.
 
-    best[j] = min over i < j of best[i] + positions(i..j) + FORWARD_COST, the parts that fit; all i at once.
+    best[j] = min over i < j of best[i] + positions(i..j) + FORWARD_COST, over the parts within the budget.
     """
     count = len(order)
     prompts, prompt_lengths, lengths = prompts[order], prompt_lengths[order], lengths[order]
@@ -59,12 +59,12 @@ def _cut(
     best = np.zeros(count + 1)
     begin_of = np.zeros(count + 1, dtype=np.int64)
     for end in range(1, count + 1):
-        back = slice(end - 1, None, -1)  # parts that begin at end - 1, end - 2, ..., 0
+        back = slice(end - 1, None, -1)  # all parts that start at end - 1, end - 2, ..., 0
         longest = np.maximum.accumulate(lengths[back])
         longest_prompt = np.maximum.accumulate(prompt_lengths[back])
         num_prompts = np.cumsum(next_of_prompt[back] >= end)
         positions = num_prompts * longest_prompt + np.arange(1, end + 1) * longest
-        fits = max(1, int(np.searchsorted(positions, budget, side="right")))  # they only grow
+        fits = max(1, int(np.searchsorted(positions, budget, side="right")))  # positions grow with the part
         cost = best[back.start :: -1][:fits] + positions[:fits] + FORWARD_COST
         cheapest = int(cost.argmin())
         best[end], begin_of[end] = cost[cheapest], end - 1 - cheapest
@@ -77,7 +77,7 @@ def _cut(
 
 
 def _next_of_the_same(values: np.ndarray) -> np.ndarray:
-    """Where each value comes next, or beyond the end."""
+    """For each position, the next position with the same value, or the length if there is none."""
     following = np.full(len(values), len(values))
     seen: dict[int, int] = {}
     for position in range(len(values) - 1, -1, -1):

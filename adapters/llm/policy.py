@@ -26,11 +26,11 @@ from .scoring import check_sampler, score_tokens
 class HFPolicy:
     """A policy of any Hugging Face causal language model: prompts are states, `Completion`s are actions, tokens are steps.
 
-    Sampling draws one number per row from torch's global generator, which seeds all random numbers of the row. A row does not
-    depend on its batch, and it follows `GRPOConfig.seed` and exact resume.
+    Sampling draws one number per row from torch's global generator. This number seeds all random numbers of the row, so a row
+    does not depend on its batch, and sampling follows `GRPOConfig.seed` and continues exactly after a resume.
 
     Scoring uses the sampled token ids; text is never tokenized again. A prompt is computed once for all its completions,
-    forward and backward, and logits are computed in blocks; see `shared_prompts` and `token_log_probs`.
+    forward and backward, and logits are computed in blocks (`model/shared_prompts.py`, `model/token_log_probs.py`).
 
     The policy trains the parameters that require a gradient. Freeze the others, or adapt the model with LoRA
     (`HFPolicy.from_pretrained(..., lora=...)`).
@@ -84,8 +84,8 @@ class HFPolicy:
         self.sampling = sampling or SamplingConfig()
         if self.sampling.temperature == 0:
             raise ConfigError(
-                "HFPolicy: sampling.temperature must be above 0: a group of equal completions teaches nothing. For evaluation, "
-                "call generate_actions(states, 1, temperature=0)."
+                "HFPolicy: sampling.temperature must be above 0; got 0. All completions of a prompt would be equal, "
+                "and training would learn nothing. For greedy evaluation, call generate_actions(states, 1, temperature=0)."
             )
         limits = {"max_tokens_per_forward": max_tokens_per_forward, "max_rows_per_decode": max_rows_per_decode}
         for name, limit in limits.items():
@@ -98,11 +98,11 @@ class HFPolicy:
         if self._reference is not None:
             self._reference.check_head()
         if self._reference is not None or hasattr(model, "disable_adapter"):
-            # an attribute and no method: a policy without a reference must not look as if it could score one
+            # an attribute, because a policy without a reference must not have this method
             self.reference_log_probabilities = self._reference_log_probabilities
         if any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
             logging.getLogger("grpo").warning(
-                "HFPolicy: weights of half precision are trained, where small updates are lost to rounding (and float16 may "
+                "HFPolicy: the trained weights have half precision, so small updates are lost to rounding (and float16 may "
                 "overflow in the optimizer). Load the model with dtype=torch.float32 and set "
                 "GRPOConfig(autocast_dtype='bfloat16'), or train LoRA."
             )
@@ -126,7 +126,7 @@ class HFPolicy:
         self._sampler = own if isinstance(sampler, str) else sampler
         if self._sampler is own:
             check_sampler(self._lm, own)
-        self._has_told = False
+        self._has_warned = False
 
     @classmethod
     def from_pretrained(
@@ -167,11 +167,11 @@ class HFPolicy:
         return cls(model, tokenizer, **options)
 
     def save_pretrained(self, folder: str | Path, *, merge: bool = False) -> None:
-        """Write model (or adapter) and tokenizer in Hugging Face's format; `from_pretrained` reads it.
+        """Save the model (or only its adapter) and the tokenizer in Hugging Face's format. `from_pretrained` loads them.
 
         Args:
-            folder: made where it is not there.
-            merge: write the whole model with its adapter merged.
+            folder: Folder to write to. It is created if it does not exist.
+            merge: Whether to save the whole model with the adapter merged into its weights.
         """
         save_model(self.model, self.tokenizer, folder, merge=merge)
 
@@ -182,18 +182,18 @@ class HFPolicy:
 
         Args:
             states: B prompts.
-            num_actions_per_state: G.
-            sampling: settings of `SamplingConfig` that hold for this call, `temperature=0` for instance.
+            num_actions_per_state: Number of completions per prompt, G.
+            sampling: Settings of `SamplingConfig` for this call only, for example `temperature=0`.
 
         Raises:
-            ConfigError: a setting that there is not, or a value that it cannot have.
+            ConfigError: A setting does not exist, or its value is invalid.
         """
         config = SamplingConfig.from_dict(self.sampling.to_dict() | sampling)
         completions, _ = self._sample(states, num_actions_per_state, config)
         return _grouped(completions, num_actions_per_state)
 
     def sample_actions(self, states: Sequence[PromptState], num_actions_per_state: int) -> SampledActions:
-        """Completions with the log-probs they were drawn with, and, in float32, the scores."""
+        """Completions with their log-probs under the sampling distribution and, for models in float32, their scores."""
         completions, sampled = self._sample(states, num_actions_per_state, self.sampling)
         mask = completion_mask(completions, mask_truncated=self._mask_truncated).to(self._lm.device)
         width = mask.shape[1]
@@ -203,7 +203,7 @@ class HFPolicy:
 
         behaviour = beside(sampled.behaviour_log_probs)
         scores = None
-        # below float32, decoding and scoring round differently: the policy is then scored where that is needed
+        # below float32, decoding and scoring round differently, so the trainer must score the policy itself
         if sampled.policy_log_probs is not None and self._lm.computes_in_float32:
             scores = ActionScores(
                 log_probs=behaviour
@@ -231,20 +231,20 @@ class HFPolicy:
         return self._score(*_distinct(rows), completions, with_entropy=self._exact_entropy)
 
     def score_actions(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> ActionScores:
-        """Scores of N rows; equal prompts are computed once wherever they stand."""
+        """Scores of N rows. Equal prompts are computed once."""
         return self._score(*_distinct(self._encode(states)), actions, with_entropy=self._exact_entropy)
 
     def get_log_probabilities(
         self, states: Sequence[PromptState], actions: Sequence[Completion]
     ) -> Float[Tensor, " N"]:
-        """log pi(completion | prompt): the sum over its tokens."""
-        return self._score(*_distinct(self._encode(states)), actions).log_probs.sum(1)  # 0 off the mask
+        """log pi(completion | prompt): the sum of the log-probs of the completion's tokens."""
+        return self._score(*_distinct(self._encode(states)), actions).log_probs.sum(1)  # masked log-probs are 0
 
     @torch.no_grad()
     def _reference_log_probabilities(
         self, states: Sequence[PromptState], actions: Sequence[Completion]
     ) -> Float[Tensor, "N T"]:
-        """The same tokens under the frozen reference model, or under the model with its adapter switched off."""
+        """Log-probs of the tokens under the reference model, or under the model with its adapter switched off."""
         rows = _distinct(self._encode(states))
         if self._reference is not None:
             return self._score(*rows, actions, lm=self._reference).log_probs
@@ -252,7 +252,7 @@ class HFPolicy:
             return self._score(*rows, actions).log_probs
 
     def plan_micro_batches(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> list[Sequence[int]]:
-        """Rows of each forward pass, within `max_tokens_per_forward` and with minimal padding."""
+        """Rows of each forward pass, within `max_tokens_per_forward` positions and with little padding."""
         prompts, prompt_of_row = _distinct(self._encode(states))
         return plan_by_tokens(
             [len(prompt) for prompt in prompts],
@@ -263,25 +263,25 @@ class HFPolicy:
         )
 
     def sync_sampler(self) -> None:
-        """Send the weights to the sampler, if it has its own copy."""
+        """Send the model's weights to a sampler that has its own copy."""
         self._sampler.sync(self.model)
 
     def get_parameters(self) -> dict[str, Tensor]:
-        """The parameters that are trained, by name."""
+        """The trained parameters by name."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def train(self) -> "HFPolicy":
-        """Dropout on, if the model has any."""
+        """Set the model to training mode, which turns dropout on."""
         self.model.train()
         return self
 
     def eval(self) -> "HFPolicy":
-        """Dropout off."""
+        """Set the model to evaluation mode, which turns dropout off."""
         self.model.eval()
         return self
 
     def to(self, device: torch.device | str) -> "HFPolicy":
-        """Move the model."""
+        """Move the model and the reference model to a device."""
         self.model.to(device)
         if self._reference is not None:
             self._reference.model.to(device)
@@ -291,11 +291,11 @@ class HFPolicy:
     def _shares_prompts(self) -> bool:
         if not self._lm.shares_prompts or not self._lm.checkpoints_gradients:
             return self._lm.shares_prompts
-        if not self._has_told:
-            self._has_told = True
+        if not self._has_warned:
+            self._has_warned = True
             logging.getLogger("grpo").warning(
-                "HFPolicy: with gradient checkpointing, layers keep no keys and values, so each row computes its prompt again. "
-                "Without it, a prompt is computed once per group. (Said once.)"
+                "HFPolicy: with gradient checkpointing, layers store no keys and values, so the prompt is computed for each "
+                "row. Without it, the prompt is computed once per group. (Said once.)"
             )
         return False
 
@@ -303,7 +303,7 @@ class HFPolicy:
         self, states: Sequence[PromptState], size: int, config: SamplingConfig
     ) -> tuple[list[Completion], SampledTokens]:
         if len(states) == 0:
-            raise ContractError("No states to act in: pass at least one prompt.")
+            raise ContractError("HFPolicy: states must have at least one prompt; got none. Pass at least one prompt.")
         prompts = self._encode(states)
         lengths = [len(prompt) + config.max_new_tokens for prompt in prompts]
         self._require_room(lengths, f"prompts with sampling.max_new_tokens={config.max_new_tokens}")
@@ -326,12 +326,12 @@ class HFPolicy:
         if long:
             raise ContractError(
                 f"HFPolicy: {whose} must fit into the model's {limit} positions; those at {long[:8]}"
-                f"{' ...' if len(long) > 8 else ''} need {[lengths[row] for row in long[:8]]}. Shorten the prompts or leave "
-                "them out, or lower max_new_tokens."
+                f"{' ...' if len(long) > 8 else ''} need {[lengths[row] for row in long[:8]]}. Shorten or remove these "
+                "prompts, or lower max_new_tokens."
             )
 
     def _scored_tokens(self, actions: Sequence[Completion]) -> list[tuple[int, ...]]:
-        """Tokens that carry loss: of a completion whose tokens are all masked, none, and none is forwarded."""
+        """The tokens of each completion that have a loss. A completion that is masked has none and is not forwarded."""
         return [() if self._mask_truncated and action.is_truncated else action.token_ids for action in actions]
 
     def _score(
@@ -362,7 +362,7 @@ class HFPolicy:
 
 
 def _distinct(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], Int[Tensor, " N"]]:
-    """The different prompts, and which of them each row has."""
+    """The different prompts, and the index of each row's prompt."""
     known: dict[tuple[int, ...], int] = {}
     prompt_of_row = [known.setdefault(tuple(prompt), len(known)) for prompt in prompts]
     return [list(prompt) for prompt in known], torch.tensor(prompt_of_row)
@@ -382,7 +382,8 @@ def _end_token_ids(
     found = sorted({token for token in [tokenizer.eos_token_id, *listed] if token is not None})
     if not found and not sampling.stop:
         raise ConfigError(
-            "HFPolicy: neither the tokenizer nor the model's generation config has an end-of-sequence token, so no completion "
-            "could end before max_new_tokens. Pass end_token_ids=[...], or end_token_ids=[] if that is meant."
+            "HFPolicy: the tokenizer or the model's generation config must have an end-of-sequence token; got none, "
+            "so no completion could end before max_new_tokens. Pass end_token_ids=[...], or end_token_ids=[] "
+            "if completions should not end."
         )
     return found

@@ -13,10 +13,10 @@ PromptState: TypeAlias = Prompt | Mapping[str, Any]
 
 
 def prompt_of(state: PromptState, column: str = "prompt") -> Prompt:
-    """The prompt of a state.
+    """The prompt of a state: the state itself, or the prompt column of a row.
 
     Raises:
-        ContractError: a row without the column, or something that is neither text nor messages.
+        ContractError: The row does not have the column, or the prompt is neither text nor chat messages.
     """
     prompt: Any = state
     if isinstance(state, Mapping):
@@ -44,9 +44,9 @@ class PromptEncoder:
     """Encodes prompts as token ids, identically for sampling and scoring.
 
     Args:
-        tokenizer: of the model.
-        column: where rows of a data set have their prompt.
-        chat_template_options: passed to `tokenizer.apply_chat_template`, `enable_thinking=False` for instance.
+        tokenizer: The model's tokenizer.
+        column: Column with the prompt, for states that are rows of a data set.
+        chat_template_options: Options of `tokenizer.apply_chat_template`, for example `enable_thinking=False`.
     """
 
     def __init__(self, tokenizer: Any, column: str, chat_template_options: Mapping[str, Any]) -> None:
@@ -55,12 +55,12 @@ class PromptEncoder:
         self._options = dict(chat_template_options)
 
     def __call__(self, states: Sequence[PromptState]) -> list[list[int]]:
-        """Token ids of each state's prompt; a state that stands here several times is encoded once.
+        """Token ids of each state's prompt. Repeated states are encoded once.
 
         Raises:
-            ContractError: a prompt without a token, or chat messages without a chat template.
+            ContractError: A prompt has no token, or a chat needs a chat template and the tokenizer has none.
         """
-        held = list(states)  # a data set makes its rows as they are asked for: kept, so that no two have one id
+        held = list(states)  # a Dataset creates rows on access; keeping them keeps their ids different
         known: dict[Hashable, list[int]] = {}
         encoded = []
         for position, state in enumerate(held):
@@ -76,16 +76,18 @@ class PromptEncoder:
         else:
             if self._tokenizer.chat_template is None:
                 raise ContractError(
-                    f"The prompt of state {position} is a chat, and the tokenizer has no chat template. Set "
-                    "tokenizer.chat_template, or pass the prompt as text."
+                    f"A chat prompt needs a chat template; the prompt of state {position} is a chat, and the tokenizer has "
+                    "none. Set tokenizer.chat_template, or pass the prompt as text."
                 )
             text = self._tokenizer.apply_chat_template(
                 list(prompt), tokenize=False, add_generation_prompt=True, **self._options
             )
-            token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote them
+            token_ids = self._tokenizer(text, add_special_tokens=False)[
+                "input_ids"
+            ]  # the template has added the special tokens
         if not token_ids:
             raise ContractError(
-                f"The prompt of state {position} has no token, and there is nothing to continue. Leave it out, or begin it "
-                "with the tokenizer's bos_token."
+                f"A prompt must have at least one token; the prompt of state {position} has none. Remove the state, or start "
+                "its prompt with the tokenizer's bos_token."
             )
         return list(token_ids)

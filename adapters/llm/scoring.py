@@ -16,8 +16,8 @@ from .sampling.samplers import Sampler
 from .sampling.sampling_config import SamplingConfig
 
 CHECKED_PROMPTS = [[[1, 2, 3], [4]], [[5], [6]]]
-"""What is continued to compare sampling with scoring: prompts that are padded; then some of a single token, as many as before,
-which a state that outlives its call would be taken for the past of."""
+"""Prompts for the comparison of sampling with scoring: a batch with padding, then a batch of the same size with prompts of one
+token. A model that keeps its state between calls would read the second batch as a continuation of the first."""
 
 
 def score_tokens(
@@ -31,23 +31,23 @@ def score_tokens(
     with_entropy: bool = False,
     shares_prompts: bool,
 ) -> ActionScores:
-    """Log-probabilities (and entropies) at the mask, 0 elsewhere.
+    """Log-probs, and entropies on request, where the mask is True, and 0 elsewhere.
 
     Args:
-        lm: the model.
-        prompts: B lists of token ids.
-        prompt_of_row: which prompt each row continues.
-        tokens: of the completions, padded on the right with any; on the CPU, as the mask is.
-        mask: the tokens that count, all of a row or none of it.
-        temperature: divides the logits.
-        with_entropy: compute the entropies as well.
-        shares_prompts: compute a prompt once for all its rows.
+        lm: The model.
+        prompts: Token ids of B prompts.
+        prompt_of_row: Index of the prompt of each row.
+        tokens: Token ids of the completions, on the CPU, padded on the right with any token.
+        mask: The tokens that count, on the CPU. In each row, either all tokens count or none.
+        temperature: Divides the logits. A larger value makes the distribution flatter.
+        with_entropy: Whether to compute the entropies too.
+        shares_prompts: Whether to compute each prompt once for all its rows.
     """
     if shares_prompts:
         hidden = hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens)
     else:
         hidden = hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, mask.sum(1))
-    positions = mask.flatten().nonzero().squeeze(1).to(hidden.device)  # no other position meets the head
+    positions = mask.flatten().nonzero().squeeze(1).to(hidden.device)  # the head is applied at these positions only
     log_probs, entropy = token_log_probs(
         hidden.flatten(0, 1).index_select(0, positions),
         lm.head,
@@ -68,15 +68,17 @@ def score_tokens(
 
 @torch.no_grad()
 def check_sampler(lm: CausalLM, sampler: Sampler) -> None:
-    """Two tokens of short prompts, drawn as all will be, are as likely as scoring says. Draws no global random number.
+    """Check that sampling and scoring agree on the log-probs of a few sampled tokens.
+
+    The check uses no global random numbers.
 
     Raises:
-        ConfigError: they are not: the model's cache, its state or its padding does not work in decoding.
+        ConfigError: Sampling and scoring differ: the model's cache, state or padding does not work in decoding.
     """
     config = SamplingConfig(max_new_tokens=2)
     vocabulary_size = len(lm.plain.get_input_embeddings().weight)
     drawn = []
-    for given in CHECKED_PROMPTS:  # all before any is scored, which may clear what the model has kept
+    for given in CHECKED_PROMPTS:  # sample all before scoring, which may clear a state that the model keeps
         prompts = [[token % vocabulary_size for token in prompt] for prompt in given]
         drawn.append((prompts, sampler.sample(prompts, 1, config, end_token_ids=[], seeds=range(len(prompts)))))
     gaps = []
@@ -88,10 +90,10 @@ def check_sampler(lm: CausalLM, sampler: Sampler) -> None:
         gaps.append(scores.log_probs.cpu() - torch.tensor(sampled.behaviour_log_probs))
     largest = torch.stack(gaps).abs().max().item()
     tolerance = 0.01 if lm.computes_in_float32 else 0.5
-    if not largest < tolerance:  # nor where it is NaN
+    if not largest < tolerance:  # also if it is NaN
         raise ConfigError(
-            f"{type(lm.plain).__name__} draws tokens from another distribution than it is scored by: the log-probability of a "
-            f"token in decoding and in one forward pass differs by {largest:.2g}, and rounding makes {tolerance} at most. Its "
-            "cache, state or padding does not work in transformers' decoding. Use another architecture or version of "
-            "transformers, or another engine to sample with (sampler=VLLMSampler(...))."
+            f"HFPolicy: sampling and scoring must use the same distribution; with {type(lm.plain).__name__}, the log-prob of a "
+            f"token differs by {largest:.2g} between decoding and one forward pass (rounding explains {tolerance} at most). "
+            "The model's cache, state or padding does not work in transformers' decoding. Use another architecture or another "
+            "version of transformers, or sample with another engine (sampler=VLLMSampler(...))."
         )

@@ -1,4 +1,4 @@
-"""A tiny model in a folder, and the two ways in which vLLM samples from it: an engine in this process, a server of its own."""
+"""A tiny model in a folder, and two vLLM samplers: an engine in this process, and a server."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ SERVER = (
     f"--max-model-len {MAX_LENGTH} --logprobs-mode processed_logprobs"
 )
 
-if importlib.util.find_spec("vllm"):  # read when it is imported
+if importlib.util.find_spec("vllm"):  # vLLM reads them when it is imported
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -37,7 +37,7 @@ if importlib.util.find_spec("vllm"):  # read when it is imported
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 of two layers, its embeddings tied, with a tokenizer of 32 words."""
+    """A Qwen3 model with two layers and tied embeddings, and a tokenizer of 32 words."""
     path = tmp_path_factory.mktemp("model")
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -63,14 +63,14 @@ def engine(folder: Path) -> Any:
 
     before = torch.get_rng_state()
     sampler = VLLMSampler(folder, dtype="float32", enforce_eager=True, max_model_len=MAX_LENGTH)
-    assert torch.equal(before, torch.get_rng_state())  # vLLM seeds the generators; that must not reach the trainer
+    assert torch.equal(before, torch.get_rng_state())  # vLLM seeds the generators, and the sampler must restore them
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in os.environ
     return sampler
 
 
 @pytest.fixture(scope="session")
 def server_url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server that was really started, in a group of processes that ends with the tests."""
+    """Address of a running server. Its process group ends with the tests."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -108,12 +108,12 @@ def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
 
 @pytest.fixture(params=["engine", "server"])
 def make_sampler(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Any]:
-    """Both ways, one after the other."""
+    """A function that makes a sampler, for each of the two kinds."""
     if request.param == "engine":
         engine = request.getfixturevalue("engine")
         return lambda: engine
     url = request.getfixturevalue("server_url")
     from adapters.llm.sampling.vllm_server import VLLMServerSampler
 
-    # the server keeps reading from where it was sent last: every sampler has a folder of its own
+    # every sampler has its own folder, because the server reads from the folder of the last sync
     return lambda: VLLMServerSampler(url, weights_folder=tmp_path_factory.mktemp("weights"), timeout=120)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("vllm", reason="needs an environment of its own: make test-vllm")
+pytest.importorskip("vllm", reason="vLLM needs a separate environment: make test-vllm")
 
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
@@ -19,7 +19,7 @@ from adapters.llm.sampling.samplers import SampledTokens
 from adapters.llm.sampling.sampling_config import SamplingConfig
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]  # vLLM's own warnings
+pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]  # vLLM emits many warnings
 
 LONG = [2 + (7 * i) % 30 for i in range(150)]  # longer than a block of the prefix cache: 128 tokens on a CPU
 SHORT = [5, 6, 7]
@@ -62,7 +62,7 @@ def low_numbers(states: Any, actions: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["all weights", "LoRA"])
-def test_after_every_iteration_vllm_has_the_trainers_log_probs(
+def test_after_each_iteration_vllm_reports_the_log_probs_of_the_trainer(
     make_sampler: Callable[[], Any], model: Any, folder: Any, kind: str
 ) -> None:
     trained = adapted(model) if kind == "LoRA" else model
@@ -75,12 +75,12 @@ def test_after_every_iteration_vllm_has_the_trainers_log_probs(
     says = policy.get_log_probabilities(STATES[:1], fixed).item()
     for _ in range(3):
         metrics = trainer.step(STATES)
-        # importance weights are there, and 1 but for rounding
+        # the importance weights are 1 up to rounding
         assert metrics["train/sampler_ratio_mean"] == pytest.approx(1.0, abs=1e-4)
 
         policy.sync_sampler()
         sampled = policy.sample_actions(STATES, 2)
-        assert sampled.scores is None  # vLLM cannot say what the trainer would
+        assert sampled.scores is None  # vLLM has no log-probs of the trainer's policy
         rows = [state for state in STATES for _ in range(2)]
         with torch.no_grad():
             scores = policy.score_actions(rows, [action for group in sampled.actions for action in group])
@@ -88,11 +88,11 @@ def test_after_every_iteration_vllm_has_the_trainers_log_probs(
         assert difference.abs().max() < 1e-4
 
         said, says = says, policy.get_log_probabilities(STATES[:1], fixed).item()
-        assert abs(says - said) > 0.01  # the weights that agree are not the ones before
+        assert abs(says - said) > 0.01  # the weights have changed
 
 
-def test_a_truncated_draw_is_corrected_with_importance_weights(engine: Any, model: Any, folder: Any) -> None:
-    """Of the two likeliest tokens alone, each weighs what both together weigh under the policy."""
+def test_truncated_sampling_is_corrected_with_importance_weights(engine: Any, model: Any, folder: Any) -> None:
+    """With the two most likely tokens only, each weight is the probability of both tokens under the policy."""
     drawn: list[list[int]] = []
 
     def reward(states: Any, actions: Any) -> list[float]:
@@ -115,8 +115,8 @@ def test_a_truncated_draw_is_corrected_with_importance_weights(engine: Any, mode
     assert metrics["train/sampler_ratio_mean"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_prompts_seen_before_are_forgotten_with_the_weights(engine: Any, model: Any) -> None:
-    """What `sync` does after the weights is needed: the cache would answer with keys and values of the old ones."""
+def test_sync_clears_the_prefix_cache(engine: Any, model: Any) -> None:
+    """Without clearing, the cache would have keys and values of the old weights."""
     engine.sync(model)
     draw = {"end_token_ids": END, "seeds": [1, 2]}
     tempered = lambda logits: logits / SAMPLING.temperature  # noqa: E731
@@ -130,7 +130,7 @@ def test_prompts_seen_before_are_forgotten_with_the_weights(engine: Any, model: 
     stale = worst_difference(model, [LONG], engine.sample([LONG], 2, SAMPLING, **draw), 2, tempered)
     short = worst_difference(model, [SHORT], engine.sample([SHORT], 2, SAMPLING, **draw), 2, tempered)
     assert stale > 0.01
-    assert short < 1e-4  # a prompt shorter than a block is not kept
+    assert short < 1e-4  # a prompt that is shorter than a block is not cached
 
     engine.sync(model)
     assert worst_difference(model, [LONG], engine.sample([LONG], 2, SAMPLING, **draw), 2, tempered) < 1e-4
@@ -141,7 +141,7 @@ def only_largest(count: int) -> Callable[[Tensor], Tensor]:
 
 
 def nucleus(mass: float) -> Callable[[Tensor], Tensor]:
-    """Tokens before which, from the likeliest down, less than `mass` has been added up."""
+    """Keep the most likely tokens until their total probability reaches `mass`."""
 
     def of(logits: Tensor) -> Tensor:
         probs, order = logits.softmax(1).sort(1, descending=True)
@@ -172,7 +172,7 @@ SHAPES: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_log_probs_are_those_of_the_distribution_drawn_from(
+def test_log_probs_are_those_of_the_sampling_distribution(
     make_sampler: Callable[[], Any], model: Any, name: str
 ) -> None:
     settings, shaped = SHAPES[name]
@@ -183,7 +183,7 @@ def test_log_probs_are_those_of_the_distribution_drawn_from(
     assert worst_difference(model, [SHORT, LONG], sampled, 3, shaped) < 1e-4
 
 
-def test_a_repetition_penalty_looks_at_the_prompt_too(make_sampler: Callable[[], Any], model: Any) -> None:
+def test_the_repetition_penalty_includes_the_prompt(make_sampler: Callable[[], Any], model: Any) -> None:
     sampler = make_sampler()
     sampler.sync(model)
     config = replace(SAMPLING, temperature=1.0, repetition_penalty=1.5)
@@ -198,12 +198,12 @@ def test_a_repetition_penalty_looks_at_the_prompt_too(make_sampler: Callable[[],
         torch.testing.assert_close(torch.tensor(log_probs), expected, rtol=0, atol=1e-4)
 
 
-def test_completions_end_as_asked(make_sampler: Callable[[], Any], model: Any) -> None:
+def test_completions_end_at_the_given_tokens_and_strings(make_sampler: Callable[[], Any], model: Any) -> None:
     sampler = make_sampler()
     sampler.sync(model)
     config = replace(SAMPLING, max_new_tokens=40, temperature=1.5)
     free = sampler.sample([SHORT], 8, config, end_token_ids=[], seeds=range(8))
-    assert all(len(tokens) == 40 for tokens in free.token_ids)  # not even by the model's own end
+    assert all(len(tokens) == 40 for tokens in free.token_ids)  # the model's own end token does not end them
     assert set(free.finish_reasons) == {"length"}
     ended = sampler.sample([SHORT], 8, replace(config, stop=("w8",)), end_token_ids=[17, 18], seeds=range(8))
     assert set(ended.finish_reasons) == {"end", "stop"}
@@ -214,7 +214,7 @@ def test_completions_end_as_asked(make_sampler: Callable[[], Any], model: Any) -
         assert tokens[-1] in last
         assert not {10, 17, 18} & set(tokens[:-1])
         assert len(log_probs) == len(tokens)
-        assert tokens == other[: len(tokens)]  # the seed decides, whatever ends it
+        assert tokens == other[: len(tokens)]  # the seed determines the tokens
 
 
 def test_rows_have_seeds_of_their_own(make_sampler: Callable[[], Any], model: Any) -> None:
@@ -223,7 +223,7 @@ def test_rows_have_seeds_of_their_own(make_sampler: Callable[[], Any], model: An
     config = replace(SAMPLING, temperature=1.5)
     before = torch.get_rng_state()
     together = sampler.sample([SHORT, LONG], 2, config, end_token_ids=[], seeds=[11, 2**62, 13, 14])
-    assert torch.equal(before, torch.get_rng_state())  # which the trainer's own numbers come from
+    assert torch.equal(before, torch.get_rng_state())  # the trainer uses this generator
     alone = sampler.sample([LONG], 2, config, end_token_ids=[], seeds=[13, 14])
     assert together.token_ids[2:] == alone.token_ids
     assert len({tuple(tokens) for tokens in together.token_ids}) == 4
@@ -233,11 +233,11 @@ def test_rows_have_seeds_of_their_own(make_sampler: Callable[[], Any], model: An
     assert greedy.behaviour_log_probs == [[0.0] * 6] * 2
 
 
-def test_a_server_that_lost_its_weights_is_noticed(server_url: str, model: Any, tmp_path: Any) -> None:
+def test_a_server_with_other_weights_is_detected(server_url: str, model: Any, tmp_path: Any) -> None:
     from adapters.llm.sampling.vllm_server import VLLMServerSampler
 
     first, second = (VLLMServerSampler(server_url, weights_folder=tmp_path / name) for name in ("a", "b"))
     first.sync(model)
     second.sync(copy.deepcopy(model))
-    with pytest.raises(RuntimeError, match="no longer has the weights it was given"):
+    with pytest.raises(RuntimeError, match="no longer has the weights of the last sync"):
         first.sample([SHORT], 1, SAMPLING, end_token_ids=END, seeds=[1])

@@ -1,4 +1,4 @@
-"""The parts of a Hugging Face causal language model: its decoder, its output head, and its cache's capabilities."""
+"""The parts of a Hugging Face causal language model: its decoder, its output head, and what its cache supports."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ class CausalLM:
     """The parts of a causal language model, plain or adapted by PEFT.
 
     Args:
-        model: a `PreTrainedModel` with an output head, or a `PeftModel` around one.
+        model: A `PreTrainedModel` with an output head, or a `PeftModel` around one.
 
     Raises:
         ContractError: The model has no decoder or no output head, or its adapter uses virtual tokens.
@@ -28,27 +28,27 @@ class CausalLM:
         adapter = getattr(model, "active_peft_config", None)
         if adapter is not None and adapter.is_prompt_learning:
             raise ContractError(
-                f"An adapter must be part of the layers, such as LoRA; got {adapter.peft_type}, whose virtual tokens the "
-                "decoder alone does not see."
+                f"HFPolicy: an adapter must change the layers, as LoRA does; got {adapter.peft_type}, which adds virtual "
+                "tokens outside the decoder. Use LoRA."
             )
         plain = model.get_base_model() if hasattr(model, "get_base_model") else model
         head = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
         if head is None or plain.base_model is plain or plain.config.is_encoder_decoder:
             raise ContractError(
-                f"A decoder-only causal language model is needed, with an output head; got {type(plain).__name__}. "
-                "Load it with AutoModelForCausalLM."
+                f"HFPolicy: the model must be a decoder-only causal language model with an output head; got "
+                f"{type(plain).__name__}. Load it with AutoModelForCausalLM."
             )
         self.plain = plain
         self.config = plain.config.get_text_config(decoder=True)
 
     @property
     def decoder(self) -> nn.Module:
-        """Token ids to hidden states, everything but the head."""
+        """The part from token ids to hidden states: all layers except the output head."""
         return self.plain.base_model
 
     @property
     def head(self) -> nn.Module:
-        """Hidden states to logits."""
+        """The part from hidden states to logits: the output head and its postprocessing."""
         linear = self.plain.get_output_embeddings()
         post = LogitsPostprocessing(self.config)
         return linear if post.is_identity else nn.Sequential(linear, post)
@@ -85,14 +85,14 @@ class CausalLM:
 
     @property
     def checkpoints_gradients(self) -> bool:
-        """Layers are run again in the backward pass, which a cache does not survive."""
+        """Whether gradient checkpointing is active. Layers then run again in the backward pass and store no cache."""
         return self.plain.training and any(
             getattr(part, "gradient_checkpointing", False) for part in self.plain.modules()
         )
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, for as long as this lasts."""
+        """Context in which the model is in evaluation mode."""
         was_training = self.plain.training
         self.plain.eval()
         try:
@@ -102,23 +102,23 @@ class CausalLM:
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        """The model it was made for, in evaluation mode, for as long as this lasts."""
+        """Context in which the adapter is switched off and the model is in evaluation mode."""
         trained = {parameter: parameter.requires_grad for parameter in self.model.parameters()}
         try:
             with self.evaluating(), self.model.disable_adapter():
                 yield
-        finally:  # PEFT would go on to train parts of the adapter that were frozen
+        finally:  # PEFT makes all parts of the adapter trainable, also frozen ones
             for parameter, requires_grad in trained.items():
                 parameter.requires_grad_(requires_grad)
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """The head, applied to the decoder's hidden states, gives the model's own logits.
+        """Check that the head, applied to the decoder's hidden states, gives the logits of the whole model.
 
         Raises:
-            ContractError: it does not.
+            ContractError: The logits differ.
         """
-        # several, since the embedding of a padding token may be 0, and all its logits then are
+        # several tokens, because the embedding of a padding token may be 0, and then its logits are 0
         tokens = torch.arange(8, device=self.device)[None] % len(self.plain.get_input_embeddings().weight)
         with self.evaluating():
             expected = self.plain(input_ids=tokens, use_cache=False).logits.float()
@@ -126,13 +126,14 @@ class CausalLM:
         tolerance = 1e-4 if self.computes_in_float32 else 1e-2
         if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item()):
             raise ContractError(
-                f"{type(self.plain).__name__} makes its logits in a way that is not known here: its output head, applied to "
-                "its last hidden states, gives others. Report the architecture, or use another."
+                f"HFPolicy: the output head, applied to the last hidden states, must give the model's logits; with "
+                f"{type(self.plain).__name__} they differ, because it changes its logits in an unsupported way. Report the "
+                "architecture, or use another."
             )
 
 
 class LogitsPostprocessing(nn.Module):
-    """What some architectures do to the head's output: a soft cap (Gemma), a division (Granite), a factor (Cohere)."""
+    """Postprocessing of the head's output: a soft cap (Gemma), a division (Granite) or a factor (Cohere)."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -143,10 +144,10 @@ class LogitsPostprocessing(nn.Module):
 
     @property
     def is_identity(self) -> bool:
-        """Nothing is done."""
+        """Whether logits are left unchanged."""
         return self.cap is None and self.factor == 1
 
     def forward(self, logits: Float[Tensor, "*any V"]) -> Float[Tensor, "*any V"]:
-        """The model's logits."""
+        """Scale and cap the logits."""
         logits = logits if self.factor == 1 else logits * self.factor
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)

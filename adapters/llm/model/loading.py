@@ -1,4 +1,4 @@
-"""Models from a folder or the hub, and back: precision, quantisation, LoRA."""
+"""Loading models from a folder or the hub, and saving them: precision, quantisation and LoRA."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ import torch
 from grpo.errors import ConfigError
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""What PEFT saves beside an adapter's weights."""
+"""Name of the file with the configuration of a saved adapter. PEFT writes it."""
 
 
 def load_model(
@@ -25,23 +25,23 @@ def load_model(
     device: torch.device | str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, Any]:
-    """A causal language model and its tokenizer. A folder with a saved adapter gives the model it was made for, adapted.
+    """Load a causal language model and its tokenizer. A folder with a saved adapter gives its base model with the adapter.
 
     Args:
-        name_or_folder: on the hub, or a local folder.
-        dtype: of weights that are not quantised; "auto": as they were saved.
-        attention: transformers' `attn_implementation`; None: the model's default.
-        lora: a `peft.LoraConfig`, or True for rank 16, alpha 32, on all linear layers (Hu et al. 2021, arXiv:2106.09685). Only
-            the adapter is trained.
-        load_in_4bit: nf4 with double quantisation (Dettmers et al. 2023, arXiv:2305.14314).
-        load_in_8bit: LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339).
-        revision: a branch, tag or commit of the hub.
-        device: where the model goes; None: CUDA where there is any.
-        trust_remote_code: run code that comes with the model. Only for authors you trust, with `revision` pinned.
+        name_or_folder: Name on the hub, or a local folder.
+        dtype: Data type of the weights that are not quantised. "auto" uses the saved data type.
+        attention: `attn_implementation` of transformers. None uses the model's default.
+        lora: A `peft.LoraConfig`, or True for rank 16 and alpha 32 on all linear layers (Hu et al. 2021, arXiv:2106.09685).
+            Only the adapter is trained.
+        load_in_4bit: Whether to quantise to nf4 with double quantisation (Dettmers et al. 2023, arXiv:2305.14314).
+        load_in_8bit: Whether to quantise with LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339).
+        revision: Branch, tag or commit on the hub.
+        device: Device of the model. None uses CUDA if it is available.
+        trust_remote_code: Whether to run code that comes with the model. Trust its authors, and pin `revision`.
 
     Raises:
-        ConfigError: settings that exclude each other.
-        ImportError: an extra is missing; it is named.
+        ConfigError: Settings exclude each other.
+        ImportError: A package is missing. The message names the extra to install.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -49,10 +49,12 @@ def load_model(
     folder = Path(name_or_folder)
     adapter = json.loads((folder / ADAPTER_CONFIG).read_text()) if (folder / ADAPTER_CONFIG).is_file() else None
     if adapter is not None and lora is not None:
-        raise ConfigError(f"{folder} holds an adapter, which is trained on: leave out lora, or load the base model.")
+        raise ConfigError(
+            f"load_model: {folder} has an adapter already, which is trained further. Leave out lora, or load the base model."
+        )
     if (load_in_4bit or load_in_8bit) and lora is None and adapter is None:
         raise ConfigError(
-            "Quantised weights cannot be trained: pass lora=True, or a peft.LoraConfig, to train an adapter."
+            "load_model: quantised weights cannot be trained. Pass lora=True, or a peft.LoraConfig, to train an adapter."
         )
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -80,11 +82,11 @@ def load_model(
 
 
 def add_lora(model: Any, config: Any = None) -> Any:
-    """`model` with a new, still neutral LoRA adapter, everything else frozen.
+    """Add a new LoRA adapter to a model and freeze all other weights. At first, the adapter changes nothing.
 
     Args:
-        model: a plain `PreTrainedModel`.
-        config: a `peft.LoraConfig`; None: rank 16, alpha 32, on all linear layers but the output head.
+        model: A plain `PreTrainedModel`.
+        config: A `peft.LoraConfig`. None uses rank 16 and alpha 32 on all linear layers except the output head.
     """
     peft = _require_peft()
     config = config or peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -92,11 +94,13 @@ def add_lora(model: Any, config: Any = None) -> Any:
 
 
 def keep_differentiable(model: Any) -> None:
-    """Keep 4-bit weights in a form that gradients pass through: on some CPUs, bitsandbytes packs them when they are first
-    evaluated, for a kernel that has no gradient and says nothing that stops training.
+    """Keep 4-bit weights in a form that has a gradient.
+
+    On some CPUs, bitsandbytes packs 4-bit weights at their first evaluation, for a kernel without a gradient. Training would
+    then continue without an error, although no gradient passes through these weights.
 
     Raises:
-        ConfigError: an adapter is to be trained, and the weights below it are packed already, which loses digits of theirs.
+        ConfigError: An adapter is trained, and the weights are packed already. Unpacking would lose precision.
     """
     linears = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
     for linear in linears:
@@ -105,20 +109,20 @@ def keep_differentiable(model: Any) -> None:
     is_packed = any(getattr(state, "packing_format_for_cpu", False) for state in states)
     if is_packed and any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            "The 4-bit weights of this model have been evaluated before, and bitsandbytes has packed them for a kernel of this "
-            "CPU that no gradient passes through. Load the model again, and make the HFPolicy before anything is evaluated; "
-            "or load it with adapters.llm.load_model, which keeps them as they are."
+            "HFPolicy: 4-bit weights must not be evaluated before training; bitsandbytes has packed these for a kernel of this "
+            "CPU that has no gradient. Load the model again, and make the HFPolicy before anything is evaluated; or load it "
+            "with adapters.llm.load_model, which prevents the packing."
         )
 
 
 def save_model(model: Any, tokenizer: Any, folder: str | Path, *, merge: bool = False) -> None:
-    """Write weights (of an adapter, its own only), configuration and tokenizer in Hugging Face's format.
+    """Save weights, configuration and tokenizer in Hugging Face's format. An adapted model saves only its adapter.
 
     Args:
-        model: plain or adapted.
-        tokenizer: of the model.
-        folder: made where it is not there.
-        merge: write the whole model with the adapter merged into it.
+        model: A plain or adapted model.
+        tokenizer: The model's tokenizer.
+        folder: Folder to write to. It is created if it does not exist.
+        merge: Whether to save the whole model with the adapter merged into its weights.
     """
     if merge and hasattr(model, "get_base_model"):
         from .merged_weights import merged_weights
@@ -132,7 +136,7 @@ def save_model(model: Any, tokenizer: Any, folder: str | Path, *, merge: bool = 
 
 def _quantisation(in_4bit: bool, in_8bit: bool, dtype: torch.dtype | Literal["auto"]) -> Any:
     if in_4bit and in_8bit:
-        raise ConfigError("load_in_4bit and load_in_8bit exclude each other: choose one.")
+        raise ConfigError("load_model: load_in_4bit and load_in_8bit exclude each other; got both. Choose one.")
     if not in_4bit and not in_8bit:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:

@@ -1,4 +1,4 @@
-"""Weights for a sampler with its own copy of the model: adapters merged, under the checkpoint's names."""
+"""Weights with the adapters merged, for samplers that have their own copy of the model."""
 
 import copy
 from collections.abc import Iterator
@@ -13,17 +13,19 @@ from grpo.errors import ConfigError
 
 @torch.no_grad()
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model with its active adapters merged, one after another; the model itself does not change.
+    """Yield the name and value of each weight, with the active adapters merged. The model does not change.
 
-    W + scale B A is made when its turn comes, so that no second model is ever in memory, unless the checkpoint's names are not
-    the model's own (mixtures of experts). Quantised weights are dequantised, as every forward does. Tied weights come under
-    each of their names: an engine may have prepared each of them in its own way.
+    The names are those of the model's checkpoint. Each W + scale B A is computed when it is yielded, so the memory never holds
+    a second model. Mixtures of experts are an exception, because their checkpoints divide the weights in another way.
+    Quantised weights are dequantised. Tied weights are yielded under each of their names, because engines may store each of
+    them in another form.
 
     Args:
-        model: a `transformers` model, or a `PeftModel` of one.
+        model: A `transformers` model, or a `PeftModel` around one.
 
     Raises:
-        ConfigError: adapters that cannot be merged: on one of two tied weights, or not plain LoRA on a quantised layer.
+        ConfigError: An adapter cannot be merged: it changes one of two tied weights, or is not plain LoRA on a quantised
+            layer.
 
     Source:
         Hu et al. 2021, arXiv:2106.09685, section 4.1.
@@ -33,7 +35,7 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
     _require_equal_ties(plain)
-    conversions = getattr(plain, "_weight_conversions", None)  # from_pretrained leaves them here
+    conversions = getattr(plain, "_weight_conversions", None)  # set by from_pretrained
     if conversions is None:
         conversions = get_model_conversion_mapping(plain, add_legacy=False)
     if conversions:
@@ -43,7 +45,7 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weights(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers below a module, as if nothing were wrapped."""
+    """Parameters and persistent buffers of a module and its submodules, under the names of the model without an adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.integrations import dequantize_bnb_weight
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
@@ -60,7 +62,7 @@ def _weights(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
         own = module.state_dict()
         for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
             if name in own:
-                if _is_quantised(tensor):  # PEFT's function for modules would move an 8-bit weight, and lose its scales
+                if _is_quantised(tensor):  # PEFT's function for modules would move 8-bit weights and lose their scales
                     tensor = dequantize_bnb_weight(tensor, state=getattr(module, "state", None))
                 yield prefix + name, tensor
         for name, child in module.named_children():
@@ -68,7 +70,7 @@ def _weights(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged(layer: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """What a layer with adapters comes to."""
+    """The weights of one layer with its adapters merged."""
     adapters = [] if layer.disable_adapters else [a for a in layer.active_adapters if a not in layer.merged_adapters]
     if not adapters:
         yield from _weights(layer.base_layer, prefix)
@@ -76,13 +78,13 @@ def _merged(layer: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
         layer = copy.deepcopy(layer)
         layer.merge(adapter_names=adapters)
         yield from _weights(layer.base_layer, prefix)
-    else:  # where merging would quantise the sum again
+    else:  # PEFT would quantise the sum again
         if type(layer).__module__.split(".")[:3] != ["peft", "tuners", "lora"] or any(
             name in layer.lora_variant or layer.lora_bias[name] for name in adapters
         ):
             raise ConfigError(
-                f"An adapter of a quantised layer can be merged for the sampler if it is plain LoRA; that of {prefix[:-1]} is "
-                "not. Leave out variants such as use_dora and lora_bias, or load the model without quantisation."
+                f"merged_weights: an adapter of a quantised layer must be plain LoRA; the adapter of {prefix[:-1]} is not. "
+                "Leave out variants such as use_dora and lora_bias, or load the model without quantisation."
             )
         for name, weight in _weights(layer.base_layer, prefix):
             if name == prefix + "weight":
@@ -92,12 +94,16 @@ def _merged(layer: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_quantised(tensor: Tensor) -> bool:
-    """A weight of bitsandbytes: bytes that mean numbers only together with their scales."""
+    """Whether a tensor is a quantised weight of bitsandbytes."""
     return type(tensor).__name__ in ("Params4bit", "Int8Params")
 
 
 def _require_equal_ties(plain: Any) -> None:
-    """Embedding and output head, where they are one weight, stay one: the sampler's model has one for both."""
+    """Check that tied weights stay equal after merging, because the sampler's model has only one weight for both.
+
+    Raises:
+        ConfigError: An adapter changes only one of the tied weights.
+    """
     pair = plain.get_input_embeddings(), plain.get_output_embeddings()
     if None in pair or _original(pair[0]).weight is not _original(pair[1]).weight:
         return
@@ -105,14 +111,14 @@ def _require_equal_ties(plain: Any) -> None:
     is_half_adapted = (_original(pair[0]) is pair[0]) != (_original(pair[1]) is pair[1])
     if first is not second and (is_half_adapted or not torch.equal(first, second)):
         raise ConfigError(
-            f"{type(plain).__name__} has one weight for its input embeddings and its output head, and an adapter changes only "
-            "one of them: the sampler, which has one weight too, could not follow. Leave both out of target_modules and "
+            f"merged_weights: {type(plain).__name__} has one weight for its input embeddings and its output head, and an "
+            "adapter changes only one of them, so the merged weights would differ. Leave both out of target_modules and "
             "modules_to_save, or set ensure_weight_tying=True in the LoraConfig."
         )
 
 
 def _original(module: Any) -> nn.Module:
-    """What an adapter is wrapped around; a plain module is itself."""
+    """The module without its adapter. A plain module is returned unchanged."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 

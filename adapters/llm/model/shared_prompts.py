@@ -1,8 +1,8 @@
-"""Hidden states of completions: each prompt computed once for all its completions, forward and backward.
+"""Hidden states of completions. Each prompt is computed once for all its completions, forward and backward.
 
-A prompt's keys and values are the same for every completion of it. They are computed once, with gradient, and every row's
-attention reads them in place; the backward pass adds up what the rows send back, and runs once through the prompt. For a
-group of G completions of T tokens of a prompt of P, P + G T positions are computed instead of G (P + T).
+All completions of a prompt have the same keys and values for the prompt's tokens. These are computed once, with a gradient,
+and the attention of every row reads them in place. The backward pass sums the gradients of all rows and runs once through the
+prompt. A group of G completions with T tokens and a prompt with P tokens has P + G T positions instead of G (P + T).
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,12 @@ class Prefilled:
 
 
 def prefill(lm: CausalLM, prompts: Sequence[Sequence[int]], width: int | None = None) -> Prefilled:
-    """One forward pass over B prompts, with gradient unless it is switched off.
+    """Run one forward pass over B prompts, with a gradient unless gradients are switched off.
 
     Args:
-        lm: the model.
-        prompts: B lists of token ids.
-        width: what they are padded to; None: the longest.
+        lm: The model.
+        prompts: Token ids of B prompts.
+        width: Length that the prompts are padded to. None uses the length of the longest prompt.
     """
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     width = width or int(lengths.max())
@@ -61,13 +61,13 @@ def prefill(lm: CausalLM, prompts: Sequence[Sequence[int]], width: int | None = 
 def hidden_with_shared_prompts(
     lm: CausalLM, prompts: Sequence[Sequence[int]], prompt_of_row: Int[Tensor, " N"], completions: Int[Tensor, "N T"]
 ) -> Float[Tensor, "N T H"]:
-    """Hidden states from which the completions' tokens are drawn.
+    """Hidden states that predict the completions' tokens. Each prompt is computed once.
 
     Args:
-        lm: the model.
-        prompts: B lists of token ids.
-        prompt_of_row: which prompt each row continues.
-        completions: token ids, padded on the right with any.
+        lm: The model.
+        prompts: Token ids of B prompts.
+        prompt_of_row: Index of the prompt of each row.
+        completions: Token ids of the completions, padded on the right with any token.
     """
     prefilled = prefill(lm, prompts)
     rows = Rows(prompt_of_row, len(prompts), lm.device)
@@ -77,14 +77,11 @@ def hidden_with_shared_prompts(
     inputs = completions[:, :-1].to(lm.device)
     options: dict[str, Any] = {}
     if prefilled.mask is not None:
-        own = torch.ones(
-            inputs.shape, dtype=torch.bool, device=lm.device
-        )  # what is padded on the right, none before looks at
+        # padding on the right needs no mask, because no token attends to later positions
+        own = torch.ones(inputs.shape, dtype=torch.bool, device=lm.device)
         positions = prefilled.lengths[rows.prompt, None] + torch.arange(inputs.shape[1], device=lm.device)
         if lm.max_positions is not None:
-            positions = positions.clamp_max(
-                lm.max_positions - 1
-            )  # what pads a short row may lie beyond the last position
+            positions = positions.clamp_max(lm.max_positions - 1)  # padding may exceed the last position
         options = {"attention_mask": torch.cat([prefilled.mask[rows.prompt], own], 1), "position_ids": positions}
     cache = DynamicCache()
     cache.layers = [_SharedLayer(layer, rows) for layer in prefilled.cache.layers]
@@ -99,17 +96,17 @@ def hidden_of_whole_rows(
     completions: Int[Tensor, "N T"],
     lengths: Int[Tensor, " N"],
 ) -> Float[Tensor, "N T H"]:
-    """The same from one forward pass over every row's prompt and completion: for models whose cache cannot be shared.
+    """Hidden states that predict the completions' tokens, for models whose cache cannot be shared.
 
-    Rows begin at their first token and are padded on the right, which nothing before looks at: neither masks nor position
-    ids are needed, whatever the architecture.
+    One forward pass runs over the prompt and the completion of every row. Rows are padded on the right, and no token attends
+    to later positions, so no architecture needs masks or position ids.
 
     Args:
-        lm: the model.
-        prompts: B lists of token ids.
-        prompt_of_row: which prompt each row continues.
-        completions: token ids, padded on the right with any.
-        lengths: tokens of each completion; hidden states beyond them mean nothing.
+        lm: The model.
+        prompts: Token ids of B prompts.
+        prompt_of_row: Index of the prompt of each row.
+        completions: Token ids of the completions, padded on the right with any token.
+        lengths: Number of tokens of each completion. Hidden states after them are arbitrary.
     """
     of_rows = zip(prompt_of_row.tolist(), completions.tolist(), lengths.tolist(), strict=True)
     rows = [[*prompts[prompt], *row[:length]] for prompt, row, length in of_rows]
@@ -122,12 +119,12 @@ def hidden_of_whole_rows(
 
 
 class Rows:
-    """Which prompt each row continues, and how what is known of prompts is spread over rows.
+    """The prompt of each row, and operations that copy values of prompts to rows.
 
     Args:
-        prompt: of each row; on the CPU, where it is looked at.
-        num_prompts: B.
-        device: where the model is.
+        prompt: Index of the prompt of each row, on the CPU.
+        num_prompts: Number of prompts, B.
+        device: Device of the model.
     """
 
     def __init__(self, prompt: Int[Tensor, " N"], num_prompts: int, device: torch.device) -> None:
@@ -135,14 +132,14 @@ class Rows:
         is_regular = rest == 0 and torch.equal(prompt, torch.arange(num_prompts).repeat_interleave(size))
         self.prompt = prompt.to(device)
         self.group_size = size if is_regular else None
-        """Rows per prompt, where they are adjacent and equally many."""
+        """Number of rows per prompt. None unless all prompts have equally many rows, adjacent and in order."""
 
     def spread(self, values: Float[Tensor, "B *any"]) -> Float[Tensor, "N *any"]:
-        """Each prompt's value at each of its rows."""
+        """Copy the value of each prompt to each of its rows."""
         return values.index_select(0, self.prompt)
 
     def join(self, of_prompts: Float[Tensor, "B K P D"], of_rows: Float[Tensor, "N K T D"]) -> Float[Tensor, "N K L D"]:
-        """Keys (or values) of a row's prompt, then its own: written once, without a copy of the prompts in between."""
+        """Keys (or values) of each row's prompt, followed by its own, without an intermediate copy of the prompts."""
         if self.group_size is None:
             return torch.cat([of_prompts.index_select(0, self.prompt), of_rows], 2)
         size = self.group_size
@@ -151,7 +148,7 @@ class Rows:
 
 
 class _SharedLayer(DynamicLayer):
-    """One layer's prompt cache, read by all rows. Keys and values of the rows are used and not stored."""
+    """Cache of one layer with the prompts' keys and values for all rows. The rows' own keys and values are not stored."""
 
     def __init__(self, prompts: Any, rows: Rows) -> None:
         super().__init__()
@@ -160,5 +157,5 @@ class _SharedLayer(DynamicLayer):
         self._rows = rows
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values that the rows attend to."""
+        """Return the keys and values that the rows attend to: those of their prompts and their own."""
         return self._rows.join(self._prompts.keys, key_states), self._rows.join(self._prompts.values, value_states)

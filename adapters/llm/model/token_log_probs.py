@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens from hidden states, through the output head in blocks, forward and backward.
+"""Log-probs of given tokens from hidden states. The output head runs in blocks, forward and backward.
 
-No [N, T, V] tensor ever exists: of each block's logits only the token's log-probability and, on request, the entropy are
-kept, and the backward pass computes the block's logits again.
+No [N, T, V] tensor ever exists. For each block of positions, only the tokens' log-probs and, on request, the entropies are
+kept. The backward pass computes the logits of the block again.
 """
 
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 BLOCK_BYTES = 31 * 2**20
-"""Bytes of float32 logits per block on a CPU. The C library returns blocks of 32 MiB or more to the system at once, and every
-new block would fault its pages in again."""
+"""Bytes of float32 logits per block on a CPU. The C library returns memory of 32 MiB or more to the system at once, so larger
+blocks would cost page faults each time."""
 GPU_BLOCK_BYTES = 256 * 2**20
 """Bytes of float32 logits per block on other devices: enough to keep a GPU busy, and small compared with other memory."""
 
@@ -26,17 +26,20 @@ def token_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
-    """log p(token) and the entropy of p, for p = softmax(head(hidden) / temperature), in float32 or better.
+    """Log-prob of each token and entropy, for p = softmax(head(hidden) / temperature), in float32 or better.
 
     With p the softmax, y the token and H the entropy (temperature 1):
     d log p(y) / d logits = onehot(y) - p,   dH / d logits = -p (log p + H).
 
     Args:
-        hidden: M positions, of any rows, in any order.
-        head: the output head; a plain `nn.Linear` has its gradient in blocks too, others are run again by checkpointing.
-        tokens: what was chosen at each position.
-        temperature: divides the logits. Larger: a flatter distribution.
-        with_entropy: compute the entropy as well.
+        hidden: Hidden states of M positions of any rows, in any order.
+        head: Output head. A plain `nn.Linear` computes its gradient in blocks; any other head uses gradient checkpointing.
+        tokens: Chosen token at each position.
+        temperature: Divides the logits. A larger value makes the distribution flatter.
+        with_entropy: Whether to compute the entropies too.
+
+    Returns:
+        The log-probs, and the entropies (None unless requested).
     """
     if type(head) is nn.Linear:
         weight: Tensor = head.weight
@@ -52,19 +55,19 @@ def token_log_probs(
 
 
 def blocks(count: int, vocabulary_size: int, device: torch.device) -> Iterator[slice]:
-    """Slices of `range(count)`, one at least, whose float32 logits take no more than a block's bytes on that device."""
+    """Slices of `range(count)`, at least one, whose float32 logits fit into one block on this device."""
     step = max(1, (BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES) // (4 * vocabulary_size))
     return (slice(start, min(start + step, count)) for start in range(0, max(count, 1), step))
 
 
 def wide(logits: Float[Tensor, "M V"], temperature: float) -> Float[Tensor, "M V"]:
-    """`logits / temperature` in float32 or better. The argument is the caller's no longer: it may be overwritten."""
+    """`logits / temperature` in float32 or better. The argument may be overwritten."""
     logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     return logits if temperature == 1 else logits.div_(temperature)
 
 
 class _LinearHead(torch.autograd.Function):
-    """Blocks of a linear head. What is kept for the backward pass has no vocabulary axis."""
+    """Log-probs and entropies of a linear head in blocks. No tensor with a vocabulary axis is kept for the backward pass."""
 
     @staticmethod
     def forward(
@@ -76,7 +79,7 @@ class _LinearHead(torch.autograd.Function):
         entropies = torch.empty_like(log_probs) if entropy else log_probs.new_empty(0)
         for block in blocks(len(tokens), len(weight), hidden.device):
             logits = wide(nn.functional.linear(hidden[block], weight, bias), temperature)
-            all_log_probs = logits.log_softmax(1)  # one pass; logsumexp makes four
+            all_log_probs = logits.log_softmax(1)  # one pass over the logits; logsumexp takes four
             log_probs[block] = all_log_probs.gather(1, tokens[block, None]).squeeze(1)
             normaliser[block] = logits.gather(1, tokens[block, None]).squeeze(1) - log_probs[block]
             if entropy:
@@ -91,9 +94,8 @@ class _LinearHead(torch.autograd.Function):
         hidden, weight, bias, tokens, normaliser, entropies = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
-        of_weight = (
-            torch.zeros_like(weight, dtype=normaliser.dtype) if needs_weight else None
-        )  # blocks add up in float32
+        # the blocks' gradients are summed in float32
+        of_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if needs_weight else None
         of_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if needs_bias else None
         for block in blocks(len(tokens), len(weight), hidden.device):
             logits = wide(nn.functional.linear(hidden[block], weight, bias), ctx.temperature)
@@ -124,7 +126,7 @@ class _LinearHead(torch.autograd.Function):
 def _slopes_of_logits(
     all_log_probs: Tensor, tokens: Tensor, of_log_probs: Tensor | None, of_entropy: Tensor | None, entropy: Tensor
 ) -> Tensor:
-    """What the slopes of log-probabilities and entropies are, as slopes of the logits; `all_log_probs` is used up."""
+    """Gradient of the logits, from the gradients of log-probs and entropies. `all_log_probs` is overwritten."""
     if of_entropy is None:
         assert of_log_probs is not None
         slopes = all_log_probs.exp_().mul_(-of_log_probs[:, None])
@@ -142,7 +144,7 @@ def _slopes_of_logits(
 def _checkpointed(
     hidden: Tensor, head: nn.Module, tokens: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Any other head (quantised, adapted by LoRA): each block is run again in the backward pass."""
+    """Log-probs and entropies of any other head, such as a quantised head or a head with LoRA, with gradient checkpointing."""
 
     def of_block(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
         all_log_probs = (head(hidden).to(torch.promote_types(hidden.dtype, torch.float32)) / temperature).log_softmax(1)

@@ -1,1 +1,1 @@
-"""Rewards of completions: reward functions, verifiers, and GSM8K."""
+"""Rewards of completions: reward functions, verifiers and GSM8K."""

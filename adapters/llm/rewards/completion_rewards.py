@@ -1,4 +1,4 @@
-"""Rewards of completions from plain functions, TRL-style or per row, weighted by name."""
+"""Rewards of completions: a weighted sum of functions, TRL-style or per row."""
 
 import asyncio
 import os
@@ -33,9 +33,10 @@ class CompletionRewards(WeightedRewards):
       are the trainer's objects: the prompts or rows, and the `Completion`s. The function returns N numbers.
     - Once per row: `prompt`, `completion` (always text), any column; `state`, `action`. The function returns one number.
 
-    Both kinds may be `async def`. All async calls are awaited together, in one event loop that lives as long as the process, so
-    that open clients stay usable. A function returns `None` for a row to which it does not apply, and is then excluded from
-    the row's sum. If no function applies to a row, its reward is NaN, and `reward.non_finite` decides what happens.
+    Both kinds may be `async def`. All async calls are awaited together, in one event loop that lives as long as the process,
+    so clients that the functions keep open stay usable. A function returns `None` for a row to which it does not apply, and is
+    then excluded from the row's sum. If no function applies to a row, its reward is NaN, and `reward.non_finite` decides what
+    happens.
 
     Args:
         functions: One function, several (named by their `__name__`), or functions by name. A `RewardModel` is also allowed.
@@ -88,17 +89,18 @@ class CompletionRewards(WeightedRewards):
             )
         if timeout is not None and not any(function.is_async for function in self._functions.values()):
             raise ConfigError(
-                f"CompletionRewards: timeout={timeout} can end only `async def` functions; there is none."
+                f"CompletionRewards: timeout applies to `async def` functions only; got timeout={timeout} and no such "
+                "function. Leave out timeout, or make a function async."
             )
 
     def compute_components(
         self, states: Sequence[PromptState], actions: Sequence[Completion]
     ) -> dict[str, Float[Tensor, "N *T"]]:
-        """Each named reward [N], before weighting; NaN: does not apply.
+        """The rewards of each function, [N], before weighting. NaN means that the function does not apply to the row.
 
         Raises:
-            RewardError: a function needs a column that is not there, or does not return one number or None per row.
-            RuntimeError: a function raised; it is named, and the cause is chained.
+            RewardError: A function needs a missing column, or does not return one number or None per row.
+            RuntimeError: A function raised. The message names the function, and the cause is chained.
         """
         offer = Offer.made_of(states, actions, self.prompt_column)
         calls = {name: function.calls(offer) for name, function in self._functions.items()}
@@ -115,13 +117,13 @@ class CompletionRewards(WeightedRewards):
         }
 
     def combine(self, components: Mapping[str, Float[Tensor, "N *T"]]) -> Float[Tensor, "N *T"]:
-        """The weighted sum of the parts that apply to a row; NaN where none does."""
+        """The weighted sum of the parts that apply to each row. NaN if no part applies."""
         absent = {name: part.isnan() for name, part in components.items()}
         total = super().combine({name: part.masked_fill(absent[name], 0.0) for name, part in components.items()})
         return total.masked_fill(torch.stack(list(absent.values())).all(0), torch.nan)
 
     async def _answers(self, calls: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[Any]]:
-        """All calls of all async functions, together; one that fails ends the rest."""
+        """Await all calls of all async functions together. A failing call cancels the others."""
         limit = asyncio.Semaphore(self.max_concurrent)
 
         async def answer(name: str, index: int, arguments: dict[str, Any]) -> Any:
@@ -140,18 +142,18 @@ class CompletionRewards(WeightedRewards):
 
 
 def run_in_background(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Wait for a coroutine that runs in another thread, so that it makes no difference whether a loop runs in this one."""
+    """Run a coroutine in the background loop and wait for its result. This also works inside a running event loop."""
     future = asyncio.run_coroutine_threadsafe(coroutine, _background_loop(os.getpid()))
     try:
         return future.result()
-    except BaseException:  # an interrupt here must not leave the calls running there
+    except BaseException:  # an interrupt must also cancel the calls
         future.cancel()
         raise
 
 
 @cache
 def _background_loop(process_id: int) -> asyncio.AbstractEventLoop:
-    """The event loop of a process, in a thread of its own; after a fork, which copies no threads, there is another."""
+    """The event loop of a process, which runs in a thread. A forked process gets a new loop, because threads are not copied."""
     loop = asyncio.new_event_loop()
     name = f"reward functions of process {process_id}"
     threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
@@ -171,5 +173,5 @@ def _by_name(functions: Any) -> dict[str, Any]:
 
 
 def _without_nan(rewards: Tensor) -> Tensor:
-    """A reward model has no None, so its NaN is a fault, not "does not apply"."""
+    """Replace NaN by infinity. NaN from a reward model is an error and must not mean "does not apply"."""
     return rewards.masked_fill(rewards.isnan(), torch.inf)

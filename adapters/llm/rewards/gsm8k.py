@@ -1,4 +1,4 @@
-"""GSM8K's grade school problems: rows, prompts, and the extraction of answers.
+"""GSM8K, grade school mathematics problems: rows, prompts and the extraction of answers.
 
 Source: Cobbe et al. 2021, arXiv:2110.14168, whose solutions end in a line `#### n`.
 """
@@ -16,19 +16,19 @@ from grpo.writing import describe
 
 from .verifiers import last_match
 
-# A sign, a currency, digits. "10-5" holds no -5, and "x2" no 2; 1{,}234 and \$ are LaTeX's.
+# A sign, a currency and digits. "10-5" has no -5, and "x2" has no 2. 1{,}234 and \$ are LaTeX.
 _MINUS = r"(?<![^\W_])(?<![)\]%])[-\u2212]"
 _CURRENCY = r"(?:\\?[$\u20ac\u00a3]){1,2}[^\S\n]?"
 _GROUPED = r"(?<![^\W_])[0-9]{1,3}(?:(?:,(?:\\!)?|\{,\}|\\,)[0-9]{3})+(?![0-9])(?:\.[0-9]+)?"
 _PLAIN = r"(?<![^\W_])[0-9]+(?:\.[0-9]+)?|(?<![^\W_])(?<!\.)\.[0-9]+"
 _NUMBER = rf"(?P<minus>{_MINUS})?(?:{_CURRENCY}(?P<inner>{_MINUS})?)?(?P<digits>(?>{_GROUPED}|{_PLAIN}))"
-# What may stand between a mark and its number; bounded, or repeated marks would take time quadratic in their number.
+# Characters between a mark and its number. Their number is bounded; otherwise repeated marks would take quadratic time.
 _ADORNED = r"(?:\\boxed|\\text|\\[(\[]|[*_:=~\[({\u2248]|SPACE){0,40}+"
 
 NUMBER = re.compile(_NUMBER)
-"""A number as people and models write it: -1,234.5, $5, .5; never the 2 of x2."""
+"""A number such as -1,234.5, $5 or .5, but not the 2 in x2."""
 MARKED = re.compile("####" + _ADORNED.replace("SPACE", r"[^\S\n]") + _NUMBER + r"(?!\.[^\S\n]+\w)")
-"""`#### n`, in one line: how GSM8K's own solutions end. Not the heading `#### 1. Understand`."""
+"""`#### n` in one line, as at the end of GSM8K's solutions. A heading such as `#### 1. Understand` does not match."""
 BOXED = re.compile(r"\\boxed\s*\{" + _ADORNED.replace("SPACE", r"\s") + _NUMBER)
 r"""`\boxed{n}`"""
 STATED = re.compile(
@@ -58,7 +58,7 @@ def extract_answer(text: str) -> Decimal | None:
 
 
 def gsm8k_prompt(question: str) -> str:
-    """The question, what form the answer has to have, and the word that it follows."""
+    """Prompt with the question, the required form of the answer, and "Answer:" at the end."""
     return (
         f"Question: {question.strip()}\n\n"
         "Work it out step by step. Write the result alone on the last line, in this form:\n"
@@ -73,7 +73,7 @@ def load_gsm8k(
     """Problems as rows with the columns prompt, question and answer (the written solution): states for a policy.
 
     Args:
-        source: a JSONL file, or rows (a list of dicts, a `datasets.Dataset`), with "question" and "answer".
+        source: A JSONL file, or rows (a list of dicts or a `datasets.Dataset`), with "question" and "answer".
         num_samples: Maximum number of problems, taken from the start. None takes all.
 
     Raises:
@@ -89,7 +89,7 @@ def load_gsm8k(
     rows = _lines(Path(source)) if isinstance(source, str | Path) else _numbered(source)
     problems = [_problem(where, row) for where, row in islice(rows, num_samples)]
     if not problems:
-        raise ConfigError("load_gsm8k found no problems; it needs rows with 'question' and 'answer'.")
+        raise ConfigError("load_gsm8k found no problems in the source. Pass rows with 'question' and 'answer'.")
     return problems
 
 
@@ -99,7 +99,7 @@ def _numbered(rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each line's place and what it holds; empty lines are passed over."""
+    """Position and content of each line. Empty lines are skipped."""
     try:
         file = path.open("rb")
     except OSError as error:
@@ -110,7 +110,9 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                 try:
                     yield f"{path}, line {number}", json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise ConfigError(f"load_gsm8k: {path}, line {number} is not JSON: {error}.") from error
+                    raise ConfigError(
+                        f"load_gsm8k: each line must be JSON; {path}, line {number} is not JSON: {error}."
+                    ) from error
 
 
 def _problem(where: str, row: Any) -> dict[str, str]:

@@ -74,10 +74,10 @@ def marked(completion: str) -> float:
 
 
 def _truth(answer: str) -> Decimal:
-    """The solution's number.
+    """The number of the solution.
 
     Raises:
-        RewardError: it has none.
+        RewardError: The solution has no number.
     """
     number = extract_answer(answer)
     if number is None:

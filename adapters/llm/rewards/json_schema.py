@@ -8,13 +8,13 @@ from typing import Any
 from grpo.errors import ConfigError
 
 MAX_CHARS = 1_000_000
-"""Longer text is not parsed."""
+"""Maximum number of characters. Longer text is not parsed and gets reward 0."""
 
 
 class JSONSchemaMatch:
     """1 if the completion is JSON that matches a schema, else 0.
 
-    Nothing is ever fetched: references must point into the schema itself. A `pattern` in the schema can backtrack like any
+    References must point into the schema itself, because nothing is fetched. A `pattern` in the schema can backtrack like any
     Python regular expression (see `RegexMatch`).
 
     Args:
@@ -47,16 +47,13 @@ class JSONSchemaMatch:
         self._validator = kind(schema, registry=referencing.Registry())
 
     def __call__(self, completion: str) -> float:
-        """Parse, and validate."""
+        """Parse the completion and validate it against the schema."""
         text = completion if self.extract is None else self.extract(completion)
         if text is None or len(text) > MAX_CHARS:
             return 0.0
         try:
             value = json.loads(text, parse_float=_finite, parse_int=_integer, parse_constant=_finite)
-        except (
-            ValueError,
-            RecursionError,
-        ):  # no JSON, or nested too deeply to look at: the model's doing, not a failure
+        except (ValueError, RecursionError):  # not JSON, or nested too deeply: a wrong completion, not an error
             return 0.0
         try:
             return float(self._validator.is_valid(value))
@@ -65,7 +62,11 @@ class JSONSchemaMatch:
 
 
 def _finite(text: str) -> float:
-    """NaN and infinities are no JSON, though Python reads them; nor is a number too large for a float."""
+    """Parse a number. NaN and infinity are not JSON, although Python parses them, and huge numbers do not fit into a float.
+
+    Raises:
+        ValueError: The number is not finite.
+    """
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is no JSON number")
@@ -73,6 +74,6 @@ def _finite(text: str) -> float:
 
 
 def _integer(text: str) -> int:
-    """Exact, but not beyond what arithmetic with floats, as in `multipleOf`, can take."""
+    """Parse an integer exactly. It must fit into a float, because `multipleOf` computes with floats."""
     _finite(text)
     return int(text)

@@ -1,4 +1,4 @@
-"""One reward function: the arguments it asks for by the names of its parameters, and what it may return."""
+"""One reward function: its arguments, selected by the names of its parameters, and its return values."""
 
 import asyncio
 import functools
@@ -21,28 +21,31 @@ from grpo.errors import ConfigError, GRPOError, RewardError
 from grpo.writing import describe
 
 OF_ALL_ROWS = ("prompts", "completions", "completion_ids", "states", "actions")
-"""What a function that is called once may ask for, besides columns: one list each."""
+"""Parameter names of functions that are called once with lists. Column names are allowed too."""
 OF_ONE_ROW = ("prompt", "completion", "state", "action")
-"""What a function that is called for each row may ask for, besides columns."""
+"""Parameter names of functions that are called for each row. Column names are allowed too."""
 ONLY_BY_NAME = frozenset({"states", "actions", "state", "action"})
-"""Not part of what `**kwargs` takes, which is what TRL passes."""
+"""Arguments that `**kwargs` does not receive, because TRL does not pass them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What N rows offer to reward functions: lists of N by name."""
+    """All arguments that N rows offer to reward functions."""
 
     of_all_rows: dict[str, list[Any]]
+    """Arguments by name for functions that are called once: lists with N entries."""
     of_one_row: dict[str, list[Any]]
+    """Arguments by name for functions that are called for each row: lists with one entry per row."""
     num_rows: int
+    """Number of rows, N."""
 
     @classmethod
     def made_of(cls, states: Sequence[PromptState], actions: Sequence[Completion], prompt_column: str) -> "Offer":
-        """Sort states and completions into arguments.
+        """Collect the arguments from states and completions.
 
         Raises:
-            ContractError: a state without a prompt.
-            RewardError: an action that is no completion, or rows that differ in their columns.
+            ContractError: A state has no prompt.
+            RewardError: An action is not a completion, or the rows have different columns.
         """
         for row, action in enumerate(actions):
             if not isinstance(action, Completion):
@@ -66,14 +69,14 @@ class Offer:
 
 
 class CompletionFunction:
-    """How a plain function is called, resolved once from its signature.
+    """A reward function with its way of being called, which is read once from its signature.
 
     Args:
-        name: what messages and metrics call it.
-        function: it takes arguments by name, see `CompletionRewards`.
+        name: Name of the function in messages and metrics.
+        function: The function. It takes arguments by name, see `CompletionRewards`.
 
     Raises:
-        ConfigError: a signature that does not say what the function is to be called with.
+        ConfigError: The signature does not determine the arguments.
     """
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
@@ -83,7 +86,9 @@ class CompletionFunction:
         try:
             parameters = inspect.signature(function).parameters.values()
         except ValueError as error:
-            raise ConfigError(f"Reward function {name} has no signature to read. Wrap it in a def.") from error
+            raise ConfigError(
+                f"Reward function {name} must have a signature that Python can read; it has none. Wrap it in a def."
+            ) from error
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._named = frozenset(p.name for p in named)
         self._required = [p.name for p in named if p.default is p.empty]
@@ -92,16 +97,16 @@ class CompletionFunction:
         is_for_all = not self._named.isdisjoint(OF_ALL_ROWS) or (self._takes_the_rest and not self.is_per_row)
         if is_for_all == self.is_per_row or any(p.kind is p.POSITIONAL_ONLY for p in parameters):
             raise ConfigError(
-                f"Reward function {name}{inspect.signature(function)} must name what it wants: {', '.join(OF_ALL_ROWS)} to be "
-                f"called once with lists, or {', '.join(OF_ONE_ROW)} to be called for each row; columns by their names in "
-                "either case. Rename its parameters, and do not mix the two."
+                f"Reward function {name}{inspect.signature(function)} must name its arguments: {', '.join(OF_ALL_ROWS)} "
+                f"for one call with lists, or {', '.join(OF_ONE_ROW)} for a call per row. Columns can be named in both cases. "
+                "Rename its parameters, and do not mix the two kinds."
             )
 
     def calls(self, offer: Offer) -> list[dict[str, Any]]:
-        """Keyword arguments: of the one call, or of one call per row. Lists are copies: a function may sort its own.
+        """Keyword arguments of each call: one call with lists, or one call per row. Functions may change the lists.
 
         Raises:
-            RewardError: the function needs a column that the rows do not have.
+            RewardError: The function needs a column that the rows do not have.
         """
         offered = offer.of_one_row if self.is_per_row else offer.of_all_rows
         missing = [name for name in self._required if name not in offered]
@@ -117,7 +122,7 @@ class CompletionFunction:
         return [{name: list(offered[name]) for name in wanted}]
 
     def ask(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
-        """The answer to each call, one after the other."""
+        """Call the function once per element of `calls`, and return its answers."""
         answers = []
         for index, arguments in enumerate(calls):
             with self._named_in_errors(index):
@@ -125,10 +130,10 @@ class CompletionFunction:
         return answers
 
     async def ask_async(self, index: int, arguments: dict[str, Any], timeout: float | None) -> Any:
-        """The answer to one call.
+        """Await one call and return its answer.
 
         Raises:
-            TimeoutError: naming the function, and the row where there is one.
+            RuntimeError: The function raised or exceeded the time limit. The message names the function and the row.
         """
         with self._named_in_errors(index):
             deadline = asyncio.timeout(timeout)
@@ -141,13 +146,13 @@ class CompletionFunction:
                 raise
 
     def rewards(self, answers: Sequence[Any], num_rows: int) -> Float64[Tensor, " N"]:
-        """One number per row from all answers; NaN: does not apply.
+        """Convert the answers to one number per row. None becomes NaN, which means "does not apply".
 
-        NaN that the function itself returned is a fault, and becomes infinity to be told apart: the trainer's
-        `reward.non_finite` decides about it.
+        NaN that the function returned is an error. It becomes infinity, so that it differs from None, and the trainer's
+        `reward.non_finite` decides what happens.
 
         Raises:
-            RewardError: not one number or None per row.
+            RewardError: The function did not return one number or None per row.
         """
         numbers = answers if self.is_per_row else self._one_per_row(answers[0], num_rows)
         return torch.tensor([self._number(number, row) for row, number in enumerate(numbers)], dtype=torch.float64)
@@ -176,7 +181,7 @@ class CompletionFunction:
 
     @contextmanager
     def _named_in_errors(self, index: int) -> Iterator[None]:
-        """What a function raises does not say whose it was. No GRPOError: the trainer may forgive it (`reward.on_failure`)."""
+        """Name the function in its exceptions. They are not GRPOErrors, so `reward.on_failure` applies to them."""
         try:
             yield
         except GRPOError:
@@ -187,21 +192,21 @@ class CompletionFunction:
 
 
 def function_name(function: Any) -> str:
-    """What a function is called by those who did not name it."""
+    """Name of a function that was passed without a name."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _is_async(function: Any) -> bool:
-    """`async def`, also under `functools.partial`, and as `__call__` of an object."""
+    """Whether the function is `async def`, also inside `functools.partial` or as `__call__` of an object."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _columns_of(states: Sequence[PromptState]) -> dict[str, list[Any]]:
-    """Each column as a list, but for those whose names mean something else."""
+    """Each column of the rows as a list, except columns with the name of an argument such as `prompt`."""
     rows = [state if isinstance(state, Mapping) else {} for state in states]
     taken = (*OF_ALL_ROWS, *OF_ONE_ROW)
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name not in taken]
@@ -210,6 +215,6 @@ def _columns_of(states: Sequence[PromptState]) -> dict[str, list[Any]]:
         if missing:
             raise RewardError(
                 f"CompletionRewards: rows must have the same columns; row {index} lacks {', '.join(map(repr, missing))}. "
-                "Give it None where a column does not apply."
+                "Set the column to None in rows to which it does not apply."
             )
     return {name: [row[name] for row in rows] for name in names}

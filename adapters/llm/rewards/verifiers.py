@@ -75,11 +75,11 @@ class ExactMatch(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegexMatch(Settings):
-    r"""1 where a regular expression matches, else 0; with a column, where it matches and has captured what the column says.
+    r"""1 if a regular expression matches, else 0. With a column, the captured group must also equal the column.
 
-    Python's expressions backtrack: one with repetition inside repetition, like `(a+)+$`, takes time exponential in the
-    text's length on text that almost matches, and nothing can stop it. Write each repetition so that what follows it cannot
-    be part of it (`[^<]*<`, not `.*<`), and let `max_chars` bound what is only quadratic.
+    Python's regular expressions backtrack. A repetition inside a repetition, like `(a+)+$`, can take exponential time on text
+    that almost matches, and Python cannot interrupt it. Write each repetition so that the text after it cannot be part of it
+    (`[^<]*<`, not `.*<`). `max_chars` limits the time of patterns that are quadratic.
 
     Example:
         >>> RegexMatch(pattern=r"#### (-?\d+)", column="answer")("#### 3, no: #### 4", {"answer": 4})
@@ -91,7 +91,7 @@ class RegexMatch(Settings):
     how: Literal["search", "full"] = "search"
     """Whether the pattern matches anywhere (the last match counts), or the whole text."""
     column: str | None = None
-    """The column that a captured group has to equal, space around it left out; None: a match is enough."""
+    """Column that the captured group must equal, without surrounding whitespace. None requires only a match."""
     group: str | int = 1
     """The captured group to compare with `column`."""
     max_chars: int = setting(50_000, at_least=1)
@@ -101,20 +101,23 @@ class RegexMatch(Settings):
         """Check the values.
 
         Raises:
-            ConfigError: naming the field.
+            ConfigError: A value is invalid. The message names the field.
         """
-        super(RegexMatch, self).__post_init__()  # slots=True makes another class, which super() does not know
+        super(RegexMatch, self).__post_init__()  # slots=True creates a new class, so super() needs arguments
         try:
             groups = re.compile(self.pattern)
         except re.error as error:
-            raise ConfigError(f"RegexMatch.pattern={self.pattern!r} is no regular expression: {error}.") from error
+            raise ConfigError(
+                f"RegexMatch.pattern must be a regular expression; {self.pattern!r} is not: {error}."
+            ) from error
         if self.column is not None and self.group not in {*range(groups.groups + 1), *groups.groupindex}:
             raise ConfigError(
-                f"RegexMatch.group={self.group!r} is not in the pattern {self.pattern!r}: capture something."
+                f"RegexMatch.group must be a group of the pattern {self.pattern!r}; got {self.group!r}. Add "
+                "a group in parentheses."
             )
 
     def __call__(self, completion: str, state: object = None) -> float | None:
-        """Match the completion, and compare with its row's column."""
+        """Match the completion, and compare the captured group with the row's column."""
         expected = None if self.column is None else _expected(state, self.column, self)
         if self.column is not None and expected is None:
             return None
@@ -134,15 +137,15 @@ class RegexMatch(Settings):
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The last of the matches that do not overlap, from the left."""
+    """The last match of a search from the left. Matches do not overlap."""
     last = deque(pattern.finditer(text), maxlen=1)
     return last[0] if last else None
 
 
 def tags_pattern(*tags: str) -> str:
-    """A pattern for `RegexMatch(how="full")`: these elements in this order and nothing else, each tag exactly once.
+    """A pattern for `RegexMatch(how="full")`: these tags in this order, each exactly once, and nothing outside them.
 
-    What an element holds is captured under its tag's name: `group="answer"`. It takes time linear in the text's length.
+    The text inside a tag is captured under the tag's name, for `group="answer"`. Matching takes linear time.
 
     Example:
         >>> format = RegexMatch(pattern=tags_pattern("think", "answer"), how="full")
@@ -152,7 +155,7 @@ def tags_pattern(*tags: str) -> str:
     bad = [tag for tag in tags if not (tag.isidentifier() and tag.isascii())]
     if bad or not tags or len(set(tags)) < len(tags):
         raise ConfigError(
-            f"tags_pattern needs different tags, of letters, digits and '_'; got {', '.join(map(repr, tags))}."
+            f"tags_pattern needs different tags of letters, digits and '_'; got {', '.join(map(repr, tags))}."
         )
     content = rf"(?:(?!</?(?:{'|'.join(tags)})>)[\s\S])*"
     return r"\s*" + r"\s*".join(rf"<{tag}>(?P<{tag}>{content})</{tag}>" for tag in tags) + r"\s*"
@@ -160,9 +163,9 @@ def tags_pattern(*tags: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlongPunishment(Settings):
-    """A completion's length costs nothing at first, then more and more: DAPO's soft overlong punishment.
+    """DAPO's soft overlong punishment: 0 for short completions, then falling linearly to -1.
 
-    r = 0 where L <= max - cache;  ((max - cache) - L) / cache up to max;  -1 beyond.   L = number of tokens
+    r = 0 if L <= max - cache;  ((max - cache) - L) / cache if L <= max;  -1 otherwise.   L = number of tokens
 
     Example:
         >>> OverlongPunishment(max_tokens=4, cache_tokens=2)(Completion(token_ids=(1, 2, 3), text="", finish_reason="end"))
@@ -181,9 +184,9 @@ class OverlongPunishment(Settings):
         """Check the values.
 
         Raises:
-            ConfigError: naming the field.
+            ConfigError: A value is invalid. The message names the field.
         """
-        super(OverlongPunishment, self).__post_init__()  # see RegexMatch
+        super(OverlongPunishment, self).__post_init__()  # slots=True creates a new class, so super() needs arguments
         if self.cache_tokens > self.max_tokens:
             raise ConfigError(
                 f"OverlongPunishment.cache_tokens must be at most max_tokens={self.max_tokens}; got {self.cache_tokens}."
@@ -215,11 +218,19 @@ class PerToken(Settings):
 
 
 def _expected(state: object, column: str, owner: object) -> str | None:
-    """What a row's column says, as text; None where it says nothing."""
+    """The value of a row's column as text, or None if the value is None.
+
+    Raises:
+        RewardError: The state is not a row, or the row does not have the column.
+    """
     name = type(owner).__name__
     if not isinstance(state, Mapping):
-        raise RewardError(f"{name} needs rows (dicts) with a column {column!r}; got {describe(state)} as a prompt.")
+        raise RewardError(
+            f"{name} needs rows (dicts) with a column {column!r}; got {describe(state)} as a prompt. Pass rows."
+        )
     if column not in state:
-        raise RewardError(f"{name} needs the column {column!r}; the row has {', '.join(map(repr, state))}.")
+        raise RewardError(
+            f"{name} needs the column {column!r}; the row has {', '.join(map(repr, state))}. Add it, or pass column=..."
+        )
     value = state[column]
     return None if value is None else str(value)

@@ -1,1 +1,1 @@
-"""Samplers, which draw completions: batched decoding with the model itself, and vLLM."""
+"""Samplers of completions: batched decoding with the trained model itself, and vLLM."""

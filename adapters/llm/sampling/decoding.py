@@ -1,4 +1,7 @@
-"""Batched decoding: each prompt is prefilled once, finished rows leave the batch, and each row has its own randomness."""
+"""Batched decoding with the trained model itself.
+
+Each prompt is computed once, finished rows are removed from the batch, and each row has its own random numbers.
+"""
 
 import math
 import sys
@@ -29,27 +32,27 @@ MOST_ENDED = 1 / 8
 
 
 class StopStrings:
-    """Looks for stop strings at the end of what each row has written.
+    """Searches for stop strings in the last tokens of each row.
 
     Args:
-        tokenizer: decodes the last tokens.
-        strings: what ends a completion.
+        tokenizer: The model's tokenizer, which decodes the last tokens.
+        strings: Strings that end a completion.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._strings = tuple(strings)
-        # a token stands for one byte at least, so no more of them can hold the string; the rest complete a character
+        # a token has at least one byte, so a string has at most as many tokens as bytes; 4 more complete a character
         self._num_tokens = max((len(string.encode()) for string in strings), default=0) + 4
 
     def found(self, tokens: Int[Tensor, "R T"]) -> list[bool]:
-        """Which rows hold one of the strings in their last tokens."""
+        """Whether the last tokens of each row contain one of the strings."""
         texts = self._tokenizer.batch_decode(tokens[:, -self._num_tokens :], skip_special_tokens=True)
         return [any(string in text for string in self._strings) for text in texts]
 
 
 class Progress:
-    """Which of N rows go on, and why the others ended."""
+    """Records which of N rows are unfinished, and why the other rows ended."""
 
     def __init__(self, draw: TokenDraw, stops: StopStrings, config: SamplingConfig, count: int) -> None:
         self._draw = draw
@@ -60,11 +63,11 @@ class Progress:
         self.reasons: list[FinishReason] = ["length"] * count
 
     def advance(self, rows: Sequence[int], tokens: Int[Tensor, " R"], step: int) -> None:
-        """Note which of `rows` end with these tokens; what rows that have ended before are given does not count."""
+        """Record which of `rows` end with these tokens. Tokens of finished rows are ignored."""
         ended = self._draw.ends(tokens).tolist()
         stopped = [False] * len(rows)
         if self._config.stop and step + 1 >= self._config.min_new_tokens:
-            begin = max(self._config.min_new_tokens - 1, 0)  # what was written before does not end it afterwards
+            begin = max(self._config.min_new_tokens - 1, 0)  # a stop string before the minimum does not count later
             stopped = self._stops.found(self._draw.tokens[list(rows), begin : step + 1])
         for row, has_ended, has_stopped in zip(rows, ended, stopped, strict=True):
             if self.alive[row] and (has_ended or has_stopped):
@@ -73,7 +76,7 @@ class Progress:
                 self.reasons[row] = "end" if has_ended else "stop"
 
     def sampled(self) -> SampledTokens:
-        """What was drawn, each row as long as it is."""
+        """The samples, with each row truncated to its length."""
         draw, longest = self._draw, max(self.lengths)
 
         def cut(values: Tensor) -> list[list[Any]]:
@@ -93,13 +96,13 @@ class DecodingSampler:
     """Samples from the model that is trained.
 
     Args:
-        lm: the model.
-        tokenizer: for stop strings.
+        lm: The model.
+        tokenizer: The model's tokenizer, for stop strings.
         with_entropy: Whether to return entropies.
         max_rows: Maximum number of rows decoded together. More rows are faster and use more memory. None decodes all.
         max_tokens_per_forward: Maximum number of prompt positions per forward pass. None forwards all.
-        loop: The loop in this module, or transformers' `generate`, which supports every architecture and is used for models
-            without a shareable cache. Both draw the same tokens.
+        loop: "own" for the loop in this module, "generate" for transformers' loop, which supports every architecture. Models
+            without a shareable cache always use "generate". Both loops draw the same tokens.
     """
 
     def __init__(
@@ -129,7 +132,7 @@ class DecodingSampler:
         end_token_ids: Sequence[int],
         seeds: Sequence[int],
     ) -> SampledTokens:
-        """See `Sampler.sample`."""
+        """Sample completions; see `Sampler.sample`."""
         parts = []
         num_done = 0
         for chosen, size in _passes(len(prompts), num_per_prompt, self._max_rows):
@@ -144,7 +147,7 @@ class DecodingSampler:
                 with_entropy=self._with_entropy,
             )
             progress = Progress(draw, StopStrings(self._tokenizer, config.stop), config, len(rows))
-            with self._lm.evaluating():  # layers that are checkpointed in training keep no cache there
+            with self._lm.evaluating():  # with gradient checkpointing, layers in training mode store no cache
                 match self._loop:
                     case "own":
                         batch = DecodingBatch.of_prompts(self._lm, some, size, self._max_tokens)
@@ -158,11 +161,11 @@ class DecodingSampler:
         return parts[0] if len(parts) == 1 else _joined(parts)
 
     def sync(self, model: Any) -> None:
-        """Nothing to take over: the weights are the model's own."""
+        """Do nothing, because this sampler uses the weights of the trained model itself."""
 
 
 def _passes(num_prompts: int, size: int, max_rows: int | None) -> Iterator[tuple[slice, int]]:
-    """Which prompts are decoded together, and how many rows of each, in the order of the rows."""
+    """For each batch: the prompts that are decoded together, and the number of rows of each, in the order of the rows."""
     if max_rows is not None and max_rows < size:
         for prompt in range(num_prompts):
             for begin in range(0, size, max_rows):
@@ -174,7 +177,7 @@ def _passes(num_prompts: int, size: int, max_rows: int | None) -> Iterator[tuple
 
 
 def _decode(lm: CausalLM, batch: DecodingBatch, max_steps: int, draw: TokenDraw, progress: Progress) -> None:
-    """Draw completions, with a cache that holds the rows that go on."""
+    """Draw completions in the loop of this module. The cache holds the rows of the batch."""
     head = lm.head
     for step in range(max_steps):
         tokens = draw(head(batch.hidden), batch.on_device, step)
@@ -195,12 +198,12 @@ def _decode(lm: CausalLM, batch: DecodingBatch, max_steps: int, draw: TokenDraw,
 def _decode_with_generate(
     lm: CausalLM, prompts: Sequence[Sequence[int]], max_steps: int, draw: TokenDraw, progress: Progress
 ) -> None:
-    """Draw one completion per row in transformers' own loop, with its own caches."""
+    """Draw one completion per row with transformers' `generate` and its caches."""
     width = max(map(len, prompts))
     padded = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=lm.device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=lm.device)
     defaults = lm.plain.generation_config
-    lm.plain.generation_config = GenerationConfig()  # the model's own may penalise, truncate, and end completions
+    lm.plain.generation_config = GenerationConfig()  # the model's config may penalise, truncate and end completions
     try:
         lm.plain.generate(
             input_ids=padded,
@@ -216,7 +219,7 @@ def _decode_with_generate(
 
 
 class _Drawing(LogitsProcessor):
-    """Draws the token, and leaves `generate` no other."""
+    """Draws each row's token and excludes all other tokens, so that `generate` selects it."""
 
     def __init__(self, draw: TokenDraw, width: int) -> None:
         self._draw = draw
@@ -229,7 +232,7 @@ class _Drawing(LogitsProcessor):
 
 
 class _Stopping(StoppingCriteria):
-    """Which rows have ended."""
+    """Tells `generate` which rows have ended."""
 
     def __init__(self, progress: Progress, width: int) -> None:
         self._progress = progress

@@ -14,17 +14,17 @@ from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.model.shared_prompts import Rows, prefill
 
 GROWTH = 128
-"""Positions by which the keys' and values' memory grows."""
+"""Number of positions by which the memory for keys and values grows."""
 
 
 @dataclass(slots=True, kw_only=True)
 class DecodingBatch:
-    """The R rows in the batch with the state to continue from. A finished row may stay for some steps."""
+    """The R rows in the batch, with the state that decoding continues from. A finished row may stay for some steps."""
 
     rows: list[int]
-    """Numbers of the rows."""
+    """Index of each row among all rows."""
     on_device: Int[Tensor, " R"]
-    """Numbers of the rows, on the model's device."""
+    """Index of each row among all rows, on the model's device."""
     hidden: Float[Tensor, "R H"]
     """Hidden state from which the next token is drawn."""
     cache: DynamicCache
@@ -32,11 +32,11 @@ class DecodingBatch:
     mask: Bool[Tensor, "R L"] | None
     """Mask of the cache's tokens. None if every position has a token."""
     lengths: Int[Tensor, " R"]
-    """Number of tokens of each prompt."""
+    """Number of prompt tokens of each row."""
 
     @classmethod
     def of_prompts(cls, lm: CausalLM, prompts: Sequence[Sequence[int]], size: int, max_tokens: int) -> "DecodingBatch":
-        """`size` rows of each prompt, before their first token; prompts are forwarded `max_tokens` positions at a time."""
+        """A batch of `size` rows per prompt, before their first token. A forward pass has at most `max_tokens` positions."""
         width = max(map(len, prompts))
         at_once = max(1, max_tokens // width)
         layers: list[_GrowingLayer] = []
@@ -64,7 +64,7 @@ class DecodingBatch:
         )
 
     def keep(self, positions: Sequence[int]) -> Int[Tensor, " K"]:
-        """Take all others out; the positions, where the model is."""
+        """Keep the rows at these positions of the batch, and return the positions on the model's device."""
         kept = torch.tensor(positions, device=self.on_device.device)
         self.rows = [self.rows[position] for position in positions]
         self.on_device, self.lengths = self.on_device[kept], self.lengths[kept]
@@ -74,7 +74,7 @@ class DecodingBatch:
 
 
 class _GrowingLayer(DynamicLayer):
-    """One layer's keys and values of N rows, in memory that grows by steps; they are written once and not moved."""
+    """One layer's keys and values of N rows, in memory that grows by many positions at a time, so copies are rare."""
 
     def __init__(self, prompts: Any, num_rows: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _GrowingLayer(DynamicLayer):
         self._view(length)
 
     def put(self, rows: Rows, prompts: Any, begin: int) -> None:
-        """Keys and values of the prompts of some rows, of which `begin` is the first."""
+        """Write the prompts' keys and values into their rows, from row `begin` on."""
         these = slice(begin, begin + len(rows.prompt))
         length = prompts.keys.shape[-2]
         self._keys[these, :, :length] = rows.spread(prompts.keys)
@@ -96,7 +96,7 @@ class _GrowingLayer(DynamicLayer):
         return filled
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """All keys and values, with these at the end."""
+        """Append keys and values, and return all of them."""
         begin = self.get_seq_length()
         end = begin + key_states.shape[-2]
         if end > self._keys.shape[-2]:
@@ -105,20 +105,20 @@ class _GrowingLayer(DynamicLayer):
         return self._view(end)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
+        """Keep only these rows."""
         length = self.get_seq_length()
         self._keys, self._values = (_moved(part.index_select(0, indices), length) for part in self._view(length))
         self._view(length)
 
 
 def _room(like: Tensor, num_rows: int, length: int) -> Tensor:
-    """Room for more than `length` positions of each row."""
+    """Empty memory for `length + GROWTH` positions of each row."""
     _, heads, _, size = like.shape
     return like.new_empty(num_rows, heads, length + GROWTH, size)
 
 
 def _moved(values: Tensor, length: int) -> Tensor:
-    """`values` with room for more than `length` positions."""
+    """Copy `values` to memory with `length + GROWTH` positions."""
     roomy = _room(values, len(values), length)
     roomy[:, :, : values.shape[-2]] = values
     return roomy

@@ -20,7 +20,8 @@ class SampledTokens:
     behaviour_log_probs: Sequence[Sequence[float]]
     """Log-probs under the sampling distribution, with temperature, penalties and truncation."""
     policy_log_probs: Sequence[Sequence[float]] | None = None
-    """Log-probs under the policy, equal to `score_actions` up to rounding. None if the sampler cannot compute them."""
+    """Log-probs under the policy, equal to those of `HFPolicy.score_actions` up to rounding. None if the sampler cannot
+    compute them."""
     entropies: Sequence[Sequence[float]] | None = None
     """Entropy of the policy at each token. None if it was not requested."""
 
@@ -37,17 +38,17 @@ class Sampler(Protocol):
         end_token_ids: Sequence[int],
         seeds: Sequence[int],
     ) -> SampledTokens:
-        """`num_per_prompt` completions of each of B prompts.
+        """Sample `num_per_prompt` completions of each of B prompts.
 
         Args:
-            prompts: B lists of token ids, none of them empty.
-            num_per_prompt: G.
-            config: how tokens are drawn.
-            end_token_ids: any of these ends a completion, and is its last token.
-            seeds: N = B * G, below 2**63: a row's own randomness, whatever the batch it is in.
+            prompts: Token ids of B prompts. No prompt is empty.
+            num_per_prompt: Number of completions per prompt, G.
+            config: Sampling settings.
+            end_token_ids: Each of these tokens ends a completion and is then its last token.
+            seeds: N = B * G seeds below 2**63, one per row. A row's completion must depend on its seed and not on the batch.
         """
         ...
 
     def sync(self, model: Any) -> None:
-        """Take over the weights of the (PEFT or plain) causal language model that is trained."""
+        """Copy the weights of the trained model, which is a plain model or a `PeftModel`."""
         ...

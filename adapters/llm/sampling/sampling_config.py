@@ -12,7 +12,7 @@ class SamplingConfig(Settings):
 
     The temperature is part of the policy. Every other setting changes only the distribution that tokens are drawn from;
     scoring does not repeat it. `objective.sampler_correction="truncate"` corrects for the difference by importance weights.
-    By default nothing is corrected.
+    By default, nothing is corrected.
     """
 
     max_new_tokens: int = setting(256, at_least=1)
@@ -41,20 +41,22 @@ class SamplingConfig(Settings):
         """Check the values.
 
         Raises:
-            ConfigError: naming the field.
+            ConfigError: A value is invalid. The message names the field.
         """
-        super(SamplingConfig, self).__post_init__()  # slots=True makes another class, which super() does not know
+        super(SamplingConfig, self).__post_init__()  # slots=True creates a new class, so super() needs arguments
         if self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"SamplingConfig.min_new_tokens must be at most max_new_tokens={self.max_new_tokens}; got "
                 f"{self.min_new_tokens}."
             )
         if any(not string for string in self.stop):
-            raise ConfigError("SamplingConfig.stop must not hold an empty string: it would end everything at once.")
+            raise ConfigError(
+                "SamplingConfig.stop must have no empty string; got one, which would end every completion at once. Remove it."
+            )
 
     @property
     def is_exact(self) -> bool:
-        """Nothing but the temperature shapes the distribution: what is drawn from is the policy itself."""
+        """Whether tokens are drawn from the policy itself: only the temperature is set, and it is above 0."""
         return (
             self.temperature > 0
             and self.min_new_tokens == 0
@@ -67,5 +69,5 @@ class SamplingConfig(Settings):
 
     @property
     def scoring_temperature(self) -> float:
-        """What scoring divides logits by: the sampling temperature, or 1 where that is 0 (the likeliest token)."""
+        """Divides the logits in scoring: the sampling temperature, or 1 if the sampling temperature is 0."""
         return self.temperature or 1.0

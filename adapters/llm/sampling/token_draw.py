@@ -1,4 +1,4 @@
-"""Sampling of the next token of every row: shaping of the distribution, and selection by one random number."""
+"""Sampling of the next token of each row, from the logits and one random number per row."""
 
 import math
 from collections.abc import Sequence
@@ -21,22 +21,22 @@ from adapters.llm.model.token_log_probs import wide
 from .sampling_config import SamplingConfig
 
 BLOCK = 256
-"""Tokens whose probabilities are added up before one of the blocks is chosen."""
+"""Number of tokens per block. Sampling first selects a block by its total probability, then a token in it."""
 
 
 class TokenDraw:
-    """Draws tokens for N rows, and keeps what was drawn.
+    """Draws tokens for N rows, and stores the tokens and their log-probs.
 
-    Row n's token at step t is decided by the t-th number of the row's own generator alone, by inversion of the distribution
-    function: the same whatever else is in the batch.
+    The token of a row at step t depends only on its logits and on the t-th random number of the row's own generator, by
+    inversion of the distribution function. It does not depend on other rows in the batch.
 
     Args:
-        config: what shapes the distribution.
-        prompts: N prompts, which a repetition penalty looks at.
-        end_token_ids: what ends a completion.
-        seeds: N.
-        device: where logits come from.
-        with_entropy: also keep the entropy of the policy's distribution.
+        config: Sampling settings.
+        prompts: Token ids of N prompts, for the repetition penalty.
+        end_token_ids: Tokens that end a completion.
+        seeds: Seeds of N rows.
+        device: Device of the logits.
+        with_entropy: Whether to store the entropy of the policy's distribution.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TokenDraw:
         self._shaping = LogitsProcessorList(_truncations(config))
         self._penalty = RepetitionPenaltyLogitsProcessor(config.repetition_penalty)
         self._history: Tensor | None = None
-        if config.repetition_penalty != 1:  # padded with a token that is in the row anyway
+        if config.repetition_penalty != 1:  # pad with a token that the prompt already has
             longest = max(map(len, prompts))
             filled = [list(prompt) + prompt[:1] * (longest - len(prompt)) for prompt in map(list, prompts)]
             self._history = torch.tensor(filled, device=device)
@@ -71,7 +71,7 @@ class TokenDraw:
         """Entropy of the policy's distribution."""
 
     def __call__(self, logits: Float[Tensor, "R V"], rows: Int[Tensor, " R"], step: int) -> Int[Tensor, " R"]:
-        """Draw the tokens of `rows` at `step`. `logits` is overwritten."""
+        """Draw the tokens of `rows` at `step`. `logits` may be overwritten."""
         config = self._config
         logits = logits.float()
         uniforms = self._uniforms[rows, step]
@@ -96,11 +96,11 @@ class TokenDraw:
         return tokens
 
     def ends(self, tokens: Int[Tensor, " R"]) -> Bool[Tensor, " R"]:
-        """Which of the tokens end a completion."""
+        """Whether each token ends a completion."""
         return torch.isin(tokens, self._end_token_ids)
 
     def _shaped(self, logits: Tensor, rows: Tensor, step: int) -> Tensor:
-        """Penalised, divided by the temperature and truncated logits."""
+        """Logits after the penalties, the temperature and the truncation."""
         config = self._config
         if self._history is not None:
             written = torch.cat([self._history[rows], self.tokens[rows, :step]], 1)
@@ -109,7 +109,7 @@ class TokenDraw:
             logits[:, self._end_token_ids] = -math.inf
         if config.temperature > 0:
             logits = logits.div_(config.temperature)
-        return self._shaping(cast("torch.LongTensor", rows), logits)  # truncation looks at no tokens
+        return self._shaping(cast("torch.LongTensor", rows), logits)  # truncation does not use its first argument
 
 
 def _truncations(config: SamplingConfig) -> list:
@@ -124,14 +124,14 @@ def _truncations(config: SamplingConfig) -> list:
 
 
 def _uniforms(seed: int, count: int) -> np.ndarray:
-    """[count, 2] numbers in [0, 1) of a row's own: one decides the token, one whether top choices are left out."""
+    """Two random numbers in [0, 1) per step of a row: one selects the token, the other decides whether XTC acts."""
     return np.random.Generator(np.random.Philox(key=seed)).random((count, 2))
 
 
 def exclude_top_choices(logits: Float[Tensor, "R V"], threshold: float) -> Float[Tensor, "R V"]:
-    """XTC: of the tokens with a probability of at least `threshold`, all but the least likely are left out.
+    """XTC: exclude all tokens with at least the probability `threshold`, except the least likely of them.
 
-    Example: with threshold .2, [.4, .3, .15, .15] loses the .4 alone.
+    Example: with threshold 0.2, the probabilities [0.4, 0.3, 0.15, 0.15] lose only the 0.4.
     """
     probs = logits.softmax(1)
     is_top = probs >= threshold
@@ -143,8 +143,9 @@ def exclude_top_choices(logits: Float[Tensor, "R V"], threshold: float) -> Float
 def draw_with_xtc(
     logits: Float[Tensor, "R V"], uniforms: Float[Tensor, "R 2"], config: SamplingConfig
 ) -> tuple[Int[Tensor, " R"], Float[Tensor, " R"]]:
-    """One token per row, top choices left out with `xtc_probability`, and its log-probability whichever way the coin fell:
-    log((1 - c) p(token) + c p_without_top(token)).
+    """Draw one token per row, with XTC at probability c = `xtc_probability`, and compute its log-prob.
+
+    The log-prob is that of the mixture: log((1 - c) p(token) + c p_without_top(token)).
     """
     chance = torch.tensor(config.xtc_probability, device=logits.device)
     acts = uniforms[:, 1] < chance
@@ -157,17 +158,17 @@ def draw_with_xtc(
 def draw(
     logits: Float[Tensor, "R V"], uniforms: Float[Tensor, " R"], with_entropy: bool
 ) -> tuple[Int[Tensor, " R"], Float[Tensor, " R"], Float[Tensor, " R"] | None]:
-    """One token of softmax(logits) per row by inversion, its log-probability, and the entropy.
+    """Draw one token of softmax(logits) per row by inversion, and compute its log-prob and the entropy.
 
-    Probabilities are added up block by block, the blocks in float64, then within the block where the sum passes the random
-    number: one pass over the vocabulary, and a token of probability 0 is never drawn.
+    Probabilities are summed per block, and the sums of the blocks are added in float64. The token is searched for only in the
+    block where the running sum exceeds the random number. A token with probability 0 is never drawn.
     """
     largest = logits.amax(1, keepdim=True)
     weights = (logits - largest).exp_()
     vocabulary_size = logits.shape[1]
     missing = -vocabulary_size % BLOCK
     blocked = (torch.nn.functional.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
-    sums = blocked.sum(2).double()  # of 256 float32 numbers each: sums in float64 would take seven times as long
+    sums = blocked.sum(2).double()  # sums of 256 float32 numbers; float64 would take seven times as long
     block, before, total = _first_beyond(sums, uniforms * sums.sum(1))
     rows = torch.arange(len(logits), device=logits.device)
     within, _, _ = _first_beyond(blocked[rows, block].double(), uniforms * total - before)
@@ -183,8 +184,10 @@ def draw(
 def _first_beyond(
     values: Float[Tensor, "R K"], targets: Float[Tensor, " R"]
 ) -> tuple[Int[Tensor, " R"], Float[Tensor, " R"], Float[Tensor, " R"]]:
-    """Where the running sum first exceeds the target (which rounding may have put at the sum of all), the sum before, and the
-    sum of all."""
+    """Index at which the running sum first exceeds the target, the sum before this index, and the sum of all values.
+
+    Rounding may have moved the target to the sum of all values, so the target is clamped below it.
+    """
     running = values.cumsum(1)
     total = running[:, -1]
     targets = targets.clamp(min=torch.zeros_like(total), max=torch.nextafter(total, torch.zeros_like(total)))

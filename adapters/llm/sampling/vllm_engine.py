@@ -1,4 +1,4 @@
-"""Sampling with vLLM in the trainer's own process."""
+"""A sampler with vLLM in the trainer's process."""
 
 import os
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ class VLLMSampler:
     """A vLLM engine on the same device as the trained model. Weights are transferred in memory.
 
     vLLM's kernels round differently, so its log-probs differ slightly from the trainer's: set `objective.sampler_correction`.
-    vLLM applies min-p before top-k and top-p. Completions depend on their row's seed, and up to rounding on the batch.
+    vLLM applies min-p before top-k and top-p. A completion depends on its row's seed and, through rounding, on the batch.
 
     Args:
-        model: folder or hub name of the model: its configuration, tokenizer and first weights. `load_format="dummy"` does
-            without the weights, which `sync` brings.
-        engine_options: passed to `vllm.LLM`. `gpu_memory_utilization` says what share of the device is vLLM's: leave room for
-            the training. `dtype="float32"` is slower, and closer to a trainer in float32.
+        model: Folder or hub name of the model, for its configuration, tokenizer and first weights. With
+            `load_format="dummy"` the weights are not read, because `sync` replaces them.
+        engine_options: Options of `vllm.LLM`. `gpu_memory_utilization` is vLLM's share of the device's memory; training needs
+            the rest. `dtype="float32"` is slower and closer to a trainer in float32.
 
     Raises:
         ImportError: vLLM is not installed.
-        ConfigError: an engine that would be several processes, which weights cannot be passed to in memory.
+        ConfigError: The engine would use several processes, and weights cannot be transferred to them in memory.
 
     Example:
         >>> sampler = VLLMSampler("Qwen/Qwen3-0.6B", gpu_memory_utilization=0.3)  # doctest: +SKIP
@@ -44,12 +44,12 @@ class VLLMSampler:
         spread = {name: engine_options[name] for name in IN_OTHER_PROCESSES if engine_options.get(name, 1) != 1}
         if spread:
             raise ConfigError(
-                f"VLLMSampler is one process on one device; got {spread}. For several, start a vLLM server and use "
-                "VLLMServerSampler."
+                f"VLLMSampler must use one process on one device; got {spread}. For several devices, start a vLLM server and "
+                "use VLLMServerSampler."
             )
         vllm = _vllm()
         separate = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # tensors cannot be handed to another process
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are transferred within this process
         try:
             with preserved_random_state():  # vLLM seeds the global generators
                 self.engine = vllm.LLM(str(model), logprobs_mode="processed_logprobs", **engine_options)
@@ -70,15 +70,15 @@ class VLLMSampler:
         end_token_ids: Sequence[int],
         seeds: Sequence[int],
     ) -> SampledTokens:
-        """See `Sampler`. A group's rows are requests of their own, which share their prompt through the prefix cache.
+        """Sample completions; see `Sampler.sample`. Each row is a request, and vLLM's prefix cache shares the prompts.
 
         Raises:
-            ConfigError: what vLLM does not do, or a prompt too long.
-            SamplerError: vLLM gave up on a request.
+            ConfigError: vLLM does not support a setting, or a prompt is too long.
+            SamplerError: vLLM did not complete a request.
         """
         require_room(prompts, config, self._max_length)
         settings = request_settings(config, end_token_ids)
-        with preserved_random_state():  # vLLM draws from the global generators even where every row has its own
+        with preserved_random_state():  # vLLM uses the global generators although every row has a seed
             outputs = self.engine.generate(
                 [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in range(num_per_prompt)],
                 [self._params(seed=seed, detokenize=bool(config.stop), **settings) for seed in seeds],
@@ -87,16 +87,17 @@ class VLLMSampler:
         return sampled_tokens([_answer(request.outputs[0]) for request in outputs], config)
 
     def sync(self, model: Any) -> None:
-        """Take over the weights of a model, its adapters merged.
+        """Copy the weights of the trained model to the engine, with its adapters merged.
 
         Raises:
-            ConfigError: adapters that cannot be merged.
-            SamplerError: keys and values of the weights before could not be forgotten.
+            ConfigError: An adapter cannot be merged.
+            SamplerError: vLLM could not clear its prefix cache.
         """
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": merged_weights(model)})
-        if not self.engine.reset_prefix_cache():  # or prompts seen before would be read through the old weights
+        if not self.engine.reset_prefix_cache():  # the cache has keys and values of the old weights
             raise SamplerError(
-                "vLLM could not forget the prompts it has seen: requests of others are running on the engine."
+                "VLLMSampler.sync: vLLM must clear its prefix cache after new weights, but other requests are running on the "
+                "engine. Wait for them, or use an engine for training only."
             )
 
 
@@ -115,6 +116,6 @@ def _vllm() -> Any:
     except ImportError as error:
         raise ImportError(
             'VLLMSampler needs vLLM: pip install "model-agnostic-grpo[vllm]", in an environment of its own, because vLLM pins '
-            "versions of torch and transformers. With VLLMServerSampler only the server needs it."
+            "versions of torch and transformers. With VLLMServerSampler, only the server needs vLLM."
         ) from error
     return vllm

@@ -1,4 +1,4 @@
-"""JSON over HTTP to a vLLM server: retries, and errors that say what to do."""
+"""Requests to a vLLM server: JSON over HTTP, with retries."""
 
 import http.client
 import json
@@ -13,37 +13,41 @@ from grpo.errors import ConfigError, GRPOWarning
 from .vllm_requests import SamplerError
 
 START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs"
-"""What has to be run for a server that can be given weights, and that tells the log-probabilities it draws with."""
+"""Command that starts a server that accepts weights and reports the log-probs of the sampling distribution."""
 
 
 class VLLMServer:
-    """A running server; see `START`.
+    """A running vLLM server that was started with the command `START`.
 
     Args:
-        base_url: as in "http://localhost:8000".
-        timeout: seconds that one answer may take.
-        num_retries: how often a request is sent again when the connection fails, after .5, 1, 2, ... seconds.
+        base_url: Address of the server, for example "http://localhost:8000".
+        timeout: Time limit of one request in seconds.
+        num_retries: How often a request is repeated if the connection fails, after 0.5, 1, 2, ... seconds.
 
     Raises:
-        ConfigError: not an HTTP address.
+        ConfigError: `base_url` is not an HTTP address.
     """
 
     def __init__(self, base_url: str, *, timeout: float, num_retries: int = 4) -> None:
         if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url must begin with http:// or https://; got {base_url!r}.")
+            raise ConfigError(f"VLLMServerSampler: base_url must begin with http:// or https://; got {base_url!r}.")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._timeout = timeout
         self._num_retries = num_retries
 
     def get(self, path: str) -> Any:
-        """What stands at a path."""
+        """Send a GET request and return the decoded answer.
+
+        Raises:
+            SamplerError: The server does not answer, or rejects the request.
+        """
         return self._send(urllib.request.Request(self.base_url + path))
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The answer to a request, which must be one that may be sent twice.
+        """Send a POST request and return the decoded answer. The request may be sent more than once.
 
         Raises:
-            SamplerError: no answer, or a refusal.
+            SamplerError: The server does not answer, or rejects the request.
         """
         data = json.dumps(body or {}).encode()
         return self._send(urllib.request.Request(self.base_url + path, data, {"Content-Type": "application/json"}))
@@ -53,20 +57,21 @@ class VLLMServer:
             try:
                 with urllib.request.urlopen(request, timeout=self._timeout) as response:
                     return json.loads(response.read() or "null")
-            except urllib.error.HTTPError as refusal:  # an answer: asking again would not change it
+            except urllib.error.HTTPError as refusal:  # the server has answered, so a retry would not help
                 raise SamplerError(self._refusal(request.selector, refusal)) from refusal
             except (OSError, http.client.HTTPException) as failure:
                 if isinstance(getattr(failure, "reason", failure), TimeoutError):
                     raise SamplerError(
-                        f"The vLLM server at {self.base_url} did not answer {request.selector} within {self._timeout:g} s. "
-                        "Raise timeout, ask for fewer or shorter completions, or look into the server's log."
+                        f"VLLMServerSampler: the vLLM server at {self.base_url} did not answer {request.selector} within "
+                        f"{self._timeout:g} s. Raise timeout, request fewer or shorter completions, or read the server's log."
                     ) from failure
                 if attempt == self._num_retries:
                     raise SamplerError(
-                        f"No vLLM server answers at {self.base_url} ({failure}), asked {attempt + 1} times. Start one: {START}"
+                        f"VLLMServerSampler: no vLLM server answers at {self.base_url} ({failure}) after {attempt + 1} "
+                        f"attempts. Start one: {START}"
                     ) from failure
                 warnings.warn(
-                    f"The connection to the vLLM server at {self.base_url} failed ({failure}); trying again.",
+                    f"VLLMServerSampler: the connection to the vLLM server at {self.base_url} failed ({failure}); retrying.",
                     GRPOWarning,
                     stacklevel=2,
                 )
@@ -74,11 +79,13 @@ class VLLMServer:
         raise AssertionError("unreachable")
 
     def _refusal(self, path: str, refusal: urllib.error.HTTPError) -> str:
-        """What the server said, and what to do about it."""
+        """Message with the server's answer and a remedy."""
         text = refusal.read().decode(errors="replace")
         if refusal.code == 404 and not path.startswith("/v1/"):
             return (
-                f"The vLLM server at {self.base_url} has no {path}, which it has in development mode only. Start it with "
-                f"{START}, where nobody else can reach it."
+                f"VLLMServerSampler: the vLLM server at {self.base_url} has no {path}, which needs development mode. Start it "
+                f"with {START}, and do not expose its port."
             )
-        return f"The vLLM server at {self.base_url} answered {path} with {refusal.code}: {text[:500]}"
+        return (
+            f"VLLMServerSampler: the vLLM server at {self.base_url} answered {path} with {refusal.code}: {text[:500]}"
+        )

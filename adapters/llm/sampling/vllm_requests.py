@@ -1,4 +1,4 @@
-"""What the two vLLM samplers share: a draw in vLLM's words, and what an answer means."""
+"""Requests and answers of vLLM, shared by both vLLM samplers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,37 +12,41 @@ from .sampling_config import SamplingConfig
 
 
 class SamplerError(GRPOError, RuntimeError):
-    """An engine or a server that samples did not do what it was asked to."""
+    """An engine or server that samples did not answer, or rejected a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What vLLM says about one completion."""
+    """vLLM's answer for one completion."""
 
     token_ids: Sequence[int]
-    """The sampled tokens, the one it stopped at included."""
+    """The sampled tokens, including the token that ended the completion."""
     log_probs: Sequence[float]
     """Log-prob of each token under the sampling distribution."""
     finish_reason: str | None
-    """vLLM's: "stop", "length", or that something went wrong."""
+    """vLLM's finish reason: "stop", "length", or another value after a failure."""
     stop_reason: int | str | None
-    """The token or the string it stopped at."""
+    """The token or the string that ended the completion. None if neither did."""
 
 
 def request_settings(config: SamplingConfig, end_token_ids: Sequence[int]) -> dict[str, Any]:
-    """A draw in vLLM's words, which are the same in `SamplingParams` and over HTTP; the seed is each row's own.
+    """Sampling settings under vLLM's names, which are the same in `SamplingParams` and over HTTP, without the seed.
 
-    Everything is said: what is left out, a server takes from the model's `generation_config.json`.
+    All settings are given, because a server takes missing settings from the model's `generation_config.json`.
 
     Raises:
-        ConfigError: something that vLLM does not do.
+        ConfigError: vLLM does not support a setting.
     """
     if config.xtc_probability > 0:
         raise ConfigError(
-            f"vLLM has no XTC; got SamplingConfig.xtc_probability={config.xtc_probability}. Set it to 0, or sample otherwise."
+            f"vLLM does not support XTC; got SamplingConfig.xtc_probability={config.xtc_probability}. Set it to 0, or use "
+            "sampler='decoding'."
         )
     if config.temperature > 2:
-        raise ConfigError(f"vLLM takes temperatures of at most 2; got SamplingConfig.temperature={config.temperature}.")
+        raise ConfigError(
+            f"vLLM needs a temperature of at most 2; got SamplingConfig.temperature={config.temperature}. Lower it, or use "
+            "sampler='decoding'."
+        )
     return {
         "temperature": config.temperature,
         "top_k": config.top_k or 0,
@@ -54,16 +58,16 @@ def request_settings(config: SamplingConfig, end_token_ids: Sequence[int]) -> di
         "stop": list(config.stop),
         "include_stop_str_in_output": True,
         "stop_token_ids": list(end_token_ids),
-        "ignore_eos": True,  # the model's own: `end_token_ids` are what ends a completion
-        "logprobs": 0,  # of the sampled token alone
+        "ignore_eos": True,  # only `end_token_ids` end a completion
+        "logprobs": 0,  # report the log-prob of the sampled token only
     }
 
 
 def require_room(prompts: Sequence[Sequence[int]], config: SamplingConfig, max_length: int) -> None:
-    """Prompt and completion fit, so that no completion is cut off before `max_new_tokens`.
+    """Check that each prompt and `max_new_tokens` fit into the maximum sequence length.
 
     Raises:
-        ConfigError: naming the first prompt that is too long.
+        ConfigError: A prompt is too long. The message names the first one.
     """
     for index, prompt in enumerate(prompts):
         if len(prompt) + config.max_new_tokens > max_length:
@@ -75,18 +79,18 @@ def require_room(prompts: Sequence[Sequence[int]], config: SamplingConfig, max_l
 
 
 def sampled_tokens(answers: Sequence[Answer], config: SamplingConfig) -> SampledTokens:
-    """The answers of all rows.
+    """Convert the answers of all rows.
 
     Raises:
-        SamplerError: one that is not a whole completion.
+        SamplerError: An answer is incomplete.
     """
     for row, answer in enumerate(answers):
         if len(answer.token_ids) != len(answer.log_probs):
             raise SamplerError(
-                f"vLLM must give one log-probability per token; row {row} has {len(answer.log_probs)} for "
-                f"{len(answer.token_ids)} tokens."
+                f"vLLM must return one log-prob per token; row {row} has {len(answer.log_probs)} for {len(answer.token_ids)} "
+                "tokens. Check the server's version and options."
             )
-    if config.temperature == 0:  # what is certain; vLLM tells the likelihoods before the choice
+    if config.temperature == 0:  # the choice is certain, but vLLM reports log-probs from before the choice
         log_probs = [[0.0] * len(answer.token_ids) for answer in answers]
     else:
         log_probs = [list(answer.log_probs) for answer in answers]
@@ -105,6 +109,6 @@ def _finish_reason(row: int, answer: Answer) -> FinishReason:
             return "stop" if isinstance(answer.stop_reason, str) else "end"
         case other:
             raise SamplerError(
-                f"vLLM must end a completion by 'stop' or 'length'; row {row} ended by {other!r} after "
-                f"{len(answer.token_ids)} tokens. Its own log says why."
+                f"vLLM must end a completion with 'stop' or 'length'; row {row} ended with {other!r} after "
+                f"{len(answer.token_ids)} tokens. Read vLLM's log."
             )

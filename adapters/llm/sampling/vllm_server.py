@@ -1,4 +1,4 @@
-"""Sampling with a vLLM server over HTTP."""
+"""A sampler with a vLLM server, over HTTP."""
 
 import uuid
 from collections.abc import Sequence
@@ -18,23 +18,24 @@ from .vllm_requests import Answer, SamplerError, request_settings, require_room,
 
 
 class VLLMServerSampler:
-    """A vLLM server, on other devices or another machine, which the trainer gives its weights through a folder both can read.
+    """A vLLM server on other devices or another machine. Weights are transferred through a folder that both can access.
 
-    Start the server on the model that is trained::
+    Start the server with the model that is trained::
 
         VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --logprobs-mode processed_logprobs
 
-    Development mode opens what changes weights to everyone who can reach the port: keep it to this machine or this network. The
-    importance weights of `objective.sampler_correction` make up for the difference between vLLM's kernels and the trainer's.
+    In development mode, everyone who can reach the server's port can change the weights, so do not expose the port. vLLM's
+    kernels round differently, so its log-probs differ slightly from the trainer's: set `objective.sampler_correction`.
 
     Args:
-        base_url: as in "http://localhost:8000".
-        weights_folder: where `sync` writes the weights, by a path that means the same to the server.
-        timeout: seconds that one answer may take; a completion waits for those before it.
-        max_concurrency: requests at a time, one per completion. As many as the server's `--max-num-seqs` keep it busy.
+        base_url: Address of the server, for example "http://localhost:8000".
+        weights_folder: Folder that `sync` writes the weights to. The server must see it under the same path.
+        timeout: Time limit of one request in seconds. It includes the time that the request waits for earlier ones.
+        max_concurrency: Maximum number of concurrent requests. Each completion is one request. The server's `--max-num-seqs` is
+            enough to keep it busy.
 
     Raises:
-        ConfigError: not an HTTP address.
+        ConfigError: `base_url` is not an HTTP address.
 
     Example:
         >>> sampler = VLLMServerSampler("http://localhost:8000", weights_folder="/dev/shm/weights")  # doctest: +SKIP
@@ -59,11 +60,11 @@ class VLLMServerSampler:
         end_token_ids: Sequence[int],
         seeds: Sequence[int],
     ) -> SampledTokens:
-        """See `Sampler`. A group's rows are requests of their own, which share their prompt through the prefix cache.
+        """Sample completions; see `Sampler.sample`. Each row is a request, and vLLM's prefix cache shares the prompts.
 
         Raises:
-            ConfigError: what vLLM does not do, a prompt too long, or a server that was started otherwise.
-            SamplerError: the server is not there, refuses, or has lost the weights it was given.
+            ConfigError: vLLM does not support a setting, a prompt is too long, or the server was started with other options.
+            SamplerError: The server does not answer, rejects a request, or no longer has the weights of the last `sync`.
         """
         require_room(prompts, config, self._checked_max_length())
         settings = request_settings(config, end_token_ids) | {"return_token_ids": True}
@@ -74,22 +75,22 @@ class VLLMServerSampler:
             answers = list(pool.map(self._answer, bodies))
         if self._version is not None and self._server.get("/weight_info")["weight_version"] != self._version:
             raise SamplerError(
-                f"The vLLM server at {self._server.base_url} no longer has the weights it was given: it was started anew, or "
-                "somebody else changed them. Go on from the last checkpoint, which gives it the weights again."
+                f"VLLMServerSampler: the vLLM server at {self._server.base_url} no longer has the weights of the last sync: it "
+                "was restarted, or another client changed them. Resume from the last checkpoint, which sends them again."
             )
         return sampled_tokens(answers, config)
 
     def sync(self, model: Any) -> None:
-        """Take over the weights of a model, its adapters merged.
+        """Send the weights of the trained model to the server, with its adapters merged.
 
         Raises:
-            ConfigError: adapters that cannot be merged, or a server that was started otherwise.
-            SamplerError: the server is not there, or could not take the weights.
+            ConfigError: An adapter cannot be merged, or the server was started with other options.
+            SamplerError: The server does not answer, or did not load the weights.
         """
         self._checked_max_length()
         self._folder.mkdir(parents=True, exist_ok=True)
         unfinished = self._folder / "unfinished"
-        # a copy of each, also of those that share their memory, which the format does not allow
+        # copies, because the format does not allow tensors that share memory
         save_file(
             {name: weight.to("cpu", copy=True).contiguous() for name, weight in merged_weights(model)}, unfinished
         )
@@ -97,23 +98,23 @@ class VLLMServerSampler:
         self._server.post(
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
         )
-        # or prompts seen before would be read through the old weights
+        # the cache has keys and values of the old weights
         if not self._server.post("/reset_prefix_cache")["success"]:
             raise SamplerError(
-                f"The vLLM server at {self._server.base_url} could not forget the prompts it has seen: requests of others are "
-                "running on it. Training needs a server of its own."
+                f"VLLMServerSampler.sync: the vLLM server at {self._server.base_url} must clear its prefix cache after new "
+                "weights, but requests of other clients are running on it. Use a server for training only."
             )
         self._version = uuid.uuid4().hex
         self._server.post("/update_weight_version", {"new_version": self._version})
 
     def _checked_max_length(self) -> int:
-        """The longest sequence the server takes; asked once, together with whether it is set up as it must be."""
+        """The server's maximum sequence length. The first call also checks the options of the server."""
         if self._max_length is None:
             settings = self._server.get("/server_info?config_format=json")["vllm_config"]["model_config"]
             if settings["logprobs_mode"] != "processed_logprobs":
                 raise ConfigError(
-                    f"The vLLM server at {self._server.base_url} must tell the log-probabilities it draws with, "
-                    f"processed_logprobs; it tells {settings['logprobs_mode']}. Start it with {START}"
+                    f"VLLMServerSampler: the vLLM server at {self._server.base_url} must report the log-probs of the sampling "
+                    f"distribution (processed_logprobs); it reports {settings['logprobs_mode']}. Start it with {START}"
                 )
             self._max_length = int(settings["max_model_len"])
         return self._max_length

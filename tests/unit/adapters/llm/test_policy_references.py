@@ -126,5 +126,5 @@ def test_training_weights_of_half_precision_logs_a_warning(caplog: pytest.LogCap
     assert not caplog.records
     policy_of(tiny_model(dtype=torch.bfloat16))
     assert [record.message[:60] for record in caplog.records] == [
-        "HFPolicy: weights of half precision are trained, where small"
+        "HFPolicy: the trained weights have half precision, so small "
     ]

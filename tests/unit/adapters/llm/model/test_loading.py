@@ -1,4 +1,4 @@
-"""Models in local folders: precision, quantisation, adapters, and the way back."""
+"""Models in local folders: precision, quantisation, adapters and saving."""
 
 import builtins
 import importlib.util
@@ -43,13 +43,13 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def base_model() -> Any:
-    """Of sizes that four bits can be packed in on a CPU: multiples of 32."""
+    """A model with sizes that are multiples of 32, which 4-bit packing on a CPU needs."""
     return tiny_model(hidden_size=64, intermediate_size=64, head_dim=16)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model and its tokenizer, as the hub would have them."""
+    """A folder with a model and its tokenizer, as on the hub."""
     base_model().save_pretrained(tmp_path / "base")
     character_tokenizer().save_pretrained(tmp_path / "base")
     return tmp_path / "base"
@@ -62,16 +62,16 @@ def logits(model: Any) -> Tensor:
 
 @torch.no_grad()
 def disturb(model: Any) -> None:
-    """Change whatever is trained."""
+    """Change all trained parameters."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.add_(0.05 * torch.randn_like(parameter))
 
 
-# There
+# Loading
 
 
-def test_a_folder_gives_its_model_and_tokenizer(folder: Path) -> None:
+def test_a_model_and_its_tokenizer_are_loaded_from_a_folder(folder: Path) -> None:
     policy = HFPolicy.from_pretrained(folder, sampling=SamplingConfig(max_new_tokens=4), exact_entropy=True)
     torch.testing.assert_close(logits(policy.model), logits(base_model()))
     assert policy.model.dtype == torch.float32  # as it was saved
@@ -81,7 +81,7 @@ def test_a_folder_gives_its_model_and_tokenizer(folder: Path) -> None:
     assert len(policy.get_parameters()) == len(list(policy.model.parameters()))
 
 
-def test_precision_attention_and_device(folder: Path) -> None:
+def test_precision_attention_and_device_can_be_chosen(folder: Path) -> None:
     model, _ = load_model(str(folder), dtype=torch.bfloat16, attention="eager", device="cpu")
     assert model.dtype == torch.bfloat16
     assert model.config._attn_implementation == "eager"
@@ -93,7 +93,7 @@ def test_precision_attention_and_device(folder: Path) -> None:
     assert load_model(half, dtype=torch.float32)[0].dtype == torch.float32
 
 
-def test_lora_by_default_and_by_config(folder: Path) -> None:
+def test_lora_is_added_with_defaults_or_with_a_config(folder: Path) -> None:
     model, _ = load_model(folder, lora=True)
     config = model.peft_config["default"]
     assert (config.r, config.lora_alpha) == (16, 32)
@@ -106,8 +106,10 @@ def test_lora_by_default_and_by_config(folder: Path) -> None:
     assert not isinstance(load_model(folder, lora=False)[0], PeftModel)
 
 
-def test_what_is_asked_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The revision of model and tokenizer, and no code that comes with them unless it is allowed."""
+def test_the_revision_and_trust_in_remote_code_are_passed_to_transformers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both apply to the model and to the tokenizer."""
     asked: list[dict[str, Any]] = []
 
     def remember(result: Any) -> Any:
@@ -125,7 +127,7 @@ def test_what_is_asked_of_the_hub(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert [options["revision"] for options in asked] == [None] * 2
 
 
-def test_code_that_comes_with_a_model_is_not_run(folder: Path) -> None:
+def test_code_that_comes_with_a_model_is_not_executed(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "homemade", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
     (folder / "config.json").write_text(json.dumps(config))
@@ -135,10 +137,10 @@ def test_code_that_comes_with_a_model_is_not_run(folder: Path) -> None:
     assert not (folder / "ran").exists()
 
 
-# And back
+# Saving
 
 
-def test_a_whole_model_comes_back(folder: Path, tmp_path: Path) -> None:
+def test_a_whole_model_is_saved_and_loaded(folder: Path, tmp_path: Path) -> None:
     policy = HFPolicy.from_pretrained(folder)
     disturb(policy.model)
     policy.save_pretrained(tmp_path / "saved")
@@ -147,7 +149,7 @@ def test_a_whole_model_comes_back(folder: Path, tmp_path: Path) -> None:
     assert again.tokenizer("1+1=")["input_ids"] == policy.tokenizer("1+1=")["input_ids"]
 
 
-def test_an_adapter_comes_back_on_its_base_and_is_trained_on(folder: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_saved_and_loaded_with_its_base_for_more_training(folder: Path, tmp_path: Path) -> None:
     policy = HFPolicy.from_pretrained(folder, lora=True)
     disturb(policy.model)
     policy.save_pretrained(tmp_path / "adapter")
@@ -160,7 +162,7 @@ def test_an_adapter_comes_back_on_its_base_and_is_trained_on(folder: Path, tmp_p
     assert again.get_parameters().keys() == policy.get_parameters().keys()
 
 
-def test_a_merged_model_needs_no_peft(folder: Path, tmp_path: Path) -> None:
+def test_a_merged_model_is_saved_as_a_plain_model(folder: Path, tmp_path: Path) -> None:
     policy = HFPolicy.from_pretrained(folder, lora=True)
     disturb(policy.model)
     expected = logits(policy.model)
@@ -203,7 +205,7 @@ def test_four_bits_train_an_adapter(folder: Path, tmp_path: Path) -> None:
     assert isinstance(linear, bitsandbytes.nn.Linear4bit)
     assert linear.weight.quant_type == "nf4"
     assert linear.weight.compress_statistics
-    assert policy.sample_actions(["1+1="], 2).scores is None  # its products are rounded anew in every batch
+    assert policy.sample_actions(["1+1="], 2).scores is None  # rounding of products depends on the batch
     with policy.model.disable_adapter():
         base = logits(policy.model)
     before = {name: value.detach().clone() for name, value in policy.get_parameters().items()}
@@ -227,9 +229,9 @@ def test_four_bits_train_an_adapter(folder: Path, tmp_path: Path) -> None:
     assert float((logits(again.model) - base).abs().max()) > 0.5
 
 
-def test_gradients_pass_through_four_bits_after_an_evaluation(folder: Path) -> None:
-    """As through a plain model of the dequantised weights; on some CPUs, bitsandbytes keeps weights that were evaluated in a
-    form that has no gradient, and says nothing that stops training."""
+def test_four_bit_weights_have_gradients_after_an_evaluation(folder: Path) -> None:
+    """The gradients are those of a plain model with the dequantised weights. On some CPUs, bitsandbytes stores evaluated
+    weights in a form without a gradient, and training continues without an error."""
     pytest.importorskip("bitsandbytes")
     policy = HFPolicy.from_pretrained(folder, lora=True, load_in_4bit=True, dtype=torch.float32)
     disturb(policy.model)
@@ -238,13 +240,13 @@ def test_gradients_pass_through_four_bits_after_an_evaluation(folder: Path) -> N
 
 
 def assert_gradients_are_those_of_plain_weights(policy: HFPolicy) -> None:
-    """Of a model that has the dequantised ones, and the same adapter."""
+    """Compare with a plain model that has the dequantised weights and the same adapter."""
 
     def slopes(each: HFPolicy) -> dict[str, Tensor]:
         rows = ["abc", "1+1=", "1+1="], [completion(3, 4, 5), completion(6, 7), completion(8)]
         return gradients(each.model, each.train().score_actions(*rows).log_probs.sum())
 
-    found = slopes(policy)  # before its weights are read, which would unpack them
+    found = slopes(policy)  # before the weights are read, which would unpack them
     plain = base_model()
     with policy.model.disable_adapter():
         plain.load_state_dict(dict(merged_weights(policy.model)))
@@ -254,10 +256,10 @@ def assert_gradients_are_those_of_plain_weights(policy: HFPolicy) -> None:
 
 
 class Packed(nn.Linear):
-    """A `Linear4bit` as it is on a CPU with AVX512-BF16, whatever this one has."""
+    """Behaves like `Linear4bit` on a CPU with AVX512-BF16."""
 
     support_avx512bf16_for_cpu = True
-    """A frozen one packs its weight when it is evaluated, and says so in the weight's state."""
+    """If True, evaluation packs the frozen weight and records it in the weight's state."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.support_avx512bf16_for_cpu and not self.training:
@@ -274,7 +276,7 @@ def four_bit_model() -> Any:
     return model.eval()
 
 
-def test_a_model_that_others_have_quantised_is_kept_differentiable_before_anything_is_evaluated() -> None:
+def test_a_quantised_model_is_not_packed_if_the_policy_is_made_before_an_evaluation() -> None:
     model = four_bit_model()
     HFPolicy(model, character_tokenizer())
     logits(model.eval())
@@ -282,7 +284,7 @@ def test_a_model_that_others_have_quantised_is_kept_differentiable_before_anythi
     assert not linear.weight.quant_state.packing_format_for_cpu
 
 
-def test_a_quantised_model_that_has_been_evaluated_before_is_refused_where_it_is_to_be_trained() -> None:
+def test_a_quantised_model_that_is_packed_cannot_be_trained() -> None:
     model = four_bit_model()
     logits(model)
     with pytest.raises(ConfigError, match=r"packed .* Load the model again, and make the HFPolicy before"):
@@ -290,8 +292,8 @@ def test_a_quantised_model_that_has_been_evaluated_before_is_refused_where_it_is
     HFPolicy(model.requires_grad_(False), character_tokenizer())
 
 
-def test_gradients_pass_through_four_bits_of_a_model_from_memory(folder: Path) -> None:
-    """Loaded by transformers itself. Where the CPU's kernel would pack the weights, they are not."""
+def test_a_four_bit_model_loaded_by_transformers_has_gradients(folder: Path) -> None:
+    """The policy keeps bitsandbytes from packing the weights on CPUs where it would."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
     if not bitsandbytes.functional.has_avx512bf16():
         pytest.skip("this CPU has no AVX512-BF16, so bitsandbytes packs nothing")
@@ -325,11 +327,11 @@ def test_eight_bits_train_an_adapter_before_and_after_a_merge(folder: Path) -> N
     assert relative_difference(slopes(), before) < 1e-6
 
 
-@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-@pytest.mark.parametrize("lora", [None, False])
-def test_quantised_weights_alone_cannot_be_trained(folder: Path, bits: str, lora: Any) -> None:
-    with pytest.raises(ConfigError, match="cannot be trained: pass lora=True"):
-        HFPolicy.from_pretrained(folder, lora=lora, **{bits: True})
+def test_quantised_weights_without_an_adapter_are_refused(folder: Path, subtests: pytest.Subtests) -> None:
+    for bits, lora in (("load_in_4bit", None), ("load_in_8bit", False)):
+        message = r"quantised weights cannot be trained\. Pass lora=True"
+        with subtests.test(bits=bits), pytest.raises(ConfigError, match=message):
+            HFPolicy.from_pretrained(folder, lora=lora, **{bits: True})
 
 
 def test_four_and_eight_bits_exclude_each_other(folder: Path) -> None:
@@ -337,12 +339,12 @@ def test_four_and_eight_bits_exclude_each_other(folder: Path) -> None:
         HFPolicy.from_pretrained(folder, lora=True, load_in_4bit=True, load_in_8bit=True)
 
 
-# What is missing or too much
+# Missing packages and extra settings
 
 
 def test_a_folder_with_an_adapter_takes_no_second_one(folder: Path, tmp_path: Path) -> None:
     HFPolicy.from_pretrained(folder, lora=True).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ConfigError, match="holds an adapter, which is trained on: leave out lora"):
+    with pytest.raises(ConfigError, match=r"has an adapter already, which is trained further\. Leave out lora"):
         HFPolicy.from_pretrained(tmp_path / "adapter", lora=True)
     assert isinstance(HFPolicy.from_pretrained(tmp_path / "adapter", lora=False).model, PeftModel)
 

@@ -159,5 +159,5 @@ def test_four_bit_weights_are_dequantised_and_merged(four_bit: Any) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_dora_on_four_bit_weights_is_refused(four_bit: Any) -> None:
     model = adapted(four_bit, target_modules=["q_proj"], use_dora=True)
-    with pytest.raises(ConfigError, match=r"plain LoRA; that of model.layers.0.self_attn.q_proj is not"):
+    with pytest.raises(ConfigError, match=r"plain LoRA; the adapter of model.layers.0.self_attn.q_proj is not"):
         dict(merged_weights(model))

@@ -1,4 +1,4 @@
-"""Plain functions as rewards: what they are given, what they may return, and what becomes of it in training."""
+"""Plain functions as rewards: their arguments, their return values, and training with them."""
 
 import asyncio
 import doctest
@@ -196,7 +196,7 @@ def test_nan_is_an_error_even_if_another_function_applies() -> None:
     assert RewardCalls(rewards, RewardConfig(non_finite="drop"))(["p"] * 3, [A, B, C]).values.tolist() == [1.0, 2.0]
 
 
-# --- what is wrong is said
+# --- errors
 
 
 WRONG_ANSWERS = [
@@ -225,7 +225,7 @@ def test_an_error_says_what_a_function_returned_or_lacked(subtests: pytest.Subte
 
 
 def test_rows_with_other_columns_and_actions_that_are_not_completions_are_refused() -> None:
-    with pytest.raises(RewardError, match=r"the same columns; row 1 lacks 'answer'. Give it None where"):
+    with pytest.raises(RewardError, match=r"the same columns; row 1 lacks 'answer'. Set the column to None"):
         rewards_of(length, [*ROWS[:1], "text only"], [A, B])
     with pytest.raises(RewardError, match=r"actions must be Completions; got str 'text' at row 1"):
         rewards_of(length, ROWS[:2], [A, "text"])  # type: ignore[list-item]
@@ -235,18 +235,18 @@ WRONG_SETTINGS = [
     (
         lambda p, c: 0.0,
         {},
-        r"<lambda>\(p, c\) must name what it wants: prompts, completions, .* Rename its parameters",
+        r"<lambda>\(p, c\) must name its arguments: prompts, completions, .* Rename its parameters",
     ),
-    (lambda prompts, completion: 0.0, {}, "do not mix the two"),
-    (lambda answer: 0.0, {}, "must name what it wants"),
-    (lambda completion, /: 0.0, {}, "must name what it wants"),
+    (lambda prompts, completion: 0.0, {}, "do not mix the two kinds"),
+    (lambda answer: 0.0, {}, "must name its arguments"),
+    (lambda completion, /: 0.0, {}, "must name its arguments"),
     ([length, length], {}, r"different names; got length, length. Pass {'name': function, ...}"),
     ([], {}, "needs at least one reward"),
     ([right, length], {"weights": [1.0]}, "one weight per function, 2; got 1"),
     ({"right": right}, {"weights": {"wrong": 1.0}}, "one weight for each"),
     (length, {"max_concurrent": 0}, "max_concurrent must be >= 1"),
     (length, {"timeout": 0.0}, "timeout > 0 or None"),
-    (length, {"timeout": 1.0}, "timeout=1.0 can end only `async def` functions; there is none"),
+    (length, {"timeout": 1.0}, "`async def` functions only; got timeout=1.0 and no such function"),
 ]
 
 
@@ -279,7 +279,7 @@ def test_an_exception_names_the_function_and_can_drop_the_row() -> None:
 
 
 class Judge:
-    """Answers a little later, and remembers how many it had at a time, and where."""
+    """An async reward function that records its concurrent calls and its event loops."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -307,7 +307,7 @@ def test_async_calls_run_together_up_to_the_limit(subtests: pytest.Subtests) -> 
             assert rewards.compute_rewards(ROWS, [A, B, C]).tolist() == [1.0 + 1.0, 2.0 + 0.5 + 0.0, 3.0 + 0.5 + 1.0]
             assert judge.most == most
             rewards.compute_rewards(ROWS, [A, B, C])
-            assert len(judge.loops) == 1  # what a client keeps open there can be used again
+            assert len(judge.loops) == 1  # one loop for all calls, so open clients stay usable
 
 
 def test_async_functions_work_inside_a_running_loop() -> None:
@@ -370,7 +370,7 @@ def test_an_interrupt_cancels_the_calls(monkeypatch: pytest.MonkeyPatch) -> None
 
     def interrupted(*args: Any) -> Any:
         future = submit(*args)
-        time.sleep(0.02)  # it has begun
+        time.sleep(0.02)  # the call has started
         monkeypatch.setattr(future, "result", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         return future
 
@@ -403,7 +403,7 @@ def test_a_forked_process_awaits_in_a_loop_of_its_own() -> None:
 
 
 class Chooser(nn.Module):
-    """Writes one of three texts, whatever the prompt."""
+    """A policy that writes one of three texts for any prompt."""
 
     def __init__(self) -> None:
         super().__init__()

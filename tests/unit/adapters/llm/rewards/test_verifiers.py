@@ -1,4 +1,4 @@
-"""Verifiers on texts and lengths whose value can be read off."""
+"""Verifiers on texts and lengths with known rewards."""
 
 import builtins
 import doctest
@@ -133,9 +133,12 @@ def test_tags_pattern_refuses_wrong_tags(subtests: pytest.Subtests) -> None:
 
 
 WRONG_SETTINGS = [
-    (lambda: RegexMatch(pattern="("), r"RegexMatch.pattern='\(' is no regular expression: missing \)"),
-    (lambda: RegexMatch(pattern="a", column="answer"), "RegexMatch.group=1 is not in the pattern 'a': capture"),
-    (lambda: RegexMatch(pattern="(a)", column="answer", group="b"), "RegexMatch.group='b' is not in"),
+    (lambda: RegexMatch(pattern="("), r"RegexMatch.pattern must be a regular expression; '\(' is not: missing \)"),
+    (
+        lambda: RegexMatch(pattern="a", column="answer"),
+        "RegexMatch.group must be a group of the pattern 'a'; got 1. Add",
+    ),
+    (lambda: RegexMatch(pattern="(a)", column="answer", group="b"), "RegexMatch.group must be a group of .*; got 'b'"),
     (lambda: RegexMatch(pattern="a", how="match"), "RegexMatch.how must be one of 'search', 'full'"),
     (lambda: OverlongPunishment(max_tokens=4, cache_tokens=5), "cache_tokens must be at most max_tokens=4; got 5"),
     (lambda: OverlongPunishment(max_tokens=0, cache_tokens=0), "max_tokens must be >= 1"),

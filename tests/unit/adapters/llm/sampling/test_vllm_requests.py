@@ -1,4 +1,4 @@
-"""What vLLM is asked for and what its answers mean, without vLLM."""
+"""Requests to vLLM and its answers, without vLLM."""
 
 import importlib.util
 from typing import Any
@@ -11,7 +11,7 @@ from adapters.llm.sampling.vllm_requests import Answer, SamplerError, request_se
 from grpo.errors import ConfigError
 
 
-def test_every_setting_is_said_in_vllms_words() -> None:
+def test_every_setting_is_sent_under_the_name_that_vllm_uses() -> None:
     config = SamplingConfig(
         max_new_tokens=9,
         min_new_tokens=2,
@@ -36,17 +36,17 @@ def test_every_setting_is_said_in_vllms_words() -> None:
         "ignore_eos": True,
         "logprobs": 0,
     }
-    assert request_settings(SamplingConfig(), ())["top_k"] == 0  # vLLM's word for all of them
+    assert request_settings(SamplingConfig(), ())["top_k"] == 0  # 0 means all tokens in vLLM
 
 
-def test_what_vllm_does_not_do_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"vLLM has no XTC; got SamplingConfig\.xtc_probability=0\.5"):
+def test_settings_that_vllm_does_not_support_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"vLLM does not support XTC; got SamplingConfig\.xtc_probability=0\.5"):
         request_settings(SamplingConfig(xtc_probability=0.5), ())
     with pytest.raises(ConfigError, match=r"at most 2; got SamplingConfig\.temperature=2\.5"):
         request_settings(SamplingConfig(temperature=2.5), ())
 
 
-def test_prompt_and_completion_have_to_fit() -> None:
+def test_prompt_and_completion_must_fit() -> None:
     config = SamplingConfig(max_new_tokens=6)
     require_room([[1] * 4], config, 10)
     with pytest.raises(ConfigError, match=r"at most 10 tokens .*; prompt 1 has 5, and .*max_new_tokens=6"):
@@ -68,14 +68,14 @@ def test_answers_become_rows() -> None:
     assert sampled.policy_log_probs is None
 
 
-def test_the_likeliest_token_is_drawn_with_certainty() -> None:
+def test_the_log_probs_of_greedy_sampling_are_0() -> None:
     assert sampled_tokens([answer()], SamplingConfig(temperature=0.0)).behaviour_log_probs == [[0.0, 0.0]]
 
 
 INCOMPLETE = [
-    ({"finish_reason": "abort"}, "row 1 ended by 'abort' after 2 tokens"),
-    ({"finish_reason": None}, "row 1 ended by None"),
-    ({"log_probs": (-0.5,)}, "one log-probability per token; row 1 has 1 for 2 tokens"),
+    ({"finish_reason": "abort"}, "row 1 ended with 'abort' after 2 tokens"),
+    ({"finish_reason": None}, "row 1 ended with None"),
+    ({"log_probs": (-0.5,)}, "one log-prob per token; row 1 has 1 for 2 tokens"),
 ]
 
 
@@ -85,7 +85,7 @@ def test_an_incomplete_answer_is_refused(subtests: pytest.Subtests) -> None:
             sampled_tokens([answer(), answer(**changes)], SamplingConfig())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_without_vllm_the_error_says_what_to_install() -> None:
     with pytest.raises(ImportError, match=r'pip install "model-agnostic-grpo\[vllm\]", in an environment of its own'):
         VLLMSampler("Qwen/Qwen3-0.6B")

@@ -1,4 +1,4 @@
-"""The HTTP side of `VLLMServerSampler`, against a small server that speaks as vLLM does and keeps what it was asked."""
+"""`VLLMServerSampler` over HTTP, with a small server that imitates vLLM and records the requests."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ CONFIG = SamplingConfig(max_new_tokens=4)
 
 
 class Stand:
-    """What the small server says, and what it heard."""
+    """The answers of the small server, and the requests that it received."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, Any]] = []
@@ -89,7 +89,7 @@ def stand() -> Iterator[tuple[Stand, str]]:
             self.send_response(code)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            with contextlib.suppress(ConnectionError):  # the client may have lost patience
+            with contextlib.suppress(ConnectionError):  # the client may have closed the connection
                 self.wfile.write(data)
 
         def log_message(self, *parts: Any) -> None:
@@ -106,7 +106,7 @@ def stand() -> Iterator[tuple[Stand, str]]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """No waiting between retries; the seconds that would have been waited."""
+    """Replaces the waits between retries by a list of their seconds."""
     waited: list[float] = []
     monkeypatch.setattr("adapters.llm.sampling.vllm_http.time", SimpleNamespace(sleep=waited.append))
     return waited
@@ -114,7 +114,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any module; what is merged has its own tests."""
+    """Replaces `merged_weights`, which has its own tests, by the parameters of any module."""
     monkeypatch.setattr(vllm_server, "merged_weights", lambda model: model.named_parameters(remove_duplicate=False))
 
 
@@ -133,7 +133,7 @@ def test_every_row_is_a_request_with_its_own_seed(stand: tuple[Stand, str], tmp_
 
 
 @pytest.mark.usefixtures("plain_weights")
-def test_weights_travel_in_a_folder_and_old_prompts_are_forgotten(stand: tuple[Stand, str], tmp_path: Path) -> None:
+def test_weights_are_sent_in_a_folder_and_the_prefix_cache_is_cleared(stand: tuple[Stand, str], tmp_path: Path) -> None:
     state, url = stand
     model = nn.Linear(2, 1)
     model.tied = model.weight
@@ -155,68 +155,70 @@ def test_weights_travel_in_a_folder_and_old_prompts_are_forgotten(stand: tuple[S
     sampler.sample([[7]], 1, CONFIG, end_token_ids=[1], seeds=[20])
 
     state.version = "default"  # as after a restart
-    with pytest.raises(SamplerError, match="no longer has the weights it was given"):
+    with pytest.raises(SamplerError, match="no longer has the weights of the last sync"):
         sampler.sample([[7]], 1, CONFIG, end_token_ids=[1], seeds=[20])
 
 
 @pytest.mark.usefixtures("plain_weights")
-def test_a_server_that_cannot_forget_is_refused(stand: tuple[Stand, str], tmp_path: Path) -> None:
+def test_a_server_that_cannot_clear_its_cache_is_refused(stand: tuple[Stand, str], tmp_path: Path) -> None:
     state, url = stand
     state.can_forget = False
-    with pytest.raises(SamplerError, match="requests of others are running on it"):
+    with pytest.raises(SamplerError, match="requests of other clients are running on it"):
         VLLMServerSampler(url, weights_folder=tmp_path).sync(nn.Linear(1, 1))
 
 
-def test_raw_log_probs_are_refused(stand: tuple[Stand, str], tmp_path: Path) -> None:
+def test_a_server_with_raw_log_probs_is_refused(stand: tuple[Stand, str], tmp_path: Path) -> None:
     state, url = stand
     state.logprobs_mode = "raw_logprobs"
-    with pytest.raises(ConfigError, match=r"it tells raw_logprobs. Start it with .*--logprobs-mode processed_logprobs"):
+    with pytest.raises(
+        ConfigError, match=r"it reports raw_logprobs. Start it with .*--logprobs-mode processed_logprobs"
+    ):
         VLLMServerSampler(url, weights_folder=tmp_path).sample([[7]], 1, CONFIG, end_token_ids=[1], seeds=[1])
 
 
-def test_development_mode_is_asked_for(stand: tuple[Stand, str], tmp_path: Path) -> None:
+def test_a_server_without_development_mode_is_refused(stand: tuple[Stand, str], tmp_path: Path) -> None:
     state, url = stand
     state.has_development_mode = False
     with pytest.raises(SamplerError, match=r"has no /server_info.*VLLM_SERVER_DEV_MODE=1 vllm serve"):
         VLLMServerSampler(url, weights_folder=tmp_path).sample([[7]], 1, CONFIG, end_token_ids=[1], seeds=[1])
 
 
-def test_a_prompt_too_long_is_named(stand: tuple[Stand, str], tmp_path: Path) -> None:
+def test_a_prompt_that_is_too_long_is_named(stand: tuple[Stand, str], tmp_path: Path) -> None:
     _, url = stand
     sampler = VLLMServerSampler(url, weights_folder=tmp_path)
     with pytest.raises(ConfigError, match=r"at most 16 tokens .*; prompt 1 has 13"):
         sampler.sample([[7], [7] * 13], 1, CONFIG, end_token_ids=[1], seeds=[1, 2])
 
 
-def test_what_the_server_refuses_is_told_in_its_words(stand: tuple[Stand, str], tmp_path: Path) -> None:
+def test_the_error_has_the_message_of_the_server(stand: tuple[Stand, str], tmp_path: Path) -> None:
     _, url = stand
     sampler = VLLMServerSampler(url, weights_folder=tmp_path)
     with pytest.raises(SamplerError, match=r"/v1/completions with 400: .*a bad number"):
         sampler.sample([[7]], 2, CONFIG, end_token_ids=[1], seeds=[1, 666])
 
 
-def test_a_lost_connection_is_tried_again_and_said(stand: tuple[Stand, str], impatient: list[float]) -> None:
+def test_a_lost_connection_is_retried_with_a_warning(stand: tuple[Stand, str], impatient: list[float]) -> None:
     state, url = stand
     state.to_drop = 2
-    with pytest.warns(GRPOWarning, match=r"failed .*; trying again") as said:
+    with pytest.warns(GRPOWarning, match=r"failed .*; retrying") as said:
         assert VLLMServer(url, timeout=10).get("/weight_info") == {"weight_version": "default"}
     assert len(said) == 2
     assert impatient == [0.5, 1.0]
 
 
-@pytest.mark.filterwarnings("ignore:The connection to the vLLM server")
-def test_a_server_that_is_not_there_is_named_with_how_to_start_it(impatient: list[float]) -> None:
+@pytest.mark.filterwarnings("ignore:VLLMServerSampler. the connection to the vLLM server")
+def test_the_error_for_a_missing_server_says_how_to_start_it(impatient: list[float]) -> None:
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        closed.bind(("127.0.0.1", 0))  # bound, but not listening
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         with pytest.raises(
-            SamplerError, match=rf"No vLLM server answers at {url} .*asked 5 times. Start one: VLLM_SER"
+            SamplerError, match=rf"no vLLM server answers at {url} .*after 5 attempts. Start one: VLLM_SER"
         ):
             VLLMServer(url, timeout=10).get("/health")
     assert impatient == [0.5, 1.0, 2.0, 4.0]
 
 
-def test_a_slow_answer_is_not_asked_for_twice(stand: tuple[Stand, str]) -> None:
+def test_a_request_that_times_out_is_not_repeated(stand: tuple[Stand, str]) -> None:
     state, url = stand
     state.delay = 0.5
     with pytest.raises(SamplerError, match=r"did not answer /weight_info within 0\.1 s. Raise timeout"):
@@ -231,5 +233,5 @@ def test_an_address_that_is_not_http_is_refused(subtests: pytest.Subtests, tmp_p
             VLLMServerSampler(address, weights_folder=tmp_path)
 
 
-def test_the_address_of_openais_interface_will_do() -> None:
+def test_the_address_may_end_in_v1() -> None:
     assert VLLMServer("http://localhost:8000/v1/", timeout=1).base_url == "http://localhost:8000"
