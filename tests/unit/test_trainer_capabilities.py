@@ -327,5 +327,3 @@ def test_rows_without_an_advantage_are_counted_as_rows_where_steps_are_split() -
     batch = dataclasses.replace(batch, rewards=torch.tensor([1.0, 2.0, 3.0, 0.0, 1.0, 2.0]))
     assert int(batch.mask[1].sum() + batch.mask[4].sum()) > 2
     assert by_hand(policy=policy)[0].update(batch)["rows/skipped_zero_advantage"] == 2.0
-
-
