@@ -42,6 +42,7 @@ CATALOGUE = ToolCatalogue(
         Tool.from_function(tool_functions.where, parameters={"type": "object", "properties": {"path": PATH}}),
         Tool.from_function(tool_functions.remember),
         Tool.from_function(tool_functions.spin),
+        Tool.from_function(tool_functions.hold),
         Tool.from_function(hostile_tools.misbehave),
         Tool.from_function(hostile_tools.misbehave, name="hang", timeout=0.4),
         Tool.from_function(tool_functions.imports),

@@ -157,6 +157,11 @@ def spin(seconds: float) -> str:
     return "done"
 
 
+def hold(number: int) -> int:
+    """Open files and leave them open."""
+    return len([os.open(os.devnull, os.O_RDONLY) for _ in range(number)])
+
+
 def imports(name: str) -> str:
     """Import a module while running."""
     return __import__(name).__name__

@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -64,13 +65,15 @@ def test_a_late_call_ends_at_its_own_timeout_or_the_executors_and_others_do_not(
 
 
 def test_waiting_for_a_turn_is_neither_late_nor_counted(executor: ToolExecutor) -> None:
-    """One after another, eight calls take longer than the timeout. None of them does."""
+    """Eight threads take turns. One after another their calls take longer than the timeout, and no call does."""
+    calls = [call("nap", seconds=0.15), call("async_nap", seconds=0.15)]
     start = time.perf_counter()
-    results = executor.run([call(tool, seconds=0.15) for tool in ("nap", "async_nap") for _ in range(8)])
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(executor.run, [calls] * 8))
     elapsed = time.perf_counter() - start
-    assert all(result.ok for result in results)
-    assert all(result.seconds >= 0.15 for result in results)
-    for kind in (results[:8], results[8:]):
+    for kind in zip(*results, strict=True):
+        assert all(result.ok for result in kind), kind
+        assert all(result.seconds >= 0.15 for result in kind)
         assert sum(result.seconds for result in kind) <= elapsed
     assert executor.run([call("unknown")])[0].seconds == 0.0
 

@@ -138,6 +138,7 @@ def test_variants_of_a_word_count_as_one(subtests: pytest.Subtests) -> None:
     for alike in (
         "convert converts converted converting conversion conversions",
         "sort sorts sorted sorting sorter",
+        "add adds added adding",
         "split splits splitting",
         "sum sums summing summed",
         "summary summaries summarise summarizes summarizing",

@@ -207,8 +207,14 @@ def test_what_one_call_changes_is_as_before_in_the_next(executor: ToolExecutor) 
     assert (after["threads"], after["pid"] == before["pid"]) == (1, False)
 
 
-def test_a_worker_without_descriptors_is_replaced(executor: ToolExecutor) -> None:
+def test_a_worker_with_more_than_half_of_its_descriptors_open_is_replaced(executor: ToolExecutor) -> None:
+    executor.run([call("misbehave", how="os_exit_7")])  # a new worker, of which no call has left anything open
     before = output_of(executor, "who")
+    output_of(executor, "hold", number=124)  # 0 to 3 are its own: 128 is the lowest free one of 256
+    assert output_of(executor, "who")["pid"] == before["pid"]
+    output_of(executor, "hold", number=1)
+    before = output_of(executor, "who")
+    assert before["descriptors"] == [0, 1, 2, 3]
     assert error_of(executor.run([call("misbehave", how="descriptor_bomb")])[0]) is ToolRaisedError
     after = output_of(executor, "who")
     assert after["descriptors"] == before["descriptors"]
