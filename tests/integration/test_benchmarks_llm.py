@@ -1,0 +1,195 @@
+"""The benchmark of language models runs, and its loops written by hand do the same mathematics as the trainer."""
+
+import ast
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.llm import HFPolicy, SamplingConfig
+from adapters.llm.sampling.samplers import SampledTokens
+from benchmarks import _bare_llm, llm_vs_trl
+from benchmarks._bare_llm import BareLoop
+from benchmarks.objective import HAS_TRL, INSTALL
+from grpo import GRPOConfig, GRPOTrainer
+from grpo.errors import GRPOWarning
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMBERS = r"  (TRL|ours|bare loop|fused bare loop) ([\d.]+)"
+
+
+def run_tiny(tmp_path: Path, *arguments: str) -> list[str]:
+    """The lines that the benchmark prints for its tiny case."""
+    command = [sys.executable, "-m", "benchmarks.llm_vs_trl", "--cases", "tiny", "--pairs", "1", *arguments]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+
+
+@pytest.mark.skipif(not HAS_TRL, reason=f"TRL is {INSTALL}")
+def test_the_language_model_benchmark_reports_times_and_arguments(tmp_path: Path) -> None:
+    case, arguments, times, *ratios = run_tiny(tmp_path, "--skip-memory")[2:]
+    assert case == "prompt 8, completion 4, group 2, 4 rows"
+    assert json.loads(arguments.partition(": ")[2])["num_generations"] == 2
+    assert [line.count(" x (") for line in ratios] == [1, 2]  # TRL; the bare loop, and the fused one
+    assert [side for side, _ in re.findall(NUMBERS, times)] == ["TRL", "ours", "bare loop", "fused bare loop"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRL, reason=f"TRL is {INSTALL}")
+def test_the_language_model_benchmark_reports_memory_from_a_process_for_each_side(tmp_path: Path) -> None:
+    memory = run_tiny(tmp_path)[-1]
+    megabytes = {side: float(number) for side, number in re.findall(NUMBERS, memory)}
+    assert list(megabytes) == ["TRL", "ours", "bare loop"]
+    assert all(100 < number < 10_000 for number in megabytes.values())
+
+
+TINY_SHAPE = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+TINY_CASE = llm_vs_trl.Case(prompt=5, completion=12, group=4, rows=12, hazard=0.15)
+
+
+def bare_loop(model: Any, knows_its_loss: bool = False) -> BareLoop:
+    return BareLoop(
+        model,
+        group_size=TINY_CASE.group,
+        max_steps=TINY_CASE.completion,
+        end_token_id=1,
+        reward=llm_vs_trl.share_of_even_tokens,
+        learning_rate=1e-3,
+        knows_its_loss=knows_its_loss,
+    )
+
+
+def test_the_bare_loop_imports_nothing_of_this_package() -> None:
+    tree = ast.parse(Path(_bare_llm.__file__).read_text(encoding="utf-8"))
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in names} == {"collections", "torch", "transformers", "typing"}
+
+
+@pytest.mark.parametrize("norm", ["below the bound", "clipped"])
+@pytest.mark.parametrize("knows_its_loss", [False, True])
+def test_the_bare_loop_and_the_trainer_have_the_same_gradient(
+    knows_its_loss: bool, norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given completions of different lengths, off-policy by as much as PPO's clip needs to act, in several blocks."""
+    monkeypatch.setattr(_bare_llm, "BLOCK", 7)
+    model = llm_vs_trl.make_model(TINY_CASE, "cpu", **TINY_SHAPE)
+    tokenizer = llm_vs_trl.make_tokenizer(TINY_SHAPE["vocab_size"])
+    prompts = llm_vs_trl.make_prompts(TINY_CASE, TINY_SHAPE["vocab_size"])
+    prompt_ids = torch.tensor(tokenizer(prompts)["input_ids"])
+    loop = bare_loop(copy.deepcopy(model), knows_its_loss)
+    torch.manual_seed(0)
+    completions, old_log_probs = loop.sample(prompt_ids)
+    completions[5] = completions[5][:1]
+    lengths = [len(row) for row in completions]
+    assert len(_bare_llm.by_length(lengths)) > 2
+    old_log_probs += 0.3 * torch.randn(old_log_probs.shape)
+    scale = {"below the bound": 0.1, "clipped": 100.0}[norm]
+    rewards = [scale * share for share in llm_vs_trl.share_of_even_tokens(completions)]
+
+    theirs = Recorder(loop.model.parameters())
+    loop.optimizer = theirs
+    loop.update(prompt_ids, completions, old_log_probs, rewards)
+    policy = HFPolicy(
+        model,
+        tokenizer,
+        sampling=SamplingConfig(max_new_tokens=TINY_CASE.completion),
+        sampler=Given(completions, old_log_probs.tolist()),
+        max_tokens_per_forward=10**9,
+    )
+    ours = Recorder(model.parameters())
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=TINY_CASE.group),
+        policy=policy,
+        reward_model=lambda states, actions: rewards,
+        optimizer=ours,
+    )
+    with pytest.warns(GRPOWarning, match="the first ratio is not 1"):
+        metrics = trainer.step(prompts)
+
+    assert 0.1 < metrics["train/clip_fraction"] < 0.9
+    assert (metrics["train/grad_norm"] > 1) == (norm == "clipped")
+    assert len(ours.gradients) == len(theirs.gradients) > 20
+    for our_gradient, their_gradient in zip(ours.gradients, theirs.gradients, strict=True):
+        assert (our_gradient - their_gradient).norm() <= 1e-5 * our_gradient.norm()
+
+
+def test_the_bare_loop_says_how_likely_what_it_draws_was() -> None:
+    """By one forward pass per row, without a cache; rows end with their end token or the limit."""
+    model = llm_vs_trl.make_model(TINY_CASE, "cpu", **TINY_SHAPE)
+    loop = bare_loop(model)
+    torch.manual_seed(1)
+    prompts = torch.randint(2, TINY_SHAPE["vocab_size"], (3, TINY_CASE.prompt))
+    completions, log_probs = loop.sample(prompts)
+    assert {len(row) < TINY_CASE.completion for row in completions} == {True, False}
+    for number, row in enumerate(completions):
+        assert (row.index(1) if 1 in row else TINY_CASE.completion - 1) == len(row) - 1
+        whole = torch.cat([prompts[number // TINY_CASE.group], torch.tensor(row)])
+        with torch.no_grad():
+            logits = model(input_ids=whole[None]).logits[0, TINY_CASE.prompt - 1 : -1]
+        expected = logits.log_softmax(1).gather(1, torch.tensor(row)[:, None])[:, 0]
+        torch.testing.assert_close(log_probs[number, : len(row)], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_bare_loop_draws_from_the_model() -> None:
+    """20,000 first tokens: each one's frequency is within five standard errors of its probability."""
+    model = llm_vs_trl.make_model(TINY_CASE, "cpu", **TINY_SHAPE)
+    model.lm_head.weight.data *= 20
+    loop = bare_loop(model)
+    loop.group_size, loop.max_steps = 20_000, 1
+    torch.manual_seed(2)
+    prompt = torch.arange(2, 7)[None]
+    completions, _ = loop.sample(prompt)
+    with torch.no_grad():
+        probs = model(input_ids=prompt).logits[0, -1].softmax(0)
+    frequencies = torch.tensor(completions)[:, 0].bincount(minlength=len(probs)) / 20_000
+    assert probs.max() > 3 * probs[2:].min()  # not all alike
+    assert ((frequencies - probs).abs() <= 5 * (probs * (1 - probs) / 20_000).sqrt()).all()
+
+
+class Recorder(torch.optim.SGD):
+    """Changes nothing, and keeps the gradients it was asked to apply."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, lr=1e-3)
+        self.gradients: list[torch.Tensor] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.gradients = [value.grad.clone() for group in self.param_groups for value in group["params"]]
+
+
+class Given:
+    """A sampler that draws what it was given."""
+
+    def __init__(self, completions: list[list[int]], log_probs: list[list[float]]) -> None:
+        cut = [numbers[: len(row)] for numbers, row in zip(log_probs, completions, strict=True)]
+        self.sampled = SampledTokens(
+            token_ids=completions,
+            finish_reasons=["end"] * len(completions),
+            behaviour_log_probs=cut,
+            policy_log_probs=cut,
+        )
+
+    def sample(self, *args: Any, **kwargs: Any) -> SampledTokens:
+        return self.sampled
+
+    def sync(self, model: Any) -> None:
+        """Nothing to take over."""
