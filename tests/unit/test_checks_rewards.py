@@ -38,7 +38,7 @@ class Reward:
 
 def test_conforming_rewards_pass_every_check(subtests):
     for reward in [right, Reward(), WeightedRewards({"right": right, "other": Reward()})]:
-        with subtests.test(reward=reward):
+        with subtests.test(reward=type(reward).__name__):
             report = check_reward_model(reward, ROW_STATES, ROW_ACTIONS, strict=True)
             expected = dict.fromkeys([rule.name for rule in REWARD_RULES], "passed")
             if not isinstance(reward, WeightedRewards):

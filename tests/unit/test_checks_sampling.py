@@ -45,10 +45,10 @@ def test_counts_by_hand():
     verdict = judged(["a"] * 60 + ["b"] * 40, fair)
     assert verdict.status == "passed"
     assert verdict.message == "100 samples in 2 cells agree with exp(log_probs): chi-square p = 0.046."
-    # 80, 10 and 10 where 50, 25 and 25 are expected: 900/50 + 2 * 225/25 = 36 with two degrees: p = exp(-18)
-    verdict = judged(["b"] * 10 + ["a"] * 80 + ["c"] * 10, {"a": 0.5, "b": 0.25, "c": 0.25})
+    # 50, 10 and 40 where 50, 30 and 20 are expected: 0 + 400/30 + 400/20 = 100/3 with two degrees: p = exp(-50/3)
+    verdict = judged(["b"] * 10 + ["a"] * 50 + ["c"] * 40, {"a": 0.5, "b": 0.3, "c": 0.2})
     assert verdict.status == "failed"
-    assert "'a' is 80 of 100 samples, 50.0 expected (chi-square p = 1.5e-08 over 3 cells)" in verdict.message
+    assert "'c' is 40 of 100 samples, 20.0 expected (chi-square p = 5.8e-08 over 3 cells)" in verdict.message
 
 
 def test_rare_and_unseen_actions_share_a_cell():

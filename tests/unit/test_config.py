@@ -297,7 +297,7 @@ def test_the_table_above_knows_every_class_and_every_field() -> None:
 
 def test_invalid_values_are_refused_and_their_field_named(subtests):
     for config in FIELDS:
-        with subtests.test(config=config):
+        with subtests.test(config=config.__name__):
             wrong = []
             for name, field in FIELDS[config].items():
                 for value in field.refused:
@@ -313,7 +313,7 @@ def test_invalid_values_are_refused_and_their_field_named(subtests):
 
 def test_values_at_the_bounds_are_accepted(subtests):
     for config in FIELDS:
-        with subtests.test(config=config):
+        with subtests.test(config=config.__name__):
             for name, field in FIELDS[config].items():
                 beside = BESIDE.get((config, name), lambda value: {})
                 for value in field.edges:
@@ -332,7 +332,7 @@ def test_dicts_and_json_round_trip(config):
 def test_unknown_keys_are_refused_by_name(subtests):
     for config in FIELDS:
         with (
-            subtests.test(config=config),
+            subtests.test(config=config.__name__),
             pytest.raises(ConfigError, match=rf"{config.__name__} has no setting 'epsilon'"),
         ):
             config.from_dict({"epsilon": 0.2})
@@ -381,7 +381,7 @@ def test_an_invalid_value_of_a_part_names_the_part():
 
 def test_settings_are_frozen_take_keywords_only_and_are_equal_by_value(subtests):
     for config in FIELDS:
-        with subtests.test(config=config):
+        with subtests.test(config=config.__name__):
             for field in dataclasses.fields(config):
                 with pytest.raises(dataclasses.FrozenInstanceError):
                     setattr(config(), field.name, getattr(config(), field.name))
@@ -477,7 +477,7 @@ def test_bounds_are_in_order(subtests):
         (EntropyControl, "coef_min", "coef_max", 1.0),
     ]
     for config, low, high, default_high in cases:
-        with subtests.test(config=config, low=low, high=high, default_high=default_high):
+        with subtests.test(config=config.__name__, low=low, high=high, default_high=default_high):
             assert getattr(config(**{low: 0.03, high: 0.03}), low) == 0.03
             with pytest.raises(
                 ConfigError, match=rf"{config.__name__}\.{low}=6\.0 must not exceed {high}={default_high}"
@@ -487,7 +487,7 @@ def test_bounds_are_in_order(subtests):
 
 def test_a_bound_that_is_none_is_in_order_with_any_other(subtests):
     for config in [Truncate, Mask]:
-        with subtests.test(config=config):
+        with subtests.test(config=config.__name__):
             assert config(low=6.0, high=None).low == 6.0
             assert config(low=None, high=0.1).high == 0.1
 

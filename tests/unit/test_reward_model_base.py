@@ -40,7 +40,7 @@ def test_a_function_is_called_by_its_own_name_or_its_types(subtests: pytest.Subt
         (Counting(), "Counting"),
     ]
     for function, name in cases:
-        with subtests.test(function=function, name=name):
+        with subtests.test(name=name):
             assert reward_name(RewardFunction(function)) == name
             assert repr(RewardFunction(function)) == name
 

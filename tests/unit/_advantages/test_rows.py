@@ -257,12 +257,12 @@ def weights_by_scipy(means: np.ndarray, ddof: int) -> np.ndarray:
 
 
 def test_beta_against_scipy(subtests):
-    cases_1 = [
+    batches = [
         [[1, 0, 0, 1], [1, 0, 0, 0], [1, 1, 1, 0]],
         [[1, 0, 0, 1], [0, 0], [1, 1, 1], [1, 0, 0]],  # two dead groups, which count in the fit
         [[0.2, 0.4, 0.9], [0.0, 0.05], [0.7, 0.8, 0.6, 0.5], [1.0, 0.0]],
     ]
-    for std_ddof, groups in itertools.product([0, 1], cases_1):
+    for std_ddof, groups in itertools.product([0, 1], batches):
         with subtests.test(groups=groups, std_ddof=std_ddof):
             rewards = double([r for group in groups for r in group])
             group_ids = ids(*(g for g, group in enumerate(groups) for _ in group))
