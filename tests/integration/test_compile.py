@@ -16,7 +16,7 @@ import torch
 from grpo import Mask, ObjectiveConfig, ObjectiveInputs, Truncate, grpo_objective, step_weights
 from grpo.surrogates import SURROGATES
 
-backend = sys.argv[1]
+backend, both = sys.argv[1], len(sys.argv) > 2
 torch.manual_seed(0)
 mask = torch.arange(6) < torch.tensor([[6], [3], [0], [4]])
 old = -0.1 - torch.rand(4, 6)
@@ -55,7 +55,7 @@ for number, (name, kind) in enumerate(SURROGATES.items()):
         (ObjectiveConfig(surrogate=kind(), kl_coef=0.1), old),
         (ObjectiveConfig(surrogate=kind(**other_level), **terms[number % 3]), old if number % 2 else None),
     ]
-    for config, old_log_probs in cases[: 1 if backend == "inductor" else 2]:
+    for config, old_log_probs in cases if both else cases[number % 2 : number % 2 + 1]:
         expected, found = both_ways(config, old_log_probs)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7, msg=lambda m: f"{config}: {m}")
     print(name)
@@ -73,6 +73,11 @@ def output_of(script: str, *arguments: str) -> str:
 def test_every_surrogate_and_every_term_is_one_graph() -> None:
     """Traced and differentiated by the compiler, which leaves out only the generation of machine code."""
     assert output_of(OBJECTIVE, "aot_eager").split() == SURROGATES
+
+
+@pytest.mark.slow
+def test_every_surrogate_is_one_graph_in_two_configurations() -> None:
+    assert output_of(OBJECTIVE, "aot_eager", "both").split() == SURROGATES
 
 
 @pytest.mark.slow

@@ -1,0 +1,29 @@
+"""Examples, run as a user runs them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMBER = r"\d+\.\d+"
+
+
+def run_example(name: str, *arguments: str, folder: Path) -> str:
+    """What `python -m examples.NAME` prints, started in `folder`: nothing may depend on where it is run from."""
+    return example_process(name, *arguments, folder=folder).stdout
+
+
+def example_process(name: str, *arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """The same with what it writes to its standard error, where progress is shown."""
+    process = subprocess.run(
+        [sys.executable, "-W", "error", "-m", f"examples.{name}", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    return process
