@@ -74,6 +74,13 @@ def test_other_settings_than_the_defaults_round_trip_through_json():
             assert getattr(GRPOConfig.from_dict(written).objective, place) == held
 
 
+def test_the_kl_coefficient_is_the_one_that_is_set_and_else_depends_on_a_reference():
+    for has_reference, default in [(True, 0.04), (False, 0.0)]:
+        assert ObjectiveConfig().kl_coef_with(has_reference=has_reference) == default
+        for coef in (0.0, 0.3):
+            assert ObjectiveConfig(kl_coef=coef).kl_coef_with(has_reference=has_reference) == coef
+
+
 def test_equal_ones_are_equal_and_hash_alike_and_others_are_not():
     for kind, other in OTHER.items():
         assert other != kind()

@@ -76,6 +76,7 @@ def test_what_was_never_measured_has_no_average() -> None:
 def test_the_history_is_bounded() -> None:
     assert told(*THREE).reward_history == [1.0, 3.0, 2.0]
     assert told(*THREE, history=2).reward_history == [3.0, 2.0]
+    assert told(*THREE, history=1).reward_history == [2.0]
 
 
 def test_reset_is_a_new_start() -> None:

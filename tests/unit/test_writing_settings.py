@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import sys
 from typing import Literal
 
 import pytest
@@ -92,6 +93,7 @@ def test_what_is_not_allowed_is_named(subtests):
 
 
 def test_an_integer_too_large_for_a_float_is_a_config_error():
+    assert Outer(limit=sys.float_info.max).limit == sys.float_info.max
     with pytest.raises(ConfigError, match=r"Outer\.limit"):
         Outer(limit=10**400)
 
