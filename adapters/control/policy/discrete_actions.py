@@ -58,7 +58,7 @@ class Categorical:
         return self.mode(parameters + noise, allowed)
 
     def mode(self, parameters: Float[Tensor, "n K"], allowed: Bool[Tensor, "n K"] | None = None) -> Int64[Tensor, " n"]:
-        """The most likely category. Of several, the first one."""
+        """The most likely category. Ties go to the first one."""
         possible = self._checked(parameters, allowed)
         return (parameters if possible is None else parameters.masked_fill(~possible, -torch.inf)).argmax(-1)
 
