@@ -30,11 +30,11 @@ NUMBER = re.compile(_NUMBER)
 MARKED = re.compile("####" + _ADORNED.replace("SPACE", r"[^\S\n]") + _NUMBER + r"(?!\.[^\S\n]+\w)")
 """`#### n` in one line, as at the end of GSM8K's solutions. A heading such as `#### 1. Understand` does not match."""
 BOXED = re.compile(r"\\boxed\s*\{" + _ADORNED.replace("SPACE", r"\s") + _NUMBER)
-r"""`\boxed{n}`"""
+r"""An answer in a box: `\boxed{n}`."""
 STATED = re.compile(
     r"(?i:\banswer[\s*_]*(?:is\b|equals\b|would\s+be\b|[:=]))" + _ADORNED.replace("SPACE", r"\s") + _NUMBER
 )
-"""`The answer is n`, `Answer: n`"""
+"""A stated answer: `The answer is n` or `Answer: n`."""
 
 
 def extract_answer(text: str) -> Decimal | None:

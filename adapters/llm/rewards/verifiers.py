@@ -36,7 +36,7 @@ class Between(Settings):
     """Mark after the text."""
 
     def __call__(self, text: str) -> str | None:
-        """The part of the text."""
+        """Return the text between the marks."""
         before_end, end, _ = text.rpartition(self.end)
         _, start, part = before_end.rpartition(self.start)
         return part if start and end else None
@@ -213,7 +213,7 @@ class PerToken(Settings):
     """Maximum number of tokens that count. None counts all."""
 
     def __call__(self, action: Completion) -> float:
-        """amount * min(number of tokens, max_tokens)"""
+        """The reward: amount * min(number of tokens, max_tokens)."""
         return self.amount * (len(action) if self.max_tokens is None else min(len(action), self.max_tokens))
 
 

@@ -28,7 +28,7 @@ from .sampling_config import SamplingConfig
 from .token_draw import TokenDraw
 
 MOST_ENDED = 1 / 8
-"""Share of finished rows in the batch before they are removed. Removing rows copies the cache of the other rows."""
+"""Finished rows are removed when they are at least this share of the batch. Removing them copies the cache of the others."""
 
 
 class StopStrings:

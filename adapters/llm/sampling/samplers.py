@@ -11,12 +11,12 @@ from .sampling_config import SamplingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """Samples of N rows, group by group. Each field is a list of N entries with one value per token."""
+    """Samples of N rows, group by group. Each field has one entry per row."""
 
     token_ids: Sequence[Sequence[int]]
     """The tokens of each row, including an end-of-sequence token if there is one."""
     finish_reasons: Sequence[FinishReason]
-    """Why each row ended."""
+    """Why each row ended: at an end-of-sequence token, at a stop string, or at the limit of new tokens."""
     behaviour_log_probs: Sequence[Sequence[float]]
     """Log-probs under the sampling distribution, with temperature, penalties and truncation."""
     policy_log_probs: Sequence[Sequence[float]] | None = None

@@ -161,22 +161,23 @@ LONG_TEXTS = {
 
 
 def seconds_to_reward(text: str) -> float:
-    """Processor time of both rewards: the smaller of two measurements."""
+    """Processor time of both rewards."""
     action = Completion(token_ids=(), text=text, finish_reason="length")
-    found = []
-    for _ in range(2):
-        begin = time.process_time()
-        for rewards in (correctness_first(), hybrid_reward()):
-            rewards.compute_rewards([{"prompt": "", "answer": "1"}], [action])
-        found.append(time.process_time() - begin)
-    return min(found)
+    begin = time.process_time()
+    for rewards in (correctness_first(), hybrid_reward()):
+        rewards.compute_rewards([{"prompt": "", "answer": "1"}], [action])
+    return time.process_time() - begin
 
 
 def test_time_grows_linearly_with_the_length_of_a_text(subtests: pytest.Subtests) -> None:
-    """A text 8 times as long may take 8 times as long, and 64 times if the time were quadratic: 24 is between the two."""
+    """A text 8 times as long takes 8 times as long, or 64 times if the time is quadratic. 24 is between the two.
+
+    One of three measurements must be below, because other processes may disturb a measurement.
+    """
     for kind, text in LONG_TEXTS.items():
         with subtests.test(kind=kind):
-            assert seconds_to_reward(text(16_000)) < 24 * seconds_to_reward(text(2_000))
+            ratios = (seconds_to_reward(text(16_000)) / seconds_to_reward(text(2_000)) for _ in range(3))
+            assert any(ratio < 24 for ratio in ratios)
 
 
 # --- rows

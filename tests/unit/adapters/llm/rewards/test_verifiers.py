@@ -109,21 +109,14 @@ def test_tags_pattern_takes_linear_time() -> None:
     verifier = RegexMatch(pattern=tags_pattern("think", "answer"), how="full")
 
     def seconds(length: int) -> float:
-        """Processor time of four texts: the smaller of two measurements."""
-        found = []
-        for _ in range(2):
-            begin = time.process_time()
-            for text in (
-                "<think>" * (length // 7),
-                "<think>" + " " * length,
-                "<think>a</think>" + "\n" * length,
-                "<" * length,
-            ):
-                assert verifier(text) == 0.0
-            found.append(time.process_time() - begin)
-        return min(found)
+        """Processor time of four texts."""
+        texts = ["<think>" * (length // 7), "<think>" + " " * length, "<think>a</think>" + "\n" * length, "<" * length]
+        begin = time.process_time()
+        assert [verifier(text) for text in texts] == [0.0] * 4
+        return time.process_time() - begin
 
-    assert seconds(48_000) < 24 * seconds(6_000)  # 8 times as long: linear time is 8, quadratic time 64 times as much
+    # 8 times as long takes 8 times as long, or 64 times if the time is quadratic; other processes may disturb a measurement
+    assert any(seconds(48_000) < 24 * seconds(6_000) for _ in range(3))
 
 
 def test_tags_pattern_refuses_wrong_tags(subtests: pytest.Subtests) -> None:

@@ -145,7 +145,7 @@ def test_both_loops_draw_the_same_tokens(subtests: pytest.Subtests) -> None:
         with subtests.test(setting=setting):
             config = SamplingConfig(max_new_tokens=10, **SETTINGS[setting])
             own, theirs = (
-                sample(tiny_model(), config, size=6, with_entropy=True, loop=loop) for loop in ("own", "generate")
+                sample(tiny_model(), config, size=2, with_entropy=True, loop=loop) for loop in ("own", "generate")
             )
             assert_same(theirs, own)
 
@@ -365,7 +365,7 @@ def test_stop_strings_are_ignored_before_the_minimum(subtests: pytest.Subtests) 
                 tiny_model(), SamplingConfig(max_new_tokens=12, stop=strings, min_new_tokens=5), size=8, loop=loop
             )
             assert min(map(len, early.token_ids)) == 1
-            assert min(map(len, late.token_ids)) >= 5
+            assert min(map(len, late.token_ids)) == 5
 
 
 def test_a_stop_string_can_span_several_tokens() -> None:
