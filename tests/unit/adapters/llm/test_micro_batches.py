@@ -11,7 +11,7 @@ from adapters.llm.micro_batches import FORWARD_COST, plan_by_tokens
 def positions(
     part: Sequence[int], prompts: Sequence[int], of_row: Sequence[int], lengths: Sequence[int], shares: bool
 ) -> int:
-    """Of one pass, padding included: K max P + R max T where prompts are shared, R max(P + T) else."""
+    """Positions of one pass with padding: K max P + R max T if prompts are shared, R max(P + T) otherwise."""
     if not shares:
         return len(part) * max(prompts[of_row[row]] + lengths[row] for row in part)
     used = {of_row[row] for row in part}
@@ -38,7 +38,7 @@ def test_every_plan_is_a_partition_within_budget_and_no_worse_than_simple_plans(
 
     assert sorted(row for part in plan for row in part) == list(range(len(of_row)))
     assert all(size(part) <= budget or len(part) == 1 for part in plan)
-    for part in plan:  # rows of a prompt stand together
+    for part in plan:  # rows of a prompt are adjacent
         changes = sum(of_row[first] != of_row[second] for first, second in itertools.pairwise(part))
         assert changes == len({of_row[row] for row in part}) - 1
     cost = sum(size(part) + FORWARD_COST for part in plan)
@@ -49,7 +49,7 @@ def test_every_plan_is_a_partition_within_budget_and_no_worse_than_simple_plans(
 
 
 def test_rows_stay_together_if_a_pass_costs_more_than_padding() -> None:
-    # together 1 * 10 + 4 * 20 = 90 positions, and one forward; nothing that splits can pay 256 more
+    # together 1 * 10 + 4 * 20 = 90 positions; a split would cost 256 for another pass
     assert plan_by_tokens([10], [0] * 4, [20, 1, 5, 20], 1000, shares_prompts=True) == [[0, 3, 2, 1]]
 
 

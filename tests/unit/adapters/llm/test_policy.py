@@ -22,7 +22,7 @@ from tests.support.llm_models import (
 )
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning",  # transformers renames it; PEFT asks for it
+    "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
 )
 
 TOKENIZER = character_tokenizer()
@@ -38,7 +38,7 @@ def test_sampled_actions_have_texts_finish_reasons_log_probs_and_metrics() -> No
     assert sampled.mask.sum(1).tolist() == [len(action) for action in rows]
     for row, action in enumerate(rows):
         spelled = "".join(CHARACTERS[token - 2] for token in action.token_ids if token not in (PAD, END))
-        assert action.text == spelled  # a stop string included, special tokens left out
+        assert action.text == spelled  # with the stop string, without special tokens
         assert (action.text[-1:] in ("1", "a")) == (action.finish_reason == "stop")
         assert sampled.behaviour_log_probs is not None
         assert action.behaviour_log_probs is not None
@@ -91,7 +91,7 @@ def test_texts_chats_and_rows_with_the_same_prompt_give_the_same_completions() -
 
 
 class Told:
-    """A sampler that says what it is told to, and remembers what it was asked."""
+    """A sampler that returns given samples and records its arguments."""
 
     def __init__(self, sampled: SampledTokens) -> None:
         self.sampled = sampled
@@ -118,7 +118,7 @@ def test_another_sampler_gets_the_prompts_and_the_weights() -> None:
     assert (sampler.asked["size"], sampler.asked["ends"]) == (2, [END])
     assert len(set(sampler.asked["seeds"])) == 2
     assert all(0 <= seed < 2**63 for seed in sampler.asked["seeds"])
-    assert sampled.scores is None  # it cannot tell what the policy would say
+    assert sampled.scores is None  # this sampler has no log-probs under the policy
     assert sampled.behaviour_log_probs is not None
     assert sampled.behaviour_log_probs.tolist() == [[-1, -2], [-3, 0]]
     assert sampled.actions == [
@@ -131,7 +131,7 @@ def test_another_sampler_gets_the_prompts_and_the_weights() -> None:
     assert sampler.synced == [policy.model]
 
 
-# What ends a completion
+# End tokens
 
 
 def asked_ends(tokenizer: Any = TOKENIZER, model: Any = None, **options: Any) -> list[int]:
@@ -167,13 +167,13 @@ def test_a_tokenizer_needs_no_padding_token() -> None:
     assert torch.equal(found.mask, policy_of().sample_actions(STATES, 2).mask)
 
 
-# Room
+# Length of prompts
 
 
 def test_prompts_that_are_too_long_are_refused_before_sampling(subtests: pytest.Subtests) -> None:
     for family in ("qwen3", "gpt2"):
         with subtests.test(family=family):
-            policy = policy_of(tiny_model(family), max_new_tokens=10)  # of 64 positions: prompts of 54 tokens fit
+            policy = policy_of(tiny_model(family), max_new_tokens=10)  # of 64 positions, so prompts of 54 tokens fit
             assert len(policy.generate_actions(["a" * 54], 1)) == 1
             with pytest.raises(ContractError, match=r"64 positions; those at \[1\] need \[65\]"):
                 policy.generate_actions(["a" * 54, "a" * 55], 1)

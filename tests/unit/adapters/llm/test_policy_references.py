@@ -23,7 +23,7 @@ from tests.support.llm_models import (
 )
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning",  # transformers renames it; PEFT asks for it
+    "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
 )
 
 TOKENIZER = character_tokenizer()
@@ -47,7 +47,7 @@ def test_the_reference_of_an_adapter_is_the_base_model() -> None:
 
 
 def test_a_reference_model_is_frozen_and_may_have_another_architecture(subtests: pytest.Subtests) -> None:
-    """One with sliding windows, whose cache cannot be shared as the policy's is."""
+    """Mistral has sliding windows, so its cache cannot be shared, but the policy's can."""
     for family in ("qwen3", "mistral"):
         with subtests.test(family=family):
             model = tiny_model("llama")
@@ -105,7 +105,7 @@ def test_train_eval_and_to_apply_to_the_models() -> None:
 
 
 def test_the_reference_has_no_dropout_and_frozen_parts_stay_frozen() -> None:
-    """Whatever mode the policy is in; PEFT trains all of an adapter again when it is switched back on."""
+    """In training mode too. PEFT makes all parts of an adapter trainable when it is switched on again."""
     model = get_peft_model(
         tiny_model(), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False)
     )

@@ -31,7 +31,7 @@ from tests.support.llm_models import (
 )
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning",  # transformers renames it; PEFT asks for it
+    "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
 )
 
 TOKENIZER = character_tokenizer()
@@ -69,7 +69,7 @@ def test_truncated_completions_can_be_masked() -> None:
     )
     shapes = forward_shapes(policy.model)
     policy.score_groups(STATES, sampled.actions)
-    assert shapes[1][1] == max(expected) - 1 < 19  # those left out are the longest, and are not forwarded
+    assert shapes[1][1] == max(expected) - 1 < 19  # the masked completions are the longest, and are not forwarded
 
 
 def test_the_exact_entropy_is_computed_on_request() -> None:
@@ -131,7 +131,7 @@ def test_gradients_agree_with_finite_differences(subtests: pytest.Subtests) -> N
 
 
 def test_tokens_are_scored_as_they_were_sampled_and_never_tokenized_again() -> None:
-    """ "a", "b" and "ab" are tokens: the text of (a, b) would be tokenized as one."""
+    """The vocabulary has "a", "b" and "ab", so the text of the tokens (a, b) would be tokenized as one token."""
     vocabulary = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "ab": 4}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="a", prepend_scheme="never", split=False)
@@ -208,7 +208,7 @@ def test_gradient_checkpointing_does_not_change_the_gradient_and_warns_once(
     assert relative_difference(found, expected) < FLOAT32_GRADIENT
     shapes = forward_shapes(model)
     policy.score_actions(["abcd"] * 3, ROWS)
-    policy.eval().score_actions(["abcd"] * 3, ROWS)  # nothing is run again there: prompts are shared
+    policy.eval().score_actions(["abcd"] * 3, ROWS)  # in evaluation mode, prompts are shared
     assert shapes == [(3, 4 + 4), (1, 4), (3, 3)]
 
 

@@ -36,7 +36,7 @@ from tests.support.llm_models import (
 )
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning",  # transformers renames it; PEFT asks for it
+    "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
 )
 
 TOKENIZER = character_tokenizer()

@@ -13,7 +13,9 @@ from adapters.llm.model.shared_prompts import hidden_with_shared_prompts
 from adapters.llm.model.token_log_probs import token_log_probs
 from benchmarks._memory import peak_extra_memory
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # PEFT uses the old name
 
 
 HIDDEN, ROWS, STEPS, RANK = 16, 16, 40, 2
@@ -53,7 +55,7 @@ def model_of(vocabulary_size: int, trained: Trained) -> Any:
 
 
 def peak_of_scoring(vocabulary_size: int, trained: Trained, *, with_entropy: bool) -> int:
-    """Bytes beyond the weights, of one scoring pass with its gradient."""
+    """Peak bytes of one scoring pass with its gradient, without the weights."""
     model = model_of(vocabulary_size, trained)
     lm = CausalLM(model)
     prompts = [[1, 2, 3], [4, 5, 6]]

@@ -119,7 +119,7 @@ def test_models_that_are_not_decoders_with_a_head_are_refused() -> None:
             CausalLM(model)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT uses the old name
 def test_adapters_in_layers_are_unwrapped_and_virtual_tokens_are_refused() -> None:
     adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
     lm = CausalLM(adapted)
@@ -157,7 +157,7 @@ def test_gradient_checkpointing_counts_in_training_mode_only() -> None:
 
 def test_the_maximum_sequence_length_is_read_from_the_config() -> None:
     assert CausalLM(tiny_model("qwen3")).max_positions == 64
-    assert CausalLM(tiny_model("gpt2", n_positions=32)).max_positions == 32  # by another name
+    assert CausalLM(tiny_model("gpt2", n_positions=32)).max_positions == 32  # GPT-2 calls it n_positions
     assert CausalLM(tiny_model("mamba")).max_positions is None
 
 

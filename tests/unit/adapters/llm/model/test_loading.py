@@ -31,7 +31,7 @@ from tests.support.llm_models import (
 )
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.*:FutureWarning",  # transformers renames it; PEFT asks for it
+    "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
 )
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -74,7 +74,7 @@ def disturb(model: Any) -> None:
 def test_a_model_and_its_tokenizer_are_loaded_from_a_folder(folder: Path) -> None:
     policy = HFPolicy.from_pretrained(folder, sampling=SamplingConfig(max_new_tokens=4), exact_entropy=True)
     torch.testing.assert_close(logits(policy.model), logits(base_model()))
-    assert policy.model.dtype == torch.float32  # as it was saved
+    assert policy.model.dtype == torch.float32  # the saved data type
     assert policy.tokenizer.eos_token_id == END
     assert policy.sampling.max_new_tokens == 4
     assert policy.sample_actions(["1+1="], 2).scores.entropy is not None
@@ -100,7 +100,7 @@ def test_lora_is_added_with_defaults_or_with_a_config(folder: Path) -> None:
     adapted = {name.split(".")[-1] for name, part in model.named_modules() if hasattr(part, "lora_A")}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert all("lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    torch.testing.assert_close(logits(model), logits(base_model()))  # still neutral
+    torch.testing.assert_close(logits(model), logits(base_model()))  # the adapter changes nothing yet
     own, _ = load_model(folder, lora=LoraConfig(r=2, target_modules=["q_proj"]))
     assert own.peft_config["default"].r == 2
     assert not isinstance(load_model(folder, lora=False)[0], PeftModel)
@@ -155,7 +155,7 @@ def test_an_adapter_is_saved_and_loaded_with_its_base_for_more_training(folder: 
     policy.save_pretrained(tmp_path / "adapter")
     written = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= written
-    assert "model.safetensors" not in written  # its own weights only
+    assert "model.safetensors" not in written  # only the adapter is saved
     again = HFPolicy.from_pretrained(tmp_path / "adapter")
     assert isinstance(again.model, PeftModel)
     torch.testing.assert_close(logits(again.model), logits(policy.model), rtol=0, atol=FLOAT32_LOG_PROB)
@@ -173,7 +173,7 @@ def test_a_merged_model_is_saved_as_a_plain_model(folder: Path, tmp_path: Path) 
     torch.testing.assert_close(logits(again.model), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(
         logits(policy.model), expected, rtol=0, atol=FLOAT32_LOG_PROB
-    )  # which itself has not changed
+    )  # the policy's own model has not changed
     plain = HFPolicy.from_pretrained(folder)
     plain.save_pretrained(tmp_path / "plain", merge=True)  # nothing to merge
     torch.testing.assert_close(

@@ -23,8 +23,8 @@ from adapters.llm.model.merged_weights import merged_weights
 from grpo.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT asks transformers for it
-    "ignore:.*ensure_weight_tying:UserWarning",  # PEFT suspects what is refused here
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",  # PEFT uses the old name
+    "ignore:.*ensure_weight_tying:UserWarning",  # PEFT warns of what the test refuses
 )
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -82,7 +82,7 @@ def test_merged_weights_in_a_plain_model_give_the_adapted_logits(kind: str) -> N
     other = copy.deepcopy(plain)
     model = adapted(plain, **options)
     expected = logits(model)
-    assert (expected - before).abs().max() > 0.05  # there is something to merge
+    assert (expected - before).abs().max() > 0.05  # the adapter has an effect
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     other.load_state_dict(dict(merged_weights(model)), strict=True)
@@ -113,7 +113,7 @@ def test_disabled_or_merged_adapters_give_the_weights_of_the_base() -> None:
 
 
 def test_weights_of_experts_have_the_names_of_their_checkpoint(tmp_path: Any) -> None:
-    """In memory all experts are one tensor; checkpoints, and engines that read them, have one per expert."""
+    """In memory, all experts are one tensor. Checkpoints, and engines that read them, have one tensor per expert."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16, "vocab_size": 24}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 1}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_attention_heads=2, initializer_range=0.2, **sizes, **experts)).eval()
@@ -140,7 +140,7 @@ def test_an_adapter_on_one_of_two_tied_weights_is_refused(subtests: pytest.Subte
 
 @pytest.fixture
 def four_bit(tmp_path: Any) -> Any:
-    """A model in NF4, computing in float32, and the plain one that has the dequantised weights."""
+    """A model with weights in NF4 that computes in float32."""
     pytest.importorskip("bitsandbytes")
     qwen(hidden_size=64, intermediate_size=128, head_dim=32).save_pretrained(tmp_path)
     quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
@@ -150,7 +150,7 @@ def four_bit(tmp_path: Any) -> Any:
 @pytest.mark.filterwarnings("ignore")
 def test_four_bit_weights_are_dequantised_and_merged(four_bit: Any) -> None:
     model = adapted(four_bit, target_modules=["q_proj", "up_proj"])
-    logits(model)  # on some processors evaluation keeps the weights in another order, and multiplies in bfloat16
+    logits(model)  # on some processors, evaluation packs the weights and multiplies in bfloat16
     other = qwen(hidden_size=64, intermediate_size=128, head_dim=32)
     other.load_state_dict(dict(merged_weights(model)), strict=True)
     torch.testing.assert_close(logits(other), logits(model.train()), rtol=1e-4, atol=1e-5)

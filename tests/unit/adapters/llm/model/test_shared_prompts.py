@@ -26,7 +26,7 @@ from tests.support.llm_models import (
 
 TOKENIZER = character_tokenizer()
 STATES = ["12+30=?", "abc", "1+1=", "z"]
-LENGTHS = [[5, 0, 9], [1, 3], [12, 1, 2, 7], [0]]  # uneven groups, rows of no token and of one
+LENGTHS = [[5, 0, 9], [1, 3], [12, 1, 2, 7], [0]]  # groups of different sizes, with rows of 0 and 1 tokens
 
 
 def groups() -> list[list[Completion]]:

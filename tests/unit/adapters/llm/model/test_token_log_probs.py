@@ -10,7 +10,7 @@ from adapters.llm.model.token_log_probs import blocks, token_log_probs
 
 
 class Wrapped(nn.Module):
-    """A head that is no plain linear layer."""
+    """A head that is not a plain linear layer."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -141,11 +141,13 @@ def test_blocks_cover_every_position_once() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert [(b.start, b.stop) for b in blocks(7, module.BLOCK_BYTES // (4 * 3), cpu)] == [(0, 3), (3, 6), (6, 7)]
     assert [(b.start, b.stop) for b in blocks(7, module.GPU_BLOCK_BYTES // (4 * 4), gpu)] == [(0, 4), (4, 7)]
-    assert [(b.start, b.stop) for b in blocks(2, 10**12, cpu)] == [(0, 1), (1, 2)]  # one position at least
-    assert [(b.start, b.stop) for b in blocks(0, 10, cpu)] == [(0, 0)]  # so that nothing at all has a gradient of 0
+    assert [(b.start, b.stop) for b in blocks(2, 10**12, cpu)] == [(0, 1), (1, 2)]  # a block has at least one position
+    assert [(b.start, b.stop) for b in blocks(0, 10, cpu)] == [
+        (0, 0)
+    ]  # one empty block, so that the gradient is 0 and not missing
 
 
-def test_no_position_has_a_gradient_of_zero(subtests: pytest.Subtests) -> None:
+def test_without_positions_the_gradient_of_the_head_is_zero(subtests: pytest.Subtests) -> None:
     for wrapped in [False, True]:
         with subtests.test(wrapped=wrapped):
             linear = nn.Linear(4, 6)

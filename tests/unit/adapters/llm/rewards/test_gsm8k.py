@@ -50,8 +50,8 @@ ANSWERS = [
     (r"#### \boxed{18}", "18"),
     ("#### 5\nno, wait\n#### 6\nThat was 7.", "6"),
     ("#### 5\n#### none", "5"),
-    ("#### Answer: 6, in 7 steps", "6"),  # nothing behind the mark: "answer:" decides
-    ("####\n6, then 7", "7"),  # not in its line
+    ("#### Answer: 6, in 7 steps", "6"),  # no number follows the mark, so "answer:" counts
+    ("####\n6, then 7", "7"),  # the number is not in the line of the mark
     ("#### 72\n#### 12. In short", "72"),  # a heading
     ("#### 1,234. In short: $7", "7"),
     # boxed
@@ -279,7 +279,7 @@ HYBRID_PARTS = [
     ("60 + 12 = 72", 0.6, 0, 0.2, 0, 0, 0.1, 0.1),  # + and =
     ("$60+$12=72", 0.6, 0, 0.2, 0, 0, 0.1, 0.1),
     ("x = 72", 0.6, 0, 0.1, 0, 0, 0.1, 0),
-    ("+ - * / = total each times sum left", 0.3, 0, 0.5, 0, 0, 0, 0),  # ten signs count as five
+    ("+ - * / = total each times sum left", 0.3, 0, 0.5, 0, 0, 0, 0),  # all ten signs, but at most five count
     ("Then each of 3 * 4 = 12 has 6 / 1 = 6 left, so the total is 72\n#### 72", 0.6, 0.2, 0.5, 0.3, 0.15, 0.1, 0.1),
 ]
 

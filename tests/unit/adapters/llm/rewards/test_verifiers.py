@@ -66,7 +66,7 @@ REGEX_MATCHES = [
     ({"pattern": r"= (\d+)", "column": "answer"}, "= 3, no: = 4 ", 1.0),
     ({"pattern": r"= (\d+)", "column": "answer"}, "= 4, no: = 3", 0.0),
     ({"pattern": r"= (\d+)", "column": "answer"}, "4", 0.0),
-    ({"pattern": r"= (\d+)?", "column": "answer"}, "= ", 0.0),  # the group took no part
+    ({"pattern": r"= (\d+)?", "column": "answer"}, "= ", 0.0),  # the group did not match
     ({"pattern": r"= (?P<n>\s*\d+)", "column": "answer", "group": "n"}, "=  4", 1.0),
     ({"pattern": r"\d+", "column": "answer", "group": 0}, "4", 1.0),
     ({"pattern": r"= (\d+)", "column": "nothing"}, "= 4", None),

@@ -168,7 +168,7 @@ def test_every_family_is_sampled_as_it_is_scored(subtests: pytest.Subtests) -> N
 def test_the_importance_weight_under_truncation_is_the_probability_that_truncation_keeps(
     subtests: pytest.Subtests,
 ) -> None:
-    """E_mu[pi / mu] is pi's mass where mu > 0. It is below 1, because no weight stands for tokens that are never drawn."""
+    """E_mu[pi / mu] is pi's mass where mu > 0. It is below 1, because tokens that are never drawn have no weight."""
     for setting in ["top-k", "top-p", "min-p"]:
         with subtests.test(setting=setting):
             config = SamplingConfig(max_new_tokens=6, **SETTINGS[setting])

@@ -57,7 +57,7 @@ EXACT = [
 ]
 
 
-def test_only_a_positive_temperature_alone_samples_from_the_policy(subtests: pytest.Subtests) -> None:
+def test_tokens_are_drawn_from_the_policy_if_only_a_positive_temperature_is_set(subtests: pytest.Subtests) -> None:
     for changes, is_exact in EXACT:
         with subtests.test(changes=changes):
             assert SamplingConfig(**changes).is_exact is is_exact

@@ -56,13 +56,13 @@ def test_log_probs_and_entropy_are_those_of_the_softmax_for_any_size(subtests: p
             expected = (running <= uniforms[:, None]).sum(1).clamp(max=size - 1)
             margin = (running - uniforms[:, None]).abs().amin(
                 1
-            ) > 1e-6  # nearer than float32 can tell, both neighbours are right
+            ) > 1e-6  # closer than float32 resolves, both neighbours are right
             assert margin.sum() > 50
             assert torch.equal(tokens[margin], expected[margin])
 
 
 def test_a_token_of_probability_zero_is_never_drawn(subtests: pytest.Subtests) -> None:
-    """Neither at the edges, where all but one token are impossible, nor where whole blocks are."""
+    """All tokens but one are impossible, and with them whole blocks."""
     for size, uniform in [(3, 0.0), (BLOCK, 0.5), (BLOCK, UNDER_ONE), (3 * BLOCK - 7, 0.0), (3 * BLOCK - 7, UNDER_ONE)]:
         with subtests.test(size=size, uniform=uniform):
             logits = torch.full((size, size), -math.inf)
@@ -98,7 +98,7 @@ def test_many_draws_follow_the_distribution(subtests: pytest.Subtests) -> None:
             expected = logits.double().softmax(1).squeeze(0).numpy() * len(uniforms)
             counts = np.bincount(tokens.numpy(), minlength=size)
             assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-3
-            # ... and the test can tell: it would not pass for a distribution that is a little flatter
+            # the test has power: it fails for a slightly flatter distribution
             flatter = (0.8 * logits).double().softmax(1).squeeze(0).numpy() * len(uniforms)
             assert stats.chisquare(counts, flatter * counts.sum() / flatter.sum()).pvalue < 1e-6
 
@@ -126,7 +126,7 @@ def test_xtc_keeps_one_of_equally_likely_top_choices() -> None:
     assert probs[:2].tolist() == [0, 0]
 
 
-# What shapes the distribution
+# Settings that change the distribution
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -155,7 +155,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def test_each_setting_draws_from_its_distribution_and_reports_it(subtests: pytest.Subtests) -> None:
-    """Three steps of 50 rows; each token is the one that the row's own random number picks from the distribution."""
+    """Three steps of 50 rows. Each token is the one that the row's own random number selects from the distribution."""
     for shape in SHAPES:
         with subtests.test(shape=shape):
             config = SamplingConfig(max_new_tokens=3, **SHAPES[shape])
@@ -196,7 +196,7 @@ def test_a_repetition_penalty_by_hand() -> None:
 
 
 def test_the_repetition_penalty_ignores_the_prompts_of_other_rows() -> None:
-    """Histories are padded to one width; what they are padded with changes nothing."""
+    """Prompts are padded to one width, and the padding changes nothing."""
     config = SamplingConfig(max_new_tokens=1, repetition_penalty=3.0)
     logits = torch.randn(2, 12)
     together = drawing(config, [[5], [7, 8, 9, 0, 3]])
@@ -218,7 +218,9 @@ def test_xtc_excludes_top_choices_with_its_probability() -> None:
     expected = torch.tensor([0.3, 0.35, 0.175, 0.175])
     counts = drawn.tokens.flatten().bincount(minlength=4)
     assert bool(((counts - 4000 * expected).abs() < 4 * (4000 * expected * (1 - expected)).sqrt()).all())
-    torch.testing.assert_close(drawn.behaviour_log_probs, expected.log()[drawn.tokens])  # whichever way the coin fell
+    torch.testing.assert_close(
+        drawn.behaviour_log_probs, expected.log()[drawn.tokens]
+    )  # the log-prob of the mixture, whether or not XTC acted
 
 
 def test_without_truncation_both_log_probs_are_one_tensor() -> None:
@@ -234,7 +236,7 @@ def test_temperature_zero_draws_the_most_likely_token_with_probability_one() -> 
     assert torch.equal(drawn(logits.clone(), torch.arange(8), 0), logits.argmax(1))
     assert not drawn.behaviour_log_probs.any()
     torch.testing.assert_close(drawn.policy_log_probs[:, 0], logits.log_softmax(1).amax(1))
-    # penalties hold all the same: what was written loses its lead
+    # penalties also apply: the token that occurs already is no longer the most likely
     penalised = drawing(
         SamplingConfig(max_new_tokens=1, temperature=0, repetition_penalty=1e6), [[int(logits[0].argmax())]]
     )
@@ -252,7 +254,7 @@ def test_end_tokens_are_excluded_before_the_minimum() -> None:
     assert torch.equal(ended[2], (tokens[2] == 1) | (tokens[2] == 3))
 
 
-# Whose random numbers
+# Random numbers of rows
 
 
 def test_a_row_draws_the_same_tokens_in_any_batch_and_up_to_any_length(subtests: pytest.Subtests) -> None:
@@ -266,7 +268,7 @@ def test_a_row_draws_the_same_tokens_in_any_batch_and_up_to_any_length(subtests:
             for step in range(4):
                 alone(logits[step, 7:8].clone(), torch.arange(1), step)
             assert torch.equal(many.tokens[7], alone.tokens[0, :4])
-            # rows that are left, by number and in any order
+            # a part of the rows, in any order
             some = drawing(SamplingConfig(max_new_tokens=4, **changes), [[0]] * 9, seeds=range(100, 109))
             rows = torch.tensor([8, 2])
             some(logits[3, rows].clone(), rows, 3)

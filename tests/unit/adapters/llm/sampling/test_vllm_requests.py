@@ -58,7 +58,7 @@ def answer(**changes: Any) -> Answer:
     return Answer(**(values | changes))
 
 
-def test_answers_become_rows() -> None:
+def test_answers_are_converted_to_samples() -> None:
     sampled = sampled_tokens(
         [answer(), answer(stop_reason=1), answer(stop_reason="###"), answer(finish_reason="length")], SamplingConfig()
     )

@@ -122,7 +122,7 @@ def test_every_row_is_a_request_with_its_own_seed(stand: tuple[Stand, str], tmp_
     state, url = stand
     sampler = VLLMServerSampler(url, weights_folder=tmp_path)
     sampled = sampler.sample([[7, 8], [9]], 2, CONFIG, end_token_ids=[1], seeds=[20, 21, 22, 23])
-    # the stand answers with the seed: the rows come back in their order, whichever was answered first
+    # the server answers with the seed, so this shows that rows keep their order
     assert sampled.token_ids == [[20, 1], [21, 1], [22, 1], [23, 1]]
     assert sampled.behaviour_log_probs == [[-20.0, -0.5], [-21.0, -0.5], [-22.0, -0.5], [-23.0, -0.5]]
     assert sampled.finish_reasons == ["end"] * 4
