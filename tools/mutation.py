@@ -216,21 +216,23 @@ def drawn(num_mutants: int, seed: int, only: Sequence[str]) -> list[Mutant]:
 
 
 def mirror_of(path: str, root: Path = ROOT) -> list[str]:
-    """The tests in `tests/unit` that mirror a module: those of its own name, else those of its room, else those of the core."""
-    parts = Path(path).relative_to(SOURCE).with_suffix("").parts
-    *rooms, module = parts if parts[-1] != "__init__" else (*parts[:-1], "__init__")
-    unit = root / "tests" / "unit"
-    of_module = sorted(unit.joinpath(*rooms).glob(f"test_{module}*.py"))
-    of_room = [unit.joinpath(*rooms)] if rooms and unit.joinpath(*rooms).is_dir() else []
-    named_like_room = sorted(unit.glob(f"test_{rooms[0]}*.py")) if rooms else []
-    found = of_module or of_room or named_like_room
-    return [test.relative_to(root).as_posix() for test in found] or core_of(root)
+    """The tests in `tests/unit` that mirror a module: those of its own name, else those of its room, else all of the core."""
+    *rooms, module = Path(path).relative_to(SOURCE).with_suffix("").parts
+    room = root / "tests" / "unit" / Path(*rooms)
+    of_module = sorted(room.glob(f"test_{module}*.py"))
+    of_room = [room] if rooms and room.is_dir() else []
+    return [test.relative_to(root).as_posix() for test in of_module or of_room] or core_of(root)
 
 
 def core_of(root: Path = ROOT) -> list[str]:
-    """All unit tests of the core: the files in `tests/unit`, and the private rooms."""
+    """All unit tests of the core: the files in `tests/unit`, and the folders that mirror a room of `grpo`."""
     unit = root / "tests" / "unit"
-    return [test.relative_to(root).as_posix() for test in sorted([*unit.glob("_[a-z]*/"), *unit.glob("test_*.py")])]
+    rooms = [
+        unit / room.name
+        for room in (root / SOURCE).glob("*/")
+        if (unit / room.name).is_dir() and room.name != "__pycache__"
+    ]
+    return [test.relative_to(root).as_posix() for test in sorted([*rooms, *unit.glob("test_*.py")])]
 
 
 def failure_of(tree: Path, tests: Sequence[str], *, write_bytecode: bool = False) -> str | None:

@@ -156,12 +156,9 @@ def test_state_keys_of_another_kind_are_refused(subtests: pytest.Subtests) -> No
             fit_state_keys("Policy.state_keys", keys, MASK)
 
 
-def test_a_narrower_mask_of_the_same_steps_is_the_same() -> None:
+def test_only_the_batchs_steps_may_be_scored_in_a_narrower_mask_too(subtests: pytest.Subtests) -> None:
     require_same_steps("Policy", MASK, MASK)
     require_same_steps("Policy", MASK[:, :2], MASK)
-
-
-def test_other_steps_than_the_batchs_are_refused(subtests: pytest.Subtests) -> None:
     cases = {
         "a step too few": MASK[:, :1],
         "wider": torch.nn.functional.pad(MASK, (0, 1)),

@@ -63,16 +63,17 @@ def test_a_mutant_names_its_line_before_and_after() -> None:
 
 def test_the_tests_of_a_module_are_its_mirror_its_room_or_the_whole_core(tmp_path: Path) -> None:
     unit = tmp_path / "tests" / "unit"
-    (unit / "_room").mkdir(parents=True)
-    for name in ("_room/test_steps.py", "_room/test_steps_masks.py", "test_trainer.py", "test_checks_kit.py"):
+    for folder in (unit / "_room", unit / "adapters", tmp_path / "grpo" / "_room"):
+        folder.mkdir(parents=True)
+    for name in ("_room/test_steps.py", "_room/test_steps_masks.py", "test_trainer.py", "test_metrics.py"):
         (unit / name).touch()
     assert mirror_of("grpo/_room/steps.py", tmp_path) == [
         "tests/unit/_room/test_steps.py",
         "tests/unit/_room/test_steps_masks.py",
     ]
     assert mirror_of("grpo/_room/other.py", tmp_path) == ["tests/unit/_room"]
-    assert mirror_of("grpo/checks/kit.py", tmp_path) == ["tests/unit/test_checks_kit.py"]
-    core = ["tests/unit/_room", "tests/unit/test_checks_kit.py", "tests/unit/test_trainer.py"]
+    assert mirror_of("grpo/trainer.py", tmp_path) == ["tests/unit/test_trainer.py"]
+    core = ["tests/unit/_room", "tests/unit/test_metrics.py", "tests/unit/test_trainer.py"]
     assert mirror_of("grpo/types.py", tmp_path) == core
 
 

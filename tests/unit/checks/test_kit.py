@@ -1,6 +1,6 @@
 """The conformance kit: conforming policies fail nothing, and how the kit reports what fails.
 
-For every rule there is a policy or a reward that breaks just that: `test_checks_broken_policies.py`, `test_checks_rewards.py`.
+For every rule there is a policy or a reward that breaks just that: `test_rules.py`, `test_reward_rules.py`.
 """
 
 import copy
