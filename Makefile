@@ -15,7 +15,7 @@ VLLM := .venv-vllm/.installed
 
 BENCHMARKS := $(patsubst benchmarks/%.py,benchmarks.%,$(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-.PHONY: help demo test test-all test-vllm coverage mutants lint fix types layers notebooks bench clean
+.PHONY: help demo test test-slow test-all test-vllm coverage mutants lint fix types layers notebooks bench clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -24,12 +24,14 @@ demo: $(DEMO)  ## Train a policy on a bandit whose best arm moves
 	@$(RUN) examples.dynamic_bandit
 
 # Test files run in parallel, one process per core; more threads in each process would only compete for the cores.
-test test-all coverage: export OMP_NUM_THREADS ?= 1
+test test-slow coverage: export OMP_NUM_THREADS ?= 1
 test: $(DEV)  ## Run the tests of every day, all but the slow ones (more options: ARGS="-k name")
 	@$(RUN) pytest -n auto --dist loadfile -m "not slow" $(ARGS)
 
-test-all: $(DEV)  ## Run all tests, the slow ones too
-	@$(RUN) pytest -n auto --dist loadfile $(ARGS)
+test-slow: $(DEV)  ## Run the slow tests only
+	@$(RUN) pytest -n auto --dist load -m slow $(ARGS)
+
+test-all: test test-slow  ## Run all tests
 
 coverage: $(DEV)  ## Run the tests of every day and print the lines and branches that none of them reaches
 	@$(RUN) pytest -n auto --dist loadfile -m "not slow" --cov --cov-report=term-missing $(ARGS)
