@@ -318,7 +318,8 @@ BROKEN = [
     ),
     (sequences(score_actions=scores_with(kl=lambda x: -x.kl)), "kl", "failed", "never negative"),
     (sequences(score_actions=scores_with(kl=lambda x: x.kl.detach())), "kl", "failed", "carry a gradient"),
-    (sequences(state_keys=lambda self, s, a: torch.zeros(len(a), 9)), "state_keys", "failed", "must return integers"),
+    (sequences(state_keys=lambda self, s, a: torch.zeros(len(a), 9).long()), "state_keys", "failed", "return integers"),
+    (sequences(state_keys=lambda self, s, a: Sequences.state_keys(self, s, a).float()), "state_keys", "failed", "float32"),
     (sequences(state_keys=by_first_sight), "state_keys", "failed", "depend on the row alone"),
     (
         sequences(plan_micro_batches=lambda self, s, a: [range(len(a) - 1)]),
