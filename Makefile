@@ -25,7 +25,7 @@ demo: $(DEMO)  ## Train a policy on a bandit whose best arm moves
 
 # Test files run in parallel, one process per core; more threads in each process would only compete for the cores.
 test test-slow coverage: export OMP_NUM_THREADS ?= 1
-test: $(DEV)  ## Run the tests of every day, all but the slow ones (more options: ARGS="-k name")
+test: $(DEV)  ## Run the daily tests, all but the slow ones (more options: ARGS="-k name")
 	@$(RUN) pytest -n auto --dist loadfile -m "not slow" $(ARGS)
 
 test-slow: $(DEV)  ## Run the slow tests only
@@ -33,7 +33,7 @@ test-slow: $(DEV)  ## Run the slow tests only
 
 test-all: test test-slow  ## Run all tests
 
-coverage: $(DEV)  ## Run the tests of every day and print the lines and branches that none of them reaches
+coverage: $(DEV)  ## Run the daily tests and print the lines and branches that no test reaches
 	@$(RUN) pytest -n auto --dist loadfile -m "not slow" --cov --cov-report=term-missing $(ARGS)
 
 mutants: $(DEV)  ## Change grpo in 100 places, one at a time, and count the changes that no test notices (ARGS="--seed 1")

@@ -32,8 +32,8 @@ class AdvantageConfig(Settings):
     baseline: Baseline = "group_mean"
     """The number that is subtracted from a reward; see `group_relative_advantages`. `gae` has its own baseline."""
     scale: Scale = "none"
-    """The number by which the difference is divided. The group's standard deviation gives easy and hard states the same weight.
-    It also gives noise in nearly constant groups as much weight as signal in other groups."""
+    """What (reward - baseline) is divided by. Dividing by the group's standard deviation gives easy and hard states the same
+    weight. It also gives noise in nearly constant groups as much weight as signal in other groups."""
     std_ddof: int = setting(1, at_least=0, at_most=1)
     """A standard deviation of n numbers has the divisor n - ddof."""
     std_eps: float = setting(0.0, at_least=0.0)
@@ -77,8 +77,8 @@ class AdvantageConfig(Settings):
             )
         if self.credit == "gae" and self.scale not in ("none", "batch", "whiten"):
             raise ConfigError(
-                f"AdvantageConfig.scale={self.scale!r} is over groups, and credit='gae' has no groups: use 'none', 'batch' or "
-                "'whiten'."
+                f"AdvantageConfig.scale={self.scale!r} needs groups, but credit='gae' has no groups. Use scale='none', 'batch' "
+                "or 'whiten'."
             )
         if self.credit not in (None, "row") and self.baseline in ("max_at_k", "length_weighted"):
             raise ConfigError(
@@ -331,7 +331,9 @@ def _as_object(name: str, value: Any, choices: Mapping[str, type[Settings]]) -> 
     if isinstance(value, str) and value in choices:
         value = choices[value]()
     if isinstance(value, type):
-        raise ConfigError(f"ObjectiveConfig.{name} must be an object; got the class {value.__name__}. Call it first.")
+        raise ConfigError(
+            f"ObjectiveConfig.{name} must be an object; got the class {value.__name__}. Pass {value.__name__}()."
+        )
     if not callable(value):
         raise ConfigError(
             f"ObjectiveConfig.{name} must be one of {', '.join(map(repr, choices))}, an object of these kinds, or a callable; "

@@ -1,7 +1,7 @@
 """KL to the reference and entropy: estimates per step [N, T], differentiated by autograd.
 
-With x = log pi(step) - log pi_ref(step), each `kl_*` estimates KL(pi || ref) from the sampled step alone. A good estimate of
-the value may have the gradient of something else, so each docstring states the gradient, in expectation over on-policy steps.
+With x = log pi(step) - log pi_ref(step), each `kl_*` estimates KL(pi || ref) from the sampled step alone. An estimator with the
+right value may have a wrong gradient, so each docstring states the estimator's expected gradient over on-policy steps.
 """
 
 from typing import Literal, assert_never

@@ -136,7 +136,7 @@ def require_methods(value: Any, methods: Sequence[str], role: str, protocol: str
         ProtocolError: (a TypeError) names every missing method.
     """
     if isinstance(value, type):
-        raise ProtocolError(f"{role} must be an instance; got the class {value.__name__}. Call it first.")
+        raise ProtocolError(f"{role} must be an instance; got the class {value.__name__}. Pass {value.__name__}(...).")
     missing = [name for name in methods if not callable(getattr(value, name, None))]
     if missing:
         listed = ", ".join(f"{name}()" for name in missing)

@@ -61,7 +61,7 @@ class RewardFunction:
     eval = to = train
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the function, if it is an object with a state; otherwise empty."""
+        """Return the function's own `state_dict()` if it has one, else an empty dict."""
         return kept_state(self.function)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -339,7 +339,7 @@ class KlCov(_AtLevel):
         return -steps.ratio(self.level) * steps.advantages + self.coef * moved.abs()
 
     def select(self, log_probs: Tensor, advantages: Tensor, generator: torch.Generator | None) -> Bool[Tensor, " S"]:
-        """The steps with the largest covariance between log_probs and advantages, both [S]."""
+        """Select the steps with the largest covariance between log_probs [S] and advantages [S]."""
         return largest_covariances(covariances(log_probs, advantages), self.fraction)
 
 

@@ -224,7 +224,7 @@ class ObjectiveInputs:
     entropy: Float[Tensor, "N T"] | None = None
     """Exact entropy of each step, with gradient. None: the policy does not compute it."""
     entropy_weights: Float[Tensor, "N T"] | None = None
-    """The weight of each step in the entropy term. None: `weights`."""
+    """The weight of each step in the entropy term. None: the entropy term uses the field `weights`."""
     ref_log_probs: Float[Tensor, "N T"] | None = None
     """Log-probs of the same steps under the reference policy. None: there is no reference."""
     behaviour_log_probs: Float[Tensor, "N T"] | None = None

@@ -204,7 +204,7 @@ def mutants_of(path: str, text: str) -> Iterator[Mutant]:
 
 
 def drawn(num_mutants: int, seed: int, only: Sequence[str]) -> list[Mutant]:
-    """Mutants of `grpo`, drawn without replacement; `only` holds beginnings of paths, none for all of them."""
+    """Draw mutants of `grpo` without replacement. `only` limits them to files whose path starts with one of its entries."""
     every = [
         mutant
         for file in sorted((ROOT / SOURCE).rglob("*.py"))
@@ -216,7 +216,7 @@ def drawn(num_mutants: int, seed: int, only: Sequence[str]) -> list[Mutant]:
 
 
 def mirror_of(path: str, root: Path = ROOT) -> list[str]:
-    """The tests in `tests/unit` that mirror a module: those of its own name, else those of its room, else all of the core."""
+    """Return the tests that mirror a module: the test files with its name, else its package's tests, else all core tests."""
     *rooms, module = Path(path).relative_to(SOURCE).with_suffix("").parts
     room = root / "tests" / "unit" / Path(*rooms)
     of_module = sorted(room.glob(f"test_{module}*.py"))
@@ -225,7 +225,7 @@ def mirror_of(path: str, root: Path = ROOT) -> list[str]:
 
 
 def core_of(root: Path = ROOT) -> list[str]:
-    """All unit tests of the core: the files in `tests/unit`, and the folders that mirror a room of `grpo`."""
+    """Return all unit tests of the core: the files in `tests/unit`, and the folders that mirror a subpackage of `grpo`."""
     unit = root / "tests" / "unit"
     rooms = [
         unit / room.name
@@ -236,7 +236,7 @@ def core_of(root: Path = ROOT) -> list[str]:
 
 
 def failure_of(tree: Path, tests: Sequence[str], *, write_bytecode: bool = False) -> str | None:
-    """The output of the tests in `tree` when one of them fails; None when all pass."""
+    """Run the tests in `tree`. Return their output if one of them fails, and None if all pass."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not write_bytecode:
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -268,7 +268,7 @@ def outcome_of(mutant: Mutant, tree: Path) -> Outcome:
 
 
 def copy_checkout(folder: Path) -> Path:
-    """A copy of every file that git tracks or would track."""
+    """Copy every file that git tracks or would track into `folder`, and return `folder`."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
@@ -279,7 +279,7 @@ def copy_checkout(folder: Path) -> Path:
 
 
 def listed_as_equivalent() -> dict[tuple[str, str, str], str]:
-    """The mutants without an effect that were found by hand: (path, before, after) and the reason."""
+    """Return the hand-written list of mutants that change no behaviour: (path, before, after) -> the reason."""
     entries = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")).get("mutant", [])
     return {(entry["path"], entry["before"], entry["after"]): entry["reason"] for entry in entries}
 

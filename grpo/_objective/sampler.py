@@ -69,7 +69,7 @@ class Truncate(_Bounds):
     def __call__(
         self, old_log_probs: Float[Tensor, "N T"], behaviour_log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
     ) -> Float[Tensor, "N #T"]:
-        """The clipped weights."""
+        """Return the importance weights u, clipped to the bounds."""
         u = self.ratio(old_log_probs, behaviour_log_probs, mask)
         return u if self.low is None and self.high is None else u.clamp(self.low, self.high)
 
@@ -90,7 +90,7 @@ class Mask(_Bounds):
     def __call__(
         self, old_log_probs: Float[Tensor, "N T"], behaviour_log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
     ) -> Float[Tensor, "N #T"]:
-        """The weights inside the bounds, 0 outside."""
+        """Return the importance weights u, set to 0 where u is outside the bounds."""
         u = self.ratio(old_log_probs, behaviour_log_probs, mask)
         too_low = u < (-math.inf if self.low is None else self.low)
         return torch.where(too_low | (u > (math.inf if self.high is None else self.high)), 0.0, u)

@@ -136,7 +136,7 @@ class ReplayBuffer:
         )
 
     def forget_reference(self) -> None:
-        """Drop the reference log-probs of the kept rows: the reference has moved."""
+        """Drop the reference log-probs of the kept rows, because the reference policy has changed."""
         kept = [replace(rows, batch=replace(rows.batch, ref_log_probs=None)) for rows in self._recent]
         self._recent = deque(kept, maxlen=self._limit)
 

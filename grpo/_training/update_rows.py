@@ -183,7 +183,7 @@ class UpdateRows:
         width, device = scores.log_probs.shape[1], scores.log_probs.device
 
         def beside(values: Tensor | None, index: RowIndex = selected) -> Any:
-            """The rows' values, padded to the width of the scores."""
+            """Return the values of this micro-batch's rows, cut to the width of its scores and moved to their device."""
             if values is None:
                 return None
             return (values[index] if values.dim() == 1 else values[index, :width]).to(device)

@@ -20,7 +20,9 @@ from .sampling import judge_samples
 def check_methods(probe: PolicyProbe) -> Verdict:
     """The policy is an instance with all six required methods."""
     if isinstance(probe.policy, type):
-        return failed(f"policy must be an instance; got the class {probe.policy.__name__}. Call it first.")
+        return failed(
+            f"policy must be an instance; got the class {probe.policy.__name__}. Pass {probe.policy.__name__}(...)."
+        )
     require_methods(probe.policy, POLICY_METHODS, "policy", "PolicyModel")
     return passed(f"{probe.name} has {', '.join(POLICY_METHODS)}.")
 

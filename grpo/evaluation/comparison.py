@@ -1,4 +1,4 @@
-"""Two policies compared, or one policy before and after training: same states, same rewards, same random numbers."""
+"""Compare two policies, or one policy before and after training, on the same states, rewards and random numbers."""
 
 from collections.abc import Callable
 from typing import Any

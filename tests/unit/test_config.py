@@ -437,7 +437,7 @@ def test_a_critic_has_no_groups_to_scale_by(subtests):
             for over_all in OVER_ALL:
                 assert AdvantageConfig(credit="gae", scale=over_all).scale == over_all
             with pytest.raises(
-                ConfigError, match=rf"AdvantageConfig\.scale='{scale}' is over groups, and credit='gae' has no groups"
+                ConfigError, match=rf"AdvantageConfig\.scale='{scale}' needs groups, but credit='gae' has no groups"
             ):
                 AdvantageConfig(credit="gae", scale=scale)
 

@@ -154,6 +154,6 @@ def test_an_unknown_key_inside_a_surrogate_or_a_correction_is_refused():
 def test_a_class_in_place_of_an_object_is_refused_with_advice():
     for place, choices in PLACES.items():
         for kind in (*choices.values(), Own):
-            message = rf"ObjectiveConfig\.{place} must be an object; got the class {kind.__name__}\. Call it first"
+            message = rf"ObjectiveConfig\.{place} must be an object; got the class {kind.__name__}\. Pass {kind.__name__}\(\)"
             with pytest.raises(ConfigError, match=message):
                 ObjectiveConfig(**{place: kind})

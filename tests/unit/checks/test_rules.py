@@ -7,7 +7,7 @@ from torch import nn
 
 from grpo.checks import check_policy
 from grpo.checks.kit import POLICY_RULES
-from grpo.types import ActionScores, SampledActions
+from grpo.types import ActionScores, SampledActions, pad_steps
 from tests.support.checked_policies import (
     SEQUENCE_STATES,
     STATES,
@@ -152,7 +152,7 @@ def log_probs_in_bits(self, states, actions):
 
 BROKEN = [
     (object(), "methods", "failed", "lacks generate_actions(), get_log_probabilities()"),
-    (Table, "methods", "failed", "Call it first"),
+    (Table, "methods", "failed", "Pass Table(...)"),
     (table(train=None), "methods", "failed", "lacks train()"),
     (table(eval=raising), "modes", "failed", "RuntimeError: not today"),
     (table(get_parameters=lambda self: [self.logits]), "parameters", "failed", "dict of tensors"),
@@ -242,6 +242,14 @@ BROKEN = [
     (table(__deepcopy__=raising), "deepcopy", "failed", "give the class a __deepcopy__"),
     (sequences(__deepcopy__=raising), "deepcopy", "note", "has reference_log_probabilities() instead"),
     (table(to=raising), "to", "failed", "not today"),
+    (
+        sequences(  # a column that no row reached may hold anything
+            get_log_probabilities=lambda self, s, a: pad_steps(Sequences.score_actions(self, s, a).log_probs, 4, -7.0)
+        ),
+        "score_actions",
+        "passed",
+        "steps",
+    ),
     (
         sequences(
             score_actions=lambda self, s, a: (0.0, 1.0),
