@@ -7,7 +7,8 @@ from torch import nn
 
 from grpo.checks import check_policy
 from grpo.checks.kit import POLICY_RULES
-from grpo.types import ActionScores, SampledActions, pad_steps
+from grpo.types import ActionScores, SampledActions
+from grpo.writing import pad_steps
 from tests.support.checked_policies import (
     SEQUENCE_STATES,
     STATES,
@@ -243,14 +244,6 @@ BROKEN = [
     (sequences(__deepcopy__=raising), "deepcopy", "note", "has reference_log_probabilities() instead"),
     (table(to=raising), "to", "failed", "not today"),
     (
-        sequences(  # a column that no row reached may hold anything
-            get_log_probabilities=lambda self, s, a: pad_steps(Sequences.score_actions(self, s, a).log_probs, 4, -7.0)
-        ),
-        "score_actions",
-        "passed",
-        "steps",
-    ),
-    (
         sequences(
             score_actions=lambda self, s, a: (0.0, 1.0),
             get_log_probabilities=lambda self, s, a: Sequences.score_actions(self, s, a).log_probs.sum(1),
@@ -327,7 +320,12 @@ BROKEN = [
     (sequences(score_actions=scores_with(kl=lambda x: -x.kl)), "kl", "failed", "never negative"),
     (sequences(score_actions=scores_with(kl=lambda x: x.kl.detach())), "kl", "failed", "carry a gradient"),
     (sequences(state_keys=lambda self, s, a: torch.zeros(len(a), 9).long()), "state_keys", "failed", "return integers"),
-    (sequences(state_keys=lambda self, s, a: Sequences.state_keys(self, s, a).float()), "state_keys", "failed", "float32"),
+    (
+        sequences(state_keys=lambda self, s, a: Sequences.state_keys(self, s, a).float()),
+        "state_keys",
+        "failed",
+        "float32",
+    ),
     (sequences(state_keys=by_first_sight), "state_keys", "failed", "depend on the row alone"),
     (
         sequences(plan_micro_batches=lambda self, s, a: [range(len(a) - 1)]),
@@ -367,3 +365,11 @@ def test_a_broken_policy_fails_by_the_name_of_its_rule(subtests):
 
 def test_every_policy_rule_has_a_policy_that_breaks_it():
     assert {name for _, name, *_ in BROKEN} == {rule.name for rule in POLICY_RULES}
+
+
+def test_scores_agree_with_log_probs_that_are_wider_whatever_the_columns_beyond_hold():
+    def wider(policy, states, actions):
+        return pad_steps(Sequences.score_actions(policy, states, actions).log_probs, 4, -7.0)
+
+    report = check_policy(sequences(get_log_probabilities=wider), SEQUENCE_STATES)
+    assert report["score_actions"].status == "passed"
