@@ -475,6 +475,8 @@ def test_rows_without_a_reward_can_be_left_out() -> None:
     assert report.reward_failures_after["rows/dropped"] == 0.0
     assert "rows/dropped: 1 before, 0 after" in str(report)
     assert "rewards/zeroed" not in str(report)
+    tiny = compared([[2, 0]], [[1, 1]], paying(0.0, 1e-9, math.nan), reward=RewardConfig(non_finite="drop"))
+    assert tiny.states[0].outcome == "improved"  # 1e-9 is much for a state whose largest reward is 1e-9
 
 
 def test_a_state_without_any_reward_is_an_error() -> None:
