@@ -1,1 +1,1 @@
-"""Private parts of the advantages: statistics of groups, rarer baselines and scales, advantages per step, running moments."""
+"""Internal modules for advantages: statistics of groups, rarer baselines and scales, advantages per step, running moments."""

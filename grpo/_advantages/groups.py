@@ -26,48 +26,48 @@ ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of a batch. In group order, the rows of a group are adjacent, so a statistic is one `reduceat`."""
+    """The groups of a batch and their statistics. Group order means: sorted by group, so that a group's rows are adjacent."""
 
     order: NDArray[np.int64] | slice
-    """[N] the row at each place of the group order. A slice of all rows if the rows are in group order already."""
+    """[N] row indices, sorted by group. A slice of all rows if the rows are already sorted by group."""
     starts: NDArray[np.int64]
-    """[B] the first place of each group."""
+    """[B] the index in `order` at which each group starts."""
     counts: NDArray[np.int64]
     """[B] the number of rows of each group."""
 
     @classmethod
     def of(cls, group_ids: Int[Tensor, " N"]) -> "Groups":
-        """The groups of rows with these ids. Ids are any integers, in any order."""
+        """Build the groups from the group id of each row. Ids can be any integers, in any order."""
         ids = group_ids.cpu().numpy()
         order = ids.argsort(kind="stable") if (ids[1:] < ids[:-1]).any() else slice(None)
         bounds = run_bounds(ids[order])
         return cls(order, bounds[:-1], bounds[1:] - bounds[:-1])
 
     def to_group_order(self, values: NDArray[ScalarT]) -> NDArray[ScalarT]:
-        """One value per row, from the caller's order to group order."""
+        """Reorder one value per row from the caller's row order to group order."""
         return values[self.order]
 
     def rewards(self, rewards: Float[Tensor, "N *T"]) -> tuple[Floats, float]:
-        """Rewards in group order and in float64, and their tolerance: the relative difference that counts as rounding."""
+        """Return float64 rewards in group order, and the relative difference between rewards that counts as rounding."""
         return self.to_group_order(as_float64(rewards)), rounding_of(rewards)
 
     def to_row_order(self, values: NDArray[ScalarT]) -> NDArray[ScalarT]:
-        """One value per row, from group order back to the caller's order."""
+        """Reorder one value per row from group order back to the caller's row order."""
         in_rows = np.empty_like(values)
         in_rows[self.order] = values
         return in_rows
 
     def repeat(self, per_group: NDArray[ScalarT]) -> NDArray[ScalarT]:
-        """One value per group, repeated for each of its rows (in group order)."""
+        """Repeat the value of each group for each row of the group. The result is in group order."""
         return np.repeat(per_group, self.counts)
 
     def means(self, values: Floats) -> Floats:
-        """[B] mean of each group; `values` are in group order, here and below."""
+        """[B] mean of each group. `values` are in group order."""
         sums: Floats = np.add.reduceat(values, self.starts)
         return sums / self.counts
 
     def medians(self, values: Floats) -> Floats:
-        """[B] median of each group. If the number of rows is even, the mean of the two middle values."""
+        """[B] median of each group: the mean of the two middle values if the number of rows is even."""
         ordered = values[np.lexsort((values, self.repeat(np.arange(len(self.counts)))))]
         lower: Floats = ordered[self.starts + (self.counts - 1) // 2]
         upper: Floats = ordered[self.starts + self.counts // 2]
@@ -88,18 +88,18 @@ class Groups:
         return constant
 
     def num_live_rows(self, advantages: Float[Tensor, "N *T"]) -> int:
-        """The number of rows in groups with an advantage other than 0."""
+        """Return the number of rows in groups that have at least one advantage other than 0."""
         in_group_order = self.to_group_order(has_advantage(advantages).cpu().numpy())
         return int(self.counts[np.logical_or.reduceat(in_group_order, self.starts)].sum())
 
 
 def run_bounds(ids: NDArray[Any]) -> NDArray[np.int64]:
-    """The start of each run of equal neighbours, and the end: [4, 4, 7, 4] -> [0, 2, 3, 4]."""
+    """Return the start of each run of equal neighbours, followed by the length: [4, 4, 7, 4] -> [0, 2, 3, 4]."""
     return np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1], [True]]))
 
 
 def as_float64(values: Tensor) -> Floats:
-    """A tensor as a float64 array on the host."""
+    """Copy a tensor to a float64 numpy array."""
     return values.detach().cpu().double().numpy()
 
 
@@ -137,7 +137,7 @@ def has_advantage(advantages: Float[Tensor, "N *T"]) -> Bool[Tensor, " N"]:
 
 
 def group_statistics(rewards: Float[Tensor, " N"], group_ids: Int[Tensor, " N"]) -> dict[str, float]:
-    """Number of groups, their mean size, and the fraction of constant groups (groups of one row included)."""
+    """Return the number of groups, their mean size, and the fraction of groups with equal rewards or a single row."""
     groups = Groups.of(group_ids)
     num_groups = len(groups.counts)
     return {

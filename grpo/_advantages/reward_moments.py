@@ -21,12 +21,12 @@ class RewardMoments:
 
     @property
     def mean(self) -> float | None:
-        """None before the first reward."""
+        """The mean of all rewards so far. None before the first reward."""
         return self._mean if self._count else None
 
     @property
     def std(self) -> float:
-        """With divisor n. 0 before the second reward, and where all rewards are equal up to rounding."""
+        """The standard deviation of all n rewards so far, with divisor n. 0 for fewer than two rewards, or equal rewards."""
         std = math.sqrt(self._squares / self._count) if self._count else 0.0
         return std if std > self._rounding else 0.0
 

@@ -17,7 +17,7 @@ MAX_BETA_WEIGHT = 1e6
 
 
 def length_weighted_advantages(rewards: Floats, groups: Groups, lengths: Int[Tensor, " N"] | None) -> Floats:
-    """Each row's reward minus the mean of its group, in which rows are weighted by their number of steps.
+    """Subtract from each row's reward the mean of its group, weighted by the number of steps of each row.
 
     A[i] = R[i] - sum(l R) / sum(l) over the group; the plain mean if the group has no steps
 
@@ -29,7 +29,9 @@ def length_weighted_advantages(rewards: Floats, groups: Groups, lengths: Int[Ten
         Hao et al. 2025 (OPO), arXiv:2505.23585.
     """
     if lengths is None:
-        raise ConfigError("baseline='length_weighted' needs lengths=..., the steps of each row.")
+        raise ConfigError(
+            "baseline='length_weighted' needs lengths; got None. Pass lengths=the number of steps of each row."
+        )
     weights = groups.to_group_order(as_float64(lengths))
     total = groups.means(weights)
     centred = rewards - groups.repeat(groups.means(rewards))  # keeps the digits of small differences of large rewards
@@ -52,7 +54,7 @@ def max_at_k_advantages(rewards: Floats, groups: Groups, k: int | None) -> Float
         Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201, eq. 33, times n for a loss that is a mean over rows.
     """
     if k is None:
-        raise ConfigError("baseline='max_at_k' needs k=..., the number of attempts.")
+        raise ConfigError("baseline='max_at_k' needs k; got None. Pass k=the number of attempts.")
     advantages = np.zeros_like(rewards)
     for start, count in zip(groups.starts, groups.counts.tolist(), strict=True):
         attempts = min(k, count)

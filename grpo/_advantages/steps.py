@@ -1,7 +1,7 @@
-"""One advantage per step: rewards per step, steps taken in equal states, and a critic.
+"""Advantages per step, from rewards per step, from steps taken in equal states, or from a critic.
 
-Every function takes [N, T], padded on the right, and reads valid steps only. A discount is per column: masked columns between
-two valid steps take time.
+Every function takes [N, T], padded on the right, and reads valid steps only. The discount applies per column, so masked columns
+between two valid steps count too.
 """
 
 from collections.abc import Callable
@@ -110,14 +110,14 @@ def process_supervised_advantages(
     gamma: float,
     baseline: Baseline = "group_mean",
 ) -> Float[Tensor, "N T"]:
-    """Each step's reward relative to all step rewards of its group, then summed from the step on.
+    """Standardise each step's reward among all step rewards of its group, then sum from the step on.
 
     A[n,t] = sum over s >= t of gamma^(s-t) (r[n,s] - b) / s_b,  b and s_b over all valid steps of the group
 
     If every step has the same reward (CartPole), all advantages are 0: only differences between steps count.
 
-    `relative` gives (r - b) / s_b; the paper's baseline is `group_mean` and its scale `group`. `baseline` is the one of
-    `relative`: unless it is absolute, the only row of a group has advantage 0.
+    `relative` computes (r - b) / s_b. The paper uses the baseline `group_mean` and the scale `group`. `baseline` names the
+    baseline that `relative` subtracts. If this baseline depends on the group, the only row of a group has advantage 0.
 
     Source:
         Shao et al. 2024, arXiv:2402.03300, sec. 4.1.3.
@@ -143,8 +143,8 @@ def state_group_advantages(
 
     A[n,t] = A_row[n] + weight A_state[n,t]
 
-    A_row is from the sum of the row's rewards. A_state is from the discounted return from step t on, relative to all steps of
-    the group with the same key. A step whose key no other step has gets A_state = 0.
+    A_row compares the sums of the rows' rewards. A_state compares the discounted return from step t on with the returns of all
+    steps of the group that have the same key. A step whose key no other step has gets A_state = 0.
 
     `relative` computes A_row and A_state. If there is one reward per row, it counts as the reward of the row's last step.
     `weight` is the paper's omega: larger gives the comparison of equal states more weight.
@@ -169,14 +169,14 @@ def state_group_advantages(
 def among_steps(
     values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], cells: Int[Tensor, "N T"], relative: Relative
 ) -> Float[Tensor, "N T"]:
-    """Each valid step's value relative to the valid steps in the same cell; 0 outside the mask."""
+    """Compute the advantage of each valid step among the valid steps with the same number in `cells`; 0 outside the mask."""
     advantages = torch.zeros_like(values)
     advantages[mask] = relative(values[mask], cells[mask])
     return advantages
 
 
 def cell_ids(group_ids: Int[Tensor, " N"], keys: Int[Tensor, "... T"]) -> Int[Tensor, "N T"]:
-    """One number per step: equal for steps with the same group and the same key."""
+    """Return one number per step. Steps with the same group and the same state key have equal numbers."""
     _, groups = group_ids.to(keys.device).unique(return_inverse=True)
     distinct, places = keys.unique(return_inverse=True)
     cells: Tensor = groups.unsqueeze(1) * len(distinct) + places
@@ -184,7 +184,7 @@ def cell_ids(group_ids: Int[Tensor, " N"], keys: Int[Tensor, "... T"]) -> Int[Te
 
 
 def step_rewards(rewards: Float[Tensor, "N *T"], mask: Bool[Tensor, "N T"]) -> Float[Tensor, "N T"]:
-    """One reward per step. A row's only reward is at its last valid step; a row without steps has no reward."""
+    """Return one reward per step. If a row has a single reward, its last valid step gets this reward."""
     if rewards.dim() == 2:
         return rewards
     is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
@@ -194,7 +194,9 @@ def step_rewards(rewards: Float[Tensor, "N *T"], mask: Bool[Tensor, "N T"]) -> F
 def require_step_rewards(rewards: Tensor, credit: Credit, baseline: Baseline) -> None:
     """Require rewards per step, and a baseline that does not compare whole rows."""
     if rewards.dim() == 1:
-        raise ConfigError(f"advantage.credit={credit!r} needs rewards per step, [N, T]; the reward model gives [N].")
+        raise ConfigError(
+            f"advantage.credit={credit!r} needs rewards per step, [N, T]; the reward model gives [N]. Use credit='row'."
+        )
     if baseline in ("max_at_k", "length_weighted"):
         raise ConfigError(
             f"advantage.baseline={baseline!r} compares whole rows, and these rewards are per step: set credit='row'."

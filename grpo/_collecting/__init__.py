@@ -1,1 +1,1 @@
-"""Private parts of the collector: scoring, checks on a policy, reward calls, index arithmetic, batches, dynamic sampling."""
+"""Internal modules for collecting rows: scoring, checks on a policy, reward calls, row indices, batches, dynamic sampling."""

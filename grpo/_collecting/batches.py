@@ -1,4 +1,4 @@
-"""Parts of a batch, several batches as one, and the batches of all ranks as one."""
+"""Select rows of a batch, join several batches, and gather the batches of all ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,11 +17,11 @@ OPTIONAL = ("old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy", 
 """Tensors that a batch may lack."""
 
 FILLS = {"final_values": 0.0, "behaviour_log_probs": float("nan")}
-"""The value of a field that one batch lacks and another has: the row terminated; the step was not scored."""
+"""The value for rows of a batch without the field, if another batch has the field: row terminated (0), not scored (NaN)."""
 
 
 def select_batch(batch: ExperienceBatch, index: Tensor) -> ExperienceBatch:
-    """The rows at `index`, with the batch's metrics unchanged."""
+    """Return a batch with the rows at `index`, and the metrics of the whole batch."""
     names = ("states", "actions", "group_ids", "rewards", "mask", *OPTIONAL)
     present = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
     chosen: dict[str, Any] = {name: select_rows(rows, index) for name, rows in present.items()}
@@ -30,7 +30,7 @@ def select_batch(batch: ExperienceBatch, index: Tensor) -> ExperienceBatch:
 
 
 def join_batches(batches: Sequence[ExperienceBatch]) -> ExperienceBatch:
-    """All rows, one batch after the other, padded to the widest. Group ids are renumbered apart; metrics are added up."""
+    """Join batches to one batch, padded to the most steps. Groups of different batches get different ids; metrics add up."""
     if len(batches) == 1:
         return batches[0]
     masks = [batch.mask for batch in batches]
@@ -55,7 +55,7 @@ def join_batches(batches: Sequence[ExperienceBatch]) -> ExperienceBatch:
 
 
 def join_field(name: str, parts: Sequence[Tensor | None], masks: Sequence[Tensor]) -> Any:
-    """One field of several batches, padded to the widest mask. None: a batch lacks the field, and `FILLS` gives no value."""
+    """Join one field of several batches, padded to the widest mask. None if a batch lacks it and `FILLS` has no value."""
     is_missing = [part is None for part in parts]
     if all(is_missing) or (any(is_missing) and name not in FILLS):
         return None
@@ -67,21 +67,21 @@ def join_field(name: str, parts: Sequence[Tensor | None], masks: Sequence[Tensor
 
 
 def join_steps(parts: Sequence[Tensor], width: int) -> Tensor:
-    """[N] or [N, t] tensors as one tensor of all rows, padded to `width` steps. New columns are 0 or False."""
+    """Concatenate [N] or [N, t] tensors along the rows. [N, t] is padded to `width` steps with 0 or False."""
     return torch.cat([pad_steps(part, width, 0) if part.dim() == 2 else part for part in parts])
 
 
 def add_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The sum of each metric over several batches. A missing metric counts as 0."""
+    """Add up each metric over several batches. A missing metric counts as 0."""
     names = dict.fromkeys(name for metrics in parts for name in metrics)
     return {name: sum(metrics.get(name, 0.0) for metrics in parts) for name in names}
 
 
 def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBatch, slice]:
-    """One batch with the fields of all ranks that advantages read, and the position of this rank's rows in it.
+    """Gather from all ranks the fields that advantages read. Return one batch, and the positions of this rank's rows in it.
 
-    States, actions and log-probs are not gathered: the batch has those of this rank only. Metrics are added up over ranks, but
-    `rewards/mean_drawn` is averaged, and times are those of this rank.
+    States, actions and log-probs are not gathered: the batch has this rank's states, actions and log-probs only. Metrics are
+    added up over ranks, but `rewards/mean_drawn` is averaged, and times are the times of this rank.
 
     Raises:
         ContractError: the ranks' batches have different fields.
@@ -94,8 +94,8 @@ def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBa
     num_groups, present, has_final_values, metrics = map(list, zip(*engine.gather_objects(own), strict=True))
     if any(names != present[0] for names in present):
         raise ContractError(
-            f"Every rank's batch must hold the same fields; they hold {present}. Have the policy give the same scores, and "
-            "the reward model the same parts, on every rank."
+            f"Every rank's batch must hold the same fields; they hold {present}. Make the policy return the same scores on "
+            "every rank, and the reward model the same parts."
         )
 
     def gathered(values: Tensor | None) -> Any:

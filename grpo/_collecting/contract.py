@@ -17,12 +17,17 @@ LOG_PROBS = ("old_log_probs", "behaviour_log_probs", "ref_log_probs")
 
 
 def check_scores(owner: str, scores: Any, num_rows: int) -> ActionScores:
-    """`scores`, whose tensors have the shapes, dtypes and device that `ActionScores` requires."""
+    """Check that the tensors of `scores` have the shapes, dtypes and device that `ActionScores` requires. Return `scores`."""
     if not isinstance(scores, ActionScores):
-        raise ContractError(f"{owner} must return ActionScores; got {describe(scores)}.")
+        raise ContractError(
+            f"{owner} must return ActionScores; got {describe(scores)}. Return ActionScores(log_probs=..., mask=...)."
+        )
     shape = scores.log_probs.shape
     if scores.log_probs.dim() != 2 or shape[0] != num_rows:
-        raise ContractError(f"{owner}: log_probs must be [N, T] with N = {num_rows}; got {describe(scores.log_probs)}.")
+        raise ContractError(
+            f"{owner}: log_probs must be [N, T] with N = {num_rows}; got {describe(scores.log_probs)}. Return one row per "
+            "(state, action) pair, and one column per step."
+        )
     if scores.mask.dtype != torch.bool:
         raise ContractError(f"{owner}: mask must be bool; got {describe(scores.mask)}. Return mask.bool().")
     for field in ("log_probs", "mask", "entropy", "values", "kl", "final_values"):
@@ -33,76 +38,90 @@ def check_scores(owner: str, scores: Any, num_rows: int) -> ActionScores:
         if value.shape != expected or value.device != scores.log_probs.device:
             raise ContractError(
                 f"{owner}: {field} must be {list(expected)} on {scores.log_probs.device}, as log_probs is; "
-                f"got {describe(value)} on {value.device}."
+                f"got {describe(value)} on {value.device}. Give it the shape and device of log_probs."
             )
         if field != "mask" and not value.is_floating_point():
-            raise ContractError(f"{owner}: {field} must be floating; got {describe(value)}.")
+            raise ContractError(f"{owner}: {field} must be floating; got {describe(value)}. Return {field}.float().")
     return scores
 
 
 def check_sampled(owner: str, sampled: Any, num_rows: int) -> SampledActions:
-    """`sampled`, whose tensors have the shapes, dtypes and device that `SampledActions` requires."""
+    """Check that the tensors of `sampled` have the shapes, dtypes and device that `SampledActions` requires. Return it."""
     if not isinstance(sampled, SampledActions):
-        raise ContractError(f"{owner} must return SampledActions; got {describe(sampled)}.")
+        raise ContractError(
+            f"{owner} must return SampledActions; got {describe(sampled)}. Return SampledActions(actions=..., mask=...)."
+        )
     shape, device = sampled.mask.shape, sampled.mask.device
     if sampled.mask.dtype != torch.bool or sampled.mask.dim() != 2 or shape[0] != num_rows:
-        raise ContractError(f"{owner}: mask must be bool [N, T] with N = {num_rows}; got {describe(sampled.mask)}.")
+        raise ContractError(
+            f"{owner}: mask must be bool [N, T] with N = {num_rows}; got {describe(sampled.mask)}. Return True at the steps "
+            "that the policy decided."
+        )
     behaviour = sampled.behaviour_log_probs
     if behaviour is not None and (behaviour.shape != shape or behaviour.device != device):
         raise ContractError(
             f"{owner}: behaviour_log_probs must be {list(shape)} on {device}, as mask is; "
-            f"got {describe(behaviour)} on {behaviour.device}."
+            f"got {describe(behaviour)} on {behaviour.device}. Return one log-prob per step, on the device of mask."
         )
     if sampled.scores is not None:
         scores = check_scores(f"{owner}: scores", sampled.scores, num_rows)
         if scores.mask.device != device:
-            raise ContractError(f"{owner}: scores must be on {device}, as mask is; got {scores.mask.device}.")
+            raise ContractError(
+                f"{owner}: scores must be on {device}, as mask is; got {scores.mask.device}. Return both on one device."
+            )
         if scores.mask is not sampled.mask and not torch.equal(scores.mask, sampled.mask):
-            raise ContractError(f"{owner}: scores.mask must equal mask: both say which steps the policy decided.")
+            raise ContractError(
+                f"{owner}: scores.mask must equal mask; they differ. Return the same mask twice: True at the steps that the "
+                "policy decided."
+            )
     return sampled
 
 
 def flatten_actions(owner: str, actions: Any, num_states: int, num_actions: int) -> Rows:
-    """Actions [B][G] as N = B G rows: state 0's actions first. Every state must have G actions."""
+    """Flatten actions [B][G] to N = B G rows, first the actions of state 0. Every state must have G actions."""
     required = f"{owner} must return {num_actions} actions for each of {num_states} states"
     if isinstance(actions, Tensor | np.ndarray):
         if actions.shape[:2] != (num_states, num_actions):
-            raise ContractError(f"{required}, [B, G, ...]; got {describe(actions)}.")
+            raise ContractError(f"{required}, [B, G, ...]; got {describe(actions)}. Return one action per sample.")
         return actions.reshape(num_states * num_actions, *actions.shape[2:])
     try:
         counts = [len(group) for group in actions]
     except TypeError as error:
-        raise ContractError(f"{required}, as {num_states} lists; got {describe(actions)}.") from error
+        raise ContractError(
+            f"{required}, as {num_states} lists; got {describe(actions)}. Return a list of lists."
+        ) from error
     if counts != [num_actions] * num_states:
-        raise ContractError(f"{required}; got {len(counts)} groups of {sorted(set(counts))} actions.")
+        raise ContractError(
+            f"{required}; got {len(counts)} groups of {sorted(set(counts))} actions. Return one list of actions per state."
+        )
     return [action for group in actions for action in group]
 
 
 def fit_state_keys(owner: str, keys: Any, mask: Bool[Tensor, "N T"]) -> Int[Tensor, "N T"]:
-    """Integer `keys`, padded or cut to the steps of `mask`. Keys may be narrower: columns without any step need none."""
+    """Pad or cut integer `keys` to the width of `mask`. Columns that have no valid step need no keys."""
     num_rows, width = mask.shape
     is_integer = isinstance(keys, Tensor) and not (keys.is_floating_point() or keys.is_complex())
     if not is_integer or keys.dim() != 2 or len(keys) != num_rows or bool(mask[:, keys.shape[1] :].any()):
         raise ContractError(
-            f"{owner} must return integers {[num_rows, width]}, like the steps; got {describe(keys)}. "
+            f"{owner} must return integers {[num_rows, width]}, like the mask; got {describe(keys)}. "
             "Return one integer per row and step."
         )
     return pad_steps(keys[:, :width], width, 0)
 
 
 def require_same_steps(owner: str, scored: Bool[Tensor, "N t"], expected: Bool[Tensor, "N T"]) -> None:
-    """Check that the policy scored the steps of the batch, and no other step. `scored` may lack columns without any step."""
+    """Check that the policy scored the steps of the batch and no other. `scored` may omit columns that have no valid step."""
     width = expected.shape[1]
     if scored.shape[1] > width or not torch.equal(pad_steps(scored.to(expected.device), width, False), expected):
         raise ContractError(
-            f"{owner} must score the batch's steps, and the masks differ: scored {describe(scored)}, batch "
-            f"{describe(expected)}. Give ExperienceBatch.from_rows the mask of the policy's decisions, and score the same "
+            f"{owner} must score the batch's steps, but the masks differ: the policy scored {describe(scored)}, and the batch "
+            f"has {describe(expected)}. Give ExperienceBatch.from_rows the mask of the policy's decisions, and score the same "
             "steps every time."
         )
 
 
 def require_finite(owner: str, mask: Bool[Tensor, "N T"], fields: Mapping[str, Tensor]) -> None:
-    """Check that the log-probs of sampled steps are finite: of `fields`, those in `LOG_PROBS`."""
+    """Check that the log-probs among `fields` are finite at every sampled step."""
     for name in [name for name in LOG_PROBS if name in fields]:
         values = fields[name]
         wrong = values.isinf() if name == "behaviour_log_probs" else ~values.isfinite()

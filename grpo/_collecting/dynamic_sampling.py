@@ -18,7 +18,7 @@ def collect_live_groups(
     num_rounds: int,
     reward_clip: float | None = None,
 ) -> ExperienceBatch:
-    """A batch of as many live groups as there are states. A group is live if the rewards of its rows differ.
+    """Collect a batch with one live group per state. A group is live if the rewards of its rows differ.
 
     More states are drawn up to `num_rounds` times. The batch is smaller if live groups are still missing after that. If no
     group at all is live, the last batch is returned unchanged.
@@ -64,7 +64,7 @@ def _num_groups(batches: Sequence[ExperienceBatch]) -> int:
 
 
 def _live_part(batch: ExperienceBatch, reward_clip: float | None) -> list[ExperienceBatch]:
-    """The batch's live groups as one batch. Empty: no group is live."""
+    """Return a batch of the groups whose rewards differ. The batch is empty if every group has equal rewards."""
     rewards = batch.rewards if reward_clip is None else batch.rewards.clamp(-reward_clip, reward_clip)
     live = torch.from_numpy(live_rows(rewards, batch.group_ids))
     return [select_batch(batch, live.nonzero().squeeze(1))] if bool(live.any()) else []

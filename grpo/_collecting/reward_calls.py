@@ -90,7 +90,7 @@ class RewardCalls:
         )
 
     def _ask(self, states: Rows, actions: Rows) -> tuple[Tensor, dict[str, Tensor]]:
-        """Total and components from one call for all rows. A call that raises is made again up to `num_retries` times."""
+        """Get the total rewards and their parts with one call for all rows. Retry up to `num_retries` times if it raises."""
         while True:
             try:
                 return self._call(states, actions)
@@ -107,7 +107,7 @@ class RewardCalls:
                 self._num_retried += 1
 
     def _call(self, states: Rows, actions: Rows, *, is_single: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-        """Total and components from one call. The rewards of a single row of one step may be [1, 1]."""
+        """Get the total rewards and their parts with one call. The rewards of a single row of one step may be [1, 1]."""
 
         def checked(owner: str, value: Any) -> Tensor:
             return as_rewards(owner, value, len(states), one_step_is_a_step=is_single)
@@ -123,7 +123,7 @@ class RewardCalls:
     def _ask_row_by_row(
         self, states: Rows, actions: Rows, mask: Tensor | None, error: RewardRaisedError
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Total and components from one call per row, and the rows whose call did not raise."""
+        """Get the total rewards and their parts with one call per row, and mark the rows whose call did not raise."""
         answers, kept = [], torch.zeros(len(states), dtype=torch.bool)
         for row in range(len(states)):
             one = slice(row, row + 1)
@@ -144,11 +144,11 @@ class RewardCalls:
         return join_steps(totals, width), components, kept
 
     def _common_width(self, totals: Sequence[Tensor], mask: Tensor | None) -> int:
-        """The number of steps to which the rewards of single rows are padded. One reward per row is not padded."""
+        """Return the number of steps to which the step rewards of each row are padded. One reward per row is not padded."""
         if len({total.dim() for total in totals}) > 1:
             raise RewardError(
                 f"{self._name} must return one reward per row, or one per step; for some rows it returned one number, and for "
-                "others one per step."
+                "others one per step. Return the same kind for every row."
             )
         widths = [total.shape[-1] for total in totals]
         if mask is None or totals[0].dim() == 1:
@@ -158,14 +158,14 @@ class RewardCalls:
             if not needed <= width <= mask.shape[1]:
                 raise RewardError(
                     f"{self._name} must return {needed} rewards for a row of {needed} steps, or up to {mask.shape[1]}; "
-                    f"got {width}."
+                    f"got {width}. Return one reward per step."
                 )
         return mask.shape[1]
 
     def _without_non_finite(
         self, total: Tensor, components: dict[str, Tensor], kept: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Total, components and kept rows after `config.non_finite` is applied. `kept` marks the rows of `total` among N."""
+        """Apply `config.non_finite` to NaN and infinite rewards. `kept` marks which of the N rows `total` has."""
         count = len(kept)
         finite = total.isfinite() if total.dim() == 1 else total.isfinite().all(1)
         match self.config.non_finite:

@@ -21,10 +21,10 @@ from .batches import join_field
 from .contract import check_scores
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-"""Returns the context manager in which a policy computes."""
+"""A function that returns the context manager in which a policy computes, such as `torch.autocast`."""
 
 ScoreRows = Callable[[Rows, Rows, Tensor], ActionScores]
-"""States, actions and group ids of N rows -> their scores."""
+"""A function that maps the states, actions and group ids of N rows to the scores of the rows."""
 
 
 class Scorer:
@@ -66,7 +66,7 @@ class Scorer:
 
 
 class ReferenceScorer:
-    """Scores rows under the reference: a policy of its own, or the trained policy's `ScoresReference`.
+    """Scores rows under the reference: a separate policy, or the trained policy's own `reference_log_probabilities`.
 
     Args:
         policy: the policy that is trained.
@@ -92,7 +92,8 @@ class ReferenceScorer:
             self._score = self._ask_policy
         else:
             raise ConfigError(
-                f"{type(policy).__name__} has no reference_log_probabilities(); pass reference_policy=..."
+                f"A KL term needs a reference, and {type(policy).__name__} has no reference_log_probabilities(). "
+                "Pass reference_policy=copy.deepcopy(policy)."
             )
 
     def __call__(self, batch: ExperienceBatch, parts: Sequence[RowIndex]) -> Float[Tensor, "N T"]:
@@ -116,7 +117,7 @@ class ReferenceScorer:
 def score_in_parts(
     score: ScoreRows, states: Rows, actions: Rows, group_ids: Int[Tensor, " N"], parts: Sequence[RowIndex]
 ) -> ActionScores:
-    """Scores of all N rows without gradient: one forward pass per part, padded to the longest part."""
+    """Score all N rows without gradient, with one forward pass per part. Scores are padded to the most steps."""
     with torch.no_grad():
         scored = [score(select_rows(states, part), select_rows(actions, part), group_ids[part]) for part in parts]
     if len(scored) == 1 and isinstance(parts[0], slice):
@@ -133,9 +134,9 @@ def score_in_parts(
 
 
 def batch_fields(scores: ActionScores | None, needs: Collection[str]) -> dict[str, Tensor]:
-    """Copies of the scores that training reads, keyed by field of `ExperienceBatch`: log-probs, and the fields in `needs`.
+    """Copy the scores that training reads: the log-probs, and the fields in `needs`. Keys are fields of `ExperienceBatch`.
 
-    They are copies because a critic may return a view of its weights, which training changes in place.
+    The scores are copied because a critic may return a view of its weights, which training changes in place.
     """
     if scores is None:
         return {}
@@ -148,13 +149,13 @@ def batch_fields(scores: ActionScores | None, needs: Collection[str]) -> dict[st
 
 
 def _all_steps(owner: str, raw: Any, num_rows: int) -> ActionScores:
-    """Plain log-probs [N] or [N, T] as scores: the policy decided every step."""
+    """Convert plain log-probs [N] or [N, T] to scores in which the policy decided every step."""
     log_probs = as_log_probs(owner, raw, num_rows)
     return ActionScores(log_probs=log_probs, mask=torch.ones_like(log_probs, dtype=torch.bool))
 
 
 def _rows_by_group(states: Rows, actions: Rows, group_ids: Int[Tensor, " N"]) -> tuple[Rows, Any]:
-    """One state and its actions per run of adjacent rows with one group id. Runs of equal length stay one tensor."""
+    """Return one state, and its actions, per run of adjacent rows of a group. Actions of equally long runs stay one tensor."""
     bounds = run_bounds(group_ids.numpy())
     sizes = bounds[1:] - bounds[:-1]
     if isinstance(actions, Tensor | np.ndarray) and (sizes == sizes[0]).all():

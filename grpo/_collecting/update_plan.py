@@ -1,4 +1,4 @@
-"""Row indices: which rows go into which update, and which rows go into which forward pass."""
+"""Select the rows of each update and of each forward pass, as row indices."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ from grpo.types import RowIndex
 def epoch_of_updates(
     group_ids: Int[Tensor, " N"], batch_size: int | None, generator: torch.Generator
 ) -> Iterator[RowIndex]:
-    """The rows of each update of one pass over all rows. The last update may be smaller than `batch_size`.
+    """Split one pass over all rows into updates of `batch_size` rows. The last update may be smaller.
 
     Groups are shuffled and the rows of a group stay adjacent, so that a group can share its state's forward pass. An
     update may contain only part of a group. An update of all rows is a slice, which copies nothing.
@@ -40,13 +40,13 @@ def parts_in_order(num_rows: int, size: int | None) -> list[RowIndex]:
 
 
 def planned_parts(owner: str, plan: Sequence[Sequence[int]], num_rows: int) -> list[RowIndex]:
-    """The parts of a policy's own plan as indices, without empty parts. The plan must hold every row exactly once."""
+    """Convert a policy's own plan of forward passes to row indices. The plan must hold every row exactly once."""
     parts: list[RowIndex] = [torch.as_tensor(list(part), dtype=torch.int64) for part in plan if len(part)]
     rows = sorted(int(row) for part in plan for row in part)
     if rows != list(range(num_rows)):
         raise ContractError(
             f"{owner} must return every row of range({num_rows}) exactly once; got {len(rows)} rows, "
-            f"{len(set(rows) & set(range(num_rows)))} of them distinct and in range."
+            f"{len(set(rows) & set(range(num_rows)))} of them distinct and in range. Put each row into one forward pass."
         )
     return parts
 
@@ -57,7 +57,7 @@ def num_selected(index: RowIndex) -> int:
 
 
 def compose_index(outer: RowIndex, inner: RowIndex) -> RowIndex:
-    """One index into `rows` that selects `rows[outer][inner]`."""
+    """Combine two indices: `rows[compose_index(outer, inner)]` is `rows[outer][inner]`."""
     if isinstance(outer, Tensor):
         return outer[inner]
     if isinstance(inner, Tensor):

@@ -1,1 +1,1 @@
-"""Private parts of the loss: `Steps`, ratios, step weights, sampler corrections, selections of steps, metrics."""
+"""Internal modules for the loss: `Steps`, ratios, step weights, sampler corrections, selections of steps, metrics."""

@@ -16,7 +16,7 @@ Moments = dict[str, Float64[Tensor, "3"]]
 
 
 def shares(terms: Mapping[str, Float[Tensor, ""]]) -> Moments:
-    """Terms of the loss as (0, value, 0): a count of 0 marks a share of the update's total."""
+    """Return each loss term as (0, value, 0). A count of 0 tells `Meter` to sum the term over micro-batches, not average it."""
     values = torch.stack([term.detach() for term in terms.values()]).double()
     return dict(zip(terms, torch.nn.functional.pad(values.unsqueeze(1), (1, 1)).unbind(0), strict=True))
 
@@ -27,11 +27,12 @@ def step_moments(
     stopped: tuple[Bool[Tensor, "N #T"], Bool[Tensor, "N #T"]] | None,
     others: Mapping[str, Float[Tensor, "N #T"] | Bool[Tensor, "N #T"] | None],
 ) -> Moments:
-    """Moments over the valid steps.
+    """Return (count, sum, sum of squares) of each metric of the loss over the valid steps.
 
-    Always: `ratio`; `ratio_clamped_fraction`, the steps whose log-ratio was clamped; `clip_fraction_low`, `clip_fraction_high`
-    and `clip_fraction`, the steps that the surrogate stops. If they exist: `sampler_ratio`, `selected_fraction`, and the values
-    of the caller: `entropy`, `kl`, `kept_fraction`. A value per row counts at each of the row's steps.
+    Every result has `ratio`, `ratio_clamped_fraction` (steps whose log-ratio was clamped), and `clip_fraction_low`,
+    `clip_fraction_high` and `clip_fraction` (steps whose gradient the surrogate has stopped). The result has `sampler_ratio` if
+    there is a sampler correction, `selected_fraction` if the surrogate selects steps, and every value in `others` (`entropy`,
+    `kl`, `kept_fraction`). A value per row counts once for each step of the row.
 
     Args:
         steps: the rows.
@@ -52,7 +53,7 @@ def step_moments(
 
 
 def moments(values: Mapping[str, Tensor | float], mask: Bool[Tensor, "N T"]) -> Moments:
-    """Moments over the valid steps. A value is a tensor per step, a tensor per row, or one number for all steps.
+    """Return (count, sum, sum of squares) over the valid steps of values per step, values per row, or a single number.
 
     Example:
         >>> found = moments({"ratio": 1.0, "entropy": torch.tensor([[1.0, 3.0, 9.0]])}, torch.tensor([[True, True, False]]))

@@ -62,10 +62,10 @@ def mean_over_steps(values: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]) -> 
 def past_bounds(
     rho: Float[Tensor, "N #T"], advantages: Float[Tensor, "N #T"], low: float, high: float
 ) -> tuple[Bool[Tensor, "N #T"], Bool[Tensor, "N #T"]]:
-    """Ratios past the bound that their advantage pushes towards: below 1 - low where A < 0, above 1 + high where A > 0."""
+    """Find the ratios outside the clip range on the side of the advantage: < 1 - low where A < 0, > 1 + high where A > 0."""
     return (advantages < 0) & (rho < 1 - low), (advantages > 0) & (rho > 1 + high)
 
 
 def either(condition: Bool[Tensor, "N #T"], yes: float, no: float, *, like: Tensor) -> Float[Tensor, "N #T"]:
-    """`yes` where the condition holds, else `no`, in the precision of `like`. Plain numbers would be rounded to float32."""
+    """torch.where for two Python numbers, in the dtype of `like`. torch.where itself would round the numbers to float32."""
     return torch.where(condition, torch.full_like(like, yes), no)

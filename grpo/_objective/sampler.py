@@ -27,19 +27,20 @@ class SamplerCorrection(Protocol):
     def __call__(
         self, old_log_probs: Float[Tensor, "N T"], behaviour_log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
     ) -> Float[Tensor, "N #T"]:
-        """Weights per step, or one per row, without gradient. A NaN behaviour log-prob (not scored) has ratio 1."""
+        """Return one weight per step, or one per row, without gradient. A step with a NaN behaviour log-prob has weight 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bounds(Settings):
-    """A correction between two bounds."""
+    """Base of the sampler corrections with a lower and an upper bound on the importance weight."""
 
     low: float | None = setting(None, at_least=0.0)
     """Smallest weight. Larger: more small weights are raised (`Truncate`) or left out (`Mask`). None: no bound."""
     high: float | None = setting(3.0, above=0.0)
     """Largest weight. Larger corrects more, and gives single steps more weight. None: no bound."""
     level: SamplerRatioLevel = "step"
-    """A weight per step is biased and of low variance. One weight per row is exact without bounds, and of higher variance."""
+    """`step`: one weight per step, which has a bias and low variance. `row`: one weight per row, the product over its steps. It
+    has no bias if there are no bounds, and higher variance."""
 
     def __post_init__(self) -> None:
         """Check every value, and the order of the bounds."""
@@ -139,7 +140,7 @@ def near_policy_rows(
     mask: Bool[Tensor, "N T"],
     threshold: float,
 ) -> Bool[Tensor, "N #T"]:
-    """Rows close enough to their sampler to learn from. Rows with A >= 0 always are.
+    """Mask of the steps to learn from: all steps with A >= 0, and steps with A < 0 in rows that the policy still samples often.
 
     m[n,t] = A[n,t] >= 0 or mean over steps of (sampled_log_probs - log_probs) <= threshold
 

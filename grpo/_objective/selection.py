@@ -1,4 +1,4 @@
-"""Selections of steps that the surrogate counts or holds back. A selection looks at all rows of an update at once.
+"""Select the steps that the surrogate counts, or pulls back. A selection looks at all rows of an update at once.
 
 The trainer selects once per update over all ranks, from values stored at collection, so that micro-batches and ranks agree. The
 functions take the S valid steps of the whole update as a vector [S].
@@ -24,7 +24,7 @@ Select: TypeAlias = Callable[[Tensor, Tensor, torch.Generator | None], Tensor]
 def choose_steps(
     mask: Bool[Tensor, "N T"], choose: Callable[[Tensor], Tensor], values: Tensor, gather: Gather | None
 ) -> Bool[Tensor, "N T"]:
-    """This rank's part of a choice among the valid steps of all ranks.
+    """Choose among the valid steps of all ranks, and return the chosen steps of this rank.
 
     Args:
         mask: the valid steps of this rank.
@@ -119,7 +119,7 @@ def covariances(log_probs: Float[Tensor, " S"], advantages: Float[Tensor, " S"])
 
 
 def largest_covariances(covariance: Float[Tensor, " S"], fraction: float) -> Bool[Tensor, " S"]:
-    """KL-Cov: the given fraction of the steps, those with the largest covariance; at least one step.
+    """KL-Cov: choose the given fraction of the steps, with the largest covariance. At least one step is chosen.
 
     Source:
         Cui et al. 2025, arXiv:2505.22617.
@@ -138,7 +138,7 @@ def drawn_covariances(
     high: float,
     generator: torch.Generator | None = None,
 ) -> Bool[Tensor, " S"]:
-    """Clip-Cov: the given fraction of the steps, drawn at random among those with low < covariance < high.
+    """Clip-Cov: draw the given fraction of the steps at random among the steps with low < covariance < high.
 
     At least one step is drawn if any step is in the range.
 

@@ -62,13 +62,17 @@ def step_weights(
             divisors = total(lengths.sum())
         case "fixed_length":
             if fixed_length is None:
-                raise ConfigError("step_weights: aggregation='fixed_length' needs fixed_length=L, the common divisor.")
+                raise ConfigError(
+                    "step_weights: aggregation='fixed_length' needs fixed_length=L; got None. Pass the length to divide by."
+                )
             divisors = total(num_rows) * fixed_length
         case "row_sum":
             divisors = total(num_rows)
         case "group_mean":
             if group_ids is None:
-                raise ConfigError("step_weights: aggregation='group_mean' needs group_ids.")
+                raise ConfigError(
+                    "step_weights: aggregation='group_mean' needs group_ids; got None. Pass the group of each row."
+                )
             names, groups = group_ids.to(mask.device).unique(return_inverse=True)
             steps = lengths.new_zeros(len(names), 1).index_add_(0, groups, lengths)
             divisors = steps[groups] * total(len(names))

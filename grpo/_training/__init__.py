@@ -1,1 +1,1 @@
-"""Private parts of the trainer: the rows of an update, the optimizer step, coefficients, reports, saved state."""
+"""Internal modules for training: the rows of an update, the optimizer step, coefficients, reports, saved state."""

@@ -1,4 +1,4 @@
-"""Advice on a run's numbers, logged once each: the cases that `docs/debugging.md` explains."""
+"""Log advice when a run's metrics show one of the problems that `docs/debugging.md` explains. Each advice is logged once."""
 
 import logging
 import math
@@ -37,7 +37,7 @@ def beside_the_bar() -> AbstractContextManager[None]:
 
 
 class RunAdvisor:
-    """Watches the metrics of each iteration and logs what looks wrong, once each, through the logger `grpo`."""
+    """Watches the metrics of each iteration, and logs each problem once through the logger `grpo`."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
@@ -71,7 +71,7 @@ class RunAdvisor:
         self._watch_entropy(metrics["train/entropy"])
 
     def _watch_entropy(self, entropy: float) -> None:
-        """Follow a moving average: without an exact entropy, one iteration's estimate depends on what was sampled."""
+        """Watch a moving average of the entropy, because the entropy of a single iteration may be a noisy estimate."""
         if not math.isfinite(entropy):
             return
         if math.isnan(self._first_entropy):
@@ -84,7 +84,7 @@ class RunAdvisor:
         self._in_a_row[sign] = self._in_a_row.get(sign, 0) + 1 if seen else 0
         if self._in_a_row[sign] >= patience and sign not in self._said:
             self._said.add(sign)
-            logger.warning("%s: %s (Said once; docs/debugging.md has more.)", sign, ADVICE[sign])
+            logger.warning("%s: %s (Logged once. docs/debugging.md explains it.)", sign, ADVICE[sign])
 
 
 ADVICE = {

@@ -1,4 +1,4 @@
-"""Coefficients of the loss that follow measurements: they keep the KL near a target, and the entropy above a target."""
+"""Adapt the KL and entropy coefficients to measurements: keep the KL near a target, and the entropy above a target."""
 
 import math
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from grpo.config import EntropyControl, GRPOConfig, KLControl
 from grpo.errors import ConfigError
 
 THRESHOLD_FACTOR = 1.5
-"""`threshold`: the factor by which the coefficient is multiplied or divided, and the multiple of the target above which it
-rises."""
+"""Rule `threshold`: the factor by which the coefficient is multiplied or divided. The coefficient rises if the KL is above this
+multiple of the target."""
 
 MAX_PROPORTIONAL_ERROR = 0.2
-"""`proportional`: bound on the relative error that the coefficient reacts to."""
+"""Rule `proportional`: bound on the relative error that the coefficient reacts to."""
 
 
 def next_kl_coef(coef: float, kl: float, control: KLControl) -> float:
-    """The KL coefficient after an iteration with mean KL `kl` (k3 or exact: never negative).
+    """Return the KL coefficient after an iteration with mean KL `kl`, which is k3 or exact and never negative.
 
     threshold     coef 1.5 if kl > 1.5 target, coef / 1.5 if kl < target / 2, else coef
     proportional  coef (1 + gain clip(kl / target - 1, -0.2, 0.2))
@@ -40,7 +40,7 @@ def next_kl_coef(coef: float, kl: float, control: KLControl) -> float:
 
 
 def next_entropy_coef(coef: float, entropy: float, control: EntropyControl) -> float:
-    """The entropy coefficient after an iteration with mean entropy `entropy`: + delta up to the target, - delta above it.
+    """Return the next entropy coefficient: delta higher if `entropy` is at most the target, delta lower if it is above.
 
     Source:
         He et al. 2025 (Skywork-OR1), arXiv:2505.22312.
@@ -50,7 +50,7 @@ def next_entropy_coef(coef: float, entropy: float, control: EntropyControl) -> f
 
 
 class Coefficients:
-    """The current KL and entropy coefficients. A control whose bounds exclude the first coefficient is refused."""
+    """The current KL and entropy coefficients. The first coefficient must be within the bounds of its control."""
 
     def __init__(self, config: GRPOConfig, kl_coef: float) -> None:
         self.kl_coef = kl_coef
@@ -62,7 +62,7 @@ class Coefficients:
             if control is not None and not control.coef_min <= coef <= control.coef_max:
                 raise ConfigError(
                     f"objective.{name}_coef={coef} is where config.{name}_control starts, and must be between its coef_min="
-                    f"{control.coef_min} and coef_max={control.coef_max}."
+                    f"{control.coef_min} and coef_max={control.coef_max}. Change the coefficient or the bounds."
                 )
 
     @property
@@ -72,11 +72,11 @@ class Coefficients:
 
     @property
     def may_be_positive(self) -> bool:
-        """Whether a KL or an entropy term has a gradient now, or may have one later."""
+        """Whether the KL or the entropy coefficient is above 0 now, or may rise above 0 later."""
         return self.kl_coef > 0 or self._entropy_coef > 0 or self._entropy_control is not None
 
     def report(self, suffix: str) -> dict[str, float]:
-        """Both coefficients under their metric names and a suffix."""
+        """Return both coefficients as metrics, with `suffix` added to the metric names."""
         return {f"train/kl_coef{suffix}": self.kl_coef, f"train/entropy_coef{suffix}": self.entropy_coef}
 
     def follow(self, measured: Mapping[str, tuple[float, float]]) -> None:

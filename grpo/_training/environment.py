@@ -1,4 +1,4 @@
-"""The environment of the policy: seeds, devices, precision, folders of ranks, and copies that follow its weights."""
+"""Seeds, devices, precision, the folder of each rank, and updates of the sampler's and the reference's weights."""
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -30,14 +30,14 @@ def prepare(config: GRPOConfig, engine: Engine, *models: Any) -> int:
 
 
 def autocast(config: GRPOConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """The precision in which the policy computes."""
+    """Return the `torch.autocast` context of `config.autocast_dtype`, or a context that does nothing."""
     if config.autocast_dtype is None:
         return nullcontext()
     return torch.autocast(device.type, getattr(torch, config.autocast_dtype))
 
 
 def folder_of_rank(path: str | Path, engine: Engine) -> Path:
-    """The folder of this rank. Each of several ranks has its own folder, because it has its own random generators."""
+    """Return the checkpoint folder of this rank. Ranks need separate folders because their random generators differ."""
     return Path(path) if engine.num_ranks == 1 else Path(path) / f"rank-{engine.rank}"
 
 
@@ -57,7 +57,7 @@ class SamplerSync:
 
 
 def move_reference(config: GRPOConfig, policy: Any, reference_policy: Any, iteration: int) -> bool:
-    """Move the reference towards the policy, every `config.reference_sync_every` iterations. Returns whether it moved.
+    """Move the reference towards the policy every `config.reference_sync_every` iterations. Return whether it was moved.
 
     reference <- (1 - mix) reference + mix policy
 

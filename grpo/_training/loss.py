@@ -22,11 +22,11 @@ REPORTED_AS = {
     "top_entropy_fraction": "kept_fraction",
     "off_policy_threshold": "kept_fraction",
 }
-"""Setting of the loss -> the metric of the term that the setting asks for."""
+"""Maps a setting of the loss to the metric that shows its term."""
 
 
 class MeteredObjective:
-    """Calls the loss, checks what it returns, and adds its metrics to a meter.
+    """Calls the loss, checks its result, and adds its metrics to a meter.
 
     Args:
         config: the settings of the loss, and whether it is compiled.

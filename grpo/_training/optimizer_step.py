@@ -59,12 +59,12 @@ class OptimizerStep:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter; the CPU without parameters."""
+        """The device of the first parameter, or the CPU if there are no parameters."""
         return next((value.device for value in self.parameters.values()), torch.device("cpu"))
 
     @property
     def learning_rate(self) -> float:
-        """The current learning rate of the first parameter group; 0 without an optimizer."""
+        """The current learning rate of the first parameter group, or 0 if there is no optimizer."""
         return 0.0 if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
 
     def begin(self) -> None:
@@ -170,7 +170,7 @@ class OptimizerStep:
         )
 
     def _skip(self, norm: float) -> None:
-        """Leave every weight and the optimizer's state unchanged. A loss scale (float16) is lowered."""
+        """Skip the update: weights and optimizer state stay unchanged. With float16, the loss scale is lowered."""
         self.clear()
         if self.scaler.is_enabled():
             self.scaler.update(self.scaler.get_scale() * self.scaler.get_backoff_factor())
@@ -185,7 +185,7 @@ class OptimizerStep:
             )
 
     def _moved(self) -> list[Tensor]:
-        """The tensors that the optimizer changes. They may be more than the policy's parameters, and their number may grow."""
+        """Return all tensors of the optimizer, which may have more tensors than the policy and may gain tensors later."""
         return [] if self.optimizer is None else [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _add_up_ranks(self) -> None:

@@ -19,7 +19,7 @@ def require_consistent(config: GRPOConfig, policy: Any, *, lr_scheduler: Any, ob
     reads_rows = traits_of(loss.surrogate).reads_rows or getattr(loss.sampler_correction, "level", "step") == "row"
     if isinstance(policy, SplitsSteps) and objective is None and (reads_rows or loss.off_policy_threshold is not None):
         raise ConfigError(
-            "A policy with split_steps() is updated step by step, and this loss looks at rows: "
+            "A policy with split_steps() is updated step by step, but this loss needs whole rows: "
             f"objective.surrogate={loss.surrogate!r}, sampler_correction={loss.sampler_correction!r}, "
             f"off_policy_threshold={loss.off_policy_threshold}. Use a surrogate and a correction with level='step' and no "
             "off_policy_threshold, or leave split_steps() out."
@@ -33,7 +33,8 @@ def require_consistent(config: GRPOConfig, policy: Any, *, lr_scheduler: Any, ob
         )
     if advantages is not None and config.advantage.credit == "gae":
         raise ConfigError(
-            "advantages=... stands in for the estimator that advantage.credit='gae' trains the critic by: keep one of them."
+            "advantages=... replaces the estimator that computes the critic's targets for advantage.credit='gae'. "
+            "Remove advantages=..., or use another credit."
         )
 
 
@@ -71,18 +72,18 @@ def require_reference(config: GRPOConfig, policy: Any, reference_policy: Any) ->
     if config.reference_sync_every is not None and set(parameters) != set(reference):
         raise ConfigError(
             f"config.reference_sync_every={config.reference_sync_every} needs a reference with the policy's parameters; "
-            f"only one of them has {sorted(set(parameters) ^ set(reference))[:4]}. Pass copy.deepcopy(policy)."
+            f"only one of the two has {sorted(set(parameters) ^ set(reference))[:4]}. Pass copy.deepcopy(policy)."
         )
 
 
 def first_kl_coef(config: GRPOConfig, policy: Any, reference_policy: Any, *, has_own_loss: bool) -> float:
-    """The KL coefficient that training starts with. Refuses a KL term without reference, and a KL control without KL term."""
+    """Return the first KL coefficient. Refuse a KL term without a reference, and a KL control without a KL term."""
     estimator = config.objective.kl_estimator
     kl_coef = config.objective.kl_coef_with(has_reference=reference_policy is not None)
     if estimator == "exact" and reference_policy is not None:
         raise ConfigError(
-            "objective.kl_estimator='exact' reads the policy's own ActionScores.kl, and would never look at reference_policy: "
-            "leave it out, or estimate the KL to it with kl_estimator='k3'."
+            "objective.kl_estimator='exact' reads the policy's own ActionScores.kl and would ignore reference_policy. "
+            "Remove reference_policy=..., or set kl_estimator='k3' to estimate the KL to reference_policy."
         )
     has_reference = reference_policy is not None or isinstance(policy, ScoresReference)
     if kl_coef > 0 and estimator != "exact" and not has_reference:
@@ -97,7 +98,8 @@ def first_kl_coef(config: GRPOConfig, policy: Any, reference_policy: Any, *, has
         )
     if kl_coef > 0 and estimator == "k1" and not has_own_loss:
         warnings.warn(
-            "objective.kl_estimator='k1' as a loss has a gradient of zero in expectation: it adds noise and no pull. "
+            "objective.kl_estimator='k1' as a loss has a gradient of zero in expectation: it adds noise and does not keep the "
+            "policy near the reference. "
             "Use 'k2' or 'k3_weighted' for KL(pi || ref), or 'k3' for KL(ref || pi).",
             GRPOWarning,
             stacklevel=4,
@@ -114,7 +116,7 @@ def require_discrete(surrogate: Any, actions: Any) -> None:
     floats = [number for number in np.hstack(numbers or [0]) if isinstance(number, float | np.floating)]
     if not all(float(number).is_integer() for number in floats):
         raise ConfigError(
-            f"objective.surrogate={surrogate!r} compares probabilities of actions, and these actions are real numbers, which "
+            f"objective.surrogate={surrogate!r} needs actions with probabilities; these actions are real numbers, which "
             "have densities. Use a surrogate that compares ratios, such as 'clip', with continuous actions."
         )
 
@@ -124,6 +126,6 @@ def require_probabilities(surrogate: Any, log_probs: Float[Tensor, "N T"], mask:
     of_steps = log_probs.detach()[mask]
     if bool((of_steps > 1e-5).any()):
         raise ContractError(
-            f"objective.surrogate={surrogate!r} compares probabilities, and a log-prob of {of_steps.max():.3g} is that of a "
-            "density. Use a surrogate that compares ratios, such as 'clip', with continuous actions."
+            f"objective.surrogate={surrogate!r} needs log-probs of probabilities, at most 0; got {of_steps.max():.3g}, which "
+            "only a density can have. Use a surrogate that compares ratios, such as 'clip', with continuous actions."
         )

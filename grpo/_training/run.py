@@ -23,14 +23,14 @@ class RunProgress:
     """The progress of a run. A checkpoint holds it, and the next call of `train` continues from it."""
 
     position: int = 0
-    """Iterations of the run that are done."""
+    """Number of completed iterations of the run."""
     num_draws: int = 0
     """How often states were drawn."""
     is_loaded: bool = False
     """Whether a checkpoint was loaded and no run has continued from it yet."""
 
     def begin(self) -> None:
-        """Begin a run: where the loaded run stopped, or at 0."""
+        """Begin a run: continue where the loaded run stopped, or start at iteration 0."""
         if not self.is_loaded or self.position == 0:
             self.position = self.num_draws = 0
         self.is_loaded = False
@@ -87,7 +87,7 @@ class Run:
             yield from range(start, total)
 
     def draw(self) -> Rows:
-        """The next states, or this rank's share of them."""
+        """Draw the next states, and return this rank's share of them."""
         states = self.source(self.progress.num_draws)
         self.progress.num_draws += 1
         num_ranks = self.engine.num_ranks
@@ -130,7 +130,7 @@ class Run:
 
 
 def at_least_one(name: str, value: int | None, default: int) -> int:
-    """`value`, or the default (at least 1) if it is None. Refuses a value below 1."""
+    """Return `value`, or the default (at least 1) if `value` is None. Refuse a value below 1."""
     if value is not None and value < 1:
         raise ConfigError(f"{name} must be >= 1; got {value}.")
     return max(default, 1) if value is None else value

@@ -1,4 +1,4 @@
-"""Nested state to JSON and tensors, and back: the contents of a checkpoint's two files. No pickle, no executable code."""
+"""Convert nested state to JSON and tensors, the two files of a checkpoint, and back. Checkpoints contain no pickle or code."""
 
 import json
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from grpo.errors import CheckpointError
 
 
 def encode(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-    """A value for `json.dumps`, and the tensors that it refers to by name. Equal views of one storage are stored once."""
+    """Return `state` as a value for `json.dumps`, with its tensors by name. Equal views of one storage are stored once."""
     tensors: dict[str, Tensor] = {}
     return _encode(state, "state", tensors, {}), tensors
 
 
 def _encode(value: Any, where: str, tensors: dict[str, Tensor], seen: dict[Any, str]) -> Any:
-    """JSON for `value`. Tensors go to `tensors`. Types that JSON lacks become a dict with a key that starts with `$`."""
+    """Return `value` as JSON, and put its tensors into `tensors`. Types that JSON lacks become a dict with a `$...` key."""
     if isinstance(value, Tensor):
         return {"$tensor": _store(value.detach(), tensors, seen)}
     if isinstance(value, np.ndarray) and value.dtype.kind not in "OV":
@@ -53,7 +53,7 @@ def _store(value: Tensor, tensors: dict[str, Tensor], seen: dict[Any, str]) -> s
 
 
 def decode(text: bytes, tensors: Mapping[str, Tensor]) -> Any:
-    """The state that `encode` was called with, from JSON and the tensors."""
+    """Restore the state that `encode` was called with from its JSON value and tensors."""
 
     def restored(value: dict[str, Any]) -> Any:
         match value:

@@ -14,7 +14,7 @@ from grpo.types import Rows, select_rows
 
 
 class StateSource:
-    """The states of iteration 0, 1, 2, ... They depend only on the seed and the iteration, so that a run can resume.
+    """Returns the states of each iteration. They depend only on the seed and the iteration, so that a run can resume.
 
     A sequence, tensor or array is drawn in shuffled epochs without replacement (whole and in order if `num_per_iteration`
     is None). An iterable is read in order, and from the start again at its end. A sampler `iteration -> states` is called;
@@ -64,14 +64,14 @@ class StateSource:
         self._num_taken += skipped + len(taken)
         if len(taken) < self._num:
             raise ContractError(
-                f"The iterable of states ended {self._num - len(taken)} short of {self._num}, and iterating again gives "
-                "nothing. Pass a list, an iterable that can be iterated again, or fewer iterations."
+                f"The iterable of states must yield {self._num} states per iteration; it ended after {len(taken)} of them, and "
+                "iterating again yields nothing. Pass a list, an iterable that can be iterated again, or fewer iterations."
             )
         return taken
 
 
 def _repeated(states: Iterable[Any]) -> Iterator[Any]:
-    """The states again and again, until iterating gives nothing."""
+    """Iterate over the states again and again, until an iteration yields no state."""
     ended = False
     while not ended:
         ended = True

@@ -1,4 +1,4 @@
-"""The state of a `GRPOTrainer` that an exact resume needs, as one nested value: capture it, restore it."""
+"""Capture and restore the state of a `GRPOTrainer` that an exact resume needs, as one nested value."""
 
 import copy
 from collections.abc import Mapping
@@ -64,7 +64,9 @@ def restore(trainer: Any, state: dict[str, Any]) -> None:
         _put(trainer, state)
     except Exception as error:
         _put(trainer, before)
-        raise CheckpointError(f"The checkpoint does not fit, and the trainer is as it was: {error!r}") from error
+        raise CheckpointError(
+            f"The checkpoint does not fit this trainer, which is unchanged: {error!r}. Build the trainer as when it was saved."
+        ) from error
 
 
 def require_same_iteration(engine: Engine, state: dict[str, Any], path: str | Path) -> None:
@@ -72,8 +74,8 @@ def require_same_iteration(engine: Engine, state: dict[str, Any], path: str | Pa
     iterations = engine.gather_objects(state["counters"]["iteration"]) if engine.num_ranks > 1 else []
     if len(set(iterations)) > 1:
         raise CheckpointError(
-            f"Ranks would go on from different iterations, {iterations}: {path} holds other checkpoints for each. Name one "
-            "that all ranks have written."
+            f"All ranks must resume from the same iteration; {path} has checkpoints of iterations {iterations}, one per rank. "
+            "Pass the path of an iteration that all ranks have saved."
         )
 
 
@@ -104,7 +106,7 @@ def _put(trainer: Any, state: dict[str, Any]) -> None:
 
 
 def _stateful(trainer: Any) -> dict[str, Any]:
-    """All other objects with a `state_dict`, by name."""
+    """Return the parts of the trainer that have a `state_dict`, by name."""
     scaler = trainer.optimizer_step.scaler
     candidates = {
         "policy": trainer.policy,
@@ -122,7 +124,7 @@ def _require_same_names(where: str, expected: Any, found: Any) -> None:
     missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or extra:
         raise CheckpointError(
-            f"{where} lacks {missing or 'nothing'} and has {extra or 'nothing'} that this trainer does not have. "
+            f"{where} must match this trainer; missing: {missing or 'nothing'}, unexpected: {extra or 'nothing'}. "
             "Build the trainer with the same kinds of policy, reward model, optimizer and scheduler as when it was saved."
         )
 
@@ -132,6 +134,6 @@ def _require_same_tensors(owner: str, present: Mapping[str, Tensor], saved: Mapp
     for name, value in present.items():
         if value.shape != saved[name].shape:
             raise CheckpointError(
-                f"{owner}: {name} has shape {list(value.shape)}, and {list(saved[name].shape)} in the checkpoint. "
+                f"{owner}: {name} has shape {list(value.shape)}, but {list(saved[name].shape)} in the checkpoint. "
                 "Build the policy as it was when it was saved."
             )

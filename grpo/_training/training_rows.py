@@ -1,4 +1,4 @@
-"""The rows that an iteration trains on, with advantages. Rows of recent iterations may be added, and steps may become rows."""
+"""The rows that an iteration trains on, with advantages. Rows of earlier iterations can be added, and rows split into steps."""
 
 from collections import deque
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class TrainingRows:
 
     @property
     def advantages_per_step(self) -> Float[Tensor, "N T"]:
-        """The advantage of each step. A step has the advantage of its row, if advantages are per row."""
+        """The advantage of each step. If advantages are per row, each step has the advantage of its row."""
         advantages = self.advantages
         return advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand(self.batch.mask.shape)
 
@@ -47,7 +47,7 @@ class TrainingRows:
 def with_advantages(
     batch: ExperienceBatch, advantages: Callable[[ExperienceBatch], Tensor], engine: Engine
 ) -> tuple[TrainingRows, TrainingRows]:
-    """This rank's rows with their advantages, and the rows of all ranks, for the report.
+    """Compute advantages. Return this rank's rows for training, and the rows of all ranks for metrics.
 
     `AdvantageEstimator` reads the rewards of all ranks. A user's own callable gets this rank's batch only.
     """
@@ -67,7 +67,7 @@ def with_advantages(
 
 
 def split_steps(rows: TrainingRows, policy: SplitsSteps) -> TrainingRows:
-    """Every valid step as a row of its own (T = 1), row by row. A field of shape [N, T] is read at the mask."""
+    """Turn every valid step into a row with T = 1. Steps are in order, row by row."""
     batch, mask = rows.batch, rows.batch.mask
     num_steps = int(mask.sum())
     states, actions = policy.split_steps(batch.states, batch.actions)
@@ -114,7 +114,7 @@ class ReplayBuffer:
         self._recent: deque[TrainingRows] = deque(maxlen=limit)
 
     def join(self, rows: TrainingRows) -> TrainingRows:
-        """`rows`, then the rows of recent iterations, newest first. `rows` are kept for the next iterations."""
+        """Return `rows` followed by the kept rows of earlier iterations, newest first. Keep `rows` for later iterations."""
         if self._limit == 0:
             return rows
         iterations = [rows, *reversed(self._recent)]

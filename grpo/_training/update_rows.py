@@ -30,7 +30,7 @@ from .training_rows import TrainingRows, split_steps
 TRAIN_MODE_TOLERANCE = 0.05
 """Largest change of a log-prob between eval() and train() that counts as rounding (bfloat16). A larger change is dropout."""
 
-_SAME_STEPS = "Score the same steps every time; give rollouts made elsewhere the mask of the policy's own decisions."
+_SAME_STEPS = "Score the same steps every time. If you made the rollouts, pass their mask to ExperienceBatch.from_rows."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +42,16 @@ class UpdateWeights:
     steps: Float[Tensor, "n T"]
     """The weight of each step in the loss."""
     entropy: Float[Tensor, "n T"] | None
-    """The weight of each step in the entropy term. None: the same weights."""
+    """The weight of each step in the entropy term. None: the same weights as in the field `steps`."""
     keep: Bool[Tensor, "n T"] | None
     """Steps that the surrogate counts. None: all steps."""
     chosen: Bool[Tensor, "n T"] | None
-    """Steps that the surrogate's `select` chose. None: it has no `select`."""
+    """Steps that the surrogate's `select` chose. None: the surrogate has no `select`."""
 
 
 @dataclass(eq=False)
 class UpdateSetup:
-    """Values that the updates of all iterations share."""
+    """Settings and objects that the updates of all iterations use."""
 
     config: GRPOConfig
     """The settings: batch size, epochs, aggregation, selections."""
@@ -115,8 +115,8 @@ class UpdateRows:
         self._sum_of_log_probs: list[Tensor] = []
 
     def updates(self) -> Iterator[RowIndex]:
-        """The rows of each update, epoch by epoch. The rows of a group stay adjacent. Updates without a row that counts are
-        left out."""
+        """Yield the rows of each update, epoch by epoch. The rows of a group stay adjacent. An update is left out if none of
+        its rows can have a gradient."""
         setup, batch = self._setup, self.data.batch
         for _ in range(setup.config.num_epochs_per_update):
             num_updates = setup.num_per_epoch(batch.num_rows)
@@ -137,7 +137,7 @@ class UpdateRows:
         return int(self._setup.engine.sum(num_live)) > 0
 
     def weights(self, selected: RowIndex) -> UpdateWeights:
-        """Step weights and selections of steps, from the whole update on all ranks."""
+        """Compute step weights and select steps, from all rows of the update on all ranks."""
         setup, batch = self._setup, self.data.batch
         config, mask = setup.config.objective, batch.mask[selected]
         group_ids, engine = batch.group_ids[selected], setup.engine
@@ -213,8 +213,7 @@ class UpdateRows:
         return inputs
 
     def sum_of_log_probs(self) -> Float[Tensor, ""]:
-        """The sum over the update's forward passes so far, which is finite only if every log-prob is. The sum restarts at 0
-        afterwards."""
+        """Return the sum of all log-probs since the last call. It is finite only if every log-prob is finite."""
         sums, self._sum_of_log_probs = self._sum_of_log_probs, []
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 
@@ -233,14 +232,16 @@ class UpdateRows:
             )
         width, found = mask.shape[1], scores.mask
         if found.shape[1] > width:
-            raise ContractError(f"{name} scored {found.shape[1]} steps of rows of {width}. {_SAME_STEPS}")
+            raise ContractError(f"{name} scored {found.shape[1]} steps in rows of {width} steps. {_SAME_STEPS}")
         if not torch.equal(pad_steps(found, width, False), mask.to(found.device)):
-            raise ContractError(f"{name} masks other steps in an update than in the batch. {_SAME_STEPS}")
+            raise ContractError(
+                f"{name} must return the mask of the batch in an update; the masks differ. {_SAME_STEPS}"
+            )
         if self._setup.traits.for_probabilities:
             require_probabilities(config.objective.surrogate, scores.log_probs, scores.mask)
 
     def _compare_modes(self, inputs: ObjectiveInputs) -> None:
-        """Warn, once, if train() changes the log-probs of eval(): the first ratio is then not 1."""
+        """Warn once if log-probs differ between train() and eval(), because the first ratio is then not 1."""
         if self._setup.has_compared_modes or inputs.old_log_probs is None or not inputs.log_probs.requires_grad:
             return
         self._setup.has_compared_modes = True

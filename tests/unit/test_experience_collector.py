@@ -370,7 +370,7 @@ def test_a_reference_is_scored_once(subtests: pytest.Subtests) -> None:
 
 def test_other_steps_and_log_probs_that_are_not_finite_are_refused() -> None:
     batch = ExperienceBatch.from_rows(**{**RAGGED, "mask": None})  # one step per row
-    with pytest.raises(ContractError, match=r"RowScoring must score the batch's steps, and the masks differ"):
+    with pytest.raises(ContractError, match=r"RowScoring must score the batch's steps, but the masks differ"):
         collector_of(RowScoring()).complete(batch, several_updates=True)
 
     class Bad(RowScoring):

@@ -217,7 +217,7 @@ def test_one_that_reads_rows_is_refused_where_steps_are_split(subtests: pytest.S
 
     assert trainer_of(SoftClip()).step([0.0, 1.0])["train/num_updates"] == 1
     for surrogate in [LooksAtRows(), AtRow()]:
-        message = rf"updated step by step, and this loss looks at rows: .*{type(surrogate).__name__}"
+        message = rf"updated step by step, but this loss needs whole rows: .*{type(surrogate).__name__}"
         with subtests.test(surrogate=surrogate), pytest.raises(ConfigError, match=message):
             trainer_of(surrogate)
 

@@ -67,7 +67,7 @@ def test_a_baseline_without_what_it_needs_is_an_error(subtests):
     for baseline, needs in [("length_weighted", "lengths"), ("max_at_k", "k")]:
         with (
             subtests.test(baseline=baseline, needs=needs),
-            pytest.raises(ConfigError, match=rf"baseline='{baseline}' needs {needs}="),
+            pytest.raises(ConfigError, match=rf"baseline='{baseline}' needs {needs}; got None"),
         ):
             group_relative_advantages(double([1, 2]), ids(0, 0), baseline=baseline)
 

@@ -166,7 +166,7 @@ def test_only_the_batchs_steps_may_be_scored_in_a_narrower_mask_too(subtests: py
         "other rows": MASK.flip(0),
     }
     for case, scored in cases.items():
-        message = r"Policy must score the batch's steps, and the masks differ"
+        message = r"Policy must score the batch's steps, but the masks differ"
         with subtests.test(case=case), pytest.raises(ContractError, match=message):
             require_same_steps("Policy", scored, MASK)
 

@@ -127,5 +127,7 @@ def test_without_scores_there_is_nothing_to_keep() -> None:
 
 
 def test_a_policy_without_a_reference_of_its_own_needs_another() -> None:
-    with pytest.raises(ConfigError, match=r"TablePolicy has no reference_log_probabilities\(\); pass reference_policy"):
+    with pytest.raises(
+        ConfigError, match=r"TablePolicy has no reference_log_probabilities\(\)\. Pass reference_policy"
+    ):
         ReferenceScorer(TablePolicy(), None, torch.no_grad)

@@ -90,7 +90,7 @@ def test_a_resumed_run_passes_over_what_an_iterable_gave_before():
 def test_an_iterator_that_ends_says_how_many_are_missing():
     source = StateSource(iter(range(5)), 3, seed=0)
     assert source(0) == [0, 1, 2]
-    with pytest.raises(ContractError, match="1 short of 3"):
+    with pytest.raises(ContractError, match="3 states per iteration; it ended after 2"):
         source(1)
 
 

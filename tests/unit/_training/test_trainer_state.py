@@ -171,19 +171,47 @@ def test_a_state_that_does_not_fit_is_named_and_changes_nothing(subtests: pytest
     trainer = trained(2, seed=3)
     before = digest(capture(trainer))
     for path, value, message in [
-        (("random",), None, r"The checkpoint lacks \['random'\] and has nothing that this trainer does not have"),
-        (("extra",), 1, r"The checkpoint lacks nothing and has \['extra'\] that this trainer"),
-        (("reference", "parameters"), None, r"The checkpoint's 'reference' lacks \['parameters'\] and has nothing"),
-        (("kinds", "replay"), None, r"The checkpoint's 'kinds' lacks \['replay'\] and has nothing"),
-        (("stateful", "optimizer"), None, r"The checkpoint's 'stateful' lacks \['optimizer'\] and has nothing"),
-        (("counters", "iteration"), None, r"The checkpoint's 'counters' lacks \['iteration'\] and has nothing"),
-        (("random", "torch"), None, r"The checkpoint's 'random' lacks \['torch'\] and has nothing"),
+        (("random",), None, r"The checkpoint must match this trainer; missing: \['random'\], unexpected: nothing"),
+        (("extra",), 1, r"The checkpoint must match this trainer; missing: nothing, unexpected: \['extra'\]"),
+        (
+            ("reference", "parameters"),
+            None,
+            r"The checkpoint's 'reference' must match this trainer; missing: \['parameters'\], unexpected: nothing",
+        ),
+        (
+            ("kinds", "replay"),
+            None,
+            r"The checkpoint's 'kinds' must match this trainer; missing: \['replay'\], unexpected: nothing",
+        ),
+        (
+            ("stateful", "optimizer"),
+            None,
+            r"The checkpoint's 'stateful' must match this trainer; missing: \['optimizer'\], unexpected: nothing",
+        ),
+        (
+            ("counters", "iteration"),
+            None,
+            r"The checkpoint's 'counters' must match this trainer; missing: \['iteration'\], unexpected: nothing",
+        ),
+        (
+            ("random", "torch"),
+            None,
+            r"The checkpoint's 'random' must match this trainer; missing: \['torch'\], unexpected: nothing",
+        ),
         (("kinds", "optimizer"), "SGD", r"The checkpoint's optimizer is a SGD; this trainer's is a Adam\. Build"),
-        (("parameters", "logits"), None, r"Remembering's parameters in the checkpoint lacks \['logits'\]"),
-        (("parameters", "logits"), torch.zeros(2, 3), r"Remembering: logits has shape \[2, 2\], and \[2, 3\] in the"),
+        (
+            ("parameters", "logits"),
+            None,
+            r"Remembering's parameters in the checkpoint must match this trainer; missing: \['logits'\]",
+        ),
+        (("parameters", "logits"), torch.zeros(2, 3), r"Remembering: logits has shape \[2, 2\], but \[2, 3\] in the"),
         (("reference", "parameters", "logits"), torch.zeros(1, 2), r"reference Remembering: logits has shape \[2, 2\]"),
-        (("stateful", "policy"), {}, r"The checkpoint does not fit, and the trainer is as it was: .*policy: 'memory'"),
-        (("random", "torch"), torch.zeros(1), r"The checkpoint does not fit, and the trainer is as it was"),
+        (
+            ("stateful", "policy"),
+            {},
+            r"The checkpoint does not fit this trainer, which is unchanged: .*policy: 'memory'",
+        ),
+        (("random", "torch"), torch.zeros(1), r"The checkpoint does not fit this trainer, which is unchanged"),
     ]:
         with subtests.test(path=path, value=value, message=message):
             with pytest.raises(CheckpointError, match=message):
@@ -218,7 +246,9 @@ def test_ranks_go_on_from_the_same_iteration() -> None:
     state = {"counters": {"iteration": 3}}
     require_same_iteration(OneProcess(), state, "folder")
     require_same_iteration(Ranks(3), state, "folder")
-    with pytest.raises(CheckpointError, match=r"Ranks would go on from different iterations, \[3, 4\]: folder holds"):
+    with pytest.raises(
+        CheckpointError, match=r"resume from the same iteration; folder has checkpoints of iterations \[3, 4\]"
+    ):
         require_same_iteration(Ranks(4), state, "folder")
 
 

@@ -83,12 +83,12 @@ def above_0(scores: ActionScores) -> ActionScores:
 
 def test_scores_of_an_update_that_do_not_fit_are_refused(subtests: pytest.Subtests) -> None:
     for change, settings, error, message in [
-        (with_another_step, {}, ContractError, r"Changing scored 4 steps of rows of 3\. Score the same steps"),
+        (with_another_step, {}, ContractError, r"Changing scored 4 steps in rows of 3 steps\. Score the same steps"),
         (
             without_the_first_step,
             {},
             ContractError,
-            r"Changing masks other steps in an update than in the batch\. Score",
+            r"Changing must return the mask of the batch in an update; the masks differ\. Score",
         ),
         (
             lambda scores: replace(scores, entropy=None),
@@ -100,7 +100,7 @@ def test_scores_of_an_update_that_do_not_fit_are_refused(subtests: pytest.Subtes
             above_0,
             {"objective": ObjectiveConfig(surrogate="dppo")},
             ContractError,
-            r"surrogate=Dppo\(.*compares probabilities",
+            r"surrogate=Dppo\(.*needs log-probs of probabilities",
         ),
     ]:
         with subtests.test(message=message):
