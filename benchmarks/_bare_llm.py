@@ -23,7 +23,7 @@ SHORTER = 0.75
 
 
 class BareLoop:
-    """Sample, reward, one update.
+    """A training loop. Each step samples completions, computes rewards and makes one update.
 
     Args:
         model: A decoder without dropout and with a linear head that has a bias.
@@ -144,7 +144,7 @@ class Room(DynamicLayer):
         self.keys, self.values = (buffer[:, :, : self.length] for buffer in self.buffers)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one position."""
+        """Append the keys and values of one position, and return all of them."""
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, self.length : self.length + 1] = states
         self.length += 1
@@ -181,7 +181,7 @@ class HeadLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, tokens: Tensor) -> Tensor:
-        """[M]."""
+        """Log-probs [M]."""
         log_probs = torch.empty(len(tokens), device=hidden.device)
         for block in blocks(len(tokens)):
             all_log_probs = nn.functional.linear(hidden[block], weight, bias).float().log_softmax(1)
@@ -201,7 +201,7 @@ class HeadLogProbs(torch.autograd.Function):
 
 
 def loss_at_head(hidden: Tensor, head: nn.Linear, tokens: Tensor, advantages: Tensor, old_log_probs: Tensor) -> None:
-    """The same loss with its hand-written derivative, so that each block's logits are computed once (as in Liger)."""
+    """Backward of the loss of `loss_of_log_probs`, with a hand-written derivative: each block's logits are computed once."""
     gradients = HeadGradients(hidden.detach(), head.weight.detach(), head.bias.detach())
     with torch.no_grad():
         for block in blocks(len(tokens)):

@@ -35,7 +35,7 @@ def peak_extra_memory(run: Callable[[], object]) -> int:
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
-    """The profiler announces every start and stop there, whatever its log level."""
+    """Discard stderr, because the profiler writes a message to it at every start and stop, at any log level."""
     kept = os.dup(2)
     try:
         with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - a device

@@ -36,7 +36,7 @@ class PPO:
 
     Args:
         env_id: Environment with flat observations and discrete actions.
-        num_steps: Steps of the run. The learning rate decays to 0 over them.
+        num_steps: Steps of the run. The learning rate decays to 0 during the run.
         seed: Seed of weights, actions and environments.
     """
 
@@ -67,7 +67,7 @@ class PPO:
 
     @torch.no_grad()
     def _collect(self) -> tuple[Tensor, ...]:
-        """[T, n, ...] of each: observations, actions, log-probs, rewards, episode ends, values."""
+        """Observations, actions, log-probs, rewards, episode ends and values of one rollout, each [T, n, ...]."""
         steps = []
         for _ in range(NUM_STEPS):
             policy = Categorical(logits=self.actor(self.observation))

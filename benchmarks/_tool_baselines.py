@@ -171,7 +171,7 @@ class LinearArms:
         return means + self.alpha * variance.clamp(min=0.0).sqrt()
 
     def learn(self, arm: int, contexts: Float[Tensor, "m d"], rewards: Float[Tensor, " m"]) -> None:
-        """m pulls of one arm."""
+        """Learn from m pulls of one arm."""
         inverse = self.inverse[arm]
         spread = inverse @ contexts.T
         inner = torch.eye(len(contexts)) + contexts @ spread
@@ -209,7 +209,7 @@ class LinUCB:
         self.arms = LinearArms(num_arms, self._contexts([""]).shape[1], alpha)
 
     def _contexts(self, texts: Sequence[str]) -> Tensor:
-        """Features, and a constant."""
+        """The features of each text, followed by a constant."""
         return torch.cat([self.features(texts), torch.ones(len(texts), 1)], dim=1)
 
     def choose(self, contexts: Tensor, *, explore: bool) -> list[list[int]]:

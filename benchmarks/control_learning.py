@@ -25,13 +25,13 @@ import torch
 from adapters.control import PRESETS, LearningCurve, episode_starts, preset_for, train_control
 
 TO_THRESHOLD = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1")
-"""Return that counts as learned. A run ends at the first evaluation that reaches it."""
+"""Environments whose runs end at the first evaluation that reaches the preset's threshold."""
 
 NUM_SEEDS = {env_id: 10 if env_id in TO_THRESHOLD else 5 for env_id in PRESETS}
 
 
 def learn(env_id: str, seed: int, total_steps: int | None = None) -> LearningCurve:
-    """One run of the preset."""
+    """Train one policy with the environment's preset."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", category=DeprecationWarning)  # raised by MuJoCo's models
     torch.manual_seed(seed)

@@ -8,7 +8,7 @@
   Gymnasium's vector environment or our own pool.
 
 The two sides of a ratio run in turn. Seconds are CPU seconds (`time.process_time`); ratios by wall time are printed next to
-them. One thread.
+them. Everything runs in one thread.
 
     python -m benchmarks.control_speed                  # about fifteen minutes
     python -m benchmarks.control_speed --repeats 15 --seeds 10
@@ -52,7 +52,7 @@ CARTPOLE, HALF_CHEETAH = "CartPole-v1", "HalfCheetah-v5"
 EVALUATE_EVERY, NUM_EVAL_EPISODES, THRESHOLD = 2_000, 20, 475.0
 
 MOST_STEPS = 100_000
-"""Maximum steps of a run to the threshold. rl-zoo's learning rate and clip range decay to 0 over them."""
+"""Maximum steps of a run that ends at the threshold. In these steps, rl-zoo's learning rate and clip range decay to 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Spent:
     wall: float
     """Wall-clock seconds."""
     idle: float = 0.0
-    """Fraction of the steps that updates skipped because their advantage was 0. This part of the speed is no merit."""
+    """Fraction of the steps that updates skipped because their advantage was 0. Skipped steps make training look faster."""
     is_learned: bool = False
     """Whether the run ended because it reached the threshold."""
 
@@ -180,7 +180,7 @@ def sb3_learner(env_id: str, num_steps: int, seed: int, *, reached: Callable[[An
 
 
 def script_learner(env_id: str, num_steps: int, seed: int) -> Spent:
-    """PPO of `_ppo`."""
+    """The PPO of `benchmarks/_ppo.py`."""
     learner = PPO(env_id, num_steps, seed)
     watch = Stopwatch()
     return watch.spent(learner.run())
@@ -290,7 +290,7 @@ def repeated(run: Run, seconds: float) -> Run:
 
 
 def in_turn(first: Run, second: Run, repeats: int) -> tuple[list[Spent], list[Spent]]:
-    """`repeats` pairs; the order within a pair alternates."""
+    """Run two functions in turn, `repeats` times each. The order within a pair alternates."""
     results: tuple[list[Spent], list[Spent]] = ([], [])
     for pair in range(repeats):
         for which in (0, 1) if pair % 2 == 0 else (1, 0):
@@ -299,7 +299,7 @@ def in_turn(first: Run, second: Run, repeats: int) -> tuple[list[Spent], list[Sp
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """Quartiles of any number of values."""
+    """Lower quartile, median and upper quartile of at least one value."""
     low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return low, median, high
 

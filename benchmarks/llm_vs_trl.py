@@ -123,7 +123,7 @@ def make_model(case: Case, device: str, **changes: Any) -> Qwen3ForCausalLM:
 
 
 def make_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
-    """One word per token."""
+    """A tokenizer with one word per token."""
     vocabulary = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, vocabulary_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -133,7 +133,7 @@ def make_tokenizer(vocabulary_size: int) -> PreTrainedTokenizerFast:
 
 
 def make_prompts(case: Case, vocabulary_size: int) -> list[str]:
-    """One per group."""
+    """One prompt per group."""
     words = torch.randint(
         2, vocabulary_size, (case.rows // case.group, case.prompt), generator=torch.Generator().manual_seed(1)
     )
@@ -146,7 +146,7 @@ def share_of_even_tokens(completion_ids: Any, **_: Any) -> list[float]:
 
 
 def our_iteration(case: Case, model: Qwen3ForCausalLM, tokenizer: Any, prompts: list[str]) -> Callable[[], object]:
-    """`GRPOTrainer.step`."""
+    """A function that runs one `GRPOTrainer.step`."""
     policy = HFPolicy(
         model, tokenizer, sampling=SamplingConfig(max_new_tokens=case.completion), max_tokens_per_forward=10**9
     )
@@ -162,7 +162,7 @@ def our_iteration(case: Case, model: Qwen3ForCausalLM, tokenizer: Any, prompts: 
 def bare_iteration(
     case: Case, model: Qwen3ForCausalLM, tokenizer: Any, prompts: list[str], *, knows_its_loss: bool = False
 ) -> Callable[[], object]:
-    """A step of the hand-written loop."""
+    """A function that runs one step of the hand-written loop."""
     loop = BareLoop(
         model,
         group_size=case.group,
@@ -295,7 +295,7 @@ def peak_memory(case: Case, device: str, side: str) -> float:
 
 
 def print_peak_memory(case: Case, device: str, side: str) -> None:
-    """What `peak_memory` reads."""
+    """Print the peak memory of two iterations. `peak_memory` runs this function in a separate process."""
     model = make_model(case, device)
     tokenizer = make_tokenizer(model.config.vocab_size)
     prompts = make_prompts(case, model.config.vocab_size)
@@ -314,7 +314,7 @@ def print_peak_memory(case: Case, device: str, side: str) -> None:
 
 
 def main() -> None:
-    """Read the command line, print the table."""
+    """Read the command line and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(

@@ -39,7 +39,7 @@ Run = Callable[[], tuple[Tensor, Tensor]]
 """One evaluation: the loss, and its gradient with respect to the log-probs."""
 
 TOLERANCE = 1e-5
-"""Largest relative difference of losses and of gradients (as norms), in float32."""
+"""Largest allowed relative difference of losses and of gradients (as norms), in float32."""
 
 KL_COEF, CISPO_BOUND = 0.04, 5.0
 VESPO = {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
@@ -50,11 +50,11 @@ INSTALL = 'not installed; to compare with it: pip install -e ".[bench]"'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One loss in the settings of both sides."""
+    """One loss, in the settings of this library and in TRL's settings."""
 
     ours: ObjectiveConfig
     theirs: dict[str, Any]
-    """What `_compute_loss` reads from the trainer."""
+    """Settings that TRL's `_compute_loss` reads from its trainer."""
 
 
 CASES = {
@@ -77,10 +77,10 @@ CASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The inputs of both sides."""
+    """The input tensors, which are the same for this library and for TRL."""
 
     log_probs: Tensor
-    """With gradient."""
+    """Log-probs [N, T] of the policy, which require a gradient."""
     old_log_probs: Tensor
     ref_log_probs: Tensor
     entropy: Tensor
@@ -215,7 +215,7 @@ def _with_gradient(evaluate: Callable[[Tensor], tuple[Tensor, Any]], log_probs: 
 
 
 def floor_run(batch: Batch, case: Case) -> Callable[[], None]:
-    """Read the bytes of the inputs once, and write those of the gradient once."""
+    """Read every byte of the inputs once, and write every byte of the gradient once."""
     inputs = objective_inputs(batch, case.ours, batch.log_probs, step_weights(batch.mask, case.ours.aggregation))
     tensors = [value for name in inputs.__slots__ if isinstance(value := getattr(inputs, name), Tensor)]
     source = torch.ones(sum(tensor.nbytes for tensor in tensors) // 4, device=batch.mask.device)

@@ -35,15 +35,15 @@ class RowPolicy(nn.Module):
         )
 
     def generate_actions(self, states: Tensor, num_actions_per_state: int) -> Tensor:
-        """[B, G] arms."""
+        """Sample arms [B, G]."""
         return torch.multinomial(self.net(states).softmax(-1), num_actions_per_state, replacement=True)
 
     def get_log_probabilities(self, states: Tensor, actions: Tensor) -> Tensor:
-        """[N]."""
+        """Log-probs [N]."""
         return self.net(states).log_softmax(-1).gather(1, actions.unsqueeze(1)).squeeze(1)
 
     def get_parameters(self) -> dict[str, Tensor]:
-        """The network's."""
+        """The network's parameters."""
         return dict(self.named_parameters())
 
 
@@ -51,12 +51,12 @@ class GroupPolicy(RowPolicy):
     """A policy with `ScoresGroups`, which evaluates each state once, and with a sampler that returns the mask."""
 
     def sample_actions(self, states: Tensor, num_actions_per_state: int) -> SampledActions:
-        """[B, G] arms, each one step."""
+        """Sample arms [B, G]. Each arm is one step."""
         actions = self.generate_actions(states, num_actions_per_state)
         return SampledActions(actions=actions, mask=torch.ones(actions.numel(), 1, dtype=torch.bool))
 
     def score_groups(self, states: Tensor, actions: Tensor) -> ActionScores:
-        """[B * G, 1]."""
+        """Log-probs [B * G, 1]."""
         log_probs = self.net(states).log_softmax(-1).gather(1, actions).reshape(-1, 1)
         return ActionScores(log_probs=log_probs, mask=torch.ones_like(log_probs, dtype=torch.bool))
 
@@ -67,7 +67,7 @@ def reward(states: Tensor, actions: Tensor) -> Tensor:
 
 
 class HandWritten:
-    """The same mathematics without checks, metrics or options."""
+    """The trainer's mathematics in a hand-written loop, without checks, metrics or options."""
 
     def __init__(self, policy: RowPolicy, by_group: bool) -> None:
         self.policy = policy
@@ -75,7 +75,7 @@ class HandWritten:
         self.optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
     def step(self, states: Tensor) -> None:
-        """Sample, reward, advantages, loss, clip, step."""
+        """Sample, compute rewards, advantages and the loss, clip the gradient, and update."""
         net = self.policy.net
         with torch.no_grad():
             actions = torch.multinomial(net(states).softmax(-1), GROUP_SIZE, replacement=True)

@@ -56,7 +56,7 @@ def timed_run(executor: ToolExecutor, calls: list[ToolCall]) -> float:
 
 
 def print_latency(name: str, tool: Tool, repeats: int) -> bool:
-    """One line; whether the target is met."""
+    """Print one line. Returns whether the target is met."""
     calls = [ToolCall(tool=tool.name, arguments={"seconds": LATENCY})] * NUM_CALLS
     colds, warms = [], []
     for _ in range(3):
@@ -74,7 +74,7 @@ def print_latency(name: str, tool: Tool, repeats: int) -> bool:
 
 
 def print_rate(name: str, tool: Tool, num_workers: int, num_calls: int, repeats: int) -> None:
-    """One line."""
+    """Print one line."""
     calls = [ToolCall(tool=tool.name, arguments={"a": i, "b": 1}) for i in range(num_calls)]
     with executor_of(tool, num_workers) as executor:
         timed_run(executor, calls[:100])
@@ -92,9 +92,9 @@ class Problem:
     policy: ToolSelectionPolicy
     texts: list[str]
     num_calls: int
-    """Per text."""
+    """Number of calls per text."""
     batch_size: int
-    """Texts at once."""
+    """Number of texts in a batch."""
 
 
 def make_problem(num_texts: int, num_calls: int, batch_size: int) -> Problem:
@@ -135,7 +135,7 @@ def policy_work(problem: Problem) -> Callable[[], ActionScores]:
 
 
 class BareLoop:
-    """The same mathematics in a bare torch loop."""
+    """The policy's mathematics in a bare torch loop."""
 
     def __init__(self, problem: Problem) -> None:
         policy = problem.policy
@@ -153,7 +153,7 @@ class BareLoop:
         self.places = torch.tensor([[place[text] for text in choice.texts] for choice in choices])
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """As `policy_work`: log-probs [N, 2] and entropies [N, 2] of the last batch."""
+        """Do the work of `policy_work`. Returns log-probs [N, 2] and entropies [N, 2] of the last batch."""
         for vectors in self.chunks:
             with torch.no_grad():
                 tools, values = self._log_probs(vectors)
@@ -213,7 +213,7 @@ def check_same(problem: Problem) -> float:
 
 
 def print_policy(num_decisions: int, num_calls: int, batch_size: int, repeats: int) -> bool:
-    """One line; whether the target is met."""
+    """Print one line. Returns whether the target is met."""
     problem = make_problem(num_decisions // num_calls, num_calls, batch_size)
     difference = check_same(problem)
     assert difference < 1e-4, f"the two sides do not compute the same: they differ by {difference}"

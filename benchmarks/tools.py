@@ -45,7 +45,7 @@ from examples.tool_routing import CONFIG, NUM_HELD_OUT, NUM_MORE_ITERATIONS, NUM
 from grpo import GRPOTrainer
 
 REINFORCE_RATE, REINFORCE_ENTROPY, SUPERVISED_RATE, LINUCB_ALPHA = 0.02, 0.03, 0.05, 1.0
-"""Chosen by `--tune`."""
+"""Settings of the other methods, chosen by `--tune`."""
 
 LINUCB_FEATURES, LINUCB_BATCH = 256, 256
 
@@ -110,7 +110,7 @@ class Outcome:
 
 
 def make_setting(seed: int, num_iterations: int, executor: Counted) -> Setting:
-    """The setting of the example."""
+    """Make the tasks of one seed, in the sizes of `examples/tool_routing.py`."""
     train, held_out = workbench_split(NUM_TRAIN, NUM_HELD_OUT, seed, CATALOGUE)
     random.Random(seed).shuffle(train)
     return Setting(seed=seed, train=train, held_out=held_out, num_iterations=num_iterations, executor=executor)
@@ -204,14 +204,14 @@ def measure(method: Method, setting: Setting) -> tuple[Learned, Outcome]:
 
 
 def shares_of_added(policy: ToolSelectionPolicy, held_out: Sequence[ToolTask]) -> dict[str, float]:
-    """Right tools."""
+    """Share of the tasks for the added tools in which the policy chooses the right tool."""
     added = [task for task in held_out if task.tool in ADDED_LATER]
     parts = {ADDED: added, CLOSE: [t for t in added if t.shares_words], FAR: [t for t in added if not t.shares_words]}
     return {name: evaluate_tools(policy, part, policy.catalogue).overall.right_tool for name, part in parts.items()}
 
 
 def shares_of_known(policy: ToolSelectionPolicy, held_out: Sequence[ToolTask]) -> dict[str, float]:
-    """Accuracies on the known tools."""
+    """Shares of the tasks for the known tools with the right tool, and with the right call."""
     known = [task for task in held_out if task.tool not in ADDED_LATER]
     accuracy = evaluate_tools(policy, known, policy.catalogue).overall
     return {KNOWN: accuracy.right_tool, KNOWN_CALLS: accuracy.right_call}
@@ -232,7 +232,7 @@ def add_tools(trainer: GRPOTrainer, setting: Setting) -> tuple[dict[str, float],
 
 
 def share(values: Sequence[float], digits: int = 1) -> str:
-    """Median, minimum and maximum, in per cent."""
+    """Median, minimum and maximum of shares as text, in per cent."""
     median, least, most = (
         f"{100 * value:.{digits}f}" for value in (statistics.median(values), min(values), max(values))
     )
@@ -275,14 +275,14 @@ def print_added(found: Sequence[tuple[dict[str, float], dict[str, float]]]) -> N
 
 
 def changes(found: Sequence[tuple[dict[str, float], dict[str, float]]], name: str) -> list[float]:
-    """Changes per seed."""
+    """Change of one share by training with the added tools, for each seed."""
     return [after[name] - before[name] for before, after in found]
 
 
 def check_targets(
     outcomes: Sequence[Outcome], found: Sequence[tuple[dict[str, float], dict[str, float]]]
 ) -> list[tuple[str, bool]]:
-    """GRPO's targets, and whether they are met by the worst seed, or by the median for targets marked so."""
+    """GRPO's targets, and whether they are met by the worst seed, or by the median if the target's name says so."""
     reports = [outcome.report for outcome in outcomes]
     added = statistics.median(after[ADDED] for _, after in found)
     return [
@@ -351,7 +351,7 @@ def tune(beginning: str, num_iterations: int, executor: Counted) -> None:
 
 
 def print_line(name: str, several: Sequence[Outcome]) -> None:
-    """Means over seeds."""
+    """Print the means over seeds of one method."""
     mean = statistics.fmean
     print(
         f"{name:42s} right tool {mean(o.report.overall.right_tool for o in several):6.1%}, "

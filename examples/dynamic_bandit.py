@@ -61,7 +61,7 @@ class Run:
     probabilities: np.ndarray
     """[S + 1, K] probabilities of the arms in each step, and after the last step. Classic strategies: fractions of pulls."""
     losses: np.ndarray | None = None
-    """[S] loss of each step. None: the strategy is not trained by gradients."""
+    """[S] loss of each step. None if the strategy is not trained by gradients."""
 
 
 @dataclass(slots=True)
@@ -207,7 +207,7 @@ def summarise(run: Run) -> dict[str, float]:
 
 
 def print_table(runs: list[Run]) -> None:
-    """One line per strategy."""
+    """Print one line per strategy."""
     columns = ("arm 3", "arm 0", "structured reward", "steps to 50 %")
     print(f"\n{'':22s}" + "".join(f"{column:>19s}" for column in columns))
     for run in runs:

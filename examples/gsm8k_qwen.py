@@ -81,7 +81,7 @@ def load_problems(source: str, num_train: int, num_eval: int) -> tuple[list[dict
         problems = load_gsm8k(source, num_train + num_eval)
         if len(problems) <= num_train:
             raise SystemExit(
-                f"{source} has {len(problems)} problems: use fewer --samples than {num_train}; evaluation needs some."
+                f"{source} has {len(problems)} problems, and evaluation needs some: use fewer --samples than {num_train}."
             )
         return problems[:num_train], problems[num_train:]
     try:

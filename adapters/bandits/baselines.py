@@ -23,7 +23,7 @@ Likelihood: TypeAlias = Literal["bernoulli", "gaussian"]
 
 
 def sample_rows(probabilities: Float64[np.ndarray, "R K"], rng: np.random.Generator) -> Arms:
-    """Draw one arm per row by inverting the distribution function. The last arm absorbs the rounding error."""
+    """Draw one arm per row by inverting the cumulative distribution function. The last arm absorbs the rounding error."""
     below = np.cumsum(probabilities[:, :-1], axis=1) <= rng.random((len(probabilities), 1))
     return below.sum(axis=1)
 
@@ -131,7 +131,7 @@ class EXP3S:
         return (1 - self.exploration) * self.weights + self.exploration / self.num_arms
 
     def select(self, rng: np.random.Generator) -> Arms:
-        """One draw per run."""
+        """Draw one arm per run."""
         return sample_rows(self.probabilities(), rng)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:
@@ -152,10 +152,10 @@ class GradientBandit:
 
     Args:
         step_size: A larger step learns faster and forgets faster.
-        baseline_step_size: None averages all rewards. A number uses baseline <- baseline + number * (r - baseline), which
-            follows a changing reward level.
-        logit_decay: 0 as in the book. A positive decay shrinks preferences towards uniform, so that bad arms are still
-            tried and changes are found.
+        baseline_step_size: Step size of the baseline. None averages all rewards. A number uses
+            baseline <- baseline + number * (r - baseline), which follows a changing reward level.
+        logit_decay: Decay of the preferences per pull. 0 gives the algorithm of the book. A positive decay keeps the policy
+            closer to uniform, so that it still tries bad arms and finds changes.
 
     Source: Sutton & Barto, Reinforcement Learning, 2nd edition 2018, section 2.8, eq. 2.12.
     """
@@ -189,7 +189,7 @@ class GradientBandit:
         return weights / weights.sum(axis=1, keepdims=True)
 
     def select(self, rng: np.random.Generator) -> Arms:
-        """One draw per run."""
+        """Draw one arm per run."""
         return sample_rows(self.probabilities(), rng)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:

@@ -68,7 +68,7 @@ class AbruptBanditEnv(BanditEnv):
 
 
 class RandomWalkBanditEnv(BanditEnv):
-    """Ten Gaussian arms whose means walk, another walk every episode; see `random_walk_testbed`."""
+    """Ten Gaussian arms whose means follow random walks, new ones in every episode; see `random_walk_testbed`."""
 
     def __init__(self, num_steps: int = 10_000, step_std: float = 0.01) -> None:
         super().__init__(random_walk_testbed(num_steps=num_steps, step_std=step_std))

@@ -28,7 +28,9 @@ def structured_reward(
     """
     counted = np.isin(np.asarray(regimes), structured)
     if not counted.any():
-        raise ConfigError(f"structured_reward: no step is in the regimes {tuple(structured)}; name others.")
+        raise ConfigError(
+            f"structured_reward: at least one step must be in the regimes {tuple(structured)}; got none. Pass other regimes."
+        )
     return np.asarray(rewards, dtype=np.float64)[..., counted].mean(axis=-1)
 
 
@@ -47,7 +49,7 @@ def best_arm_probability(probabilities: ArrayLike, means: ArrayLike) -> Float64[
 
 
 def pull_fractions(arms: ArrayLike, num_arms: int, pulls_per_step: int) -> Float64[np.ndarray, "... S K"]:
-    """Fraction of the pulls on each arm within each step. It replaces probabilities for strategies that have none.
+    """Fraction of the pulls on each arm within each step, for strategies that have no probabilities.
 
     Args:
         arms: [..., P] with P = S * pulls_per_step.
@@ -82,7 +84,7 @@ def segment_starts(regimes: Int[np.ndarray, " S"]) -> Int64[np.ndarray, " M"]:
 
 
 def time_to_reach(values: ArrayLike, regimes: ArrayLike, threshold: float = 0.5) -> Int64[np.ndarray, "... M"]:
-    """Steps from each segment's start until the value is first >= threshold, or the segment's length if it never is.
+    """Steps from each segment's start until the value is first >= threshold, or the segment's length if no value reaches it.
 
     With `best_arm_probability` and threshold .5, this is the time to 50 %. It is 0 if the first step reaches the threshold.
 

@@ -33,7 +33,7 @@ class Baseline(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayRecord:
-    """Arms, rewards and regrets of the pulls of `play`."""
+    """Result of `play`: the arm, the reward and the regret of P pulls in each of R runs."""
 
     arms: Int64[np.ndarray, "R P"]
     """The pulled arm of each pull."""
@@ -48,7 +48,7 @@ def play(baseline: Baseline, testbed: Testbed, num_pulls: int, seed: int = 0) ->
 
     Args:
         baseline: A strategy for `testbed.num_runs` runs and `testbed.num_arms` arms.
-        testbed: The testbed. Its clocks advance; call `reset()` first to start from the beginning.
+        testbed: The testbed. Every pull advances its time; call `testbed.reset()` first to start from the beginning.
         num_pulls: Number of pulls per run, P.
         seed: Seed of the strategy's draws. The testbed has its own seed.
 
@@ -81,7 +81,7 @@ class Uniform:
         return rng.integers(self.num_arms, size=self.num_runs)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:
-        """Nothing is learned."""
+        """Do nothing, because this strategy does not learn."""
 
 
 class Oracle:
@@ -95,4 +95,4 @@ class Oracle:
         return self.testbed.means_now().argmax(axis=1)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:
-        """There is nothing to learn."""
+        """Do nothing, because this strategy knows the means."""

@@ -121,7 +121,7 @@ class SoftmaxPolicy(nn.Module):
         return exact_sample(drawn, self.score_actions(rows, drawn.flatten()))
 
     def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Int64[Tensor, "B G"]:
-        """The actions of `sample_actions`, which takes the keywords."""
+        """Sample actions as `sample_actions` does, and return them without scores. Keywords are passed on."""
         return self.sample_actions(states, num_actions_per_state, **kwargs).actions
 
     def get_log_probabilities(self, states: Any, actions: Any) -> Float[Tensor, " N"]:
@@ -237,7 +237,7 @@ class MLPPolicy(nn.Module):
         return exact_sample(drawn, self._group_scores(log_probs, num_actions_per_state, drawn.flatten()))
 
     def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Int64[Tensor, "B G"]:
-        """The actions of `sample_actions`, which takes the keywords."""
+        """Sample actions as `sample_actions` does, and return them without scores. Keywords are passed on."""
         return self.sample_actions(states, num_actions_per_state, **kwargs).actions
 
     def get_log_probabilities(self, states: Any, actions: Any) -> Float[Tensor, " N"]:

@@ -13,7 +13,7 @@ from .testbeds import Testbed
 class BanditReward:
     """Rewards of pulling arms. States are run numbers; a testbed with one run accepts any states.
 
-    Each row is a pull that advances its run's clock, in row order. `trainer.evaluate` advances the clocks too. Use
+    Each row is one pull, in row order, and advances the time of its run. `trainer.evaluate` also advances the time. Use
     `testbed.expected_rewards` to read the arms' current means without a pull.
     """
 
@@ -31,19 +31,19 @@ class BanditReward:
         return torch.from_numpy(self.testbed.pull(runs, arms))
 
     def train(self) -> "BanditReward":
-        """Nothing to switch."""
+        """Do nothing, because the testbed has no training mode."""
         return self
 
     def eval(self) -> "BanditReward":
-        """Nothing to switch."""
+        """Do nothing, because the testbed has no training mode."""
         return self
 
     def to(self, device: torch.device | str) -> "BanditReward":
-        """Does nothing, because the testbed uses numpy."""
+        """Do nothing, because the testbed uses numpy."""
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """The testbed's clocks and generator."""
+        """The testbed's state: the number of pulls of each run, and the random generator."""
         return self.testbed.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

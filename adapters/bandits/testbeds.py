@@ -1,7 +1,7 @@
 """Bandits with arms that change over time, with many independent runs, in numpy.
 
 Axes: R runs, T time steps, K arms, N pulls. A testbed is a table of expected rewards `means[R, T, K]`, a kind of noise,
-and a clock per run. Only pulls advance the clock.
+and a clock per run, which counts the run's pulls.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class Testbed:
 
     Args:
         means: Expected rewards, or a function that draws them. `reset` draws them again from the seed.
-        noise: Noise of the rewards, see `Noise`.
+        noise: How a reward is drawn around its mean, see `Noise`.
         num_runs: Number of runs R. None uses the number of runs in `means`.
         pulls_per_step: Number of pulls of a run per time step. A larger number slows the change.
         cyclic: Whether the pull after the last step starts over at step 0. If False, that pull is an error.
@@ -98,21 +98,21 @@ class Testbed:
             )
 
     def reset(self, seed: int | None = None) -> None:
-        """Restart all runs from a seed. None uses the same seed, which repeats the same runs."""
+        """Restart all runs from a seed. None uses the previous seed, which repeats the same runs."""
         self._start(self.seed if seed is None else seed)
 
     def steps_at(self, pulls: ArrayLike) -> Int64[np.ndarray, "..."]:
-        """Time step of the next pull after `pulls` pulls. Past the end it is the last step, or starts over if cyclic."""
+        """Time step of a run's next pull after `pulls` pulls. After the last step: the last step, or step 0 if cyclic."""
         steps = np.asarray(pulls, dtype=np.int64) // self.pulls_per_step
         return np.asarray(steps % self.num_steps if self.cyclic else np.minimum(steps, self.num_steps - 1))
 
     def means_now(self, runs: ArrayLike | None = None) -> Float64[np.ndarray, "N K"]:
-        """Expected rewards of all arms at each run's current time. None selects all runs. No clock advances."""
+        """Expected rewards of all arms at each run's current time. None selects all runs. Nothing is pulled."""
         rows = np.arange(self.num_runs) if runs is None else self._indices("runs", runs, self.num_runs)
         return self.means[rows, self.steps_at(self.pulls[rows])]
 
     def expected_rewards(self, runs: ArrayLike, arms: ArrayLike) -> Float64[np.ndarray, " N"]:
-        """Expected reward of each row as the next pull of its run. No clock advances."""
+        """Expected reward of each row if it were the next pull of its run. Nothing is pulled."""
         rows, chosen = self._rows(runs, arms)
         return self.means[rows, self.steps_at(self.pulls[rows]), chosen]
 
@@ -123,7 +123,7 @@ class Testbed:
         arm's mean.
 
         Raises:
-            RewardError: A run or an arm does not exist, or a pull is past the last step. No clock has advanced.
+            RewardError: A run or an arm does not exist, or a pull is after the last step. No arm was pulled.
         """
         rows, chosen = self._rows(runs, arms)
         counts = np.bincount(rows, minlength=self.num_runs)
@@ -156,7 +156,9 @@ class Testbed:
         rows = self._indices("runs", runs, self.num_runs)
         chosen = self._indices("arms", arms, self.num_arms)
         if rows.shape != chosen.shape:
-            raise RewardError(f"Testbed: one arm per run row; got {len(rows)} runs and {len(chosen)} arms.")
+            raise RewardError(
+                f"Testbed: runs and arms must have the same length; got {len(rows)} runs and {len(chosen)} arms."
+            )
         return rows, chosen
 
     @staticmethod

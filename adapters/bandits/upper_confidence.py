@@ -3,7 +3,7 @@
 Each is a `Baseline`: `select(rng) -> arms[R]`, `update(arms[R], rewards[R])`. Ties are broken at random.
 
 `reward_range` is the width of the rewards' noise: 1 for rewards in [0, 1], 2 for unit-variance Gaussian noise, because
-Hoeffding's bound uses a range of 2 s for sub-Gaussian noise of deviation s.
+Hoeffding's bound uses a range of 2 s for sub-Gaussian noise with standard deviation s.
 """
 
 from math import ceil, log, sqrt
@@ -65,7 +65,7 @@ class UCB1(_UpperConfidence):
         self.num_pulls = 0
 
     def select(self, rng: np.random.Generator) -> Arms:
-        """The largest index."""
+        """Pull the arm with the largest index."""
         return self._select(log(max(self.num_pulls, 1)), 1.0, rng)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:
@@ -106,7 +106,7 @@ class DiscountedUCB(_UpperConfidence):
         self.total_count = 0.0
 
     def select(self, rng: np.random.Generator) -> Arms:
-        """The largest index."""
+        """Pull the arm with the largest index."""
         return self._select(log(max(self.total_count, 1.0)), 2.0, rng)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:
@@ -151,7 +151,7 @@ class SlidingWindowUCB(_UpperConfidence):
         self._rewards = np.zeros((self.window, num_runs))
 
     def select(self, rng: np.random.Generator) -> Arms:
-        """The largest index."""
+        """Pull the arm with the largest index."""
         return self._select(log(max(min(self.num_pulls, self.window), 1)), 1.0, rng)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:

@@ -41,9 +41,11 @@ class HFPolicy:
         sampling: Sampling settings. The temperature also applies to scoring.
         sampler: "decoding" for the loop of this package, "generate" for transformers' loop, or another engine with its own
             weights (`VLLMSampler`).
-        reference_model: A frozen model with the same tokenizer, for a KL term. LoRA needs none.
+        reference_model: A frozen model with the same tokenizer, for a KL term. With LoRA, None uses the model without its
+            adapter.
         prompt_column: Column with the prompt, for states that are rows of a data set.
-        end_token_ids: Tokens that end a completion. None uses the tokenizer's and the model's generation config.
+        end_token_ids: Tokens that end a completion. None uses the end-of-sequence tokens of the tokenizer and of the model's
+            generation config.
         exact_entropy: Whether scores include the entropy of every step. It costs one more pass over the logits.
         mask_truncated: Whether completions that reached `max_new_tokens` are excluded from the loss (DAPO, arXiv:2503.14476).
         max_tokens_per_forward: Maximum number of positions per forward pass in scoring and training, padding and prompts
@@ -295,7 +297,7 @@ class HFPolicy:
             self._has_warned = True
             logging.getLogger("grpo").warning(
                 "HFPolicy: with gradient checkpointing, layers store no keys and values, so the prompt is computed for each "
-                "row. Without it, the prompt is computed once per group. (Said once.)"
+                "row. Without it, the prompt is computed once per group. (This message appears once.)"
             )
         return False
 

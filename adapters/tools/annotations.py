@@ -45,17 +45,22 @@ def schema_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
         parameters = inspect.signature(function).parameters
     # Built-in functions have no signature; annotations under TYPE_CHECKING cannot be resolved.
     except (TypeError, ValueError, NameError, AttributeError, SyntaxError) as error:
-        raise ConfigError(f"{name}: its annotations cannot be read: {error}. Write Tool(parameters=...).") from error
+        raise ConfigError(
+            f"{name}: the function's annotations cannot be read: {error}. Correct them, or pass Tool(parameters=...)."
+        ) from error
     properties, required = {}, []
     for key, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(f"{name}: {parameter} cannot be given by name; write Tool(parameters=...).")
+            raise ConfigError(
+                f"{name}: it must be possible to pass every parameter by name; got {parameter}. Change the function, or pass "
+                "Tool(function=..., parameters=...)."
+            )
         schema = _json_type(hints.get(key))
         if schema is None:
             raise ConfigError(
-                f"{name}: parameter {key} must be annotated: str, int, float, bool, Path, Literal of texts and numbers, dict, "
-                f"or a list, or dict by text, of these; got {hints.get(key)}. Or write the schema yourself: "
-                "Tool(parameters=...)."
+                f"{name}: parameter {key} must have a supported annotation: str, int, float, bool, Path, Literal of texts and "
+                f"numbers, dict, list, or list[...] and dict[str, ...] of these; got {hints.get(key)}. Change the annotation, "
+                "or write the schema yourself: Tool(parameters=...)."
             )
         if parameter.default is parameter.empty:
             required.append(key)

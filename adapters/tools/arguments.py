@@ -42,7 +42,7 @@ def encode_arguments(arguments: Any) -> str:
     """
     try:
         if not isinstance(arguments, Mapping):
-            raise RefusedArgumentsError(f"arguments must be an object, parameter to value; got {_kind(arguments)}.")
+            raise RefusedArgumentsError(f"arguments must be an object of values by parameter; got {_kind(arguments)}.")
         plain = _plain(arguments, MAX_DEPTH, [MAX_BYTES])
     except RefusedArgumentsError:
         raise
@@ -77,12 +77,14 @@ def _plain(value: Any, depth: int, left: list[int]) -> Any:
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise RefusedArgumentsError(f"arguments must hold finite numbers; got {value}.")
+            raise RefusedArgumentsError(f"numbers in arguments must be finite; got {value}.")
         return value
     if not isinstance(value, Mapping | list | tuple):
-        raise RefusedArgumentsError(f"arguments must be values that JSON can hold; got {_kind(value)}.")
+        raise RefusedArgumentsError(f"arguments must be values that JSON can represent; got {_kind(value)}.")
     if depth == 0:
-        raise RefusedArgumentsError(f"arguments must be nested at most {MAX_DEPTH} lists or objects deep.")
+        raise RefusedArgumentsError(
+            f"arguments must be nested at most {MAX_DEPTH} lists or objects deep; got more levels."
+        )
     if not isinstance(value, Mapping):
         return [_plain(item, depth - 1, left) for item in value]
     return {_key(key, left): _plain(item, depth - 1, left) for key, item in value.items()}
@@ -106,8 +108,8 @@ class ArgumentChecker:
     parameter's annotation contains `Path`, otherwise a `str`. Call `check_path_formats` on the schema first: if it raises,
     this class could let paths through unchecked.
 
-    Integers: where the schema allows integers and no other numbers, 2.0 is converted to 2, since JSON does not distinguish
-    them and Python does. Schemas behind a `$ref` are not inspected for this.
+    Integers: where the schema allows integers and no other numbers, 2.0 is converted to 2, because JSON does not distinguish
+    the two and Python does. Schemas behind a `$ref` are not inspected for this.
 
     A tool that can create links can change a path's target after the check. Such a tool has to be trusted.
 
@@ -146,7 +148,7 @@ class ArgumentChecker:
         return self.convert({name: self._confined(value, name in self._as_path) for name, value in marked.items()})
 
     def convert(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Convert arguments that were already validated against the same schema, which must have no paths."""
+        """Convert arguments that were already validated against this schema. The schema must have no paths."""
         return _with_integers(arguments, self._schema)
 
     def _validate(self, arguments: dict[str, Any]) -> None:
@@ -154,7 +156,7 @@ class ArgumentChecker:
             error = jsonschema.exceptions.best_match(self._validator.iter_errors(arguments))
             where = "" if error is None else f"at {_cut(error.json_path)}: {_cut(error.message)}."
         except Exception as problem:  # an unresolvable `$ref`, an invalid pattern, a number too large
-            raise RefusedArgumentsError(f"the schema cannot be applied: {_cut(repr(problem))}") from problem
+            raise RefusedArgumentsError(f"the tool's schema cannot be applied: {_cut(repr(problem))}") from problem
         if error is not None:
             raise RefusedArgumentsError(where)
 
@@ -183,13 +185,15 @@ def confine(value: str, root: str) -> Path:
         RefusedArgumentsError: The path lies outside `root` (`PathOutsideRootError`), or cannot be resolved.
     """
     if "\0" in value:
-        raise RefusedArgumentsError(f"a path must not hold the character 0; got {_cut(ascii(value))}.")
+        raise RefusedArgumentsError(f"a path must not contain the null character; got {_cut(ascii(value))}.")
     try:
         path = (Path(root) / value).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or text that is not a valid path
-        raise RefusedArgumentsError(f"{_cut(ascii(value))} cannot be followed: {_cut(str(error))}.") from error
+        raise RefusedArgumentsError(f"the path {_cut(ascii(value))} cannot be resolved: {_cut(str(error))}.") from error
     if not path.is_relative_to(root):
-        raise RefusedArgumentsError(f"{_cut(ascii(value))} must lead into the tools' folder.", "PathOutsideRootError")
+        raise RefusedArgumentsError(
+            f"the path {_cut(ascii(value))} must lie in the tools' folder.", "PathOutsideRootError"
+        )
     return path
 
 

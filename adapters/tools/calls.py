@@ -109,10 +109,10 @@ def _same(one: Any, other: Any) -> bool:
 def _check_fields(owner: str, fields: Any, kinds: Mapping[str, Any]) -> None:
     if not isinstance(fields, Mapping) or set(fields) != set(kinds):
         came = ", ".join(map(str, fields)) if isinstance(fields, Mapping) else type(fields).__name__
-        raise ConfigError(f"{owner} needs {', '.join(kinds)}; got {came}. Pass what to_dict() returned.")
+        raise ConfigError(f"{owner} needs {', '.join(kinds)}; got {came}. Pass the result of to_dict().")
     for name, kind in kinds.items():
         if not isinstance(fields[name], kind) or (name == "seconds" and isinstance(fields[name], bool)):
-            raise ConfigError(f"{owner}: {name} has another type than to_dict() gives it; got {fields[name]!r}.")
+            raise ConfigError(f"{owner}: {name} must have the type that to_dict() writes; got {fields[name]!r}.")
 
 
 def _error_from_dict(fields: Mapping[str, Any] | None) -> ToolError | None:

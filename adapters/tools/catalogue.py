@@ -33,12 +33,12 @@ _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterChoices:
-    """The enumerated values of one parameter. The policy decides between them."""
+    """The enumerated values of one parameter. The policy chooses one of them."""
 
     name: str
     """Name of the parameter."""
     values: tuple[Any, ...]
-    """The values to choose from, no two equal as JSON. `ABSENT` means that the parameter is omitted."""
+    """The values to choose from, all different as JSON. `ABSENT` means that the parameter is omitted."""
     texts: tuple[str, ...]
     """Text of each value for an encoder: the value, then the parameter's name. The pair of words distinguishes
     `from_unit="mile"` from `to_unit="mile"`."""
@@ -70,7 +70,7 @@ class Tool:
     category: str = "general"
     """Group of similar tools. `right_tool` gives partial reward for another tool of the same category."""
     parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMETERS)
-    """JSON Schema of the arguments, of type object. Strings with `"format": "path"` are confined to the executor's root."""
+    """JSON Schema of the arguments, with type object. Strings with `"format": "path"` are confined to the executor's root."""
     remote: bool = False
     """Whether `function` is an `async def` that this process awaits, such as a client of another process or machine."""
     timeout: float | None = None
@@ -83,12 +83,15 @@ class Tool:
         if not NAME.fullmatch(self.name):
             raise ConfigError(f"Tool.name must be 1 to 64 letters, digits, '_', '-' or '.'; got {self.name!r}.")
         if not self.description.strip():
-            raise ConfigError(f"Tool {self.name}: description must say what the tool is for; policies choose by it.")
+            raise ConfigError(
+                f"Tool {self.name}: description must not be empty, because policies choose tools by their descriptions."
+            )
         if not callable(self.function):
             raise ConfigError(f"Tool {self.name}: function must be callable; got {self.function!r}.")
         if self.remote and not inspect.iscoroutinefunction(self.function):
             raise ConfigError(
-                f"Tool {self.name}: a remote tool's function must be `async def`: this process awaits it."
+                f"Tool {self.name}: a remote tool's function must be `async def`, because this process awaits it; got "
+                f"{self.function!r}. Make the function async, or leave out remote=True."
             )
         if self.timeout is not None and not (_is_finite(self.timeout) and self.timeout > 0):
             raise ConfigError(
@@ -99,12 +102,18 @@ class Tool:
         try:
             jsonschema.Draft202012Validator.check_schema(self.parameters)
         except jsonschema.SchemaError as error:
-            raise ConfigError(f"Tool {self.name}: parameters at {error.json_path}: {error.message}.") from error
+            raise ConfigError(
+                f"Tool {self.name}: parameters must be a valid JSON Schema; at {error.json_path}: {error.message}."
+            ) from error
         except RecursionError as error:
-            raise ConfigError(f"Tool {self.name}: parameters must not be so many levels deep.") from error
+            raise ConfigError(
+                f"Tool {self.name}: parameters are nested too deeply to be checked. Use a flatter schema."
+            ) from error
         schema: Any = self.parameters  # `true` is a schema too
         if not isinstance(schema, Mapping) or schema.get("type") != "object":
-            raise ConfigError(f'Tool {self.name}: parameters must be a JSON Schema with "type": "object".')
+            raise ConfigError(
+                f'Tool {self.name}: parameters must be a JSON Schema with "type": "object"; got {str(self.parameters)[:80]}.'
+            )
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], **fields: Any) -> "Tool":
@@ -123,7 +132,9 @@ class Tool:
         """
         name = fields.get("name", getattr(function, "__name__", None))
         if name is None:
-            raise ConfigError(f"Tool.from_function: {function!r} has no name of its own; pass name=...")
+            raise ConfigError(
+                f"Tool.from_function: the function must have a name; {function!r} has none. Pass name=..."
+            )
         described: dict[str, Any] = {"name": name, "description": inspect.getdoc(written(function)) or ""}
         if "parameters" not in fields:
             described["parameters"] = schema_of(name, function)
@@ -191,10 +202,10 @@ class ToolCatalogue(Mapping[str, Tool]):
         listed = list(tools)
         self._tools = {tool.name: tool for tool in listed}
         if not listed:
-            raise ConfigError("ToolCatalogue needs at least one tool.")
+            raise ConfigError("ToolCatalogue needs at least one tool; got none.")
         if len(self._tools) < len(listed):
             twice = sorted({tool.name for tool in listed if sum(other.name == tool.name for other in listed) > 1})
-            raise ConfigError(f"ToolCatalogue: names must differ; twice: {', '.join(twice)}.")
+            raise ConfigError(f"ToolCatalogue: tools must have different names; several have {', '.join(twice)}.")
 
     def __getitem__(self, name: object) -> Tool:
         plain = plain_name(name)
@@ -231,10 +242,10 @@ def _is_finite(value: Any) -> bool:
 
 
 def _enumerated(schema: Any) -> list[tuple[Any, str]] | None:
-    """The values that a schema enumerates, no two equal, each with its text. None if the schema enumerates no values.
+    """The different values that a schema enumerates, each with its text. None if the schema enumerates no values.
 
-    Recognised are `enum`, `const`, booleans, and `oneOf` or `anyOf` of constants, each with an optional `title` and
-    `description`.
+    A schema enumerates values by `enum`, `const`, type boolean, or `oneOf` or `anyOf` of constants. Each constant may have a
+    `title` and a `description`.
     """
     if isinstance(schema, bool):
         return None if schema else []

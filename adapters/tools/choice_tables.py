@@ -63,9 +63,9 @@ class ChoiceTables:
         return torch.tensor(taken, dtype=torch.int64).view(len(calls), 1 + self.max_choices)
 
     def remember(self, calls: Sequence[ToolCall], steps: Int64[Tensor, "N t"]) -> None:
-        """Remember the steps of calls that were just drawn, in place of the previous calls.
+        """Remember the steps of calls that were just drawn, and forget the previous calls.
 
-        `steps_of` then looks these calls up by identity and does not read their arguments.
+        `steps_of` then looks up the remembered calls by identity and does not read their arguments.
 
         Args:
             calls: The drawn calls.
@@ -78,7 +78,9 @@ class ChoiceTables:
     def _steps_of_call(self, owner: str, call: ToolCall) -> list[int]:
         tool = self.position.get(call.tool)
         if tool is None:
-            raise ContractError(f"{owner}: no tool is called {call.tool!r}; there are {', '.join(self.names[:40])}.")
+            raise ContractError(
+                f"{owner}: a call must name one of the tools {', '.join(self.names[:40])}; got {call.tool!r}."
+            )
         steps = [tool] + [0] * self.max_choices
         for column, choice in enumerate(self.choices[tool], start=1):
             index = choice.index(call.arguments)

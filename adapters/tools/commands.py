@@ -76,8 +76,8 @@ class Command:
 
     Some unsafe commands are rejected. `argv` must not start a shell. A parameter must not stand where an interpreter
     (`python`, `perl`, `ruby`, `node`, `lua`, `php`, `awk`, `sed`, ...) reads its code, or before that place. Both rules also
-    apply after launchers (`env`, `xargs`, `timeout`, `sudo`, ...) and after `-exec`. This guards against mistakes, not against
-    a malicious author of `argv`. Other programs that run their arguments (`make`, `ssh`, `docker`, `git -c`) are not
+    apply after launchers (`env`, `xargs`, `timeout`, `sudo`, ...) and after `-exec`. The rules prevent mistakes, but not a
+    malicious author of `argv`. Other programs that run their arguments (`make`, `ssh`, `docker`, `git -c`) are not
     recognised: do not put a parameter there.
 
     Args:
@@ -101,11 +101,15 @@ class Command:
     def __post_init__(self) -> None:
         """Check the fields."""
         if isinstance(self.argv, str) or not self.argv or not all(isinstance(element, str) for element in self.argv):
-            raise ConfigError(f"Command.argv must be a list of texts, the program first; got {self.argv!r}.")
+            raise ConfigError(
+                f"Command.argv must be a list of strings that begins with the program; got {self.argv!r}."
+            )
         if any("\0" in element for element in self.argv) or not self.argv[0]:
-            raise ConfigError(f"Command.argv must be arguments that a program can have; got {self.argv!r}.")
+            raise ConfigError(f"Command.argv must have a nonempty program and no null character; got {self.argv!r}.")
         if any(name is not None for _, name in _parts(self.argv[0])):
-            raise ConfigError(f"Command.argv: the program must not depend on the call; got {self.argv[0]!r}.")
+            raise ConfigError(
+                f"Command.argv: the program must not contain a parameter of the call; got {self.argv[0]!r}."
+            )
         for element in self.argv:
             _parts(element)
         programs = _programs(self.argv)
@@ -113,8 +117,8 @@ class Command:
             raise ConfigError(f"Command.argv must not name a shell; got {self.argv!r}. Name the program itself.")
         if not all(part and not _runs_a_parameter(part) for part in programs):
             raise ConfigError(
-                f"Command.argv must say itself what is run; got {self.argv!r}. Put parameters behind the name of a script, and "
-                "not after options like -c and -e; or name an executable script as the program."
+                f"Command.argv: parameters must not decide which code is run; got {self.argv!r}. Put parameters after the name "
+                "of a script, not after options such as -c and -e, or name an executable script as the program."
             )
 
     @property
@@ -130,8 +134,8 @@ class Command:
         """
         if self.names != set(tool.properties):
             raise ConfigError(
-                f"Tool {tool.name}: Command.argv must name each parameter of the schema, and no other; it names "
-                f"{sorted(self.names)}, the schema {sorted(tool.properties)}."
+                f"Tool {tool.name}: Command.argv must name exactly the parameters of the schema, {sorted(tool.properties)}; "
+                f"argv names {sorted(self.names)}. Change argv or the schema."
             )
 
     def __call__(self, **arguments: Any) -> str:
@@ -177,7 +181,7 @@ class Command:
         return argv
 
     def _read(self, process: "subprocess.Popen[bytes]") -> tuple[bytes, bytes]:
-        """Read the standard output and the end of the standard error, without holding more than that in memory."""
+        """Read the standard output and the end of the standard error, and keep no more than these limits in memory."""
         assert process.stdout is not None
         assert process.stderr is not None
         held: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
@@ -202,10 +206,12 @@ def _parts(element: str) -> list[tuple[str, str | None]]:
     try:
         parts = list(string.Formatter().parse(element))
     except ValueError as error:
-        raise ConfigError(f"Command.argv: {element!r}: {error}; write '{{{{' and '}}}}' for literal braces.") from error
+        raise ConfigError(
+            f"Command.argv: {element!r} is invalid: {error}. Write '{{{{' and '}}}}' for literal braces."
+        ) from error
     for _, name, spec, conversion in parts:
         if name is not None and (not name.isidentifier() or spec or conversion):
-            raise ConfigError(f"Command.argv: {element!r} must hold nothing but {{parameter}}; got {{{name}}}.")
+            raise ConfigError(f"Command.argv: braces must contain only a parameter's name; {element!r} has {{{name}}}.")
     return [(literal, name) for literal, name, _, _ in parts]
 
 
@@ -263,5 +269,7 @@ def _text(name: str, value: Any) -> str:
         raise InvalidArgumentsError(f"{name} must be text, a number or a boolean; got {type(value).__name__}.")
     text = format(Decimal(float.__repr__(value)), "f") if isinstance(value, float) else str(value)
     if "\0" in text:
-        raise InvalidArgumentsError(f"{name} must not hold the null character; a program's argument cannot hold it.")
+        raise InvalidArgumentsError(
+            f"{name} must not contain the null character; a program's argument cannot contain it."
+        )
     return text

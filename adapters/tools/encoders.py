@@ -51,8 +51,8 @@ class HashingEncoder:
     def __init__(self, num_features: int = 1024, *, pair_weight: float = 1.0, piece_weight: float = 0.3) -> None:
         if num_features < 1 or not 0 <= pair_weight < float("inf") or not 0 <= piece_weight < float("inf"):
             raise ConfigError(
-                f"HashingEncoder: num_features must be >= 1, and both weights finite and >= 0; "
-                f"got {num_features}, {pair_weight}, {piece_weight}."
+                f"HashingEncoder: num_features must be >= 1, and pair_weight and piece_weight must be finite and >= 0; "
+                f"got num_features={num_features}, pair_weight={pair_weight}, piece_weight={piece_weight}."
             )
         self.num_features = num_features
         self.pair_weight = pair_weight
@@ -166,7 +166,7 @@ class CachedEncoder:
     def _of_no_texts(self) -> Tensor:
         if self._num_features is None:
             raise ContractError(
-                "CachedEncoder: the first call must have at least one text, which gives F of [N, F]; got none."
+                "CachedEncoder: the first call must have at least one text, from which it learns the vector length F; got none."
             )
         return torch.zeros(0, self._num_features)
 

@@ -59,7 +59,7 @@ class ToolReport:
     category_of: tuple[str, ...]
     """Category of each entry of `tools`."""
     confusion: tuple[tuple[int, ...], ...]
-    """Confusion matrix over `tools`: [right, called] is how often `called` was called where `right` was right."""
+    """Confusion matrix over `tools`: entry [i, j] is the number of tasks with right tool i for which tool j was called."""
 
     def confusion_matrix(self, of: Literal["tool", "category"] = "tool") -> np.ndarray:
         """Counts [right, called], over tools or over their categories."""
@@ -109,7 +109,9 @@ class ToolReport:
         names = {each.name for each in fields(cls)}
         try:
             if set(values) != names:
-                raise ConfigError(f"it has {', '.join(sorted(map(str, values)))}, and needs {', '.join(sorted(names))}")
+                raise ConfigError(
+                    f"fields must be {', '.join(sorted(names))}; got {', '.join(sorted(map(str, values)))}"
+                )
             return cls(
                 overall=Accuracy(**values["overall"]),
                 by_category=_accuracies(values["by_category"]),
@@ -122,7 +124,7 @@ class ToolReport:
                 confusion=tuple(tuple(counts) for counts in values["confusion"]),
             )
         except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"ToolReport.from_dict: {error}. Pass what to_dict() returned.") from error
+            raise ConfigError(f"ToolReport.from_dict: {error}. Pass the result of to_dict().") from error
 
     @classmethod
     def from_json(cls, path: str | Path) -> "ToolReport":
@@ -134,7 +136,7 @@ class ToolReport:
         try:
             values = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} holds no report: {error}. ToolReport.to_json writes one.") from error
+            raise ConfigError(f"{path} holds no report: {error}. Write a report with ToolReport.to_json.") from error
         return cls.from_dict(values)
 
 
@@ -150,10 +152,13 @@ def evaluate_tools(policy: PredictsCalls, tasks: Sequence[ToolTask], catalogue: 
         ConfigError: There is no task, or the catalogue lacks a task's tool.
     """
     if not tasks:
-        raise ConfigError("evaluate_tools needs at least one task.")
+        raise ConfigError("evaluate_tools needs at least one task; got none.")
     unknown = sorted({task.tool for task in tasks} - set(catalogue))
     if unknown:
-        raise ConfigError(f"evaluate_tools: the catalogue lacks {', '.join(unknown)}, which tasks ask for.")
+        raise ConfigError(
+            f"evaluate_tools: the catalogue must have the right tool of every task; it lacks {', '.join(unknown)}. Add these "
+            "tools, or leave out their tasks."
+        )
     calls = policy.predict(tasks)
     errors = [classify_error(task, call, catalogue) for task, call in zip(tasks, calls, strict=True)]
     tools = (*catalogue, "?")

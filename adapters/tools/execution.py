@@ -31,8 +31,8 @@ class Engine:
 
     Args:
         source: See `WorkerPool`.
-        checkers: Argument checkers of the remote tools. For a checker that `is_slow`, the source has a tool of the same name
-            and schema that accepts any arguments and returns a text.
+        checkers: Argument checkers of the remote tools. If a checker `is_slow`, a worker checks the arguments instead: the
+            source then has a tool of the same name and schema that accepts any arguments and returns a text.
         num_workers: See `ToolExecutor`.
         max_output_bytes: See `ToolExecutor`.
         max_concurrency: See `ToolExecutor`.
@@ -90,7 +90,7 @@ class Engine:
             if not self._closing:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
         work.close()
-        raise ConfigError("ToolExecutor is closed. Make another one.")
+        raise ConfigError("ToolExecutor is closed. Create another executor.")
 
     async def start(self) -> list[str]:
         """Start the first worker. Returns the restrictions that could not be applied to it."""
@@ -186,7 +186,7 @@ class Engine:
                     self._left.add(task)
                     task.add_done_callback(self._left.discard)
         if late:
-            raise ToolTimeoutError(f"{tool.name}: no answer within {timeout:g} s; it was cancelled.")
+            raise ToolTimeoutError(f"{tool.name}: no answer within {timeout:g} s; the call was cancelled.")
         value, error = task.result()
         if isinstance(error, ToolError) and type(error).__module__ == ToolError.__module__:
             # A client may raise a ToolError itself, for example when its server is gone.

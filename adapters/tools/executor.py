@@ -99,8 +99,8 @@ class ToolExecutor:
     ) -> None:
         if not hasattr(os, "fork") and any(_needs_worker(tool) for tool in catalogue.values()):
             raise ConfigError(
-                "ToolExecutor needs Unix for its worker processes; on this system tools must be `remote`, without `pattern`, "
-                "`patternProperties`, `uniqueItems` or recursive `$ref` in their schemas, which workers check."
+                "ToolExecutor needs Unix for its worker processes. On this system, tools must be `remote`. Schemas "
+                "must not have `pattern`, `patternProperties`, `uniqueItems` or a recursive `$ref`: workers check these."
             )
         if INSIDE in os.environ:
             raise ConfigError(
@@ -109,7 +109,9 @@ class ToolExecutor:
             )
         unknown = sorted(set(allow or ()) - set(catalogue))
         if unknown:
-            raise ConfigError(f"ToolExecutor.allow must name tools of the catalogue; it has no {', '.join(unknown)}.")
+            raise ConfigError(
+                f"ToolExecutor.allow must name tools of the catalogue; the catalogue has no {', '.join(unknown)}."
+            )
         numbers = {"num_workers": num_workers, "max_output_bytes": max_output_bytes, "max_concurrency": max_concurrency}
         for name, value in numbers.items():
             if value < 1:
@@ -195,13 +197,19 @@ class ToolExecutor:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("A ToolExecutor owns processes, and cannot be pickled or copied; make one where it is needed.")
+        raise TypeError(
+            "A ToolExecutor owns processes, so it cannot be pickled or copied. Create an executor where it is used."
+        )
 
     def _start(self, calls: Sequence[ToolCall], ended: threading.Event) -> "Future[list[ToolResult]]":
         if os.getpid() != self._process:
-            raise ConfigError("ToolExecutor belongs to the process that made it; make another one after a fork.")
+            raise ConfigError(
+                "ToolExecutor belongs to the process that created it. Create another executor after a fork."
+            )
         if self._engine.is_current:
-            raise ConfigError("ToolExecutor.run would wait for itself in a remote tool; await run_async there.")
+            raise ConfigError(
+                "ToolExecutor.run must not be called in a remote tool, where it would wait for itself; await run_async."
+            )
         return self._engine.submit(self._engine.run([(call, self._find(call)) for call in calls], ended))
 
     def _find(self, call: ToolCall) -> Tool | ToolError:
@@ -224,9 +232,9 @@ def _check_schema(tool: Tool) -> None:
     slow = slow_keyword(tool.parameters)
     if tool.remote and slow is not None and names_path_format(tool.parameters):
         raise ConfigError(
-            f'Tool {tool.name}: parameters of a remote tool must not have both "format": "path" and `{slow}`: paths are '
-            f"confined in this process, where `{slow}` could hold up everything. Leave one of them out, "
-            "or the tool out of `allow`."
+            f'Tool {tool.name}: parameters of a remote tool must not have both "format": "path" and `{slow}`: this '
+            f"process checks paths, and a check of `{slow}` could block all other calls. Remove one of the two from the "
+            "schema, or leave the tool out of `allow`."
         )
     try:
         check_path_formats(tool.parameters)
@@ -243,8 +251,8 @@ def _pickled(tool: Tool) -> bytes:
         return pickle.dumps(tool.function)
     except Exception as error:  # pickle's errors, or anything that an object's own methods raise
         raise ConfigError(
-            f"Tool {tool.name}: workers must be able to import its function by name, which fails: {error}. Define it at the "
-            "top level of a module, or make the tool `remote` with an `async def`."
+            f"Tool {tool.name}: workers must be able to import its function by name; the import fails: {error}. Define the "
+            "function at the top level of a module, or make the tool `remote` with an `async def`."
         ) from error
 
 

@@ -33,13 +33,13 @@ class MCPServer:
     Args:
         command: Program and arguments that start a server over stdio. It is not a shell command line.
         url: URL of a running server (streamable HTTP), instead of `command`.
-        env: Environment variables for the server, added to the few that the SDK passes on (PATH, HOME, ...).
+        env: Environment variables for the server, added to the few variables that the SDK passes on (PATH, HOME, ...).
         cwd: The server's working directory. None uses the current one.
         start_timeout: Time limit in seconds for the start, the handshake and the list of tools.
 
     Raises:
         ImportError: The SDK is not installed.
-        ConfigError: The arguments contradict each other. On entering the block: the server did not start.
+        ConfigError: The arguments contradict each other, or, on entering the block, the server did not start.
 
     Example:
         >>> with MCPServer(["uvx", "mcp-server-time"]) as server:  # doctest: +SKIP
@@ -60,14 +60,18 @@ class MCPServer:
     ) -> None:
         if (command is None) == (url is None):
             raise ConfigError(
-                "MCPServer needs a command to start a server with, or the url of a running one, not both."
+                "MCPServer needs either the command that starts a server, or the url of a running server, and not both."
             )
         if isinstance(command, str) or (command is not None and not all(isinstance(word, str) for word in command)):
-            raise ConfigError(f"MCPServer.command must be a list of words, as ['uvx', 'a-server']; got {command!r}.")
+            raise ConfigError(
+                f"MCPServer.command must be a list of strings such as ['uvx', 'a-server']; got {command!r}."
+            )
         if command is not None and not command:
             raise ConfigError("MCPServer.command must name a program; got an empty list.")
         if url is not None and (env is not None or cwd is not None):
-            raise ConfigError("MCPServer: env and cwd are for a server that is started by command; drop them, or url.")
+            raise ConfigError(
+                "MCPServer: env and cwd apply only to a server that command starts; got url. Leave out env and cwd."
+            )
         if not start_timeout > 0:
             raise ConfigError(f"MCPServer.start_timeout must be > 0 seconds; got {start_timeout!r}.")
         _require_sdk()
@@ -80,7 +84,9 @@ class MCPServer:
 
     def __enter__(self) -> "MCPServer":
         if self._session is not None:
-            raise ConfigError(f"MCPServer {self._where} is running already; make a second one for a second session.")
+            raise ConfigError(
+                f"MCPServer {self._where} is already running. Create another MCPServer for another session."
+            )
         session = _Session(self._run)
         try:
             session.started.result()
@@ -129,7 +135,7 @@ class MCPServer:
         unknown = sorted(set(skip) - {listed.name for listed in session.listed})
         if unknown:
             raise ConfigError(
-                f"MCP server {self.name}: skip must name tools of the server; it has no {', '.join(unknown)}. "
+                f"MCP server {self.name}: skip must name tools of the server; the server has no {', '.join(unknown)}. "
                 f"Its tools are {', '.join(listed.name for listed in session.listed)}."
             )
         found: dict[str, str] = {}
@@ -141,8 +147,8 @@ class MCPServer:
                 tool = self._tool(listed, category)
             except ConfigError as error:
                 warnings.warn(
-                    f"MCP server {self.name}: its tool {listed.name!r} is left out: {error} Change it at the server, or pass "
-                    "its name in skip=.",
+                    f"MCP server {self.name}: its tool {listed.name!r} is left out: {error} Change the tool at the server, or "
+                    "pass its name in skip=.",
                     GRPOWarning,
                     stacklevel=2,
                 )
@@ -172,7 +178,7 @@ class MCPServer:
         async def call(**arguments: Any) -> Any:
             session = self._session
             if session is None or session.loop.is_closed():
-                why = "was left" if session is None else f"is lost: {self._loss}"
+                why = "is closed" if session is None else f"is lost: {self._loss}"
                 raise WorkerDiedError(f"MCP server {self._where} {why}. Call its tools inside its `with` block.")
             forwarded = asyncio.run_coroutine_threadsafe(self._call(session.client, name, arguments), session.loop)
             return await asyncio.wrap_future(forwarded)  # a cancellation is forwarded, and the SDK notifies the server
@@ -191,8 +197,8 @@ class MCPServer:
             if error.code == CONNECTION_CLOSED:
                 said = await asyncio.to_thread(self._last_words)
                 raise WorkerDiedError(
-                    f"the connection to MCP server {self._where} ended{said}. Nothing replaces the server: leave its `with` "
-                    "block, and enter a new one."
+                    f"the connection to MCP server {self._where} ended{said}. The server is not restarted: leave its "
+                    "`with` block, and enter a new one."
                 ) from error
             raise ToolRaisedError(error.message) from error
         except (RuntimeError, ValueError) as error:  # the output does not match the tool's output schema
@@ -203,7 +209,9 @@ class MCPServer:
 
     def _running(self) -> "_Session":
         if self._session is None:
-            raise ConfigError(f"MCPServer {self._where} is not running: write `with MCPServer(...) as server:` around.")
+            raise ConfigError(
+                f"MCPServer {self._where} is not running. Use it in a block `with MCPServer(...) as server:`."
+            )
         return self._session
 
     async def _run(self, session: "_Session") -> None:
@@ -301,7 +309,9 @@ async def _listed(client: "Client") -> "list[types.Tool]":
             page = await client.list_tools(cursor=cursor)
         except ValueError as error:  # pydantic's error, which gives the tool's index only
             last = f" (after {found[-1].name!r})" if found else ""
-            raise ConfigError(f"page {number} of its list of tools{last} is not what MCP asks for: {error}") from error
+            raise ConfigError(
+                f"page {number} of its list of tools{last} does not follow the MCP specification: {error}"
+            ) from error
         found += page.tools
         cursor, number = page.next_cursor, number + 1
     return found

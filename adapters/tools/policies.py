@@ -24,7 +24,8 @@ from .policy_files import read_policy, write_policy
 from .tasks import ToolTask
 
 SIMILARITY_GAIN = 20.0
-"""Factor of s. Cosines are small, and one Adam step changes s only as much as each of the many weights of W."""
+"""Factor of the weight s in the tool logits of `ToolSelectionPolicy`, where s multiplies the similarity of request and
+description. Similarities are small, and without the factor Adam would change s too slowly."""
 
 OWN_FEATURE = 3.0
 """Weight of the text-specific feature of a parameter value. It separates "feet" in `from_unit` from "feet" in `to_unit`."""
@@ -33,7 +34,8 @@ UNAVAILABLE = -1e30
 """Log-probs below this threshold belong to unavailable tools."""
 
 ROWS_AT_ONCE = 4
-"""Rows are padded to a multiple of this number. On a CPU, a matrix product of 1 to 3 rows sums in another order."""
+"""Rows are padded to a multiple of this number. On a CPU, a matrix product of 1 to 3 rows sums in another order
+than a larger product, and would give slightly different log-probs."""
 
 PROBE = "Convert 12 miles to feet, please."
 """Text that is encoded to check that a loaded policy gets the encoder it was trained with."""
@@ -58,7 +60,7 @@ class ToolSelectionPolicy(nn.Module):
         logit(tool k) = e(name and description of k) . (W h(x) + b + 20 s x)
         logit(value v of a parameter) = e'(v) . (W' h(x) + b' + s' x)
 
-    h is the identity or a network. The terms with s compare a request with a description directly; they exist if states are
+    h is the identity or a network. The terms with s compare a request with a description directly, and exist only if states are
     texts. W, b and s are initialised to 0, so every tool and every value is equally likely at first. No weight belongs to a
     single tool, so the policy generalises to tools that are added later (`add_tools`).
 
@@ -228,7 +230,7 @@ class ToolSelectionPolicy(nn.Module):
         if policy.tool_vectors.shape[1] != sizes["num_text_features"]:
             raise ConfigError(
                 f"{folder}: the policy was trained with an encoder of {sizes['num_text_features']} features; "
-                f"this encoder has {policy.tool_vectors.shape[1]}. Pass encoder=... with the encoder of the training."
+                f"this encoder has {policy.tool_vectors.shape[1]}. Pass the encoder of the training as encoder=..."
             )
         probe = weights.pop("encoder_probe")
         difference = policy.encoder([PROBE]) - probe
@@ -237,12 +239,12 @@ class ToolSelectionPolicy(nn.Module):
         ):  # a change of precision alone makes a smaller difference
             raise ConfigError(
                 f"{folder}: the policy was trained with another encoder. "
-                f"Pass encoder=... with the encoder of the training."
+                f"Pass the encoder of the training as encoder=..."
             )
         try:
             policy.load_state_dict(weights)
         except RuntimeError as error:
-            raise ConfigError(f"{folder}: the weights are not of the sizes in policy.json: {error}") from error
+            raise ConfigError(f"{folder}: the weights must have the sizes in policy.json: {error}") from error
         return policy
 
     # Internals.
@@ -360,7 +362,7 @@ class ToolSelectionPolicy(nn.Module):
                 row = unavailable[0]
                 raise ContractError(
                     f"ToolSelectionPolicy: {calls[row].tool} must be available in the state of row {row} to be scored, but "
-                    f"available(state) does not name it. It must name the same tools on every call."
+                    f"available(state) does not name it. Let available(state) name the same tools on every call."
                 )
         return scores
 

@@ -59,7 +59,7 @@ def read_policy(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         description = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(
-            f"{folder} holds no policy: {DESCRIPTION} is missing. ToolSelectionPolicy.save writes one."
+            f"{folder} holds no policy: {DESCRIPTION} is missing. Write a policy with ToolSelectionPolicy.save."
         ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}. {_AGAIN}") from error
@@ -69,7 +69,7 @@ def read_policy(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         name for name, kind in _TYPES.items() if name not in description or not isinstance(description[name], kind)
     ]
     if wrong or not all(isinstance(width, int) for width in description["hidden"]):
-        raise ConfigError(f"{path} lacks {', '.join(wrong or ['hidden'])}, or it is of another type. {_AGAIN}")
+        raise ConfigError(f"{path} must have {', '.join(wrong or ['hidden'])} with the right type. {_AGAIN}")
     return description, _read_weights(folder / WEIGHTS, description[_HASH])
 
 
@@ -77,11 +77,10 @@ def _read_weights(path: Path, digest: str) -> dict[str, Tensor]:
     try:
         data = path.read_bytes()
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} is missing, and {DESCRIPTION} beside it is not. {_AGAIN}") from error
+        raise ConfigError(f"{path} is missing, although {DESCRIPTION} exists. {_AGAIN}") from error
     if sha256(data).hexdigest() != digest:
         raise ConfigError(
-            f"{path} is not the file that {DESCRIPTION} was written with: it was cut or altered, or saving was interrupted. "
-            f"{_AGAIN}"
+            f"{path} does not belong to {DESCRIPTION}: it was truncated or altered, or saving was interrupted. {_AGAIN}"
         )
     try:
         return load(data)

@@ -63,11 +63,11 @@ class ToolSample:
         }
         if (type(self.tool), type(self.done)) != (str, bool):
             raise SampleError(
-                f"ToolSample: tool must be a text and done a bool; got tool={self.tool!r}, done={self.done!r}."
+                f"ToolSample: tool must be a string and done must be a bool; got tool={self.tool!r}, done={self.done!r}."
             )
         if self.done and self.final_value is not None:
             raise SampleError(
-                f"ToolSample.final_value must be None where done; got {self.final_value!r}. Set done=False."
+                f"ToolSample.final_value must be None if done=True; got {self.final_value!r}. Set done=False."
             )
         if not self.done and (self.value is None) != (self.final_value is None):
             raise SampleError(
@@ -83,7 +83,7 @@ class ToolSample:
         return ToolCall(tool=self.tool, arguments=self.arguments)
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields by name, as JSON holds them."""
+        """Fields by name, as JSON values."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
@@ -92,7 +92,7 @@ class ToolSample:
         """The inverse of `to_dict`.
 
         Raises:
-            SampleError: a field that is missing, unknown, or not what it should be.
+            SampleError: A field is missing, unknown or invalid.
         """
         return cls(**_named_fields(cls, values, needed=("state", "tool", "log_prob", "reward")))
 
@@ -136,7 +136,7 @@ class ToolGroup:
         object.__setattr__(self, "context", _json_object("ToolGroup.context", self.context))
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields by name, as JSON holds them."""
+        """Fields by name, as JSON values."""
         return {"id": self.id, "context": self.context, "samples": [sample.to_dict() for sample in self.samples]}
 
     @classmethod
@@ -144,7 +144,7 @@ class ToolGroup:
         """The inverse of `to_dict`.
 
         Raises:
-            SampleError: a field that is missing, unknown, or not what it should be.
+            SampleError: A field is missing, unknown or invalid.
         """
         named = _named_fields(cls, values, needed=("id", "samples"))
         if not isinstance(named["samples"], list):
@@ -195,7 +195,7 @@ def _parsed(cls: type, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SampleError(f"{cls.__name__}.from_json: not JSON: {error}.") from error
+        raise SampleError(f"{cls.__name__}.from_json: the text must be JSON: {error}.") from error
 
 
 def _named_fields(cls: Any, values: Any, *, needed: Sequence[str]) -> Mapping[str, Any]:

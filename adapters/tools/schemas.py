@@ -18,10 +18,10 @@ _APPLIED = ("items", "additionalProperties", "prefixItems", "allOf")
 _APPLIED_BY_NAME = ("properties", "patternProperties", "dependentSchemas")
 """Keywords whose subschemas are always applied to the values they describe."""
 _INSTEAD = {
-    "not": "leave it out there",
+    "not": "remove it there",
     "if": "write it in `then` or `else`",
     "contains": "write it in `items`",
-    "propertyNames": "keys are not confined, so take paths as values",
+    "propertyNames": "keys are not checked as paths, so take paths as values",
     "unevaluatedProperties": "write it in `additionalProperties`",
     "unevaluatedItems": "write it in `items`",
 }
@@ -66,7 +66,7 @@ def kinds(schema: Any, resolver: Any = None, depth: int = _MAX_DEPTH) -> frozens
     Args:
         schema: The schema.
         resolver: Resolver of `$ref`. None assumes that a reference accepts every type.
-        depth: Maximum depth of references and combinators to follow.
+        depth: Maximum number of nested references and `allOf`, `anyOf` or `oneOf` to follow.
     """
     if not isinstance(schema, Mapping):
         return _KINDS if schema else frozenset()
@@ -98,7 +98,7 @@ def has_integers_only(schema: Any) -> bool:
 def check_path_formats(parameters: Any) -> None:
     """Check that every string that `"format": "path"` describes is checked as a path before arguments are accepted.
 
-    The validator may skip a subschema. It stops at the first branch of `anyOf` that matches, for example.
+    The validator may skip a subschema. For example, it stops at the first branch of `anyOf` that matches.
 
     Raises:
         ValueError: A path might be skipped. The message says what to write instead.
@@ -107,17 +107,19 @@ def check_path_formats(parameters: Any) -> None:
         return
     schema = without_drafts(parameters)
     if any(isinstance(part.get("$dynamicRef"), str) for part in _objects(schema)):
-        raise ValueError('"format": "path" in a schema with `$dynamicRef` is not read; write `$ref`.')
+        raise ValueError(
+            '"format": "path" must not be in a schema with `$dynamicRef`, which is not supported; write `$ref`.'
+        )
     resource = DRAFT202012.create_resource(schema)
     applied: set[int] = set()
     try:
         _apply(schema, referencing.Registry().resolver_with_root(resource), applied)
     except (AttributeError, TypeError) as error:
-        raise ValueError(f"a `$ref` leads to something that is not a schema ({error}).") from error
+        raise ValueError(f"every `$ref` must point to a schema; one of them does not ({error}).") from error
     for part in _objects(schema, _NO_SCHEMAS):
         if part.get("format") == "path" and id(part) not in applied:
             raise ValueError(
-                '"format": "path" stands beneath a keyword that draft 2020-12 does not know; leave it out there.'
+                '"format": "path" must not be inside a keyword that JSON Schema draft 2020-12 does not define; remove it there.'
             )
 
 
@@ -133,19 +135,19 @@ def _apply(schema: Any, resolver: Any, applied: set[int]) -> None:
     resolver = _within(schema, resolver)
     for key, instead in _INSTEAD.items():
         if key in schema and _leads_to_path(schema[key], resolver):
-            raise ValueError(f'"format": "path" must not stand in `{key}`, which lets other strings pass; {instead}.')
+            raise ValueError(f'"format": "path" must not be in `{key}`, which also accepts other strings; {instead}.')
     if schema.get("patternProperties") and _leads_to_path(schema.get("additionalProperties"), resolver):
         raise ValueError(
-            '"format": "path" must not stand in `additionalProperties` beside `patternProperties`; add a pattern instead.'
+            '"format": "path" must not be in `additionalProperties` of a schema with `patternProperties`; add a pattern.'
         )
     for key in _CHOICES:
         for one, other in combinations(schema.get(key, ()), 2):
             shared = kinds(one, resolver) & kinds(other, resolver)
             if shared and (_leads_to_path(one, resolver) or _leads_to_path(other, resolver)):
                 raise ValueError(
-                    f'"format": "path" must not stand in a branch of `{key}` beside another one that may match the same value '
-                    f"(both take {', '.join(sorted(shared - {'fraction'}))}): it would pass without being confined. Give each "
-                    'branch a "type" that no other one has, or make it two parameters or two tools.'
+                    f'"format": "path" must not be in a branch of `{key}` if another branch may accept the same value (both '
+                    f"accept {', '.join(sorted(shared - {'fraction'}))}), because the path might then not be checked. Give "
+                    'each branch a "type" that no other branch has, or use two parameters or two tools.'
                 )
     parts = [schema[key] for key in _APPLIED if key in schema]
     parts += [schema[key] for key in ("then", "else") if key in schema and "if" in schema]

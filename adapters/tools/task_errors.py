@@ -27,8 +27,8 @@ def classify_error(task: ToolTask, call: ToolCall, catalogue: ToolCatalogue) -> 
     1. `invalid`: the catalogue lacks the tool, JSON cannot represent the arguments, or the tool's schema rejects an argument.
        A missing required argument does not count as invalid.
     2. `wrong_tool`: the call names another tool than the task.
-    3. `missing`: the call lacks an argument of the task, required by the schema or not. An argument whose expected value is
-       the schema's default may be omitted.
+    3. `missing`: the call lacks an argument of the task, even if the schema does not require it. An argument whose expected
+       value is the schema's default may be omitted.
     4. `redundant`: the call has an argument that the task lacks, with a value other than the schema's default.
     5. `wrong_parameter`: an argument differs from the task's value. Values are compared as JSON: 1 equals 1.0, but not true.
 
@@ -54,7 +54,8 @@ def classify_error(task: ToolTask, call: ToolCall, catalogue: ToolCatalogue) -> 
 def make_erroneous_call(task: ToolTask, kind: ErrorKind, catalogue: ToolCatalogue, rng: Random) -> ToolCall | None:
     """Make a call with exactly one error, of the given kind as `classify_error` defines it.
 
-    A call of another tool takes the request's values where the tool has such parameters, and random enumerated values.
+    A call of another tool gets the request's values for its parameters of the same name, and random values for its enumerated
+    parameters.
 
     Args:
         task: The task whose right call is changed.

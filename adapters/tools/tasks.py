@@ -26,12 +26,13 @@ class ToolTask:
     tool: str
     """Name of the right tool."""
     arguments: Mapping[str, Any]
-    """The right arguments. Enumerated parameters are included even at their default, unless they are best omitted."""
+    """The right arguments. Enumerated parameters are included even if they have their default value, except where the
+    right call omits them."""
     category: str
     """Category of the right tool."""
     difficulty: Difficulty
     """`easy`: the request uses the description's words, and every enumerated parameter keeps its default. `medium`: the request
-    uses other words, or asks for a parameter value. `hard`: both."""
+    uses other words, or asks for a parameter value. `hard`: it does both."""
     slots: Mapping[str, Any]
     """Values in the request for parameters that are not enumerated, by parameter. They fill the call's free parameters."""
     shares_words: bool
@@ -71,7 +72,7 @@ def save_tasks(path: str | os.PathLike[str], tasks: Iterable[ToolTask]) -> None:
     """Write tasks to a file, one JSON object per line. An existing file is replaced after all tasks are written.
 
     Raises:
-        ValueError: JSON cannot represent an argument; NaN, for example.
+        ValueError: JSON cannot represent an argument, for example NaN.
     """
     target = Path(path)
     unfinished = target.with_name(target.name + ".unfinished")
@@ -100,7 +101,9 @@ def load_tasks(path: str | os.PathLike[str]) -> list[ToolTask]:
         except TaskError as error:
             raise TaskError(f"{path}, line {number}: {error}") from error
         except ValueError as error:  # neither JSON nor UTF-8
-            raise TaskError(f"{path}, line {number}: not JSON: {error}. Write one object per line.") from error
+            raise TaskError(
+                f"{path}, line {number}: each line must be JSON: {error}. Write one object per line."
+            ) from error
     return tasks
 
 

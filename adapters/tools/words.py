@@ -18,7 +18,7 @@ STOP_WORDS = frozenset(_STOP_WORDS.split())
 def words(text: str) -> list[str]:
     """The words of a text in order, in lower case, without its values.
 
-    Values are what stands in double quotes, and whatever has a digit, a slash, or a dot inside: numbers, dates, file names.
+    Values are texts in double quotes, and words that contain a digit, a slash or an inner dot: numbers, dates, file names.
 
     Example:
         >>> words('Read 3 lines of notes/a.txt and don\\'t show "the end"')
@@ -30,9 +30,9 @@ def words(text: str) -> list[str]:
 
 
 def content_words(text: str) -> frozenset[str]:
-    """Stems of the words of a text that are no stop words, nor parts of a value (see `words`).
+    """Stems of a text's words, without stop words and without values (see `words`).
 
-    The stems bring together what English inflection and the commonest derivations set apart; nothing more.
+    Inflected forms of an English word, and its most common derivations, have the same stem.
 
     Example:
         >>> sorted(content_words("Converting the units: a conversion of 3 units that converts"))

@@ -23,7 +23,7 @@ TOKEN_BYTES = 8
 OK, RETIRE = 1, 2
 """Flags in the byte after a reply's token. OK: the reply is an output, not an error. RETIRE: the worker must be replaced."""
 PASSED_ON = ("InvalidArgumentsError", "PathOutsideRootError", "OutputTooLargeError", "InvalidOutputError")
-"""Errors of this package that a tool may raise itself and that keep their type."""
+"""Names of this package's errors that a tool may raise. The result then has an error of the same type."""
 
 _MAX_MESSAGE = 1000
 _ENCODE = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would build a new encoder per call

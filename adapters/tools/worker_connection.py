@@ -98,7 +98,7 @@ class Worker:
         self.frames.send(token + request)
         frame = await self.answer()
         if len(frame) <= TOKEN_BYTES or frame[:TOKEN_BYTES] != token:
-            raise WorkerLostError("it wrote something that is no answer to this call")
+            raise WorkerLostError("it sent data that does not answer this call")
         return frame[TOKEN_BYTES], frame[TOKEN_BYTES + 1 :]
 
     def _receive(self, frame: bytes) -> None:

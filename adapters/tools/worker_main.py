@@ -40,10 +40,11 @@ main(int(sys.argv[1]))
 """
 """Start code. Its arguments are the control socket's descriptor and this folder."""
 ORDER = struct.Struct(">cI")
-"""Format of an order to the fork server: the kind, then the worker's slot. `SPAWN` also passes a socket."""
+"""Format of an order to the fork server: the kind, then the worker's number (its slot). `SPAWN` also passes a socket."""
 SPAWN, KILL, QUIT = b"s", b"k", b"q"
 INSIDE = "MODEL_AGNOSTIC_GRPO_TOOL_WORKER"
-"""Environment variable that is set here. With it, creating an executor while a tool's module is imported raises."""
+"""Environment variable that the fork server sets. While it is set, creating an executor raises ConfigError, so that importing
+a tool's module cannot start workers that import the module again."""
 
 _SOCKET = 3
 _NUM_UIDS = 1000
@@ -69,7 +70,7 @@ class ForkServer:
         self.may_drop = LINUX and os.geteuid() == 0 and setup["limits"]["first_uid"] is not None
 
     def serve(self) -> None:
-        """Carry out orders until `QUIT`, or until the executor is gone. In the second case, also remove the own folder."""
+        """Carry out orders until `QUIT`, or until the executor is gone; then also remove the folder that it created."""
         told = False
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a worker become children of this process, which reaps them
         while order := self._order():
@@ -124,7 +125,9 @@ class ForkServer:
                 self.uids[slot] = uid
                 break
             else:
-                raise RuntimeError(f"all of the {_NUM_UIDS} user ids from {first} on are taken by other executors")
+                raise RuntimeError(
+                    f"other executors use all {_NUM_UIDS} user ids from {first} on; close one, or change WorkerLimits.first_uid"
+                )
         return self.uids[slot]
 
     def _become_worker(self, connection: socket.socket, user: tuple[int, int] | None) -> None:
@@ -146,7 +149,7 @@ class ForkServer:
         Worker(answers, self.setup, self.tools, alone=user is not None and os.getresuid() == (user[0],) * 3).serve()
 
     def _end(self, slot: int) -> int | None:
-        """Kill a slot's worker with every process that it started. Returns the worker's status from `os.waitpid`."""
+        """Kill the worker with this number, and every process that it started. Returns its status from `os.waitpid`."""
         pid = self.workers.pop(slot, None)
         if pid is None:
             return self.ended.pop(slot, None)

@@ -68,12 +68,12 @@ class WorkerPool:
         """Run a call on the next free worker. Returns the output and its size in bytes.
 
         Args:
-            request: Name and arguments, as JSON.
+            request: The tool's name and the arguments, as JSON.
             timeout: Time limit in seconds, starting when `begin` is called.
             begin: Called when a worker is available.
 
         Raises:
-            ToolError: The call has no output.
+            ToolError: The call failed.
         """
         async with self._turns:
             worker = await self._worker()
@@ -83,13 +83,13 @@ class WorkerPool:
                     flags, content = await worker.ask(request)
                 answer = json.loads(content)
                 if not flags & OK and not (isinstance(answer, list) and len(answer) == 2 and answer[0] in ERRORS):
-                    raise WorkerLostError("it wrote an error that is none")
+                    raise WorkerLostError("it reported an error of an unknown type")
             except TimeoutError:
                 await asyncio.shield(worker.source.kill(worker))
-                raise ToolTimeoutError(f"no answer within {timeout:g} s; its worker was killed.") from None
+                raise ToolTimeoutError(f"no answer within {timeout:g} s; the worker was killed.") from None
             except (WorkerLostError, ValueError, RecursionError) as error:
                 status = await asyncio.shield(worker.source.kill(worker))
-                raise WorkerDiedError(f"its worker did not survive the call: {error} ({status}).") from None
+                raise WorkerDiedError(f"the worker ended during the call: {error} ({status}).") from None
             except BaseException:  # the call was cancelled
                 await asyncio.shield(worker.source.kill(worker))
                 raise

@@ -68,8 +68,8 @@ def confine_process(setup: dict[str, Any], user: tuple[int, int] | None) -> list
         raise RuntimeError("the fork server is gone")
     if not os.access(setup["root"], os.R_OK | os.X_OK):
         raise PermissionError(
-            f"root={setup['root']} must be readable by user {os.geteuid()}, the workers' user; make it and its parent "
-            "folders readable (chmod o+rx), or move it"
+            f"root={setup['root']} must be readable by user {os.geteuid()}, the workers' user; make the folder and its "
+            "parent folders readable (chmod o+rx), or use another root"
         )
     return problems
 

@@ -38,7 +38,7 @@ class WorkerLimits:
     """Memory of one process in bytes, beyond the memory of the imported modules (`RLIMIT_DATA`, without shared memory and file
     mappings). A larger limit lets tools, and hostile calls, use more memory."""
     cpu_seconds: int | None = None
-    """Processor time of one call in seconds. The worker dies beyond it. The executor's timeout applies in any case."""
+    """Processor time of one call in seconds. A worker that uses more is killed. The executor's timeout applies in any case."""
     file_bytes: int | None = 100 * 2**20
     """Size of one written file in bytes. A larger limit lets a call fill more of the disk."""
     open_files: int | None = 256
@@ -47,8 +47,8 @@ class WorkerLimits:
     """Number of processes and threads of one worker with everything that it started. It applies only to workers with their own
     user id. A larger limit lets a fork bomb use more of the machine until it is killed."""
     first_uid: int | None = 61_000
-    """First user id for workers, if this program runs as root on Linux. Each worker takes the first free one of the 1,000 user
-    ids from here on; nobody else may use them. With None, workers keep the program's user and permissions."""
+    """First user id for workers, if this program runs as root on Linux. Each worker takes the first free of the 1,000 user
+    ids from this id on. No other account may have these ids. With None, workers keep the program's user and permissions."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -213,7 +213,7 @@ def _main_module(tools: Sequence[tuple[Tool, bytes]]) -> tuple[str, str] | None:
     if file is None or not Path(file).is_file():
         raise ConfigError(
             f"Tools {', '.join(inside)}: a worker process cannot import their functions, which are defined in a notebook or an "
-            "interactive session. Write them into a module and import that."
+            "interactive session. Move the functions to a module, and import them."
         )
     return "file", str(Path(file).resolve())
 

@@ -227,7 +227,7 @@ class AsyncPool:
         return f"ended with exit code {process.exitcode}"
 
     def _next_exception(self, traces: list[str]) -> dict[int, str | ContractError]:
-        """A member and what it raised, from the queue that all workers share. Empty if the exception could not be pickled."""
+        """The next exception from the queue that all workers share, by member. Empty if it could not be pickled."""
         try:
             member, kind, value, trace = self._open_vector().error_queue.get(timeout=LAST_WORDS)
         except Empty:

@@ -43,7 +43,7 @@ class Episode:
     terminated: bool
     """Whether the environment terminated the episode."""
     truncated: bool
-    """Whether the episode was truncated by a time limit. A critic then estimates the rest of the return."""
+    """Whether the episode was truncated by a time limit. If there is a critic, it estimates the rest of the return."""
     final_observation: Shaped[Tensor, "*features"]
     """Observation after the last decision."""
     log_probs: Float[Tensor, " L"]

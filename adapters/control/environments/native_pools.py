@@ -22,7 +22,7 @@ NATIVE_IDS = ("CartPole-v0", "CartPole-v1")
 
 
 def is_native_keyword(name: str, value: Any) -> bool:
-    """Whether the vector environment supports this keyword of `gymnasium.make`, where a limit below 1 means no limit."""
+    """Whether the vector environment supports this keyword of `gymnasium.make`. It requires max_episode_steps >= 1."""
     return name == "sutton_barto_reward" or (name == "max_episode_steps" and isinstance(value, int) and value >= 1)
 
 
@@ -173,7 +173,8 @@ def moved(
     a'' = (g sin a - u cos a) / (l (4/3 - m cos^2 a / M))
     x'' = u - m l a'' cos a / M
 
-    Explicit Euler ("euler") computes x + tau x' and x' + tau x''. The other `kinematics_integrator` uses the new x' for x.
+    Explicit Euler ("euler") computes x + tau x' and x' + tau x''. Any other `kinematics_integrator` computes the new x' first,
+    and uses it to compute the new x.
 
     Source:
         Florian 2007, "Correct equations for the dynamics of the cart-pole system", without friction. The order of the

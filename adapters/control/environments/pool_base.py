@@ -1,6 +1,6 @@
 """The interface of environment pools, batches of observations, and step counters of the members.
 
-Axes: M members of a pool, n members in one call.
+A member of a pool is one of its environments. Axes: M members of a pool, n members in one call.
 """
 
 from collections.abc import Mapping, Sequence

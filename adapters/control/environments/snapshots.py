@@ -1,7 +1,7 @@
-"""Snapshots of an environment's complete state in mid-episode, to restore in the same or another instance.
+"""Snapshots of an environment's complete state during an episode, to restore in the same or another instance.
 
-Supported are Gymnasium's classic control, toy text and MuJoCo, and Gymnasium-Robotics' mazes. Other environments implement
-`Snapshotable`.
+Gymnasium's classic control, toy text and MuJoCo environments, and Gymnasium-Robotics' mazes, are supported. Other environments
+implement `Snapshotable`.
 
 A snapshot contains, for each layer from the outermost wrapper to the environment:
 - attributes that are plain data, including settings, because some tasks draw new settings in every episode;
@@ -190,7 +190,7 @@ def environment_state(owner: Any) -> dict[str, Any]:
 
 
 def restore_environment_state(owner: Any, state: Mapping[str, Any]) -> None:
-    """Restore the result of `environment_state` in place. Windows and images of the instance stay as they are."""
+    """Restore the result of `environment_state` in place. The instance keeps its own windows and rendered images."""
     attributes = vars(owner)
     for name, value in state["values"].items():
         if not _is_setting(attributes.get(name)):  # for example, None in the snapshot and an open window here

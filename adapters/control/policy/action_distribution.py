@@ -81,7 +81,7 @@ class ActionDistribution(Protocol):
 
 
 def wide(parameters: Float[Tensor, "n P"]) -> Float[Tensor, "n P"]:
-    """Convert to at least float32. The three digits of bfloat16 are too few for the ratio of two probabilities."""
+    """Convert to at least float32. bfloat16 has only 3 decimal digits, too few for the ratio of two probabilities."""
     return parameters.float() if parameters.dtype.itemsize < 4 else parameters
 
 

@@ -103,7 +103,7 @@ class Gaussian(_BoxDistribution):
     def entropy(
         self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, " n"]:
-        """sum over d of (log_std + (1 + log(2 pi)) / 2)."""
+        """Entropy: sum over d of (log_std + (1 + log(2 pi)) / 2)."""
         refuse_mask(self, allowed)
         log_std = wide(parameters).chunk(2, -1)[1].clamp(LOG_STD_LOW, LOG_STD_HIGH)
         return log_std.sum(-1) + log_std.shape[-1] * (0.5 + HALF_LOG_2PI)

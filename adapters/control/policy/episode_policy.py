@@ -42,7 +42,7 @@ class EpisodePolicy(nn.Module):
     Args:
         environment: An id, a function that creates an environment, a Gymnasium vector environment, or a pool of `make_pool`.
         num_members: Number of concurrent environments. More members use each forward pass better and take more memory. None
-            uses the number of a vector environment or pool, otherwise 16.
+            uses the number of environments of a given vector environment or pool, otherwise 16.
         torso: Module from observations [n, *shape] to features [n, F]. None uses `mlp_torso` with `hidden`, or `CNNTorso` for
             images.
         hidden: Widths of the default torso.
@@ -208,7 +208,7 @@ class EpisodePolicy(nn.Module):
         max_steps: int | None = None,
         distribution: ActionDistribution | None = None,
     ) -> Record:
-        """Run one episode from each start. Actions come from `distribution`, or from the policy's own if it is None."""
+        """Run one episode from each start. Actions come from `distribution`. None uses the policy's own."""
         return roll_out(
             self.pool,
             starts,

@@ -40,9 +40,9 @@ class FastForward:
 def fast_forward(*modules: nn.Module | None) -> FastForward | None:
     """Convert the modules to NumPy (None entries are skipped). Returns None if a module is not supported.
 
-    Supported are `Sequential`, `Linear`, `Tanh`, `ReLU`, `SharedStd` and `RunningNormalizer`, with float32 weights on the CPU
-    and without hooks. The functions share the weights' memory, so they see an optimizer's in-place changes. Results differ from
-    torch's by rounding.
+    The supported modules are `Sequential`, `Linear`, `Tanh`, `ReLU`, `SharedStd` and `RunningNormalizer`, with float32 weights
+    on the CPU and without hooks. The functions share the weights' memory, so they see an optimizer's in-place changes.
+    Results differ from torch's by rounding.
     """
     steps: list[Step] = []
     present = [module for module in modules if module is not None]

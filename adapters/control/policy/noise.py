@@ -25,7 +25,7 @@ class StepNoise:
 
     Args:
         distribution: Distribution that uses the noise.
-        num_members: Number of members M.
+        num_members: Number of environments in the pool (its members), M.
         seed: Seed from 0 to 2^64 - 1.
     """
 

@@ -23,7 +23,8 @@ LONGEST = 100_000
 """Maximum length of any episode, for environments without their own limit."""
 
 MAX_LOSSES_IN_A_ROW = 3
-"""Maximum number of losses without a finished episode in between. A repeated episode is identical and fails again."""
+"""Maximum number of times that environments may be lost without a finished episode in between. An episode that is run again
+repeats the same steps, so it usually fails again."""
 
 Decide = Callable[[Shaped[Tensor, "n *features"]], Float[Tensor, "n P"]]
 """Maps encoded observations to parameters of the action distribution."""
@@ -140,7 +141,10 @@ def _require_finite(parameters: Tensor) -> None:
 
 
 class _Running:
-    """Which member runs which episode. A run is one attempt at an episode. Runs that a lost worker ended are discarded."""
+    """Records which member of the pool runs which episode.
+
+    A run is one attempt at an episode. Runs that a lost worker ended are discarded.
+    """
 
     def __init__(
         self, pool: EnvironmentPool, starts: Sequence[EpisodeStart], distribution: ActionDistribution, seed: int
@@ -164,7 +168,7 @@ class _Running:
         return len(self.ends) < len(self.starts)
 
     def begin_waiting(self) -> tuple[Any, Sequence[dict[str, Any]]] | None:
-        """Start waiting episodes in free members. Returns observations and infos, or None if no episode starts."""
+        """Start waiting episodes in members that run none. Returns observations and infos, or None if no episode starts."""
         count = min(len(self.free), len(self.waiting))
         if not count:
             return None

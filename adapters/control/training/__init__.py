@@ -1,1 +1,1 @@
-"""What surrounds training: rewards of episodes, settings per environment, whole runs, evaluation, plots, and videos."""
+"""Rewards of episodes, settings per environment, whole training runs, evaluation, plots, and videos."""

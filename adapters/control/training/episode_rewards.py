@@ -67,7 +67,7 @@ class StepReward(nn.Module):
     def compute_rewards(
         self, states: Sequence[EpisodeStart], actions: Sequence[Episode]
     ) -> Float[Tensor, "N T"] | Float[Tensor, " N"]:
-        """The term at each step [N, T], with 0 after an episode's end."""
+        """The value of the term at each step, [N, T], with 0 after an episode's end."""
         values = [torch.as_tensor(self.term(episode), dtype=torch.float64) for episode in actions]
         for row, (value, episode) in enumerate(zip(values, actions, strict=True)):
             if value.shape != (len(episode),):

@@ -28,7 +28,8 @@ class ControlPreset:
     threshold: float | None
     """Mean return (20 episodes, most likely actions) that counts as learned. None if no threshold is defined."""
     gamma: float
-    """Discount factor. A smaller discount looks less far ahead and has less variance, which matters without a critic."""
+    """Discount factor. A smaller discount gives less weight to later rewards and reduces the
+    variance of returns, which is large without a critic."""
     num_groups: int = 2
     """Episode starts per iteration. A larger number averages over more starts and updates less often."""
     group_size: int = 8

@@ -67,7 +67,7 @@ def train_control(
         stop_at: Stop when an evaluation reaches this return. None never stops early.
         sinks: Receive the metrics of each iteration, with `eval/return` after evaluations.
         folder: Folder for the `best` and `last` checkpoints and `curve.json`, written after evaluations. None writes nothing.
-            If the folder has a `last` checkpoint, the run resumes from it with its settings.
+            If the folder has a `last` checkpoint of the same settings, the run resumes from it.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -120,8 +120,8 @@ class _Run:
             written = json.loads((folder / "curve.json").read_text())
             if written.pop("settings") != self.settings:
                 raise ConfigError(
-                    f"train_control: the settings must be those of the run in {folder}; got others. Use another folder, or "
-                    "delete this one."
+                    f"train_control: the settings must equal those of the run in {folder}; they differ. Use another folder, "
+                    "or delete this one."
                 )
             trainer.load_checkpoint(folder / "last")
             # The curve is written before the checkpoint, so it may contain one evaluation more.

@@ -55,7 +55,7 @@ def token_log_probs(
 
 
 def blocks(count: int, vocabulary_size: int, device: torch.device) -> Iterator[slice]:
-    """Slices of `range(count)`, at least one, whose float32 logits fit into one block on this device."""
+    """Divide `range(count)` into slices (at least one) whose float32 logits fit into one block on this device."""
     step = max(1, (BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES) // (4 * vocabulary_size))
     return (slice(start, min(start + step, count)) for start in range(0, max(count, 1), step))
 

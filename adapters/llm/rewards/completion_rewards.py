@@ -31,7 +31,7 @@ class CompletionRewards(WeightedRewards):
     - Once with lists, like a TRL reward function: `prompts`, `completions`, `completion_ids`, and any column of the rows;
       `**kwargs` receives all of them. Completions of chat prompts are lists of one assistant message. `states` and `actions`
       are the trainer's objects: the prompts or rows, and the `Completion`s. The function returns N numbers.
-    - Once per row: `prompt`, `completion` (always text), any column; `state`, `action`. The function returns one number.
+    - Once per row: `prompt`, `completion` (always text), any column, `state` and `action`. The function returns one number.
 
     Both kinds may be `async def`. All async calls are awaited together, in one event loop that lives as long as the process,
     so clients that the functions keep open stay usable. A function returns `None` for a row to which it does not apply, and is

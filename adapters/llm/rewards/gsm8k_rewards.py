@@ -21,7 +21,7 @@ EQUATION = re.compile(
 
 
 def correctness_first() -> CompletionRewards:
-    """The recommended reward: a right answer beats a wrong answer, and a wrong answer beats no answer, for any text.
+    """The recommended reward: a right answer beats a wrong answer, and a wrong answer beats no answer.
 
     Weights: correct 1, answered 0.1, marked 0.1 (the answer follows `####`). Each part is 0 or 1 before weighting, so
     `rewards/correct/mean` is the accuracy. A right answer gets at least 1.1, a wrong answer 0.1 or 0.2, no answer 0.

@@ -23,7 +23,7 @@ from grpo.writing import Settings, describe, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Between(Settings):
-    """The text between the last pair of two marks. None if the marks do not occur. For `extract=`.
+    """The text between the last pair of a start mark and an end mark, or None. Pass it as `extract=` to a verifier.
 
     Example:
         >>> Between(start="<answer>", end="</answer>")("<answer>1</answer> no: <answer> 2 </answer>")
@@ -95,7 +95,7 @@ class RegexMatch(Settings):
     group: str | int = 1
     """The captured group to compare with `column`."""
     max_chars: int = setting(50_000, at_least=1)
-    """Maximum number of characters to search, counted from the end. Longer texts never match as a whole."""
+    """Maximum number of characters to search, counted from the end. With how="full", longer texts never match."""
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -230,7 +230,7 @@ def _expected(state: object, column: str, owner: object) -> str | None:
         )
     if column not in state:
         raise RewardError(
-            f"{name} needs the column {column!r}; the row has {', '.join(map(repr, state))}. Add it, or pass column=..."
+            f"{name} needs the column {column!r}; the row has {', '.join(map(repr, state))}. Add the column, or pass column=..."
         )
     value = state[column]
     return None if value is None else str(value)

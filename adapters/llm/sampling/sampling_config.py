@@ -12,7 +12,7 @@ class SamplingConfig(Settings):
 
     The temperature is part of the policy. Every other setting changes only the distribution that tokens are drawn from;
     scoring does not repeat it. `objective.sampler_correction="truncate"` corrects for the difference by importance weights.
-    By default, nothing is corrected.
+    By default, the difference is not corrected.
     """
 
     max_new_tokens: int = setting(256, at_least=1)

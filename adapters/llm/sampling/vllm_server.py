@@ -31,8 +31,8 @@ class VLLMServerSampler:
         base_url: Address of the server, for example "http://localhost:8000".
         weights_folder: Folder that `sync` writes the weights to. The server must see it under the same path.
         timeout: Time limit of one request in seconds. It includes the time that the request waits for earlier ones.
-        max_concurrency: Maximum number of concurrent requests. Each completion is one request. The server's `--max-num-seqs` is
-            enough to keep it busy.
+        max_concurrency: Maximum number of concurrent requests. Each completion is one request. As many as the server's
+            `--max-num-seqs` keep the server busy.
 
     Raises:
         ConfigError: `base_url` is not an HTTP address.

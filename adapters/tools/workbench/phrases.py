@@ -2,7 +2,7 @@
 
 A request is an opening, a construction around an object, and the cues of parameters: "Could you {arrange} {the names "x, y"},
 {the longest first}?" Braces in a phrase are replaced: `{object}` in a construction by an object (appended if the construction
-lacks it), a parameter's name by its value. An enumerated parameter in a construction is worded there and nowhere else.
+lacks it), a parameter's name by its value. If a construction contains an enumerated parameter, the request has no cue for it.
 
 Plain phrases use words of the tool's name or description. Oblique phrases, cues and openings never use those words.
 """

@@ -96,7 +96,7 @@ def round_number(number: float, digits: int | None = None, mode: Literal["neares
 def summarize_numbers(numbers: list[float], statistic: Literal["mean", "median", "deviation", "range"]) -> float:
     """Compute a summary statistic of several numbers."""
     if len(numbers) < 2:
-        raise ValueError(f"numbers must be at least two; got {len(numbers)}.")
+        raise ValueError(f"numbers must contain at least two numbers; got {len(numbers)}.")
     return {
         "mean": statistics.fmean(numbers),
         "median": statistics.median(numbers),
@@ -109,7 +109,7 @@ def percentage(number: float, other_number: float, kind: Literal["share", "chang
     """Work out a percentage from two numbers."""
     base = other_number if kind == "share" else number
     if base == 0:
-        raise ValueError("what counts as 100 % must not be 0.")
+        raise ValueError(f"{'other_number' if kind == 'share' else 'number'} counts as 100 % and must not be 0.")
     return 100 * number / base if kind == "share" else 100 * (other_number - number) / base
 
 

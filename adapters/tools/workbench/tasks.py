@@ -42,7 +42,8 @@ def workbench_split(
     each part share no content word with the tool's description.
 
     Args:
-        num_train: Number of training tasks. 8 per tool use every construction and every object; 10 also cover the cues.
+        num_train: Number of training tasks. 8 tasks per tool use every construction and every object. 10 tasks
+            per tool also use every cue.
         num_held_out: Number of held-out tasks.
         seed: Random seed.
         catalogue: Workbench tools to ask for. None asks for all of them.
@@ -65,8 +66,8 @@ def _tools(catalogue: ToolCatalogue | None) -> list[Tool]:
     strange = [tool.name for tool in tools if tool.name not in PHRASES]
     if strange:
         raise ConfigError(
-            f"there are phrases for the workbench's tools only, not for {', '.join(strange)}; leave these out: "
-            "catalogue.without(...)."
+            f"make_workbench_tasks: the catalogue must have only tools of the workbench; it also has {', '.join(strange)}. "
+            "Leave these tools out with catalogue.without(...)."
         )
     return tools
 

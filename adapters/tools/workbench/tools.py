@@ -141,7 +141,9 @@ def csv_column(path: Path, column: str, statistic: Literal["sum", "mean", "max",
     with _file(path).open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     if not rows or column not in rows[0]:
-        raise ValueError(f"column must be one of {', '.join(rows[0]) if rows else 'an empty table'}; got {column!r}.")
+        raise ValueError(
+            f"column must be one of the table's columns ({', '.join(rows[0]) if rows else 'none'}); got {column!r}."
+        )
     values = [float(row[column]) for row in rows]
     return {"sum": math.fsum(values), "mean": statistics.fmean(values), "max": max(values), "min": min(values)}[
         statistic

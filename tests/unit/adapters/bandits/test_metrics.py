@@ -23,7 +23,7 @@ def test_structured_reward_leaves_uniform_regimes_out() -> None:
     # steps of regimes 1 and 3 pay .8, .2 and .5: mean .5
     assert structured_reward([9, 0.8, 0.2, 9, 0.5], [0, 1, 1, 2, 3]) == pytest.approx(0.5)
     np.testing.assert_allclose(structured_reward([[1, 2], [3, 5]], [1, 3]), [1.5, 4.0])
-    with pytest.raises(ConfigError, match="no step is in the regimes"):
+    with pytest.raises(ConfigError, match="at least one step must be in the regimes"):
         structured_reward([1.0], [0])
 
 

@@ -135,7 +135,7 @@ def test_a_pull_past_the_end_is_refused_and_moves_nothing() -> None:
 
 def test_rows_that_do_not_exist_are_refused(subtests: pytest.Subtests) -> None:
     for runs, arms, message in (
-        ([0, 1], [0], "one arm per run row; got 2 runs and 1 arms"),
+        ([0, 1], [0], "runs and arms must have the same length; got 2 runs and 1 arms"),
         ([0], [3], "arms must lie in 0..2; got 3 to 3"),
         ([-1], [0], "runs must lie in 0..1; got -1 to -1"),
         ([0], [0.5], "arms must be integers"),

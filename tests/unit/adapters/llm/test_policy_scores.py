@@ -201,7 +201,7 @@ def test_gradient_checkpointing_does_not_change_the_gradient_and_warns_once(
     assert [record.message for record in caplog.records if "gradient checkpointing" in record.message] == [
         (
             "HFPolicy: with gradient checkpointing, layers store no keys and values, so the prompt is computed for each "
-            "row. Without it, the prompt is computed once per group. (Said once.)"
+            "row. Without it, the prompt is computed once per group. (This message appears once.)"
         )
     ]
     torch.testing.assert_close(again.log_probs, scores.log_probs, atol=FLOAT32_LOG_PROB, rtol=0)

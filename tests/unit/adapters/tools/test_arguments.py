@@ -86,7 +86,7 @@ def test_paths_outside_are_refused(subtests: pytest.Subtests) -> None:
     for value in ("../etc", "/etc/passwd", "lib/../../x", "/", "//etc", "/usr/../etc", "/usrx", "../usrx/a"):
         with (
             subtests.test(value=value),
-            pytest.raises(RefusedArgumentsError, match="must lead into the tools' folder") as caught,
+            pytest.raises(RefusedArgumentsError, match="must lie in the tools' folder") as caught,
         ):
             confine(value, "/usr")
         assert caught.value.error == "PathOutsideRootError"
@@ -102,7 +102,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
         with pytest.raises(RefusedArgumentsError) as caught:
             confine(name, root)
         assert caught.value.error == "PathOutsideRootError"
-    for name, message in (("loop", "cannot be followed"), ("a\0", "must not hold the character 0")):
+    for name, message in (("loop", "cannot be resolved"), ("a\0", "must not contain the null character")):
         with pytest.raises(RefusedArgumentsError, match=message) as caught:
             confine(name, root)
         assert caught.value.error == "InvalidArgumentsError"
@@ -128,7 +128,7 @@ def test_keys_beyond_the_schema_are_refused_unless_it_says_so() -> None:
 
 
 def test_nothing_is_fetched_for_a_reference() -> None:
-    with pytest.raises(RefusedArgumentsError, match=r"the schema cannot be applied: .*Unresolvable"):
+    with pytest.raises(RefusedArgumentsError, match=r"the tool's schema cannot be applied: .*Unresolvable"):
         checker(a={"$ref": "http://127.0.0.1:1/schema"})({"a": 1})
 
 

@@ -36,7 +36,7 @@ def test_each_call_is_one_line_of_the_log(tmp_path: Path) -> None:
             {"tool": "no\nsuch", "arguments": "{}", "ok": False, "error": "UnknownToolError",
              "message": r"'no\nsuch' must be a tool of the catalogue.", "output_bytes": 0},
             {"tool": "echo", "arguments": "{'value': b'x'}", "ok": False, "error": "InvalidArgumentsError",
-             "message": "echo: arguments must be values that JSON can hold; got bytes.", "output_bytes": 0},
+             "message": "echo: arguments must be values that JSON can represent; got bytes.", "output_bytes": 0},
             {"tool": "echo", "arguments": '{"value": "' + "y" * 1989, "ok": True, "error": None, "message": None,
              "output_bytes": 5002},
         ],

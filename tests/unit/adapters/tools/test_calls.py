@@ -114,10 +114,10 @@ def test_what_is_no_call_or_result_is_refused(subtests: pytest.Subtests) -> None
     for make, message in (
         (lambda: ToolCall.from_dict({"tool": "t"}), r"ToolCall\.from_dict needs tool, arguments; got tool\."),
         (lambda: ToolCall.from_dict({"tool": "t", "arguments": {}, "x": 1}), "got tool, arguments, x"),
-        (lambda: ToolCall.from_dict({"tool": "t", "arguments": [1]}), r"arguments has another type .*; got \[1\]"),
+        (lambda: ToolCall.from_dict({"tool": "t", "arguments": [1]}), r"arguments must have the type .*; got \[1\]"),
         (lambda: ToolCall.from_dict([1]), "needs tool, arguments; got list"),  # type: ignore[arg-type]
-        (lambda: ToolResult.from_dict({"output": 1, "error": None, "seconds": True}), "seconds has another type"),
-        (lambda: ToolResult.from_dict({"output": 1, "error": "no", "seconds": 1.0}), "error has another type"),
+        (lambda: ToolResult.from_dict({"output": 1, "error": None, "seconds": True}), "seconds must have the type"),
+        (lambda: ToolResult.from_dict({"output": 1, "error": "no", "seconds": 1.0}), "error must have the type"),
         (
             lambda: ToolResult.from_dict({"output": 1, "error": {"type": "ValueError", "message": ""}, "seconds": 1.0}),
             "the error must be one of ToolError, .*; got 'ValueError'",

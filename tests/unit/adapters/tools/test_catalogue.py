@@ -58,18 +58,18 @@ def test_other_names_are_refused(subtests: pytest.Subtests) -> None:
 
 def test_a_tool_that_cannot_be_used_is_refused_when_it_is_made(subtests: pytest.Subtests) -> None:
     for fields, message in (
-        ({"description": " \n"}, "Tool t: description must say what the tool is for"),
+        ({"description": " \n"}, "Tool t: description must not be empty"),
         ({"function": "ping"}, "Tool t: function must be callable; got 'ping'"),
         ({"remote": True}, "Tool t: a remote tool's function must be `async def`"),
-        ({"parameters": {"type": "objekt"}}, r"Tool t: parameters at \$\.type: 'objekt' is not valid"),
+        ({"parameters": {"type": "objekt"}}, r"Tool t: parameters must be .* JSON Schema; at \$\.type: 'objekt' is not valid"),
         (
             {"parameters": {"type": "object", "required": "a"}},
-            r"Tool t: parameters at \$\.required: 'a' is not of type",
+            r"Tool t: parameters must be a valid JSON Schema; at \$\.required: 'a' is not of type",
         ),
         ({"parameters": {"type": "array"}}, r'Tool t: parameters must be a JSON Schema with "type": "object"'),
         ({"parameters": {}}, r'Tool t: parameters must be a JSON Schema with "type": "object"'),
         ({"parameters": True}, r'Tool t: parameters must be a JSON Schema with "type": "object"'),
-        ({"parameters": deep_schema()}, "Tool t: parameters must not be so many levels deep"),
+        ({"parameters": deep_schema()}, "Tool t: parameters are nested too deeply"),
         *(
             ({"timeout": value}, "Tool t: timeout must be a positive, finite number of seconds, or None; got ")
             for value in (0, -1.0, math.nan, math.inf, True, "3", 10**400)
@@ -279,7 +279,7 @@ def test_an_empty_catalogue_is_refused() -> None:
 
 
 def test_names_must_differ_and_those_that_do_not_are_listed() -> None:
-    with pytest.raises(ConfigError, match=r"names must differ; twice: a, c\."):
+    with pytest.raises(ConfigError, match=r"tools must have different names; several have a, c\."):
         ToolCatalogue(named("a", "b", "c", "a", "c", "c"))
 
 
@@ -288,7 +288,7 @@ def test_tools_are_added_and_taken_away_in_a_new_catalogue() -> None:
     assert list(catalogue.with_tools(*named("d", "c"))) == ["a", "b", "d", "c"]
     assert list(catalogue.without("a", "unknown")) == ["b"]
     assert list(catalogue) == ["a", "b"]
-    with pytest.raises(ConfigError, match="twice: b"):
+    with pytest.raises(ConfigError, match="several have b"):
         catalogue.with_tools(*named("b"))
     with pytest.raises(ConfigError, match="at least one tool"):
         catalogue.without("a", "b")

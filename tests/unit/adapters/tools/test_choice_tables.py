@@ -92,7 +92,7 @@ def test_values_found_elsewhere_fill_only_what_is_free() -> None:
 
 def test_calls_that_the_policy_cannot_have_made_are_named(subtests: pytest.Subtests) -> None:
     for wrong, message in (
-        (call("fly"), r"^policy: no tool is called 'fly'; there are ping, convert, measure\.$"),
+        (call("fly"), r"^policy: a call must name one of the tools ping, convert, measure; got 'fly'\.$"),
         (call("measure", unit="yard"), r"^policy: measure\.unit must be one of \['mile', 'foot'\]; got 'yard'\.$"),
         (call("measure"), r"^policy: measure\.unit must be one of \['mile', 'foot'\]; got nothing\.$"),
         (call("convert", unit="mile", exact=1), r"convert\.exact must be one of \[False, True\] or left out; got 1\.$"),

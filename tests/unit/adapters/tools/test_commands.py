@@ -64,8 +64,8 @@ NO_COMMANDS = [
     ("refused", "message"),
     [
         (SHELLS, r"Command\.argv must not name a shell"),
-        (DEPENDS_ON_THE_CALL, r"Command\.argv must say itself what is run"),
-        (NO_COMMANDS, r"Command\.argv(: | must be (a list of texts|arguments that a program can have))"),
+        (DEPENDS_ON_THE_CALL, r"Command\.argv: parameters must not decide which code is run"),
+        (NO_COMMANDS, r"Command\.argv(: | must (be a list of strings|have a nonempty program))"),
     ],
     ids=["shells", "what is run depends on the call", "no commands"],
 )
@@ -87,7 +87,7 @@ def test_what_is_run_may_get_parameters(subtests: pytest.Subtests) -> None:
 
 def test_a_command_must_fit_its_tool() -> None:
     for tool in (command_tool(("cat", X)), command_tool(("cat",), x=PATH), command_tool(("cat", "{y}"), x=PATH)):
-        with pytest.raises(ConfigError, match=r"Tool run: Command\.argv must name each parameter"):
+        with pytest.raises(ConfigError, match=r"Tool run: Command\.argv must name exactly the parameters"):
             ToolExecutor(ToolCatalogue([tool]))
 
 

@@ -96,7 +96,7 @@ def test_sizes_and_weights_that_make_no_sense_are_refused(subtests: pytest.Subte
     ):
         with (
             subtests.test(size=size, weights=weights),
-            pytest.raises(ConfigError, match=r"num_features must be >= 1, and both weights finite and >= 0; got"),
+            pytest.raises(ConfigError, match=r"num_features must be >= 1, and pair_weight and piece_weight must be finite"),
         ):
             HashingEncoder(size, **weights)
 

@@ -182,11 +182,11 @@ def test_what_is_no_report_is_refused(report: ToolReport, tmp_path) -> None:
         [],
         None,
     ):
-        with pytest.raises(ConfigError, match=r"ToolReport\.from_dict: .*\. Pass what to_dict\(\) returned"):
+        with pytest.raises(ConfigError, match=r"ToolReport\.from_dict: .*\. Pass the result of to_dict\(\)"):
             ToolReport.from_dict(wrong)
     (tmp_path / "broken.json").write_text("{")
     for name in ("broken.json", "none.json"):
-        with pytest.raises(ConfigError, match=rf"{name} holds no report: .*ToolReport\.to_json writes one"):
+        with pytest.raises(ConfigError, match=rf"{name} holds no report: .*Write a report with ToolReport\.to_json"):
             ToolReport.from_json(tmp_path / name)
 
 
@@ -209,7 +209,7 @@ def test_nothing_is_wrong_with_right_calls() -> None:
 def test_it_takes_tasks_whose_tools_are_there() -> None:
     with pytest.raises(ConfigError, match="evaluate_tools needs at least one task"):
         evaluate_tools(Answers([]), [], CATALOGUE)
-    with pytest.raises(ConfigError, match="the catalogue lacks add, shuffle, which tasks ask for"):
+    with pytest.raises(ConfigError, match="the right tool of every task; it lacks add, shuffle"):
         evaluate_tools(Answers([]), TASKS, CATALOGUE.without("add", "shuffle"))
 
 

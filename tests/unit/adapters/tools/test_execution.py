@@ -58,8 +58,8 @@ def test_a_late_call_ends_at_its_own_timeout_or_the_executors_and_others_do_not(
     )  # fmt: skip
     late = ToolTimeoutError
     assert [error_of(result) for result in results] == [late, None, late, None, None, late, late, None]
-    assert str(results[0].error) == "nap: no answer within 1 s; its worker was killed."
-    assert str(results[6].error) == "short_async_nap: no answer within 0.1 s; it was cancelled."
+    assert str(results[0].error) == "nap: no answer within 1 s; the worker was killed."
+    assert str(results[6].error) == "short_async_nap: no answer within 0.1 s; the call was cancelled."
     for place, seconds in ((0, 1.0), (2, 0.1), (4, 1.1), (5, 1.0), (6, 0.1), (7, 1.1)):
         assert seconds <= results[place].seconds < LONG
 

@@ -106,7 +106,7 @@ def test_tools_that_are_not_allowed_need_not_be_importable_and_reach_no_worker()
     message = r"Tool lambda: workers must be able to import .* top level of a module, or make"
     with pytest.raises(ConfigError, match=message):
         ToolExecutor(catalogue)
-    with pytest.raises(ConfigError, match=r"allow must name tools of the catalogue; it has no nope"):
+    with pytest.raises(ConfigError, match=r"allow must name tools of the catalogue; the catalogue has no nope"):
         ToolExecutor(catalogue, allow=["add", "nope"])
     with ToolExecutor(catalogue, allow=["add"], num_workers=1) as some:
         results = some.run([call("add", a=1), call("nap", seconds=60), call("no_such_tool"), call("ADD", a=1)])

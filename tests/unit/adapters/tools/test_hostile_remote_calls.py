@@ -173,13 +173,13 @@ def test_paths_and_patterns_do_not_go_together() -> None:
         "properties": {"path": {"type": "string", "format": "path"}, "name": {"type": "string", "pattern": "a"}},
     }
     tool = Tool(name="both", description="Both.", function=echo, remote=True, parameters=parameters)
-    with pytest.raises(ConfigError, match=r'Tool both: .* both "format": "path" and `pattern`.* Leave one of them out'):
+    with pytest.raises(ConfigError, match=r'Tool both: .* both "format": "path" and `pattern`.* Remove one of the two'):
         ToolExecutor(ToolCatalogue([tool]))
 
 
 def test_without_fork_remote_tools_without_patterns_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "fork")
-    with pytest.raises(ConfigError, match=r"needs Unix .* without `pattern`"):
+    with pytest.raises(ConfigError, match=r"needs Unix .* must not have `pattern`"):
         ToolExecutor(CATALOGUE)
     with ToolExecutor(ToolCatalogue([CATALOGUE["echo"]])) as made:
         assert made.run([ToolCall(tool="echo", arguments={"value": 1})])[0].output == 1

@@ -40,10 +40,10 @@ def test_leaving_the_block_ends_the_server_and_its_tools(monkeypatch: pytest.Mon
         for name, value in {"SECRET_OF_THIS_PROCESS": "not set", "ADDED": "2", "PATH": os.environ["PATH"]}.items():
             assert ask(tools["variable"], name=name) == f'"{value}"'
         process = process_of(tools)
-        with pytest.raises(ConfigError, match="running already"):
+        with pytest.raises(ConfigError, match="is already running"):
             server.__enter__()
     assert is_gone(process)
-    with pytest.raises(WorkerDiedError, match="was left"):
+    with pytest.raises(WorkerDiedError, match="is closed"):
         ask(tools["waits"])
     with server:  # anew: another process, and the tools are its tools now
         assert process_of(tools) != process
@@ -70,7 +70,7 @@ def test_a_server_that_dies_is_told_with_its_last_words_and_its_calls_have_resul
             results = executor.run([ToolCall(tool="slow"), ToolCall(tool="die")])
             results += executor.run([ToolCall(tool="waits")])
         assert [type(result.error) for result in results] == [WorkerDiedError] * 3
-        last_words = r"ended; on stderr it said last: the server gives up\. Nothing replaces"
+        last_words = r"ended; on stderr it said last: the server gives up\. The server is not restarted"
         with pytest.raises(WorkerDiedError, match=last_words):
             ask(tools["waits"])
 
@@ -198,7 +198,7 @@ def test_names_that_become_the_same_are_refused() -> None:
 
 def test_a_list_that_breaks_the_protocol_is_told_by_its_place() -> None:
     good, bad = {"name": "good", "inputSchema": {"type": "object"}}, {"name": "bad", "inputSchema": {}}
-    text = r"(?s)page 1 of its list of tools \(after 'good'\) is not what MCP asks for: .*tools\.0\.inputSchema\.type"
+    text = r"(?s)page 1 of its list of tools \(after 'good'\) does not follow the MCP .*: .*tools\.0\.inputSchema\.type"
     with pytest.raises(ConfigError, match=text), by_hand(good, bad):
         pass
 
@@ -211,14 +211,14 @@ def test_a_tool_that_cannot_be_one_is_left_out_with_a_warning(subtests: pytest.S
         (
             "tuple",
             {"type": "array", "items": [{"type": "string"}]},
-            r"Tool tuple: parameters at \$\.properties\.x\.items",
+            r"Tool tuple: parameters must be a valid JSON Schema; at \$\.properties\.x\.items",
         ),
         (
             "letters",
             {"type": "string", "pattern": r"^\p{L}+$"},
-            r"Tool letters: parameters at \$\.properties\.x\.pattern",
+            r"Tool letters: parameters must be a valid JSON Schema; at \$\.properties\.x\.pattern",
         ),
-        ("odd", {"type": "nonsense"}, r"Tool odd: parameters at \$\.properties\.x\.type"),
+        ("odd", {"type": "nonsense"}, r"Tool odd: parameters must be a valid JSON Schema; at \$\.properties\.x\.type"),
         ("", {}, r"Tool\.name must be 1 to 64"),
     ):
         with subtests.test(name, reason=reason):
@@ -254,7 +254,7 @@ def test_tools_that_are_skipped() -> None:
         first, second = server.tools(skip=("a/b",))
         assert (first.name, second.name) == ("a_b", "add")
         assert ask(first) == '"a b"'
-        message = r"MCP server by hand: skip must name tools of the server; it has no dye\. Its tools are a/b, "
+        message = r"MCP server by hand: skip must name tools of the server; the server has no dye\. Its tools are a/b, "
         with pytest.raises(ConfigError, match=message):
             server.tools(skip={"dye"})
 
@@ -266,9 +266,9 @@ def test_arguments_that_contradict_one_another(subtests: pytest.Subtests) -> Non
     for make, text in (
         (lambda: MCPServer(), "not both"),
         (lambda: MCPServer(["a"], url="http://b"), "not both"),
-        (lambda: MCPServer("uvx a-server"), r"must be a list of words.*'uvx a-server'"),
+        (lambda: MCPServer("uvx a-server"), r"must be a list of strings.*'uvx a-server'"),
         (lambda: MCPServer([]), "must name a program"),
-        (lambda: MCPServer(url="http://b", env={}), "env and cwd are for a server that is started"),
+        (lambda: MCPServer(url="http://b", env={}), "env and cwd apply only to a server that command starts"),
         (lambda: MCPServer(["a"], start_timeout=0.0), "start_timeout must be > 0 seconds; got 0.0"),
     ):
         with subtests.test(text), pytest.raises(ConfigError, match=text):

@@ -35,7 +35,7 @@ from tests.support.tool_policies import (
 
 def test_calls_that_it_cannot_have_made_are_named(subtests: pytest.Subtests) -> None:
     for wrong, message in (
-        (call("fly"), "no tool is called 'fly'; there are ping, shout, convert, whisper"),
+        (call("fly"), "one of the tools ping, shout, convert, whisper; got 'fly'"),
         (call("shout", tone="shrill"), r"shout\.tone must be one of \['loud', 'soft', 'plain'\]; got 'shrill'"),
         (call("whisper", tone="plain"), r"whisper\.tone must be one of \['loud', 'soft'\]; got 'plain'"),
         (call("convert", exact=True), r"convert\.unit must be one of \['mile', 'foot'\]; got nothing"),
@@ -192,7 +192,7 @@ def test_a_tool_is_known_by_its_description() -> None:
 def test_a_name_that_is_taken_is_refused_and_nothing_changes() -> None:
     made = policy()
     before = made.tool_probabilities(TEXTS)
-    with pytest.raises(ConfigError, match="twice: ping"):
+    with pytest.raises(ConfigError, match="several have ping"):
         made.add_tools(CATALOGUE["ping"])
     assert torch.equal(made.tool_probabilities(TEXTS), before)
 

@@ -55,7 +55,7 @@ def test_what_learned_with_another_encoder_is_refused(tmp_path, subtests: pytest
         with subtests.test(str(other)):
             policy().save(tmp_path)
             with pytest.raises(
-                ConfigError, match=r"trained with an.*encoder.*Pass encoder=\.\.\. with the encoder of the training"
+                ConfigError, match=r"trained with an.*encoder.*Pass the encoder of the training"
             ):
                 ToolSelectionPolicy.load(tmp_path, CATALOGUE, encoder=other)
 
@@ -86,7 +86,7 @@ def test_weights_that_are_missing_or_cut_are_named(tmp_path, subtests: pytest.Su
             if length is not None:
                 weights.write_bytes(whole[:length])
             with pytest.raises(
-                ConfigError, match=r"policy\.safetensors is (missing|not the file).* Save the policy again"
+                ConfigError, match=r"policy\.safetensors (is missing|does not belong).* Save the policy again"
             ):
                 load(tmp_path)
 
@@ -97,9 +97,9 @@ def test_a_description_that_is_none_is_named(tmp_path, subtests: pytest.Subtests
         (b"\xff", r"policy\.json is not JSON"),
         (b"[" * 100_000, r"policy\.json is not JSON"),
         (b"[]", r"policy\.json must hold an object; got \[\]"),
-        (b"{}", r"policy\.json lacks num_features, hidden, num_text_features, weights_sha256"),
-        (b'{"num_features": "3", "hidden": [], "num_text_features": 48, "weights_sha256": ""}', "lacks num_features,"),
-        (b'{"num_features": 3, "hidden": ["4"], "num_text_features": 48, "weights_sha256": ""}', "lacks hidden,"),
+        (b"{}", r"policy\.json must have num_features, hidden, num_text_features, weights_sha256"),
+        (b'{"num_features": "3", "hidden": [], "num_text_features": 48, "weights_sha256": ""}', "must have num_features with"),
+        (b'{"num_features": 3, "hidden": ["4"], "num_text_features": 48, "weights_sha256": ""}', "must have hidden with"),
     ):
         with subtests.test(message):
             policy().save(tmp_path)
@@ -112,7 +112,7 @@ def test_sizes_that_were_altered_are_named(tmp_path) -> None:
     policy(num_features=3, hidden=[4]).save(tmp_path)
     path = tmp_path / "policy.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden": [5]}))
-    with pytest.raises(ConfigError, match=r"(?s)the weights are not of the sizes in policy\.json: .*size mismatch"):
+    with pytest.raises(ConfigError, match=r"(?s)the weights must have the sizes in policy\.json: .*size mismatch"):
         load(tmp_path)
 
 
@@ -126,7 +126,7 @@ def test_the_weights_of_one_policy_do_not_load_with_the_sizes_of_another(tmp_pat
     for name in ("one", "other"):
         policy().save(tmp_path / name)
     (tmp_path / "one" / "policy.safetensors").replace(tmp_path / "other" / "policy.safetensors")
-    with pytest.raises(ConfigError, match=r"policy\.safetensors is not the file that policy\.json was written with"):
+    with pytest.raises(ConfigError, match=r"policy\.safetensors does not belong to policy\.json"):
         load(tmp_path / "other")
 
 

@@ -156,10 +156,10 @@ def test_a_sample_that_is_none_is_refused(subtests: pytest.Subtests) -> None:
         ({"ref_log_prob": [-0.5]}, "ref_log_prob must be a list of numbers of 2, as many as log_prob"),
         ({"value": [1, 2, 3]}, "value must be a list of numbers of 2"),
         ({"state": {"text": "x"}}, "state must be a list of numbers"),
-        ({"tool": 3}, "tool must be a text"),
-        ({"done": 1}, "done a bool"),
-        ({"done": True}, r"final_value must be None where done; got 0\.125\. Set done=False"),
-        ({"done": True, "final_value": 0.0}, r"final_value must be None where done; got 0\.0"),
+        ({"tool": 3}, "tool must be a string"),
+        ({"done": 1}, "done must be a bool"),
+        ({"done": True}, r"final_value must be None if done=True; got 0\.125\. Set done=False"),
+        ({"done": True, "final_value": 0.0}, r"final_value must be None if done=True; got 0\.0"),
         ({"value": None}, r"both value and final_value, or neither; got value=None, final_value=0\.125\. Pass"),
         ({"final_value": None}, r"both value and final_value, or neither; got value=\(0\.5, 0\.25\), final_value=None"),
         ({"final_value": math.nan}, "final_value must be a finite number; got nan"),
@@ -173,7 +173,7 @@ def test_a_sample_that_is_none_is_refused(subtests: pytest.Subtests) -> None:
 
 def test_what_is_no_sample_or_group_is_refused(subtests: pytest.Subtests) -> None:
     for read, text in (
-        (lambda: ToolSample.from_json("{"), "ToolSample.from_json: not JSON"),
+        (lambda: ToolSample.from_json("{"), "ToolSample.from_json: the text must be JSON"),
         (lambda: ToolSample.from_json("[]"), "a ToolSample must be an object with state, tool"),
         (lambda: ToolSample.from_json('{"state": "s", "tool": "t", "reward": 1}'), "lacks 'log_prob'"),
         (lambda: ToolSample.from_dict({**sample().to_dict(), "mood": 1}), "has unknown 'mood'"),

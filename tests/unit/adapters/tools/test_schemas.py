@@ -66,7 +66,7 @@ def test_the_executor_refuses_it_before_anything_starts() -> None:
     for remote, function in ((False, tool_functions.echo), (True, tool_functions.async_raise)):
         tool = Tool(name="fetch", description="Fetch.", function=function, parameters=schema, remote=remote)
         with pytest.raises(
-            ConfigError, match=r'Tool fetch: parameters: .* Give each branch a "type" that no other one has'
+            ConfigError, match=r'Tool fetch: parameters: .* Give each branch a "type" that no other branch has'
         ):
             ToolExecutor(ToolCatalogue([tool]))
 
@@ -168,7 +168,7 @@ def test_a_reference_to_no_schema_is_an_error_of_each_call(subtests: pytest.Subt
         with subtests.test(reference):
             schema = {**schema_of({"$ref": reference}), "required": ["x"]}
             check_path_formats({**schema, "properties": {"x": {"$ref": reference}, "y": PATH}})
-            with pytest.raises(RefusedArgumentsError, match="the schema cannot be applied") as caught:
+            with pytest.raises(RefusedArgumentsError, match="the tool's schema cannot be applied") as caught:
                 ArgumentChecker(tool_functions.echo, schema, "/usr")({"x": 1})
             assert caught.value.error == "InvalidArgumentsError"
 

@@ -73,8 +73,8 @@ def test_a_field_that_is_not_as_it_should_be_is_named_with_its_line(tmp_path, su
 
 def test_a_line_that_is_no_task_is_named(tmp_path, subtests: pytest.Subtests) -> None:
     for line, message in (
-        (b'{"text": "', "not JSON"),
-        (b'"\xff"', "not JSON"),
+        (b'{"text": "', "each line must be JSON"),
+        (b'"\xff"', "each line must be JSON"),
         (b"[]", "must be an object"),
         (b'{"text": "x", "tool": "t"}', "lacks arguments, category, difficulty, shares_words, slots"),
     ):

@@ -97,4 +97,4 @@ def test_a_program_that_is_no_file_is_told_to_be_one(tmp_path: Path) -> None:
     process = start(tmp_path, "", "-c", SCRIPT + MAIN, "0")
     _, errors = process.communicate(timeout=LONG)
     assert process.returncode == 1
-    assert "Write them into a module and import that" in errors.splitlines()[-1]
+    assert "Move the functions to a module, and import them" in errors.splitlines()[-1]

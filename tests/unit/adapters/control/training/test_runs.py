@@ -133,7 +133,7 @@ def test_a_resumed_run_gives_the_same_curve(tmp_path: Path) -> None:
     del saved["settings"]
     assert LearningCurve(**saved) == resumed
     with pytest.raises(
-        ConfigError, match=r"the settings must be those of the run in .*; got others. Use another folder"
+        ConfigError, match=r"the settings must equal those of the run in .*; they differ. Use another folder"
     ):
         train_control(
             preset_for("CartPole-v1").make_trainer(first.policy, seed=123),
