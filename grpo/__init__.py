@@ -1,6 +1,6 @@
 """Group Relative Policy Optimization for any policy and any reward.
 
-Start with `GRPOTrainer`, `GRPOConfig`, and the two protocols `PolicyModel` and `RewardModel`. `grpo/README.md` is the map.
+Start with `GRPOTrainer`, `GRPOConfig`, and the protocols `PolicyModel` and `RewardModel`. `grpo/README.md` lists all modules.
 Surrogates, KL estimators and `Steps` are imported from `grpo.surrogates` and `grpo.divergence`, helpers for adapters from
 `grpo.writing`, buffers from `grpo.buffers`, engines for several processes from `grpo.distributed`.
 """

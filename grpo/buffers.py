@@ -1,7 +1,7 @@
-"""Thread-safe buffers that collect experience until it is trained on, and mini-batches of what they hold.
+"""Thread-safe buffers that collect experience for training, and a function that splits items into mini-batches.
 
 The trainer does not read these buffers: make a batch with `ExperienceBatch.from_rows` and pass it to `trainer.update`.
-They are not the trainer's `ReplayBuffer`, which holds whole iterations to be trained on again (`replay_iterations`).
+The trainer's own replay (`replay_iterations`) uses another class and keeps whole iterations.
 """
 
 from collections import deque
@@ -73,7 +73,7 @@ class ExperienceBuffer(Generic[ItemT]):
             self.num_dropped = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The items, oldest first, and `num_dropped`. JSON can hold the state if it can hold the (converted) items."""
+        """Return the items, oldest first, and `num_dropped`. JSON can store the state if it can store the items."""
         with self._lock:
             items, num_dropped = list(self._items), self.num_dropped
         return {"items": self._encode(items), "num_dropped": num_dropped}
@@ -145,7 +145,7 @@ class GroupBuffer(Generic[IdT, ItemT]):
             self._groups = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Ids and items of the groups, in order. JSON can hold the state if it can hold the ids and (converted) items."""
+        """Return the ids and items of the groups, in order. JSON can store the state if it can store ids and items."""
         with self._lock:
             groups = [(group_id, list(items)) for group_id, items in self._groups.items()]
         return {"groups": [[group_id, self._encode(items)] for group_id, items in groups]}
@@ -181,7 +181,7 @@ def _require_positive(name: str, value: int) -> None:
 def _codec(
     owner: str, item_type: Any
 ) -> tuple[Callable[[Iterable[Any]], list[Any]], Callable[[Iterable[Any]], list[Any]]]:
-    """Two functions: items to what a state stores, and back."""
+    """Return two functions: one converts items for `state_dict`, the other converts them back."""
     if item_type is None:
         return list, list
     if not (hasattr(item_type, "to_dict") and hasattr(item_type, "from_dict")):
@@ -193,5 +193,5 @@ def _codec(
 
 
 def _hashable(group_id: Any) -> Any:
-    """JSON turns tuples into lists, which cannot be dict keys: turn them back."""
+    """Convert lists back to tuples, because JSON turns tuples into lists, and lists cannot be dict keys."""
     return tuple(map(_hashable, group_id)) if isinstance(group_id, list) else group_id

@@ -35,8 +35,8 @@ def write_checkpoint(path: str | Path, state: Mapping[str, Any], *, iteration: i
         score: decides which of several checkpoints is the best. Larger is better.
 
     Raises:
-        CheckpointError: the disk refuses (it is full, for example), `state` holds a value of another type, or `path` is
-            something other than a checkpoint. Earlier checkpoints are intact, and no temporary file remains.
+        CheckpointError: the disk is full or not writable, `state` holds a value of another type, or `path` exists and is not a
+            checkpoint. Earlier checkpoints are intact, and no temporary file remains.
     """
     target = Path(path).absolute()
     if target.exists() and not _is_checkpoint(target):
@@ -85,7 +85,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     try:
         state = decode(contents[STATE], load(contents[TENSORS]))
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{folder} is intact, but not a checkpoint of this package: {error!r}.") from error
+        raise CheckpointError(
+            f"{folder} is intact, but not a checkpoint of this package: {error!r}. Use another."
+        ) from error
     if not isinstance(state, dict):
         raise CheckpointError(
             f"{folder / STATE} must hold a dict; got a {type(state).__name__}. Use another checkpoint."
@@ -123,9 +125,9 @@ def best_checkpoint(folder: str | Path) -> Path:
 
 
 class CheckpointFolder:
-    """The checkpoints `iteration-00000010` and so on of a run: the newest `keep_last`, and the one with the best score.
+    """Keeps the newest `keep_last` checkpoints of a run, and the checkpoint with the best score, in `folder`.
 
-    Nothing else in `folder` is touched.
+    A checkpoint's name is its iteration, such as `iteration-00000010`. Other files in `folder` are not changed.
     """
 
     def __init__(self, folder: str | Path, keep_last: int) -> None:
@@ -184,7 +186,7 @@ def _iteration(path: Path) -> int:
 
 
 def _best(paths: list[Path]) -> Path | None:
-    """The path with the highest score. None: no path has a score."""
+    """Return the path of the checkpoint with the highest score. None: no checkpoint has a score."""
     scored = []
     for path in paths:
         with suppress(CheckpointError):
@@ -210,7 +212,7 @@ def _verified_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _verified(folder: Path) -> dict[str, bytes]:
-    """The contents of the two files, verified. File names in the manifest are compared before they are used as paths."""
+    """Return the contents of the two files after checking them against the manifest. The manifest may name only these files."""
     manifest = _verified_manifest(folder)
     if set(manifest["files"]) != {STATE, TENSORS}:
         raise CheckpointError(

@@ -35,19 +35,19 @@ class AdvantageConfig(Settings):
     """What (reward - baseline) is divided by. Dividing by the group's standard deviation gives easy and hard states the same
     weight. It also gives noise in nearly constant groups as much weight as signal in other groups."""
     std_ddof: int = setting(1, at_least=0, at_most=1)
-    """A standard deviation of n numbers has the divisor n - ddof."""
+    """A standard deviation of n numbers is computed with the divisor n - `std_ddof`."""
     std_eps: float = setting(0.0, at_least=0.0)
-    """Added to the divisor. Larger: smaller advantages in groups with small differences."""
+    """Number added to the standard deviation before dividing. Larger: smaller advantages in groups with small differences."""
     k: int | None = setting(None, at_least=2)
     """Number of attempts k of the baseline `max_at_k`. Larger gives rare successes more weight, and reliable success less."""
     several_rewards: Literal["sum", "normalize_each"] = "sum"
     """How several named rewards are combined: normalise their weighted sum, or normalise each before the sum (GDPO)."""
     gamma: float = setting(1.0, at_least=0.0, at_most=1.0)
-    """Discount per column, for rewards per step, `gae` and `gigpo`. Masked columns count. Smaller looks less far ahead."""
+    """Discount per column of [N, T], for rewards per step, `gae` and `gigpo`. Smaller looks less far ahead."""
     gae_lambda: float = setting(0.95, at_least=0.0, at_most=1.0)
-    """For `gae`. Larger relies more on the rewards that followed, smaller relies more on the critic."""
+    """The lambda of `credit="gae"`. Larger relies more on the rewards that followed, smaller relies more on the critic."""
     gigpo_weight: float = setting(1.0, at_least=0.0)
-    """For `gigpo`: the weight of a step's advantage among steps in the same state. The row's advantage has weight 1."""
+    """For `credit="gigpo"`: weight of a step's advantage among steps in the same state. The row's advantage has weight 1."""
     upweight_live_groups: bool = False
     """Multiply advantages by (all rows) / (rows in groups whose rewards differ), so that groups without differences do not
     shrink the gradient (GPG)."""
@@ -88,12 +88,12 @@ class AdvantageConfig(Settings):
         if self.credit in ("process_supervision", "gigpo") and self.baseline == "global_mean":
             raise ConfigError(
                 f"AdvantageConfig.baseline='global_mean' has no meaning under credit={self.credit!r}, which compares within "
-                "groups."
+                "groups. Use baseline='group_mean'."
             )
         self._require_plain_normalisation()
 
     def _require_plain_normalisation(self) -> None:
-        """GDPO standardises each reward in its own way, which contradicts other scales."""
+        """Refuse settings that contradict GDPO, which standardises each reward in its own way."""
         if self.several_rewards == "normalize_each" and (
             self.credit not in (None, "row")
             or (self.baseline, self.scale) != ("group_mean", "none")
@@ -110,7 +110,7 @@ class AdvantageConfig(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveConfig(Settings):
-    """Settings of the loss, which is surrogate + KL - entropy (+ value error). Every choice is independent of the others."""
+    """Settings of the loss: surrogate + KL - entropy (+ a critic's error). The settings are independent of one another."""
 
     surrogate: Surrogate | str = Clip()  # noqa: RUF009 - frozen
     """The policy's loss per step: an object of `grpo.surrogates` such as `Clip(high=0.28)`, its name, or any function `Steps ->
@@ -131,12 +131,12 @@ class ObjectiveConfig(Settings):
     """How the KL is estimated from the sampled step; `grpo.divergence` states the gradient of each estimate. `exact`: the
     policy returns the KL in `ActionScores.kl`."""
     entropy_coef: float = setting(0.0, at_least=0.0)
-    """Weight of the entropy bonus. Larger keeps the policy more random. The entropy is per step: a policy that returns the
-    log-prob of several decisions as one [N] has one large entropy, and a policy that returns [N, T] has T small ones."""
+    """Weight of the entropy bonus. Larger keeps the policy more random. The bonus uses the entropy per step, which is larger if
+    a step is several decisions with one common log-prob."""
     entropy_estimator: EntropyEstimator = "exact"
     """`exact` needs a policy that returns `ActionScores.entropy`. `score_function` works for every policy, with noise."""
     entropy_aggregation: Aggregation | None = None
-    """How the entropies of steps become one number. None: as `aggregation`."""
+    """How the entropies of steps become one number. None: the same as `aggregation`."""
     value_coef: float = setting(0.5, at_least=0.0)
     """Weight of the squared error of a critic's values. Larger trains the critic faster. Used with `advantage.credit="gae"`."""
     value_clip: float | None = setting(None, above=0.0)
@@ -197,13 +197,13 @@ class RewardConfig(Settings):
     """Settings for a reward model that raises or returns NaN."""
 
     non_finite: Literal["raise", "drop", "zero"] = "raise"
-    """What a NaN or infinite reward does. `raise`: an error. `drop`: its row leaves the batch and its group's statistics.
-    `zero`: it counts as 0."""
+    """What happens to a NaN or infinite reward. `raise`: training stops with an error. `drop`: the row is removed from the
+    batch and from its group's statistics. `zero`: the reward counts as 0."""
     on_failure: Literal["raise", "drop"] = "raise"
-    """What happens if the reward model raises, also on every retry. `raise`: an error. `drop`: the rows are rewarded one by
-    one, and rows that still raise leave the batch."""
+    """What happens if the reward model raises, and raises on every retry. `raise`: training stops with an error. `drop`: the
+    reward model is called for each row separately, and rows that still raise are removed from the batch."""
     num_retries: int = setting(0, at_least=0)
-    """Number of further calls after a call that raised. Larger survives longer outages, and hides real bugs for longer."""
+    """Number of retries after a reward model raised. Larger survives longer outages, and hides bugs for longer."""
     retry_delay: float = setting(1.0, at_least=0.0)
     """Seconds before the first retry; the delay doubles with each retry."""
 
@@ -251,7 +251,7 @@ class EntropyControl(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GRPOConfig(Settings):
-    """How a policy is trained. Every value is checked; `to_dict` and `from_dict` round-trip.
+    """All settings of training. Every value is checked. `to_dict` and `from_dict` save and load the settings.
 
     Raises:
         ConfigError: names the field.
@@ -262,8 +262,8 @@ class GRPOConfig(Settings):
     """
 
     group_size: int = setting(8, at_least=1)
-    """Actions sampled per state (G). Larger: better baselines, fewer states for the same work. With a group's baseline, a
-    group of one row learns nothing."""
+    """Actions sampled per state (G). Larger: better baselines, but fewer states for the same work. With 1, all advantages are 0
+    unless `advantage.baseline` is independent of the group."""
     num_states_per_iteration: int | None = setting(None, at_least=1)
     """States that `train` draws for one iteration (B). None: all of them."""
     batch_size: int | None = setting(None, at_least=1)
@@ -280,7 +280,8 @@ class GRPOConfig(Settings):
     warmup_ratio: float = setting(0.0, at_least=0.0, below=1.0)
     """Fraction of `train`'s iterations in which the learning rate rises from 0."""
     max_grad_norm: float | None = setting(1.0, above=0.0)
-    """Bound on the gradient's total norm; larger gradients are scaled down. Smaller: steadier and slower. None: no bound."""
+    """Bound on the gradient's total norm; larger gradients are scaled down. Smaller: steadier and slower training. None: no
+    bound."""
     max_skipped_updates: int = setting(10, at_least=1)
     """Training stops after this many updates in a row with a non-finite gradient."""
     autocast_dtype: Literal["bfloat16", "float16"] | None = None
@@ -291,8 +292,8 @@ class GRPOConfig(Settings):
     device: str | None = None
     """Device to move policy, reference and reward model to. None: they stay where they are."""
     seed: int | None = setting(None, at_least=0, at_most=2**64 - 1)
-    """Seed of Python, numpy and torch, set when the trainer is built, and of the order of rows and states. None: one process
-    seeds nothing; several ranks get different seeds."""
+    """Seed of the order of rows and states, and of the generators of Python, numpy and torch, which the trainer seeds when it
+    is built. None: the generators are not seeded, but with several ranks each rank gets a different seed."""
     kl_control: KLControl | None = None
     """How the KL coefficient follows the measured KL. None: the coefficient is constant."""
     entropy_control: EntropyControl | None = None
@@ -304,15 +305,15 @@ class GRPOConfig(Settings):
     """How far the reference moves: 1 copies the policy. With `reference_sync_every=1`, the reference is an exponential moving
     average with decay 1 - mix. A copy at every iteration makes the KL nearly 0: use a longer interval or a smaller mix."""
     dynamic_sampling_rounds: int = setting(0, at_least=0)
-    """Dynamic sampling: how often `train` may draw more states to replace groups without differences, which are left out.
+    """Dynamic sampling: how often per iteration `train` may draw more states, to replace groups whose rewards are all equal.
     Larger fills the batch more often, and costs more samples. 0: every group is used."""
     replay_iterations: int = setting(0, at_least=0)
-    """Number of earlier iterations whose rows are used again beside the new rows. Larger learns more from each sample, and from
-    older policies. 0: every row is used in its own iteration only."""
+    """Number of earlier iterations whose rows are used again together with the new rows. Larger learns more from each sample,
+    but the samples come from older policies. 0: every row is used in its own iteration only."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     """How rewards become advantages."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    """The loss."""
+    """Settings of the loss."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     """What happens when a reward model raises or returns NaN."""
 
@@ -321,8 +322,8 @@ class GRPOConfig(Settings):
         Settings.__post_init__(self)
         if self.advantage.k is not None and self.advantage.k > self.group_size:
             raise ConfigError(
-                f"GRPOConfig.group_size={self.group_size} has fewer rows than the advantage.k={self.advantage.k} attempts it "
-                "is to estimate the best of: raise group_size, or lower k."
+                f"GRPOConfig.group_size={self.group_size} must be at least advantage.k={self.advantage.k}, because the "
+                "baseline 'max_at_k' compares k rows of a group: raise group_size, or lower k."
             )
 
 
@@ -354,7 +355,8 @@ def _from_dict(name: str, values: Mapping[str, Any], choices: Mapping[str, type[
     kind = str(values.get("kind"))
     if kind == "custom":
         raise ConfigError(
-            f"ObjectiveConfig.{name} was a custom callable, {values.get('name')!r}, which no file can hold: pass the object."
+            f"ObjectiveConfig.{name} was a custom callable, {values.get('name')!r}, which no file can hold: "
+            f"set {name} in code."
         )
     if kind not in choices:
         raise ConfigError(f"ObjectiveConfig.{name}: kind must be one of {', '.join(map(repr, choices))}; got {kind!r}.")

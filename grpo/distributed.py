@@ -1,4 +1,4 @@
-"""Training on several processes (ranks): what the trainer asks of an engine, and the two engines that exist.
+"""Training on several processes (ranks): the `Engine` protocol, and engines for one process and for data parallelism.
 
 Every rank holds the whole policy and samples actions for its own states, so that a group never spans two ranks. Losses
 are normalised by the counts of all ranks. The sum of the ranks' gradients is therefore the gradient of the whole batch.
@@ -14,7 +14,7 @@ from .errors import ConfigError
 
 @runtime_checkable
 class Engine(Protocol):
-    """What the trainer needs to combine ranks. Every rank makes the same calls in the same order."""
+    """Combines values of several ranks for the trainer. Every rank makes the same calls in the same order."""
 
     @property
     def rank(self) -> int:
@@ -31,7 +31,7 @@ class Engine(Protocol):
         """The rows of all ranks in rank order, padded to the widest, and the index of this rank's first row."""
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Small values of any type, one per rank, in rank order."""
+        """Gather one small object from each rank, in rank order."""
 
 
 class OneProcess:
@@ -107,7 +107,7 @@ class Replicated:
 
 
 def require_equal_weights(engine: Engine, parameters: dict[str, Tensor]) -> None:
-    """Raise a ConfigError if the ranks start from different parameters: no later step would make them equal."""
+    """Raise a ConfigError if the ranks start from different parameters, because training would never make them equal."""
     if engine.num_ranks == 1:
         return
     first, *others = engine.gather_objects([(name, _fingerprint(value)) for name, value in parameters.items()])

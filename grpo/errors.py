@@ -9,7 +9,7 @@ class GRPOError(Exception):
 
 
 class ProtocolError(GRPOError, TypeError):
-    """An object lacks methods of the protocol that it is used as. The message names every missing method."""
+    """An object lacks required methods, such as those of `PolicyModel`. The message names every missing method."""
 
 
 class ConfigError(GRPOError, ValueError):

@@ -1,4 +1,4 @@
-"""Turns states into experience: sample a group of actions per state, check the actions, get rewards, score."""
+"""Collect experience: sample a group of actions per state, check the actions, get their rewards, and score them."""
 
 import time
 from collections.abc import Collection
@@ -21,7 +21,7 @@ from .writing import pad_steps
 
 
 class ExperienceCollector:
-    """Collects an iteration's experience: `collect` samples and asks for rewards, `complete` adds missing scores.
+    """Collects the rows of an iteration: `collect` samples actions and gets rewards, `complete` adds missing scores.
 
     Args:
         policy: a `PolicyModel`. Its optional capabilities are looked up here, once.
@@ -32,7 +32,7 @@ class ExperienceCollector:
         micro_batch_size: rows per forward pass when scoring. None: all rows at once.
         reward: what to do when the reward model raises, or returns NaN or infinity.
         autocast: returns a context manager in which policy and reference compute.
-        needs: batch fields that even a single update reads: some of "old_log_probs", "entropy", "values", "state_keys".
+        needs: the optional batch fields that training reads: any of "old_log_probs", "entropy", "values", "state_keys".
 
     Raises:
         ProtocolError: a policy or the reward model lacks methods. The error names all of them.
@@ -172,7 +172,7 @@ class ExperienceCollector:
         return planned_parts(f"{self._name}.plan_micro_batches", plan, count)
 
     def _find_steps(self, states: Rows, actions: Rows, group_ids: Tensor) -> SampledActions:
-        """Score sampled actions to find the steps of each row. Not needed once a plain policy has returned log-probs [N]."""
+        """Find the steps of each row by scoring the actions. A policy that returns log-probs [N] is scored only once."""
         device = self.scorer.one_step_device
         if device is not None:
             return SampledActions(actions=actions, mask=torch.ones(len(group_ids), 1, dtype=torch.bool, device=device))
@@ -180,7 +180,7 @@ class ExperienceCollector:
         return SampledActions(actions=actions, mask=scores.mask, scores=scores)
 
     def _score_batch(self, batch: ExperienceBatch) -> dict[str, Tensor]:
-        """Scores before any update, padded to the steps of the batch."""
+        """Score the batch before any update. Scores are padded to the width of the batch's mask."""
         self.policy.eval()
         scores = self._score(batch.states, batch.actions, batch.group_ids)
         require_same_steps(self._name, scores.mask, batch.mask)

@@ -37,7 +37,7 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     H the entropy. Without `old_log_probs`, rho is exactly 1 and has the gradient of log_probs.
 
     Args:
-        inputs: see `ObjectiveInputs`; half precision is raised to float32.
+        inputs: the rows of the micro-batch. Half precision is converted to float32.
         config: the settings of the loss. `aggregation` and `fixed_length` have no effect here, because `inputs.weights` already
             contain them.
 
@@ -87,7 +87,7 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
 
 
 def with_selections(inputs: ObjectiveInputs, config: ObjectiveConfig) -> ObjectiveInputs:
-    """The inputs with selections of steps. A selection that the caller has not made is made among these rows."""
+    """Add the selections of steps that the settings ask for and the caller has not made. Select among these rows only."""
     select = traits_of(config.surrogate).select
     if inputs.keep is None and config.top_entropy_fraction < 1:
         inputs = replace(inputs, keep=kept_by_entropy(inputs.mask, inputs.entropy, config.top_entropy_fraction))
@@ -97,7 +97,7 @@ def with_selections(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objecti
 
 
 def counted_steps(inputs: ObjectiveInputs, steps: Steps, config: ObjectiveConfig) -> Bool[Tensor, "N T"] | None:
-    """The steps that the surrogate counts. None: all."""
+    """Return the mask of the steps that the surrogate counts. None: the surrogate counts all steps."""
     if config.off_policy_threshold is None:
         return inputs.keep
     sampled = steps.old_log_probs if inputs.behaviour_log_probs is None else steps.constant(inputs.behaviour_log_probs)
@@ -108,9 +108,9 @@ def counted_steps(inputs: ObjectiveInputs, steps: Steps, config: ObjectiveConfig
 def divergence(
     inputs: ObjectiveInputs, steps: Steps, config: ObjectiveConfig, kl_coef: float
 ) -> tuple[Float[Tensor, "N T"] | None, Float[Tensor, "N T"] | None]:
-    """The chosen estimate of the KL to the reference, and the one that is reported. None: there is no reference.
+    """Return the KL per step for the loss, and the KL per step for the metrics. None: there is no reference.
 
-    The reported KL is k3 or the exact KL, whatever the estimator in the loss: it is never negative, so runs can be compared.
+    Metrics show k3 or the exact KL, whatever estimator the loss uses. Both are never negative, so runs can be compared.
     """
     if config.kl_estimator == "exact":
         if inputs.kl is not None:
@@ -155,7 +155,7 @@ def entropy_of(
 
 
 def value_error(inputs: ObjectiveInputs, clip: float | None) -> Float[Tensor, "N T"]:
-    """Squared error of a critic, e = (v - R)^2. With a bound c on the distance of a value from v_old:
+    """Squared error of a critic, e = (v - R)^2. If `value_clip` = c bounds the distance of a value v from v_old:
 
     e = max((v - R)^2, (v_old + clip(v - v_old, -c, c) - R)^2)
 

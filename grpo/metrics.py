@@ -1,4 +1,4 @@
-"""Metrics: how they are added up, what is reported about rewards, where reports go, and averages over a whole run."""
+"""Metrics: add them up, compute statistics of rewards, write them to sinks, and average them over a whole run."""
 
 import json
 import math
@@ -23,8 +23,8 @@ Totals: TypeAlias = dict[str, tuple[float, float, float]]
 class Meter:
     """Adds up (count, sum, sum of squares) per metric on the device, and copies all totals to the host at once.
 
-    A metric with count 0 is a share of an update's total, such as a loss term. Shares are added within an update and
-    averaged over updates.
+    A count of 0 marks a metric as a loss term. Loss terms are summed over the micro-batches of an update and averaged over
+    updates. Other metrics are averaged over their counts.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Meter:
     def report(
         self, num_updates: int, all_ranks: Callable[[Totals], list[Totals]] | None = None
     ) -> dict[str, tuple[float, float]]:
-        """(mean, standard deviation) of each metric; shares are averaged over the updates. The meter is empty afterwards.
+        """Return (mean, standard deviation) of each metric, and empty the meter. Loss terms are averaged over the updates.
 
         `all_ranks` maps this rank's totals to the totals of all ranks. None: there is one rank.
         """
@@ -75,7 +75,7 @@ def _added_up(parts: Iterable[tuple[str, Sequence[float]]]) -> Totals:
 
 
 QUANTILES = {"max": 1.0, "min": 0.0, "median": 0.5, "q25": 0.25, "q75": 0.75}
-"""Metric name -> the fraction of rewards at or below it."""
+"""Maps the name of a statistic of rewards to its quantile: 0.25 for the first quartile."""
 
 
 def reward_statistics(rewards: Float[Tensor, " N"]) -> dict[str, float]:
@@ -96,7 +96,7 @@ class MetricSink(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the sink holds. Whoever opened the sink calls this after the last iteration."""
+        """Release files and connections. The code that opened the sink calls this after the last iteration."""
         ...
 
 
@@ -138,7 +138,7 @@ class JSONLSink:
 
 
 AVERAGED = {"reward": "rewards/mean", "loss": "train/total_loss", "kl": "train/kl_mean", "entropy": "train/entropy"}
-"""Name of an average in `RunningStatistics` -> the metric that it averages."""
+"""Maps the name of an average in `RunningStatistics` to the metric that is averaged."""
 
 
 @dataclass(kw_only=True)
@@ -171,13 +171,13 @@ class RunningStatistics:
     history: int = 1_000
     """Number of mean rewards to keep, one per iteration. Larger: `reward_history` reaches further back."""
     num_iterations: int = 0
-    """Iterations that were logged."""
+    """Number of logged iterations."""
     num_updates: int = 0
-    """Updates that changed the weights."""
+    """Number of updates that changed the weights."""
     num_samples: int = 0
-    """New rows of all ranks. Groups that dynamic sampling left out count with the mean size of the groups that stayed."""
+    """Number of sampled rows on all ranks. A group that dynamic sampling left out counts with the mean size of kept groups."""
     moments: dict[str, list[float]] = field(default_factory=lambda: {name: [0.0, 0.0] for name in AVERAGED})
-    """Name of an average -> (m_n, w_n)."""
+    """Maps the name of an average to (m_n, w_n), its weighted sum and the sum of its weights."""
     rewards: list[float] = field(default_factory=list)
     """Mean rewards of the last `history` iterations, oldest first."""
 

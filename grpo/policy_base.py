@@ -58,7 +58,7 @@ class ScoresGroups(Protocol):
     """Computes a state's own part of the forward pass (an encoder, a prompt) once per group, not once per row."""
 
     def score_groups(self, states: Any, actions: Any) -> ActionScores:
-        """Scores of all rows, group by group.
+        """Return the scores of all rows, group by group.
 
         Args:
             states: B states, each once.
@@ -76,7 +76,7 @@ class SamplesWithScores(Protocol):
 
 @runtime_checkable
 class ScoresReference(Protocol):
-    """Scores the reference policy without a second model (LoRA with the adapter off, a stored table)."""
+    """Scores rows under the reference policy without a second model, for example with a LoRA adapter switched off."""
 
     def reference_log_probabilities(self, states: Any, actions: Any) -> Tensor:
         """log pi_ref of N rows: [N] or [N, T]."""

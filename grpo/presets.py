@@ -24,7 +24,7 @@ from .surrogates import Cispo, Clip, Gmpo, Reinforce, Sapo
 
 
 def deepseek_math() -> GRPOConfig:
-    """GRPO as first published: group std, one mean per row, k3 to a reference.
+    """GRPO as first published: advantages divided by the group's std, a mean loss per row, and the k3 KL to a reference.
 
     The paper gives no clip range; 0.2 is the common choice.
 
@@ -127,7 +127,7 @@ def gmpo() -> GRPOConfig:
 
 
 def rloo() -> GRPOConfig:
-    """REINFORCE on whole rows, with the mean of the others as the baseline.
+    """REINFORCE on whole rows, with the mean reward of the group's other rows as the baseline.
 
     The paper subtracts the KL from the reward. Here the KL is a loss term per step (`k2`, with the same sign and scale).
 
@@ -139,7 +139,7 @@ def rloo() -> GRPOConfig:
 
 
 def reinforce_plus_plus_baseline() -> GRPOConfig:
-    """The group's mean as the baseline, then whitened over the whole batch; k2 to a reference in the loss.
+    """Advantages are rewards minus the group's mean, whitened over the whole batch. The loss has the k2 KL to a reference.
 
     The paper states no coefficient for the KL and no batch sizes; they are OpenRLHF's.
 
@@ -156,7 +156,7 @@ def reinforce_plus_plus_baseline() -> GRPOConfig:
 
 
 def gpg() -> GRPOConfig:
-    """The plain policy gradient: no ratio, no clip, no reference. Groups with differences take over the weight of the others.
+    """The plain policy gradient: no ratio, no clip, no reference. Groups with equal rewards do not weaken the gradient.
 
     If fewer than 60 % of the rows have an advantage, the paper draws further rows, as `dynamic_sampling_rounds` does.
 
@@ -168,7 +168,7 @@ def gpg() -> GRPOConfig:
 
 
 def maxrl() -> GRPOConfig:
-    """Divides by the group's mean reward, which maximises the log-likelihood of success; for rewards 0 and 1.
+    """Divide advantages by the group's mean reward, which maximises the log-likelihood of success. For rewards 0 and 1.
 
     Source:
         Tajwar et al. 2026 (MaxRL), arXiv:2602.02710; batches, eps and the gradient norm: the authors' code.
@@ -181,7 +181,7 @@ def maxrl() -> GRPOConfig:
 
 
 def bnpo() -> GRPOConfig:
-    """Divides by a Beta density that follows how success rates are distributed; for rewards in [0, 1].
+    """Divide advantages by a Beta density fitted to the groups' mean rewards. For rewards in [0, 1].
 
     The warm-up is 10 updates (`warmup_ratio = 10 / num_iterations`).
 
@@ -196,7 +196,7 @@ def bnpo() -> GRPOConfig:
 
 
 def _language_model(objective: ObjectiveConfig, **settings: Any) -> GRPOConfig:
-    """A recipe whose defaults are a learning rate of 1e-6 and advantages divided by the group's std."""
+    """Make a recipe for language models. Defaults: a learning rate of 1e-6, and advantages divided by the group's std."""
     common = {"learning_rate": 1e-6, "advantage": AdvantageConfig(scale="group")}
     return GRPOConfig(objective=objective, **{**common, **settings})
 
@@ -205,12 +205,12 @@ def _language_model(objective: ObjectiveConfig, **settings: Any) -> GRPOConfig:
 
 
 def tool_default() -> GRPOConfig:
-    """For policies that choose tools: an adaptive KL, four passes over small batches."""
+    """For policies that choose tools: an adaptive KL coefficient, and four passes over small batches."""
     return _tools()
 
 
 def tool_use() -> GRPOConfig:
-    """More careful than `tool_default`: smaller steps, a stronger KL, half the passes."""
+    """More careful than `tool_default`: a smaller learning rate, a larger KL coefficient, and half the passes."""
     return _tools(
         group_size=4,
         learning_rate=5e-6,
@@ -260,7 +260,7 @@ def _tools(
 
 
 def conservative() -> GRPOConfig:
-    """Conversations: small steps on large groups.
+    """For conversations: a small learning rate and large groups.
 
     The KL coefficient of 0.1 is strong if rewards are at most 1 and advantages are not scaled. Lower it, or set
     `advantage.scale="group"`.
@@ -269,19 +269,19 @@ def conservative() -> GRPOConfig:
 
 
 def balanced() -> GRPOConfig:
-    """Conversations: steps and groups of medium size; see `conservative` for the KL."""
+    """For conversations: a medium learning rate and medium groups. `conservative` says when to lower the KL coefficient."""
     return _conversation(learning_rate=5e-6, group_size=16, num_groups=4, max_grad_norm=1.0, warmup_ratio=0.1)
 
 
 def aggressive() -> GRPOConfig:
-    """Conversations: large steps on small groups; see `conservative` for the KL."""
+    """For conversations: a large learning rate and small groups. `conservative` says when to lower the KL coefficient."""
     return _conversation(learning_rate=1e-5, group_size=8, num_groups=2, max_grad_norm=2.0, warmup_ratio=0.05)
 
 
 def _conversation(
     *, learning_rate: float, group_size: int, num_groups: int, max_grad_norm: float, warmup_ratio: float
 ) -> GRPOConfig:
-    """`num_groups` groups per update, accumulated one by one."""
+    """Make a recipe for conversations with `num_groups` groups per update and one group per forward pass."""
     return GRPOConfig(
         group_size=group_size,
         batch_size=num_groups * group_size,

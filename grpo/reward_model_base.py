@@ -17,7 +17,7 @@ ActionT = TypeVar("ActionT", contravariant=True)
 
 @runtime_checkable
 class RewardModel(Protocol[StateT, ActionT]):
-    """Says how good each action was. The trainer does not train it, and calls `eval()` before it asks for rewards."""
+    """Returns a reward for each action. The trainer does not train a reward model, and calls `eval()` before each call."""
 
     def compute_rewards(self, states: Sequence[StateT], actions: Sequence[ActionT]) -> Tensor:
         """One finite number per row, [N], or one per step, [N, T] with T > 1. If every row has one step: [N]."""
@@ -37,10 +37,10 @@ class ReportsComponents(Protocol):
     """A reward made of named parts. The trainer reports each part as `rewards/NAME/{mean,std}`."""
 
     def compute_components(self, states: Any, actions: Any) -> dict[str, Tensor]:
-        """Name -> rewards of that part, [N] or [N, T], before weighting."""
+        """Map the name of each part to its rewards, [N] or [N, T], before weighting."""
 
     def combine(self, components: Mapping[str, Tensor]) -> Tensor:
-        """The total reward, of the same shape."""
+        """Return the total reward from the named parts, in the shape of the parts."""
 
 
 class RewardFunction:
@@ -51,11 +51,11 @@ class RewardFunction:
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
 
     def compute_rewards(self, states: Any, actions: Any) -> Any:
-        """The result of the function, unchecked. The collector checks it."""
+        """Call the function, and return its result. The collector checks the result."""
         return self.function(states, actions)
 
     def train(self, *_: Any) -> "RewardFunction":
-        """Do nothing, and so do `eval` and `to`: a function has no modes and is on no device."""
+        """Do nothing. `train`, `eval` and `to` do nothing, because a function has no mode and no device."""
         return self
 
     eval = to = train
@@ -99,7 +99,7 @@ class WeightedRewards:
             )
 
     def compute_components(self, states: Any, actions: Any) -> dict[str, Float[Tensor, "N *T"]]:
-        """Name -> rewards of that part, before weighting."""
+        """Map the name of each part to its rewards, before weighting."""
         is_one_row = len(states) == 1  # the rewards of a single row may have the shape [1, 1], which the caller checks
         return {
             name: as_rewards(
@@ -109,12 +109,12 @@ class WeightedRewards:
         }
 
     def combine(self, components: Mapping[str, Float[Tensor, "N *T"]]) -> Float[Tensor, "N *T"]:
-        """sum_k weight_k R_k, added in float64. The least precise part gives the dtype, which says what counts as rounding."""
+        """Return sum_k weight_k R_k, added in float64. The result has the dtype of the least precise part."""
         total = torch.stack([self.weights[name] * part.double() for name, part in components.items()]).sum(0)
         return total.to(min((part.dtype for part in components.values()), key=lambda dtype: dtype.itemsize))
 
     def compute_rewards(self, states: Any, actions: Any) -> Float[Tensor, "N *T"]:
-        """sum_k weight_k R_k."""
+        """Return the weighted sum of all rewards, sum_k weight_k R_k."""
         return self.combine(self.compute_components(states, actions))
 
     def train(self) -> "WeightedRewards":
@@ -146,14 +146,15 @@ class WeightedRewards:
 
 
 def kept_state(value: Any) -> dict[str, Any]:
-    """The state of a reward model that an exact resume needs. For a network, its buffers: its weights are not trained."""
+    """Return the state of a reward model for checkpoints. A network has only its buffers saved, because training never changes
+    its weights."""
     if isinstance(value, torch.nn.Module):
         return dict(value.named_buffers())
     return dict(value.state_dict()) if isinstance(value, HasState) else {}
 
 
 def restore_state(value: Any, state: dict[str, Any]) -> None:
-    """Restore what `kept_state` returned. A state that `value` cannot restore is a ConfigError."""
+    """Restore what `kept_state` returned. Raise a ConfigError if `value` has no `load_state_dict`."""
     if isinstance(value, torch.nn.Module):
         for name, buffer in value.named_buffers():
             buffer.copy_(state[name])
@@ -164,7 +165,7 @@ def restore_state(value: Any, state: dict[str, Any]) -> None:
 
 
 def as_reward_model(value: Any) -> Any:
-    """`value` itself if it is a reward model; a plain callable becomes a `RewardFunction`. Anything else is a ProtocolError."""
+    """Return `value` if it is a reward model, and wrap a plain callable in `RewardFunction`. Else raise a ProtocolError."""
     if not hasattr(value, "compute_rewards") and callable(value) and not isinstance(value, type):
         return RewardFunction(value)
     require_methods(value, ("compute_rewards", "train", "eval", "to"), "reward_model", "RewardModel")

@@ -5,7 +5,7 @@ With rho = pi / pi_old the probability ratio and A the advantage, each class map
 -A grad log pi. (Exceptions: the steps that `ClipCov` leaves out, and `level="row_sum"`, where each step has the gradient of the
 whole row.) The classes differ after the policy has moved.
 
-Any function `Steps -> [N, T]` is a surrogate, too. `SurrogateTraits` lists attributes by which it may describe itself.
+Any function `Steps -> [N, T]` is a surrogate, too. `SurrogateTraits` lists optional attributes of a surrogate.
 """
 
 import math
@@ -42,13 +42,13 @@ class Surrogate(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurrogateTraits:
-    """Attributes by which a surrogate describes itself to the trainer. The defaults are safe for any function."""
+    """Optional attributes of a surrogate that tell the trainer how to treat it. The defaults are safe for any function."""
 
     level: RatioLevel = "step"
-    """The level of the ratio in the metrics and in `k3_weighted`. For most surrogates also the level in the loss."""
+    """The level of the ratio in the metrics and in `k3_weighted`. Most surrogates use the same level in their loss."""
     reads_rows: bool = False
-    """Whether the loss of a step depends on the row's other steps, so that rows cannot be split into steps. True for row
-    levels."""
+    """Whether the loss of a step depends on the row's other steps, so that rows cannot be split into steps. It is always True
+    if `level` is a level of rows."""
     zero_advantage_is_inert: bool = False
     """Whether a row whose advantages are all 0 has no gradient, so that the trainer may skip the row."""
     uses_sampler_weights: bool = False
@@ -331,7 +331,7 @@ class KlCov(_AtLevel):
     fraction: float = setting(2e-4, above=0.0, at_most=1.0)
     """Fraction of the steps that are pulled back. Larger keeps more entropy and learns more slowly."""
     coef: float = setting(1.0, at_least=0.0)
-    """Weight of the pull on the selected steps. Larger: they move less."""
+    """Weight of the pull on the selected steps. Larger: the selected steps move less."""
 
     def __call__(self, steps: Steps) -> Float[Tensor, "N T"]:
         # a log-ratio that is only rounding has a sign, too, and would push; so it counts as 0
@@ -374,7 +374,7 @@ class ClipCov(_Bounded):
         return torch.where(steps.require_selected(), 0.0, clipped)
 
     def select(self, log_probs: Tensor, advantages: Tensor, generator: torch.Generator | None) -> Bool[Tensor, " S"]:
-        """Steps drawn at random among those whose covariance is between the two bounds. log_probs and advantages are [S]."""
+        """Draw steps at random among the steps with a covariance between the two bounds. log_probs and advantages are [S]."""
         c = covariances(log_probs, advantages)
         return drawn_covariances(c, self.fraction, low=self.cov_low, high=self.cov_high, generator=generator)
 

@@ -41,10 +41,10 @@ class GRPOTrainer:
     """Trains any policy on any reward with group-relative advantages.
 
     Args:
-        config: every setting; see `GRPOConfig`.
+        config: all settings of training.
         policy: a `PolicyModel`. Optional capabilities are looked up here, once.
         reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
-        reference_policy: a frozen copy for the KL term to stay close to: `copy.deepcopy(policy)`. It switches the KL term on.
+        reference_policy: a frozen copy, `copy.deepcopy(policy)`. Switches on the KL term, which keeps the policy close to it.
         optimizer: the optimizer that is stepped. None: AdamW without weight decay over `policy.get_parameters()`.
         lr_scheduler: stepped once per applied update.
         objective: replaces `grpo_objective`: any `ObjectiveInputs -> ObjectiveOutput`.
@@ -135,7 +135,7 @@ class GRPOTrainer:
         return self._complete(collect_live_groups(self.collector.collect, states, more_states, rounds, reward_clip))
 
     def update(self, batch: ExperienceBatch) -> dict[str, float]:
-        """The second half of `step`: all optimizer steps on one batch, from `collect` or from elsewhere."""
+        """The second half of `step`: all optimizer steps on one batch, from `collect` or from your own code."""
         start = time.perf_counter()
         rows = self.prepared(batch)
         self.policy.train()
@@ -157,7 +157,7 @@ class GRPOTrainer:
         return {**metrics, "time/update": seconds, "time/iteration": seconds}
 
     def prepared(self, batch: ExperienceBatch) -> UpdateRows:
-        """The batch with its advantages and the rows of recent iterations. With `split_steps`, each step becomes a row."""
+        """Compute advantages, and add rows of earlier iterations. With `split_steps`, each step becomes a row."""
         batch = self._complete(batch)
         rows, all_ranks = with_advantages(batch, self.advantages, self.engine)
         is_fresh = self.collector.scores_itself and self.setup.num_updates(batch) == 1

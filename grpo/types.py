@@ -55,7 +55,7 @@ def repeat_rows(states: Rows, times: int) -> Rows:
 
 
 def zero_outside(values: Tensor, mask: Bool[Tensor, "N T"]) -> Tensor:
-    """Values with 0 outside the mask, gradient kept. NaN x 0 is NaN, so masked positions are replaced, not multiplied."""
+    """Set values outside the mask to 0, and keep the gradient. Values are replaced, not multiplied, because NaN x 0 is NaN."""
     return torch.where(mask, values, 0.0)
 
 
@@ -112,7 +112,7 @@ class ExperienceBatch:
     group_ids: Int[Tensor, " N"]
     """The group of each row, as an integer. Rows with the same number were sampled for the same state."""
     rewards: Float[Tensor, " N"] | Float[Tensor, "N T"]
-    """One reward per row, or one per step. On the CPU, in the reward model's precision."""
+    """One reward per row, or one per step, on the CPU and in the reward model's precision."""
     reward_components: Mapping[str, Float[Tensor, "N *T"]] = field(default_factory=dict)
     """The named parts of the reward before weighting. Empty: the reward model has no parts."""
     mask: Bool[Tensor, "N T"]
@@ -158,7 +158,7 @@ class ExperienceBatch:
         mask: Any = None,
         state_keys: Any = None,
     ) -> "ExperienceBatch":
-        """A batch from rollouts made elsewhere, ready for `trainer.update`.
+        """Make a batch from rollouts of your own, ready for `trainer.update`.
 
         Args:
             states: N states, one per row.
@@ -178,7 +178,8 @@ class ExperienceBatch:
         group_ids = torch.as_tensor(group_ids, dtype=torch.int64).cpu()
         if group_ids.dim() != 1 or len(group_ids) == 0:
             raise ContractError(
-                f"{owner}: group_ids must be [N], one number per row, at least one; got {describe(group_ids)}."
+                f"{owner}: group_ids must be [N], one number per row, at least one; got {describe(group_ids)}. Pass a list of "
+                "integers."
             )
         count = len(group_ids)
         require_lengths(owner, count, states=states, actions=actions)
@@ -192,10 +193,12 @@ class ExperienceBatch:
         mask = as_mask(owner, mask, (count, 1) if behaviour_log_probs is None else behaviour_log_probs.shape)
         for name, values in per_step.items():
             if values is not None and values.shape != mask.shape:
-                raise ContractError(f"{owner}: {name} must be like mask, {list(mask.shape)}; got {describe(values)}.")
+                raise ContractError(
+                    f"{owner}: {name} must be like mask, {list(mask.shape)}; got {describe(values)}. Pass one value per step."
+                )
         rewards = rewards if rewards.dim() == 1 else zero_outside(rewards, mask.cpu())
         if not rewards.isfinite().all():
-            raise RewardError(f"{owner}: rewards must be finite; drop such rows before.")
+            raise RewardError(f"{owner}: rewards must be finite; got NaN or infinity. Remove these rows first.")
         return cls(
             states=states,
             actions=actions,

@@ -1,4 +1,4 @@
-"""Helpers to write a domain with: checked settings, conversion of user input, names for error messages, random generators.
+"""Helpers for code that adds a domain: checked settings, conversion of user input, names for errors, random generators.
 
 The adapters use these helpers, `grpo` itself uses them, and a domain of your own can use them.
 """
@@ -83,7 +83,9 @@ class Settings:
             ConfigError: an unknown key, or a value that the field does not allow.
         """
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{cls.__name__}.from_dict needs a mapping of settings; got {describe(values)}.")
+            raise ConfigError(
+                f"{cls.__name__}.from_dict needs a mapping of settings; got {describe(values)}. Pass a dict."
+            )
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = [key for key in values if key not in names]
         if unknown:
@@ -160,14 +162,14 @@ def require_lengths(owner: str, num_rows: int, **named: Any) -> None:
 
 
 def as_float32(values: Tensor) -> Tensor:
-    """Half precision raised to float32, gradient kept; float32 and float64 are returned as they are."""
+    """Convert half precision to float32, and keep the gradient. float32 and float64 are returned unchanged."""
     return values.float() if values.element_size() < 4 else values
 
 
 def as_rewards(
     owner: str, value: Any, num_rows: int, *, one_step_is_a_step: bool = False
 ) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
-    """Rewards as a new CPU tensor [N], or [N, T] with T > 1. NaN and infinity pass: the caller decides about them.
+    """Copy rewards to a CPU tensor [N], or [N, T] with T > 1. NaN and infinity are allowed, and the caller handles them.
 
     Lists, integers and booleans become float64, and float32 stays float32, so no digit is lost.
 
@@ -194,7 +196,7 @@ def as_rewards(
 
 
 def as_log_probs(owner: str, value: Any, num_rows: int) -> Float[Tensor, "N T"]:
-    """Log-probabilities [N] or [N, T] as [N, T], in float32 or better, gradient kept.
+    """Convert log-probabilities [N] or [N, T] to [N, T], in float32 or float64, and keep the gradient.
 
     Raises:
         ContractError: not a floating tensor of that shape.
@@ -208,14 +210,14 @@ def as_log_probs(owner: str, value: Any, num_rows: int) -> Float[Tensor, "N T"]:
 
 
 def as_advantages(value: Any, mask: Bool[Tensor, "N T"]) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
-    """Advantages [N] or [N, T] as a detached CPU tensor of finite numbers, 0 outside the mask.
+    """Convert advantages [N] or [N, T] to a detached CPU tensor of finite numbers, 0 outside the mask.
 
     Raises:
         ContractError: another shape, or a number inside the mask that is not finite.
     """
     required = f"advantages must be a tensor [N] = [{mask.shape[0]}] or [N, T] = {list(mask.shape)}, finite"
     if not isinstance(value, Tensor) or value.shape not in (mask.shape[:1], mask.shape):
-        raise ContractError(f"{required}; got {describe(value)}.")
+        raise ContractError(f"{required}; got {describe(value)}. Return one number per row, or one per step.")
     advantages = as_float32(value.detach().cpu())
     if advantages.dim() == 2:
         advantages = torch.where(mask.cpu(), advantages, 0.0)
@@ -226,7 +228,7 @@ def as_advantages(value: Any, mask: Bool[Tensor, "N T"]) -> Float[Tensor, " N"] 
 
 
 def as_mask(owner: str, value: Any, default_shape: tuple[int, ...]) -> Bool[Tensor, "N T"]:
-    """The policy's own steps as a bool tensor [N, T]. None: every step of the default shape.
+    """Convert a mask of the policy's own steps to a bool tensor [N, T]. None: every step of the default shape.
 
     Raises:
         ContractError: another dtype or number of rows.
@@ -238,7 +240,7 @@ def as_mask(owner: str, value: Any, default_shape: tuple[int, ...]) -> Bool[Tens
 
 
 def as_state_keys(owner: str, value: Any) -> Int[Tensor, "N T"]:
-    """State keys as an integer tensor [N, T].
+    """Convert state keys to an integer tensor [N, T].
 
     Raises:
         ContractError: another dtype or number of axes.
@@ -250,7 +252,7 @@ def as_state_keys(owner: str, value: Any) -> Int[Tensor, "N T"]:
 
 
 def pad_steps(values: Tensor, width: int, fill: float | bool) -> Tensor:
-    """[N, t] padded on the right to [N, width] with `fill`; the tensor itself if t = width."""
+    """Pad [N, t] on the right to [N, width] with `fill`. Return the tensor itself if t = width."""
     missing = width - values.shape[1]
     return torch.nn.functional.pad(values, (0, missing), value=fill) if missing else values
 
@@ -286,7 +288,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Random numbers drawn inside the block do not change the random numbers drawn after it."""
+    """Restore the global random generators after the block."""
     state = capture_random_state()
     try:
         yield

@@ -42,7 +42,7 @@ OPERATORS: dict[type[ast.AST], str] = {
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
     ast.And: "or", ast.Or: "and",
 }  # fmt: skip
-"""What replaces each operator."""
+"""Maps each operator to its replacement."""
 
 Outcome = Literal["mirror", "property", "core", "survived", "equivalent"]
 
@@ -78,7 +78,7 @@ class Sites(ast.NodeVisitor):
         self.visit(ast.parse(text))
 
     def _span(self, node: ast.AST) -> tuple[int, int]:
-        """The first byte of `node`, and the first byte after it."""
+        """Return the byte offsets at which `node` starts and ends."""
         assert isinstance(node, ast.expr | ast.stmt)
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
@@ -166,7 +166,7 @@ class Sites(ast.NodeVisitor):
             self.visit(node.value)  # but not the annotation
 
     def visit_arg(self, node: ast.arg) -> None:
-        """Leave the annotation of a parameter as it is."""
+        """Do not change the annotation of a parameter."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
@@ -179,11 +179,11 @@ class Sites(ast.NodeVisitor):
             self.visit(statement)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Leave texts for people as they are."""
+        """Do not change f-strings, because they are messages."""
 
 
 def mutants_of(path: str, text: str) -> Iterator[Mutant]:
-    """Every mutant of a file that still compiles."""
+    """Return every mutant of a file that compiles."""
     data = text.encode()
     for start, end, replacement in Sites(text).found:
         first = data.rfind(b"\n", 0, start) + 1
@@ -285,7 +285,7 @@ def listed_as_equivalent() -> dict[tuple[str, str, str], str]:
 
 
 def run_all(mutants: Sequence[Mutant], num_workers: int) -> list[tuple[Mutant, Outcome]]:
-    """The outcome of every mutant, with a line of progress for each."""
+    """Run every mutant, print a line for each, and return the outcomes."""
     equivalent = listed_as_equivalent()
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         trees: queue.Queue[Path] = queue.Queue()

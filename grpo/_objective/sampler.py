@@ -140,7 +140,7 @@ def near_policy_rows(
     mask: Bool[Tensor, "N T"],
     threshold: float,
 ) -> Bool[Tensor, "N #T"]:
-    """Mask of the steps to learn from: all steps with A >= 0, and steps with A < 0 in rows that the policy still samples often.
+    """Mask of the steps to learn from. Steps with A < 0 are left out if their row has become too unlikely since sampling.
 
     m[n,t] = A[n,t] >= 0 or mean over steps of (sampled_log_probs - log_probs) <= threshold
 

@@ -32,7 +32,7 @@ from .sampling import judge_samples
 
 
 def check_sync_sampler(probe: PolicyProbe) -> Verdict:
-    """`sync_sampler` returns. It runs before the first sample, as in training."""
+    """`sync_sampler` does not raise. It is called before the first sample, as in training."""
     if not isinstance(probe.policy, SyncsSampler):
         return absent("sync_sampler")
     probe.policy.sync_sampler()
@@ -126,7 +126,7 @@ def check_sample_actions(probe: PolicyProbe) -> Verdict:
 
 
 def check_sampled_samples(probe: PolicyProbe) -> Verdict:
-    """`sample_actions` draws from its behaviour log-probs, or from the policy if it returns none."""
+    """`sample_actions` samples from the distribution of its behaviour log-probs, or from the policy if it has none."""
     if not isinstance(probe.policy, SamplesWithScores):
         return absent("sample_actions")
     if probe.no_sampling_test:
@@ -145,7 +145,7 @@ def check_sampled_samples(probe: PolicyProbe) -> Verdict:
 
 
 def check_entropy(probe: PolicyProbe) -> Verdict:
-    """E[H_t + log p_t] = 0 at every step, so the sum over a row has mean 0 over samples of the policy."""
+    """The exact entropy agrees with samples: the sum of (entropy + log-prob) over a row has mean 0."""
     if probe.scores.entropy is None:
         return skipped("The scores have no entropy.")
     if probe.num_samples == 0:
@@ -254,7 +254,7 @@ def check_state(probe: PolicyProbe) -> Verdict:
 
 
 def _different(found: Any, expected: Any, where: str = "state") -> str:
-    """The first place where two nested values differ. Empty: they are equal."""
+    """Return the first place where two nested values differ. An empty string means that they are equal."""
     if isinstance(expected, Tensor):
         same = isinstance(found, Tensor) and found.shape == expected.shape and difference(found, expected) == 0.0
         return "" if same else where

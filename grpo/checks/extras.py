@@ -13,7 +13,7 @@ from .probe import PolicyProbe, difference
 from .report import Verdict, absent, failed, passed, skipped
 
 NEGATIVE_BY_ROUNDING = -1e-4
-"""Rounding can push a divergence below 0, but not below this."""
+"""An exact KL below this value is negative, and not only rounded."""
 
 
 def check_values(probe: PolicyProbe) -> Verdict:

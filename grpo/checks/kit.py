@@ -1,4 +1,4 @@
-"""The two public functions and their ordered tables of rules."""
+"""`check_policy` and `check_reward_model`, and the rules that they check, in order."""
 
 import copy
 from collections.abc import Collection
@@ -68,17 +68,17 @@ def check_policy(
 ) -> CheckReport:
     """Check every rule for a `PolicyModel` and its optional capabilities.
 
-    Parameters, buffers, `HasState`, device and global random generators are restored; the policy ends in `train()`.
-    During the checks, memory holds two copies of the parameters. Tests of distributions give one false alarm in a million.
+    Parameters, buffers, `state_dict()`, device and global random generators are restored; the policy ends in `train()`.
+    During the checks, memory holds two copies of the parameters. Tests of samples fail for one correct policy in a million.
 
     Args:
         policy: your policy.
         states: a few of your states, at least two, and of different lengths if states have lengths. More: slower, but
             more mistakes are found.
         num_actions_per_state: actions sampled per state.
-        num_samples: actions drawn in one call for the first state and compared with their log-probs. Larger: smaller
-            differences are found (4096 finds a standard deviation that is 10 % off), more memory. 0: no comparison, for
-            language models.
+        num_samples: number of actions drawn in one call for the first state, to compare their frequencies with their
+            log-probs. Larger finds smaller differences (4096 finds a standard deviation that is 10 % off) and needs more
+            memory. 0: no comparison, for language models.
         seed: seed of all random numbers of the checks.
         strict: raise if a rule is broken.
         device: device to test on. The policy is moved back afterwards. None: where the policy is.
@@ -122,7 +122,7 @@ class RewardProbe:
     """N actions."""
 
     def ask(self, states: Rows, actions: Rows) -> Tensor:
-        """The rewards of rows, converted as in training."""
+        """Return the rewards of the given rows, converted as in training."""
         model = as_reward_model(self.given)
         model.eval()
         with torch.no_grad():
@@ -266,7 +266,7 @@ def _name(reward_model: Any) -> str:
 
 
 def _same(now: Any, then: Any, above: frozenset[int] = frozenset()) -> bool:
-    """Equal by value. Objects are compared by their attributes. `above` holds the ids of enclosing objects, to end cycles."""
+    """Whether two values are equal. Objects are compared by their attributes. `above` has the ids of enclosing objects."""
     if type(now) is not type(then):
         return False
     if isinstance(now, Tensor):

@@ -22,19 +22,19 @@ MAX_ROWS_ONE_BY_ONE = 32
 ROWS_PER_FORWARD = 4096
 """Rows per forward pass when many samples are scored."""
 FULL_PRECISION, HALF_PRECISION = 1e-4, 0.05
-"""Largest difference, relative to 1 + |log-prob|, that counts as rounding. Tensors of other shapes sum in another order."""
+"""Largest difference, relative to 1 + |log-prob|, that counts as rounding, in float32 and in half precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """Many sampled actions for one state."""
+    """Many actions sampled for one state, with their scores."""
 
     states: Rows
     """The state, repeated once per sample."""
     actions: Rows
     """The sampled actions."""
     sampled: SampledActions | None
-    """What `sample_actions` returned. None: the actions come from `generate_actions`."""
+    """The result of `sample_actions`. None: the actions come from `generate_actions`."""
     scores: ActionScores
     """The policy's scores of these actions."""
 
@@ -51,7 +51,7 @@ class Draws:
 
 
 class PolicyProbe:
-    """The object that every policy rule is called with.
+    """A policy under test, and its samples and scores. Every rule for policies gets this object.
 
     Args:
         policy: the policy under test. Every rule but the first relies on its six methods.
@@ -133,12 +133,12 @@ class PolicyProbe:
         return ""
 
     def only(self, *methods: str) -> Any:
-        """A stand-in for the policy that has only the six methods and these, so that one capability is tested at a time."""
+        """Return an object with the policy's six required methods and `methods`, to test one optional method at a time."""
         kept = {name: staticmethod(getattr(self.policy, name)) for name in (*POLICY_METHODS, *methods)}
         return type(self.name, (), kept)()
 
     def sample(self, policy: Any, states: Rows, num_actions: int) -> tuple[Rows, Rows, SampledActions | None]:
-        """Rows sampled as in training, with all of training's checks."""
+        """Sample actions as in training, with the same checks as in training."""
         collector = ExperienceCollector(policy=policy, reward_model=_no_reward, group_size=num_actions)
         return collector.sample(states, num_actions)
 

@@ -27,7 +27,7 @@ def passed(message: str) -> Verdict:
 
 
 def failed(message: str) -> Verdict:
-    """The rule is broken. The message says what was required, what came, whose it was, and what to do."""
+    """The rule is broken. The message says what was required, what was found, in which method, and what to do."""
     return Verdict("failed", message)
 
 
@@ -56,7 +56,7 @@ class CheckResult:
     """`failed`: the contract is broken. `note`: allowed, but worth knowing. `skipped`: not checked. `absent`: an optional
     capability that the policy does not have."""
     message: str
-    """If the rule failed: what was required, what came, and what to do. Otherwise: what was found."""
+    """If the rule failed: what was required, what was found, and what to do. Otherwise: what was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ def run_rules(
     names = [rule.name for rule in rules]
     unknown = sorted(set(skip) - set(names))
     if unknown:
-        raise ConfigError(f"skip names {unknown}; the checks are {names}.")
+        raise ConfigError(f"skip must contain names of checks, {names}; got {unknown}. Remove these names.")
     verdicts: dict[str, Verdict] = {}
     unusable: set[str] = set()  # failed, or skipped because another rule failed; an absent capability blocks nothing
     for rule in rules:

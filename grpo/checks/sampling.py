@@ -1,4 +1,4 @@
-"""Tests whether samples come from the distribution that scores them. One false alarm in a million; scipy is not needed.
+"""Test whether samples come from the distribution that scores them. One correct policy in a million fails.
 
 Discrete actions: Pearson's chi-square test. Continuous actions: the probability integral transform along lines, and the
 Kolmogorov-Smirnov test.
@@ -27,7 +27,7 @@ GRID = 129
 """Number of grid points on a line along which a density of several numbers is integrated."""
 
 ScoreActions = Callable[[Rows], Float[Tensor, " M"]]
-"""Log-probabilities of any M actions in the state that the samples were drawn for."""
+"""A function that maps any M actions to their log-probs in the state that the samples were drawn for."""
 
 ADVICE = (
     "Sample from the distribution that is scored: the same temperature, no top-k, no epsilon, no clipping afterwards. A "
@@ -65,7 +65,7 @@ def kolmogorov_smirnov(uniforms: Float[Tensor, " N"]) -> tuple[float, float]:
 
 
 def judge_samples(owner: str, actions: Rows, log_probs: Float[Tensor, " N"], score: ScoreActions | None) -> Verdict:
-    """Whether N actions sampled in one state are distributed according to their log-probs.
+    """Test whether N actions sampled in one state are distributed according to their log-probs.
 
     Args:
         owner: name of the sampling method, for messages.
@@ -88,7 +88,7 @@ def judge_samples(owner: str, actions: Rows, log_probs: Float[Tensor, " N"], sco
 
 
 def action_key(action: Any) -> Hashable:
-    """A key that is equal for equal actions. Tensors, arrays and containers are compared by value. None: not comparable."""
+    """Return a hashable key that is equal for equal actions. None: actions of this type cannot be compared."""
     if isinstance(action, Tensor | np.ndarray):
         return (tuple(action.shape), *action.reshape(-1).tolist())
     if isinstance(action, list | tuple):
@@ -190,7 +190,7 @@ def _test_density(
 
 
 def _on_wide_or_narrow(evaluate: Callable[[float], Tensor]) -> tuple[Tensor, bool]:
-    """Densities on a range wider than the samples, or on the samples' range if the policy refuses to score outside it."""
+    """Evaluate a density on a wider range than the samples, or on their own range if the policy raises outside it."""
     try:
         return evaluate(1.0), True
     except Exception:  # recovery: the range of the samples lies inside the support
@@ -259,7 +259,7 @@ def _test_lines(owner: str, values: Tensor, own: Tensor, density: Callable[[Tens
 
 
 def _verdict_on_uniforms(owner: str, uniforms: Tensor) -> Verdict:
-    """Two tests: u reveals shifted samples, and |2u - 1|, which is uniform too, reveals too wide or too narrow samples."""
+    """Test u, which reveals shifted samples, and |2u - 1|, which is uniform too and reveals too wide or too narrow samples."""
     (_, shifted), (_, spread) = kolmogorov_smirnov(uniforms), kolmogorov_smirnov((2 * uniforms - 1).abs())
     p_value = min(2 * min(shifted, spread), 1.0)
     if p_value < P_VALUE:

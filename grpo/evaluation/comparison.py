@@ -16,7 +16,7 @@ from .measurement import PolicyMeasurement, fingerprints_of, measure_policy
 from .report import ComparisonReport, Outcome, StateComparison
 
 ROUNDING = 1e-6
-"""A difference below this fraction of a state's largest reward counts as none, because rewards may be float32."""
+"""A difference below this fraction of a state's largest reward counts as rounding, because rewards may be float32."""
 NUM_RESAMPLES = 10_000
 """Number of bootstrap resamples behind a confidence interval."""
 
@@ -41,8 +41,8 @@ def compare_policies(
         original: the result of `measure_policy` before training, because training changes a policy in place. Or another
             policy, which is measured now.
         trained: a `PolicyModel`.
-        states: B states, the same ones that `original` was measured in.
-        reward_model: as in `measure_policy`. So are `reward`, `label` and `progress`.
+        states: B states. If `original` is a measurement: the same states.
+        reward_model, reward, label, progress: as in `measure_policy`.
         num_actions_per_state: None: as `original` was measured, or the default of `measure_policy`.
         batch_size: None: as `original` was measured, or the default of `measure_policy`.
         seed: None: as `original` was measured, or the default of `measure_policy`.
@@ -50,7 +50,7 @@ def compare_policies(
 
     Raises:
         ConfigError: a number is out of range or differs from how `original` was measured, or both policies are one object.
-        ContractError: the states differ from those that `original` was measured in.
+        ContractError: `original` was measured in other states.
         ProtocolError, RewardError: as in `measure_policy`.
 
     Example:
@@ -74,11 +74,11 @@ def compare_policies(
 
 
 def _as_measured(original: PolicyMeasurement, states: Rows, given: dict[str, int | None]) -> dict[str, Any]:
-    """How `original` was measured, so that the trained policy is measured in the same way.
+    """Return the settings with which `original` was measured, to measure the trained policy in the same way.
 
     Raises:
-        ConfigError: an argument differs from how `original` was measured.
-        ContractError: the states differ from those that `original` was measured in.
+        ConfigError: an argument differs from the setting with which `original` was measured.
+        ContractError: `original` was measured in other states.
     """
     _require_same_states(original, states)
     measured = {name: getattr(original, name) for name in given}
@@ -113,7 +113,7 @@ def _require_same_states(original: PolicyMeasurement, states: Rows) -> None:
 
 
 def _report(before: PolicyMeasurement, after: PolicyMeasurement, confidence: float) -> ComparisonReport:
-    """The report on two measurements, paired by state."""
+    """Compare two measurements state by state."""
     means = before.rewards.nanmean(1), after.rewards.nanmean(1)
     differences = means[1] - means[0]
     largest = torch.cat([before.rewards, after.rewards], dim=1).nan_to_num(0.0).abs().amax(1)

@@ -1,4 +1,4 @@
-"""What a policy earns in each of several states, measured without training it."""
+"""Measure the rewards of a policy in each of several states, without training it."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ from grpo.writing import preserved_random_state, seed_everything
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyMeasurement:
-    """The rewards of freshly sampled actions, and what another measurement must share to be comparable."""
+    """The rewards of newly sampled actions, and the settings that another measurement must share to be comparable."""
 
     rewards: Float64[Tensor, "B G"]
     """Reward of each action, by state. NaN: the row was dropped, as `RewardConfig` allows."""
@@ -76,8 +76,8 @@ def measure_policy(
 
     Nothing is trained. Global random generators are restored, and a policy that shows its mode in `training` returns to that
     mode; any other policy stays in `eval()`. Each batch of states starts from its own seed, so that two policies draw the
-    same random numbers. This does not reach a generator that the policy, the reward model or an environment owns. With
-    several processes, each process measures on its own.
+    same random numbers. A generator that belongs to the policy, the reward model or an environment is not seeded. With
+    several processes, each process measures by itself.
 
     Args:
         policy: a `PolicyModel`. `sync_sampler` is called first where the policy has it.
@@ -131,7 +131,7 @@ class _MeasuredBatch:
 def _measure_batches(
     collector: ExperienceCollector, calls: RewardCalls, states: Rows, *, batch_size: int, seed: int, progress: bool
 ) -> list[_MeasuredBatch]:
-    """All states, `batch_size` at a time. Leaves the random generators and the policy's mode as they were."""
+    """Measure all states, `batch_size` at a time. Restore the random generators and the policy's mode."""
     policy, num_states = collector.policy, len(states)
     batches = []
     with (
@@ -150,7 +150,7 @@ def _measure_batches(
 
 
 def _measure_batch(collector: ExperienceCollector, calls: RewardCalls, states: Rows) -> _MeasuredBatch:
-    """Rewards of newly sampled actions and the parts of the rewards, each [B, G]."""
+    """Sample actions, and return their rewards and the parts of the rewards, each [B, G]."""
     row_states, row_actions, sampled = collector.sample(states, collector.group_size)
     mask = None if sampled is None else sampled.mask.cpu()
     with torch.no_grad():
@@ -171,7 +171,7 @@ def _measure_batch(collector: ExperienceCollector, calls: RewardCalls, states: R
 
 
 def _joined_components(batches: Sequence[_MeasuredBatch]) -> dict[str, Tensor]:
-    """The parts of all batches by name. NaN where a batch does not have the part."""
+    """Join the named reward parts of all batches, with NaN for batches that do not have a part."""
     names = dict.fromkeys(name for batch in batches for name in batch.components)
     return {
         name: torch.cat([b.components.get(name, torch.full_like(b.rewards, math.nan)) for b in batches])
@@ -180,7 +180,7 @@ def _joined_components(batches: Sequence[_MeasuredBatch]) -> dict[str, Tensor]:
 
 
 def _require_rewards(rewards: Tensor, labels: Sequence[str]) -> None:
-    """Every state has at least one row with a reward."""
+    """Raise a RewardError if a state has no row with a reward."""
     unknown = rewards.isnan().all(1).nonzero().squeeze(1).tolist()
     if unknown:
         raise RewardError(
@@ -191,7 +191,7 @@ def _require_rewards(rewards: Tensor, labels: Sequence[str]) -> None:
 
 @contextmanager
 def _preserved_mode(policy: Any) -> Iterator[None]:
-    """Sampling switches a policy to `eval()`. Restore its mode afterwards, if the policy shows it."""
+    """Restore the mode of a policy after the block, because sampling calls `eval()`. The mode is read from `training`."""
     was_training = getattr(policy, "training", None) is True
     modules = policy.modules() if isinstance(policy, torch.nn.Module) else ()
     modes = {module: module.training for module in modules}

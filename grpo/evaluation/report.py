@@ -1,4 +1,4 @@
-"""What a comparison of two policies found: as numbers, as a printed table and as JSON."""
+"""The result of comparing two policies: as numbers, as a printed table and as JSON."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -26,12 +26,12 @@ class StateComparison:
     difference: float
     """`after - before`."""
     outcome: Outcome
-    """`unchanged`: the difference is below a millionth of the state's largest reward, which may be rounding."""
+    """`improved`, `worse` or `unchanged`. A difference below a millionth of the state's largest reward is `unchanged`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonReport:
-    """What `compare_policies` found. `print(report)` shows a table; `report.to_json(path)` saves everything."""
+    """The result of `compare_policies`. `print(report)` shows a table, and `report.to_json(path)` saves everything."""
 
     mean_reward_before: float
     """Mean reward of the original policy. Every state has the same weight."""
@@ -40,12 +40,12 @@ class ComparisonReport:
     improvement: float
     """`mean_reward_after - mean_reward_before`."""
     improvement_percent: float | None
-    """100 improvement / |mean_reward_before|: positive when rewards rose, also for negative rewards. None: the original
-    mean is 0, up to the rounding of larger rewards."""
+    """100 improvement / |mean_reward_before|. It is positive if rewards rose, even if rewards are negative. None:
+    `mean_reward_before` is 0 up to rounding."""
     confidence: float
     """Confidence level of the interval."""
     confidence_interval: tuple[float, float] | None
-    """Confidence interval of the improvement, over states like these; see `paired_interval`. None: there is one state only."""
+    """Confidence interval of the improvement (see `paired_interval`). None: there is only one state."""
     num_improved: int
     """Number of states whose mean reward rose."""
     num_worse: int
@@ -68,7 +68,7 @@ class ComparisonReport:
     """One comparison per state, in the order of the states."""
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The whole report as one JSON object, with the field names as keys. None becomes null; there is no NaN.
+        """Return the whole report as one JSON object, with the field names as keys. None becomes null; there is no NaN.
 
         Args:
             path: a file to write the JSON to. Missing folders are created. None: no file is written.
@@ -80,7 +80,7 @@ class ComparisonReport:
         return text
 
     def table(self, max_rows: int | None = 20) -> str:
-        """A summary, the parts of the reward, and the states from the largest gain to the largest loss. 100 columns wide.
+        """Return a text with a summary, the parts of the reward, and the states from the largest gain to the largest loss.
 
         Args:
             max_rows: number of states to show, half from the top and half from the bottom. None: all.
@@ -137,14 +137,14 @@ def _row(before: float | None, after: float | None, label: str) -> str:
 
 
 def _number(value: float | None, sign: Literal["", "+"] = "") -> str:
-    """Four decimals, or an exponent where four decimals would show nothing or not fit."""
+    """Format a number with four decimals, or with an exponent if the number is very small or very large."""
     if value is None:
         return "-"
     return f"{value:{sign}.4f}" if value == 0 or 1e-4 <= abs(value) < 1e5 else f"{value:{sign}.2e}"
 
 
 def _printable(text: str, width: int) -> str:
-    """The text on one line, cut to `width`, with control characters escaped so that no label controls the terminal."""
+    """Put text on one line, cut it to `width`, and escape control characters so that a label cannot control the terminal."""
     line = "".join(
         mark if mark.isprintable() else mark.encode("unicode_escape").decode() for mark in " ".join(text.split())
     )

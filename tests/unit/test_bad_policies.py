@@ -234,7 +234,7 @@ def test_other_steps_in_an_update_than_at_collection(subtests: pytest.Subtests) 
         with subtests.test(case=case, epochs=epochs):
             refuses(
                 Masks(change),
-                r"Masks (scored|masks).*Score the same steps every time",
+                r"Masks (scored|must return).*Score the same steps every time",
                 (0, 1),
                 num_epochs_per_update=epochs,
             )

@@ -281,7 +281,7 @@ def test_parameters_of_another_shape_are_refused(tmp_path: Path) -> None:
     other = trainer_of(3)
     before = full_state_of(other)
     with pytest.raises(
-        CheckpointError, match=r"TablePolicy: logits has shape \[2, 3\], and \[2, 2\] in the checkpoint"
+        CheckpointError, match=r"TablePolicy: logits has shape \[2, 3\], but \[2, 2\] in the checkpoint"
     ):
         other.load_checkpoint(path)
     assert full_state_of(other) == before

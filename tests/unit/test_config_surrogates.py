@@ -124,7 +124,7 @@ def test_one_of_the_users_own_is_held_and_written_by_name_and_not_read_back(subt
                 assert hash(config) == hash(GRPOConfig(objective=ObjectiveConfig(**{place: own})))
                 written = json.loads(json.dumps(config.to_dict()))
                 assert written["objective"][place] == {"kind": "custom", "name": name}
-                advice = rf"ObjectiveConfig\.{place} was a custom callable, '{name}', .*pass the object"
+                advice = rf"ObjectiveConfig\.{place} was a custom callable, '{name}', .*set {place} in code"
                 with pytest.raises(ConfigError, match=advice):
                     GRPOConfig.from_dict(written)
 
@@ -154,6 +154,8 @@ def test_an_unknown_key_inside_a_surrogate_or_a_correction_is_refused():
 def test_a_class_in_place_of_an_object_is_refused_with_advice():
     for place, choices in PLACES.items():
         for kind in (*choices.values(), Own):
-            message = rf"ObjectiveConfig\.{place} must be an object; got the class {kind.__name__}\. Pass {kind.__name__}\(\)"
+            message = (
+                rf"ObjectiveConfig\.{place} must be an object; got the class {kind.__name__}\. Pass {kind.__name__}\(\)"
+            )
             with pytest.raises(ConfigError, match=message):
                 ObjectiveConfig(**{place: kind})

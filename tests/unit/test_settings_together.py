@@ -193,7 +193,7 @@ def test_a_policy_with_densities_is_refused_before_it_is_trained() -> None:
 def test_a_group_has_as_many_rows_as_attempts() -> None:
     advantage = AdvantageConfig(baseline="max_at_k", k=4)
     assert GRPOConfig(group_size=4, advantage=advantage).group_size == 4
-    with pytest.raises(ConfigError, match=r"group_size=3 has fewer rows than the advantage.k=4 attempts"):
+    with pytest.raises(ConfigError, match=r"group_size=3 must be at least advantage.k=4"):
         GRPOConfig(group_size=3, advantage=advantage)
 
 

@@ -70,7 +70,7 @@ def test_a_rule_that_was_left_out_blocks_no_other() -> None:
 
 
 def test_an_unknown_name_in_skip_is_refused_with_the_names_that_exist() -> None:
-    with pytest.raises(ConfigError, match=r"\['thrid'\].*\['first', 'third'\]"):
+    with pytest.raises(ConfigError, match=r"\['first', 'third'\].*\['thrid'\]"):
         results_of(Rule("first", always(passed(""))), Rule("third", always(passed(""))), skip=("first", "thrid"))
 
 
