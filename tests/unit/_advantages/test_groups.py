@@ -30,7 +30,7 @@ def test_rows_go_to_group_order_and_back():
     assert groups.repeat(np.array([1, 2, 3])).tolist() == [1, 1, 2, 2, 2, 3]
 
 
-def test_rows_that_are_in_group_order_already_stay_where_they_are():
+def test_rows_already_in_group_order_are_not_moved():
     groups = Groups.of(ids(-5, 2, 2, 9))
     values = np.array([10, 11, 12, 13])
     assert groups.to_group_order(values).tolist() == groups.to_row_order(values).tolist() == values.tolist()
@@ -42,7 +42,7 @@ def test_equal_ids_that_are_not_adjacent_are_one_group():
     assert Groups.of(ids(1, 1, 2, 1)).counts.tolist() == [3, 1]
 
 
-def test_group_statistics_by_hand():
+def test_group_statistics_equal_hand_worked_values():
     # group order 1 5 | 2 4 9 | 3: means 3, 5; medians 3, 4; squares 4 + 4 = 8 and 9 + 1 + 16 = 26
     groups = Groups.of(INTERLEAVED)
     values, tolerance = groups.rewards(double([2, 1, 4, 3, 5, 9]))
@@ -53,12 +53,12 @@ def test_group_statistics_by_hand():
     assert groups.are_constant(values, tolerance).tolist() == [False, False, True]
 
 
-def test_where_runs_begin_and_end():
+def test_run_bounds_are_the_first_and_last_places_of_equal_values():
     assert run_bounds(np.array([4, 4, 7, 4])).tolist() == [0, 2, 3, 4]
     assert run_bounds(np.array([4])).tolist() == [0, 1]
 
 
-def test_mean_and_standard_deviation_by_hand(subtests):
+def test_mean_and_std_equal_hand_worked_values(subtests):
     for values, ddof, expected in [([3, 1, 2], 1, 1.0), ([3, 1], 0, 1.0), ([5], 1, 0.0)]:
         with subtests.test(values=values, ddof=ddof, expected=expected):
             assert mean_and_std(np.array(values, dtype=float), ddof) == (sum(values) / len(values), expected)
@@ -71,7 +71,7 @@ def test_a_standard_deviation_over_equal_values_is_infinite():
     assert batch_std(np.array([1.0, 1.5]), 1, 0.4) == pytest.approx(math.sqrt(1 / 8), rel=1e-15)
 
 
-def test_a_large_offset_leaves_the_digits_of_a_standard_deviation():
+def test_a_large_offset_does_not_change_a_standard_deviation():
     # 1e8 and 1e8 + 1, both exact: the mean 1e8 + .5 is exact too, and so are the deviations -.5 and .5
     assert batch_std(np.array([1e8, 1e8 + 1]), 1, 0.0) == pytest.approx(math.sqrt(0.5), rel=1e-14)
 
@@ -85,14 +85,14 @@ def test_a_standard_deviation_of_huge_values_does_not_overflow(subtests):
             assert stds.tolist() == pytest.approx([1e200 * math.sqrt(2 / (2 - ddof))])
 
 
-def test_live_rows_by_hand():
+def test_rows_are_live_where_the_rewards_of_their_group_differ_beyond_rounding():
     # group 1: .3 and its neighbour, a rounding error; group 0: 1, 2; group 5: alone
     rewards = torch.tensor([0.3, 1.0, 0.3, 2.0, 7.0, 1.0])
     rewards[2] = rewards[2].nextafter(torch.tensor(1.0))
     assert live_rows(rewards, ids(1, 0, 1, 0, 5, 0)).tolist() == [False, True, False, True, False, True]
 
 
-def test_live_rows_of_rewards_per_step_differ_on_any_step():
+def test_rows_with_rewards_per_step_are_live_where_any_step_differs():
     rewards = double([[1, 0], [1, 2], [1, 0], [3, 3]])
     assert live_rows(rewards, ids(0, 1, 0, 1)).tolist() == [False, True, False, True]
 
@@ -103,7 +103,7 @@ def test_a_row_has_an_advantage_where_any_step_has_one():
     assert has_advantage(torch.zeros(2, 0)).tolist() == [False, False]
 
 
-def test_the_rows_of_a_group_with_one_advantage_are_live():
+def test_one_nonzero_advantage_makes_all_rows_of_its_group_live():
     groups = Groups.of(INTERLEAVED)
     assert groups.num_live_rows(double([0, 0, 1, 0, 0, 0])) == 3
     assert groups.num_live_rows(double([[0, 0], [0, 0], [0, 0], [0, 1], [1, 0], [0, 0]])) == 3

@@ -15,7 +15,7 @@ def moments_of(*batches: torch.Tensor) -> RewardMoments:
     return moments
 
 
-def test_two_batches_by_hand():
+def test_mean_and_std_of_two_batches_equal_hand_worked_values():
     # 1 3: mean 2, std 1.   1 3 5 7: mean 4, squares 9 + 1 + 1 + 9 = 20 over 4
     first = moments_of(torch.tensor([1.0, 3.0]))
     assert (first.mean, first.std) == (2.0, 1.0)
@@ -23,7 +23,7 @@ def test_two_batches_by_hand():
     assert (both.mean, both.std) == (4.0, pytest.approx(5**0.5, rel=1e-15))
 
 
-def test_nothing_seen_has_no_mean():
+def test_without_any_reward_the_mean_is_none_and_the_std_is_0():
     assert moments_of().mean is None
     assert moments_of(torch.zeros(0)).mean is None
     assert moments_of().std == 0

@@ -36,7 +36,7 @@ def what_a_baseline_needs(baseline: str, num_rows: int) -> dict:
 # length_weighted
 
 
-def test_length_weighted_by_hand():
+def test_length_weighted_advantages_equal_hand_worked_values():
     # group 0: rewards 1, 4, lengths 3, 1: b = (3 + 4)/4 = 7/4.   group 1: 1, 0, 0 with 1, 2, 3: b = 1/6
     advantages = group_relative_advantages(
         double([1, 1, 4, 0, 0]),
@@ -47,7 +47,7 @@ def test_length_weighted_by_hand():
     assert advantages.tolist() == pytest.approx([-0.75, 5 / 6, 2.25, -1 / 6, -1 / 6], rel=1e-14)
 
 
-def test_rows_without_steps_weigh_nothing_and_a_group_of_them_is_centred_plainly():
+def test_rows_without_steps_weigh_0_and_a_group_of_them_uses_the_plain_mean():
     # group 0: only the second counts: b = 4.   group 1: no lengths at all: b = mean = 2
     advantages = group_relative_advantages(
         double([1, 4, 1, 3]), ids(0, 0, 1, 1), baseline="length_weighted", lengths=torch.tensor([0, 1, 0, 0])
@@ -55,7 +55,7 @@ def test_rows_without_steps_weigh_nothing_and_a_group_of_them_is_centred_plainly
     assert advantages.tolist() == [-3, 0, -1, 1]
 
 
-def test_equal_lengths_make_the_plain_mean():
+def test_with_equal_lengths_the_length_weighted_baseline_is_the_group_mean():
     rewards, group_ids = double([1, 5, 3, 0.5]), ids(0, 0, 0, 0)
     weighted = group_relative_advantages(
         rewards, group_ids, baseline="length_weighted", lengths=torch.tensor([7, 7, 7, 7])
@@ -75,13 +75,13 @@ def test_a_baseline_without_what_it_needs_is_an_error(subtests):
 # max_at_k
 
 
-def test_max_at_two_of_three_by_hand():
+def test_max_at_2_advantages_of_three_rows_equal_hand_worked_values():
     # Pairs of 1, 4, 2:  {1, 4}: 4 adds 3;  {1, 2}: 2 adds 1;  {4, 2}: 4 adds 2.  Times n / C(3, 2) = 1
     advantages = group_relative_advantages(double([1, 4, 2]), ids(0, 0, 0), baseline="max_at_k", k=2)
     assert advantages.tolist() == pytest.approx([0, 5, 1], rel=1e-14)
 
 
-def test_pass_at_two_of_four_by_hand():
+def test_pass_at_2_advantages_of_four_rows_equal_hand_worked_values():
     # One right answer in four: it is in 3 of 6 pairs and adds 1 in each: 4/6 * 3 = 2.
     # Two right: each is alone with a wrong one in 2 of 6 pairs: 4/6 * 2 = 4/3
     one = group_relative_advantages(double([0, 1, 0, 0]), ids(0, 0, 0, 0), baseline="max_at_k", k=2)
@@ -101,7 +101,7 @@ def max_at_k_by_subsets(rewards: list[float], k: int) -> list[float]:
     ]
 
 
-def test_max_at_k_against_every_subset(subtests):
+def test_max_at_k_advantages_equal_an_enumeration_of_all_subsets(subtests):
     for k in [2, 3, 5, 7, 12]:
         with subtests.test(k=k):
             random = np.random.default_rng(k)
@@ -169,14 +169,14 @@ def test_max_at_k_is_an_unbiased_gradient_of_the_expected_best_of_k(subtests):
 # whiten
 
 
-def test_whiten_by_hand():
+def test_whitened_advantages_equal_hand_worked_values():
     # centred on medians 0 and 3:  0 0 3 | -2 2: mean .6; deviations -.6 -.6 2.4 -2.6 1.4, squares sum to 15.2, over 4: 3.8
     rewards, group_ids = double([0, 0, 3, 1, 5]), ids(0, 0, 0, 1, 1)
     advantages = group_relative_advantages(rewards, group_ids, baseline="group_median", scale="whiten")
     assert advantages.tolist() == pytest.approx([d / math.sqrt(3.8) for d in (-0.6, -0.6, 2.4, -2.6, 1.4)], rel=1e-14)
 
 
-def test_a_dead_group_counts_in_the_batchs_statistics_and_gets_nothing():
+def test_a_dead_group_counts_in_the_batch_statistics_and_gets_exactly_0():
     # centred on means: 0 0 | -1 1; squares 2 over 4 - 1: 2/3
     advantages = group_relative_advantages(double([5, 5, 0, 2]), ids(0, 0, 1, 1), scale="whiten")
     assert advantages.tolist() == pytest.approx([0, 0, -math.sqrt(1.5), math.sqrt(1.5)], rel=1e-14)
@@ -209,7 +209,7 @@ def test_whiten_adds_eps_to_the_standard_deviation():
 # mean (MaxRL)
 
 
-def test_division_by_the_mean_by_hand():
+def test_advantages_divided_by_the_mean_equal_hand_worked_values():
     # means 1/2, 1/4, 0 (all wrong), 1 (all right), -2
     advantages = group_relative_advantages(
         double([1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, -1, -3]),
@@ -219,7 +219,7 @@ def test_division_by_the_mean_by_hand():
     assert advantages.tolist() == pytest.approx([1, -1, -1, 1, 3, -1, -1, -1, 0, 0, 0, 0, 0, 0])
 
 
-def test_division_by_the_mean_plus_eps():
+def test_eps_is_added_to_the_mean_that_divides():
     # (1 - .5)/(.5 + .5)
     advantages = group_relative_advantages(double([1, 0]), ids(0, 0), scale="mean", std_eps=0.5)
     assert advantages.tolist() == pytest.approx([0.5, -0.5])
@@ -256,7 +256,7 @@ def weights_by_scipy(means: np.ndarray, ddof: int) -> np.ndarray:
         return np.minimum(1 / scipy.stats.beta.pdf(means, alpha, beta), MAX_BETA_WEIGHT)
 
 
-def test_beta_against_scipy(subtests):
+def test_beta_weighted_advantages_equal_scipys_fit(subtests):
     batches = [
         [[1, 0, 0, 1], [1, 0, 0, 0], [1, 1, 1, 0]],
         [[1, 0, 0, 1], [0, 0], [1, 1, 1], [1, 0, 0]],  # two dead groups, which count in the fit
@@ -282,18 +282,18 @@ def test_a_beta_of_three_halves_is_the_standard_deviation_up_to_a_factor():
     torch.testing.assert_close(by_beta, by_std * math.pi / 8, rtol=1e-12, atol=0)
 
 
-def test_one_group_has_no_beta_to_fit():
+def test_a_single_group_is_not_weighted_by_a_beta():
     advantages = group_relative_advantages(double([1, 0, 0, 1]), ids(3, 3, 3, 3), scale="beta")
     assert advantages.tolist() == [0.5, -0.5, -0.5, 0.5]
 
 
-def test_means_that_spread_more_than_any_beta_are_not_weighed():
+def test_group_means_with_more_variance_than_any_beta_are_not_weighted():
     # means .01, .99, variance with n - 1 .4802 > m (1 - m) = .25: alpha = beta = 1, a flat density
     advantages = group_relative_advantages(double([0, 0.02, 0.98, 1]), ids(0, 0, 1, 1), scale="beta")
     assert advantages.tolist() == pytest.approx([-0.01, 0.01, -0.01, 0.01], rel=1e-12)
 
 
-def test_groups_of_equal_means_are_not_weighed():
+def test_groups_of_equal_means_are_not_weighted():
     advantages = group_relative_advantages(double([1, 0, 0.75, 0.25]), ids(0, 0, 1, 1), scale="beta")
     assert advantages.tolist() == [0.5, -0.5, 0.25, -0.25]
 
@@ -318,7 +318,7 @@ def test_the_weight_of_a_group_far_from_the_others_is_bounded():
     assert advantages[-2:].tolist() == pytest.approx([-0.001 * MAX_BETA_WEIGHT, 0.001 * MAX_BETA_WEIGHT])
 
 
-def test_beta_is_for_rewards_between_zero_and_one(subtests):
+def test_beta_refuses_rewards_outside_0_and_1(subtests):
     for rewards in [[-0.1, 0.5, 1.0, 0.0], [0.0, 0.5, 1.1, 1.0], [-1.0, 1.0, 2.0, -2.0]]:
         with (
             subtests.test(rewards=rewards),
@@ -330,8 +330,8 @@ def test_beta_is_for_rewards_between_zero_and_one(subtests):
 # Groups without differences
 
 
-def test_dead_groups_are_exactly_zero_whatever_their_size(subtests):
-    """float32 rewards, dead groups of 1 to 1,024 rows and one of a rounding error, beside one that is alive."""
+def test_dead_groups_of_any_size_get_exactly_0(subtests):
+    """float32 rewards: dead groups of 1 to 1,024 rows, a group that differs by rounding, and one live group."""
     for scale, baseline, reward in itertools.product(SCALES, OWN_BASELINES, [0.3, 0.9]):
         with subtests.test(scale=scale, baseline=baseline, reward=reward):
             sizes = [1, 2, 3, 7, 64, 1000, 1024]
@@ -362,7 +362,7 @@ def test_a_batch_of_one_dead_group_is_exactly_zero(subtests):
                 assert (advantages == 0).all()
 
 
-def test_rewards_that_are_all_the_same_have_no_spread_whatever_the_baseline(subtests):
+def test_equal_rewards_have_no_spread_under_any_baseline(subtests):
     """Also where one of them differs in its last digit."""
     for baseline, scale, size, reward in itertools.product(
         ["none", "global_mean"], ["group", "batch", "whiten"], [2, 7, 1024], [0.3, 0.9]
@@ -377,7 +377,7 @@ def test_rewards_that_are_all_the_same_have_no_spread_whatever_the_baseline(subt
                 assert (advantages == 0).all()
 
 
-def test_without_a_baseline_of_its_own_a_dead_group_keeps_its_reward():
+def test_under_an_absolute_baseline_a_dead_group_keeps_its_advantage():
     rewards, group_ids = double([1, 1, 0, 2]), ids(0, 0, 1, 1)
     assert group_relative_advantages(rewards, group_ids, baseline="none").tolist() == [1, 1, 0, 2]
     by_mean = group_relative_advantages(rewards, group_ids, baseline="global_mean", running_mean=0.5)
@@ -424,7 +424,7 @@ def one_by_one(rewards, group_ids, lengths, baseline, scale):
             return centred * np.array([weight[g] for g in group_ids])
 
 
-def test_ragged_interleaved_groups_row_by_row(subtests):
+def test_advantages_of_ragged_interleaved_groups_equal_those_computed_row_by_row(subtests):
     for scale, baseline in itertools.product(SCALES, OWN_BASELINES):
         with subtests.test(scale=scale, baseline=baseline):
             random = np.random.default_rng(5)

@@ -20,7 +20,7 @@ def ids(*values: int) -> Tensor:
     return torch.tensor(values)
 
 
-def test_several_rewards_by_hand():
+def test_decoupled_advantages_equal_hand_worked_values():
     # Standardised with n - 1, the two values of a pair are -1/sqrt 2 and 1/sqrt 2, whatever their distance.
     #   right: 0 1 | 1 1      -> -h  h | 0  0      h = 1/sqrt 2
     #   brief: 5 1 | 2 9      ->  h -h | -h h      weight 2:  2h -2h | -2h 2h
@@ -32,7 +32,7 @@ def test_several_rewards_by_hand():
     assert advantages.tolist() == pytest.approx([h, -h, -2 * h, 2 * h], rel=1e-13)
 
 
-def test_several_rewards_against_numpy(subtests):
+def test_decoupled_advantages_equal_numpys(subtests):
     for std_eps, std_ddof in itertools.product([0.0, 0.1], [0, 1]):
         with subtests.test(std_eps=std_eps, std_ddof=std_ddof):
             random = np.random.default_rng(2)
@@ -56,15 +56,15 @@ def test_several_rewards_against_numpy(subtests):
             np.testing.assert_allclose(advantages.numpy(), expected, rtol=1e-12)
 
 
-def test_each_reward_has_its_say_whatever_its_unit():
-    # a sum would hear only the second; here multiplying it by a thousand changes nothing
+def test_scaling_one_reward_does_not_change_decoupled_advantages():
+    # the second reward would dominate a sum; here multiplying it by a thousand changes nothing
     first, second = double([0, 1, 1, 0]), double([3, 1, 2, 9])
     group_ids = ids(0, 0, 0, 0)
     plain = decoupled_advantages({"a": first, "b": second}, {}, group_ids)
     torch.testing.assert_close(decoupled_advantages({"a": first, "b": 1000 * second}, {}, group_ids), plain)
 
 
-def test_a_group_is_dead_where_it_is_dead_in_every_reward():
+def test_a_group_is_dead_only_if_every_reward_is_constant_in_it():
     # group 0: differs in b only; group 1: in neither; group 2: alone
     advantages = decoupled_advantages(
         {"a": torch.tensor([0.3, 0.3, 0.3, 0.3, 5.0]), "b": torch.tensor([0.0, 1.0, 0.9, 0.9, 2.0])},
@@ -77,7 +77,7 @@ def test_a_group_is_dead_where_it_is_dead_in_every_reward():
     assert advantages.dtype == torch.float32
 
 
-def test_a_group_that_is_dead_in_every_reward_does_not_see_the_rounding_of_the_batch():
+def test_a_group_dead_in_every_reward_gets_exactly_0_despite_rounding():
     # live groups add up to 0 only up to rounding, which whitening would hand to the dead ones
     group_ids = torch.arange(40).repeat_interleave(8)
     is_dead = group_ids % 4 == 0
@@ -87,14 +87,14 @@ def test_a_group_that_is_dead_in_every_reward_does_not_see_the_rounding_of_the_b
     assert advantages.std().item() == pytest.approx(1, rel=1e-5)
 
 
-def test_rewards_that_cancel_leave_nothing():
-    # a and b are opposites: the sum is 0 up to rounding, which must not be blown up
+def test_rewards_that_cancel_give_advantages_of_exactly_0():
+    # a and b are opposites: the sum is 0 up to rounding, which must not be amplified
     a = torch.tensor([0.1, 0.7, 0.4, 0.9, 0.3, 0.2])
     advantages = decoupled_advantages({"a": a, "b": 1 - a}, {}, ids(0, 0, 0, 1, 1, 1))
     assert advantages.tolist() == [0] * 6
 
 
-def test_decoupled_leaves_out_parts_that_do_not_apply():
+def test_decoupled_advantages_leave_out_rewards_that_are_nan():
     # a of rows 0 and 1 alone: (1, 3) - 2 over sqrt(2) = -+ 1/sqrt(2).   b: (0, 0, 0, 4) - 1 over 2 = (-1/2, -1/2, -1/2, 3/2)
     # c applies to none.   S = (-.707 - .5, .707 - .5, -.5, 1.5), mean 0, std S with ddof 1
     nan = math.nan
@@ -104,7 +104,7 @@ def test_decoupled_leaves_out_parts_that_do_not_apply():
     torch.testing.assert_close(decoupled_advantages(parts, {}, ids(0, 0, 0, 0)), torch.from_numpy(expected))
 
 
-def test_named_rewards_of_one_number_per_row_are_needed():
+def test_decoupled_advantages_require_named_rewards_of_one_number_per_row():
     for components in ({}, {"a": double([1, 2]), "steps": double([[1, 2], [3, 4]])}):
         with pytest.raises(ConfigError, match=r"needs several rewards by name, one number per row each"):
             decoupled_advantages(components, {}, ids(0, 0))

@@ -38,7 +38,7 @@ def ids(*values: int) -> Tensor:
 
 
 def mask_of(*rows: str) -> Tensor:
-    """`"x.x"`: a row of three steps, of which the second is not the policy's."""
+    """`"x.x"` is a row of three steps whose second step is masked."""
     return torch.tensor([[step == "x" for step in row] for row in rows])
 
 
@@ -46,12 +46,12 @@ def assert_rows(found: Tensor, expected: list[list[float]]) -> None:
     torch.testing.assert_close(found, torch.tensor(expected, dtype=found.dtype), rtol=1e-13, atol=1e-14)
 
 
-def test_discounted_returns_by_hand():
+def test_discounted_returns_equal_hand_worked_values():
     # 1;  1 + .9;  1 + .9 * 1.9
     assert_rows(discounted_returns(double([[1, 1, 1]]), mask_of("xxx"), 0.9), [[2.71, 1.9, 1.0]])
 
 
-def test_discounted_returns_take_masked_rewards_as_zero():
+def test_discounted_returns_count_masked_rewards_as_0():
     # row 0: 4; 2 + .5 * 4 = 4; 1 + .5 * 4 = 3.     row 1 ends after two: 6; 2 + .5 * 6 = 5
     rewards = double([[1, 2, 4], [2, 6, NAN]])
     mask = torch.tensor([[True, True, True], [True, True, False]])
@@ -59,7 +59,7 @@ def test_discounted_returns_take_masked_rewards_as_zero():
     assert returns[mask].tolist() == [3, 4, 4, 5, 6]
 
 
-def test_discounted_returns_against_their_definition(subtests):
+def test_discounted_returns_equal_their_definition(subtests):
     for gamma, num_steps in itertools.product([0.0, 0.9, 1.0], [1, 4, 7]):
         with subtests.test(gamma=gamma, num_steps=num_steps):
             rewards = double([[0.5, -1.0, 2.0, 3.0, -2.5, 1.0, 6.0], [1.0, 0.25, 4.0, -8.0, 2.0, 5.0, -1.0]])[
@@ -72,7 +72,7 @@ def test_discounted_returns_against_their_definition(subtests):
                     assert returns[n, t].item() == pytest.approx(expected)
 
 
-def test_discounted_returns_keep_the_gap_of_a_hole():
+def test_a_masked_step_counts_as_time_in_discounted_returns():
     # 4;  0 + .5 * 4;  1 + .5 * 2
     assert_rows(discounted_returns(double([[1, NAN, 4]]), mask_of("x.x"), 0.5), [[2.0, 2.0, 4.0]])
 
@@ -84,7 +84,7 @@ STEP_REWARDS = double([[1, 0], [1, NAN], [2, NAN], [4, 6]])
 STEP_MASK = mask_of("xx", "x.", "x.", "xx")
 
 
-def test_process_supervision_by_hand(subtests):
+def test_process_supervised_advantages_equal_hand_worked_values(subtests):
     cases = [
         (1.0, [[-1 / 3, -2 / 3], [1 / 3, 0], [-2, 0], [2, 2]]),
         (0.5, [[1 / 3 - 1 / 3, -2 / 3], [1 / 3, 0], [-2, 0], [1, 2]]),
@@ -95,15 +95,15 @@ def test_process_supervision_by_hand(subtests):
             assert_rows(found, expected)
 
 
-def test_process_supervision_over_the_groups_standard_deviation():
+def test_process_supervised_advantages_are_divided_by_the_group_std():
     # group 0: squares 1/9 + 4/9 + 1/9 over 2: 1/3;   group 1: 4 + 0 + 4 over 2: 4
     found = process_supervised_advantages(STEP_REWARDS, STEP_MASK, ids(0, 0, 1, 1), BY_STD, gamma=1.0)
     root = math.sqrt(3)
     assert_rows(found, [[-root / 3, -2 * root / 3], [root / 3, 0], [-1, 0], [1, 1]])
 
 
-def test_process_supervision_of_a_row_alone_in_its_group(subtests):
-    """Its steps differ from one another, but there is no other row: only an absolute baseline gives it an advantage."""
+def test_process_supervision_gives_a_lone_row_only_an_absolute_advantage(subtests):
+    """The steps of the row differ, but its group has no other row. Only an absolute baseline gives it an advantage."""
     for baseline, expected in [
         ("group_mean", [[0, 0]]),
         ("group_median", [[0, 0]]),
@@ -118,14 +118,14 @@ def test_process_supervision_of_a_row_alone_in_its_group(subtests):
             assert_rows(found, expected)
 
 
-def test_process_supervision_of_a_hole():
+def test_process_supervision_ignores_a_masked_step_and_counts_its_time():
     # steps 1, 4 | 1: mean 2: -1, 2 | -1;  to go over two columns: -1 + .25 * 2
     rewards, mask = double([[1, NAN, 4], [1, 0, 0]]), mask_of("x.x", "x..")
     found = process_supervised_advantages(rewards, mask, ids(7, 7), BY_MEAN, gamma=0.5)
     assert_rows(found, [[-0.5, 0, 2], [-1, 0, 0]])
 
 
-def test_a_reward_that_every_step_has_teaches_process_supervision_nothing(subtests):
+def test_process_supervision_gives_exactly_0_where_all_steps_have_the_same_reward(subtests):
     """CartPole: rows of 1, 17 and 200 steps, each worth .3 in float32."""
     for scale, baseline in itertools.product(
         ["none", "group", "batch", "whiten"], ["group_mean", "group_median", "leave_one_out"]
@@ -149,24 +149,24 @@ KEYS = torch.tensor([[7, 8], [7, 9], [7, 7], [8, 7]])
 FULL = mask_of("xx", "xx", "xx", "xx")
 
 
-def test_groups_of_equal_states_by_hand():
+def test_state_group_advantages_equal_hand_worked_values():
     found = state_group_advantages(PLACED_REWARDS, FULL, ids(0, 0, 1, 1), KEYS, BY_MEAN, gamma=0.5, weight=2.0)
     assert_rows(found, [[-1 - 0.5, -1], [1 + 0.5, 1], [4, -4], [0, 0]])
 
 
-def test_groups_of_equal_states_over_their_standard_deviations():
+def test_state_group_advantages_are_divided_by_the_std_of_each_group():
     # rows: 3, 5: std sqrt 2 -> -h h, h = 1/sqrt 2;  4, 4: 0.   states: 2, 2.5 -> -h h;  4, 0, 2: std 2 -> 1 -1 0
     found = state_group_advantages(PLACED_REWARDS, FULL, ids(0, 0, 1, 1), KEYS, BY_STD, gamma=0.5, weight=2.0)
     h = math.sqrt(0.5)
     assert_rows(found, [[-3 * h, -h], [3 * h, h], [2, -2], [0, 0]])
 
 
-def test_without_weight_the_states_say_nothing():
+def test_with_weight_0_state_groups_add_nothing():
     found = state_group_advantages(PLACED_REWARDS, FULL, ids(0, 0, 1, 1), KEYS, BY_MEAN, gamma=0.5, weight=0.0)
     assert_rows(found, [[-1, -1], [1, 1], [0, 0], [0, 0]])
 
 
-def test_states_off_the_mask_belong_to_no_group():
+def test_masked_states_belong_to_no_group():
     # row 1's second step is a hole: its return from the first is 0 + 0 + .25 * 5, row 0's 1 + .5 * 2 = 2
     mask = mask_of("xx.", "x.x")
     rewards = double([[1, 2, NAN], [0, NAN, 5]])
@@ -176,7 +176,7 @@ def test_states_off_the_mask_belong_to_no_group():
     assert_rows(found, [[-2, -2, 0], [1, 0, 3]])
 
 
-def test_keys_are_told_apart_whatever_their_size():
+def test_keys_of_any_size_are_distinguished():
     keys = torch.tensor([[2**62, -(2**62)], [2**62, -(2**62)]])
     # to go 3 2 | 7 4; sums 3, 7: -2 2;  columns: -2 2, -1 1
     found = state_group_advantages(
@@ -195,24 +195,24 @@ def gae(rewards=REWARDS, values=VALUES, mask=None, final_values=None, *, gamma=0
     return generalized_advantages(rewards, values, mask, final_values, gamma=gamma, gae_lambda=gae_lambda)
 
 
-def test_a_row_that_terminated_by_hand():
+def test_gae_of_a_terminated_row_equals_hand_worked_values():
     # delta: 4 - 3 = 1;  2 + .5 * 3 - 1 = 2.5;  1 + .5 * 1 - 2 = -.5
     # A: 1;  2.5 + .25 * 1 = 2.75;  -.5 + .25 * 2.75 = .1875
     assert gae().tolist() == [[0.1875, 2.75, 1.0]]
     assert gae(final_values=double([0])).tolist() == [[0.1875, 2.75, 1.0]]
 
 
-def test_a_row_that_was_cut_off_by_hand():
+def test_gae_of_a_truncated_row_equals_hand_worked_values():
     # 8 is still to come: delta: 4 + .5 * 8 - 3 = 5;  A: 5;  2.5 + .25 * 5 = 3.75;  -.5 + .25 * 3.75 = .4375
     assert gae(final_values=double([8])).tolist() == [[0.4375, 3.75, 5.0]]
 
 
-def test_each_row_ends_in_its_own_way():
+def test_gae_treats_terminated_and_truncated_rows_of_a_batch_separately():
     both = gae(REWARDS.repeat(2, 1), VALUES.repeat(2, 1), final_values=double([0, 8]))
     assert both.tolist() == [[0.1875, 2.75, 1.0], [0.4375, 3.75, 5.0]]
 
 
-def test_the_last_step_of_a_row_that_terminated_is_its_reward_minus_its_value():
+def test_the_last_advantage_of_a_terminated_row_is_reward_minus_value():
     rewards, values = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
     for gamma, gae_lambda in [(0.9, 0.95), (1.0, 1.0), (0.5, 0.0)]:
         last = gae(rewards, values, gamma=gamma, gae_lambda=gae_lambda)[:, -1]
@@ -242,7 +242,7 @@ def by_definition(rewards, values, mask, final_values, gamma, gae_lambda) -> Ten
     return result
 
 
-def test_against_its_definition(subtests):
+def test_gae_equals_its_definition(subtests):
     for holes, (gamma, gae_lambda) in itertools.product(
         [False, True], [(0.97, 0.9), (0.9, 0.0), (0.8, 1.0), (1.0, 0.95), (0.0, 0.5)]
     ):
@@ -253,13 +253,13 @@ def test_against_its_definition(subtests):
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
-def test_lambda_zero_is_one_step_of_the_critic():
+def test_gae_with_lambda_0_is_the_one_step_td_error():
     # the deltas by hand above
     assert gae(final_values=double([8]), gae_lambda=0.0).tolist() == [[-0.5, 2.5, 5.0]]
 
 
-def test_lambda_one_is_the_return_without_the_critic_but_for_its_own_value():
-    """A[t] = G[t] + gamma^(steps left) final value - V[t]: what the critic says of later steps cancels."""
+def test_gae_with_lambda_1_is_the_return_minus_the_value():
+    """A[t] = G[t] + gamma^(steps left) final value - V[t]: the values of later steps cancel."""
     rewards, values, mask, final_values = random_rows(2)
     found = gae(rewards, values, mask, final_values, gamma=0.9, gae_lambda=1.0)
     left = mask.double().flip(1).cumsum(1).flip(1)
@@ -267,7 +267,7 @@ def test_lambda_one_is_the_return_without_the_critic_but_for_its_own_value():
     torch.testing.assert_close(found, torch.where(mask, expected, 0.0), rtol=1e-12, atol=1e-13)
 
 
-def test_padding_changes_nothing_and_is_never_read():
+def test_padding_changes_no_gae_and_is_never_read():
     rewards, values, mask, final_values = random_rows(3)
     expected = gae(rewards, values, mask, final_values, gamma=0.9)
     wide_mask = torch.cat([mask, torch.zeros(4, 3, dtype=torch.bool)], dim=1)
@@ -277,29 +277,29 @@ def test_padding_changes_nothing_and_is_never_read():
     assert (found[:, 6:] == 0).all()
 
 
-def test_a_hole_takes_time_and_is_never_read():
+def test_gae_counts_a_masked_step_as_time_and_never_reads_it():
     # gamma 1/2, lambda 1/2, steps in columns 0 and 3. A3 = 4 - 3 = 1;  delta0 = 1 + 3/8 - 2 = -5/8;  A0 = -5/8 + 1/16
     found = gae(double([[1, NAN, NAN, 4]]), double([[2, NAN, NAN, 3]]), mask_of("x..x"))
     assert found.tolist() == [[-0.5625, 0, 0, 1]]
 
 
-def test_holes_before_the_first_step_change_nothing():
+def test_gae_ignores_masked_steps_before_the_first_valid_step():
     found = gae(double([[NAN, 1, 2, 4]]), double([[NAN, 2, 1, 3]]), mask_of(".xxx"), double([8]))
     assert found.tolist() == [[0, 0.4375, 3.75, 5.0]]
 
 
-def test_the_discount_of_a_hole_is_not_rounded_to_float32():
+def test_gae_does_not_round_the_discount_of_a_masked_step_to_float32():
     # a reward of 1 two columns on: .9^2
     found = gae(double([[0, NAN, 1]]), double([[0, NAN, 0]]), mask_of("x.x"), gamma=0.9, gae_lambda=1.0)
     assert found[0, 0].item() == pytest.approx(0.81, rel=1e-14)
 
 
-def test_a_row_without_steps_has_no_advantages():
+def test_gae_of_a_row_without_steps_is_0():
     found = gae(double([[1, 2]]), double([[3, 4]]), mask_of(".."), double([5]))
     assert found.tolist() == [[0, 0]]
 
 
-def test_float32_is_added_up_in_float64():
+def test_gae_of_float32_inputs_is_summed_in_float64():
     found = gae(REWARDS.float(), VALUES.float(), final_values=torch.tensor([8.0]))
     assert found.dtype == torch.float64
     assert found.tolist() == [[0.4375, 3.75, 5.0]]
@@ -311,7 +311,7 @@ def test_a_perfect_critic_leaves_no_advantage():
         assert gae(values=returns, gae_lambda=gae_lambda).tolist() == [[0, 0, 0]]
 
 
-def test_a_rows_reward_stands_on_its_last_valid_step():
+def test_the_reward_of_a_row_is_placed_on_its_last_valid_step():
     mask = mask_of("xxx", "xx.", "x.x", ".x.", "...")
     placed = step_rewards(double([1, 2, 3, 4, 5]), mask)
     assert placed.tolist() == [[0, 0, 1], [0, 2, 0], [0, 0, 3], [0, 4, 0], [0, 0, 0]]
@@ -319,7 +319,7 @@ def test_a_rows_reward_stands_on_its_last_valid_step():
     assert step_rewards(torch.ones(1), mask_of("x")).dtype == torch.float32
 
 
-def test_rewards_per_step_stay_where_they_are():
+def test_rewards_per_step_are_returned_unchanged():
     assert step_rewards(PLACED_REWARDS, FULL) is PLACED_REWARDS
 
 
@@ -335,7 +335,7 @@ def test_credit_to_steps_needs_rewards_per_step_and_a_baseline_that_compares_ste
             require_step_rewards(PLACED_REWARDS, "return_to_go", baseline)
 
 
-def test_equal_states_need_keys():
+def test_gigpo_without_state_keys_is_refused():
     with pytest.raises(ConfigError, match=r"^advantage\.credit='gigpo' needs the state each step was taken in"):
         state_group_advantages(PLACED_REWARDS, FULL, ids(0, 0, 1, 1), None, BY_MEAN, gamma=0.5, weight=2.0)
 
@@ -353,7 +353,7 @@ def critic(rewards: Tensor, mask: Tensor, relative=lambda values, cells: values,
     return critic_estimate(batch, rewards, mask, relative, gamma=0.5, gae_lambda=0.5)
 
 
-def test_a_critic_is_needed():
+def test_gae_without_critic_values_is_refused():
     with pytest.raises(ConfigError, match=r"^advantage\.credit='gae' needs a critic's values"):
         critic(REWARDS, mask_of("xxx"))
 

@@ -1,4 +1,4 @@
-"""Parts of a batch, several as one, and what is there in one and missing in another."""
+"""Selecting rows of a batch, joining batches, and fields that only some batches or ranks have."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def batch_of(rewards: list[float], group_ids: list[int], width: int = 2, **other
     return dataclasses.replace(made, **others)
 
 
-def test_groups_of_two_batches_stay_apart_whatever_their_numbers() -> None:
+def test_equal_group_ids_of_two_batches_stay_separate_groups() -> None:
     joined = join_batches([batch_of([1.0, 2.0, 3.0], [-4, -4, 9]), batch_of([4.0, 5.0], [-4, 9])])
     assert joined.group_ids.tolist() == [0, 0, 1, 2, 3]
     assert joined.rewards.tolist() == [1, 2, 3, 4, 5]
@@ -30,24 +30,24 @@ def test_a_narrower_batch_is_padded_and_masked() -> None:
     assert joined.mask.tolist() == [[True, False, False], [True, True, True]]
 
 
-def test_final_values_that_are_missing_are_those_of_rows_that_terminated() -> None:
+def test_missing_final_values_become_0_when_batches_are_joined() -> None:
     joined = join_batches([batch_of([1.0], [0], final_values=torch.tensor([5.0])), batch_of([2.0], [0])])
     assert joined.final_values is not None
     assert joined.final_values.tolist() == [5, 0]
 
 
-def test_behaviour_log_probs_that_are_missing_are_unscored() -> None:
+def test_missing_behaviour_log_probs_become_nan_when_batches_are_joined() -> None:
     joined = join_batches([batch_of([1.0], [0], behaviour_log_probs=torch.zeros(1, 2)), batch_of([2.0], [0])])
     assert joined.behaviour_log_probs is not None
     assert joined.behaviour_log_probs.isnan().tolist() == [[False, False], [True, True]]
 
 
-def test_what_has_to_be_there_for_all_rows_is_there_for_none() -> None:
+def test_a_field_that_one_batch_lacks_is_none_after_joining() -> None:
     joined = join_batches([batch_of([1.0], [0], old_log_probs=torch.zeros(1, 2)), batch_of([2.0], [0])])
     assert joined.old_log_probs is None
 
 
-def test_selected_rows_take_everything_of_theirs_along() -> None:
+def test_selected_rows_keep_all_their_fields() -> None:
     batch = batch_of([1.0, 2.0, 3.0], [0, 0, 1], values=torch.arange(6.0).view(3, 2))
     part = select_batch(batch, torch.tensor([2, 0]))
     assert (part.states, part.actions) == ([2, 0], ["x", "x"])
@@ -74,7 +74,7 @@ class TwoRanks:
         return [value, self.differ(value)]
 
 
-def test_ranks_that_hold_different_fields_are_told_so() -> None:
+def test_ranks_with_different_fields_are_refused() -> None:
     engine = TwoRanks(lambda own: (own[0], ["values"], *own[2:]))
     with pytest.raises(
         ContractError, match=r"Every rank's batch must hold the same fields; they hold \[\[\], \['values'\]\]"
@@ -82,7 +82,7 @@ def test_ranks_that_hold_different_fields_are_told_so() -> None:
         gather_rewards(batch_of([1.0], [0]), engine)
 
 
-def test_final_values_that_one_rank_lacks_are_zeros_like_its_values() -> None:
+def test_missing_final_values_of_a_rank_are_gathered_as_zeros_in_the_dtype_of_values() -> None:
     """All gathered tensors have one dtype, and rewards may have another dtype than the critic's values."""
     batch = batch_of([1.0], [0], values=torch.ones(1, 2))
     assert batch.rewards.dtype == torch.float64
@@ -92,7 +92,7 @@ def test_final_values_that_one_rank_lacks_are_zeros_like_its_values() -> None:
     assert own == slice(0, 1)
 
 
-def test_metrics_are_added_up_over_ranks_but_means_are_averaged_and_seconds_are_this_ranks() -> None:
+def test_rank_metrics_are_summed_except_averaged_means_and_local_seconds() -> None:
     own_metrics = {"rows/dropped": 2.0, "rewards/mean_drawn": 1.0, "time/sample": 3.0}
     other_metrics = {"rows/dropped": 5.0, "rewards/mean_drawn": 4.0, "time/sample": 9.0}
     engine = TwoRanks(lambda own: (*own[:3], other_metrics))
@@ -100,13 +100,13 @@ def test_metrics_are_added_up_over_ranks_but_means_are_averaged_and_seconds_are_
     assert gathered.metrics == {"rows/dropped": 7.0, "rewards/mean_drawn": 2.5, "time/sample": 3.0}
 
 
-def test_keys_of_states_are_integers_per_step(subtests: pytest.Subtests) -> None:
+def test_state_keys_that_are_not_integers_per_step_are_refused(subtests: pytest.Subtests) -> None:
     for keys in [[0, 1], [[0.5, 1.0]], [[[0]]]]:
         with subtests.test(keys=keys), pytest.raises(ContractError, match=r"state_keys must be integers \[N, T\]"):
             ExperienceBatch.from_rows([0], ["x"], [1.0], [0], mask=torch.ones(1, 2, dtype=torch.bool), state_keys=keys)
 
 
-def test_lists_will_do_for_a_mask_and_for_keys() -> None:
+def test_a_mask_and_state_keys_may_be_lists() -> None:
     batch = ExperienceBatch.from_rows([0], ["x"], [1.0], [0], mask=[[True, False]], state_keys=[[3, 4]])
     assert batch.mask.tolist() == [[True, False]]
     assert batch.state_keys is not None

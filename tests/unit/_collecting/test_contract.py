@@ -41,7 +41,7 @@ def all_scores(**changes: Any) -> ActionScores:
     return replace(every, **changes)
 
 
-def test_scores_of_the_right_shapes_pass_and_optional_fields_may_lack() -> None:
+def test_scores_of_the_right_shapes_pass_with_and_without_optional_fields() -> None:
     for scores in (all_scores(), ActionScores(log_probs=STEPS, mask=MASK)):
         assert check_scores("Policy.score", scores, 2) is scores
 
@@ -100,7 +100,7 @@ def test_samples_that_break_their_contract_are_refused(subtests: pytest.Subtests
             check_sampled("Policy.sample", wrong, 2)
 
 
-def test_actions_of_groups_become_rows_with_the_first_states_actions_first() -> None:
+def test_actions_of_groups_become_rows_in_the_order_of_the_states() -> None:
     assert flatten_actions("Policy.act", [["a", "b", "c"], ["d", "e", "f"]], 2, 3) == ["a", "b", "c", "d", "e", "f"]
     array = np.arange(24).reshape(2, 3, 2, 2)
     for kind in (array, torch.from_numpy(array)):
@@ -130,7 +130,7 @@ def test_a_wrong_number_of_actions_is_refused(subtests: pytest.Subtests) -> None
             flatten_actions("Policy.act", actions, 2, 3)
 
 
-def test_state_keys_are_fitted_to_the_batchs_steps(subtests: pytest.Subtests) -> None:
+def test_state_keys_are_padded_or_cut_to_the_width_of_the_batch(subtests: pytest.Subtests) -> None:
     cases = {
         "as wide": ([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 6]]),
         "narrower, where no row has a step": ([[1, 2], [4, 5]], [[1, 2, 0], [4, 5, 0]]),
@@ -141,7 +141,7 @@ def test_state_keys_are_fitted_to_the_batchs_steps(subtests: pytest.Subtests) ->
             assert fit_state_keys("Policy.state_keys", torch.tensor(keys), MASK).tolist() == expected
 
 
-def test_state_keys_of_another_kind_are_refused(subtests: pytest.Subtests) -> None:
+def test_state_keys_of_a_wrong_shape_or_dtype_are_refused(subtests: pytest.Subtests) -> None:
     cases: list[tuple[Any, str]] = [
         (torch.zeros(2, 3), r"\[2, 3\] float32"),
         (torch.zeros(2, 3, dtype=torch.complex64), r"\[2, 3\] complex64"),
@@ -156,7 +156,7 @@ def test_state_keys_of_another_kind_are_refused(subtests: pytest.Subtests) -> No
             fit_state_keys("Policy.state_keys", keys, MASK)
 
 
-def test_only_the_batchs_steps_may_be_scored_in_a_narrower_mask_too(subtests: pytest.Subtests) -> None:
+def test_scores_of_other_steps_than_the_batchs_are_refused(subtests: pytest.Subtests) -> None:
     require_same_steps("Policy", MASK, MASK)
     require_same_steps("Policy", MASK[:, :2], MASK)
     cases = {
@@ -177,7 +177,7 @@ def log_probs(value: float, row: int, step: int) -> Tensor:
     return values
 
 
-def test_log_probs_of_sampled_steps_are_finite(subtests: pytest.Subtests) -> None:
+def test_non_finite_log_probs_of_sampled_steps_are_refused(subtests: pytest.Subtests) -> None:
     names = ["old_log_probs", "ref_log_probs", "behaviour_log_probs"]
     for bad, name in itertools.product([math.nan, math.inf, -math.inf], names):
         with subtests.test(bad=bad, name=name):
@@ -190,14 +190,14 @@ def test_log_probs_of_sampled_steps_are_finite(subtests: pytest.Subtests) -> Non
                 require_finite("Policy", MASK, {"old_log_probs": log_probs(-1.0, 0, 0), name: log_probs(bad, 1, 0)})
 
 
-def test_at_most_16_rows_are_named() -> None:
+def test_the_error_for_non_finite_log_probs_names_at_most_16_rows() -> None:
     mask = torch.ones(20, 2, dtype=torch.bool)
     with pytest.raises(ContractError) as refused:
         require_finite("Policy", mask, {"old_log_probs": torch.full((20, 2), math.nan)})
     assert f"rows {list(range(16))} are not" in str(refused.value)
 
 
-def test_only_log_probs_have_to_be_finite() -> None:
+def test_non_finite_entropies_and_final_values_are_not_refused() -> None:
     """A critic's value of NaN leads to a loss of NaN, which is skipped and counted. Nothing is raised here."""
     fields = {"entropy": log_probs(math.nan, 0, 0), "final_values": torch.full((2,), math.inf)}
     require_finite("Policy", MASK, fields)

@@ -52,7 +52,7 @@ def test_dead_groups_are_replaced_until_the_batch_is_full() -> None:
     assert next(further) == [1, 1]
 
 
-def test_the_number_of_rounds_is_bounded_and_what_is_missing_is_missing() -> None:
+def test_sampling_stops_after_the_allowed_rounds_with_fewer_groups() -> None:
     trainer, policy = trainer_of(rounds=2)
     batch = trainer.collect([0, 1, 4], more_states=lambda: [6])
     assert len(policy.drawn) == 3
@@ -62,7 +62,7 @@ def test_the_number_of_rounds_is_bounded_and_what_is_missing_is_missing() -> Non
     assert metrics["group_stats/zero_variance_fraction"] == 0
 
 
-def test_a_batch_that_is_full_draws_nothing() -> None:
+def test_a_batch_without_dead_groups_draws_no_further_states() -> None:
     trainer, policy = trainer_of(rounds=2)
     batch = trainer.collect([1, 3], more_states=lambda: pytest.fail("nothing is missing"))
     assert batch.states == [1, 1, 3, 3]
@@ -70,7 +70,7 @@ def test_a_batch_that_is_full_draws_nothing() -> None:
     assert policy.drawn == [[1, 3]]
 
 
-def test_where_no_group_differs_the_last_batch_is_handed_on() -> None:
+def test_if_all_groups_stay_dead_the_last_batch_is_returned() -> None:
     trainer, policy = trainer_of(rounds=1)
     before = policy.logits.detach().clone()
     metrics = trainer.step([0, 2], more_states=lambda: [4])
@@ -79,14 +79,14 @@ def test_where_no_group_differs_the_last_batch_is_handed_on() -> None:
     assert torch.equal(policy.logits, before)
 
 
-def test_a_step_without_further_states_leaves_dead_groups_out_and_no_more() -> None:
+def test_a_step_without_further_states_only_leaves_dead_groups_out() -> None:
     trainer, policy = trainer_of(rounds=3)
     metrics = trainer.step([0, 1])
     assert policy.drawn == [[0, 1]]
     assert metrics["group_stats/num_groups"] == 1
 
 
-def test_left_out_groups_are_not_in_the_denominators() -> None:
+def test_left_out_groups_do_not_count_in_the_mean_of_the_loss() -> None:
     """The gradient is that of the live group alone: twice what it would be among two groups."""
     filtered, policy = trainer_of(rounds=1)
     filtered.step([0, 1])
@@ -96,7 +96,7 @@ def test_left_out_groups_are_not_in_the_denominators() -> None:
     assert not torch.equal(policy.logits, torch.zeros_like(policy.logits))
 
 
-def test_train_draws_on_from_its_states() -> None:
+def test_train_takes_further_draws_from_its_own_states() -> None:
     """With one state per draw, an iteration that meets an even state takes the next; none is seen twice in a pass."""
     trainer, policy = trainer_of(rounds=10, num_states_per_iteration=1, seed=3)
     trainer.train(STATES, num_iterations=4, progress=False)
@@ -107,7 +107,7 @@ def test_train_draws_on_from_its_states() -> None:
     assert trainer.progress.num_draws == len(drawn)
 
 
-def test_the_mean_over_all_draws_is_of_the_steps_that_count() -> None:
+def test_mean_drawn_sums_valid_steps_over_all_drawn_rows() -> None:
     """Rewards per step, with 50 behind the end of each row: rows of 3 and 4, then of 1 and 1 (dead), 11 in all for 5 rows."""
     drawn = iter(
         [

@@ -30,7 +30,7 @@ def giving(*values: float) -> Callable[[Any, Any], list[float]]:
     return fixed
 
 
-def test_finite_rewards_of_all_rows_come_back_as_they_are() -> None:
+def test_finite_rewards_are_returned_unchanged() -> None:
     found = asked(giving(1, 2, 4, 8))
     assert found.values.tolist() == [1, 2, 4, 8]
     assert (found.components, found.weights, found.kept) == ({}, {}, None)
@@ -70,14 +70,14 @@ def test_the_error_shows_four_rewards_and_names_16_rows() -> None:
     assert f"at rows {list(range(16))} ... of 17." in str(refused.value)
 
 
-def test_the_rows_are_numbered_among_all_rows_where_others_raised() -> None:
+def test_errors_number_rows_among_all_rows_even_after_others_raised() -> None:
     """Row 0 raises and leaves; rows 2 and 3 are NaN and keep their numbers."""
     reward = raising_for(0, giving(0, 1, NAN, NAN))
     with pytest.raises(RewardError, match=r"at rows \[2, 3\] of 4"):
         asked(reward, on_failure="drop")
 
 
-def test_zeroed_rewards_count_as_zero(subtests: pytest.Subtests) -> None:
+def test_zeroed_rewards_become_0(subtests: pytest.Subtests) -> None:
     for bad in (NAN, INF, -INF):
         with subtests.test(bad=bad):
             found = asked(giving(3, bad, 7, bad), non_finite="zero")
@@ -86,13 +86,13 @@ def test_zeroed_rewards_count_as_zero(subtests: pytest.Subtests) -> None:
             assert found.metrics == {"rows/dropped": 0.0, "rewards/zeroed": 2.0, "rewards/retries": 0.0}
 
 
-def test_what_was_zeroed_is_counted_for_each_call_alone() -> None:
+def test_zeroed_rewards_are_counted_per_call() -> None:
     values = iter([[NAN, 1.0], [1.0, 2.0]])
     calls = RewardCalls(lambda states, actions: next(values), RewardConfig(non_finite="zero"))
     assert [calls([0, 1], [0, 1]).metrics["rewards/zeroed"] for _ in range(2)] == [1.0, 0.0]
 
 
-def test_dropped_rows_leave_with_their_parts(subtests: pytest.Subtests) -> None:
+def test_dropped_rows_lose_their_reward_parts_too(subtests: pytest.Subtests) -> None:
     for bad in (NAN, INF, -INF):
         with subtests.test(bad=bad):
             parts = WeightedRewards({"x": giving(1, bad, 4, 8), "y": giving(1, 1, 1, 1)}, {"x": 1.0, "y": 0.5})
@@ -105,7 +105,7 @@ def test_dropped_rows_leave_with_their_parts(subtests: pytest.Subtests) -> None:
             assert found.metrics == {"rows/dropped": 1.0, "rewards/zeroed": 0.0, "rewards/retries": 0.0}
 
 
-def test_a_row_is_dropped_for_one_step() -> None:
+def test_one_non_finite_step_drops_the_whole_row() -> None:
     steps = torch.tensor([[1.0, NAN], [2.0, 3.0]])
     found = asked(lambda states, actions: steps, 2, non_finite="drop")
     assert found.values.tolist() == [[2, 3]]
@@ -113,12 +113,12 @@ def test_a_row_is_dropped_for_one_step() -> None:
     assert found.kept.tolist() == [False, True]
 
 
-def test_when_every_reward_is_dropped_there_is_nothing_to_learn_from() -> None:
+def test_dropping_every_row_is_an_error() -> None:
     with pytest.raises(RewardError, match=r"<lambda>: no row of 8 has a reward"):
         asked(lambda states, actions: [NAN] * len(actions), 8, non_finite="drop")
 
 
-def test_parts_are_zeroed_in_the_rows_whose_reward_is_zeroed() -> None:
+def test_non_finite_parts_of_zeroed_rows_become_0() -> None:
     parts = {"x": giving(NAN, 1, 2, 3), "y": giving(1, INF, -INF, 1)}
     found = asked(WeightedRewards(parts), non_finite="zero")
     assert found.values.tolist() == [0, 0, 0, 4]
@@ -126,7 +126,7 @@ def test_parts_are_zeroed_in_the_rows_whose_reward_is_zeroed() -> None:
     assert found.components["y"].tolist() == [1, 0, 0, 1]
 
 
-def test_parts_per_step_are_zeroed_only_in_rows_that_have_no_reward() -> None:
+def test_non_finite_parts_per_step_become_0_only_in_zeroed_rows() -> None:
     """x is NaN at one step of row 0: that step counts as 0, and the other rows and steps keep their rewards."""
     parts = {
         "x": lambda states, actions: torch.tensor([[NAN, 1.0, 2.0], [3.0, 4.0, 5.0]]),
@@ -148,7 +148,7 @@ class OfWhatApplies(WeightedRewards):
         return parts.nansum(0).where(~parts.isnan().all(0), NAN)
 
 
-def test_a_row_to_which_no_part_applies_names_the_parts_and_zeroes_its_own_only() -> None:
+def test_a_row_without_any_applicable_part_is_refused_or_zeroed_by_itself() -> None:
     """Row 0 has no reward and counts as 0. Part x does not apply to row 1, and stays NaN there."""
     parts = {"x": giving(NAN, NAN, 2, 3), "y": giving(NAN, 1, 1, 1), "z": giving(0, 0, 0, 0)}
     without_z = OfWhatApplies({name: parts[name] for name in "xy"})
@@ -163,7 +163,7 @@ def test_a_row_to_which_no_part_applies_names_the_parts_and_zeroes_its_own_only(
 # Shapes
 
 
-def test_a_wrong_shape_is_an_error_that_no_setting_allows(subtests: pytest.Subtests) -> None:
+def test_rewards_of_a_wrong_shape_are_refused_under_every_setting(subtests: pytest.Subtests) -> None:
     def wrong(states: Any, actions: Any) -> Tensor:
         return torch.zeros(len(actions), 1)
 
@@ -174,7 +174,7 @@ def test_a_wrong_shape_is_an_error_that_no_setting_allows(subtests: pytest.Subte
             asked(reward, num_retries=3, on_failure="drop", non_finite="zero")
 
 
-def test_rewards_per_step_fit_the_policys_steps_and_count_on_those_alone() -> None:
+def test_rewards_per_step_count_only_on_the_policys_steps() -> None:
     mask = torch.tensor([[True, False], [True, True]])
     steps = torch.tensor([[1.0, NAN], [2.0, 3.0]])
     assert asked(lambda states, actions: steps, 2, mask).values.tolist() == [[1, 0], [2, 3]]
@@ -220,7 +220,7 @@ def test_a_reward_that_raises_is_named_with_its_rows_and_the_error_is_chained() 
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_retries_outlast_as_many_failures_and_no_more(subtests: pytest.Subtests) -> None:
+def test_a_call_is_retried_num_retries_times_and_no_more(subtests: pytest.Subtests) -> None:
     for failures, retries in [(1, 0), (1, 1), (1, 3), (2, 1), (2, 2), (4, 3)]:
         with subtests.test(failures=failures, retries=retries):
             flaky = Flaky(range(failures))
@@ -239,13 +239,13 @@ def test_retries_are_counted_for_each_call_alone() -> None:
     assert [calls([0], [0]).metrics["rewards/retries"] for _ in range(3)] == [1.0, 2.0, 0.0]
 
 
-def test_retries_come_before_rows_are_dropped() -> None:
+def test_a_call_is_retried_before_rows_are_dropped() -> None:
     flaky = Flaky({0})
     found = asked(flaky, on_failure="drop", num_retries=1)
     assert (found.kept, found.metrics["rows/dropped"], flaky.calls) == (None, 0.0, 2)
 
 
-def test_a_row_asked_for_alone_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_row_calls_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four calls for all rows, with pauses of 1, 2 and 4 seconds; then one for each of four rows, at once."""
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", pauses.append)
@@ -259,7 +259,7 @@ def test_a_row_asked_for_alone_is_not_asked_again(monkeypatch: pytest.MonkeyPatc
     assert found.kept.tolist() == [False, True, False, True]
 
 
-def test_when_every_row_raises_that_is_an_error() -> None:
+def test_it_is_an_error_when_every_row_raises() -> None:
     with pytest.raises(RewardError, match=r"Flaky raised for every one of 4 rows") as caught:
         asked(Flaky(actions=range(4)), on_failure="drop")
     assert isinstance(caught.value.__cause__, TimeoutError)
@@ -273,7 +273,7 @@ def test_rows_that_raise_and_rows_that_are_not_finite_are_both_dropped() -> None
     assert found.metrics["rows/dropped"] == 2.0
 
 
-def test_parts_leave_with_the_rows_that_raise() -> None:
+def test_rows_that_raise_lose_their_reward_parts_too() -> None:
     parts = WeightedRewards({"x": Flaky(actions={0}), "y": giving(0, 10, 20, 30)}, {"x": 1, "y": 0.1})
     found = asked(parts, on_failure="drop")
     assert found.values.tolist() == pytest.approx([2.0, 4.0, 6.0])
@@ -298,7 +298,7 @@ def one_row(answer: Callable[[int], Any], failing: int | None = None) -> Any:
     return reward
 
 
-def test_ragged_rewards_per_step_survive_being_asked_for_row_by_row(subtests: pytest.Subtests) -> None:
+def test_rewards_per_step_are_the_same_when_computed_row_by_row(subtests: pytest.Subtests) -> None:
     """A row may give its own steps alone, or be padded as far as the longest row. Padding is not read."""
     whole = [[0.0, 1.0, 2.0], [10.0, 0.0, 0.0], [20.0, 21.0, 0.0], [0.0, 0.0, 0.0]]
     for failing in (None, 0, 1, 3):
@@ -322,7 +322,7 @@ def test_without_a_mask_rows_are_padded_to_the_longest() -> None:
     assert found.values.tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
 
 
-def test_a_wrong_number_of_steps_is_an_error_row_by_row(subtests: pytest.Subtests) -> None:
+def test_a_wrong_shape_from_a_single_row_call_is_refused(subtests: pytest.Subtests) -> None:
     cases: list[tuple[str, Any, str]] = [
         ("two rows", lambda row: torch.ones(2), r"reward must return one number per row, \[N\] = \[1\].*got \[2\]"),
         ("three axes", lambda row: torch.ones(1, 2, 2), r"reward must return .*got \[1, 2, 2\]"),

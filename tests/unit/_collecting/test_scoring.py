@@ -1,4 +1,4 @@
-"""One way to ask any policy: which method is asked, what is joined from several forwards, what is kept for training."""
+"""Scoring any policy: which method is called, how scores of several forwards are joined, and which scores are kept."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,7 +27,7 @@ def rows_of(widths: list[int]) -> Callable[[Any, Any, Tensor], ActionScores]:
     return score
 
 
-def test_the_best_method_that_a_policy_has_is_asked(subtests: pytest.Subtests) -> None:
+def test_a_policy_that_scores_groups_is_scored_in_groups_and_otherwise_by_rows(subtests: pytest.Subtests) -> None:
     for kind, asked in [(GroupScoring, "score_groups"), (RowScoring, "score_actions")]:
         with subtests.test(kind=kind, asked=asked):
             policy = kind()
@@ -48,7 +48,7 @@ def test_a_plain_policy_that_gives_one_log_prob_per_row_decides_once_per_row() -
     assert scorer.one_step_device == policy.logits.device
 
 
-def test_parts_in_any_order_are_joined_in_the_order_of_the_rows() -> None:
+def test_scores_of_parts_are_joined_in_the_order_of_the_rows() -> None:
     """Rows 3 and 1 in one forward of two columns, rows 2 and 0 in another of three."""
     parts: list[Any] = [torch.tensor([3, 1]), torch.tensor([2, 0])]
     scores = score_in_parts(rows_of([1, 2, 3, 1]), [0, 1, 2, 3], ["x"] * 4, torch.arange(4), parts)
@@ -61,7 +61,7 @@ def test_parts_in_any_order_are_joined_in_the_order_of_the_rows() -> None:
     assert scores.values is None
 
 
-def test_parts_that_were_scored_apart_keep_their_final_values() -> None:
+def test_final_values_survive_scoring_in_parts() -> None:
     def score(states: Any, actions: Any, group_ids: Tensor) -> ActionScores:
         zeros = torch.zeros(len(states), 1)
         return ActionScores(
@@ -84,7 +84,7 @@ class TwoSteps(TablePolicy):
         return torch.tensor([[-1.0, -2.0]])
 
 
-def test_reference_log_probs_are_padded_to_the_batchs_steps_and_never_cut() -> None:
+def test_reference_log_probs_are_padded_to_the_width_of_the_batch_and_never_cut() -> None:
     def scored(mask: list[bool]) -> list[list[float]]:
         batch = ExperienceBatch.from_rows(["a"], [0], [0.0], [0], mask=[mask])
         return ReferenceScorer(TwoSteps(), None, nullcontext)(batch, [slice(0, 1)]).tolist()
@@ -122,11 +122,11 @@ def test_training_keeps_copies_of_the_scores_that_it_needs(subtests: pytest.Subt
                 assert not values.requires_grad
 
 
-def test_without_scores_there_is_nothing_to_keep() -> None:
+def test_without_scores_no_batch_field_is_kept() -> None:
     assert batch_fields(None, ("values",)) == {}
 
 
-def test_a_policy_without_a_reference_of_its_own_needs_another() -> None:
+def test_a_policy_without_its_own_reference_requires_reference_policy() -> None:
     with pytest.raises(
         ConfigError, match=r"TablePolicy has no reference_log_probabilities\(\)\. Pass reference_policy"
     ):

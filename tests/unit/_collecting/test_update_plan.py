@@ -49,7 +49,7 @@ def test_an_epoch_holds_every_row_once_with_groups_together(group_ids, batch_siz
 
 @settings(max_examples=60, deadline=None)
 @given(group_ids=GROUP_IDS, batch_size=st.none() | st.integers(1, 25))
-def test_updates_are_full_but_for_the_last(group_ids, batch_size):
+def test_every_update_but_the_last_is_full(group_ids, batch_size):
     sizes = [len(part) for part in updates(group_ids, batch_size)]
     full = batch_size or len(group_ids)
     assert sizes == [full] * (len(group_ids) // full) + [len(group_ids) % full] * (len(group_ids) % full > 0)
@@ -75,13 +75,13 @@ def test_epochs_of_one_generator_differ():
     assert first != second
 
 
-def test_number_of_updates(subtests):
+def test_the_number_of_updates_is_rows_over_batch_size_rounded_up(subtests):
     for num_rows, batch_size, expected in [(8, None, 1), (8, 8, 1), (8, 4, 2), (8, 3, 3), (8, 1, 8), (8, 100, 1)]:
         with subtests.test(num_rows=num_rows, batch_size=batch_size, expected=expected):
             assert num_updates_per_epoch(num_rows, batch_size) == expected
 
 
-def test_parts_in_order(subtests):
+def test_rows_are_cut_into_consecutive_parts_of_the_given_size(subtests):
     cases = [
         (5, None, [slice(0, 5)]),
         (5, 5, [slice(0, 5)]),
@@ -96,7 +96,7 @@ def test_parts_in_order(subtests):
             assert parts_in_order(num_rows, size) == expected
 
 
-def test_a_plan_is_taken_as_it_is_without_its_empty_parts(subtests):
+def test_a_plan_is_followed_without_its_empty_parts(subtests):
     for plan in [[[2, 0], [1, 3]], [(3, 2, 1, 0)], [[0], [], [1, 2, 3]]]:
         with subtests.test(plan=plan):
             parts = planned_parts("Policy.plan", plan, 4)
@@ -122,7 +122,7 @@ def test_a_plan_that_misses_or_repeats_a_row_is_refused(subtests):
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), num_rows=st.integers(1, 12))
-def test_one_index_inside_another(data, num_rows):
+def test_composed_indices_equal_indexing_twice(data, num_rows):
     def index_into(size: int) -> torch.Tensor | slice:
         if data.draw(st.booleans()):
             start = data.draw(st.integers(0, size))

@@ -29,28 +29,28 @@ def test_one_value_per_row_counts_at_each_valid_step_of_the_row():
     assert moments({"ratio": torch.tensor([[2.0], [5.0]])}, MASK)["ratio"].tolist() == [3, 9, 33]
 
 
-def test_booleans_are_fractions():
+def test_the_moments_of_booleans_count_the_true_ones():
     flags = torch.tensor([[True, False, True], [True, True, True]])
     assert moments({"kept_fraction": flags}, MASK)["kept_fraction"].tolist() == [3, 2, 2]
 
 
-def test_a_plain_number_counts_at_each_valid_step():
+def test_a_scalar_counts_once_per_valid_step():
     values = {"ratio": 1.0, "entropy": torch.zeros(2, 3), "clip_fraction": 0.0, "other": 3.0}
     found = {name: value.tolist() for name, value in moments(values, MASK).items()}
     assert found == {"entropy": [3, 0, 0], "ratio": [3, 3, 3], "clip_fraction": [3, 0, 0], "other": [3, 9, 27]}
 
 
-def test_plain_numbers_are_not_needed():
+def test_moments_accept_metrics_without_scalars():
     assert moments({"kl": torch.ones(2, 3)}, MASK)["kl"].tolist() == [3, 3, 3]
 
 
-def test_sums_are_in_float64():
+def test_moments_are_summed_in_float64():
     # in float32, 1e8 + 1 is 1e8
     found = moments({"kl": torch.tensor([[1e8, 1.0, 0.0], [0.0, 0.0, 0.0]])}, MASK)
     assert found["kl"].tolist() == [3, 1e8 + 1, 1e16 + 1]
 
 
-def test_terms_of_the_loss_are_shares_with_a_count_of_0():
+def test_loss_terms_are_reported_as_shares_with_a_count_of_0():
     terms = {
         name: torch.tensor(value, requires_grad=True) for name, value in (("policy_loss", -2.5), ("kl_penalty", 0.5))
     }
@@ -106,7 +106,7 @@ def test_clipped_steps_are_those_that_are_stopped_at_either_end():
     assert [found[name] for name in names] == [[3, 2, 2], [3, 1, 1], [3, 2, 2]]
 
 
-def test_what_there_is_is_reported_and_nothing_else():
+def test_only_metrics_of_the_given_inputs_are_reported():
     # sampler weights 1, 2 | 1/2;  one selected step;  entropy 1 at each step
     behaviour = torch.tensor([[1.0, 0.5, 9.0], [2.0, 9.0, 9.0]], dtype=torch.float64).log()
     selected = torch.tensor([[False, True, True], [False, True, True]])

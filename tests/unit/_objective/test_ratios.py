@@ -28,7 +28,7 @@ def double(values: list) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_the_names_of_the_levels():
+def test_the_allowed_ratio_levels_are_the_tested_ones():
     assert list(get_args(RatioLevel)) == LEVELS
 
 
@@ -45,7 +45,7 @@ VALUES = {
 }
 
 
-def test_values_by_hand(subtests):
+def test_log_ratios_at_each_level_equal_hand_worked_values(subtests):
     for level in LEVELS:
         with subtests.test(level=level):
             torch.testing.assert_close(
@@ -65,7 +65,7 @@ GRADIENTS = {
 }
 
 
-def test_gradients_by_hand(subtests):
+def test_gradients_of_log_ratios_at_each_level_equal_hand_worked_values(subtests):
     """With respect to the log-probs, of which those outside the mask have been replaced by 0."""
     for level in LEVELS:
         with subtests.test(level=level):
@@ -75,14 +75,14 @@ def test_gradients_by_hand(subtests):
             torch.testing.assert_close(gradient, double(GRADIENTS[level]), rtol=1e-15, atol=0)
 
 
-def test_the_row_is_the_geometric_mean_and_the_row_sum_the_product():
+def test_level_row_is_the_geometric_mean_and_level_row_sum_the_product():
     # ratios 2 and 8: geometric mean 4, product 16
     x, everywhere = double([[math.log(2), math.log(8)]]), torch.ones(1, 2, dtype=torch.bool)
     assert log_ratio_at_level(x, everywhere, "row").exp().item() == pytest.approx(4, rel=1e-14)
     assert log_ratio_at_level(x, everywhere, "row_sum").exp().item() == pytest.approx(16, rel=1e-14)
 
 
-def test_one_step_per_row_makes_all_levels_but_none_the_same():
+def test_with_one_step_per_row_all_levels_except_none_agree():
     x, everywhere = double([[0.3], [-0.7]]), torch.ones(2, 1, dtype=torch.bool)
     for level in LEVELS[:-1]:
         assert torch.equal(log_ratio_at_level(x, everywhere, level), x)
@@ -120,22 +120,22 @@ def test_beyond_twenty_the_exponential_is_constant(subtests):
             assert torch.autograd.grad(ratio, leaf)[0].item() == pytest.approx(slope, rel=1e-14)
 
 
-def test_what_is_no_number_stays_so():
+def test_bounded_exp_of_nan_is_nan():
     assert bounded_exp(double([[math.nan, 0.0]])).isnan().tolist() == [[True, False]]
 
 
-def test_a_bound_is_passed_beyond_it_in_the_direction_of_the_advantage():
+def test_a_ratio_passes_a_bound_only_in_the_direction_of_the_advantage():
     rho = double([[0.5, 0.25, 2.0, 4.0]])
     below, above = past_bounds(rho.expand(3, 4), double([[-1.0], [1.0], [0.0]]), 0.5, 1.0)
     assert below.tolist() == [[False, True, False, False], [False] * 4, [False] * 4]
     assert above.tolist() == [[False] * 4, [False, False, False, True], [False] * 4]
 
 
-def test_a_choice_of_two_numbers_is_not_rounded_to_float32():
+def test_either_does_not_round_its_two_numbers_to_float32():
     assert either(torch.tensor([[True, False]]), 0.1, 0.3, like=double([[0.0, 0.0]])).tolist() == [[0.1, 0.3]]
 
 
-def test_no_steps_at_all(subtests):
+def test_every_level_accepts_batches_without_rows_or_steps(subtests):
     for level, shape in product(LEVELS, [(0, 3), (3, 0)]):
         with subtests.test(level=level, shape=shape):
             at_level = log_ratio_at_level(torch.zeros(shape), torch.ones(shape, dtype=torch.bool), level)
@@ -157,7 +157,7 @@ THROUGH_THE_LOSS = {
 }
 
 
-def test_each_level_through_the_loss_with_a_poisoned_hole(subtests):
+def test_the_clip_loss_at_each_level_ignores_nan_under_the_mask(subtests):
     for level in LEVELS:
         with subtests.test(level=level):
             expected_loss, (first, last) = THROUGH_THE_LOSS[level]

@@ -31,7 +31,7 @@ def test_the_defaults_bound_the_weight_of_a_step_by_3() -> None:
         assert kind().to_dict() == {"low": None, "high": 3.0, "level": "step"}
 
 
-def test_weights_by_hand(subtests: pytest.Subtests) -> None:
+def test_step_weights_equal_hand_worked_values(subtests: pytest.Subtests) -> None:
     for correction, expected in [
         (Truncate(high=None), [4, 0.5, 1, 1]),
         (Truncate(), [3, 0.5, 1, 1]),
@@ -57,7 +57,7 @@ def test_weights_carry_no_gradient(subtests: pytest.Subtests) -> None:
                 assert not correction(old, BEHAVIOUR, EVERYWHERE).requires_grad
 
 
-def test_what_is_outside_the_mask_is_never_used(subtests: pytest.Subtests) -> None:
+def test_masked_log_probs_do_not_change_the_weights(subtests: pytest.Subtests) -> None:
     for correction in [Truncate(high=None), Mask(high=None)]:
         with subtests.test(correction=correction):
             mask = torch.tensor([[True, False, False, True]])
@@ -68,7 +68,7 @@ def test_what_is_outside_the_mask_is_never_used(subtests: pytest.Subtests) -> No
             assert weights[0, 0].item() == pytest.approx(4)
 
 
-def test_the_divergence_is_not_weighed() -> None:
+def test_sampler_weights_do_not_multiply_the_kl() -> None:
     ref = torch.tensor([[-1.0]], dtype=torch.float64)
     inputs = ObjectiveInputs(
         log_probs=torch.tensor([[-2.0]], dtype=torch.float64),
@@ -85,7 +85,7 @@ def test_the_divergence_is_not_weighed() -> None:
     assert output.metrics["sampler_ratio"].tolist() == pytest.approx([1, 2, 4])
 
 
-def test_rollouts_from_elsewhere_are_corrected_by_the_trainer() -> None:
+def test_the_trainer_corrects_rollouts_of_another_sampler() -> None:
     """Two actions of a uniform policy, drawn with 1/4 and 3/4: weights 2 and 2/3, advantages 1/2 and -1/2."""
     policy = TablePolicy().double()
     config = GRPOConfig(
@@ -102,7 +102,7 @@ def test_rollouts_from_elsewhere_are_corrected_by_the_trainer() -> None:
     assert metrics["train/sampler_ratio_mean"] == pytest.approx((2 + 2 / 3) / 2)
 
 
-def test_bounds_that_cross_are_refused(subtests: pytest.Subtests) -> None:
+def test_a_lower_bound_above_the_upper_bound_is_refused(subtests: pytest.Subtests) -> None:
     for kind in [Truncate, Mask]:
         with subtests.test(kind=kind):
             with pytest.raises(ConfigError, match=rf"{kind.__name__}\.low=4\.0 must not exceed high=3\.0"):
@@ -111,7 +111,7 @@ def test_bounds_that_cross_are_refused(subtests: pytest.Subtests) -> None:
             assert kind(low=4.0, high=None).high is None
 
 
-def test_bounds_are_compared_where_there_are_two() -> None:
+def test_bounds_are_compared_only_if_both_are_given() -> None:
     for low, high in ((None, None), (None, 1.0), (1.0, None), (1.0, 1.0), (0.5, 1.0), (0.0, 0.0)):
         require_order("low", low, "high", high)
     for low, high in ((1.0, 0.5), (1.0, 0.0)):
@@ -119,7 +119,7 @@ def test_bounds_are_compared_where_there_are_two() -> None:
             require_order("low", low, "high", high)
 
 
-def test_ranges_of_settings(subtests: pytest.Subtests) -> None:
+def test_settings_outside_their_ranges_are_refused(subtests: pytest.Subtests) -> None:
     for kind in [Truncate, Mask]:
         with subtests.test(kind=kind):
             assert kind(low=0.0, high=1e-9).low == 0
@@ -129,7 +129,7 @@ def test_ranges_of_settings(subtests: pytest.Subtests) -> None:
 
 
 # the row's ratio is 4 * 1/2 * 1, the unscored step counting 1: 2
-def test_weights_of_rows_by_hand(subtests: pytest.Subtests) -> None:
+def test_row_weights_equal_hand_worked_values(subtests: pytest.Subtests) -> None:
     for correction, expected in [
         (Truncate(level="row", high=None), 2.0),
         (Truncate(level="row", high=1.5), 1.5),
@@ -152,7 +152,7 @@ def test_a_rows_weight_is_over_its_valid_steps() -> None:
         assert correction(old, behaviour, mask).squeeze(1).tolist() == pytest.approx([4.0, 1.0])
 
 
-def test_no_weight_overflows(subtests: pytest.Subtests) -> None:
+def test_log_weights_are_bounded_so_that_no_weight_overflows(subtests: pytest.Subtests) -> None:
     for level in ["step", "row"]:
         with subtests.test(level=level):
             old, behaviour = torch.tensor([[-1.0], [-900.0]]), torch.tensor([[-900.0], [-1.0]])
@@ -162,7 +162,7 @@ def test_no_weight_overflows(subtests: pytest.Subtests) -> None:
 
 
 # old - behaviour over the scored steps: log 4, -log 2, 0
-def test_the_divergence_from_the_sampler_by_hand() -> None:
+def test_the_sampler_divergence_equals_hand_worked_values() -> None:
     found = sampler_divergence(OLD.float().requires_grad_(), BEHAVIOUR.float(), EVERYWHERE)
     gaps = [-math.log(4), math.log(2), 0]
     assert found.tolist() == pytest.approx([3, sum(gaps), sum(gap**2 for gap in gaps)], rel=1e-6)
@@ -173,7 +173,7 @@ def test_the_divergence_from_the_sampler_by_hand() -> None:
     assert sampler_divergence(OLD, poisoned, mask).tolist() == pytest.approx([1, gaps[0], gaps[0] ** 2])
 
 
-def test_the_divergence_is_added_up_in_float64() -> None:
+def test_the_sampler_divergence_is_summed_in_float64() -> None:
     # in float32, 1e8 + 1 is 1e8
     behaviour = torch.tensor([[1e8, 1.0]])
     found = sampler_divergence(torch.zeros(1, 2), behaviour, torch.ones(1, 2, dtype=torch.bool))
@@ -185,7 +185,7 @@ NOW = torch.tensor([[-1.0, -2.0], [-1.0, -2.0], [-1.0, -2.0], [-1.0, -2.0]], dty
 SAMPLED = torch.tensor([[-0.9, -1.5], [-0.9, -1.5], [-0.9, -1.9], [-0.4, math.nan]], dtype=torch.float64)
 
 
-def test_bad_rows_that_have_moved_away_are_left_out(subtests: pytest.Subtests) -> None:
+def test_negative_rows_beyond_the_divergence_threshold_are_left_out(subtests: pytest.Subtests) -> None:
     for threshold, near in [
         (0.35, [True, True, True, True]),
         (0.2, [True, False, True, False]),
@@ -197,7 +197,7 @@ def test_bad_rows_that_have_moved_away_are_left_out(subtests: pytest.Subtests) -
             assert near_policy_rows(NOW, SAMPLED, advantages, everywhere, threshold).squeeze(1).tolist() == near
 
 
-def test_rows_at_the_threshold_and_with_no_advantage_stay() -> None:
+def test_rows_at_the_threshold_or_without_an_advantage_are_kept() -> None:
     # mean (1/4 + 1/2)/2 = 3/8, exactly
     now, sampled = torch.tensor([[-1.0, -2.0]] * 2), torch.tensor([[-0.75, -1.5]] * 2)
     everywhere = torch.ones(2, 2, dtype=torch.bool)
@@ -220,7 +220,7 @@ def test_the_distance_of_a_row_is_over_its_valid_steps() -> None:
     assert near.squeeze(1).tolist() == [True, False, True, False]
 
 
-def test_a_row_without_scored_steps_is_near() -> None:
+def test_a_row_without_scored_steps_is_kept() -> None:
     unscored = torch.full((1, 2), math.nan, dtype=torch.float64)
     everywhere = torch.ones(1, 2, dtype=torch.bool)
     assert near_policy_rows(NOW[:1], unscored, torch.tensor([[-1.0]]).double(), everywhere, 0.0).item()

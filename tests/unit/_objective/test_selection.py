@@ -30,7 +30,7 @@ def generator(seed: int = 3) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_top_entropy_steps_by_hand(subtests):
+def test_top_entropy_steps_equal_hand_worked_choices(subtests):
     for dtype, (entropy, fraction, kept) in product(
         [torch.float32, torch.float64],
         [
@@ -53,7 +53,7 @@ def test_top_entropy_steps_by_hand(subtests):
             assert top_entropy_steps(torch.tensor(entropy, dtype=dtype), fraction).tolist() == [bool(k) for k in kept]
 
 
-def test_the_bound_is_the_quantile(subtests):
+def test_top_entropy_steps_are_those_at_or_above_the_quantile(subtests):
     for size, fraction in product([1, 2, 7, 1000], [0.05, 0.2, 0.5, 0.83]):
         with subtests.test(size=size, fraction=fraction):
             entropy = torch.rand(size, generator=generator(), dtype=torch.float64)
@@ -62,19 +62,19 @@ def test_the_bound_is_the_quantile(subtests):
             assert kept.sum() >= math.floor(fraction * size)
 
 
-def test_a_step_at_the_quantile_is_kept_whatever_the_rounding_of_its_place():
+def test_a_step_at_the_quantile_is_kept_despite_rounding():
     # the top 70 % of 0 .. 10: place (1 - .7) 10 = 3, though in floating point 3.0000000000000004
     assert top_entropy_steps(torch.arange(11.0, dtype=torch.float64), 0.7).tolist() == [False] * 3 + [True] * 8
 
 
-def test_covariances_by_hand():
+def test_covariances_equal_hand_worked_values():
     # log pi: mean -2, deviations 1, 0, -1;  A: mean 1, deviations 2, -1, -1
     covariance = covariances(double([-1.0, -2.0, -3.0]), double([3.0, 0.0, 0.0]))
     assert covariance.tolist() == [2.0, 0.0, 1.0]
     assert covariance.mean().item() == 1.0  # Cov(log pi, A)
 
 
-def test_covariances_of_nothing_and_of_one():
+def test_covariances_of_no_step_are_empty_and_of_one_step_0():
     assert covariances(double([]), double([])).tolist() == []
     assert covariances(double([-3.0]), double([5.0])).tolist() == [0.0]
 
@@ -82,7 +82,7 @@ def test_covariances_of_nothing_and_of_one():
 COVARIANCE = double([2.0, 0.0, 1.0, 5.0, -4.0])
 
 
-def test_largest_covariances_by_hand(subtests):
+def test_largest_covariances_equal_hand_worked_choices(subtests):
     for fraction, chosen in [
         (1e-4, [0, 0, 0, 1, 0]),  # at least one
         (0.2, [0, 0, 0, 1, 0]),
@@ -95,7 +95,7 @@ def test_largest_covariances_by_hand(subtests):
             assert largest_covariances(COVARIANCE, fraction).tolist() == [bool(c) for c in chosen]
 
 
-def test_of_no_steps_none_is_chosen():
+def test_no_step_is_chosen_from_an_empty_batch():
     assert largest_covariances(double([]), 0.5).tolist() == []
     assert drawn_covariances(double([]), 0.5, low=1.0, high=5.0).tolist() == []
 
@@ -105,7 +105,7 @@ CANDIDATES = double([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, -2.0, 1.0, 5.0])
 BETWEEN = [False, False, True, True, True, False, False, False, False, False]
 
 
-def test_only_candidates_are_drawn_and_as_many_as_asked_for(subtests):
+def test_clip_cov_draws_only_candidates_and_the_requested_number(subtests):
     for fraction, count in [(1e-4, 1), (0.1, 1), (0.2, 2), (0.3, 3), (0.9, 3)]:
         with subtests.test(fraction=fraction, count=count):
             for seed in range(20):
@@ -114,7 +114,7 @@ def test_only_candidates_are_drawn_and_as_many_as_asked_for(subtests):
                 assert not (drawn & ~torch.tensor(BETWEEN)).any()
 
 
-def test_every_candidate_has_its_turn_and_a_seed_repeats_it():
+def test_every_candidate_can_be_drawn_and_a_seed_repeats_the_draw():
     draws = [drawn_covariances(CANDIDATES, 0.1, low=1.0, high=5.0, generator=generator(seed)) for seed in range(40)]
     assert torch.stack(draws).any(0).tolist() == BETWEEN
     again = [drawn_covariances(CANDIDATES, 0.1, low=1.0, high=5.0, generator=generator(seed)) for seed in range(40)]
@@ -139,18 +139,18 @@ def selected(surrogate: Any, advantages: Tensor = ADVANTAGES, log_probs: Tensor 
     return chosen
 
 
-def test_without_a_setting_every_step_counts():
+def test_without_a_selection_setting_every_step_counts():
     assert kept_by_entropy(MASK, ENTROPY, 1.0) is None
     assert kept_by_entropy(MASK, None, 1.0) is None
     assert selected_by(None, MASK, LOG_PROBS, ADVANTAGES) is None
 
 
-def test_top_entropy_among_the_valid_steps_of_all_rows():
+def test_top_entropy_steps_are_chosen_among_the_valid_steps_of_all_rows():
     # sorted .1 .3 .5 .7 .9; place .6 * 4 = 2.4: .58
     assert kept_by_entropy(MASK, ENTROPY, 0.4).tolist() == [[False, True, False], [False, False, True]]
 
 
-def test_the_entropy_may_carry_a_gradient():
+def test_top_entropy_accepts_an_entropy_with_a_gradient():
     entropy = ENTROPY.clone().requires_grad_()
     assert kept_by_entropy(MASK, entropy, 0.4).sum() == 2
 
@@ -159,7 +159,7 @@ def test_kl_cov_takes_the_largest_covariances_of_all_rows():
     assert selected(KlCov(fraction=0.4)).tolist() == [[True, False, False], [False, False, True]]
 
 
-def test_advantages_per_step_have_covariances_of_their_own():
+def test_kl_cov_selects_with_advantages_per_step():
     # A = 1 1 1 | 1 -4: mean 0;  c = 2 1 0 | -1 8
     advantages = double([[1.0, 1.0, 1.0], [1.0, math.nan, -4.0]])
     assert selected(KlCov(fraction=0.2), advantages).tolist() == [[False, False, False], [False, False, True]]
@@ -213,7 +213,7 @@ def in_two_ranks(choose: Any, split: int) -> tuple[list[Tensor], Tensor]:
     return [choose(rows, gather_as(rank)) for rank, rows in enumerate(ranks)], choose(slice(0, 5), None)
 
 
-def test_ranks_choose_what_one_process_would(subtests):
+def test_ranks_select_the_same_steps_as_one_process(subtests):
     random = generator(7)
     mask = torch.rand(5, 4, generator=random) < 0.7
     log_probs = -torch.rand(5, 4, generator=random, dtype=torch.float64)
@@ -233,7 +233,7 @@ def test_ranks_choose_what_one_process_would(subtests):
             assert 0 < whole[mask].sum() < mask.sum()
 
 
-def test_without_a_given_selection_the_loss_chooses_among_its_rows():
+def test_without_a_given_selection_the_loss_selects_among_its_own_rows():
     # ratio 1; of the valid steps' covariances 4 2 0 | 3 6 the largest is the last: there the pull of |x| at 0 is 0 ...
     clean = LOG_PROBS.nan_to_num(-9.0)
     config = ObjectiveConfig(surrogate=KlCov(fraction=0.2))
@@ -245,7 +245,7 @@ def test_without_a_given_selection_the_loss_chooses_among_its_rows():
     assert gradient[1].tolist() == pytest.approx([3.3, 0, 3.3 + 1])
 
 
-def test_the_loss_leaves_out_what_clip_cov_chooses_and_reports_the_fraction():
+def test_the_loss_excludes_the_steps_of_clip_cov_and_reports_their_fraction():
     # candidates above 3.5 are 4 and 6, and both are drawn; the other steps have ratio 1
     config = ObjectiveConfig(surrogate=ClipCov(fraction=1.0, cov_low=3.5, cov_high=7.0))
     _, gradient = loss_and_gradient(LOG_PROBS, ADVANTAGES, config, mask=MASK)
@@ -255,7 +255,7 @@ def test_the_loss_leaves_out_what_clip_cov_chooses_and_reports_the_fraction():
     assert "kept_fraction" not in metrics
 
 
-def test_a_selection_that_is_given_is_used():
+def test_the_loss_uses_a_given_selection():
     chosen = torch.tensor([[True, True, False], [False, True, False]])
     config = ObjectiveConfig(surrogate=ClipCov(fraction=1.0, cov_low=3.5, cov_high=7.0), top_entropy_fraction=0.1)
     inputs = {"mask": MASK, "selected": chosen, "keep": MASK}
@@ -282,6 +282,6 @@ def test_clip_cov_and_top_entropy_are_independent():
     assert gradient.tolist() == [[0.0, -2.0, -2.0], [3.0, 0.0, 0.0]]
 
 
-def test_a_surrogate_without_a_choice_reports_none():
+def test_a_surrogate_without_a_selection_reports_no_selected_fraction():
     metrics = grpo_objective(objective_inputs(LOG_PROBS, ADVANTAGES, mask=MASK), ObjectiveConfig()).metrics
     assert not {"kept_fraction", "selected_fraction"} & set(metrics)

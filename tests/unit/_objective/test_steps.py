@@ -38,7 +38,7 @@ def test_values_are_zero_outside_the_mask():
     assert steps.constant(double([[5.0, NAN, 6.0]])).tolist() == [[5, 0, 6]]
 
 
-def test_one_advantage_per_row_is_a_column():
+def test_advantages_per_row_become_one_column():
     assert steps_of().advantages.tolist() == [[3.0]]
 
 
@@ -69,13 +69,13 @@ def test_without_old_log_probs_the_ratio_is_1_and_has_the_gradient_of_log_probs(
     assert torch.autograd.grad(steps.ratio().sum(), leaf)[0].tolist() == [[1, 0, 1]]
 
 
-def test_what_sampled_is_the_behaviour_where_it_is_known_else_the_old_policy():
+def test_sampled_log_probs_are_the_behaviours_if_known_and_else_the_old_policys():
     assert torch.equal(steps_of().sampled_log_probs, steps_of().old_log_probs)
     steps = steps_of(old_log_probs=None, behaviour_log_probs=BEHAVIOUR)
     assert steps.sampled_log_probs.tolist() == [[-2, 0, -2]]
 
 
-def test_log_ratio_and_ratio_at_each_level(subtests):
+def test_log_ratio_and_ratio_at_each_level_equal_hand_worked_values(subtests):
     for level, x in [
         ("step", [0.5, 0, -0.25]),
         ("row", [0.125]),
@@ -90,7 +90,7 @@ def test_log_ratio_and_ratio_at_each_level(subtests):
             assert steps.ratio(level) is steps.ratio(level)
 
 
-def test_the_level_of_steps_is_the_default():
+def test_the_ratio_level_defaults_to_step():
     steps = steps_of()
     assert torch.equal(steps.log_ratio(), steps.log_ratio("step"))
     assert steps.ratio() is steps.ratio("step")
@@ -103,7 +103,7 @@ def test_the_ratio_is_clamped_and_the_log_ratio_is_not():
 
 
 # from the sampler to the old policy: e^.5, and 1 where the step is not scored
-def test_sampler_weights_are_what_the_correction_makes_of_old_and_behaviour(subtests):
+def test_sampler_weights_come_from_old_and_behaviour_log_probs(subtests):
     for correction, weights in [
         (None, None),
         (Truncate(), [math.exp(0.5), 1, 1]),
@@ -119,14 +119,14 @@ def test_sampler_weights_are_what_the_correction_makes_of_old_and_behaviour(subt
             )
 
 
-def test_a_correction_needs_the_log_probs_of_the_sampler():
+def test_a_correction_without_behaviour_log_probs_is_refused():
     assert steps_of().sampler_weights is None
     message = r"objective\.sampler_correction=Mask\(.*\) needs behaviour_log_probs\. Return them in SampledActions"
     with pytest.raises(ConfigError, match=message):
         steps_of(Mask())
 
 
-def test_a_selection_is_passed_on():
+def test_the_given_selection_is_kept_unchanged():
     selected = torch.tensor([[True, True, False]])
     steps = steps_of(selected=selected)
     assert steps.selected is steps.require_selected() is selected

@@ -29,7 +29,7 @@ WEIGHTS = {
 SUMS = {"row_mean": 2 / 3, "step_mean": 1, "fixed_length": 4 / 15, "row_sum": 4 / 3, "group_mean": 1 / 2}
 
 
-def test_the_names_of_the_aggregations():
+def test_the_allowed_aggregations_are_the_tested_ones():
     assert get_args(Aggregation) == tuple(WEIGHTS)
 
 
@@ -37,7 +37,7 @@ def options(aggregation: str, groups: torch.Tensor = GROUPS) -> dict:
     return {"fixed_length": {"fixed_length": 5}, "group_mean": {"group_ids": groups}}.get(aggregation, {})
 
 
-def test_step_weights(subtests):
+def test_step_weights_of_each_aggregation_equal_hand_worked_values(subtests):
     for aggregation in WEIGHTS:
         with subtests.test(aggregation=aggregation):
             weights = step_weights(MASK, aggregation, **options(aggregation))
@@ -54,7 +54,7 @@ def test_step_weights_without_any_step_are_zero(subtests):
             assert weights.tolist() == [[0, 0]] * 3
 
 
-def test_step_weights_of_no_rows(subtests):
+def test_step_weights_of_no_rows_are_empty_and_still_reduced_over_ranks(subtests):
     for aggregation in WEIGHTS:
         with subtests.test(aggregation=aggregation):
             # a rank may have none, and still has to join the sum of the counts
@@ -68,7 +68,7 @@ def test_step_weights_of_no_rows(subtests):
             assert reduce.call_count == 1
 
 
-def test_step_weights_of_two_ranks_are_those_of_one(subtests):
+def test_step_weights_of_two_ranks_equal_those_of_one_process(subtests):
     for aggregation in WEIGHTS:
         with subtests.test(aggregation=aggregation):
             mask = torch.tensor([[True, True], [True, False], [False, False], [True, True], [False, True]])
@@ -88,7 +88,7 @@ def test_step_weights_of_two_ranks_are_those_of_one(subtests):
                 assert part.tolist() == [pytest.approx(row) for row in whole[rows].tolist()]
 
 
-def test_step_weights_say_what_is_missing(subtests):
+def test_step_weights_name_a_missing_input(subtests):
     for aggregation, missing in [("fixed_length", "fixed_length"), ("group_mean", "group_ids")]:
         with subtests.test(aggregation=aggregation, missing=missing), pytest.raises(ConfigError, match=missing):
             step_weights(MASK, aggregation)

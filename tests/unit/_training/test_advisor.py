@@ -1,4 +1,4 @@
-"""What a run's numbers say is said in words, once, and only where it is so."""
+"""The advisor reports a problem that the metrics show in words, once, and reports nothing else."""
 
 import copy
 import logging
@@ -69,24 +69,24 @@ def test_a_loss_of_zero_is_explained_once(caplog: pytest.LogCaptureFixture) -> N
     assert "rewards/mean" in caplog.text
 
 
-def test_with_several_updates_a_loss_is_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_of_0_is_not_explained_when_there_are_several_updates(caplog: pytest.LogCaptureFixture) -> None:
     run(3, num_epochs_per_update=2)
     assert said(caplog) == []
 
 
-def test_nothing_clipped_is_said_after_ten_iterations_of_several_updates(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_clipping_in_ten_iterations_of_several_updates_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     run(9, num_epochs_per_update=2, lr=1e-3)
     assert said(caplog) == []
     run(11, num_epochs_per_update=2, lr=1e-3)
     assert said(caplog) == ["nothing is ever clipped"]
 
 
-def test_what_is_clipped_now_and_then_is_not_never_clipped(caplog: pytest.LogCaptureFixture) -> None:
+def test_occasional_clipping_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     run(11, num_epochs_per_update=4, lr=3.0)
     assert "nothing is ever clipped" not in said(caplog)
 
 
-def test_a_reference_that_is_copied_every_time_has_no_kl(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reference_copied_every_iteration_is_reported_as_kl_0(caplog: pytest.LogCaptureFixture) -> None:
     run(11, reference=True, reference_sync_every=1, objective=None)
     assert "the KL is 0" in said(caplog)
     caplog.clear()
@@ -94,17 +94,19 @@ def test_a_reference_that_is_copied_every_time_has_no_kl(caplog: pytest.LogCaptu
     assert "the KL is 0" not in said(caplog)
 
 
-def test_dead_groups(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_iteration_whose_groups_are_all_dead_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     run(3, rewards=(1.0, 1.0, 0.3, 0.3))
     assert said(caplog) == ["all groups are dead"]
 
 
-def test_advantages_that_are_made_0_are_told_from_rewards_that_are_equal(caplog: pytest.LogCaptureFixture) -> None:
+def test_advantages_scaled_to_0_are_reported_apart_from_dead_groups(caplog: pytest.LogCaptureFixture) -> None:
     run(2, rewards=(-1.0, 0.0, -2.0, -3.0), advantage=AdvantageConfig(scale="mean"))
     assert said(caplog) == ["all advantages are 0"]
 
 
-def test_a_batch_size_that_no_iteration_fills(caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests) -> None:
+def test_a_batch_size_larger_than_an_iteration_is_reported(
+    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
     for batch_size, is_said in [(5, True), (4, False), (2, False), (None, False)]:
         with subtests.test(batch_size=batch_size, is_said=is_said):
             caplog.clear()
@@ -112,7 +114,7 @@ def test_a_batch_size_that_no_iteration_fills(caplog: pytest.LogCaptureFixture, 
             assert ("batch_size is larger than an iteration" in said(caplog)) == is_said
 
 
-def test_one_live_group_is_enough(caplog: pytest.LogCaptureFixture) -> None:
+def test_dead_groups_are_not_reported_while_one_group_is_live(caplog: pytest.LogCaptureFixture) -> None:
     run(3, rewards=(1.0, 1.0, 0.3, 0.7))
     assert "all groups are dead" not in said(caplog)
 
@@ -127,8 +129,8 @@ class KnowsItsEntropy(TablePolicy):
         return ActionScores(log_probs=log_probs, mask=torch.ones_like(log_probs, dtype=torch.bool), entropy=entropy)
 
 
-def test_an_entropy_that_collapses(caplog: pytest.LogCaptureFixture) -> None:
-    """Pushed towards one action until a twentieth of ln 2 is left of the entropy, on average over the last ten iterations."""
+def test_a_collapsed_entropy_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Training pushes the policy towards one action until the entropy, averaged over ten iterations, is a twentieth of ln 2."""
     policy = KnowsItsEntropy(script=[[0, 1], [1, 0]])
     trainer = GRPOTrainer(
         config=GRPOConfig(group_size=2, objective=ObjectiveConfig(entropy_coef=1e-9), max_grad_norm=None),
@@ -144,7 +146,7 @@ def test_an_entropy_that_collapses(caplog: pytest.LogCaptureFixture) -> None:
     assert entropies[-1] < 0.05 * entropies[0] < entropies[4]
 
 
-def test_an_entropy_that_was_low_from_the_start_has_not_collapsed(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_entropy_that_is_low_from_the_start_is_not_reported_as_collapsed(caplog: pytest.LogCaptureFixture) -> None:
     run(15, lr=1e-3, logits=[[5.0, -5.0], [5.0, -5.0]])
     assert "the entropy has collapsed" not in said(caplog)
 
@@ -182,7 +184,9 @@ def train_on(policy: Drawn, num_steps: int, objective: Any = None, **settings: A
 SIGN = "the sampler is not the policy"
 
 
-def test_a_truncated_sampler_without_a_correction(caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests) -> None:
+def test_a_truncated_sampler_without_a_correction_is_reported_once(
+    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
     """Nine tenths of the policy are kept: -ln .9 in every step. Once, after ten iterations; with old log-probs and without."""
     for tells_scores, surrogate in [(False, "clip"), (True, "clip"), (False, "reinforce"), (True, "vespo")]:
         with subtests.test(tells_scores=tells_scores, surrogate=surrogate):
@@ -196,7 +200,9 @@ def test_a_truncated_sampler_without_a_correction(caplog: pytest.LogCaptureFixtu
             assert "objective.sampler_correction='truncate'" in caplog.text
 
 
-def test_a_sampler_that_is_the_policy_to_rounding(caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests) -> None:
+def test_a_sampler_that_differs_by_rounding_is_not_reported(
+    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
     for off, tells_scores in [
         (0.005, False),
         (0.005, True),
@@ -210,13 +216,15 @@ def test_a_sampler_that_is_the_policy_to_rounding(caplog: pytest.LogCaptureFixtu
             assert SIGN not in said(caplog)
 
 
-def test_unscored_steps_do_not_hide_the_others() -> None:
+def test_the_sampler_divergence_averages_the_scored_steps_only() -> None:
     assert train_on(Drawn([math.nan, 0.1, math.nan, 0.3], tells_scores=True), 1)["train/sampler_divergence"] == (
         pytest.approx(0.2)
     )
 
 
-def test_where_it_is_corrected_for_nothing_is_said(caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests) -> None:
+def test_a_corrected_sampler_divergence_is_not_reported(
+    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
     for correction in ["truncate", "mask"]:
         with subtests.test(correction=correction):
             metrics = train_on(Drawn(0.1, tells_scores=True), 12, sampler_correction=correction)
@@ -224,7 +232,7 @@ def test_where_it_is_corrected_for_nothing_is_said(caplog: pytest.LogCaptureFixt
             assert SIGN not in said(caplog)
 
 
-def test_a_loss_of_the_callers_may_correct_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sampler_divergence_is_not_reported_under_a_user_loss(caplog: pytest.LogCaptureFixture) -> None:
     policy = Drawn(0.1, tells_scores=True)
     train_on(
         policy,
@@ -236,8 +244,8 @@ def test_a_loss_of_the_callers_may_correct_by_itself(caplog: pytest.LogCaptureFi
     assert SIGN not in said(caplog)
 
 
-def test_a_loss_of_the_callers_is_judged_by_what_it_reports(caplog: pytest.LogCaptureFixture) -> None:
-    """It reports nothing: neither its loss nor its divergence can be said to be 0."""
+def test_a_user_loss_that_reports_nothing_is_not_reported_as_0(caplog: pytest.LogCaptureFixture) -> None:
+    """The user loss reports nothing, so neither its loss nor its KL is known to be 0."""
     with pytest.warns(GRPOWarning, match=r"kl_coef=0\.04"):
         run(
             11,
@@ -249,13 +257,13 @@ def test_a_loss_of_the_callers_is_judged_by_what_it_reports(caplog: pytest.LogCa
     assert said(caplog) == []
 
 
-def test_it_is_said_at_the_level_of_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_advice_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     run(1)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
 
 
-def test_the_page_has_every_sign() -> None:
+def test_the_debugging_page_contains_every_advice() -> None:
     page = " ".join((ROOT / "docs" / "debugging.md").read_text().split())  # wherever its lines are broken
     assert [sign for sign in ADVICE if sign not in page] == []
     settings = set(

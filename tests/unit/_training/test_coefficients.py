@@ -1,4 +1,4 @@
-"""Coefficients that follow a measurement: both rules for the divergence, the rule for the entropy, and what is saved."""
+"""Adaptive coefficients: both rules for the KL, the rule for the entropy, and their saved state."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from grpo._training.coefficients import Coefficients, next_entropy_coef, next_kl
 THRESHOLD = KLControl(target=0.25, coef_min=0.01, coef_max=1.0)
 
 
-def test_the_threshold_rule_by_hand(subtests):
+def test_the_threshold_rule_equals_hand_worked_coefficients(subtests):
     for kl, coef in [
         (0.5, 0.3),  # above 1.5 * .25 = .375: .2 * 1.5
         (0.376, 0.3),
@@ -28,7 +28,7 @@ def test_the_threshold_rule_by_hand(subtests):
 PROPORTIONAL = KLControl(rule="proportional", target=0.25, gain=0.5, coef_min=0.01, coef_max=1.0)
 
 
-def test_the_proportional_rule_by_hand(subtests):
+def test_the_proportional_rule_equals_hand_worked_coefficients(subtests):
     for kl, coef in [
         (0.25, 0.2),
         (0.275, 0.2 * 1.05),  # error .1, gain .5
@@ -55,7 +55,7 @@ def test_the_kl_coefficient_stays_between_its_bounds(subtests):
             assert next_kl_coef(0.0, 0.25, control) == 0.01
 
 
-def test_a_divergence_that_is_held_up_or_down_moves_the_coefficient_step_by_step():
+def test_a_kl_that_stays_high_or_low_moves_the_coefficient_in_every_step():
     coef, path = 0.2, []
     for kl in (1.0, 1.0, 0.25, 0.0, 0.0):
         coef = next_kl_coef(coef, kl, THRESHOLD)
@@ -66,7 +66,7 @@ def test_a_divergence_that_is_held_up_or_down_moves_the_coefficient_step_by_step
 ENTROPY = EntropyControl(target=0.5, delta=0.25, coef_min=0.125, coef_max=1.0)
 
 
-def test_the_entropy_rule_by_hand(subtests):
+def test_the_entropy_rule_equals_hand_worked_coefficients(subtests):
     for coef, entropy, following in [
         (0.5, 0.1, 0.75),  # below the target: + .25
         (0.5, 0.5, 0.75),  # at the target, too
@@ -78,7 +78,7 @@ def test_the_entropy_rule_by_hand(subtests):
             assert next_entropy_coef(coef, entropy, ENTROPY) == following
 
 
-def test_bounds_that_cross_are_refused(subtests):
+def test_a_lower_coefficient_bound_above_the_upper_is_refused(subtests):
     for control in [KLControl, EntropyControl]:
         with (
             subtests.test(control=control),
@@ -108,7 +108,7 @@ def test_coefficients_start_as_configured_and_follow_what_is_measured():
     assert current.entropy_coef == 0.75
 
 
-def test_the_bonus_sleeps_while_the_entropy_is_above_its_target():
+def test_the_entropy_bonus_is_0_while_the_entropy_is_above_its_target():
     current = coefficients()
     seen = []
     # .75 .5 .25 | .5: the coefficient goes down and up behind the gate
@@ -118,20 +118,20 @@ def test_the_bonus_sleeps_while_the_entropy_is_above_its_target():
     assert seen == [0.75, 0.0, 0.0, 0.5]
 
 
-def test_what_was_not_measured_changes_nothing():
+def test_a_metric_that_was_not_measured_changes_no_coefficient():
     current = coefficients()
     for measured in ({}, {"kl": (math.nan, 0.0), "entropy": (math.inf, 0.0)}, {"reward": (3.0, 0.0)}):
         current.follow(measured)
         assert (current.kl_coef, current.entropy_coef) == (0.2, 0.5)
 
 
-def test_without_a_control_a_coefficient_stays():
+def test_without_a_control_a_coefficient_stays_constant():
     current = coefficients(kl_control=None, entropy_control=None)
     current.follow({"kl": (9.0, 0.0), "entropy": (9.0, 0.0)})
     assert (current.kl_coef, current.entropy_coef) == (0.2, 0.5)
 
 
-def test_whether_a_term_may_come_to_have_a_gradient(subtests):
+def test_coefficients_may_be_positive_if_set_or_controlled(subtests):
     for kl_coef, entropy_coef, entropy_control, may_be_positive in [
         (0.0, 0.0, None, False),
         (0.1, 0.0, None, True),
@@ -147,14 +147,14 @@ def test_whether_a_term_may_come_to_have_a_gradient(subtests):
             assert current.may_be_positive == may_be_positive
 
 
-def test_a_sleeping_bonus_may_come_to_have_a_gradient():
+def test_a_bonus_of_0_under_a_control_may_become_positive():
     current = coefficients(kl_coef=0.0, kl_control=None)
     current.follow({"entropy": (9.0, 0.0)})
     assert current.entropy_coef == 0.0
     assert current.may_be_positive
 
 
-def test_what_has_been_adapted_survives_a_save(subtests):
+def test_adapted_coefficients_survive_saving_and_loading(subtests):
     for entropy in [0.4, 0.6]:
         with subtests.test(entropy=entropy):
             first, second = coefficients(), coefficients(kl_coef=0.9, entropy_coef=0.9)

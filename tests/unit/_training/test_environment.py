@@ -83,7 +83,7 @@ def test_ranks_share_the_seed_of_the_data_and_draw_other_numbers(subtests: pytes
                 assert drawn_after(config, Rank(rank)) == (5, after_seeding(5 + rank))
 
 
-def test_the_largest_seed_has_a_successor() -> None:
+def test_seeds_wrap_around_after_the_largest_one() -> None:
     class Last(Rank):
         def gather_objects(self, value: Any) -> list[Any]:
             return [2**64 - 1, value]
@@ -91,7 +91,7 @@ def test_the_largest_seed_has_a_successor() -> None:
     assert drawn_after(GRPOConfig(), Last(1)) == (2**64 - 1, after_seeding(0))
 
 
-def test_models_are_moved_where_a_device_is_set() -> None:
+def test_models_are_moved_to_the_configured_device() -> None:
     moved, left = Movable(), Movable()
     prepare(GRPOConfig(device="cpu"), OneProcess(), moved, None)
     prepare(GRPOConfig(), OneProcess(), left, None)
@@ -99,14 +99,14 @@ def test_models_are_moved_where_a_device_is_set() -> None:
     assert left.device is None
 
 
-def test_autocast_is_on_where_a_precision_is_set() -> None:
+def test_autocast_is_enabled_if_a_precision_is_set() -> None:
     matrix = torch.ones(2, 2)
     for dtype, expected in ((None, torch.float32), ("bfloat16", torch.bfloat16)):
         with autocast(GRPOConfig(autocast_dtype=dtype), torch.device("cpu")):
             assert (matrix @ matrix).dtype == expected
 
 
-def test_each_of_several_ranks_has_a_folder() -> None:
+def test_each_of_several_ranks_gets_its_own_folder() -> None:
     assert folder_of_rank("runs", OneProcess()) == Path("runs")
     assert folder_of_rank("runs", Rank(0)) == Path("runs/rank-0")
     assert folder_of_rank(Path("runs"), Rank(1)) == Path("runs/rank-1")
@@ -152,7 +152,7 @@ class WithReference(TablePolicy):
         return torch.tensor([0.25, 0.75], dtype=torch.float64).log()[torch.as_tensor(actions)]
 
 
-def test_which_kl_coefficient_is_in_force_and_when_the_reference_is_scored(subtests: pytest.Subtests) -> None:
+def test_the_kl_coefficient_and_the_reference_decide_the_kl_penalty(subtests: pytest.Subtests) -> None:
     """A capability alone switches nothing on; an explicit 0 scores no reference; `reference_policy` comes first."""
     for kl_coef, passes_reference, in_force in [
         (None, True, 0.04),
@@ -217,20 +217,20 @@ def run(num_steps: int, **settings: Any) -> tuple[list[torch.Tensor], list[torch
     return ours, theirs
 
 
-def test_frozen_unless_told_otherwise() -> None:
+def test_the_reference_is_frozen_by_default() -> None:
     policy, reference = run(3)
     assert all(torch.equal(logits, torch.zeros(2, 2)) for logits in (logits.float() for logits in reference))
     assert not torch.equal(policy[-1], reference[-1])
 
 
-def test_copied_every_so_many_iterations() -> None:
+def test_the_reference_is_copied_every_reference_sync_every_iterations() -> None:
     policy, reference = run(5, reference_sync_every=2)
     zero = torch.zeros_like(policy[0])
     expected = [zero, policy[1], policy[1], policy[3], policy[3]]
     assert all(torch.equal(found, wanted) for found, wanted in zip(reference, expected, strict=True))
 
 
-def test_a_moving_average() -> None:
+def test_reference_mix_makes_the_reference_a_moving_average() -> None:
     policy, reference = run(3, reference_sync_every=1, reference_mix=0.25)
     expected = torch.zeros_like(policy[0])
     for now, found in zip(policy, reference, strict=True):
@@ -238,7 +238,7 @@ def test_a_moving_average() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-15)
 
 
-def test_a_move_by_hand() -> None:
+def test_a_reference_move_equals_hand_worked_weights() -> None:
     policy, reference = TablePolicy(logits=[[1.0, 0.0]] * 2), TablePolicy(logits=[[0.0, 4.0]] * 2)
     config = GRPOConfig(reference_sync_every=2, reference_mix=0.25)
     assert [move_reference(config, policy, reference, iteration) for iteration in (1, 2, 3)] == [False, True, False]

@@ -124,7 +124,7 @@ PAIRS = [*zip(AGGREGATIONS, [None, "row_sum", "step_mean", None, "step_mean"], s
 """Aggregations of the loss, and of the entropy; None: the same."""
 
 
-def test_one_batch_is_the_brute_force_gradient(subtests: pytest.Subtests) -> None:
+def test_the_gradient_of_an_unsplit_update_equals_brute_force(subtests: pytest.Subtests) -> None:
     for aggregation, entropy_aggregation in PAIRS:
         with subtests.test(aggregation=aggregation, entropy_aggregation=entropy_aggregation):
             trainer, optimizer = built(RowScoring, torch.float64, aggregation, entropy_aggregation)
@@ -190,7 +190,7 @@ def test_any_plan_of_the_policy_gives_the_same_gradient(
                 assert relative(found, expected) < 1e-10
 
 
-def test_updates_of_some_rows_are_split_alike(subtests: pytest.Subtests) -> None:
+def test_updates_of_part_of_the_rows_have_the_same_gradient_when_split(subtests: pytest.Subtests) -> None:
     """batch_size cuts groups; the weights are those of each update's own rows, however it is then forwarded."""
     for aggregation in AGGREGATIONS:
         with subtests.test(aggregation=aggregation):

@@ -1,4 +1,4 @@
-"""The loss as updates call it: what a whole objective of the user's does not measure is NaN, and what it drops is named."""
+"""The loss of an update. Metrics that a user objective does not report are NaN, and configured terms it drops are named."""
 
 import json
 import math
@@ -94,7 +94,7 @@ def warnings_of(settings: dict[str, Any], own: Any, *, has_critic: bool = True, 
 # What it does not measure
 
 
-def test_what_an_objective_of_the_users_does_not_report_is_nan_in_the_metrics_and_null_in_files(tmp_path: Path) -> None:
+def test_metrics_a_user_objective_does_not_report_are_nan_and_null_in_files(tmp_path: Path) -> None:
     """loss = sum of A log pi over (a: 0, 1) and (b: 1, 0) with A = +-1/2: 0 at first; |gradient| = sqrt(4 (1/2)^2) = 1."""
     trainer, _ = by_hand(objective=total)
     with JSONLSink(tmp_path / "metrics.jsonl") as sink:
@@ -126,7 +126,7 @@ def test_the_loss_of_an_objective_that_does_not_report_it_is_the_sum_over_its_mi
         assert trainer.step(["a", "b"])["train/total_loss"] == pytest.approx(expected)
 
 
-def test_what_an_objective_of_the_users_reports_is_taken_from_it() -> None:
+def test_metrics_of_a_user_objective_are_reported_as_it_returns_them() -> None:
     """It calls the built-in objective, so all that this one measures is measured; there is no critic."""
     loss = ObjectiveConfig(entropy_coef=0.1, entropy_estimator="score_function")
     ours, _ = by_hand(reference_policy=quarters(), config={"objective": loss})
@@ -138,7 +138,7 @@ def test_what_an_objective_of_the_users_reports_is_taken_from_it() -> None:
     assert {name: found[name] for name in names} == {name: pytest.approx(expected[name]) for name in names}
 
 
-def test_an_objective_that_returns_something_else_is_refused(subtests: pytest.Subtests) -> None:
+def test_an_objective_that_returns_no_objective_output_is_refused(subtests: pytest.Subtests) -> None:
     for returned in [None, torch.tensor(1.0), (torch.tensor(1.0), {})]:
         with subtests.test(returned=returned):
             trainer, policy = by_hand(objective=lambda inputs, returned=returned: returned)
@@ -152,7 +152,7 @@ def test_an_objective_that_returns_something_else_is_refused(subtests: pytest.Su
 # What it drops
 
 
-def test_each_configured_term_that_an_objective_of_the_users_does_not_report_is_named(
+def test_each_configured_term_missing_from_a_user_objective_is_named(
     subtests: pytest.Subtests,
 ) -> None:
     for name in NAMED:
@@ -182,7 +182,7 @@ def test_a_term_whose_metric_is_reported_is_not_named(subtests: pytest.Subtests)
             assert warnings_of(settings, that_reports(REPORTED_AS[name]), has_critic=name == "value loss") == []
 
 
-def test_nothing_is_named_where_nothing_is_configured(subtests: pytest.Subtests) -> None:
+def test_no_term_is_named_if_none_is_configured(subtests: pytest.Subtests) -> None:
     for settings in [
         {},
         {"surrogate": "clip"},
@@ -202,8 +202,9 @@ def test_the_built_in_objective_drops_nothing() -> None:
     assert warnings_of({"entropy_coef": 0.5, "entropy_estimator": "score_function", "surrogate": "cispo"}, None) == []
 
 
-def test_a_trainer_warns_once_and_needs_nothing_of_what_is_dropped() -> None:
-    """No entropy, no behaviour log-probs: what only the built-in objective reads is not asked for. The KL is on by default."""
+def test_a_trainer_warns_once_of_dropped_terms_and_does_not_require_their_inputs() -> None:
+    """The policy has neither entropy nor behaviour log-probs. Only the built-in objective reads them, so they are not required.
+    The KL is on by default."""
     settings = {"top_entropy_fraction": 0.5, "sampler_correction": "truncate", "surrogate": "clip_cov"}
     trainer, policy = by_hand(
         policy=TablePolicy(script=SCRIPT),

@@ -1,4 +1,4 @@
-"""The optimizer step: the rate it steps at, what it counts and clears, and that a loss scale changes nothing."""
+"""The optimizer step: its learning rate, its counts, cleared gradients, and loss scales, which do not change the update."""
 
 import math
 from itertools import product
@@ -84,7 +84,7 @@ def test_a_callers_scheduler_is_in_force_during_train() -> None:
     assert [metrics["train/learning_rate"] for metrics in history] == [1.0, 0.5, 0.25]
 
 
-def test_learning_rate_schedules(subtests: pytest.Subtests) -> None:
+def test_each_schedule_and_warmup_gives_its_learning_rates(subtests: pytest.Subtests) -> None:
     for settings, rates in [
         ({}, [1, 1, 1, 1, 1]),
         ({"lr_schedule": "linear"}, [1, 0.8, 0.6, 0.4, 0.2]),
@@ -100,7 +100,7 @@ def test_learning_rate_schedules(subtests: pytest.Subtests) -> None:
             )
 
 
-def test_without_an_optimizer_it_is_adamw_without_decay() -> None:
+def test_the_default_optimizer_is_adamw_without_weight_decay() -> None:
     """Adam's first step is lr * sign(gradient), up to eps; a weight with no gradient stays: there is no decay."""
     policy = TablePolicy(num_actions=3, logits=[[5.0, 5.0, -900.0]] * 2, script=SCRIPT)
     trainer, _ = by_hand(policy=policy, optimizer=None, config={"learning_rate": 0.01})
@@ -119,8 +119,8 @@ def test_gradients_are_clipped_to_their_total_norm(subtests: pytest.Subtests) ->
             torch.testing.assert_close(policy.logits[0].tolist(), [entry, -entry], rtol=1e-4, atol=0)
 
 
-def test_a_gradient_left_behind_by_the_caller_is_no_part_of_the_update() -> None:
-    """As after supervised training that ended with optimizer.step()."""
+def test_gradients_left_by_the_caller_are_cleared_before_an_update() -> None:
+    """This happens after supervised training that ended with optimizer.step()."""
     trainer, policy = by_hand()
     policy.logits.grad = torch.full_like(policy.logits, 100.0)
     trainer.step(["a", "b"])
@@ -215,7 +215,7 @@ def test_a_loss_scale_changes_neither_the_update_nor_the_norm() -> None:
     assert policy.logits.grad is None
 
 
-def test_clipping_acts_on_the_norm_without_the_scale() -> None:
+def test_clipping_uses_the_norm_without_the_loss_scale() -> None:
     """1/4 is below a bound of 1/2, and ten times a bound of 1/40."""
     for bound, factor in ((0.5, 1.0), (0.025, 0.1)):
         trainer = scaled(policy := TablePolicy(script=SCRIPT), max_grad_norm=bound)
@@ -240,8 +240,8 @@ def test_a_loss_scale_that_grows_changes_nothing_for_adam(subtests: pytest.Subte
             assert trainer.optimizer_step.scaler.get_scale() > 3000.0
 
 
-def test_under_a_loss_scale_a_bad_gradient_changes_the_scale_alone(subtests: pytest.Subtests) -> None:
-    """It is halved; weights and Adam's state stay bitwise, also before Adam has one; then sound updates go on."""
+def test_under_a_loss_scale_a_non_finite_gradient_changes_only_the_scale(subtests: pytest.Subtests) -> None:
+    """The scale is halved. Weights and Adam's state stay bitwise equal, also before Adam has one. Then training continues."""
     for when, fused, factor in product([0, 1], [False, True], [math.inf, math.nan, 1e24]):
         with subtests.test(when=when, fused=fused, factor=factor):
             policy = Poisoned(when, factor=factor)
@@ -270,7 +270,7 @@ def test_skipped_updates_end_a_run_once_the_scale_has_come_down() -> None:
     assert weights_of(trainer.policy).tolist() == [0.0] * 4
 
 
-def test_under_a_loss_scale_training_goes_on_after_an_error_that_the_caller_mended() -> None:
+def test_under_a_loss_scale_training_continues_after_an_error_the_caller_fixed() -> None:
     """The log-prob is found to be infinite after the gradients were unscaled, which may be done once per update."""
     policy = TablePolicy(script=SCRIPT)
     trainer = scaled(policy)
@@ -327,7 +327,7 @@ class Unsaid(Biased):
 BOTH = math.sqrt(4 / 64 + 2 / 16)
 
 
-def test_what_the_optimizer_does_not_hold_is_named_and_counts_for_nothing() -> None:
+def test_parameters_outside_the_optimizer_are_named_and_excluded_from_the_norm() -> None:
     policy = Biased()
     with pytest.warns(GRPOWarning, match=r"does not hold bias, so 1 of 2 trainable tensors of Biased stay as they are"):
         trainer = trainer_of(policy, torch.optim.SGD([policy.logits], lr=1.0), max_grad_norm=0.025)
@@ -376,7 +376,7 @@ class TwoAlike(OneProcess):
         return [value, value]
 
 
-def test_two_ranks_that_do_the_same_update_as_one_does() -> None:
+def test_two_identical_ranks_make_the_update_of_one_process() -> None:
     """Each rank's weights are halved by the number of all rows, and the gradients of both are added up."""
     trainer, policy = by_hand(engine=TwoAlike(), advantages=lambda batch: torch.tensor([0.5, -0.5, 0.0, 0.0]))
     metrics = trainer.step(["a", "b"])

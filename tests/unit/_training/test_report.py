@@ -1,4 +1,4 @@
-"""What an iteration reports: every name, the numbers worked out by hand, and what was not measured."""
+"""The metrics of an iteration: all names, hand-worked values, and metrics that were not measured."""
 
 import math
 from dataclasses import replace
@@ -36,7 +36,7 @@ METRICS = (
 """Metrics that every iteration reports."""
 
 
-def test_metrics_of_a_step_worked_out_by_hand() -> None:
+def test_metrics_of_a_step_equal_hand_worked_values() -> None:
     """log(pi/ref) is ln 2 for action 0 and ln 2/3 for action 1; k3 = exp(-x) + x - 1; each action is taken twice."""
     trainer, _ = by_hand(reference_policy=quarters())
     metrics = trainer.step(["a", "b"])
@@ -118,15 +118,15 @@ def test_metrics_of_a_second_pass_see_the_changed_policy() -> None:
     assert torch.equal(policy.logits.detach(), torch.tensor([[1.0, -1.0]] * 2, dtype=torch.float64))
 
 
-def test_every_name_is_there_in_an_iteration_without_anything_to_learn() -> None:
+def test_an_iteration_without_advantages_reports_every_metric() -> None:
     trainer, _ = by_hand(rewards=[1.0] * 4)
     metrics = trainer.step(["a", "b"])
     assert set(metrics) >= METRICS
     assert metrics["train/total_loss"] == metrics["train/policy_loss"] == metrics["train/grad_norm"] == 0.0
 
 
-def test_what_was_not_measured_is_said_to_be_so() -> None:
-    """No forward pass: no ratio and no entropy, no loss; the learning rate is there all the same."""
+def test_without_a_forward_pass_losses_are_0_and_policy_metrics_nan() -> None:
+    """Without a forward pass there is no ratio, no entropy and no loss. The learning rate is reported."""
     trainer, _ = by_hand(rewards=[1.0] * 4)
     metrics = trainer.step(["a", "b"])
     assert metrics["train/learning_rate"] == 1.0
@@ -166,16 +166,16 @@ def test_losses_are_means_over_the_updates_that_were_computed(subtests: pytest.S
             assert metrics["train/total_loss"] == pytest.approx(0.04 * kl_mean)
 
 
-def test_losses_are_means_over_updates_also_beside_a_dead_one() -> None:
-    """One of two updates is of a group without advantages, and never forwarded; the other's loss is -(3 + 1)/2."""
+def test_a_skipped_update_does_not_count_in_the_mean_of_the_losses() -> None:
+    """One of two updates has a group without advantages and is never forwarded. The loss of the other is -(3 + 1)/2."""
     trainer, _ = by_hand(advantages=lambda batch: torch.tensor([3.0, 1.0, 0.0, 0.0]), config={"batch_size": 2})
     metrics = trainer.step(["a", "b"])
     assert metrics["train/skipped_updates"] == 1.0
     assert metrics["train/policy_loss"] == metrics["train/total_loss"] == -2.0
 
 
-def test_an_update_that_broke_off_leaves_nothing_in_the_next_ones_metrics() -> None:
-    """The first of two forwards is done, the second raises; then the same step, as if nothing had been."""
+def test_an_update_that_raised_leaves_nothing_in_the_next_metrics() -> None:
+    """The first of two forwards succeeds and the second raises. The next step has the metrics of an undisturbed trainer."""
     seen = []
     for breaks in (False, True):
         trainer, policy = by_hand(reference_policy=quarters(), config={"micro_batch_size": 2})
@@ -197,7 +197,7 @@ def test_an_update_that_broke_off_leaves_nothing_in_the_next_ones_metrics() -> N
     assert seen[0] == seen[1]
 
 
-def test_metrics_of_rollouts_made_elsewhere_have_every_name() -> None:
+def test_an_update_from_external_rollouts_reports_every_metric() -> None:
     trainer, _ = by_hand(policy=TablePolicy())
     metrics = trainer.update(ExperienceBatch.from_rows(["a", "a"], [0, 1], [1.0, 0.0], [0, 0]))
     assert set(metrics) >= METRICS

@@ -1,4 +1,4 @@
-"""What settings ask of the policy, of its reference and of the trainer's other arguments; and what they refuse."""
+"""What settings require of the policy, its reference and the trainer's other arguments, and which combinations are refused."""
 
 import copy
 import warnings
@@ -56,7 +56,7 @@ OF_ROWS: list[dict[str, Any]] = [
 """Settings of a loss that looks at whole rows."""
 
 
-def test_a_loss_of_rows_is_refused_where_steps_are_split(subtests: pytest.Subtests) -> None:
+def test_a_loss_that_needs_whole_rows_is_refused_if_the_policy_splits_steps(subtests: pytest.Subtests) -> None:
     for settings in OF_ROWS:
         with subtests.test(settings=settings):
             with pytest.raises(ConfigError, match=r"A policy with split_steps\(\) is updated step by step"):
@@ -68,7 +68,7 @@ def test_a_loss_of_rows_is_refused_where_steps_are_split(subtests: pytest.Subtes
             check(of_objective(**settings), EpisodePolicy())  # a loss of steps
 
 
-def test_two_things_that_set_the_learning_rate_are_refused(subtests: pytest.Subtests) -> None:
+def test_two_settings_that_both_set_the_learning_rate_are_refused(subtests: pytest.Subtests) -> None:
     for settings in ({"lr_schedule": "linear"}, {"warmup_ratio": 0.5}):
         with subtests.test(settings=settings):
             with pytest.raises(ConfigError, match=r"lr_scheduler and config\.lr_schedule"):
@@ -77,7 +77,7 @@ def test_two_things_that_set_the_learning_rate_are_refused(subtests: pytest.Subt
     check(GRPOConfig(), lr_scheduler=object())
 
 
-def test_a_setting_compiles_our_own_objective_only() -> None:
+def test_compile_objective_with_a_user_objective_is_refused() -> None:
     config = GRPOConfig(compile_objective=True)
     with pytest.raises(ConfigError, match=r"pass torch\.compile\(objective\)"):
         check(config, objective=lambda inputs: inputs)
@@ -85,7 +85,7 @@ def test_a_setting_compiles_our_own_objective_only() -> None:
     check(GRPOConfig(), objective=lambda inputs: inputs)
 
 
-def test_a_critic_is_trained_by_the_estimator_alone() -> None:
+def test_gae_with_user_advantages_is_refused() -> None:
     config = GRPOConfig(advantage=AdvantageConfig(credit="gae"))
     with pytest.raises(
         ConfigError, match=r"advantages=\.\.\. replaces the estimator that computes the critic's targets"
@@ -98,7 +98,7 @@ def test_a_critic_is_trained_by_the_estimator_alone() -> None:
 # What a batch has to hold
 
 
-def test_which_scores_are_read_at_collection(subtests: pytest.Subtests) -> None:
+def test_required_scores_follow_from_the_config(subtests: pytest.Subtests) -> None:
     for config, expected in [
         (GRPOConfig(), set()),
         (GRPOConfig(replay_iterations=1), {"old_log_probs"}),
@@ -113,7 +113,7 @@ def test_which_scores_are_read_at_collection(subtests: pytest.Subtests) -> None:
             assert required_scores(config, has_own_loss=False) == expected
 
 
-def test_a_loss_of_the_users_reads_no_choice_of_steps(subtests: pytest.Subtests) -> None:
+def test_a_user_loss_requires_no_scores_for_selecting_steps(subtests: pytest.Subtests) -> None:
     for config, expected in [
         (of_objective(top_entropy_fraction=0.9), set()),
         (of_objective(surrogate="kl_cov"), set()),
@@ -127,7 +127,7 @@ def test_a_loss_of_the_users_reads_no_choice_of_steps(subtests: pytest.Subtests)
 # References
 
 
-def test_a_reference_that_shares_parameters_is_refused() -> None:
+def test_a_reference_that_shares_trainable_parameters_is_refused() -> None:
     policy = TablePolicy()
     for reference in (policy, copy.copy(policy)):
         with pytest.raises(ConfigError, match=r"reference_policy shares parameters with policy \(logits\).*deepcopy"):
@@ -135,7 +135,7 @@ def test_a_reference_that_shares_parameters_is_refused() -> None:
     require_reference(GRPOConfig(), policy, copy.deepcopy(policy))
 
 
-def test_at_most_three_shared_parameters_are_named() -> None:
+def test_the_error_names_at_most_three_shared_parameters() -> None:
     class Several(TablePolicy):
         def __init__(self) -> None:
             super().__init__()
@@ -148,7 +148,7 @@ def test_at_most_three_shared_parameters_are_named() -> None:
 
 
 def test_a_frozen_parameter_may_be_shared() -> None:
-    """What is not trained does not move."""
+    """A frozen parameter does not move."""
     policy, reference = TablePolicy(), TablePolicy()
     shared = torch.nn.Parameter(torch.zeros(3))
     for each in (policy, reference):
@@ -169,7 +169,7 @@ def test_a_policy_without_parameters_may_not_be_its_own_reference() -> None:
         require_reference(GRPOConfig(), policy, policy)
 
 
-def test_parameters_without_an_entry_are_shared_with_nobody() -> None:
+def test_empty_parameters_do_not_count_as_shared() -> None:
     """All of them have the same address, 0."""
     policy, reference = TablePolicy(), TablePolicy()
     for each in (policy, reference):
@@ -178,12 +178,12 @@ def test_parameters_without_an_entry_are_shared_with_nobody() -> None:
     require_reference(GRPOConfig(), policy, reference)
 
 
-def test_a_reference_has_the_methods_of_a_policy() -> None:
+def test_a_reference_without_the_methods_of_a_policy_is_refused() -> None:
     with pytest.raises(ProtocolError, match="reference_policy"):
         require_reference(GRPOConfig(), TablePolicy(), object())
 
 
-def test_a_moving_reference_has_to_be_there_and_to_have_the_policys_parameters() -> None:
+def test_a_moving_reference_needs_to_exist_and_to_have_the_policys_parameters() -> None:
     moving = GRPOConfig(reference_sync_every=1)
     with pytest.raises(ConfigError, match=r"reference_sync_every needs a reference"):
         require_reference(moving, TablePolicy(), None)
@@ -211,7 +211,7 @@ def kl_coef_of(config: GRPOConfig, policy: Any = None, reference: Any = None, *,
     return first_kl_coef(config, policy or TablePolicy(), reference, has_own_loss=has_own_loss)
 
 
-def test_the_first_kl_coefficient(subtests: pytest.Subtests) -> None:
+def test_the_first_kl_coefficient_follows_from_the_config_and_the_reference(subtests: pytest.Subtests) -> None:
     """A reference alone switches the term on; a policy's own reference does not."""
     for kl_coef, policy, reference, expected in [
         (None, TablePolicy(), TablePolicy(), 0.04),
@@ -235,21 +235,21 @@ def test_a_kl_term_without_a_reference_is_refused() -> None:
         kl_coef_of(controlled)
 
 
-def test_the_exact_kl_needs_no_reference_and_reads_none() -> None:
+def test_the_exact_kl_needs_no_reference_and_refuses_one() -> None:
     config = of_objective(kl_coef=0.04, kl_estimator="exact")
     assert kl_coef_of(config) == 0.04
     with pytest.raises(ConfigError, match=r"kl_estimator='exact' .* would ignore reference_policy"):
         kl_coef_of(config, reference=TablePolicy())
 
 
-def test_a_kl_control_needs_a_term_to_control() -> None:
+def test_a_kl_control_without_a_kl_term_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"config\.kl_control needs a KL term to control"):
         kl_coef_of(GRPOConfig(kl_control=KLControl()))
     assert kl_coef_of(GRPOConfig(kl_control=KLControl()), reference=TablePolicy()) == 0.04
     assert kl_coef_of(GRPOConfig()) == 0.0
 
 
-def test_k1_warns_where_it_is_the_loss(subtests: pytest.Subtests) -> None:
+def test_k1_warns_if_it_is_the_kl_term_of_the_loss(subtests: pytest.Subtests) -> None:
     for kl_coef, has_reference, has_own_loss, estimator, warns in [
         (0.1, True, False, "k1", True),
         (None, True, False, "k1", True),

@@ -32,7 +32,7 @@ def test_train_reports_evaluations_to_history_and_sinks() -> None:
     assert ["eval/avg_reward_std" in metrics for metrics in history] == [False, True, False, True, True]
 
 
-def test_counts_below_one_are_refused(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_counts_below_1_are_refused_by_train(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for name, value in product(["num_iterations", "eval_every", "checkpoint_every", "keep_last"], [0, -1]):
         with subtests.test(name=name, value=value):
             trainer, policy = by_hand()
@@ -72,9 +72,7 @@ def test_an_evaluation_that_is_nan_is_never_the_best(subtests: pytest.Subtests, 
             assert best_checkpoint(folder).name == f"iteration-{best:08d}"
 
 
-def test_where_every_evaluation_is_nan_no_checkpoint_is_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_if_every_evaluation_is_nan_no_checkpoint_is_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, _ = by_hand()
     monkeypatch.setattr(trainer, "evaluate", lambda states: {"eval/avg_reward": math.nan})
     trainer.train(["a", "b"], num_iterations=2, eval_states=["a"], checkpoint_dir=tmp_path, progress=False)
@@ -82,7 +80,7 @@ def test_where_every_evaluation_is_nan_no_checkpoint_is_the_best(
         best_checkpoint(tmp_path)
 
 
-def test_a_progress_bar_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_is_shown_if_requested(capsys: pytest.CaptureFixture[str]) -> None:
     for shows, expected in [(False, False), (True, True)]:
         by_hand(config={"num_epochs_per_update": 2})[0].train(["a", "b"], num_iterations=2, progress=shows)
         shown = capsys.readouterr().err

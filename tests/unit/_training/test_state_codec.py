@@ -48,7 +48,7 @@ ODD_VALUES: list[Any] = [
 ]
 
 
-def test_odd_values_come_back_as_they_were(subtests: pytest.Subtests, tmp_path: Path) -> None:
+def test_unusual_values_survive_a_round_trip(subtests: pytest.Subtests, tmp_path: Path) -> None:
     for value, found in zip(ODD_VALUES, round_trip(ODD_VALUES, tmp_path), strict=True):
         with subtests.test(value=value):
             assert digest(found) == digest(value)
@@ -58,7 +58,7 @@ def test_odd_values_come_back_as_they_were(subtests: pytest.Subtests, tmp_path: 
                 assert [type(key) for key in found] == [type(key) for key in value]
 
 
-def test_nan_comes_back(tmp_path: Path) -> None:
+def test_nan_survives_a_round_trip(tmp_path: Path) -> None:
     assert str(round_trip(float("nan"), tmp_path)) == "nan"
 
 
@@ -85,7 +85,7 @@ DTYPES = [
 SHAPES: list[tuple[int, ...]] = [(), (3,), (2, 3), (0,), (2, 0, 3)]
 
 
-def test_arrays_of_every_dtype(subtests: pytest.Subtests, tmp_path: Path) -> None:
+def test_arrays_of_every_dtype_and_shape_survive_a_round_trip(subtests: pytest.Subtests, tmp_path: Path) -> None:
     arrays = [np.arange(int(np.prod(shape))).reshape(shape).astype(dtype) for dtype, shape in product(DTYPES, SHAPES)]
     for array, found in zip(arrays, round_trip(arrays, tmp_path), strict=True):
         with subtests.test(array=array):
@@ -94,12 +94,12 @@ def test_arrays_of_every_dtype(subtests: pytest.Subtests, tmp_path: Path) -> Non
             assert found.flags.writeable
 
 
-def test_arrays_that_are_not_contiguous(tmp_path: Path) -> None:
+def test_non_contiguous_arrays_survive_a_round_trip(tmp_path: Path) -> None:
     array = np.arange(12.0).reshape(3, 4).T[::2]
     np.testing.assert_array_equal(round_trip(array, tmp_path), array)
 
 
-def test_numpy_scalars_come_back_equal_or_are_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
+def test_numpy_scalars_survive_a_round_trip_or_are_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """What `item()` makes a Python number or string of comes back."""
     for value in [np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("x")]:
         with subtests.test(value=value):
@@ -111,7 +111,7 @@ def test_numpy_scalars_come_back_equal_or_are_refused(subtests: pytest.Subtests,
             round_trip(value, tmp_path / type(value).__name__)
 
 
-def test_tensors_of_every_dtype(subtests: pytest.Subtests, tmp_path: Path) -> None:
+def test_tensors_of_every_dtype_survive_a_round_trip(subtests: pytest.Subtests, tmp_path: Path) -> None:
     dtypes = [
         torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
         torch.float32, torch.float64, torch.complex64,
@@ -149,7 +149,7 @@ class Unknown:
     """Something no checkpoint can hold."""
 
 
-def test_what_cannot_be_held_is_named_with_its_place(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_an_unsupported_value_is_named_with_its_place(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for state, place, kind in [
         ({"a": {"b": [0, lambda: 1]}}, r"state\['a'\]\['b'\]\[1\]", "function"),
         ({"a": (Unknown(),)}, r"state\['a'\]\[0\]", "Unknown"),

@@ -1,4 +1,4 @@
-"""Which states an iteration gets: shuffled passes, iterables begun again, samplers, and what is refused."""
+"""The states of an iteration: shuffled passes, restarted iterables, samplers, and refused inputs."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def test_without_a_number_every_iteration_gets_all_states_in_order():
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 9), num=st.integers(1, 20), seed=st.integers(0, 99))
-def test_passes_are_without_replacement(size, num, seed):
+def test_each_pass_takes_every_state_once(size, num, seed):
     source = StateSource(list(range(size)), num, seed)
     drawn = [state for iteration in range(size) for state in source(iteration)]
     assert len(drawn) == size * num
@@ -27,7 +27,7 @@ def test_passes_are_without_replacement(size, num, seed):
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 9), num=st.integers(1, 20), iteration=st.integers(0, 30))
-def test_an_iterations_states_do_not_depend_on_those_before(size, num, iteration):
+def test_the_states_of_an_iteration_do_not_depend_on_earlier_iterations(size, num, iteration):
     walked = StateSource(list(range(size)), num, seed=3)
     for earlier in range(iteration):
         walked(earlier)
@@ -39,12 +39,12 @@ def test_passes_are_shuffled_by_the_seed():
     assert len(orders) > 10
 
 
-def test_later_passes_are_in_another_order():
+def test_later_passes_have_a_different_order():
     source = StateSource(list(range(20)), 20, seed=0)
     assert source(0) != source(1)
 
 
-def test_arrays_and_tensors_stay_what_they_are(subtests):
+def test_arrays_and_tensors_keep_their_type_and_whole_rows(subtests):
     for container in [np.asarray, torch.as_tensor]:
         with subtests.test(container=container):
             states = container(np.arange(12).reshape(6, 2))
@@ -56,7 +56,7 @@ def test_arrays_and_tensors_stay_what_they_are(subtests):
             assert StateSource(states, None, seed=0)(5) is states
 
 
-def test_a_tuple_is_a_sequence():
+def test_a_tuple_of_states_is_accepted():
     assert sorted(StateSource(("a", "b", "c"), 3, seed=0)(0)) == ["a", "b", "c"]
 
 
@@ -72,45 +72,45 @@ class Counting:
         return iter(range(self.size))
 
 
-def test_an_iterable_is_taken_in_order_and_begun_again_at_its_end():
+def test_an_iterable_is_read_in_order_and_restarted_at_its_end():
     states = Counting(5)
     source = StateSource(states, 3, seed=0)
     assert [source(i) for i in range(4)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3], [4, 0, 1]]
     assert states.begun == 3
 
 
-def test_an_iterable_shorter_than_an_iteration_is_begun_again_within_it():
+def test_an_iterable_shorter_than_an_iteration_is_restarted_within_it():
     assert StateSource(Counting(2), 5, seed=0)(0) == [0, 1, 0, 1, 0]
 
 
-def test_a_resumed_run_passes_over_what_an_iterable_gave_before():
+def test_a_resumed_run_skips_what_an_iterable_gave_before():
     assert StateSource(Counting(5), 3, seed=0)(2) == [1, 2, 3]
 
 
-def test_an_iterator_that_ends_says_how_many_are_missing():
+def test_the_error_for_an_exhausted_iterator_says_how_many_states_are_missing():
     source = StateSource(iter(range(5)), 3, seed=0)
     assert source(0) == [0, 1, 2]
     with pytest.raises(ContractError, match="3 states per iteration; it ended after 2"):
         source(1)
 
 
-def test_an_endless_generator_is_never_begun_again():
+def test_an_endless_generator_is_never_restarted():
     source = StateSource((n * n for n in range(10**9)), 2, seed=0)
     assert [source(i) for i in range(3)] == [[0, 1], [4, 9], [16, 25]]
 
 
-def test_a_sampler_is_asked_for_each_iteration():
+def test_a_state_sampler_is_called_once_per_iteration():
     source = StateSource(lambda iteration: [f"state of {iteration}"], None, seed=0)
     assert [source(i) for i in (0, 7)] == [["state of 0"], ["state of 7"]]
 
 
-def test_no_states_are_refused(subtests):
+def test_empty_states_are_refused(subtests):
     for states in [[], (), np.zeros((0, 2)), torch.zeros(0, 2)]:
         with subtests.test(states=states), pytest.raises(ContractError, match="at least one"):
             StateSource(states, None, seed=0)
 
 
-def test_one_state_in_place_of_many_is_refused(subtests):
+def test_a_single_state_instead_of_a_sequence_is_refused(subtests):
     for states in ["one prompt", b"one prompt", {"prompt": "one"}]:
         with (
             subtests.test(states=states),
@@ -119,12 +119,12 @@ def test_one_state_in_place_of_many_is_refused(subtests):
             StateSource(states, None, seed=0)
 
 
-def test_an_iterable_needs_to_know_how_many():
+def test_an_iterable_without_num_states_per_iteration_is_refused():
     with pytest.raises(ConfigError, match="num_states_per_iteration"):
         StateSource(iter([1]), None, seed=0)
 
 
-def test_what_holds_no_states_is_refused(subtests):
+def test_values_that_are_no_container_of_states_are_refused(subtests):
     for states in [None, 5, 1.5]:
         with subtests.test(states=states), pytest.raises(ConfigError, match=f"got {type(states).__name__}"):
             StateSource(states, None, seed=0)

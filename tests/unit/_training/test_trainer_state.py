@@ -91,7 +91,7 @@ def trained(num_steps: int, **options: Any) -> GRPOTrainer:
     return trainer
 
 
-def test_a_restored_trainer_goes_on_as_the_one_that_was_captured() -> None:
+def test_a_restored_trainer_continues_exactly_as_the_captured_one() -> None:
     first = trained(3)
     first.progress.position, first.progress.num_draws, first.optimizer_step.skipped_in_a_row = 7, 8, 1
     state = copy.deepcopy(capture(first))
@@ -114,7 +114,7 @@ def test_a_restored_trainer_goes_on_as_the_one_that_was_captured() -> None:
     assert digest(ends[0]) == digest(ends[1])
 
 
-def test_restoring_keeps_the_parameters_of_policy_and_reference_the_very_tensors() -> None:
+def test_restoring_keeps_the_identity_of_all_parameter_tensors() -> None:
     trainer = trained(1)
     logits, reference = trainer.policy.logits, trainer.reference_policy.logits
     restore(trainer, copy.deepcopy(capture(trained(2))))
@@ -132,7 +132,7 @@ def test_every_part_with_a_state_is_captured() -> None:
     assert state["counters"]["decides_once_per_row"]
 
 
-def test_without_a_reference_nothing_is_captured_of_one() -> None:
+def test_without_a_reference_none_is_captured() -> None:
     trainer = GRPOTrainer(config=GRPOConfig(), policy=TablePolicy(), reward_model=Tiring())
     state = capture(trainer)
     assert state["reference"] == {}
@@ -141,7 +141,7 @@ def test_without_a_reference_nothing_is_captured_of_one() -> None:
     assert digest(capture(trainer)) == digest(state)
 
 
-def test_what_was_learned_of_the_policys_steps_is_restored(subtests: pytest.Subtests) -> None:
+def test_knowledge_that_the_policy_has_one_step_per_row_is_restored(subtests: pytest.Subtests) -> None:
     """A policy that has shown one log-prob per row needs no pass to find its steps."""
     for num_steps, knows in [(0, False), (1, True)]:
         with subtests.test(num_steps=num_steps):
@@ -242,7 +242,7 @@ class Ranks(OneProcess):
         return [value, self.other]
 
 
-def test_ranks_go_on_from_the_same_iteration() -> None:
+def test_ranks_continue_from_the_same_iteration() -> None:
     state = {"counters": {"iteration": 3}}
     require_same_iteration(OneProcess(), state, "folder")
     require_same_iteration(Ranks(3), state, "folder")
@@ -252,7 +252,7 @@ def test_ranks_go_on_from_the_same_iteration() -> None:
         require_same_iteration(Ranks(4), state, "folder")
 
 
-def test_weights_are_captured_as_they_are() -> None:
+def test_captured_parameters_equal_the_policys_weights() -> None:
     trainer = trained(2)
     state = capture(trainer)
     assert torch.equal(

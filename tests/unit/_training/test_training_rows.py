@@ -1,4 +1,4 @@
-"""The rows of an iteration: with advantages, beside rows of recent iterations until they are too old, and split in steps."""
+"""The rows of an iteration: their advantages, replayed rows of recent iterations, and rows split into steps."""
 
 from dataclasses import replace
 from typing import Any
@@ -59,7 +59,7 @@ def test_without_replay_every_row_is_used_once() -> None:
     assert all(inputs.old_log_probs is None for inputs in seen)
 
 
-def test_a_replayed_rows_ratio_is_to_the_policy_that_scored_it() -> None:
+def test_the_ratio_of_a_replayed_row_is_to_the_policy_that_scored_it() -> None:
     seen, _ = seen_by({"replay_iterations": 1}, num_steps=2)
     old = seen[1].old_log_probs
     assert old is not None
@@ -120,7 +120,7 @@ OF_TWO_ROWS = [[2.0, 2.0, 0.0], [-3.0, -3.0, 0.0]]
 OF_STEPS = [[1.0, 4.0, 5.0], [6.0, 0.0, 0.0]]
 
 
-def test_advantages_per_row_and_per_step_are_joined(subtests: pytest.Subtests) -> None:
+def test_advantages_per_row_and_per_step_can_be_joined(subtests: pytest.Subtests) -> None:
     """An advantage of a row is that of each of its steps, up to the width of its own batch; beyond, there is no step."""
     for earlier, new, expected in [
         (PER_ROW, PER_STEP, [*OF_STEPS, *OF_TWO_ROWS]),
@@ -137,7 +137,7 @@ def test_advantages_per_row_and_per_step_are_joined(subtests: pytest.Subtests) -
             assert joined.batch.mask.shape == (4, max(earlier.batch.mask.shape[1], new.batch.mask.shape[1]))
 
 
-def test_returns_are_joined_where_every_iteration_has_them() -> None:
+def test_returns_are_joined_only_if_every_iteration_has_them() -> None:
     """A critic's targets, padded to the widest; without those of one iteration there is nothing to train a critic by."""
     with_returns = replace(PER_ROW, returns=torch.tensor([[1.0, 0.0], [2.0, 3.0]]))
     also = replace(PER_STEP, returns=torch.tensor([[4.0, 5.0, 6.0], [7.0, 0.0, 0.0]]))
@@ -150,7 +150,7 @@ def test_returns_are_joined_where_every_iteration_has_them() -> None:
     assert buffer.join(also).returns is None
 
 
-def test_one_update_of_rows_with_advantages_per_row_and_rows_with_advantages_per_step() -> None:
+def test_rows_with_advantages_per_row_and_per_step_share_one_correct_update() -> None:
     """Advantages 8, 0, 0, 0 per row, then the same per step: at rate 0 the gradient is that of either alone."""
     values = torch.tensor([8.0, 0.0, 0.0, 0.0])
     shapes = iter([values, values.unsqueeze(1)])
@@ -182,7 +182,7 @@ def test_kept_rows_are_saved_and_restored() -> None:
     assert torch.equal(theirs.advantages, ours.advantages)
 
 
-def test_a_reference_that_has_moved_is_forgotten() -> None:
+def test_reference_log_probs_of_replayed_rows_are_forgotten_on_request() -> None:
     buffer = ReplayBuffer(2)
     scored = replace(PER_ROW, batch=replace(PER_ROW.batch, ref_log_probs=torch.zeros(2, 2)))
     for rows in (scored, scored):
@@ -226,7 +226,7 @@ def test_the_estimator_sees_the_rewards_of_all_ranks() -> None:
     assert all_ranks.batch.num_rows == 3
 
 
-def test_a_callable_of_the_users_sees_the_rows_of_its_rank() -> None:
+def test_user_advantages_see_only_the_rows_of_their_rank() -> None:
     seen: list[ExperienceBatch] = []
 
     def advantages(batch: ExperienceBatch) -> Tensor:
@@ -240,7 +240,7 @@ def test_a_callable_of_the_users_sees_the_rows_of_its_rank() -> None:
     assert all_ranks.advantages.tolist() == [6.0, 0.5, -0.5]
 
 
-def test_a_critics_returns_are_those_of_this_ranks_rows() -> None:
+def test_the_returns_of_a_critic_are_those_of_this_ranks_rows() -> None:
     """Lambda 1 and no discount: the return of a step is the sum of the rewards from there on."""
     estimator = AdvantageEstimator(AdvantageConfig(credit="gae", gae_lambda=1.0))
     batch = replace(own_batch([[1.0, 2.0], [4.0, 0.0]]), values=torch.zeros(2, 2))
@@ -262,8 +262,8 @@ class Splitting(TablePolicy):
         return [10, 11, 12], [20, 21, 22][self.num_missing :]
 
 
-def test_steps_become_rows_with_all_that_is_known_of_them() -> None:
-    """Rows of two steps and of one: what stands outside the mask is left out."""
+def test_split_steps_keep_all_their_fields() -> None:
+    """Rows of two steps and of one: masked values are left out."""
     known = {
         name: torch.tensor([[1.0, 2.0], [3.0, 99.0]]) + place
         for place, name in enumerate(["old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy", "values"])
@@ -294,7 +294,7 @@ def test_advantages_of_steps_stay_with_their_steps() -> None:
     assert split.batch.old_log_probs is None
 
 
-def test_another_number_of_steps_is_refused() -> None:
+def test_splitting_into_a_wrong_number_of_steps_is_refused() -> None:
     rows = TrainingRows(batch=own_batch([5.0, 6.0]), advantages=torch.zeros(2))
     policy = Splitting()
     policy.num_missing = 1

@@ -1,4 +1,4 @@
-"""The updates of one iteration: which rows they read, what is skipped and counted, and what is chosen once per update."""
+"""The updates of one iteration: the rows they read, skipped and counted rows, and selections made once per update."""
 
 import copy
 import logging
@@ -37,7 +37,7 @@ REWARDS = [1.0, 1.0, 0.0, 2.0, 1.0, 5.0, 5.0]
 GROUPS = [0, 0, 1, 1, 1, 2, 2]
 
 
-def test_updates_of_rows_without_an_advantage_are_left_out_and_counted() -> None:
+def test_updates_without_any_advantage_are_skipped_and_counted() -> None:
     """Three groups in updates of about one group each, two epochs: the dead groups' updates are not yielded."""
     rows = prepared([1.0, 1.0, 0.0, 2.0, 5.0, 5.0], [0, 0, 1, 1, 2, 2], batch_size=2, num_epochs_per_update=2, seed=1)
     assert [sorted(rows_of(rows, selected)) for selected in rows.updates()] == [[2, 3], [2, 3]]
@@ -45,13 +45,13 @@ def test_updates_of_rows_without_an_advantage_are_left_out_and_counted() -> None
 
 
 def test_every_update_is_planned_before_the_next_one_is_asked_for() -> None:
-    """What is counted while an update is made are the updates before it."""
+    """While an update is made, only the updates before it have been counted."""
     rows = prepared(REWARDS, GROUPS, num_epochs_per_update=3)
     assert [rows.num_planned for _ in rows.updates()] == [0, 1, 2]
     assert (rows.num_planned, rows.num_dead) == (3, 0)
 
 
-def test_rows_without_an_advantage_are_in_no_forward_and_their_places_stay_in_the_weights() -> None:
+def test_rows_without_an_advantage_are_not_forwarded_but_count_in_the_weights() -> None:
     rows = prepared(REWARDS, GROUPS)
     (selected,) = rows.updates()
     assert rows_of(rows, selected) == list(range(7))
@@ -88,7 +88,7 @@ class Critic(RowScoring):
 
 
 def test_no_row_is_skipped_where_a_critic_is_trained() -> None:
-    """Rewards of 0 are what the critic expects, so every advantage is 0; its error has a gradient all the same."""
+    """Rewards of 0 are what the critic expects, so every advantage is 0; the critic's error still has a gradient."""
     trainer, _ = by_hand(policy=Critic(), config={"advantage": AdvantageConfig(credit="gae")})
     rows = trainer.prepared(ExperienceBatch.from_rows(**{**ROLLOUTS, "rewards": [0.0] * 4}))
     assert not rows.data.advantages.any()
@@ -97,13 +97,13 @@ def test_no_row_is_skipped_where_a_critic_is_trained() -> None:
     assert (rows.num_skipped, rows.num_dead) == (0, 0)
 
 
-def test_no_row_is_skipped_under_an_objective_of_the_users() -> None:
+def test_no_row_is_skipped_under_a_user_objective() -> None:
     rows = prepared([1.0] * 7, GROUPS, own_loss=lambda inputs: grpo_objective(inputs, ObjectiveConfig()))
     assert len(list(rows.updates())) == 1
     assert (rows.num_skipped, rows.num_dead) == (0, 0)
 
 
-def test_the_forwards_of_an_epoch_hold_every_row_with_an_advantage_once(subtests: pytest.Subtests) -> None:
+def test_each_epoch_forwards_every_row_with_an_advantage_exactly_once(subtests: pytest.Subtests) -> None:
     """Groups of 2 to 4 rows, in mixed order; two rows have no advantage. Forwards hold at most `micro_batch_size` rows."""
     for size, batch_size in product([None, 1, 2, 4, 9], [None, 1, 2, 3, 5, 9]):
         with subtests.test(size=size, batch_size=batch_size):
@@ -121,7 +121,7 @@ def test_the_forwards_of_an_epoch_hold_every_row_with_an_advantage_once(subtests
             assert sorted(seen) == [0, 1, 2, 3, 6, 7, 8, 9]
 
 
-def test_the_policys_plan_is_of_the_live_rows_of_each_update() -> None:
+def test_the_policys_plan_covers_the_live_rows_of_each_update() -> None:
     """Its positions are turned into those of the update: rows 1 and 3 of four have no advantage."""
     policy = Planning()
     policy.plan = lambda num_rows: [[place] for place in reversed(range(num_rows))]  # type: ignore[method-assign]
@@ -136,7 +136,7 @@ def test_the_policys_plan_is_of_the_live_rows_of_each_update() -> None:
     assert [inputs.weights.shape[1] for inputs in given] == [2, 3]
 
 
-def test_the_sum_of_log_probs_is_of_the_update_so_far_and_begins_anew() -> None:
+def test_the_sum_of_log_probs_covers_the_current_update_and_is_then_reset() -> None:
     """Each log-prob is log 1/2."""
     rows = prepared([0.0, 1.0, 2.0, 4.0], [0, 0, 0, 0], micro_batch_size=3, batch_size=4)
     (selected,) = rows.updates()
@@ -147,7 +147,7 @@ def test_the_sum_of_log_probs_is_of_the_update_so_far_and_begins_anew() -> None:
     assert rows.sum_of_log_probs().item() == 0.0
 
 
-def test_the_old_policy_is_the_current_one_for_a_single_update_of_its_own_samples_only() -> None:
+def test_old_log_probs_are_omitted_only_for_a_single_update_of_own_samples() -> None:
     trainer, _ = by_hand()
     several, _ = by_hand(config={"num_epochs_per_update": 2})
     found = []
@@ -168,8 +168,8 @@ class KnowsEverything(RowScoring):
         return replace(scores, values=2.0 * scores.log_probs, kl=scores.log_probs.square())
 
 
-def test_everything_that_is_known_of_a_row_is_given_to_the_loss_beside_it() -> None:
-    """Forwards of one row, of 3, 1, 2 and 1 steps: each field is that row's, cut to its own steps."""
+def test_the_loss_receives_each_rows_own_fields_cut_to_its_steps() -> None:
+    """Each forward has one row, of 3, 1, 2 and 1 steps. Each field holds that row's values, cut to its own steps."""
     loss = ObjectiveConfig(entropy_coef=0.125, entropy_aggregation="step_mean", top_entropy_fraction=0.5)
     reference = RowScoring()
     trainer, policy = by_hand(
@@ -266,7 +266,7 @@ def test_the_steps_of_highest_entropy_are_chosen_once_per_update() -> None:
     assert kept[0] == kept[1] == [step in highest for step in range(7)]
 
 
-def test_nothing_is_chosen_for_an_objective_of_the_users() -> None:
+def test_no_steps_are_selected_for_a_user_objective() -> None:
     surrogate = Choosing()
     config = ObjectiveConfig(surrogate=surrogate, top_entropy_fraction=0.4)
     trainer, _ = by_hand(
@@ -292,7 +292,7 @@ SELECTING = {
 }
 
 
-def test_any_split_into_forwards_gives_the_same_gradients_whatever_is_chosen(subtests: pytest.Subtests) -> None:
+def test_any_split_into_forwards_gives_the_same_gradients_under_every_selection(subtests: pytest.Subtests) -> None:
     """Two epochs, so that the second sees ratios other than 1 and other log-probs than those that steps were chosen by."""
     for name in SELECTING:
         with subtests.test(name=name):
@@ -328,7 +328,7 @@ def test_any_split_into_forwards_gives_the_same_gradients_whatever_is_chosen(sub
 # Nothing to learn from
 
 
-def test_updates_of_dead_groups_are_skipped_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_updates_of_dead_groups_are_skipped_counted_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     """Two updates of one group each, both without differences, for two epochs."""
     trainer, policy = by_hand(
         rewards=[1.0, 1.0, 7.0, 7.0],
@@ -348,7 +348,7 @@ def test_updates_of_dead_groups_are_skipped_counted_and_said_once(caplog: pytest
     assert metrics["rows/skipped_zero_advantage"] == 4.0
 
 
-def test_one_dead_group_of_two_skips_its_update_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_dead_group_skips_only_its_own_update(caplog: pytest.LogCaptureFixture) -> None:
     trainer, policy = by_hand(rewards=[1.0, 0.0, 7.0, 7.0], config={"batch_size": 2})
     metrics = trainer.step(["a", "b"])
     assert not caplog.records  # that is an ordinary iteration
@@ -356,7 +356,7 @@ def test_one_dead_group_of_two_skips_its_update_alone(caplog: pytest.LogCaptureF
     assert policy.logits.tolist() == [[0.25, -0.25], [0.0, 0.0]]  # an update of two rows: weights 1/2
 
 
-def test_dead_groups_still_update_where_the_kl_has_a_gradient() -> None:
+def test_dead_groups_still_update_if_the_kl_has_a_gradient() -> None:
     """d/d logits of 0.5 (1/4) sum over rows of k3: per row 0.5/4 (1 - exp(-x)) (e - p); x = ln 2, ln 2/3."""
     objective = ObjectiveConfig(kl_coef=0.5)
     trainer, policy = by_hand(rewards=[1.0] * 4, reference_policy=quarters(), config={"objective": objective})
@@ -366,7 +366,7 @@ def test_dead_groups_still_update_where_the_kl_has_a_gradient() -> None:
     assert metrics["train/skipped_updates"] == metrics["rows/skipped_zero_advantage"] == 0.0
 
 
-def test_dead_groups_still_update_where_the_entropy_has_a_gradient() -> None:
+def test_dead_groups_still_update_if_the_entropy_has_a_gradient() -> None:
     """-0.5 mean(-rho sg(log p)): per row 0.5/4 log p (e - p). From p = (1/4, 3/4), actions 0 and 1 of each state."""
     objective = ObjectiveConfig(entropy_coef=0.5, entropy_estimator="score_function")
     policy = TablePolicy(logits=[[0.0, math.log(3.0)]] * 2, script=SCRIPT)
@@ -384,7 +384,7 @@ def test_dead_groups_still_update_where_the_entropy_has_a_gradient() -> None:
     assert metrics["train/skipped_updates"] == 0.0
 
 
-def test_rows_without_an_advantage_are_skipped_and_the_gradient_is_the_same(subtests: pytest.Subtests) -> None:
+def test_skipping_rows_without_an_advantage_does_not_change_the_gradient(subtests: pytest.Subtests) -> None:
     """A custom objective that calls the built-in one switches the skipping off."""
     for batch_size, aggregation in product([None, 4], ["row_mean", "step_mean", "group_mean"]):
         with subtests.test(batch_size=batch_size, aggregation=aggregation):
@@ -415,7 +415,7 @@ def test_rows_without_an_advantage_are_skipped_and_the_gradient_is_the_same(subt
             assert all_forwarded - forwarded == 2 * 3  # in each of two epochs
 
 
-def test_long_rows_in_float16_are_finite() -> None:
+def test_long_rows_whose_log_probs_sum_beyond_float16_are_trained() -> None:
     """The sum of 32,000 log-probs of -4 is beyond what float16 holds; each of them is finite."""
 
     class Half(TablePolicy):

@@ -1,4 +1,4 @@
-"""Updates beside another rank's, and what is checked of the scores that an update reads."""
+"""Updates on one of two ranks, and the checks of the scores that an update reads."""
 
 import warnings
 from dataclasses import replace
@@ -81,7 +81,7 @@ def above_0(scores: ActionScores) -> ActionScores:
     return replace(scores, log_probs=scores.log_probs + 5.0)
 
 
-def test_scores_of_an_update_that_do_not_fit_are_refused(subtests: pytest.Subtests) -> None:
+def test_scores_that_do_not_match_the_batch_are_refused_in_an_update(subtests: pytest.Subtests) -> None:
     for change, settings, error, message in [
         (with_another_step, {}, ContractError, r"Changing scored 4 steps in rows of 3 steps\. Score the same steps"),
         (
@@ -119,8 +119,8 @@ def read_all(trainer: Any, rows: UpdateRows, selected: Any) -> None:
         rows.inputs(micro, weights)
 
 
-def test_log_probs_that_change_in_train_are_told_once(subtests: pytest.Subtests) -> None:
-    """Changes of up to 0.05 are taken for rounding. Later updates and replayed rows may differ by right."""
+def test_log_probs_that_differ_in_train_mode_are_warned_of_once(subtests: pytest.Subtests) -> None:
+    """Changes of up to 0.05 count as rounding. Later updates and replayed rows are expected to differ."""
     for change, num_warnings in [(0.04, 0), (0.06, 1), (-0.06, 1)]:
         with subtests.test(change=change):
             shifted = Changing(lambda scores, change=change: replace(scores, log_probs=scores.log_probs + change))
