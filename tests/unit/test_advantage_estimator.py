@@ -44,7 +44,7 @@ def batch_of(rewards: Tensor, group_ids: Tensor, mask: Tensor | None = None) -> 
     return ExperienceBatch(states=rows, actions=rows, group_ids=group_ids, rewards=rewards, mask=mask)
 
 
-def test_a_pair_and_a_triple():
+def test_advantages_of_a_pair_and_a_triple_equal_hand_worked_values():
     # [1, 3]: mean 2 -> -1, 1.   [2, 0, 4]: mean 2 -> 0, -2, 2.
     advantages = group_relative_advantages(torch.tensor([1.0, 3.0, 2.0, 0.0, 4.0]), ids(0, 0, 1, 1, 1))
     assert advantages.tolist() == [-1, 1, 0, -2, 2]
@@ -75,14 +75,14 @@ VARIANCES = {
 }
 
 
-def test_every_baseline_on_ragged_interleaved_groups(subtests):
+def test_every_baseline_is_exact_on_ragged_interleaved_groups(subtests):
     for baseline in BASELINES:
         with subtests.test(baseline=baseline):
             advantages = group_relative_advantages(double(REWARDS), ids(*GROUP_IDS), baseline=baseline)
             assert advantages.tolist() == pytest.approx(CENTRED[baseline], abs=1e-14)
 
 
-def test_every_baseline_over_every_scale(subtests):
+def test_every_baseline_is_exact_under_every_scale(subtests):
     for std_eps, scale_and_ddof, baseline in itertools.product([0.0, 0.5], VARIANCES, BASELINES):
         with subtests.test(std_eps=std_eps, scale_and_ddof=scale_and_ddof, baseline=baseline):
             scale, ddof = scale_and_ddof
@@ -98,18 +98,18 @@ def test_every_baseline_over_every_scale(subtests):
             assert advantages.tolist() == pytest.approx(expected, rel=1e-13, abs=1e-14)
 
 
-def test_global_mean_is_the_running_mean_where_there_is_one():
+def test_global_mean_uses_the_running_mean_if_there_is_one():
     advantages = group_relative_advantages(double(REWARDS), ids(*GROUP_IDS), baseline="global_mean", running_mean=3.0)
     assert advantages.tolist() == [-2, -1, 1, 4, 3, 7, 1, 9]
 
 
-def test_median_of_an_odd_group_is_its_middle_value():
+def test_the_median_of_an_odd_group_is_its_middle_value():
     # sorted 1, 2, 100 -> 2
     advantages = group_relative_advantages(double([100, 1, 2]), ids(4, 4, 4), baseline="group_median")
     assert advantages.tolist() == [98, -1, 0]
 
 
-def test_median_of_an_even_group_is_between_its_middle_values():
+def test_the_median_of_an_even_group_is_the_mean_of_its_middle_values():
     # sorted 1, 2, 6, 100 -> 4
     advantages = group_relative_advantages(double([100, 1, 6, 2]), ids(4, 4, 4, 4), baseline="group_median")
     assert advantages.tolist() == [96, -3, 2, -2]
@@ -150,7 +150,7 @@ def exact_advantages(
     ddof=st.sampled_from([0, 1]),
     running_mean=st.none() | st.integers(-3, 3).map(float),
 )
-def test_agrees_with_exact_fractions(rows, baseline, scale, ddof, running_mean):
+def test_advantages_agree_with_exact_fractions(rows, baseline, scale, ddof, running_mean):
     rewards, group_ids = [r / 8 for r, _ in rows], [g for _, g in rows]
     advantages = group_relative_advantages(
         double(rewards), ids(*group_ids), baseline=baseline, scale=scale, std_ddof=ddof, running_mean=running_mean
@@ -171,7 +171,7 @@ def test_constant_groups_of_any_size_give_exactly_zero(subtests):
             assert (advantages[group_ids == 3] != 0).sum() >= 7
 
 
-def test_a_constant_batch_over_its_own_std_gives_exactly_zero(subtests):
+def test_a_constant_batch_scaled_by_its_std_gives_exactly_zero(subtests):
     for baseline in BASELINES:
         with subtests.test(baseline=baseline):
             advantages = group_relative_advantages(
@@ -194,7 +194,7 @@ def test_groups_that_differ_by_rounding_only_give_exactly_zero(subtests):
             assert (advantages == 0).all()
 
 
-def test_a_small_difference_is_not_taken_for_rounding():
+def test_a_small_difference_is_not_treated_as_rounding():
     # 0.3 and 0.3 + 1e-5 in float32: standardised with n, any two different values are -1 and 1
     advantages = group_relative_advantages(torch.tensor([0.3, 0.30001]), ids(0, 0), scale="group", std_ddof=0)
     assert advantages.tolist() == pytest.approx([-1, 1], abs=1e-5)
@@ -220,7 +220,7 @@ def test_one_row_alone_over_the_batch_std_is_finite():
     assert group_relative_advantages(torch.tensor([3.0]), ids(0), scale="batch").tolist() == [0]
 
 
-def test_large_offsets_keep_small_differences():
+def test_small_differences_between_large_rewards_are_kept():
     # 1e8 + {0, 1, 2, 3}: deviations -1.5, -.5, .5, 1.5; variance (2.25 + .25) 2 / 3 = 5/3
     rewards = double([1e8, 1e8 + 1, 1e8 + 2, 1e8 + 3])
     assert group_relative_advantages(rewards, ids(0, 0, 0, 0)).tolist() == [-1.5, -0.5, 0.5, 1.5]
@@ -230,7 +230,7 @@ def test_large_offsets_keep_small_differences():
         assert advantages.tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_large_offsets_in_float32():
+def test_differences_between_large_float32_rewards_are_exact():
     # the float32 neighbours of 1e8 are 8 apart; mean 1e8 + 12
     advantages = group_relative_advantages(torch.tensor([1e8, 1e8 + 8, 1e8 + 16, 1e8 + 24]), ids(0, 0, 0, 0))
     assert advantages.tolist() == [-12, -4, 4, 12]
@@ -246,7 +246,7 @@ def test_huge_rewards_agree_with_exact_fractions(subtests):
             assert advantages.tolist() == pytest.approx(expected, rel=1e-6 if dtype is torch.float32 else 1e-12)
 
 
-def test_the_dtype_of_the_rewards_comes_back_and_they_stay_unchanged(subtests):
+def test_advantages_have_the_dtype_of_the_rewards_which_stay_unchanged(subtests):
     for dtype in [torch.float32, torch.float64]:
         with subtests.test(dtype=dtype):
             rewards = torch.tensor([1.0, 3.0], dtype=dtype)
@@ -255,7 +255,7 @@ def test_the_dtype_of_the_rewards_comes_back_and_they_stay_unchanged(subtests):
 
 
 def test_group_ids_may_be_any_integers():
-    # mean 2 and 7, whatever the groups are called
+    # means 2 and 7 for any group ids
     for first, second in [(0, 2**62), (-(2**63), 2**63 - 1), (7, -7)]:
         advantages = group_relative_advantages(double([1, 5, 3, 9]), ids(first, second, first, second))
         assert advantages.tolist() == [-1, -2, 1, 2]
@@ -277,7 +277,7 @@ def test_group_ids_may_be_far_apart():
     assert advantages.tolist() == [-1, -2, -5, 1, 2, 5]
 
 
-def test_a_kept_row_does_not_feel_a_dropped_siblings_reward():
+def test_a_dropped_row_does_not_change_the_advantages_of_its_group():
     # kept: [1, 3] of group 0 -> -1, 1; [2, 0, 4] of group 1 -> 0, -2, 2
     for lost in (math.nan, math.inf, -math.inf):
         rewards = [1.0, lost, 3.0, 2.0, 0.0, lost, 4.0]
@@ -295,12 +295,12 @@ STEP_ADVANTAGES = [[0, 0, 0], [-1, -2, 0], [1, 2, 0]]
 STEP_BATCH_VARIANCE = {0: 14.875 / 8, 1: 14.875 / 7}
 
 
-def test_returns_relative_to_members_that_are_still_there():
+def test_returns_are_compared_with_the_members_active_at_that_step():
     advantages = group_relative_returns(double(STEP_REWARDS), STEP_MASK, ids(4, 4, 4), scale="none")
     assert advantages.tolist() == STEP_ADVANTAGES
 
 
-def test_returns_over_the_std_of_all_valid_steps(subtests):
+def test_relative_returns_can_be_divided_by_the_std_of_all_valid_steps(subtests):
     for ddof in [0, 1]:
         with subtests.test(ddof=ddof):
             advantages = group_relative_returns(
@@ -311,7 +311,7 @@ def test_returns_over_the_std_of_all_valid_steps(subtests):
                 assert row == pytest.approx([a / std for a in expected])
 
 
-def test_returns_over_the_std_of_one_column_of_a_group():
+def test_relative_returns_can_be_divided_by_the_std_of_their_groups_column():
     # column 0: 3, 2, 4 with divisor 2: std 1.  column 1: 2, 0, 4: std 2.  column 2: 1, 1: constant
     advantages = group_relative_returns(double(STEP_REWARDS), STEP_MASK, ids(4, 4, 4), scale="group")
     assert advantages.tolist() == [[0, 0, 0], [-1, -1, 0], [1, 1, 0]]
@@ -326,7 +326,7 @@ def test_a_step_that_is_alone_in_its_group_gets_zero():
     assert advantages.tolist() == [[1.5, 0], [-1.5, 0], [0, 0]]
 
 
-def test_returns_with_a_discount():
+def test_relative_returns_with_a_discount_equal_hand_worked_values():
     # gamma .5: row 0: 1 + .5 * 2 = 2, 2;   row 1: 3 + .5 * 4 = 5, 4;   column means 3.5, 3
     advantages = group_relative_returns(
         double([[1, 2], [3, 4]]), torch.ones(2, 2, dtype=torch.bool), ids(1, 1), gamma=0.5, scale="none"
@@ -334,7 +334,7 @@ def test_returns_with_a_discount():
     assert advantages.tolist() == [[-1.5, -1], [1.5, 1]]
 
 
-def test_a_masked_step_in_the_middle_passes_its_return_on():
+def test_a_masked_step_passes_later_returns_on():
     # row 0: 1 + 0 + 4 = 5, masked, 4;   row 1: 1 + 1 + 1 = 3, 2, 1
     mask = torch.tensor([[True, False, True], [True, True, True]])
     advantages = group_relative_returns(double([[1, 9, 4], [1, 1, 1]]), mask, ids(0, 0), scale="none")
@@ -362,7 +362,7 @@ def test_rewards_under_the_mask_are_never_used(subtests):
             assert (expected[~mask] == 0).all()
 
 
-def test_returns_keep_groups_apart_whatever_their_numbers(subtests):
+def test_relative_returns_keep_groups_of_any_id_separate(subtests):
     for group_ids in [ids(0, 0, 2**62, 2**62), ids(0, 0, 64, 64).to(torch.int8), ids(-(2**63), -(2**63), 0, 0)]:
         with subtests.test(group_ids=group_ids):
             # returns 4, 3, 2, 1 times 1, 3 | 5, 9; group means 2 and 7 times 4, 3, 2, 1
@@ -390,7 +390,7 @@ def test_credit_to_the_row_is_its_discounted_return():
     assert advantages.tolist() == pytest.approx([1.75 - 5.5 / 3, 2 - 5.5 / 3, 1.75 - 5.5 / 3])
 
 
-def test_return_to_go_of_rewards_per_row_is_an_error_that_names_the_field():
+def test_return_to_go_with_rewards_per_row_is_refused_by_the_fields_name():
     estimator = AdvantageEstimator(AdvantageConfig(credit="return_to_go"))
     with pytest.raises(ConfigError, match=r"advantage\.credit"):
         estimator(batch_of(torch.tensor([1.0, 3.0]), ids(0, 0)))
@@ -405,7 +405,7 @@ def test_rows_whose_steps_add_up_to_the_same_return_give_exactly_zero():
         assert estimator(batch_of(rewards, ids(0, 0, 0, 0))).tolist() == [0, 0, 0, 0]
 
 
-def test_clip_bounds_the_size_of_an_advantage():
+def test_clip_bounds_the_absolute_value_of_advantages():
     rewards, group_ids = torch.tensor([1.0, 3.0, 2.0, 0.0, 4.0]), ids(0, 0, 1, 1, 1)
     advantages = AdvantageEstimator(AdvantageConfig(clip=1.5))(batch_of(rewards, group_ids))
     assert advantages.tolist() == [-1, 1, 0, -1.5, 1.5]
@@ -416,7 +416,7 @@ def test_clip_bounds_advantages_per_step_too():
     assert AdvantageEstimator(AdvantageConfig(clip=1.5))(batch).tolist() == [[0, 0, 0], [-1, -1.5, 0], [1, 1.5, 0]]
 
 
-def test_the_config_reaches_the_statistics():
+def test_the_estimator_uses_baseline_scale_ddof_and_eps_of_its_config():
     config = AdvantageConfig(baseline="leave_one_out", scale="group", std_ddof=0, std_eps=0.5)
     advantages = AdvantageEstimator(config)(batch_of(double(REWARDS), ids(*GROUP_IDS)))
     expected = [
@@ -426,7 +426,7 @@ def test_the_config_reaches_the_statistics():
     assert advantages.tolist() == pytest.approx(expected)
 
 
-def test_the_running_mean_leaves_the_current_batch_out():
+def test_the_running_mean_excludes_the_current_batch():
     estimator = AdvantageEstimator(AdvantageConfig(baseline="global_mean"))
     # nothing seen yet: the batch's own mean, 2.  Then the mean of 1, 3 is 2.  Then that of 1, 3, 4, 6 is 3.5.
     assert estimator(batch_of(double([1, 3]), ids(0, 0))).tolist() == [-1, 1]
@@ -451,7 +451,7 @@ def test_the_running_mean_survives_a_save():
         assert estimator(batch_of(double([9]), ids(0))).tolist() == [3.75]
 
 
-def test_other_baselines_forget_earlier_batches(subtests):
+def test_other_baselines_do_not_depend_on_earlier_batches(subtests):
     for baseline in [*RELATIVE, "none"]:
         with subtests.test(baseline=baseline):
             used, fresh = (AdvantageEstimator(AdvantageConfig(baseline=baseline)) for _ in range(2))

@@ -29,7 +29,7 @@ def advantages(batch: ExperienceBatch, **settings) -> Tensor:
     return AdvantageEstimator(AdvantageConfig(**settings))(batch)
 
 
-def test_the_settings_of_a_well_known_example():
+def test_group_scaling_with_ddof_0_equals_a_well_known_example():
     # mean .7; deviations .1 -.1 .2 -.2; variance with n .025
     found = advantages(batch_of(torch.tensor([0.8, 0.6, 0.9, 0.5]), [0, 0, 0, 0]), scale="group", std_ddof=0)
     assert found.tolist() == pytest.approx([0.632, -0.632, 1.265, -1.265], abs=5e-4)
@@ -60,7 +60,7 @@ CREDITS = {
 }
 
 
-def test_every_credit_by_hand(subtests):
+def test_advantages_under_every_credit_equal_hand_worked_values(subtests):
     for credit in [None, *CREDITS]:
         with subtests.test(credit=credit):
             estimate = AdvantageEstimator(
@@ -77,7 +77,7 @@ def test_a_critic_is_trained_towards_advantage_plus_value():
     assert returns.dtype == torch.float64
 
 
-def test_what_the_advantage_is_scaled_by_does_not_touch_the_critics_target(subtests):
+def test_scaling_advantages_does_not_change_the_critics_target(subtests):
     for scale in ["batch", "whiten"]:
         with subtests.test(scale=scale):
             plain, scaled = (
@@ -94,7 +94,7 @@ def test_what_the_advantage_is_scaled_by_does_not_touch_the_critics_target(subte
             assert scaled.advantages[~MASK].tolist() == [0]
 
 
-def test_a_critic_judges_a_rows_reward_at_its_last_step():
+def test_gae_places_the_reward_of_a_row_on_its_last_step():
     # reward 5 on the second step: delta 5 + .5 * 8 - 1 = 8, 0 + .5 - 2 = -1.5;  A: 8, -1.5 + .25 * 8
     batch = batch_of(
         double([5]),
@@ -115,7 +115,7 @@ def test_the_critics_precision_is_kept():
     assert (estimate.advantages.item(), estimate.returns.item()) == (3.0, 5.0)
 
 
-def test_equal_states_of_rows_with_one_reward():
+def test_gigpo_with_rewards_per_row_equals_hand_worked_values():
     # returns to go of 4 and 2 at the end, gamma 1/2: 2 4 | 1 2; rows: 1 -1; column keys: .5 -.5, 1 -1
     batch = batch_of(
         double([4, 2]), [0, 0], torch.ones(2, 2, dtype=torch.bool), state_keys=torch.tensor([[0, 1], [0, 1]])
@@ -123,13 +123,13 @@ def test_equal_states_of_rows_with_one_reward():
     assert advantages(batch, credit="gigpo", gamma=0.5).tolist() == [[1.5, 2.0], [-1.5, -2.0]]
 
 
-def test_a_row_weighs_as_many_steps_as_it_has_under_the_length_weighted_baseline():
+def test_the_length_weighted_baseline_weighs_rows_by_their_valid_steps():
     # lengths 3 and 1, rewards 1 and 4: b = 7/4
     mask = torch.tensor([[True, True, True], [False, True, False]])
     assert advantages(batch_of(double([1, 4]), [0, 0], mask), baseline="length_weighted").tolist() == [-0.75, 2.25]
 
 
-def test_the_number_of_attempts_reaches_the_baseline():
+def test_max_at_k_uses_the_configured_k():
     # see _advantages/test_rows.py; k = 3 of 3: only the best adds, 4 - 2, times 3
     batch = batch_of(double([1, 4, 2]), [0, 0, 0])
     assert advantages(batch, baseline="max_at_k", k=2).tolist() == pytest.approx([0, 5, 1])
@@ -140,14 +140,14 @@ def test_the_number_of_attempts_reaches_the_baseline():
 SOME_DEAD = batch_of(double([1, 3, 5, 5, 2, 2]), [0, 0, 1, 1, 2, 2])
 
 
-def test_live_groups_take_the_place_of_dead_ones():
+def test_live_groups_are_upweighted_by_rows_over_live_rows():
     # six rows, two of them alive: times 3
     assert advantages(SOME_DEAD, upweight_live_groups=True).tolist() == [-3, 3, 0, 0, 0, 0]
     all_alive = batch_of(double([1, 3, 0, 2]), [0, 0, 1, 1])
     assert advantages(all_alive, upweight_live_groups=True).tolist() == [-1, 1, -1, 1]
 
 
-def test_a_single_live_row_takes_the_place_of_all():
+def test_a_single_live_row_is_upweighted_by_the_number_of_rows():
     # groups of one row, with their rewards as advantages: one of four is not 0, times 4
     batch = batch_of(double([0, 3, 0, 0]), [0, 1, 2, 3])
     assert advantages(batch, upweight_live_groups=True, baseline="none").tolist() == [0, 12, 0, 0]
@@ -160,20 +160,20 @@ def test_without_a_live_group_nothing_is_upweighted():
     assert advantages(dead, upweight_live_groups=True, baseline="none").tolist() == [5, 5, 2, 2]
 
 
-def test_rewards_per_step_that_differ_make_a_group_live_though_their_sums_are_equal():
+def test_a_group_with_equal_sums_but_different_step_rewards_is_live():
     # to go 1 0 | 1 1: column 0 is constant, column 1: -.5 .5; the group of rows 2 and 3 is dead at every step: times 2
     batch = batch_of(double([[1, 0], [0, 1], [2, 2], [2, 2]]), [0, 0, 1, 1])
     found = advantages(batch, upweight_live_groups=True)
     assert found.tolist() == [[0, -1], [0, 1], [0, 0], [0, 0]]
 
 
-def test_a_group_that_the_rewards_bound_makes_dead_is_not_live():
+def test_a_group_made_equal_by_reward_clip_is_not_live():
     # 11 and 12 are 10 and 10: two of four rows are alive, times 2
     batch = batch_of(double([11, 12, 1, 3]), [0, 0, 1, 1])
     assert advantages(batch, reward_clip=10.0, upweight_live_groups=True).tolist() == [0, 0, -2, 2]
 
 
-def test_signs_and_bounds_by_hand(subtests):
+def test_sign_weights_and_clip_equal_hand_worked_advantages(subtests):
     cases = [
         ({"negative_only": True}, [-2, 0, 0]),
         ({"negative_only": True, "positive_weight": 0.0}, [-2, 0, 0]),
@@ -189,16 +189,16 @@ def test_signs_and_bounds_by_hand(subtests):
             assert advantages(batch_of(double([0, 2, 4]), [0, 0, 0]), **settings).tolist() == expected
 
 
-def test_signs_and_bounds_of_steps():
+def test_sign_weights_and_clip_apply_to_advantages_per_step():
     settings = {"gamma": 0.5, "negative_only": True, "clip": 1.0}
     assert advantages(WITH_EVERYTHING, **settings).tolist() == [[-1, -0.5, 0], [0, 0, 0]]
 
 
-def test_live_groups_are_upweighted_before_the_bound():
+def test_live_groups_are_upweighted_before_clip_is_applied():
     assert advantages(SOME_DEAD, upweight_live_groups=True, clip=2.0).tolist() == [-2, 2, 0, 0, 0, 0]
 
 
-def test_rewards_are_bounded_before_anything_else():
+def test_reward_clip_is_applied_first():
     # -100 and 100 are -3 and 3, beside 0: mean 0
     assert advantages(batch_of(double([-100, 0, 100]), [0, 0, 0]), reward_clip=3.0).tolist() == [-3, 0, 3]
     # each step's, not the row's: 3 + 3 and 1 + 1 -> 6, 2
@@ -206,7 +206,7 @@ def test_rewards_are_bounded_before_anything_else():
     assert advantages(steps, reward_clip=3.0, credit="row").tolist() == [2, -2]
 
 
-def test_the_batch_shows_rewards_as_they_came():
+def test_the_estimator_does_not_change_the_rewards_of_the_batch():
     batch = batch_of(double([-100, 0, 100]), [0, 0, 0])
     advantages(batch, reward_clip=3.0, normalize_rewards=True)
     assert batch.rewards.tolist() == [-100, 0, 100]
@@ -238,11 +238,11 @@ def test_rewards_per_step_are_divided_by_the_deviation_of_their_rows_sums():
     assert normalised.tolist() == [[-2.5, -1.0, 0.0], [2.5, 1.0, 0.0]]
 
 
-def test_a_first_reward_without_any_spread_is_left_alone():
+def test_a_single_first_reward_is_not_divided_by_a_deviation_of_0():
     assert advantages(batch_of(double([5]), [0]), normalize_rewards=True, baseline="none").tolist() == [5]
 
 
-def test_the_bound_comes_before_the_deviation():
+def test_reward_clip_is_applied_before_rewards_are_normalised():
     # -3 0 3: variance with n 6
     found = advantages(batch_of(double([-9, 0, 9]), [0, 0, 0]), reward_clip=3.0, normalize_rewards=True)
     assert found.tolist() == pytest.approx([-3 / math.sqrt(6), 0, 3 / math.sqrt(6)])
@@ -268,8 +268,8 @@ def of_two_rewards(**others) -> ExperienceBatch:
     return batch_of(double([10, 3, 5, 19]), [0, 0, 1, 1], reward_components=parts, **others)
 
 
-def test_each_reward_normalised_by_hand():
-    # _advantages/test_rows.py: with weight 2 on `brief` h -h -2h 2h over sqrt(5/3); without weights
+def test_normalize_each_equals_hand_worked_advantages():
+    # _advantages/test_rows_of_several_rewards.py: with weight 2 on `brief` h -h -2h 2h over sqrt(5/3); without weights
     # -h + h = 0, 0, -h, h: squares 1 over 3
     h = math.sqrt(0.5)
     weighed = advantages(of_two_rewards(reward_weights={"brief": 2.0}), several_rewards="normalize_each")
@@ -278,7 +278,7 @@ def test_each_reward_normalised_by_hand():
     assert plain.tolist() == pytest.approx([0, 0, -h * math.sqrt(3), h * math.sqrt(3)], rel=1e-13, abs=1e-15)
 
 
-def test_each_reward_normalised_reads_ddof_and_eps():
+def test_normalize_each_uses_ddof_and_eps():
     # ddof 0: pairs are -1 and 1 over (1/2 d + eps) / (d / 2), d their distance
     found = advantages(
         of_two_rewards(reward_weights={"right": 0.0}), several_rewards="normalize_each", std_ddof=0, std_eps=1.0
@@ -288,14 +288,14 @@ def test_each_reward_normalised_reads_ddof_and_eps():
     assert found.tolist() == pytest.approx([x / std for x in (2 / 3, -2 / 3, -7 / 9, 7 / 9)], rel=1e-13)
 
 
-def test_the_sum_is_what_is_compared_otherwise():
+def test_without_normalize_each_the_weighted_sum_of_rewards_is_compared():
     assert advantages(of_two_rewards(reward_weights={"brief": 2.0})).tolist() == [3.5, -3.5, -7, 7]
 
 
 # Errors that say what is missing
 
 
-def test_credit_to_steps_needs_rewards_per_step(subtests):
+def test_process_supervision_without_rewards_per_step_is_refused(subtests):
     for credit in ["return_to_go", "process_supervision"]:
         with (
             subtests.test(credit=credit),
@@ -304,17 +304,17 @@ def test_credit_to_steps_needs_rewards_per_step(subtests):
             advantages(batch_of(double([1, 2]), [0, 0]), credit=credit)
 
 
-def test_a_critic_is_needed():
+def test_gae_without_values_is_refused():
     with pytest.raises(ConfigError, match=r"advantage\.credit='gae' needs a critic's values.*ActionScores\.values"):
         advantages(batch_of(double([1, 2]), [0, 0]), credit="gae")
 
 
-def test_state_keys_are_needed():
+def test_gigpo_without_state_keys_is_refused():
     with pytest.raises(ConfigError, match=r"advantage\.credit='gigpo' needs the state each step was taken in"):
         advantages(batch_of(double([1, 2]), [0, 0]), credit="gigpo")
 
 
-def test_rewards_by_name_are_needed(subtests):
+def test_normalize_each_without_named_rewards_is_refused(subtests):
     for components in [{}, {"steps": double([[1, 2], [3, 4]])}]:
         with subtests.test(components=components):
             batch = batch_of(double([1, 2]), [0, 0], reward_components=components)
@@ -322,7 +322,7 @@ def test_rewards_by_name_are_needed(subtests):
                 advantages(batch, several_rewards="normalize_each")
 
 
-def test_rewards_per_step_are_not_normalised_by_name_without_a_word():
+def test_normalize_each_with_rewards_per_step_is_refused():
     batch = batch_of(double([[1, 2], [3, 4]]), [0, 0], reward_components={"steps": double([[1, 2], [3, 4]])})
     with pytest.raises(ConfigError, match=r"needs several rewards by name, one number per row each"):
         advantages(batch, several_rewards="normalize_each")

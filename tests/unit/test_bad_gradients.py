@@ -33,7 +33,7 @@ class Poisoned(TablePolicy):
         self.logits.register_hook(hook)
 
 
-def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing(subtests: pytest.Subtests) -> None:
+def test_an_update_with_a_non_finite_gradient_changes_nothing(subtests: pytest.Subtests) -> None:
     """Six updates in two iterations; the poisoned one leaves weights and Adam's moments bitwise as they were."""
     for at, bad, duck in [
         (0, math.nan, False),
@@ -78,7 +78,7 @@ def test_a_poisoned_micro_batch_skips_its_whole_update() -> None:
     assert state_of(trainer) != before
 
 
-def test_a_log_prob_that_is_not_finite_in_the_second_micro_batch_leaves_the_weights_of_all() -> None:
+def test_a_non_finite_log_prob_in_the_second_micro_batch_changes_no_weight() -> None:
     """Two forwards of 4 rows. The gradient of the first is there when the second turns out to be bad; it is thrown away."""
     policy = TablePolicy()
     trainer = trainer_of(policy, micro_batch_size=4)
@@ -129,8 +129,8 @@ def test_too_many_skipped_updates_in_a_row_end_the_run_with_a_checkpoint(limit: 
     assert fresh.iteration == len(states)
 
 
-def test_a_run_ended_by_skipped_updates_is_given_all_of_them_again_when_it_is_loaded(tmp_path: Path) -> None:
-    """Three in a row end it. Loaded, one more bad update is skipped, and a second; the third ends it."""
+def test_loading_a_run_ended_by_skipped_updates_resets_their_count(tmp_path: Path) -> None:
+    """Three bad updates in a row end a run. After loading, two more are skipped and the third ends the run."""
     trainer = trainer_of(Poisoned(set(range(1, 100)), math.nan), max_skipped_updates=3)
     with pytest.raises(NonFiniteGradientError):
         trainer.train(["a", "b"], num_iterations=9, checkpoint_dir=tmp_path, checkpoint_every=9, progress=False)
@@ -141,7 +141,7 @@ def test_a_run_ended_by_skipped_updates_is_given_all_of_them_again_when_it_is_lo
         resumed.step(["a", "b"])
 
 
-def test_one_sound_update_begins_the_count_again() -> None:
+def test_one_finite_update_resets_the_count_of_skipped_updates() -> None:
     trainer = trainer_of(Poisoned({0, 1, 3, 4, 6, 7}, math.inf), max_skipped_updates=3)
     skipped = [trainer.step(["a", "b"])["train/skipped_updates"] for _ in range(9)]
     assert skipped == [1.0, 1.0, 0.0] * 3

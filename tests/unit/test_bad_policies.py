@@ -65,7 +65,7 @@ def test_every_missing_method_is_named_at_once() -> None:
     assert "eval()" not in str(caught.value)
 
 
-def test_a_reference_and_a_reward_model_are_looked_at_alike() -> None:
+def test_missing_methods_of_a_reference_and_a_reward_model_are_named_too() -> None:
     class Wrong:
         def compute_rewards(self, states: Any, actions: Any) -> Any: ...
 
@@ -100,7 +100,7 @@ def test_a_class_in_place_of_an_instance_is_refused() -> None:
 # What a policy returns
 
 
-def test_no_states_are_refused(subtests: pytest.Subtests) -> None:
+def test_empty_states_are_refused(subtests: pytest.Subtests) -> None:
     trainer = trainer_of(TablePolicy())
     for states in [[], (), torch.zeros(0, 3), np.zeros((0, 2))]:
         with subtests.test(states=type(states).__name__):
@@ -111,7 +111,7 @@ def test_no_states_are_refused(subtests: pytest.Subtests) -> None:
                 trainer.train(states, num_iterations=1, progress=False)
 
 
-def test_log_probs_of_a_wrong_shape_or_dtype(subtests: pytest.Subtests) -> None:
+def test_log_probs_of_a_wrong_shape_or_dtype_are_refused(subtests: pytest.Subtests) -> None:
     cases: list[tuple[Any, str]] = [
         (
             lambda x: x.reshape(8, 1, 1),
@@ -125,7 +125,7 @@ def test_log_probs_of_a_wrong_shape_or_dtype(subtests: pytest.Subtests) -> None:
             refuses(Mutant(change), rf"Mutant\.get_log_probabilities must return \[N\] = \[8\] or \[N, T\]{got}")
 
 
-def test_a_wrong_shape_is_found_whenever_it_happens() -> None:
+def test_a_wrong_shape_is_also_refused_in_a_later_step() -> None:
     policy = Mutant()
     trainer = trainer_of(policy)
     trainer.step(["a", "b"])
@@ -136,14 +136,14 @@ def test_a_wrong_shape_is_found_whenever_it_happens() -> None:
     assert state_of(trainer) == before
 
 
-def test_log_probs_without_a_gradient() -> None:
+def test_log_probs_without_a_gradient_are_refused() -> None:
     refuses(
         Mutant(log_probs=lambda x: x.detach()),
         r"Mutant: log-probabilities do not carry a gradient, but get_parameters\(\) holds tensors that require one",
     )
 
 
-def test_parameters_that_are_not_the_parameters_themselves(subtests: pytest.Subtests) -> None:
+def test_get_parameters_that_returns_copies_is_refused(subtests: pytest.Subtests) -> None:
     class Copies(TablePolicy):
         copies: Any
 
@@ -168,8 +168,8 @@ def test_parameters_that_are_not_the_parameters_themselves(subtests: pytest.Subt
             assert digest(policy.logits) == before
 
 
-def test_a_log_prob_of_a_sampled_action_that_is_no_number(subtests: pytest.Subtests) -> None:
-    """Found while collecting; and, once a plain policy needs no scoring pass any more, before the update is applied."""
+def test_a_non_finite_log_prob_of_a_sampled_action_is_refused(subtests: pytest.Subtests) -> None:
+    """The error is raised while collecting, or before the update once a plain policy needs no scoring pass."""
     for bad, first, row in [(-math.inf, True, 0), (math.nan, True, 7), (-math.inf, False, 7), (math.inf, False, 0)]:
         with subtests.test(bad=bad, first=first, row=row):
             policy = Mutant()
@@ -223,7 +223,7 @@ def flipped(scores: ActionScores) -> ActionScores:
     return ActionScores(log_probs=scores.log_probs, mask=mask)
 
 
-def test_other_steps_in_an_update_than_at_collection(subtests: pytest.Subtests) -> None:
+def test_scoring_other_steps_in_an_update_than_at_collection_is_refused(subtests: pytest.Subtests) -> None:
     cases: dict[str, Any] = {
         "wider": lambda scores: widened(scores, counts=True),
         "wider, unmasked": lambda scores: widened(scores, counts=False),

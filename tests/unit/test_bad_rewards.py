@@ -16,7 +16,7 @@ from tests.support.policies import ExactSampling, TablePolicy, weights_of
 from tests.support.trainers import state_of, trainer_of
 
 
-def test_an_iteration_whose_rewards_fail_changes_nothing(subtests: pytest.Subtests) -> None:
+def test_an_iteration_with_failing_rewards_changes_nothing(subtests: pytest.Subtests) -> None:
     def raising(states: Any, actions: Any) -> Any:
         raise TimeoutError("the judge is away")
 
@@ -29,7 +29,7 @@ def test_an_iteration_whose_rewards_fail_changes_nothing(subtests: pytest.Subtes
             assert state_of(trainer) == before
 
 
-def test_a_dropped_row_leaves_its_groups_statistics(subtests: pytest.Subtests) -> None:
+def test_a_dropped_row_does_not_count_in_its_groups_statistics(subtests: pytest.Subtests) -> None:
     """Rewards 1, 2, 4, 8 in both groups: without one, the mean is that of the other three."""
     values = [1.0, 2.0, 4.0, 8.0] * 2
     for row, bad in [(0, math.nan), (3, math.inf), (6, -math.inf)]:
@@ -48,7 +48,7 @@ def test_a_dropped_row_leaves_its_groups_statistics(subtests: pytest.Subtests) -
             assert metrics["group_stats/avg_group_size"] == 3.5
 
 
-def test_zeroed_rewards_count_as_zero_in_advantages() -> None:
+def test_zeroed_rewards_count_as_0_in_advantages() -> None:
     """Rewards 3, 0, 7, 10: mean 5."""
     reward = lambda s, a: [3.0, math.nan, 7.0, 10.0]  # noqa: E731
     trainer = trainer_of(TablePolicy(), reward, reward=RewardConfig(non_finite="zero"))
@@ -76,7 +76,7 @@ def test_a_part_that_does_not_apply_to_a_row_is_left_out_of_its_statistics() -> 
     assert report["components"].status == "passed", str(report)
 
 
-def test_rewards_of_steps_that_are_not_the_policys_are_never_looked_at(subtests: pytest.Subtests) -> None:
+def test_rewards_outside_the_policys_steps_are_never_read(subtests: pytest.Subtests) -> None:
     """NaN outside the mask, as an environment that pads its rewards may give it."""
 
     def padded(mask: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def test_rewards_of_steps_that_are_not_the_policys_are_never_looked_at(subtests:
             assert torch.isfinite(weights_of(policy)).all()
 
 
-def test_groups_of_one_learn_nothing_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_of_one_row_learn_nothing_and_this_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     trainer = trainer_of(TablePolicy(), group_size=1)
     before = state_of(trainer)
     metrics = trainer.step(["a", "b"])

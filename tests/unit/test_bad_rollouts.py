@@ -24,7 +24,7 @@ class AnotherStep(RowScoring):
         return ActionScores(log_probs=scores.log_probs, mask=mask)
 
 
-def test_a_forward_that_is_narrower_by_masked_columns_alone_is_fine() -> None:
+def test_a_forward_may_leave_out_columns_that_are_masked_for_all_rows() -> None:
     """Rows of one forward are padded to their own longest."""
     policy = RowScoring()
     actions = [(1, 2, 2, 0), (0,), (0,), (1, 0)]
@@ -34,7 +34,7 @@ def test_a_forward_that_is_narrower_by_masked_columns_alone_is_fine() -> None:
     assert trainer.update(batch)["train/num_updates"] == 1
 
 
-def test_rollouts_with_another_mask_than_the_policys_are_refused() -> None:
+def test_rollouts_whose_mask_differs_from_the_policys_are_refused() -> None:
     trainer = trainer_of(RowScoring(), num_epochs_per_update=2)
     batch = ExperienceBatch.from_rows([0, 0], [(1, 0), (0,)], [0.0, 1.0], [0, 0])  # one step per row: not so
     with pytest.raises(ContractError, match=r"masks differ.*ExperienceBatch\.from_rows the mask"):
@@ -100,7 +100,7 @@ def test_rows_without_a_step_are_legal_and_carry_no_loss() -> None:
 # Advantages of the caller's own
 
 
-def test_advantages_that_are_refused_change_nothing() -> None:
+def test_invalid_advantages_are_refused_and_change_nothing() -> None:
     trainer = GRPOTrainer(
         config=GRPOConfig(group_size=4, batch_size=2),
         policy=TablePolicy(),
@@ -130,15 +130,15 @@ def with_advantages(values: list[list[float]], filler: float) -> tuple[str, dict
     return state_of(trainer), {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
 
-def test_what_advantages_hold_off_the_mask_is_never_looked_at() -> None:
-    """NaN there gives the very updates that 0 there gives."""
+def test_advantages_outside_the_mask_are_never_read() -> None:
+    """NaN outside the mask gives exactly the same updates as 0."""
     values = [[1.0, -2.0, 0.5], [-1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [3.0, 0.0, 0.0]]
     state, metrics = with_advantages(values, math.nan)
     assert (state, metrics) == with_advantages(values, 0.0)
     assert math.isfinite(metrics["train/grad_norm"])
 
 
-def test_a_row_without_an_advantage_is_one_whatever_stands_off_its_mask() -> None:
+def test_nan_outside_the_mask_does_not_keep_a_row_from_being_skipped() -> None:
     _, metrics = with_advantages([[1.0, -2.0, 0.5], [0.0] * 3, [0.0] * 3, [3.0, 0.0, 0.0]], math.nan)
     assert metrics["rows/skipped_zero_advantage"] == 2.0
 
@@ -146,7 +146,7 @@ def test_a_row_without_an_advantage_is_one_whatever_stands_off_its_mask() -> Non
 # Rollouts made elsewhere
 
 
-def test_rollouts_of_another_shape_are_refused(subtests: pytest.Subtests) -> None:
+def test_rollouts_of_a_wrong_shape_are_refused(subtests: pytest.Subtests) -> None:
     cases = [
         ({"mask": ROLLOUTS["mask"].double()}, r"mask must be bool \[N, T\] with N = 4; got \[4, 3\] float64"),
         ({"mask": ROLLOUTS["mask"].long()}, r"mask must be bool \[N, T\] with N = 4; got \[4, 3\] int64"),

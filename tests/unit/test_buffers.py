@@ -42,7 +42,7 @@ def hurried() -> Iterator[None]:
 
 
 def run_together(*works: Callable[[], None]) -> None:
-    """Each in a thread of its own, from one starting shot on; what they raise is raised."""
+    """Run each function in its own thread, all starting together, and raise what they raise."""
     ready = threading.Barrier(len(works))
     errors: list[BaseException] = []
 
@@ -64,7 +64,7 @@ def run_together(*works: Callable[[], None]) -> None:
 # ExperienceBuffer
 
 
-def test_the_oldest_leave_and_are_counted() -> None:
+def test_a_full_buffer_drops_and_counts_the_oldest_items() -> None:
     buffer = ExperienceBuffer[int](capacity=3)
     buffer.add(1)
     buffer.extend([2, 3])
@@ -75,13 +75,13 @@ def test_the_oldest_leave_and_are_counted() -> None:
     assert (buffer.snapshot(), buffer.num_dropped) == ([14, 15, 16], 9)
 
 
-def test_ten_thousand_unless_told_otherwise() -> None:
+def test_the_default_capacity_is_ten_thousand() -> None:
     buffer = ExperienceBuffer[int]()
     buffer.extend(range(10_001))
     assert (len(buffer), buffer.num_dropped, buffer.snapshot()[0]) == (10_000, 1, 1)
 
 
-def test_a_snapshot_leaves_everything_and_a_drain_nothing() -> None:
+def test_a_snapshot_keeps_all_items_and_a_drain_removes_them() -> None:
     buffer = ExperienceBuffer[str]()
     buffer.extend("ab")
     seen = buffer.snapshot()
@@ -91,7 +91,7 @@ def test_a_snapshot_leaves_everything_and_a_drain_nothing() -> None:
     assert (buffer.drain(), len(buffer), buffer.num_dropped) == ([], 0, 0)
 
 
-def test_clear_is_a_new_start() -> None:
+def test_clear_removes_all_items_and_resets_the_count() -> None:
     buffer = ExperienceBuffer[int](capacity=1)
     buffer.extend([1, 2])
     buffer.clear()
@@ -100,7 +100,7 @@ def test_clear_is_a_new_start() -> None:
     assert buffer.snapshot() == [3]
 
 
-def test_its_state_survives_json_and_a_smaller_capacity() -> None:
+def test_the_state_of_a_buffer_survives_json_and_a_smaller_capacity() -> None:
     buffer = ExperienceBuffer[float](capacity=3)
     buffer.extend([0.1, 0.2, 0.3, 0.4])
     assert isinstance(buffer, HasState)
@@ -115,7 +115,7 @@ def test_its_state_survives_json_and_a_smaller_capacity() -> None:
     assert (smaller.snapshot(), smaller.num_dropped) == ([0.3, 0.4], 2)
 
 
-def test_items_that_are_dicts_and_back_survive_json() -> None:
+def test_items_that_convert_to_dicts_survive_json() -> None:
     notes = [Note("a", 1), Note("b"), Note("c", 3)]
     buffer, again = (ExperienceBuffer[Note](capacity=2, item_type=Note) for _ in range(2))
     buffer.extend(notes)
@@ -163,7 +163,7 @@ def test_under_eight_threads_every_item_is_there_or_counted_as_dropped() -> None
 
 
 @pytest.mark.usefixtures("hurried")
-def test_what_is_put_in_at_once_stays_together() -> None:
+def test_items_added_together_stay_together() -> None:
     buffer = ExperienceBuffer[int]()
 
     def add(thread: int) -> None:
@@ -261,7 +261,7 @@ def test_the_state_of_groups_is_a_copy() -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-def test_states_that_are_taken_and_loaded_beside_eight_threads_lose_and_double_nothing() -> None:
+def test_saving_and_loading_beside_eight_threads_loses_and_doubles_nothing() -> None:
     """What each state holds is a run of every thread's items; the last one has all."""
     groups, items = GroupBuffer[int, Note](item_type=Note), ExperienceBuffer[Note](item_type=Note)
     finished = [threading.Event() for _ in range(NUM_THREADS)]
@@ -301,7 +301,7 @@ def test_mini_batches_keep_the_order_and_the_remainder() -> None:
     assert mini_batches([], 5) == []
 
 
-def test_settings_without_a_meaning_are_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_settings_are_refused(subtests: pytest.Subtests) -> None:
     cases = [
         (lambda: ExperienceBuffer(0), "ExperienceBuffer.capacity must be >= 1; got 0"),
         (lambda: GroupBuffer().drain(min_size=0), "GroupBuffer.drain: min_size must be >= 1; got 0"),

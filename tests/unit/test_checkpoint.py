@@ -30,7 +30,7 @@ PARTS_OF_OTHERS = {
 """Kinds of run with nothing that another kind does not have as well."""
 
 
-def test_a_run_stopped_after_any_iteration_ends_where_the_unbroken_one_does(
+def test_a_run_resumed_after_any_iteration_ends_like_the_unbroken_one(
     subtests: pytest.Subtests, tmp_path: Path
 ) -> None:
     for case in sorted(CASES.keys() - PARTS_OF_OTHERS):
@@ -56,7 +56,7 @@ def test_a_run_stopped_after_any_iteration_ends_where_the_unbroken_one_does(
                 assert fresh.iteration == 6
 
 
-def test_a_run_that_was_interrupted_goes_on_from_its_folder(tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_from_its_folder(tmp_path: Path) -> None:
     """Stopped by an exception in the sixth iteration; the newest whole checkpoint is that of the fifth."""
 
     class Stop(Exception):
@@ -119,10 +119,10 @@ def damage_manifest(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").write_bytes(data.replace(b'"sha256"', b'"sha257"', 1))
 
 
-def test_a_run_goes_on_in_its_folder_from_the_newest_whole_checkpoint(
+def test_a_run_continues_in_its_folder_from_the_newest_whole_checkpoint(
     subtests: pytest.Subtests, tmp_path: Path
 ) -> None:
-    """Of ten iterations the last two are damaged: it goes on after the eighth, and writes them anew."""
+    """The last two of ten checkpoints are damaged. The run continues after the eighth and writes them again."""
     for damage in [damage_tensors, damage_state, damage_manifest]:
         folder = tmp_path / damage.__name__
         with subtests.test(damage=damage.__name__):
@@ -139,8 +139,8 @@ def test_a_run_goes_on_in_its_folder_from_the_newest_whole_checkpoint(
             assert [read_checkpoint(folder / f"iteration-{n:08d}")["counters"]["iteration"] for n in (9, 10)] == [9, 10]
 
 
-def test_a_run_does_not_go_on_beside_a_whole_checkpoint_that_is_further(tmp_path: Path) -> None:
-    """The tenth is damaged, the ninth is not: who loaded the eighth would overwrite it."""
+def test_a_run_refuses_to_continue_beside_a_later_whole_checkpoint(tmp_path: Path) -> None:
+    """The tenth checkpoint is damaged and the ninth is not. A run that loaded the eighth would overwrite the ninth."""
     kept: dict[str, Any] = {"checkpoint_dir": tmp_path, "checkpoint_every": 1, "keep_last": 9}
     trainer, states, options = built("plain", seed=1)
     trainer.train(states, num_iterations=10, **kept, **options)
@@ -152,7 +152,7 @@ def test_a_run_does_not_go_on_beside_a_whole_checkpoint_that_is_further(tmp_path
     assert resumed.iteration == 8
 
 
-def test_a_finished_run_that_is_loaded_is_finished(tmp_path: Path) -> None:
+def test_a_loaded_finished_run_makes_no_further_iteration(tmp_path: Path) -> None:
     trainer, states, options = built("plain", seed=1)
     trainer.train(states, num_iterations=3, checkpoint_dir=tmp_path, **options)
     resumed, *_ = built("plain", seed=2)
@@ -164,8 +164,8 @@ def test_a_finished_run_that_is_loaded_is_finished(tmp_path: Path) -> None:
     assert (resumed.iteration, digest(weights_of(resumed.policy))) == (3, before)
 
 
-def test_saving_by_hand_between_steps(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    """Steps of the caller's own; saving changes nothing in the run that is saved."""
+def test_saving_between_steps_resumes_exactly_and_changes_nothing(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """The caller makes the steps. Saving changes nothing in the run that is saved."""
     for case in ["plain", "epochs of batches", "reward with a state", "dropout"]:
         folder = tmp_path / case
         with subtests.test(case=case):
@@ -187,7 +187,7 @@ def test_saving_by_hand_between_steps(subtests: pytest.Subtests, tmp_path: Path)
                 assert digest(weights_of(fresh.policy)) == expected, n
 
 
-def test_parameters_stay_the_very_tensors_when_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+def test_loading_a_checkpoint_keeps_the_identity_of_parameter_tensors(tmp_path: Path) -> None:
     trainer, states, _ = built("plain", seed=1)
     trainer.save_checkpoint(tmp_path / "here")
     before = {name: id(tensor) for name, tensor in trainer.policy.get_parameters().items()}
@@ -199,7 +199,7 @@ def test_parameters_stay_the_very_tensors_when_a_checkpoint_is_loaded(tmp_path: 
 # What is kept
 
 
-def test_the_newest_few_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "run", keep_last=2)
     kept = {}
     for n, score in enumerate([0.1, 0.9, 0.5, None, float("nan"), 0.9, 0.3, 0.2], start=1):
@@ -215,7 +215,7 @@ def test_the_newest_few_and_the_best_are_kept(tmp_path: Path) -> None:
     assert best_checkpoint(tmp_path / "run").name == f"iteration-{kept[8][0]:08d}"
 
 
-def test_a_run_keeps_the_best_by_its_evaluations(tmp_path: Path) -> None:
+def test_a_run_keeps_the_checkpoint_with_the_best_evaluation(tmp_path: Path) -> None:
     scores = {1: 0.0, 2: 5.0, 3: 1.0, 4: 2.0, 5: 3.0, 6: 4.0}
     trainer, states, options = built("plain", seed=1)
     trainer.evaluate = lambda states: {"eval/avg_reward": scores[trainer.iteration]}  # type: ignore[method-assign]
@@ -233,7 +233,7 @@ def test_a_run_keeps_the_best_by_its_evaluations(tmp_path: Path) -> None:
     assert best_checkpoint(tmp_path).name == "iteration-00000002"
 
 
-def test_a_folder_knows_the_iterations_that_it_has(tmp_path: Path) -> None:
+def test_a_folder_lists_the_iterations_of_its_checkpoints(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep_last=2)
     assert folder.save(small(3), iteration=3, score=None) == tmp_path / "iteration-00000003"
     assert [folder.has(iteration) for iteration in (2, 3)] == [False, True]
@@ -244,8 +244,8 @@ def test_without_a_score_there_is_no_best(tmp_path: Path) -> None:
         best_checkpoint(tmp_path)
 
 
-def test_pruning_takes_only_what_the_run_has_written(tmp_path: Path) -> None:
-    """A checkpoint saved by hand beside them, under a name of the user's, stays."""
+def test_pruning_removes_only_checkpoints_the_run_has_written(tmp_path: Path) -> None:
+    """A checkpoint that the user saved in the same folder under another name stays."""
     write_checkpoint(tmp_path / "before-phase-2", small(0), iteration=0)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "extension").mkdir()
@@ -256,7 +256,7 @@ def test_pruning_takes_only_what_the_run_has_written(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["before-phase-2", "extension", "iteration-00000003", "notes.txt"]
 
 
-def test_what_was_just_written_is_never_pruned(tmp_path: Path) -> None:
+def test_the_checkpoint_just_written_is_never_pruned(tmp_path: Path) -> None:
     """A new run in the folder of an older and longer one."""
     old = CheckpointFolder(tmp_path, keep_last=2)
     for n in (10, 11, 12):
@@ -265,7 +265,7 @@ def test_what_was_just_written_is_never_pruned(tmp_path: Path) -> None:
     assert read_checkpoint(path)["n"] == 1
 
 
-def test_a_folder_of_the_users_is_never_replaced(tmp_path: Path) -> None:
+def test_a_user_folder_is_never_replaced_by_a_checkpoint(tmp_path: Path) -> None:
     """Only a checkpoint may be replaced by one: `save_checkpoint("results")` must not delete results."""
     results = tmp_path / "results"
     results.mkdir()
@@ -276,7 +276,7 @@ def test_a_folder_of_the_users_is_never_replaced(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["results"]
 
 
-def test_a_folder_of_checkpoints_is_never_replaced_by_one(tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_is_never_replaced_by_a_checkpoint(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "run", keep_last=3)
     folder.save(small(1), iteration=1, score=None)
     with pytest.raises(CheckpointError, match="run"):
@@ -284,7 +284,7 @@ def test_a_folder_of_checkpoints_is_never_replaced_by_one(tmp_path: Path) -> Non
     assert read_newest(tmp_path / "run")["n"] == 1
 
 
-def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
+def test_a_file_at_the_checkpoints_path_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(CheckpointError, match="file"):
@@ -293,7 +293,7 @@ def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["file"]
 
 
-def test_a_folder_gives_its_newest_whole_checkpoint(tmp_path: Path) -> None:
+def test_reading_a_folder_gives_its_newest_whole_checkpoint(tmp_path: Path) -> None:
     for n in (9, 10, 11):
         write_checkpoint(tmp_path / f"iteration-{n:08d}", small(n), iteration=n)
     assert read_checkpoint(tmp_path)["n"] == 11
@@ -308,7 +308,7 @@ def test_a_folder_gives_its_newest_whole_checkpoint(tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
-def test_a_writer_that_was_killed_between_its_two_renames_has_left_the_previous_checkpoint(tmp_path: Path) -> None:
+def test_a_writer_killed_between_its_renames_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     path, previous = tmp_path / "checkpoint", tmp_path / ".checkpoint.previous"
     write_checkpoint(path, small(1), iteration=1)
     path.rename(previous)
@@ -320,7 +320,7 @@ def test_a_writer_that_was_killed_between_its_two_renames_has_left_the_previous_
     assert names_in(tmp_path) == ["checkpoint"]
 
 
-def test_what_is_foreign_in_a_folder_is_passed_over(tmp_path: Path) -> None:
+def test_foreign_files_and_folders_are_ignored(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "iteration-00000001", small(1), iteration=1)
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "plots").mkdir()
@@ -329,7 +329,7 @@ def test_what_is_foreign_in_a_folder_is_passed_over(tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path)["n"] == 1
 
 
-def test_the_folder_where_one_stands_may_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_working_folder_can_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path / "iteration-00000001", small(1), iteration=1)
     monkeypatch.chdir(tmp_path)
     assert read_checkpoint(".")["n"] == 1
@@ -337,7 +337,7 @@ def test_the_folder_where_one_stands_may_be_loaded(tmp_path: Path, monkeypatch: 
     assert read_checkpoint(".")["n"] == 1
 
 
-def test_nothing_there_is_an_error(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "no such", tmp_path):
         with pytest.raises(CheckpointError, match=f"No intact checkpoint in {path}"):
             read_checkpoint(path)

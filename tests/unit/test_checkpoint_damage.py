@@ -46,7 +46,7 @@ def damaged(whole: Path, tmp_path: Path) -> Path:
     return copied(whole, tmp_path)
 
 
-def test_every_flipped_bit_is_found(subtests: pytest.Subtests, damaged: Path) -> None:
+def test_every_flipped_bit_is_detected(subtests: pytest.Subtests, damaged: Path) -> None:
     for name in FILES:
         with subtests.test(name=name):
             file = damaged / name
@@ -61,7 +61,7 @@ def test_every_flipped_bit_is_found(subtests: pytest.Subtests, damaged: Path) ->
             read_checkpoint(damaged)
 
 
-def test_every_cut_and_every_addition_is_found(subtests: pytest.Subtests, damaged: Path) -> None:
+def test_every_truncation_and_every_addition_is_detected(subtests: pytest.Subtests, damaged: Path) -> None:
     for name in FILES:
         with subtests.test(name=name):
             file = damaged / name
@@ -75,8 +75,8 @@ def test_every_cut_and_every_addition_is_found(subtests: pytest.Subtests, damage
             file.write_bytes(data)
 
 
-def test_blocks_that_were_never_written_are_found(damaged: Path) -> None:
-    """As after a power cut: the size is right, the contents are zeros."""
+def test_blocks_that_were_never_written_are_detected(damaged: Path) -> None:
+    """After a power cut, a file can have the right size and contain zeros."""
     for name in FILES:
         data = (damaged / name).read_bytes()
         (damaged / name).write_bytes(bytes(len(data)))
@@ -85,7 +85,7 @@ def test_blocks_that_were_never_written_are_found(damaged: Path) -> None:
         (damaged / name).write_bytes(data)
 
 
-def test_files_of_two_checkpoints_are_never_mixed(damaged: Path, tmp_path: Path) -> None:
+def test_mixed_files_of_two_checkpoints_are_refused(damaged: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", read_checkpoint(damaged) | {"extra": torch.ones(2)}, iteration=2)
     for name in FILES:
         data = (damaged / name).read_bytes()
@@ -135,20 +135,22 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any], **contents:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_a_manifest_that_was_rewritten_alike_is_read(damaged: Path) -> None:
-    """So that the tests below fail for the reason they name."""
+def test_a_manifest_rewritten_without_changes_is_accepted(damaged: Path) -> None:
+    """This shows that the tests below fail because of their change and not because of the rewriting."""
     before = read_checkpoint(damaged)
     rewritten(damaged, lambda manifest: None)
     assert read_checkpoint(damaged).keys() == before.keys()
 
 
-def test_a_newer_schema_is_refused_by_name(damaged: Path) -> None:
+def test_a_newer_schema_version_is_refused(damaged: Path) -> None:
     rewritten(damaged, lambda manifest: manifest.update(schema=manifest["schema"] + 1))
     with pytest.raises(CheckpointError, match=r"manifest\.json has schema 2; this version reads 1\. Update"):
         read_checkpoint(damaged)
 
 
-def test_names_in_a_manifest_are_never_followed(subtests: pytest.Subtests, whole: Path, tmp_path: Path) -> None:
+def test_unexpected_file_names_in_a_manifest_are_refused_and_never_opened(
+    subtests: pytest.Subtests, whole: Path, tmp_path: Path
+) -> None:
     (tmp_path / "secret").write_text("secret")
     for name in ["../secret", "/etc/hostname", "extra.bin", "state.json/../../secret"]:
         with subtests.test(name=name):
@@ -158,7 +160,7 @@ def test_names_in_a_manifest_are_never_followed(subtests: pytest.Subtests, whole
                 read_checkpoint(damaged)
 
 
-def test_contents_that_are_hashed_rightly_and_are_no_checkpoint(
+def test_correctly_hashed_files_that_are_no_checkpoint_are_refused(
     subtests: pytest.Subtests, whole: Path, tmp_path: Path
 ) -> None:
     cases = [
@@ -175,8 +177,10 @@ def test_contents_that_are_hashed_rightly_and_are_no_checkpoint(
                 read_checkpoint(damaged)
 
 
-def test_nesting_beyond_all_measure_is_no_checkpoint(subtests: pytest.Subtests, whole: Path, tmp_path: Path) -> None:
-    """Rightly hashed, and too deep to be read; beside it stands an older one that is whole."""
+def test_files_nested_too_deeply_are_refused_and_an_older_checkpoint_is_read(
+    subtests: pytest.Subtests, whole: Path, tmp_path: Path
+) -> None:
+    """The hashes are right, but the nesting is too deep to be read. An older, whole checkpoint is in the same folder."""
     for depth, name in itertools.product([300, 200_000], ["state", "manifest"]):
         with subtests.test(depth=depth, name=name):
             damaged = copied(whole, tmp_path)
@@ -251,7 +255,7 @@ def test_a_missing_item_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
     assert (silent, untyped, changed) == ([], [], [])
 
 
-def test_a_trainer_of_another_kind_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_differently_built_trainer_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
     cases = [
         ("plain", "reference"),
         ("reference", "plain"),
@@ -287,7 +291,7 @@ def test_parameters_of_another_shape_are_refused(tmp_path: Path) -> None:
     assert full_state_of(other) == before
 
 
-def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     """SGD's state under Adam would resume without its moments; two parameter groups do not fit into one."""
 
     def trainer_of(make: Callable[[Any], torch.optim.Optimizer]) -> GRPOTrainer:

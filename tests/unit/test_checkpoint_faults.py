@@ -1,4 +1,4 @@
-"""Disks that fail, writers that are killed, and hostile files: what was there stays, and nothing is unpickled."""
+"""Failing disks, killed writers and hostile files: earlier checkpoints stay, and nothing is unpickled."""
 
 import builtins
 import errno
@@ -110,7 +110,7 @@ def failing_disks(
 OPERATIONS = ["fsync", "rename", "mkdir", "open", "write"]
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(subtests: pytest.Subtests, tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_previous_checkpoint(subtests: pytest.Subtests, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def prepare() -> None:
@@ -133,8 +133,8 @@ def test_a_full_disk_leaves_the_checkpoint_before(subtests: pytest.Subtests, tmp
             assert digest(read_checkpoint(run)) == digest(small(2))
 
 
-def test_a_full_disk_leaves_the_checkpoint_that_was_to_be_replaced(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    """What loads is the old checkpoint or the new one, whole, and nothing lies beside it."""
+def test_a_full_disk_keeps_the_checkpoint_to_be_replaced(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """The old or the new checkpoint loads, whole, and no other file is left in the folder."""
     path = tmp_path / "checkpoint"
 
     def prepare() -> None:
@@ -154,7 +154,9 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_to_be_replaced(subtests: pyt
             assert names_in(tmp_path) == ["checkpoint"]
 
 
-def test_a_run_stops_with_the_path_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_a_full_disk_stops_with_an_error_that_names_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, states, options = built("plain", seed=1)
     trainer.train(states, num_iterations=2, checkpoint_dir=tmp_path / "run", checkpoint_every=1, **options)
     before = weights_of(trainer.policy)
@@ -236,7 +238,7 @@ def in_a_process(script: str, *arguments: Any, timeout: float = 60) -> str:
     return result.stdout
 
 
-def test_killed_at_any_time_what_loads_is_whole(tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_time_leaves_a_whole_checkpoint_to_load(tmp_path: Path) -> None:
     in_a_process(SAVE_FOR_EVER, tmp_path, timeout=240)
 
 

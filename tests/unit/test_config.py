@@ -54,7 +54,7 @@ class Range(NamedTuple):
 
 
 class Field(NamedTuple):
-    """What a field refuses, and what it takes."""
+    """The values that a field refuses and accepts."""
 
     refused: list[Any]
     drawn: st.SearchStrategy
@@ -288,7 +288,7 @@ APART: dict[type, Callable[[dict[str, Any]], dict[str, Any]]] = {
 """How drawn values are changed that contradict one another."""
 
 
-def test_the_table_above_knows_every_class_and_every_field() -> None:
+def test_the_tested_values_cover_every_class_and_every_field() -> None:
     of_config = {AdvantageConfig, ObjectiveConfig, RewardConfig, KLControl, EntropyControl, GRPOConfig}
     assert set(FIELDS) == of_config | {*SURROGATES.values(), *CORRECTIONS.values()}
     for config, fields in FIELDS.items():
@@ -324,7 +324,7 @@ def test_values_at_the_bounds_are_accepted(subtests):
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from([*FIELDS]).flatmap(configs))
-def test_dicts_and_json_round_trip(config):
+def test_configs_survive_dict_and_json_round_trips(config):
     assert type(config).from_dict(config.to_dict()) == config
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
@@ -379,7 +379,7 @@ def test_an_invalid_value_of_a_part_names_the_part():
         GRPOConfig.from_dict({"objective": {"surrogate": {"kind": "clip", "low": 2}}})
 
 
-def test_settings_are_frozen_take_keywords_only_and_are_equal_by_value(subtests):
+def test_configs_are_frozen_keyword_only_and_compared_by_value(subtests):
     for config in FIELDS:
         with subtests.test(config=config.__name__):
             for field in dataclasses.fields(config):
@@ -394,7 +394,7 @@ def test_settings_are_frozen_take_keywords_only_and_are_equal_by_value(subtests)
 # Settings that contradict one another
 
 
-def test_fixed_length_is_given_exactly_where_it_is_read(subtests):
+def test_fixed_length_is_required_by_its_aggregation_and_refused_otherwise(subtests):
     for reader in ["aggregation", "entropy_aggregation"]:
         with subtests.test(reader=reader):
             config = ObjectiveConfig(fixed_length=64, **{reader: "fixed_length"})
@@ -405,13 +405,13 @@ def test_fixed_length_is_given_exactly_where_it_is_read(subtests):
                 ObjectiveConfig(fixed_length=64)
 
 
-def test_a_length_that_is_read_is_checked(subtests):
+def test_an_invalid_fixed_length_is_refused(subtests):
     for value in [0, -1, 1.0, True, "64"]:
         with subtests.test(value=value), pytest.raises(ConfigError, match=r"ObjectiveConfig\.fixed_length must be"):
             ObjectiveConfig(aggregation="fixed_length", fixed_length=value)
 
 
-def test_k_is_given_exactly_where_the_baseline_reads_it():
+def test_k_is_required_by_its_baseline_and_refused_otherwise():
     assert AdvantageConfig(baseline="max_at_k", k=2).k == 2
     with pytest.raises(ConfigError, match=r"AdvantageConfig\.k=None with baseline='max_at_k'"):
         AdvantageConfig(baseline="max_at_k")
@@ -419,7 +419,7 @@ def test_k_is_given_exactly_where_the_baseline_reads_it():
         AdvantageConfig(k=2)
 
 
-def test_negative_only_stands_beside_no_other_weight(subtests):
+def test_negative_only_with_another_positive_weight_is_refused(subtests):
     for weight in [0.5, 0.999, 1.001, 2.0]:
         with subtests.test(weight=weight):
             for agreeing in (0.0, 1.0):
@@ -431,7 +431,7 @@ def test_negative_only_stands_beside_no_other_weight(subtests):
                 AdvantageConfig(negative_only=True, positive_weight=weight)
 
 
-def test_a_critic_has_no_groups_to_scale_by(subtests):
+def test_gae_with_a_scale_over_groups_is_refused(subtests):
     for scale in OVER_GROUPS:
         with subtests.test(scale=scale):
             for over_all in OVER_ALL:
@@ -442,7 +442,7 @@ def test_a_critic_has_no_groups_to_scale_by(subtests):
                 AdvantageConfig(credit="gae", scale=scale)
 
 
-def test_rewards_that_are_normalised_each_are_left_alone_otherwise(subtests):
+def test_normalize_each_with_another_treatment_of_rewards_is_refused(subtests):
     cases = [
         {"credit": "return_to_go"},
         {"credit": "process_supervision"},
@@ -460,7 +460,7 @@ def test_rewards_that_are_normalised_each_are_left_alone_otherwise(subtests):
                 AdvantageConfig(several_rewards="normalize_each", **beside)
 
 
-def test_delta_is_above_the_bound_that_clips(subtests):
+def test_a_delta_below_the_upper_clip_bound_is_refused(subtests):
     for high, delta in [(0.2, 1.2), (0.5, 1.4), (0.25, 1.25)]:
         with subtests.test(high=high, delta=delta):
             assert Clip(high=high, delta=1.51).delta == 1.51
@@ -468,7 +468,7 @@ def test_delta_is_above_the_bound_that_clips(subtests):
                 Clip(high=high, delta=delta)
 
 
-def test_bounds_are_in_order(subtests):
+def test_a_lower_bound_above_the_upper_bound_is_refused(subtests):
     cases = [
         (ClipCov, "cov_low", "cov_high", 5.0),
         (Truncate, "low", "high", 3.0),
@@ -485,13 +485,13 @@ def test_bounds_are_in_order(subtests):
                 config(**{low: 6.0})
 
 
-def test_a_bound_that_is_none_is_in_order_with_any_other(subtests):
+def test_a_bound_of_none_is_accepted_beside_any_other(subtests):
     for config in [Truncate, Mask]:
         with subtests.test(config=config.__name__):
             assert config(low=6.0, high=None).low == 6.0
             assert config(low=None, high=0.1).high == 0.1
 
 
-def test_every_seed_that_is_accepted_can_be_used():
+def test_every_accepted_seed_can_seed_the_generators():
     for seed in (0, 2**63, 2**64 - 1):
         assert torch.Generator().manual_seed(GRPOConfig(seed=seed).seed).initial_seed() == seed

@@ -45,7 +45,7 @@ OTHER: dict[type, Any] = {
 PLACES = {"surrogate": SURROGATES, "sampler_correction": CORRECTIONS}
 
 
-def test_a_name_becomes_the_object_with_its_defaults():
+def test_a_surrogates_name_becomes_the_object_with_its_defaults():
     assert {**SURROGATES, **CORRECTIONS}.keys() == DEFAULTS.keys()
     for place, choices in PLACES.items():
         for name, kind in choices.items():
@@ -74,21 +74,21 @@ def test_other_settings_than_the_defaults_round_trip_through_json():
             assert getattr(GRPOConfig.from_dict(written).objective, place) == held
 
 
-def test_the_kl_coefficient_is_the_one_that_is_set_and_else_depends_on_a_reference():
+def test_an_unset_kl_coefficient_depends_on_the_reference():
     for has_reference, default in [(True, 0.04), (False, 0.0)]:
         assert ObjectiveConfig().kl_coef_with(has_reference=has_reference) == default
         for coef in (0.0, 0.3):
             assert ObjectiveConfig(kl_coef=coef).kl_coef_with(has_reference=has_reference) == coef
 
 
-def test_equal_ones_are_equal_and_hash_alike_and_others_are_not():
+def test_configs_with_equal_surrogates_are_equal_and_hash_equally():
     for kind, other in OTHER.items():
         assert other != kind()
         assert other == dataclasses.replace(other)
         assert hash(other) == hash(dataclasses.replace(other))
 
 
-def test_a_dict_may_hold_the_name_alone_and_some_of_the_settings():
+def test_a_dict_may_hold_only_the_name_or_some_of_the_settings():
     assert ObjectiveConfig.from_dict({"surrogate": "cispo"}).surrogate == Cispo()
     assert ObjectiveConfig.from_dict({"surrogate": {"kind": "cispo", "high": 4.0}}).surrogate == Cispo(high=4.0)
     assert ObjectiveConfig.from_dict({"sampler_correction": "mask"}).sampler_correction == Mask()
@@ -107,14 +107,14 @@ class Own:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OwnClip(Clip):
-    """It inherits from a built-in surrogate, and is another one all the same."""
+    """A surrogate that inherits from a built-in one and is still a different surrogate."""
 
 
 def own_function(steps: Steps) -> torch.Tensor:
     return -steps.advantages * steps.ratio()
 
 
-def test_one_of_the_users_own_is_held_and_written_by_name_and_not_read_back(subtests):
+def test_a_user_surrogate_is_kept_written_by_name_and_not_read_back(subtests):
     for own, name in [(Own(), "Own"), (OwnClip(), "OwnClip"), (own_function, "own_function")]:
         with subtests.test(name=name):
             for place in PLACES:
@@ -129,7 +129,7 @@ def test_one_of_the_users_own_is_held_and_written_by_name_and_not_read_back(subt
                     GRPOConfig.from_dict(written)
 
 
-def test_an_unknown_kind_or_name_is_refused_and_the_known_ones_are_named():
+def test_an_unknown_surrogate_is_refused_with_the_known_names():
     for place, choices in PLACES.items():
         known = ", ".join(map(repr, choices))
         for kind in ("ppo", "none", None, ["clip"], 1):

@@ -37,7 +37,7 @@ def group_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_without_a_process_group_it_says_how_to_start_one() -> None:
+def test_the_error_without_a_process_group_says_how_to_start_one() -> None:
     with pytest.raises(ConfigError, match=r"Replicated needs torch\.distributed: call .*init_process_group\(\) first"):
         Replicated()
 
@@ -127,7 +127,7 @@ def test_rows_of_all_ranks_are_joined_in_rank_order(subtests: pytest.Subtests, m
             assert found == first
 
 
-def test_booleans_of_all_ranks_stay_booleans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_booleans_stay_booleans(monkeypatch: pytest.MonkeyPatch) -> None:
     masks = [torch.tensor([True, False]), torch.tensor([True]), torch.tensor([False, False, True])]
     rows, first = engine_of(2, masks, monkeypatch).gather(masks[2])
     assert rows.tolist() == [True, False, True, False, False, True]
@@ -135,15 +135,15 @@ def test_booleans_of_all_ranks_stay_booleans(monkeypatch: pytest.MonkeyPatch) ->
     assert first == 3
 
 
-def test_a_rank_without_rows_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_rows_takes_part_in_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [torch.zeros(0, 1), torch.tensor([[1.0]]), torch.tensor([[2.0]])]
     rows, first = engine_of(0, parts, monkeypatch).gather(parts[0])
     assert rows.tolist() == [[1.0], [2.0]]
     assert first == 0
 
 
-def test_the_sum_over_ranks_leaves_the_argument_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 + 2, beside sums of 4 and 5 + 6."""
+def test_summing_over_ranks_does_not_change_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The local sum is 1 + 2. The other ranks contribute 4 and 5 + 6."""
     rows = [torch.tensor([1.0, 2.0]), torch.tensor([4.0]), torch.tensor([5.0, 6.0])]
     own = rows[0].sum().reshape(())
     assert engine_of(0, rows, monkeypatch).sum(own).item() == 18.0
@@ -185,7 +185,7 @@ def parameters(*, scale: float = 1.0) -> dict[str, Tensor]:
     }
 
 
-def test_a_rank_with_other_weights_is_named_with_what_differs(subtests: pytest.Subtests) -> None:
+def test_a_rank_with_other_weights_is_refused_and_its_difference_named(subtests: pytest.Subtests) -> None:
     require_equal_weights(Ranks(parameters(), parameters()), parameters())  # equal weights are accepted
     swapped = parameters() | {"weight": torch.tensor([[2.0, 1.0], [3.0, 4.0]])}
     all_differ = {name: value.detach() + 1 for name, value in parameters().items()} | {"empty": torch.ones(1)}
@@ -200,7 +200,7 @@ def test_a_rank_with_other_weights_is_named_with_what_differs(subtests: pytest.S
             require_equal_weights(Ranks(*others), parameters())
 
 
-def test_a_single_process_compares_nothing() -> None:
+def test_a_single_process_does_not_compare_weights() -> None:
     class Silent(OneProcess):
         def gather_objects(self, value: Any) -> list[Any]:
             raise ConnectionError("there is no other rank")

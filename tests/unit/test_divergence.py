@@ -41,7 +41,7 @@ SLOPES = {
 OTHER_POLICY = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64)
 
 
-def test_the_estimators_on_given_numbers(subtests):
+def test_each_kl_estimator_equals_hand_worked_values_and_gradients(subtests):
     for estimator in get_args(SampledKL):
         with subtests.test(estimator=estimator):
             x, ratio = X.clone().requires_grad_(), RATIO.clone().requires_grad_()
@@ -56,17 +56,17 @@ def test_the_estimators_on_given_numbers(subtests):
                     assert by_ratio is None
 
 
-def test_one_ratio_per_row_weighs_every_step_of_k3():
+def test_one_ratio_per_row_weights_every_step_of_k3():
     assert kl_k3_weighted(X, RATIO[:, :1])[0].tolist() == pytest.approx([2 * k3 for k3 in VALUES["k3"]])
 
 
-def test_the_names_of_the_estimators():
+def test_the_allowed_estimators_are_the_tested_ones():
     assert get_args(SampledKL) == tuple(VALUES)
     assert get_args(KLEstimator) == (*VALUES, "exact")
     assert get_args(EntropyEstimator) == ("exact", "score_function")
 
 
-def test_k3_stops_where_the_reference_is_far_ahead(subtests):
+def test_k3_is_constant_where_the_reference_is_far_more_likely(subtests):
     for x, value, slope in [
         (-20.5, math.exp(20) - 21, 0.0),  # bounded at -20, where value and slope stop
         (-19.5, math.exp(19.5) - 20.5, 1 - math.exp(19.5)),
@@ -85,7 +85,7 @@ def test_k3_is_never_negative():
     assert (kl_k3(x) >= 0).all()
 
 
-def test_k3_keeps_its_digits_near_the_reference(subtests):
+def test_k3_is_accurate_near_the_reference(subtests):
     for x in [1e-4, -1e-4]:
         with subtests.test(x=x):
             # x^2 / 2 = 5e-9, where exp(-x) + x - 1 in float32 is off by up to 6e-8
@@ -115,14 +115,14 @@ def kl_to_ref(policy: FourActions) -> float:
     return sum(p * math.log(p / r) for p, r in zip(policy.probs.tolist(), policy.ref.tolist(), strict=True))
 
 
-def test_unbiased_as_a_number_on_policy(subtests):
+def test_k1_k3_and_k3_weighted_are_unbiased_values_on_policy(subtests):
     for estimator in ["k1", "k3", "k3_weighted"]:
         with subtests.test(estimator=estimator):
             policy = FourActions.example()
             assert expected_value(estimator, policy, policy.probs) == pytest.approx(kl_to_ref(policy), rel=1e-12)
 
 
-def test_k3_weighted_is_unbiased_as_a_number_off_policy():
+def test_k3_weighted_is_an_unbiased_value_off_policy():
     policy = FourActions.example()
     assert expected_value("k3_weighted", policy, OTHER_POLICY) == pytest.approx(kl_to_ref(policy), rel=1e-12)
 
@@ -132,7 +132,7 @@ def test_the_gradient_of_k1_is_zero_in_expectation():
     assert expected_gradient("k1", policy, policy.probs).tolist() == pytest.approx([0] * 4, abs=1e-15)
 
 
-def test_the_gradient_of_k2_and_k3_weighted_is_that_of_kl_to_the_reference(subtests):
+def test_k2_and_k3_weighted_have_the_gradient_of_kl_to_the_reference(subtests):
     for estimator in ["k2", "k3_weighted"]:
         with subtests.test(estimator=estimator):
             policy = FourActions.example()
@@ -140,19 +140,19 @@ def test_the_gradient_of_k2_and_k3_weighted_is_that_of_kl_to_the_reference(subte
             assert expected_gradient(estimator, policy, policy.probs).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_gradient_of_k3_weighted_is_right_off_policy_too():
+def test_k3_weighted_has_the_gradient_of_kl_to_the_reference_off_policy():
     policy = FourActions.example()
     expected = policy.gradient_of_kl_to_ref().tolist()
     assert expected_gradient("k3_weighted", policy, OTHER_POLICY).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_gradient_of_k3_is_that_of_kl_from_the_reference():
+def test_k3_has_the_gradient_of_kl_from_the_reference():
     policy = FourActions.example()
     expected = policy.gradient_of_kl_from_ref().tolist()
     assert expected_gradient("k3", policy, policy.probs).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_score_function_entropy_by_hand():
+def test_score_function_entropy_equals_hand_worked_values_and_gradients():
     # h = -rho log pi, with log pi held fixed: slope in rho -log pi, none in log pi
     log_probs = torch.tensor([[-1.0, -3.0]], dtype=torch.float64, requires_grad=True)
     ratio = torch.tensor([[1.5, 0.5]], dtype=torch.float64, requires_grad=True)
@@ -181,7 +181,7 @@ def test_minus_log_prob_has_no_gradient_in_expectation():
     )
 
 
-def test_the_closed_forms_themselves_agree_with_differences():
+def test_the_closed_form_gradients_agree_with_finite_differences():
     policy = FourActions.example()
 
     def divergences(theta: Tensor) -> tuple[float, float, float]:

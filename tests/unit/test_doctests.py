@@ -32,11 +32,13 @@ def documented_examples() -> Iterator[doctest.DocTest]:
 EXAMPLES = list(documented_examples())
 
 
-def test_there_are_examples() -> None:
+def test_at_least_eight_docstring_examples_are_found() -> None:
     assert len({example.name for example in EXAMPLES}) >= 8
 
 
-def test_examples_in_docstrings(subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_docstring_example_runs_and_prints_what_it_shows(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for example in EXAMPLES:
         with subtests.test(example=example.name):

@@ -58,7 +58,7 @@ class Sampler(ExactSampling):
 
 
 class Critic(Sampler):
-    """And with a value for each place in a sequence."""
+    """The policy above, with a value for each position in a sequence."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -70,7 +70,7 @@ class Critic(Sampler):
 
 
 class Keyed(Sampler):
-    """And it tells states apart by what was written last."""
+    """The policy above, with state keys that depend on the last action."""
 
     def state_keys(self, states: Any, actions: Any) -> Tensor:
         keys = torch.zeros(len(actions), self.max_steps, dtype=torch.int64)
@@ -81,7 +81,7 @@ class Keyed(Sampler):
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What a run meets, beside the setting in question."""
+    """The conditions of a run other than the setting under test."""
 
     policy: type[Sampler] = Sampler
     float32: bool = False
@@ -99,7 +99,7 @@ class Scene:
 
 
 class Rewards:
-    """By the number of ones, per row or per step; may fail in the ways that `RewardConfig` is about."""
+    """Rewards the number of ones, per row or per step, and can fail in the ways that `RewardConfig` handles."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.raises = scene, scene.first_call_raises
@@ -315,7 +315,7 @@ PARTS: dict[type[Settings], str] = {
 }
 
 
-def test_every_field_is_among_the_cases(subtests: pytest.Subtests) -> None:
+def test_every_field_of_the_config_has_a_case(subtests: pytest.Subtests) -> None:
     """A field that is always another config has that config's fields among the cases."""
     for kind, cases in CASES.items():
         with subtests.test(kind=kind.__name__):
@@ -324,7 +324,7 @@ def test_every_field_is_among_the_cases(subtests: pytest.Subtests) -> None:
             assert fields == set(cases)
 
 
-def test_every_part_of_the_config_has_cases_of_its_own() -> None:
+def test_every_part_of_the_config_has_its_own_cases() -> None:
     kinds = {kind for hint in get_type_hints(GRPOConfig).values() for kind in (hint, *get_args(hint))}
     parts = {kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Settings)}
     assert parts == set(PARTS)
@@ -344,8 +344,8 @@ def config_with(kind: type[Settings], values: dict[str, Any], scene: Scene) -> G
     return GRPOConfig(**BASE | {"advantage": AdvantageConfig(credit=scene.credit)} | chosen)
 
 
-def test_a_run_repeated_leaves_the_same_behind(subtests: pytest.Subtests) -> None:
-    """So that a difference between two runs is due to the setting."""
+def test_a_repeated_run_has_the_same_outcome(subtests: pytest.Subtests) -> None:
+    """This shows that a difference between two runs is due to the setting."""
     shared_by_scene = {case[2]: (kind, case[0]) for kind, cases in CASES.items() for case in cases.values()}
     for scene, (kind, shared) in shared_by_scene.items():
         with subtests.test(scene=scene):
@@ -355,7 +355,9 @@ def test_a_run_repeated_leaves_the_same_behind(subtests: pytest.Subtests) -> Non
 
 @pytest.mark.parametrize("kind", [kind for kind, cases in CASES.items() if cases])
 @pytest.mark.filterwarnings("ignore::grpo.errors.GRPOWarning")  # bfloat16 moves log-probs, and that is said
-def test_each_field_changed_alone_changes_what_a_run_does(kind: type[Settings], subtests: pytest.Subtests) -> None:
+def test_changing_any_single_field_changes_the_outcome_of_a_run(
+    kind: type[Settings], subtests: pytest.Subtests
+) -> None:
     for name, (shared, changed, scene) in CASES[kind].items():
         with subtests.test(name=name):
             assert list(changed) == [name]

@@ -1,4 +1,4 @@
-"""One iteration's experience: what is asked of the policy and in which order, what is checked, and what the batch holds."""
+"""Collecting one iteration's experience: calls of the policy and their order, checks, and the contents of the batch."""
 
 import copy
 import math
@@ -39,7 +39,7 @@ def zeros(states: Any, actions: Any) -> list[float]:
 # The constructor
 
 
-def test_what_is_missing_is_named_at_once() -> None:
+def test_missing_requirements_are_named_at_construction() -> None:
     class Wrong:
         def generate_actions(self, states: Any, num_actions_per_state: int) -> Any: ...
 
@@ -53,7 +53,7 @@ def test_what_is_missing_is_named_at_once() -> None:
         collector_of(TablePolicy(), use_reference=True)
 
 
-def test_only_a_policy_without_a_sampler_of_its_own_scores_itself() -> None:
+def test_only_a_policy_without_its_own_sampler_scores_its_samples() -> None:
     assert collector_of(TablePolicy()).scores_itself is True
     assert collector_of(ExactSampling()).scores_itself is False
 
@@ -61,7 +61,7 @@ def test_only_a_policy_without_a_sampler_of_its_own_scores_itself() -> None:
 # Collecting
 
 
-def test_a_batch_by_hand() -> None:
+def test_a_collected_batch_equals_hand_worked_values() -> None:
     batch = collector_of(scripted()).collect(["a", "b"])
     assert batch.states == ["a"] * 3 + ["b"] * 3
     assert batch.actions == [0, 1, 1, 1, 0, 2]
@@ -78,7 +78,7 @@ def test_a_batch_by_hand() -> None:
     }
 
 
-def test_no_states_are_refused() -> None:
+def test_empty_states_are_refused() -> None:
     policy = TablePolicy()
     for states in ([], (), torch.zeros(0, 3)):
         with pytest.raises(ContractError, match="No states to act in: pass at least one"):
@@ -86,7 +86,7 @@ def test_no_states_are_refused() -> None:
     assert policy.calls["generate"] == 0
 
 
-def test_seconds_are_those_of_sampling_scoring_and_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_are_reported_for_sampling_scoring_and_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is read four times: at the start, and after each of the three."""
     clock = iter([100.0, 101.0, 103.0, 107.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
@@ -94,7 +94,7 @@ def test_seconds_are_those_of_sampling_scoring_and_rewards(monkeypatch: pytest.M
     assert [metrics[f"time/{name}"] for name in ("sample", "score", "reward")] == [1.0, 2.0, 4.0]
 
 
-def test_sampling_and_rewards_have_no_gradient_and_the_policy_is_in_evaluation_mode() -> None:
+def test_sampling_and_rewards_run_in_evaluation_mode_without_gradients() -> None:
     seen = []
 
     class Watching(TablePolicy):
@@ -128,7 +128,7 @@ def test_a_plain_policy_that_decides_once_per_row_is_scored_once_and_never_again
     assert batch.mask.tolist() == [[True]] * 6
 
 
-def test_a_samplers_mask_scores_and_metrics_are_taken_as_they_are() -> None:
+def test_a_samplers_mask_scores_and_metrics_are_kept_unchanged() -> None:
     class Telling(ExactSampling):
         def sample_actions(self, states: Any, num_actions_per_state: int) -> SampledActions:
             sampled = super().sample_actions(states, num_actions_per_state)
@@ -146,7 +146,7 @@ def test_a_samplers_mask_scores_and_metrics_are_taken_as_they_are() -> None:
     assert batch.metrics["rows/dropped"] == 0.0
 
 
-def test_what_a_policy_returns_is_checked_before_rewards_are_asked_for(subtests: pytest.Subtests) -> None:
+def test_samples_are_checked_before_rewards_are_computed(subtests: pytest.Subtests) -> None:
     def never(states: Any, actions: Any) -> Any:
         raise AssertionError("asked for rewards")
 
@@ -189,7 +189,7 @@ def test_what_a_policy_returns_is_checked_before_rewards_are_asked_for(subtests:
     assert collector_of(unscored, zeros).collect([0, 1]).num_rows == 6
 
 
-def test_rows_without_a_reward_leave_with_everything_of_theirs(subtests: pytest.Subtests) -> None:
+def test_rows_without_a_reward_are_dropped_from_every_field(subtests: pytest.Subtests) -> None:
     kinds: list[Any] = [lambda: TablePolicy((0, 1)), RowScoring, GroupScoring, ExactSampling]
     for make in kinds:
         policy = make()
@@ -217,7 +217,7 @@ def test_rows_without_a_reward_leave_with_everything_of_theirs(subtests: pytest.
             assert batch.metrics["rows/dropped"] == 2.0
 
 
-def test_rewards_see_the_samplers_steps() -> None:
+def test_rewards_receive_the_samplers_steps() -> None:
     """Rewards of steps that the sampler masks count as 0, in a batch and in an evaluation."""
 
     class TwoSteps(ExactSampling):
@@ -238,7 +238,7 @@ def test_rewards_of_fresh_actions_are_one_number_per_row() -> None:
     assert policy.calls == {"generate": 1}
 
 
-def test_everything_that_the_policy_computes_is_in_the_context() -> None:
+def test_everything_the_policy_computes_runs_in_the_given_context() -> None:
     entered: list[int] = []
 
     @contextmanager
@@ -288,14 +288,14 @@ class Telling(RowScoring):
         return torch.tensor([[1, 2, 3], [1, 0, 0]])
 
 
-def test_with_one_update_nothing_is_missing() -> None:
+def test_with_one_update_a_batch_needs_no_further_scores() -> None:
     policy = RowScoring()
     batch = ExperienceBatch.from_rows(**RAGGED)
     assert collector_of(policy).complete(batch, several_updates=False) is batch
     assert policy.calls == {}
 
 
-def test_with_several_updates_scores_before_them_are_added() -> None:
+def test_with_several_updates_old_log_probs_are_added() -> None:
     policy = RowScoring()
     batch = ExperienceBatch.from_rows(**RAGGED)
     policy.train()
@@ -311,7 +311,7 @@ def test_with_several_updates_scores_before_them_are_added() -> None:
     assert collector_of(policy).complete(whole, several_updates=True) is whole
 
 
-def test_what_is_needed_is_added_and_padded_to_the_batchs_steps() -> None:
+def test_required_scores_are_added_and_padded_to_the_width_of_the_batch() -> None:
     policy = Telling()
     needs = ("entropy", "values", "state_keys")
     whole = collector_of(policy, needs=needs).complete(ExperienceBatch.from_rows(**RAGGED), several_updates=False)
@@ -326,7 +326,7 @@ def test_what_is_needed_is_added_and_padded_to_the_batchs_steps() -> None:
     assert whole.state_keys.tolist() == [[1, 2, 3, 0], [1, 0, 0, 0]]
 
 
-def test_state_keys_alone_need_no_scores_and_are_not_asked_for_twice() -> None:
+def test_state_keys_need_no_scoring_and_are_computed_once() -> None:
     policy = Telling()
     collector = collector_of(policy, needs=("state_keys",))
     whole = collector.complete(ExperienceBatch.from_rows(**RAGGED), several_updates=False)
@@ -337,8 +337,8 @@ def test_state_keys_alone_need_no_scores_and_are_not_asked_for_twice() -> None:
     assert collector.complete(given, several_updates=False) is given
 
 
-def test_old_log_probs_that_only_found_the_steps_are_left_out_with_one_update() -> None:
-    """With one update the current policy is the old one. What a sampler or an earlier pass told is kept where it is read."""
+def test_with_one_update_old_log_probs_are_removed_unless_they_are_read() -> None:
+    """With one update the current policy is the old one. Log-probs of a sampler or earlier pass are kept if read."""
     known = ExperienceBatch.from_rows(**RAGGED)
     known = replace(known, old_log_probs=torch.zeros(2, 4), entropy=torch.zeros(2, 4))
     assert collector_of(RowScoring()).complete(known, several_updates=False).old_log_probs is None
@@ -368,7 +368,7 @@ def test_a_reference_is_scored_once(subtests: pytest.Subtests) -> None:
     assert unused.complete(ExperienceBatch.from_rows(**RAGGED), several_updates=False).ref_log_probs is None
 
 
-def test_other_steps_and_log_probs_that_are_not_finite_are_refused() -> None:
+def test_scores_of_other_steps_and_non_finite_log_probs_are_refused() -> None:
     batch = ExperienceBatch.from_rows(**{**RAGGED, "mask": None})  # one step per row
     with pytest.raises(ContractError, match=r"RowScoring must score the batch's steps, but the masks differ"):
         collector_of(RowScoring()).complete(batch, several_updates=True)
@@ -385,7 +385,7 @@ def test_other_steps_and_log_probs_that_are_not_finite_are_refused() -> None:
         own.complete(ExperienceBatch.from_rows(**RAGGED), several_updates=False)
 
 
-def test_seconds_of_scoring_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_of_several_scorings_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 13.0, 20.0, 25.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     batch = ExperienceBatch.from_rows(**RAGGED)
@@ -399,7 +399,7 @@ def test_seconds_of_scoring_are_added_up(monkeypatch: pytest.MonkeyPatch) -> Non
 # Parts
 
 
-def test_forwards_follow_the_policys_plan_and_else_the_micro_batch_size() -> None:
+def test_forwards_follow_the_policys_plan_or_else_the_micro_batch_size() -> None:
     states, actions = [0] * 5, [(0,)] * 5
     assert collector_of(RowScoring()).plan_parts(states, actions) == [slice(0, 5)]
     in_twos = collector_of(RowScoring(), micro_batch_size=2)

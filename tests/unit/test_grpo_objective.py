@@ -1,4 +1,4 @@
-"""The loss against numbers worked by hand, its errors and what it reports."""
+"""Hand-worked values of the loss, its errors and its metrics."""
 
 import math
 from itertools import product
@@ -53,7 +53,7 @@ def test_total_is_policy_plus_kl_minus_entropy():
     assert parts["total_loss"] == [0, pytest.approx(-2.179), 0]
 
 
-def test_the_gradient_of_each_term():
+def test_the_gradient_of_surrogate_and_kl_equals_hand_worked_values():
     # surrogate: step 0 is past its bound: 0; step 1: -w A rho = -1
     # k3: d/dlog pi = 1 - exp(-x) = .5, -1; weighted .25, -.5; times .1
     inputs = example()
@@ -74,14 +74,14 @@ def test_the_gradient_of_an_exact_entropy_is_minus_its_coefficient_times_its_wei
     assert entropy.grad.tolist() == [pytest.approx([-0.005, -0.005])]
 
 
-def test_entropy_may_have_weights_of_its_own():
+def test_the_entropy_can_have_its_own_weights():
     inputs = example(entropy_weights=double([[1.0, 3.0]]))
     # .3 + 3 * .5 = 1.8
     assert shares(inputs, ObjectiveConfig(entropy_coef=0.1))["entropy_bonus"] == pytest.approx(0.18)
     assert shares(inputs, ObjectiveConfig(entropy_coef=0.1))["policy_loss"] == pytest.approx(-2.2)
 
 
-def test_advantages_per_step():
+def test_a_loss_with_advantages_per_step_equals_hand_worked_values():
     # -min(1.25 * -1, 1.2 * -1) = 1.25;  -4
     inputs = example(advantages=double([[-1.0, 4.0]]), ref_log_probs=None)
     assert grpo_objective(inputs, ObjectiveConfig()).loss.item() == pytest.approx(0.5 * 1.25 - 0.5 * 4)
@@ -97,7 +97,7 @@ def test_each_kl_estimator_reaches_the_loss(subtests):
             assert grpo_objective(example(), config).loss.item() == pytest.approx(-2.2 + values[estimator])
 
 
-def test_the_kl_coefficient_in_force(subtests):
+def test_the_kl_coefficient_of_the_inputs_overrides_that_of_the_config(subtests):
     for of_the_config, of_the_inputs, coefficient in [
         (None, None, 0.04),
         (0.1, None, 0.1),
@@ -157,7 +157,7 @@ def test_clip_fractions_count_steps_whose_gradient_was_cut():
     assert output.metrics["clip_fraction_high"].tolist() == [6, 2, 2]
 
 
-def test_the_report_counts_valid_steps_only():
+def test_metrics_count_valid_steps_only():
     # valid: ratios 2, 1, .5 with A = 1, 1, -1;  x = log 2, 0, -log 2 (reference as old), so that
     # k3 = .5 + log 2 - 1, 0, 2 - log 2 - 1;  entropy .5, 1, 2
     mask = torch.tensor([[True, True], [True, False]])
@@ -188,14 +188,14 @@ def test_the_reported_kl_is_k3_whatever_the_estimator(subtests):
             assert kl.tolist() == pytest.approx([2, 0.5, (LOG2 - 0.5) ** 2 + (1 - LOG2) ** 2])
 
 
-def test_the_reported_kl_is_the_exact_one_where_that_is_the_term():
+def test_the_reported_kl_is_the_exact_one_if_the_exact_estimator_is_used():
     inputs = example(kl=double([[0.5, 1.5]]))
     output = grpo_objective(inputs, ObjectiveConfig(kl_coef=0.1, kl_estimator="exact"))
     assert output.metrics["kl"].tolist() == pytest.approx([2, 2, 2.5])
     assert output.metrics["kl_penalty"].tolist() == [0, pytest.approx(0.1 * 0.5 * (0.5 + 1.5)), 0]
 
 
-def test_what_is_reported_carries_no_gradient():
+def test_metrics_carry_no_gradient():
     log_probs = double([[-1.0, -2.0]]).requires_grad_()
     output = grpo_objective(objective_inputs(log_probs, double([1])), ObjectiveConfig())
     assert output.loss.requires_grad
@@ -234,7 +234,7 @@ def test_the_log_ratio_is_clamped_at_twenty(subtests):
             assert loss.item() == pytest.approx(ratio, rel=1e-12)
 
 
-def test_only_what_is_exponentiated_is_bounded(subtests):
+def test_log_ratios_are_bounded_only_where_they_are_exponentiated(subtests):
     for estimator, x, value, slope in [
         ("k2", 25.0, 312.5, 25.0),  # x^2 / 2: nothing to bound, and the pull stays
         ("k3", 25.0, 24.0, 1.0),  # e^-25 + 25 - 1, 1 - e^-25
@@ -310,7 +310,7 @@ class CountsTransfers(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_metrics_wait_for_the_device_once_however_many_they_are():
+def test_reading_all_metrics_waits_for_the_device_once():
     inputs = objective_inputs(
         torch.zeros(4, 3), torch.ones(4), old_log_probs=torch.zeros(4, 3), ref_log_probs=torch.zeros(4, 3)
     )
@@ -338,7 +338,7 @@ def refuse(*args, **kwargs):
     raise AssertionError("numbers of the host are copied to the device, which waits for the device")
 
 
-def test_a_device_is_never_waited_for(subtests, monkeypatch):
+def test_the_objective_never_waits_for_a_device(subtests, monkeypatch):
     """Tensors on the meta device have no numbers: reading one raises an error. Numbers are not copied to it either."""
     with pytest.raises(RuntimeError):
         torch.zeros((), device="meta").item()
@@ -390,7 +390,7 @@ def test_the_reported_ratio_is_at_the_level_of_the_surrogate(subtests):
 
 
 # each step by 12 and 12, -12 and -12: only their sums, 24 and -24, are clamped
-def test_the_clamped_fraction_is_of_the_ratio_at_the_level_of_the_surrogate(subtests):
+def test_the_clamped_fraction_is_measured_at_the_level_of_the_surrogate(subtests):
     for level in get_args(RatioLevel):
         with subtests.test(level=level):
             old = double([[12.0, 12.0], [-12.0, -12.0], [1.0, 1.0]])
@@ -415,7 +415,7 @@ def test_without_old_log_probs_the_ratio_is_1_and_nothing_is_clipped(subtests):
                 assert metrics[name].tolist() == [1, 0, 0], name
 
 
-def test_k3_weighted_is_weighted_with_the_ratio_at_the_level_of_the_surrogate():
+def test_k3_weighted_uses_the_ratio_at_the_level_of_the_surrogate():
     # no surrogate: A = 0.  x = log 2 at every step: k3 = log 2 - 1/2; ratios exp(.3) at two steps, exp(-.4) at one
     inputs = objective_inputs(**{**MOVED, "advantages": double([0.0, 0.0])}, ref_log_probs=MOVED["log_probs"] - LOG2)
     config = ObjectiveConfig(surrogate=Clip(level="row_sum"), kl_coef=1.0, kl_estimator="k3_weighted")
@@ -423,7 +423,7 @@ def test_k3_weighted_is_weighted_with_the_ratio_at_the_level_of_the_surrogate():
     assert grpo_objective(inputs, config).loss.item() == pytest.approx(expected, rel=1e-13)
 
 
-def test_the_sampled_entropy_is_weighted_with_the_ratio_of_the_step_at_every_level():
+def test_the_sampled_entropy_uses_the_step_ratio_at_every_level():
     # -rho log pi with rho of the step: e^.1 * .9 + e^.2 * .8 + e^-.4 * 1.4
     config = ObjectiveConfig(surrogate=Clip(level="row_sum"), entropy_coef=1.0, entropy_estimator="score_function")
     metrics = grpo_objective(objective_inputs(**MOVED), config).metrics

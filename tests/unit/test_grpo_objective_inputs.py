@@ -1,4 +1,4 @@
-"""What the objective does with its inputs: masked positions, precision, gradients, and that it leaves them unchanged."""
+"""How the objective treats its inputs: masked positions, precision and gradients. It never modifies them."""
 
 import math
 from dataclasses import fields, replace
@@ -89,7 +89,7 @@ POISONS = [math.nan, 1e30]
 """NaN spoils every sum that reads it. A large number is seen where the source replaces NaN."""
 
 
-def test_no_value_outside_the_mask_is_used(subtests):
+def test_values_outside_the_mask_change_neither_loss_nor_gradient(subtests):
     """Neither for the loss, nor for a metric or a gradient, by any estimator."""
     for name, poison in product(PER_STEP, POISONS):
         with subtests.test(name=name, poison=poison):
@@ -159,7 +159,7 @@ def test_a_weight_outside_the_mask_never_counts(subtests):
             assert grpo_objective(inputs, ObjectiveConfig()).loss.item() == -3 - 0.5
 
 
-def test_the_gradient_is_scaled_by_what_comes_from_above():
+def test_the_gradient_is_scaled_by_the_upstream_gradient():
     plain, scaled = (evaluated(inputs_with_leaves(tensors()), EVERY_TERM, upstream) for upstream in (1.0, -2.5))
     for name in LEAVES:
         torch.testing.assert_close(scaled[f"d {name}"], -2.5 * plain[f"d {name}"], rtol=1e-14, atol=0)
@@ -192,7 +192,7 @@ def test_the_loss_can_be_differentiated_twice():
     assert second.item() == pytest.approx(-2 * math.exp(0.1), rel=1e-14)
 
 
-def test_only_what_asks_for_a_gradient_gets_one():
+def test_only_inputs_that_require_a_gradient_get_one():
     found = evaluated(inputs_with_leaves(tensors(), ("log_probs", "values")), EVERY_TERM)
     assert found["d entropy"] is None
     assert found["d kl"] is None
@@ -212,7 +212,7 @@ def test_other_inputs_receive_no_gradient(subtests):
                 assert leaf.grad is None
 
 
-def test_under_no_grad_the_numbers_are_the_same_and_nothing_is_differentiated():
+def test_under_no_grad_the_loss_is_the_same_without_a_gradient():
     inputs = inputs_with_leaves(tensors())
     with torch.no_grad():
         quiet = grpo_objective(inputs, EVERY_TERM)
@@ -221,7 +221,7 @@ def test_under_no_grad_the_numbers_are_the_same_and_nothing_is_differentiated():
     assert_identical({"loss": quiet.loss, **quiet.metrics}, {"loss": loud.loss.detach(), **loud.metrics})
 
 
-def test_inputs_without_any_gradient():
+def test_without_inputs_that_require_a_gradient_the_loss_is_the_same():
     plain = grpo_objective(objective_inputs(**tensors()), EVERY_TERM)
     assert not plain.loss.requires_grad
     with_leaves = grpo_objective(inputs_with_leaves(tensors()), EVERY_TERM)
@@ -257,7 +257,7 @@ def test_gradients_come_in_the_precision_of_their_inputs_and_the_loss_in_float32
                     assert torch.equal(found[key], value), key
 
 
-def test_the_inputs_are_left_as_they_were():
+def test_the_objective_does_not_modify_its_inputs():
     inputs = inputs_with_leaves(tensors())
     before = replace(inputs)
     evaluated(inputs, EVERY_TERM)

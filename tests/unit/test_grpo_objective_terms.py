@@ -1,4 +1,4 @@
-"""The terms of the loss beside the surrogate: an exact KL, the error of a critic, and which steps count in which term."""
+"""The terms of the loss other than the surrogate: the exact KL, the critic's error, and which steps count in which term."""
 
 import math
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_the_exact_kl_is_weighted_and_has_its_gradient():
     assert torch.autograd.grad(output.loss, kl)[0].tolist() == [pytest.approx([0.05, 0, 0.025], rel=1e-14)]
 
 
-def test_the_exact_kl_leaves_log_probs_and_reference_alone():
+def test_the_exact_kl_reads_neither_log_probs_nor_reference():
     log_probs = double([[-1.0, NAN, -2.0]]).requires_grad_()
     inputs = example(log_probs=log_probs, kl=double([[0.6, NAN, 0.2]]), ref_log_probs=double([[-9.0, NAN, 3.0]]))
     output = grpo_objective(inputs, EXACT)
@@ -79,7 +79,7 @@ def test_without_a_coefficient_the_exact_kl_is_only_reported():
 VALUES, RETURNS = double([[1.0, NAN, 3.0]]), double([[2.0, NAN, -1.0]])
 
 
-def test_the_critics_squared_error_by_hand():
+def test_the_value_loss_equals_a_hand_worked_squared_error():
     values = VALUES.clone().requires_grad_()
     output = grpo_objective(example(values=values, returns=RETURNS), ObjectiveConfig())
     assert output.loss.item() == 2.25
@@ -87,14 +87,14 @@ def test_the_critics_squared_error_by_hand():
     assert torch.autograd.grad(output.loss, values)[0].tolist() == [[0.5 * -1, 0, 0.25 * 4]]
 
 
-def test_the_critics_coefficient():
+def test_value_coef_scales_the_value_loss():
     inputs = example(values=VALUES, returns=RETURNS)
     assert grpo_objective(inputs, ObjectiveConfig(value_coef=2.0)).loss.item() == 9.0
     assert grpo_objective(inputs, ObjectiveConfig(value_coef=0.0)).loss.item() == 0.0
 
 
 # Each with R = 0, bound .5 around the value at collection: e = max(v^2, (old + clip(v - old))^2), weight 1, coefficient 1.
-def test_a_value_that_has_moved_far_towards_its_target_is_left_alone(subtests):
+def test_a_value_beyond_its_clip_bound_towards_its_target_gets_no_gradient(subtests):
     for value, old, error, slope in [
         (1.2, 1.0, 1.44, 2.4),  # has moved by .2: both are the same
         (0.8, 1.0, 0.64, 1.6),
@@ -114,14 +114,14 @@ def test_a_value_that_has_moved_far_towards_its_target_is_left_alone(subtests):
             assert torch.autograd.grad(loss, values)[0].item() == pytest.approx(slope, rel=1e-14)
 
 
-def test_without_the_values_at_collection_or_a_bound_nothing_is_clipped():
+def test_without_old_values_or_a_bound_the_value_loss_is_not_clipped():
     moved = {"values": VALUES, "returns": RETURNS, "old_values": double([[9.0, NAN, 9.0]])}
     assert grpo_objective(example(**moved), ObjectiveConfig()).loss.item() == 2.25
     unclipped = example(**{**moved, "old_values": None})
     assert grpo_objective(unclipped, ObjectiveConfig(value_clip=0.1)).loss.item() == 2.25
 
 
-def test_values_or_returns_alone_are_no_loss(subtests):
+def test_values_or_returns_alone_give_no_value_loss(subtests):
     for given in [{"values": VALUES}, {"returns": RETURNS}]:
         with subtests.test(given=given):
             output = grpo_objective(example(**given), ObjectiveConfig())
@@ -156,8 +156,8 @@ ALL_TERMS = ObjectiveConfig(kl_estimator="exact", kl_coef=0.1, entropy_coef=0.01
 OTHER_TERMS = {"kl": [0.05, 0, 0.025], "entropy": [-0.005, 0, -0.0025], "values": [-0.5, 0, 1.0]}
 
 
-def test_keep_touches_the_surrogate_and_no_other_term(subtests):
-    """The weights stay: a step that is kept counts no more than before."""
+def test_keep_excludes_steps_from_the_surrogate_and_no_other_term(subtests):
+    """The weights do not change: a kept step counts as much as before."""
     for keep, policy_loss, gradient in [
         (None, -1.5, [-1.0, 0, -0.5]),
         ([[True, True, True]], -1.5, [-1.0, 0, -0.5]),
@@ -186,14 +186,14 @@ def test_the_kept_fraction_is_of_valid_steps(subtests):
 
 
 def far_off(**changes) -> ObjectiveInputs:
-    """A bad row, each of whose steps is e^.5 less likely than when it was sampled."""
+    """A row with a negative advantage. Each of its steps is e^.5 less likely than when it was sampled."""
     return replace(everything(old_log_probs=double([[-0.5, NAN, -1.5]])), advantages=double([-2.0]), **changes)
 
 
 FAR_CONFIG = replace(ALL_TERMS, off_policy_threshold=0.4)
 
 
-def test_a_row_that_is_too_far_off_keeps_its_other_terms():
+def test_a_row_too_far_off_policy_keeps_its_other_terms():
     inputs = far_off()
     output = grpo_objective(inputs, FAR_CONFIG)
     assert output.loss.item() == pytest.approx(0.035 - 0.00275 + 2.25, rel=1e-14)
@@ -204,7 +204,7 @@ def test_a_row_that_is_too_far_off_keeps_its_other_terms():
         assert getattr(inputs, name).grad.tolist() == [pytest.approx(expected, rel=1e-14)], name
 
 
-def test_a_row_within_the_threshold_counts_whole():
+def test_a_row_within_the_off_policy_threshold_counts_fully():
     config = replace(FAR_CONFIG, off_policy_threshold=0.6)
     metrics = grpo_objective(far_off(), config).metrics
     # clipped below at .8 where A < 0: -min(rho A, .8 A) = .8 * 2
@@ -213,7 +213,7 @@ def test_a_row_within_the_threshold_counts_whole():
     assert "kept_fraction" not in grpo_objective(far_off(), ALL_TERMS).metrics
 
 
-def test_a_step_counts_where_it_is_kept_and_its_row_is_near():
+def test_a_step_counts_only_if_it_is_kept_and_its_row_is_near():
     # two rows of two steps on policy; the second was sampled e^.5 likelier, and is bad. Of each the first step is kept
     inputs = objective_inputs(
         double([[-1.0, -1.0], [-1.0, -1.0]]), double([2.0, -2.0]), keep=torch.tensor([[True, False], [True, False]]),
@@ -237,7 +237,7 @@ def test_coefficients_in_the_inputs_override_the_configured_ones(subtests):
             assert output.loss.item() == pytest.approx(-1.5 + in_force * (0.35 - 0.275) + 2.25, rel=1e-14)
 
 
-def test_a_coefficient_in_the_inputs_needs_what_a_configured_one_needs():
+def test_a_coefficient_in_the_inputs_requires_the_same_inputs_as_a_configured_one():
     with pytest.raises(ConfigError, match=r"objective\.kl_coef=0\.3 with kl_estimator='exact' needs the KL itself"):
         grpo_objective(example(kl_coef=0.3), ObjectiveConfig(kl_estimator="exact"))
     with pytest.raises(ConfigError, match=r"entropy_coef=.* needs an exact entropy"):

@@ -22,7 +22,7 @@ def read_jsonl(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_meter_adds_micro_batches_and_reports_mean_and_deviation():
+def test_a_meter_reports_mean_and_deviation_over_micro_batches():
     # values 1, 2 | 6: mean 3, mean of squares 41/3, variance 41/3 - 9 = 14/3
     meter = Meter()
     meter.add({"ratio": row(2, 3, 5)})
@@ -30,7 +30,7 @@ def test_meter_adds_micro_batches_and_reports_mean_and_deviation():
     assert meter.report(num_updates=1) == {"ratio": (pytest.approx(3), pytest.approx(math.sqrt(14 / 3)))}
 
 
-def test_meter_adds_shares_and_averages_them_over_updates():
+def test_a_meter_sums_shares_and_averages_them_over_updates():
     # two updates of two micro-batches each: (.5 + .25 + 1 + 2.25)/2
     meter = Meter()
     for share in (0.5, 0.25, 1.0, 2.25):
@@ -38,21 +38,21 @@ def test_meter_adds_shares_and_averages_them_over_updates():
     assert meter.report(num_updates=2) == {"loss": (2.0, 0.0)}
 
 
-def test_meter_keeps_metrics_apart_that_do_not_come_every_time():
+def test_a_metric_is_averaged_over_the_micro_batches_that_report_it():
     meter = Meter()
     meter.add({"ratio": row(1, 2, 4), "kl": row(2, 1, 0.5)})
     meter.add({"ratio": row(1, 4, 16)})
     assert meter.report(num_updates=1) == {"ratio": (3.0, pytest.approx(1.0)), "kl": (0.5, 0.0)}
 
 
-def test_meter_averages_plain_numbers():
+def test_a_meter_averages_plain_numbers():
     meter = Meter()
     meter.add_value("grad_norm", 1.0)
     meter.add_value("grad_norm", 4.0)
     assert meter.report(num_updates=7) == {"grad_norm": (2.5, 0.0)}
 
 
-def test_meter_is_empty_after_a_report():
+def test_a_meter_is_empty_after_a_report():
     meter = Meter()
     meter.add({"ratio": row(1, 2, 4)})
     meter.add_value("grad_norm", 1.0)
@@ -62,7 +62,7 @@ def test_meter_is_empty_after_a_report():
     assert meter.report(num_updates=1) == {"ratio": (5.0, 0.0)}
 
 
-def test_meter_forgets_what_it_is_told_to_clear():
+def test_a_cleared_meter_is_empty():
     meter = Meter()
     meter.add({"ratio": row(1, 2, 4)})
     meter.add_value("grad_norm", 1.0)
@@ -70,13 +70,13 @@ def test_meter_forgets_what_it_is_told_to_clear():
     assert meter.report(num_updates=1) == {}
 
 
-def test_meter_of_no_updates_reports_shares_as_they_are():
+def test_a_meter_without_updates_reports_shares_undivided():
     meter = Meter()
     meter.add({"loss": row(0, 0.5, 0)})
     assert meter.report(num_updates=0) == {"loss": (0.5, 0.0)}
 
 
-def test_meter_adds_the_totals_of_all_ranks():
+def test_a_meter_sums_the_totals_of_all_ranks():
     # ratio: 1, 2 | 6 as above; loss: (.5 + .25 + 1)/2 updates; "there": only the other rank has it
     meter = Meter()
     meter.add({"ratio": row(2, 3, 5), "loss": row(0, 0.5, 0)})
@@ -95,7 +95,7 @@ def test_meter_adds_the_totals_of_all_ranks():
     }
 
 
-def test_meter_reports_nan_for_what_was_not_measured():
+def test_a_meter_reports_nan_for_metrics_that_were_not_measured():
     meter = Meter()
     meter.add({"kl": row(math.nan, math.nan, math.nan), "ratio": row(1, 2, 4)})
     meter.add({"kl": row(0, math.nan, 0), "ratio": row(1, 2, 4)})
@@ -104,7 +104,7 @@ def test_meter_reports_nan_for_what_was_not_measured():
     assert found["ratio"] == (2.0, 0.0)
 
 
-def test_meter_deviation_is_never_the_root_of_a_negative_number():
+def test_the_deviation_of_a_meter_is_never_the_root_of_a_negative_number():
     # ten times .1: squares 10 * .01, and rounding may leave the variance just below 0
     meter = Meter()
     meter.add({"ratio": row(10, 0.1 * 10, math.nextafter(0.1, 0))})
@@ -113,7 +113,7 @@ def test_meter_deviation_is_never_the_root_of_a_negative_number():
     assert deviation == 0
 
 
-def test_reward_statistics_by_hand():
+def test_reward_statistics_equal_hand_worked_values():
     # sorted 0 1 3 4 7: mean 3; squared distances 9 + 4 + 0 + 1 + 16 = 30, over 4; quartiles at places 1, 2, 3
     assert reward_statistics(torch.tensor([3.0, 7.0, 0.0, 4.0, 1.0])) == {
         "rewards/mean": pytest.approx(3),
@@ -126,13 +126,13 @@ def test_reward_statistics_by_hand():
     }
 
 
-def test_reward_statistics_between_two_values():
+def test_reward_quantiles_interpolate_between_values():
     # places .75, 1.5, 2.25 of 0 2 4 8: 1.5, 3, 5
     statistics = reward_statistics(torch.tensor([8.0, 0.0, 4.0, 2.0]))
     assert [statistics[f"rewards/{name}"] for name in ("q25", "median", "q75")] == [1.5, 3.0, 5.0]
 
 
-def test_reward_statistics_of_one_row():
+def test_reward_statistics_of_one_row_have_std_0():
     statistics = reward_statistics(torch.tensor([0.5]))
     assert statistics.pop("rewards/std") == 0
     assert set(statistics.values()) == {0.5}
@@ -140,7 +140,7 @@ def test_reward_statistics_of_one_row():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=40))
-def test_reward_statistics_against_numpy(rewards):
+def test_reward_statistics_equal_numpys(rewards):
     q25, median, q75 = np.quantile(rewards, [0.25, 0.5, 0.75])
     expected = {
         "mean": np.mean(rewards), "std": np.std(rewards, ddof=1), "max": max(rewards), "min": min(rewards),
@@ -161,7 +161,7 @@ def test_a_sink_writes_one_line_per_iteration(tmp_path):
     )
 
 
-def test_a_sink_adds_to_a_file_that_exists(tmp_path):
+def test_a_sink_appends_to_an_existing_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for iteration in (1, 2):
         with JSONLSink(str(path)) as sink:
@@ -175,7 +175,7 @@ def test_a_line_is_on_disk_before_the_sink_is_closed(tmp_path):
         assert read_jsonl(sink.path) == [{"iteration": 1, "a": 1.0}]
 
 
-def test_what_json_has_no_number_for_becomes_null(subtests, tmp_path):
+def test_values_that_json_cannot_hold_become_null(subtests, tmp_path):
     for value in [math.nan, math.inf, -math.inf]:
         with subtests.test(value=value):
             with JSONLSink(tmp_path / f"{value}.jsonl") as sink:

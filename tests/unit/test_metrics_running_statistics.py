@@ -32,7 +32,7 @@ def told(*iterations: dict[str, float], **settings: Any) -> RunningStatistics:
     return statistics
 
 
-def test_counts_by_hand() -> None:
+def test_iterations_updates_and_samples_are_counted() -> None:
     statistics = told(*THREE)
     assert isinstance(statistics, MetricSink)
     assert statistics.num_iterations == 3
@@ -40,7 +40,7 @@ def test_counts_by_hand() -> None:
     assert statistics.num_samples == 3 * 10  # 3 groups of 10/3 on average: 10 rows
 
 
-def test_a_count_that_was_not_measured_adds_nothing(subtests: pytest.Subtests) -> None:
+def test_a_nan_count_adds_nothing(subtests: pytest.Subtests) -> None:
     for value, name in itertools.product(
         [math.nan, math.inf], ["train/num_updates", "group_stats/num_groups", "group_stats/avg_group_size"]
     ):
@@ -51,7 +51,7 @@ def test_a_count_that_was_not_measured_adds_nothing(subtests: pytest.Subtests) -
             )
 
 
-def test_moving_averages_by_hand() -> None:
+def test_moving_averages_equal_hand_worked_values() -> None:
     averages = told(*THREE, decay=0.5).averages
     # weights 1/4, 1/2, 1 over their sum 7/4
     assert averages["reward"] == pytest.approx((1.0 / 4 + 3.0 / 2 + 2.0) / (7 / 4))  # 15/7
@@ -60,13 +60,13 @@ def test_moving_averages_by_hand() -> None:
     assert averages["entropy"] == 0.7  # measured once: NaN does not count, nor does it age what was measured
 
 
-def test_the_first_value_is_its_own_average_and_a_constant_stays_one() -> None:
+def test_the_average_of_one_value_or_a_constant_is_that_value() -> None:
     assert told(THREE[0], decay=0.99).averages["reward"] == pytest.approx(1.0)
     assert told(*[THREE[0]] * 50, decay=0.9).averages["reward"] == pytest.approx(1.0, rel=1e-12)
     assert told(*THREE, decay=0.0).averages["reward"] == 2.0  # without a memory: the last
 
 
-def test_what_was_never_measured_has_no_average() -> None:
+def test_a_metric_that_was_never_measured_has_no_average() -> None:
     assert RunningStatistics().averages == {"reward": None, "loss": None, "kl": None, "entropy": None}
     statistics = told({"rewards/max": 1.0}, {"rewards/mean": math.inf})
     assert (statistics.averages["reward"], statistics.reward_history) == (None, [])
@@ -79,7 +79,7 @@ def test_the_history_is_bounded() -> None:
     assert told(*THREE, history=1).reward_history == [2.0]
 
 
-def test_reset_is_a_new_start() -> None:
+def test_reset_clears_all_counts_and_averages() -> None:
     statistics = told(*THREE, decay=0.5, history=2)
     statistics.reset()
     assert statistics.to_dict() == RunningStatistics(decay=0.5, history=2).to_dict()
@@ -87,7 +87,7 @@ def test_reset_is_a_new_start() -> None:
     assert (statistics.averages["reward"], statistics.num_samples) == (3.0, 10)
 
 
-def test_it_goes_on_from_json_as_if_nothing_had_been() -> None:
+def test_statistics_restored_from_json_continue_exactly() -> None:
     unbroken = told(*THREE, decay=0.9, history=2)
     stopped = told(*THREE[:2], decay=0.9, history=2)
     resumed = RunningStatistics.from_dict(json.loads(json.dumps(stopped.to_dict(), allow_nan=False)))
@@ -102,7 +102,7 @@ def test_unknown_and_missing_keys_are_refused() -> None:
             RunningStatistics.from_dict(wrong)
 
 
-def test_settings_without_a_meaning_are_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_settings_are_refused(subtests: pytest.Subtests) -> None:
     for settings in [{"decay": 1.0}, {"decay": -0.1}, {"decay": math.nan}, {"history": 0}]:
         with (
             subtests.test(settings=settings),
@@ -111,7 +111,7 @@ def test_settings_without_a_meaning_are_refused(subtests: pytest.Subtests) -> No
             RunningStatistics(**settings)
 
 
-def test_what_dynamic_sampling_leaves_out_is_counted_too() -> None:
+def test_groups_left_out_by_dynamic_sampling_count_as_samples() -> None:
     executed = []
 
     def one_in_four(states: Any, actions: Any) -> list[float]:
@@ -128,7 +128,7 @@ def test_what_dynamic_sampling_leaves_out_is_counted_too() -> None:
     assert statistics.num_samples == len(executed) > 2 * 4 * 6
 
 
-def test_as_the_sink_of_a_run() -> None:
+def test_as_the_sink_of_a_run_statistics_match_its_history() -> None:
     statistics = RunningStatistics(decay=0.5)
     trainer = GRPOTrainer(
         config=GRPOConfig(group_size=6, batch_size=4, num_epochs_per_update=2, seed=0),

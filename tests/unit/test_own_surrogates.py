@@ -55,7 +55,7 @@ def config_of(surrogate: Any, num_epochs: int = 2, **objective: Any) -> GRPOConf
 
 
 def loss_by_hand(policy: Any, old_policy: Any, config: GRPOConfig, width: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """The whole loss from the policy's log-probs, and what is reported about it, without `grpo_objective` and `Steps`."""
+    """The whole loss and its metrics from the policy's log-probs, without `grpo_objective` and `Steps`."""
     rows = Rows.example()
     batch = rows.batch(config)
     mask = batch.mask
@@ -91,7 +91,7 @@ def replace_detached(scores: Any) -> Any:
     return replace(scores, log_probs=scores.log_probs.detach())
 
 
-def test_it_keeps_the_kl_the_entropy_the_correction_and_the_metrics() -> None:
+def test_a_user_surrogate_keeps_the_kl_entropy_correction_and_metrics() -> None:
     """Both updates of an iteration against the loss by hand: the gradient of each, and the mean of each metric."""
     width = 0.3
     config = config_of(SoftClip(width=width))
@@ -135,7 +135,7 @@ class WithWeights(SoftClip):
         return steps.sampler_weights * SoftClip.__call__(self, steps)
 
 
-def test_one_that_reads_the_samplers_weights_is_not_multiplied_by_them_again() -> None:
+def test_a_surrogate_that_reads_sampler_weights_is_not_weighted_twice() -> None:
     updates = []
     for surrogate in (SoftClip(), WithWeights()):
         config = config_of(surrogate)
@@ -152,7 +152,7 @@ class Inert(SoftClip):
     zero_advantage_is_inert: ClassVar[bool] = True
 
 
-def test_rows_without_an_advantage_are_skipped_only_if_it_says_so(subtests: pytest.Subtests) -> None:
+def test_rows_without_an_advantage_are_skipped_only_if_the_surrogate_allows_it(subtests: pytest.Subtests) -> None:
     for surrogate, num_skipped in [(SoftClip(), 0), (Inert(), 2)]:
         with subtests.test(surrogate=surrogate, num_skipped=num_skipped):
             config = config_of(surrogate, kl_coef=0.0, entropy_coef=0.0)
@@ -181,7 +181,7 @@ class PullsBackTheLikeliest:
         return chosen
 
 
-def test_its_choice_of_steps_is_made_once_per_update_over_all_micro_batches() -> None:
+def test_a_user_surrogates_selection_is_made_once_per_update() -> None:
     surrogate = PullsBackTheLikeliest()
     config = replace(config_of(surrogate, num_epochs=3), micro_batch_size=4)
     trainer, _ = make_trainer(config, make_policy(Telling), reference=make_policy(RowScoring, seed=1))
@@ -207,7 +207,7 @@ class AtRow(SoftClip):
     level: ClassVar[str] = "row"
 
 
-def test_one_that_reads_rows_is_refused_where_steps_are_split(subtests: pytest.Subtests) -> None:
+def test_a_surrogate_that_reads_rows_is_refused_if_the_policy_splits_steps(subtests: pytest.Subtests) -> None:
     def trainer_of(own: Any) -> GRPOTrainer:
         return GRPOTrainer(
             config=GRPOConfig(group_size=4, seed=0, objective=ObjectiveConfig(surrogate=own)),
@@ -229,7 +229,7 @@ class ForProbabilities(SoftClip):
     for_probabilities: ClassVar[bool] = True
 
 
-def test_one_for_probabilities_is_refused_for_densities() -> None:
+def test_a_surrogate_for_probabilities_is_refused_for_densities() -> None:
     class Normal(TablePolicy):
         def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
             return [[0.5, -0.5] for _ in states]

@@ -1,4 +1,4 @@
-"""Every preset, field by field, beside what its paper says; and that each of them runs.
+"""Every preset, field by field, compared with its paper, and a run of each.
 
 The tables were written from the papers and from the code of their authors, not from `grpo.presets`.
 """
@@ -276,23 +276,23 @@ def test_every_preset_is_in_the_table() -> None:
     assert set(SAID) == set(PRESETS)
 
 
-def test_it_says_what_its_source_says_and_nothing_else(subtests: pytest.Subtests) -> None:
+def test_a_preset_sets_exactly_the_values_of_its_source(subtests: pytest.Subtests) -> None:
     for name in PRESETS:
         with subtests.test(name=name):
             assert PRESETS[name]().to_dict() == merged(GRPOConfig().to_dict(), SAID[name])
 
 
-def test_the_defaults_it_leaves_alone_are_what_they_were() -> None:
+def test_the_defaults_that_presets_rely_on_are_unchanged() -> None:
     defaults = GRPOConfig().to_dict()
     assert merged(defaults, LEFT_ALONE) == defaults
 
 
-def test_dr_grpo_divides_by_the_length_it_is_given() -> None:
+def test_dr_grpo_divides_by_the_given_length() -> None:
     changed = dataclasses.replace(presets.dr_grpo().objective, fixed_length=8)
     assert presets.dr_grpo(max_length=8) == dataclasses.replace(presets.dr_grpo(), objective=changed)
 
 
-def test_it_comes_back_from_a_dict_and_from_json(subtests: pytest.Subtests) -> None:
+def test_a_preset_survives_dict_and_json_round_trips(subtests: pytest.Subtests) -> None:
     for name in PRESETS:
         with subtests.test(name=name):
             config = PRESETS[name]()
@@ -301,7 +301,7 @@ def test_it_comes_back_from_a_dict_and_from_json(subtests: pytest.Subtests) -> N
 
 
 class ShareOfOnes:
-    """The share of a row's steps that are 1; remembers what it was asked."""
+    """The share of a row's steps that are 1. Records its arguments."""
 
     def __init__(self, max_steps: int) -> None:
         self.max_steps = max_steps
@@ -313,7 +313,7 @@ class ShareOfOnes:
         return rewards
 
 
-def test_one_step_makes_better_rows_likelier(subtests: pytest.Subtests) -> None:
+def test_one_step_of_a_preset_makes_better_rows_more_likely(subtests: pytest.Subtests) -> None:
     """As it stands, learning rate and all, on ragged rows in float64: a step of 1e-6 shows in the eighth digit.
 
     The reference stands a little beside the policy, so that the KL is there from the first update. How much likelier rows

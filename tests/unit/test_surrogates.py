@@ -52,7 +52,7 @@ def loss_and_slope(surrogate: Surrogate, ratio: float, advantage: float) -> tupl
 
 
 # loss = -min(rho A, clip(rho, 1 - low, 1 + high) A). Inside, or where the min takes the unclipped side, d loss / d rho = -A.
-def test_clip_with_symmetric_bounds(subtests):
+def test_clip_with_symmetric_bounds_equals_the_hand_worked_loss_and_slope(subtests):
     for ratio, advantage, loss, slope in [
         (1.0, 2.0, -2.0, -2.0),
         (1.0, -2.0, 2.0, 2.0),
@@ -70,7 +70,7 @@ def test_clip_with_symmetric_bounds(subtests):
             assert loss_and_slope(Clip(low=0.2, high=0.2), ratio, advantage) == pytest.approx((loss, slope), rel=1e-14)
 
 
-def test_clip_with_a_higher_upper_bound(subtests):
+def test_clip_with_a_higher_upper_bound_equals_the_hand_worked_loss_and_slope(subtests):
     for ratio, advantage, loss, slope in [
         (1.25, 1.0, -1.25, -1.0),  # beyond 1.2, inside 1.28
         (1.30, 1.0, -1.28, 0.0),
@@ -90,7 +90,7 @@ def test_clip_low_of_one_is_no_lower_bound(subtests):
             assert loss_and_slope(Clip(low=1.0), ratio, -1.0) == pytest.approx((ratio, 1.0), rel=1e-13)
 
 
-def test_clip_low_of_one_leaves_the_upper_bound():
+def test_clip_low_of_one_keeps_the_upper_bound():
     assert loss_and_slope(Clip(low=1.0), 1.5, 1.0) == pytest.approx((-1.2, 0.0))
 
 
@@ -108,14 +108,14 @@ def test_clip_uses_one_advantage_per_row_for_all_steps_of_the_row():
     assert slopes.tolist() == [pytest.approx([-0.5, -1.0, 0.0]), pytest.approx([0.0, 1.0, 1.5])]
 
 
-def test_clip_with_one_ratio_per_row_and_advantages_per_step():
+def test_clip_at_row_level_with_step_advantages_equals_hand_worked_values():
     # .5 A: -min(.5, .75), -min(-.5, -.75). Only the first step has a slope: -.5, on the mean of two log-ratios
     losses, slopes = losses_and_slopes(Clip(low=0.25, high=0.25, level="row"), rows_of([[1.0, 0.25]], [[1.0, -1.0]]))
     assert losses.tolist() == [pytest.approx([-0.5, 0.75])]
     assert slopes.tolist() == [pytest.approx([-0.25, -0.25])]
 
 
-def test_clip_with_advantages_per_step():
+def test_clip_with_advantages_per_step_equals_hand_worked_values():
     # -min(-2, -3) = 3;  -3;  -min(3, 2.5)
     losses, slopes = losses_and_slopes(Clip(low=0.25, high=0.25), rows_of([[0.5, 1.0, 1.5]], [[-4.0, 3.0, 2.0]]))
     assert losses.tolist() == [pytest.approx([3.0, -3.0, -2.5])]
@@ -126,7 +126,7 @@ RATIOS = torch.linspace(0.00317, 6.00317, 2001, dtype=torch.float64).unsqueeze(1
 ADVANTAGES = double([[-3.0, -1.0, -0.25, 0.0, 0.25, 1.0, 3.0]])
 
 
-def test_the_minimum_and_maximum_of_the_papers_are_one_clamp(subtests):
+def test_the_papers_min_and_max_forms_of_clip_equal_one_clamp(subtests):
     """Where A > 0 the ratio has one bound, above; where A < 0 it has one below, and the nearer of delta and dual above."""
     for (low, high), (delta, dual) in product(
         [(0.2, 0.2), (0.2, 0.28), (1.0, 0.5), (0.0, 0.0)],
@@ -145,7 +145,7 @@ def test_the_minimum_and_maximum_of_the_papers_are_one_clamp(subtests):
 
 
 # beside bounds of .8 and 1.2
-def test_clip_delta_and_dual_bound_what_is_bad_and_has_become_more_likely(subtests):
+def test_delta_and_dual_bound_bad_actions_that_became_more_likely(subtests):
     for ratio, advantage, bounds, loss, slope in [
         (3.9, -2.0, {"delta": 4.0}, 7.8, 2.0),  # -min(3.9 (-2), 1.2 (-2))
         (5.0, -2.0, {"delta": 4.0}, 8.0, 0.0),  # -min(4 (-2), 1.2 (-2)): no more pull back
@@ -172,8 +172,8 @@ def test_bounds_are_not_rounded_to_float32():
     assert loss_and_slope(Clip(low=0.3, high=0.28), 0.1, -1.0)[0] == 1 - 0.3
 
 
-def test_reinforce_by_hand():
-    # -A log pi = .5 * 2, .5 * -4; slope -A, whatever the ratio
+def test_reinforce_equals_the_hand_worked_loss_and_gradient():
+    # -A log pi = .5 * 2, .5 * -4; slope -A at any ratio
     losses, slopes = losses_and_slopes(Reinforce(), rows_of([[3.0, 0.2]], [[2.0, -4.0]], log_probs=-0.5))
     assert losses.tolist() == [[1.0, -2.0]]
     assert slopes.tolist() == [[-2.0, 4.0]]
@@ -189,13 +189,13 @@ def test_cispo_bounds_the_weight_and_never_stops_the_gradient(subtests):
             assert slopes[0].tolist() == pytest.approx([-e for e in expected], rel=1e-14)
 
 
-def test_cispo_without_a_lower_bound():
+def test_cispo_without_a_lower_bound_keeps_small_weights():
     losses, slopes = losses_and_slopes(Cispo(low=1.0, high=4.0), rows_of([[0.01]], [1.0]))
     assert (losses.item(), slopes.item()) == pytest.approx((0.01, -0.01), rel=1e-13)
 
 
 # sigmoid(log 3) = 3/4: the slope's factor 4 s (1 - s) is 3/4. At ratio 1 the factor is 1 and the value 2 A / tau.
-def test_sapo_by_hand(subtests):
+def test_sapo_equals_the_hand_worked_loss_and_slope(subtests):
     for ratio, advantage, loss, slope in [
         (1.0, 2.0, -(4 / 0.5) * 0.5 * 2, -2.0),
         (1 + math.log(3) / 0.5, 2.0, -(4 / 0.5) * 0.75 * 2, -1.5),
@@ -226,7 +226,7 @@ def test_the_slope_of_sapo_is_the_ratio_times_a_squared_hyperbolic_secant():
 #   A = 1:   c = log 2 (bounded), -log 4;  mean -(log 2)/2: loss -1/sqrt 2
 #   A = -1:  c = log 8, -log 2 (bounded);  mean log 2: loss 2
 # The gradient of the sum over the row's two steps: 2 l / 2 where x is not bounded, 0 where it is.
-def test_gmpo_by_hand(subtests):
+def test_gmpo_equals_the_hand_worked_loss_and_gradient(subtests):
     for advantage, loss, gradient in [
         (1.0, -math.sqrt(0.5), [0, 0, -math.sqrt(0.5)]),
         (-1.0, 2.0, [2, 0, 0]),
@@ -256,14 +256,14 @@ def test_gmpo_bounds_a_step_without_an_advantage_below_only():
     assert losses[:, 1].tolist() == pytest.approx([-math.sqrt(8), -math.sqrt(0.5)], rel=1e-14)
 
 
-def test_gmpo_without_a_lower_bound_and_without_steps():
+def test_gmpo_without_a_lower_bound_or_steps_equals_hand_worked_values():
     rows = rows_of([[math.exp(-9)], [1.0]], [-1.0, -1.0], mask=torch.tensor([[True], [False]]))
     losses, slopes = losses_and_slopes(Gmpo(low=1.0, high=0.2), rows)
     assert losses.squeeze(1).tolist() == pytest.approx([math.exp(-9), 1.0])
     assert slopes.squeeze(1).tolist() == pytest.approx([math.exp(-9), 0.0])
 
 
-def test_gmpo_stays_finite_where_a_step_was_all_but_impossible():
+def test_gmpo_stays_finite_if_a_step_was_nearly_impossible():
     # x = 99.9: exp overflows float32, so the mean is bounded by 20, where the gradient stops
     log_probs = torch.tensor([[-0.1]], requires_grad=True)
     rows = objective_inputs(log_probs, torch.tensor([-1.0]), old_log_probs=torch.tensor([[-100.0]]))
@@ -273,7 +273,7 @@ def test_gmpo_stays_finite_where_a_step_was_all_but_impossible():
 
 
 # phi(w) = w^k exp(lambda (1 - w)); A >= 0: k 2, lambda 3;  A < 0: k 3, lambda 2
-def test_vespo_by_hand(subtests):
+def test_vespo_equals_the_hand_worked_loss_and_gradient(subtests):
     for weight, advantage, phi in [
         (2.0, 1.5, 4 * math.exp(-3)),
         (0.5, 1.5, 0.25 * math.exp(1.5)),
@@ -326,7 +326,7 @@ def test_vespo_bounds_sampler_weights_before_they_meet_the_ratio():
 
 
 # ratios 1/2 and 3 from the sampler to the old policy, bounded by 1.2: 1/2 x 1.2 per step, 3/2 -> 1.2 per row
-def test_vespo_under_truncate_at_each_level(subtests):
+def test_vespo_under_truncate_equals_the_hand_worked_gradient_at_each_level(subtests):
     for level, u in [("step", 0.6), ("row", 1.2)]:
         with subtests.test(level=level, u=u):
             x, ratios = [0.1, 0.3], double([[0.5, 3.0]])
@@ -336,14 +336,14 @@ def test_vespo_under_truncate_at_each_level(subtests):
             assert slopes[0].tolist() == pytest.approx([-(w**2) * math.exp(3 * (1 - w))] * 2, rel=1e-12)
 
 
-def test_vespo_leaves_rows_out_that_mask_leaves_out():
+def test_vespo_leaves_out_the_rows_that_mask_leaves_out():
     # behaviour e^-9, old e^-1: ratio e^8 > 3, weight 0, taken as 1e-8: phi = 1e-16 e^3
     rows = rows_of([[1.0]], [1.0], behaviour_log_probs=double([[-9.0]]))
     _, slopes = losses_and_slopes(Vespo(), rows, Mask())
     assert slopes.item() == pytest.approx(-1e-16 * math.exp(3), rel=1e-7)
 
 
-def test_dro_by_hand():
+def test_dro_equals_the_hand_worked_loss_and_gradient():
     # -A log pi + beta/2 x^2: 1.5 + .25 * .04 = 1.51;  -.5 + .25 * .01 = -.4975;  slopes -A + beta x
     rows = rows_of(double([[0.2, -0.1]]).exp(), [[3.0, -1.0]], log_probs=-0.5)
     losses, slopes = losses_and_slopes(Dro(beta=0.5), rows)
@@ -351,14 +351,14 @@ def test_dro_by_hand():
     assert slopes[0].tolist() == pytest.approx([-3 + 0.5 * 0.2, 1 - 0.5 * 0.1], rel=1e-14)
 
 
-def test_dro_over_the_whole_row():
+def test_dro_at_row_sum_level_equals_the_hand_worked_gradient():
     # x = .2, .1, sum .3, squared once for each of the two steps: slope -A + 2 beta .3
     _, slopes = losses_and_slopes(Dro(beta=0.4, level="row_sum"), rows_of(double([[0.2, 0.1]]).exp(), [2.0]))
     assert slopes[0].tolist() == pytest.approx([-2 + 2 * 0.4 * 0.3] * 2, rel=1e-13)
 
 
 # limit .2 on |pi - mu|
-def test_dppo_stops_where_the_probability_has_moved_too_far(subtests):
+def test_dppo_stops_a_step_whose_probability_moved_too_far(subtests):
     for (pi, mu, advantage, stopped), sampled_as in product(
         [
             (0.6, 0.3, 2.0, True),  # + .3, pushed up
@@ -415,7 +415,7 @@ def test_kl_cov_pulls_back_the_selected_steps_only():
     assert slopes[0].tolist() == pytest.approx([-1.5, -2, -1, -1], rel=1e-14)
 
 
-def test_kl_cov_takes_a_log_ratio_of_a_millionth_for_rounding(subtests):
+def test_kl_cov_treats_a_log_ratio_of_a_millionth_as_rounding(subtests):
     for moved, pull in [(1.1e-6, 1.0), (-1.1e-6, -1.0), (0.9e-6, 0.0), (-0.9e-6, 0.0), (0.0, 0.0)]:
         with subtests.test(moved=moved, pull=pull):
             log_probs = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
@@ -425,7 +425,7 @@ def test_kl_cov_takes_a_log_ratio_of_a_millionth_for_rounding(subtests):
             assert (loss.item(), slope.item()) == (pull * moved, pull)
 
 
-def test_clip_cov_is_clip_but_for_the_selected_steps():
+def test_clip_cov_equals_clip_except_on_the_selected_steps():
     # bounds 1/2 and 2.5, A = 1 -> -min(rho, 2.5);  A = -1 -> max(rho, 1/2)
     selected = torch.tensor([[True, False, False, True], [True, False, False, False]])
     rows = rows_of([[0.2, 0.2, 3.0, 3.0]] * 2, [1.0, -1.0], selected=selected)

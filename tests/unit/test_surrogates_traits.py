@@ -57,7 +57,7 @@ RANGES = [
 ]
 
 
-def test_ranges_of_settings(subtests):
+def test_settings_within_their_ranges_are_kept_and_others_refused(subtests):
     for kind, name, allowed, refused in RANGES:
         with subtests.test(kind=kind, name=name, allowed=allowed, refused=refused):
             for value in allowed:
@@ -73,7 +73,7 @@ def test_delta_is_compared_with_the_upper_bound():
         Clip(high=0.5, delta=1.5)
 
 
-def test_the_traits_of_something_that_says_nothing():
+def test_a_function_without_attributes_has_the_default_traits():
     expected = SurrogateTraits(
         level="step", reads_rows=False, zero_advantage_is_inert=False, uses_sampler_weights=False,
         for_probabilities=False, stopped=None, select=None,
@@ -96,7 +96,7 @@ TRAITS = {
 }
 
 
-def test_the_traits_of_every_surrogate(subtests):
+def test_every_surrogate_has_its_tabulated_traits(subtests):
     for name in SURROGATES:
         with subtests.test(name=name):
             surrogate = SURROGATES[name]()
@@ -113,7 +113,7 @@ def test_the_traits_of_every_surrogate(subtests):
             assert found.level == "step"
 
 
-def test_levels_of_rows_read_rows(subtests):
+def test_surrogates_at_row_levels_read_rows(subtests):
     for name in AT_ANY_LEVEL:
         with subtests.test(name=name):
             traits = [traits_of(SURROGATES[name](level=level)) for level in LEVELS]
@@ -121,7 +121,7 @@ def test_levels_of_rows_read_rows(subtests):
             assert [trait.reads_rows for trait in traits] == [False, True, True, True, False]
 
 
-def test_a_function_says_what_it_is_by_attributes():
+def test_a_functions_attributes_become_its_traits():
     def loss(steps: Steps) -> Tensor:
         return steps.log_probs
 
@@ -134,7 +134,7 @@ def test_a_function_says_what_it_is_by_attributes():
     assert traits_of(loss) == SurrogateTraits(**said)
 
 
-def test_a_level_that_does_not_exist_is_an_error():
+def test_an_unknown_level_is_an_error():
     def loss(steps: Steps) -> Tensor:
         return steps.log_probs
 
@@ -176,7 +176,7 @@ def surrogate_at(name: str, level: str) -> Surrogate:
     return SURROGATES[name](level=level) if name in AT_ANY_LEVEL else SURROGATES[name]()
 
 
-def test_in_a_loss_of_ones_own_a_surrogate_is_what_it_is_in_the_objective(subtests):
+def test_a_surrogate_called_in_a_user_loss_equals_the_objective(subtests):
     """Called directly it returns one loss per step, or per row, unreduced and with a gradient."""
     for (name, level), per_step in product(COMBINATIONS, [False, True]):
         with subtests.test(name=name, level=level, per_step=per_step):
@@ -193,7 +193,7 @@ def test_in_a_loss_of_ones_own_a_surrogate_is_what_it_is_in_the_objective(subtes
             assert (gradient[MASK] != 0).any()
 
 
-def test_without_a_selection_what_reads_one_is_an_error(subtests):
+def test_a_surrogate_that_reads_a_selection_is_refused_without_one(subtests):
     for name in ["kl_cov", "clip_cov"]:
         with subtests.test(name=name):
             message = (
@@ -203,7 +203,7 @@ def test_without_a_selection_what_reads_one_is_an_error(subtests):
                 SURROGATES[name]()(Steps(objective_inputs(**ragged(selected=None))))
 
 
-def test_the_selections_of_the_two_covariance_surrogates_by_hand():
+def test_covariance_surrogates_select_the_hand_worked_steps():
     # log pi: deviations 1 0 -1 from -2;  A: mean 1, deviations 2 -1 -1;  covariances 2 0 1
     log_probs, advantages = double([-1.0, -2.0, -3.0]), double([3.0, 0.0, 0.0])
     assert KlCov(fraction=0.67).select(log_probs, advantages, None).tolist() == [True, False, True]
@@ -250,7 +250,7 @@ BEYOND = {
 }
 
 
-def test_gradients_beyond_the_bounds_and_which_steps_count_as_clipped(subtests):
+def test_gradients_and_clip_counts_beyond_the_bounds_equal_the_table(subtests):
     for name in SURROGATES:
         with subtests.test(name=name):
             for (ratio, advantage), expected in BEYOND[name].items():
@@ -273,7 +273,7 @@ def test_gradients_beyond_the_bounds_and_which_steps_count_as_clipped(subtests):
 
 
 def half_square(steps: Steps) -> Tensor:
-    """-A rho^2 / 2, whose gradient is -A rho^2."""
+    """-A rho^2 / 2, with the gradient -A rho^2."""
     return -steps.advantages * steps.ratio().square() / 2
 
 
@@ -330,7 +330,7 @@ class Picky:
         return log_probs == log_probs.max()
 
 
-def test_a_surrogate_of_ones_own_is_treated_as_its_attributes_say():
+def test_a_user_surrogate_is_treated_as_its_attributes_say():
     config = ObjectiveConfig(
         surrogate=Picky(), sampler_correction="truncate", kl_coef=1.0, kl_estimator="k3_weighted", entropy_coef=0.0
     )

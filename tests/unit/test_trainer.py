@@ -1,4 +1,4 @@
-"""One update worked out by hand, a seeded run, and what may stand in for the trainer's parts."""
+"""A hand-worked update, a seeded run, and user-supplied replacements of the trainer's parts."""
 
 import math
 import random
@@ -30,14 +30,14 @@ from tests.support.trainers import REWARDS, SCRIPT, by_hand, without_time
 # One update, by hand
 
 
-def test_one_step_is_the_update_worked_out_by_hand() -> None:
+def test_one_step_equals_the_hand_worked_update() -> None:
     """d loss / d logits[a] = -(1/4)(1/2)(e0 - p) + (1/4)(1/2)(e1 - p) = (-1/8, 1/8), and the same for b."""
     trainer, policy = by_hand()
     trainer.step(["a", "b"])
     assert torch.equal(policy.logits.detach(), torch.tensor([[0.125, -0.125], [0.125, -0.125]], dtype=torch.float64))
 
 
-def test_steps_are_those_of_plain_autograd(subtests: pytest.Subtests) -> None:
+def test_steps_equal_those_of_plain_autograd(subtests: pytest.Subtests) -> None:
     """Clipped ratio of the current to the first policy, mean over rows, SGD; written out without the package."""
     for num_epochs in [1, 3]:
         with subtests.test(num_epochs=num_epochs):
@@ -64,7 +64,7 @@ def test_steps_are_those_of_plain_autograd(subtests: pytest.Subtests) -> None:
             torch.testing.assert_close(policy.logits.detach(), expected.detach(), rtol=1e-12, atol=1e-14)
 
 
-def test_a_duck_typed_policy_is_trained_alike() -> None:
+def test_a_duck_typed_policy_is_trained_like_a_module() -> None:
     duck, table = DuckPolicy(num_actions=2), TablePolicy(states=(0, 1), script=SCRIPT)
     duck.generate_actions = lambda states, count, **_: [list(group) for group in SCRIPT]  # type: ignore[method-assign]
     for policy in (duck, table):
@@ -116,7 +116,7 @@ def test_a_seed_repeats_a_run_exactly_and_another_does_not() -> None:
     assert runs(2)[0] != first[0]
 
 
-def test_step_is_collect_and_update(subtests: pytest.Subtests) -> None:
+def test_step_equals_collect_followed_by_update(subtests: pytest.Subtests) -> None:
     for kind in [RowScoring, GroupScoring, ExactSampling]:
         with subtests.test(kind=kind):
             results = []
@@ -132,7 +132,7 @@ def test_step_is_collect_and_update(subtests: pytest.Subtests) -> None:
             assert results[0] == results[1]
 
 
-def test_an_iteration_takes_as_long_as_its_halves_and_an_update_alone_as_long_as_itself(
+def test_time_update_spans_the_update_and_time_iteration_the_whole_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A clock that shows 0, 1, 2, ...: a step begins at 0, its update lasts from 1 to 2, and the step ends at 3."""
@@ -145,7 +145,7 @@ def test_an_iteration_takes_as_long_as_its_halves_and_an_update_alone_as_long_as
         assert (metrics["time/update"], metrics["time/iteration"]) == (update, iteration)
 
 
-def test_rollouts_made_elsewhere_are_trained_on_alike() -> None:
+def test_external_rollouts_are_trained_on_like_collected_ones() -> None:
     """The rows of the hand-worked step, interleaved, with any numbers as group ids; nothing is sampled."""
     trainer, policy = by_hand(policy=TablePolicy())
     batch = ExperienceBatch.from_rows(["b", "a", "b", "a"], [1, 0, 0, 1], [3.0, 1.0, 4.0, 0.0], [-5, 99, -5, 99])
@@ -155,7 +155,7 @@ def test_rollouts_made_elsewhere_are_trained_on_alike() -> None:
     assert metrics["group_stats/num_groups"] == 2.0
 
 
-def test_rollouts_that_do_not_fit_together_are_refused(subtests: pytest.Subtests) -> None:
+def test_rollouts_with_inconsistent_fields_are_refused(subtests: pytest.Subtests) -> None:
     for arguments, error in [
         ((["a"], [0, 1], [1.0, 0.0], [0, 0]), r"states must have one entry per row = 2; got a list of 1"),
         ((["a", "a"], [0], [1.0, 0.0], [0, 0]), r"actions must have one entry per row = 2; got a list of 1"),
@@ -167,10 +167,10 @@ def test_rollouts_that_do_not_fit_together_are_refused(subtests: pytest.Subtests
             ExperienceBatch.from_rows(*arguments)
 
 
-# What can stand in
+# Replaceable parts
 
 
-def test_a_callable_or_a_model_is_a_reward() -> None:
+def test_a_reward_may_be_a_function_or_a_reward_model() -> None:
     class Model:
         def __init__(self) -> None:
             self.modes: list[str] = []
@@ -198,7 +198,7 @@ def test_a_callable_or_a_model_is_a_reward() -> None:
     assert model.modes == ["to cpu", "eval", "compute"]
 
 
-def test_a_custom_objective_stands_in_for_the_loss() -> None:
+def test_a_custom_objective_replaces_the_loss() -> None:
     """loss = sum of log-probs over all rows, whatever the rewards: its gradient is sum over rows of (e - p)."""
     seen: list[ObjectiveInputs] = []
 
@@ -219,7 +219,7 @@ def test_a_custom_objective_stands_in_for_the_loss() -> None:
     assert inputs.mask.tolist() == [[True]] * 4
 
 
-def test_custom_advantages_stand_in_for_the_estimator(subtests: pytest.Subtests) -> None:
+def test_custom_advantages_replace_the_estimator(subtests: pytest.Subtests) -> None:
     """Advantages 8, 0, 0, 0: only row (a, 0) counts, with weight 1/4: logits[a] moves by 2 (e0 - p) = (1, -1)."""
     values = torch.tensor([8.0, 0.0, 0.0, 0.0])
     for given in [values, values.unsqueeze(1)]:
@@ -230,8 +230,8 @@ def test_custom_advantages_stand_in_for_the_estimator(subtests: pytest.Subtests)
             assert metrics["rows/skipped_zero_advantage"] == 3.0
 
 
-def test_custom_advantages_are_numbers_to_the_loss() -> None:
-    """As a critic gives them, with a graph, which is left alone; the second pass, at a ratio of 1.76, is clipped."""
+def test_custom_advantages_carry_no_gradient_into_the_loss() -> None:
+    """A critic gives advantages with a graph, which gets no gradient. The second pass, at a ratio of 1.76, is clipped."""
     values = torch.tensor([8.0, 0.0, 0.0, 0.0], requires_grad=True)
     trainer, policy = by_hand(advantages=lambda batch: 1.0 * values, config={"num_epochs_per_update": 2})
     trainer.step(["a", "b"])
@@ -269,7 +269,7 @@ def test_sampling_and_scoring_run_under_autocast_too() -> None:
     assert set(policy.computed_in) == {torch.bfloat16}
 
 
-def test_a_policy_with_dropout_is_told_so_once() -> None:
+def test_a_policy_with_dropout_causes_one_warning() -> None:
     policy = VectorPolicy(dropout=0.5, hidden=32)
     with torch.no_grad():
         policy.net[-1].weight.mul_(10)
@@ -287,7 +287,7 @@ def test_a_policy_with_dropout_is_told_so_once() -> None:
     assert re.search(r"VectorPolicy: before any update.*first ratio is not 1.*[Dd]ropout", messages[0])
 
 
-def test_a_policy_without_dropout_is_not_told() -> None:
+def test_a_policy_without_dropout_causes_no_warning() -> None:
     trainer, _ = by_hand(
         policy=VectorPolicy(),
         rewards=lambda s, actions: [float(a) for a in actions],
@@ -300,7 +300,7 @@ def test_a_policy_without_dropout_is_not_told() -> None:
     assert not caught
 
 
-def test_modes_while_collecting_and_while_updating() -> None:
+def test_the_policy_is_in_eval_mode_while_collecting_and_in_train_mode_for_gradients() -> None:
     modes: list[tuple[str, bool]] = []
 
     class Watched(TablePolicy):
@@ -320,7 +320,7 @@ def test_modes_while_collecting_and_while_updating() -> None:
 # Runs and their checkpoints
 
 
-def test_a_run_writes_checkpoints_and_another_trainer_goes_on_from_the_newest(tmp_path: Path) -> None:
+def test_another_trainer_continues_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
     """Six iterations in one run, or four and then the last two: the same weights."""
     whole, whole_policy = by_hand(config={"seed": 1})
     history = whole.train(["a", "b"], num_iterations=6, progress=False)
@@ -335,7 +335,7 @@ def test_a_run_writes_checkpoints_and_another_trainer_goes_on_from_the_newest(tm
     assert torch.equal(policy.logits, whole_policy.logits)
 
 
-def test_a_run_that_bad_gradients_end_leaves_a_checkpoint_that_counts_anew(tmp_path: Path) -> None:
+def test_a_run_ended_by_bad_gradients_leaves_a_checkpoint_with_the_count_reset(tmp_path: Path) -> None:
     """Two iterations are sound; the third has a gradient of NaN, and one skipped update in a row is one too many."""
     policy = TablePolicy(script=SCRIPT)
     factors = iter([1.0, 1.0, math.nan])

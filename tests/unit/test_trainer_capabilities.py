@@ -40,7 +40,7 @@ class Synced(TablePolicy):
         self.calls["sync"] += 1
 
 
-def test_the_sampler_is_given_the_weights_when_they_changed_and_only_then(tmp_path: Any) -> None:
+def test_the_sampler_is_synced_only_when_the_weights_changed(tmp_path: Any) -> None:
     rewards = list(REWARDS)
     trainer, policy = by_hand(policy=Synced(script=SCRIPT), rewards=lambda states, actions: list(rewards))
     assert policy.calls["sync"] == 0
@@ -61,13 +61,13 @@ def test_the_sampler_is_given_the_weights_when_they_changed_and_only_then(tmp_pa
     assert policy.calls["sync"] == 3
 
 
-def test_a_first_evaluation_syncs_the_sampler_too() -> None:
+def test_a_first_evaluation_syncs_the_sampler() -> None:
     trainer, policy = by_hand(policy=Synced(script=SCRIPT))
     trainer.evaluate(["a", "b"])
     assert policy.calls["sync"] == 1
 
 
-def test_an_update_without_effect_does_not_hide_that_the_sampler_has_old_weights() -> None:
+def test_an_update_without_effect_leaves_a_stale_sampler_stale() -> None:
     """Rollouts made elsewhere, all of the same reward, before the sampler was ever used."""
     trainer, policy = by_hand(policy=Synced(script=SCRIPT))
     trainer.update(ExperienceBatch.from_rows(["a", "a"], [0, 1], [1.0, 1.0], [0, 0]))
@@ -75,8 +75,8 @@ def test_an_update_without_effect_does_not_hide_that_the_sampler_has_old_weights
     assert policy.calls["sync"] == 1
 
 
-def test_the_sampler_is_given_what_was_applied_before_a_run_of_bad_gradients_ended_it() -> None:
-    """Two updates: the first is applied, the second is not finite and one too many; the caller goes on all the same."""
+def test_the_sampler_is_synced_with_updates_applied_before_bad_gradients_end_a_run() -> None:
+    """The first of two updates is applied. The second is not finite and ends the run, and the caller continues anyway."""
     policy = Synced(script=SCRIPT)
     num_backwards = 0
 
@@ -107,10 +107,10 @@ def counted(policy: Any, *, num_iterations: int = 1, **settings: Any) -> dict[st
     return dict(policy.calls)
 
 
-def test_how_many_passes_each_kind_of_sampler_costs() -> None:
+def test_each_kind_of_sampler_costs_its_minimal_number_of_passes() -> None:
     exact, behaviour_only = ExactSampling(), ExactSampling()
     behaviour_only.tells_scores = False
-    # exact scores: never a pass without gradient, whatever the number of updates (6 rows in updates of 2: 3 per pass)
+    # exact scores: never a pass without gradient for any number of updates (6 rows in updates of 2: 3 per pass)
     assert counted(exact) == {"sample": 1, "score with gradient": 1}
     assert counted(exact, batch_size=2, num_epochs_per_update=2) == {"sample": 1, "score with gradient": 6}
     # behaviour alone: none for one update, exactly one for several
@@ -147,7 +147,7 @@ def test_exact_scores_are_the_old_log_probs_and_behaviour_is_kept_apart() -> Non
     assert batch.behaviour_log_probs is not None
 
 
-def test_a_samplers_scores_are_the_old_log_probs_of_a_single_update_too() -> None:
+def test_a_single_update_also_uses_a_samplers_scores_as_old_log_probs() -> None:
     """They are 1/4 below what the policy scores in the update, so that every ratio is exp(1/4)."""
 
     class Lower(ExactSampling):
@@ -166,7 +166,7 @@ def test_a_samplers_scores_are_the_old_log_probs_of_a_single_update_too() -> Non
 RAGGED_GROUPS = [[(1, 2, 0), (0,)], [(2, 2, 2, 1)], [(1, 0), (0,), (2, 1)]]
 
 
-def test_scoring_groups_is_scoring_rows_in_value_and_gradient() -> None:
+def test_scoring_groups_equals_scoring_rows_in_value_and_gradient() -> None:
     torch.manual_seed(8)
     by_group = GroupScoring()
     by_row = RowScoring()
@@ -203,7 +203,7 @@ class VectorGroups(VectorPolicy):
         return ActionScores(log_probs=log_probs, mask=torch.ones_like(log_probs, dtype=torch.bool))
 
 
-def test_groups_of_lists_tensors_and_arrays(subtests: pytest.Subtests) -> None:
+def test_groups_may_be_lists_tensors_or_arrays(subtests: pytest.Subtests) -> None:
     for container, ragged in product(["list", "tensor", "array"], [False, True]):
         with subtests.test(container=container, ragged=ragged):
             torch.manual_seed(1)
@@ -228,7 +228,7 @@ def test_groups_of_lists_tensors_and_arrays(subtests: pytest.Subtests) -> None:
             assert by_group.given[1] is (list if ragged else kinds[container])
 
 
-def test_states_and_actions_stay_what_they_are(subtests: pytest.Subtests) -> None:
+def test_states_and_actions_keep_their_container_types(subtests: pytest.Subtests) -> None:
     """From the sampler to the reward and back to the policy; the same numbers, whatever the container."""
     for container in ["list", "tensor", "array"]:
         with subtests.test(container=container):
@@ -256,7 +256,7 @@ def test_states_and_actions_stay_what_they_are(subtests: pytest.Subtests) -> Non
             torch.testing.assert_close(weights[0], weights[1], rtol=1e-12, atol=1e-14)
 
 
-def test_a_plan_of_the_policy_is_followed_in_scoring_and_updates() -> None:
+def test_scoring_and_updates_follow_the_policys_plan() -> None:
     policy = Planning()
     policy.plan = lambda num_rows: [list(range(1, num_rows)), [0]]  # type: ignore[method-assign]
     assert counted(policy) == {"plan": 2, "score": 2, "score with gradient": 2}
@@ -286,7 +286,7 @@ def episode_batch(policy: EpisodePolicy) -> tuple[ExperienceBatch, Tensor, Tenso
     return batch, *policy.split_steps(states, actions), advantages
 
 
-def test_split_steps_become_shuffled_minibatches_whose_gradients_are_brute_force() -> None:
+def test_minibatches_of_split_steps_have_the_brute_force_gradients() -> None:
     """At rate 0 the policy stays the old one: the gradients of all minibatches, weighted by their steps, are those of
     all steps at once; batch_size counts steps, and each epoch draws every step once."""
     policy = EpisodePolicy()
@@ -308,7 +308,7 @@ def test_split_steps_become_shuffled_minibatches_whose_gradients_are_brute_force
     assert not torch.allclose(optimizer.gradients[0], optimizer.gradients[len(sizes)])  # drawn anew
 
 
-def test_one_update_of_all_split_steps_is_their_mean() -> None:
+def test_one_update_of_all_split_steps_uses_the_mean_over_steps() -> None:
     policy = EpisodePolicy()
     batch, observations, moves, advantages = episode_batch(policy)
     expected = gradient_of(policy, -(policy.log_probs_of(observations, moves) * advantages).mean())
@@ -320,7 +320,7 @@ def test_one_update_of_all_split_steps_is_their_mean() -> None:
     assert metrics["steps/mean"] == pytest.approx(len(moves) / 6)
 
 
-def test_rows_without_an_advantage_are_counted_as_rows_where_steps_are_split() -> None:
+def test_skipped_rows_are_counted_as_rows_even_if_steps_are_split() -> None:
     """Rewards 1, 2, 3 and 0, 1, 2: the middle episode of each group has advantage 0, however many steps it has."""
     policy = EpisodePolicy()
     batch, *_ = episode_batch(policy)

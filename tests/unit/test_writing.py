@@ -1,4 +1,4 @@
-"""What users pass in: what is accepted and converted, what is refused and with which words; and random generators."""
+"""User inputs: accepted and converted values, refused values and their errors, and random generators."""
 
 import decimal
 import random
@@ -62,7 +62,7 @@ def tables(draw: st.DrawFn) -> list[list[int]]:
 
 @settings(max_examples=100, deadline=None)
 @given(kind=st.sampled_from(sorted(KINDS)), table=tables())
-def test_one_number_per_row_or_per_step_is_taken(kind, table):
+def test_rewards_may_be_one_number_per_row_or_per_step(kind, table):
     make, dtype = KINDS[kind]
     first_column = make(table)[:, 0] if hasattr(make(table), "dtype") else [row[0] for row in make(table)]
     for value, expected in [(first_column, [row[0] for row in table]), (make(table), table)]:
@@ -74,7 +74,7 @@ def test_one_number_per_row_or_per_step_is_taken(kind, table):
 
 @settings(max_examples=100, deadline=None)
 @given(kind=st.sampled_from(sorted(KINDS)), table=tables(), case=st.sampled_from(["N 1", "N+1", "0-d", "N T 1", "1 N"]))
-def test_another_shape_is_refused(kind, table, case):
+def test_rewards_of_another_shape_are_refused(kind, table, case):
     make, _ = KINDS[kind]
     count = len(table)
     value = {
@@ -99,7 +99,7 @@ NOT_NUMBERS = [
 ]  # fmt: skip
 
 
-def test_what_is_not_numbers_is_refused_with_the_owners_name(subtests):
+def test_rewards_that_are_no_numbers_are_refused_with_the_owners_name(subtests):
     for value in NOT_NUMBERS:
         with (
             subtests.test(value=value),
@@ -108,18 +108,18 @@ def test_what_is_not_numbers_is_refused_with_the_owners_name(subtests):
             as_rewards("judge", value, 2)
 
 
-def test_the_last_axis_of_n_by_1_is_named_as_the_cure():
+def test_the_error_for_n_by_1_rewards_suggests_removing_the_last_axis():
     with pytest.raises(RewardError, match=r"got \[3, 1\] float32\. Squeeze the last axis"):
         as_rewards("judge", torch.zeros(3, 1), 3)
 
 
-def test_what_made_the_conversion_fail_is_chained():
+def test_a_failed_conversion_is_chained_to_its_cause():
     with pytest.raises(RewardError) as caught:
         as_rewards("judge", ["good", "bad"], 2)
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-def test_a_list_of_tensors_is_stacked_and_gradients_are_left_behind():
+def test_a_list_of_tensors_is_stacked_without_gradients():
     scores = [torch.tensor(1.0, requires_grad=True), torch.tensor(2.0)]
     rewards = as_rewards("judge", scores, 2)
     assert rewards.tolist() == [1, 2]
@@ -127,23 +127,23 @@ def test_a_list_of_tensors_is_stacked_and_gradients_are_left_behind():
     assert as_rewards("judge", [torch.zeros(3), torch.ones(3)], 2).tolist() == [[0, 0, 0], [1, 1, 1]]
 
 
-def test_digits_are_kept():
+def test_rewards_keep_the_precision_of_their_input():
     assert as_rewards("judge", [0.1, 1e8 + 1], 2).tolist() == [0.1, 1e8 + 1]
     assert as_rewards("judge", torch.tensor([2**53 - 1, 1]), 2).tolist() == [2**53 - 1, 1]
 
 
-def test_values_are_not_looked_at():
+def test_non_finite_rewards_are_converted_unchecked():
     rewards = as_rewards("judge", [float("nan"), float("inf")], 2)
     assert rewards.isnan().tolist() == [True, False]
 
 
-def test_a_read_only_or_reversed_array_is_taken():
+def test_read_only_and_reversed_arrays_are_accepted():
     values = np.arange(3.0)
     values.flags.writeable = False
     assert as_rewards("judge", values[::-1], 3).tolist() == [2, 1, 0]
 
 
-def test_log_probs_per_row_are_lifted_with_their_gradient():
+def test_log_probs_per_row_become_one_step_and_keep_their_gradient():
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
     lifted = as_log_probs("Policy.score", log_probs, 2)
     assert lifted.tolist() == [[-1], [-2]]
@@ -188,7 +188,7 @@ def test_log_probs_that_are_not_floating_are_refused(subtests):
             as_log_probs("Policy.score", torch.zeros(2, dtype=dtype), 2)
 
 
-def test_rewards_that_are_the_reward_models_own_memory_are_copied():
+def test_rewards_in_the_reward_models_own_memory_are_copied():
     for dtype in (torch.float32, torch.float64, torch.int64):
         memory = torch.tensor([1, 0, 2], dtype=dtype)
         for value in (memory, memory.numpy()):
@@ -198,7 +198,7 @@ def test_rewards_that_are_the_reward_models_own_memory_are_copied():
             memory.copy_(rewards)
 
 
-def test_a_column_is_one_step_where_that_is_meant():
+def test_a_column_is_accepted_as_one_step_if_allowed():
     assert as_rewards("judge", [[5.0]], 1, one_step_is_a_step=True).tolist() == [[5]]
 
 
@@ -230,7 +230,7 @@ def test_advantages_that_are_not_one_number_per_row_or_step_are_refused(subtests
             as_advantages(value, STEPS)
 
 
-def test_masks_and_state_keys_are_tensors_of_one_entry_per_step(subtests):
+def test_masks_and_state_keys_become_tensors_with_one_entry_per_step(subtests):
     assert as_mask("batch", None, (2, 3)).tolist() == [[True] * 3] * 2
     assert as_mask("batch", [[True, False]], (1, 5)).tolist() == [[True, False]]
     for value, got in [
@@ -247,7 +247,7 @@ def test_masks_and_state_keys_are_tensors_of_one_entry_per_step(subtests):
             as_state_keys("batch", value)
 
 
-def test_lengths_are_required_by_name():
+def test_a_field_of_a_wrong_length_is_refused_by_name():
     require_lengths("collect", 2, states=["a", "b"], actions=torch.zeros(2, 5))
     with pytest.raises(ContractError, match="collect: actions must have one entry per row = 2; got a list of 3"):
         require_lengths("collect", 2, states=["a", "b"], actions=[1, 2, 3])
@@ -255,7 +255,7 @@ def test_lengths_are_required_by_name():
         require_lengths("collect", 2, states=5)
 
 
-def test_values_as_errors_show_them(subtests):
+def test_errors_describe_values_by_shape_type_and_length(subtests):
     cases = [
         (torch.zeros(8, 1, 3), "[8, 1, 3] float32"),
         (np.zeros((2, 3)), "[2, 3] float64"),
@@ -269,14 +269,14 @@ def test_values_as_errors_show_them(subtests):
             assert describe(value) == words
 
 
-def test_padding_is_on_the_right_and_costs_nothing_where_none_is_needed():
+def test_padding_is_added_on_the_right_and_copies_nothing_if_not_needed():
     values = torch.tensor([[1.0, 2.0]])
     assert pad_steps(values, 4, -1.0).tolist() == [[1, 2, -1, -1]]
     assert pad_steps(values, 2, -1.0) is values
     assert pad_steps(torch.tensor([[True]]), 3, False).tolist() == [[True, False, False]]
 
 
-def test_half_precision_is_raised_with_its_gradient(subtests):
+def test_half_precision_becomes_float32_and_keeps_its_gradient(subtests):
     for dtype, raised_to in [(torch.bfloat16, torch.float32), (torch.float16, torch.float32)]:
         with subtests.test(dtype=dtype, raised_to=raised_to):
             half = torch.tensor([0.5, 2.0], dtype=dtype, requires_grad=True)
@@ -287,7 +287,7 @@ def test_half_precision_is_raised_with_its_gradient(subtests):
             assert half.grad.tolist() == [1, 1]
 
 
-def test_full_precision_is_returned_as_it_is(subtests):
+def test_full_precision_is_returned_unchanged(subtests):
     for dtype in [torch.float32, torch.float64]:
         with subtests.test(dtype=dtype):
             values = torch.zeros(2, dtype=dtype)
@@ -331,7 +331,7 @@ def test_a_captured_state_is_restored():
 
 
 @pytest.mark.usefixtures("generators")
-def test_numbers_drawn_in_a_block_change_none_after_it():
+def test_random_numbers_drawn_in_a_preserving_block_do_not_change_later_ones():
     seed_everything(3)
     expected = drawn()
     seed_everything(3)
@@ -342,7 +342,7 @@ def test_numbers_drawn_in_a_block_change_none_after_it():
 
 
 @pytest.mark.usefixtures("generators")
-def test_an_error_in_the_block_changes_no_numbers_either():
+def test_an_error_in_a_preserving_block_does_not_change_later_random_numbers():
     seed_everything(3)
     expected = drawn()
 

@@ -33,7 +33,7 @@ class Outer(Settings):
     inner: Inner = Inner()
 
 
-def test_what_is_allowed_is_kept(subtests):
+def test_allowed_values_are_kept(subtests):
     cases = [
         ("count", 1),
         ("count", 9),
@@ -55,7 +55,7 @@ def test_what_is_allowed_is_kept(subtests):
             assert getattr(Outer(**{field: value}), field) == value
 
 
-def test_what_is_not_allowed_is_named(subtests):
+def test_invalid_values_are_refused_by_field(subtests):
     cases = [
         ("count", 0, ">= 1"),
         ("count", 10, "<= 9"),
@@ -92,13 +92,13 @@ def test_what_is_not_allowed_is_named(subtests):
             Outer(**{field: value})
 
 
-def test_an_integer_too_large_for_a_float_is_a_config_error():
+def test_an_integer_too_large_for_a_float_is_refused():
     assert Outer(limit=sys.float_info.max).limit == sys.float_info.max
     with pytest.raises(ConfigError, match=r"Outer\.limit"):
         Outer(limit=10**400)
 
 
-def test_the_message_says_whose_it_was_what_was_required_and_what_came():
+def test_the_message_names_owner_requirement_and_value():
     with pytest.raises(ConfigError) as caught:
         Outer(mode="quick")
     assert str(caught.value) == "Outer.mode must be one of 'slow', 'fast'; got 'quick'."
@@ -111,7 +111,7 @@ def test_settings_are_frozen_and_take_keywords_only():
         Outer(5)
 
 
-def test_to_dict_is_plain_all_the_way_down():
+def test_to_dict_returns_plain_values_at_every_level():
     assert Outer(limit=2.0).to_dict() == {
         "count": 3, "rate": 0.5, "limit": 2.0, "mode": "slow", "choice": None, "name": None, "words": (),
         "inner": {"depth": 1},
@@ -125,7 +125,7 @@ def test_from_dict_reads_nested_dicts_and_fills_in_defaults():
     assert Outer.from_dict({}) == Outer()
 
 
-def test_from_dict_refuses_what_it_does_not_know(subtests):
+def test_from_dict_refuses_unknown_keys(subtests):
     cases = [
         ({"cuont": 4}, "Outer has no setting 'cuont'; it has count, rate"),
         ({"inner": {"dpeth": 4}}, "Inner has no setting 'dpeth'; it has depth"),

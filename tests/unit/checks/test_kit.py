@@ -58,7 +58,7 @@ def test_conforming_policy_passes_every_check_that_applies(subtests):
             assert set(others.values()) <= {"absent", "skipped"}  # the entropy of a policy that has none is skipped
 
 
-def test_densities_are_compared_with_samples(subtests):
+def test_conforming_densities_pass_the_comparison_with_samples(subtests):
     for policy in [Gaussian, Squashed, Plane]:
         with subtests.test(policy=policy.__name__):
             result = check_policy(policy(), STATES, strict=True)["generated samples"]
@@ -112,7 +112,7 @@ def test_the_policy_and_the_random_generators_are_left_as_they_were():
     assert torch.equal(torch.get_rng_state(), random_states[1])
 
 
-def test_further_state_is_put_back():
+def test_the_kit_restores_everything_in_the_policys_state_dict():
     policy = Gaussian()
     check_policy(policy, STATES, num_samples=256)
     assert policy.num_calls == 0
@@ -141,7 +141,7 @@ def test_rules_can_be_left_out():
         check_policy(Table(), STATES, skip=["samples"])
 
 
-def test_no_states_are_refused():
+def test_empty_states_are_refused():
     with pytest.raises(ConfigError, match="at least one state"):
         check_policy(Table(), [])
 

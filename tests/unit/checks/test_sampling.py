@@ -9,14 +9,14 @@ import torch
 from grpo.checks.sampling import action_key, as_numbers, chi_square_p_value, judge_samples, kolmogorov_smirnov
 
 
-def test_chi_square_tail(subtests):
+def test_the_chi_square_p_value_equals_scipys(subtests):
     stats = pytest.importorskip("scipy.stats")
     for statistic, degrees in [(0.5, 1), (10.0, 3), (80.0, 20), (500.0, 400)]:
         with subtests.test(statistic=statistic, degrees=degrees):
             assert chi_square_p_value(statistic, degrees) == pytest.approx(stats.chi2.sf(statistic, degrees), rel=1e-9)
 
 
-def test_kolmogorov_smirnov_tail(subtests):
+def test_the_kolmogorov_smirnov_distance_and_p_value_equal_scipys(subtests):
     stats = pytest.importorskip("scipy.stats")
     for power in [1.0, 1.05, 1.3]:
         with subtests.test(power=power):
@@ -39,7 +39,7 @@ def judged(actions, probabilities, score=None):
     return judge_samples("Policy.act", actions, log_probs, score)
 
 
-def test_counts_by_hand():
+def test_verdicts_on_counts_equal_hand_worked_p_values():
     # 60 and 40 of 100 where 50 and 50 are expected: 100/50 + 100/50 = 4 with one degree of freedom: p = .0455
     fair = {"a": 0.5, "b": 0.5}
     verdict = judged(["a"] * 60 + ["b"] * 40, fair)
@@ -67,14 +67,14 @@ def test_probabilities_that_sum_to_more_than_1_fail():
     assert judged(["a", "b"] * 50, {"a": 0.51, "b": 0.5}).status == "passed"
 
 
-def test_a_single_cell_says_nothing_but_for_a_certain_action():
+def test_a_single_cell_is_skipped_unless_its_action_is_certain():
     certain = judged(["a"] * 50, {"a": 1.0})
     assert (certain.status, certain.message[:30]) == ("passed", "The only action has probabilit")
     rare = judged(["a", "a", "b", "b"] * 10, {"a": 0.01, "b": 0.01})
     assert (rare.status, rare.message[:30]) == ("skipped", "All 2 sampled actions are too ")
 
 
-def test_what_cannot_be_compared_is_skipped():
+def test_actions_that_cannot_be_compared_are_skipped():
     assert judge_samples("Policy.act", [{1}, {2}], torch.zeros(2), None).message.startswith("Actions are neither")
     assert judged(["a", "b", "c"], dict.fromkeys("abc", 0.1)).message.startswith("3 of 3 sampled actions differ")
     numbers = judge_samples("Policy.act", [0.1, 0.2, 0.3], torch.zeros(3), None)
@@ -84,7 +84,7 @@ def test_what_cannot_be_compared_is_skipped():
     assert (verdict.status, verdict.message[:30]) == ("skipped", "One of an action's numbers is ")
 
 
-def test_a_density_that_is_too_large_by_half_is_said():
+def test_a_density_that_is_too_large_by_half_fails():
     """Even numbers in [0, 1] with the log-density log 1.5.
 
     The 801 grid points over [-1, 2] are 3/800 apart. Those next to [0, 1] are -.0025 and 1.0025, and the two triangles between
@@ -110,7 +110,7 @@ def test_actions_are_equal_by_value():
     assert action_key([{1}]) is action_key({"a": {1}}) is None
 
 
-def test_numbers_come_back_as_they_went_in(subtests):
+def test_numeric_actions_are_converted_to_numbers_and_back(subtests):
     cases = {
         "tensor": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
         "array": np.array([[1.0, 2.0], [3.0, 4.0]]),

@@ -1,4 +1,4 @@
-"""Measuring and comparing policies: numbers by hand, what is shared between the sides, and what is left untouched."""
+"""Measuring and comparing policies: hand-worked numbers, what both sides share, and what a measurement leaves unchanged."""
 
 import copy
 import math
@@ -39,7 +39,7 @@ from tests.support.policies import DuckPolicy, ExactSampling, TablePolicy, Vecto
 # Numbers
 
 
-def test_by_hand() -> None:
+def test_the_report_equals_hand_worked_means_differences_and_outcomes() -> None:
     report = compared(BEFORE, AFTER)
     assert report.mean_reward_before == pytest.approx((0.25 + 1.0 + 0.5) / 3)
     assert report.mean_reward_after == pytest.approx((0.75 + 0.5 + 0.5) / 3)
@@ -56,7 +56,7 @@ def test_by_hand() -> None:
     assert report.components_before == report.components_after == {}
 
 
-def test_percent_of_the_original(subtests: pytest.Subtests) -> None:
+def test_the_improvement_is_a_percentage_of_the_size_of_the_original(subtests: pytest.Subtests) -> None:
     cases = [
         (2, 3, 50.0),  # 100 (3 - 2) / 2
         (-2, -1, 50.0),  # 100 (-1 + 2) / |-2|: better is positive
@@ -79,7 +79,7 @@ def test_a_baseline_that_is_only_rounding_has_no_percentage() -> None:
     assert report.improvement == pytest.approx(1.0)
 
 
-def test_rounding_is_no_change() -> None:
+def test_differences_from_rounding_count_as_unchanged() -> None:
     """In float32 the means of (.3, 0) and (.1, .2) differ by 1e-9; by 1e-3 is a change."""
     report = compared([[0, 1], [0, 1]], [[2, 3], [2, 4]], paying(*torch.tensor([0.3, 0.0, 0.1, 0.2, 0.203])))
     assert report.states[0].difference != 0.0
@@ -93,7 +93,7 @@ def test_one_state_has_no_interval() -> None:
     assert "none from one state" in str(report)
 
 
-def test_the_interval_is_of_the_differences() -> None:
+def test_the_interval_is_that_of_the_paired_differences() -> None:
     """Differences 0 and 1, whatever the rewards: resampled means are 0, .5, 1 with probability 1/4, 1/2, 1/4."""
     report = compared([[5], [-5]], [[5], [-4]])
     assert report.confidence == 0.95
@@ -111,7 +111,7 @@ def test_the_interval_follows_the_seed() -> None:
     assert expected != paired_interval(differences, confidence=0.95, seed=0)
 
 
-def test_intervals_by_hand() -> None:
+def test_paired_intervals_equal_hand_worked_bounds() -> None:
     assert paired_interval(np.array([0.25, 0.25, 0.25]), confidence=0.99, seed=3) == (0.25, 0.25)
     # 60 % and two states: quantiles .2 and .8 lie within the outer quarters
     assert paired_interval(np.array([0.0, 1.0]), confidence=0.6, seed=0) == (0.0, 1.0)
@@ -149,7 +149,7 @@ def test_parts_are_reported_unweighted() -> None:
 
 
 class Ragged:
-    """Part "odd" is told only of batches with a state "odd", and applies (is no NaN) only to actions above 0."""
+    """Part "odd" is reported only for batches with a state "odd", and is NaN for actions of 0."""
 
     def compute_components(self, states: Any, actions: Any) -> dict[str, torch.Tensor]:
         own = torch.tensor([float(action) for action in actions])
@@ -179,8 +179,8 @@ class Looked(TablePolicy):
         return [self.script[self.places[state]] for state in states]  # type: ignore[index]
 
 
-def test_parts_that_are_not_everywhere() -> None:
-    """odd: state "odd" alone, of actions (0, 2) and (3, 1): the mean of 20, then of 30 and 10. Never elsewhere."""
+def test_a_reward_part_is_averaged_over_the_states_it_applies_to() -> None:
+    """Part "odd" applies to state "odd" alone. Actions (0, 2) give the mean 20, and actions (3, 1) the mean of 30 and 10."""
     states = ["even", "odd"]
     sides = [Looked(states, script=[[1, 1], row]) for row in ([0, 2], [3, 1])]
     report = compare_policies(*sides, states, Ragged(), num_actions_per_state=2, batch_size=1, progress=False)
@@ -196,8 +196,8 @@ def test_parts_that_are_not_everywhere() -> None:
     assert line.split() == ["-", "20.0000", "-", "odd"]
 
 
-def test_a_part_counts_every_state_the_same() -> None:
-    """odd: NaN and 40 in one state, 10 and 10 in the other: (40 + 10) / 2, and not the rows' 60 / 3."""
+def test_a_reward_part_weighs_every_state_equally() -> None:
+    """Part "odd" is NaN and 40 in one state, 10 and 10 in the other. Its mean is (40 + 10) / 2, not 60 / 3."""
     policy = Looked(["odd", "too"], script=[[0, 4], [1, 1]])
     found = measured(policy, ["odd", "too"], Ragged(), num_actions_per_state=2)
     assert found.component_means == {"all": 1.5, "odd": 25.0}
@@ -211,7 +211,7 @@ class ThreeSteps(ExactSampling):
         return SampledActions(actions=[["a", "b", "c"]], mask=mask)
 
 
-def test_rewards_per_step_are_added_up_where_the_policy_decided() -> None:
+def test_rewards_per_step_are_summed_over_the_policys_own_steps() -> None:
     """Steps pay 1, 10, 100 and nothing that is read off the mask: 1, 11, 111."""
     reward = WeightedRewards(
         {"steps": lambda states, actions: [[1.0, math.nan, math.nan], [1.0, 10.0, math.inf], [1.0, 10.0, 100.0]]}
@@ -222,7 +222,7 @@ def test_rewards_per_step_are_added_up_where_the_policy_decided() -> None:
     assert found.mean_reward == 41.0
 
 
-def test_a_row_left_out_takes_its_steps_along() -> None:
+def test_the_steps_of_a_left_out_row_are_left_out_too() -> None:
     """The first row is left out: 11 and 111, mean 61."""
     found = measured(
         ThreeSteps(),
@@ -239,7 +239,7 @@ def test_a_row_left_out_takes_its_steps_along() -> None:
 # Random numbers, gradients, modes
 
 
-def test_both_sides_meet_the_same_random_numbers() -> None:
+def test_both_policies_are_measured_with_the_same_random_numbers() -> None:
     policy = TablePolicy(STATES, 50)
     for batch_size in (1, 2, 3):
         report = compare_policies(
@@ -280,7 +280,7 @@ def test_global_random_generators_are_untouched() -> None:
     assert generators() == before
 
 
-def test_nothing_is_trained_and_no_gradient_is_kept() -> None:
+def test_measuring_trains_nothing_and_keeps_no_gradient() -> None:
     class Watching(TablePolicy):
         def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
             assert not torch.is_grad_enabled()
@@ -299,7 +299,7 @@ def test_nothing_is_trained_and_no_gradient_is_kept() -> None:
     assert policy.calls == {"generate": 1}  # and nothing was scored
 
 
-def test_the_mode_is_put_back(subtests: pytest.Subtests) -> None:
+def test_measuring_restores_the_training_mode(subtests: pytest.Subtests) -> None:
     policy = VectorPolicy(dropout=0.5)
     seen = []
 
@@ -321,7 +321,7 @@ def test_the_mode_is_put_back(subtests: pytest.Subtests) -> None:
             assert policy.training is training
 
 
-def test_the_mode_of_what_is_no_module() -> None:
+def test_the_mode_of_a_policy_that_is_no_module_is_restored_if_it_reports_one() -> None:
     hidden = DuckPolicy()
     measured(hidden, [0, 1])
     assert hidden.mode == "eval"  # it does not tell its mode
@@ -331,7 +331,7 @@ def test_the_mode_of_what_is_no_module() -> None:
     assert telling.mode == "train"
 
 
-def test_a_separate_sampler_is_given_the_weights_first() -> None:
+def test_a_separate_sampler_receives_the_weights_before_measuring() -> None:
     class Synced(TablePolicy):
         def sync_sampler(self) -> None:
             assert not self.calls["generate"]
@@ -361,7 +361,7 @@ def test_before_and_after_training_of_one_policy() -> None:
     assert (report.num_actions_per_state, report.seed) == (64, 5)  # as it was measured
 
 
-def test_an_earlier_measurement_is_as_good_as_the_policy() -> None:
+def test_an_earlier_measurement_gives_the_same_report_as_the_policy() -> None:
     before, after = TablePolicy(STATES, 9), TablePolicy(STATES, 9, logits=torch.randn(3, 9))
     options: dict[str, Any] = {"num_actions_per_state": 5, "batch_size": 2, "seed": 4, "progress": False}
     earlier = measured(before, **options)
@@ -370,7 +370,7 @@ def test_an_earlier_measurement_is_as_good_as_the_policy() -> None:
     assert compare_policies(earlier, after, STATES, action_itself, **options) == expected
 
 
-def test_measured_in_another_way(subtests: pytest.Subtests) -> None:
+def test_options_that_differ_from_the_earlier_measurement_are_refused(subtests: pytest.Subtests) -> None:
     cases = [
         ({"num_actions_per_state": 4}, "num_actions_per_state must be 8, as `original` was measured; got 4"),
         ({"batch_size": 1}, "batch_size must be 32"),
@@ -381,7 +381,7 @@ def test_measured_in_another_way(subtests: pytest.Subtests) -> None:
             compare_policies(measured(TablePolicy(STATES)), TablePolicy(STATES), STATES, action_itself, **option)
 
 
-def test_measured_in_other_states() -> None:
+def test_states_that_differ_from_the_earlier_measurement_are_refused() -> None:
     policy = TablePolicy(STATES)
     before = measured(policy)
     with pytest.raises(ContractError, match="must be the 3 that `original` was measured in; got 2"):
@@ -396,7 +396,7 @@ def vectors(kind: str) -> Any:
     return {"list": values, "tensor": torch.tensor(values), "array": np.array(values)}[kind]
 
 
-def test_states_of_any_container(subtests: pytest.Subtests) -> None:
+def test_states_may_be_a_list_a_tensor_or_an_array(subtests: pytest.Subtests) -> None:
     for kind in ["list", "tensor", "array"]:
         with subtests.test(kind=kind):
             policy = VectorPolicy()
@@ -409,7 +409,7 @@ def test_states_of_any_container(subtests: pytest.Subtests) -> None:
                 compare_policies(before, policy, changed, action_itself, progress=False)
 
 
-def test_states_are_told_apart_by_what_they_hold() -> None:
+def test_fingerprints_of_states_depend_on_their_contents() -> None:
     def fingerprint(state: Any) -> str:
         policy = TablePolicy(script=[[0]])
         return measured(policy, [state], num_actions_per_state=1).fingerprints[0]
@@ -436,7 +436,7 @@ def test_states_are_told_apart_by_what_they_hold() -> None:
 # What is refused, left out, or called by name
 
 
-def test_numbers_out_of_range(subtests: pytest.Subtests) -> None:
+def test_numbers_out_of_range_are_refused_by_name(subtests: pytest.Subtests) -> None:
     cases = [
         ({"num_actions_per_state": 0}, "num_actions_per_state must be >= 1; got 0"),
         ({"batch_size": 0}, "batch_size must be >= 1; got 0"),
@@ -449,7 +449,7 @@ def test_numbers_out_of_range(subtests: pytest.Subtests) -> None:
             compare_policies(TablePolicy(STATES), TablePolicy(STATES), STATES, action_itself, **option)
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments_are_refused_by_name() -> None:
     policy = TablePolicy(STATES)
     with pytest.raises(ContractError, match="pass at least one"):
         measured(policy, [])

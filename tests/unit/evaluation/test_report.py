@@ -20,7 +20,7 @@ from tests.support.comparisons import (
 from tests.support.policies import TablePolicy
 
 
-def test_labels() -> None:
+def test_labels_come_from_the_states_cut_to_200_characters_or_from_label() -> None:
     states = ["a prompt", ("a", 1), "x" * 300, ("x" * 300,)]
     labels = measured(TablePolicy(states), states).labels
     assert labels[:3] == ("a prompt", "('a', 1)", "x" * 300)
@@ -31,7 +31,7 @@ def test_labels() -> None:
     assert found.labels == ("1+1=", "2+2=")
 
 
-def test_json_holds_everything_and_is_strict(tmp_path: Path) -> None:
+def test_the_json_of_a_report_is_complete_and_strict(tmp_path: Path) -> None:
     report = compared([[0, 0]], [[1, 0]], WeightedRewards({"part": action_itself}))
     assert report.improvement_percent is None
     assert report.confidence_interval is None
@@ -54,7 +54,7 @@ def test_json_holds_everything_and_is_strict(tmp_path: Path) -> None:
     assert interval == pytest.approx([-0.5, 0.5])  # all three resampled alike: 1/27, more than 2.5 %
 
 
-def test_the_table_by_hand() -> None:
+def test_the_printed_table_equals_the_expected_lines() -> None:
     report = compared(BEFORE, AFTER, WeightedRewards({"right": action_itself}))
     assert str(report).splitlines() == [
         "Mean reward: 0.5833 -> 0.5833, +0.0000 (+0 %)",
@@ -71,7 +71,7 @@ def test_the_table_by_hand() -> None:
     ]
 
 
-def test_the_table_shows_both_ends(subtests: pytest.Subtests) -> None:
+def test_a_shortened_table_shows_the_largest_gains_and_losses(subtests: pytest.Subtests) -> None:
     cases = [
         (3, ["gains 5", "gains 4", "... 3 more", "gains 0"]),
         (2, ["gains 5", "... 4 more", "gains 0"]),
@@ -90,7 +90,7 @@ def test_the_table_is_short_by_default() -> None:
     assert len(str(of_many(32)).splitlines()) == 3 + 2 + 21
 
 
-def test_the_table_stays_within_100_columns_and_obeys_no_label() -> None:
+def test_no_label_can_widen_the_table_beyond_100_columns_or_break_a_line() -> None:
     states = ["long " * 100, "two\nlines\tand \x1b[31mred\x1b[0m \ud800", "x" * 62, "x" * 63]
     sides = [scripted([[k]] * 4, states) for k in (0, 1)]
     reward_model = WeightedRewards({"a name " * 30: lambda states, actions: [-1.23e30 * a for a in actions]})
@@ -104,7 +104,7 @@ def test_the_table_stays_within_100_columns_and_obeys_no_label() -> None:
     assert all(line.isprintable() for line in lines)
 
 
-def test_numbers_keep_their_column(subtests: pytest.Subtests) -> None:
+def test_numbers_of_any_size_fit_their_column(subtests: pytest.Subtests) -> None:
     for value, shown in [
         (0, "0.0000"),
         (1e-4, "0.0001"),
