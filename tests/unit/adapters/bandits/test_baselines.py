@@ -28,7 +28,7 @@ def feed(baseline, arms: list[int], rewards: list[float]) -> None:
         baseline.update(np.array([arm]), np.array([float(reward)]))
 
 
-def test_sample_rows_follows_each_row() -> None:
+def test_sample_rows_draws_from_the_probabilities_of_each_row() -> None:
     rng = np.random.default_rng(0)
     drawn = sample_rows(np.tile([[0.2, 0.0, 0.8]], (20_000, 1)), rng)
     counts = np.bincount(drawn, minlength=3)
@@ -62,7 +62,7 @@ def test_discounted_thompson_forgets_every_arm() -> None:
     feed(ThompsonSampling(1, 2, likelihood="gaussian"), [0], [-7.0])
 
 
-def test_exp3s_update_by_hand() -> None:
+def test_an_exp3s_update_equals_hand_worked_probabilities() -> None:
     baseline = EXP3S(1, 2, horizon=100, num_changes=0, exploration=0.2, sharing=0.1, reward_low=-1.0, reward_high=1.0)
     np.testing.assert_allclose(baseline.probabilities(), [[0.5, 0.5]])
     feed(baseline, [1], [0.5])
@@ -75,7 +75,7 @@ def test_exp3s_update_by_hand() -> None:
     np.testing.assert_allclose(clipped.probabilities(), [[0.5, 0.5]])
 
 
-def test_exp3s_is_tuned_as_published() -> None:
+def test_exp3s_defaults_to_the_published_tuning() -> None:
     # K = 3, T = 10^4, S = 3: sqrt(3 (3 log(30,000) + e) / ((e - 1) 10^4)); log(30,000) = 10.309: sqrt(100.935 / 17183)
     baseline = EXP3S(1, 3, horizon=HORIZON, num_changes=2)
     assert baseline.exploration == pytest.approx(sqrt(3 * (3 * log(30_000) + e) / ((e - 1) * 10_000)))
@@ -84,7 +84,7 @@ def test_exp3s_is_tuned_as_published() -> None:
     assert EXP3S(1, 3, horizon=1, num_changes=9).exploration == 1.0
 
 
-def test_gradient_bandit_by_hand() -> None:
+def test_gradient_bandit_updates_equal_hand_worked_preferences() -> None:
     baseline = GradientBandit(1, 2, step_size=0.5, logit_decay=0.1)
     feed(baseline, [0], [2.0])  # the first reward is its own baseline: nothing moves
     np.testing.assert_array_equal(baseline.preferences, [[0.0, 0.0]])
@@ -99,7 +99,7 @@ def test_gradient_bandit_by_hand() -> None:
     np.testing.assert_allclose(following.baseline, [2.5])
 
 
-def test_settings_without_meaning_are_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_settings_are_refused(subtests: pytest.Subtests) -> None:
     for place, build in enumerate(
         (
             lambda: ThompsonSampling(1, 2, discount=1.1),
@@ -126,7 +126,7 @@ REFERENCE = {
 }
 
 
-def test_regret_on_the_abrupt_testbed(subtests: pytest.Subtests) -> None:
+def test_regrets_on_the_abrupt_testbed_equal_the_reference_values(subtests: pytest.Subtests) -> None:
     for name in REFERENCE:
         with subtests.test(name):
             build, expected = REFERENCE[name]

@@ -14,7 +14,7 @@ NAMES = {"bandits/DynamicBandit-v0": (5, 100), "bandits/AbruptBandit-v0": (3, 10
 NAMES["bandits/RandomWalkBandit-v0"] = (10, 10_000)
 
 
-def test_made_by_name_and_conformant(subtests: pytest.Subtests) -> None:
+def test_environments_are_made_by_name_and_pass_gymnasiums_checker(subtests: pytest.Subtests) -> None:
     for name in NAMES:
         with subtests.test(name):
             environment = gymnasium.make(name)
@@ -32,7 +32,7 @@ def test_an_episode_is_truncated_after_the_last_step(subtests: pytest.Subtests) 
             assert ends[-1] == (False, True)
 
 
-def test_info_tells_the_best_arm_of_the_pull_to_come() -> None:
+def test_info_holds_the_best_arm_of_the_next_pull() -> None:
     environment = gymnasium.make("bandits/DynamicBandit-v0")
     _, info = environment.reset(seed=1)
     assert (info["step"], info["best_arm"]) == (0, 0)
@@ -52,7 +52,7 @@ def test_rewards_are_those_of_the_testbed() -> None:
     np.testing.assert_array_equal(rewards, testbed.pull(np.zeros(30, dtype=int), np.array([0, 1, 2] * 10)))
 
 
-def test_a_random_walk_is_another_one_every_episode() -> None:
+def test_every_episode_has_a_new_random_walk() -> None:
     environment = gymnasium.make("bandits/RandomWalkBandit-v0", num_steps=20)
     environment.reset(seed=0)
     first = environment.unwrapped.testbed.means.copy()

@@ -27,7 +27,7 @@ def test_structured_reward_leaves_uniform_regimes_out() -> None:
         structured_reward([1.0], [0])
 
 
-def test_chance_and_oracle_on_the_dynamic_bandit() -> None:
+def test_structured_rewards_of_chance_and_oracle_equal_hand_worked_values() -> None:
     testbed = dynamic_testbed(pulls_per_step=1)
     regimes = dynamic_regimes()
     # chance: the mean of the arms, (.1 + .2 + 0 + .8 + .3) / 5 = .28 and (.7 + .1 + .3 + .2 + 0) / 5 = .26 -> .27
@@ -42,21 +42,21 @@ def test_best_arm_probability_counts_all_best_arms() -> None:
     np.testing.assert_allclose(best_arm_probability(probabilities, means), [0.7, 0.8, 1.0])
 
 
-def test_pull_fractions() -> None:
+def test_pull_fractions_are_the_share_of_each_arm_per_step() -> None:
     fractions = pull_fractions([[0, 2, 1, 1], [2, 2, 0, 2]], num_arms=3, pulls_per_step=2)
     np.testing.assert_array_equal(fractions, [[[0.5, 0, 0.5], [0, 1, 0]], [[0, 0, 1], [0.5, 0, 0.5]]])
     with pytest.raises(ConfigError, match="must be a multiple of pulls_per_step=2; got 3"):
         pull_fractions([0, 1, 2], num_arms=3, pulls_per_step=2)
 
 
-def test_mean_by_regime() -> None:
+def test_mean_by_regime_averages_the_steps_of_each_regime() -> None:
     means = mean_by_regime([[1, 2, 3, 4], [0, 0, 8, 4]], [0, 2, 2, 0])
     assert set(means) == {0, 2}
     np.testing.assert_allclose(means[0], [2.5, 2.0])
     np.testing.assert_allclose(means[2], [2.5, 4.0])
 
 
-def test_time_to_reach_restarts_at_every_border() -> None:
+def test_time_to_reach_restarts_at_every_change_of_regime() -> None:
     regimes = np.array([0, 0, 0, 1, 1, 0, 0])
     np.testing.assert_array_equal(segment_starts(regimes), [0, 3, 5])
     #         segment 0: at its step 2 | segment 1: at once | segment 2: never, so its length
@@ -65,7 +65,7 @@ def test_time_to_reach_restarts_at_every_border() -> None:
     np.testing.assert_array_equal(time_to_reach([values, [1.0] * 7], regimes, threshold=0.4), [[2, 0, 0], [0, 0, 0]])
 
 
-def test_cumulative_regret() -> None:
+def test_cumulative_regret_sums_the_losses_against_the_best_arm() -> None:
     means = [[0.5, 0.3], [0.5, 0.9], [0.5, 0.9]]
     # lost: .5 - .3 = .2, then 0, then .9 - .5 = .4
     np.testing.assert_allclose(cumulative_regret(means, [1, 1, 0]), [0.2, 0.2, 0.6])

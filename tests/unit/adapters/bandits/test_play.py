@@ -14,7 +14,7 @@ from adapters.bandits import (
 )
 
 
-def test_play_records_what_happened() -> None:
+def test_play_records_arms_rewards_and_regrets_and_repeats_by_seed() -> None:
     testbed = abrupt_testbed(num_runs=3)
     testbed.pull(np.repeat([0, 1, 2], 2_990), np.zeros(3 * 2_990, dtype=int))  # ten pulls before the change
     earlier = testbed.regrets.copy()

@@ -34,7 +34,7 @@ def mlp_policy(**kwargs) -> MLPPolicy:
     return policy
 
 
-def test_capabilities_are_as_promised() -> None:
+def test_policies_have_their_documented_capabilities() -> None:
     softmax, mlp = SoftmaxPolicy(3), MLPPolicy(2, 3)
     for policy in (softmax, mlp):
         require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
@@ -56,7 +56,7 @@ def test_softmax_policy_starts_uniform() -> None:
     torch.testing.assert_close(policy.reference_log_probabilities([0, 1], [3, 2]), torch.full((2, 1), -math.log(4)))
 
 
-def test_stateless_log_probs_by_hand() -> None:
+def test_softmax_log_probs_and_entropy_equal_hand_worked_values() -> None:
     policy = SoftmaxPolicy(3)
     with torch.no_grad():
         policy.logits.copy_(torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.2)]]))
@@ -158,7 +158,7 @@ def test_ragged_groups_are_scored_like_their_rows() -> None:
     torch.testing.assert_close(by_group.entropy, by_row.entropy)
 
 
-def test_without_exact_entropy_there_is_none() -> None:
+def test_with_exact_entropy_off_scores_have_no_entropy() -> None:
     policy = mlp_policy(exact_entropy=False)
     states, actions = torch.randn(2, 3), torch.tensor([[0, 1], [2, 3]])
     assert policy.score_groups(states, actions).entropy is None
@@ -183,7 +183,7 @@ def test_sampling_frequencies_are_the_probabilities(subtests: pytest.Subtests) -
                 assert chisquare(counts, num_draws * expected / expected.sum()).pvalue > 1e-3
 
 
-def test_samples_carry_the_scores_of_the_policy(subtests: pytest.Subtests) -> None:
+def test_sampled_actions_carry_the_scores_of_the_policy(subtests: pytest.Subtests) -> None:
     for policy in (table_policy(1), table_policy(9), mlp_policy()):
         with subtests.test(type(policy).__name__):
             states = torch.randn(3, 3) if isinstance(policy, MLPPolicy) else torch.tensor([8, 0, 8]) % policy.num_states
@@ -198,7 +198,7 @@ def test_samples_carry_the_scores_of_the_policy(subtests: pytest.Subtests) -> No
             assert scores.entropy.requires_grad
 
 
-def test_what_is_not_an_action_or_state_is_refused() -> None:
+def test_invalid_actions_and_states_are_refused() -> None:
     policy = SoftmaxPolicy(3, num_states=2)
     with pytest.raises(ContractError, match=r"actions must lie in 0\.\.2; got 1 to 3"):
         policy.score_actions([0, 1], [1, 3])
@@ -219,7 +219,7 @@ def test_what_is_not_an_action_or_state_is_refused() -> None:
         policy.generate_actions([0], 2, temperature=0.5)
 
 
-def test_constructor_arguments_are_checked() -> None:
+def test_invalid_constructor_arguments_are_refused() -> None:
     for build in (lambda: SoftmaxPolicy(0), lambda: SoftmaxPolicy(2, 0), lambda: MLPPolicy(0, 2)):
         with pytest.raises(ConfigError, match="must be >= 1"):
             build()

@@ -6,7 +6,7 @@ import torch
 from adapters.bandits import BanditReward, Testbed, abrupt_testbed, dynamic_testbed
 
 
-def test_every_row_is_a_pull() -> None:
+def test_every_row_pulls_an_arm_once_in_order() -> None:
     reward_model = BanditReward(dynamic_testbed(pulls_per_step=2))
     states = ["whatever"] * 40
     arm = torch.full((40,), 3)
@@ -26,7 +26,7 @@ def test_with_several_runs_states_are_run_numbers() -> None:
     assert reward_model.compute_rewards([0, 1], [0, 0]).tolist() == [0.0, 2.0]
 
 
-def test_resume_is_exact() -> None:
+def test_a_resumed_reward_model_gives_the_same_rewards() -> None:
     reward_model = BanditReward(abrupt_testbed(num_runs=2, seed=1))
     runs, arms = torch.arange(200) % 2, torch.arange(200) % 3
     reward_model.compute_rewards(runs, arms)

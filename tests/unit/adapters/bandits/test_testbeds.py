@@ -7,7 +7,7 @@ from adapters.bandits import Testbed, abrupt_testbed, dynamic_regimes, dynamic_t
 from grpo.errors import ConfigError, RewardError
 
 
-def test_dynamic_regimes_by_hand() -> None:
+def test_dynamic_regimes_equal_hand_worked_regimes() -> None:
     # (step // 20) % 4 over 100 steps is 0, 1, 2, 3, 0; step 100 starts over with 0, step 120 is step 20: regime 1.
     regimes = dynamic_regimes(140)
     np.testing.assert_array_equal(regimes, np.repeat([0, 1, 2, 3, 0, 0, 1], 20))
@@ -42,7 +42,7 @@ def test_random_walk_steps_are_independent_normals_of_std_001() -> None:
     assert np.abs(off_diagonal).max() < 5 / np.sqrt(1_999)  # every arm of every run has a walk of its own
 
 
-def test_one_call_equals_row_by_row(subtests: pytest.Subtests) -> None:
+def test_one_call_of_many_pulls_equals_pulling_row_by_row(subtests: pytest.Subtests) -> None:
     for noise in ("deterministic", "bernoulli", "gaussian"):
         with subtests.test(noise):
             rng = np.random.default_rng(0)
@@ -79,7 +79,7 @@ def test_noise_has_the_right_mean_and_variance() -> None:
     assert abs(draws.var() - 1) < 4 * np.sqrt(2 / num_pulls)
 
 
-def test_means_now_and_expected_rewards_follow_each_runs_clock_and_move_nothing() -> None:
+def test_means_now_and_expected_rewards_follow_each_runs_clock_without_advancing_it() -> None:
     testbed = Testbed(np.array([[[0.0, 1.0], [2.0, 3.0]]]), noise="gaussian", num_runs=2, seed=0)
     testbed.pull([1], [0])
     before = testbed.state_dict()
@@ -121,7 +121,7 @@ def test_reset_repeats_the_runs_and_a_seed_makes_new_ones() -> None:
     np.testing.assert_array_equal(testbed.means, random_walk_testbed(num_runs=2, num_steps=50, seed=4).means)
 
 
-def test_a_pull_past_the_end_is_refused_and_moves_nothing() -> None:
+def test_a_pull_past_the_end_is_refused_and_changes_nothing() -> None:
     testbed = Testbed(np.array([[[0.5], [0.6]]]), num_runs=2, pulls_per_step=2)
     testbed.pull([1, 1, 1], [0, 0, 0])
     state = testbed.state_dict()
@@ -145,7 +145,7 @@ def test_rows_that_do_not_exist_are_refused(subtests: pytest.Subtests) -> None:
             abrupt_testbed(num_runs=2).pull(runs, arms)
 
 
-def test_arguments_are_checked(subtests: pytest.Subtests) -> None:
+def test_invalid_arguments_are_refused(subtests: pytest.Subtests) -> None:
     for means, kwargs, message in (
         (np.zeros((2, 3)), {}, r"means must be finite numbers \[R, T, K\]; got shape \[2, 3\]"),
         (np.full((1, 1, 1), np.nan), {}, "means must be finite"),

@@ -56,7 +56,7 @@ def test_ucb1_weighs_mean_against_bonus() -> None:
     assert wide.select(np.random.default_rng(0)).tolist() == [1]
 
 
-def test_discounted_ucb_by_hand() -> None:
+def test_discounted_ucb_counts_equal_hand_worked_values() -> None:
     baseline = DiscountedUCB(1, 2, horizon=100, discount=0.5)
     feed(baseline, [0, 1, 0], [1.0, 1.0, 0.0])
     # counts: arm 0: .25 + 1, arm 1: .5; sums: .25, .5; total 1.75
@@ -91,7 +91,7 @@ def test_sliding_window_equals_a_recount_of_its_last_pulls() -> None:
     assert SlidingWindowUCB(1, 3, horizon=HORIZON).window == 1_214  # 4 sqrt(10^4 * 9.2103) = 1213.96, rounded up
 
 
-def test_settings_without_meaning_are_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_settings_are_refused(subtests: pytest.Subtests) -> None:
     for place, build in enumerate(
         (
             lambda: UCB1(1, 2, reward_range=0),

@@ -262,7 +262,7 @@ class ObservesText(Scripted):
     observation_space = spaces.Text(5)
 
 
-def test_pools_that_cannot_be_created() -> None:
+def test_pools_that_cannot_be_created_are_refused() -> None:
     with pytest.raises(ContractError, match="a worker process ended while it created its environment"):
         AsyncPool([partial(end_in_worker, os.getpid())])
     with pytest.raises(ConfigError, match="fixed shape; got Text"):

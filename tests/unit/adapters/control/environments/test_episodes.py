@@ -36,7 +36,7 @@ def test_at_least_one_group_is_required() -> None:
         episode_starts(1, seed=-1)
 
 
-def test_starts_are_compared_by_value() -> None:
+def test_episode_starts_are_compared_by_value() -> None:
     assert EpisodeStart(seed=3, options={"x": 1}) == EpisodeStart(seed=3, options={"x": 1}) != EpisodeStart(seed=4)
 
 

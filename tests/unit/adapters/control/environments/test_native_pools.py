@@ -106,7 +106,7 @@ def test_a_subclass_of_the_vector_environment_is_refused() -> None:
         make_pool(Other(2), 2)
 
 
-def test_members_rest_just_before_their_end() -> None:
+def test_a_member_that_is_not_stepped_keeps_its_state_just_before_its_end() -> None:
     """Member 1 rests one step before its fall, and one step before the limit, while member 0 runs other episodes."""
     single = gymnasium.make("CartPole-v1")
     single.reset(seed=1)
@@ -150,6 +150,6 @@ def test_infos_are_empty_dicts_if_requested() -> None:
         assert pool.step(np.array([0, 1]), np.array([0, 0])).infos == expected
 
 
-def test_there_is_at_least_one_member() -> None:
+def test_a_pool_without_members_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one member; got 0"):
         NativeCartPole(0)

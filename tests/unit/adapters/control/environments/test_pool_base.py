@@ -9,7 +9,7 @@ from gymnasium import spaces
 from adapters.control.environments.pool_base import WorkerLost, find_misfit
 
 
-def test_an_observation_that_does_not_fit_its_space_is_described(subtests: pytest.Subtests) -> None:
+def test_the_error_describes_an_observation_outside_its_space(subtests: pytest.Subtests) -> None:
     pair = spaces.Box(0, 1, (2,))
     one_key, one_part = spaces.Dict({"a": spaces.Discrete(2)}), spaces.Tuple([spaces.Discrete(2)])
     for space, observation, misfit in [
@@ -33,7 +33,7 @@ def test_an_observation_that_does_not_fit_its_space_is_described(subtests: pytes
             assert find_misfit(space, observation) == misfit
 
 
-def test_lost_workers_survive_pickling() -> None:
+def test_a_lost_workers_error_survives_pickling() -> None:
     lost = WorkerLost((0, 2), "member 0, which raised ValueError: x; member 2, which ended with exit code 7")
     again = pickle.loads(pickle.dumps(lost))
     assert again.members == [0, 2]

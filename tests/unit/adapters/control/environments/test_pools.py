@@ -58,7 +58,7 @@ def test_every_kind_gives_the_episodes_of_an_environment_stepped_by_hand(
                 assert_same_rows(got, wanted)
 
 
-def test_members_that_are_not_named_do_not_move(cartpoles: Pools, subtests: pytest.Subtests) -> None:
+def test_members_that_are_not_listed_are_not_stepped(cartpoles: Pools, subtests: pytest.Subtests) -> None:
     """Member 1 rests in the middle of its episode while member 0 runs to its end and starts another one."""
     for kind, pool in cartpoles.items():
         with subtests.test(kind=kind):

@@ -373,7 +373,7 @@ def test_a_custom_environment_restores_its_attributes() -> None:
     assert_branches_like_its_trunk(Windy)
 
 
-def test_an_unsupported_environment_is_told_what_to_implement() -> None:
+def test_the_error_for_an_unsupported_environment_says_what_to_implement() -> None:
     env = Counter()
     with pytest.raises(ConfigError, match=r"Counter must be .*implement Snapshotable.*snapshot\(self\).*restore"):
         take_snapshot(env, 0)

@@ -64,7 +64,7 @@ def test_gradients_agree_with_finite_differences(subtests: pytest.Subtests) -> N
                     assert torch.autograd.gradcheck(entropy, (parameters,))
 
 
-def test_a_sample_is_a_function_of_its_own_row(subtests: pytest.Subtests) -> None:
+def test_a_sample_depends_only_on_its_own_row(subtests: pytest.Subtests) -> None:
     for name, distribution in EVERY.items():
         with subtests.test(name=name):
             parameters = random_parameters(distribution, 12, torch.float32)
@@ -223,7 +223,7 @@ def test_actions_survive_the_round_trip_through_the_environments_format(subtests
                 assert flat(space, one) == pytest.approx(flat(space, other), rel=1e-6)
 
 
-def test_actions_in_the_environments_format_by_hand() -> None:
+def test_to_env_gives_hand_worked_actions_in_the_environments_format() -> None:
     assert EVERY["discrete"].to_env(torch.tensor([0, 4])).tolist() == [-3, 1]
     assert EVERY["ragged"].to_env(torch.tensor([[2, 1, 3, 0]])).tolist() == [[[3, 1], [1, 7]]]
     assert EVERY["bits"].to_env(torch.tensor([[1, 0, 0, 1]])).tolist() == [[[1, 0], [0, 1]]]
@@ -240,7 +240,7 @@ def test_actions_in_the_environments_format_by_hand() -> None:
     assert taken["speed"].tolist() == [[33.0, -4.0]]
 
 
-def test_actions_that_are_not_of_the_space_are_refused(subtests: pytest.Subtests) -> None:
+def test_actions_outside_the_space_are_refused(subtests: pytest.Subtests) -> None:
     for distribution, actions, message in (
         (EVERY["discrete"], [0, 2], "action 1 is not in the space.* at least 0 and below 5; got 5"),
         (EVERY["discrete"], [-4, 0], "action 0 is not in the space.* at least 0 and below 5; got -1"),

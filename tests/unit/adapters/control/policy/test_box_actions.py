@@ -86,7 +86,7 @@ def test_samples_have_the_distribution_of_scipy(subtests: pytest.Subtests) -> No
             assert max(abs(of_dimensions), abs(of_rows)) < 4 / math.sqrt(num_draws)
 
 
-def test_modes_by_hand() -> None:
+def test_modes_of_box_distributions_equal_hand_worked_actions() -> None:
     parameters = torch.tensor([[0.0, 0.5, 3.0, -1.0]])
     assert EVERY["gaussian"].mode(parameters).tolist() == [[0.0, 0.5]]
     middle, half = (LOW + HIGH) / 2, (HIGH - LOW) / 2

@@ -17,7 +17,7 @@ def test_the_entropy_is_the_sum_over_the_parts() -> None:
     assert distribution_for(NESTED["arm"], "squashed").entropy(torch.zeros(1, 9)) is None  # a part has no closed form
 
 
-def test_large_integers_are_exact() -> None:
+def test_large_integer_actions_are_exact() -> None:
     distribution = distribution_for(spaces.Tuple([spaces.Discrete(100_000, start=2**40), spaces.Box(0, 1, (1,))]))
     parameters = torch.zeros(1, 100_002)
     parameters[0, 99_999] = 100.0

@@ -32,7 +32,7 @@ def test_entropies_agree_with_torch(subtests: pytest.Subtests) -> None:
                 torch.testing.assert_close(entropy.double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-def test_the_entropy_of_certain_bits_does_not_cancel() -> None:
+def test_the_entropy_of_nearly_certain_bits_keeps_its_precision() -> None:
     """H = log(1 + e^-x) + x / (1 + e^x), about (x + 1) e^-x: at x = 60 far below the rounding error of x."""
     entropy = Bernoulli(spaces.MultiBinary(1)).entropy(torch.tensor([[60.0], [-60.0]]))
     torch.testing.assert_close(entropy, torch.full((2,), 61 * math.exp(-60)), rtol=1e-5, atol=0)
@@ -76,14 +76,14 @@ def test_frequencies_of_samples_are_the_probabilities(subtests: pytest.Subtests)
             assert joint_frequencies(EVERY[name], parameters, outcomes, allowed) > 1e-3
 
 
-def test_modes_by_hand() -> None:
+def test_modes_of_discrete_distributions_equal_hand_worked_actions() -> None:
     assert EVERY["discrete"].mode(torch.tensor([[0.0, 2.0, 1.0, 2.0, -1.0]])).tolist() == [1]
     logits = torch.tensor([[0.0, 2.0, 1.0, 3.0, 1.0, 0.0, 0.0, 0.0, 9.0, -5.0]])
     assert EVERY["ragged"].mode(logits).tolist() == [[1, 0, 3, 0]]
     assert EVERY["bits"].mode(torch.tensor([[0.1, -0.1, 5.0, 0.0]])).tolist() == [[1, 0, 1, 0]]
 
 
-def test_masked_log_probs_and_entropy_by_hand() -> None:
+def test_masked_log_probs_and_entropy_equal_hand_worked_values() -> None:
     distribution = EVERY["discrete"]
     logits = torch.tensor([[math.log(0.6), 7.0, math.log(0.2), 7.0, math.log(0.2)]]).expand(5, -1).requires_grad_()
     allowed = torch.tensor([[True, False, True, False, False]]).expand(5, -1)

@@ -112,14 +112,14 @@ def test_from_torch_agrees_with_the_distributions_of_integers(subtests: pytest.S
             torch.testing.assert_close(pair.log_prob(both, taken), expected)
 
 
-def test_from_torch_with_more_categories_than_bfloat16_can_count() -> None:
+def test_from_torch_scores_the_exact_category_in_bfloat16() -> None:
     wrapped = FromTorch(spaces.Discrete(300), 300, lambda p: oracle.Categorical(logits=p.float()))
     parameters = torch.full((1, 300), -9.0, dtype=torch.bfloat16)
     parameters[0, 257] = 9.0  # bfloat16 rounds 257 to 256
     assert float(wrapped.log_prob(parameters, torch.tensor([257]))) > -0.01
 
 
-def test_from_torch_with_events_and_without_closed_forms() -> None:
+def test_from_torch_takes_joint_distributions_and_lacks_a_missing_entropy_or_mode() -> None:
     joint = FromTorch(BOX, 2, lambda p: oracle.MultivariateNormal(p, torch.tensor([[2.0, 0.5], [0.5, 1.0]])))
     values = np.array([[0.3, -0.2], [1.0, 2.0]])
     log_probs = joint.log_prob(torch.zeros(2, 2), torch.from_numpy(values).float())

@@ -117,7 +117,7 @@ def test_final_values_are_the_critics_for_truncated_and_0_for_terminated_episode
             torch.testing.assert_close(scores.values, policy.critic(observations).squeeze(-1))
 
 
-def test_final_values_of_a_batch_with_truncated_and_terminated_episodes() -> None:
+def test_in_a_mixed_batch_final_values_are_0_exactly_for_terminated_episodes() -> None:
     """The policy truncates at 6 steps, and some episodes have terminated by then."""
     policy = EpisodePolicy(lambda: Chance(99, end_above=0.9), critic=True, hidden=(4,), max_episode_steps=6)
     episodes = rows_of(policy.sample_actions([EpisodeStart(seed=seed) for seed in range(8)], 1).actions)

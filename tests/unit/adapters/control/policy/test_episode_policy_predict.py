@@ -13,7 +13,7 @@ from tests.support.control_environments import GOALS, UNIT, Crossing, Spaces, sp
 from tests.support.control_policies import ACTIONS, made
 
 
-def test_categories_for_one_observation_and_for_a_batch() -> None:
+def test_predict_gives_categories_for_one_observation_and_for_a_batch() -> None:
     policy = made("categorical")
     observation = np.array([0.1, 0.2, -0.3, 0.4], dtype=np.float32)
     action, state = policy.predict(observation, deterministic=True)
@@ -31,7 +31,7 @@ def test_categories_for_one_observation_and_for_a_batch() -> None:
     assert policy.predict(np.stack([observation] * 20))[0].tolist() == first.tolist()
 
 
-def test_box_actions_for_one_observation_and_for_a_batch() -> None:
+def test_predict_gives_box_actions_for_one_observation_and_for_a_batch() -> None:
     policy = made("gaussian")
     observation = np.array([1.0, 0.0, 0.5], dtype=np.float32)
     action, _ = policy.predict(observation, deterministic=True)
@@ -43,7 +43,7 @@ def test_box_actions_for_one_observation_and_for_a_batch() -> None:
     assert np.abs(wild).max() == 2.0  # clipped to the bounds
 
 
-def test_single_and_batched_observations_of_every_space(subtests: pytest.Subtests) -> None:
+def test_predict_distinguishes_single_and_batched_observations_of_every_space(subtests: pytest.Subtests) -> None:
     for space in (spaces.Discrete(4, start=2), GOALS, space_of_everything()):
         with subtests.test(space=str(space)):
             policy = EpisodePolicy(lambda space=space: Spaces(space, UNIT), num_members=1)  # type: ignore[misc]
@@ -60,7 +60,7 @@ def test_single_and_batched_observations_of_every_space(subtests: pytest.Subtest
             assert not as_batch(space, batch)[1]
 
 
-def test_nested_actions_are_in_the_environments_format() -> None:
+def test_predict_gives_nested_actions_in_the_environments_format() -> None:
     policy = EpisodePolicy(lambda: Spaces(UNIT, ACTIONS), num_members=1)
     action, _ = policy.predict(np.zeros(2, dtype=np.float32))
     assert ACTIONS.contains(action)

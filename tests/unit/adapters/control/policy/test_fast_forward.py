@@ -24,7 +24,7 @@ def filled_normalizer() -> RunningNormalizer:
     return normalizer
 
 
-def test_outputs_equal_torchs():
+def test_fast_outputs_equal_torchs():
     for activation in ("tanh", "relu"):
         policy, normalizer = network(activation), filled_normalizer()
         observations = 3.0 + 20.0 * torch.randn(32, 5)  # some beyond the normaliser's bounds
@@ -34,7 +34,7 @@ def test_outputs_equal_torchs():
         np.testing.assert_allclose(fast(observations.numpy()), expected.numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_a_layer_without_a_bias_equals_torchs():
+def test_the_fast_output_of_a_layer_without_a_bias_equals_torchs():
     layer = nn.Linear(4, 2, bias=False)
     values = torch.randn(3, 4)
     np.testing.assert_allclose(
@@ -70,7 +70,7 @@ def hooked() -> nn.Module:
     return layer
 
 
-def test_unsupported_modules_are_left_to_torch(subtests):
+def test_unsupported_modules_run_in_torch(subtests):
     for module in (
         nn.Sequential(nn.Linear(5, 5), nn.GELU()),
         nn.Linear(5, 5).double(),
@@ -84,7 +84,7 @@ def test_unsupported_modules_are_left_to_torch(subtests):
     assert fast_forward(None, nn.Tanh()) is not None
 
 
-def test_large_batches_are_left_to_torch():
+def test_large_batches_run_in_torch():
     """The largest tensor has 64 x 64 weights, which are multiplied once per row."""
     assert fast_forward(nn.Linear(64, 64)).max_rows == SINGLE_THREADED // (64 * 64)
 

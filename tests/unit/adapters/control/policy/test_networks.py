@@ -8,7 +8,7 @@ from adapters.control.policy.networks import CNNTorso, SharedStd, linear, mlp_to
 from grpo.errors import ConfigError
 
 
-def test_mlp_by_hand() -> None:
+def test_an_mlp_computes_the_layers_written_out_by_hand() -> None:
     torso = mlp_torso(3, (4, 2), "relu")
     assert [type(layer) for layer in torso] == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU]
     x = torch.randn(5, 3)
@@ -78,7 +78,7 @@ class Wrong(nn.Module):
         return self.output
 
 
-def test_the_number_of_features_is_read_off_and_wrong_outputs_are_refused(subtests: pytest.Subtests) -> None:
+def test_the_number_of_features_is_inferred_and_wrong_outputs_are_refused(subtests: pytest.Subtests) -> None:
     assert num_outputs(mlp_torso(3, (7,)), torch.zeros(1, 3)) == 7
     for output, got in ((torch.zeros(1, 2, 3), r"\[1, 2, 3\]"), (torch.zeros(1), r"\[1\]"), ((), "tuple")):
         with (

@@ -100,7 +100,7 @@ def test_moments_include_all_observations(subtests: pytest.Subtests) -> None:
                 torch.testing.assert_close(normalizer(x), expected.float(), rtol=1e-3, atol=1e-3)
 
 
-def test_observations_take_effect_at_the_next_beginning() -> None:
+def test_new_observations_take_effect_when_the_next_iteration_begins() -> None:
     normalizer = RunningNormalizer((1,))
     x = torch.tensor([[3.0]])
     assert normalizer(x).item() == 3.0  # unchanged without statistics
@@ -113,7 +113,7 @@ def test_observations_take_effect_at_the_next_beginning() -> None:
     assert normalizer(x).item() == pytest.approx(1.0)
 
 
-def test_results_are_clamped_and_constants_become_zero() -> None:
+def test_normalised_observations_are_clamped_and_constants_become_0() -> None:
     normalizer = RunningNormalizer((2,))
     normalizer.see(torch.tensor([[7.0, 0.0], [7.0, 2.0]]))
     normalizer.begin()

@@ -146,7 +146,7 @@ def test_only_active_members_are_stepped_and_finished_ones_start_waiting_episode
     assert all(len(members) < 3 for members in pool.stepped[all_begun:])
 
 
-def test_an_episode_by_hand() -> None:
+def test_an_episode_records_hand_worked_observations_and_rewards() -> None:
     env = Chance(3)
     policy = policy_on(SerialPool([env]))
     ((episode,),) = policy.sample_actions([EpisodeStart(seed=4)], 1).actions
@@ -160,7 +160,7 @@ def test_an_episode_by_hand() -> None:
     assert (len(episode), episode.terminated, episode.truncated) == (3, True, False)
 
 
-def test_the_policys_limit_truncates(subtests: pytest.Subtests) -> None:
+def test_an_episode_is_truncated_at_the_policys_limit(subtests: pytest.Subtests) -> None:
     for limit, length, terminated in ((3, 3, False), (5, 5, True), (9, 5, True), (1, 1, False)):
         with subtests.test(limit=limit):
             policy = policy_on(SerialPool([Chance(5) for _ in range(2)]), max_episode_steps=limit)
@@ -171,7 +171,7 @@ def test_the_policys_limit_truncates(subtests: pytest.Subtests) -> None:
             assert sampled.metrics["episodes/terminated"] == (3 if terminated else 0)
 
 
-def test_the_environments_own_limit_truncates() -> None:
+def test_an_episode_is_truncated_at_the_environments_own_limit() -> None:
     policy = policy_on(make_pool("Pendulum-v1", 2, max_episode_steps=4))
     (episode,) = flat(policy.sample_actions([EpisodeStart(seed=4)], 1).actions)
     assert (len(episode), episode.terminated, episode.truncated) == (4, False, True)

@@ -58,7 +58,7 @@ def test_discounts_that_have_no_effect_or_no_meaning_are_refused() -> None:
             EnvironmentReward(**one)
 
 
-def test_the_cost_of_effort_by_hand() -> None:
+def test_the_cost_of_effort_is_the_negative_sum_of_squared_actions() -> None:
     taken = torch.tensor([[1.0, -2.0], [0.5, 0.0]])
     rewards = rewards_of(StepReward(effort), [episode(0.0, 0.0, actions=taken), episode(0.0)])
     assert rewards.tolist() == [[-5.0, -0.25], [0.0, 0.0]]
@@ -83,7 +83,7 @@ def trainer_of(reward: Any, policy: EpisodePolicy | None = None, **settings: Any
     return GRPOTrainer(config=GRPOConfig(group_size=3, seed=0, **settings), policy=policy, reward_model=reward)
 
 
-def test_the_default_advantage_by_hand() -> None:
+def test_the_default_advantage_equals_hand_worked_values() -> None:
     """Returns to go minus their mean over the episodes of the group that are active at that step.
 
     G = [1], [6, 4], [15, 12, 7]; the means are (1 + 6 + 15) / 3 = 22/3, (4 + 12) / 2 = 8, and 7 for the last episode alone.
@@ -96,7 +96,7 @@ def test_the_default_advantage_by_hand() -> None:
     torch.testing.assert_close(trainer_of(reward).advantages(batch), torch.tensor(expected, dtype=torch.float64))
 
 
-def test_the_default_advantage_of_sampled_episodes() -> None:
+def test_the_default_advantage_compares_active_episodes_of_the_group() -> None:
     trainer = trainer_of(EnvironmentReward(), advantage=AdvantageConfig(gamma=0.5))
     batch = trainer.collect(STARTS)
     assert len({len(one) for one in batch.actions}) > 1

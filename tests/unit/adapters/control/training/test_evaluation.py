@@ -29,7 +29,7 @@ def everything_random() -> list[Any]:
     return [torch.get_rng_state().tolist(), repr(np.random.get_state()), random.getstate()]  # noqa: NPY002
 
 
-def test_policy_mode_and_generators_do_not_change(subtests: pytest.Subtests) -> None:
+def test_an_evaluation_changes_no_policy_state_mode_or_generator(subtests: pytest.Subtests) -> None:
     policy = trained(normalize_observations=True)
     for deterministic, is_training in ((True, True), (False, False)):
         with subtests.test(deterministic=deterministic, is_training=is_training):
@@ -44,7 +44,7 @@ def test_policy_mode_and_generators_do_not_change(subtests: pytest.Subtests) -> 
             assert (policy.training, policy.actor[0].training) == (is_training, False)
 
 
-def test_generators_do_not_change_with_a_distribution_that_uses_the_global_one() -> None:
+def test_an_evaluation_restores_the_global_generator_a_distribution_uses() -> None:
     laplace = FromTorch(UNIT, 2, lambda mean: torch.distributions.Laplace(mean, 0.5))
     policy = EpisodePolicy(lambda: Spaces(UNIT, UNIT), distribution=laplace, num_members=2, hidden=(4,))
     drawn = everything_random()
@@ -79,7 +79,7 @@ def test_evaluations_do_not_change_the_training_run() -> None:
     assert weights(0) == weights(2)
 
 
-def test_the_most_likely_actions_by_hand() -> None:
+def test_evaluation_takes_the_most_likely_actions_unless_told_to_sample() -> None:
     policy = EpisodePolicy("CartPole-v1", num_members=2, hidden=(4,))
     with torch.no_grad():
         policy.actor[1].weight.zero_()
@@ -98,14 +98,14 @@ def test_starts_have_consecutive_seeds() -> None:
     assert [start for _, start in pool.begun] == [EpisodeStart(seed=EVALUATION_SEED + number) for number in range(5)]
 
 
-def test_masks_are_obeyed() -> None:
+def test_an_evaluation_obeys_action_masks() -> None:
     policy = EpisodePolicy(lambda: Crossing(allows=2), action_mask="info", num_members=2)
     assert (
         evaluate_policy(policy, num_episodes=4).lengths.tolist() == [6] * 4
     )  # the environment raises for a masked action
 
 
-def test_the_mode_is_restored_after_an_error() -> None:
+def test_an_evaluation_restores_the_mode_after_an_error() -> None:
     policy = EpisodePolicy(lambda: Crossing(tells=False), action_mask="info", num_members=1).train()
     with pytest.raises(ContractError):
         evaluate_policy(policy)
@@ -118,7 +118,7 @@ def test_training_limits_do_not_apply_to_evaluations() -> None:
     assert evaluate_policy(policy, num_episodes=2, max_steps=11).lengths.tolist() == [11, 11]
 
 
-def test_the_summary_and_refused_numbers() -> None:
+def test_an_evaluation_prints_its_mean_and_numbers_below_1_are_refused() -> None:
     result = Evaluation(returns=np.array([1.0, 3.0]), lengths=np.array([10, 21]))
     assert str(result) == "return 2.0 +- 1.0 in 2 episodes of 16 steps"
     with pytest.raises(ConfigError, match="num_episodes must be >= 1; got 0"):

@@ -102,7 +102,7 @@ def test_a_run_stops_when_an_evaluation_reaches_the_target() -> None:
     assert run(target + 0.01).steps == [60, 100, 160, 200]
 
 
-def test_steps_to_a_threshold_and_the_end_at_or_above_it() -> None:
+def test_a_learning_curve_finds_when_and_whether_a_threshold_is_reached() -> None:
     curve = LearningCurve(iterations=[1, 2, 3], steps=[10, 20, 30], returns=[1.0, 5.0, 3.0], seconds=[0.1, 0.2, 0.3])
     assert [curve.steps_to(threshold) for threshold in (0.5, 1.0, 1.1, 5.0, 5.1)] == [10, 10, 20, 20, None]
     assert [curve.ends_at(threshold) for threshold in (2.9, 3.0, 3.1, None)] == [True, True, False, False]
