@@ -100,7 +100,7 @@ def test_two_tools_from_functions_share_no_schema() -> None:
     assert Tool.from_function(everything).properties["text"] == {"type": "string"}
 
 
-def test_fields_that_are_given_come_before_what_the_function_says() -> None:
+def test_given_fields_override_those_read_from_the_function() -> None:
     made = Tool.from_function(ping, name="hello", description="Greet.", category="talk", timeout=2.0, cost=0.5)
     assert (made.name, made.description, made.category, made.timeout, made.cost) == (
         "hello",
@@ -119,7 +119,7 @@ def test_a_schema_that_is_given_is_not_read_from_annotations() -> None:
     assert Tool.from_function(unannotated, parameters=schema).parameters == schema
 
 
-def test_annotations_that_no_schema_is_known_for_are_refused_by_name() -> None:
+def test_annotations_without_a_known_schema_are_refused_by_name() -> None:
     def unannotated(a) -> None:
         """Take a."""
 
@@ -149,7 +149,7 @@ class Tone(enum.StrEnum):
     LOUD = "loud"
 
 
-def test_values_that_json_cannot_hold_are_refused_by_name() -> None:
+def test_choices_that_json_cannot_hold_are_refused_by_name() -> None:
     def painted(colour: Literal[Colour.RED]) -> None:
         """Paint."""
 
@@ -171,11 +171,13 @@ def test_values_that_json_cannot_hold_are_refused_by_name() -> None:
     for function, name in (
         (painted, "colour"), (said, "tone"), (sent, "what"), (listed, "what"), (by_number, "of"), (sets, "of"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=rf"^{function.__name__}: parameter {name} must have a supported .*; got "):
+        with pytest.raises(
+            ConfigError, match=rf"^{function.__name__}: parameter {name} must have a supported .*; got "
+        ):
             Tool.from_function(function)
 
 
-def test_a_default_that_json_cannot_hold_is_the_functions_own() -> None:
+def test_a_default_that_json_cannot_hold_leaves_the_parameter_optional() -> None:
     def wait(sure: Literal["yes", "no"] = Colour.RED) -> None:  # type: ignore[assignment]
         """Wait."""
 
@@ -209,10 +211,12 @@ class Adder:
         return a + 1
 
 
-def test_a_function_without_a_name_is_given_one() -> None:
+def test_a_function_without_a_name_requires_name() -> None:
     partly = functools.partial(functools.partial(add), b=3)
     for function in (partly, Adder()):
-        with pytest.raises(ConfigError, match=r"^Tool\.from_function: the function must have a name; .* has none\. Pass name="):
+        with pytest.raises(
+            ConfigError, match=r"^Tool\.from_function: the function must have a name; .* has none\. Pass name="
+        ):
             Tool.from_function(function)
     made = Tool.from_function(partly, name="plus_three")
     assert (made.name, made.description) == ("plus_three", "Add two numbers.")
@@ -222,7 +226,7 @@ def test_a_function_without_a_name_is_given_one() -> None:
     assert (made.description, made.properties) == ("Add to a number.", {"a": {"type": "integer"}})
 
 
-def test_annotations_that_cannot_be_read_are_refused() -> None:
+def test_annotations_that_cannot_be_resolved_are_refused() -> None:
     def forward(a: "Nowhere") -> None:  # type: ignore[name-defined]
         """Take a."""
 
@@ -231,7 +235,7 @@ def test_annotations_that_cannot_be_read_are_refused() -> None:
             Tool.from_function(function)
 
 
-def test_parameters_that_have_no_name_for_a_caller_are_refused() -> None:
+def test_parameters_that_cannot_be_passed_by_name_are_refused() -> None:
     def several(*numbers: int) -> None:
         """Take numbers."""
 

@@ -51,7 +51,7 @@ def test_paths_are_resolved_against_the_folder(subtests: pytest.Subtests) -> Non
             assert {type(arguments["x"]), type(arguments["name"])} == {str}
 
 
-def test_another_format_is_no_path() -> None:
+def test_a_text_of_another_format_is_not_treated_as_a_path() -> None:
     assert checker(x={"type": "string", "format": "date"})({"x": "no date"}) == {"x": "no date"}
 
 
@@ -67,7 +67,7 @@ def test_a_text_in_the_memory_of_an_earlier_path_is_not_changed() -> None:
         assert check({"texts": ["x"] * 50}) == {"texts": ["x"] * 50}
 
 
-def test_a_parameter_annotated_path_gets_paths() -> None:
+def test_a_parameter_annotated_with_path_receives_path_objects() -> None:
     def f(one: Path, many: list[Path], maybe: Path | None, text: str) -> None: ...
 
     check = checker(f, one=PATH, many=PATHS, maybe=PATH, text=PATH)
@@ -76,13 +76,13 @@ def test_a_parameter_annotated_path_gets_paths() -> None:
     }  # fmt: skip
 
 
-def test_annotations_that_cannot_be_read_give_texts() -> None:
+def test_parameters_whose_annotations_cannot_be_resolved_receive_texts() -> None:
     def f(one: "Nowhere") -> None: ...  # type: ignore[name-defined]
 
     assert checker(f, one=PATH)({"one": "a"}) == {"one": "/usr/a"}
 
 
-def test_paths_outside_are_refused(subtests: pytest.Subtests) -> None:
+def test_paths_outside_the_root_are_refused(subtests: pytest.Subtests) -> None:
     for value in ("../etc", "/etc/passwd", "lib/../../x", "/", "//etc", "/usr/../etc", "/usrx", "../usrx/a"):
         with (
             subtests.test(value=value),
@@ -92,7 +92,7 @@ def test_paths_outside_are_refused(subtests: pytest.Subtests) -> None:
         assert caught.value.error == "PathOutsideRootError"
 
 
-def test_links_are_followed(tmp_path: Path) -> None:
+def test_links_are_followed_before_the_root_is_checked(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     root = str(tmp_path / "root")
     for name, target in {"in": "a", "out": "../b", "chain": "out", "dangling": "/no/such", "loop": "loop"}.items():
@@ -119,7 +119,7 @@ def test_a_root_that_is_a_link_is_followed_first(tmp_path: Path) -> None:
 # --- the schema
 
 
-def test_keys_beyond_the_schema_are_refused_unless_it_says_so() -> None:
+def test_arguments_the_schema_lacks_are_refused_unless_it_allows_them() -> None:
     with pytest.raises(RefusedArgumentsError, match="'c' was unexpected"):
         checker(a={"type": "integer"})({"a": 1, "c": 2})
     for allowed in (True, {"type": "integer"}):
@@ -127,7 +127,7 @@ def test_keys_beyond_the_schema_are_refused_unless_it_says_so() -> None:
         assert ArgumentChecker(tool_functions.add, opened, "/usr")({"a": 1, "c": 2}) == {"a": 1, "c": 2}
 
 
-def test_nothing_is_fetched_for_a_reference() -> None:
+def test_a_remote_schema_reference_is_not_fetched() -> None:
     with pytest.raises(RefusedArgumentsError, match=r"the tool's schema cannot be applied: .*Unresolvable"):
         checker(a={"$ref": "http://127.0.0.1:1/schema"})({"a": 1})
 
@@ -148,7 +148,7 @@ class Sneaky(str):
         return 0
 
 
-def test_what_is_no_object_of_json_values_is_refused(subtests: pytest.Subtests) -> None:
+def test_arguments_that_are_no_object_of_json_values_are_refused(subtests: pytest.Subtests) -> None:
     for name, arguments, message in (
         ("list", [], "must be an object"), ("nothing", None, "must be an object"), ("text", "{}", "must be an object"),
         ("number as a key", {1: 2}, "keys of objects must be text; got int"),
@@ -166,7 +166,7 @@ def test_what_is_no_object_of_json_values_is_refused(subtests: pytest.Subtests) 
             encode_arguments(arguments)
 
 
-def test_what_raises_while_it_is_read_is_refused(subtests: pytest.Subtests) -> None:
+def test_arguments_that_raise_while_they_are_read_are_refused(subtests: pytest.Subtests) -> None:
     class Raises(dict[str, Any]):
         def __init__(self, error: BaseException) -> None:
             super().__init__(a=1)
@@ -185,7 +185,7 @@ def test_what_raises_while_it_is_read_is_refused(subtests: pytest.Subtests) -> N
                 encode_arguments(arguments)
 
 
-def test_an_interrupt_while_arguments_are_read_is_the_users() -> None:
+def test_a_keyboard_interrupt_while_arguments_are_read_is_raised() -> None:
     class Interrupted(dict[str, Any]):
         """While it is read, somebody presses ctrl-c."""
 

@@ -45,7 +45,7 @@ def test_each_call_is_one_line_of_the_log(tmp_path: Path) -> None:
     assert 0 < seconds[-1] < LONG
 
 
-def test_results_come_even_if_the_log_is_full() -> None:
+def test_calls_return_results_even_if_the_log_cannot_be_written() -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
 

@@ -68,7 +68,7 @@ def test_values_are_equal_as_in_json(subtests: pytest.Subtests) -> None:
             assert same_json(other, one) is same
 
 
-def test_what_json_cannot_hold_is_equal_to_nothing(subtests: pytest.Subtests) -> None:
+def test_a_value_that_json_cannot_hold_equals_nothing(subtests: pytest.Subtests) -> None:
     for value in (
         math.nan, math.inf, -math.inf, b"a", {1}, object(), 1j, np.array([1, 2]), np.array(1), np.int64(1), np.bool_(True),
         {1: 2}, [np.array([1, 2])], Broken(), deep(100_000), circle(),
@@ -83,13 +83,13 @@ def through_json(fields: Any) -> Any:
     return json.loads(json.dumps(fields, allow_nan=False))
 
 
-def test_a_call_comes_back_from_json() -> None:
+def test_a_call_survives_a_json_round_trip() -> None:
     call = ToolCall(tool="add", arguments={"a": 1, "b": [0.1, None, {"c": True}]})
     assert ToolCall.from_dict(through_json(call.to_dict())) == call
     assert ToolCall.from_dict(ToolCall(tool="wait").to_dict()) == ToolCall(tool="wait")
 
 
-def test_a_result_comes_back_from_json() -> None:
+def test_a_result_survives_a_json_round_trip() -> None:
     result = ToolResult(output={"sum": [0.1, 2]}, seconds=0.1 + 0.2)
     assert ToolResult.from_dict(through_json(result.to_dict())) == result
     assert ToolResult.from_dict(ToolResult().to_dict()) == ToolResult()
@@ -98,7 +98,7 @@ def test_a_result_comes_back_from_json() -> None:
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ToolError)]
 
 
-def test_an_error_comes_back_by_type_and_message(subtests: pytest.Subtests) -> None:
+def test_an_error_keeps_its_type_and_message_in_json(subtests: pytest.Subtests) -> None:
     for kind in KINDS:
         with subtests.test(kind.__name__):
             again = ToolResult.from_dict(through_json(ToolResult(error=kind("add: no"), seconds=0.5).to_dict()))
@@ -106,11 +106,11 @@ def test_an_error_comes_back_by_type_and_message(subtests: pytest.Subtests) -> N
             assert (type(again.error), str(again.error), again.output, again.seconds) == (kind, "add: no", None, 0.5)
 
 
-def test_there_are_kinds_of_errors() -> None:
+def test_every_one_of_ten_kinds_of_errors_is_tested() -> None:
     assert len(KINDS) == 10
 
 
-def test_what_is_no_call_or_result_is_refused(subtests: pytest.Subtests) -> None:
+def test_json_that_is_no_call_or_result_is_refused(subtests: pytest.Subtests) -> None:
     for make, message in (
         (lambda: ToolCall.from_dict({"tool": "t"}), r"ToolCall\.from_dict needs tool, arguments; got tool\."),
         (lambda: ToolCall.from_dict({"tool": "t", "arguments": {}, "x": 1}), "got tool, arguments, x"),

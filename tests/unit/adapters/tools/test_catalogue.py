@@ -41,13 +41,13 @@ def deep_schema() -> dict[str, Any]:
 # --- what a tool is
 
 
-def test_a_name_is_made_of_letters_digits_and_three_signs(subtests: pytest.Subtests) -> None:
+def test_a_tool_name_may_hold_letters_digits_and_three_signs(subtests: pytest.Subtests) -> None:
     for name in ("a", "read_lines", "files.read-2", "x" * 64):
         with subtests.test(name):
             assert tool(name=name).name == name
 
 
-def test_other_names_are_refused(subtests: pytest.Subtests) -> None:
+def test_other_tool_names_are_refused(subtests: pytest.Subtests) -> None:
     for name in ("", "two words", "x" * 65, "größe", "a\n", "a/b"):
         with (
             subtests.test(name),
@@ -61,7 +61,10 @@ def test_a_tool_that_cannot_be_used_is_refused_when_it_is_made(subtests: pytest.
         ({"description": " \n"}, "Tool t: description must not be empty"),
         ({"function": "ping"}, "Tool t: function must be callable; got 'ping'"),
         ({"remote": True}, "Tool t: a remote tool's function must be `async def`"),
-        ({"parameters": {"type": "objekt"}}, r"Tool t: parameters must be .* JSON Schema; at \$\.type: 'objekt' is not valid"),
+        (
+            {"parameters": {"type": "objekt"}},
+            r"Tool t: parameters must be .* JSON Schema; at \$\.type: 'objekt' is not valid",
+        ),
         (
             {"parameters": {"type": "object", "required": "a"}},
             r"Tool t: parameters must be a valid JSON Schema; at \$\.required: 'a' is not of type",
@@ -83,14 +86,14 @@ def test_a_tool_that_cannot_be_used_is_refused_when_it_is_made(subtests: pytest.
             tool(**fields)
 
 
-def test_a_tool_takes_nothing_unless_it_says_so() -> None:
+def test_a_tool_has_no_parameters_by_default() -> None:
     made = tool()
     assert made.parameters == {"type": "object", "properties": {}}
     assert (made.category, made.remote, made.timeout, made.cost) == ("general", False, None, 0.0)
     assert tool(function=ask, remote=True).remote
 
 
-def test_the_text_for_an_encoder_is_the_name_in_words_and_the_description() -> None:
+def test_the_encoded_text_of_a_tool_is_its_name_in_words_and_its_description() -> None:
     assert tool(name="read_csv-file.fast").text == "read csv file fast: Do it."
 
 
@@ -101,14 +104,14 @@ class Colour(enum.Enum):
 # --- decisions
 
 
-def test_an_enumeration_is_a_decision_and_its_texts_name_value_and_parameter() -> None:
+def test_an_enumeration_is_a_decision_described_by_value_and_parameter() -> None:
     (choice,) = tool({"properties": {"from_unit": {"enum": ["mile", 3]}}, "required": ["from_unit"]}).choices
     assert choice.name == "from_unit"
     assert choice.values == ("mile", 3)
     assert choice.texts == ("mile from unit", "3 from unit")
 
 
-def test_what_a_schema_does_not_enumerate_is_no_decision() -> None:
+def test_a_parameter_that_is_not_enumerated_is_no_decision() -> None:
     free = {
         "a": {"type": "string"},
         "b": {"type": "integer"},
@@ -133,7 +136,7 @@ def test_an_optional_parameter_without_default_may_be_left_out() -> None:
     assert choice.texts == ("false sure", "true sure", "left out sure")
 
 
-def test_a_default_stands_for_leaving_out(subtests: pytest.Subtests) -> None:
+def test_a_parameter_with_a_default_has_no_choice_to_leave_it_out(subtests: pytest.Subtests) -> None:
     for required in (["sure"], []):
         with subtests.test(required=required):
             (choice,) = tool(
@@ -155,7 +158,7 @@ def test_constants_with_descriptions_are_an_enumeration(subtests: pytest.Subtest
             assert choice.texts == ("md5 short and quick how", "256 SHA long how", "null how", "none how")
 
 
-def test_a_value_that_is_the_only_one_is_a_constant_and_no_decision() -> None:
+def test_a_parameter_with_a_single_value_is_a_constant_and_no_decision() -> None:
     properties = {"version": {"const": 2}, "unit": {"enum": ["mile"]}, "free": {"type": "string"}}
     made = tool({"properties": properties, "required": ["version", "unit", "free", "undescribed"]})
     assert made.choices == ()
@@ -168,13 +171,13 @@ def test_an_optional_constant_may_be_given_or_left_out() -> None:
     assert made.choices[0].values == (2, ABSENT)
 
 
-def test_a_boolean_is_no_number() -> None:
+def test_booleans_and_numbers_are_different_values() -> None:
     (choice,) = tool({"properties": {"a": {"enum": [1, True, 0, False]}}, "required": ["a"]}).choices
     assert [choice.index({"a": value}) for value in (1, True, 0, False)] == [0, 1, 2, 3]
     assert choice.index({"a": 1.0}) == 0, "numbers are equal as in JSON"
 
 
-def test_what_stands_in_a_call_is_found_among_the_values() -> None:
+def test_the_value_in_a_call_is_found_among_the_choices() -> None:
     optional, needed = tool(
         {"properties": {"a": {"enum": ["x", "y"]}, "b": {"enum": ["x", "y"]}}, "required": ["b"]}
     ).choices
@@ -182,8 +185,8 @@ def test_what_stands_in_a_call_is_found_among_the_values() -> None:
     assert [needed.index(given) for given in ({"b": "x"}, {"b": "y"}, {}, {"b": "z"})] == [0, 1, None, None]
 
 
-def test_the_choice_to_leave_out_is_the_same_after_a_copy() -> None:
-    """A reference policy is a copy, and has to know what was left out."""
+def test_the_absent_marker_keeps_its_identity_when_copied() -> None:
+    """A reference policy is a copy, and its ABSENT must still be recognised."""
     assert copy.deepcopy(ABSENT) is ABSENT
     assert pickle.loads(pickle.dumps(ABSENT)) is ABSENT
     (choice,) = copy.deepcopy(tool({"properties": {"sure": {"type": "boolean"}}}).choices)
@@ -196,7 +199,7 @@ def values_of(schema: Any, *, required: bool = True) -> tuple[Any, ...]:
     return made.choices[0].values if made.choices else tuple(made.constants.values())
 
 
-def test_no_two_choices_have_one_value(subtests: pytest.Subtests) -> None:
+def test_equal_values_of_a_schema_become_one_choice(subtests: pytest.Subtests) -> None:
     for schema, values in (
         ({"enum": [1, 1.0, True, "1", [1], [1.0], [True]]}, [1, True, "1", [1], [True]]),
         ({"enum": [1.0, 1, 2]}, [1.0, 2]),
@@ -213,13 +216,13 @@ def test_no_two_choices_have_one_value(subtests: pytest.Subtests) -> None:
             assert [(type(value), value) for value in found] == [(type(value), value) for value in values]
 
 
-def test_each_value_is_found_where_it_stands() -> None:
+def test_each_value_is_found_at_its_own_index() -> None:
     (choice,) = tool({"properties": {"x": {"enum": [1, 1.0, [True], [1], 2]}}, "required": ["x"]}).choices
     assert [choice.index({"x": value}) for value in choice.values] == list(range(len(choice.values)))
     assert [choice.index({"x": value}) for value in (1.0, [1.0], (True,), {1}, math.nan)] == [0, 2, 1, None, None]
 
 
-def test_the_time_for_an_enumeration_grows_with_its_length_and_not_with_its_square() -> None:
+def test_reading_an_enumeration_takes_linear_time() -> None:
     """Comparing each of 16,000 values with every other takes minutes; hashing them takes less than a second."""
     start = time.process_time()
     texts, numbers = [f"value {i}" for i in range(8_000)], list(range(8_000))
@@ -227,14 +230,14 @@ def test_the_time_for_an_enumeration_grows_with_its_length_and_not_with_its_squa
     assert time.process_time() - start < 20
 
 
-def test_a_default_that_is_no_value_leaves_the_parameter_out() -> None:
+def test_a_default_outside_the_enumeration_adds_the_choice_to_leave_out() -> None:
     assert values_of({"enum": ["a", "b"], "default": None}, required=False) == ("a", "b", ABSENT)
     assert values_of({"enum": ["a", None], "default": None}, required=False) == ("a", None)
     assert values_of({"enum": [1, 2], "default": 1.0}, required=False) == (1, 2)
     assert values_of({"enum": [1, 2], "default": True}, required=False) == (1, 2, ABSENT)
 
 
-def test_schemas_that_are_true_or_false() -> None:
+def test_properties_with_the_schema_true_are_free_and_with_false_are_removed() -> None:
     made = tool(
         {"properties": {"any": True, "never": False, "unit": {"enum": ["m", "km"]}}, "required": ["any", "unit"]}
     )
@@ -263,7 +266,7 @@ def test_a_catalogue_is_a_mapping_in_the_order_of_its_tools() -> None:
     assert catalogue.categories == ("b", "a")
 
 
-def test_what_is_no_text_is_no_name(subtests: pytest.Subtests) -> None:
+def test_keys_that_are_no_text_are_not_in_a_catalogue(subtests: pytest.Subtests) -> None:
     for name in (None, 1, [], {}, {"a1"}, b"a1", ("a1",)):
         with subtests.test(str(name)):
             catalogue = ToolCatalogue(named("a1"))
@@ -278,12 +281,12 @@ def test_an_empty_catalogue_is_refused() -> None:
         ToolCatalogue([])
 
 
-def test_names_must_differ_and_those_that_do_not_are_listed() -> None:
+def test_duplicate_tool_names_are_refused_and_listed() -> None:
     with pytest.raises(ConfigError, match=r"tools must have different names; several have a, c\."):
         ToolCatalogue(named("a", "b", "c", "a", "c", "c"))
 
 
-def test_tools_are_added_and_taken_away_in_a_new_catalogue() -> None:
+def test_adding_or_removing_tools_makes_a_new_catalogue() -> None:
     catalogue = ToolCatalogue(named("a", "b"))
     assert list(catalogue.with_tools(*named("d", "c"))) == ["a", "b", "d", "c"]
     assert list(catalogue.without("a", "unknown")) == ["b"]

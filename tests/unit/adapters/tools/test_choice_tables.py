@@ -15,7 +15,7 @@ UNIT = {"enum": ["mile", "foot"]}
 
 
 def nothing() -> None:
-    """What stands for a function that is not called here."""
+    """A placeholder for a function that is not called here."""
 
 
 def tool(name: str, properties: dict, required: tuple[str, ...]) -> Tool:
@@ -41,10 +41,10 @@ def call(name: str, **arguments: object) -> ToolCall:
     return ToolCall(tool=name, arguments=arguments)
 
 
-def test_the_tables_of_a_small_catalogue() -> None:
+def test_the_tables_of_a_small_catalogue_equal_hand_worked_ones() -> None:
     assert TABLES.names == ("ping", "convert", "measure")
     assert TABLES.tool_texts == ["ping: Do ping.", "convert: Do convert.", "measure: Do measure."]
-    # "mile unit" belongs to two tools and stands once
+    # "mile unit" belongs to two tools and is listed once
     assert TABLES.value_texts == ["mile unit", "foot unit", "false exact", "true exact", "left out exact"]
     assert TABLES.max_choices == 2
     assert TABLES.values.tolist() == [[[0, 0, 0], [0, 0, 0]], [[0, 1, 0], [2, 3, 4]], [[0, 1, 0], [0, 0, 0]]]
@@ -66,7 +66,7 @@ def test_a_catalogue_without_decisions_has_tables_without_columns() -> None:
     assert tables.call([0], {"value": 1}) == call("ping")
 
 
-def test_a_call_is_its_steps_and_steps_are_a_call(subtests: pytest.Subtests) -> None:
+def test_calls_and_steps_convert_into_each_other(subtests: pytest.Subtests) -> None:
     for made, steps in (
         (call("ping"), [0, 0, 0]),
         (call("convert", value=3.0, version=2, unit="foot", exact=True), [1, 1, 1]),
@@ -78,19 +78,19 @@ def test_a_call_is_its_steps_and_steps_are_a_call(subtests: pytest.Subtests) -> 
             assert TABLES.call(steps, {"value": 3.0}) == made
 
 
-def test_no_calls_have_no_steps() -> None:
+def test_the_steps_of_no_calls_are_an_empty_integer_tensor() -> None:
     assert TABLES.steps_of("policy", []).shape == (0, 3)
     assert TABLES.steps_of("policy", []).dtype == torch.int64
 
 
-def test_values_found_elsewhere_fill_only_what_is_free() -> None:
+def test_given_values_fill_only_parameters_without_a_decision_or_constant() -> None:
     """`unit` is decided, `version` constant, and there is no `tone`."""
     given = {"value": 3.0, "unit": "foot", "version": 9, "tone": "loud", "exact": True}
     assert TABLES.call([1, 0, 2], given) == call("convert", value=3.0, version=2, unit="mile")
     assert TABLES.call([1, 0, 0], {}) == call("convert", version=2, unit="mile", exact=False)
 
 
-def test_calls_that_the_policy_cannot_have_made_are_named(subtests: pytest.Subtests) -> None:
+def test_calls_the_policy_cannot_have_made_are_refused_by_name(subtests: pytest.Subtests) -> None:
     for wrong, message in (
         (call("fly"), r"^policy: a call must name one of the tools ping, convert, measure; got 'fly'\.$"),
         (call("measure", unit="yard"), r"^policy: measure\.unit must be one of \['mile', 'foot'\]; got 'yard'\.$"),
@@ -116,7 +116,7 @@ class Interrupted(list):
         return call
 
 
-def test_what_another_thread_draws_does_not_come_between_a_call_and_its_steps(subtests: pytest.Subtests) -> None:
+def test_drawing_in_another_thread_does_not_change_the_steps_of_a_call(subtests: pytest.Subtests) -> None:
     """Fewer calls than these left no such place; as many gave the steps of the others."""
     for num_others in (1, 4):
         with subtests.test(num_others=num_others):

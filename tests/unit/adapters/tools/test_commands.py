@@ -1,4 +1,4 @@
-"""Programs as tools: what a `Command` may not be, how it writes values, and what it returns."""
+"""Programs as tools: refused commands, how values become arguments, and what a command returns."""
 
 import sys
 from typing import Any
@@ -69,7 +69,7 @@ NO_COMMANDS = [
     ],
     ids=["shells", "what is run depends on the call", "no commands"],
 )
-def test_command_lines_that_may_not_be_run_are_refused(
+def test_shells_and_commands_that_depend_on_the_call_are_refused(
     subtests: pytest.Subtests, refused: list[Any], message: str
 ) -> None:
     for argv in refused:
@@ -77,7 +77,7 @@ def test_command_lines_that_may_not_be_run_are_refused(
             Command(argv)
 
 
-def test_what_is_run_may_get_parameters(subtests: pytest.Subtests) -> None:
+def test_a_fixed_program_may_take_parameters(subtests: pytest.Subtests) -> None:
     for argv in TAKES_PARAMETERS:
         with subtests.test(argv=argv):
             assert Command(argv).resolve({"x": 7}) == [
@@ -85,7 +85,7 @@ def test_what_is_run_may_get_parameters(subtests: pytest.Subtests) -> None:
             ]
 
 
-def test_a_command_must_fit_its_tool() -> None:
+def test_a_command_whose_parameters_differ_from_its_tools_is_refused() -> None:
     for tool in (command_tool(("cat", X)), command_tool(("cat",), x=PATH), command_tool(("cat", "{y}"), x=PATH)):
         with pytest.raises(ConfigError, match=r"Tool run: Command\.argv must name exactly the parameters"):
             ToolExecutor(ToolCatalogue([tool]))
@@ -103,7 +103,7 @@ def test_numbers_are_written_in_decimal(subtests: pytest.Subtests) -> None:
             assert Command(("echo", "--n={x}")).resolve({"x": value}) == ["echo", f"--n={text}"]
 
 
-def test_elements_are_arguments_whatever_their_text_is() -> None:
+def test_each_element_stays_one_argument_whatever_its_text() -> None:
     command = Command(("printf", "[%s]", "{a}", "--x={b}", "{{}}", "{c}{d}"))
     assert command.names == {"a", "b", "c", "d"}
     assert command.resolve({"a": "x y; $(z)", "b": "-1", "c": 1.5, "d": True}) == [
@@ -112,7 +112,7 @@ def test_elements_are_arguments_whatever_their_text_is() -> None:
     assert command(a="$HOME `id`", b="| cat", c=1, d="\n") == "[$HOME `id`][--x=| cat][{}][1\n]"
 
 
-def test_what_is_left_out_takes_its_element_with_it() -> None:
+def test_a_parameter_left_out_removes_its_argument() -> None:
     command = Command(("ls", "--sort={by}", "{path}"))
     assert command.resolve({"path": "/x"}) == ["ls", "/x"]
     assert command.resolve({"by": "size", "path": None}) == ["ls", "--sort=size"]
@@ -134,7 +134,7 @@ def test_values_do_not_become_options() -> None:
         Command(("cat", "{x}{y}")).resolve({"x": "", "y": "-rf"})
 
 
-def test_what_cannot_be_an_argument_is_refused() -> None:
+def test_values_that_cannot_be_an_argument_are_refused() -> None:
     for value, message in (("a\0b", "null character"), (["a"], "got list"), ({"a": 1}, "got dict")):
         with pytest.raises(InvalidArgumentsError, match=message):
             Command(("echo", X)).resolve({"x": value})
@@ -143,7 +143,7 @@ def test_what_cannot_be_an_argument_is_refused() -> None:
 # --- what a program returns
 
 
-def test_a_command_is_read_no_further_than_its_bound() -> None:
+def test_the_output_of_a_command_is_read_up_to_its_limit() -> None:
     with pytest.raises(OutputTooLargeError, match="at most 1000 bytes"):
         Command(("yes",), max_output_bytes=1000)()  # `yes` writes until it is killed
     assert Command(("printf", "12345"), max_output_bytes=5)() == "12345"
@@ -151,14 +151,14 @@ def test_a_command_is_read_no_further_than_its_bound() -> None:
         Command(("printf", "123456"), max_output_bytes=5)()
 
 
-def test_the_end_of_what_a_command_complains_of_is_kept() -> None:
+def test_the_error_of_a_failed_command_keeps_the_end_of_its_stderr() -> None:
     program = "import sys; sys.stderr.write('x' * 500_000 + 'the end'); sys.stdout.write('y' * 70_000); sys.exit(3)"
     with pytest.raises(CommandFailedError, match=r"status 3: x+the end$") as caught:
         Command((sys.executable, "-c", program))()
     assert len(str(caught.value)) < 2200
 
 
-def test_a_command_reads_nothing_and_writes_any_bytes() -> None:
+def test_a_command_has_an_empty_stdin_and_may_write_any_bytes() -> None:
     assert Command(("cat",))() == ""
     assert Command(("printf", r"\377a"))() == "\ufffda"
 
@@ -169,7 +169,7 @@ def command_tool(argv: tuple[str, ...], *, name: str = "run", **properties: Any)
 
 
 @on_linux
-def test_a_command_runs_in_a_worker_or_is_an_error_of_the_call() -> None:
+def test_a_command_runs_in_a_worker_and_its_failure_is_a_result() -> None:
     count = command_tool(("wc", "-c", "--", "{path}"), path=PATH)
     with ToolExecutor(ToolCatalogue([count, command_tool(("no-such-program-here",), name="missing")])) as made:
         (made.root / "f").write_text("12345")

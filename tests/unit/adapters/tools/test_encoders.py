@@ -1,4 +1,4 @@
-"""Text as vectors: hashed by hand, the same in every process, asked for once."""
+"""Text encoders: hashed features equal hand-worked ones, are the same in every process, and are cached."""
 
 import copy
 import pickle
@@ -30,7 +30,7 @@ def by_hand(features: dict[str, float], num_features: int) -> Tensor:
     return vector / vector.norm()
 
 
-def test_features_of_two_words_by_hand() -> None:
+def test_features_of_two_words_equal_hand_worked_values() -> None:
     """ "Add 12": both words, their pieces of four letters (weight .3 in all: the squares add up to .09), and the pair."""
     three, two_pieces = 0.3 / 2**0.5, 0.3
     features = {
@@ -51,7 +51,7 @@ def test_stop_words_count_only_in_pairs() -> None:
     torch.testing.assert_close(without(["add to add"])[0], by_hand(features, 512))
 
 
-def test_vectors_have_length_one_and_nothing_has_none() -> None:
+def test_vectors_have_length_1_and_texts_without_features_are_0() -> None:
     vectors = HashingEncoder()([*TEXTS, "", "?!", "the"])
     assert vectors.dtype == torch.float32
     assert vectors.shape == (6, 1024)
@@ -69,7 +69,7 @@ def test_cosines_of_texts_without_a_common_feature_are_near_zero() -> None:
     assert abs(float(cosines.mean())) < 0.02
 
 
-def test_pieces_make_forms_of_a_word_alike_and_pairs_tell_directions_apart() -> None:
+def test_forms_of_a_word_are_similar_and_word_order_is_distinguished() -> None:
     """ "converting" has 9 pieces, "convert" 6, and 5 in common: 5 (.3 / 3) (.3 / sqrt 6) / (1 + .09)."""
     converting, convert = HashingEncoder(2**16)(["converting", "convert"])
     assert float(converting @ convert) == pytest.approx(5 * 0.3 / 3 * 0.3 / 6**0.5 / 1.09, abs=1e-6)
@@ -81,13 +81,13 @@ def test_pieces_make_forms_of_a_word_alike_and_pairs_tell_directions_apart() -> 
     assert float(one @ other) == pytest.approx(1.0)
 
 
-def test_the_tools_of_the_workbench_are_told_apart() -> None:
+def test_the_tools_of_the_workbench_have_distinct_vectors() -> None:
     vectors = HashingEncoder()([tool.text for tool in workbench_catalogue().values()])
     cosines = vectors @ vectors.T - torch.eye(len(vectors))
     assert float(cosines.max()) < 0.8
 
 
-def test_sizes_and_weights_that_make_no_sense_are_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_sizes_and_weights_are_refused(subtests: pytest.Subtests) -> None:
     for size, weights in (
         (0, {}),
         (8, {"pair_weight": -1.0}),
@@ -96,12 +96,14 @@ def test_sizes_and_weights_that_make_no_sense_are_refused(subtests: pytest.Subte
     ):
         with (
             subtests.test(size=size, weights=weights),
-            pytest.raises(ConfigError, match=r"num_features must be >= 1, and pair_weight and piece_weight must be finite"),
+            pytest.raises(
+                ConfigError, match=r"num_features must be >= 1, and pair_weight and piece_weight must be finite"
+            ),
         ):
             HashingEncoder(size, **weights)
 
 
-def test_own_features_by_hand() -> None:
+def test_own_features_equal_hand_worked_vectors() -> None:
     """e = [1, 0, 0, ...]: (e + 3 u) / |e + 3 u|, u = sign at one place; where that place is 0, e's own, they add up."""
     for text in ("mile from unit", "mile to unit", "a", "b", "c", "d"):
         number = int.from_bytes(blake2b(f"text {text}".encode(), digest_size=6).digest(), "little")
@@ -113,14 +115,14 @@ def test_own_features_by_hand() -> None:
         torch.testing.assert_close(found, torch.tensor([wanted]) / length)
 
 
-def test_own_features_tell_values_with_the_same_words_apart() -> None:
+def test_own_features_distinguish_values_with_the_same_words() -> None:
     same = torch.eye(64)[:1].expand(2, -1)
     one, other = with_own_feature(["mile from unit", "mile to unit"], same, 3.0)
     assert abs(float(one @ other)) == pytest.approx(0.1, abs=1e-6), "1 / (1 + 9): only e is common"
     assert torch.equal(same[0], torch.eye(64)[0]), "what was given stays as it was"
 
 
-def test_half_of_a_character_has_an_own_feature_too() -> None:
+def test_a_lone_surrogate_gets_an_own_feature() -> None:
     """JSON may hold a lone surrogate as a value, which UTF-8 does not."""
     vectors = with_own_feature(["\ud83d", "\ude00"], HashingEncoder(64)(["\ud83d", "\ude00"]), 3.0)
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(2))
@@ -128,7 +130,7 @@ def test_half_of_a_character_has_an_own_feature_too() -> None:
 
 
 class Counting:
-    """An encoder that keeps what it was asked for; a text's vector is its length and its first letter."""
+    """An encoder that records the texts it encodes. The vector of a text is its length and its first letter."""
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
@@ -138,7 +140,7 @@ class Counting:
         return [[len(text), ord(text[0])] for text in texts]
 
 
-def test_each_text_is_asked_for_once() -> None:
+def test_a_cached_encoder_encodes_each_text_once() -> None:
     encoder = Counting()
     cached = CachedEncoder(encoder)
     assert cached(["a", "bb", "a"]).tolist() == [[1, 97], [2, 98], [1, 97]]
@@ -147,8 +149,8 @@ def test_each_text_is_asked_for_once() -> None:
     assert encoder.asked == [["a", "bb"], ["ccc"]]
 
 
-def test_of_no_texts_there_are_no_vectors() -> None:
-    """How long they would be, only an answer tells; a model is not asked about nothing."""
+def test_a_cached_encoder_gives_no_vectors_for_no_texts_after_its_first_call() -> None:
+    """The width of the vectors is known only after a first call, and the model is not called without texts."""
     encoder = Counting()
     cached = CachedEncoder(encoder)
     with pytest.raises(ContractError, match=r"CachedEncoder: the first call must have at least one text.* got none"):
@@ -159,7 +161,7 @@ def test_of_no_texts_there_are_no_vectors() -> None:
     assert encoder.asked == [["a"]]
 
 
-def test_what_was_used_longest_ago_is_forgotten_first() -> None:
+def test_a_cached_encoder_forgets_the_least_recently_used_text() -> None:
     encoder = Counting()
     cached = CachedEncoder(encoder, capacity=2)
     for text in ("a", "b", "a", "c"):  # c drives out b, because a was used since
@@ -169,7 +171,7 @@ def test_what_was_used_longest_ago_is_forgotten_first() -> None:
     assert encoder.asked == [["a"], ["b"], ["c"], ["b"]]
 
 
-def test_more_texts_at_once_than_are_remembered() -> None:
+def test_a_cached_encoder_handles_more_texts_at_once_than_its_capacity() -> None:
     encoder = Counting()
     cached = CachedEncoder(encoder, capacity=2)
     cached(["d"])
@@ -179,7 +181,7 @@ def test_more_texts_at_once_than_are_remembered() -> None:
     assert len(encoder.asked) <= 3
 
 
-def test_lists_arrays_and_tensors_are_taken(subtests: pytest.Subtests) -> None:
+def test_an_encoder_may_return_lists_arrays_or_tensors(subtests: pytest.Subtests) -> None:
     for answer in (
         [[0.5, 2.0], [1.0, 3.0]],
         np.array([[0.5, 2.0], [1.0, 3.0]]),
@@ -194,7 +196,7 @@ def test_lists_arrays_and_tensors_are_taken(subtests: pytest.Subtests) -> None:
             assert vectors.tolist() == [[0.5, 2.0], [1.0, 3.0]]
 
 
-def test_answers_that_are_no_vectors_are_refused(subtests: pytest.Subtests) -> None:
+def test_encoder_outputs_that_are_no_vectors_are_refused(subtests: pytest.Subtests) -> None:
     for answer, got in (
         (torch.zeros(1, 4), r"got \[1, 4\]\."),
         (torch.zeros(2), r"got \[2\]\."),
@@ -211,7 +213,7 @@ def test_answers_that_are_no_vectors_are_refused(subtests: pytest.Subtests) -> N
             CachedEncoder(lambda texts, answer=answer: answer)(["a", "b"])
 
 
-def test_a_refused_answer_is_not_remembered() -> None:
+def test_a_refused_encoder_output_is_not_cached() -> None:
     answers = [torch.tensor([[float("nan")]]), torch.tensor([[2.0]])]
     cached = CachedEncoder(lambda texts: answers.pop(0))
     with pytest.raises(ContractError):
@@ -222,8 +224,8 @@ def test_a_refused_answer_is_not_remembered() -> None:
 # Memory and threads
 
 
-def test_what_is_forgotten_leaves_no_memory_behind() -> None:
-    """A row that is a view would keep the batch that it came with."""
+def test_a_cached_encoder_frees_the_memory_of_forgotten_texts() -> None:
+    """A cached row that is a view would keep its whole batch in memory."""
     cached = CachedEncoder(HashingEncoder(64), capacity=10)
     cached([f"text {number}" for number in range(1000)])
     kept = {vector.untyped_storage().data_ptr(): vector.untyped_storage().nbytes() for vector in cached._known.values()}
@@ -240,7 +242,7 @@ def hurried() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hurried")
-def test_threads_that_drive_out_each_others_texts_get_their_own_vectors() -> None:
+def test_threads_that_evict_each_others_texts_get_correct_vectors() -> None:
     encoder = HashingEncoder(16)
     cached = CachedEncoder(encoder, capacity=8)
     texts = [f"w{letter}" for letter in "abcdefghijklmnop"]
@@ -267,7 +269,7 @@ def test_threads_that_drive_out_each_others_texts_get_their_own_vectors() -> Non
     assert len(cached._known) == 8
 
 
-def test_a_copy_remembers_and_goes_on_by_itself() -> None:
+def test_a_copied_cached_encoder_keeps_its_cache_and_is_independent() -> None:
     cached = CachedEncoder(HashingEncoder(16))
     cached(["a"])
     for other in (copy.deepcopy(cached), pickle.loads(pickle.dumps(cached))):

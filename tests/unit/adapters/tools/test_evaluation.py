@@ -1,4 +1,4 @@
-"""A report whose every number was worked by hand."""
+"""An evaluation report with hand-worked numbers."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -88,45 +88,45 @@ def report() -> ToolReport:
     return found
 
 
-def test_shares(report: ToolReport) -> None:
+def test_overall_shares_equal_hand_counted_values(report: ToolReport) -> None:
     """Right tool: rows 1, 2, 4, 6, 8, 9; right in all: 1, 4."""
     assert report.overall == Accuracy(num_tasks=10, right_tool=0.6, right_call=0.2)
 
 
-def test_shares_by_category_in_the_catalogues_order(report: ToolReport) -> None:
+def test_shares_by_category_follow_the_order_of_the_catalogue(report: ToolReport) -> None:
     assert list(report.by_category.items()) == [
         ("lists", Accuracy(num_tasks=4, right_tool=0.75, right_call=0.5)),
         ("arithmetic", Accuracy(num_tasks=6, right_tool=0.5, right_call=0.0)),
     ]
 
 
-def test_shares_by_difficulty_easy_first_and_none_without_tasks(report: ToolReport) -> None:
+def test_shares_by_difficulty_go_from_easy_to_hard_without_empty_levels(report: ToolReport) -> None:
     assert list(report.by_difficulty.items()) == [
         ("easy", Accuracy(num_tasks=6, right_tool=1.0, right_call=2 / 6)),
         ("hard", Accuracy(num_tasks=4, right_tool=0.0, right_call=0.0)),
     ]
 
 
-def test_shares_by_common_words(report: ToolReport) -> None:
+def test_shares_are_split_by_words_shared_with_the_description(report: ToolReport) -> None:
     assert list(report.by_words.items()) == [
         ("shared words", Accuracy(num_tasks=5, right_tool=1.0, right_call=0.4)),
         ("no shared word", Accuracy(num_tasks=5, right_tool=0.2, right_call=0.0)),
     ]
 
 
-def test_errors_by_kind_the_most_frequent_first(report: ToolReport) -> None:
+def test_errors_are_counted_by_kind_with_the_most_frequent_first(report: ToolReport) -> None:
     assert list(report.errors.items())[:2] == [("wrong_tool", 3), ("invalid", 2)]
     assert report.errors == {"wrong_tool": 3, "invalid": 2, "wrong_parameter": 1, "missing": 1, "redundant": 1}
 
 
-def test_the_confusion_matrix_of_tools(report: ToolReport) -> None:
+def test_the_confusion_matrix_counts_called_tools_per_asked_tool(report: ToolReport) -> None:
     """Rows: sort, shuffle, add, ?; columns: what was called."""
     assert report.tools == ("sort", "shuffle", "add", "?")
     assert report.confusion == ((2, 1, 0, 0), (0, 1, 0, 0), (0, 2, 3, 1), (0, 0, 0, 0))
     assert report.confusion_matrix().tolist() == [list(counts) for counts in report.confusion]
 
 
-def test_the_confusion_matrix_of_categories(report: ToolReport) -> None:
+def test_the_confusion_matrix_of_categories_sums_over_their_tools(report: ToolReport) -> None:
     assert report.categories == ("lists", "arithmetic", "?")
     assert report.category_of == ("lists", "lists", "arithmetic", "?")
     assert report.confusion_matrix("category").tolist() == [[4, 0, 0], [2, 3, 1], [0, 0, 0]]
@@ -158,12 +158,12 @@ errors: wrong_tool 3, invalid 2, wrong_parameter 1, missing 1, redundant 1
   ? instead of add: 1"""
 
 
-def test_the_table(report: ToolReport) -> None:
+def test_the_report_prints_the_expected_table(report: ToolReport) -> None:
     assert report.table() == TABLE
     assert str(report) == TABLE
 
 
-def test_a_report_comes_back_from_json(report: ToolReport, tmp_path) -> None:
+def test_a_report_survives_a_json_round_trip(report: ToolReport, tmp_path) -> None:
     report.to_json(tmp_path / "new" / "report.json")
     again = ToolReport.from_json(tmp_path / "new" / "report.json")
     assert again == report
@@ -171,7 +171,7 @@ def test_a_report_comes_back_from_json(report: ToolReport, tmp_path) -> None:
     assert ToolReport.from_dict(report.to_dict()) == report
 
 
-def test_what_is_no_report_is_refused(report: ToolReport, tmp_path) -> None:
+def test_json_that_is_no_report_is_refused(report: ToolReport, tmp_path) -> None:
     whole = report.to_dict()
     lacking = {name: value for name, value in whole.items() if name != "tools"}
     for wrong in (
@@ -190,7 +190,7 @@ def test_what_is_no_report_is_refused(report: ToolReport, tmp_path) -> None:
             ToolReport.from_json(tmp_path / name)
 
 
-def test_a_tool_that_is_no_text_is_none_of_the_catalogues() -> None:
+def test_a_called_tool_that_is_no_text_counts_as_unknown() -> None:
     odd = [ToolCall(tool=name) for name in (["sort"], None, np.array(["sort", "add"]))]  # type: ignore[arg-type]
     found = evaluate_tools(Answers(odd), TASKS[:3], CATALOGUE)
     assert found.overall == Accuracy(num_tasks=3, right_tool=0.0, right_call=0.0)
@@ -198,7 +198,7 @@ def test_a_tool_that_is_no_text_is_none_of_the_catalogues() -> None:
     assert found.confusion[0] == (0, 0, 0, 3)
 
 
-def test_nothing_is_wrong_with_right_calls() -> None:
+def test_right_calls_have_full_shares_and_no_errors() -> None:
     calls = [ToolCall(tool=task.tool, arguments=task.arguments) for task in TASKS]
     report = evaluate_tools(Answers(calls), TASKS, CATALOGUE)
     assert report.overall == Accuracy(num_tasks=10, right_tool=1.0, right_call=1.0)
@@ -206,13 +206,13 @@ def test_nothing_is_wrong_with_right_calls() -> None:
     assert report.table().endswith("\nerrors: none")
 
 
-def test_it_takes_tasks_whose_tools_are_there() -> None:
+def test_missing_tasks_and_tasks_of_unknown_tools_are_refused() -> None:
     with pytest.raises(ConfigError, match="evaluate_tools needs at least one task"):
         evaluate_tools(Answers([]), [], CATALOGUE)
     with pytest.raises(ConfigError, match="the right tool of every task; it lacks add, shuffle"):
         evaluate_tools(Answers([]), TASKS, CATALOGUE.without("add", "shuffle"))
 
 
-def test_there_is_one_call_for_each_task() -> None:
+def test_fewer_calls_than_tasks_are_refused() -> None:
     with pytest.raises(ValueError, match="shorter"):
         evaluate_tools(Answers([call("sort")]), TASKS, CATALOGUE)

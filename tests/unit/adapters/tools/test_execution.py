@@ -48,7 +48,7 @@ def executor() -> Iterator[ToolExecutor]:
         yield made
 
 
-def test_a_late_call_ends_at_its_own_timeout_or_the_executors_and_others_do_not(executor: ToolExecutor) -> None:
+def test_a_late_call_ends_at_its_timeout_and_the_other_calls_finish(executor: ToolExecutor) -> None:
     results = executor.run(
         [
             call("nap", seconds=500), call("patient_add", a=1), call("short_nap", seconds=500), call("patient_add", a=2),
@@ -64,8 +64,8 @@ def test_a_late_call_ends_at_its_own_timeout_or_the_executors_and_others_do_not(
         assert seconds <= results[place].seconds < LONG
 
 
-def test_waiting_for_a_turn_is_neither_late_nor_counted(executor: ToolExecutor) -> None:
-    """Eight threads take turns. One after another their calls take longer than the timeout, and no call does."""
+def test_waiting_for_a_turn_counts_neither_as_time_nor_toward_the_timeout(executor: ToolExecutor) -> None:
+    """Eight threads take turns. All their calls together take longer than the timeout, and each single call takes less."""
     calls = [call("nap", seconds=0.15), call("async_nap", seconds=0.15)]
     start = time.perf_counter()
     with ThreadPoolExecutor(8) as threads:
@@ -78,7 +78,7 @@ def test_waiting_for_a_turn_is_neither_late_nor_counted(executor: ToolExecutor) 
     assert executor.run([call("unknown")])[0].seconds == 0.0
 
 
-def test_a_remote_tool_is_cancelled_and_one_that_goes_on_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_remote_tool_is_cancelled_and_abandoned_if_it_ignores_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("adapters.tools.execution._GRACE_SECONDS", 0.1)
     ended = []
 
@@ -110,7 +110,7 @@ def test_a_remote_tool_is_cancelled_and_one_that_goes_on_is_left(monkeypatch: py
 
 
 @pytest.mark.parametrize(("settings", "limit"), [({}, 32), ({"max_concurrency": 4}, 4)])
-def test_remote_calls_are_awaited_together_but_not_too_many(settings: dict[str, int], limit: int) -> None:
+def test_remote_calls_run_concurrently_up_to_a_limit(settings: dict[str, int], limit: int) -> None:
     now, most = 0, 0
 
     async def count() -> None:
@@ -153,11 +153,11 @@ def test_arguments_are_checked_before_a_remote_tool_is_awaited() -> None:
     assert awaited == [2]
 
 
-def test_integers_come_as_integers_to_workers_too(executor: ToolExecutor) -> None:
+def test_integral_floats_reach_workers_as_integers(executor: ToolExecutor) -> None:
     assert repr(output_of(executor, "patient_add", a=2.0, b=3)) == "5"
 
 
-def test_what_remote_tools_raise_is_a_result() -> None:
+def test_an_error_raised_by_a_remote_tool_becomes_a_result() -> None:
     async def gone() -> None:
         """Ask a server that has ended, as the tools of an MCP server do: no fault of the call."""
         raise WorkerDiedError("the server ended")
@@ -183,7 +183,7 @@ def test_what_remote_tools_raise_is_a_result() -> None:
     assert "none: TypeError" in str(results[4].error)
 
 
-def test_what_a_remote_tool_leaves_running_ends_no_other_call() -> None:
+def test_a_task_left_running_by_a_remote_tool_ends_no_other_call() -> None:
     tasks = []
 
     async def leave() -> None:
@@ -202,7 +202,7 @@ def test_remote_outputs_are_json_of_bounded_size() -> None:
         return "x" * 99
 
     async def nan() -> float:
-        """Return what is no number."""
+        """Return NaN."""
         return math.nan
 
     async def pair() -> Any:
@@ -217,7 +217,7 @@ def test_remote_outputs_are_json_of_bounded_size() -> None:
     assert good.output == [1, {"2": 3}]
 
 
-def test_run_within_a_remote_tool_is_refused_instead_of_waiting_for_itself() -> None:
+def test_calling_run_within_a_remote_tool_is_refused() -> None:
     async def inner() -> str:
         """Call the executor that calls this."""
         made.run([])

@@ -54,12 +54,14 @@ def test_results_come_in_the_order_of_the_calls(executor: ToolExecutor) -> None:
     assert executor.run([]) == []
 
 
-def test_the_functions_own_defaults_apply(executor: ToolExecutor) -> None:
+def test_defaults_of_the_function_apply_and_not_those_of_the_schema(executor: ToolExecutor) -> None:
     assert output_of(executor, "add", a=1) == 2
     assert output_of(executor, "add_by_schema", a=1) == 2, "b = 1, not 100 as the schema says"
 
 
-def test_values_come_back_as_they_went(executor: ToolExecutor, subtests: pytest.Subtests) -> None:
+def test_values_keep_their_type_on_the_way_to_a_worker_and_back(
+    executor: ToolExecutor, subtests: pytest.Subtests
+) -> None:
     for value in (
         None, True, 0, -1.5, "", "é\u2028\ud800\n\x00", [1, [2, {}]], {"a": {"b": None}}, 2**200, {"": 1},
     ):  # fmt: skip
@@ -74,7 +76,7 @@ def test_async_functions_and_objects_run_in_workers_too(executor: ToolExecutor) 
     assert output_of(executor, "greet", name="you") == "hello you"
 
 
-def test_run_async_is_run(executor: ToolExecutor) -> None:
+def test_run_async_gives_the_results_of_run(executor: ToolExecutor) -> None:
     async def both() -> list[list[ToolResult]]:
         return await asyncio.gather(
             *(executor.run_async([call("add", a=i), call("async_nap", seconds=0)]) for i in (1, 2))
@@ -84,7 +86,7 @@ def test_run_async_is_run(executor: ToolExecutor) -> None:
     assert [result.output for result in first + second] == [2, "rested", 3, "rested"]
 
 
-def test_threads_get_their_own_results(executor: ToolExecutor) -> None:
+def test_each_thread_gets_its_own_results(executor: ToolExecutor) -> None:
     found: dict[int, list[Any]] = {}
 
     def work(i: int) -> None:
@@ -116,7 +118,7 @@ def test_tools_that_are_not_allowed_need_not_be_importable_and_reach_no_worker()
     assert str(results[2].error) == "'no_such_tool' must be a tool of the catalogue."
 
 
-def test_settings_without_meaning_are_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_settings_are_refused(subtests: pytest.Subtests) -> None:
     threads = threading.active_count()
     for name, value in (
         ("num_workers", 0), ("max_output_bytes", 0), ("max_concurrency", 0), ("timeout", 0.0), ("timeout", math.inf),
@@ -128,7 +130,7 @@ def test_settings_without_meaning_are_refused(subtests: pytest.Subtests) -> None
     assert threading.active_count() == threads
 
 
-def test_limits_without_meaning_are_refused() -> None:
+def test_invalid_limits_are_refused() -> None:
     for value in (0, -1, True, 1.5):
         with pytest.raises(ConfigError, match=r"WorkerLimits\.processes must be a positive integer"):
             WorkerLimits(processes=value)  # type: ignore[arg-type]
@@ -184,7 +186,7 @@ def given_up(tmp_path: Path, give_up: Callable[[ToolExecutor, list[Any], Callabl
     return made
 
 
-def test_an_interrupt_ends_the_calls_and_the_executor_goes_on(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_calls_and_the_executor_stays_usable(tmp_path: Path) -> None:
     def interrupt(made: ToolExecutor, calls: list[Any], begun: Callable[[], bool]) -> None:
         thread = threading.Thread(target=lambda: soon(begun) and os.kill(os.getpid(), signal.SIGINT))
         thread.start()
@@ -196,7 +198,7 @@ def test_an_interrupt_ends_the_calls_and_the_executor_goes_on(tmp_path: Path) ->
         assert output_of(made, "add", a=1) == 2
 
 
-def test_giving_up_an_await_ends_its_calls_and_the_executor_goes_on(tmp_path: Path) -> None:
+def test_cancelling_an_await_ends_its_calls_and_the_executor_stays_usable(tmp_path: Path) -> None:
     def cancel(made: ToolExecutor, calls: list[Any], begun: Callable[[], bool]) -> None:
         async def work() -> None:
             waiting = asyncio.ensure_future(made.run_async(calls))
@@ -211,7 +213,7 @@ def test_giving_up_an_await_ends_its_calls_and_the_executor_goes_on(tmp_path: Pa
         assert output_of(made, "add", a=1) == 2
 
 
-def test_close_ends_what_other_threads_wait_for_and_what_is_awaited(tmp_path: Path) -> None:
+def test_close_ends_the_calls_of_other_threads_and_awaited_calls(tmp_path: Path) -> None:
     raised: list[BaseException] = []
 
     def close(made: ToolExecutor, calls: list[Any], begun: Callable[[], bool]) -> None:
@@ -244,7 +246,7 @@ def test_close_ends_what_other_threads_wait_for_and_what_is_awaited(tmp_path: Pa
 # --- ends
 
 
-def test_after_close_nothing_is_left() -> None:
+def test_close_leaves_no_process_and_no_folder() -> None:
     before = set(threading.enumerate())
     made = ToolExecutor(CATALOGUE, num_workers=2)
     assert all(result.ok for result in made.run([call("meet", number=2)] * 2))
@@ -258,7 +260,7 @@ def test_after_close_nothing_is_left() -> None:
     assert not made.root.exists()
 
 
-def test_an_executor_that_is_forgotten_ends() -> None:
+def test_a_garbage_collected_executor_ends_its_processes() -> None:
     made = ToolExecutor(CATALOGUE, num_workers=1)
     seen = output_of(made, "who")
     root = made.root
@@ -267,14 +269,14 @@ def test_an_executor_that_is_forgotten_ends() -> None:
     assert soon(lambda: not exists(seen["parent"]) and not exists(seen["pid"]) and not root.exists())
 
 
-def test_it_cannot_be_pickled_or_copied(executor: ToolExecutor) -> None:
+def test_an_executor_cannot_be_pickled_or_copied(executor: ToolExecutor) -> None:
     for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="owns processes"):
             attempt(executor)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_it_is_refused_after_a_fork(executor: ToolExecutor) -> None:
+def test_an_executor_refuses_calls_in_a_forked_process(executor: ToolExecutor) -> None:
     pid = os.fork()
     if pid == 0:
         try:
@@ -288,7 +290,7 @@ def test_it_is_refused_after_a_fork(executor: ToolExecutor) -> None:
     assert output_of(executor, "add", a=1) == 2
 
 
-def test_what_tools_have_locked_is_removed_too() -> None:
+def test_folders_without_permissions_are_removed_on_close() -> None:
     with ToolExecutor(CATALOGUE, allow=["async_nap"]) as made:
         locked = made.root / "a" / "b"
         locked.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Hostile calls: each is refused, or ends with the error that says why, and the calls beside and after it work.
+"""Hostile calls: each is refused or ends with an error that says why, and calls at the same time and later work.
 
 Paths, options, sizes and shapes come from whoever writes arguments, and so are hostile. In some cases a tool misbehaves
 (`hostile_tools.misbehave`), as a tool does whose code a hostile argument has turned against it.
@@ -132,7 +132,7 @@ class Raises(Mapping[str, Any]):
 
 
 class Endless(Mapping[str, Any]):
-    """Arguments of which there are always more."""
+    """Arguments that never end."""
 
     def __getitem__(self, key: str) -> Any:
         return 1
@@ -328,7 +328,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def executor(others: frozenset[int], log: Path) -> Iterator[ToolExecutor]:
-    """An executor with a folder full of temptations, and a secret beside it."""
+    """An executor whose folder holds files to attack, with a secret file next to it."""
     allow = [name for name in CATALOGUE if name != "nap"]
     with ToolExecutor(
         CATALOGUE, allow=allow, num_workers=4, timeout=LONG, max_output_bytes=MAX_OUTPUT, limits=LIMITS, log_path=log
@@ -360,7 +360,7 @@ def descendants(pid: int) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_ends_as_it_must_and_does_no_harm_to_the_calls_beside_and_after_it(
+def test_each_hostile_call_ends_as_required_and_harms_no_other_call(
     executor: ToolExecutor, others: frozenset[int], log: Path, kind: str, subtests: pytest.Subtests
 ) -> None:
     cases = [case for case in KINDS[kind] if OWN_USERS or not case.own_user]
@@ -395,7 +395,7 @@ def test_each_ends_as_it_must_and_does_no_harm_to_the_calls_beside_and_after_it(
     assert soon(at_rest)
 
 
-def test_they_leave_nothing_behind(executor: ToolExecutor) -> None:
+def test_hostile_calls_leave_no_process_file_or_descriptor_behind(executor: ToolExecutor) -> None:
     """No process, no file and no descriptor is left, and the program is as it was."""
 
     def program() -> tuple[Any, ...]:

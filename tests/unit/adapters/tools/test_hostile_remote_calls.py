@@ -1,4 +1,4 @@
-"""Calls of remote tools that mean harm: each ends as it must, and holds up none beside it."""
+"""Hostile calls of remote tools: each ends as required and delays no other call."""
 
 import asyncio
 import contextlib
@@ -137,7 +137,7 @@ CASES: list[tuple[str, Any, Any]] = [
 ]  # fmt: skip
 
 
-def test_each_ends_as_it_must_and_another_call_is_answered_meanwhile(
+def test_each_hostile_remote_call_ends_as_required_while_another_is_answered(
     tmp_path: Path, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("adapters.tools.execution._GRACE_SECONDS", 0.1)
@@ -167,7 +167,7 @@ def test_each_ends_as_it_must_and_another_call_is_answered_meanwhile(
     assert log.read_bytes().count(b"\n") >= len(CASES) + num_answered
 
 
-def test_paths_and_patterns_do_not_go_together() -> None:
+def test_a_remote_tool_with_both_paths_and_patterns_is_refused() -> None:
     parameters = {
         "type": "object",
         "properties": {"path": {"type": "string", "format": "path"}, "name": {"type": "string", "pattern": "a"}},
@@ -177,7 +177,7 @@ def test_paths_and_patterns_do_not_go_together() -> None:
         ToolExecutor(ToolCatalogue([tool]))
 
 
-def test_without_fork_remote_tools_without_patterns_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fork_only_remote_tools_without_patterns_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "fork")
     with pytest.raises(ConfigError, match=r"needs Unix .* must not have `pattern`"):
         ToolExecutor(CATALOGUE)
@@ -185,7 +185,7 @@ def test_without_fork_remote_tools_without_patterns_are_left(monkeypatch: pytest
         assert made.run([ToolCall(tool="echo", arguments={"value": 1})])[0].output == 1
 
 
-def test_only_what_may_take_long_is_checked_by_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_argument_checks_start_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError
 

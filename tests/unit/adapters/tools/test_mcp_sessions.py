@@ -50,7 +50,7 @@ def test_leaving_the_block_ends_the_server_and_its_tools(monkeypatch: pytest.Mon
     assert soon(lambda: set(threading.enumerate()) <= before)
 
 
-def test_a_call_in_flight_when_the_block_is_left() -> None:
+def test_leaving_the_block_ends_a_running_call_with_an_error() -> None:
     async def leave() -> None:
         with by_hand() as server:
             tools = by_name(server)
@@ -63,7 +63,7 @@ def test_a_call_in_flight_when_the_block_is_left() -> None:
         asyncio.run(leave())
 
 
-def test_a_server_that_dies_is_told_with_its_last_words_and_its_calls_have_results() -> None:
+def test_a_server_that_dies_is_reported_with_its_stderr_and_its_calls_fail() -> None:
     with by_hand() as server:
         tools = by_name(server)
         with ToolExecutor(ToolCatalogue(tools.values())) as executor:
@@ -75,7 +75,7 @@ def test_a_server_that_dies_is_told_with_its_last_words_and_its_calls_have_resul
             ask(tools["waits"])
 
 
-def test_a_server_that_is_killed_leaves_the_others_alone() -> None:
+def test_killing_one_server_does_not_affect_the_others() -> None:
     with by_hand() as other, by_hand() as server:
         own = by_name(server)
         os.kill(process_of(own), signal.SIGKILL)
@@ -84,7 +84,7 @@ def test_a_server_that_is_killed_leaves_the_others_alone() -> None:
         assert ask(by_name(other)["waits"]) == "0"
 
 
-def test_a_server_that_cannot_start(subtests: pytest.Subtests) -> None:
+def test_a_server_that_cannot_start_is_refused_with_the_reason(subtests: pytest.Subtests) -> None:
     for command, text in (
         (["/no/such/program"], "FileNotFoundError.*Run the command in a terminal"),
         (["/no/such\0program"], "could not be started: ValueError: .*null byte"),
@@ -144,7 +144,7 @@ def over_http() -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
         process.wait()
 
 
-def test_a_server_over_http_and_its_end() -> None:
+def test_a_server_over_http_answers_calls_and_its_end_is_an_error() -> None:
     with over_http() as (url, process):
         with MCPServer(url=url) as server:
             tools = by_name(server)
@@ -161,7 +161,7 @@ def test_a_server_over_http_and_its_end() -> None:
 # --- servers that are less polite
 
 
-def test_all_pages_of_the_list_are_read_and_the_older_handshake_is_spoken() -> None:
+def test_all_pages_of_tools_are_read_and_the_older_handshake_works() -> None:
     schema = {"type": "object"}
     listed = [{"name": f"tool{place}", "inputSchema": schema, "description": f"No. {place}."} for place in range(3)]
     with by_hand(*listed) as server:
@@ -175,7 +175,7 @@ def test_all_pages_of_the_list_are_read_and_the_older_handshake_is_spoken() -> N
         assert ask(tools[1]) == '"tool1"'
 
 
-def test_names_that_a_tool_may_not_have_are_mapped_and_the_server_hears_its_own() -> None:
+def test_invalid_tool_names_are_mapped_and_the_server_receives_its_own_names() -> None:
     schema = {"type": "object"}
     with by_hand(
         {"name": "files/read all", "inputSchema": schema, "title": "Read it"}, {"name": "a" * 70, "inputSchema": schema}
@@ -187,7 +187,7 @@ def test_names_that_a_tool_may_not_have_are_mapped_and_the_server_hears_its_own(
         assert ask(second) == f'"{"a" * 70}"'
 
 
-def test_names_that_become_the_same_are_refused() -> None:
+def test_tool_names_that_become_equal_are_refused() -> None:
     schema = {"type": "object"}
     with (
         by_hand({"name": "a/b", "inputSchema": schema}, {"name": "a b", "inputSchema": schema}) as server,
@@ -196,7 +196,7 @@ def test_names_that_become_the_same_are_refused() -> None:
         server.tools()
 
 
-def test_a_list_that_breaks_the_protocol_is_told_by_its_place() -> None:
+def test_a_list_that_breaks_the_protocol_is_refused_with_its_place() -> None:
     good, bad = {"name": "good", "inputSchema": {"type": "object"}}, {"name": "bad", "inputSchema": {}}
     text = r"(?s)page 1 of its list of tools \(after 'good'\) does not follow the MCP .*: .*tools\.0\.inputSchema\.type"
     with pytest.raises(ConfigError, match=text), by_hand(good, bad):
@@ -206,7 +206,7 @@ def test_a_list_that_breaks_the_protocol_is_told_by_its_place() -> None:
 GOOD = {"name": "good", "inputSchema": {"type": "object", "properties": {"unit": {"enum": ["m", "km"]}}}}
 
 
-def test_a_tool_that_cannot_be_one_is_left_out_with_a_warning(subtests: pytest.Subtests) -> None:
+def test_an_unusable_tool_is_left_out_with_a_warning(subtests: pytest.Subtests) -> None:
     for name, schema, reason in (
         (
             "tuple",
@@ -238,7 +238,7 @@ def test_a_tool_that_cannot_be_one_is_left_out_with_a_warning(subtests: pytest.S
                 assert [tool.name for tool in server.tools(skip=[name])] == ["good"]
 
 
-def test_tools_of_schemas_that_are_true_or_false_are_tools_like_others() -> None:
+def test_tools_with_boolean_property_schemas_can_be_called() -> None:
     schema = {"type": "object", "properties": {"any": True, "never": False, "unit": {"enum": ["m", "km"]}}}
     with by_hand({"name": "free", "inputSchema": schema}) as server:
         (tool,) = server.tools()
@@ -249,7 +249,7 @@ def test_tools_of_schemas_that_are_true_or_false_are_tools_like_others() -> None
     assert isinstance(wrong.error, InvalidArgumentsError)
 
 
-def test_tools_that_are_skipped() -> None:
+def test_skipped_tools_are_left_out_and_unknown_ones_refused() -> None:
     with by_hand(listing("a/b"), listing("a b"), listing("add")) as server:
         first, second = server.tools(skip=("a/b",))
         assert (first.name, second.name) == ("a_b", "add")
@@ -262,7 +262,7 @@ def test_tools_that_are_skipped() -> None:
 # --- settings
 
 
-def test_arguments_that_contradict_one_another(subtests: pytest.Subtests) -> None:
+def test_contradictory_or_invalid_server_arguments_are_refused(subtests: pytest.Subtests) -> None:
     for make, text in (
         (lambda: MCPServer(), "not both"),
         (lambda: MCPServer(["a"], url="http://b"), "not both"),
@@ -275,7 +275,7 @@ def test_arguments_that_contradict_one_another(subtests: pytest.Subtests) -> Non
             make()
 
 
-def test_without_the_sdk_the_module_imports_and_a_server_says_what_to_install() -> None:
+def test_without_the_sdk_the_module_imports_and_a_server_names_the_extra() -> None:
     code = """
 import sys
 import tests.support.light_packages

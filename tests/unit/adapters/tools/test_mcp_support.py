@@ -3,7 +3,7 @@
 from adapters.tools.mcp_support import plain_schema
 
 
-def test_schemas_that_refer_to_themselves_or_narrow_what_they_refer_to_stay_as_they_are() -> None:
+def test_self_referring_and_narrowing_schemas_are_not_inlined() -> None:
     tree = {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]}
     schema = {
         "type": "object",

@@ -1,4 +1,4 @@
-"""Tools of a real MCP server, made with the official SDK: what it offers, many calls, and calls that are learned from."""
+"""Tools of a real MCP server made with the official SDK: its list of tools, many calls, and training on calls."""
 
 import asyncio
 import dataclasses
@@ -64,7 +64,9 @@ def test_enumerations_are_found_behind_references_and_beside_null(tools: dict[st
     assert [choice.values for choice in tools["weather"].choices] == [("celsius", "fahrenheit")]
 
 
-def test_what_a_call_returns(tools: dict[str, Tool], subtests: pytest.Subtests) -> None:
+def test_a_call_returns_the_text_structure_or_image_summary_of_the_server(
+    tools: dict[str, Tool], subtests: pytest.Subtests
+) -> None:
     for name, arguments, output in (
         ("add", {"a": 1.5, "b": 2}, "3.5"),
         ("weather", {"city": "Oslo", "unit": "fahrenheit"}, {"city": "Oslo", "degrees": 68.0}),
@@ -75,7 +77,7 @@ def test_what_a_call_returns(tools: dict[str, Tool], subtests: pytest.Subtests) 
             assert ask(tools[name], **arguments) == output
 
 
-def test_a_tool_that_fails_raises_what_the_server_said(tools: dict[str, Tool], subtests: pytest.Subtests) -> None:
+def test_a_failing_tool_raises_the_servers_message(tools: dict[str, Tool], subtests: pytest.Subtests) -> None:
     for name, arguments, text in (
         ("refuse", {}, r"^not today$"),
         ("fail", {"reason": "no paper"}, r"^Error executing tool fail"),
@@ -90,7 +92,7 @@ def test_a_tool_that_fails_raises_what_the_server_said(tools: dict[str, Tool], s
 # --- many calls
 
 
-def test_event_loops_of_several_threads_share_a_server(tools: dict[str, Tool]) -> None:
+def test_event_loops_of_several_threads_can_share_a_server(tools: dict[str, Tool]) -> None:
     sums: dict[int, str] = {}
 
     def work(number: int) -> None:
@@ -104,7 +106,7 @@ def test_event_loops_of_several_threads_share_a_server(tools: dict[str, Tool]) -
     assert sums == {0: "1", 1: "2", 2: "3", 3: "4"}
 
 
-def test_a_call_that_is_given_up_is_cancelled_at_the_server(tools: dict[str, Tool]) -> None:
+def test_a_cancelled_call_is_cancelled_at_the_server(tools: dict[str, Tool]) -> None:
     """While it waits, the server answers other calls."""
     before = ask(tools["waits"])
 
@@ -121,7 +123,7 @@ def test_a_call_that_is_given_up_is_cancelled_at_the_server(tools: dict[str, Too
     assert ask(tools["waits"]) == {"begun": before["begun"] + 1, "cancelled": before["cancelled"] + 1}
 
 
-def test_two_servers_at_once(tools: dict[str, Tool], tmp_path: Path) -> None:
+def test_two_servers_can_be_used_at_once(tools: dict[str, Tool], tmp_path: Path) -> None:
     with by_hand(cwd=tmp_path) as server:
         second = by_name(server)
         assert second["place"].category == "by hand"
@@ -141,9 +143,7 @@ def catalogue_of(tools: dict[str, Tool], *names: str) -> ToolCatalogue:
     return ToolCatalogue([tools[name] for name in names])
 
 
-def test_a_call_that_hangs_ends_at_its_own_timeout_and_each_call_is_a_line_of_the_log(
-    tools: dict[str, Tool], tmp_path: Path
-) -> None:
+def test_a_hanging_call_ends_at_its_timeout_and_every_call_is_logged(tools: dict[str, Tool], tmp_path: Path) -> None:
     before = ask(tools["waits"])
     calls = [
         ToolCall(tool="add", arguments={"a": 1, "b": 2}),
@@ -188,7 +188,7 @@ REFUSED = [
 ]
 
 
-def test_what_is_refused_never_reaches_the_server(tools: dict[str, Tool], subtests: pytest.Subtests) -> None:
+def test_refused_arguments_never_reach_the_server(tools: dict[str, Tool], subtests: pytest.Subtests) -> None:
     before = ask(tools["waits"])
     with ToolExecutor(ToolCatalogue(tools.values()), allow=set(tools) - {"die"}, timeout=LONG) as executor:
         results = executor.run([ToolCall(tool=name, arguments=arguments) for name, arguments, *_ in REFUSED])
@@ -199,7 +199,7 @@ def test_what_is_refused_never_reaches_the_server(tools: dict[str, Tool], subtes
     assert ask(tools["waits"]) == before
 
 
-def test_an_output_that_is_too_large_is_not_let_through(tools: dict[str, Tool]) -> None:
+def test_an_output_that_is_too_large_is_an_error(tools: dict[str, Tool]) -> None:
     calls = [ToolCall(tool="weather", arguments={"city": city}) for city in ("Oslo", "x" * 500)]
     with ToolExecutor(catalogue_of(tools, "weather"), max_output_bytes=100) as executor:
         short, long = executor.run(calls)

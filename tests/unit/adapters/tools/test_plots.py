@@ -1,4 +1,4 @@
-"""Pictures: what is drawn is what was counted, and it can be read."""
+"""Plots show the counted values with readable labels."""
 
 from collections.abc import Iterator
 
@@ -46,7 +46,7 @@ def labels(ticks: list) -> list[str]:
     return [tick.get_text() for tick in ticks]
 
 
-def test_confusion_has_a_panel_per_report_with_shares_of_each_row(tmp_path) -> None:
+def test_plot_confusion_draws_a_panel_per_report_with_row_shares(tmp_path) -> None:
     path = tmp_path / "new" / "confusion.png"
     figure = plot_confusion({"before": BEFORE, "after": AFTER}, path)
     assert path.read_bytes().startswith(PNG)
@@ -64,14 +64,14 @@ def test_confusion_has_a_panel_per_report_with_shares_of_each_row(tmp_path) -> N
     np.testing.assert_allclose(drawn[1], [[1, 0, 0, 0], [0, 0.5, 0, 0.5], [0, 0, 1, 0], [0, 0, 0, 0]])
 
 
-def test_confusion_of_categories() -> None:
+def test_plot_confusion_of_categories_draws_the_share_of_each_category() -> None:
     figure = plot_confusion({"after": AFTER}, None, of="category")
     axis = figure.axes[0]
     assert labels(axis.get_xticklabels()) == ["first", "second", "?"]
     np.testing.assert_allclose(np.asarray(axis.images[0].get_array()), [[5 / 6, 0, 1 / 6], [0, 1, 0], [0, 0, 0]])
 
 
-def test_accuracy_has_a_named_line_per_curve(tmp_path) -> None:
+def test_plot_accuracy_draws_a_named_line_per_curve(tmp_path) -> None:
     path = tmp_path / "new" / "accuracy.png"
     curves = {"GRPO": ([0, 100, 200], [0.03, 0.5, 0.98]), "another": ([0, 200], [0.03, 0.4])}
     figure = plot_accuracy(curves, str(path))
@@ -87,7 +87,7 @@ def test_accuracy_has_a_named_line_per_curve(tmp_path) -> None:
     assert high >= 1
 
 
-def test_a_figure_that_is_written_leaves_pyplot_and_its_backend_alone(tmp_path) -> None:
+def test_a_written_figure_does_not_touch_pyplot_or_its_backend(tmp_path) -> None:
     from matplotlib import pyplot
 
     mpl.use("svg")
@@ -97,7 +97,7 @@ def test_a_figure_that_is_written_leaves_pyplot_and_its_backend_alone(tmp_path) 
     assert pyplot.get_fignums() == []
 
 
-def test_a_figure_that_is_shown_is_one_of_pyplots() -> None:
+def test_a_shown_figure_belongs_to_pyplot() -> None:
     from matplotlib import pyplot
 
     shown = [plot_accuracy({"GRPO": ([0, 1], [0.0, 1.0])}, None), plot_confusion({"after": AFTER}, None)]

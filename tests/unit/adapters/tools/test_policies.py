@@ -41,7 +41,7 @@ KINDS: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_conformance_kit_finds_nothing(kind: str) -> None:
+def test_every_kind_of_policy_passes_the_conformance_kit(kind: str) -> None:
     made, states = KINDS[kind]()
     report = check_policy(made, states, strict=True)
     looked_at = ("score_actions", "score_groups", "sample_actions", "generated samples", "sampled samples", "entropy")
@@ -53,7 +53,7 @@ def test_the_conformance_kit_finds_nothing(kind: str) -> None:
 # --- probabilities
 
 
-def test_everything_is_as_likely_as_everything_else_at_the_start() -> None:
+def test_an_untrained_policy_is_uniform_over_tools_and_values() -> None:
     for options, states in (({}, TEXTS[:1]), ({"hidden": [6]}, TEXTS[:1]), ({"num_features": 3}, VECTORS[:1])):
         scores = policy(random=False, **options).score_actions(states * len(ALL_CALLS), ALL_CALLS)
         for row, made in zip(scores.log_probs, ALL_CALLS, strict=True):
@@ -62,7 +62,7 @@ def test_everything_is_as_likely_as_everything_else_at_the_start() -> None:
             torch.testing.assert_close(row, torch.tensor(expected), rtol=0, atol=1e-6)
 
 
-def test_log_probs_are_those_of_the_formula() -> None:
+def test_log_probs_equal_the_documented_formula() -> None:
     """Written out for one call of one state: softmax(e . (W h + b + 20 s x)), and the same with e' for each parameter."""
     made, encoder = policy(), HashingEncoder(48)
     x = encoder([TEXTS[2]])[0]
@@ -99,7 +99,7 @@ def test_the_probabilities_of_all_calls_add_up_to_one(subtests: pytest.Subtests)
                 assert float(log_probs.exp().sum()) == pytest.approx(1, abs=1e-12)
 
 
-def test_entropy_is_that_of_the_enumerated_calls() -> None:
+def test_the_entropy_equals_that_of_the_enumerated_calls() -> None:
     """- sum p log p over all calls = H(tool) + sum_k p(k) sum_j H(parameter j of k)."""
     made = policy().double()
     for text in TEXTS:
@@ -112,7 +112,7 @@ def test_entropy_is_that_of_the_enumerated_calls() -> None:
         assert bool((scores.entropy[:, 0] == scores.entropy[0, 0]).all())
 
 
-def test_entropy_of_each_step_by_hand() -> None:
+def test_the_entropy_of_each_step_equals_hand_worked_values() -> None:
     made = policy(random=False)
     entropy = made.score_actions(
         TEXTS[:3], [call("ping"), call("convert", unit="mile"), call("shout", tone="soft")]
@@ -122,7 +122,7 @@ def test_entropy_of_each_step_by_hand() -> None:
     torch.testing.assert_close(entropy, expected, rtol=0, atol=1e-6)
 
 
-def test_sampled_log_probs_are_the_scored_ones() -> None:
+def test_log_probs_of_samples_equal_the_scored_ones() -> None:
     for options, states in (
         ({}, TEXTS), ({"hidden": [8]}, TEXTS), ({"available": by_first_letter}, TEXTS), ({"num_features": 3}, VECTORS),
     ):  # fmt: skip
@@ -160,7 +160,7 @@ def frequencies(made: Any, text: str, seed: int, num_draws: int = 20_000) -> Ten
     )
 
 
-def test_calls_are_as_frequent_as_their_probabilities_say() -> None:
+def test_sampled_calls_are_as_frequent_as_their_probabilities() -> None:
     made = policy().double()
     with torch.no_grad():
         expected = made.get_log_probabilities([TEXTS[1]] * len(ALL_CALLS), ALL_CALLS).exp().numpy() * 20_000
@@ -194,8 +194,8 @@ def test_predict_takes_the_likeliest_tool_then_the_likeliest_values() -> None:
     assert made.predict(TEXTS) == [made.predict([text])[0] for text in TEXTS]
 
 
-def test_calls_can_be_counted() -> None:
-    """By the conformance kit, and by whoever wants to know what was called how often."""
+def test_equal_calls_are_equal_and_hashable() -> None:
+    """The conformance kit counts calls, and so may users."""
     assert len({*ALL_CALLS, *ALL_CALLS}) == len(ALL_CALLS)
     one, same = (call("sort", items=["b", {"a": [1]}], number=number, ending=None) for number in (1, 1.0))
     assert one == same
@@ -205,7 +205,7 @@ def test_calls_can_be_counted() -> None:
 # --- steps
 
 
-def test_steps_are_padded_to_the_longest_call_that_is_there() -> None:
+def test_steps_are_padded_to_the_longest_call_of_the_batch() -> None:
     made = policy()
     scores = made.score_actions(TEXTS[:3], [call("ping"), call("shout", tone="soft"), call("convert", unit="mile")])
     yes, no = True, False
@@ -216,8 +216,8 @@ def test_steps_are_padded_to_the_longest_call_that_is_there() -> None:
     assert short.log_probs.shape == short.mask.shape == short.entropy.shape == (2, 1)
 
 
-def test_nothing_comes_back_through_padding() -> None:
-    """Poison: NaN as the gradient of what is masked reaches no weight."""
+def test_nan_gradients_of_padding_reach_no_weight() -> None:
+    """The gradient of masked log-probs is set to NaN."""
     made = policy(hidden=[4])
     calls = [call("ping"), call("shout", tone="soft"), call("convert", unit="mile")]
 
@@ -239,7 +239,7 @@ def test_nothing_comes_back_through_padding() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"hidden": [6]}, {"available": without_ping}, {"num_features": 3, "hidden": [6, 4]}]
 )
-def test_gradients_are_those_of_finite_differences(options: dict[str, Any]) -> None:
+def test_gradients_agree_with_finite_differences(options: dict[str, Any]) -> None:
     made = policy(**options).double()
     calls = ALL_CALLS[1:]
     states = (VECTORS if "num_features" in options else TEXTS)[:1] * len(calls)
@@ -264,8 +264,8 @@ def test_gradients_are_those_of_finite_differences(options: dict[str, Any]) -> N
         assert exact == pytest.approx(numeric, rel=1e-5, abs=1e-7), name
 
 
-def test_a_large_gradient_of_the_entropy_stays_finite() -> None:
-    """The log-prob of what is masked is almost -inf: twice that would be."""
+def test_the_gradient_of_a_strongly_weighted_entropy_is_finite() -> None:
+    """The log-prob of an unavailable tool is near the smallest float, so doubling it would give -inf."""
     made = policy(available=without_ping)
     scores = made.score_actions(TEXTS[:1], [call("convert", unit="mile")])
     (1e6 * scores.entropy.sum()).backward()
@@ -297,7 +297,7 @@ def test_values_of_other_tools_get_exactly_no_gradient() -> None:
 # --- masks
 
 
-def test_what_is_not_available_is_never_drawn() -> None:
+def test_an_unavailable_tool_is_never_drawn() -> None:
     """Although it is by far the likeliest of all."""
     made = policy(random=False, available=without_ping)
     with torch.no_grad():
@@ -309,7 +309,7 @@ def test_what_is_not_available_is_never_drawn() -> None:
     assert sum(one.tool == "ping" for one in made.generate_actions(TEXTS[:1], 1_000)[0]) > 900
 
 
-def test_the_others_share_the_probability_of_what_is_not_available() -> None:
+def test_available_tools_share_the_probability_of_unavailable_ones() -> None:
     made = policy()
     everything = made.tool_probabilities(TEXTS)
     made.available = without_ping
@@ -322,7 +322,7 @@ def test_the_others_share_the_probability_of_what_is_not_available() -> None:
     assert float(scores.entropy[0, 0]) == pytest.approx(float(-(p * p.log()).sum()), abs=1e-6), "among three"
 
 
-def test_each_state_has_its_own_mask() -> None:
+def test_availability_is_decided_per_state() -> None:
     made = policy(available=by_first_letter)
     positive = made.tool_probabilities(TEXTS) > 0
     yes, no = True, False
@@ -332,7 +332,7 @@ def test_each_state_has_its_own_mask() -> None:
     assert alone.entropy.tolist() == [[0.0]]
 
 
-def test_no_gradient_comes_through_what_is_not_available() -> None:
+def test_no_gradient_flows_through_unavailable_tools() -> None:
     made = policy(available=without_ping)
     tools, _ = gradient_of_vectors(made, TEXTS[:2], [call("shout", tone="soft"), call("convert", unit="mile")])
     assert bool((tools[0] == 0).all())
@@ -342,7 +342,7 @@ def test_no_gradient_comes_through_what_is_not_available() -> None:
         assert bool(gradient.isfinite().all())
 
 
-def test_something_has_to_be_available() -> None:
+def test_a_state_without_any_available_tool_is_refused() -> None:
     made = policy(available=lambda state: ["ping"] if state == TEXTS[0] else ["fly", "swim"])
     with pytest.raises(
         ContractError, match=r"must name at least one tool of the catalogue; for state 1 it named \['fly', 'swim'\]"
@@ -353,8 +353,8 @@ def test_something_has_to_be_available() -> None:
         made.sample_actions(TEXTS, 2)
 
 
-def test_what_is_not_available_is_not_available_in_half_precision_either(subtests: pytest.Subtests) -> None:
-    """The least number of float16 is -65504, a log-prob like any other."""
+def test_unavailable_tools_stay_impossible_in_half_precision(subtests: pytest.Subtests) -> None:
+    """The smallest float16 number is -65504, which could be an ordinary log-prob."""
     for dtype in (torch.bfloat16, torch.float16):
         with subtests.test(str(dtype)):
             made = policy(available=without_ping, scale=0.05).to(dtype)

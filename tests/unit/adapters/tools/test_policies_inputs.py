@@ -33,7 +33,7 @@ from tests.support.tool_policies import (
 # --- what cannot be scored or read
 
 
-def test_calls_that_it_cannot_have_made_are_named(subtests: pytest.Subtests) -> None:
+def test_calls_the_policy_cannot_have_made_are_refused_by_name(subtests: pytest.Subtests) -> None:
     for wrong, message in (
         (call("fly"), "one of the tools ping, shout, convert, whisper; got 'fly'"),
         (call("shout", tone="shrill"), r"shout\.tone must be one of \['loud', 'soft', 'plain'\]; got 'shrill'"),
@@ -48,7 +48,7 @@ def test_calls_that_it_cannot_have_made_are_named(subtests: pytest.Subtests) -> 
                 made.score_groups(TEXTS[:1], [[call("ping"), wrong]])
 
 
-def test_states_are_texts_unless_told_otherwise() -> None:
+def test_states_that_are_no_texts_are_refused_by_default() -> None:
     with pytest.raises(
         ContractError, match=r"states must be texts; got list\. Pass num_features=\.\.\. if states are vectors"
     ):
@@ -57,7 +57,7 @@ def test_states_are_texts_unless_told_otherwise() -> None:
         policy(describe=lambda state: state | {}).predict([{"text": TEXTS[0]}])
 
 
-def test_vectors_have_the_length_that_was_agreed(subtests: pytest.Subtests) -> None:
+def test_state_vectors_of_another_length_are_refused(subtests: pytest.Subtests) -> None:
     for states, got in (
         ([[1.0, 2.0]], r"\[2\]"),
         ([VECTORS[0], [1.0] * 4], r"\[4\]"),
@@ -78,10 +78,10 @@ def test_sizes_below_one_are_refused(subtests: pytest.Subtests) -> None:
             policy(**options)
 
 
-# --- nothing is asked
+# --- no states
 
 
-def test_of_no_states_there_are_no_calls_and_no_scores(subtests: pytest.Subtests) -> None:
+def test_no_states_give_no_calls_and_no_scores(subtests: pytest.Subtests) -> None:
     for options in (
         {},
         {"num_features": 3},
@@ -127,14 +127,14 @@ def test_a_task_is_its_text_and_its_slots_fill_what_is_free() -> None:
             assert one.arguments["unit"] in ("mile", "foot"), "decided, not filled in"
 
 
-def test_what_is_filled_in_is_no_decision() -> None:
+def test_arguments_filled_in_do_not_change_the_log_prob() -> None:
     made = policy()
     bare, filled = call("shout", tone="soft"), call("shout", tone="soft", text="hello")
     scores = made.score_actions(TEXTS[:1] * 2, [bare, filled])
     assert torch.equal(scores.log_probs[0], scores.log_probs[1])
 
 
-def test_describing_and_filling_can_be_replaced() -> None:
+def test_describe_and_fill_can_be_replaced_by_the_user() -> None:
     made = policy(
         describe=lambda state: state["asked"], fill=lambda state, tool: {"text": f"{state['name']} to {tool.name}"}
     )
@@ -144,7 +144,7 @@ def test_describing_and_filling_can_be_replaced() -> None:
     assert texts == {"ping": None, "convert": None, "shout": "Ann to shout", "whisper": "Ann to whisper"}
 
 
-def test_an_encoder_is_asked_once_per_text() -> None:
+def test_the_encoder_is_called_once_per_text() -> None:
     asked: list[str] = []
 
     def encode(texts: Sequence[str]) -> Tensor:
@@ -180,7 +180,7 @@ def test_a_tool_that_is_added_changes_no_weight_and_no_ratio() -> None:
     check_policy(made, TEXTS, strict=True)
 
 
-def test_a_tool_is_known_by_its_description() -> None:
+def test_an_added_tool_is_likely_for_requests_with_words_of_its_description() -> None:
     """With s alone (W = 0), a new tool is likely where the request has its words."""
     made = policy(random=False)
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_a_tool_is_known_by_its_description() -> None:
     assert int(made.tool_probabilities(["please answer this greeting"])[0].argmax()) == 4
 
 
-def test_a_name_that_is_taken_is_refused_and_nothing_changes() -> None:
+def test_adding_a_tool_with_a_used_name_is_refused_and_changes_nothing() -> None:
     made = policy()
     before = made.tool_probabilities(TEXTS)
     with pytest.raises(ConfigError, match="several have ping"):
@@ -197,7 +197,7 @@ def test_a_name_that_is_taken_is_refused_and_nothing_changes() -> None:
     assert torch.equal(made.tool_probabilities(TEXTS), before)
 
 
-def test_no_weight_belongs_to_one_tool() -> None:
+def test_the_shapes_of_weights_do_not_depend_on_the_tools() -> None:
     shapes = [
         {name: value.shape for name, value in policy(catalogue).get_parameters().items()}
         for catalogue in (CATALOGUE, CATALOGUE.without("convert", "whisper"))
@@ -212,8 +212,8 @@ def test_no_weight_belongs_to_one_tool() -> None:
     }
 
 
-def test_a_copy_is_a_policy_of_its_own() -> None:
-    """What is left out too: a reference policy is a copy."""
+def test_a_copied_policy_is_independent_of_the_original() -> None:
+    """A reference policy is a copy. The copy also recognises arguments that were left out."""
     made = policy()
     other = copy.deepcopy(made)
     calls = [call("convert", unit="mile"), call("convert", unit="foot", exact=False)]
@@ -227,7 +227,7 @@ def test_a_copy_is_a_policy_of_its_own() -> None:
     assert torch.equal(made.tool_probabilities(TEXTS), before)
 
 
-def test_it_works_in_double_precision(subtests: pytest.Subtests) -> None:
+def test_a_policy_works_in_double_precision(subtests: pytest.Subtests) -> None:
     for options, states in (({}, TEXTS), ({"num_features": 3, "hidden": [4]}, VECTORS)):
         with subtests.test(str(options)):
             single = policy(**options)
@@ -255,7 +255,7 @@ def test_log_probs_of_a_policy_in_half_precision_are_single_precision(subtests: 
             assert {value.grad.dtype for value in made.parameters() if value.grad is not None} == {dtype}
 
 
-def test_all_that_it_looks_up_moves_with_it() -> None:
+def test_lookup_tables_move_with_the_policy_to_a_device() -> None:
     made = policy().to("meta")
     assert {value.device.type for value in itertools.chain(made.buffers(), made.parameters())} == {"meta"}
     made.add_tools(Tool.from_function(pong))
@@ -287,8 +287,8 @@ def test_a_batch_may_hold_fewer_decisions_than_the_longest_tool_has():
             assert torch.equal(scores.mask, sampled.mask)
 
 
-def test_what_a_call_chose_is_not_taken_from_another_that_was_drawn():
-    """The policy remembers what it has just drawn by the objects themselves; others are read."""
+def test_a_call_similar_to_a_drawn_one_is_scored_by_its_own_values():
+    """The policy remembers the calls it has just drawn by identity. It reads the values of any other call."""
     policy = ToolSelectionPolicy(ToolCatalogue([Tool.from_function(ping), Tool.from_function(pong)]))
     torch.manual_seed(0)
     [calls] = policy.sample_actions(["any"], 16).actions
@@ -301,7 +301,7 @@ def test_what_a_call_chose_is_not_taken_from_another_that_was_drawn():
     assert policy.get_log_probabilities(["any"], [replace(drawn)]).item() == pytest.approx(likely)
 
 
-def test_a_call_of_a_tool_that_is_not_available_is_not_scored():
+def test_scoring_a_call_of_an_unavailable_tool_is_refused():
     policy = ToolSelectionPolicy(CATALOGUE, available=lambda state: {"ping"} if state == "closed" else None)
     calls = [call("ping"), call("shout", tone="loud")]
     policy.score_actions(["closed", "open"], calls)
@@ -313,7 +313,7 @@ def test_a_call_of_a_tool_that_is_not_available_is_not_scored():
 
 
 def test_threads_that_draw_from_one_policy_score_their_own_calls():
-    """As a service does; what one draws must not be taken for what another chose."""
+    """A service draws in several threads. A call drawn in one thread must not be scored with the choices of another."""
     made = policy()
     wrong: list[object] = []
 

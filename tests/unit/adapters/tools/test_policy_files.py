@@ -23,7 +23,7 @@ from tests.support.tool_policies import (
 )
 
 
-def test_what_was_saved_comes_back_bit_for_bit(tmp_path, subtests: pytest.Subtests) -> None:
+def test_a_saved_policy_is_loaded_bit_for_bit(tmp_path, subtests: pytest.Subtests) -> None:
     for options in ({}, {"hidden": [6, 5]}, {"num_features": 3}, {"num_features": 3, "hidden": [4]}):
         with subtests.test(str(options)):
             made, states = policy(**options), VECTORS if "num_features" in options else TEXTS
@@ -41,7 +41,7 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path, subtests: pytest.Subtes
             )
 
 
-def test_what_was_saved_can_choose_from_another_catalogue(tmp_path) -> None:
+def test_a_saved_policy_can_choose_from_another_catalogue(tmp_path) -> None:
     made = policy()
     made.save(tmp_path)
     larger = CATALOGUE.with_tools(Tool.from_function(pong))
@@ -50,17 +50,15 @@ def test_what_was_saved_can_choose_from_another_catalogue(tmp_path) -> None:
     assert torch.equal(loaded.tool_probabilities(TEXTS), made.tool_probabilities(TEXTS))
 
 
-def test_what_learned_with_another_encoder_is_refused(tmp_path, subtests: pytest.Subtests) -> None:
+def test_a_policy_trained_with_another_encoder_is_refused(tmp_path, subtests: pytest.Subtests) -> None:
     for other in (HashingEncoder(32), HashingEncoder(48, pair_weight=0), None):
         with subtests.test(str(other)):
             policy().save(tmp_path)
-            with pytest.raises(
-                ConfigError, match=r"trained with an.*encoder.*Pass the encoder of the training"
-            ):
+            with pytest.raises(ConfigError, match=r"trained with an.*encoder.*Pass the encoder of the training"):
                 ToolSelectionPolicy.load(tmp_path, CATALOGUE, encoder=other)
 
 
-def test_an_encoder_may_answer_with_another_precision(tmp_path) -> None:
+def test_a_loaded_encoder_may_return_another_precision(tmp_path) -> None:
     made = policy()
     made.save(tmp_path)
     loaded = ToolSelectionPolicy.load(tmp_path, CATALOGUE, encoder=lambda texts: HashingEncoder(48)(texts).bfloat16())
@@ -76,7 +74,7 @@ def load(folder: Path) -> Any:
     return ToolSelectionPolicy.load(folder, CATALOGUE, encoder=HashingEncoder(48))
 
 
-def test_weights_that_are_missing_or_cut_are_named(tmp_path, subtests: pytest.Subtests) -> None:
+def test_missing_or_truncated_weights_are_refused_by_name(tmp_path, subtests: pytest.Subtests) -> None:
     for length in (None, 0, 5, 100, -1):
         with subtests.test(str(length)):
             policy().save(tmp_path)
@@ -91,15 +89,21 @@ def test_weights_that_are_missing_or_cut_are_named(tmp_path, subtests: pytest.Su
                 load(tmp_path)
 
 
-def test_a_description_that_is_none_is_named(tmp_path, subtests: pytest.Subtests) -> None:
+def test_an_invalid_policy_json_is_refused(tmp_path, subtests: pytest.Subtests) -> None:
     for text, message in (
         (b"{", r"policy\.json is not JSON"),
         (b"\xff", r"policy\.json is not JSON"),
         (b"[" * 100_000, r"policy\.json is not JSON"),
         (b"[]", r"policy\.json must hold an object; got \[\]"),
         (b"{}", r"policy\.json must have num_features, hidden, num_text_features, weights_sha256"),
-        (b'{"num_features": "3", "hidden": [], "num_text_features": 48, "weights_sha256": ""}', "must have num_features with"),
-        (b'{"num_features": 3, "hidden": ["4"], "num_text_features": 48, "weights_sha256": ""}', "must have hidden with"),
+        (
+            b'{"num_features": "3", "hidden": [], "num_text_features": 48, "weights_sha256": ""}',
+            "must have num_features with",
+        ),
+        (
+            b'{"num_features": 3, "hidden": ["4"], "num_text_features": 48, "weights_sha256": ""}',
+            "must have hidden with",
+        ),
     ):
         with subtests.test(message):
             policy().save(tmp_path)
@@ -108,7 +112,7 @@ def test_a_description_that_is_none_is_named(tmp_path, subtests: pytest.Subtests
                 load(tmp_path)
 
 
-def test_sizes_that_were_altered_are_named(tmp_path) -> None:
+def test_altered_sizes_are_refused_by_name(tmp_path) -> None:
     policy(num_features=3, hidden=[4]).save(tmp_path)
     path = tmp_path / "policy.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden": [5]}))
@@ -116,7 +120,7 @@ def test_sizes_that_were_altered_are_named(tmp_path) -> None:
         load(tmp_path)
 
 
-def test_a_file_is_no_folder(tmp_path) -> None:
+def test_a_file_instead_of_a_folder_is_refused(tmp_path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file holds no policy: policy\.json is missing"):
         load(tmp_path / "file")
@@ -136,7 +140,7 @@ class Ended(BaseException):
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
 @pytest.mark.parametrize("place", [1, 2])
-def test_saving_that_is_interrupted_leaves_no_mixture(tmp_path, monkeypatch, function: str, place: int) -> None:
+def test_interrupted_saving_never_mixes_two_policies(tmp_path, monkeypatch, function: str, place: int) -> None:
     """Weights and description are both on the disk, and then both moved: before the first move the old policy is whole."""
     before, after = policy(), policy()
     before.save(tmp_path)

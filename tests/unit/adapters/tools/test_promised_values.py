@@ -95,7 +95,7 @@ def test_every_preset_for_tools_trains_on_drained_samples(subtests: pytest.Subte
 # --- advantages and returns
 
 
-def test_relative_advantages_as_the_preset_sets_them() -> None:
+def test_group_advantages_of_the_preset_equal_hand_worked_values() -> None:
     estimator = AdvantageEstimator(presets.tool_default().advantage)
     found = estimator(batch_from_groups({"one": four_samples(), "other": four_samples()[:2]}))
     # .8 and .6 alone: mean .7, deviations .1 and -.1, std .1
@@ -116,7 +116,7 @@ def test_the_advantage_of_a_terminal_step_is_reward_minus_value() -> None:
 # --- the result of an update
 
 
-def test_every_figure_of_an_update_by_hand() -> None:
+def test_every_metric_of_an_update_equals_hand_worked_values() -> None:
     """A uniform policy, (1/3, 1/3, 1/3); its reference has (1/2, 1/4, 1/4): logits log 2, 0, 0.
 
     policy loss  -(sum of advantages) / 4 = 0: the ratio is 1
@@ -151,7 +151,7 @@ def test_every_figure_of_an_update_by_hand() -> None:
     assert metrics["group_stats/num_groups"] * metrics["group_stats/avg_group_size"] == 4  # samples
 
 
-def test_the_gradient_norm_is_that_of_the_gradient() -> None:
+def test_the_reported_gradient_norm_equals_the_norm_of_the_gradient() -> None:
     """Against autograd, with the loss written out anew, where nothing is uniform; `max_grad_norm` is below it."""
     policy, reference = TwoNumbers(0.7, -0.4), TwoNumbers(-0.2, 0.5)
     batch = batch_from_groups({"task": four_samples()})
@@ -182,7 +182,7 @@ def test_the_gradient_norm_is_that_of_the_gradient() -> None:
     torch.testing.assert_close(moved, gradient * 0.01 / gradient.norm(), rtol=1e-4, atol=1e-9)
 
 
-def test_the_clip_fraction_by_hand() -> None:
+def test_the_clip_fraction_equals_hand_worked_values() -> None:
     """Two passes, with SGD at a rate of 2 and neither KL nor entropy.
 
     First: the ratios are 1; the gradient is (.158114, .158114), so a = b = -.316228.
@@ -231,7 +231,7 @@ def test_the_kl_coefficient_follows_a_sequence_of_measured_values() -> None:
 # --- what is left over of the mini-batches
 
 
-def test_an_update_takes_the_remainder_too() -> None:
+def test_an_update_also_uses_the_remaining_rows() -> None:
     rows_seen: list[int] = []
 
     class Counting(TwoNumbers):

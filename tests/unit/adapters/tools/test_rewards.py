@@ -103,7 +103,7 @@ CASES = {
 }  # fmt: skip
 
 
-def test_the_standard_rewards_by_hand(subtests: pytest.Subtests) -> None:
+def test_the_standard_rewards_equal_hand_worked_values(subtests: pytest.Subtests) -> None:
     for case in CASES:
         with subtests.test(case):
             asked, made, result, tool, parameters, ran = CASES[case]
@@ -116,7 +116,7 @@ def test_the_standard_rewards_by_hand(subtests: pytest.Subtests) -> None:
             )
 
 
-def test_rows_have_their_own_tasks_calls_and_results() -> None:
+def test_each_row_is_rewarded_by_its_own_task_call_and_result() -> None:
     rows = list(CASES.values())
     rewards = ToolRewards(Answers(*(row[2] for row in rows)), standard_rewards(CATALOGUE))
     found = rewards.compute_rewards([row[0] for row in rows], [row[1] for row in rows])
@@ -124,7 +124,7 @@ def test_rows_have_their_own_tasks_calls_and_results() -> None:
     assert float(found.max()) == pytest.approx(1.0)
 
 
-def test_when_an_argument_is_right(subtests: pytest.Subtests) -> None:
+def test_an_argument_is_right_exactly_if_it_equals_the_tasks_as_json(subtests: pytest.Subtests) -> None:
     for given, wanted, same in (
         (1, 1, True), (1, 1.0, True), (1, 2, False), (True, True, True), (True, 1, False), (0, False, False),
         ([True], [1], False), ({"b": [0]}, {"b": [False]}, False), ((1, 2), [1, 2], True), (np.ones(2), [1, 1], False),
@@ -137,14 +137,14 @@ def test_when_an_argument_is_right(subtests: pytest.Subtests) -> None:
             assert right_parameters(task("add", "arithmetic"), call("add", number=given), OK) == 0.0
 
 
-def test_each_part_can_be_asked_on_its_own() -> None:
+def test_each_standard_reward_can_be_called_on_its_own() -> None:
     made = call("sort", order="up", count=3)
     assert right_tool(CATALOGUE)(SORT, made, FAILED) == 0.5
     assert right_parameters(SORT, made, FAILED) == pytest.approx(0.3)
     assert executed("any text", made, OK) == 0.2
 
 
-def test_what_time_and_use_cost() -> None:
+def test_latency_and_call_costs_equal_hand_worked_values() -> None:
     assert latency_cost(2.0)(SORT, call("sort"), OK) == -0.5
     assert latency_cost(2.0)(SORT, call("sort"), FAILED) == -3.0
     assert latency_cost(0.0)(SORT, call("sort"), OK) == 0
@@ -154,7 +154,7 @@ def test_what_time_and_use_cost() -> None:
     assert call_cost(CATALOGUE)(SORT, call("fly"), FAILED) == 0
 
 
-def test_time_is_never_paid_for(subtests: pytest.Subtests) -> None:
+def test_latency_cost_refuses_negative_and_nan_rates(subtests: pytest.Subtests) -> None:
     for per_second in (-1.0, float("nan")):
         with (
             subtests.test(per_second=per_second),
@@ -163,7 +163,7 @@ def test_time_is_never_paid_for(subtests: pytest.Subtests) -> None:
             latency_cost(per_second)
 
 
-def test_weights() -> None:
+def test_the_reward_is_the_weighted_sum_of_its_functions() -> None:
     """1 * .5 + 2 * .15 + .5 * (-.5) + 1 * (-.5) = .05."""
     functions = {
         "tool": right_tool(CATALOGUE),
@@ -177,7 +177,7 @@ def test_weights() -> None:
     )
 
 
-def test_weights_belong_to_functions(subtests: pytest.Subtests) -> None:
+def test_weights_without_a_function_are_refused(subtests: pytest.Subtests) -> None:
     for functions, weights in (
         ({}, None),
         ({"ran": executed}, {"run": 1}),
@@ -190,7 +190,7 @@ def test_weights_belong_to_functions(subtests: pytest.Subtests) -> None:
             ToolRewards(Answers(OK), functions, weights)
 
 
-def test_any_function_of_task_call_and_result_will_do() -> None:
+def test_any_function_of_state_call_and_result_can_be_a_reward() -> None:
     """States need not be tasks."""
 
     def long_enough(request: str, made: ToolCall, result: ToolResult) -> bool:
@@ -213,7 +213,7 @@ CALLS = [
 TASKS = [SORT, SHUFFLE, SORT, SORT, SHUFFLE]
 
 
-def test_every_row_is_executed_once_however_many_functions_ask() -> None:
+def test_every_row_is_executed_once_for_all_reward_functions() -> None:
     executor = Answers(OK)
     ToolRewards(executor, standard_rewards(CATALOGUE)).compute_rewards(TASKS, CALLS)
     assert executor.asked == [CALLS]
@@ -232,7 +232,7 @@ def test_equal_calls_can_share_one_execution() -> None:
     assert components["slow"].tolist() == [-0.25, -1.5, -0.25, -4.0, -1.5]
 
 
-def test_results_are_shared_within_one_batch_only() -> None:
+def test_results_are_shared_only_within_one_batch() -> None:
     executor = Answers(OK)
     rewards = ToolRewards(executor, {"ran": executed}, reuse_results=True)
     for _ in range(2):
@@ -244,7 +244,7 @@ CIRCLE: dict[str, Any] = {}
 CIRCLE["a"] = CIRCLE
 
 
-def test_calls_that_no_tool_is_run_with_share_nothing(subtests: pytest.Subtests) -> None:
+def test_calls_that_cannot_be_executed_share_no_result(subtests: pytest.Subtests) -> None:
     for one, other in (
         (call("add", number={1}), call("add", number="{1}")),
         (ToolCall(tool="add", arguments={1: "a"}), call("add", **{"1": "a"})),  # type: ignore[dict-item]
@@ -262,8 +262,8 @@ def test_calls_that_no_tool_is_run_with_share_nothing(subtests: pytest.Subtests)
             assert [len(calls) for calls in executor.asked] == [3]
 
 
-def test_a_call_that_is_none_is_judged_like_any_other(subtests: pytest.Subtests) -> None:
-    """0.5 or 0.2 for its tool, nothing for its arguments."""
+def test_malformed_calls_are_rewarded_for_their_tool_and_not_their_arguments(subtests: pytest.Subtests) -> None:
+    """A malformed call gets the reward of its tool and nothing for its arguments."""
     for tool in ("add", "sort", None, ["add"], {"a": 1}, 5):
         with subtests.test(tool=tool):
             for arguments in (None, "text", b"bytes", 3, [1], ["number"]):
@@ -276,7 +276,7 @@ def test_a_call_that_is_none_is_judged_like_any_other(subtests: pytest.Subtests)
                     assert components["cost"].item() == {"add": -2.0, "sort": -0.5}.get(str(tool), 0.0)
 
 
-def test_batches_in_threads_have_their_own_results() -> None:
+def test_batches_of_several_threads_keep_their_own_results() -> None:
     """Each call's result is its own number, and so is its reward."""
 
     class Echo:
@@ -300,7 +300,7 @@ def test_batches_in_threads_have_their_own_results() -> None:
 # --- what a function may not do
 
 
-def test_states_that_are_no_tasks_have_no_right_call(subtests: pytest.Subtests) -> None:
+def test_standard_rewards_refuse_states_that_are_no_tasks(subtests: pytest.Subtests) -> None:
     for name in ("tool", "parameters"):
         with subtests.test(name):
             rewards = ToolRewards(Answers(OK), {name: standard_rewards(CATALOGUE)[name]})
@@ -318,7 +318,7 @@ def test_the_error_for_a_huge_call_is_short() -> None:
         assert len(str(caught.value)) < 500
 
 
-def test_a_function_that_raises_is_named_with_the_call() -> None:
+def test_an_error_in_a_reward_function_names_the_function_and_the_call() -> None:
     def unlucky(asked: Any, made: ToolCall, result: ToolResult) -> float:
         return 1 / (made.arguments["number"] - 1)
 
@@ -330,7 +330,7 @@ def test_a_function_that_raises_is_named_with_the_call() -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_a_function_that_returns_no_number_is_named(subtests: pytest.Subtests) -> None:
+def test_a_reward_function_that_returns_no_number_is_named(subtests: pytest.Subtests) -> None:
     for answer in (None, "much", [1.0], 1j, object()):
         with subtests.test(type(answer).__name__):
             rewards = ToolRewards(
@@ -340,7 +340,7 @@ def test_a_function_that_returns_no_number_is_named(subtests: pytest.Subtests) -
                 rewards.compute_rewards([SORT, SORT], [call("sort"), call("add")])
 
 
-def test_the_conformance_kit_finds_nothing() -> None:
+def test_tool_rewards_pass_the_conformance_kit() -> None:
     rewards = ToolRewards(Answers(OK), standard_rewards(CATALOGUE))
     check_reward_model(rewards, TASKS, CALLS, strict=True)
 
@@ -368,7 +368,7 @@ def test_the_parts_are_reported_by_name() -> None:
     assert metrics["rewards/mean"] == pytest.approx(parts, abs=1e-5)
 
 
-def test_what_is_wrong_with_a_function_stops_training_and_is_named() -> None:
+def test_a_faulty_reward_function_stops_training_and_is_named() -> None:
     def broken(asked: Any, made: ToolCall, result: ToolResult) -> float:
         raise KeyError("price")
 
@@ -378,7 +378,7 @@ def test_what_is_wrong_with_a_function_stops_training_and_is_named() -> None:
         trainer({"ran": executed, "odd": lambda asked, made, result: float("nan")}).step([SORT])
 
 
-def test_training_makes_what_is_rewarded_more_likely() -> None:
+def test_training_makes_rewarded_calls_more_likely() -> None:
     training = trainer({"tool": right_tool(CATALOGUE)}, learning_rate=0.05)
     for _ in range(10):
         training.step([SHUFFLE] * 8)

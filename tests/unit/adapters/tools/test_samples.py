@@ -94,7 +94,7 @@ def likes_red(states: Any, actions: Any) -> list[float]:
 # JSON
 
 
-def test_a_sample_comes_back_from_json() -> None:
+def test_a_sample_survives_a_json_round_trip() -> None:
     first = sample()
     assert json.loads(first.to_json()) == {
         "state": "paint it black",
@@ -112,7 +112,7 @@ def test_a_sample_comes_back_from_json() -> None:
     assert "\n" not in sample(state="two\nlines").to_json()
 
 
-def test_what_is_not_there_stays_away() -> None:
+def test_optional_fields_of_a_sample_stay_absent() -> None:
     least = ToolSample(state=[1, 2.5], tool="wait", log_prob=[-1], reward=1)  # type: ignore[arg-type]
     assert (least.state, least.log_prob, least.reward, least.arguments) == ((1.0, 2.5), (-1.0,), 1.0, {})
     assert (least.ref_log_prob, least.value, least.done, least.final_value) == (None, None, True, None)
@@ -124,7 +124,7 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @given(log_prob=st.lists(FINITE, min_size=1, max_size=3), reward=FINITE, state=st.lists(FINITE, max_size=3))
-def test_floats_come_back_bit_by_bit(log_prob: list[float], reward: float, state: list[float]) -> None:
+def test_floats_survive_json_bit_for_bit(log_prob: list[float], reward: float, state: list[float]) -> None:
     first = ToolSample(state=tuple(state), tool="t", log_prob=tuple(log_prob), reward=reward)
     again = ToolSample.from_json(first.to_json())
     for name in ("state", "log_prob"):
@@ -133,21 +133,21 @@ def test_floats_come_back_bit_by_bit(log_prob: list[float], reward: float, state
     assert struct.pack("d", first.reward) == struct.pack("d", again.reward)
 
 
-def test_a_group_comes_back_from_json() -> None:
+def test_a_group_survives_a_json_round_trip() -> None:
     group = ToolGroup(id="task 7", context=TASK.to_dict(), samples=(sample(), sample(reward=0.1)))
     assert ToolGroup.from_json(group.to_json()) == group
     assert ToolTask.from_dict(ToolGroup.from_json(group.to_json()).context) == TASK
     assert ToolGroup.from_json(ToolGroup(id=3, samples=(sample(),)).to_json()).id == 3
 
 
-def test_arguments_are_a_copy() -> None:
+def test_a_sample_copies_its_arguments() -> None:
     given_arguments: dict[str, Any] = {"sizes": (1, 2)}
     first = sample(arguments=given_arguments)
     given_arguments["sizes"] = ()
     assert first.arguments == {"sizes": [1, 2]}
 
 
-def test_a_sample_that_is_none_is_refused(subtests: pytest.Subtests) -> None:
+def test_invalid_fields_of_a_sample_are_refused(subtests: pytest.Subtests) -> None:
     for changes, text in (
         ({"reward": math.nan}, r"ToolSample\.reward must be a finite number; got nan"),
         ({"reward": True}, "reward must be a finite number; got True"),
@@ -171,7 +171,7 @@ def test_a_sample_that_is_none_is_refused(subtests: pytest.Subtests) -> None:
             sample(**changes)
 
 
-def test_what_is_no_sample_or_group_is_refused(subtests: pytest.Subtests) -> None:
+def test_json_that_is_no_sample_or_group_is_refused(subtests: pytest.Subtests) -> None:
     for read, text in (
         (lambda: ToolSample.from_json("{"), "ToolSample.from_json: the text must be JSON"),
         (lambda: ToolSample.from_json("[]"), "a ToolSample must be an object with state, tool"),
@@ -197,7 +197,7 @@ def test_what_is_no_sample_or_group_is_refused(subtests: pytest.Subtests) -> Non
 # Batches
 
 
-def test_a_batch_of_groups_by_hand() -> None:
+def test_a_batch_of_groups_equals_hand_worked_tensors() -> None:
     short = sample(tool="wait", arguments={}, log_prob=(-2.0,), ref_log_prob=(-3.0,), value=(1.0,), reward=0.1)
     batch = batch_from_groups(
         [
@@ -221,14 +221,14 @@ def test_a_batch_of_groups_by_hand() -> None:
     assert batch.old_log_probs is None
 
 
-def test_what_only_some_samples_have_is_left_to_the_trainer() -> None:
+def test_fields_that_only_some_samples_have_are_left_out_of_the_batch() -> None:
     group = ToolGroup(id=0, samples=(sample(), sample(ref_log_prob=None, value=None, final_value=None)))
     batch = batch_from_groups([group])
     assert (batch.ref_log_probs, batch.values, batch.final_values) == (None, None, None)
 
 
-def test_what_was_cut_off_is_told_from_what_ended() -> None:
-    """A final value of 0 where it was cut off is the critic's; one that was never given is none."""
+def test_truncated_and_terminated_samples_are_distinguished() -> None:
+    """A final value of 0 of a truncated sample is the critic's. One that was never given is None."""
     assert sample(final_value=0.0).final_value == 0.0
     cut_off, ended = sample(value=None, final_value=None), sample(value=None, final_value=None, done=True)
     assert cut_off != ended
@@ -243,7 +243,7 @@ def test_what_was_cut_off_is_told_from_what_ended() -> None:
     assert [(one.done, one.final_value) for one in back] == [(False, -0.5), (True, None)]
 
 
-def test_vectors_become_a_tensor_and_mixtures_an_error() -> None:
+def test_vector_states_become_a_tensor_and_mixed_states_are_refused() -> None:
     batch = batch_from_groups({"a": [sample(state=[1, 2]), sample(state=[3, 4])]})
     assert isinstance(batch.states, Tensor)
     assert batch.states.tolist() == [[1.0, 2.0], [3.0, 4.0]]
@@ -254,7 +254,7 @@ def test_vectors_become_a_tensor_and_mixtures_an_error() -> None:
         batch_from_groups({})
 
 
-def test_a_batch_written_down_and_read_again_trains_the_same(subtests: pytest.Subtests) -> None:
+def test_a_batch_read_back_from_json_trains_the_same(subtests: pytest.Subtests) -> None:
     for states in (["one", "two"], [TASK, TASK], torch.tensor([[0.1, 0.2], [0.3, 0.4]])):
         with subtests.test(type(states[0]).__name__):
 
@@ -284,7 +284,7 @@ def test_a_batch_written_down_and_read_again_trains_the_same(subtests: pytest.Su
             assert read["train/total_loss"] == pytest.approx(direct["train/total_loss"], abs=1e-9)
 
 
-def test_tasks_come_back_whole_from_the_context() -> None:
+def test_tasks_survive_in_the_context_of_samples() -> None:
     trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=PaintPolicy(), reward_model=likes_red)
     groups = groups_from_batch(trainer.collect([TASK]))
     assert groups[0].samples[0].state == TASK.text
@@ -348,7 +348,7 @@ def test_decisions_of_several_threads_train_through_a_buffer() -> None:
     assert metrics["train/advantages_mean"] == pytest.approx(0.0, abs=1e-12)  # +1/2 and -1/2 in each pair
 
 
-def test_buffers_of_what_tools_decided_survive_json(subtests: pytest.Subtests) -> None:
+def test_buffers_of_tool_samples_survive_json(subtests: pytest.Subtests) -> None:
     for item in (sample(), ToolGroup(id="task 7", context=TASK.to_dict(), samples=(sample(),)), TASK):
         with subtests.test(type(item).__name__):
             kind = type(item)

@@ -61,7 +61,7 @@ def test_a_schema_that_may_leave_a_path_unconfined_is_refused(subtests: pytest.S
             check_path_formats(schema_of(x))
 
 
-def test_the_executor_refuses_it_before_anything_starts() -> None:
+def test_the_executor_refuses_an_unconfined_path_schema_before_it_starts() -> None:
     schema = schema_of({"anyOf": [URI, PATH]})
     for remote, function in ((False, tool_functions.echo), (True, tool_functions.async_raise)):
         tool = Tool(name="fetch", description="Fetch.", function=function, parameters=schema, remote=remote)
@@ -95,7 +95,7 @@ def around(text: str) -> Any:
     ]  # fmt: skip
 
 
-def test_a_schema_that_is_let_through_confines(subtests: pytest.Subtests) -> None:
+def test_an_accepted_schema_refuses_paths_outside_the_root(subtests: pytest.Subtests) -> None:
     for x, value in around(OUTSIDE):
         with subtests.test(str(x)[:60]):
             check_path_formats(schema_of(x))
@@ -105,14 +105,14 @@ def test_a_schema_that_is_let_through_confines(subtests: pytest.Subtests) -> Non
             assert caught.value.error == "PathOutsideRootError"
 
 
-def test_and_lets_paths_through(subtests: pytest.Subtests) -> None:
+def test_an_accepted_schema_accepts_paths_inside_the_root(subtests: pytest.Subtests) -> None:
     for x, value in around("lib"):
         with subtests.test(str(x)[:60]):
             found = ArgumentChecker(tool_functions.echo, schema_of(x), "/usr")({"x": value})
             assert "/usr/lib" in str(found)
 
 
-def test_no_schema_of_two_branches_lets_a_path_out() -> None:
+def test_no_schema_of_two_branches_accepts_a_path_outside_the_root() -> None:
     """Every pair of branches, in each kind of choice: refused, or confined."""
     branches: list[Any] = [
         PATH, TEXT, URI, NONE, True, {}, {"type": "integer"}, {"enum": ["a", OUTSIDE]}, {"minLength": 3},
@@ -135,14 +135,14 @@ def test_no_schema_of_two_branches_lets_a_path_out() -> None:
     assert let_through >= 20
 
 
-def test_what_is_never_applied_and_choices_without_paths_are_let_through() -> None:
+def test_unused_path_formats_and_choices_without_paths_are_accepted() -> None:
     check_path_formats(schema_of(PATH, anyOf=[{"required": ["x"]}, {"required": ["y"]}]))
     check_path_formats(schema_of({"anyOf": [URI, TEXT]}))
     check_path_formats(schema_of(TEXT, propertyNames=TEXT, default={"format": "path"}))
     check_path_formats({"type": "object", "properties": {"format": {"enum": ["path"]}, "$id": PATH, "default": PATH}})
 
 
-def test_a_schema_that_contains_itself_is_read() -> None:
+def test_a_recursive_schema_is_accepted() -> None:
     tree = {
         "type": "object",
         "properties": {"file": PATH, "inner": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
@@ -157,7 +157,7 @@ def test_a_schema_that_contains_itself_is_read() -> None:
             check_path_formats({**schema_of({"anyOf": [TEXT, PATH]}), "$defs": {"tree": circle}})
 
 
-def test_a_reference_to_no_schema_is_an_error_of_each_call(subtests: pytest.Subtests) -> None:
+def test_an_unresolvable_reference_makes_each_call_fail(subtests: pytest.Subtests) -> None:
     for reference in (
         "#/required",
         "#/required/x",
@@ -173,7 +173,7 @@ def test_a_reference_to_no_schema_is_an_error_of_each_call(subtests: pytest.Subt
             assert caught.value.error == "InvalidArgumentsError"
 
 
-def test_integers_come_as_integers(subtests: pytest.Subtests) -> None:
+def test_integral_floats_become_integers_where_the_schema_asks_for_them(subtests: pytest.Subtests) -> None:
     for schema, value, expected in (
         ({"type": "integer"}, 2.0, 2), ({"type": "integer"}, -0.0, 0), ({"type": "integer"}, 1e20, 10**20),
         ({"type": "integer"}, 2, 2), ({"type": "number"}, 2.0, 2.0), ({}, 2.0, 2.0), ({"type": ["integer", "null"]}, 2.0, 2),
@@ -189,7 +189,7 @@ def test_integers_come_as_integers(subtests: pytest.Subtests) -> None:
             assert repr(found) == repr(expected)
 
 
-def test_kinds_are_those_of_all_that_passes() -> None:
+def test_kinds_are_the_types_of_all_values_a_schema_accepts() -> None:
     assert kinds(True) == kinds({}) == {"null", "boolean", "string", "array", "object", "integer", "fraction"}
     assert kinds(False) == frozenset()
     assert kinds({"type": "number"}) == {"integer", "fraction"}
@@ -198,7 +198,7 @@ def test_kinds_are_those_of_all_that_passes() -> None:
     assert kinds({"allOf": [{"type": ["string", "null"]}, {"anyOf": [NONE, {"type": "object"}]}]}) == {"null"}
 
 
-def test_what_takes_long_to_check_is_found(subtests: pytest.Subtests) -> None:
+def test_slow_keywords_of_a_schema_are_found(subtests: pytest.Subtests) -> None:
     for schema, keyword in (
         (schema_of({"pattern": "a"}), "pattern"), (schema_of(TEXT, patternProperties={"a": {}}), "patternProperties"),
         (schema_of({"anyOf": [{"items": {"uniqueItems": True}}]}), "uniqueItems"),

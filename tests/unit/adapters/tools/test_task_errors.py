@@ -70,16 +70,16 @@ def test_the_first_kind_of_error_that_holds_is_named(subtests: pytest.Subtests) 
             assert classify_error(TASK, ToolCall(tool=tool, arguments=arguments), CATALOGUE) == kind
 
 
-def test_an_argument_the_task_has_is_missing_though_the_schema_does_not_require_it() -> None:
+def test_an_optional_argument_that_the_task_has_counts_as_missing() -> None:
     task = replace(TASK, arguments={"number": 3, "unit": "m", "note": "x", "digits": 1})
     for lacking in ("note", "digits"):
         arguments = {name: value for name, value in task.arguments.items() if name != lacking}
         kind = classify_error(task, ToolCall(tool="scale", arguments=arguments), CATALOGUE)
-        # digits: what is absent stands for the default, 2, not for 1
+        # digits: an absent argument means the default, 2, not 1
         assert kind == {"note": "missing", "digits": "wrong_parameter"}[lacking]
 
 
-def test_true_is_not_one_at_any_depth() -> None:
+def test_true_and_1_differ_at_any_depth() -> None:
     anything = Tool(
         name="t", description="Take anything.", function=wait, parameters={"type": "object", "properties": {"x": {}}}
     )
@@ -93,7 +93,7 @@ def test_true_is_not_one_at_any_depth() -> None:
         assert classify_error(task, ToolCall(tool="t", arguments={"x": value}), catalogue) == kind
 
 
-def test_a_reference_that_nothing_is_fetched_for_makes_a_call_invalid() -> None:
+def test_a_remote_schema_reference_makes_a_call_invalid() -> None:
     schema = {"type": "object", "properties": {"x": {"$ref": "https://example.com/schema"}}}
     catalogue = ToolCatalogue([Tool(name="t", description="Follow.", function=wait, parameters=schema)])
     task = replace(TASK, tool="t", arguments={"x": 1})
@@ -114,7 +114,7 @@ def test_a_schema_that_cannot_be_applied_makes_a_call_invalid(subtests: pytest.S
             assert classify_error(task, ToolCall(tool="t", arguments={"x": value}), catalogue) == "invalid"
 
 
-def test_arguments_that_no_tool_is_called_with_are_invalid(subtests: pytest.Subtests) -> None:
+def test_arguments_that_cannot_be_passed_are_invalid(subtests: pytest.Subtests) -> None:
     for arguments in (None, 3, "text", [("number", 3)], {1: 2}, {"number": {3}}, {"number": float("nan")}):
         with subtests.test(str(arguments)):
             anything = Tool(
@@ -135,7 +135,7 @@ def test_a_tool_that_is_no_text_is_invalid(subtests: pytest.Subtests) -> None:
             assert classify_error(TASK, ToolCall(tool=name, arguments=TASK.arguments), CATALOGUE) == "invalid"
 
 
-def test_schemas_that_are_true_or_false() -> None:
+def test_boolean_property_schemas_are_respected() -> None:
     schema = {"type": "object", "properties": {"any": True, "never": False}, "required": ["any"]}
     catalogue = ToolCatalogue([Tool(name="t", description="Take anything.", function=wait, parameters=schema)])
     task = replace(TASK, tool="t", arguments={"any": (1, 2)}, slots={"never": 1})
@@ -150,7 +150,7 @@ def test_schemas_that_are_true_or_false() -> None:
     assert {kind for kind, call in made.items() if call is not None} == {"wrong_parameter", "missing", "invalid"}
 
 
-def test_no_call_is_made_where_no_error_is_possible() -> None:
+def test_no_erroneous_call_is_made_if_no_error_is_possible() -> None:
     possible = {kind: make_erroneous_call(WAIT, kind, CATALOGUE, Random(0)) is not None for kind in KINDS}
     assert possible == {
         "wrong_tool": True, "invalid": True, "wrong_parameter": False, "missing": False, "redundant": False,
@@ -158,7 +158,7 @@ def test_no_call_is_made_where_no_error_is_possible() -> None:
     assert make_erroneous_call(WAIT, "wrong_tool", ToolCatalogue([CATALOGUE["wait"]]), Random(0)) is None
 
 
-def test_calls_are_wrong_in_one_way_and_otherwise_right() -> None:
+def test_an_erroneous_call_is_wrong_in_exactly_one_way() -> None:
     seen = {kind: [make_erroneous_call(TASK, kind, CATALOGUE, Random(seed)) for seed in range(60)] for kind in KINDS}
     assert {call.tool for call in seen["wrong_tool"]} == {"shout", "wait"}
     for call in seen["missing"]:
@@ -178,7 +178,7 @@ def test_calls_are_wrong_in_one_way_and_otherwise_right() -> None:
     }  # fmt: skip
 
 
-def test_a_call_of_another_tool_has_the_requests_values() -> None:
+def test_an_erroneous_call_of_another_tool_keeps_the_values_of_the_request() -> None:
     other = Tool.from_function(lambda number, unit="in": number, name="other", description="Other.", parameters={
         "type": "object", "properties": {"number": {"type": "number"}, "unit": {"enum": ["in", "ft"]}},
     })  # fmt: skip

@@ -25,7 +25,7 @@ def tasks_of(tool: str, count: int) -> list[ToolTask]:
     return [replace(TASK, tool=tool, text=f"{tool} {number}") for number in range(count)]
 
 
-def test_a_file_of_tasks_comes_back_as_it_was_written(tmp_path) -> None:
+def test_a_file_of_tasks_is_read_back_as_it_was_written(tmp_path) -> None:
     tasks = [
         TASK,
         replace(TASK, text="Grüße,\u2028two\nlines", arguments={}, slots={"number": 2.5}, shares_words=False),
@@ -46,7 +46,7 @@ def test_a_file_of_tasks_comes_back_as_it_was_written(tmp_path) -> None:
     }
 
 
-def test_what_was_there_stays_when_a_task_cannot_be_written(tmp_path) -> None:
+def test_a_failed_write_keeps_the_previous_file(tmp_path) -> None:
     path = tmp_path / "tasks.jsonl"
     save_tasks(path, [TASK])
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -56,7 +56,7 @@ def test_what_was_there_stays_when_a_task_cannot_be_written(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_field_that_is_not_as_it_should_be_is_named_with_its_line(tmp_path, subtests: pytest.Subtests) -> None:
+def test_an_invalid_field_is_named_with_its_line(tmp_path, subtests: pytest.Subtests) -> None:
     for change, message in (
         ({"colour": 1}, "unknown colour"),
         ({"tool": 3}, "tool must be of type str; got 3"),
@@ -71,7 +71,7 @@ def test_a_field_that_is_not_as_it_should_be_is_named_with_its_line(tmp_path, su
                 load_tasks(path)
 
 
-def test_a_line_that_is_no_task_is_named(tmp_path, subtests: pytest.Subtests) -> None:
+def test_a_line_that_is_no_task_is_refused_with_its_number(tmp_path, subtests: pytest.Subtests) -> None:
     for line, message in (
         (b'{"text": "', "each line must be JSON"),
         (b'"\xff"', "each line must be JSON"),
@@ -103,7 +103,7 @@ def test_a_split_depends_on_the_seed_but_not_on_other_tools() -> None:
     assert [task for task in with_others if task.tool == "a"] == split_tasks(tasks, 0.3, seed=0)[1]
 
 
-def test_tasks_of_one_key_stay_together() -> None:
+def test_tasks_with_one_key_are_not_split() -> None:
     tasks = tasks_of("a", 12)  # keys 0 to 3, three tasks each
 
     def key(task: ToolTask) -> int:
@@ -114,20 +114,20 @@ def test_tasks_of_one_key_stay_together() -> None:
     assert not {key(task) for task in train} & {key(task) for task in held_out}
 
 
-def test_all_or_nothing_can_be_held_out(subtests: pytest.Subtests) -> None:
+def test_all_tasks_or_none_can_be_held_out(subtests: pytest.Subtests) -> None:
     for fraction, num_held_out in ((0, 0), (1, 4)):
         with subtests.test(fraction=fraction):
             train, held_out = split_tasks(tasks_of("a", 4), fraction, seed=0)
             assert (len(train), len(held_out)) == (4 - num_held_out, num_held_out)
 
 
-def test_a_fraction_that_is_none_is_refused(subtests: pytest.Subtests) -> None:
+def test_an_invalid_held_out_fraction_is_refused(subtests: pytest.Subtests) -> None:
     for fraction in (-0.1, 1.1, math.nan):
         with subtests.test(fraction=fraction), pytest.raises(ConfigError, match="held_out_fraction"):
             split_tasks([TASK], fraction, seed=0)
 
 
-def test_values_are_no_words() -> None:
+def test_values_in_a_request_do_not_count_as_words() -> None:
     text = 'Swap "the fox" for "dog" in notes/a.txt (line 3), on 2024-05-06: now, in data/.'
     assert words(text) == ["swap", "for", "in", "line", "on", "now", "in"]
     assert content_words(text) == {"swap", "lin"}

@@ -1,4 +1,4 @@
-"""The workbench: what its tools return, worked out by hand, and that requests for them are what they are said to be."""
+"""The workbench: hand-worked outputs of its tools, and the documented properties of its requests."""
 
 import re
 from collections import Counter, defaultdict
@@ -41,7 +41,7 @@ CATALOGUE = workbench_catalogue()
 # --- the tools ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_tools_for_single_values_return(subtests: pytest.Subtests) -> None:
+def test_tools_for_single_values_return_hand_worked_outputs(subtests: pytest.Subtests) -> None:
     for name, arguments, output in (
         ("change_case", ("one day. Two", "upper"), "ONE DAY. TWO"),
         ("change_case", ("One Day. Two", "lower"), "one day. two"),
@@ -121,7 +121,7 @@ def test_what_the_tools_for_single_values_return(subtests: pytest.Subtests) -> N
             assert getattr(scalars, name)(*arguments) == output
 
 
-def test_what_the_tools_for_lists_return() -> None:
+def test_tools_for_lists_return_hand_worked_outputs() -> None:
     items = ["kiwi", "Fig", "date", "fig"]
     assert sort_items(items) == ["date", "Fig", "fig", "kiwi"]
     assert sort_items(items, order="descending") == ["kiwi", "Fig", "fig", "date"]
@@ -142,7 +142,7 @@ def test_what_the_tools_for_lists_return() -> None:
     assert combine_lists(["a", "b"], ["b", "c"], "difference") == ["a"]
 
 
-def test_what_the_tools_for_files_return(tmp_path) -> None:
+def test_tools_for_files_return_hand_worked_outputs(tmp_path) -> None:
     make_workbench_files(tmp_path)
     (tmp_path / "abc.txt").write_bytes(b"abc")
     stock, notes = tmp_path / "data/stock.csv", tmp_path / "notes.txt"
@@ -171,7 +171,7 @@ def test_what_the_tools_for_files_return(tmp_path) -> None:
     assert file_checksum(tmp_path / "abc.txt") == sha256(b"abc").hexdigest()
 
 
-def test_nonsense_raises_with_a_reason(tmp_path, subtests: pytest.Subtests) -> None:
+def test_invalid_arguments_of_tools_are_refused_with_a_reason(tmp_path, subtests: pytest.Subtests) -> None:
     make_workbench_files(tmp_path)
     (tmp_path / "empty.csv").touch()
     for call, message in (
@@ -194,7 +194,10 @@ def test_nonsense_raises_with_a_reason(tmp_path, subtests: pytest.Subtests) -> N
         (lambda root: read_lines(root / "none.txt", 1), "a file that exists; got 'none.txt'"),
         (lambda root: file_size(root / "data"), "a file that exists; got 'data'"),
         (lambda root: list_files(root / "notes.txt"), "must be a folder; got 'notes.txt'"),
-        (lambda root: csv_column(root / "data/stock.csv", "colour", "sum"), r"columns \(item, units, price\); got 'colour'"),
+        (
+            lambda root: csv_column(root / "data/stock.csv", "colour", "sum"),
+            r"columns \(item, units, price\); got 'colour'",
+        ),
         (lambda root: csv_column(root / "empty.csv", "colour", "sum"), r"columns \(none\)"),
     ):
         with subtests.test(message), pytest.raises(ValueError, match=message):
@@ -247,7 +250,7 @@ def test_every_value_of_every_decision_has_its_own_cues(subtests: pytest.Subtest
                 assert len(set(wordings)) == len(wordings)
 
 
-def test_tables_are_of_the_same_tools() -> None:
+def test_phrases_and_values_exist_for_every_tool() -> None:
     assert PHRASES.keys() == VALUES.keys() == CATALOGUE.keys()
 
 
@@ -278,7 +281,7 @@ def combination(task) -> tuple[str, bool, str, str]:
     return task.tool, task.shares_words, construction, noun
 
 
-def test_held_out_requests_are_new_combinations_of_known_words() -> None:
+def test_held_out_requests_are_new_combinations_of_training_words() -> None:
     train, held_out = workbench_split(1400, 700, seed=0)
     seen = {combination(task) for task in train}
     new = {combination(task) for task in held_out}
@@ -311,7 +314,7 @@ def test_a_split_depends_on_its_seed_alone() -> None:
     assert tasks != make_workbench_tasks(70, seed=6)
 
 
-def test_what_is_held_out_of_a_tool_does_not_depend_on_other_tools() -> None:
+def test_the_held_out_tasks_of_a_tool_do_not_depend_on_other_tools() -> None:
     fewer, _ = workbench_split(660, 66, 0, CATALOGUE.without(*ADDED_LATER))
     _, held_out = workbench_split(700, 700, 0)
     assert not {task.tool for task in fewer} & set(ADDED_LATER)
@@ -326,7 +329,7 @@ def test_too_few_training_tasks_and_foreign_tools_are_refused() -> None:
         make_workbench_tasks(10, seed=0, catalogue=ToolCatalogue([foreign]))
 
 
-def test_requests_say_all_that_their_calls_need() -> None:
+def test_every_request_contains_the_arguments_of_its_call() -> None:
     tasks = make_workbench_tasks(700, seed=2)
     calls = defaultdict(set)
     for task in tasks:
@@ -357,7 +360,7 @@ def test_requests_say_all_that_their_calls_need() -> None:
     assert {task.difficulty for task in tasks} == {"easy", "medium", "hard"}
 
 
-def test_right_calls_validate_and_return_something(tmp_path) -> None:
+def test_right_calls_are_valid_and_return_a_value(tmp_path) -> None:
     make_workbench_files(tmp_path)
     for task in make_workbench_tasks(700, seed=3):
         tool = CATALOGUE[task.tool]
@@ -375,8 +378,8 @@ def test_files_stay_below_their_root(tmp_path) -> None:
     assert written == set(map(Path, WORKBENCH_FILES))
 
 
-def test_tools_to_add_later_are_those_that_plain_requests_describe() -> None:
-    """Of all descriptions, that of the right tool has the largest share of its words in the request, and no other has."""
+def test_tools_to_add_later_are_recognisable_from_plain_requests() -> None:
+    """The description of the right tool is the only one with the largest share of its words in the request."""
     described = {name: content_words(tool.text) for name, tool in CATALOGUE.items()}
     later = CATALOGUE.without(*(CATALOGUE.keys() - set(ADDED_LATER)))
     tasks = make_workbench_tasks(128, seed=0, catalogue=later)

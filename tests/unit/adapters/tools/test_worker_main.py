@@ -1,4 +1,4 @@
-"""Programs that make an executor: their own functions as tools, and what is left when a program ends or is killed."""
+"""Main programs that make an executor: their own functions as tools, and the cleanup when a program ends or is killed."""
 
 import os
 import subprocess
@@ -57,7 +57,7 @@ def seen_in(lines: list[str]) -> tuple[int, int, Path]:
     return int(worker), int(server), Path(root)
 
 
-def test_tools_may_stand_in_the_program_itself_and_its_end_ends_them(tmp_path: Path) -> None:
+def test_tools_may_be_defined_in_the_main_program_and_end_with_it(tmp_path: Path) -> None:
     process = start(tmp_path, MAIN, "-m", "script_with_tools", "0")
     out, errors = process.communicate(timeout=LONG)
     assert process.returncode == 0
@@ -78,7 +78,7 @@ def test_a_program_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path
     assert soon(lambda: not exists(worker) and not exists(server) and not root.exists())
 
 
-def test_a_program_without_a_guard_is_told_of_it_if_its_tools_stand_there(tmp_path: Path) -> None:
+def test_a_main_program_with_tools_but_no_guard_is_refused(tmp_path: Path) -> None:
     process = start(tmp_path, MAIN.replace('if __name__ == "__main__":', "if True:"))
     _, errors = process.communicate(timeout=LONG)
     assert process.returncode == 1
@@ -93,7 +93,7 @@ print(executor.run([ToolCall(tool="add", arguments={"a": 5})])[0].output)
     assert (process.returncode, out.splitlines()) == (0, ["imported __main__", "6"])
 
 
-def test_a_program_that_is_no_file_is_told_to_be_one(tmp_path: Path) -> None:
+def test_a_main_program_that_is_no_file_is_refused(tmp_path: Path) -> None:
     process = start(tmp_path, "", "-c", SCRIPT + MAIN, "0")
     _, errors = process.communicate(timeout=LONG)
     assert process.returncode == 1

@@ -1,4 +1,4 @@
-"""Workers: what they are confined to, what a call leaves for the next one, and how a lost worker is replaced."""
+"""Workers: their confinement, the state between calls, and the replacement of a lost worker."""
 
 import os
 import resource
@@ -53,7 +53,7 @@ def executor() -> Iterator[ToolExecutor]:
 
 
 def died(executor: ToolExecutor, how: str) -> str:
-    """What is said of a worker that dies of `how`."""
+    """The error of a worker that dies of `how`."""
     [result] = executor.run([call("misbehave", how=how)])
     assert error_of(result) is WorkerDiedError
     return str(result.error)
@@ -77,7 +77,7 @@ def test_the_default_root_is_private_usable_and_removed() -> None:
     assert made.root == root
 
 
-def test_a_given_root_stays_and_a_call_fails_while_it_is_away() -> None:
+def test_a_given_root_is_kept_and_calls_fail_while_it_is_missing() -> None:
     with open_folder() as folder:
         root, elsewhere = folder / "root", folder / "elsewhere"
         root.mkdir(mode=0o755)
@@ -138,7 +138,7 @@ def test_workers_have_user_ids_of_their_own(executor: ToolExecutor) -> None:
     assert 0 not in users
 
 
-def test_without_user_ids_of_their_own_it_is_said_and_strays_are_killed_all_the_same() -> None:
+def test_without_own_user_ids_there_is_a_warning_and_strays_are_still_killed() -> None:
     with pytest.warns(GRPOWarning, match=r"less confined than intended: they run as user"):
         made = ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, limits=WorkerLimits(first_uid=None))
     with made:
@@ -156,14 +156,14 @@ def test_without_user_ids_of_their_own_it_is_said_and_strays_are_killed_all_the_
         assert output_of(made, "add", a=1) == 2
 
 
-def test_a_module_imported_too_late_says_so(executor: ToolExecutor) -> None:
+def test_a_module_imported_during_a_call_is_refused_with_advice(executor: ToolExecutor) -> None:
     [result] = executor.run([call("imports", name="no_such_module")])
     assert error_of(result) is ToolRaisedError
     assert "import it at the top of the tool's module" in str(result.error)
 
 
 def test_processor_time_is_limited_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call may reach what was used before it, rounded down to a second, one second more, and the limit."""
+    """The limit of each call is the time used before it, rounded down to a second, plus 1 second and the configured limit."""
     used, limits = iter([0.3, 4.7]), []
     monkeypatch.setattr("time.process_time", lambda: next(used))
     monkeypatch.setattr("resource.setrlimit", lambda kind, values: limits.append((kind, *values)))
@@ -186,7 +186,7 @@ def test_a_worker_dies_of_too_much_processor_time() -> None:
 # --- between two calls
 
 
-def test_what_one_call_starts_ends_with_it(executor: ToolExecutor) -> None:
+def test_processes_started_by_a_call_end_with_it(executor: ToolExecutor) -> None:
     for how in ("daemon", "background_child"):
         assert not exists(output_of(executor, "misbehave", how=how))
 
@@ -196,7 +196,7 @@ def test_a_child_that_holds_the_socket_of_a_dead_worker_ends_at_the_timeout(exec
     assert output_of(executor, "add", a=1) == 2
 
 
-def test_what_one_call_changes_is_as_before_in_the_next(executor: ToolExecutor) -> None:
+def test_changes_made_by_a_call_are_undone_before_the_next(executor: ToolExecutor) -> None:
     before = output_of(executor, "who")
     for how in ("change_everything", "signal_handlers"):
         assert output_of(executor, "misbehave", how=how) == "changed"
@@ -249,7 +249,7 @@ def test_a_worker_that_dies_is_named_and_replaced(executor: ToolExecutor) -> Non
     assert output_of(executor, "add", a=1) == 2
 
 
-def test_a_worker_that_dies_between_calls_is_replaced_unseen(executor: ToolExecutor) -> None:
+def test_a_worker_that_dies_between_calls_is_replaced_silently(executor: ToolExecutor) -> None:
     pid = output_of(executor, "who")["pid"]
     [worker] = executor._engine._pool._idle
     os.kill(pid, signal.SIGKILL)
