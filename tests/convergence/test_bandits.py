@@ -28,7 +28,7 @@ def mean(runs: list[dict[str, float]], name: str) -> float:
 
 
 @pytest.mark.slow
-def test_our_configuration_follows_the_dynamic_bandit_over_20_seeds() -> None:
+def test_our_configuration_follows_the_best_arm_of_the_dynamic_bandit_over_20_seeds() -> None:
     """Chance is .2 for the probabilities and .27 for the reward; the oracle has .75."""
     runs = [summarise(train_ours(seed)) for seed in range(20)]
     assert mean(runs, "arm 3") >= 0.85
@@ -38,7 +38,7 @@ def test_our_configuration_follows_the_dynamic_bandit_over_20_seeds() -> None:
 
 
 @pytest.mark.slow
-def test_the_original_configuration_loses_it() -> None:
+def test_the_original_configuration_no_longer_finds_the_best_arm() -> None:
     runs = [summarise(train_original(seed)) for seed in range(5)]
     assert mean(runs, "arm 0") < 0.2
     assert mean(runs, "structured reward") < 0.45
@@ -60,8 +60,8 @@ def test_grpo_beats_the_classics_on_the_abruptly_changing_bandit(
     assert regret["GRPO, plain"] > 2 * pulled, regret
 
 
-def test_runs_of_one_table_learn_as_if_alone() -> None:
-    """The benchmark's 50 runs are rows of one policy: with plain SGD each moves as it would by itself."""
+def test_several_runs_in_one_table_learn_as_each_would_alone() -> None:
+    """The benchmark's 50 runs are rows of one policy. With plain SGD each row moves as it would alone."""
     config = GRPOConfig(group_size=8, max_grad_norm=None, objective=ObjectiveConfig(kl_coef=0.01))
     arms, rewards = torch.randint(3, (2, 8)), torch.rand(2, 8, dtype=torch.float64)
 

@@ -54,7 +54,7 @@ class Negated(EnvironmentReward):
         return -super().compute_rewards(states, actions)
 
 
-def test_cartpole_with_the_sign_wrong_is_unlearned():
+def test_cartpole_is_not_learned_from_negated_rewards():
     curve, steps = learn("CartPole-v1", 0, Negated())
     assert steps is None
     assert max(curve.returns) < 100

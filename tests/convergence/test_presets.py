@@ -181,18 +181,18 @@ def assert_learns_more_without_the_kl(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_it_follows_the_dynamic_bandit(name: str) -> None:
+def test_a_preset_of_each_kind_follows_the_dynamic_bandit(name: str) -> None:
     assert_follows_the_bandit(name, seed=0)
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ALIKE])
-def test_it_learns_to_write_sequences(name: str) -> None:
+def test_a_preset_learns_to_write_sequences(name: str) -> None:
     assert_learns_to_write(name, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
-def test_it_learns_both_tasks_with_five_seeds(name: str, subtests: pytest.Subtests) -> None:
+def test_every_preset_learns_both_tasks_with_five_seeds(name: str, subtests: pytest.Subtests) -> None:
     for seed in SEEDS:
         with subtests.test(task="bandit", seed=seed):
             assert_follows_the_bandit(name, seed)
@@ -201,18 +201,20 @@ def test_it_learns_both_tasks_with_five_seeds(name: str, subtests: pytest.Subtes
 
 
 @pytest.mark.parametrize("name", ["maxrl", "bnpo"])
-def test_it_learns_from_rewards_of_0_and_1(name: str) -> None:
-    """What these two were made for: 1 if all of an answer of two or three steps is right. Untrained: .01 to .03."""
+def test_a_preset_learns_from_rewards_of_0_and_1(name: str) -> None:
+    """These two presets are made for rewards of 0 and 1. The reward is 1 if a whole answer of two or three steps is right.
+
+    An untrained policy gets .01 to .03."""
     assert_learns_from_rewards_of_0_and_1(name, seed=0)
 
 
-def test_the_kl_is_what_holds_the_conversation_presets_back() -> None:
+def test_the_conversation_presets_learn_more_without_the_kl() -> None:
     """0.1 for each step keeps them uncertain, against rewards in [0, 1] that no standard deviation scales up."""
     assert_learns_more_without_the_kl(seed=0)
 
 
 @pytest.mark.slow
-def test_rewards_of_0_and_1_and_the_kl_have_the_same_effect_with_five_seeds(subtests: pytest.Subtests) -> None:
+def test_binary_rewards_and_the_kl_have_the_same_effect_with_five_seeds(subtests: pytest.Subtests) -> None:
     for seed in SEEDS:
         for name in ("maxrl", "bnpo"):
             with subtests.test(name=name, seed=seed):
@@ -224,7 +226,7 @@ def test_rewards_of_0_and_1_and_the_kl_have_the_same_effect_with_five_seeds(subt
 @pytest.mark.parametrize(
     "name", [name if name == "dapo" else pytest.param(name, marks=pytest.mark.slow) for name in PRESETS]
 )
-def test_what_is_required_is_far_out_of_reach_of_broken_advantages(name: str, subtests: pytest.Subtests) -> None:
+def test_broken_advantages_reach_less_than_half_of_what_is_required(name: str, subtests: pytest.Subtests) -> None:
     config, required = PRESETS[name](), REQUIRED[name]
     for change in SABOTAGE:
         with subtests.test(advantages=change):

@@ -140,11 +140,11 @@ def assert_an_added_tool_is_found_at_once_and_learned_in_20_iterations(learned: 
     assert later.right_call >= before.right_call - 0.001, learned.others
 
 
-def test_which_tool_is_learned_from_chance() -> None:
+def test_the_right_tool_is_learned_starting_from_chance() -> None:
     assert_the_tool_is_learned_from_chance(run(0, FEW), right_call=0.5)
 
 
-def test_what_was_learned_is_more_than_the_words_of_the_descriptions() -> None:
+def test_the_policy_learns_more_than_the_words_of_the_descriptions() -> None:
     assert_more_is_learned_than_the_words_of_the_descriptions(run(0, FEW))
 
 
@@ -160,7 +160,7 @@ def test_the_example_learns_tools_and_added_tools_with_five_seeds(seed: int, sub
         assert_an_added_tool_is_found_at_once_and_learned_in_20_iterations(learned)
 
 
-def test_an_added_tool_is_found_at_once_and_learned_without_harm_to_the_others() -> None:
+def test_an_added_tool_is_found_at_once_and_learned_without_harming_the_others() -> None:
     """The other tools are still being learned after a quarter of the iterations, so that theirs can only rise."""
     learned = run(0, FEW)
     assert learned.close[0] >= 0.60, learned.close
@@ -170,7 +170,7 @@ def test_an_added_tool_is_found_at_once_and_learned_without_harm_to_the_others()
     assert later.right_call >= before.right_call, learned.others
 
 
-def test_nothing_is_learned_with_the_sign_of_the_reward_wrong() -> None:
+def test_negated_rewards_teach_nothing() -> None:
     """After as many iterations as take the right sign beyond a half."""
     with as_users_run_it():
         policy, tasks, held_out = start(0)

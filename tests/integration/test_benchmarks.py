@@ -1,4 +1,4 @@
-"""Benchmarks run, and what they compare is the same. How fast is for a person to read, not for a test."""
+"""Benchmarks run, and both sides of a comparison compute the same. No test checks how fast they are."""
 
 import contextlib
 import os
@@ -78,13 +78,13 @@ def test_a_benchmark_runs_as_typed_without_a_warning(name: str, tmp_path: Path) 
     assert done.stdout.count("\n") >= 3
 
 
-def test_there_is_a_short_run_of_every_benchmark() -> None:
+def test_every_benchmark_has_a_short_run() -> None:
     names = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}
     assert names == {*TYPED, "llm_vs_trl", "import_time"}
 
 
 @pytest.mark.parametrize("by_group", [False, True])
-def test_the_hand_written_loop_does_the_same_mathematics(by_group: bool) -> None:
+def test_the_hand_written_loop_computes_the_same_update(by_group: bool) -> None:
     assert check_same(by_group) < 1e-9
 
 
@@ -134,7 +134,7 @@ def test_the_benchmark_of_learning_control_counts_the_runs_that_learn(
     assert learned.steps[-1] >= 500
 
 
-def test_peak_memory_counts_what_is_freed_again_and_temporaries_of_an_operation() -> None:
+def test_peak_memory_counts_freed_tensors_and_temporaries() -> None:
     """Of four float32 tensors of 1000 in a row two exist at once; a sum in float64 copies its operand first."""
     values = torch.ones(1000)
     assert peak_extra_memory(lambda: values.neg()) == 4000
@@ -144,7 +144,7 @@ def test_peak_memory_counts_what_is_freed_again_and_temporaries_of_an_operation(
 
 @pytest.mark.skipif(not HAS_TRL, reason=f"TRL is {INSTALL}")
 @pytest.mark.parametrize("name", CASES)
-def test_the_objective_and_trl_compute_the_same(name: str) -> None:
+def test_the_objective_and_trl_compute_the_same_loss_and_gradient(name: str) -> None:
     torch.manual_seed(0)
     batch = Batch.random(64, 32, "cpu")
     assert largest_difference(our_run(batch, CASES[name]), their_run(batch, CASES[name])) < TOLERANCE
@@ -179,7 +179,7 @@ def test_an_evaluation_is_the_mean_length_of_twenty_episodes() -> None:
 
 
 class _Rule:
-    """Acts as Stable-Baselines3's learners are asked to, by a rule instead of a network."""
+    """Has the interface of Stable-Baselines3's learners, and chooses actions by a rule instead of a network."""
 
     def __init__(self, rule: Callable[[np.ndarray], np.ndarray]) -> None:
         self.rule = rule
@@ -216,16 +216,17 @@ def test_the_benchmark_of_tools_gives_every_method_the_same_tasks_and_calls(
     executed = re.search(r"384 tasks, 1,536 calls, of which ([\d,]+) were executed", printed)
     assert executed is not None
     assert 384 < int(executed[1].replace(",", "")) < 1_536
-    assert re.search(r"One that was executed: \w+\(\{.*\}\) -> ", printed)
+    assert re.search(r"An executed call: \w+\(\{.*\}\) -> ", printed)
     assert [row[0] for row in rows if len(row) == 4][1:] == [
-        "the two that are added", "of them, close to the description", "of them, other words", "the other 33",
-        "the other 33, right call",
+        "the two added tools",
+        "the two, requests close to the description", "the two, requests in other words", "the 33 known tools",
+        "the 33 known tools, right call",
     ]  # fmt: skip
     assert "right tool >= 95 %: MISSED" in printed
     assert re.search("under 120 s: (met|MISSED)", printed)
 
 
-def test_the_benchmarks_of_tools_can_end_with_an_error_where_a_target_is_missed(
+def test_the_tool_benchmarks_exit_with_an_error_when_a_target_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["tools", "--methods", "GRPO", "--seeds", "1", "--check"])
@@ -255,7 +256,7 @@ def test_the_benchmarks_of_tools_can_end_with_an_error_where_a_target_is_missed(
         tool_speed.main()
 
 
-def test_a_baseline_meets_all_tasks_equally_often() -> None:
+def test_a_baseline_sees_all_tasks_equally_often() -> None:
     """21 of 7 tasks, 4 at a time: each one three times, and in every round of 7 once."""
     tasks = [_task(str(i)) for i in range(7)]
     batches = list(in_batches(tasks, 21, 4, seed=0))
@@ -265,7 +266,7 @@ def test_a_baseline_meets_all_tasks_equally_often() -> None:
     assert texts[:7] != texts[7:14]
 
 
-def test_a_call_is_remembered_with_its_result() -> None:
+def test_a_repeated_call_is_answered_from_memory() -> None:
     asked: list[ToolCall] = []
 
     class Executor:
@@ -280,8 +281,8 @@ def test_a_call_is_remembered_with_its_result() -> None:
     assert [call.arguments["a"] for call in asked] == [1, 2, 3]
 
 
-def test_the_nearest_description_takes_defaults() -> None:
-    """`order` and `key` have defaults; what the request does not say of `items` comes from its slots."""
+def test_the_nearest_description_baseline_fills_in_defaults() -> None:
+    """`order` and `key` have defaults; `items` comes from the slots of the request."""
     nearest = NearestDescription(workbench_catalogue())
     [call] = nearest.predict([_task("sort this list of items", slots={"items": ["b", "a"]})])
     assert call == ToolCall(tool="sort_items", arguments={"items": ["b", "a"], "key": "alphabet", "order": "ascending"})
@@ -296,7 +297,7 @@ def test_the_arms_of_linucb_are_ridge_regressions() -> None:
     arms.learn(1, torch.tensor([[1.0], [1.0]]), torch.tensor([0.0, 1.0]))
     x = torch.tensor([[1.0], [3.0]])
     torch.testing.assert_close(arms.scores(x, slice(0, 2), explore=False), torch.tensor([[0.0, 1.0], [0.0, 3.0]]))
-    # nothing is known of the first: A = 1
+    # no data on the first arm: A = 1
     bounds = torch.tensor([[2.0, 1 + 2 / 7**0.5], [6.0, 3 + 6 / 7**0.5]])
     torch.testing.assert_close(arms.scores(x, slice(0, 2), explore=True), bounds)
 

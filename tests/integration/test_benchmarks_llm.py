@@ -132,7 +132,7 @@ def test_the_bare_loop_and_the_trainer_have_the_same_gradient(
         assert (our_gradient - their_gradient).norm() <= 1e-5 * our_gradient.norm()
 
 
-def test_the_bare_loop_says_how_likely_what_it_draws_was() -> None:
+def test_the_bare_loop_reports_the_log_probs_of_its_samples() -> None:
     """By one forward pass per row, without a cache; rows end with their end token or the limit."""
     model = llm_vs_trl.make_model(TINY_CASE, "cpu", **TINY_SHAPE)
     loop = bare_loop(model)
@@ -149,7 +149,7 @@ def test_the_bare_loop_says_how_likely_what_it_draws_was() -> None:
         torch.testing.assert_close(log_probs[number, : len(row)], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_bare_loop_draws_from_the_model() -> None:
+def test_the_bare_loop_samples_from_the_model() -> None:
     """20,000 first tokens: each one's frequency is within five standard errors of its probability."""
     model = llm_vs_trl.make_model(TINY_CASE, "cpu", **TINY_SHAPE)
     model.lm_head.weight.data *= 20

@@ -81,7 +81,7 @@ def test_every_surrogate_is_one_graph_in_two_configurations() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_every_surrogate_has_the_same_loss_and_gradient() -> None:
+def test_every_compiled_surrogate_has_the_same_loss_and_gradient() -> None:
     assert output_of(OBJECTIVE, "inductor").split() == SURROGATES
 
 

@@ -183,7 +183,7 @@ def test_a_critic_learns_with_gae() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_other_kinds_of_credit_train(subtests: pytest.Subtests) -> None:
+def test_policies_train_with_every_other_kind_of_credit(subtests: pytest.Subtests) -> None:
     reward = WeightedRewards({"env": EnvironmentReward(), "own": StepReward(of_its_actions)})
     for kind, advantage in (
         ("FrozenLake", AdvantageConfig(credit="gigpo", gamma=0.9)),
@@ -197,7 +197,7 @@ def test_other_kinds_of_credit_train(subtests: pytest.Subtests) -> None:
                 assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
 
 
-def test_frozen_lake_has_states_that_recur() -> None:
+def test_state_keys_find_the_recurring_states_of_frozen_lake() -> None:
     """Without recurring states, gigpo would equal the row's advantage."""
     policy = CASES["FrozenLake"].policy()
     episodes = policy.generate_actions(STARTS[:1], 6)[0]
@@ -207,7 +207,7 @@ def test_frozen_lake_has_states_that_recur() -> None:
     assert len(keys[mask].unique()) == len(numbers.unique()) < len(numbers)
 
 
-def test_ratios_of_whole_episodes() -> None:
+def test_ratios_of_whole_episodes_are_1_and_are_refused_where_steps_are_split() -> None:
     policy = EpisodePolicy("CartPole-v1", num_members=6, hidden=(8,), split_steps=False)
     history = trained(
         policy,
@@ -288,7 +288,7 @@ def test_rewarded_actions_become_more_likely() -> None:
 # Peers
 
 
-def test_stable_baselines_evaluates_our_policy() -> None:
+def test_stable_baselines_can_evaluate_an_episode_policy() -> None:
     peer = pytest.importorskip("stable_baselines3.common.evaluation", reason="stable-baselines3 is not installed")
     from stable_baselines3.common.monitor import Monitor
 

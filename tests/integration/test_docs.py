@@ -56,7 +56,7 @@ OBJECT = re.compile(rf"(?<![\w.])(?<!class )({'|'.join(OBJECTS)})(?:\(([^()\n]*)
 METRIC = re.compile(r"(?<![\w/])((?:train|rewards|group_stats|rows|steps|time|eval)/[a-z0-9_]+)(?![\w/])")
 
 
-def test_there_is_something_to_check() -> None:
+def test_the_pages_contain_enough_settings_and_metrics_to_check() -> None:
     assert {COMING_FROM, DEBUGGING, CONTROL, LLM, TOOLS} <= set(PAGES)
     assert len(SETTING.findall(COMING_FROM.read_text(encoding="utf-8"))) > 100
     assert len(set(METRIC.findall(DEBUGGING.read_text(encoding="utf-8")))) > 25
@@ -64,17 +64,17 @@ def test_there_is_something_to_check() -> None:
     assert len(OBJECT.findall(COMING_FROM.read_text(encoding="utf-8"))) > 40
 
 
-def test_what_counts_as_a_setting() -> None:
+def test_the_pattern_finds_settings_and_nothing_else() -> None:
     text = 'set `objective.surrogate="clip"`, `config.seed`; not `--reward.clip_range`, `my.config.x`, `config.py`'
     assert SETTING.findall(text) == [("objective", "surrogate", "clip"), ("config", "seed", "")]
 
 
-def test_what_counts_as_a_metric() -> None:
+def test_the_pattern_finds_metrics_and_nothing_else() -> None:
     text = "`train/kl_mean`, `rewards/NAME/mean`, `rewards/std`; not `pretrain/x`, nor `actor/train/y`"
     assert METRIC.findall(text) == ["train/kl_mean", "rewards/std"]
 
 
-def test_every_setting_is_a_field_and_every_choice_one_of_its_own(subtests: pytest.Subtests) -> None:
+def test_every_documented_setting_is_a_field_and_every_choice_is_allowed(subtests: pytest.Subtests) -> None:
     for page in PAGES:
         with subtests.test(page=page.name):
             for section, name, choice in SETTING.findall(page.read_text(encoding="utf-8")):
@@ -85,12 +85,12 @@ def test_every_setting_is_a_field_and_every_choice_one_of_its_own(subtests: pyte
                     assert choice in known, f'{page.name}: {section}.{name}="{choice}"'
 
 
-def test_what_counts_as_an_object_with_settings() -> None:
+def test_the_pattern_finds_objects_with_settings_and_nothing_else() -> None:
     text = "`Clip(low=0.2, high=0.28)`, `Mask.low`, `KlCov()`; not `EntropyClip(low=1)`, nor `presets.Clip.low`"
     assert OBJECT.findall(text) == [("Clip", "low=0.2, high=0.28", ""), ("Mask", "", "low"), ("KlCov", "", "")]
 
 
-def test_every_surrogate_and_correction_has_the_settings_that_are_written_with_it(subtests: pytest.Subtests) -> None:
+def test_every_documented_surrogate_and_correction_accepts_its_documented_settings(subtests: pytest.Subtests) -> None:
     """Values that are written out are allowed; `...` stands for any."""
     for page in PAGES:
         with subtests.test(page=page.name):
@@ -112,8 +112,8 @@ def choices(hint: Any) -> set[str]:
     return {hint} if isinstance(hint, str) else {word for part in get_args(hint) for word in choices(part)}
 
 
-def test_every_metric_is_measured(subtests: pytest.Subtests) -> None:
-    """By a plain run; those of the KL, a sampler's correction and further draws by a run that has such a thing."""
+def test_every_documented_metric_is_measured(subtests: pytest.Subtests) -> None:
+    """A plain run measures most metrics. Runs with a KL, with a sampler's correction and with further draws measure theirs."""
     runs = metrics_of_small_runs()
     for page in PAGES:
         with subtests.test(page=page.name):
@@ -152,12 +152,12 @@ def metrics_of(policy: Any, reference: Any = None, **settings: Any) -> dict[str,
     return trainer.step([0, 1]) | trainer.evaluate([0, 1])
 
 
-def test_what_the_log_says_is_explained() -> None:
+def test_every_advice_in_the_log_is_explained_in_the_debugging_page() -> None:
     text = DEBUGGING.read_text(encoding="utf-8")
     assert set(re.findall(r"log\s+says \"([^\"]+)\"", text)) == set(ADVICE)
 
 
-def test_every_preset_exists() -> None:
+def test_every_documented_preset_exists() -> None:
     lists = re.findall(r"`grpo\.presets`: ([^|\n]+)", COMING_FROM.read_text(encoding="utf-8"))
     names = [name for found in lists for name in re.findall(r"`(\w+)`", found)]
     assert len(names) > 10
@@ -165,7 +165,7 @@ def test_every_preset_exists() -> None:
         assert isinstance(getattr(presets, name)(), GRPOConfig), name
 
 
-def test_presets_of_control_are_as_the_table_says() -> None:
+def test_the_control_presets_match_their_table() -> None:
     rows = re.findall(r"^\| `([\w-]+-v\d+)` \| (.+) \|$", CONTROL.read_text(encoding="utf-8"), re.MULTILINE)
     assert {env_id for env_id, _ in rows} == set(PRESETS)
     for env_id, cells in rows:
@@ -180,14 +180,14 @@ def test_presets_of_control_are_as_the_table_says() -> None:
             f"{preset.learning_rate:g}",
             "normalised" if preset.normalize_observations else "as they are",
         ], env_id
-    # what stands below the table
+    # the text below the table
     assert {(preset.clip, preset.entropy_coef) for preset in PRESETS.values()} == {(0.2, 0.0)}
     others = [(env_id, p.initial_log_std, p.max_episode_steps) for env_id, p in PRESETS.items()]
     others = [row for row in others if row[1:] != (0.0, None)]
     assert others == [("Reacher-v5", -1.0, None), ("HalfCheetah-v5", 0.0, 250)]
 
 
-def test_links_lead_somewhere() -> None:
+def test_every_link_leads_to_an_existing_file_and_heading() -> None:
     """Files and headings that the repository's documents link to exist."""
     root = DOCS.parent
     documents = [*root.glob("*.md"), *(path for room in DOCUMENTED for path in (root / room).rglob("*.md"))]
@@ -209,5 +209,5 @@ def anchors(page: Path) -> set[str]:
 
 
 def heading_anchor(heading: str) -> str:
-    """As GitHub makes it: lower case, punctuation gone, spaces into hyphens."""
+    """The anchor that GitHub makes: lower case, no punctuation, hyphens for spaces."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -1,4 +1,4 @@
-"""The examples run as a user runs them, and what they print shows that something was learned."""
+"""The examples run as a user runs them, and their output shows that something was learned."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def test_dynamic_bandit_follows_the_best_arm(bandit: tuple[dict[str, list[float]
     assert steps_to_half < 4
 
 
-def test_dynamic_bandit_shows_that_the_original_configuration_loses_arm_0(
+def test_dynamic_bandit_shows_that_the_original_configuration_abandons_arm_0(
     bandit: tuple[dict[str, list[float]], Path, Path],
 ) -> None:
     table, _, _ = bandit
@@ -41,7 +41,7 @@ def test_dynamic_bandit_shows_that_the_original_configuration_loses_arm_0(
     assert structured_reward < table["GRPO, ours"][2] - 0.15
 
 
-def test_dynamic_bandit_draws_what_it_found(bandit: tuple[dict[str, list[float]], Path, Path]) -> None:
+def test_dynamic_bandit_writes_a_plot_and_no_other_file(bandit: tuple[dict[str, list[float]], Path, Path]) -> None:
     _, plot, folder = bandit
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     pixels = image.imread(plot)[..., :3]
@@ -57,7 +57,7 @@ def catapult(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run_example("custom_domain", folder=tmp_path_factory.mktemp("elsewhere"))
 
 
-def test_custom_domain_learns(catapult: str) -> None:
+def test_custom_domain_learns_to_hit_targets_it_has_not_seen(catapult: str) -> None:
     """Closeness on held-out targets; the best *single* shot for all of them has .34, so .6 takes looking at the target."""
     found = re.search(rf"new targets: ({NUMBER}) before, ({NUMBER}) after; the best of all shots ({NUMBER})", catapult)
     assert found is not None, catapult
@@ -74,12 +74,12 @@ def test_custom_domain_passes_the_conformance_kit(catapult: str) -> None:
     assert re.search(r"passed +generated samples ", catapult), "samples were really compared with the log-probs"
 
 
-def test_custom_domain_can_be_read_in_one_go() -> None:
+def test_custom_domain_has_fewer_than_120_lines() -> None:
     lines = (ROOT / "examples" / "custom_domain.py").read_text(encoding="utf-8").splitlines()
     assert len(lines) < 120
 
 
-def test_control_learns_writes_what_it_says_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_control_learns_writes_its_files_and_resumes_where_it_stopped(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "control" / "CartPole-v1" / "seed-0"
     printed = run_example("control", "--steps", "1500", folder=tmp_path)
     found = re.search(rf"100 new episodes: return ({NUMBER}) ", printed)
@@ -119,7 +119,7 @@ def test_robot_reach_learns_from_named_terms_and_films_the_result(tmp_path: Path
     assert len(np.unique(frames.reshape(-1, frames.shape[-1]), axis=0)) > 20, "an empty picture has one colour"
 
 
-def test_robot_reach_says_so_where_nothing_can_be_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_robot_reach_reports_that_nothing_can_be_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mujoco")
     monkeypatch.setenv("MUJOCO_GL", "disable")
     printed = run_example("robot_reach", "--steps", "1", folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Two processes that share the rows of an update make the update that one process makes of all of them.
+"""Two processes that share the rows of an update make the same update as one process with all rows.
 
 One launch runs `on_each_rank.py` on both ranks; the tests look at what it wrote. A rank that waits for ever fails the launch.
 """
@@ -89,7 +89,7 @@ def assert_equal_on_both(ranks: list[dict[str, Any]], *path: Any) -> None:
         assert one["metrics"][metric] == pytest.approx(value, rel=0, abs=0, nan_ok=True), metric
 
 
-def test_the_update_is_that_of_one_process(ranks, subtests):
+def test_an_update_on_two_ranks_equals_the_update_of_one_process(ranks, subtests):
     cases = [(name, torch.float64) for name in DIFFERENT] + [(name, torch.float32) for name in PATTERNS]
     assert {(name, str(dtype).removeprefix("torch.")) for name, dtype in cases} == set(ranks[0]["updates"])
     for name, dtype in cases:
@@ -99,7 +99,7 @@ def test_the_update_is_that_of_one_process(ranks, subtests):
             assert_equal_to_one_process(ranks[0]["updates"][key], name, dtype)
 
 
-def test_counts_of_rows_are_those_of_all_ranks(ranks):
+def test_row_counts_are_summed_over_ranks(ranks):
     # 2 rows of equal rewards and 1 alone in its group are skipped by rank 1; 1 of its rows has no reward
     for results in ranks:
         assert results["updates"]["dapo", "float64"]["metrics"]["rows/skipped_zero_advantage"] == 3
@@ -107,7 +107,7 @@ def test_counts_of_rows_are_those_of_all_ranks(ranks):
         assert results["dropped"]["rewards/mean"] == pytest.approx(1.5)  # 0, 1, 2, 3 and 1, 2
 
 
-def test_a_rank_without_an_advantage_takes_part_all_the_same(ranks, subtests):
+def test_a_rank_whose_advantages_are_all_0_still_takes_part_in_updates(ranks, subtests):
     for name in IDLE:
         with subtests.test(name=name):
             assert_equal_on_both(ranks, "without an advantage", name)
@@ -125,7 +125,7 @@ def test_ranks_with_fewer_rows_wait_for_the_others(ranks, subtests):
             assert done["weights"].isfinite().all()
 
 
-def test_gather_pads_to_the_widest(ranks, subtests):
+def test_gathered_rows_are_padded_to_the_widest_rank(ranks, subtests):
     for case, (first, second) in enumerate(UNEQUAL):
         with subtests.test(shapes=[list(first.shape), list(second.shape)]):
             width = [max(sizes) for sizes in zip(first.shape[1:], second.shape[1:], strict=True)]
@@ -139,7 +139,7 @@ def test_gather_pads_to_the_widest(ranks, subtests):
                 assert start == (0, len(first))[rank]
 
 
-def test_sums_are_new_tensors_and_objects_come_one_per_rank(ranks):
+def test_a_sum_is_a_new_tensor_and_gathered_objects_come_one_per_rank(ranks):
     for rank, results in enumerate(ranks):
         own, total, objects = results["summed"]
         assert own.tolist() == [1.0 + rank, 10.0 * (1 + rank)]
@@ -147,7 +147,7 @@ def test_sums_are_new_tensors_and_objects_come_one_per_rank(ranks):
         assert objects == [{"rank": 0}, {"rank": 1}]
 
 
-def test_ranks_that_start_from_other_weights_are_told_so_everywhere(ranks):
+def test_different_initial_weights_are_an_error_on_every_rank(ranks):
     for results in ranks:
         assert results["unequal weights"].startswith(
             "ConfigError: Ranks must start from the same weights; rank 1 differs"
@@ -155,20 +155,20 @@ def test_ranks_that_start_from_other_weights_are_told_so_everywhere(ranks):
         assert "head.weight" in results["unequal weights"]
 
 
-def test_a_log_prob_that_is_not_finite_on_one_rank_stops_all(ranks):
+def test_a_non_finite_log_prob_on_one_rank_stops_all_ranks(ranks):
     for results in ranks:
         assert results["not a number"].startswith(
             "ContractError: NanOnOneRank: log-probabilities of sampled steps must"
         )
 
 
-def test_what_no_gradient_reaches_stays_as_it_is(ranks):
+def test_a_parameter_without_a_gradient_does_not_change(ranks):
     assert on_each_rank.unused_parameter(OneProcess()).tolist() == [1, 1, 1]
     for results in ranks:
         assert results["unused parameter"].tolist() == [1, 1, 1]
 
 
-def test_a_policy_that_no_gradient_reaches_is_told_so(ranks):
+def test_a_policy_whose_parameters_get_no_gradient_is_refused(ranks):
     for results in ranks:
         assert results["copied parameters"].startswith("ContractError: Copied: no gradient reached get_parameters().")
 
@@ -190,7 +190,7 @@ def test_a_run_on_several_ranks_writes_checkpoints(ranks):
         assert [read_checkpoint(folder / name)["counters"]["iteration"] for name in newest] == [6, 7, 8]
 
 
-def test_train_gives_each_rank_its_share_of_the_states(ranks):
+def test_train_divides_the_states_among_the_ranks(ranks):
     alone = on_each_rank.run(OneProcess())
     assert [len(states) for states in alone["seen"]] == [10, 10, 10]
     for drawn, first, second in zip(alone["seen"], ranks[0]["run"]["seen"], ranks[1]["run"]["seen"], strict=True):
@@ -207,7 +207,7 @@ def test_train_refuses_fewer_states_than_ranks(ranks):
         )
 
 
-def test_both_engines_are_engines():
+def test_one_process_is_an_engine_and_replicated_needs_a_process_group():
     assert isinstance(OneProcess(), Engine)
     with pytest.raises(ConfigError, match=r"call torch[.]distributed[.]init_process_group"):
         Replicated()

@@ -128,7 +128,7 @@ def assert_printed(blocks: list[Block], results: list[tuple[str, str | None]]) -
     assert len(results) == len(blocks)
 
 
-def test_every_block_runs_and_prints_what_stands_below_it(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_every_block_runs_and_prints_the_output_shown_below_it(tmp_path: Path, subtests: pytest.Subtests) -> None:
     """In the order of the page, each after those above it."""
     blocks = {str(path.relative_to(ROOT)): blocks_of(path) for path in DOCUMENTS}
     assert sum(block.printed is not None for page in blocks.values() for block in page) > 5
@@ -147,7 +147,7 @@ def test_every_block_of_a_document_runs_in_a_new_interpreter(path: Path, tmp_pat
     assert_printed(blocks, run_documents({path.name: blocks}, tmp_path)[path.name])
 
 
-def test_what_counts_as_a_block() -> None:
+def test_python_blocks_are_found_with_their_line_marker_and_output() -> None:
     document = "```python\na = 1\n```\ntext\n\n<!-- not run -->\n```python\nb = 2\nc = 3\n```\n"
     document += "```bash\nls\n```\n```py\nd\n```\n\n```text\nprinted\n```\n"
     assert python_blocks(document) == [

@@ -1,4 +1,4 @@
-"""The example of tools runs as a user runs it, and what it prints shows that something was learned."""
+"""The example of tools runs as a user runs it, and its output shows that something was learned."""
 
 import json
 import re
@@ -27,8 +27,8 @@ def added_tools(printed: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_tool_routing_reaches_what_is_said_of_it(tmp_path: Path) -> None:
-    """As it stands, every call really executed."""
+def test_tool_routing_reaches_its_documented_accuracy(tmp_path: Path) -> None:
+    """The example runs unchanged, and every call is really executed."""
     printed = run_example("tool_routing", folder=tmp_path)
     right_tool, right_in_all, right_tool_in_other_words, _ = shares_of_tools(printed)["after"]
     assert right_tool >= 0.95
@@ -44,7 +44,7 @@ def test_tool_routing_reaches_what_is_said_of_it(tmp_path: Path) -> None:
     ("num_iterations", "learned", "right_call", "without_words"),
     [(20, 0.40, 0.10, 0.25), pytest.param(60, 0.80, 0.25, 0.70, marks=pytest.mark.slow)],
 )
-def test_tool_routing_learns_from_what_its_calls_bring_in(
+def test_tool_routing_learns_from_the_rewards_of_executed_calls(
     num_iterations: int, learned: float, right_call: float, without_words: float, tmp_path: Path
 ) -> None:
     process = example_process("tool_routing", "--iterations", str(num_iterations), "--seed", "5", folder=tmp_path)

@@ -24,17 +24,17 @@ def test_a_failure_shows_both_values_the_formula_and_the_case() -> None:
     assert lines[3].strip() == "case: seed 7, Clip(low=0.2)"
 
 
-def test_numbers_that_are_not_finite_are_a_difference() -> None:
+def test_a_non_finite_number_counts_as_a_difference() -> None:
     for value in (math.nan, math.inf):
         assert str(value) in failure_of(torch.tensor([value, 0.5]), torch.tensor([0.5, 0.5]))
         assert str(value) in failure_of(torch.tensor([0.5, 0.5]), torch.tensor([value, 0.5]))
 
 
-def test_another_shape_is_a_difference() -> None:
+def test_a_different_shape_counts_as_a_difference() -> None:
     assert "ours is [2], theirs [2, 1]" in failure_of(torch.zeros(2), torch.zeros(2, 1))
 
 
-def test_what_is_within_the_tolerance_passes_and_what_is_beyond_fails() -> None:
+def test_differences_within_the_tolerance_pass_and_larger_ones_fail() -> None:
     theirs = torch.tensor([4.0, 0.0], dtype=torch.float64)
     assert_equal("", theirs + 3.9 * TOLERANCE, theirs, "")  # relative to the largest entry
     failure_of(theirs + 4.1 * TOLERANCE, theirs)
@@ -44,7 +44,7 @@ def test_what_is_within_the_tolerance_passes_and_what_is_beyond_fails() -> None:
     failure_of(torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.bool))
 
 
-def test_losses_are_compared_by_their_gradients_too() -> None:
+def test_losses_are_compared_in_value_and_gradient() -> None:
     leaf = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
     other = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     same_value = leaf.detach().sum() + (leaf.detach() - leaf).sum()  # equal to leaf.sum(), with the opposite gradient

@@ -26,7 +26,7 @@ from tests.support.peer_cases import Case, assert_equal, assert_equal_losses, dr
 
 @cache
 def peer() -> SimpleNamespace:
-    """What the tests use of torchrl and tensordict, imported for the first test: collecting the tests does not wait for it."""
+    """The parts of torchrl and tensordict that the tests use. The first test imports them, so that collecting stays fast."""
     pytest.importorskip("torchrl", minversion="0.14", reason='needs torchrl: pip install -e ".[bench]"')
     with warnings.catch_warnings():  # what its dependencies deprecate is not ours to fix
         warnings.simplefilter("ignore")
@@ -115,7 +115,7 @@ def gradients(loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("token_mean", "step_mean"), ("prompt_mean", "row_mean")])
-def test_grpo_loss(theirs: str, ours: str) -> None:
+def test_the_clip_loss_equals_torchrls_grpo_loss(theirs: str, ours: str) -> None:
     """`GRPOLoss`: the clipped surrogate and the entropy bonus, and the divergence, which it always averages over N T."""
     for seed, choose, generator in draws(20, 150):
         case = off_policy_case(seed, choose, generator)
@@ -147,7 +147,7 @@ def test_grpo_loss(theirs: str, ours: str) -> None:
         assert_equal_losses("KL to the reference", divergence, output.loss_kl_to_ref, {"log_probs": leaves[0]}, case_of)
 
 
-def test_cispo_loss() -> None:
+def test_the_cispo_gradient_equals_torchrls_inside_the_bounds() -> None:
     """torchrl's loss has no log pi in it: its value per step is the paper's gradient (arXiv:2506.13585, eq. 4), and its
     gradient is the paper's inside the bounds and 0 outside, where the paper's is the bound times A."""
     peer_loss = peer().llm.CISPOLoss
@@ -183,7 +183,7 @@ class Table(nn.Module):
         return self.rows[index]
 
 
-def test_clip_ppo_loss() -> None:
+def test_the_clip_loss_with_a_critic_equals_torchrls_clip_ppo_loss() -> None:
     """`ClipPPOLoss` of a categorical actor and a critic over the valid steps, down to the gradient in logits and values."""
     for seed, choose, generator in draws(22, 150):
         case = off_policy_case(seed, choose, generator)
@@ -260,7 +260,7 @@ def ragged(choose: random.Random, generator: torch.Generator) -> tuple[Tensor, T
     return steps < lengths, steps == lengths - 1
 
 
-def test_generalized_advantages() -> None:
+def test_generalized_advantages_equal_torchrls() -> None:
     for seed, choose, generator in draws(23, 300):
         mask, last = ragged(choose, generator)
         rewards, values = (torch.randn(mask.shape, generator=generator) for _ in range(2))
@@ -290,7 +290,7 @@ def test_generalized_advantages() -> None:
         assert_equal("GAE", ours, torch.where(mask, theirs.squeeze(-1), 0.0), case)
 
 
-def test_discounted_returns() -> None:
+def test_discounted_returns_equal_torchrls_reward2go() -> None:
     """torchrl's convolution needs a discount above 0 and more than one step."""
     for seed, choose, generator in draws(24, 300):
         mask, last = ragged(choose, generator)
@@ -302,7 +302,7 @@ def test_discounted_returns() -> None:
         assert_equal("discounted returns", ours[mask], theirs[mask], f"seed {seed}, gamma {gamma}")
 
 
-def test_group_advantages() -> None:
+def test_group_advantages_equal_torchrls_mc_advantage() -> None:
     """`MCAdvantage` bounds the standard deviation from below by 1e-6, where we add nothing: nothing here is that close."""
     for seed, choose, generator in draws(25, 100):
         group_size, width = choose.randint(2, 6), choose.randint(1, 4)

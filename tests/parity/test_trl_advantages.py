@@ -55,7 +55,7 @@ def assert_same(formula: str, ours: Tensor, theirs: Tensor, case: str) -> None:
     assert_equal(formula, ours, theirs, case, allowed=1e-9 * theirs.abs() + 1e-12 * scale)
 
 
-def test_weighted_sum_then_normalised(subtests: pytest.Subtests) -> None:
+def test_advantages_of_the_weighted_sum_equal_trls(subtests: pytest.Subtests) -> None:
     """One reward function or several. A row that all of them declined is dropped by us, and given 0 by TRL."""
     for scale in SCALES:
         with subtests.test(scale=scale):
@@ -81,7 +81,7 @@ def test_weighted_sum_then_normalised(subtests: pytest.Subtests) -> None:
                 )
 
 
-def test_normalised_then_weighted_sum() -> None:
+def test_advantages_normalised_per_reward_equal_trls() -> None:
     """GDPO: each reward over its group, the weighted sum over the batch; `scale_rewards` has no say."""
     for seed, choose, generator in draws(11, 150):
         group_size, num_groups, num_functions = choose.randint(2, 8), choose.randint(1, 5), choose.randint(1, 3)

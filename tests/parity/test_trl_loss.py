@@ -24,7 +24,7 @@ def leaves_of(case: Case) -> tuple[Tensor, Tensor]:
     return case.log_probs.clone().requires_grad_(), case.entropy.clone().requires_grad_()
 
 
-def test_surrogate_divergence_and_entropy_bonus(subtests: pytest.Subtests) -> None:
+def test_surrogate_kl_and_entropy_bonus_equal_trls(subtests: pytest.Subtests) -> None:
     for loss_type, level in itertools.product(LOSS_TYPES, LEVELS):
         with subtests.test(loss_type=loss_type, level=level):
             for seed, choose, generator in draws(1, 50):
@@ -35,7 +35,7 @@ def test_surrogate_divergence_and_entropy_bonus(subtests: pytest.Subtests) -> No
                 )
 
 
-def test_selected_steps_and_rows(subtests: pytest.Subtests) -> None:
+def test_the_loss_over_selected_steps_and_rows_equals_trls(subtests: pytest.Subtests) -> None:
     """Top-entropy steps and the off-policy mask, which leave the divergence alone. Entropies repeat: ties are kept."""
     for loss_type, level in itertools.product(LOSS_TYPES, LEVELS):
         with subtests.test(loss_type=loss_type, level=level):
@@ -54,7 +54,7 @@ def test_selected_steps_and_rows(subtests: pytest.Subtests) -> None:
                 )
 
 
-def test_micro_batches_add_up(subtests: pytest.Subtests) -> None:
+def test_one_update_equals_the_sum_of_trls_micro_batches(subtests: pytest.Subtests) -> None:
     """One update of ours is the sum of TRL's micro-batches of equal size.
 
     Not bnpo: TRL divides by the number of steps in the micro-batch, so that its sum depends on the split.
@@ -84,7 +84,7 @@ def test_micro_batches_add_up(subtests: pytest.Subtests) -> None:
                 assert_same(our_loss(case, *leaves, settings), theirs, case, settings, *leaves)
 
 
-def test_which_steps_are_top_entropy(subtests: pytest.Subtests) -> None:
+def test_the_top_entropy_steps_include_those_of_trl_and_the_quantile_itself(subtests: pytest.Subtests) -> None:
     """Every number of steps up to 60, with and without ties, so that the quantile falls on a step as well as between two.
 
     Where it falls on a step, that step is kept: the quantile is its entropy. TRL finds the place in float32, and loses the
@@ -112,7 +112,7 @@ def test_which_steps_are_top_entropy(subtests: pytest.Subtests) -> None:
                     assert_equal("the steps that TRL keeps", ours & theirs, theirs, case)
 
 
-def test_which_rows_are_near_the_policy() -> None:
+def test_the_rows_near_the_policy_equal_trls() -> None:
     for seed, choose, generator in draws(8, 300):
         case = random_case(0, choose, generator)
         advantages = case.advantages.unsqueeze(1) if case.advantages.dim() == 1 else case.advantages
@@ -159,7 +159,7 @@ def with_sampler(settings: TRLSettings, choose: random.Random, mode: trl_code.Sa
     )
 
 
-def test_sampler_correction(subtests: pytest.Subtests) -> None:
+def test_the_loss_with_a_sampler_correction_equals_trls(subtests: pytest.Subtests) -> None:
     """From rewards and sampler log-probs, NaN ones among them, to the loss, through TRL's `_generate_and_score_completions`."""
     for loss_type, mode in PAIRS:
         with subtests.test(loss_type=loss_type, mode=mode):
@@ -173,7 +173,7 @@ def test_sampler_correction(subtests: pytest.Subtests) -> None:
                 assert_same(our_loss(case, *leaves, settings), theirs, case, settings, *leaves)
 
 
-def test_everything_at_once(subtests: pytest.Subtests) -> None:
+def test_the_loss_with_all_terms_selections_and_corrections_equals_trls(subtests: pytest.Subtests) -> None:
     """All terms, selections and corrections together; the off-policy mask then looks at the sampler's log-probs."""
     for loss_type in LOSS_TYPES:
         with subtests.test(loss_type=loss_type):
@@ -197,7 +197,7 @@ def assert_numbers(formula: str, ours: float, theirs: float, case: str) -> None:
     assert_equal(formula, *pair, case, allowed=max(TOLERANCE * abs(theirs), 1e-15))
 
 
-def test_adaptive_entropy_coefficient() -> None:
+def test_the_adaptive_entropy_coefficient_equals_trls() -> None:
     """The coefficient, and whether it acts, update after update.
 
     Not for the first: before anything is measured, TRL leaves the bonus out, and we apply the configured coefficient.

@@ -86,37 +86,37 @@ def assert_same(one: Done, other: Done, tolerance: float) -> None:
         assert same == pytest.approx(loss, rel=tolerance, abs=tolerance), term
 
 
-def test_the_presets_are_found():
+def test_all_presets_are_collected_and_no_further_config_shares_a_name():
     assert {"deepseek_math", "dapo", "gspo", "tool_default", "balanced"} <= set(PRESETS)
     assert not set(PRESETS) & set(FURTHER)
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_any_split_is_the_same_update(name):
+def test_any_split_into_forwards_gives_the_same_update(name):
     whole = as_a_whole(name)
     assert_same(whole, by_group_in_any_parts_and_order(name), TOLERANCE[torch.float64])
-    # What is compared has moved: else the second update would repeat the first, and ratios, bounds and pulls would not
-    # be compared at all.
+    # The policy has moved between the two updates. Otherwise the second update would repeat the first, and ratios and
+    # bounds would not be compared.
     first, second = whole.gradients
     assert (first - second).norm() > 0.01 * first.norm()
     if traits_of(EVERY[name].objective.surrogate).level != "none":
         assert whole.metrics["train/ratio_std"] > 0.1
 
 
-def test_micro_batches_and_padding_are_the_same_update(subtests):
+def test_micro_batches_and_padding_give_the_same_update(subtests):
     for name in [*EVERY][::5]:
         with subtests.test(name=name):
             assert_same(as_a_whole(name), in_micro_batches_padded(name), TOLERANCE[torch.float64])
 
 
-def test_any_split_is_the_same_update_in_float32(subtests):
+def test_any_split_into_forwards_gives_the_same_update_in_float32(subtests):
     for name in [*PRESETS, "vespo_corrected", "kl_cov", "value_loss"]:
         with subtests.test(name=name):
             whole = as_a_whole(name, torch.float32)
             assert_same(whole, by_group_in_any_parts_and_order(name, torch.float32), TOLERANCE[torch.float32])
 
 
-def test_several_updates_per_pass_are_the_same_in_any_order_and_any_parts(subtests):
+def test_several_updates_per_pass_do_not_depend_on_row_order_or_splitting(subtests):
     # groups of 4, which updates of 8 rows do not cut
     rows = Rows.example().take([3, 4, 5, 6, 8, 10, 11, 12])
     rows = replace(rows, group_ids=[0] * 4 + [1] * 4, states=[0] * 4 + [1] * 4)
@@ -132,7 +132,7 @@ def test_several_updates_per_pass_are_the_same_in_any_order_and_any_parts(subtes
 
 
 class SamplingOnly(ExactSampling):
-    """Tells how likely its samples were, and no more."""
+    """Reports the log-probs of its samples, and has no other optional capability."""
 
     tells_scores = False
 
@@ -153,7 +153,7 @@ def step_of(name: str, kind: Any, micro_batch_size: int | None = None) -> Done:
     return Done(gradients=optimizer.gradients, weights=torch.zeros(0), metrics=metrics)
 
 
-def test_what_the_policy_can_tell_besides_changes_no_update(subtests):
+def test_optional_capabilities_of_the_policy_change_no_update(subtests):
     kinds = cycle([(GroupScoring, 5), (ExactSampling, None), (SamplingOnly, None)])
     for name, (kind, size) in zip(PRESETS, kinds, strict=False):
         with subtests.test(name=name, kind=kind.__name__):
@@ -226,7 +226,7 @@ def evaluate(inputs: ObjectiveInputs, config: ObjectiveConfig) -> tuple[Tensor, 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), name=st.sampled_from([*EVERY]), seed=SEEDS, dtype=st.sampled_from([*TOLERANCE]))
-def test_the_loss_of_any_parts_is_that_of_the_whole(data, name, seed, dtype):
+def test_the_losses_of_any_parts_add_up_to_the_loss_of_the_whole(data, name, seed, dtype):
     config = EVERY[name].objective
     inputs = objective_inputs(config, seed, dtype)
     loss, gradient, metrics = evaluate(inputs, config)
@@ -247,7 +247,7 @@ def test_the_loss_of_any_parts_is_that_of_the_whole(data, name, seed, dtype):
         assert summed[key].tolist() == pytest.approx(value.tolist(), rel=TOLERANCE[dtype], abs=TOLERANCE[dtype]), key
 
 
-def test_what_the_loss_does_not_use_gets_no_gradient():
+def test_an_unused_entropy_with_an_infinite_slope_leaves_the_gradient_finite():
     # an action of probability 0: the derivative of p log p is infinite there, and 0 times that is no number
     logits = torch.tensor([[0.0, -math.inf, 1.0]] * 4, dtype=torch.float64, requires_grad=True)
     log_softmax = logits.log_softmax(1)
@@ -271,7 +271,7 @@ class Rounding(Telling):
         return replace(scores, log_probs=scores.log_probs + 1e-9 * len(actions))
 
 
-def test_kl_cov_does_not_pull_on_rounding():
+def test_kl_cov_does_not_treat_rounding_between_forwards_as_movement():
     # before the first update nothing has moved, but a forward of other rows gives slightly other log-probs
     config = replace(EVERY["kl_cov"], batch_size=8)
     exact, *_ = update(config, Rows.example()).gradients

@@ -66,23 +66,23 @@ def only_kl(estimator: str, **others: Any) -> ObjectiveConfig:
     return ObjectiveConfig(kl_coef=1.0, kl_estimator=estimator, **others)
 
 
-def test_k1_in_the_loss_pulls_nowhere():
+def test_k1_in_the_loss_has_no_gradient_in_expectation():
     assert expected_gradient(only_kl("k1"), None).tolist() == pytest.approx([0] * 4, abs=1e-15)
 
 
-def test_k2_and_weighted_k3_in_the_loss_pull_as_kl_to_the_reference_does(subtests):
+def test_k2_and_weighted_k3_have_the_gradient_of_kl_to_the_reference(subtests):
     for estimator in ["k2", "k3_weighted"]:
         with subtests.test(estimator=estimator):
             expected = FourActions.example().gradient_of_kl_to_ref().tolist()
             assert expected_gradient(only_kl(estimator), None).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_k3_in_the_loss_pulls_as_kl_from_the_reference_does():
+def test_k3_has_the_gradient_of_kl_from_the_reference():
     expected = FourActions.example().gradient_of_kl_from_ref().tolist()
     assert expected_gradient(only_kl("k3"), None).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_weighted_k3_in_the_loss_is_right_off_policy_and_past_the_clip_bounds(subtests):
+def test_weighted_k3_has_the_right_gradient_off_policy_and_past_the_clip_bounds(subtests):
     for level in ["step", "row", "row_sum", "row_step"]:
         with subtests.test(level=level):
             # the bounds are narrow: they are for the surrogate, and must not stop the pull
@@ -91,7 +91,7 @@ def test_weighted_k3_in_the_loss_is_right_off_policy_and_past_the_clip_bounds(su
             assert expected_gradient(config, OTHER_POLICY).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_sampled_entropy_bonus_climbs_the_entropy(subtests):
+def test_the_sampled_entropy_bonus_has_the_gradient_of_the_entropy(subtests):
     for sampler in [None, OTHER_POLICY]:
         with subtests.test(sampler=sampler):
             config = ObjectiveConfig(
@@ -101,7 +101,7 @@ def test_the_sampled_entropy_bonus_climbs_the_entropy(subtests):
             assert expected_gradient(config, sampler).tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_exact_entropy_bonus_climbs_the_entropy():
+def test_the_exact_entropy_bonus_has_the_gradient_of_the_entropy():
     # each row carries the entropy of the whole distribution, and the weights add up to 1
     policy = FourActions.example()
     log_probs = policy.log_probs()
@@ -162,7 +162,7 @@ def minus_dj(policy: TwoSteps) -> Tensor:
     return -policy.gradient((policy.probs() * REWARDS).sum())
 
 
-def test_importance_weights_of_whole_rows_make_up_for_another_sampler(subtests):
+def test_row_importance_weights_give_the_on_policy_gradient_under_another_sampler(subtests):
     for surrogate, per_row in [
         # The row's ratio is in the loss once per step, so each step counts half. CISPO's weight multiplies the log-prob of
         # each step, so each step counts once.
@@ -185,7 +185,7 @@ def test_importance_weights_of_whole_rows_make_up_for_another_sampler(subtests):
             assert not torch.allclose(policy.gradient(per_step), expected, rtol=0.1)
 
 
-def test_the_samplers_correction_of_whole_rows_makes_its_samples_the_policys_own(subtests):
+def test_a_row_level_sampler_correction_gives_the_on_policy_gradient(subtests):
     for surrogate in [Clip(), Reinforce(), Cispo(), Sapo(), Dro(), Dppo(tv_limit=1.0)]:
         with subtests.test(surrogate=surrogate):
             policy, sampler = TwoSteps.example(), TwoSteps.example(seed=1)
@@ -200,7 +200,7 @@ def test_the_samplers_correction_of_whole_rows_makes_its_samples_the_policys_own
             assert torch.allclose(corrected, uncorrected, rtol=1e-12, atol=1e-15)
 
 
-def test_the_samplers_correction_through_the_trainer(subtests):
+def test_the_sampler_correction_gives_the_on_policy_gradient_through_the_trainer(subtests):
     for aggregation in ["row_sum", "row_mean"]:
         with subtests.test(aggregation=aggregation):
             # a sampler that takes each of the nine rows equally often: a batch of each of them once is its expectation
@@ -262,14 +262,14 @@ def test_the_ratio_of_a_single_update_is_exactly_1(seen, subtests):
             trainer, _ = make_trainer(config, make_policy(), reference=make_policy(RowScoring, seed=1))
             trainer.update(Rows.example().batch(config))
             ((inputs, metrics),) = seen
-            # whatever was stored for the choice of steps: the policy is the one that sampled
+            # stored log-probs may serve to select steps, but the current policy is the one that sampled
             assert inputs.old_log_probs is None
             count, total, squares = metrics["ratio"].tolist()
             assert count == total == squares == int(inputs.mask.sum()) > 0
             assert metrics["clip_fraction"].tolist() == [count, 0, 0]
 
 
-def test_the_ratio_of_the_first_of_several_updates_is_1_up_to_the_rounding_of_a_forward(seen, subtests):
+def test_the_ratio_of_the_first_of_several_updates_is_1_up_to_rounding(seen, subtests):
     # that of a forward of all rows, where this one leaves out those without an advantage
     for name in WITH_OLD_LOG_PROBS:
         with subtests.test(name=name):
@@ -325,7 +325,7 @@ TIMES_LOG_PROBS = {"reinforce", "cispo", "dro", "vespo"}
 LEVELS = ["step", "row", "row_sum", "row_step", "none"]
 
 
-def test_at_ratio_one_every_surrogate_is_reinforce_at_every_level(subtests):
+def test_at_ratio_1_every_surrogate_has_the_reinforce_gradient_at_every_level(subtests):
     for name, given_as_old in product(SURROGATES, [False, True]):
         with subtests.test(name=name, given_as_old=given_as_old):
             # Clip-Cov is asked to leave nothing out here. DRO and KL-Cov pull by 0 where nothing has moved.
@@ -341,7 +341,7 @@ def test_at_ratio_one_every_surrogate_is_reinforce_at_every_level(subtests):
                     log_probs,
                     torch.tensor([1.5, -0.5, 0.25, 2.0], dtype=torch.float64),
                     mask=mask,
-                    # each step of a row weighs alike
+                    # each step of a row has the same weight
                     weights=torch.where(mask, 1.0 / (4 * lengths.clamp(min=1)), 0.0).double(),
                     old_log_probs=log_probs.detach() if given_as_old else None,
                 )
@@ -378,11 +378,11 @@ def table_policy() -> TablePolicy:
     return TablePolicy(range(len(SIZES) + 1), 3, logits=torch.randn(len(SIZES) + 1, 3))
 
 
-def test_there_are_presets_that_learn_by_the_advantage_alone():
+def test_the_presets_that_learn_by_the_advantage_alone_are_found():
     assert {"dapo", "dr_grpo", "gspo", "cispo", "sapo", "gmpo", "gpg", "maxrl", "bnpo"} <= {*LEARNS_BY_ADVANTAGE_ALONE}
 
 
-def test_groups_of_equal_rewards_move_no_weight_by_a_bit(subtests):
+def test_groups_of_equal_rewards_change_no_bit_of_any_weight(subtests):
     for name, dtype in product(LEARNS_BY_ADVANTAGE_ALONE, [torch.float32, torch.float64]):
         with subtests.test(name=name, dtype=dtype):
             policy = table_policy()
@@ -401,8 +401,8 @@ def test_groups_of_equal_rewards_move_no_weight_by_a_bit(subtests):
             assert torch.equal(weights_of(policy), before)
 
 
-def test_groups_of_equal_rewards_take_no_part_in_what_others_teach(subtests):
-    # one more state, whose four rewards differ: its logits move, and those of no other state, by no bit
+def test_groups_of_equal_rewards_do_not_move_when_other_groups_learn(subtests):
+    # one more state, whose four rewards differ: its logits change, and no bit of the other states' logits does
     configs = {name: without_other_terms(EVERY[name]) for name in PRESETS}
     # a median is not the mean, so that whitening moves every row but these
     median = AdvantageConfig(baseline="group_median", scale="whiten")
@@ -420,7 +420,7 @@ def test_groups_of_equal_rewards_take_no_part_in_what_others_teach(subtests):
             assert moved == [False] * len(SIZES) + [True]
 
 
-def test_pulls_without_an_advantage_start_at_0(subtests):
+def test_dro_and_kl_cov_have_no_gradient_before_the_policy_has_moved(subtests):
     for name in ["dro", "kl_cov"]:
         with subtests.test(name=name):
             # these losses act on rows without an advantage too, but only once the policy has moved
@@ -462,7 +462,7 @@ def failing() -> Any:
     return RewardConfig(on_failure="drop"), reward
 
 
-def test_a_kept_rows_advantage_knows_nothing_of_a_rejected_sibling(subtests):
+def test_the_advantage_of_a_kept_row_ignores_rejected_rows_of_its_group(subtests):
     kept = [(s, a) for s in TRUE_REWARDS for a in range(4) if (s, a) not in REJECTED]
     # the same rows as if there had never been others
     alone = ExperienceBatch.from_rows(

@@ -1,4 +1,4 @@
-"""What must not change the loss, its gradient or an advantage, and what the gradient must agree with."""
+"""Changes of the input that leave loss, gradient and advantages unchanged, and finite differences of the gradient."""
 
 import dataclasses
 import math
@@ -120,7 +120,7 @@ def assert_equal_up_to(tolerance: float, one: tuple[Tensor, Tensor], other: tupl
     aggregation=st.sampled_from(AGGREGATIONS),
     precision=st.sampled_from([(torch.float64, 1e-10), (torch.float32, 1e-5)]),
 )
-def test_micro_batches_add_up_to_the_whole(data, aggregation, precision):
+def test_losses_and_gradients_of_micro_batches_add_up_to_the_whole(data, aggregation, precision):
     dtype, tolerance = precision
     update, config = data.draw(updates(dtype)), data.draw(configs())
     weights = update.weights(aggregation)
@@ -137,7 +137,7 @@ def test_micro_batches_add_up_to_the_whole(data, aggregation, precision):
 
 @few
 @given(data=st.data(), aggregation=st.sampled_from(AGGREGATIONS))
-def test_the_order_of_rows_does_not_matter(data, aggregation):
+def test_the_order_of_rows_changes_nothing(data, aggregation):
     update, config = data.draw(updates()), data.draw(configs())
     order = torch.tensor(data.draw(st.permutations(range(len(update.mask)))))
     moved = update.rows(order)
@@ -147,7 +147,7 @@ def test_the_order_of_rows_does_not_matter(data, aggregation):
 
 @few
 @given(update=updates(), config=configs(), aggregation=st.sampled_from(AGGREGATIONS), extra=st.integers(1, 3))
-def test_padding_does_not_matter(update, config, aggregation, extra):
+def test_padding_changes_nothing(update, config, aggregation, extra):
     width = update.mask.shape[1]
 
     def padded(values: Tensor | None, fill: float | bool) -> Tensor | None:
@@ -170,7 +170,7 @@ def test_padding_does_not_matter(update, config, aggregation, extra):
 
 @few
 @given(data=st.data())
-def test_the_numbers_of_groups_do_not_matter(data):
+def test_renumbering_groups_changes_no_weight_and_no_advantage(data):
     update = data.draw(updates())
     old_names = sorted(set(update.group_ids.tolist()))
     names = st.integers(-(2**63), 2**63 - 1)
@@ -190,7 +190,7 @@ def test_the_numbers_of_groups_do_not_matter(data):
 
 @few
 @given(data=st.data())
-def test_the_numbers_of_groups_do_not_matter_to_returns(data):
+def test_renumbering_groups_changes_no_relative_return(data):
     update = data.draw(updates())
     new_names = data.draw(st.lists(st.integers(-(10**6), 10**6), min_size=5, max_size=5, unique=True))
     new_ids = torch.tensor(new_names)[update.group_ids + 2]
@@ -222,7 +222,7 @@ def test_shifting_a_groups_rewards_changes_no_advantage(rows, baseline, scale, d
 
 @few
 @given(data=st.data())
-def test_the_order_of_rows_does_not_matter_to_advantages(data):
+def test_the_order_of_rows_changes_no_advantage(data):
     rows = data.draw(st.lists(st.tuples(st.floats(-10, 10), st.integers(-2, 2)), min_size=1, max_size=10))
     rewards, group_ids = torch.tensor([r for r, _ in rows], dtype=torch.float64), torch.tensor([g for _, g in rows])
     order = torch.tensor(data.draw(st.permutations(range(len(rows)))))
@@ -244,7 +244,7 @@ POISONED = ["log_probs", "old", "ref", "entropy", "advantages"]
     config=configs(ANY_SURROGATE),
     poison=st.sampled_from([math.nan, math.inf, -math.inf]),
 )
-def test_what_is_under_the_mask_changes_nothing_at_all(name, update, config, poison):
+def test_masked_values_change_neither_loss_nor_gradient(name, update, config, poison):
     values = getattr(update, name)
     assume(values is not None and values.dim() == 2)
     poisoned = replace(update, **{name: values.masked_fill(~update.mask, poison)})
@@ -258,7 +258,7 @@ def test_what_is_under_the_mask_changes_nothing_at_all(name, update, config, poi
 
 @few
 @given(update=updates(torch.float32), config=configs(ANY_SURROGATE), poison=st.sampled_from([math.nan, math.inf]))
-def test_the_report_never_sees_what_is_under_the_mask(update, config, poison):
+def test_masked_values_change_no_reported_metric(update, config, poison):
     spoiled = {
         name: getattr(update, name).masked_fill(~update.mask, poison) for name in ("log_probs", "ref", "entropy")
     }
@@ -274,7 +274,7 @@ def test_the_report_never_sees_what_is_under_the_mask(update, config, poison):
 
 @few
 @given(update=updates(), config=configs())
-def test_the_old_policy_left_out_is_the_current_one(update, config):
+def test_without_old_log_probs_the_current_policy_is_the_old_one(update, config):
     left_out, given_as_is = replace(update, old=None), replace(update, old=update.log_probs)
     weights = update.weights("row_mean")
     assert_equal_up_to(1e-14, evaluate(left_out, weights, config), evaluate(given_as_is, weights, config))

@@ -226,7 +226,7 @@ PER_COMBINATION = 8
 
 
 @pytest.mark.parametrize("name", SURROGATES)
-def test_loss_and_gradients_are_those_of_a_plain_reference(name, subtests):
+def test_loss_and_gradients_equal_a_plain_reference(name, subtests):
     """Every surrogate x ratio level x case, beside every KL estimator, entropy estimator and value loss."""
     levels = [level for other, level in COMBINATIONS if other == name]
     for k, level in enumerate(level for level in levels for _ in range(PER_COMBINATION)):
@@ -243,7 +243,7 @@ def test_loss_and_gradients_are_those_of_a_plain_reference(name, subtests):
             assert_as_the_reference(inputs_of(k % 16, per_step=per_step, far=far), config)
 
 
-def test_loss_and_gradients_where_the_old_policy_is_the_current_one(subtests):
+def test_loss_and_gradients_without_old_log_probs_equal_a_plain_reference(subtests):
     for k, (name, level) in enumerate(COMBINATIONS):
         for per_step in (False, True):
             config = ObjectiveConfig(
