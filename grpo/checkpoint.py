@@ -231,7 +231,9 @@ def _verified(folder: Path) -> dict[str, bytes]:
 
 def _contents(path: Path) -> bytes:
     if path.is_symlink() or not path.is_file():
-        raise CheckpointError(f"{path} is missing, or a symbolic link. Use another checkpoint.")
+        raise CheckpointError(
+            f"{path} must be a regular file; it is missing or a symbolic link. Use another checkpoint."
+        )
     return path.read_bytes()
 
 

@@ -16,7 +16,7 @@ DEFAULT_KL_COEF = 0.04
 """The KL coefficient if a reference policy is passed and no coefficient is set (DeepSeekMath, arXiv:2402.03300, sec. 4.2)."""
 
 CORRECTIONS: dict[str, type[Settings]] = {"truncate": Truncate, "mask": Mask}
-"""The names of sampler corrections. A name stands for the class with its defaults."""
+"""Maps the name of a sampler correction in the settings to its class. A name means the class with its defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,8 @@ class AdvantageConfig(Settings):
     gigpo_weight: float = setting(1.0, at_least=0.0)
     """For `credit="gigpo"`: weight of a step's advantage among steps in the same state. The row's advantage has weight 1."""
     upweight_live_groups: bool = False
-    """Multiply advantages by (all rows) / (rows in groups whose rewards differ), so that groups without differences do not
-    shrink the gradient (GPG)."""
+    """Multiply advantages by (number of rows) / (number of rows in groups whose rewards differ), so that groups with equal
+    rewards do not shrink the gradient (GPG)."""
     positive_weight: float = setting(1.0, at_least=0.0)
     """Factor on advantages above 0. Smaller learns more from bad actions, which keeps the policy more random."""
     negative_only: bool = False
@@ -64,7 +64,7 @@ class AdvantageConfig(Settings):
     size."""
 
     def __post_init__(self) -> None:
-        """Check every value, and that choices do not contradict one another."""
+        """Check every value, and check that settings do not contradict one another."""
         Settings.__post_init__(self)
         if (self.baseline == "max_at_k") != (self.k is not None):
             raise ConfigError(
@@ -119,8 +119,8 @@ class ObjectiveConfig(Settings):
     """Importance weights for actions that another distribution sampled (`behaviour_log_probs`): `Truncate(...)`, `Mask(...)`,
     the name of one, or a callable of your own. The weights multiply the surrogate only. None: no correction."""
     top_entropy_fraction: float = setting(1.0, above=0.0, at_most=1.0)
-    """The surrogate counts only this fraction of the update's steps, those with the highest entropy. Smaller learns from the
-    most uncertain decisions only. Needs an exact entropy."""
+    """The surrogate counts only this fraction of the update's steps, the steps with the highest entropy. Smaller learns from
+    the most uncertain decisions only. The policy must return an exact entropy."""
     off_policy_threshold: float | None = setting(None, at_least=0.0)
     """A row with A < 0 is left out of the surrogate if its mean of sampled minus current log-probs exceeds this threshold.
     Larger keeps more rows. None: all rows count."""
@@ -145,10 +145,10 @@ class ObjectiveConfig(Settings):
     """How per-step losses become one number. The trainer turns the choice into weights (see `step_weights`). If the policy has
     `split_steps`, each step is a row, and every choice but `fixed_length` gives each step of the update the same weight."""
     fixed_length: int | None = setting(None, at_least=1)
-    """The divisor of every row under `aggregation="fixed_length"`, whatever the row's length."""
+    """For `aggregation="fixed_length"`: the number by which every row's loss is divided, instead of the row's own length."""
 
     def __post_init__(self) -> None:
-        """Check every value, and turn names into objects."""
+        """Check every value, and replace names by objects."""
         object.__setattr__(self, "surrogate", _as_object("surrogate", self.surrogate, SURROGATES))
         if self.sampler_correction is not None:
             correction = _as_object("sampler_correction", self.sampler_correction, CORRECTIONS)
@@ -159,7 +159,7 @@ class ObjectiveConfig(Settings):
         if uses_length != (self.fixed_length is not None):
             raise ConfigError(
                 f"ObjectiveConfig.fixed_length={self.fixed_length} with aggregation={self.aggregation!r}: 'fixed_length' needs "
-                "fixed_length=the longest that a row can be, and the others need fixed_length=None."
+                "fixed_length=the longest that a row can be, and the other aggregations need fixed_length=None."
             )
 
     def kl_coef_with(self, *, has_reference: bool) -> float:
@@ -167,7 +167,7 @@ class ObjectiveConfig(Settings):
         return self.kl_coef if self.kl_coef is not None else DEFAULT_KL_COEF if has_reference else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as plain values, ready for JSON and `from_dict`. A callable of your own becomes {"kind": "custom",
+        """Convert the settings to plain values for JSON and `from_dict`. A callable of your own becomes {"kind": "custom",
         "name": ...}."""
         correction = self.sampler_correction
         return {
@@ -178,7 +178,7 @@ class ObjectiveConfig(Settings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ObjectiveConfig":
-        """The settings in a dict that `to_dict` wrote. A missing key has its default.
+        """Make settings from a dict that `to_dict` wrote. A missing setting has its default value.
 
         Raises:
             ConfigError: an unknown key, a value that the field does not allow, or a custom callable.
@@ -222,10 +222,10 @@ class KLControl(Settings):
     coef_max: float = setting(0.1, above=0.0)
     """Largest KL coefficient."""
     gain: float = setting(0.1, above=0.0)
-    """For `proportional`: the change of the coefficient per relative error. Larger reacts faster."""
+    """For `rule="proportional"`: relative change of the coefficient per relative error of the KL. Larger reacts faster."""
 
     def __post_init__(self) -> None:
-        """Check every value, and the order of the bounds."""
+        """Check every value, and check that `coef_min` is at most `coef_max`."""
         Settings.__post_init__(self)
         require_order("KLControl.coef_min", self.coef_min, "coef_max", self.coef_max)
 
@@ -244,7 +244,7 @@ class EntropyControl(Settings):
     """Largest entropy coefficient."""
 
     def __post_init__(self) -> None:
-        """Check every value, and the order of the bounds."""
+        """Check every value, and check that `coef_min` is at most `coef_max`."""
         Settings.__post_init__(self)
         require_order("EntropyControl.coef_min", self.coef_min, "coef_max", self.coef_max)
 
@@ -265,10 +265,10 @@ class GRPOConfig(Settings):
     """Actions sampled per state (G). Larger: better baselines, but fewer states for the same work. With 1, all advantages are 0
     unless `advantage.baseline` is independent of the group."""
     num_states_per_iteration: int | None = setting(None, at_least=1)
-    """States that `train` draws for one iteration (B). None: all of them."""
+    """Number of states that `train` draws for one iteration (B). None: all states."""
     batch_size: int | None = setting(None, at_least=1)
-    """Rows per update, on each rank. Smaller: more updates per iteration, each of them noisier and further off-policy. None:
-    all rows in one update."""
+    """Rows per update, on each rank. Smaller: more updates per iteration, which are noisier and further off-policy. None: all
+    rows in one update."""
     micro_batch_size: int | None = setting(None, at_least=1)
     """Rows per forward pass. Smaller: less memory, the same gradient. None: all rows of the update."""
     num_epochs_per_update: int = setting(1, at_least=1)
@@ -318,7 +318,7 @@ class GRPOConfig(Settings):
     """What happens when a reward model raises or returns NaN."""
 
     def __post_init__(self) -> None:
-        """Check every value, and that groups are large enough for their baseline."""
+        """Check every value, and check that groups are large enough for their baseline."""
         Settings.__post_init__(self)
         if self.advantage.k is not None and self.advantage.k > self.group_size:
             raise ConfigError(
@@ -328,7 +328,7 @@ class GRPOConfig(Settings):
 
 
 def _as_object(name: str, value: Any, choices: Mapping[str, type[Settings]]) -> Callable[..., Any]:
-    """The object that a name stands for, with its defaults. A callable is returned unchanged."""
+    """Turn a name into an object with its defaults. A callable is returned unchanged."""
     if isinstance(value, str) and value in choices:
         value = choices[value]()
     if isinstance(value, type):
@@ -337,7 +337,7 @@ def _as_object(name: str, value: Any, choices: Mapping[str, type[Settings]]) -> 
         )
     if not callable(value):
         raise ConfigError(
-            f"ObjectiveConfig.{name} must be one of {', '.join(map(repr, choices))}, an object of these kinds, or a callable; "
+            f"ObjectiveConfig.{name} must be one of {', '.join(map(repr, choices))}, their objects, or a callable; "
             f"got {describe(value)}."
         )
     found: Callable[..., Any] = value

@@ -160,7 +160,7 @@ class ExperienceCollector:
         return row_totals(rewards.values, None)  # rewards are already 0 outside the mask
 
     def plan_parts(self, states: Rows, actions: Rows, selected: RowIndex | None = None) -> list[RowIndex]:
-        """For each forward pass, the positions of its rows within `selected`: the policy's plan, or else rows in order.
+        """Return the rows of each forward pass, as positions within `selected`, from the policy's plan or else in order.
 
         `selected=None` means all rows.
         """

@@ -46,7 +46,7 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
         entropy + value) and, per step, what `step_moments` lists.
 
     Raises:
-        ConfigError: a term lacks what it is computed from (a reference, an entropy, behaviour log-probs).
+        ConfigError: the inputs have no reference log-probs, entropy or behaviour log-probs, but a term needs them.
 
     Source:
         Shao et al. 2024, arXiv:2402.03300, eq. 3.

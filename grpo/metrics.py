@@ -182,14 +182,14 @@ class RunningStatistics:
     """Mean rewards of the last `history` iterations, oldest first."""
 
     def __post_init__(self) -> None:
-        """Check the settings."""
+        """Check `decay` and `history`."""
         if not 0.0 <= self.decay < 1.0:
             raise ConfigError(f"RunningStatistics.decay must be in [0, 1); got {self.decay!r}.")
         if self.history < 1:
             raise ConfigError(f"RunningStatistics.history must be >= 1; got {self.history!r}.")
 
     def reset(self) -> None:
-        """Forget everything that was logged. `decay` and `history` stay."""
+        """Forget everything that was logged. `decay` and `history` do not change."""
         vars(self).update(vars(RunningStatistics(decay=self.decay, history=self.history)))
 
     def log(self, metrics: Mapping[str, float], iteration: int) -> None:
@@ -221,15 +221,15 @@ class RunningStatistics:
         return list(self.rewards)
 
     def to_dict(self) -> dict[str, Any]:
-        """Settings, counts, averages and rewards as plain values, ready for JSON and for `from_dict`."""
+        """Convert settings, counts, averages and rewards to plain values for JSON and `from_dict`."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "RunningStatistics":
-        """The statistics that `to_dict` wrote. They continue where the written ones stopped.
+        """Make statistics from a dict that `to_dict` wrote, and continue from them.
 
         Raises:
-            ConfigError: the keys are not those that `to_dict` writes.
+            ConfigError: `values` has other keys than a dict from `to_dict`.
         """
         expected = {one.name for one in fields(cls)}
         if set(values) != expected or set(values["moments"]) != set(AVERAGED):

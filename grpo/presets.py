@@ -1,8 +1,8 @@
 """One function per published recipe, with its settings: `GRPOTrainer(config=presets.dapo(), ...)`.
 
 Batches are counted in rows: a paper's 512 prompts with 16 answers each are `num_states_per_iteration=512` and `group_size=16`,
-and its mini-batch of 512 answers is `batch_size=512`. Learning rates are those of language models with billions of parameters;
-small networks need about a thousand times as much. To change a setting:
+and its mini-batch of 512 answers is `batch_size=512`. Learning rates fit language models with billions of parameters; small
+networks need about a thousand times as much. To change a setting:
 
     recipe = presets.dapo()  # with dataclasses.replace:
     config = replace(recipe, learning_rate=1e-3, objective=replace(recipe.objective, surrogate=Clip(high=0.3)))
@@ -75,8 +75,8 @@ def gspo() -> GRPOConfig:
     """One ratio per row, the geometric mean over its steps, with a very narrow clip.
 
     The bounds fit rows of hundreds of steps and small learning rates. Widen them for shorter rows or larger learning rates, and
-    watch `train/clip_fraction`. The paper splits each iteration's rows into 4 updates; group, batch and learning rate are those
-    of verl's recipe.
+    watch `train/clip_fraction`. The paper splits each iteration's rows into 4 updates; group, batch and learning rate are from
+    verl's recipe.
 
     Source:
         Zheng et al. 2025 (GSPO), arXiv:2507.18071, eq. 5 to 7, sec. 5.1.

@@ -128,7 +128,7 @@ class Clip(_Bounded):
     """Upper bound on the loss where A < 0, in units of -A. Smaller limits the push away from bad actions. None: no bound."""
 
     def __post_init__(self) -> None:
-        """Check every value, and that `delta` is outside the trust region."""
+        """Check every value, and check that `delta` is outside the trust region."""
         Settings.__post_init__(self)
         if self.delta is not None and self.delta <= 1.0 + self.high:
             raise ConfigError(
@@ -349,7 +349,7 @@ class ClipCov(_Bounded):
 
     l[n,t] = 0 for the selected steps, PPO's clipped loss for the others
 
-    The selected steps are drawn at random among those with cov_low < covariance of log pi and A < cov_high.
+    The selected steps are drawn at random among the steps with cov_low < covariance of log pi and A < cov_high.
 
     Source:
         Cui et al. 2025, arXiv:2505.22617.
@@ -359,12 +359,12 @@ class ClipCov(_Bounded):
     fraction: float = setting(2e-4, above=0.0, at_most=1.0)
     """Fraction of the steps that are left out. Larger keeps more entropy and learns more slowly."""
     cov_low: float = 1.0
-    """Lower bound: steps are drawn among those with a larger covariance."""
+    """Lower bound on the covariance of the drawn steps. Larger: fewer steps can be drawn."""
     cov_high: float = 5.0
-    """Upper bound: steps are drawn among those with a smaller covariance."""
+    """Upper bound on the covariance of the drawn steps. Larger: more steps can be drawn."""
 
     def __post_init__(self) -> None:
-        """Check every value, and the order of the covariances."""
+        """Check every value, and check that `cov_low` is at most `cov_high`."""
         Settings.__post_init__(self)
         require_order("ClipCov.cov_low", self.cov_low, "cov_high", self.cov_high)
 
@@ -383,4 +383,4 @@ SURROGATES: dict[str, type[Settings]] = {
     "clip": Clip, "reinforce": Reinforce, "cispo": Cispo, "sapo": Sapo, "gmpo": Gmpo, "vespo": Vespo, "dro": Dro,
     "dppo": Dppo, "kl_cov": KlCov, "clip_cov": ClipCov,
 }  # fmt: skip
-"""The names of surrogates in the settings. A name stands for the class with its defaults."""
+"""Maps the name of a surrogate in the settings to its class. A name means the class with its defaults."""

@@ -1,4 +1,4 @@
-"""The trainer: one iteration is collect, estimate advantages, update; a run is many iterations."""
+"""The trainer. An iteration collects rows, estimates their advantages and updates the policy. A run has many iterations."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -172,10 +172,10 @@ class GRPOTrainer:
         return self.collector.complete(batch, several_updates=self.setup.num_updates(batch) > 1)
 
     def evaluate(self, states: Rows, *, num_actions_per_state: int | None = None) -> dict[str, float]:
-        """Mean and standard deviation of the reward of freshly sampled actions; nothing is trained.
+        """Return the mean and standard deviation of the rewards of newly sampled actions, without training.
 
-        Global random generators are restored. A reward model or a policy with a state of its own still changes: an evaluation
-        of a bandit pulls its arms. On several ranks, the samples of all ranks count.
+        Global random generators are restored. A reward model or a policy that has a state may change: evaluating on a bandit
+        pulls its arms. On several ranks, the samples of all ranks count.
 
         Args:
             states: the states to evaluate in.
@@ -262,7 +262,8 @@ class GRPOTrainer:
             path: one checkpoint, or a folder of checkpoints: the newest intact one is read.
 
         Raises:
-            CheckpointError: the message names the file or the item at fault. The trainer is unchanged.
+            CheckpointError: a file is damaged, or does not fit this trainer. The message names the file or the value. The
+                trainer is unchanged.
         """
         state = read_checkpoint(folder_of_rank(path, self.engine))
         require_same_iteration(self.engine, state, path)

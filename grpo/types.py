@@ -45,8 +45,7 @@ def select_rows(rows: Rows, index: RowIndex) -> Rows:
 
 
 def repeat_rows(states: Rows, times: int) -> Rows:
-    """Each state repeated `times` times: first the copies of state 0, then those of state 1. In a list, copies are the same
-    object."""
+    """Repeat each state `times` times: first state 0, then state 1, and so on. In a list, the copies are the same object."""
     if isinstance(states, Tensor):
         return states.repeat_interleave(times, dim=0)
     if isinstance(states, np.ndarray):

@@ -71,13 +71,13 @@ class Settings:
                     raise ConfigError(f"{name} must be {sign} {bound}; got {value!r}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as numbers, strings, None and dicts, ready for JSON and for `from_dict`."""
+        """Convert the settings to numbers, strings, None and dicts, for JSON and `from_dict`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value.to_dict() if isinstance(value, Settings) else value for name, value in values.items()}
 
     @classmethod
     def from_dict(cls: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
-        """The settings in a dict that `to_dict` wrote. A missing key has its default.
+        """Make settings from a dict that `to_dict` wrote. A missing setting has its default value.
 
         Raises:
             ConfigError: an unknown key, or a value that the field does not allow.

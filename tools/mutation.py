@@ -1,4 +1,4 @@
-"""Mutation testing of `grpo`: change one place of the source, run the tests, and see whether one of them fails.
+"""Mutation testing of `grpo`: change one place of the source, run the tests, and see whether a test fails.
 
     python tools/mutation.py --mutants 100 --seed 0
 

@@ -125,7 +125,7 @@ def batch_std(values: Floats, ddof: int, rounding: float) -> float:
 
 
 def live_rows(rewards: Float[Tensor, "N *T"], group_ids: Int[Tensor, " N"]) -> NDArray[np.bool_]:
-    """[N] True for rows whose group has different rewards. Rewards per step (0 outside the mask) differ if any step differs."""
+    """[N] True for rows of groups with different rewards. Rewards per step (0 outside the mask) differ if any step differs."""
     groups = Groups.of(group_ids)
     constant = groups.are_constant(*groups.rewards(rewards)).reshape(len(groups.counts), -1)
     return groups.to_row_order(groups.repeat(~np.logical_and.reduce(constant, axis=1)))

@@ -69,18 +69,18 @@ def max_at_k_advantages(rewards: Floats, groups: Groups, k: int | None) -> Float
 
 
 def beta_scale(means: Floats, lowest: float, highest: float, ddof: int) -> Floats:
-    """The density of Beta(1 + a/3, 1 + b/3) at each group's mean reward. Beta(a, b) is fitted to the group means by moments.
+    """The density of Beta(1 + a/3, 1 + b/3) at each group's mean reward. Beta(a, b) has the moments of the group means.
 
     a = c m, b = c (1 - m), c = m (1 - m) / v - 1, with m and v the mean and variance of the group means
 
     Dividing by the density minimises the gradient's variance for rewards 0 and 1. With a = b = 0 the density is 1. With
-    a = b = 3/2 it is proportional to the group's std. The scale is 1 if there is one group, or no variance to fit. The scale
-    is infinite at a group mean of 0 or 1, where all rewards of the group are equal.
+    a = b = 3/2 the density is proportional to the group's std. The scale is 1 if there is one group, or no variance to
+    fit. The scale is infinite at a group mean of 0 or 1, where all rewards of the group are equal.
 
     `means` are [B]; `lowest` and `highest` are the extreme rewards of the batch; v has divisor B - ddof.
 
     Source:
-        Xiao et al. 2025 (BNPO), arXiv:2506.02864; parameters are at least 1 and 1/density at most 1e6 as in its code.
+        Xiao et al. 2025 (BNPO), arXiv:2506.02864; the bounds (parameters >= 1, 1/density <= 1e6) are from its code.
     """
     if lowest < 0.0 or highest > 1.0:
         raise RewardError(

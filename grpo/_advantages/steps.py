@@ -144,7 +144,7 @@ def state_group_advantages(
     A[n,t] = A_row[n] + weight A_state[n,t]
 
     A_row compares the sums of the rows' rewards. A_state compares the discounted return from step t on with the returns of all
-    steps of the group that have the same key. A step whose key no other step has gets A_state = 0.
+    steps of the group that have the same key. A step with a unique key has A_state = 0.
 
     `relative` computes A_row and A_state. If there is one reward per row, it counts as the reward of the row's last step.
     `weight` is the paper's omega: larger gives the comparison of equal states more weight.

@@ -13,7 +13,7 @@ from grpo.types import ActionScores, Rows, SampledActions
 from grpo.writing import describe, pad_steps
 
 LOG_PROBS = ("old_log_probs", "behaviour_log_probs", "ref_log_probs")
-"""The fields of a batch that must be finite at every sampled step. In `behaviour_log_probs`, NaN marks a step not scored."""
+"""The fields of a batch that must be finite at every sampled step. NaN in `behaviour_log_probs` means "not scored"."""
 
 
 def check_scores(owner: str, scores: Any, num_rows: int) -> ActionScores:
@@ -41,7 +41,9 @@ def check_scores(owner: str, scores: Any, num_rows: int) -> ActionScores:
                 f"got {describe(value)} on {value.device}. Give it the shape and device of log_probs."
             )
         if field != "mask" and not value.is_floating_point():
-            raise ContractError(f"{owner}: {field} must be floating; got {describe(value)}. Return {field}.float().")
+            raise ContractError(
+                f"{owner}: {field} must be floating-point; got {describe(value)}. Return {field}.float()."
+            )
     return scores
 
 

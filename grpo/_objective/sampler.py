@@ -20,8 +20,8 @@ SamplerRatioLevel = Literal["step", "row"]
 class SamplerCorrection(Protocol):
     """Importance weights from the sampler to the policy before this iteration's updates. The surrogate is multiplied by them.
 
-    u = exp(old_log_probs - behaviour_log_probs), so that E_behaviour[u f] = E_old[f]: with unbounded weights the policy
-    gradient is that of the policy's own samples.
+    u = exp(old_log_probs - behaviour_log_probs), so that E_behaviour[u f] = E_old[f]: with unbounded weights the
+    expected gradient is the same as with actions that the policy itself sampled.
     """
 
     def __call__(
@@ -43,7 +43,7 @@ class _Bounds(Settings):
     has no bias if there are no bounds, and higher variance."""
 
     def __post_init__(self) -> None:
-        """Check every value, and the order of the bounds."""
+        """Check every value, and check that `low` is at most `high`."""
         Settings.__post_init__(self)
         require_order(f"{type(self).__name__}.low", self.low, "high", self.high)
 

@@ -14,7 +14,7 @@ from grpo.surrogates import traits_of
 logger = logging.getLogger("grpo")
 
 PATIENCE = 10
-"""Iterations in a row that must show a sign before it is logged."""
+"""Number of consecutive iterations that must show a problem before the problem is logged."""
 
 LOW_ENTROPY = 0.05
 """Fraction of the first iterations' entropy below which the entropy counts as collapsed."""
@@ -48,7 +48,7 @@ class RunAdvisor:
         self._has_clipped = False
 
     def check(self, metrics: Mapping[str, float], *, measured: Collection[str], several_updates: bool) -> None:
-        """Check one iteration's metrics. `measured` names the metrics that the loss reported; the others are ignored."""
+        """Check one iteration's metrics. `measured` names the metrics that the loss reported. Other metrics are ignored."""
         no_advantage = metrics["train/advantages_std"] == 0.0 == metrics["train/advantages_mean"]
         dead = metrics["group_stats/zero_variance_fraction"] == 1.0
         self._count("all groups are dead", no_advantage and dead, patience=1)

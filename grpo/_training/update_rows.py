@@ -159,8 +159,8 @@ class UpdateRows:
         )
 
     def micro_batches(self, selected: RowIndex) -> Iterator[RowIndex]:
-        """For each forward pass, the positions of its rows within `selected`: the policy's plan, or else `micro_batch_size`
-        rows in order."""
+        """Yield the rows of each forward pass, as positions within `selected`. The policy's `plan_micro_batches` chooses the
+        rows. Without it, each forward pass has the next `micro_batch_size` rows."""
         positions = self._live_positions(selected)
         batch = self.data.batch
         chosen = compose_index(selected, positions)
@@ -248,9 +248,8 @@ class UpdateRows:
         change = zero_outside(inputs.log_probs.detach() - inputs.old_log_probs, inputs.mask).abs().max().item()
         if change > TRAIN_MODE_TOLERANCE:
             warnings.warn(
-                f"{self._setup.policy_name}: before any update, log-probabilities in train() differ by up to {change:.2g} from "
-                "those in eval(), so the first ratio is not 1. Dropout or batch normalisation is on in train(): set dropout "
-                "to 0.",
+                f"{self._setup.policy_name}: before any update, log-probabilities must be the same in train() and eval(); they "
+                f"differ by up to {change:.2g}, so the first ratio is not 1. Set dropout to 0, and use no batch normalisation.",
                 GRPOWarning,
                 stacklevel=2,
             )

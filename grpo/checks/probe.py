@@ -36,7 +36,7 @@ class Draws:
     sampled: SampledActions | None
     """The result of `sample_actions`. None: the actions come from `generate_actions`."""
     scores: ActionScores
-    """The policy's scores of these actions."""
+    """The policy's scores of `actions`."""
 
     @property
     def is_exact(self) -> bool:
@@ -88,7 +88,7 @@ class PolicyProbe:
 
     @cached_property
     def scores(self) -> ActionScores:
-        """Scores of these rows without gradient, from `row_scorer`."""
+        """Scores of `rows` without gradient, from `row_scorer`."""
         return self.score(self.row_scorer, *self.rows)
 
     @cached_property

@@ -227,7 +227,7 @@ def _test_lines(owner: str, values: Tensor, own: Tensor, density: Callable[[Tens
     """Test densities of several numbers along lines through the samples, each parallel to one axis.
 
     The sample's position on its line is distributed like the density along that line. So the integral up to the sample,
-    divided by the integral over the whole line, is uniform, whatever the distribution of the other numbers is.
+    divided by the integral over the whole line, is uniform for every distribution of the other numbers.
     """
     count = max(len(values) // 2, 1)
     axes = torch.arange(count) % values.shape[1]

@@ -135,4 +135,4 @@ def test_log_probs_that_differ_in_train_mode_are_warned_of_once(subtests: pytest
                     trainer.policy.eval()
             messages = [str(warning.message) for warning in caught]
             assert len(messages) == num_warnings
-            assert all("train() differ by up to 0.06 from those in eval()" in message for message in messages)
+            assert all("the same in train() and eval(); they differ by up to 0.06" in message for message in messages)
