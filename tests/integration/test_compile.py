@@ -146,5 +146,5 @@ def test_a_trainer_reaches_the_same_weights_with_a_compiled_objective() -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_reaches_the_same_weights_with_a_compiled_objective_in_machine_code() -> None:
+def test_a_trainer_reaches_the_same_weights_with_an_objective_in_machine_code() -> None:
     assert 1 <= int(output_of(TRAINER, "inductor")) <= 8

@@ -235,7 +235,7 @@ def test_an_input_that_no_term_reads_may_be_the_only_one_with_a_gradient(subtest
             assert grpo_objective(inputs_with_leaves(given, (only,)), ObjectiveConfig()).loss.isfinite()
 
 
-def test_gradients_come_in_the_precision_of_their_inputs_and_the_loss_in_float32_at_least(subtests):
+def test_gradients_keep_their_inputs_dtype_and_the_loss_is_at_least_float32(subtests):
     """Half precision is raised first: the result is that of the same numbers in float32, and only gradients are rounded."""
     for name, dtype in product(SURROGATES, [torch.float16, torch.bfloat16, torch.float32, torch.float64]):
         with subtests.test(name=name, dtype=dtype):

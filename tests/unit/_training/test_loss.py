@@ -115,7 +115,7 @@ def test_metrics_a_user_objective_does_not_report_are_nan_and_null_in_files(tmp_
     assert line["train/answer"] == 8.0
 
 
-def test_the_loss_of_an_objective_that_does_not_report_it_is_the_sum_over_its_micro_batches() -> None:
+def test_an_unreported_user_loss_is_reported_as_the_sum_over_micro_batches() -> None:
     """Rows of loss log 1/2 each: 4 log 1/2 for the update, in forwards of 4 rows or of 1."""
     expected = 4 * math.log(0.5)
     for size in (None, 1):
