@@ -45,7 +45,7 @@ class Counted:
 
 
 class Remembering:
-    """A stand-in for an executor that executes each distinct call once and caches the result.
+    """An executor that executes each distinct call once and caches the result.
 
     This is valid because the workbench's tools have no side effects and depend only on their arguments.
     """
@@ -78,7 +78,8 @@ def in_batches(tasks: Sequence[ToolTask], num_tasks: int, size: int, seed: int) 
 class NearestDescription:
     """Choose the tool with the highest cosine similarity between description and request. Nothing is learned.
 
-    A parameter gets its schema's default. Without a default it is omitted if optional, otherwise it gets the first value.
+    A parameter gets its schema's default. A parameter without a default is omitted if it is
+    optional, and otherwise gets its first value.
     """
 
     def __init__(self, catalogue: ToolCatalogue) -> None:

@@ -116,7 +116,7 @@ def regret_of(run: Run, means: np.ndarray) -> float:
 
 
 def long_table(title: str, make: Callable[[], Testbed], strategies: dict[str, Callable[[Testbed], np.ndarray]]) -> None:
-    """Regret of each strategy over 10,000 pulls, and the pulls it needs to follow each change, if changes are given."""
+    """Print each strategy's regret over 10,000 pulls and, if changes are given, its number of pulls to follow each change."""
     print(f"\n{title}\n")
     testbed = make()
     means = testbed.means[:, :HORIZON]

@@ -68,7 +68,7 @@ def quartiles(values: Sequence[float], method: Literal["lower", "higher"]) -> tu
 
 
 def report(env_id: str, curves: Sequence[LearningCurve]) -> str:
-    """One line of the table."""
+    """Print one line of the table."""
     threshold, budget = preset_for(env_id).threshold, preset_for(env_id).total_steps
     assert threshold is not None  # the table's have one
     speed = float(np.median([curve.steps[-1] / curve.seconds[-1] for curve in curves]))

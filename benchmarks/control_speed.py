@@ -232,7 +232,7 @@ def raw_environments(env_id: str, num_envs: int, num_steps: int) -> Run:
 
 
 def bare_loop(policy: EpisodePolicy, num_envs: int, num_steps: int) -> Run:
-    """The policy's network and Gymnasium's `CartPoleVectorEnv`, with precomputed random numbers and no storage."""
+    """A loop of the policy's network and Gymnasium's `CartPoleVectorEnv`, with precomputed actions and no storage."""
     envs = gymnasium.make_vec(CARTPOLE, num_envs, vectorization_mode="vector_entry_point")
     actions = list(np.random.default_rng(0).integers(2, size=(num_steps, num_envs)))
 
@@ -249,7 +249,7 @@ def bare_loop(policy: EpisodePolicy, num_envs: int, num_steps: int) -> Run:
 
 
 def bare_pool(policy: EpisodePolicy, num_steps: int) -> Run:
-    """The policy's network and its own pool, with the most likely actions and no storage."""
+    """A loop of the policy's network and its pool, with the most likely actions and no storage."""
     pool = policy.pool
     members = np.arange(pool.num_members)
 
@@ -272,7 +272,7 @@ def bare_pool(policy: EpisodePolicy, num_steps: int) -> Run:
 
 
 def repeated(run: Run, seconds: float) -> Run:
-    """Sum of runs with different seeds until a number of CPU seconds is spent."""
+    """Run with different seeds until a number of CPU seconds is spent. Returns the sum of the runs."""
 
     def runs(seed: int) -> Spent:
         done: list[Spent] = []
@@ -305,7 +305,7 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def ratio_text(first: list[float], second: list[float]) -> str:
-    """Median and quartiles of pairwise ratios."""
+    """Median and quartiles of pairwise ratios, as text."""
     low, median, high = quartiles([a / b for a, b in zip(first, second, strict=True)])
     return f"{median:5.2f} ({low:.2f} to {high:.2f})"
 
@@ -322,7 +322,7 @@ def report_speed(name: str, first: Run, second: Run, repeats: int, target: str) 
 
 
 def report_threshold(num_seeds: int, most_steps: int) -> None:
-    """CPU seconds until CartPole is learned. The sides run in turn, seed by seed."""
+    """Print the CPU seconds until CartPole is learned. The sides run in turn, seed by seed."""
     pool = make_pool(CARTPOLE, NUM_EVAL_EPISODES)
 
     def reached(learner: Any) -> bool:
@@ -347,7 +347,7 @@ def report_threshold(num_seeds: int, most_steps: int) -> None:
 
 
 def report_training(repeats: int, seconds: float, *, quick: bool) -> None:
-    """Steps per second, training included."""
+    """Print the steps per second, training included."""
     steps = 600 if quick else preset_for(CARTPOLE).total_steps
     ours = repeated(lambda seed: our_learner(CARTPOLE, steps, seed), seconds)
     if HAS_SB3:
@@ -368,7 +368,7 @@ def report_training(repeats: int, seconds: float, *, quick: bool) -> None:
 
 
 def report_rollouts(repeats: int, *, quick: bool) -> None:
-    """Steps per second of rollouts without training."""
+    """Print the steps per second of rollouts without training."""
     if HAS_MUJOCO:
         steps = 50 if quick else 1_000
         policy = preset_for(HALF_CHEETAH).make_policy(num_members=16, max_episode_steps=steps)

@@ -120,7 +120,7 @@ def objective_inputs(batch: Batch, config: ObjectiveConfig, log_probs: Tensor, w
 
 
 def our_run(batch: Batch, case: Case, *, compiled: bool = False) -> Run:
-    """`grpo_objective` with precomputed step weights, as in the trainer, which computes them once per update."""
+    """A function that runs `grpo_objective`. The step weights are precomputed, as in the trainer (once per update)."""
     weights = step_weights(batch.mask, case.ours.aggregation)
 
     def evaluate(log_probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def our_run(batch: Batch, case: Case, *, compiled: bool = False) -> Run:
 
 
 def their_run(batch: Batch, case: Case, *, compiled: bool = False) -> Run:
-    """TRL's `_compute_loss`. Ids and prompts have one column, because only the model would read them."""
+    """A function that runs TRL's `_compute_loss`. Ids and prompts have one column, because only the model would read them."""
     with warnings.catch_warnings():  # deprecation warnings of TRL's dependencies
         warnings.simplefilter("ignore")
         from trl.trainer.grpo_trainer import GRPOTrainer
@@ -238,7 +238,7 @@ def largest_difference(first: Run, second: Run) -> float:
 
 
 def report(name: str, first: Run, second: Run, repeats: int) -> None:
-    """One line of the table: times and memory of two sides that compute the same result."""
+    """Print one line of the table: times and memory of two functions that compute the same result."""
     difference = largest_difference(first, second)
     assert difference < TOLERANCE, f"{name}: the two sides do not compute the same, by {difference}"
     line = f"{name:32s}{time_pairs(first, second, repeats=repeats)}"

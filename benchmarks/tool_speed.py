@@ -188,7 +188,7 @@ class BareLoop:
 
 
 def check_same(problem: Problem) -> float:
-    """Largest difference of log-probs and entropies. Raises if the calls of the last batch differ."""
+    """Largest difference between the log-probs and entropies of both sides. Raises if the calls of the last batch differ."""
     policy = problem.policy
     calls: list[ToolCall] = []
     score_groups = policy.score_groups

@@ -47,7 +47,7 @@ class Gunner(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(64, len(STONES) * n) for n in (1, len(ANGLES), len(TURNS)))
 
     def tables(self, states: list[Target]) -> list[Tensor]:
-        """Log-probabilities: [B, 2] of the stones; [B, 2, 8] of the angles and [B, 2, 30] of the turns, given the stone."""
+        """Log-probabilities of the stones [B, 2], and of the angles [B, 2, 8] and turns [B, 2, 30] given the stone."""
         hidden = self.body(torch.tensor([(s.distance / 50 - 1, s.wall / 10 - 1, s.wind / 40) for s in states]))
         stone, angle, turns = (head(hidden).unflatten(1, (len(STONES), -1)) for head in self.heads)
         return [stone.squeeze(2).log_softmax(1), angle.log_softmax(2), turns.log_softmax(2)]
@@ -60,7 +60,7 @@ class Gunner(nn.Module):
         return [[Shot(NAMES[s], ANGLES[a], TURNS[t]) for s, a, t in group] for group in places]
 
     def get_log_probabilities(self, states: list[Target], actions: list[Shot]) -> Tensor:
-        """[N, 3]: each decision is a step with its own ratio and clip. The sum [N], as one step, would also work."""
+        """Log-probabilities [N, 3]: each decision is a step with its own ratio and clip. Their sum [N] would also work."""
         places = [(NAMES.index(shot.stone), ANGLES.index(shot.angle), TURNS.index(shot.turns)) for shot in actions]
         (of_stone, of_angle, of_turns), row = self.tables(states), torch.arange(len(states))
         stone, angle, turns = torch.tensor(places).unbind(1)

@@ -53,7 +53,7 @@ NUM_ARMS, NUM_STEPS, PULLS_PER_STEP = 5, 100, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Record of one strategy: what it did in each step."""
+    """Record of one strategy: its rewards and probabilities in each step."""
 
     name: str
     rewards: np.ndarray

@@ -1,6 +1,6 @@
 """Randomised strategies: Thompson sampling, EXP3.S and the gradient bandit. All runs are played in parallel in numpy.
 
-Each is a `Baseline`: `select(rng) -> arms[R]`, `update(arms[R], rewards[R])`.
+Each strategy is a `Baseline`: `select(rng) -> arms[R]`, `update(arms[R], rewards[R])`.
 
 Rewards: Thompson sampling requires rewards in [0, 1], or `likelihood="gaussian"` for unit-variance noise. EXP3.S maps
 `reward_low..reward_high` to [0, 1] and clips rewards outside that range. With Gaussian noise, clipping shrinks large gaps
@@ -31,12 +31,13 @@ def sample_rows(probabilities: Float64[np.ndarray, "R K"], rng: np.random.Genera
 class ThompsonSampling:
     """Draw the arms' means from the posterior and pull the best arm. With `discount` < 1 the posterior forgets.
 
-    Each pull multiplies all counts and sums by `discount`, then adds 1 and r to the pulled arm. Means are drawn from
-    "bernoulli": Beta(1 + sums_a, 1 + counts_a - sums_a);  "gaussian": N(sums_a / (1 + counts_a), 1 / (1 + counts_a)).
-    A reward between 0 and 1 counts as a fractional success.
+    Each pull multiplies all counts and sums by `discount`, then adds 1 to the pulled arm's count, and the reward to its sum.
+    The mean of an arm is drawn from Beta(1 + sums_a, 1 + counts_a - sums_a) for "bernoulli", and from
+    N(sums_a / (1 + counts_a), 1 / (1 + counts_a)) for "gaussian". A reward between 0 and 1 counts as a fractional success.
 
     Args:
-        discount: 1 is plain Thompson sampling. A smaller discount forgets faster; an unpulled arm returns to the prior.
+        discount: Discount factor per pull. 1 is plain Thompson sampling. A smaller discount forgets faster; an unpulled arm
+            returns to the prior.
         likelihood: Likelihood of the rewards. "gaussian" has unit variance and a N(0, 1) prior.
 
     Source: Thompson 1933; with discount: Raj & Kalyani 2017, arXiv:1707.09727, algorithm 1.
@@ -135,7 +136,7 @@ class EXP3S:
         return sample_rows(self.probabilities(), rng)
 
     def update(self, arms: Arms, rewards: Rewards) -> None:
-        """Reward the pulled arms and renormalise the weights to sum 1."""
+        """Update the weights with the rewards of the pulled arms, and normalise the weights to sum 1."""
         scaled = np.clip((rewards - self.reward_low) / (self.reward_high - self.reward_low), 0.0, 1.0)
         chosen = self.probabilities()[self.runs, arms]
         weights = self.weights.copy()

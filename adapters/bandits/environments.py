@@ -22,7 +22,7 @@ class BanditEnv(gymnasium.Env[np.int64, np.int64 | int]):
     `step`.
 
     Args:
-        testbed: A testbed with one run. `reset` draws its seed from the environment's generator.
+        testbed: A testbed with one run. `reset` draws the testbed's seed from the environment's generator.
     """
 
     def __init__(self, testbed: Testbed) -> None:

@@ -24,7 +24,7 @@ def structured_reward(
     Args:
         rewards: [..., S], reward of each step.
         regimes: [S], the regime of each step (`dynamic_regimes`).
-        structured: The regimes to count.
+        structured: The regimes in which the arms differ. Only their steps count.
     """
     counted = np.isin(np.asarray(regimes), structured)
     if not counted.any():
@@ -53,7 +53,7 @@ def pull_fractions(arms: ArrayLike, num_arms: int, pulls_per_step: int) -> Float
 
     Args:
         arms: [..., P] with P = S * pulls_per_step.
-        num_arms: K.
+        num_arms: Number of arms, K.
         pulls_per_step: Number of pulls per step.
     """
     pulled = np.asarray(arms)
@@ -70,8 +70,8 @@ def mean_by_regime(values: ArrayLike, regimes: ArrayLike) -> dict[int, Float64[n
     """Mean of a per-step value within each regime.
 
     Args:
-        values: [..., S].
-        regimes: [S].
+        values: [..., S], value of each step.
+        regimes: [S], the regime of each step.
     """
     per_step = np.asarray(values, dtype=np.float64)
     labels = np.asarray(regimes)
@@ -89,8 +89,8 @@ def time_to_reach(values: ArrayLike, regimes: ArrayLike, threshold: float = 0.5)
     With `best_arm_probability` and threshold .5, this is the time to 50 %. It is 0 if the first step reaches the threshold.
 
     Args:
-        values: [..., S].
-        regimes: [S], with M segments.
+        values: [..., S], value of each step.
+        regimes: [S], the regime of each step, with M segments.
     """
     reached = np.asarray(values, dtype=np.float64) >= threshold
     labels = np.asarray(regimes)

@@ -23,4 +23,4 @@ def require_discount(owner: str, discount: float) -> None:
         ConfigError: The discount is outside (0, 1].
     """
     if not 0 < discount <= 1:
-        raise ConfigError(f"{owner}: discount must lie in (0, 1], 1 = never forget; got {discount}.")
+        raise ConfigError(f"{owner}: discount must lie in (0, 1], where 1 never forgets; got {discount}.")

@@ -31,7 +31,7 @@ class PlottedRun(Protocol):
 
     @property
     def losses(self) -> np.ndarray | None:
-        """Loss of each step, [S], or None."""
+        """Loss of each step, [S]. None if the run has no losses."""
         ...
 
 
@@ -41,7 +41,7 @@ def plot_dynamic_runs(
     """Plot the reward, each run's arm probabilities, the probability of the best arm, and the loss.
 
     Args:
-        runs: The runs, one line or panel each.
+        runs: The runs. Each run gets a line or a panel.
         path: PNG file to write; its folder is created. None only returns the figure.
         regimes: [S], the regime of each step.
         means: [S, K], expected rewards.

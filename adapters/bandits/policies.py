@@ -64,8 +64,8 @@ class SoftmaxPolicy(nn.Module):
     table, 0 <= s < num_states. The policy's own reference (`ScoresReference`) is the uniform policy, -log K everywhere.
 
     Args:
-        num_actions: K.
-        num_states: S.
+        num_actions: Number of actions, K.
+        num_states: Number of rows of the table, S.
 
     Example:
         >>> policy = SoftmaxPolicy(num_actions=4)
@@ -90,7 +90,9 @@ class SoftmaxPolicy(nn.Module):
             return single_step_scores(log_probs.index_select(0, arms), categorical_entropy(log_probs).expand(len(arms)))
         rows = as_indices("SoftmaxPolicy: states", states, self.num_states, device)
         if len(rows) != len(arms):
-            raise ContractError(f"SoftmaxPolicy: one action per state; got {len(rows)} states, {len(arms)} actions.")
+            raise ContractError(
+                f"SoftmaxPolicy needs one action per state; got {len(rows)} states, {len(arms)} actions."
+            )
         table: Tensor = self.logits
         if len(rows) < self.num_states:
             table, rows = table.index_select(0, rows), torch.arange(len(rows), device=device)
@@ -121,7 +123,7 @@ class SoftmaxPolicy(nn.Module):
         return exact_sample(drawn, self.score_actions(rows, drawn.flatten()))
 
     def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Int64[Tensor, "B G"]:
-        """Sample actions as `sample_actions` does, and return them without scores. Keywords are passed on."""
+        """Sample actions as `sample_actions` does, and return them without scores. Keywords are passed to it."""
         return self.sample_actions(states, num_actions_per_state, **kwargs).actions
 
     def get_log_probabilities(self, states: Any, actions: Any) -> Float[Tensor, " N"]:
@@ -197,7 +199,9 @@ class MLPPolicy(nn.Module):
         log_probs = self.action_log_probs(states)
         arms = as_indices("MLPPolicy: actions", actions, self.num_actions, log_probs.device)
         if len(arms) != len(log_probs):
-            raise ContractError(f"MLPPolicy: one action per state; got {len(log_probs)} states, {len(arms)} actions.")
+            raise ContractError(
+                f"MLPPolicy needs one action per state; got {len(log_probs)} states, {len(arms)} actions."
+            )
         entropy = categorical_entropy(log_probs) if self.exact_entropy else None
         return single_step_scores(log_probs.gather(1, arms.unsqueeze(1)).squeeze(1), entropy)
 
@@ -206,7 +210,7 @@ class MLPPolicy(nn.Module):
         log_probs = self.action_log_probs(states)
         if len(actions) != len(log_probs):
             raise ContractError(
-                f"MLPPolicy.score_groups: one group of actions per state; "
+                f"MLPPolicy.score_groups needs one group of actions per state; "
                 f"got {len(log_probs)} states, {len(actions)} groups."
             )
         if isinstance(actions, Tensor | np.ndarray):
@@ -237,7 +241,7 @@ class MLPPolicy(nn.Module):
         return exact_sample(drawn, self._group_scores(log_probs, num_actions_per_state, drawn.flatten()))
 
     def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Int64[Tensor, "B G"]:
-        """Sample actions as `sample_actions` does, and return them without scores. Keywords are passed on."""
+        """Sample actions as `sample_actions` does, and return them without scores. Keywords are passed to it."""
         return self.sample_actions(states, num_actions_per_state, **kwargs).actions
 
     def get_log_probabilities(self, states: Any, actions: Any) -> Float[Tensor, " N"]:

@@ -88,7 +88,7 @@ class Testbed:
         if self.noise == "bernoulli" and (means.min() < 0 or means.max() > 1):
             raise ConfigError(
                 f"Testbed: with noise='bernoulli' means are probabilities in [0, 1]; got {means.min():g} to "
-                f"{means.max():g}. Choose noise='gaussian' or 'deterministic', or rescale."
+                f"{means.max():g}. Choose noise='gaussian' or 'deterministic', or rescale the means."
             )
         requested = self._requested_runs
         if requested is not None and (requested < 1 or means.shape[0] not in (1, requested)):
@@ -189,7 +189,7 @@ class Testbed:
         """
         if np.shape(state["pulls"]) != (self.num_runs,):
             raise ConfigError(
-                f"Testbed.load_state_dict: this testbed has {self.num_runs} runs, the state {np.size(state['pulls'])}. "
+                f"Testbed.load_state_dict: the state must have {self.num_runs} runs; it has {np.size(state['pulls'])}. "
                 f"Build the testbed with the same num_runs."
             )
         self._start(state["seed"])

@@ -1,6 +1,6 @@
 """UCB strategies with full, discounted or sliding-window memory. All runs are played in parallel.
 
-Each is a `Baseline`: `select(rng) -> arms[R]`, `update(arms[R], rewards[R])`. Ties are broken at random.
+Each strategy is a `Baseline`: `select(rng) -> arms[R]`, `update(arms[R], rewards[R])`. Ties are broken at random.
 
 `reward_range` is the width of the rewards' noise: 1 for rewards in [0, 1], 2 for unit-variance Gaussian noise, because
 Hoeffding's bound uses a range of 2 s for sub-Gaussian noise with standard deviation s.
@@ -83,7 +83,8 @@ class DiscountedUCB(_UpperConfidence):
 
     Args:
         horizon: Total number of pulls per run. It sets the default discount.
-        discount: None uses 1 - 1 / (4 sqrt(horizon)) as in the paper's simulations. A smaller value forgets faster.
+        discount: Discount factor per pull. None uses 1 - 1 / (4 sqrt(horizon)) as in the paper's simulations. A smaller value
+            forgets faster.
         exploration: A larger value explores more.
         reward_range: Width of the rewards' range.
 
@@ -125,7 +126,8 @@ class SlidingWindowUCB(_UpperConfidence):
 
     Args:
         horizon: Total number of pulls per run. It sets the default window.
-        window: None uses 4 sqrt(horizon log(horizon)) as in the paper's simulations. A smaller window forgets faster.
+        window: Number of pulls in the window. None uses 4 sqrt(horizon log(horizon)), as in the paper's simulations. A
+            smaller window forgets faster.
         exploration: A larger value explores more.
         reward_range: Width of the rewards' range.
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 FORWARD_COST = 256
-"""Fixed cost of a forward pass, expressed as a number of positions."""
+"""Fixed cost of a forward pass, in token positions: computing that many positions takes about as long."""
 
 
 def plan_by_tokens(

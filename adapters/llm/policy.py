@@ -265,7 +265,7 @@ class HFPolicy:
         )
 
     def sync_sampler(self) -> None:
-        """Send the model's weights to a sampler that has its own copy."""
+        """Send the model's weights to the sampler, if the sampler has its own copy of them."""
         self._sampler.sync(self.model)
 
     def get_parameters(self) -> dict[str, Tensor]:
@@ -333,7 +333,7 @@ class HFPolicy:
             )
 
     def _scored_tokens(self, actions: Sequence[Completion]) -> list[tuple[int, ...]]:
-        """The tokens of each completion that have a loss. A completion that is masked has none and is not forwarded."""
+        """The tokens of each completion that count in the loss. A masked completion has no such tokens and is not forwarded."""
         return [() if self._mask_truncated and action.is_truncated else action.token_ids for action in actions]
 
     def _score(

@@ -198,7 +198,7 @@ def confine(value: str, root: str) -> Path:
 
 
 class _Text(str):
-    """A string whose identity tells it from an equal string."""
+    """A copy of a string, with an identity of its own. It can be told apart from an equal string elsewhere in the arguments."""
 
     __slots__ = ()
 
@@ -250,7 +250,7 @@ def _holds_path(hints: Iterable[Any]) -> bool:
 def bounded_text(value: Any, max_length: int) -> str:
     """Render a value as ASCII, as `repr` would, truncated to `max_length`. Values that are not JSON types show their type.
 
-    Calls no method of the value and reads only the part that is shown, so it terminates and does not raise.
+    This function calls no method of the value and reads only the part that is shown, so it terminates and does not raise.
     """
     text = ""
     try:

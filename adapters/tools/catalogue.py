@@ -171,7 +171,7 @@ class Tool:
 
     @property
     def constants(self) -> Mapping[str, Any]:
-        """Required parameters with exactly one allowed value, with that value."""
+        """The only allowed value of each required parameter that has exactly one, by name."""
         allowed = {name: _enumerated(self.properties.get(name, {})) for name in self.parameters.get("required", ())}
         return {name: values[0][0] for name, values in allowed.items() if values is not None and len(values) == 1}
 
@@ -269,7 +269,7 @@ def _enumerated(schema: Any) -> list[tuple[Any, str]] | None:
 
 
 def _different(found: list[tuple[Any, str]], *, drop_repeated: bool = False) -> list[tuple[Any, str]]:
-    """Keep the first of equal values. With `drop_repeated`, drop all of them: `oneOf` accepts a value in one branch only."""
+    """Keep the first of equal values, or none if `drop_repeated`: `oneOf` rejects a value that two branches accept."""
     alike: dict[Any, list[tuple[Any, str]]] = {}  # hashed, so that long enumerations stay fast
     for pair in found:
         alike.setdefault(_hashable(pair[0]), []).append(pair)

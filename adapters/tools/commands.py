@@ -74,7 +74,7 @@ class Command:
     applies to negative numbers; use an element such as `--by={number}` for them. The check is off after an element `--`,
     where POSIX programs read no more options.
 
-    Some unsafe commands are rejected. `argv` must not start a shell. A parameter must not stand where an interpreter
+    Some unsafe commands are rejected. `argv` must not start a shell. A parameter must not be at the place where an interpreter
     (`python`, `perl`, `ruby`, `node`, `lua`, `php`, `awk`, `sed`, ...) reads its code, or before that place. Both rules also
     apply after launchers (`env`, `xargs`, `timeout`, `sudo`, ...) and after `-exec`. The rules prevent mistakes, but not a
     malicious author of `argv`. Other programs that run their arguments (`make`, `ssh`, `docker`, `git -c`) are not
@@ -224,7 +224,7 @@ def _has_parameter(element: str) -> bool:
 
 
 def _programs(argv: Sequence[str]) -> list[Sequence[str]]:
-    """All command lines within a command line, each starting at its program. Empty if the call decides the program."""
+    """Command lines of a program and of the programs that it launches. [] stands for a program that a parameter decides."""
     inner = [argv[i + 1 :] for i, element in enumerate(argv) if element in _EXECUTES]
     if argv and _program(argv[0]) in _LAUNCHERS:
         inner.append(argv[_launched(argv) :])
@@ -244,7 +244,7 @@ def _launched(argv: Sequence[str]) -> int:
 
 
 def _runs_a_parameter(argv: Sequence[str]) -> bool:
-    """Whether a parameter stands where an interpreter reads its code, or before that place."""
+    """Whether a parameter is at the place where an interpreter reads its code, or before that place."""
     kind = next((kind for kind in _INTERPRETERS if re.fullmatch(kind.names, _program(argv[0]))), None)
     if kind is None:
         return False

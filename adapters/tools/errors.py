@@ -40,4 +40,4 @@ class ToolRaisedError(ToolError, RuntimeError):
 
 
 class WorkerDiedError(ToolError, RuntimeError):
-    """The worker or MCP server ended during the call: killed, out of memory, or on its own. Only a worker is replaced."""
+    """The worker or MCP server ended during the call. A worker is replaced, an MCP server is not."""

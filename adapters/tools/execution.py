@@ -224,7 +224,7 @@ class Engine:
 
 
 async def _outcome(tool: Tool, arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
-    """Return a remote tool's value and exception. Every exception is caught, because `SystemExit` would end the loop."""
+    """Return a remote tool's value and None, or None and its exception. An uncaught `SystemExit` would end the loop."""
     try:
         return await tool.function(**arguments), None
     except BaseException as error:

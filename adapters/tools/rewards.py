@@ -21,7 +21,7 @@ RIGHT_TOOL, SAME_CATEGORY, RIGHT_PARAMETERS, EXECUTED = 0.5, 0.2, 0.3, 0.2
 
 
 class RunsCalls(Protocol):
-    """A `ToolExecutor`, or a stand-in that executes calls."""
+    """A `ToolExecutor`, or any other object that executes calls."""
 
     def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Return one result per call, in order. The result of a failed call holds the error."""

@@ -136,7 +136,7 @@ def _changed(task: ToolTask, names: list[str], tool: Tool, rng: Random) -> Itera
 
 
 def _near(value: Any) -> list[Any]:
-    """Other values of the same type."""
+    """Other values of the same type as this value."""
     if isinstance(value, str):
         return [value + " ?", value[:-1]]
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -38,7 +38,7 @@ sys.modules["tool_worker"] = package
 from tool_worker.worker_main import main
 main(int(sys.argv[1]))
 """
-"""Start code. Its arguments are the control socket's descriptor and this folder."""
+"""Code that starts the fork server. Its arguments are the control socket's descriptor and the folder of this module."""
 ORDER = struct.Struct(">cI")
 """Format of an order to the fork server: the kind, then the worker's number (its slot). `SPAWN` also passes a socket."""
 SPAWN, KILL, QUIT = b"s", b"k", b"q"

@@ -22,7 +22,7 @@ NATIVE_IDS = ("CartPole-v0", "CartPole-v1")
 
 
 def is_native_keyword(name: str, value: Any) -> bool:
-    """Whether the vector environment supports this keyword of `gymnasium.make`. It requires max_episode_steps >= 1."""
+    """Whether the pool supports this keyword of `gymnasium.make`: `sutton_barto_reward`, or a `max_episode_steps` >= 1."""
     return name == "sutton_barto_reward" or (name == "max_episode_steps" and isinstance(value, int) and value >= 1)
 
 

@@ -18,7 +18,7 @@ from grpo.errors import ConfigError, ContractError, GRPOError
 from .episodes import EpisodeStart
 
 TO_BE_RESET = -1
-"""Step number of a member without a running episode."""
+"""Step number of a pool member without a running episode."""
 
 
 class WorkerLost(GRPOError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Many environments stepped together, member by member; `make_pool` chooses how.
+"""Pools of environments (their members) that are stepped together. `make_pool` chooses the kind of pool.
 
 `SerialPool` steps any environments one after the other, `NativeCartPole` steps all members in one array, and `AsyncPool` uses
 worker processes, which pay off if a step takes longer than a message round trip.
@@ -194,8 +194,8 @@ def make_pool(
             return _pool_of_id(env, num_members, vectorization, infos, env_kwargs)
     if env_kwargs:
         raise ConfigError(
-            f"make_pool: keywords of gymnasium.make need an environment id; got {sorted(env_kwargs)} without an id. Set them "
-            "where the environment is created."
+            f"make_pool: keywords of gymnasium.make need an environment id; got {sorted(env_kwargs)} without an id. Set the "
+            "keywords where the environment is created."
         )
     if isinstance(env, VectorEnv):
         if num_members != env.num_envs or vectorization != "auto":

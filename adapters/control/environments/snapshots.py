@@ -9,8 +9,8 @@ A snapshot contains, for each layer from the outermost wrapper to the environmen
 - MuJoCo's integration state, and the quantities derived from it;
 - environments inside the environment (a maze contains a robot), and the running statistics of normalising wrappers.
 
-It does not contain spaces (nor the generator of `action_space.sample()`), rendering objects, the MuJoCo model, or global random
-generators.
+A snapshot does not contain spaces (nor the generator of `action_space.sample()`), rendering objects, the MuJoCo model, or global
+random generators.
 """
 
 import pickle
@@ -75,7 +75,7 @@ class Snapshot:
     """Registered id of the environment, or the name of its class if it has no id."""
 
     observation: Any
-    """Observation at that moment, after all wrappers."""
+    """Observation at the moment of the snapshot, after all wrappers."""
 
     layers: tuple[tuple[str, dict[str, Any]], ...]
     """Class name and state of each layer: the wrappers from the outermost to the innermost, then the environment."""
@@ -104,7 +104,7 @@ def take_snapshot(env: gymnasium.Env, observation: Any) -> Snapshot:
 
     Args:
         env: The environment with all its wrappers.
-        observation: Observation from its last `reset` or `step`.
+        observation: Observation from the environment's last `reset` or `step`.
 
     Raises:
         ConfigError: The environment is neither supported nor `Snapshotable`, or an attribute has an unknown type.
@@ -137,7 +137,7 @@ def restore_snapshot(env: gymnasium.Env, snapshot: Snapshot) -> Any:
         snapshot: The snapshot.
 
     Returns:
-        A copy of the observation at that moment.
+        A copy of the snapshot's observation.
 
     Raises:
         ContractError: The snapshot is from another environment, or from other wrappers.

@@ -159,7 +159,7 @@ class FromTorch:
     def entropy(
         self, parameters: Float[Tensor, "n P"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, " n"] | None:
-        """The distribution's entropy, summed to one number per row. None if it has none."""
+        """The distribution's entropy, summed to one number per row. None if the distribution has no entropy."""
         refuse_mask(self, allowed)
         try:
             entropy = self._build(parameters).entropy()

@@ -208,7 +208,7 @@ class EpisodePolicy(nn.Module):
         max_steps: int | None = None,
         distribution: ActionDistribution | None = None,
     ) -> Record:
-        """Run one episode from each start. Actions come from `distribution`. None uses the policy's own."""
+        """Run one episode from each start. Actions come from `distribution`. None uses the policy's own distribution."""
         return roll_out(
             self.pool,
             starts,

@@ -77,7 +77,7 @@ def roll_out(
     Args:
         pool: The M environments.
         starts: The N episode starts.
-        decide: The network.
+        decide: The network: maps observations to parameters of the distribution.
         distribution: Distribution of the actions.
         encode: Converts observations to tensors.
         allow: Mask of the allowed categories.

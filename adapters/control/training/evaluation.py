@@ -50,7 +50,7 @@ def evaluate_policy(
 
     Args:
         policy: The policy. Do not call this while the policy samples, because both use its pool.
-        num_episodes: Number of episodes E. A larger number is more exact.
+        num_episodes: Number of episodes E. A larger number gives more exact means.
         seed: Seed of the first reset, and of the noise.
         deterministic: Whether to take the most likely action at each step, instead of a random one.
         max_steps: Maximum number of steps per episode, in addition to the environment's own limit.

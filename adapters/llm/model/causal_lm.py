@@ -1,4 +1,4 @@
-"""The parts of a Hugging Face causal language model: its decoder, its output head, and what its cache supports."""
+"""The parts of a Hugging Face causal language model: its decoder, its output head, and the capabilities of its cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

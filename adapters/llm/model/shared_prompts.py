@@ -139,7 +139,7 @@ class Rows:
         return values.index_select(0, self.prompt)
 
     def join(self, of_prompts: Float[Tensor, "B K P D"], of_rows: Float[Tensor, "N K T D"]) -> Float[Tensor, "N K L D"]:
-        """Keys (or values) of each row's prompt, followed by its own, without an intermediate copy of the prompts."""
+        """Append the keys (or values) of the rows' own tokens to those of their prompts, without an intermediate copy."""
         if self.group_size is None:
             return torch.cat([of_prompts.index_select(0, self.prompt), of_rows], 2)
         size = self.group_size
@@ -157,5 +157,5 @@ class _SharedLayer(DynamicLayer):
         self._rows = rows
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that the rows attend to: those of their prompts and their own."""
+        """Return the keys and values of each row's prompt, followed by those of the row's own tokens."""
         return self._rows.join(self._prompts.keys, key_states), self._rows.join(self._prompts.values, value_states)

@@ -1,4 +1,4 @@
-"""Rewards of completions: a weighted sum of functions, TRL-style or per row."""
+"""Rewards of completions: a weighted sum of functions, each called once with lists (as in TRL) or once per row."""
 
 import asyncio
 import os
@@ -85,7 +85,8 @@ class CompletionRewards(WeightedRewards):
         }
         if max_concurrent < 1 or (timeout is not None and not timeout > 0):
             raise ConfigError(
-                f"CompletionRewards: max_concurrent must be >= 1, and timeout > 0 or None; got {max_concurrent}, {timeout}."
+                f"CompletionRewards: max_concurrent must be >= 1, and timeout > 0 or None; got "
+                f"max_concurrent={max_concurrent}, timeout={timeout}."
             )
         if timeout is not None and not any(function.is_async for function in self._functions.values()):
             raise ConfigError(

@@ -69,7 +69,7 @@ def _finite(text: str) -> float:
     """
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is no JSON number")
+        raise ValueError(f"{text} is not a JSON number")
     return number
 
 

@@ -69,7 +69,7 @@ class Offer:
 
 
 class CompletionFunction:
-    """A reward function with its way of being called, which is read once from its signature.
+    """A reward function, and how it is called. The signature of the function is read once.
 
     Args:
         name: Name of the function in messages and metrics.

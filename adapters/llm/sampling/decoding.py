@@ -165,7 +165,7 @@ class DecodingSampler:
 
 
 def _passes(num_prompts: int, size: int, max_rows: int | None) -> Iterator[tuple[slice, int]]:
-    """For each batch: the prompts that are decoded together, and the number of rows of each, in the order of the rows."""
+    """Divide the rows into batches, in order. Yields the prompts of each batch, and the number of rows per prompt."""
     if max_rows is not None and max_rows < size:
         for prompt in range(num_prompts):
             for begin in range(0, size, max_rows):
@@ -219,7 +219,7 @@ def _decode_with_generate(
 
 
 class _Drawing(LogitsProcessor):
-    """Draws each row's token and excludes all other tokens, so that `generate` selects it."""
+    """Draws each row's token and excludes all other tokens, so that `generate` selects the drawn token."""
 
     def __init__(self, draw: TokenDraw, width: int) -> None:
         self._draw = draw

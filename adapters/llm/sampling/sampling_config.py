@@ -30,7 +30,7 @@ class SamplingConfig(Settings):
     xtc_probability: float = setting(0.0, at_least=0.0, at_most=1.0)
     """Probability per step of excluding the most likely tokens ("exclude top choices")."""
     xtc_threshold: float = setting(0.1, above=0.0, at_most=0.5)
-    """XTC excludes all tokens with at least this probability, except the least likely of them. Above 0.5 it has no effect."""
+    """XTC (exclude top choices) excludes all tokens with at least this probability, except the least likely of them."""
     repetition_penalty: float = setting(1.0, above=0.0)
     """Divides positive logits, and multiplies negative logits, of tokens that already occur. A value above 1 reduces
     repetitions. Keskar et al. 2019, arXiv:1909.05858, section 4.1."""

@@ -124,7 +124,7 @@ def _truncations(config: SamplingConfig) -> list:
 
 
 def _uniforms(seed: int, count: int) -> np.ndarray:
-    """Two random numbers in [0, 1) per step of a row: one selects the token, the other decides whether XTC acts."""
+    """Two random numbers in [0, 1) per step of a row: one draws the token, the other decides whether XTC excludes tokens."""
     return np.random.Generator(np.random.Philox(key=seed)).random((count, 2))
 
 

@@ -12,7 +12,7 @@ from .sampling_config import SamplingConfig
 
 
 class SamplerError(GRPOError, RuntimeError):
-    """An engine or server that samples did not answer, or rejected a request."""
+    """A sampling engine or server did not answer, or rejected a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

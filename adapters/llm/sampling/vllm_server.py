@@ -18,7 +18,7 @@ from .vllm_requests import Answer, SamplerError, request_settings, require_room,
 
 
 class VLLMServerSampler:
-    """A vLLM server on other devices or another machine. Weights are transferred through a folder that both can access.
+    """A vLLM server on other devices or another machine. Weights are transferred through a shared folder.
 
     Start the server with the model that is trained::
 
@@ -31,8 +31,8 @@ class VLLMServerSampler:
         base_url: Address of the server, for example "http://localhost:8000".
         weights_folder: Folder that `sync` writes the weights to. The server must see it under the same path.
         timeout: Time limit of one request in seconds. It includes the time that the request waits for earlier ones.
-        max_concurrency: Maximum number of concurrent requests. Each completion is one request. As many as the server's
-            `--max-num-seqs` keep the server busy.
+        max_concurrency: Maximum number of concurrent requests. Each completion is one request. The value of the server's
+            `--max-num-seqs` is enough to keep the server busy.
 
     Raises:
         ConfigError: `base_url` is not an HTTP address.
@@ -76,7 +76,7 @@ class VLLMServerSampler:
         if self._version is not None and self._server.get("/weight_info")["weight_version"] != self._version:
             raise SamplerError(
                 f"VLLMServerSampler: the vLLM server at {self._server.base_url} no longer has the weights of the last sync: it "
-                "was restarted, or another client changed them. Resume from the last checkpoint, which sends them again."
+                "was restarted, or another client changed them. Resume from the last checkpoint, which sends the weights again."
             )
         return sampled_tokens(answers, config)
 

@@ -73,7 +73,7 @@ def _tools(catalogue: ToolCatalogue | None) -> list[Tool]:
 
 
 def _diagonals(tools: list[Tool], seed: int) -> dict[tuple[str, bool], list[list[Combination]]]:
-    """All combinations by tool and kind, in one part per object. Each part uses all constructions and all objects."""
+    """All pairs of a construction and an object, by tool and kind, in parts. Each part uses every construction and object."""
     found = {}
     for tool in tools:
         for oblique, wording in ((False, PHRASES[tool.name].plain), (True, PHRASES[tool.name].oblique)):

@@ -163,5 +163,5 @@ def test_invalid_arguments_are_refused(subtests: pytest.Subtests) -> None:
 
 
 def test_a_state_of_another_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="this testbed has 2 runs, the state 3"):
+    with pytest.raises(ConfigError, match="the state must have 2 runs; it has 3"):
         abrupt_testbed(num_runs=2).load_state_dict(abrupt_testbed(num_runs=3).state_dict())
