@@ -102,7 +102,7 @@ def group_relative_advantages(
 def _minus_baseline(
     R: Floats, groups: Groups, baseline: Baseline, lengths: Tensor | None, k: int | None, running_mean: float | None
 ) -> Floats:
-    """R - b, in group order."""
+    """Subtract the baseline b from the rewards R, which are in group order."""
     match baseline:
         case "group_mean":
             return R - groups.repeat(groups.means(R))
@@ -126,7 +126,7 @@ def _minus_baseline(
 def _over_scale(
     centred: Floats, R: Floats, groups: Groups, scale: Scale, tolerance: float, ddof: int, eps: float
 ) -> Floats:
-    """(R - b) / s, in group order. s is infinite where it is computed from equal values, so A is 0 there."""
+    """Divide R - b by the scale s, in group order. s is infinite where all values are equal, so that A is 0 there."""
     s: Floats | float
     rounding = tolerance * float(np.abs(R).max())
     match scale:
@@ -185,21 +185,21 @@ def group_relative_returns(
 
 
 class AdvantageEstimator:
-    """Applies `AdvantageConfig` to one batch after the other, and keeps the running statistics that some settings need."""
+    """Computes the advantages of each batch as `AdvantageConfig` says, and keeps running statistics that some settings need."""
 
     def __init__(self, config: AdvantageConfig) -> None:
         self.config = config
         self._baseline, self._reward = RewardMoments(), RewardMoments()
 
     def __call__(self, batch: ExperienceBatch) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
-        """Advantages, one per row or one per step, on the CPU."""
+        """Return the advantages, one per row or one per step, on the CPU."""
         return self.estimate(batch).advantages
 
     def estimate(self, batch: ExperienceBatch) -> Estimate:
-        """Advantages, and the critic's targets if there is a critic.
+        """Return the advantages, and the critic's targets if there is a critic.
 
         Raises:
-            ConfigError: a setting needs something that the batch does not have.
+            ConfigError: a setting needs a field that the batch does not have.
         """
         config, gamma, mask, ids = self.config, self.config.gamma, batch.mask.cpu(), batch.group_ids.cpu()
         rewards = self._prepared(batch.rewards, mask)
@@ -240,7 +240,7 @@ class AdvantageEstimator:
         return Estimate(advantages=self._finished(advantages, ids), returns=targets)
 
     def _prepared(self, rewards: Tensor, mask: Tensor) -> Tensor:
-        """Rewards after `reward_clip` and `normalize_rewards`."""
+        """Apply `reward_clip` and `normalize_rewards` to the rewards."""
         bound = self.config.reward_clip
         rewards = rewards if bound is None else rewards.clamp(-bound, bound)
         if self.config.normalize_rewards:
@@ -249,7 +249,7 @@ class AdvantageEstimator:
         return rewards
 
     def _finished(self, advantages: Tensor, group_ids: Tensor) -> Tensor:
-        """Advantages after the settings that apply to every kind of credit."""
+        """Apply to the advantages the settings that hold for every kind of credit."""
         config = self.config
         if config.upweight_live_groups:
             advantages = advantages * (len(advantages) / max(Groups.of(group_ids).num_live_rows(advantages), 1))

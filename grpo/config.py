@@ -134,7 +134,8 @@ class ObjectiveConfig(Settings):
     """Weight of the entropy bonus. Larger keeps the policy more random. The bonus uses the entropy per step, which is larger if
     a step is several decisions with one common log-prob."""
     entropy_estimator: EntropyEstimator = "exact"
-    """`exact` needs a policy that returns `ActionScores.entropy`. `score_function` works for every policy, with noise."""
+    """`exact` uses `ActionScores.entropy`, which the policy must return. `score_function` estimates the entropy from the
+    sampled steps of any policy, with more noise."""
     entropy_aggregation: Aggregation | None = None
     """How the entropies of steps become one number. None: the same as `aggregation`."""
     value_coef: float = setting(0.5, at_least=0.0)
@@ -318,7 +319,7 @@ class GRPOConfig(Settings):
     """What happens when a reward model raises or returns NaN."""
 
     def __post_init__(self) -> None:
-        """Check every value, and check that groups are large enough for their baseline."""
+        """Check every value, and check that `group_size` is at least `advantage.k`."""
         Settings.__post_init__(self)
         if self.advantage.k is not None and self.advantage.k > self.group_size:
             raise ConfigError(

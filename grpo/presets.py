@@ -7,11 +7,11 @@ networks need about a thousand times as much. To change a setting:
     recipe = presets.dapo()  # with dataclasses.replace:
     config = replace(recipe, learning_rate=1e-3, objective=replace(recipe.objective, surrogate=Clip(high=0.3)))
 
-For a small problem, change `num_states_per_iteration` (a shorter list of states is repeated to fill it) and `batch_size`
-together: rows / batch_size is the number of updates per iteration. With one update, every ratio is 1 and most recipes are
-equal. Clip bounds have to fit the learning rate, too.
+For a small problem, change `num_states_per_iteration` and `batch_size` together: rows / batch_size is the number of updates per
+iteration. (`train` repeats a list of states that is too short.) With one update, every ratio is 1 and most recipes have the
+same gradient. Clip bounds have to fit the learning rate, too.
 
-Settings that a paper does not state have their defaults, or come from the authors' code; the docstring says so.
+If a paper does not state a setting, the setting has its default or is from the authors' code. The docstring then says so.
 """
 
 import math
@@ -89,8 +89,9 @@ def gspo() -> GRPOConfig:
 def cispo() -> GRPOConfig:
     """The importance weight is bounded instead of the objective, so that every step keeps a gradient.
 
-    The paper does not state its upper bound. 5 (`high=4`) is the bound of ScaleRL, where 4 to 8 did equally well. The paper
-    does not state group, batches and learning rate either. They are DAPO's, because both use dynamic sampling.
+    The paper does not state the upper bound. ScaleRL uses 5 (`high=4`), and found that 4 to 8 work equally well. The paper
+    does not state group size, batch sizes and learning rate either. This preset uses DAPO's, because both papers use dynamic
+    sampling.
 
     Source:
         MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4 and 5; Khatri et al. 2025 (ScaleRL), arXiv:2510.13786, A.17.2.
@@ -104,8 +105,8 @@ def cispo() -> GRPOConfig:
 def sapo() -> GRPOConfig:
     """A smooth gate instead of a clip, a little steeper for bad actions.
 
-    The paper splits each iteration's rows into 4 updates. It does not state group, batches and learning rate; they are
-    `gspo`'s.
+    The paper splits each iteration's rows into 4 updates. It does not state group size, batch sizes and learning rate;
+    this preset uses the values of `gspo`.
 
     Source:
         Gao et al. 2025 (SAPO), arXiv:2511.20347.
@@ -141,7 +142,7 @@ def rloo() -> GRPOConfig:
 def reinforce_plus_plus_baseline() -> GRPOConfig:
     """Advantages are rewards minus the group's mean, whitened over the whole batch. The loss has the k2 KL to a reference.
 
-    The paper states no coefficient for the KL and no batch sizes; they are OpenRLHF's.
+    The paper states no KL coefficient and no batch sizes. This preset uses OpenRLHF's.
 
     Source:
         Hu et al. 2025 (REINFORCE++), arXiv:2501.03262, eq. 6 to 8.

@@ -95,7 +95,8 @@ class WeightedRewards:
         if not rewards or set(self.weights) != set(self.rewards):
             raise ConfigError(
                 "WeightedRewards needs at least one reward and one weight for each; "
-                f"got rewards {sorted(self.rewards)}, weights {sorted(self.weights)}."
+                f"got rewards {sorted(self.rewards)}, weights {sorted(self.weights)}. "
+                "Use the same names for both."
             )
 
     def compute_components(self, states: Any, actions: Any) -> dict[str, Float[Tensor, "N *T"]]:

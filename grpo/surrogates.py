@@ -87,7 +87,8 @@ class _AtLevel(Settings):
     """Base of surrogates that use the ratio of the step or of the row."""
 
     level: RatioLevel = "step"
-    """The level of the ratio: of the step or of the row (see `Steps.log_ratio`)."""
+    """Which ratio the loss uses: `step` for the ratio of each step, `row` for one ratio per row. `Steps.log_ratio` lists all
+    levels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +112,9 @@ class Clip(_Bounded):
 
     l[n,t] = -min(rho[n,t] A[n,t], clip(rho[n,t], 1 - low, 1 + high) A[n,t])
 
-    The gradient of a step is 0 once its ratio is past the bound that its advantage pushes it towards. If A < 0, the loss has
-    no upper bound in rho. Two optional settings bound it: `delta` replaces the first rho by min(rho, delta), and `dual` bounds
-    the loss by -dual A.
+    The gradient of a step is 0 once its ratio is past the bound that its advantage pushes it towards. If A < 0, the loss
+    has no upper bound in rho. Two optional settings bound the loss: `delta` replaces the first rho by min(rho, delta), and
+    `dual` bounds the loss by -dual A.
 
     Source:
         Schulman et al. 2017, arXiv:1707.06347, eq. 7; separate bounds: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 8;

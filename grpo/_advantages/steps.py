@@ -33,7 +33,9 @@ class Estimate:
 
 
 def discounted_returns(rewards: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], gamma: float) -> Float[Tensor, "N T"]:
-    """G[n,t] = r[n,t] + gamma G[n,t+1], where rewards outside the mask count as 0.
+    """The discounted sum of the rewards from each step on. Rewards outside the mask count as 0.
+
+    G[n,t] = r[n,t] + gamma G[n,t+1]
 
     Example:
         >>> discounted_returns(torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool), 0.5).tolist()

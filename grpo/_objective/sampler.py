@@ -98,7 +98,7 @@ class Mask(_Bounds):
 
 
 def require_order(low_name: str, low: float | None, high_name: str, high: float | None) -> None:
-    """Check that a lower bound does not exceed its upper bound. None is no bound.
+    """Check that a lower bound does not exceed its upper bound. None means that there is no bound.
 
     Raises:
         ConfigError: the lower bound exceeds the upper bound.
