@@ -106,6 +106,7 @@ def test_a_root_that_workers_cannot_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_worker_is_confined(executor: ToolExecutor) -> None:
+    executor.run([call("misbehave", how="os_exit_7")])  # a new worker, in which no call has left a file open
     seen = output_of(executor, "who")
     assert seen["cwd"] == str(executor.root)
     assert seen["group"] == seen["pid"]
@@ -208,7 +209,7 @@ def test_changes_made_by_a_call_are_undone_before_the_next(executor: ToolExecuto
 
 
 def test_a_worker_with_more_than_half_of_its_descriptors_open_is_replaced(executor: ToolExecutor) -> None:
-    executor.run([call("misbehave", how="os_exit_7")])  # a new worker, of which no call has left anything open
+    executor.run([call("misbehave", how="os_exit_7")])  # a new worker, in which no call has left a file open
     before = output_of(executor, "who")
     output_of(executor, "hold", number=124)  # 0 to 3 are its own: 128 is the lowest free one of 256
     assert output_of(executor, "who")["pid"] == before["pid"]
