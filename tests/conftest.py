@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, a fixed seed, and the right `adapters`."""
+"""What holds for every test: one thread unless OMP_NUM_THREADS says more, a fixed seed, and the right `adapters`."""
 
 import importlib.util
 import os
@@ -11,9 +11,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Sums in one order on every machine, and tiny tensors without the cost of a thread pool; subprocesses inherit it.
-os.environ["OMP_NUM_THREADS"] = "1"
-torch.set_num_threads(1)
+# Tiny tensors do not pay for a thread pool. Subprocesses inherit the number.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 # A shell starts `make test &` with interrupts ignored, and subprocesses inherit that; some tests interrupt what they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
