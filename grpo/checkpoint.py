@@ -1,4 +1,4 @@
-"""Checkpoints, written completely or not at all: safetensors and JSON with a manifest of hashes, no pickle.
+"""Write and read checkpoints. A checkpoint is written completely or not at all, and contains no pickle.
 
 A checkpoint is a folder with `tensors.safetensors`, `state.json` and `manifest.json`. The folder is written under a
 temporary name, synced to disk, and then renamed. Every file is verified against the manifest before it is used.
@@ -67,7 +67,7 @@ def write_checkpoint(path: str | Path, state: Mapping[str, Any], *, iteration: i
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The state of a checkpoint. Every file is verified against the manifest first.
+    """Return the state in a checkpoint, after verifying every file against the manifest.
 
     Args:
         path: a checkpoint's folder, or a folder of checkpoints: the newest intact one is read.
@@ -86,7 +86,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         state = decode(contents[STATE], load(contents[TENSORS]))
     except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
-            f"{folder} is intact, but not a checkpoint of this package: {error!r}. Use another."
+            f"{folder} is intact, but not a checkpoint of this package: {error!r}. Use another checkpoint."
         ) from error
     if not isinstance(state, dict):
         raise CheckpointError(
@@ -96,7 +96,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def read_newest(folder: str | Path) -> dict[str, Any]:
-    """The state of the newest intact checkpoint in `folder`. Damaged checkpoints are skipped.
+    """Return the state of the newest intact checkpoint in `folder`. Damaged checkpoints are skipped.
 
     Raises:
         CheckpointError: `folder` has no intact checkpoint. The message says what is wrong with each.
@@ -111,7 +111,7 @@ def read_newest(folder: str | Path) -> dict[str, Any]:
 
 
 def best_checkpoint(folder: str | Path) -> Path:
-    """The path of the checkpoint with the highest score in `folder`.
+    """Return the path of the checkpoint with the highest score in `folder`.
 
     Raises:
         CheckpointError: no checkpoint in `folder` has a score.

@@ -68,7 +68,7 @@ def kl_k3_weighted(x: Float[Tensor, "N T"], ratio: Float[Tensor, "N #T"]) -> Flo
 
 
 def estimate_kl(estimator: SampledKL, x: Float[Tensor, "N T"], ratio: Float[Tensor, "N #T"]) -> Float[Tensor, "N T"]:
-    """The chosen estimate of KL(pi || ref) per step."""
+    """Estimate KL(pi || ref) per step with the estimator of the given name."""
     match estimator:
         case "k1":
             return kl_k1(x)

@@ -137,7 +137,8 @@ class ExperienceCollector:
         return replace(batch, **found, metrics={**batch.metrics, "time/score": seconds})
 
     def sample(self, states: Rows, num_actions_per_state: int) -> tuple[Rows, Rows, SampledActions | None]:
-        """States and actions of N rows, first those of state 0, and the result of `sample_actions` (None: not implemented)."""
+        """Sample actions, and return the states and actions of N rows, state by state. The third value is the result of
+        `sample_actions`, or None if the policy has no such method."""
         if len(states) == 0:
             raise ContractError("No states to act in: pass at least one.")
         self.policy.eval()
@@ -153,7 +154,7 @@ class ExperienceCollector:
         return repeat_rows(states, num_actions_per_state), row_actions, sampled
 
     def rewards_of(self, states: Rows, num_actions_per_state: int) -> Tensor:
-        """One reward per row of freshly sampled actions, for evaluation."""
+        """Sample actions, and return one reward per row, for evaluations."""
         row_states, row_actions, sampled = self.sample(states, num_actions_per_state)
         with torch.no_grad():
             rewards = self._ask_for_rewards(row_states, row_actions, None if sampled is None else sampled.mask)

@@ -30,10 +30,10 @@ class PolicyModel(Protocol[StateT, ActionT]):
         """Sample `num_actions_per_state` actions for each state: B lists of G, or a tensor or array [B, G, ...]."""
 
     def get_log_probabilities(self, states: Sequence[StateT], actions: Sequence[ActionT]) -> Tensor:
-        """log pi(actions[n] | states[n]) with gradient: [N], or [N, T] when all T steps of every row count."""
+        """Return log pi(actions[n] | states[n]) with gradient: [N], or [N, T] when all T steps of every row count."""
 
     def get_parameters(self) -> dict[str, Tensor]:
-        """The parameters by name: the tensors themselves, not copies. Tensors with `requires_grad` are trained."""
+        """Return the parameters by name: the tensors themselves, not copies. Tensors with `requires_grad` are trained."""
 
     def train(self) -> Any:
         """Switch to training mode (dropout on)."""
@@ -47,10 +47,10 @@ class PolicyModel(Protocol[StateT, ActionT]):
 
 @runtime_checkable
 class ScoresActions(Protocol):
-    """Scores rows with different numbers of steps: log-probs, mask, exact entropy and values from one forward pass."""
+    """Scores rows with different numbers of steps. One forward pass gives log-probs, mask, exact entropy and values."""
 
     def score_actions(self, states: Any, actions: Any) -> ActionScores:
-        """Scores of N (state, action) rows."""
+        """Return the scores of N rows: `actions[n]` was taken in `states[n]`."""
 
 
 @runtime_checkable
@@ -71,7 +71,8 @@ class SamplesWithScores(Protocol):
     """Samples actions together with their log-probs, which saves a second forward pass for the old policy."""
 
     def sample_actions(self, states: Any, num_actions_per_state: int) -> SampledActions:
-        """G actions per state, their behaviour log-probs, and the policy's scores if the policy itself samples."""
+        """Sample G actions per state. Return them with their behaviour log-probs, and with their scores if the policy itself
+        samples."""
 
 
 @runtime_checkable
@@ -79,7 +80,7 @@ class ScoresReference(Protocol):
     """Scores rows under the reference policy without a second model, for example with a LoRA adapter switched off."""
 
     def reference_log_probabilities(self, states: Any, actions: Any) -> Tensor:
-        """log pi_ref of N rows: [N] or [N, T]."""
+        """Return log pi_ref(actions[n] | states[n]): [N], or [N, T] with one log-prob per step."""
 
 
 @runtime_checkable
@@ -87,8 +88,8 @@ class SyncsSampler(Protocol):
     """Samples with a separate engine (such as vLLM), which needs a copy of the current weights."""
 
     def sync_sampler(self) -> None:
-        """Copy the weights to the engine. Called before the first collection, after iterations that changed weights, and
-        after loading."""
+        """Copy the weights to the engine. The trainer calls this method before the first collection, after iterations that
+        changed weights, and after loading a checkpoint."""
 
 
 @runtime_checkable
@@ -96,7 +97,7 @@ class PlansMicroBatches(Protocol):
     """Chooses the rows of each forward pass by token budget, shared prompts or length."""
 
     def plan_micro_batches(self, states: Any, actions: Any) -> list[Sequence[int]]:
-        """A partition of range(N): the rows of each forward pass."""
+        """Return the rows of each forward pass, such as [[0, 2], [1]]. Every row of range(N) must occur exactly once."""
 
 
 @runtime_checkable
@@ -104,7 +105,7 @@ class SplitsSteps(Protocol):
     """Scores each step on its own, so that an update can be a shuffled minibatch of steps."""
 
     def split_steps(self, states: Any, actions: Any) -> tuple[Any, Any]:
-        """One (state, action) row per valid step: row 0's steps in order, then row 1's, and so on."""
+        """Return one (state, action) row per valid step: first the steps of row 0, then the steps of row 1, and so on."""
 
 
 @runtime_checkable
@@ -112,7 +113,8 @@ class KeysStates(Protocol):
     """Recognises states that recur within a group, for `advantage.credit="gigpo"`."""
 
     def state_keys(self, states: Any, actions: Any) -> Tensor:
-        """[N, T] integers: the state in which each step was taken. Equal numbers within a group mean equal states."""
+        """Return [N, T] integers that identify the state in which each step was taken. In a group, equal numbers mean equal
+        states."""
 
 
 @runtime_checkable
@@ -120,7 +122,7 @@ class HasState(Protocol):
     """Has a state beyond its parameters that an exact resume needs, such as environments, generators or counters."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state: tensors, arrays, numbers, strings, None, and lists, tuples and dicts of these."""
+        """Return the state as tensors, arrays, numbers, strings, None, and lists, tuples and dicts of these."""
 
     def load_state_dict(self, state: Any) -> Any:
         """Restore what `state_dict` returned."""
@@ -133,7 +135,7 @@ def require_methods(value: Any, methods: Sequence[str], role: str, protocol: str
     """Check that `value` is an instance with all of `methods`.
 
     Raises:
-        ProtocolError: (a TypeError) names every missing method.
+        ProtocolError: methods are missing. The message names every missing method.
     """
     if isinstance(value, type):
         raise ProtocolError(f"{role} must be an instance; got the class {value.__name__}. Pass {value.__name__}(...).")

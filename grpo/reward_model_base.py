@@ -162,7 +162,9 @@ def restore_state(value: Any, state: dict[str, Any]) -> None:
     elif isinstance(value, HasState):
         value.load_state_dict(state)
     elif state:
-        raise ConfigError(f"{type(value).__name__} has no load_state_dict() to restore {sorted(state)}. Add it.")
+        raise ConfigError(
+            f"{type(value).__name__} must have load_state_dict() to restore {sorted(state)}. Add this method."
+        )
 
 
 def as_reward_model(value: Any) -> Any:

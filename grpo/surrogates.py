@@ -87,8 +87,8 @@ class _AtLevel(Settings):
     """Base of surrogates that use the ratio of the step or of the row."""
 
     level: RatioLevel = "step"
-    """Which ratio the loss uses: `step` for the ratio of each step, `row` for one ratio per row. `Steps.log_ratio` lists all
-    levels."""
+    """Which ratio the loss uses: `step` (one ratio per step), `row` (the geometric mean over the row), `row_sum` (the product
+    over the row), `row_step` (value of `row`, gradient of `step`) or `none` (value 1, gradient of `step`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,12 +48,13 @@ class GRPOTrainer:
         optimizer: the optimizer that is stepped. None: AdamW without weight decay over `policy.get_parameters()`.
         lr_scheduler: stepped once per applied update.
         objective: replaces `grpo_objective`: any `ObjectiveInputs -> ObjectiveOutput`.
-        advantages: replaces `AdvantageEstimator`: any `ExperienceBatch -> [N] or [N, T]`. It gets this rank's rows only.
+        advantages: replaces `AdvantageEstimator`: any `ExperienceBatch -> [N] or [N, T]`. On several ranks, it gets the rows of
+            its own rank only.
         engine: joins several processes (`grpo.distributed.Replicated`). Each rank passes its own states to `step`, and takes
             its share of the states in `train`. `batch_size` is per rank. None: one process.
 
     Raises:
-        ProtocolError: (a TypeError) methods are missing; all of them are named.
+        ProtocolError: the policy or the reward model lacks methods. The message names every missing method.
         ConfigError: settings and arguments contradict one another.
     """
 

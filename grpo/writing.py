@@ -90,7 +90,7 @@ class Settings:
         unknown = [key for key in values if key not in names]
         if unknown:
             raise ConfigError(
-                f"{cls.__name__} has no setting {', '.join(map(repr, unknown))}; it has {', '.join(names) or 'none'}."
+                f"{cls.__name__} has no setting {', '.join(map(repr, unknown))}; its settings are {', '.join(names) or 'none'}."
             )
         return cls(**{key: _nested(cls, key, value) for key, value in values.items()})
 

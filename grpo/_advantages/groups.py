@@ -1,4 +1,4 @@
-"""Groups of rows, their statistics, and which rows have an advantage.
+"""Group the rows of a batch, compute statistics of each group, and find the rows that have an advantage.
 
 Statistics are float64, two-pass, and computed by numpy on the host: the tensors are small, and not every device has float64.
 """

@@ -73,10 +73,11 @@ class OptimizerStep:
         self.clear()
 
     def backward(self, loss: Tensor) -> None:
-        """Add this micro-batch's gradient. A policy without trainable parameters has none to add.
+        """Add the gradient of this micro-batch. Do nothing if the policy has no trainable parameters.
 
         Raises:
-            ContractError: the loss has no gradient although there are parameters to train, or the other way round.
+            ContractError: the loss has no gradient but there are parameters to train, or the loss has a gradient but there
+                are none.
         """
         if bool(self.parameters) != loss.requires_grad:
             found = "carry" if loss.requires_grad else "do not carry"
@@ -93,7 +94,7 @@ class OptimizerStep:
         """Step the optimizer if everything is finite. All checks need one transfer to the host.
 
         Args:
-            sum_of_log_probs: the sum over the update's steps on this rank. It is finite only if every log-prob is.
+            sum_of_log_probs: the sum over the update's steps on this rank. It is finite only if every log-prob is finite.
 
         Raises:
             ContractError: a log-prob is not finite, or no parameter has received a gradient.

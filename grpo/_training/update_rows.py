@@ -249,7 +249,8 @@ class UpdateRows:
         if change > TRAIN_MODE_TOLERANCE:
             warnings.warn(
                 f"{self._setup.policy_name}: before any update, log-probabilities must be the same in train() and eval(); they "
-                f"differ by up to {change:.2g}, so the first ratio is not 1. Set dropout to 0, and use no batch normalisation.",
+                f"differ by up to {change:.2g}, so the first ratio is not 1. "
+                "Dropout or batch normalisation is on in train(): set dropout to 0.",
                 GRPOWarning,
                 stacklevel=2,
             )

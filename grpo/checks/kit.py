@@ -254,7 +254,9 @@ def check_reward_model(reward_model: Any, states: Rows, actions: Rows, *, strict
         True
     """
     if len(states) == 0:
-        raise ContractError("check_reward_model needs at least one row; got no states.")
+        raise ContractError(
+            "check_reward_model needs at least one row; got no states. Pass states=[...] and actions=[...]."
+        )
     require_lengths("check_reward_model", len(states), actions=actions)
     with preserved_random_state():
         results = run_rules(REWARD_RULES, RewardProbe(reward_model, states, actions), prepare=lambda: None, skip=())

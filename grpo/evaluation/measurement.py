@@ -29,7 +29,7 @@ class PolicyMeasurement:
     """The rewards of newly sampled actions, and the settings that another measurement must share to be comparable."""
 
     rewards: Float64[Tensor, "B G"]
-    """Reward of each action, by state. NaN: the row was dropped, as `RewardConfig` allows."""
+    """Rewards of the G actions in each of B states. NaN: the row was dropped, as `RewardConfig` allows."""
     components: Mapping[str, Float64[Tensor, "B G"]]
     """Named parts of the reward, before weighting. NaN: the row was dropped, or the part does not apply to it."""
     reward_failures: Mapping[str, float]
@@ -50,12 +50,12 @@ class PolicyMeasurement:
 
     @property
     def mean_reward(self) -> float:
-        """The mean over states of each state's mean reward."""
+        """The mean reward. Every state has the same weight."""
         return float(self.rewards.nanmean(1).mean())
 
     @property
     def component_means(self) -> dict[str, float]:
-        """The mean over states of each part, over the rows that the part applies to. A part without such rows is left out."""
+        """The mean of each named part of the reward, over the rows it applies to. Every state has the same weight."""
         means = {name: float(part.nanmean(1).nanmean()) for name, part in self.components.items()}
         return {name: mean for name, mean in means.items() if math.isfinite(mean)}
 

@@ -70,7 +70,7 @@ def test_the_state_of_a_network_holds_only_its_buffers() -> None:
 
 
 def test_a_state_that_cannot_be_restored_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"function has no load_state_dict\(\) to restore \['count'\]"):
+    with pytest.raises(ConfigError, match=r"function must have load_state_dict\(\) to restore \['count'\]"):
         RewardFunction(length).load_state_dict({"count": 1})
 
 
