@@ -83,7 +83,7 @@ def group_relative_advantages(
 
     Raises:
         ConfigError: the baseline needs `lengths` or `k`.
-        RewardError: rewards outside [0, 1] under the scale `beta`.
+        RewardError: the scale is `beta`, and a reward is outside [0, 1].
 
     Example:
         >>> group_relative_advantages(torch.tensor([1., 3., 2., 0., 4.]), torch.tensor([0, 0, 1, 1, 1])).tolist()

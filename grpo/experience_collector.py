@@ -36,7 +36,7 @@ class ExperienceCollector:
 
     Raises:
         ProtocolError: a policy or the reward model lacks methods. The error names all of them.
-        ConfigError: `use_reference` without any reference.
+        ConfigError: `use_reference` is set, but there is no reference.
     """
 
     def __init__(

@@ -87,7 +87,7 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
 
 
 def with_selections(inputs: ObjectiveInputs, config: ObjectiveConfig) -> ObjectiveInputs:
-    """Add the selections of steps that the settings ask for and the caller has not made. Select among these rows only."""
+    """Select steps as the settings say, unless the caller has already selected steps. Select among these rows only."""
     select = traits_of(config.surrogate).select
     if inputs.keep is None and config.top_entropy_fraction < 1:
         inputs = replace(inputs, keep=kept_by_entropy(inputs.mask, inputs.entropy, config.top_entropy_fraction))

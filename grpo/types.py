@@ -170,8 +170,8 @@ class ExperienceBatch:
             state_keys: [N, T] integers, for `advantage.credit="gigpo"`. None: the policy's `state_keys` is called, if any.
 
         Raises:
-            ContractError: lengths or shapes that do not agree.
-            RewardError: rewards that are not finite numbers.
+            ContractError: lengths or shapes do not agree.
+            RewardError: a reward is not a finite number.
         """
         owner = "ExperienceBatch.from_rows"
         group_ids = torch.as_tensor(group_ids, dtype=torch.int64).cpu()

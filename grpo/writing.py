@@ -55,7 +55,7 @@ class Settings:
         """Check every field against its annotation and bounds.
 
         Raises:
-            ConfigError: names the field, what it must be, and what came.
+            ConfigError: a value is not allowed. The message names the field and its allowed values.
         """
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -80,7 +80,7 @@ class Settings:
         """Make settings from a dict that `to_dict` wrote. A missing setting has its default value.
 
         Raises:
-            ConfigError: an unknown key, or a value that the field does not allow.
+            ConfigError: the dict has an unknown key, or a value that the setting does not allow.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(
@@ -154,7 +154,7 @@ def require_lengths(owner: str, num_rows: int, **named: Any) -> None:
     """Check that every named value has `num_rows` entries.
 
     Raises:
-        ContractError: names the first value with another number of entries.
+        ContractError: a value has another number of entries. The message names the first such value.
     """
     for name, value in named.items():
         if not isinstance(value, Sized) or len(value) != num_rows:
@@ -174,7 +174,7 @@ def as_rewards(
     Lists, integers and booleans become float64, and float32 stays float32, so no digit is lost.
 
     Raises:
-        RewardError: a wrong length, shape or type. [N, 1] is refused unless `one_step_is_a_step`, because [N, 1] - [N]
+        RewardError: `value` has a wrong length, shape or type. [N, 1] is refused unless `one_step_is_a_step`, because [N, 1] - [N]
             would broadcast to [N, N].
     """
     expected = f"{owner} must return one number per row, [N] = [{num_rows}], or one per step, [N, T] with T > 1"
@@ -199,7 +199,7 @@ def as_log_probs(owner: str, value: Any, num_rows: int) -> Float[Tensor, "N T"]:
     """Convert log-probabilities [N] or [N, T] to [N, T], in float32 or float64, and keep the gradient.
 
     Raises:
-        ContractError: not a floating tensor of that shape.
+        ContractError: `value` is not a floating-point tensor of one of these shapes.
     """
     required = f"{owner} must return [N] = [{num_rows}] or [N, T]"
     if not isinstance(value, Tensor) or value.dim() not in (1, 2) or value.shape[0] != num_rows:
@@ -213,7 +213,7 @@ def as_advantages(value: Any, mask: Bool[Tensor, "N T"]) -> Float[Tensor, " N"] 
     """Convert advantages [N] or [N, T] to a detached CPU tensor of finite numbers, 0 outside the mask.
 
     Raises:
-        ContractError: another shape, or a number inside the mask that is not finite.
+        ContractError: `value` has another shape, or has NaN or infinity inside the mask.
     """
     required = f"advantages must be a tensor [N] = [{mask.shape[0]}] or [N, T] = {list(mask.shape)}, finite"
     if not isinstance(value, Tensor) or value.shape not in (mask.shape[:1], mask.shape):
@@ -231,7 +231,7 @@ def as_mask(owner: str, value: Any, default_shape: tuple[int, ...]) -> Bool[Tens
     """Convert a mask of the policy's own steps to a bool tensor [N, T]. None: every step of the default shape.
 
     Raises:
-        ContractError: another dtype or number of rows.
+        ContractError: `value` has another dtype or number of rows.
     """
     mask = torch.ones(default_shape, dtype=torch.bool) if value is None else torch.as_tensor(value)
     if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != default_shape[0]:
@@ -243,7 +243,7 @@ def as_state_keys(owner: str, value: Any) -> Int[Tensor, "N T"]:
     """Convert state keys to an integer tensor [N, T].
 
     Raises:
-        ContractError: another dtype or number of axes.
+        ContractError: `value` has another dtype or number of axes.
     """
     keys = torch.as_tensor(value)
     if keys.dim() != 2 or keys.is_floating_point():

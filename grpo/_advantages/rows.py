@@ -124,7 +124,7 @@ def decoupled_advantages(
         std_eps: added to each standard deviation.
 
     Raises:
-        ConfigError: no named rewards, or named rewards per step.
+        ConfigError: there are no named rewards, or they are rewards per step.
 
     Source:
         Liu et al. 2026 (GDPO), arXiv:2601.05242.

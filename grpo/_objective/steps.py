@@ -32,7 +32,7 @@ class Steps:
         selected: [N, T] bool, what the surrogate's own `select` chose. None: nothing was chosen.
 
     Raises:
-        ConfigError: a correction without behaviour log-probs.
+        ConfigError: there is a correction, but there are no behaviour log-probs.
     """
 
     def __init__(self, inputs: ObjectiveInputs, correction: SamplerCorrection | None = None) -> None:

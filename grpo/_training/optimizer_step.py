@@ -27,7 +27,7 @@ class OptimizerStep:
         meter: records the gradient norm and the learning rate of each update.
 
     Raises:
-        ConfigError: an optimizer that holds none of the policy's parameters.
+        ConfigError: the optimizer holds none of the policy's parameters.
     """
 
     def __init__(

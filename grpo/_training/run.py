@@ -72,8 +72,8 @@ class Run:
         self.progress.begin()
         if self.progress.position >= self.num_iterations:
             warnings.warn(
-                f"The loaded run is at iteration {self.progress.position}, and num_iterations={self.num_iterations} includes the "
-                "iterations before loading, so there is nothing left to do. Raise num_iterations to continue.",
+                f"The loaded run is at iteration {self.progress.position}, and num_iterations={self.num_iterations} includes "
+                "the iterations before loading, so there is nothing left to do. Raise num_iterations to continue.",
                 GRPOWarning,
                 stacklevel=4,
             )

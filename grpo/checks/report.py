@@ -119,7 +119,7 @@ class Rule:
     name: str
     """Name of the rule in the report."""
     check: Callable[[Any], Verdict]
-    """Checks the subject. An exception counts as a failure."""
+    """Checks the rule on a policy or a reward model. An exception counts as a failure."""
     needs: tuple[str, ...] = ()
     """Names of rules that must hold before this rule can be checked. A rule that needs none runs without `prepare`."""
 
