@@ -55,7 +55,7 @@ class BareLoop:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True)
 
     def step(self, prompts: Sequence[Sequence[int]]) -> None:
-        """One iteration on B prompts of one length."""
+        """Run one iteration on B prompts of one length."""
         token_ids = torch.tensor(prompts, device=self.model.device)
         completions, old_log_probs = self.sample(token_ids)
         self.update(token_ids, completions, old_log_probs, self.reward(completions))
@@ -95,7 +95,7 @@ class BareLoop:
     def update(
         self, prompts: Tensor, completions: list[list[int]], old_log_probs: Tensor, rewards: Sequence[float]
     ) -> None:
-        """One optimizer step: rewards minus their group's mean, PPO's clip, mean over each row's tokens."""
+        """Take one optimizer step with PPO's clipped loss, averaged per row. The group's mean is the baseline."""
         self.model.train()
         device = prompts.device
         grouped = torch.tensor(rewards, device=device).view(-1, self.group_size)

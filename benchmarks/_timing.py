@@ -13,8 +13,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 def keep_freed_memory() -> bool:
     """Make the allocator keep freed memory, for both sides of a comparison. Returns whether that worked (glibc only).
 
-    Otherwise tensors of some megabytes may be returned to the system and faulted in again, depending on the heap's layout. This
-    changes either side by a tenth from run to run.
+    Otherwise, depending on the heap's layout, the allocator may return the memory of freed tensors to the system and request it
+    again. This changes either side by a tenth from run to run.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

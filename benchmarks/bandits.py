@@ -91,7 +91,7 @@ def pulls_to_half(arms: np.ndarray, best: np.ndarray, change: int) -> int:
 
 def dynamic_table(num_seeds: int) -> None:
     """Print the table of the dynamic bandit."""
-    print(f"\nDynamic bandit, {num_seeds} seeds: chance .27, oracle .75 structured reward\n")
+    print(f"\nDynamic bandit, {num_seeds} seeds. The structured reward is .27 by chance, and .75 for the oracle.\n")
     print("| strategy | arm 3 | arm 0 | structured reward | steps to 50 % | regret | max after uniform |")
     print("|---|---|---|---|---|---|---|")
     means = np.repeat(dynamic_testbed().means[0][:NUM_STEPS], PULLS_PER_STEP, axis=0)
@@ -140,7 +140,7 @@ def abrupt_strategies() -> dict[str, Callable[[Testbed], np.ndarray]]:
     """Strategies with their papers' constants for this horizon and two changes."""
     return {
         "GRPO, pulled towards uniform (k3, .01)": lambda bed: pull_with_grpo(bed, learning_rate=4.0, kl_coef=0.01),
-        "GRPO, plain": lambda bed: pull_with_grpo(bed, learning_rate=4.0, kl_coef=0.0),
+        "GRPO without the KL penalty": lambda bed: pull_with_grpo(bed, learning_rate=4.0, kl_coef=0.0),
         "sliding-window UCB": lambda bed: pull_with(lambda r, k: SlidingWindowUCB(r, k, horizon=HORIZON), bed),
         "discounted UCB": lambda bed: pull_with(lambda r, k: DiscountedUCB(r, k, horizon=HORIZON), bed),
         "discounted Thompson .99": lambda bed: pull_with(lambda r, k: ThompsonSampling(r, k, discount=0.99), bed),
@@ -158,7 +158,7 @@ def walk_strategies() -> dict[str, Callable[[Testbed], np.ndarray]]:
     """Strategies with likelihoods and ranges for Gaussian rewards of unit variance."""
     return {
         "GRPO, pulled towards uniform (k3, .02)": lambda bed: pull_with_grpo(bed, learning_rate=2.0, kl_coef=0.02),
-        "GRPO, plain": lambda bed: pull_with_grpo(bed, learning_rate=2.0, kl_coef=0.0),
+        "GRPO without the KL penalty": lambda bed: pull_with_grpo(bed, learning_rate=2.0, kl_coef=0.0),
         "sliding-window UCB": lambda bed: pull_with(
             lambda r, k: SlidingWindowUCB(r, k, horizon=HORIZON, reward_range=1.0), bed
         ),

@@ -81,7 +81,7 @@ CUDA_CASES = {"gpu": Case(prompt=1024, completion=512, group=16, rows=64)}
 
 
 def make_model(case: Case, device: str, **changes: Any) -> Qwen3ForCausalLM:
-    """A model with random weights: a small float32 model on a CPU, the shape of Qwen3-0.6B in bfloat16 on CUDA.
+    """A model with random weights: small and in float32 on a CPU, or with the shape of Qwen3-0.6B in bfloat16 on CUDA.
 
     Args:
         case: Sets how often completions end.
@@ -141,7 +141,7 @@ def make_prompts(case: Case, vocabulary_size: int) -> list[str]:
 
 
 def share_of_even_tokens(completion_ids: Any, **_: Any) -> list[float]:
-    """A reward that differs within a group."""
+    """Reward function: the share of tokens with an even id. It differs within a group."""
     return [sum(token % 2 == 0 for token in row) / max(len(row), 1) for row in completion_ids]
 
 

@@ -1,15 +1,15 @@
 """Speed of executing tools, and of choosing among a thousand tools.
 
-- 64 calls of 50 ms each, 32 at once, in worker processes and awaited: seconds compared with the ideal of 0.1, cold (with the
-  start of the executor) and warm;
-- calls per second of a tool that adds two numbers;
-- `ToolSelectionPolicy` over 1,000 tools compared with a bare torch loop of the same mathematics: 10,000 calls are sampled with
-  their scores, then scored for training.
+- Latency: 64 calls of 50 ms each, of which 32 run at once, take at least 0.1 s. The benchmark prints their time with worker
+  processes and with awaited remote tools, with the start of the executor (cold) and without it (warm).
+- Rate: calls per second of a tool that adds two numbers.
+- Policy: `ToolSelectionPolicy` over 1,000 tools is compared with a bare torch loop of the same mathematics. Both sample 10,000
+  calls with their scores, then score them for training.
 
 Neither side encodes texts: the policy looks up cached vectors, and the loop has the vectors in one tensor. The loop makes a
-tuple of two names per call, the tool's and the value's, and keeps its draws in tensors. It omits two parts of the policy's
-work: building a `ToolCall` with all arguments, and reading the choices back from a call. The benchmark first checks that both
-sides draw the same calls from one seed, with the same log-probs and entropies.
+tuple of two names per call, the tool's and the value's, and keeps its draws in tensors. The loop omits two parts of the
+policy's work: building a `ToolCall` with all arguments, and reading the choices back from a call. The benchmark first
+checks that both sides draw the same calls from one seed, with the same log-probs and entropies.
 
     python -m benchmarks.tool_speed            # about a minute
     python -m benchmarks.tool_speed --quick    # whether it runs

@@ -59,7 +59,8 @@ class Run:
     rewards: np.ndarray
     """[S] mean reward of each step's 32 pulls."""
     probabilities: np.ndarray
-    """[S + 1, K] probabilities of the arms in each step, and after the last step. Classic strategies: fractions of pulls."""
+    """[S + 1, K] probabilities of the arms in each step, and after the last step. Classic strategies record fractions
+    of pulls instead."""
     losses: np.ndarray | None = None
     """[S] loss of each step. None if the strategy is not trained by gradients."""
 
@@ -139,7 +140,7 @@ def train_original(seed: int, *, progress: bool = False) -> Run:
     objective = ObjectiveConfig(surrogate=Clip(low=0.3, high=0.3), kl_coef=0.1)
 
     def with_sampled_entropy(inputs: ObjectiveInputs) -> ObjectiveOutput:
-        """An entropy bonus from the mean of -log pi over the sample: the right value, but a gradient of 0 in expectation."""
+        """An entropy bonus from the sample's mean of -log pi. Its value is right, but its gradient is 0 in expectation."""
         output = grpo_objective(inputs, objective)
         bonus = 0.02 * (-inputs.log_probs * inputs.weights.to(inputs.log_probs.dtype)).sum()
         return ObjectiveOutput(loss=output.loss - bonus, metrics=output.metrics)

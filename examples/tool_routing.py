@@ -73,7 +73,7 @@ class LearningCurve:
 
 
 def share_right(report: ToolReport) -> str:
-    """One line: accuracies on all tasks, and on the tasks that share no word with their tool's description."""
+    """One line of text: the accuracies on all tasks, and on the tasks that share no word with their tool's description."""
     hard = report.by_words["no shared word"]
     overall = report.overall
     return (

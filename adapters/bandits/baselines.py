@@ -3,9 +3,9 @@
 Each strategy is a `Baseline`: `select(rng) -> arms[R]`, `update(arms[R], rewards[R])`.
 
 Rewards: Thompson sampling requires rewards in [0, 1], or `likelihood="gaussian"` for unit-variance noise. EXP3.S maps
-`reward_low..reward_high` to [0, 1] and clips rewards outside that range. With Gaussian noise, clipping shrinks large gaps
-between arms; the effect is small if the range covers three deviations around the means. The gradient bandit takes any
-rewards.
+the range from `reward_low` to `reward_high` to [0, 1] and clips rewards outside that range. With Gaussian noise, clipping
+shrinks large gaps between arms; the effect is small if the range covers three standard deviations around the means. The
+gradient bandit takes any rewards.
 """
 
 from math import e, log, sqrt
@@ -75,7 +75,7 @@ class ThompsonSampling:
         if self.likelihood == "bernoulli" and (rewards.min() < 0 or rewards.max() > 1):
             raise RewardError(
                 f"ThompsonSampling: likelihood='bernoulli' requires rewards in [0, 1]; got {rewards.min():g} to "
-                f"{rewards.max():g}. Use likelihood='gaussian', or rescale."
+                f"{rewards.max():g}. Use likelihood='gaussian', or rescale the rewards."
             )
         self.counts *= self.discount
         self.sums *= self.discount

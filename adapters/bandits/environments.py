@@ -19,7 +19,7 @@ class BanditEnv(gymnasium.Env[np.int64, np.int64 | int]):
     """One run of a testbed. The observation is always 0, the action is an arm, and the last step truncates the episode.
 
     `info` holds `means` (expected rewards of the arms at the next pull), `best_arm` (the first if several are best) and
-    `step`.
+    `step` (the time step of the next pull).
 
     Args:
         testbed: A testbed with one run. `reset` draws the testbed's seed from the environment's generator.
@@ -54,14 +54,14 @@ class BanditEnv(gymnasium.Env[np.int64, np.int64 | int]):
 
 
 class DynamicBanditEnv(BanditEnv):
-    """Five arms, 100 steps, deterministic rewards; see `dynamic_testbed`."""
+    """Five arms, 100 steps and deterministic rewards; see `dynamic_testbed`."""
 
     def __init__(self) -> None:
         super().__init__(dynamic_testbed(pulls_per_step=1))
 
 
 class AbruptBanditEnv(BanditEnv):
-    """Three Bernoulli arms, 10,000 steps, the best arm changes twice; see `abrupt_testbed`."""
+    """Three Bernoulli arms and 10,000 steps. The best arm changes twice; see `abrupt_testbed`."""
 
     def __init__(self) -> None:
         super().__init__(abrupt_testbed())

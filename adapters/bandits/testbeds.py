@@ -102,7 +102,7 @@ class Testbed:
         self._start(self.seed if seed is None else seed)
 
     def steps_at(self, pulls: ArrayLike) -> Int64[np.ndarray, "..."]:
-        """Time step of a run's next pull after `pulls` pulls. After the last step: the last step, or step 0 if cyclic."""
+        """Time step of a run's next pull after `pulls` pulls. It stays at the last step, or restarts at step 0 if cyclic."""
         steps = np.asarray(pulls, dtype=np.int64) // self.pulls_per_step
         return np.asarray(steps % self.num_steps if self.cyclic else np.minimum(steps, self.num_steps - 1))
 
@@ -123,7 +123,7 @@ class Testbed:
         arm's mean.
 
         Raises:
-            RewardError: A run or an arm does not exist, or a pull is after the last step. No arm was pulled.
+            RewardError: A run or an arm does not exist, or a pull is after the last step. In each case, no arm is pulled.
         """
         rows, chosen = self._rows(runs, arms)
         counts = np.bincount(rows, minlength=self.num_runs)

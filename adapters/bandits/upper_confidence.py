@@ -79,7 +79,7 @@ class DiscountedUCB(_UpperConfidence):
     """UCB with counts and sums that decay by a factor per pull.
 
     index_a(t) = mean_a + 2 * reward_range * sqrt(exploration * log(sum_b counts_b) / counts_a),
-    counts and sums multiplied by `discount` at every pull
+    counts and sums are multiplied by `discount` at every pull
 
     Args:
         horizon: Total number of pulls per run. It sets the default discount.
@@ -122,7 +122,8 @@ class DiscountedUCB(_UpperConfidence):
 class SlidingWindowUCB(_UpperConfidence):
     """UCB over a sliding window of the last `window` pulls.
 
-    index_a(t) = mean_a + reward_range * sqrt(exploration * log(min(t, window)) / counts_a), over the window
+    index_a(t) = mean_a + reward_range * sqrt(exploration * log(min(t, window)) / counts_a),
+    where mean_a and counts_a are over the window
 
     Args:
         horizon: Total number of pulls per run. It sets the default window.

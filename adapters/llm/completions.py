@@ -37,7 +37,7 @@ class Completion:
 
 
 def completion_mask(completions: Sequence[Completion], *, mask_truncated: bool = False) -> Bool[Tensor, "N T"]:
-    """Mask that is True at the tokens of each completion. Its width T is the largest number of tokens that count.
+    """Mask that is True at the tokens of each completion. Its width T is the unmasked length of the longest row.
 
     Args:
         completions: N completions.

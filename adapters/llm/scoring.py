@@ -38,7 +38,7 @@ def score_tokens(
         prompts: Token ids of B prompts.
         prompt_of_row: Index of the prompt of each row.
         tokens: Token ids of the completions, on the CPU, padded on the right with any token.
-        mask: The tokens that count, on the CPU. They are all tokens of a row's completion, or none of them.
+        mask: The tokens that count, on the CPU. Either all tokens of a row's completion count, or none.
         temperature: Divides the logits. A larger value makes the distribution flatter.
         with_entropy: Whether to compute the entropies too.
         shares_prompts: Whether to compute each prompt once for all its rows.

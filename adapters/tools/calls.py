@@ -80,7 +80,7 @@ def plain_name(name: object) -> str | None:
 def same_json(one: Any, other: Any) -> bool:
     """Whether two values are equal as JSON, at any depth: 1 equals 1.0, true differs from 1, a tuple equals a list.
 
-    A value that JSON cannot represent is not equal to anything, itself included.
+    A value that JSON cannot represent is not equal to any value, not even to itself.
 
     Example:
         >>> same_json({"a": (1, 2.0)}, {"a": [1.0, 2]}), same_json([True], [1]), same_json(float("nan"), float("nan"))

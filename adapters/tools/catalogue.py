@@ -74,7 +74,7 @@ class Tool:
     remote: bool = False
     """Whether `function` is an `async def` that this process awaits, such as a client of another process or machine."""
     timeout: float | None = None
-    """Time limit of one call in seconds. None uses the executor's. A larger limit waits longer for a call that hangs."""
+    """Time limit of one call in seconds. None uses the executor's limit. A larger limit waits longer for a call that hangs."""
     cost: float = 0.0
     """Cost of one call, in any unit. `call_cost` reads it."""
 

@@ -69,7 +69,7 @@ class ChoiceTables:
 
         Args:
             calls: The drawn calls.
-            steps: The calls' choices. t may be less than T if no call has more steps.
+            steps: The calls' choices, one row per call. Columns after the last step of the longest call may be left out.
         """
         padded = torch.nn.functional.pad(steps, (0, 1 + self.max_choices - steps.shape[1]))
         # One assignment here and one read in `steps_of`, because another thread may draw in between.

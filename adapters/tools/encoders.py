@@ -27,7 +27,7 @@ _MAX_WORD = 64
 
 
 class HashingEncoder:
-    """Feature hashing of words, word pairs and word pieces. Needs no training and no download. For English text.
+    """Feature hashing of words, word pairs and word pieces. It needs no training and no download, and is for English.
 
     x = h / |h|, where h_j is the sum of weight(f) sign(f) over the features f of the text that hash to j. All numbers count as
     the same word. Two texts without a common feature have a cosine near 0, up to collisions. A text without any feature is the
@@ -114,7 +114,7 @@ def with_own_feature(texts: Sequence[str], vectors: Float[Tensor, "N F"], weight
 class CachedEncoder:
     """A least-recently-used cache of an encoder's vectors.
 
-    Thread-safe. Threads that encode the same new text at the same time may each call the encoder for it.
+    The cache is thread-safe. Threads that encode the same new text at the same time may each call the encoder for it.
 
     Args:
         encoder: A frozen encoder. Its vectors are cached.

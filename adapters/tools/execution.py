@@ -30,13 +30,13 @@ class Engine:
     """Runs all calls in one event loop on one thread.
 
     Args:
-        source: See `WorkerPool`.
-        checkers: Argument checkers of the remote tools. If a checker `is_slow`, a worker checks the arguments instead: the
-            source then has a tool of the same name and schema that accepts any arguments and returns a text.
-        num_workers: See `ToolExecutor`.
-        max_output_bytes: See `ToolExecutor`.
-        max_concurrency: See `ToolExecutor`.
-        timeout: See `ToolExecutor`.
+        source: Creates the fork server of the workers.
+        checkers: Argument checkers of the remote tools. If a checker `is_slow`, a worker checks the arguments instead, by
+            a call of a substitute tool with the same name and schema.
+        num_workers: Maximum number of worker processes.
+        max_output_bytes: Size limit of one output as JSON.
+        max_concurrency: Maximum number of concurrent remote calls.
+        timeout: Time limit of one call in seconds, for tools without their own limit.
         log: Log of the calls, or None. A cancelled call is logged too, with the error `CancelledError`.
     """
 

@@ -51,15 +51,15 @@ class ToolExecutor:
     `patternProperties`, `uniqueItems` or a recursive `$ref`. A worker checks the arguments of such a remote tool within the
     tool's timeout, and its schema must not contain `"format": "path"`.
 
-    Thread-safe. An executor cannot be pickled, and cannot be used in a child process after `os.fork`.
+    An executor is thread-safe. It cannot be pickled, and cannot be used in a child process after `os.fork`.
 
     Args:
         catalogue: The tools.
         allow: Names of the tools that may be called. None allows the whole catalogue.
         num_workers: Maximum number of worker processes, started on demand. More workers run more calls at once and use more
             memory.
-        timeout: Time limit of one call in seconds, for tools without their own. A larger limit waits longer for a call that
-            hangs.
+        timeout: Time limit of one call in seconds, for tools without their own limit. A larger limit waits longer for a
+            call that hangs.
         max_output_bytes: Size limit of one output as JSON. A larger limit lets more data into this process.
         max_concurrency: Maximum number of concurrent remote calls. A larger limit puts more load on the servers.
         root: The tools' folder: their working directory, and the folder that paths must not leave. Files that tools change

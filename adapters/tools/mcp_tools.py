@@ -34,7 +34,7 @@ class MCPServer:
         command: Program and arguments that start a server over stdio. It is not a shell command line.
         url: URL of a running server (streamable HTTP), instead of `command`.
         env: Environment variables for the server, added to the few variables that the SDK passes on (PATH, HOME, ...).
-        cwd: The server's working directory. None uses the current one.
+        cwd: The server's working directory. None uses the current directory.
         start_timeout: Time limit in seconds for the start, the handshake and the list of tools.
 
     Raises:
@@ -289,7 +289,7 @@ class _Session:
             runner.run(run(self))
 
     def end(self) -> None:
-        """End the session and wait until the server is gone. The SDK bounds each of its waits."""
+        """End the session and wait until the server is gone. The SDK limits the time of each wait."""
         with contextlib.suppress(RuntimeError):  # the loop is closed because the session already ended
             self.loop.call_soon_threadsafe(self._leave)
         self._thread.join()

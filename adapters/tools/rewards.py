@@ -35,8 +35,8 @@ class ToolRewards(WeightedRewards):
         executor: Executes the calls.
         functions: Reward functions by name. See `standard_rewards`.
         weights: Weights by name. None uses weight 1 for all functions.
-        reuse_results: Whether to execute equal calls of one batch only once. Use it for tools without side effects. It saves
-            work once the samples of a group agree.
+        reuse_results: Whether to execute equal calls of one batch only once. Use it for tools without side effects. Reuse
+            saves much work when the calls of a group agree.
 
     Raises:
         ConfigError: There is no function, or `weights` names other functions.
@@ -132,7 +132,7 @@ def right_tool(catalogue: ToolCatalogue) -> CallReward:
 
 
 def right_parameters(task: ToolTask, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
-    """Reward 0.3 times the number of right arguments / the number of expected or given arguments. 0 for another tool.
+    """Reward 0.3 times the share of right arguments among the expected and the given arguments, and 0 for another tool.
 
     Example:
         >>> rest = {"text": "", "category": "c", "difficulty": "easy", "slots": {}, "shares_words": True}

@@ -131,7 +131,9 @@ class ToolGroup:
             raise SampleError(f"ToolGroup.id must be a text or an integer; got {self.id!r}.")
         samples = tuple(self.samples)
         if not samples or not all(isinstance(sample, ToolSample) for sample in samples):
-            raise SampleError(f"ToolGroup {self.id}: samples must be ToolSamples, and at least one; got {samples!r:.120}.")
+            raise SampleError(
+                f"ToolGroup {self.id}: samples must be ToolSamples, and at least one; got {samples!r:.120}."
+            )
         object.__setattr__(self, "samples", samples)
         object.__setattr__(self, "context", _json_object("ToolGroup.context", self.context))
 

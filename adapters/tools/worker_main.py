@@ -70,7 +70,10 @@ class ForkServer:
         self.may_drop = LINUX and os.geteuid() == 0 and setup["limits"]["first_uid"] is not None
 
     def serve(self) -> None:
-        """Carry out orders until `QUIT`, or until the executor is gone; then also remove the folder that it created."""
+        """Carry out orders until `QUIT`, or until the executor is gone.
+
+        If the executor is gone, also remove the folder that the executor created.
+        """
         told = False
         prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a worker become children of this process, which reaps them
         while order := self._order():
@@ -227,7 +230,7 @@ def load_tools(setup: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loaded(pickled: bytes) -> Callable[..., Any]:
-    """Unpickle a function by its import name, or a pickled callable object."""
+    """Unpickle a function, which is imported by its name, or a callable object."""
     return pickle.loads(pickled)
 
 

@@ -57,7 +57,7 @@ def test_grpo_beats_the_classics_on_the_abruptly_changing_bandit(
     pulled = regret["GRPO, pulled towards uniform (k3, .01)"]
     assert pulled <= 1.15 * regret["sliding-window UCB"], regret
     assert pulled < min(regret["UCB1"], regret["Thompson"], regret["EXP3.S"]), regret
-    assert regret["GRPO, plain"] > 2 * pulled, regret
+    assert regret["GRPO without the KL penalty"] > 2 * pulled, regret
 
 
 def test_several_runs_in_one_table_learn_as_each_would_alone() -> None:

@@ -83,12 +83,12 @@ class AsyncPool:
     messages through `parent_pipes` to the requested members only.
 
     If a worker dies, raises or does not answer in time, all workers are killed and restarted, and `WorkerLost` names the
-    member. The count of consecutive rebuilds returns to 0 when every lost member has completed a step.
+    lost members. The count of consecutive rebuilds returns to 0 when every lost member has completed a step.
 
     Args:
         env_fns: One factory per member.
         timeout: Time limit of one call in seconds. With None, an environment that hangs blocks forever.
-        max_rebuilds: Maximum number of consecutive rebuilds. One more raises ContractError.
+        max_rebuilds: Maximum number of consecutive rebuilds. One more rebuild raises ContractError.
         infos: Whether to fill `PoolStep.infos`.
 
     Raises:
@@ -264,7 +264,7 @@ class AsyncPool:
         return faults[0] if faults else WorkerLost(members, reason)
 
     def close(self) -> None:
-        """Ask the workers to close their environments, and kill those that take too long."""
+        """Ask the workers to close their environments, and kill workers that take too long."""
         self._stop(grace=GRACE)
 
     def _stop(self, grace: float) -> None:

@@ -57,7 +57,7 @@ class Episode:
 
 
 def episode_starts(num_groups: int, *, seed: int = 0) -> Callable[[int], list[EpisodeStart]]:
-    """Make the states for `GRPOTrainer.train`: a function from the iteration to B starts, the same in every run.
+    """Make the states for `GRPOTrainer.train`: a function that maps an iteration to B starts, the same in every run.
 
     Args:
         num_groups: Number of starts B per iteration, each with its own seed. A larger number learns from more starts.
@@ -85,7 +85,7 @@ def episode_mask(episodes: Sequence[Episode], device: torch.device | None = None
 
 
 def pad_to_steps(values: Shaped[Tensor, " S"], mask: Bool[Tensor, "N T"]) -> Shaped[Tensor, "N T"]:
-    """Pad one number per valid step, row by row, to [N, T] with zeros. Differentiable."""
+    """Pad one number per valid step, row by row, to [N, T] with zeros. Gradients pass through."""
     padded = values.new_zeros(mask.shape)
     padded[mask] = values
     return padded

@@ -33,7 +33,7 @@ class NativeCartPole:
     gives the same result for a number and for an array.
 
     Gymnasium's `CartPoleVectorEnv` supplies settings and spaces, but is never stepped. Its own `step` always steps all columns
-    and resets finished ones one step later from one shared generator. Its `reset` takes neither a seed per column nor a mask.
+    and resets finished columns one step later from one generator. Its `reset` takes neither a seed per column nor a mask.
 
     Args:
         members: Number of members, or a `CartPoleVectorEnv` with the settings to use.

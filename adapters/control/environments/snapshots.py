@@ -9,8 +9,8 @@ A snapshot contains, for each layer from the outermost wrapper to the environmen
 - MuJoCo's integration state, and the quantities derived from it;
 - environments inside the environment (a maze contains a robot), and the running statistics of normalising wrappers.
 
-A snapshot does not contain spaces (nor the generator of `action_space.sample()`), rendering objects, the MuJoCo model, or global
-random generators.
+A snapshot does not contain spaces (nor the generator of `action_space.sample()`), rendering objects, the MuJoCo model, or
+global random generators.
 """
 
 import pickle
@@ -133,7 +133,7 @@ def restore_snapshot(env: gymnasium.Env, snapshot: Snapshot) -> Any:
     """Restore a snapshot in `env`. Equal actions then lead to equal results.
 
     Args:
-        env: The snapshot's environment, or an identically built one. It may never have been reset.
+        env: The snapshot's environment, or an identically built one, even if it was never reset.
         snapshot: The snapshot.
 
     Returns:
@@ -147,8 +147,8 @@ def restore_snapshot(env: gymnasium.Env, snapshot: Snapshot) -> Any:
     theirs, ours = [name for name, _ in snapshot.layers], [type(layer).__name__ for layer in stateful]
     if (snapshot.environment, theirs) != (_name(env), ours):
         raise ContractError(
-            f"restore_snapshot: {_name(env)} with the layers {ours} needs a snapshot of the same; got one of "
-            f"{snapshot.environment} with the layers {theirs}. Create and wrap both environments in the same way."
+            f"restore_snapshot: {_name(env)} with the layers {ours} needs a snapshot of the same environment and layers; got "
+            f"one of {snapshot.environment} with the layers {theirs}. Create and wrap both environments in the same way."
         )
     if any(isinstance(layer, PassiveEnvChecker) and not layer.checked_reset for layer in layers):
         env.reset(seed=0)  # the checker fails at the first step of an environment that was never reset
@@ -292,6 +292,6 @@ def _is_setting(value: Any) -> bool:
 
 
 def _copy(value: Copied) -> Copied:
-    """Deep copy through pickle. It is several times faster than `copy.deepcopy` on tables. Shared parts stay shared."""
+    """Deep copy through pickle. It is several times faster than `copy.deepcopy` for tables. Shared parts stay shared."""
     copied: Copied = pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
     return copied

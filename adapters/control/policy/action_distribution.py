@@ -123,6 +123,6 @@ def require_range(distribution: object, categories: NDArray[Any], sizes: Sequenc
     if outside.any():
         row = int(outside.nonzero()[0][0])
         raise ContractError(
-            f"{type(distribution).__name__}.from_env: action {row} is not in the space. Minus the space's start it must be at "
-            f"least 0 and below {sizes}; got {categories[row].tolist()}. Pass actions of this action space."
+            f"{type(distribution).__name__}.from_env: action {row} is not in the space. Minus the space's start, each category "
+            f"must be at least 0 and below {sizes}; got {categories[row].tolist()}. Pass actions of this action space."
         )

@@ -216,7 +216,8 @@ class Beta(_BoundedDistribution):
     def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
         """Two halves of a 48-bit seed per row, as integers that float32 represents exactly.
 
-        A Beta variable is sampled by rejection, which needs an unknown number of random numbers. A seed provides any number.
+        A Beta variable is sampled by rejection, which uses an unknown number of random numbers. Each row therefore has a seed
+        for a generator.
         """
         return rng.integers(2**24, size=(num_steps, 2)).astype(np.float32)
 

@@ -24,7 +24,7 @@ from .observations import ObservationEncoder, RunningNormalizer
 from .rollouts import Decide, Record, roll_out
 
 ActionMask: TypeAlias = Literal["info"] | Callable[[Tensor], Tensor] | None
-"""Source of action masks: `info` reads `info["action_mask"]`, a function maps encoded observations [n, ...] to bool [n, K]."""
+"""Source of action masks: `info` reads `info["action_mask"]`; a function maps encoded observations [n, ...] to bool [n, K]."""
 
 DEFAULT_MEMBERS = 16
 """Number of concurrent environments, unless it is given."""

@@ -22,7 +22,7 @@ Step = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
 
 class FastForward:
-    """A sequence of modules as NumPy functions that use the current weights. Created by `fast_forward`."""
+    """A sequence of modules as NumPy functions that use the current weights. `fast_forward` creates it."""
 
     def __init__(self, steps: Sequence[Step], max_rows: int) -> None:
         self._steps = steps

@@ -28,7 +28,7 @@ def mlp_torso(num_inputs: int, hidden: Sequence[int] = (64, 64), activation: Act
 
     Args:
         num_inputs: Length of a flat observation.
-        hidden: Widths of the layers, at least one. Larger widths fit more and cost more per step.
+        hidden: Widths of the layers, at least one. Larger widths can represent more and cost more per step.
         activation: `tanh` is bounded and the common choice for control. `relu` is faster in wide layers.
     """
     if not hidden or activation not in ACTIVATIONS:
@@ -50,7 +50,7 @@ class CNNTorso(nn.Module):
 
     Args:
         shape: Shape of an image, (height, width, channels).
-        num_features: Number of features. A larger number fits more and costs more per step.
+        num_features: Number of features. A larger number can represent more and costs more per step.
 
     Source:
         Mnih et al. 2015, "Human-level control through deep reinforcement learning".

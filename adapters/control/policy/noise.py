@@ -11,7 +11,7 @@ NOISE_AHEAD = 64
 """Steps per block. The random numbers of a block are drawn in one call."""
 
 NOT_RUNNING = -1
-"""Ring position of a member without a running episode."""
+"""Position in the ring buffer for a pool member without a running episode."""
 
 
 class StepNoise:

@@ -196,7 +196,7 @@ class _Running:
     def finish(
         self, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_], following: Tensor, max_steps: int | None
     ) -> Tensor | None:
-        """Record the episodes that end. Returns the mask of rows that are still active, or None if all are."""
+        """Record the episodes that end. Returns the mask of rows that are still active, or None if all are active."""
         limit = LONGEST if max_steps is None else max_steps
         ended = terminated | truncated
         if len(self.steps) - self.begun[0] >= limit:

@@ -33,7 +33,7 @@ class Evaluation:
         return float(self.returns.mean())
 
     def __str__(self) -> str:
-        """Mean and standard deviation of the returns, and the mean length."""
+        """Mean and standard deviation of the returns, and the mean length, as text."""
         spread, length = self.returns.std(), self.lengths.mean()
         return f"return {self.mean_return:.1f} +- {spread:.1f} in {len(self.returns)} episodes of {length:.0f} steps"
 

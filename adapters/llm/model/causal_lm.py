@@ -127,8 +127,8 @@ class CausalLM:
         if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item()):
             raise ContractError(
                 f"HFPolicy: the output head, applied to the last hidden states, must give the model's logits; with "
-                f"{type(self.plain).__name__} they differ, because it changes its logits in an unsupported way. Report the "
-                "architecture, or use another."
+                f"{type(self.plain).__name__} they differ, because this architecture changes its logits in an unsupported "
+                "way. Report the architecture, or use another one."
             )
 
 

@@ -50,7 +50,8 @@ def load_model(
     adapter = json.loads((folder / ADAPTER_CONFIG).read_text()) if (folder / ADAPTER_CONFIG).is_file() else None
     if adapter is not None and lora is not None:
         raise ConfigError(
-            f"load_model: {folder} has an adapter already, which is trained further. Leave out lora, or load the base model."
+            f"load_model: {folder} already has an adapter, and training continues with it. Leave out lora, or load the "
+            "base model."
         )
     if (load_in_4bit or load_in_8bit) and lora is None and adapter is None:
         raise ConfigError(

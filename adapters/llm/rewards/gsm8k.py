@@ -40,8 +40,8 @@ STATED = re.compile(
 def extract_answer(text: str) -> Decimal | None:
     r"""Extract the answer's number from a solution or a completion. None if there is no number.
 
-    The first of these that exists: the last `#### n`, the last `\boxed{n}`, the last "answer is n" or "answer: n", the last
-    number. Thousands separators, currency signs, a percent sign and a final full stop are ignored.
+    The answer is the first of these that exists: the last `#### n`, the last `\boxed{n}`, the last "answer is n" or
+    "answer: n", the last number. Thousands separators, currency signs, a percent sign and a final full stop are ignored.
 
     Example:
         >>> extract_answer("12 * 100 = 1200, and 34 more.\n#### $1,234.")

@@ -23,7 +23,7 @@ from grpo.writing import Settings, describe, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Between(Settings):
-    """The text between the last pair of a start mark and an end mark, or None. Pass it as `extract=` to a verifier.
+    """The text between the last pair of a start mark and an end mark. None if there is no such pair. For `extract=`.
 
     Example:
         >>> Between(start="<answer>", end="</answer>")("<answer>1</answer> no: <answer> 2 </answer>")
@@ -78,8 +78,8 @@ class RegexMatch(Settings):
     r"""1 if a regular expression matches, else 0. With a column, the captured group must also equal the column.
 
     Python's regular expressions backtrack. A repetition inside a repetition, like `(a+)+$`, can take exponential time on text
-    that almost matches, and Python cannot interrupt it. Write each repetition so that the text after it cannot be part of it
-    (`[^<]*<`, not `.*<`). `max_chars` limits the time of patterns that are quadratic.
+    that almost matches, and Python cannot interrupt it. Write each repetition so that it cannot also match the text that
+    follows (`[^<]*<`, not `.*<`). `max_chars` limits the time of patterns that are quadratic.
 
     Example:
         >>> RegexMatch(pattern=r"#### (-?\d+)", column="answer")("#### 3, no: #### 4", {"answer": 4})

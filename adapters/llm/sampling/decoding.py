@@ -28,7 +28,7 @@ from .sampling_config import SamplingConfig
 from .token_draw import TokenDraw
 
 MOST_ENDED = 1 / 8
-"""Finished rows are removed when they are at least this share of the batch. Removing them copies the cache of the others."""
+"""Finished rows are removed when they are at least this share of the batch. The removal copies the cache of the other rows."""
 
 
 class StopStrings:

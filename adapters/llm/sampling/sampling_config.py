@@ -18,9 +18,10 @@ class SamplingConfig(Settings):
     max_new_tokens: int = setting(256, at_least=1)
     """Maximum number of new tokens. Longer completions are truncated."""
     min_new_tokens: int = setting(0, at_least=0)
-    """Minimum number of new tokens. End-of-sequence tokens are excluded, and stop strings ignored, before it."""
+    """Minimum number of new tokens. Before it is reached, end-of-sequence tokens are excluded and stop strings are
+    ignored."""
     temperature: float = setting(1.0, at_least=0.0)
-    """Divides the logits in sampling and in scoring. A larger value is more varied. 0 takes the most likely token."""
+    """Divides the logits in sampling and in scoring. A larger value gives more varied text. 0 takes the most likely token."""
     top_k: int | None = setting(None, at_least=1)
     """Keep only the k most likely tokens. None keeps all. Fan et al. 2018, arXiv:1805.04833."""
     top_p: float = setting(1.0, above=0.0, at_most=1.0)

@@ -79,7 +79,7 @@ def require_room(prompts: Sequence[Sequence[int]], config: SamplingConfig, max_l
 
 
 def sampled_tokens(answers: Sequence[Answer], config: SamplingConfig) -> SampledTokens:
-    """Convert the answers of all rows.
+    """Convert vLLM's answers for all rows to `SampledTokens`.
 
     Raises:
         SamplerError: An answer is incomplete.

@@ -344,7 +344,7 @@ def test_four_and_eight_bits_exclude_each_other(folder: Path) -> None:
 
 def test_a_folder_with_an_adapter_takes_no_second_one(folder: Path, tmp_path: Path) -> None:
     HFPolicy.from_pretrained(folder, lora=True).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ConfigError, match=r"has an adapter already, which is trained further\. Leave out lora"):
+    with pytest.raises(ConfigError, match=r"already has an adapter, and training continues with it\. Leave out lora"):
         HFPolicy.from_pretrained(tmp_path / "adapter", lora=True)
     assert isinstance(HFPolicy.from_pretrained(tmp_path / "adapter", lora=False).model, PeftModel)
 
