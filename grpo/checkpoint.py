@@ -265,7 +265,7 @@ def _move_into_place(temporary: Path, target: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until the disk has the contents of a file, or the names in a folder."""
+    """Flush the contents of a file, or the list of names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

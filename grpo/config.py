@@ -160,7 +160,7 @@ class ObjectiveConfig(Settings):
         if uses_length != (self.fixed_length is not None):
             raise ConfigError(
                 f"ObjectiveConfig.fixed_length={self.fixed_length} with aggregation={self.aggregation!r}: 'fixed_length' needs "
-                "fixed_length=the longest that a row can be, and the other aggregations need fixed_length=None."
+                "fixed_length=(the largest number of steps of a row), and the other aggregations need fixed_length=None."
             )
 
     def kl_coef_with(self, *, has_reference: bool) -> float:

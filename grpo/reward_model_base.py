@@ -147,8 +147,8 @@ class WeightedRewards:
 
 
 def kept_state(value: Any) -> dict[str, Any]:
-    """Return the state of a reward model for checkpoints. A network has only its buffers saved, because training never changes
-    its weights."""
+    """Return the state of a reward model for checkpoints. For a network, this is the state of its buffers, because training
+    never changes its weights."""
     if isinstance(value, torch.nn.Module):
         return dict(value.named_buffers())
     return dict(value.state_dict()) if isinstance(value, HasState) else {}

@@ -213,10 +213,11 @@ class Gmpo(Settings):
     zero_advantage_is_inert: ClassVar[bool] = True
     reads_rows: ClassVar[bool] = True
     low: float = setting(0.2, at_least=0.0, at_most=1.0)
-    """How far below 1 each ratio may go; the paper's exp(-0.4) is 0.33. Larger lets bad actions become rarer faster. 1: no
-    bound."""
+    """How far below 1 each ratio may go; the paper's bound exp(-0.4) is `low=0.33`. Larger lets bad actions become rarer
+    faster. 1: no bound."""
     high: float = setting(0.2, at_least=0.0)
-    """How far above 1 each ratio may go; the paper's exp(0.4) is 0.49. Larger lets good actions become more likely faster."""
+    """How far above 1 each ratio may go; the paper's bound exp(0.4) is `high=0.49`. Larger lets good actions become more
+    likely faster."""
 
     def __call__(self, steps: Steps) -> Float[Tensor, "N #T"]:
         x, A = steps.log_ratio("step"), steps.advantages

@@ -258,8 +258,7 @@ class ObjectiveOutput:
     loss: Float[Tensor, ""]
     """The loss of this micro-batch. The losses of an update's micro-batches add up to the update's loss."""
     metrics: Mapping[str, Float[Tensor, "3"]]
-    """Name -> (count, sum, sum of squares), detached. They are added up over micro-batches, updates and ranks.
+    """Maps a name to (count, sum, sum of squares), detached. The trainer adds these up and reports mean and standard deviation.
 
-    A count of 0 marks a share of the update's total (a loss term). Shares are added up within an update and averaged over
-    updates.
+    A count of 0 marks a loss term. A loss term is summed over the micro-batches of an update, and averaged over updates.
     """

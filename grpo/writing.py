@@ -49,7 +49,7 @@ _BOUNDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Base of frozen, keyword-only settings: every value is checked on construction, from its type and its bounds."""
+    """Base of frozen, keyword-only settings: every value is checked on construction against its type and bounds."""
 
     def __post_init__(self) -> None:
         """Check every field against its annotation and bounds.
@@ -174,8 +174,8 @@ def as_rewards(
     Lists, integers and booleans become float64, and float32 stays float32, so no digit is lost.
 
     Raises:
-        RewardError: `value` has a wrong length, shape or type. [N, 1] is refused unless `one_step_is_a_step`, because [N, 1] - [N]
-            would broadcast to [N, N].
+        RewardError: `value` has a wrong length, shape or type. [N, 1] is refused unless `one_step_is_a_step`, because
+            [N, 1] - [N] would broadcast to [N, N].
     """
     expected = f"{owner} must return one number per row, [N] = [{num_rows}], or one per step, [N, T] with T > 1"
     try:
@@ -205,7 +205,9 @@ def as_log_probs(owner: str, value: Any, num_rows: int) -> Float[Tensor, "N T"]:
     if not isinstance(value, Tensor) or value.dim() not in (1, 2) or value.shape[0] != num_rows:
         raise ContractError(f"{required}; got {describe(value)}. Return one log-probability per (state, action) pair.")
     if not value.is_floating_point():
-        raise ContractError(f"{required}, floating; got {describe(value)}. Return log-probabilities, not indices.")
+        raise ContractError(
+            f"{required}, floating-point; got {describe(value)}. Return log-probabilities, not indices."
+        )
     return as_float32(value.unsqueeze(1) if value.dim() == 1 else value)
 
 
@@ -235,7 +237,9 @@ def as_mask(owner: str, value: Any, default_shape: tuple[int, ...]) -> Bool[Tens
     """
     mask = torch.ones(default_shape, dtype=torch.bool) if value is None else torch.as_tensor(value)
     if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != default_shape[0]:
-        raise ContractError(f"{owner}: mask must be bool [N, T] with N = {default_shape[0]}; got {describe(mask)}.")
+        raise ContractError(
+            f"{owner}: mask must be bool [N, T] with N = {default_shape[0]}; got {describe(mask)}. Pass mask.bool()."
+        )
     return mask
 
 
@@ -247,7 +251,9 @@ def as_state_keys(owner: str, value: Any) -> Int[Tensor, "N T"]:
     """
     keys = torch.as_tensor(value)
     if keys.dim() != 2 or keys.is_floating_point():
-        raise ContractError(f"{owner}: state_keys must be integers [N, T], like mask; got {describe(keys)}.")
+        raise ContractError(
+            f"{owner}: state_keys must be integers [N, T], like mask; got {describe(keys)}. Pass one integer per step."
+        )
     return keys
 
 

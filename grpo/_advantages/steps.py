@@ -19,7 +19,7 @@ from grpo.writing import as_float32
 from .groups import ABSOLUTE_BASELINES, Baseline, Credit
 
 Relative: TypeAlias = Callable[[Float[Tensor, " S"], Int[Tensor, " S"]], Float[Tensor, " S"]]
-"""Maps (values, group ids) to advantages: `group_relative_advantages` with its settings."""
+"""A function that maps (values, group ids) to advantages, such as `group_relative_advantages` with fixed settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ from grpo.types import ExperienceBatch, Rows, select_rows
 from grpo.writing import pad_steps
 
 OPTIONAL = ("old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy", "values", "final_values", "state_keys")
-"""Tensors that a batch may lack."""
+"""Names of the optional tensors of a batch."""
 
 FILLS = {"final_values": 0.0, "behaviour_log_probs": float("nan")}
-"""The value for rows of a batch without the field, if another batch has the field: row terminated (0), not scored (NaN)."""
+"""Values that fill a field that one batch lacks and another batch has. They mean: terminated (0), not scored (NaN)."""
 
 
 def select_batch(batch: ExperienceBatch, index: Tensor) -> ExperienceBatch:
@@ -55,7 +55,7 @@ def join_batches(batches: Sequence[ExperienceBatch]) -> ExperienceBatch:
 
 
 def join_field(name: str, parts: Sequence[Tensor | None], masks: Sequence[Tensor]) -> Any:
-    """Join one field of several batches, padded to the widest mask. None if a batch lacks it and `FILLS` has no value."""
+    """Join one field of several batches, padded to the widest mask. None: a batch lacks the field, and `FILLS` has no value."""
     is_missing = [part is None for part in parts]
     if all(is_missing) or (any(is_missing) and name not in FILLS):
         return None

@@ -38,7 +38,7 @@ def check_scores(owner: str, scores: Any, num_rows: int) -> ActionScores:
         if value.shape != expected or value.device != scores.log_probs.device:
             raise ContractError(
                 f"{owner}: {field} must be {list(expected)} on {scores.log_probs.device}, as log_probs is; "
-                f"got {describe(value)} on {value.device}. Give it the shape and device of log_probs."
+                f"got {describe(value)} on {value.device}. Return {field} with the shape and device of log_probs."
             )
         if field != "mask" and not value.is_floating_point():
             raise ContractError(

@@ -150,7 +150,7 @@ class OptimizerStep:
         gradients = [tensor.grad for tensor in self._moved() if tensor.grad is not None]
         if not gradients:
             raise ContractError(
-                f"{self.policy_name}: no gradient reached get_parameters(). Return the very tensors that "
+                f"{self.policy_name}: no gradient reached get_parameters(). Return the same tensors that "
                 "get_log_probabilities() computes with: dict(self.named_parameters()), not copies and not state_dict()."
             )
         if self.optimizer is not None:

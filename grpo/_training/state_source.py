@@ -42,7 +42,7 @@ class StateSource:
             self._draw = states
         else:
             raise ConfigError(
-                f"states must be a sequence, an iterable or iteration -> states; got {type(states).__name__}."
+                f"states must be a sequence, an iterable or iteration -> states; got {type(states).__name__}. Pass a list."
             )
 
     def __call__(self, iteration: int) -> Rows:

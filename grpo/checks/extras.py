@@ -13,7 +13,7 @@ from .probe import PolicyProbe, difference
 from .report import Verdict, absent, failed, passed, skipped
 
 NEGATIVE_BY_ROUNDING = -1e-4
-"""An exact KL below this value is negative, and not only rounded."""
+"""Smallest exact KL that passes. Rounding can make a KL of 0 slightly negative, but not smaller than this."""
 
 
 def check_values(probe: PolicyProbe) -> Verdict:

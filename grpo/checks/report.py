@@ -1,4 +1,4 @@
-"""Rules, their results, and the report that prints the results. Shared by all conformance checks."""
+"""Rules, their results, and the report that prints the results. All conformance checks use this module."""
 
 import textwrap
 import traceback

@@ -136,9 +136,9 @@ def _test_counts(owner: str, keys: list[Hashable], log_probs: Tensor) -> Verdict
 
 
 def as_numbers(actions: Rows) -> tuple[Float[Tensor, "N D"], Callable[[Tensor], Rows]] | None:
-    """Actions of D real numbers as one tensor, and a function that turns such a tensor back into actions of the same type.
+    """Convert actions of D real numbers to one tensor. Return it with a function that converts such a tensor back to actions.
 
-    None: the actions are not real numbers.
+    Return None if the actions are not real numbers.
     """
     if isinstance(actions, Tensor | np.ndarray):
         values: Any = torch.as_tensor(actions).detach()

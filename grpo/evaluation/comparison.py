@@ -86,7 +86,7 @@ def _as_measured(original: PolicyMeasurement, states: Rows, given: dict[str, int
     if changed:
         raise ConfigError(
             f"compare_policies: {changed[0]} must be {measured[changed[0]]}, as `original` was measured; "
-            f"got {given[changed[0]]}. Leave it out, or measure `original` with it."
+            f"got {given[changed[0]]}. Remove this argument, or measure `original` with the same value."
         )
     return measured
 

@@ -118,7 +118,7 @@ def test_log_probs_of_a_wrong_shape_or_dtype_are_refused(subtests: pytest.Subtes
             r"; got \[8, 1, 1\] float64.*Return one log-probability per \(state, action\) pair",
         ),
         (lambda x: x.tolist(), r"; got a list of 8.*Return one log-probability per \(state, action\) pair"),
-        (lambda x: x.long(), r", floating; got \[8\] int64"),
+        (lambda x: x.long(), r", floating-point; got \[8\] int64"),
     ]
     for change, got in cases:
         with subtests.test(got=got):
