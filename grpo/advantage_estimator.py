@@ -102,7 +102,7 @@ def group_relative_advantages(
 def _minus_baseline(
     R: Floats, groups: Groups, baseline: Baseline, lengths: Tensor | None, k: int | None, running_mean: float | None
 ) -> Floats:
-    """Subtract the baseline b from the rewards R, which are in group order."""
+    """Subtract the baseline b from the rewards R, which are sorted by group."""
     match baseline:
         case "group_mean":
             return R - groups.repeat(groups.means(R))
@@ -126,7 +126,7 @@ def _minus_baseline(
 def _over_scale(
     centred: Floats, R: Floats, groups: Groups, scale: Scale, tolerance: float, ddof: int, eps: float
 ) -> Floats:
-    """Divide R - b by the scale s, in group order. s is infinite where all values are equal, so that A is 0 there."""
+    """Divide R - b, sorted by group, by the scale s. s is infinite where all values are equal, so that A is 0 there."""
     s: Floats | float
     rounding = tolerance * float(np.abs(R).max())
     match scale:

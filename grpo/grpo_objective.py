@@ -32,9 +32,10 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
 
     L = sum_{n,t} w[n,t] (m[n,t] u[n,t] l[n,t] + kl_coef d[n,t] + value_coef e[n,t]) - entropy_coef sum_{n,t} w_H[n,t] H[n,t]
 
-    l is the surrogate on rho = exp(log_probs - old_log_probs), and m is 1 for the steps that the surrogate counts (`keep`, rows
-    near their sampler). u is the correction for the sampler, d the estimate of KL(pi || ref), e the squared error of a critic,
-    H the entropy. Without `old_log_probs`, rho is exactly 1 and has the gradient of log_probs.
+    l is the surrogate on rho = exp(log_probs - old_log_probs). m is 1 for the steps that the surrogate counts, and 0 for other
+    steps (see `top_entropy_fraction` and `off_policy_threshold`). u is the sampler correction, d the estimate of KL(pi || ref),
+    e the squared error of a critic, and H the entropy. Without `old_log_probs`, rho is exactly 1 and has the gradient of
+    log_probs.
 
     Args:
         inputs: the rows of the micro-batch. Half precision is converted to float32.
@@ -43,7 +44,7 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
 
     Returns:
         The loss, differentiable in `log_probs`, `entropy`, `kl` and `values`; and its metrics: the terms (total = policy + kl -
-        entropy + value) and, per step, what `step_moments` lists.
+        entropy + value) and the metrics per step, which `step_moments` lists.
 
     Raises:
         ConfigError: the inputs have no reference log-probs, entropy or behaviour log-probs, but a term needs them.

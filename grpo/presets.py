@@ -225,12 +225,12 @@ def tool_use() -> GRPOConfig:
 
 
 def tool_exploration() -> GRPOConfig:
-    """`tool_default` with more entropy, less KL and a wider clip."""
+    """`tool_default` with a larger entropy bonus, a smaller KL coefficient and a wider clip."""
     return _tools(entropy_coef=0.05, kl_coef=0.01, clip=0.3)
 
 
 def tool_stable() -> GRPOConfig:
-    """`tool_default` with a tenth of the learning rate, a strong KL and a narrow clip."""
+    """`tool_default` with a tenth of the learning rate, a larger KL coefficient and a narrower clip."""
     return _tools(learning_rate=1e-6, kl_coef=0.1, clip=0.1, num_epochs=2)
 
 

@@ -44,25 +44,25 @@ class Groups:
         return cls(order, bounds[:-1], bounds[1:] - bounds[:-1])
 
     def to_group_order(self, values: NDArray[ScalarT]) -> NDArray[ScalarT]:
-        """Reorder one value per row from the caller's row order to group order."""
+        """Sort values by group. `values` has one value per row, in the caller's order."""
         return values[self.order]
 
     def rewards(self, rewards: Float[Tensor, "N *T"]) -> tuple[Floats, float]:
-        """Return float64 rewards in group order, and the relative difference between rewards that counts as rounding."""
+        """Return float64 rewards sorted by group, and the relative difference between rewards that counts as rounding."""
         return self.to_group_order(as_float64(rewards)), rounding_of(rewards)
 
     def to_row_order(self, values: NDArray[ScalarT]) -> NDArray[ScalarT]:
-        """Reorder one value per row from group order back to the caller's row order."""
+        """Undo `to_group_order`: put one value per row, sorted by group, back into the caller's order."""
         in_rows = np.empty_like(values)
         in_rows[self.order] = values
         return in_rows
 
     def repeat(self, per_group: NDArray[ScalarT]) -> NDArray[ScalarT]:
-        """Repeat the value of each group for each row of the group. The result is in group order."""
+        """Repeat the value of each group for each row of the group. The result is sorted by group."""
         return np.repeat(per_group, self.counts)
 
     def means(self, values: Floats) -> Floats:
-        """[B] mean of each group. `values` are in group order."""
+        """[B] mean of each group. `values` are sorted by group, as `to_group_order` returns them."""
         sums: Floats = np.add.reduceat(values, self.starts)
         return sums / self.counts
 
@@ -116,7 +116,7 @@ def mean_and_std(values: Floats, ddof: int) -> tuple[float, float]:
 
 
 def batch_std(values: Floats, ddof: int, rounding: float) -> float:
-    """Standard deviation with divisor n - ddof; infinite where all values are equal up to an absolute `rounding`."""
+    """Standard deviation with divisor n - ddof. It is infinite if all values differ by at most `rounding`."""
     if values.max() - values.min() <= rounding:
         return math.inf
     deviations = values - values.mean()

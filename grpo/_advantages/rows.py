@@ -23,7 +23,7 @@ def length_weighted_advantages(rewards: Floats, groups: Groups, lengths: Int[Ten
 
     This baseline minimises the gradient's variance if the squared norm of a row's gradient is proportional to its length.
 
-    `rewards` are in group order; `lengths`, l, are in the caller's order.
+    `rewards` are sorted by group; `lengths`, l, are in the caller's order.
 
     Source:
         Hao et al. 2025 (OPO), arXiv:2505.23585.
@@ -48,7 +48,7 @@ def max_at_k_advantages(rewards: Floats, groups: Groups, k: int | None) -> Float
     pass@k for rewards 0 and 1. With sorted rewards R_0 <= R_1 <= ..., and j the best of the other attempts, A[i] is n / C(n, k)
     times the sum over j < i of C(j, k - 2) (R_i - R_j). A group of n < k rows is computed with k = n.
 
-    `rewards` are in group order.
+    `rewards` are sorted by group.
 
     Source:
         Walder & Karkhanis 2025 (PKPO), arXiv:2505.15201, eq. 33, times n for a loss that is a mean over rows.

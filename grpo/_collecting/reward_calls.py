@@ -1,4 +1,4 @@
-"""Calls of a reward model that may fail: retries, rows left out, and errors that name the function and its rows."""
+"""Call a reward model, and handle its failures: retry, drop rows, and raise errors that name the function and its rows."""
 
 import time
 from collections.abc import Sequence

@@ -47,7 +47,7 @@ class Scorer:
             self._score = self._by_row
 
     def __call__(self, states: Rows, actions: Rows, group_ids: Int[Tensor, " N"]) -> ActionScores:
-        """Scores of N rows, with gradient unless gradients are disabled. Their shapes and dtypes are checked."""
+        """Score N rows, with gradient unless gradients are disabled. Check the shapes and dtypes of the scores."""
         with self._autocast():
             return self._score(states, actions, group_ids)
 
@@ -97,7 +97,7 @@ class ReferenceScorer:
             )
 
     def __call__(self, batch: ExperienceBatch, parts: Sequence[RowIndex]) -> Float[Tensor, "N T"]:
-        """log pi_ref of every step of the batch, without gradient; one forward pass per part."""
+        """Return log pi_ref of every step of the batch, without gradient, with one forward pass per part."""
         if self._reference is not None:
             self._reference.eval()
         scores = score_in_parts(self._score, batch.states, batch.actions, batch.group_ids, parts)

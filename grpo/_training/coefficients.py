@@ -50,7 +50,7 @@ def next_entropy_coef(coef: float, entropy: float, control: EntropyControl) -> f
 
 
 class Coefficients:
-    """The current KL and entropy coefficients. The first coefficient must be within the bounds of its control."""
+    """The current KL and entropy coefficients. Initial coefficients must be within the bounds of their controls."""
 
     def __init__(self, config: GRPOConfig, kl_coef: float) -> None:
         self.kl_coef = kl_coef

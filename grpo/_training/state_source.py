@@ -16,9 +16,9 @@ from grpo.types import Rows, select_rows
 class StateSource:
     """Returns the states of each iteration. They depend only on the seed and the iteration, so that a run can resume.
 
-    A sequence, tensor or array is drawn in shuffled epochs without replacement (whole and in order if `num_per_iteration`
-    is None). An iterable is read in order, and from the start again at its end. A sampler `iteration -> states` is called;
-    it resumes exactly if its result depends only on the iteration.
+    A sequence, tensor or array is drawn in shuffled epochs without replacement. If `num_per_iteration` is None, each iteration
+    has all states in order. An iterable is read in order, and from the start again at its end. A function
+    `iteration -> states` is called in each iteration; a run resumes exactly if the result depends only on the iteration.
     """
 
     def __init__(self, states: Any, num_per_iteration: int | None, seed: int) -> None:

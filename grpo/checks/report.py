@@ -121,7 +121,7 @@ class Rule:
     check: Callable[[Any], Verdict]
     """Checks the rule on a policy or a reward model. An exception counts as a failure."""
     needs: tuple[str, ...] = ()
-    """Names of rules that must hold before this rule can be checked. A rule that needs none runs without `prepare`."""
+    """Names of rules that must hold before this rule can be checked. If there are none, `prepare` is not called first."""
 
 
 def run_rules(

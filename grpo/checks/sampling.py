@@ -36,7 +36,9 @@ ADVICE = (
 
 
 def chi_square_p_value(statistic: float, degrees: int) -> float:
-    """P(X >= statistic) = Q(degrees / 2, statistic / 2), the regularised upper incomplete gamma function.
+    """Return the p-value of a chi-square statistic.
+
+    P(X >= statistic) = Q(degrees / 2, statistic / 2), where Q is the regularised upper incomplete gamma function
 
     Example:
         >>> round(chi_square_p_value(3.841, 1), 3)
@@ -136,7 +138,7 @@ def _test_counts(owner: str, keys: list[Hashable], log_probs: Tensor) -> Verdict
 
 
 def as_numbers(actions: Rows) -> tuple[Float[Tensor, "N D"], Callable[[Tensor], Rows]] | None:
-    """Convert actions of D real numbers to one tensor. Return it with a function that converts such a tensor back to actions.
+    """Convert actions of D real numbers to one tensor. Also return a function that converts such a tensor back to actions.
 
     Return None if the actions are not real numbers.
     """
