@@ -25,12 +25,10 @@ from benchmarks._tool_baselines import LinearArms, LinUCB, NearestDescription, R
 from benchmarks.objective import CASES, HAS_TRL, INSTALL, TOLERANCE, Batch, largest_difference, our_run, their_run
 from benchmarks.overhead import check_same
 from examples import tool_routing
+from tests.support.example_runs import STRICT
 from tests.support.objective_inputs import as_users_run_it
 
 ROOT = Path(__file__).resolve().parents[2]
-
-STRICT = ["-W", "error"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-"""Elsewhere an executor warns that its workers are less confined."""
 
 Run = Callable[..., str]
 
@@ -68,8 +66,7 @@ TYPED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TYPED)
 def test_a_benchmark_runs_as_typed_without_a_warning(name: str, tmp_path: Path) -> None:
-    strict = STRICT if name.startswith("tool") else ["-W", "error"]
-    command = [sys.executable, *strict, "-m", f"benchmarks.{name}", *TYPED[name]]
+    command = [sys.executable, *STRICT, "-m", f"benchmarks.{name}", *TYPED[name]]
     environment = dict(os.environ)
     if name == "control_speed":
         environment["TMPDIR"] = str(tmp_path)  # Stable-Baselines3 leaves folders there
@@ -226,6 +223,7 @@ def test_the_benchmark_of_tools_gives_every_method_the_same_tasks_and_calls(
     assert re.search("under 120 s: (met|MISSED)", printed)
 
 
+@pytest.mark.filterwarnings("ignore:ToolExecutor's workers are less confined")
 def test_the_tool_benchmarks_exit_with_an_error_when_a_target_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

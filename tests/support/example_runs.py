@@ -8,6 +8,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 NUMBER = r"\d+\.\d+"
 
+STRICT = ["-W", "error", "-W", "ignore:ToolExecutor's workers are less confined"]
+"""Options of Python: a warning is an error, but for what an executor says where the tests are not run as root."""
+
 
 def run_example(name: str, *arguments: str, folder: Path) -> str:
     """What `python -m examples.NAME` prints, started in `folder`: nothing may depend on where it is run from."""
@@ -17,7 +20,7 @@ def run_example(name: str, *arguments: str, folder: Path) -> str:
 def example_process(name: str, *arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     """The same with what it writes to its standard error, where progress is shown."""
     process = subprocess.run(
-        [sys.executable, "-W", "error", "-m", f"examples.{name}", *arguments],
+        [sys.executable, *STRICT, "-m", f"examples.{name}", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"},
         capture_output=True,
