@@ -1,11 +1,11 @@
 """Speed of `adapters.control` compared with Stable-Baselines3's PPO and a single-file PPO.
 
-- Steps per second, training included. Each learner starts from scratch and runs for a full preset run on CartPole, or two
-  iterations on HalfCheetah. SB3 uses rl-zoo's settings for CartPole and its defaults for HalfCheetah.
-- Seconds until CartPole is learned: 475 over 20 episodes without noise, evaluated about every 2,000 steps, from the same start
-  states for all sides. Evaluations and the creation of learners are not counted.
-- The rollout alone, compared with stepping the environments without a policy, and with a loop of only the network and either
-  Gymnasium's vector environment or our own pool.
+- Steps per second, training included: each learner starts from scratch and trains for all steps of the preset on CartPole, or
+  for two iterations on HalfCheetah. SB3 uses rl-zoo's settings for CartPole and its defaults for HalfCheetah.
+- Seconds until CartPole is learned: the mean return of 20 episodes without noise must reach 475. Policies are evaluated about
+  every 2,000 steps, from the same start states. Evaluations and the creation of learners are not counted.
+- Steps per second of rollouts alone: they are compared with stepping the environments without a policy, and with a loop of
+  only the network and either Gymnasium's vector environment or our own pool.
 
 The two sides of a ratio run in turn. Seconds are CPU seconds (`time.process_time`); ratios by wall time are printed next to
 them. Everything runs in one thread.

@@ -231,7 +231,7 @@ def floor_run(batch: Batch, case: Case) -> Callable[[], None]:
 
 
 def largest_difference(first: Run, second: Run) -> float:
-    """Difference of two losses (relative if it is above 1, otherwise absolute) and of their gradients (relative, as norms)."""
+    """Larger of two differences: of the losses (relative to losses above 1) and of the gradients (relative to the norm)."""
     (our_loss, ours), (their_loss, theirs) = first(), second()
     of_loss = (our_loss - their_loss).abs() / their_loss.abs().clamp(min=1.0)
     return max(float(of_loss), float((ours - theirs).norm() / theirs.norm()))

@@ -75,7 +75,7 @@ class HandWritten:
         self.optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
 
     def step(self, states: Tensor) -> None:
-        """Sample, compute rewards, advantages and the loss, clip the gradient, and update."""
+        """Sample actions, compute rewards, advantages and the loss, clip the gradient, and update the weights."""
         net = self.policy.net
         with torch.no_grad():
             actions = torch.multinomial(net(states).softmax(-1), GROUP_SIZE, replacement=True)

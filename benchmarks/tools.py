@@ -129,7 +129,7 @@ def untrained(setting: Setting) -> Learned:  # noqa: ARG001  # as all methods ar
 
 
 def nearest(setting: Setting) -> Learned:  # noqa: ARG001
-    """Nearest description, without learning."""
+    """Choose the nearest description. This method does not learn."""
     return Learned(NearestDescription(CATALOGUE))
 
 

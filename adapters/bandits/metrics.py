@@ -52,7 +52,7 @@ def pull_fractions(arms: ArrayLike, num_arms: int, pulls_per_step: int) -> Float
     """Fraction of the pulls on each arm within each step, for strategies that have no probabilities.
 
     Args:
-        arms: [..., P] with P = S * pulls_per_step.
+        arms: [..., P], the pulled arms, with P = S * pulls_per_step.
         num_arms: Number of arms, K.
         pulls_per_step: Number of pulls per step.
     """

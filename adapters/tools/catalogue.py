@@ -38,7 +38,7 @@ class ParameterChoices:
     name: str
     """Name of the parameter."""
     values: tuple[Any, ...]
-    """The values to choose from, all different as JSON. `ABSENT` means that the parameter is omitted."""
+    """The values to choose from. No two of them are equal as JSON. `ABSENT` means that the parameter is omitted."""
     texts: tuple[str, ...]
     """Text of each value for an encoder: the value, then the parameter's name. The pair of words distinguishes
     `from_unit="mile"` from `to_unit="mile"`."""

@@ -62,7 +62,7 @@ class ToolReport:
     """Confusion matrix over `tools`: entry [i, j] is the number of tasks with right tool i for which tool j was called."""
 
     def confusion_matrix(self, of: Literal["tool", "category"] = "tool") -> np.ndarray:
-        """Counts [right, called], over tools or over their categories."""
+        """Number of tasks by right tool (row) and called tool (column), or by the categories of these tools."""
         counts = np.array(self.confusion)
         match of:
             case "tool":

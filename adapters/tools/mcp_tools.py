@@ -70,7 +70,7 @@ class MCPServer:
             raise ConfigError("MCPServer.command must name a program; got an empty list.")
         if url is not None and (env is not None or cwd is not None):
             raise ConfigError(
-                "MCPServer: env and cwd apply only to a server that command starts; got url. Leave out env and cwd."
+                "MCPServer: env and cwd apply only to a server that `command` starts; got url. Leave out env and cwd."
             )
         if not start_timeout > 0:
             raise ConfigError(f"MCPServer.start_timeout must be > 0 seconds; got {start_timeout!r}.")

@@ -206,7 +206,7 @@ def _leads_back(schema: Any) -> bool:
 
 
 def _target(schema: Mapping[str, Any], resolver: Any) -> Any:
-    """Target of the schema's `$ref`. None if there is no `$ref`, or if it cannot be resolved; then no arguments pass."""
+    """Target of the schema's `$ref`. None without a `$ref`, or if it cannot be resolved (then all arguments are rejected)."""
     if not isinstance(schema.get("$ref"), str):
         return None
     try:

@@ -88,7 +88,9 @@ def make_erroneous_call(task: ToolTask, kind: ErrorKind, catalogue: ToolCatalogu
 
 def _tool_of(task: ToolTask, catalogue: ToolCatalogue) -> Tool:
     if task.tool not in catalogue:
-        raise ConfigError(f"the catalogue must have the task's tool {task.tool!r}; it has {', '.join(catalogue)}.")
+        raise ConfigError(
+            f"the catalogue must have the task's tool {task.tool!r}; it has {', '.join(catalogue)}. Add the tool."
+        )
     return catalogue[task.tool]
 
 

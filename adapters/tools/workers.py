@@ -20,7 +20,7 @@ from .worker_connection import Frames, Worker, WorkerLostError
 from .worker_main import BOOT, INSIDE, KILL, ORDER, QUIT, SPAWN
 
 _ALLOWANCE = 65_536
-"""Maximum size of a frame in bytes, beyond the size of the output."""
+"""Maximum size in bytes of a message from a worker, beyond the size of the tool's output."""
 _START_SECONDS = 120.0
 """Time limit for the import of the tools' modules."""
 _FORK_SECONDS = 30.0

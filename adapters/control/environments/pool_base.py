@@ -60,7 +60,8 @@ class PoolStep:
 class EnvironmentPool(Protocol):
     """A pool of environments that are stepped together, each in its own episode.
 
-    There is no automatic reset: stepping a member without a running episode raises ContractError.
+    A member is one of the environments. There is no automatic reset: stepping a member without a running episode raises
+    ContractError.
     """
 
     num_members: int

@@ -159,10 +159,11 @@ def restore_snapshot(env: gymnasium.Env, snapshot: Snapshot) -> Any:
 
 
 def environment_state(owner: Any) -> dict[str, Any]:
-    """Return the attributes of an object that can influence its future. The values are not copied.
+    """Return the attributes that can influence the future of an object. The values are not copied.
 
     Attributes that are views of the same array are restored as separate arrays: store one array, and create views when needed.
-    The MuJoCo model is assumed to be constant: a task that changes it (masses, goals that are bodies) must add the changes.
+    The MuJoCo model is assumed to be constant: a task that changes it (masses, goals that are bodies) must add the changes to
+    the returned state.
 
     Raises:
         ConfigError: An attribute has a type that cannot be classified as state or setting.

@@ -141,8 +141,8 @@ class FromTorch:
             return self._encoded(distribution.mode)
         except NotImplementedError as error:
             raise ConfigError(
-                f"FromTorch: {type(distribution).__name__} has no mode, which deterministic actions need. Give the "
-                "distribution that `build` returns a property `mode`, or act with deterministic=False."
+                f"FromTorch: {type(distribution).__name__} has no mode, which deterministic actions need. Add a "
+                "property `mode` to the distribution that `build` returns, or act with deterministic=False."
             ) from error
 
     def log_prob(

@@ -70,9 +70,9 @@ def roll_out(
 ) -> Record:
     """Run one episode from each of N starts.
 
-    A member with a finished episode starts the next waiting episode. If none waits, the member is no longer stepped. The noise
-    of an episode is keyed by (seed, row, step), so it does not depend on the member or on other episodes. The number of rows in
-    a batch changes the network's outputs by rounding only. With the same pool, results are equal bit for bit.
+    A member with a finished episode starts the next waiting episode. If no episode waits, the member is no longer stepped. The
+    noise of an episode is keyed by (seed, row, step), so it does not depend on the member or on other episodes. The number of
+    rows in a batch changes the network's outputs by rounding only. With the same pool, results are equal bit for bit.
 
     Args:
         pool: The M environments.

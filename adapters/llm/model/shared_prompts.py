@@ -20,7 +20,7 @@ from .causal_lm import CausalLM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefilled:
-    """B prompts after one forward pass, padded on the left."""
+    """Cache and hidden states of B prompts after one forward pass. The prompts are padded on the left."""
 
     cache: DynamicCache
     """Keys and values of every layer, [B, heads, P, size]."""

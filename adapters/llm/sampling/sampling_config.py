@@ -8,10 +8,10 @@ from grpo.writing import Settings, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig(Settings):
-    """Sampling settings, applied in this order: penalties, temperature, top-k, top-p, min-p, XTC.
+    """Sampling settings, applied in this order: penalties, temperature, top-k, top-p, min-p, XTC (exclude top choices).
 
-    The temperature is part of the policy. Every other setting changes only the distribution that tokens are drawn from;
-    scoring does not repeat it. `objective.sampler_correction="truncate"` corrects for the difference by importance weights.
+    The temperature is part of the policy. Every other setting changes only the distribution that tokens are drawn from,
+    and not the scores. `objective.sampler_correction="truncate"` corrects for the difference by importance weights.
     By default, the difference is not corrected.
     """
 

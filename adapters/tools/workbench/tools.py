@@ -174,7 +174,7 @@ WORKBENCH_FILES: Mapping[str, str] = {
     "data/orders.csv": "order,units,price\nA1,2,12.5\nA2,1,49.0\nA3,6,35.75\n",
     "data/readme.txt": "Tables of the shop.\nPrices are in euros.\nUnits are pieces.\nThe budget is elsewhere.\nAsk Anna.\n",
 }
-"""Files for the file tools: text by path below the root."""
+"""Files for the file tools: the text of each file, by its path below the root."""
 
 
 def make_workbench_files(root: Path) -> None:

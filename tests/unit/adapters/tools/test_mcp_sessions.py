@@ -268,7 +268,7 @@ def test_contradictory_or_invalid_server_arguments_are_refused(subtests: pytest.
         (lambda: MCPServer(["a"], url="http://b"), "not both"),
         (lambda: MCPServer("uvx a-server"), r"must be a list of strings.*'uvx a-server'"),
         (lambda: MCPServer([]), "must name a program"),
-        (lambda: MCPServer(url="http://b", env={}), "env and cwd apply only to a server that command starts"),
+        (lambda: MCPServer(url="http://b", env={}), "env and cwd apply only to a server that `command` starts"),
         (lambda: MCPServer(["a"], start_timeout=0.0), "start_timeout must be > 0 seconds; got 0.0"),
     ):
         with subtests.test(text), pytest.raises(ConfigError, match=text):
