@@ -238,5 +238,5 @@ class HeadGradients:
 
 
 def blocks(count: int) -> list[slice]:
-    """Slices of `range(count)`."""
+    """Consecutive slices of `range(count)` with at most `BLOCK` positions."""
     return [slice(begin, min(begin + BLOCK, count)) for begin in range(0, count, BLOCK)]

@@ -76,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_problems(source: str, num_train: int, num_eval: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training and evaluation problems. Evaluation uses the hub's test split, or the problems that follow in a file."""
+    """Training and evaluation problems. Evaluation uses the hub's test split, or a file's problems after the training ones."""
     if Path(source).is_file():
         problems = load_gsm8k(source, num_train + num_eval)
         if len(problems) <= num_train:

@@ -244,7 +244,9 @@ class ToolSelectionPolicy(nn.Module):
         try:
             policy.load_state_dict(weights)
         except RuntimeError as error:
-            raise ConfigError(f"{folder}: the weights must have the sizes in policy.json: {error}") from error
+            raise ConfigError(
+                f"{folder}: the weights must have the sizes in policy.json: {error} Save the policy again."
+            ) from error
         return policy
 
     # Internals.

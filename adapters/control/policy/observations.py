@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from grpo.errors import ConfigError
 
 MIN_VARIANCE = 1e-8
-"""Added to variances, so that constant observations become 0 instead of dividing by 0."""
+"""Added to variances, so that constant observations are normalised to 0 without a division by 0."""
 
 MAX_DEVIATION = 10.0
 """Normalised observations are clamped to this many standard deviations."""

@@ -68,8 +68,8 @@ class CausalLM:
     def max_positions(self) -> int | None:
         """Maximum sequence length of the model. None if the configuration does not have it.
 
-        With LongRoPE (arXiv:2402.13753) this is the original length: beyond it, LongRoPE rescales all positions, and the scores
-        of a row would depend on the other rows of its batch.
+        With LongRoPE (arXiv:2402.13753) the result is the original length: for longer sequences, LongRoPE rescales all
+        positions, and the scores of a row would depend on the other rows of its batch.
         """
         rotary = getattr(self.config, "rope_parameters", None) or {}
         if rotary.get("rope_type") == "longrope":
