@@ -60,7 +60,8 @@ class MCPServer:
     ) -> None:
         if (command is None) == (url is None):
             raise ConfigError(
-                "MCPServer needs either the command that starts a server, or the url of a running server, and not both."
+                f"MCPServer needs either the command that starts a server, or the url of a running server, and not both; "
+                f"got command={command!r}, url={url!r}."
             )
         if isinstance(command, str) or (command is not None and not all(isinstance(word, str) for word in command)):
             raise ConfigError(
