@@ -65,7 +65,7 @@ def group_relative_advantages(
       batch            std of R over the batch + eps
       whiten           std of R - b over the batch + eps; A then is           REINFORCE++, arXiv:2501.03262, eq. 6 to 8
                        (R - b - mean of R - b over the batch) / s
-      mean             mean of R over the group + eps; A = 0 if it is <= 0    MaxRL, arXiv:2602.02710
+      mean             mean of R over the group + eps; A = 0 if mean <= 0     MaxRL, arXiv:2602.02710
       beta             density of a Beta distribution at the group's mean     BNPO, see `beta_scale`
 
     Rewards are equal if they differ by at most two units in the last place of their dtype. A is exactly 0 in a group of equal

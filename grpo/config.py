@@ -338,7 +338,7 @@ def _as_object(name: str, value: Any, choices: Mapping[str, type[Settings]]) -> 
         )
     if not callable(value):
         raise ConfigError(
-            f"ObjectiveConfig.{name} must be one of {', '.join(map(repr, choices))}, their objects, or a callable; "
+            f"ObjectiveConfig.{name} must be one of {', '.join(map(repr, choices))}, an object of their kind, or a callable; "
             f"got {describe(value)}."
         )
     found: Callable[..., Any] = value

@@ -23,7 +23,7 @@ FAR_SAMPLER = 0.01
 """Divergence in nats per step that rounding cannot explain: in bfloat16, differences of 0.05 per step give only about 0.001."""
 
 TINY = 1e-6
-"""Below this, a number counts as 0."""
+"""A metric below this value counts as 0."""
 
 
 def beside_the_bar() -> AbstractContextManager[None]:

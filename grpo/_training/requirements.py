@@ -77,7 +77,7 @@ def require_reference(config: GRPOConfig, policy: Any, reference_policy: Any) ->
 
 
 def first_kl_coef(config: GRPOConfig, policy: Any, reference_policy: Any, *, has_own_loss: bool) -> float:
-    """Return the first KL coefficient. Refuse a KL term without a reference, and a KL control without a KL term."""
+    """Return the initial KL coefficient. Refuse a KL term without a reference, and a KL control without a KL term."""
     estimator = config.objective.kl_estimator
     kl_coef = config.objective.kl_coef_with(has_reference=reference_policy is not None)
     if estimator == "exact" and reference_policy is not None:

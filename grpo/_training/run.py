@@ -79,7 +79,7 @@ class Run:
             )
 
     def positions(self) -> Iterator[int]:
-        """The positions (from 0) of the remaining iterations, with a progress bar."""
+        """Iterate over the positions (from 0) of the remaining iterations, with a progress bar."""
         start, total = self.progress.position, self.num_iterations
         hides = not self.shows_bar or self.engine.rank > 0
         bar = tqdm(total=total, initial=start, desc="GRPO", unit="it", disable=hides)

@@ -213,7 +213,7 @@ def perturbed(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def left_as_found(policy: Any) -> Iterator[None]:
-    """Restore the policy's parameters, buffers, `HasState` state and device after the block. The policy ends in `train()`.
+    """Restore the policy's parameters, buffers, `state_dict()` and device after the block. The policy ends in `train()`.
 
     Exceptions from the policy's methods are ignored here: the rule that calls such a method reports the exception.
     """
