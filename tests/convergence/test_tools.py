@@ -134,10 +134,9 @@ def assert_an_added_tool_is_found_at_once_and_learned_in_20_iterations(learned: 
     assert learned.new[1] >= 0.85, "other words than the description's included"
     before, later = learned.others
     assert before.num_tasks == later.num_tasks == 3_300
-    assert later.right_tool >= before.right_tool - 2.5 / 3_300, (
-        "two requests may go another way, some the other way round"
-    )
-    assert later.right_call >= before.right_call - 0.001, learned.others
+    # measured over seeds and processors: at most 3 and 6 of the 3,300 requests less; forgotten tools would cost hundreds
+    assert later.right_tool >= before.right_tool - 10 / 3_300, learned.others
+    assert later.right_call >= before.right_call - 20 / 3_300, learned.others
 
 
 def test_the_right_tool_is_learned_starting_from_chance() -> None:
