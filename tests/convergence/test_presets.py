@@ -24,7 +24,7 @@ from tests.support.objective_inputs import as_users_run_it
 from tests.support.sequence_task import Writer, all_states, exactly_right, fraction_right
 
 Change = Callable[[Tensor], Tensor]
-"""Of advantages: what a broken estimator might return."""
+"""Turns right advantages into those of a broken estimator."""
 
 SABOTAGE: dict[str, Change] = {
     "negated": torch.neg,

@@ -132,7 +132,7 @@ def test_the_benchmark_of_learning_control_counts_the_runs_that_learn(
 
 
 def test_peak_memory_counts_freed_tensors_and_temporaries() -> None:
-    """Of four float32 tensors of 1000 in a row two exist at once; a sum in float64 copies its operand first."""
+    """Four tensors are computed in turn, and at most two exist at once. A sum in float64 first copies its operand."""
     values = torch.ones(1000)
     assert peak_extra_memory(lambda: values.neg()) == 4000
     assert peak_extra_memory(lambda: values.neg().neg().neg().neg()) == 8000

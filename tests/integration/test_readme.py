@@ -36,7 +36,7 @@ class Block(NamedTuple):
     """A block of Python."""
 
     line: int
-    """Of its first statement."""
+    """The line of the block's first statement."""
     code: str
     is_run: bool
     printed: str | None

@@ -47,7 +47,7 @@ OTHER_POLICY = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=torch.float64)
 
 
 def expected_gradient(config: ObjectiveConfig, sampler: Tensor | None, **others: Any) -> Tensor:
-    """Of the loss of all four actions, each weighed by how often `sampler` takes it; None: the policy itself, as it is now."""
+    """The gradient of the loss of all four actions, weighted by the probabilities of `sampler` (None: of the policy)."""
     policy = FourActions.example()
     often = policy.probs if sampler is None else sampler
     inputs = objective_inputs(

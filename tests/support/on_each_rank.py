@@ -25,7 +25,7 @@ from tests.support.policies import RowScoring, weights_of
 
 NUM_RANKS = 2
 LONGEST_WAIT = timedelta(minutes=3)
-"""Of one collective. After it the waiting rank raises, and its traceback shows where it waited."""
+"""The time limit of one collective. A rank that waits longer raises, and its traceback shows where it waited."""
 
 SHARES = {
     "one group": [range(3), range(3, 15)],

@@ -75,7 +75,7 @@ def both_gradients(*arguments: Any, **options: Any) -> list[Tensor]:
 
 
 def weight(aggregation: str, row: int, rows: list[int]) -> float:
-    """Of each step of `row` in an update of `rows`, from the formulas in words."""
+    """The weight of each step of `row` in an update of `rows`, from the formulas in words."""
     length = {n: int(MASK[n].sum()) for n in rows}
     mates = [n for n in rows if GROUP_IDS[n] == GROUP_IDS[row]]
     divisor = {
