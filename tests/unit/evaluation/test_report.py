@@ -39,6 +39,7 @@ def test_the_json_of_a_report_is_complete_and_strict(tmp_path: Path) -> None:
     text = report.to_json(path)
     assert path.read_text(encoding="utf-8") == text + "\n"
     assert report.to_json() == text
+    assert text.startswith('{\n  "')  # a line for each field, for people and for diffs
 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
