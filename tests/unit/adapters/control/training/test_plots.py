@@ -31,6 +31,7 @@ def test_a_written_plot_does_not_touch_pyplot(tmp_path: Path) -> None:
     from matplotlib import pyplot
 
     run = LearningCurve(iterations=[0, 1], steps=[0, 100], returns=[0.0, 1.0], seconds=[1.0, 2.0])
+    pyplot.close("all")  # figures that another test has left open
     matplotlib.use("svg")
     plot_learning_curves({"GRPO": [run]}, tmp_path / "curves.png", title="CartPole")
     assert matplotlib.get_backend() == "svg"
