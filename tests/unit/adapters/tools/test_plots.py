@@ -90,6 +90,7 @@ def test_plot_accuracy_draws_a_named_line_per_curve(tmp_path) -> None:
 def test_a_written_figure_does_not_touch_pyplot_or_its_backend(tmp_path) -> None:
     from matplotlib import pyplot
 
+    pyplot.close("all")  # figures that another test has left open
     mpl.use("svg")
     plot_accuracy({"GRPO": ([0, 1], [0.0, 1.0])}, tmp_path / "accuracy.png")
     plot_confusion({"before": BEFORE, "after": AFTER}, tmp_path / "confusion.png")
