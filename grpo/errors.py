@@ -36,5 +36,23 @@ class CheckpointError(GRPOError, RuntimeError):
     """A checkpoint cannot be written, or its files differ from what was written. The message names the file."""
 
 
+class RankError(GRPOError, RuntimeError):
+    """A rank died, did not answer in time, or raised an error of another package. The message names the rank and the cause."""
+
+
+class TrainingInterrupted(KeyboardInterrupt, SystemExit):
+    """A signal asked `train` to stop. If nobody catches this exception, the process ends with the exit code 128 + signal.
+
+    The exit code is 143 for SIGTERM and 130 for SIGINT. `except KeyboardInterrupt` catches the exception, too.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(128 + signal_number)
+        self.signal_number = signal_number
+        """The number of the signal: 15 for SIGTERM, 2 for SIGINT."""
+        self.code = 128 + signal_number
+        """The exit code of the process."""
+
+
 class GRPOWarning(UserWarning):
     """Training continues, but probably not as intended. Each warning is given once per trainer."""
