@@ -36,6 +36,10 @@ class CheckpointError(GRPOError, RuntimeError):
     """A checkpoint cannot be written, or its files differ from what was written. The message names the file."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """The files of one checkpoint cannot be used, so that an older checkpoint of the same folder is tried instead."""
+
+
 class RankError(GRPOError, RuntimeError):
     """A rank died, did not answer in time, or raised an error of another package. The message names the rank and the cause."""
 
