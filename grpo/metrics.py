@@ -65,6 +65,23 @@ class Meter:
         """Forget everything that was added."""
         self._names, self._moments, self._values = [], [], {}
 
+    def copy(self) -> "Meter":
+        """A meter with the same content. The device is not synchronised."""
+        copied = Meter()
+        copied._names, copied._moments, copied._values = [*self._names], [*self._moments], {**self._values}
+        return copied
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that was added, in the order in which it was added, so that sums are the same to the last bit."""
+        moments = torch.stack(self._moments) if self._moments else None
+        return {"names": [*self._names], "moments": moments, "values": {**self._values}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        moments = state["moments"]
+        self._names, self._moments = list(state["names"]), [] if moments is None else list(moments)
+        self._values = dict(state["values"])
+
 
 def _added_up(parts: Iterable[tuple[str, Sequence[float]]]) -> Totals:
     totals: Totals = {}

@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,11 +13,13 @@ from torch import Tensor
 from ._collecting.dynamic_sampling import collect_live_groups
 from ._training.coefficients import Coefficients
 from ._training.environment import SamplerSync, autocast, folder_of_rank, move_reference, prepare
+from ._training.interrupts import Interrupts
 from ._training.loss import MeteredObjective
 from ._training.optimizer_step import OptimizerStep
 from ._training.report import IterationReport
 from ._training.requirements import first_kl_coef, require_consistent, require_reference, required_scores
 from ._training.run import Run, RunProgress, at_least_one
+from ._training.safe_points import SafePoints
 from ._training.state_source import StateSource
 from ._training.trainer_state import capture, require_same_iteration, restore
 from ._training.training_rows import ReplayBuffer, with_advantages
@@ -25,7 +28,7 @@ from .advantage_estimator import AdvantageEstimator
 from .checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from .config import GRPOConfig
 from .distributed import Engine, OneProcess, require_equal_weights
-from .errors import NonFiniteGradientError
+from .errors import ConfigError
 from .experience_collector import ExperienceCollector
 from .grpo_objective import Objective
 from .metrics import Meter, MetricSink
@@ -103,7 +106,11 @@ class GRPOTrainer:
         self.report = IterationReport(config, self.setup, self.optimizer_step, self.meter)
         self.sampler = SamplerSync(policy)
         self.progress = RunProgress()
+        self.interrupts = Interrupts()
+        self.safe_points = SafePoints(self, self.interrupts)
         self.iteration = 0
+        self.history: list[dict[str, float]] = []
+        """The metrics of each iteration of the latest call of `train`. An interrupted call leaves them here."""
 
     # One iteration
 
@@ -131,15 +138,23 @@ class GRPOTrainer:
         """The first half of `step`: sample actions, get their rewards and scores, without gradient."""
         self.sampler.sync()
         rounds, reward_clip = self.config.dynamic_sampling_rounds, self.config.advantage.reward_clip
-        if rounds == 0:
-            return self._complete(self.collector.collect(states))
-        return self._complete(collect_live_groups(self.collector.collect, states, more_states, rounds, reward_clip))
+        with self.interrupts.at_once():
+            if rounds == 0:
+                batch = self.collector.collect(states)
+            else:
+                batch = collect_live_groups(self.collector.collect, states, more_states, rounds, reward_clip)
+        return self._complete(batch)
 
     def update(self, batch: ExperienceBatch) -> dict[str, float]:
         """The second half of `step`: all optimizer steps on one batch, from `collect` or from your own code."""
+        return self.improve(self.prepared(batch))
+
+    def improve(self, rows: UpdateRows) -> dict[str, float]:
+        """Make the optimizer steps on prepared rows. Rows of a stopped iteration continue after their last update."""
         start = time.perf_counter()
-        rows = self.prepared(batch)
+        self.progress.unfinished = rows
         self.policy.train()
+        self.safe_points.reached()
         was_stale = self.sampler.is_stale
         self.sampler.is_stale = True  # the weights may have changed, even if an update fails halfway
         for selected in rows.updates():  # epochs x updates; a group's rows stay adjacent
@@ -148,12 +163,14 @@ class GRPOTrainer:
                 output = self.objective(rows.inputs(micro, weights))
                 self.optimizer_step.backward(output.loss)
             self.optimizer_step.apply(rows.sum_of_log_probs())  # sync ranks, check finite, clip, step, schedule
-        self.iteration += 1
+            self.safe_points.reached()  # a run that is stopped continues from here
         self.sampler.is_stale = was_stale or self.optimizer_step.num_applied > 0
         self.sampler.sync()
-        if move_reference(self.config, self.policy, self.reference_policy, self.iteration):
-            self.replay.forget_reference()
         metrics = self.report(rows)
+        if move_reference(self.config, self.policy, self.reference_policy, self.iteration + 1):
+            self.replay.forget_reference()
+        self.iteration += 1
+        self.progress.unfinished = None
         seconds = time.perf_counter() - start
         return {**metrics, "time/update": seconds, "time/iteration": seconds}
 
@@ -185,7 +202,9 @@ class GRPOTrainer:
         num_actions = at_least_one("num_actions_per_state", num_actions_per_state, self.config.group_size)
         self.sampler.sync()
         with preserved_random_state():
-            rewards, _ = self.engine.gather(self.collector.rewards_of(states, num_actions).double())
+            with self.interrupts.at_once():
+                own = self.collector.rewards_of(states, num_actions)
+            rewards, _ = self.engine.gather(own.double())
         return {"eval/avg_reward": float(rewards.mean()), "eval/avg_reward_std": float(rewards.std(correction=0))}
 
     # A run
@@ -199,8 +218,9 @@ class GRPOTrainer:
         eval_every: int | None = None,
         sinks: Sequence[MetricSink] = (),
         checkpoint_dir: str | Path | None = None,
-        checkpoint_every: int | None = None,
+        checkpoint_every: int | timedelta | None = None,
         keep_last: int = 3,
+        resume: Literal["auto"] | None = None,
         progress: bool = True,
     ) -> list[dict[str, float]]:
         """Train for many iterations, with a progress bar, evaluations, sinks and checkpoints. The policy ends in `train()`.
@@ -214,18 +234,21 @@ class GRPOTrainer:
             eval_every: iterations between evaluations. None: ten evaluations in the run.
             sinks: receive the metrics of every iteration.
             checkpoint_dir: folder for checkpoints `iteration-00000010` and so on. None: no checkpoints.
-            checkpoint_every: iterations between checkpoints. None: ten checkpoints in the run. The last iteration and new best
-                evaluations are written too.
+            checkpoint_every: iterations between checkpoints, or the time between them: `timedelta(minutes=30)`. None: ten
+                checkpoints in the run. The last iteration and new best evaluations are written too.
             keep_last: number of newest checkpoints to keep. The best by `eval/avg_reward` (or `rewards/mean`) is kept, too.
+            resume: "auto" continues from the newest checkpoint in `checkpoint_dir`, or starts if there is none. None: start, or
+                continue from the checkpoint that was loaded.
             progress: show a progress bar.
 
         Returns:
             The metrics of each iteration that this call made.
+
+        Raises:
+            TrainingInterrupted: the process received SIGTERM or SIGINT. With `checkpoint_dir`, a checkpoint holds everything up
+                to the last update. If nobody catches the exception, the process ends with exit code 143 or 130.
         """
-        folder = None
-        if checkpoint_dir is not None:
-            folder = CheckpointFolder(folder_of_rank(checkpoint_dir, self.engine), keep_last)
-            folder.require_at_most(self.iteration)
+        folder = self._opened(checkpoint_dir, keep_last, resume)
         run = Run(
             progress=self.progress,
             source=StateSource(states, self.config.num_states_per_iteration, self.data_seed),
@@ -238,19 +261,46 @@ class GRPOTrainer:
             checkpoint_every=checkpoint_every,
             shows_bar=progress,
         )
-        for position in run.positions():
-            self.optimizer_step.schedule(position, num_iterations)
-            try:
-                metrics = self.step(run.draw(), more_states=run.draw)
-            except NonFiniteGradientError:
-                self.optimizer_step.skipped_in_a_row = 0  # a run that resumes from here counts from 0 again
-                run.save_after_failure(capture(self), self.iteration)
-                raise
-            if run.finish(position) and eval_states is not None:
-                metrics |= self.evaluate(eval_states)
-            if run.record(metrics, self.iteration):
-                run.save(capture(self), self.iteration)
+        self.history = run.history
+        with self.safe_points.kept_in(folder):  # a signal or an error leaves a checkpoint of the last safe point
+            for position in run.positions():
+                self.optimizer_step.schedule(position, num_iterations)
+                metrics = self.progress.unrecorded or self._iteration(run)
+                if run.evaluation_is_due:
+                    assert eval_states is not None
+                    metrics = {**metrics, **self.evaluate(eval_states)}
+                is_due = run.record(metrics, self.iteration)
+                if is_due:
+                    run.save(capture(self), self.iteration)
+                self.safe_points.reached(is_saved=is_due)
         return run.history
+
+    def _iteration(self, run: Run) -> dict[str, float]:
+        """One iteration of a run, or the rest of an iteration that was stopped."""
+        start = time.perf_counter()
+        rows = self.progress.unfinished
+        if rows is None:
+            rows = self.prepared(self.collect(run.draw(), more_states=run.draw))
+        metrics = {**self.improve(rows), "time/iteration": time.perf_counter() - start}
+        self.progress.unrecorded = metrics
+        self.safe_points.reached()
+        return metrics
+
+    def _opened(
+        self, checkpoint_dir: str | Path | None, keep_last: int, resume: Literal["auto"] | None
+    ) -> CheckpointFolder | None:
+        """Return the folder of a run's checkpoints, after loading its newest checkpoint if `resume` says so."""
+        if checkpoint_dir is None:
+            if resume is not None:
+                raise ConfigError(
+                    "resume='auto' needs a folder to resume from: pass checkpoint_dir=..., or leave resume out."
+                )
+            return None
+        folder = CheckpointFolder(folder_of_rank(checkpoint_dir, self.engine), keep_last)
+        if resume == "auto" and any(folder.folder.glob("iteration-*")):
+            self.load_checkpoint(checkpoint_dir)
+        folder.require_at_most(self.iteration)
+        return folder
 
     def save_checkpoint(self, path: str | Path) -> Path:
         """Write what an exact resume needs to the folder `path`, completely or not at all. Each rank has a subfolder."""

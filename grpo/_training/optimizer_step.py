@@ -45,6 +45,8 @@ class OptimizerStep:
         """Number of updates since `begin` that changed the weights."""
         self.skipped_in_a_row = 0
         """Number of latest updates in a row whose gradient was not finite."""
+        self.is_stepping = False
+        """Whether the optimizer is changing the weights. True after an error means that only some weights may have changed."""
         self.lr_scheduler = lr_scheduler
         self._config, self._engine, self._meter = config, engine, meter
         if optimizer is None and self.parameters:
@@ -115,11 +117,13 @@ class OptimizerStep:
         max_norm = self._config.max_grad_norm
         if max_norm is not None and norm > max_norm:
             clip_grads_with_norm_(self._moved(), max_norm, total_norm)
+        self.is_stepping = True
         if self.optimizer is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
+        self.is_stepping = False
         self.clear()
         self.skipped_in_a_row = 0
         self.num_applied += 1

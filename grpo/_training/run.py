@@ -1,9 +1,12 @@
 """A run of many iterations: which states it draws, when it evaluates, what it records, and where its checkpoints go."""
 
+import math
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from grpo.types import Rows, select_rows
 
 from .advisor import beside_the_bar
 from .state_source import StateSource
+from .update_rows import UpdateRows
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,13 +30,20 @@ class RunProgress:
     """Number of completed iterations of the run."""
     num_draws: int = 0
     """How often states were drawn."""
+    best_score: float = -math.inf
+    """The best evaluation so far."""
+    unfinished: UpdateRows | None = None
+    """The rows of the current iteration, while its updates are not finished. None: no updates are under way."""
+    unrecorded: dict[str, float] | None = None
+    """The metrics of an iteration after its updates, before it is evaluated and recorded. None: there is no such iteration."""
     is_loaded: bool = False
     """Whether a checkpoint was loaded and no run has continued from it yet."""
 
     def begin(self) -> None:
         """Begin a run: continue where the loaded run stopped, or start at iteration 0."""
-        if not self.is_loaded or self.position == 0:
-            self.position = self.num_draws = 0
+        if not self.is_loaded:
+            self.position, self.num_draws, self.best_score = 0, 0, -math.inf
+            self.unfinished = self.unrecorded = None
         self.is_loaded = False
 
 
@@ -56,8 +67,8 @@ class Run:
     """Receivers of every iteration's metrics."""
     folder: Any
     """The folder to write checkpoints to. None: no checkpoints."""
-    checkpoint_every: int | None
-    """Iterations between checkpoints. None: ten checkpoints in the run."""
+    checkpoint_every: int | timedelta | None
+    """Iterations, or time, between checkpoints. None: ten checkpoints in the run."""
     shows_bar: bool
     """Show a progress bar, on the first rank."""
     history: list[dict[str, float]] = field(default_factory=list)
@@ -66,8 +77,15 @@ class Run:
     def __post_init__(self) -> None:
         at_least_one("num_iterations", self.num_iterations, 1)
         self._eval_every = at_least_one("eval_every", self.eval_every, self.num_iterations // 10)
-        self._checkpoint_every = at_least_one("checkpoint_every", self.checkpoint_every, self.num_iterations // 10)
-        self._best = float("-inf")
+        every = self.checkpoint_every
+        if isinstance(every, timedelta) and every <= timedelta(0):
+            raise ConfigError(f"checkpoint_every must be longer than 0; got {every}.")
+        self._checkpoint_every: int | timedelta = (
+            every
+            if isinstance(every, timedelta)
+            else at_least_one("checkpoint_every", every, self.num_iterations // 10)
+        )
+        self._saved_at = time.monotonic()
         self._bar: Any = None
         self.progress.begin()
         if self.progress.position >= self.num_iterations:
@@ -99,34 +117,42 @@ class Run:
             )
         return select_rows(states, torch.arange(len(states)).tensor_split(num_ranks)[self.engine.rank])
 
-    def finish(self, position: int) -> bool:
-        """Count an iteration as done. Returns whether an evaluation is due."""
-        self.progress.position = position + 1
+    @property
+    def evaluation_is_due(self) -> bool:
+        """Whether the current iteration ends with an evaluation."""
         return self.evaluates and self._is_due(self._eval_every)
 
     def _is_due(self, every: int) -> bool:
-        return self.progress.position % every == 0 or self.progress.position == self.num_iterations
+        done = self.progress.position + 1
+        return done % every == 0 or done == self.num_iterations
 
     def record(self, metrics: dict[str, float], iteration: int) -> bool:
-        """Record an iteration's metrics. Returns whether a checkpoint is due."""
-        score = metrics.get("eval/avg_reward", float("-inf"))
-        improved, self._best = score > self._best, max(self._best, score)
+        """Record an iteration's metrics, and count the iteration. Returns whether a checkpoint is due."""
+        score = metrics.get("eval/avg_reward", -math.inf)
+        improved = score > self.progress.best_score
+        is_due = self.folder is not None and (improved or self._checkpoint_is_due())
+        self.progress.best_score = score if improved else self.progress.best_score
         self.history.append(metrics)
         for sink in self.sinks:
             sink.log(metrics, iteration)
         self._bar.set_postfix(reward=f"{metrics['rewards/mean']:.3f}", refresh=False)
         self._bar.update()
-        return self.folder is not None and (improved or self._is_due(self._checkpoint_every))
+        self.progress.position += 1
+        self.progress.unrecorded = None
+        return is_due
+
+    def _checkpoint_is_due(self) -> bool:
+        if not isinstance(self._checkpoint_every, timedelta):
+            return self._is_due(self._checkpoint_every)
+        seconds = time.monotonic() - self._saved_at
+        of_ranks = self.engine.gather_objects(seconds >= self._checkpoint_every.total_seconds())
+        return bool(of_ranks[0]) or self.progress.position + 1 == self.num_iterations
 
     def save(self, state: Mapping[str, Any], iteration: int) -> None:
         """Write a checkpoint. Its score is the last evaluation or, without evaluations, the mean reward."""
         score = self.history[-1].get("eval/avg_reward" if self.evaluates else "rewards/mean")
         self.folder.save(state, iteration=iteration, score=score)
-
-    def save_after_failure(self, state: Mapping[str, Any], iteration: int) -> None:
-        """Write a checkpoint without a score, unless this iteration already has one."""
-        if self.folder is not None and not self.folder.has(iteration):
-            self.folder.save(state, iteration=iteration, score=None)
+        self._saved_at = time.monotonic()
 
 
 def at_least_one(name: str, value: int | None, default: int) -> int:

@@ -1,38 +1,73 @@
 """Capture and restore the state of a `GRPOTrainer` that an exact resume needs, as one nested value."""
 
 import copy
-from collections.abc import Mapping
+import warnings
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from grpo.distributed import Engine
-from grpo.errors import CheckpointError
+from grpo.errors import CheckpointError, GRPOWarning
 from grpo.policy_base import HasState
 from grpo.reward_model_base import kept_state, restore_state
 from grpo.writing import capture_random_state, restore_random_state
 
+from .update_rows import UpdateRows
 
-def capture(trainer: Any) -> dict[str, Any]:
-    """Parameters, optimizer, scheduler, scaler, generators, counters, and the state of every object with a `HasState`."""
-    reference, stateful = trainer.reference_policy, _stateful(trainer)
+LASTING = ("optimizer", "lr_scheduler", "scaler")
+"""Parts that change in an optimizer step only, together with the weights."""
+
+
+def capture(trainer: Any, passing: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Everything that an exact resume needs. Tensors are not copied.
+
+    Args:
+        trainer: the trainer. Its weights, optimizer and scheduler are captured as they are now.
+        passing: what `passing_state` returned at the last safe point, for a trainer that has stopped after it. None: now.
+    """
+    reference, passing = trainer.reference_policy, passing or passing_state(trainer)
+    lasting = {name: value.state_dict() for name, value in _stateful(trainer).items() if name in LASTING}
+    unfinished = passing["unfinished"]
     return {
+        **passing,
         "parameters": dict(trainer.policy.get_parameters()),
         "reference": {} if reference is None else {"parameters": dict(reference.get_parameters())},
-        "kinds": {name: type(value).__name__ for name, value in stateful.items()}
+        "config": trainer.config.to_dict(),
+        "kinds": {name: type(value).__name__ for name, value in _stateful(trainer).items()}
         | {"reward_model": type(trainer.reward_model).__name__},
-        "stateful": {name: value.state_dict() for name, value in stateful.items()}
-        | {"reward_model": kept_state(trainer.reward_model)},
+        "stateful": {**passing["stateful"], **lasting},
+        "unfinished": None if unfinished is None else {**unfinished, "meter": unfinished["meter"].state_dict()},
+    }
+
+
+def passing_state(trainer: Any) -> dict[str, Any]:
+    """The part of the state that may change before the next optimizer step, copied: generators, counters, rows, environments.
+
+    Weights and rows are not copied. Weights do not change before the next optimizer step, and rows never change.
+    """
+    weights = _addresses(trainer)
+    parts = {name: value for name, value in _stateful(trainer).items() if name not in LASTING}
+    progress, rows = trainer.progress, trainer.progress.unfinished
+    return {
+        "stateful": {name: value.state_dict() for name, value in parts.items() if name == "replay"}
+        | {name: _copied(value.state_dict(), weights) for name, value in parts.items() if name != "replay"}
+        | {"reward_model": _copied(kept_state(trainer.reward_model), weights)},
         "counters": {
             "iteration": trainer.iteration,
-            "run_position": trainer.progress.position,
-            "num_draws": trainer.progress.num_draws,
+            "run_position": progress.position,
+            "num_draws": progress.num_draws,
+            "best_score": progress.best_score,
             "data_seed": trainer.data_seed,
             "skipped_in_a_row": trainer.optimizer_step.skipped_in_a_row,
+            "num_applied": trainer.optimizer_step.num_applied,
             "decides_once_per_row": trainer.collector.scorer.one_step_device is not None,
         },
+        "unfinished": None if rows is None else {"rows": rows.state_dict(), "meter": trainer.meter.copy()},
+        "unrecorded": progress.unrecorded,
         "row_order": trainer.setup.row_order.get_state(),
         "step_choice": trainer.setup.step_choice.get_state(),
         "random": capture_random_state(),
@@ -67,6 +102,7 @@ def restore(trainer: Any, state: dict[str, Any]) -> None:
         raise CheckpointError(
             f"The checkpoint does not fit this trainer, which is unchanged: {error!r}. Build the trainer as when it was saved."
         ) from error
+    _warn_of_changes(state["config"], present["config"])
 
 
 def require_same_iteration(engine: Engine, state: dict[str, Any], path: str | Path) -> None:
@@ -94,15 +130,49 @@ def _put(trainer: Any, state: dict[str, Any]) -> None:
             load(state["stateful"][name])
         except Exception as error:
             raise CheckpointError(f"{name}: {error}") from error
-    counters = state["counters"]
+    counters, progress, step = state["counters"], trainer.progress, trainer.optimizer_step
     trainer.iteration, trainer.data_seed = counters["iteration"], counters["data_seed"]
-    trainer.progress.position, trainer.progress.num_draws = counters["run_position"], counters["num_draws"]
-    trainer.optimizer_step.skipped_in_a_row = counters["skipped_in_a_row"]
+    progress.position, progress.num_draws = counters["run_position"], counters["num_draws"]
+    progress.best_score, progress.unrecorded = counters["best_score"], state["unrecorded"]
+    progress.unfinished = None
+    if state["unfinished"] is not None:
+        progress.unfinished = UpdateRows.from_state_dict(state["unfinished"]["rows"], trainer.setup)
+        trainer.meter.load_state_dict(state["unfinished"]["meter"])
+    step.skipped_in_a_row, step.num_applied = counters["skipped_in_a_row"], counters["num_applied"]
     one_step = counters["decides_once_per_row"]
     trainer.collector.scorer.one_step_device = trainer.optimizer_step.device if one_step else None
     trainer.setup.row_order.set_state(state["row_order"])
     trainer.setup.step_choice.set_state(state["step_choice"])
     restore_random_state(state["random"])
+
+
+WITHOUT_EFFECT = ("seed", "device")
+"""Settings that may differ when a run is resumed: the checkpoint holds the random generators, and any device will do."""
+
+
+def _warn_of_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Warn about settings that differ from the settings of the saved run. The run goes on with the new settings."""
+    before, now = flattened(saved), flattened(present)
+    changed = [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted({*before, *now})
+        if name not in WITHOUT_EFFECT and before.get(name) != now.get(name)
+    ]
+    if changed:
+        warnings.warn(
+            f"The run is resumed with changed settings: {'; '.join(changed)}. The new settings count. Build the trainer with "
+            "the old settings if the run should continue as if it had never stopped.",
+            GRPOWarning,
+            stacklevel=4,
+        )
+
+
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one dict: {"objective": {"kl_coef": 0.1}} becomes {"objective.kl_coef": 0.1}."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
 
 
 def _stateful(trainer: Any) -> dict[str, Any]:
@@ -137,3 +207,25 @@ def _require_same_tensors(owner: str, present: Mapping[str, Tensor], saved: Mapp
                 f"{owner}: {name} has shape {list(value.shape)}, but {list(saved[name].shape)} in the checkpoint. "
                 "Build the policy as it was when it was saved."
             )
+
+
+def _addresses(trainer: Any) -> set[int]:
+    """The addresses of all weights, which only an optimizer step changes."""
+    modules = [value for value in (trainer.policy, trainer.reward_model) if isinstance(value, torch.nn.Module)]
+    weights = [*trainer.policy.get_parameters().values(), *(w for module in modules for w in module.parameters())]
+    return {weight.data_ptr() for weight in weights}
+
+
+def _copied(value: Any, weights: Container[int]) -> Any:
+    """Copy nested state. Tensors at the addresses of `weights` are not copied, and neither are objects of other types."""
+    if isinstance(value, Tensor):
+        return value if value.data_ptr() in weights else value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {key: _copied(entry, weights) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_copied(entry, weights) for entry in value]
+    if type(value) is tuple:
+        return tuple(_copied(entry, weights) for entry in value)
+    return value

@@ -43,6 +43,29 @@ class TrainingRows:
         advantages = self.advantages
         return advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand(self.batch.mask.shape)
 
+    def without_content(self) -> "TrainingRows":
+        """The rows without states, actions and log-probs. Metrics need the other fields only."""
+        batch = self.batch
+        kept = ExperienceBatch(
+            states=(),
+            actions=(),
+            group_ids=batch.group_ids,
+            rewards=batch.rewards,
+            reward_components=batch.reward_components,
+            mask=batch.mask,
+            metrics=batch.metrics,
+        )
+        return replace(self, batch=kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All fields by name. No tensor is copied."""
+        return _fields(self) | {"batch": _fields(self.batch)}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> "TrainingRows":
+        """Return the rows that `state_dict` described."""
+        return cls(**{**state, "batch": ExperienceBatch(**state["batch"])})
+
 
 def with_advantages(
     batch: ExperienceBatch, advantages: Callable[[ExperienceBatch], Tensor], engine: Engine
@@ -142,14 +165,12 @@ class ReplayBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """All kept rows."""
-        return {"rows": [_fields(rows) | {"batch": _fields(rows.batch)} for rows in self._recent]}
+        return {"rows": [rows.state_dict() for rows in self._recent]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._recent.clear()
-        self._recent.extend(
-            TrainingRows(**{**saved, "batch": ExperienceBatch(**saved["batch"])}) for saved in state["rows"]
-        )
+        self._recent.extend(map(TrainingRows.from_state_dict, state["rows"]))
 
 
 def _fields(value: Any) -> dict[str, Any]:

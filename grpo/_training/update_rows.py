@@ -95,6 +95,8 @@ class UpdateRows:
     def __init__(self, rows: TrainingRows, setup: UpdateSetup, all_ranks: TrainingRows) -> None:
         self.all_ranks = all_ranks
         """The rows of all ranks, for the report."""
+        self.given = rows
+        """The rows of this rank, before they are split into steps."""
         has_other_terms = rows.returns is not None or setup.coefficients.may_be_positive
         skips = setup.traits.zero_advantage_is_inert and not has_other_terms
         self.num_skipped = int((~has_advantage(rows.advantages)).sum()) if skips else 0
@@ -108,26 +110,51 @@ class UpdateRows:
             rows = rows if bool(live.all()) else replace(rows, live=live)
         self.data = rows
         self.num_planned = 0
-        """Number of updates so far, over all epochs."""
+        """Number of updates so far, over all epochs, including the current one."""
         self.num_dead = 0
         """Number of updates that were skipped before the forward pass, because none of their rows has an advantage."""
         self._setup = setup
+        self._first_row_order = setup.row_order.get_state()
         self._sum_of_log_probs: list[Tensor] = []
 
     def updates(self) -> Iterator[RowIndex]:
         """Yield the rows of each update, epoch by epoch. The rows of a group stay adjacent. An update is left out if none of
-        its rows can have a gradient."""
+        its rows can have a gradient. After `from_state_dict`, the updates that were done before are not repeated."""
         setup, batch = self._setup, self.data.batch
+        num_done, position = self.num_planned, 0
+        setup.row_order.set_state(self._first_row_order)
         for _ in range(setup.config.num_epochs_per_update):
             num_updates = setup.num_per_epoch(batch.num_rows)
             own = list(epoch_of_updates(batch.group_ids, setup.config.batch_size, setup.row_order))
             waiting = [slice(0, 0)] * (num_updates - len(own))  # for ranks that have more rows
             for selected in (*own, *waiting):
+                position += 1
+                if position <= num_done:
+                    continue
+                self.num_planned = position
                 if self._is_live(selected):
                     yield selected
                 else:
                     self.num_dead += 1
-                self.num_planned += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows, and the number of updates so far. No tensor is copied."""
+        return {
+            "rows": self.given.state_dict(),
+            "all_ranks": self.all_ranks.without_content().state_dict(),
+            "num_planned": self.num_planned,
+            "num_dead": self.num_dead,
+            "first_row_order": self._first_row_order,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any], setup: UpdateSetup) -> "UpdateRows":
+        """Return the rows that `state_dict` described. Their next update follows the last update before `state_dict`."""
+        rows, all_ranks = (TrainingRows.from_state_dict(state[name]) for name in ("rows", "all_ranks"))
+        resumed = cls(rows, setup, all_ranks)
+        resumed.num_planned, resumed.num_dead = state["num_planned"], state["num_dead"]
+        resumed._first_row_order = state["first_row_order"]
+        return resumed
 
     def _is_live(self, selected: RowIndex) -> bool:
         """Whether any rank has a row in this update that may have a gradient."""
@@ -208,7 +235,7 @@ class UpdateRows:
             returns=beside(rows.returns),
         )
         self._sum_of_log_probs.append(zero_outside(scores.log_probs.detach(), scores.mask).sum(dtype=torch.float64))
-        if self.num_planned == 0 and rows.num_replayed == 0:
+        if self.num_planned == 1 and rows.num_replayed == 0:
             self._compare_modes(inputs)
         return inputs
 

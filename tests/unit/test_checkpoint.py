@@ -57,7 +57,7 @@ def test_a_run_resumed_after_any_iteration_ends_like_the_unbroken_one(
 
 
 def test_an_interrupted_run_continues_from_its_folder(tmp_path: Path) -> None:
-    """Stopped by an exception in the sixth iteration; the newest whole checkpoint is that of the fifth."""
+    """Stopped by an exception of a sink in the sixth iteration, whose updates are done and which is not recorded yet."""
 
     class Stop(Exception):
         pass
@@ -78,7 +78,7 @@ def test_an_interrupted_run_continues_from_its_folder(tmp_path: Path) -> None:
         )
     resumed, *_ = built("epochs of batches", seed=2)
     resumed.load_checkpoint(tmp_path)
-    assert resumed.iteration == 5
+    assert (resumed.iteration, resumed.progress.position) == (6, 5)
     assert len(resumed.train(states, num_iterations=10, checkpoint_dir=tmp_path, checkpoint_every=1, **options)) == 5
     assert digest(weights_of(resumed.policy)) == digest(weights_of(whole.policy))
     assert read_newest(tmp_path)["counters"]["iteration"] == 10

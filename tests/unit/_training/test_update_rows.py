@@ -45,9 +45,9 @@ def test_updates_without_any_advantage_are_skipped_and_counted() -> None:
 
 
 def test_every_update_is_planned_before_the_next_one_is_asked_for() -> None:
-    """While an update is made, only the updates before it have been counted."""
+    """While an update is made, it and the updates before it have been counted."""
     rows = prepared(REWARDS, GROUPS, num_epochs_per_update=3)
-    assert [rows.num_planned for _ in rows.updates()] == [0, 1, 2]
+    assert [rows.num_planned for _ in rows.updates()] == [1, 2, 3]
     assert (rows.num_planned, rows.num_dead) == (3, 0)
 
 

@@ -1,0 +1,97 @@
+"""Points from which a run can be continued exactly. A run that is stopped leaves a checkpoint of its last safe point."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from signal import SIGINT, SIGTERM, Signals
+from typing import Any
+
+from grpo.checkpoint import CheckpointFolder
+from grpo.errors import CheckpointError, NonFiniteGradientError, RankError, TrainingInterrupted
+
+from .interrupts import Interrupts, is_interactive
+from .trainer_state import capture, passing_state
+
+logger = logging.getLogger("grpo")
+
+
+class SafePoints:
+    """Notes, at points between two changes of the weights, everything else that changes before the next such point.
+
+    The weights and the optimizer change only in an optimizer step, and a safe point follows each step. A checkpoint of the last
+    safe point is therefore the current weights, with the noted state.
+
+    Args:
+        trainer: the trainer whose state is noted.
+        interrupts: the signals that stop a run at a safe point.
+    """
+
+    def __init__(self, trainer: Any, interrupts: Interrupts) -> None:
+        self._trainer, self._interrupts = trainer, interrupts
+        self._folder: CheckpointFolder | None = None
+        self._last: dict[str, Any] | None = None
+        self._safe_place: tuple[int, int | None, bool] | None = None
+
+    def reached(self, *, is_saved: bool = False) -> None:
+        """Note a safe point. Raises `TrainingInterrupted` if a signal has arrived.
+
+        Args:
+            is_saved: whether a checkpoint holds this state, or nothing has been done yet, so that nothing can be lost.
+        """
+        if self._folder is not None:
+            self._last = passing_state(self._trainer)
+            self._safe_place = self._place() if is_saved else self._safe_place
+        self._interrupts.check()
+
+    @contextmanager
+    def kept_in(self, folder: CheckpointFolder | None) -> Iterator[None]:
+        """Inside the block, signals stop the run, and whatever stops it leaves a checkpoint of the last safe point in `folder`.
+
+        Without a folder, a SIGINT still stops the run only where policy and optimizer are consistent.
+        """
+        self._folder = folder
+        try:
+            with self._interrupts.handled(*((SIGINT,) if folder is None else (SIGINT, SIGTERM))):
+                self.reached(is_saved=True)
+                yield
+        except BaseException as error:
+            place = self._save_after(error)
+            if isinstance(error, TrainingInterrupted):
+                name = Signals(error.signal_number).name
+                message = f"Stopped by {name} at iteration {self._trainer.iteration}. {place}"
+                if error.signal_number == SIGINT and is_interactive():
+                    raise KeyboardInterrupt(message) from None
+                logger.warning(message)
+            raise
+        finally:
+            self._folder = self._last = None
+
+    def _place(self) -> tuple[int, int | None, bool]:
+        """The iteration, the number of updates in an unfinished iteration, and whether the iteration is not recorded yet."""
+        assert self._last is not None
+        unfinished = self._last["unfinished"]
+        update = None if unfinished is None else unfinished["rows"]["num_planned"]
+        return self._last["counters"]["iteration"], update, self._last["unrecorded"] is not None
+
+    def _save_after(self, error: BaseException) -> str:
+        """Write a checkpoint of the last safe point if that saves anything. Returns what to tell the user."""
+        trainer, folder = self._trainer, self._folder
+        if folder is None or self._last is None:
+            return "Nothing was saved, because train() has no checkpoint_dir."
+        is_shared = isinstance(error, Exception | TrainingInterrupted) or trainer.engine.num_ranks == 1
+        if isinstance(error, CheckpointError | RankError) or not is_shared:
+            return "Continue from the newest checkpoint."
+        if trainer.optimizer_step.is_stepping:
+            return "The optimizer failed between two weights, so only earlier checkpoints can be used."
+        if isinstance(error, NonFiniteGradientError):  # a run that continues from here counts from 0 again
+            self._last["counters"]["skipped_in_a_row"] = 0
+        iteration, _, _ = place = self._place()
+        if place == self._safe_place:
+            return f"Nothing after iteration {iteration} was lost."
+        try:
+            path = folder.save(capture(trainer, self._last), iteration=iteration, score=None)
+        except CheckpointError as failure:
+            error.add_note(f"No checkpoint was written: {failure}")
+            return f"No checkpoint was written: {failure}"
+        self._safe_place = place
+        return f"{path} holds everything; train(..., resume='auto') continues."
