@@ -4,19 +4,21 @@ import time
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._collecting.contract import check_sampled, fit_state_keys, flatten_actions, require_finite, require_same_steps
+from ._collecting.contract import fit_state_keys, require_finite, require_same_steps
+from ._collecting.out_of_memory import PassSizes
 from ._collecting.reward_calls import RewardCalls
+from ._collecting.sampling import SampleCalls
 from ._collecting.scoring import Autocast, ReferenceScorer, Scorer, batch_fields, score_in_parts
-from ._collecting.update_plan import num_selected, parts_in_order, planned_parts
+from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, planned_parts
 from .config import RewardConfig
-from .errors import ContractError
-from .policy_base import POLICY_METHODS, KeysStates, PlansMicroBatches, SamplesWithScores, require_methods
-from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, repeat_rows, row_totals, select_rows
+from .policy_base import POLICY_METHODS, KeysStates, PlansMicroBatches, require_methods
+from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, row_totals, select_rows
 from .writing import pad_steps
 
 
@@ -55,11 +57,14 @@ class ExperienceCollector:
         require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
         self.policy, self.group_size, self.micro_batch_size = policy, group_size, micro_batch_size
         self.scorer = Scorer(policy, autocast)
-        self._name, self._needs, self._autocast = type(policy).__name__, frozenset(needs), autocast
-        self._sampler = policy if isinstance(policy, SamplesWithScores) else None
+        self.sample = SampleCalls(policy, autocast)
+        """Samples actions: `sample(states, num_actions_per_state)`."""
+        self.scoring, self.updating = PassSizes("scoring"), PassSizes("an update")
+        """Rows per forward pass, halved when memory runs out: in passes without gradient, and in updates."""
+        self._name, self._needs = type(policy).__name__, frozenset(needs)
         self._planner = policy if isinstance(policy, PlansMicroBatches) else None
         self._keyer = policy if "state_keys" in needs and isinstance(policy, KeysStates) else None
-        self.scores_itself = self._sampler is None
+        self.scores_itself = self.sample.sampler is None
         """True: the scores before any update come from scoring the policy. False: they come from its `sample_actions`."""
         self._reference = ReferenceScorer(policy, reference_policy, autocast) if use_reference else None
         self._ask_for_rewards = RewardCalls(reward_model, reward or RewardConfig())
@@ -118,14 +123,15 @@ class ExperienceCollector:
         """
         start = time.perf_counter()
         needs = self._needs | {"old_log_probs"} if several_updates else self._needs
-        if not needs and self._sampler is None and batch.old_log_probs is not None:
+        if not needs and self.scores_itself and batch.old_log_probs is not None:
             # scored only to find the steps; with one update, the current policy is the old policy
             batch = replace(batch, old_log_probs=None)
         found: dict[str, Any] = {}
         if any(getattr(batch, name) is None for name in needs - {"state_keys"}):
             found |= self._score_batch(batch)
         if self._reference is not None and batch.ref_log_probs is None:
-            found["ref_log_probs"] = self._reference(batch, self.plan_parts(batch.states, batch.actions))
+            plan = partial(self.plan_parts, batch.states, batch.actions, None)
+            found["ref_log_probs"] = self._reference(batch, plan, self.scoring)
         if self._keyer is not None and batch.state_keys is None:
             keys = self._keyer.state_keys(batch.states, batch.actions)
             found["state_keys"] = fit_state_keys(f"{self._name}.state_keys", keys, batch.mask)
@@ -136,23 +142,6 @@ class ExperienceCollector:
         seconds = batch.metrics.get("time/score", 0.0) + time.perf_counter() - start
         return replace(batch, **found, metrics={**batch.metrics, "time/score": seconds})
 
-    def sample(self, states: Rows, num_actions_per_state: int) -> tuple[Rows, Rows, SampledActions | None]:
-        """Sample actions, and return the states and actions of N rows, state by state. The third value is the result of
-        `sample_actions`, or None if the policy has no such method."""
-        if len(states) == 0:
-            raise ContractError("No states to act in: pass at least one.")
-        self.policy.eval()
-        with torch.no_grad(), self._autocast():
-            if self._sampler is None:
-                owner, sampled = f"{self._name}.generate_actions", None
-                actions = self.policy.generate_actions(states, num_actions_per_state)
-            else:
-                owner = f"{self._name}.sample_actions"
-                sampled = self._sampler.sample_actions(states, num_actions_per_state)
-                actions = check_sampled(owner, sampled, len(states) * num_actions_per_state).actions
-        row_actions = flatten_actions(owner, actions, len(states), num_actions_per_state)
-        return repeat_rows(states, num_actions_per_state), row_actions, sampled
-
     def rewards_of(self, states: Rows, num_actions_per_state: int) -> Tensor:
         """Sample actions, and return one reward per row, for evaluations."""
         row_states, row_actions, sampled = self.sample(states, num_actions_per_state)
@@ -160,17 +149,45 @@ class ExperienceCollector:
             rewards = self._ask_for_rewards(row_states, row_actions, None if sampled is None else sampled.mask)
         return row_totals(rewards.values, None)  # rewards are already 0 outside the mask
 
-    def plan_parts(self, states: Rows, actions: Rows, selected: RowIndex | None = None) -> list[RowIndex]:
+    def plan_parts(
+        self, states: Rows, actions: Rows, selected: RowIndex | None = None, num_halvings: int = 0
+    ) -> list[RowIndex]:
         """Return the rows of each forward pass, as positions within `selected`, from the policy's plan or else in order.
 
-        `selected=None` means all rows.
+        Args:
+            states: the states of all rows.
+            actions: the actions of all rows.
+            selected: the rows to plan for. None: all rows.
+            num_halvings: how often to halve `micro_batch_size`, or each part of the policy's plan.
         """
         selected = slice(0, len(states)) if selected is None else selected
         count = num_selected(selected)
         if self._planner is None or count == 0:
-            return parts_in_order(count, self.micro_batch_size)
+            return parts_in_order(count, self.micro_batch_size, num_halvings)
         plan = self._planner.plan_micro_batches(select_rows(states, selected), select_rows(actions, selected))
-        return planned_parts(f"{self._name}.plan_micro_batches", plan, count)
+        return cut_parts(planned_parts(f"{self._name}.plan_micro_batches", plan, count), num_halvings)
+
+    def take_num_repeated(self) -> int:
+        """Return how often memory ran out in this process since the last call, and work was repeated with fewer rows."""
+        parts = (self.sample, self.scoring, self.updating)
+        total = sum(part.num_repeated for part in parts)
+        for part in parts:
+            part.num_repeated = 0
+        return total
+
+    def state_dict(self) -> dict[str, Any]:
+        """The numbers of rows that fit into memory, and the counts of repetitions."""
+        return {
+            "rows_per_sample_call": self.sample.rows_per_call,
+            "num_halvings": [self.scoring.num_halvings, self.updating.num_halvings],
+            "num_repeated": [self.sample.num_repeated, self.scoring.num_repeated, self.updating.num_repeated],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, so that a resumed run makes the same forward passes."""
+        self.sample.rows_per_call = state["rows_per_sample_call"]
+        self.scoring.num_halvings, self.updating.num_halvings = state["num_halvings"]
+        self.sample.num_repeated, self.scoring.num_repeated, self.updating.num_repeated = state["num_repeated"]
 
     def _find_steps(self, states: Rows, actions: Rows, group_ids: Tensor) -> SampledActions:
         """Find the steps of each row by scoring the actions. A policy that returns log-probs [N] is scored only once."""
@@ -191,4 +208,5 @@ class ExperienceCollector:
         }
 
     def _score(self, states: Rows, actions: Rows, group_ids: Tensor) -> ActionScores:
-        return score_in_parts(self.scorer, states, actions, group_ids, self.plan_parts(states, actions))
+        plan = partial(self.plan_parts, states, actions, None)
+        return score_in_parts(self.scorer, states, actions, group_ids, plan, self.scoring)

@@ -38,8 +38,8 @@ def join_batches(batches: Sequence[ExperienceBatch]) -> ExperienceBatch:
     origins = torch.arange(len(batches)).repeat_interleave(torch.tensor([len(mask) for mask in masks]))
     _, numbers = torch.cat([batch.group_ids for batch in batches]).unique(return_inverse=True)
     return ExperienceBatch(
-        states=_join_rows([batch.states for batch in batches]),
-        actions=_join_rows([batch.actions for batch in batches]),
+        states=join_rows([batch.states for batch in batches]),
+        actions=join_rows([batch.actions for batch in batches]),
         group_ids=(origins * len(numbers) + numbers).unique(return_inverse=True)[1],
         rewards=join_steps([batch.rewards for batch in batches], width),
         reward_components={
@@ -52,6 +52,15 @@ def join_batches(batches: Sequence[ExperienceBatch]) -> ExperienceBatch:
         **{name: join_field(name, [getattr(batch, name) for batch in batches], masks) for name in OPTIONAL},
         metrics=add_metrics([batch.metrics for batch in batches]),
     )
+
+
+def join_rows(parts: Sequence[Any]) -> Rows:
+    """Concatenate the rows of several parts. Tensors stay one tensor and arrays one array; anything else becomes a list."""
+    if all(isinstance(part, Tensor) for part in parts):
+        return torch.cat([part.to(parts[0].device) for part in parts])
+    if all(isinstance(part, np.ndarray) for part in parts):
+        return np.concatenate(parts)
+    return [row for part in parts for row in part]
 
 
 def join_field(name: str, parts: Sequence[Tensor | None], masks: Sequence[Tensor]) -> Any:
@@ -121,11 +130,3 @@ def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBa
         metrics={**totals, **seconds},
     )
     return all_ranks, slice(start, start + batch.num_rows)
-
-
-def _join_rows(parts: Sequence[Any]) -> Rows:
-    if all(isinstance(part, Tensor) for part in parts):
-        return torch.cat([part.to(parts[0].device) for part in parts])
-    if all(isinstance(part, np.ndarray) for part in parts):
-        return np.concatenate(parts)
-    return [row for part in parts for row in part]

@@ -19,9 +19,13 @@ from grpo.writing import as_log_probs, describe, pad_steps
 
 from .batches import join_field
 from .contract import check_scores
+from .out_of_memory import PassSizes
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 """A function that returns the context manager in which a policy computes, such as `torch.autocast`."""
+
+Plan = Callable[[int], list[RowIndex]]
+"""A function that returns the rows of each forward pass, after the rows per forward pass were halved a number of times."""
 
 ScoreRows = Callable[[Rows, Rows, Tensor], ActionScores]
 """A function that maps the states, actions and group ids of N rows to the scores of the rows."""
@@ -96,11 +100,11 @@ class ReferenceScorer:
                 "Pass reference_policy=copy.deepcopy(policy)."
             )
 
-    def __call__(self, batch: ExperienceBatch, parts: Sequence[RowIndex]) -> Float[Tensor, "N T"]:
-        """Return log pi_ref of every step of the batch, without gradient, with one forward pass per part."""
+    def __call__(self, batch: ExperienceBatch, plan: Plan, sizes: PassSizes) -> Float[Tensor, "N T"]:
+        """Return log pi_ref of every step of the batch, without gradient, with one forward pass per part of the plan."""
         if self._reference is not None:
             self._reference.eval()
-        scores = score_in_parts(self._score, batch.states, batch.actions, batch.group_ids, parts)
+        scores = score_in_parts(self._score, batch.states, batch.actions, batch.group_ids, plan, sizes)
         width, scored = batch.mask.shape[1], scores.mask.to(batch.mask.device)
         if scored.shape[1] > width or bool((batch.mask & ~pad_steps(scored, width, False)).any()):
             raise ContractError(
@@ -115,20 +119,38 @@ class ReferenceScorer:
 
 
 def score_in_parts(
-    score: ScoreRows, states: Rows, actions: Rows, group_ids: Int[Tensor, " N"], parts: Sequence[RowIndex]
+    score: ScoreRows, states: Rows, actions: Rows, group_ids: Int[Tensor, " N"], plan: Plan, sizes: PassSizes
 ) -> ActionScores:
-    """Score all N rows without gradient, with one forward pass per part. Scores are padded to the most steps."""
-    with torch.no_grad():
-        scored = [score(select_rows(states, part), select_rows(actions, part), group_ids[part]) for part in parts]
+    """Score all N rows without gradient, with one forward pass per part of the plan. Scores are padded to the most steps.
+
+    If memory runs out, the parts are halved and all rows are scored again.
+    """
+    parts: list[RowIndex] = []
+    scored: list[ActionScores] = []
+    for attempt in sizes.attempts():
+        with attempt, torch.no_grad():
+            parts = plan(sizes.num_halvings)
+            scored = [
+                score(select_rows(states, part), select_rows(actions, part), group_ids[part])
+                for part in sizes.passes(parts)
+            ]
     if len(scored) == 1 and isinstance(parts[0], slice):
         return scored[0]
-    masks = [scores.mask for scores in scored]
     rows = torch.arange(len(group_ids))
-    order = torch.cat([rows[part] for part in parts]).argsort().to(masks[0].device)
+    return join_scores(scored, torch.cat([rows[part] for part in parts]).argsort())
+
+
+def join_scores(scored: Sequence[ActionScores], order: Int[Tensor, " N"] | None = None) -> ActionScores:
+    """Join the scores of several parts, padded to the most steps. Row n of the result is row `order[n]` of the joined parts.
+
+    Without `order`, rows stay in the order of the parts.
+    """
+    masks = [scores.mask for scores in scored]
+    order = None if order is None else order.to(masks[0].device)
 
     def joined(name: str) -> Any:
         values = join_field(name, [getattr(scores, name) for scores in scored], masks)
-        return None if values is None else values[order]
+        return values if values is None or order is None else values[order]
 
     return ActionScores(**{field.name: joined(field.name) for field in fields(ActionScores)})
 

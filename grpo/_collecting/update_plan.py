@@ -33,10 +33,22 @@ def num_updates_per_epoch(num_rows: int, batch_size: int | None) -> int:
     return 1 if batch_size is None else -(-num_rows // batch_size)
 
 
-def parts_in_order(num_rows: int, size: int | None) -> list[RowIndex]:
-    """Rows 0..N-1 in slices of `size`. None: one slice of all rows."""
-    step = size or max(num_rows, 1)
+def parts_in_order(num_rows: int, size: int | None, num_halvings: int = 0) -> list[RowIndex]:
+    """Rows 0..N-1 in slices of `size`, which is halved `num_halvings` times first. None: one slice of all rows."""
+    step = half(size or max(num_rows, 1), num_halvings)
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+
+
+def half(size: int, times: int = 1) -> int:
+    """Half of `size`, rounded up, `times` times."""
+    return -(-size >> times)
+
+
+def cut_parts(parts: Sequence[RowIndex], num_halvings: int) -> list[RowIndex]:
+    """Cut each part in half, `num_halvings` times. A part of one row stays one part."""
+    return [
+        compose_index(part, piece) for part in parts for piece in parts_in_order(num_selected(part), None, num_halvings)
+    ]
 
 
 def planned_parts(owner: str, plan: Sequence[Sequence[int]], num_rows: int) -> list[RowIndex]:

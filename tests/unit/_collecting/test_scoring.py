@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo import ActionScores, ConfigError, ContractError, ExperienceBatch
+from grpo._collecting.out_of_memory import PassSizes
 from grpo._collecting.scoring import ReferenceScorer, Scorer, batch_fields, score_in_parts
 from tests.support.policies import GroupScoring, RowScoring, TablePolicy
 
@@ -51,7 +52,8 @@ def test_a_plain_policy_that_gives_one_log_prob_per_row_decides_once_per_row() -
 def test_scores_of_parts_are_joined_in_the_order_of_the_rows() -> None:
     """Rows 3 and 1 in one forward of two columns, rows 2 and 0 in another of three."""
     parts: list[Any] = [torch.tensor([3, 1]), torch.tensor([2, 0])]
-    scores = score_in_parts(rows_of([1, 2, 3, 1]), [0, 1, 2, 3], ["x"] * 4, torch.arange(4), parts)
+    score = rows_of([1, 2, 3, 1])
+    scores = score_in_parts(score, [0, 1, 2, 3], ["x"] * 4, torch.arange(4), lambda _: parts, PassSizes("scoring"))
     assert scores.mask.tolist() == [[True, False, False], [True, True, False], [True, True, True], [True, False, False]]
     found = [
         [round(value, 3) for value in row[mask].tolist()]
@@ -71,8 +73,8 @@ def test_final_values_survive_scoring_in_parts() -> None:
             final_values=torch.tensor([5.0]) if states[0] == "truncated" else None,
         )
 
-    parts = [slice(0, 1), slice(1, 2)]
-    scores = score_in_parts(score, ["truncated", "terminated"], [0, 0], torch.tensor([0, 1]), parts)
+    states, sizes = ["truncated", "terminated"], PassSizes("scoring")
+    scores = score_in_parts(score, states, [0, 0], torch.tensor([0, 1]), lambda _: [slice(0, 1), slice(1, 2)], sizes)
     assert scores.final_values is not None
     assert scores.final_values.tolist() == [5, 0]
 
@@ -87,7 +89,9 @@ class TwoSteps(TablePolicy):
 def test_reference_log_probs_are_padded_to_the_width_of_the_batch_and_never_cut() -> None:
     def scored(mask: list[bool]) -> list[list[float]]:
         batch = ExperienceBatch.from_rows(["a"], [0], [0.0], [0], mask=[mask])
-        return ReferenceScorer(TwoSteps(), None, nullcontext)(batch, [slice(0, 1)]).tolist()
+        return ReferenceScorer(TwoSteps(), None, nullcontext)(
+            batch, lambda _: [slice(0, 1)], PassSizes("scoring")
+        ).tolist()
 
     assert scored([True, True, False]) == [[-1.0, -2.0, 0.0]]
     with pytest.raises(ContractError, match=r"TwoSteps.reference_log_prob.* at most \[1, 1\]; got \[1, 2\] bool"):

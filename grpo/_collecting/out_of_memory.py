@@ -1,0 +1,136 @@
+"""What happens when memory runs out: the work is repeated with half the rows per forward pass, and gives the same result."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+
+import torch
+
+from grpo.distributed import Engine, OneProcess
+from grpo.types import RowIndex
+
+from .update_plan import half, num_selected
+
+LOGGER = logging.getLogger("grpo")
+"""Receives one warning per new size."""
+
+
+class PassSizes:
+    """Repeats work that ran out of memory, with half the rows in each forward pass. The halvings stay for the rest of the run.
+
+    Args:
+        work: what is repeated, in messages: "an update".
+    """
+
+    def __init__(self, work: str) -> None:
+        self.num_halvings = 0
+        """How often the rows of each forward pass have been halved."""
+        self.num_repeated = 0
+        """How often memory ran out in this process and the work was repeated."""
+        self._work = work
+        self._largest = self._current = 0
+
+    def passes(self, parts: Sequence[RowIndex]) -> Iterator[RowIndex]:
+        """Yield the rows of each forward pass. If memory runs out, the size of the last yielded part is known."""
+        sizes = [num_selected(part) for part in parts]
+        self._largest = max(sizes, default=0)
+        for part, self._current in zip(parts, sizes, strict=True):
+            yield part
+        self._current = 0
+
+    def attempts(self, engine: Engine | None = None, put_back: Callable[[], None] | None = None) -> Iterator["Attempt"]:
+        """Yield attempts at the same work until one attempt succeeds on every rank.
+
+        Before a repetition, torch's global random generators are put back to where they were before the first attempt.
+
+        Args:
+            engine: all ranks repeat the work if memory ran out on one rank. None: this process is on its own.
+            put_back: drops what the failed attempt has left behind, except random numbers. None: it leaves nothing behind.
+
+        Example:
+            The work finds its sizes in `num_halvings` and `passes`::
+
+                for attempt in sizes.attempts():
+                    with attempt:
+                        results = [work(part) for part in sizes.passes(plan(sizes.num_halvings))]
+        """
+        engine, restore_generators = engine or OneProcess(), _generators_of_torch()
+        while True:
+            self._current = 0
+            attempt = Attempt(self)
+            yield attempt
+            if not engine.sum(torch.tensor(float(attempt.ran_out))).item():
+                return
+            if put_back is not None:
+                put_back()
+            restore_generators()
+            release_cached_memory()
+            self.num_halvings += 1
+
+    def accept(self, error: torch.OutOfMemoryError) -> bool:
+        """Return whether fewer rows per forward pass can help. If not, the error gets a note that says what to do."""
+        if self._current == 0:  # memory ran out outside the forward passes
+            return False
+        if self._current == 1:
+            error.add_note(one_row_too_many(self._work))
+            return False
+        warn_of_new_size(self._work, self._largest, half(self._largest))
+        self.num_repeated += 1
+        return True
+
+
+class Attempt:
+    """One attempt at some work, as a context manager. It swallows an `OutOfMemoryError` if smaller forward passes can help."""
+
+    def __init__(self, sizes: PassSizes) -> None:
+        self.ran_out = False
+        """Whether memory ran out."""
+        self._sizes = sizes
+
+    def __enter__(self) -> None:
+        """Begin the work."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """Do not keep the error: its frames hold the tensors of the failed forward pass."""
+        self.ran_out = isinstance(error, torch.OutOfMemoryError) and self._sizes.accept(error)
+        return self.ran_out
+
+
+def warn_of_new_size(work: str, num_rows: int, num_rows_next: int) -> None:
+    """Log that memory ran out, and the number of rows per forward pass from now on."""
+    LOGGER.warning(
+        "%s ran out of memory with up to %d rows per forward pass. It is repeated, and from now on has at most %d.",
+        work.capitalize(),
+        num_rows,
+        num_rows_next,
+    )
+
+
+def one_row_too_many(work: str) -> str:
+    """The note of an error that fewer rows per forward pass cannot prevent."""
+    return (
+        f"grpo: {work} ran out of memory in a forward pass of a single row, so fewer rows per forward pass cannot help. Make "
+        "the rows shorter (fewer tokens or steps), use a smaller model or a lower precision (autocast_dtype='bfloat16'), or "
+        "free the memory that other objects and processes hold."
+    )
+
+
+def release_cached_memory() -> None:
+    """Return unused memory of CUDA's cache to the device, so that blocks of other sizes fit."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _generators_of_torch() -> Callable[[], None]:
+    """Return a function that puts torch's global generators (CPU and CUDA) back to where they are now."""
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+    return restore
