@@ -65,6 +65,16 @@ class Meter:
         """Forget everything that was added."""
         self._names, self._moments, self._values = [], [], {}
 
+    def restore_point(self) -> Callable[[], None]:
+        """Return a function that forgets everything that is added from now on."""
+        num_moments, values = len(self._moments), {**self._values}
+
+        def restore() -> None:
+            del self._names[num_moments:], self._moments[num_moments:]
+            self._values = values
+
+        return restore
+
     def copy(self) -> "Meter":
         """A meter with the same content. The device is not synchronised."""
         copied = Meter()

@@ -159,9 +159,11 @@ class GRPOTrainer:
         self.sampler.is_stale = True  # the weights may have changed, even if an update fails halfway
         for selected in rows.updates():  # epochs x updates; a group's rows stay adjacent
             weights = rows.weights(selected)  # of the whole update, on all ranks
-            for micro in rows.micro_batches(selected):  # planned by the policy if it can
-                output = self.objective(rows.inputs(micro, weights))
-                self.optimizer_step.backward(output.loss)
+            for attempt in rows.attempts(self.optimizer_step, self.meter):  # once, unless memory runs out
+                with attempt:
+                    for micro in rows.micro_batches(selected):  # planned by the policy if it can
+                        # no name is given to the loss, so that a failed attempt leaves no graph in memory
+                        self.optimizer_step.backward(self.objective(rows.inputs(micro, weights)).loss)
             self.optimizer_step.apply(rows.sum_of_log_probs())  # sync ranks, check finite, clip, step, schedule
             self.safe_points.reached()  # a run that is stopped continues from here
         self.sampler.is_stale = was_stale or self.optimizer_step.num_applied > 0

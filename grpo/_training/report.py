@@ -50,14 +50,15 @@ class IterationReport:
 
     def __init__(self, config: GRPOConfig, setup: UpdateSetup, optimizer_step: OptimizerStep, meter: Meter) -> None:
         self.advisor = RunAdvisor(config)
-        self._coefficients, self._engine = setup.coefficients, setup.engine
+        self._coefficients, self._engine, self._collector = setup.coefficients, setup.engine, setup.collector
         self._optimizer_step, self._meter = optimizer_step, meter
         self._defaults = {**dict.fromkeys(TERMS, math.nan if setup.has_own_loss else 0.0), **ABSENT}
 
     def __call__(self, rows: UpdateRows) -> dict[str, float]:
         """The metrics of an iteration by name, after its updates."""
         all_ranks, num_applied = self._engine.gather_objects, self._optimizer_step.num_applied
-        num_skipped, num_replayed = sum(all_ranks(rows.num_skipped)), sum(all_ranks(rows.data.num_replayed))
+        own_counts = (rows.num_skipped, rows.data.num_replayed, self._collector.take_num_repeated())
+        num_skipped, num_replayed, num_repeated = map(sum, zip(*all_ranks(own_counts), strict=True))
         measured = self._meter.report(rows.num_planned - rows.num_dead, all_ranks)
         metrics = {**self._defaults, "train/learning_rate": self._optimizer_step.learning_rate}
         for name, (mean, std) in measured.items():
@@ -68,6 +69,7 @@ class IterationReport:
         metrics |= {
             "train/num_updates": float(num_applied),
             "train/skipped_updates": float(rows.num_planned - num_applied),
+            "train/out_of_memory": float(num_repeated),
             "rows/skipped_zero_advantage": float(num_skipped),
             "rows/replayed": float(num_replayed),
             **batch_metrics(rows.all_ranks),

@@ -181,6 +181,7 @@ def _stateful(trainer: Any) -> dict[str, Any]:
     candidates = {
         "policy": trainer.policy,
         "advantages": trainer.advantages,
+        "collector": trainer.collector,
         "coefficients": trainer.coefficients,
         "replay": trainer.replay,
         "optimizer": trainer.optimizer_step.optimizer,

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo._advantages.groups import has_advantage
+from grpo._collecting.out_of_memory import Attempt
 from grpo._collecting.update_plan import compose_index, epoch_of_updates, num_selected, num_updates_per_epoch
 from grpo._objective.selection import kept_by_entropy, selected_by
 from grpo._objective.weights import step_weights
@@ -18,12 +19,14 @@ from grpo.config import GRPOConfig
 from grpo.distributed import Engine
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from grpo.experience_collector import ExperienceCollector
+from grpo.metrics import Meter
 from grpo.policy_base import SplitsSteps
 from grpo.surrogates import SurrogateTraits, traits_of
 from grpo.types import ActionScores, ExperienceBatch, ObjectiveInputs, RowIndex, select_rows, zero_outside
 from grpo.writing import pad_steps
 
 from .coefficients import Coefficients
+from .optimizer_step import OptimizerStep
 from .requirements import require_discrete, require_probabilities
 from .training_rows import TrainingRows, split_steps
 
@@ -187,12 +190,27 @@ class UpdateRows:
 
     def micro_batches(self, selected: RowIndex) -> Iterator[RowIndex]:
         """Yield the rows of each forward pass, as positions within `selected`. The policy's `plan_micro_batches` chooses the
-        rows. Without it, each forward pass has the next `micro_batch_size` rows."""
+        rows. Without it, each forward pass has the next `micro_batch_size` rows. `attempts` halves both if memory runs out."""
         positions = self._live_positions(selected)
-        batch = self.data.batch
+        batch, collector = self.data.batch, self._setup.collector
+        sizes = collector.updating
         chosen = compose_index(selected, positions)
-        for part in self._setup.collector.plan_parts(batch.states, batch.actions, chosen):
+        for part in sizes.passes(collector.plan_parts(batch.states, batch.actions, chosen, sizes.num_halvings)):
             yield compose_index(positions, part)
+
+    def attempts(self, optimizer_step: OptimizerStep, meter: Meter) -> Iterator[Attempt]:
+        """Yield attempts at the forward and backward passes of an update, until memory suffices for one on every rank.
+
+        A failed attempt leaves nothing behind: gradients, metrics, log-probs and random numbers are put back.
+        """
+        forget_metrics = meter.restore_point()
+
+        def put_back() -> None:
+            optimizer_step.clear()
+            self._sum_of_log_probs.clear()
+            forget_metrics()
+
+        return self._setup.collector.updating.attempts(self._setup.engine, put_back)
 
     def _live_positions(self, selected: RowIndex) -> RowIndex:
         if self.data.live is None:
