@@ -16,7 +16,9 @@ from .errors import (
     GRPOWarning,
     NonFiniteGradientError,
     ProtocolError,
+    RankError,
     RewardError,
+    TrainingInterrupted,
 )
 from .evaluation import compare_policies, measure_policy
 from .grpo_objective import grpo_objective, step_weights
@@ -85,5 +87,7 @@ __all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
     "RewardError",
     "NonFiniteGradientError",
     "CheckpointError",
+    "RankError",
+    "TrainingInterrupted",
     "GRPOWarning",
 ]

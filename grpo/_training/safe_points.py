@@ -31,6 +31,7 @@ class SafePoints:
         self._folder: CheckpointFolder | None = None
         self._last: dict[str, Any] | None = None
         self._safe_place: tuple[int, int | None, bool] | None = None
+        self._first_place: tuple[int, int | None, bool] | None = None
 
     def reached(self, *, is_saved: bool = False) -> None:
         """Note a safe point. Raises `TrainingInterrupted` if a signal has arrived.
@@ -52,7 +53,8 @@ class SafePoints:
         self._folder = folder
         try:
             with self._interrupts.handled(*((SIGINT,) if folder is None else (SIGINT, SIGTERM))):
-                self.reached(is_saved=True)
+                self.reached(is_saved=folder is not None and folder.has(self._trainer.iteration))
+                self._first_place = self._last and self._place()
                 yield
         except BaseException as error:
             place = self._save_after(error)
@@ -86,7 +88,7 @@ class SafePoints:
         if isinstance(error, NonFiniteGradientError):  # a run that continues from here counts from 0 again
             self._last["counters"]["skipped_in_a_row"] = 0
         iteration, _, _ = place = self._place()
-        if place == self._safe_place:
+        if place == self._safe_place or (place == self._first_place and isinstance(error, Exception)):
             return f"Nothing after iteration {iteration} was lost."
         try:
             path = folder.save(capture(trainer, self._last), iteration=iteration, score=None)
