@@ -1,0 +1,340 @@
+"""Work that runs out of memory: which sizes are tried, what is put back, when the error is raised, and how ranks agree."""
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from grpo import ExperienceBatch
+from grpo._collecting.out_of_memory import PassSizes
+from grpo._collecting.update_plan import cut_parts, half, parts_in_order
+from grpo.distributed import OneProcess
+from grpo.experience_collector import ExperienceCollector
+from tests.support.out_of_memory import SmallMemory, scored_rows
+from tests.support.policies import Planning, RowScoring
+
+ROWS: dict[str, Any] = {
+    "states": [0, 0, 1, 1, 2, 2, 3, 3],
+    "actions": [(1, 2, 0), (0,), (2, 0), (1,), (1, 1, 1, 1), (2,), (0,), (2, 2, 0)],
+    "rewards": [0.0, 1.0] * 4,
+    "group_ids": [0, 0, 1, 1, 2, 2, 3, 3],
+}
+MASK = torch.arange(4) < torch.tensor([len(action) for action in ROWS["actions"]]).unsqueeze(1)
+
+
+def batch() -> ExperienceBatch:
+    return ExperienceBatch.from_rows(**ROWS, mask=MASK)
+
+
+def worked(sizes: PassSizes, memory: SmallMemory, num_rows: int, **options: Any) -> list[int]:
+    """Pass over rows, in forward passes of half as many rows after each halving. Return the sizes of the last attempt."""
+    found: list[int] = []
+    for attempt in sizes.attempts(**options):
+        with attempt:
+            found = []
+            for part in sizes.passes(parts_in_order(num_rows, None, sizes.num_halvings)):
+                memory.use(part.stop - part.start)
+                found.append(part.stop - part.start)
+    return found
+
+
+# Sizes
+
+
+def test_half_is_rounded_up(subtests: pytest.Subtests) -> None:
+    for size, times, expected in [
+        (8, 0, 8),
+        (8, 1, 4),
+        (8, 3, 1),
+        (8, 9, 1),
+        (5, 1, 3),
+        (5, 2, 2),
+        (5, 3, 1),
+        (1, 1, 1),
+    ]:
+        with subtests.test(size=size, times=times):
+            assert half(size, times) == expected
+
+
+def test_parts_in_order_have_half_the_rows() -> None:
+    assert parts_in_order(7, None, 1) == [slice(0, 4), slice(4, 7)]
+    assert parts_in_order(7, 4, 1) == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 7)]
+    assert parts_in_order(3, 2, 9) == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert parts_in_order(0, None, 2) == []
+
+
+def test_each_part_of_a_plan_is_cut_in_half() -> None:
+    plan: list[Any] = [torch.tensor([6, 0, 3]), torch.tensor([1]), torch.tensor([5, 4])]
+    assert [part.tolist() for part in cut_parts(plan, 0)] == [[6, 0, 3], [1], [5, 4]]  # type: ignore[union-attr]
+    assert [part.tolist() for part in cut_parts(plan, 1)] == [[6, 0], [3], [1], [5], [4]]  # type: ignore[union-attr]
+    assert [part.tolist() for part in cut_parts(plan, 2)] == [[6], [0], [3], [1], [5], [4]]  # type: ignore[union-attr]
+    assert cut_parts([slice(2, 5)], 1) == [slice(2, 4), slice(4, 5)]
+
+
+# Attempts
+
+
+def test_work_that_fits_is_done_once() -> None:
+    sizes, memory = PassSizes("work"), SmallMemory(fits=8)
+    assert worked(sizes, memory, 8) == [8]
+    assert (memory.sizes, sizes.num_halvings, sizes.num_repeated) == ([8], 0, 0)
+
+
+def test_work_is_repeated_with_half_the_rows_until_it_fits_and_stays_there() -> None:
+    sizes, memory = PassSizes("work"), SmallMemory(fits=2)
+    assert worked(sizes, memory, 7) == [2, 2, 2, 1]
+    assert memory.sizes == [7, 4, 2, 2, 2, 1]
+    assert (sizes.num_halvings, sizes.num_repeated) == (2, 2)
+    assert worked(sizes, memory, 8) == [2, 2, 2, 2]
+    assert (sizes.num_halvings, sizes.num_repeated) == (2, 2)
+
+
+def test_all_passes_are_repeated_whichever_failed(subtests: pytest.Subtests) -> None:
+    for failing in range(1, 5):
+        with subtests.test(failing=failing):
+            sizes, memory = PassSizes("work"), SmallMemory(fails_at=[failing])
+            sizes.num_halvings = 1
+            assert worked(sizes, memory, 8) == ([4, 4] if failing > 2 else [2] * 4)
+            assert len(memory.sizes) == (2 if failing > 2 else failing + 4)
+
+
+def test_what_an_attempt_left_behind_is_put_back_before_each_repetition() -> None:
+    left: list[str] = []
+    sizes, memory = PassSizes("work"), SmallMemory(fits=2)
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    drawn: Tensor | None = None
+    for attempt in sizes.attempts(put_back=left.clear):
+        assert left == []
+        with attempt:
+            for part in sizes.passes(parts_in_order(8, None, sizes.num_halvings)):
+                left.append("pass")
+                drawn = torch.rand(2) if part.start == 0 else drawn
+                memory.use(part.stop - part.start)
+    assert left == ["pass"] * 4
+    assert drawn is not None
+    assert torch.equal(drawn, expected)
+
+
+def test_a_single_row_that_does_not_fit_is_an_error_that_says_what_to_do() -> None:
+    sizes, memory = PassSizes("an update"), SmallMemory(fits=0)
+    with pytest.raises(torch.OutOfMemoryError, match="injected at use 3, of 1 rows") as caught:
+        worked(sizes, memory, 4)
+    assert memory.sizes == [4, 2, 1]
+    (note,) = caught.value.__notes__
+    assert note.startswith("grpo: an update ran out of memory in a forward pass of a single row")
+    assert "Make the rows shorter" in note
+
+
+def interrupted(sizes: PassSizes, error: BaseException, after: int, num_rows: tuple[int, ...] = (3, 1)) -> None:
+    """Raise an error after a number of forward passes: with 0 before the first, with the last after all of them."""
+    for attempt in sizes.attempts():
+        with attempt:
+            if after == 0:
+                raise error
+            for number, _ in enumerate(sizes.passes([slice(0, rows) for rows in num_rows]), start=1):
+                if number == after:
+                    raise error
+            raise error
+
+
+def test_a_single_row_is_an_error_at_once_even_if_other_parts_are_larger() -> None:
+    sizes = PassSizes("work")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        interrupted(sizes, torch.OutOfMemoryError(), after=2)
+    assert len(caught.value.__notes__) == 1
+    assert (sizes.num_halvings, sizes.num_repeated) == (0, 0)
+
+
+def test_an_error_outside_the_passes_is_not_repeated(subtests: pytest.Subtests) -> None:
+    for after in (0, 3):
+        with subtests.test(after=after):
+            sizes = PassSizes("work")
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                interrupted(sizes, torch.OutOfMemoryError(), after)
+            assert not hasattr(caught.value, "__notes__")
+            assert (sizes.num_halvings, sizes.num_repeated) == (0, 0)
+
+
+def test_errors_of_other_types_pass_at_once(subtests: pytest.Subtests) -> None:
+    for error in (RuntimeError("CUDA out of memory, in words alone"), MemoryError(), KeyboardInterrupt()):
+        with subtests.test(error=type(error).__name__):
+            sizes = PassSizes("work")
+            with pytest.raises(type(error)):
+                interrupted(sizes, error, after=1)
+            assert (sizes.num_halvings, sizes.num_repeated) == (0, 0)
+
+
+def test_each_new_size_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    sizes, memory = PassSizes("an update"), SmallMemory(fits=2)
+    with caplog.at_level(logging.WARNING, logger="grpo"):
+        worked(sizes, memory, 7)
+        worked(sizes, memory, 7)
+    message = "An update ran out of memory with up to {} rows per forward pass. It is repeated, and from now on has at most {}."
+    assert [record.message for record in caplog.records] == [message.format(7, 4), message.format(4, 2)]
+
+
+def test_unused_memory_of_cuda_is_released_before_a_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(len(memory.sizes)))
+    generators = [torch.tensor([7], dtype=torch.uint8)]
+    restored: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: generators)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", restored.append)
+    memory = SmallMemory(fits=2)
+    worked(PassSizes("work"), memory, 8)
+    assert released == [1, 2]
+    assert restored == [generators, generators]
+
+
+class OtherRank(OneProcess):
+    """A second rank that runs out of memory in some of its attempts, counted from 1."""
+
+    num_ranks = 2
+
+    def __init__(self, *fails_in: int) -> None:
+        self.fails_in = fails_in
+        self.num_sums = 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        self.num_sums += 1
+        return values + float(self.num_sums in self.fails_in)
+
+
+def test_a_rank_repeats_what_another_rank_could_not_do(caplog: pytest.LogCaptureFixture) -> None:
+    """Two halvings for the other rank, none for this one; only errors of this rank are counted and logged."""
+    sizes, memory, engine = PassSizes("work"), SmallMemory(), OtherRank(1, 2)
+    with caplog.at_level(logging.WARNING, logger="grpo"):
+        assert worked(sizes, memory, 8, engine=engine) == [2, 2, 2, 2]
+    assert memory.sizes == [8, 4, 4, 2, 2, 2, 2]
+    assert (sizes.num_halvings, sizes.num_repeated, engine.num_sums) == (2, 0, 3)
+    assert caplog.records == []
+
+
+def test_two_ranks_that_fail_in_one_attempt_halve_once() -> None:
+    sizes, memory = PassSizes("work"), SmallMemory(fits=4)
+    assert worked(sizes, memory, 8, engine=OtherRank(1)) == [4, 4]
+    assert (sizes.num_halvings, sizes.num_repeated) == (1, 1)
+
+
+def test_a_rank_without_rows_waits_for_the_other() -> None:
+    sizes, memory = PassSizes("work"), SmallMemory(fits=0)
+    assert worked(sizes, memory, 0, engine=OtherRank(1)) == []
+    assert (sizes.num_halvings, sizes.num_repeated, memory.sizes) == (1, 0, [])
+
+
+# Scoring
+
+
+class OwnReference(RowScoring):
+    """Has a reference of its own: another network with the same interface."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reference = RowScoring()
+
+    def reference_log_probabilities(self, states: Any, actions: Any) -> Tensor:
+        scores = self.reference.score_actions(states, actions)
+        return torch.where(scores.mask, scores.log_probs, 0.0)
+
+
+def completed(policy: Any, reference: Any = None, **settings: Any) -> tuple[ExperienceBatch, ExperienceCollector]:
+    collector = ExperienceCollector(
+        policy=policy,
+        reward_model=lambda states, actions: [0.0] * len(actions),
+        group_size=2,
+        reference_policy=reference,
+        use_reference=True,
+        needs=("entropy",),
+        **settings,
+    )
+    return collector.complete(batch(), several_updates=True), collector
+
+
+def test_scores_are_the_same_whichever_call_runs_out_of_memory(subtests: pytest.Subtests) -> None:
+    """Two calls of four rows for the policy and two for the reference. The failing call is repeated with two rows each."""
+    torch.manual_seed(0)
+    policy, reference = RowScoring(), RowScoring()
+    expected, _ = completed(policy, reference, micro_batch_size=2)
+    own = OwnReference()
+    expected_own, _ = completed(own, micro_batch_size=2)
+    for scored, method in (
+        (policy, "score_actions"),
+        (reference, "score_actions"),
+        (own, "reference_log_probabilities"),
+    ):
+        for failing in (1, 2):
+            with subtests.test(
+                policy=type(scored).__name__, method=method, is_reference=scored is reference, at=failing
+            ):
+                memory = SmallMemory(fails_at=[failing])
+                twins = {id(one): copy.deepcopy(one) for one in (policy, reference, own)}
+                memory.used_by(twins[id(scored)], method, scored_rows)
+                if scored is own:
+                    found, collector = completed(twins[id(own)], micro_batch_size=4)
+                else:
+                    found, collector = completed(twins[id(policy)], twins[id(reference)], micro_batch_size=4)
+                wanted = expected_own if scored is own else expected
+                assert memory.sizes == [4] * failing + [2] * 4
+                assert (collector.scoring.num_halvings, collector.take_num_repeated()) == (1, 1)
+                for name in ("old_log_probs", "ref_log_probs", "entropy"):
+                    here, there = getattr(found, name), getattr(wanted, name)
+                    torch.testing.assert_close(here[MASK], there[MASK], rtol=1e-12, atol=0)
+
+
+def test_parts_of_a_plan_are_halved_when_scoring() -> None:
+    policy = Planning()
+    policy.plan = lambda num_rows: [[6, 0, 3], [1, 2, 4, 5, 7]]  # type: ignore[method-assign]
+    expected, _ = completed(copy.deepcopy(policy), policy)
+    memory = SmallMemory(fits=3)
+    twin = copy.deepcopy(policy)
+    memory.used_by(twin, "score_actions", scored_rows)
+    found, _ = completed(twin, policy)
+    assert memory.sizes == [3, 5, 2, 1, 3, 2]
+    assert found.old_log_probs is not None
+    assert expected.old_log_probs is not None
+    assert torch.allclose(found.old_log_probs[MASK], expected.old_log_probs[MASK], rtol=1e-12, atol=0)
+
+
+def test_steps_of_sampled_actions_are_found_with_fewer_rows_too() -> None:
+    torch.manual_seed(0)
+    policy = RowScoring()
+    memory = SmallMemory(fits=3)
+    memory.used_by(policy, "score_actions", scored_rows)
+    collector = ExperienceCollector(policy=policy, reward_model=lambda s, a: [0.0] * len(a), group_size=3)
+    found = collector.collect([0, 1])
+    assert memory.sizes == [6, 3, 3]
+    assert found.old_log_probs is not None
+    expected = RowScoring.score_actions(policy, found.states, found.actions)
+    assert torch.equal(found.mask, expected.mask)
+    assert torch.allclose(found.old_log_probs[found.mask], expected.log_probs[found.mask].detach(), rtol=1e-12, atol=0)
+
+
+# The collector's counts and state
+
+
+def test_repetitions_are_counted_until_they_are_taken() -> None:
+    collector = ExperienceCollector(policy=RowScoring(), reward_model=lambda s, a: [0.0] * len(a), group_size=1)
+    collector.sample.num_repeated, collector.scoring.num_repeated, collector.updating.num_repeated = 1, 2, 4
+    assert (collector.take_num_repeated(), collector.take_num_repeated()) == (7, 0)
+
+
+def test_the_state_restores_every_size_and_count() -> None:
+    def fresh() -> ExperienceCollector:
+        return ExperienceCollector(policy=RowScoring(), reward_model=lambda s, a: [0.0] * len(a), group_size=1)
+
+    collector, twin = fresh(), fresh()
+    assert collector.state_dict() == {"rows_per_sample_call": None, "num_halvings": [0, 0], "num_repeated": [0, 0, 0]}
+    collector.sample.rows_per_call = 6
+    collector.scoring.num_halvings, collector.updating.num_halvings = 1, 2
+    collector.sample.num_repeated, collector.scoring.num_repeated, collector.updating.num_repeated = 3, 4, 5
+    twin.load_state_dict(collector.state_dict())
+    assert twin.sample.rows_per_call == 6
+    assert (twin.scoring.num_halvings, twin.updating.num_halvings) == (1, 2)
+    assert twin.state_dict() == collector.state_dict()
+    assert twin.take_num_repeated() == 12
