@@ -1,0 +1,360 @@
+"""Updates that run out of memory: the replay has the gradient of smaller micro-batches, and leaves no other trace."""
+
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from grpo import ActionScores, ExperienceBatch, GRPOConfig, GRPOTrainer
+from tests.support.out_of_memory import SmallMemory, scored_rows
+from tests.support.policies import GroupScoring, Planning, RecordingSGD, RowScoring, weights_of
+from tests.support.trainers import without_time
+
+STATES = [0, 1, 2, 3]
+PLAN = [[6, 0, 3], [1, 2, 4, 5, 7]]
+
+
+class Dropping(RowScoring):
+    """Draws dropout in every forward pass with gradient."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.dropout = nn.Dropout(0.4)
+
+    def _logits(self, states: list[int], tokens: Tensor) -> Tensor:
+        return super()._logits(states, tokens) + self.dropout(torch.ones(len(states), tokens.shape[1], 1))
+
+
+class Planned(Planning):
+    """In two parts, of three and of five rows."""
+
+    plan = staticmethod(lambda num_rows: PLAN)
+
+
+def reward(states: Any, actions: Any) -> list[float]:
+    """Different in each row of a group."""
+    return [float(sum(action)) + 0.3 * place for place, action in enumerate(actions)]
+
+
+class Switching(RecordingSGD):
+    """Halves the forward passes of its trainer's updates after some steps: what an error in the next update does."""
+
+    trainer: GRPOTrainer | None = None
+    after = -1
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.trainer is not None and len(self.gradients) == self.after:
+            self.trainer.collector.updating.num_halvings = 1
+
+
+def made(kind: Any = RowScoring, *, after: int = -1, reward_model: Any = reward, **settings: Any) -> GRPOTrainer:
+    """A trainer of eight rows of float64 per iteration, with two updates of forward passes of four rows."""
+    torch.manual_seed(0)
+    policy = kind(dtype=torch.float64)
+    optimizer = Switching(policy)
+    settings = {"group_size": 2, "num_epochs_per_update": 2, "micro_batch_size": 4, "seed": 3, **settings}
+    trainer = GRPOTrainer(config=GRPOConfig(**settings), policy=policy, reward_model=reward_model, optimizer=optimizer)
+    optimizer.trainer, optimizer.after = trainer, after
+    if after == 0:
+        trainer.collector.updating.num_halvings = 1
+    return trainer
+
+
+Break = Callable[[Any, SmallMemory], None]
+
+
+def in_forward(policy: Any, memory: SmallMemory) -> None:
+    def rows_with_gradient(states: Any, actions: Any) -> int:
+        return scored_rows(states, actions) if torch.is_grad_enabled() else 0
+
+    class Updates(SmallMemory):
+        def use(self, num_rows: int) -> None:
+            if num_rows:
+                memory.use(num_rows)
+
+    Updates().used_by(policy, "score_actions", rows_with_gradient)
+
+
+def in_backward(policy: Any, memory: SmallMemory) -> None:
+    memory.used_by_backward(policy)
+
+
+def after_backward(policy: Any, memory: SmallMemory) -> None:
+    """When gradients of this forward pass have reached some parameters but not the last."""
+
+    def hook(_: Tensor) -> None:
+        memory.use(policy.rows_scored[-1])
+
+    policy.start.weight.register_hook(hook)
+
+
+def assert_equal_runs(found: GRPOTrainer, expected: GRPOTrainer, tolerance: float = 0.0) -> None:
+    for one, other in zip(
+        found.optimizer_step.optimizer.gradients, expected.optimizer_step.optimizer.gradients, strict=True
+    ):  # type: ignore[union-attr]
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(weights_of(found.policy), weights_of(expected.policy), rtol=tolerance, atol=tolerance)
+
+
+# One process
+
+
+@pytest.mark.filterwarnings("ignore:Dropping. before any update:grpo.GRPOWarning")
+def test_a_replay_equals_smaller_micro_batches_to_the_last_bit(subtests: pytest.Subtests) -> None:
+    """Whichever of the four forward and backward passes of an iteration fails, with random numbers drawn in each."""
+    for where in (in_forward, in_backward, after_backward):
+        for failing in range(1, 5):
+            with subtests.test(where=where.__name__, failing=failing):
+                expected = made(Dropping, after=(failing - 1) // 2)
+                expected_metrics = expected.step(STATES)
+                expected_draw = torch.rand(3)
+                found, memory = made(Dropping), SmallMemory(fails_at=[failing])
+                where(found.policy, memory)
+                metrics = found.step(STATES)
+                assert memory.sizes == [4] * failing + [2] * (4 if failing > 2 else 8)
+                assert torch.equal(torch.rand(3), expected_draw)
+                assert_equal_runs(found, expected)
+                assert metrics.pop("train/out_of_memory") == 1.0
+                assert expected_metrics.pop("train/out_of_memory") == 0.0
+                assert without_time(metrics) == without_time(expected_metrics)
+
+
+def test_a_replay_has_the_gradient_of_the_run_without_an_error(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (RowScoring, {}),
+        (RowScoring, {"micro_batch_size": None}),
+        (RowScoring, {"batch_size": 3, "micro_batch_size": None}),
+        (GroupScoring, {"micro_batch_size": None}),
+        (Planned, {}),
+    ]
+    for kind, settings in cases:
+        for fits in (1, 2):
+            with subtests.test(kind=kind.__name__, settings=settings, fits=fits):
+                expected = made(kind, **settings)
+                expected.step(STATES)
+                found, memory = made(kind, **settings), SmallMemory(fits=fits)
+                (in_groups if kind is GroupScoring else in_forward)(found.policy, memory)
+                assert found.step(STATES)["train/out_of_memory"] >= 1.0
+                assert max(memory.sizes) > fits >= max(memory.sizes[-3:])
+                assert_equal_runs(found, expected, 1e-12)
+
+
+def test_rows_without_an_advantage_stay_out_of_the_replay() -> None:
+    """Four of the eight rows have an advantage: those of the states 1 and 3."""
+
+    def odd_states_differ(states: Any, actions: Any) -> list[float]:
+        return [float(state % 2 * (place % 2)) for place, state in enumerate(states)]
+
+    expected = made(reward_model=odd_states_differ)
+    assert expected.step(STATES)["rows/skipped_zero_advantage"] == 4.0
+    found, memory = made(reward_model=odd_states_differ), SmallMemory(fails_at=[1])
+    in_forward(found.policy, memory)
+    found.step(STATES)
+    assert memory.sizes == [4] + [2] * 4
+    assert_equal_runs(found, expected, 1e-12)
+
+
+def in_groups(policy: Any, memory: SmallMemory) -> None:
+    work = policy.score_groups
+
+    def wrapped(states: Any, actions: Any) -> ActionScores:
+        scores: ActionScores = work(states, actions)
+        if torch.is_grad_enabled():
+            memory.use(sum(map(len, actions)))
+        return scores
+
+    policy.score_groups = wrapped
+
+
+def test_each_part_of_a_policys_plan_is_halved() -> None:
+    found, memory = made(Planned, num_epochs_per_update=1), SmallMemory(fits=4)
+    in_forward(found.policy, memory)
+    found.step(STATES)
+    assert memory.sizes == [3, 5, 2, 1, 3, 2]
+
+
+def test_halvings_stay_for_the_rest_of_the_run_and_are_counted_once() -> None:
+    found, memory = made(num_epochs_per_update=1, micro_batch_size=None), SmallMemory(fits=2)
+    in_forward(found.policy, memory)
+    counts = [found.step(STATES)["train/out_of_memory"] for _ in range(3)]
+    assert counts == [2.0, 0.0, 0.0]
+    assert memory.sizes == [8, 4] + [2] * 12
+
+
+def test_a_single_row_that_does_not_fit_ends_the_update_with_the_weights_as_they_were() -> None:
+    found, memory = made(), SmallMemory(fits=0)
+    before = weights_of(found.policy)
+    in_backward(found.policy, memory)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        found.step(STATES)
+    assert memory.sizes == [4, 2, 1]
+    assert "an update ran out of memory in a forward pass of a single row" in caught.value.__notes__[0]
+    assert torch.equal(weights_of(found.policy), before)
+
+
+class Watched(RowScoring):
+    """Counts, at each forward pass with gradient, the results of earlier ones that are still in memory."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.results: list[Any] = []
+        self.num_alive: list[int] = []
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        if torch.is_grad_enabled():
+            self.num_alive.append(sum(result() is not None for result in self.results))
+            self.results.append(weakref.ref(scores.log_probs))
+        return scores
+
+
+def test_a_failed_attempt_holds_no_tensors_when_the_next_begins(subtests: pytest.Subtests) -> None:
+    for where in (in_forward, in_backward):
+        with subtests.test(where=where.__name__):
+            found, memory = made(Watched, micro_batch_size=None, num_epochs_per_update=1), SmallMemory(fits=4)
+            where(found.policy, memory)
+            found.step(STATES)
+            assert memory.sizes == [8, 4, 4]
+            assert found.policy.num_alive == [0, 0, 0]
+
+
+def test_an_optimizer_that_runs_out_of_memory_is_not_repeated() -> None:
+    found = made()
+    calls: list[int] = []
+
+    def step(closure: Any = None) -> None:
+        calls.append(1)
+        raise torch.OutOfMemoryError("in the optimizer")
+
+    found.optimizer_step.optimizer.step = step  # type: ignore[union-attr]
+    with pytest.raises(torch.OutOfMemoryError, match="in the optimizer"):
+        found.step(STATES)
+    assert calls == [1]
+    assert found.collector.updating.num_halvings == 0
+
+
+def test_repetitions_of_sampling_scoring_and_updates_add_up_in_one_metric() -> None:
+    found = made()
+    SmallMemory(fails_at=[1, 2]).used_by(found.policy, "generate_actions", lambda states, number: len(states) * number)
+    SmallMemory(fails_at=[1, 6]).used_by(found.policy, "score_actions", scored_rows)  # a scoring, and an update
+    assert found.step(STATES)["train/out_of_memory"] == 4.0
+    assert found.step(STATES)["train/out_of_memory"] == 0.0
+
+
+def test_evaluations_are_repeated_with_fewer_rows() -> None:
+    found, memory = made(), SmallMemory(fits=4)
+    memory.used_by(found.policy, "generate_actions", lambda states, number: len(states) * number)
+    found.evaluate(STATES)
+    assert memory.sizes == [8, 4, 4]
+    assert found.step(STATES)["train/out_of_memory"] == 1.0
+
+
+def test_a_checkpoint_holds_the_halvings(tmp_path: Path) -> None:
+    first, memory = made(), SmallMemory(fits=2)
+    in_forward(first.policy, memory)
+    first.step(STATES)
+    first.save_checkpoint(tmp_path / "checkpoint")
+    second, memory = made(), SmallMemory()
+    in_forward(second.policy, memory)
+    second.load_checkpoint(tmp_path / "checkpoint")
+    second.step(STATES)
+    assert memory.sizes == [2] * 8
+
+
+# Two ranks, as threads
+
+
+class ThreadRank:
+    """One of two ranks that meet in this process. Every call waits for the other rank."""
+
+    num_ranks = 2
+
+    def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
+        self.rank, self._barrier, self._values = rank, barrier, values
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self._values[self.rank] = value
+        self._barrier.wait()
+        found = list(self._values)
+        self._barrier.wait()
+        return found
+
+    def sum(self, values: Tensor) -> Tensor:
+        first, second = self.gather_objects(values.clone())
+        return first + second
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
+        first, second = self.gather_objects(rows)
+        width = max(first.shape[1:], second.shape[1:])
+        assert first.shape[1:] == second.shape[1:] == width
+        return torch.cat([first, second]), self.rank * len(first)
+
+    def agree(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            self._barrier.abort()
+            raise error
+
+
+ROLLOUTS = [
+    {"states": [0, 0, 1, 1], "actions": [(1, 2), (0, 1), (2, 0), (1, 1)], "rewards": [0.0, 1.0, 0.0, 2.0]},
+    {"states": [2, 2, 3, 3], "actions": [(2, 2), (1, 0), (0, 0), (2, 1)], "rewards": [1.0, 0.0, 3.0, 0.0]},
+]
+
+
+def on_both_ranks(
+    fails: dict[int, Collection[int]],
+) -> tuple[list[GRPOTrainer], list[SmallMemory], list[dict[str, float]]]:
+    """One update of four rows on each of two ranks. `fails` says at which forward passes a rank runs out of memory."""
+    barrier, values = threading.Barrier(2, timeout=60.0), [None, None]
+    trainers: list[Any] = [None, None]
+    metrics: list[Any] = [None, None]
+    memories = [SmallMemory(fails_at=fails.get(rank, ())) for rank in range(2)]
+    torch.manual_seed(0)
+    policy = RowScoring(dtype=torch.float64)
+    twins = [copy.deepcopy(policy) for _ in range(2)]
+
+    def run(rank: int) -> None:
+        trainers[rank] = GRPOTrainer(
+            config=GRPOConfig(group_size=2, micro_batch_size=4, seed=1),
+            policy=twins[rank],
+            reward_model=reward,
+            optimizer=RecordingSGD(twins[rank]),
+            engine=ThreadRank(rank, barrier, values),
+        )
+        in_forward(twins[rank], memories[rank])
+        batch = ExperienceBatch.from_rows(
+            **ROLLOUTS[rank], group_ids=[0, 0, 1, 1], mask=torch.ones(4, 2, dtype=torch.bool)
+        )
+        metrics[rank] = trainers[rank].update(batch)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120.0)
+    return trainers, memories, metrics
+
+
+def test_all_ranks_replay_together_with_the_gradient_of_the_run_without_an_error(subtests: pytest.Subtests) -> None:
+    expected, _, _ = on_both_ranks({})
+    cases: list[tuple[dict[int, Collection[int]], list[list[int]], float]] = [
+        ({}, [[4], [4]], 0.0),
+        ({0: [1]}, [[4, 2, 2], [4, 2, 2]], 1.0),
+        ({1: [1]}, [[4, 2, 2], [4, 2, 2]], 1.0),
+        ({0: [1], 1: [1]}, [[4, 2, 2], [4, 2, 2]], 2.0),
+        ({0: [1], 1: [3]}, [[4, 2, 2, 1, 1, 1, 1], [4, 2, 2, 1, 1, 1, 1]], 2.0),
+    ]
+    for fails, sizes, count in cases:
+        with subtests.test(fails=fails):
+            trainers, memories, metrics = on_both_ranks(fails)
+            assert [memory.sizes for memory in memories] == sizes
+            assert [values["train/out_of_memory"] for values in metrics] == [count, count]
+            for trainer in trainers:
+                assert_equal_runs(trainer, expected[0], 1e-12)
