@@ -7,6 +7,7 @@ Surrogates, KL estimators and `Steps` are imported from `grpo.surrogates` and `g
 
 from ._objective.sampler import Mask, Truncate
 from .advantage_estimator import AdvantageEstimator, group_relative_advantages, group_relative_returns
+from .checkpoint import load_weights
 from .config import AdvantageConfig, EntropyControl, GRPOConfig, KLControl, ObjectiveConfig, RewardConfig
 from .errors import (
     CheckpointError,
@@ -51,6 +52,7 @@ __all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
     "PolicyModel",
     "RewardModel",
     "WeightedRewards",
+    "load_weights",
     # write a domain
     "ActionScores",
     "SampledActions",

@@ -15,7 +15,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from grpo._collecting.reward_calls import RewardCalls
-from grpo._training.state_codec import encode
+from grpo._storage.encoding import encode
+from grpo._storage.tensor_file import chunks_of
 from grpo.config import RewardConfig
 from grpo.errors import CheckpointError, ConfigError, ContractError, RewardError
 from grpo.experience_collector import ExperienceCollector
@@ -218,12 +219,15 @@ def fingerprints_of(states: Rows) -> tuple[str, ...]:
 
 
 def _fingerprint(state: Any) -> str:
+    text: list[bytes] = []
     try:
-        value, tensors = encode({"state": state})
+        tensors = encode({"state": state}, text.append)
+        value = json.loads(b"".join(text))
     except CheckpointError:  # recovery: the object of a user's own class is represented by its type
         value, tensors = repr(type(state)), {}
     sha = hashlib.sha256(json.dumps(value, sort_keys=True).encode())
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         sha.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
-        sha.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for chunk in chunks_of(tensor):
+            sha.update(chunk)
     return sha.hexdigest()

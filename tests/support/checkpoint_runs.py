@@ -21,8 +21,8 @@ from grpo import (
 from grpo.surrogates import ClipCov
 from tests.support.policies import DuckPolicy, ExactSampling, VectorPolicy, digest, weights_of
 
-FILES = ("manifest.json", "state.json", "tensors.safetensors")
-"""The files of a checkpoint."""
+FILES = ("manifest.json", "rank-0/state.json", "rank-0/tensors.safetensors")
+"""The files of a checkpoint that one process has written."""
 
 
 class ManyGenerators(VectorPolicy):

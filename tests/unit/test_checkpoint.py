@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo import CheckpointError, GRPOConfig, GRPOTrainer, GRPOWarning
-from grpo.checkpoint import CheckpointFolder, best_checkpoint, read_checkpoint, read_newest, write_checkpoint
+from grpo.checkpoint import CheckpointFolder, best_checkpoint, read_checkpoint, write_checkpoint
 from tests.support.checkpoint_runs import CASES, built, names_in, small
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import DuckPolicy, digest, weights_of
@@ -81,7 +81,7 @@ def test_an_interrupted_run_continues_from_its_folder(tmp_path: Path) -> None:
     assert (resumed.iteration, resumed.progress.position) == (6, 5)
     assert len(resumed.train(states, num_iterations=10, checkpoint_dir=tmp_path, checkpoint_every=1, **options)) == 5
     assert digest(weights_of(resumed.policy)) == digest(weights_of(whole.policy))
-    assert read_newest(tmp_path)["counters"]["iteration"] == 10
+    assert read_checkpoint(tmp_path)["counters"]["iteration"] == 10
 
 
 def test_a_policy_without_parameters_repeats_its_random_numbers(tmp_path: Path) -> None:
@@ -107,11 +107,11 @@ def test_a_policy_without_parameters_repeats_its_random_numbers(tmp_path: Path) 
 
 
 def damage_tensors(checkpoint: Path) -> None:
-    (checkpoint / "tensors.safetensors").write_bytes(b"cut")
+    (checkpoint / "rank-0" / "tensors.safetensors").write_bytes(b"cut")
 
 
 def damage_state(checkpoint: Path) -> None:
-    (checkpoint / "state.json").unlink()
+    (checkpoint / "rank-0" / "state.json").unlink()
 
 
 def damage_manifest(checkpoint: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_folder_of_checkpoints_is_never_replaced_by_a_checkpoint(tmp_path: Pat
     folder.save(small(1), iteration=1, score=None)
     with pytest.raises(CheckpointError, match="run"):
         write_checkpoint(tmp_path / "run", small(2), iteration=2)
-    assert read_newest(tmp_path / "run")["n"] == 1
+    assert read_checkpoint(tmp_path / "run")["n"] == 1
 
 
 def test_a_file_at_the_checkpoints_path_is_an_error(tmp_path: Path) -> None:
@@ -297,27 +297,15 @@ def test_reading_a_folder_gives_its_newest_whole_checkpoint(tmp_path: Path) -> N
     for n in (9, 10, 11):
         write_checkpoint(tmp_path / f"iteration-{n:08d}", small(n), iteration=n)
     assert read_checkpoint(tmp_path)["n"] == 11
-    (tmp_path / "iteration-00000011" / "tensors.safetensors").write_bytes(b"cut")
+    (tmp_path / "iteration-00000011" / "rank-0" / "tensors.safetensors").write_bytes(b"cut")
     assert read_checkpoint(tmp_path)["n"] == 10
-    (tmp_path / "iteration-00000010" / "state.json").unlink()
+    (tmp_path / "iteration-00000010" / "rank-0" / "state.json").unlink()
     assert read_checkpoint(tmp_path)["n"] == 9
     (tmp_path / "iteration-00000009" / "manifest.json").write_text("{")
     with pytest.raises(CheckpointError, match="No intact checkpoint in") as caught:
         read_checkpoint(tmp_path)
     for part in ("tensors.safetensors", "state.json", "manifest.json"):
         assert part in str(caught.value)
-
-
-def test_a_writer_killed_between_its_renames_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
-    path, previous = tmp_path / "checkpoint", tmp_path / ".checkpoint.previous"
-    write_checkpoint(path, small(1), iteration=1)
-    path.rename(previous)
-    assert read_checkpoint(path)["n"] == 1
-    write_checkpoint(path, small(2), iteration=2)
-    assert read_checkpoint(path)["n"] == 2
-    write_checkpoint(path, small(3), iteration=3)
-    assert read_checkpoint(path)["n"] == 3
-    assert names_in(tmp_path) == ["checkpoint"]
 
 
 def test_foreign_files_and_folders_are_ignored(tmp_path: Path) -> None:

@@ -1,0 +1,257 @@
+"""The folder of a run's checkpoints: which are kept, who may write, and saving in a second thread."""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo.distributed import Engine, OneProcess
+from grpo.errors import CheckpointError, ConfigError, DamagedCheckpointError, GRPOWarning
+
+from .commit import Encode, commit, require_finite, temporary_name, typed_errors
+from .encoding import encode
+from .files import make_folder, remove_tree
+from .lock import FolderLock
+from .manifest import Manifest, read_manifest, without_files
+from .opening import checkpoints_in, require_intact
+from .ranks import same_error
+from .tensor_file import Stored
+
+NAME = r"iteration-[0-9]{8,}(-update-[0-9]{4,})?"
+"""The names of the checkpoints that a run writes. Other folders are not changed."""
+
+
+class CheckpointFolder:
+    """Keeps the newest `keep_last` checkpoints of a run, and the checkpoint with the best score, in `folder`.
+
+    A checkpoint's name is its iteration, such as `iteration-00000010`, or `iteration-00000010-update-0003` after three updates
+    of the next iteration. Other files in `folder` are not changed. As a context manager, the object locks the folder for this
+    run; without it, each save takes the lock. Where there are several ranks, all of them call each method.
+
+    Args:
+        folder: where the checkpoints go. It is created if it is missing.
+        keep_last: number of newest checkpoints to keep. Checkpoints that cannot be read are not counted and never deleted.
+        engine: joins the ranks. None: one process.
+        asynchronous: `save` copies the tensors and returns, and a second thread writes. The next call waits for it.
+
+    Raises:
+        ConfigError: `keep_last` is below 1, or `asynchronous` is set on several ranks.
+        CheckpointError: on entering, another process writes to the folder; on leaving, an asynchronous save has failed.
+    """
+
+    def __init__(
+        self, folder: str | Path, keep_last: int, engine: Engine | None = None, *, asynchronous: bool = False
+    ) -> None:
+        self._engine: Engine = engine or OneProcess()
+        if keep_last < 1:
+            raise ConfigError(f"keep_last must be >= 1; got {keep_last}.")
+        if asynchronous and self._engine.num_ranks > 1:
+            raise ConfigError(
+                f"Asynchronous saving needs a single process; there are {self._engine.num_ranks} ranks. Save synchronously."
+            )
+        self.folder = Path(folder).absolute()
+        self.keep_last = keep_last
+        self._asynchronous = asynchronous
+        self._lock: FolderLock | None = None
+        self._is_entered = False
+        self._pending: Future[None] | None = None
+        self._has_warned = False
+
+    def __enter__(self) -> "CheckpointFolder":
+        """Create the folder and lock it for this run. Rank 0 holds the lock."""
+        with same_error(self._engine), typed_errors(self.folder):
+            if self._engine.rank == 0:
+                make_folder(self.folder)
+                lock = FolderLock(self.folder / ".lock", self.folder)
+                self._lock = lock.__enter__()
+        self._is_entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Wait for an asynchronous save, and release the lock."""
+        try:
+            self._wait()
+        except CheckpointError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))
+        finally:
+            self._is_entered = False
+            lock, self._lock = self._lock, None
+            if lock is not None:
+                lock.__exit__(None, None, None)
+
+    def save(self, state: Mapping[str, Any], *, iteration: int, update: int | None = None, score: float | None) -> Path:
+        """Write one checkpoint. Once it is written, delete the checkpoints that are neither among the newest nor the best.
+
+        Args:
+            state: what this rank saves.
+            iteration: the number of completed iterations.
+            update: the number of finished updates of an iteration that is not finished. None: the last iteration is finished.
+            score: decides which checkpoint is the best. A NaN or infinite score counts as no score.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be written, or an earlier asynchronous save has failed.
+        """
+        self._wait()
+        manifest = without_files(iteration=iteration, update=update, score=score, num_ranks=self._engine.num_ranks)
+        with ExitStack() as held:
+            if not self._is_entered:
+                held.enter_context(self)
+            with same_error(self._engine):
+                require_finite(state)
+            path = self._path(iteration, update)
+            if self._asynchronous:
+                self._start(path, _snapshot(state), manifest)
+            else:
+                self._write(path, lambda sink: encode(state, sink), manifest)
+        return path
+
+    def _start(self, path: Path, copied: Encode, manifest: Manifest) -> None:
+        """Write a checkpoint in a second thread."""
+        writer = ThreadPoolExecutor(max_workers=1)
+        self._pending = writer.submit(self._write, path, copied, manifest)
+        writer.shutdown(wait=False)
+
+    def _wait(self) -> None:
+        """Wait for an asynchronous save, and raise its error."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(self, path: Path, encode_state: Encode, manifest: Manifest) -> None:
+        commit(path, encode_state, manifest, self._engine)
+        if self._engine.rank == 0:
+            self._prune(path)
+
+    # What is in the folder
+
+    def has(self, iteration: int, update: int | None = None) -> bool:
+        """Whether the folder has a checkpoint of that iteration and update, with an intact manifest."""
+        self._wait()
+        found: bool = self._of_first_rank(lambda: self._manifest_of(self._path(iteration, update)) is not None)
+        return found
+
+    def newest(self) -> Path | None:
+        """Return the path of the newest checkpoint with an intact manifest. None: there is no checkpoint.
+
+        Raises:
+            CheckpointError: there are checkpoints, and the manifests of all of them are damaged.
+        """
+        self._wait()
+        newest: Path | None = self._of_first_rank(self._newest)
+        return newest
+
+    def require_at_most(self, iteration: int) -> None:
+        """Require that no checkpoint in the folder is ahead of `iteration`, but damaged ones, which a run may replace."""
+        self._wait()
+        self._of_first_rank(lambda: self._require_at_most(iteration))
+
+    def _of_first_rank(self, ask: Callable[[], Any]) -> Any:
+        """Return rank 0's answer on all ranks: the others may not see the newest state of a shared file system."""
+        with same_error(self._engine):
+            answer = ask() if self._engine.rank == 0 else None
+        return self._engine.gather_objects(answer)[0]
+
+    def _newest(self) -> Path | None:
+        own, manifests = self._own(), self._manifests()
+        if own and not manifests:
+            raise CheckpointError(
+                f"No checkpoint in {self.folder} has an intact manifest. Delete them, or choose another checkpoint_dir."
+            )
+        return max(manifests, key=lambda path: manifests[path].position, default=None)
+
+    def _require_at_most(self, iteration: int) -> None:
+        for path in self._own():
+            with suppress(DamagedCheckpointError):
+                manifest = self._readable(path)
+                if manifest.iteration > iteration:
+                    require_intact(path, manifest)
+                    raise CheckpointError(
+                        f"{path} is of iteration {manifest.iteration}, and this trainer is at {iteration}. Continue from it "
+                        "with trainer.load_checkpoint(...), delete it, or choose another checkpoint_dir."
+                    )
+
+    def _readable(self, path: Path) -> Manifest:
+        """Read a manifest. Raise an error that is not about damage if the disk, and not the contents, is the reason."""
+        try:
+            return read_manifest(path)
+        except DamagedCheckpointError as error:
+            if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+                raise CheckpointError(f"{error} To replace it, delete it first.") from error
+            raise
+
+    def _path(self, iteration: int, update: int | None) -> Path:
+        name = f"iteration-{iteration:08d}"
+        return self.folder / (name if update is None else f"{name}-update-{update:04d}")
+
+    def _own(self) -> list[Path]:
+        return [path for path in checkpoints_in(self.folder) if re.fullmatch(NAME, path.name)]
+
+    def _manifests(self) -> dict[Path, Manifest]:
+        """The checkpoints of runs whose manifests are intact."""
+        found = {path: self._manifest_of(path) for path in self._own()}
+        return {path: manifest for path, manifest in found.items() if manifest is not None}
+
+    def _manifest_of(self, path: Path) -> Manifest | None:
+        try:
+            return read_manifest(path)
+        except DamagedCheckpointError:
+            return None
+
+    # What leaves the folder
+
+    def _prune(self, written: Path) -> None:
+        """Delete old checkpoints. The new one is safe, so that a failure is only told."""
+        try:
+            manifests = self._manifests()
+            kept = sorted(manifests, key=lambda path: manifests[path].position)[-self.keep_last :]
+            for old in manifests.keys() - {written, best_of(manifests), *kept}:
+                old.rename(self.folder / temporary_name(old.name))  # one step, which cannot be left half done
+            for entry in self.folder.iterdir():
+                if re.fullmatch(rf"\.{NAME}\.[0-9a-f]{{32}}\.tmp", entry.name):
+                    remove_tree(entry)
+        except (OSError, CheckpointError) as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"Old checkpoints in {self.folder} could not be deleted: {error}. All newer checkpoints are intact. Watch "
+                    "the space on the disk.",
+                    GRPOWarning,
+                    stacklevel=4,
+                )
+
+
+def best_of(manifests: Mapping[Path, Manifest]) -> Path | None:
+    """Return the path of the checkpoint with the highest score, the newest of equal ones. None: none has a score."""
+    scored = [
+        ((manifest.score, *manifest.position), path)
+        for path, manifest in manifests.items()
+        if manifest.score is not None
+    ]
+    return max(scored)[1] if scored else None
+
+
+def _snapshot(state: Mapping[str, Any]) -> Encode:
+    """Copy a state to the host's memory, so that training may change it while the copy is written."""
+    text: list[bytes] = []
+    tensors: dict[str, Stored] = {
+        name: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else np.array(value)
+        for name, value in encode(state, text.append).items()
+    }
+
+    def encode_copy(sink: Callable[[bytes], object]) -> Mapping[str, Stored]:
+        for part in text:
+            sink(part)
+        return tensors
+
+    return encode_copy

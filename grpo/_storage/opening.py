@@ -1,0 +1,179 @@
+"""Open one checkpoint, or the newest intact one of a folder. All ranks open the same checkpoint."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo.distributed import Engine, OneProcess
+from grpo.errors import CheckpointError, DamagedCheckpointError
+
+from .decoding import decode, loaded
+from .files import opened, read_exactly, require_hash, require_size, unreadable
+from .manifest import MANIFEST, STATE, TENSORS, Manifest, rank_folder, read_manifest
+from .ranks import same_error
+from .tensor_file import TensorFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint whose files are verified. Its tensors are still on the disk."""
+
+    path: Path
+    """The checkpoint's folder."""
+    iteration: int
+    """Number of completed iterations."""
+    update: int | None
+    """Number of finished updates of the iteration that is not finished. None: the last iteration is finished."""
+    score: float | None
+    """The score that decides which checkpoint is the best. None: no score."""
+    state: dict[str, Any]
+    """The state of this rank. `SavedTensor(name, shape, dtype)` and other placeholders stand for what is not read yet."""
+    skipped: tuple[str, ...] = ()
+    """What is wrong with each newer checkpoint of the folder."""
+    _tensors: TensorFile = field(repr=False)
+
+    def load(self, part: Any) -> Any:
+        """Return `part`, which is the state or a value in it, with tensors, arrays and objects read from the disk.
+
+        Raises:
+            CheckpointError: the file of tensors is missing or has changed, or an object's `from_state` raised.
+        """
+        try:
+            return loaded(part, self._tensors.read)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise DamagedCheckpointError(
+                f"{self.path} is intact, but not a checkpoint of this package: {error!r}. Use another checkpoint."
+            ) from error
+
+
+Check = Callable[[Checkpoint], None]
+
+
+def open_checkpoint(path: str | Path, engine: Engine | None, check: Check | None = None) -> Checkpoint:
+    """Open one checkpoint, or the newest intact one of a folder of checkpoints. All ranks call this function.
+
+    Args:
+        path: a checkpoint's folder, or a folder of checkpoints, of which damaged ones are skipped.
+        engine: joins the ranks. Each rank gets its own state. None: this process reads the state of rank 0, however many ranks
+            wrote the checkpoint.
+        check: called before the tensors are read. A `DamagedCheckpointError` that it raises skips the checkpoint, and any
+            other error is raised.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, altered, or written by another program, another version or another number
+            of ranks. The message names the file.
+    """
+    folder = Path(path).absolute()
+    ranks: Engine = engine or OneProcess()
+    with same_error(ranks):
+        own = _candidates(folder) if ranks.rank == 0 else []
+    candidates: list[Path] = ranks.gather_objects(own)[0]
+    problems: list[str] = []
+    for candidate in candidates:
+        checkpoint, problem = None, None
+        with same_error(ranks):
+            try:
+                checkpoint = _opened(candidate, engine, tuple(problems), check)
+            except DamagedCheckpointError as error:
+                problem = str(error)
+        found = [problem for problem in ranks.gather_objects(problem) if problem is not None]
+        if checkpoint is not None and not found:
+            return checkpoint
+        if candidates == [folder]:
+            raise DamagedCheckpointError(found[0])
+        problems.append(found[0])
+    raise CheckpointError(" ".join([f"No intact checkpoint in {folder}.", *problems]))
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """The checkpoint itself, or the checkpoints in the folder, newest first. Unreadable ones are last."""
+    if is_checkpoint(folder):
+        return [folder]
+    return sorted(checkpoints_in(folder), key=lambda path: (_position(path), path), reverse=True)
+
+
+def _position(path: Path) -> tuple[int, int]:
+    try:
+        return read_manifest(path).position
+    except DamagedCheckpointError:
+        return -1, -1
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder has a manifest, intact or not."""
+    try:
+        return os.path.lexists(path / MANIFEST)
+    except OSError:
+        return False
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The folders in `folder` that have a manifest, intact or not. Links and hidden folders are left out.
+
+    Raises:
+        CheckpointError: the folder cannot be listed.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.name[0] != "." and entry.is_dir(follow_symlinks=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(str(unreadable(folder, error))) from error
+    return [folder / name for name in sorted(names) if is_checkpoint(folder / name)]
+
+
+def require_intact(folder: Path, manifest: Manifest) -> None:
+    """Require that all files of all ranks are as they were written."""
+    for name, record in manifest.files.items():
+        require_size(folder, name, record)
+    for name, record in manifest.files.items():
+        require_hash(folder, name, record)
+
+
+def _opened(folder: Path, engine: Engine | None, skipped: tuple[str, ...], check: Check | None) -> Checkpoint:
+    """Open the checkpoint for this rank. Sizes come first, then what is small, then `check`, and then the tensors' hash."""
+    manifest = read_manifest(folder)
+    if engine is not None and engine.num_ranks != manifest.num_ranks:
+        raise CheckpointError(
+            f"{folder} was written by {manifest.num_ranks} ranks, and {engine.num_ranks} load it. Start as many ranks, or use "
+            "grpo.load_weights(path, policy), which loads the weights alone."
+        )
+    own = rank_folder(engine.rank if engine is not None else 0, manifest.generation)
+    state_name, tensors_name = f"{own}/{STATE}", f"{own}/{TENSORS}"
+    for name in (state_name, tensors_name):
+        require_size(folder, name, manifest.files[name])
+    require_hash(folder, state_name, manifest.files[state_name])
+    tensors = TensorFile(folder, tensors_name)
+    checkpoint = Checkpoint(
+        path=folder,
+        iteration=manifest.iteration,
+        update=manifest.update,
+        score=manifest.score,
+        state=_state(folder, state_name, manifest.files[state_name].size, tensors),
+        skipped=skipped,
+        _tensors=tensors,
+    )
+    if check is not None:
+        check(checkpoint)
+    require_hash(folder, tensors_name, manifest.files[tensors_name])
+    return checkpoint
+
+
+def _state(folder: Path, name: str, size: int, tensors: TensorFile) -> dict[str, Any]:
+    text = bytearray(size)
+    with opened(folder, name) as file:
+        read_exactly(file, memoryview(text), folder / name)
+    try:
+        state = decode(bytes(text), tensors.places)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"{folder} is intact, but not a checkpoint of this package: {error!r} in {name}. Use another checkpoint."
+        ) from error
+    if not isinstance(state, dict):
+        raise DamagedCheckpointError(
+            f"{folder / name} must hold a dict; got a {type(state).__name__}. Use another checkpoint."
+        )
+    return state

@@ -1,0 +1,208 @@
+"""Write and read the safetensors format in small parts, so that no second copy of the tensors is in memory.
+
+A file is the header's length (8 bytes, little-endian), a JSON header with the dtype, shape and place of each tensor, and the
+tensors' bytes one after another.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grpo.errors import DamagedCheckpointError
+
+from .files import CHUNK, HashingWriter, opened, read_exactly, size_of
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""The dtypes that a file can hold, by their names in the format."""
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+LARGEST_HEADER = 100_000_000
+"""Bytes. The safetensors package refuses longer headers, too."""
+METADATA = "__metadata__"
+"""A key of the header that names no tensor."""
+
+Stored: TypeAlias = Tensor | NDArray[Any]
+"""What a file stores: a tensor, or an array, of which the file has the bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the bytes of one tensor are in a file."""
+
+    dtype: torch.dtype
+    """The tensor's dtype."""
+    shape: tuple[int, ...]
+    """The tensor's shape."""
+    start: int
+    """Position of the first byte in the file."""
+    size: int
+    """Number of bytes."""
+
+
+def write_tensors(file: HashingWriter, tensors: Mapping[str, Stored]) -> None:
+    """Write all tensors by name. Arrays are stored as bytes."""
+    names = sorted(tensors, key=lambda name: -_item_size(tensors[name]))  # larger items first: every tensor is aligned
+    header: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        value, begin = tensors[name], end
+        end += value.nbytes
+        code, shape = (CODES[value.dtype], list(value.shape)) if isinstance(value, Tensor) else ("U8", [value.nbytes])
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        for chunk in chunks_of(tensors[name]):
+            file.write(chunk)
+
+
+def chunks_of(value: Stored) -> Iterator[memoryview]:
+    """The bytes of a tensor or an array, at most `CHUNK` at a time, in the order of its elements."""
+    return map(_bytes_of, _pieces(value))
+
+
+def _item_size(value: Stored) -> int:
+    return value.element_size() if isinstance(value, Tensor) else 1
+
+
+def _pieces(value: Any) -> Iterator[Any]:
+    """Split a tensor or an array into views of at most `CHUNK` bytes, in the order of its elements."""
+    is_flat = value.is_contiguous() if isinstance(value, Tensor) else value.flags.c_contiguous
+    if value.nbytes > CHUNK and is_flat:
+        value = value.reshape(-1)
+    if value.ndim == 0 or value.nbytes <= CHUNK:
+        yield value
+        return
+    bytes_per_entry = value.nbytes // len(value)
+    if bytes_per_entry > CHUNK:
+        for entry in value:
+            yield from _pieces(entry)
+        return
+    step = CHUNK // bytes_per_entry
+    for begin in range(0, len(value), step):
+        yield value[begin : begin + step]
+
+
+def _bytes_of(piece: Stored) -> memoryview:
+    """Return the bytes of a piece in the order of its elements. Contiguous pieces on the CPU are not copied."""
+    if isinstance(piece, Tensor):
+        flat = piece.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        piece = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+    array = np.ascontiguousarray(piece)
+    return array.reshape(-1).view(np.uint8).data if array.nbytes else memoryview(b"")
+
+
+class TensorFile:
+    """A file of tensors whose header fits its size. Its tensors are read one at a time.
+
+    Args:
+        folder: the checkpoint.
+        name: the file's name in the folder.
+
+    Raises:
+        DamagedCheckpointError: the header does not describe the file. No tensor has been read.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder, self._name = folder, name
+        size = size_of(folder, name)
+        with opened(folder, name) as file:
+            try:
+                start, header = self._header(file, size)
+                self.places = _places(header, start, size)
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise DamagedCheckpointError(
+                    f"{folder / name} is damaged: its header does not describe the file ({error}). Use another checkpoint."
+                ) from error
+        """Where each tensor is, by name."""
+
+    def _header(self, file: FileIO, size: int) -> tuple[int, Any]:
+        """Return the position of the first tensor, and the header."""
+        if size < 8:
+            raise ValueError(f"the file has {size} bytes")
+        path = self._folder / self._name
+        head = bytearray(8)
+        read_exactly(file, memoryview(head), path)
+        length = int.from_bytes(head, "little")
+        if length > min(size - 8, LARGEST_HEADER):
+            raise ValueError(f"it declares {length} bytes in a file of {size} bytes")
+        text = bytearray(length)
+        read_exactly(file, memoryview(text), path)
+        return 8 + length, json.loads(bytes(text))
+
+    def read(self, name: str) -> Tensor:
+        """Read one tensor into new memory.
+
+        Raises:
+            DamagedCheckpointError: the file has changed, or is missing.
+        """
+        place = self.places[name]
+        with opened(self._folder, self._name) as file:
+            data = torch.empty(place.size, dtype=torch.uint8)
+            file.seek(place.start)
+            if place.size:
+                read_exactly(file, data.numpy().data, self._folder / self._name)
+        return data.view(place.dtype).reshape(place.shape)
+
+
+def _places(header: Any, start: int, size: int) -> dict[str, Place]:
+    """Return where each tensor is. The tensors must fill the file without a gap or an overlap."""
+    if not isinstance(header, dict):
+        raise TypeError("it is not a JSON object")
+    places = {name: _place(name, entry, start) for name, entry in header.items() if name != METADATA}
+    end = start
+    for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].size)):
+        if place.start != end:
+            raise ValueError(f"{name!r} starts at byte {place.start}, and the tensor before it ends at {end}")
+        end += place.size
+    if end != size:
+        raise ValueError(f"its tensors end at byte {end} of {size}")
+    return places
+
+
+def _place(name: str, entry: Any, start: int) -> Place:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{name!r} must have a dtype, a shape and data_offsets")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2 or len(shape) > 64:
+        raise ValueError(f"the shape or the data_offsets of {name!r} are not lists of counts")
+    if math.prod(max(length, 1) for length in shape) > sys.maxsize:
+        raise ValueError(f"the shape of {name!r} is too large")
+    dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
+    if dtype is None:
+        raise ValueError(f"{name!r} has an unknown dtype")
+    begin, end = offsets
+    if math.prod(shape) * dtype.itemsize != end - begin:
+        raise ValueError(f"the shape of {name!r} does not have as many bytes as its data_offsets")
+    return Place(dtype=dtype, shape=tuple(shape), start=start + begin, size=end - begin)
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= sys.maxsize for value in values)
