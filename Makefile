@@ -15,7 +15,7 @@ VLLM := .venv-vllm/.installed
 
 BENCHMARKS := $(patsubst benchmarks/%.py,benchmarks.%,$(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-.PHONY: help demo test test-slow test-all test-vllm coverage mutants lint fix types layers notebooks bench clean
+.PHONY: help demo test test-slow test-faults test-all test-vllm coverage mutants lint fix types layers notebooks bench clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -24,17 +24,20 @@ demo: $(DEMO)  ## Train a policy on a bandit whose best arm moves
 	@$(RUN) examples.dynamic_bandit
 
 # Test files run in parallel, one process per core; more threads in each process would only compete for the cores.
-test test-slow coverage: export OMP_NUM_THREADS ?= 1
+test test-slow test-faults coverage: export OMP_NUM_THREADS ?= 1
 test: $(DEV)  ## Run the daily tests, all but the slow ones (more options: ARGS="-k name")
-	@$(RUN) pytest -n auto --dist loadfile -m "not slow" $(ARGS)
+	@$(RUN) pytest -n auto --dist loadfile -m "not slow and not faults" $(ARGS)
 
 test-slow: $(DEV)  ## Run the slow tests only
 	@$(RUN) pytest -n auto --dist load -m slow $(ARGS)
 
-test-all: test test-slow  ## Run all tests
+test-faults: $(DEV)  ## Run the long tests of kills, signals, damaged files and failing ranks; needs strace
+	@$(RUN) pytest -n auto --dist load -m faults $(ARGS)
+
+test-all: test test-slow test-faults  ## Run all tests
 
 coverage: $(DEV)  ## Run the daily tests and print the lines and branches that no test reaches
-	@$(RUN) pytest -n auto --dist loadfile -m "not slow" --cov --cov-report=term-missing $(ARGS)
+	@$(RUN) pytest -n auto --dist loadfile -m "not slow and not faults" --cov --cov-report=term-missing $(ARGS)
 
 mutants: $(DEV)  ## Change grpo in 100 places, one at a time, and count the changes that no test notices (ARGS="--seed 1")
 	@.venv/bin/python tools/mutation.py $(ARGS)

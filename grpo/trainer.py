@@ -12,23 +12,23 @@ from torch import Tensor
 
 from ._collecting.dynamic_sampling import collect_live_groups
 from ._training.coefficients import Coefficients
-from ._training.environment import SamplerSync, autocast, folder_of_rank, move_reference, prepare
+from ._training.environment import SamplerSync, autocast, move_reference, prepare
 from ._training.interrupts import Interrupts
 from ._training.loss import MeteredObjective
 from ._training.optimizer_step import OptimizerStep
 from ._training.report import IterationReport
 from ._training.requirements import first_kl_coef, require_consistent, require_reference, required_scores
-from ._training.run import Run, RunProgress, at_least_one
+from ._training.restoring import require_sound, restore
+from ._training.run import Run, RunProgress, at_least_one, opened_folder
 from ._training.safe_points import SafePoints
 from ._training.state_source import StateSource
-from ._training.trainer_state import capture, require_same_iteration, restore
+from ._training.trainer_state import capture
 from ._training.training_rows import ReplayBuffer, with_advantages
 from ._training.update_rows import UpdateRows, UpdateSetup
 from .advantage_estimator import AdvantageEstimator
-from .checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
+from .checkpoint import open_checkpoint, write_checkpoint
 from .config import GRPOConfig
 from .distributed import Engine, OneProcess, require_equal_weights
-from .errors import ConfigError
 from .experience_collector import ExperienceCollector
 from .grpo_objective import Objective
 from .metrics import Meter, MetricSink
@@ -223,6 +223,7 @@ class GRPOTrainer:
         checkpoint_every: int | timedelta | None = None,
         keep_last: int = 3,
         resume: Literal["auto"] | None = None,
+        checkpoint_async: bool = False,
         progress: bool = True,
     ) -> list[dict[str, float]]:
         """Train for many iterations, with a progress bar, evaluations, sinks and checkpoints. The policy ends in `train()`.
@@ -241,6 +242,8 @@ class GRPOTrainer:
             keep_last: number of newest checkpoints to keep. The best by `eval/avg_reward` (or `rewards/mean`) is kept, too.
             resume: "auto" continues from the newest checkpoint in `checkpoint_dir`, or starts if there is none. None: start, or
                 continue from the checkpoint that was loaded.
+            checkpoint_async: write checkpoints in a second thread, while training goes on. This needs memory for a copy of the
+                checkpoint on the host, and a single process.
             progress: show a progress bar.
 
         Returns:
@@ -250,31 +253,31 @@ class GRPOTrainer:
             TrainingInterrupted: the process received SIGTERM or SIGINT. With `checkpoint_dir`, a checkpoint holds everything up
                 to the last update. If nobody catches the exception, the process ends with exit code 143 or 130.
         """
-        folder = self._opened(checkpoint_dir, keep_last, resume)
-        run = Run(
-            progress=self.progress,
-            source=StateSource(states, self.config.num_states_per_iteration, self.data_seed),
-            engine=self.engine,
-            num_iterations=num_iterations,
-            evaluates=eval_states is not None,
-            eval_every=eval_every,
-            sinks=sinks,
-            folder=folder,
-            checkpoint_every=checkpoint_every,
-            shows_bar=progress,
-        )
-        self.history = run.history
-        with self.safe_points.kept_in(folder):  # a signal or an error leaves a checkpoint of the last safe point
-            for position in run.positions():
-                self.optimizer_step.schedule(position, num_iterations)
-                metrics = self.progress.unrecorded or self._iteration(run)
-                if run.evaluation_is_due:
-                    assert eval_states is not None
-                    metrics = {**metrics, **self.evaluate(eval_states)}
-                is_due = run.record(metrics, self.iteration)
-                if is_due:
-                    run.save(capture(self), self.iteration)
-                self.safe_points.reached(is_saved=is_due)
+        with opened_folder(self, checkpoint_dir, keep_last, resume, asynchronous=checkpoint_async) as folder:
+            run = Run(
+                progress=self.progress,
+                source=StateSource(states, self.config.num_states_per_iteration, self.data_seed),
+                engine=self.engine,
+                num_iterations=num_iterations,
+                evaluates=eval_states is not None,
+                eval_every=eval_every,
+                sinks=sinks,
+                folder=folder,
+                checkpoint_every=checkpoint_every,
+                shows_bar=progress,
+            )
+            self.history = run.history
+            with self.safe_points.kept_in(folder):  # a signal or an error leaves a checkpoint of the last safe point
+                for position in run.positions():
+                    self.optimizer_step.schedule(position, num_iterations)
+                    metrics = self.progress.unrecorded or self._iteration(run)
+                    if run.evaluation_is_due:
+                        assert eval_states is not None
+                        metrics = {**metrics, **self.evaluate(eval_states)}
+                    is_due = run.record(metrics, self.iteration)
+                    if is_due:
+                        run.save(capture(self), self.iteration)
+                    self.safe_points.reached(is_saved=is_due)
         return run.history
 
     def _iteration(self, run: Run) -> dict[str, float]:
@@ -288,28 +291,17 @@ class GRPOTrainer:
         self.safe_points.reached()
         return metrics
 
-    def _opened(
-        self, checkpoint_dir: str | Path | None, keep_last: int, resume: Literal["auto"] | None
-    ) -> CheckpointFolder | None:
-        """Return the folder of a run's checkpoints, after loading its newest checkpoint if `resume` says so."""
-        if checkpoint_dir is None:
-            if resume is not None:
-                raise ConfigError(
-                    "resume='auto' needs a folder to resume from: pass checkpoint_dir=..., or leave resume out."
-                )
-            return None
-        folder = CheckpointFolder(folder_of_rank(checkpoint_dir, self.engine), keep_last)
-        if resume == "auto" and any(folder.folder.glob("iteration-*")):
-            self.load_checkpoint(checkpoint_dir)
-        folder.require_at_most(self.iteration)
-        return folder
-
     def save_checkpoint(self, path: str | Path) -> Path:
-        """Write what an exact resume needs to the folder `path`, completely or not at all. Each rank has a subfolder."""
-        return write_checkpoint(folder_of_rank(path, self.engine), capture(self), iteration=self.iteration)
+        """Write what an exact resume needs to the folder `path`, completely or not at all. All ranks call this method."""
+        rows = self.progress.unfinished
+        update = None if rows is None else rows.num_planned
+        return write_checkpoint(path, capture(self), iteration=self.iteration, update=update, engine=self.engine)
 
     def load_checkpoint(self, path: str | Path) -> None:
         """Restore what `save_checkpoint` or `train(checkpoint_dir=...)` wrote, down to the random generators.
+
+        A setting that differs from the saved run's gives a warning, and the new setting counts. After a checkpoint from the
+        middle of an iteration, `train` continues with the next update.
 
         Args:
             path: one checkpoint, or a folder of checkpoints: the newest intact one is read.
@@ -318,8 +310,7 @@ class GRPOTrainer:
             CheckpointError: a file is damaged, or does not fit this trainer. The message names the file or the value. The
                 trainer is unchanged.
         """
-        state = read_checkpoint(folder_of_rank(path, self.engine))
-        require_same_iteration(self.engine, state, path)
-        restore(self, state)
+        checkpoint = open_checkpoint(path, self.engine, require_sound)
+        restore(self, checkpoint.state, checkpoint.load)
         self.progress.is_loaded = self.sampler.is_stale = True
         self.sampler.sync()

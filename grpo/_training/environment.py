@@ -1,7 +1,6 @@
-"""Seeds, devices, precision, the folder of each rank, and updates of the sampler's and the reference's weights."""
+"""Seeds, devices, precision, and updates of the sampler's and the reference's weights."""
 
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,11 +33,6 @@ def autocast(config: GRPOConfig, device: torch.device) -> AbstractContextManager
     if config.autocast_dtype is None:
         return nullcontext()
     return torch.autocast(device.type, getattr(torch, config.autocast_dtype))
-
-
-def folder_of_rank(path: str | Path, engine: Engine) -> Path:
-    """Return the checkpoint folder of this rank. Ranks need separate folders because their random generators differ."""
-    return Path(path) if engine.num_ranks == 1 else Path(path) / f"rank-{engine.rank}"
 
 
 class SamplerSync:

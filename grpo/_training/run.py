@@ -4,21 +4,24 @@ import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from grpo.checkpoint import CheckpointFolder, require_encodable
 from grpo.distributed import Engine
-from grpo.errors import ConfigError, GRPOWarning
+from grpo.errors import CheckpointError, ConfigError, GRPOWarning
 from grpo.metrics import MetricSink
 from grpo.types import Rows, select_rows
 
 from .advisor import beside_the_bar
 from .state_source import StateSource
+from .trainer_state import capture
 from .update_rows import UpdateRows
 
 
@@ -65,7 +68,7 @@ class Run:
     """Iterations between evaluations. None: ten evaluations in the run."""
     sinks: Sequence[MetricSink]
     """Receivers of every iteration's metrics."""
-    folder: Any
+    folder: CheckpointFolder | None
     """The folder to write checkpoints to. None: no checkpoints."""
     checkpoint_every: int | timedelta | None
     """Iterations, or time, between checkpoints. None: ten checkpoints in the run."""
@@ -150,9 +153,42 @@ class Run:
 
     def save(self, state: Mapping[str, Any], iteration: int) -> None:
         """Write a checkpoint. Its score is the last evaluation or, without evaluations, the mean reward."""
+        assert self.folder is not None
         score = self.history[-1].get("eval/avg_reward" if self.evaluates else "rewards/mean")
         self.folder.save(state, iteration=iteration, score=score)
         self._saved_at = time.monotonic()
+
+
+@contextmanager
+def opened_folder(
+    trainer: Any, path: str | Path | None, keep_last: int, resume: str | None, *, asynchronous: bool
+) -> Iterator[CheckpointFolder | None]:
+    """Lock the folder of a run's checkpoints, and load its newest checkpoint if `resume` says so. Yields None without a path.
+
+    Raises:
+        ConfigError: `resume` has another value than None or "auto", or there is no folder to resume from.
+        CheckpointError: another process writes to the folder, the folder is ahead of the trainer or behind it, or a checkpoint
+            could not hold the trainer's state.
+    """
+    if resume not in (None, "auto") or (resume and path is None):
+        raise ConfigError(
+            f"resume must be None, or 'auto' with a checkpoint_dir; got resume={resume!r}, checkpoint_dir={path!r}."
+        )
+    if path is None:
+        yield None
+        return
+    with CheckpointFolder(path, keep_last, trainer.engine, asynchronous=asynchronous) as folder:
+        if resume is not None and (newest := folder.newest()) is not None:
+            iteration = trainer.iteration
+            trainer.load_checkpoint(folder.folder)
+            if trainer.iteration < iteration:
+                raise CheckpointError(
+                    f"{newest} is behind this trainer, which was at iteration {iteration}. resume='auto' is for a new trainer. "
+                    "Leave resume out to go on with this one."
+                )
+        folder.require_at_most(trainer.iteration)
+        require_encodable(capture(trainer), "the trainer's state")
+        yield folder
 
 
 def at_least_one(name: str, value: int | None, default: int) -> int:

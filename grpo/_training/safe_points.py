@@ -6,10 +6,11 @@ from contextlib import contextmanager
 from signal import SIGINT, SIGTERM, Signals
 from typing import Any
 
-from grpo.checkpoint import CheckpointFolder
+from grpo.checkpoint import CheckpointFolder, require_encodable
 from grpo.errors import CheckpointError, NonFiniteGradientError, RankError, TrainingInterrupted
 
 from .interrupts import Interrupts, is_interactive
+from .restoring import put_passing
 from .trainer_state import capture, passing_state
 
 logger = logging.getLogger("grpo")
@@ -30,6 +31,7 @@ class SafePoints:
         self._trainer, self._interrupts = trainer, interrupts
         self._folder: CheckpointFolder | None = None
         self._last: dict[str, Any] | None = None
+        self._rows_fit = False
         self._safe_place: tuple[int, int | None, bool] | None = None
         self._first_place: tuple[int, int | None, bool] | None = None
 
@@ -41,6 +43,7 @@ class SafePoints:
         """
         if self._folder is not None:
             self._last = passing_state(self._trainer)
+            self._require_rows_fit()
             self._safe_place = self._place() if is_saved else self._safe_place
         self._interrupts.check()
 
@@ -53,11 +56,15 @@ class SafePoints:
         self._folder = folder
         try:
             with self._interrupts.handled(*((SIGINT,) if folder is None else (SIGINT, SIGTERM))):
-                self.reached(is_saved=folder is not None and folder.has(self._trainer.iteration))
-                self._first_place = self._last and self._place()
+                self.reached()
+                if folder is not None:
+                    iteration, update, _ = self._first_place = self._place()
+                    self._safe_place = self._place() if folder.has(iteration, update) else None
                 yield
         except BaseException as error:
             place = self._save_after(error)
+            if isinstance(error, KeyboardInterrupt) and self._last is not None and not self._is_between_weights:
+                put_passing(self._trainer, capture(self._trainer, self._last))  # what was begun is given up
             if isinstance(error, TrainingInterrupted):
                 name = Signals(error.signal_number).name
                 message = f"Stopped by {name} at iteration {self._trainer.iteration}. {place}"
@@ -67,6 +74,20 @@ class SafePoints:
             raise
         finally:
             self._folder = self._last = None
+
+    @property
+    def _is_between_weights(self) -> bool:
+        """Whether an optimizer step failed, so that some weights may have changed and others not."""
+        stepping: bool = self._trainer.optimizer_step.is_stepping
+        return stepping
+
+    def _require_rows_fit(self) -> None:
+        """Refuse rows that no checkpoint can hold: in the first iteration, and not when a signal arrives."""
+        rows = self._trainer.progress.unfinished
+        if rows is not None and not self._rows_fit:
+            require_encodable(rows.given.batch.states, "states")
+            require_encodable(rows.given.batch.actions, "actions")
+            self._rows_fit = True
 
     def _place(self) -> tuple[int, int | None, bool]:
         """The iteration, the number of updates in an unfinished iteration, and whether the iteration is not recorded yet."""
@@ -83,15 +104,15 @@ class SafePoints:
         is_shared = isinstance(error, Exception | TrainingInterrupted) or trainer.engine.num_ranks == 1
         if isinstance(error, CheckpointError | RankError) or not is_shared:
             return "Continue from the newest checkpoint."
-        if trainer.optimizer_step.is_stepping:
+        if self._is_between_weights:
             return "The optimizer failed between two weights, so only earlier checkpoints can be used."
         if isinstance(error, NonFiniteGradientError):  # a run that continues from here counts from 0 again
             self._last["counters"]["skipped_in_a_row"] = 0
-        iteration, _, _ = place = self._place()
+        iteration, update, _ = place = self._place()
         if place == self._safe_place or (place == self._first_place and isinstance(error, Exception)):
             return f"Nothing after iteration {iteration} was lost."
         try:
-            path = folder.save(capture(trainer, self._last), iteration=iteration, score=None)
+            path = folder.save(capture(trainer, self._last), iteration=iteration, update=update, score=None)
         except CheckpointError as failure:
             error.add_note(f"No checkpoint was written: {failure}")
             return f"No checkpoint was written: {failure}"

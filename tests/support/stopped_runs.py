@@ -138,6 +138,10 @@ class Unbroken:
         calls = Calls(trainer, phase, stop, at)
         with stopped():
             trainer.train(states, sinks=calls.sinks, **options)
+        if stop is by_signal:  # what was begun is given up in memory, too
+            loaded, _, _ = self.build(2)
+            loaded.load_checkpoint(folder)
+            assert end_of(loaded) == end_of(trainer)
         resumed, states, _ = self.build(2)
         rest = resumed.train(states, **options)
         assert end_of(resumed) == self.end

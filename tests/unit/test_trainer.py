@@ -343,7 +343,7 @@ def test_a_run_ended_by_bad_gradients_leaves_a_checkpoint_with_the_count_reset(t
     trainer, _ = by_hand(policy=policy, config={"max_skipped_updates": 1})
     with pytest.raises(NonFiniteGradientError):
         trainer.train(["a", "b"], num_iterations=9, checkpoint_dir=tmp_path, checkpoint_every=9, progress=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["iteration-00000002"]
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-00000002-update-0000"]
     resumed, _ = by_hand(config={"max_skipped_updates": 1})
     resumed.optimizer_step.skipped_in_a_row = 5
     resumed.load_checkpoint(tmp_path)

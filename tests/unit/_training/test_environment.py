@@ -4,7 +4,6 @@ import copy
 import math
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
-from grpo._training.environment import SamplerSync, autocast, folder_of_rank, move_reference, prepare
+from grpo._training.environment import SamplerSync, autocast, move_reference, prepare
 from grpo.distributed import OneProcess
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
@@ -104,12 +103,6 @@ def test_autocast_is_enabled_if_a_precision_is_set() -> None:
     for dtype, expected in ((None, torch.float32), ("bfloat16", torch.bfloat16)):
         with autocast(GRPOConfig(autocast_dtype=dtype), torch.device("cpu")):
             assert (matrix @ matrix).dtype == expected
-
-
-def test_each_of_several_ranks_gets_its_own_folder() -> None:
-    assert folder_of_rank("runs", OneProcess()) == Path("runs")
-    assert folder_of_rank("runs", Rank(0)) == Path("runs/rank-0")
-    assert folder_of_rank(Path("runs"), Rank(1)) == Path("runs/rank-1")
 
 
 # A sampler with weights of its own

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from grpo import AdvantageConfig, CheckpointError, EntropyControl, GRPOConfig, GRPOTrainer, KLControl, ObjectiveConfig
-from grpo._training.trainer_state import capture, require_same_iteration, restore
-from grpo.distributed import OneProcess
+from grpo._training.restoring import restore
+from grpo._training.trainer_state import capture
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
 
@@ -225,31 +225,6 @@ def test_the_random_generators_are_restored() -> None:
     drawn = torch.rand(3).tolist(), random.random(), np.random.random()  # noqa: NPY002
     restore(trainer, state)
     assert (torch.rand(3).tolist(), random.random(), np.random.random()) == drawn  # noqa: NPY002
-
-
-# Several ranks
-
-
-class Ranks(OneProcess):
-    """Two ranks; the other one has a checkpoint of this iteration."""
-
-    num_ranks = 2
-
-    def __init__(self, other: int) -> None:
-        self.other = other
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value, self.other]
-
-
-def test_ranks_continue_from_the_same_iteration() -> None:
-    state = {"counters": {"iteration": 3}}
-    require_same_iteration(OneProcess(), state, "folder")
-    require_same_iteration(Ranks(3), state, "folder")
-    with pytest.raises(
-        CheckpointError, match=r"resume from the same iteration; folder has checkpoints of iterations \[3, 4\]"
-    ):
-        require_same_iteration(Ranks(4), state, "folder")
 
 
 def test_captured_parameters_equal_the_policys_weights() -> None:
