@@ -7,6 +7,7 @@ from typing import Any, Literal
 from ._advantages.groups import Baseline, Credit, Scale
 from ._objective.sampler import Mask, SamplerCorrection, Truncate, require_order
 from ._objective.weights import Aggregation
+from .deadlines import MAX_CONCURRENT
 from .divergence import EntropyEstimator, KLEstimator
 from .errors import ConfigError
 from .surrogates import SURROGATES, Clip, Surrogate, traits_of
@@ -195,18 +196,41 @@ class ObjectiveConfig(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardConfig(Settings):
-    """Settings for a reward model that raises or returns NaN."""
+    """Settings for a reward model that raises, hangs, or returns rubbish or NaN.
+
+    A call has failed if it raises, exceeds `timeout`, or returns anything but one number per row (or per step). A failed call
+    for all rows is retried. If the last retry fails too, `on_failure="raise"` raises the error, and `on_failure="drop"` calls
+    the reward model for each row by itself and drops the rows that fail again. If all rows fail, none is dropped: the call for
+    all rows is made again. After `breaker_failures` failed calls in a row, a circuit breaker opens: the next call for all rows
+    waits `breaker_seconds`, and is a trial without retries. A row that succeeds closes the breaker. If three trials in a row
+    fail, training stops with an error.
+    """
 
     non_finite: Literal["raise", "drop", "zero"] = "raise"
     """What happens to a NaN or infinite reward. `raise`: training stops with an error. `drop`: the row is removed from the
     batch and from its group's statistics. `zero`: the reward counts as 0."""
     on_failure: Literal["raise", "drop"] = "raise"
-    """What happens if the reward model raises, and raises on every retry. `raise`: training stops with an error. `drop`: the
-    reward model is called for each row separately, and rows that still raise are removed from the batch."""
+    """What happens if a call of the reward model fails, and every retry fails. `raise`: training stops with an error. `drop`:
+    the reward model is called for each row separately, and rows that still fail are removed from the batch."""
+    timeout: float | None = setting(None, above=0.0, at_most=1e9)
+    """Seconds per call of a reward function. An `async def` is cancelled then. Any other function, and a `RewardModel`, runs in
+    a forked process that is killed then, with all that it started: what the function writes to memory is lost, except for the
+    global random generators, and it cannot use a GPU. A function that is called once per row has these seconds for each row.
+    Smaller: hanging calls cost less time, but slow calls are lost. None: no deadline, and no other process."""
+    max_concurrent: int = setting(MAX_CONCURRENT, at_least=1)
+    """Largest number of `async def` calls that are awaited at the same time. Larger: faster, and more load on servers."""
     num_retries: int = setting(0, at_least=0)
-    """Number of retries after a reward model raised. Larger survives longer outages, and hides bugs for longer."""
+    """Number of retries after a failed call. Larger survives longer outages, and hides bugs for longer."""
     retry_delay: float = setting(1.0, at_least=0.0)
     """Seconds before the first retry; the delay doubles with each retry."""
+    max_retry_seconds: float = setting(300.0, at_least=0.0, at_most=1e9)
+    """Largest sum of the delays before the retries of one call. When it is used up, the call has failed."""
+    breaker_failures: int = setting(5, at_least=1)
+    """Number of failed calls in a row after which the next call waits. Calls of other iterations, retries and calls for single
+    rows count. Smaller: a service that is down gets fewer calls."""
+    breaker_seconds: float = setting(60.0, at_least=0.0, at_most=1e9)
+    """Seconds from the last of these failures to the next trial. Three trials in a row may fail, so training survives outages
+    of up to three times this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +340,7 @@ class GRPOConfig(Settings):
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """Settings of the loss."""
     reward: RewardConfig = field(default_factory=RewardConfig)
-    """What happens when a reward model raises or returns NaN."""
+    """What happens when a reward model raises, hangs, or returns rubbish or NaN."""
 
     def __post_init__(self) -> None:
         """Check every value, and check that `group_size` is at least `advantage.k`."""

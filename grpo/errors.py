@@ -28,6 +28,18 @@ class RewardRaisedError(RewardError):
     """The reward model raised. `reward.on_failure` can tolerate this error. The cause is chained."""
 
 
+class RewardTimeoutError(RewardRaisedError):
+    """The reward model did not answer within `reward.timeout`. The message names the function, the seconds and the rows."""
+
+
+class DeadlineError(GRPOError, TimeoutError):
+    """A call did not answer before its deadline, and was ended."""
+
+
+class CallError(GRPOError, RuntimeError):
+    """A call ended without an answer: its process died, its answer cannot be sent back, or the function tried to exit."""
+
+
 class NonFiniteGradientError(GRPOError, RuntimeError):
     """Too many updates in a row had a NaN or infinite gradient. These updates changed no weight."""
 

@@ -143,10 +143,11 @@ class ExperienceCollector:
         return replace(batch, **found, metrics={**batch.metrics, "time/score": seconds})
 
     def rewards_of(self, states: Rows, num_actions_per_state: int) -> Tensor:
-        """Sample actions, and return one reward per row, for evaluations."""
+        """Sample actions, and return one reward per row, for evaluations. The next `collect` reports the failures of calls."""
         row_states, row_actions, sampled = self.sample(states, num_actions_per_state)
         with torch.no_grad():
-            rewards = self._ask_for_rewards(row_states, row_actions, None if sampled is None else sampled.mask)
+            mask = None if sampled is None else sampled.mask
+            rewards = self._ask_for_rewards(row_states, row_actions, mask, keep_counts=True)
         return row_totals(rewards.values, None)  # rewards are already 0 outside the mask
 
     def plan_parts(

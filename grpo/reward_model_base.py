@@ -1,5 +1,7 @@
 """The reward model: a protocol of four methods, and no base class. Plain functions and weighted sums are reward models, too."""
 
+import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -7,6 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ._processes.reward_models import ComponentsInProcess, RewardsInProcess, gpus_of
+from .deadlines import MAX_CONCURRENT, Call, await_all, call_in_process, is_async
 from .errors import ConfigError
 from .policy_base import HasState, require_methods
 from .writing import as_rewards, reward_name
@@ -43,16 +47,50 @@ class ReportsComponents(Protocol):
         """Return the total reward from the named parts, in the shape of the parts."""
 
 
-class RewardFunction:
-    """A plain `(states, actions) -> rewards` as a `RewardModel`. Error messages show the function's name."""
+@runtime_checkable
+class LimitsCalls(Protocol):
+    """A reward model that passes the limits of `RewardConfig` on to its parts. Any other reward model is one part."""
 
-    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+    def limit_calls(self, *, timeout: float | None, max_concurrent: int) -> Any:
+        """Return a reward model with the same parts and the same state, whose calls have these limits. Change nothing.
+
+        Args:
+            timeout: seconds per call of a part. None: no deadline.
+            max_concurrent: largest number of calls that are awaited at the same time.
+        """
+
+
+class RewardFunction:
+    """A plain `(states, actions) -> rewards` as a `RewardModel`. Error messages show the function's name.
+
+    Args:
+        function: a function, or an `async def`, which is awaited.
+        timeout: seconds per call, see `RewardConfig.timeout`.
+    """
+
+    def __init__(self, function: Callable[[Any, Any], Any], *, timeout: float | None = None) -> None:
         self.function = function
+        self.timeout = timeout
+        self.is_async = is_async(function)
+        """Whether the function is awaited."""
         self.__name__: str = getattr(function, "__name__", type(function).__name__)
 
     def compute_rewards(self, states: Any, actions: Any) -> Any:
         """Call the function, and return its result. The collector checks the result."""
-        return self.function(states, actions)
+        call = Call(name=self.__name__, function=self.function, arguments=(states, actions))
+        if self.is_async:
+            return await_all([call], timeout=self.timeout)[0]
+        return call() if self.timeout is None else call_in_process([call], timeout=self.timeout)[0]
+
+    def limit_calls(self, *, timeout: float | None, max_concurrent: int) -> "RewardFunction":
+        """Return the same function with a deadline. There is one call at a time.
+
+        Raises:
+            ConfigError: the function is not async, and cannot run in another process.
+        """
+        if timeout is not None and not self.is_async:
+            require_process(self, timeout)
+        return RewardFunction(self.function, timeout=timeout)
 
     def train(self, *_: Any) -> "RewardFunction":
         """Do nothing. `train`, `eval` and `to` do nothing, because a function has no mode and no device."""
@@ -89,6 +127,11 @@ class WeightedRewards:
         [2.0, 2.0]
     """
 
+    timeout: float | None = None
+    """Seconds per call of a part. `limit_calls` returns a copy with another value."""
+    max_concurrent: int = MAX_CONCURRENT
+    """Largest number of parts that are awaited at the same time. `limit_calls` returns a copy with another value."""
+
     def __init__(self, rewards: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> None:
         self.rewards = {name: as_reward_model(reward) for name, reward in rewards.items()}
         self.weights = dict.fromkeys(rewards, 1.0) if weights is None else dict(weights)
@@ -101,11 +144,20 @@ class WeightedRewards:
 
     def compute_components(self, states: Any, actions: Any) -> dict[str, Float[Tensor, "N *T"]]:
         """Map the name of each part to its rewards, before weighting."""
+        awaited = {
+            name: Call(name=part.__name__, function=part.function, arguments=(states, actions))
+            for name, part in self.rewards.items()
+            if isinstance(part, RewardFunction) and part.is_async
+        }
+        answers = {
+            name: part.compute_rewards(states, actions) for name, part in self.rewards.items() if name not in awaited
+        }
+        if awaited:  # together
+            several = await_all([*awaited.values()], timeout=self.timeout, max_concurrent=self.max_concurrent)
+            answers |= dict(zip(awaited, several, strict=True))
         is_one_row = len(states) == 1  # the rewards of a single row may have the shape [1, 1], which the caller checks
         return {
-            name: as_rewards(
-                reward_name(part), part.compute_rewards(states, actions), len(states), one_step_is_a_step=is_one_row
-            )
+            name: as_rewards(reward_name(part), answers[name], len(states), one_step_is_a_step=is_one_row)
             for name, part in self.rewards.items()
         }
 
@@ -117,6 +169,20 @@ class WeightedRewards:
     def compute_rewards(self, states: Any, actions: Any) -> Float[Tensor, "N *T"]:
         """Return the weighted sum of all rewards, sum_k weight_k R_k."""
         return self.combine(self.compute_components(states, actions))
+
+    def limit_calls(self, *, timeout: float | None, max_concurrent: int) -> "WeightedRewards":
+        """Return a copy that holds the same parts within these limits. `async def` parts are awaited together.
+
+        Raises:
+            ConfigError: a part is not async, and cannot run in another process.
+        """
+        limited = copy.copy(self)
+        limited.timeout, limited.max_concurrent = timeout, max_concurrent
+        limited.rewards = {
+            name: with_limits(part, timeout=timeout, max_concurrent=max_concurrent)
+            for name, part in self.rewards.items()
+        }
+        return limited
 
     def train(self) -> "WeightedRewards":
         """Switch every part to training mode."""
@@ -144,6 +210,39 @@ class WeightedRewards:
         """Restore what `state_dict` returned."""
         for name, reward in self.rewards.items():
             restore_state(reward, state[name])
+
+
+def with_limits(reward_model: Any, *, timeout: float | None, max_concurrent: int) -> Any:
+    """A reward model that makes the same calls within limits. The reward model itself is not changed.
+
+    Raises:
+        ConfigError: a part is not async, and cannot run in another process.
+    """
+    if isinstance(reward_model, LimitsCalls):
+        return reward_model.limit_calls(timeout=timeout, max_concurrent=max_concurrent)
+    if timeout is None:
+        return reward_model
+    kind = ComponentsInProcess if isinstance(reward_model, ReportsComponents) else RewardsInProcess
+    require_process(reward_model, timeout)
+    return kind(reward_model, name=reward_name(reward_model), timeout=timeout)
+
+
+def require_process(reward_model: Any, timeout: float) -> None:
+    """Check that a reward model can be called in another process.
+
+    Raises:
+        ConfigError: there are no such processes, or the reward model keeps a state or is on a GPU.
+    """
+    what = f"RewardConfig.timeout={timeout:g} calls {reward_name(reward_model)} in another process, which can be killed"
+    remedy = "Make it an async function, or set reward.timeout=None."
+    if not hasattr(os, "fork"):
+        raise ConfigError(f"{what}, but this system has no os.fork. {remedy}")
+    if state := kept_state(reward_model):
+        raise ConfigError(
+            f"{what}, so its state ({', '.join(map(str, state))}) would change there and be lost. {remedy}"
+        )
+    if gpus := gpus_of(reward_model.function if isinstance(reward_model, RewardFunction) else reward_model):
+        raise ConfigError(f"{what}, but it is on {', '.join(gpus)}, which that process cannot use. {remedy}")
 
 
 def kept_state(value: Any) -> dict[str, Any]:

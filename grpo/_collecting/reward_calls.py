@@ -1,21 +1,31 @@
 """Call a reward model, and handle its failures: retry, drop rows, and raise errors that name the function and its rows."""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, assert_never
+from itertools import count
+from typing import Any, NoReturn, assert_never
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo.config import RewardConfig
-from grpo.errors import GRPOError, RewardError, RewardRaisedError
-from grpo.reward_model_base import ReportsComponents, WeightedRewards, as_reward_model
+from grpo.errors import CallError, DeadlineError, GRPOError, RewardError, RewardRaisedError, RewardTimeoutError
+from grpo.reward_model_base import WeightedRewards, as_reward_model, with_limits
 from grpo.types import Rows, select_rows, zero_outside
-from grpo.writing import as_rewards, describe, reward_name
+from grpo.writing import reward_name
 
-from .batches import join_steps
+from .circuit_breaker import CircuitBreaker
+from .reward_answers import Answer, CheckedCall
+
+NUM_TRIALS = 3
+"""Number of failed trials in a row after which training stops."""
+SECONDS_WITHOUT_ANSWER = 60.0
+"""How long rows are asked one by one while none of them answers and the breaker is open."""
+COUNTED = ("rows/dropped", "rewards/zeroed", "rewards/retries", "rewards/failed_calls", "rewards/timeouts")
+"""Metrics that add up over a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +41,12 @@ class Rewards:
     kept: Bool[Tensor, " N"] | None
     """True for the K kept rows. None: all N rows are kept."""
     metrics: dict[str, float]
-    """The numbers of rows dropped, of rewards set to 0 and of retries."""
+    """The numbers of rows dropped, of rewards set to 0, of retries, and of calls that failed or exceeded their deadline, since
+    the last call that reported them."""
+
+
+class _AllRowsFailedError(RewardError):
+    """Every row failed when it was asked by itself. `RewardCalls` handles this error."""
 
 
 class RewardCalls:
@@ -39,128 +54,179 @@ class RewardCalls:
 
     Args:
         reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
-        config: what to do when the reward model raises, or returns NaN or infinity.
+        config: what to do when a call of the reward model fails, or returns NaN or infinity.
+        clock: returns seconds. None: `time.monotonic`.
+        sleep: waits for some seconds. None: `time.sleep`.
+
+    Raises:
+        ConfigError: `config.timeout` is set, and the reward model cannot run in another process.
     """
 
-    def __init__(self, reward_model: Any, config: RewardConfig) -> None:
-        self.reward_model = as_reward_model(reward_model)
+    def __init__(
+        self,
+        reward_model: Any,
+        config: RewardConfig,
+        *,
+        clock: Callable[[], float] | None = None,
+        sleep: Callable[[float], None] | None = None,
+    ) -> None:
+        reward_model = as_reward_model(reward_model)
+        self.reward_model = with_limits(reward_model, timeout=config.timeout, max_concurrent=config.max_concurrent)
         self.config = config
-        self._name = reward_name(self.reward_model)
-        self._reports_components = isinstance(self.reward_model, ReportsComponents)
-        self._weights = self.reward_model.weights if isinstance(self.reward_model, WeightedRewards) else {}
-        self._num_retried = self._num_zeroed = 0
+        self._name = reward_name(reward_model)
+        self._call = CheckedCall(self.reward_model, self._name)
+        self._weights = reward_model.weights if isinstance(reward_model, WeightedRewards) else {}
+        self._clock, self._sleep = clock or time.monotonic, sleep or time.sleep
+        self._breaker = CircuitBreaker(
+            name=self._name,
+            num_failures=config.breaker_failures,
+            seconds=config.breaker_seconds,
+            clock=self._clock,
+            sleep=self._sleep,
+        )
+        self._counts = dict.fromkeys(COUNTED, 0.0)
 
-    def __call__(self, states: Rows, actions: Rows, mask: Bool[Tensor, "N T"] | None = None) -> Rewards:
+    def __call__(
+        self, states: Rows, actions: Rows, mask: Bool[Tensor, "N T"] | None = None, *, keep_counts: bool = False
+    ) -> Rewards:
         """The rewards of N rows. Rewards per step are set to 0 outside `mask`, if the valid steps are known.
+
+        Args:
+            states: N states.
+            actions: N actions.
+            mask: the valid steps. None: they are not known.
+            keep_counts: leave the counts to the next call. The counts of a call that raises are left to it, too.
 
         Raises:
             RewardError: the reward model raised (the error is chained), returned a wrong shape, or returned NaN or infinity,
                 and `config` does not allow it.
         """
-        self._num_retried = self._num_zeroed = 0
         self.reward_model.eval()
-        kept = torch.ones(len(states), dtype=torch.bool)
-        try:
-            total, components = self._ask(states, actions)
-        except RewardRaisedError as error:
-            if self.config.on_failure == "raise":
-                raise
-            total, components, kept = self._ask_row_by_row(states, actions, mask, error)
+        total, components, kept = self._ask_with_breaker(states, actions, None if mask is None else mask.cpu())
         if total.dim() == 2 and mask is not None:
-            mask = mask.cpu()[kept]
-            if total.shape != mask.shape:
-                raise RewardError(
-                    f"Rewards per step must be {list(mask.shape)}, like the policy's steps; from {self._name} got "
-                    f"{describe(total)}. Return one reward per step, or one per row."
-                )
-            total = zero_outside(total, mask)
+            total = zero_outside(total, mask.cpu()[kept])
         if not bool(total.isfinite().all()):
             total, components, kept = self._without_non_finite(total, components, kept)
         num_dropped = len(kept) - len(total)
+        self._counts["rows/dropped"] += num_dropped
+        metrics = dict(self._counts)
+        if not keep_counts:
+            self._counts = dict.fromkeys(COUNTED, 0.0)
         return Rewards(
             values=total,
             components=components,
             weights=self._weights,
             kept=kept if num_dropped else None,
-            metrics={
-                "rows/dropped": float(num_dropped),
-                "rewards/zeroed": float(self._num_zeroed),
-                "rewards/retries": float(self._num_retried),
-            },
+            metrics=metrics,
         )
 
-    def _ask(self, states: Rows, actions: Rows) -> tuple[Tensor, dict[str, Tensor]]:
-        """Get the total rewards and their parts with one call for all rows. Retry up to `num_retries` times if it raises."""
+    def _ask_with_breaker(
+        self, states: Rows, actions: Rows, mask: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Get the total rewards, their parts, and the rows that have them. Wait while the breaker is open."""
+        num_trials = 0
         while True:
+            is_trial = self._breaker.is_open
+            self._breaker.wait()
             try:
-                return self._call(states, actions)
-            except GRPOError:
-                raise
+                return self._ask(states, actions, mask, () if is_trial else retry_delays(self.config))
+            except RewardError as error:
+                if not is_trial and not isinstance(error, _AllRowsFailedError):
+                    raise
+                num_trials += is_trial
+                if num_trials == NUM_TRIALS:
+                    raise RewardError(
+                        f"{error} These were the last of {self._breaker.num_failed} failed calls in a row, with "
+                        f"{NUM_TRIALS} trials {self.config.breaker_seconds:g} s apart (reward.breaker_seconds)."
+                    ) from error.__cause__ or error
+
+    def _ask(
+        self, states: Rows, actions: Rows, mask: Tensor | None, delays: Iterable[float]
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Get the rewards with a call for all rows, or else as `on_failure` says."""
+        try:
+            return *self._ask_all_rows(states, actions, mask, delays), torch.ones(len(states), dtype=torch.bool)
+        except RewardError as failure:
+            match self.config.on_failure:
+                case "raise":
+                    raise
+                case "drop":
+                    return self._ask_row_by_row(states, actions, mask, failure)
+                case _:
+                    assert_never(self.config.on_failure)
+
+    def _ask_all_rows(self, states: Rows, actions: Rows, mask: Tensor | None, delays: Iterable[float]) -> Answer:
+        """Get the rewards with one call for all rows, with a retry after each delay."""
+        left = iter(delays)
+        for num_calls in count(1):
+            try:
+                return self._attempt(states, actions, mask)
             except Exception as error:
-                if self._num_retried == self.config.num_retries:
-                    raise RewardRaisedError(
-                        f"{self._name} raised {type(error).__name__}: {error} for rows 0 to {len(states) - 1}, in "
-                        f"{self._num_retried + 1} call(s). Fix the reward, or set reward.num_retries or "
-                        "reward.on_failure='drop'."
-                    ) from error
-                time.sleep(self.config.retry_delay * 2**self._num_retried)
-                self._num_retried += 1
+                if not is_failed_call(error):
+                    raise
+                delay = next(left, None)
+                if delay is None:
+                    self._raise_for(error, len(states), num_calls)
+            self._sleep(delay)
+            self._counts["rewards/retries"] += 1
+        raise AssertionError  # count() never ends
 
-    def _call(self, states: Rows, actions: Rows, *, is_single: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-        """Get the total rewards and their parts with one call. The rewards of a single row of one step may be [1, 1]."""
+    def _attempt(self, states: Rows, actions: Rows, mask: Tensor | None, *, is_single: bool = False) -> Answer:
+        """Make one call, and count it if it fails."""
+        try:
+            answer = self._call(states, actions, mask, is_single=is_single)
+        except Exception as error:
+            if is_failed_call(error):
+                self._counts["rewards/failed_calls"] += 1
+                self._counts["rewards/timeouts"] += isinstance(error, DeadlineError)
+                self._breaker.fail(error)
+            raise
+        self._breaker.succeed()
+        return answer
 
-        def checked(owner: str, value: Any) -> Tensor:
-            return as_rewards(owner, value, len(states), one_step_is_a_step=is_single)
-
-        if not self._reports_components:
-            return checked(self._name, self.reward_model.compute_rewards(states, actions)), {}
-        components = {
-            name: checked(f"{self._name}[{name!r}]", part)
-            for name, part in self.reward_model.compute_components(states, actions).items()
-        }
-        return checked(self._name, self.reward_model.combine(components)), components
+    def _raise_for(self, error: Exception, num_rows: int, num_calls: int) -> NoReturn:
+        """Raise a RewardError for the last failed call for all rows."""
+        if isinstance(error, RewardError):
+            raise error
+        kind, what = RewardRaisedError, f"{self._name} raised {type(error).__name__}: {error}"
+        if isinstance(error, DeadlineError):
+            kind, what = RewardTimeoutError, f"{self._name} exceeded reward.timeout={self.config.timeout:g}: {error}"
+        raise kind(
+            f"{what} for rows 0 to {num_rows - 1}, in {num_calls} call(s). Fix the reward, or set reward.num_retries or "
+            "reward.on_failure='drop'."
+        ) from error
 
     def _ask_row_by_row(
-        self, states: Rows, actions: Rows, mask: Tensor | None, error: RewardRaisedError
+        self, states: Rows, actions: Rows, mask: Tensor | None, failure: RewardError
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Get the total rewards and their parts with one call per row, and mark the rows whose call did not raise."""
-        answers, kept = [], torch.zeros(len(states), dtype=torch.bool)
-        for row in range(len(states)):
+        """Get the total rewards and their parts with one call per row, and mark the rows whose call did not fail."""
+        answers: dict[int, Answer] = {}
+        last: Exception = failure
+        start = self._clock()
+        for row in spread(len(states)):
             one = slice(row, row + 1)
             try:
-                answers.append(self._call(select_rows(states, one), select_rows(actions, one), is_single=True))
-                kept[row] = True
-            except GRPOError:  # a wrong shape is always an error
-                raise
-            except Exception as last:  # on_failure="drop" leaves the row out; the caller counts it as dropped
-                error.__cause__ = last
-        if not answers:
-            raise RewardError(
-                f"{self._name} raised for every one of {len(states)} rows. Fix the reward."
-            ) from error.__cause__
-        totals, parts = zip(*answers, strict=True)
-        width = self._common_width(totals, None if mask is None else mask.cpu()[kept])
-        components = {name: join_steps([part[name] for part in parts], width) for name in parts[0]}
-        return join_steps(totals, width), components, kept
-
-    def _common_width(self, totals: Sequence[Tensor], mask: Tensor | None) -> int:
-        """Return the number of steps to which the step rewards of each row are padded. One reward per row is not padded."""
-        if len({total.dim() for total in totals}) > 1:
-            raise RewardError(
-                f"{self._name} must return one reward per row, or one per step; for some rows it returned one number, and for "
-                "others one per step. Return the same kind for every row."
-            )
-        widths = [total.shape[-1] for total in totals]
-        if mask is None or totals[0].dim() == 1:
-            return max(widths)
-        for width, row in zip(widths, mask, strict=True):
-            needed = int(row.nonzero().max()) + 1 if bool(row.any()) else 0
-            if not needed <= width <= mask.shape[1]:
-                raise RewardError(
-                    f"{self._name} must return {needed} rewards for a row of {needed} steps, or up to {mask.shape[1]}; "
-                    f"got {width}. Return one reward per step."
+                answers[row] = self._attempt(
+                    select_rows(states, one),
+                    select_rows(actions, one),
+                    None if mask is None else mask[one],
+                    is_single=True,
                 )
-        return mask.shape[1]
+            except Exception as error:  # on_failure="drop" leaves the row out; the caller counts it as dropped
+                if not is_failed_call(error):
+                    raise
+                last = error
+            if not answers and self._breaker.is_open and self._clock() - start >= SECONDS_WITHOUT_ANSWER:
+                break  # rows that hang one after another
+        if not answers:
+            raise _AllRowsFailedError(
+                f"{failure} When the rows were asked one by one, {self._name} failed for every one of {len(states)} rows, "
+                f"the last time with {type(last).__name__}: {last}"
+            ) from last
+        self._breaker.succeed()  # rows that fail at the end do not make the next iteration wait
+        kept = torch.zeros(len(states), dtype=torch.bool)
+        kept[sorted(answers)] = True
+        return *self._call.join([answers[row] for row in sorted(answers)], mask), kept
 
     def _without_non_finite(
         self, total: Tensor, components: dict[str, Tensor], kept: Tensor
@@ -187,7 +253,7 @@ class RewardCalls:
                 components = {name: part[finite] for name, part in components.items()}
                 return total[finite], components, kept.masked_scatter(kept, finite)
             case "zero":
-                self._num_zeroed = int((~finite).sum())
+                self._counts["rewards/zeroed"] += int((~finite).sum())
                 components = {
                     name: part.index_put((~finite,), part[~finite].nan_to_num(0.0, 0.0, 0.0))
                     for name, part in components.items()
@@ -195,3 +261,25 @@ class RewardCalls:
                 return total.nan_to_num(0.0, 0.0, 0.0), components, kept
             case _:
                 assert_never(self.config.non_finite)
+
+
+def retry_delays(config: RewardConfig) -> Iterator[float]:
+    """The seconds before each retry: they double, and add up to at most `max_retry_seconds`."""
+    delay, left = config.retry_delay, config.max_retry_seconds
+    for _ in range(config.num_retries):
+        shortened = min(delay, left)
+        if shortened == 0.0 < delay:
+            return
+        yield shortened
+        delay, left = 2 * delay, left - shortened
+
+
+def spread(num_rows: int) -> list[int]:
+    """All rows, in an order in which neighbours are far apart, so that a few rows in a row are a sample of all groups."""
+    golden_ratio = (math.sqrt(5) - 1) / 2
+    return sorted(range(num_rows), key=lambda row: row * golden_ratio % 1)
+
+
+def is_failed_call(error: Exception) -> bool:
+    """Whether an error is a failure of the reward model. Any other error of this package has another reason."""
+    return isinstance(error, RewardError | DeadlineError | CallError) or not isinstance(error, GRPOError)

@@ -178,7 +178,12 @@ FIELDS = {
         "non_finite": choice("raise", "drop", "zero"),
         "on_failure": choice("raise", "drop"),
         "num_retries": integer(-1, allowed=NATURAL),
+        "timeout": number(0.0, *BELOW_ZERO, 1.1e9, optional=True, allowed=ABOVE_0),
+        "max_concurrent": integer(0, -1, allowed=POSITIVE),
         "retry_delay": number(*BELOW_ZERO, allowed=AT_LEAST_0),
+        "max_retry_seconds": number(*BELOW_ZERO, 1.1e9, allowed=AT_LEAST_0),
+        "breaker_failures": integer(0, -1, allowed=POSITIVE),
+        "breaker_seconds": number(*BELOW_ZERO, 1.1e9, allowed=AT_LEAST_0),
     },
     GRPOConfig: {
         "group_size": integer(0, -1, allowed=POSITIVE),

@@ -3,6 +3,7 @@
 So there is no setting that nothing reads.
 """
 
+import asyncio
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -93,7 +94,10 @@ class Scene:
     dead_group: bool = False
     """All rewards in state 0 are equal."""
     first_is_nan: bool = False
-    first_call_raises: bool = False
+    calls_that_raise: int = 0
+    """This many calls of the rewards raise, and the later ones do not."""
+    awaited: bool = False
+    """The reward has two parts that are awaited for a while, and tell how many are awaited at the same time."""
     credit: Literal["gae"] | None = None
     """`gae` trains a critic."""
 
@@ -102,11 +106,11 @@ class Rewards:
     """Rewards the number of ones, per row or per step, and can fail in the ways that `RewardConfig` handles."""
 
     def __init__(self, scene: Scene) -> None:
-        self.scene, self.raises = scene, scene.first_call_raises
+        self.scene, self.calls_that_raise = scene, scene.calls_that_raise
 
     def __call__(self, states: Any, actions: Any) -> Any:
-        if self.raises:
-            self.raises = False
+        if self.calls_that_raise:
+            self.calls_that_raise -= 1
             raise ConnectionError("not yet")
         width = max(len(action) for action in actions)
         rewards = torch.zeros(len(actions), width, dtype=torch.float64)
@@ -118,6 +122,19 @@ class Rewards:
         if self.scene.first_is_nan:
             rewards[0] = math.nan
         return rewards if self.scene.per_step else rewards.sum(1)
+
+
+class Awaited:
+    """Rewards each row for its number, times the largest number of calls at the same time."""
+
+    now = most = 0
+
+    async def __call__(self, states: Any, actions: Any) -> list[float]:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.2)
+        self.now -= 1
+        return [float(self.most * row) for row in range(len(actions))]
 
 
 def lengths(states: Any, actions: Any) -> list[float]:
@@ -144,6 +161,9 @@ def outcome(config: GRPOConfig, scene: Scene) -> str:
     rewards: Any = Rewards(scene)
     if scene.several_rewards:
         rewards = WeightedRewards({"ones": rewards, "lengths": lengths})
+    if scene.awaited:
+        awaited = Awaited()
+        rewards = WeightedRewards({"one": awaited, "two": awaited})
     error = ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("grpo._collecting.reward_calls.time.sleep", slept.append)
@@ -154,7 +174,7 @@ def outcome(config: GRPOConfig, scene: Scene) -> str:
         except GRPOError as raised:
             error = f"{type(raised).__name__}: {raised}"
     calls = sorted(policy.calls.items())
-    return digest(weights_of(policy), policy.rows_scored, calls, compiled, slept, error)
+    return digest(weights_of(policy), policy.rows_scored, calls, compiled, [round(seconds) for seconds in slept], error)
 
 
 outcome_before = cache(outcome)
@@ -163,7 +183,8 @@ outcome_before = cache(outcome)
 
 BASE: dict[str, Any] = {"group_size": 4, "batch_size": 6, "num_epochs_per_update": 2, "learning_rate": 0.05, "seed": 0}
 PLAIN, STEPS, SEVERAL, DEAD = Scene(), Scene(per_step=True), Scene(several_rewards=True), Scene(dead_group=True)
-NAN, RAISES = Scene(first_is_nan=True), Scene(first_call_raises=True)
+NAN, RAISES, AWAITED = Scene(first_is_nan=True), Scene(calls_that_raise=1), Scene(awaited=True)
+OUTAGE = Scene(calls_that_raise=20)  # of 16 rows: a call for all rows, one for each row, and three more
 CRITIC, KEYED = Scene(policy=Critic), Scene(policy=Keyed)
 TRAINED_CRITIC = Scene(policy=Critic, credit="gae")
 
@@ -231,7 +252,12 @@ CASES: dict[type[Settings], dict[str, Case]] = {
         "non_finite": ({"non_finite": "drop"}, {"non_finite": "zero"}, NAN),
         "on_failure": ({}, {"on_failure": "drop"}, RAISES),
         "num_retries": ({}, {"num_retries": 1}, RAISES),
+        "timeout": ({}, {"timeout": 0.01}, AWAITED),
+        "max_concurrent": ({}, {"max_concurrent": 1}, AWAITED),
         "retry_delay": ({"num_retries": 1}, {"retry_delay": 5.0}, RAISES),
+        "max_retry_seconds": ({"num_retries": 30}, {"max_retry_seconds": 200.0}, OUTAGE),
+        "breaker_failures": ({"on_failure": "drop"}, {"breaker_failures": 18}, OUTAGE),
+        "breaker_seconds": ({"on_failure": "drop"}, {"breaker_seconds": 5.0}, OUTAGE),
     },
     KLControl: {  # the divergence is about 0.3, the coefficient begins at 0.04
         "rule": ({}, {"rule": "proportional"}, PLAIN),

@@ -75,6 +75,8 @@ def test_a_collected_batch_equals_hand_worked_values() -> None:
         "rows/dropped": 0.0,
         "rewards/zeroed": 0.0,
         "rewards/retries": 0.0,
+        "rewards/failed_calls": 0.0,
+        "rewards/timeouts": 0.0,
     }
 
 

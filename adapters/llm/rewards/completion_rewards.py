@@ -1,11 +1,7 @@
 """Rewards of completions: a weighted sum of functions, each called once with lists (as in TRL) or once per row."""
 
-import asyncio
-import os
-import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import cache
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,13 +10,12 @@ from torch import Tensor
 from adapters.llm.completions import Completion
 from adapters.llm.prompts import PromptState
 from grpo import WeightedRewards
+from grpo.deadlines import Call, await_all, call_in_process
 from grpo.errors import ConfigError
 from grpo.reward_model_base import RewardFunction
 from grpo.writing import as_rewards, reward_name
 
 from .reward_functions import CompletionFunction, Offer, function_name
-
-ResultT = TypeVar("ResultT")
 
 
 class CompletionRewards(WeightedRewards):
@@ -38,12 +33,14 @@ class CompletionRewards(WeightedRewards):
     then excluded from the row's sum. If no function applies to a row, its reward is NaN, and `reward.non_finite` decides what
     happens.
 
+    `RewardConfig.timeout` limits each call, so a function that is called once per row has this time for each row. With a
+    timeout, a function that is not async runs in a process that can be killed, which makes its calls for all rows.
+    `RewardConfig.max_concurrent` limits how many calls are awaited at the same time.
+
     Args:
         functions: One function, several (named by their `__name__`), or functions by name. A `RewardModel` is also allowed.
         weights: Weights by name, or in the order of `functions`. None uses weight 1 for all.
         prompt_column: Column with the prompt, for rows that are dicts.
-        timeout: Time limit of an awaited call in seconds. None sets no limit. A blocking call cannot be interrupted.
-        max_concurrent: Maximum number of concurrent awaited calls. A larger number is faster and puts more load on servers.
 
     Raises:
         ConfigError: Names, weights or signatures are invalid.
@@ -66,8 +63,6 @@ class CompletionRewards(WeightedRewards):
         weights: Mapping[str, float] | Sequence[float] | None = None,
         *,
         prompt_column: str = "prompt",
-        timeout: float | None = None,
-        max_concurrent: int = 64,
     ) -> None:
         named = _by_name(functions)
         if weights is not None and not isinstance(weights, Mapping):
@@ -76,23 +71,11 @@ class CompletionRewards(WeightedRewards):
             weights = dict(zip(named, weights, strict=True))
         super().__init__(named, weights)
         self.prompt_column = prompt_column
-        self.timeout = timeout
-        self.max_concurrent = max_concurrent
         self._functions = {
             name: CompletionFunction(name, reward.function)
             for name, reward in self.rewards.items()
             if isinstance(reward, RewardFunction) and reward is not named[name]
         }
-        if max_concurrent < 1 or (timeout is not None and not timeout > 0):
-            raise ConfigError(
-                f"CompletionRewards: max_concurrent must be >= 1, and timeout > 0 or None; got "
-                f"max_concurrent={max_concurrent}, timeout={timeout}."
-            )
-        if timeout is not None and not any(function.is_async for function in self._functions.values()):
-            raise ConfigError(
-                f"CompletionRewards: timeout applies to `async def` functions only; got timeout={timeout} and no such "
-                "function. Leave out timeout, or make a function async."
-            )
 
     def compute_components(
         self, states: Sequence[PromptState], actions: Sequence[Completion]
@@ -102,14 +85,11 @@ class CompletionRewards(WeightedRewards):
         Raises:
             RewardError: A function needs a missing column, or does not return one number or None per row.
             RuntimeError: A function raised. The message names the function, and the cause is chained.
+            DeadlineError: A function did not answer in time. The message names the function.
         """
         offer = Offer.made_of(states, actions, self.prompt_column)
         calls = {name: function.calls(offer) for name, function in self._functions.items()}
-        answers = {
-            name: function.ask(calls[name]) for name, function in self._functions.items() if not function.is_async
-        }
-        if len(answers) < len(calls):
-            answers |= run_in_background(self._answers({name: calls[name] for name in calls if name not in answers}))
+        answers = self._answers({name: function.named(calls[name]) for name, function in self._functions.items()})
         return {
             name: self._functions[name].rewards(answers[name], offer.num_rows)
             if name in answers
@@ -123,42 +103,18 @@ class CompletionRewards(WeightedRewards):
         total = super().combine({name: part.masked_fill(absent[name], 0.0) for name, part in components.items()})
         return total.masked_fill(torch.stack(list(absent.values())).all(0), torch.nan)
 
-    async def _answers(self, calls: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[Any]]:
-        """Await all calls of all async functions together. A failing call cancels the others."""
-        limit = asyncio.Semaphore(self.max_concurrent)
+    def _answers(self, calls: Mapping[str, Sequence[Call]]) -> dict[str, list[Any]]:
+        """Make all calls. Calls of async functions are awaited together, and a failing call cancels the others."""
+        answers = {name: self._ask(several) for name, several in calls.items() if not self._functions[name].is_async}
+        awaited = {name: several for name, several in calls.items() if name not in answers}
+        if awaited:
+            together = [call for several in awaited.values() for call in several]
+            in_order = iter(await_all(together, timeout=self.timeout, max_concurrent=self.max_concurrent))
+            answers |= {name: [next(in_order) for _ in several] for name, several in awaited.items()}
+        return answers
 
-        async def answer(name: str, index: int, arguments: dict[str, Any]) -> Any:
-            async with limit:
-                return await self._functions[name].ask_async(index, arguments, self.timeout)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = {
-                    name: [group.create_task(answer(name, *call)) for call in enumerate(several)]
-                    for name, several in calls.items()
-                }
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from errors.exceptions[0].__cause__
-        return {name: [task.result() for task in several] for name, several in tasks.items()}
-
-
-def run_in_background(coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """Run a coroutine in the background loop and wait for its result. This also works inside a running event loop."""
-    future = asyncio.run_coroutine_threadsafe(coroutine, _background_loop(os.getpid()))
-    try:
-        return future.result()
-    except BaseException:  # an interrupt must also cancel the calls
-        future.cancel()
-        raise
-
-
-@cache
-def _background_loop(process_id: int) -> asyncio.AbstractEventLoop:
-    """The event loop of a process, which runs in a thread. A forked process gets a new loop, because threads are not copied."""
-    loop = asyncio.new_event_loop()
-    name = f"reward functions of process {process_id}"
-    threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
-    return loop
+    def _ask(self, calls: Sequence[Call]) -> list[Any]:
+        return [call() for call in calls] if self.timeout is None else call_in_process(calls, timeout=self.timeout)
 
 
 def _by_name(functions: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """One reward function: its arguments, selected by the names of its parameters, and its return values."""
 
-import asyncio
 import functools
 import inspect
 import math
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from adapters.llm.completions import Completion
 from adapters.llm.prompts import PromptState, prompt_of
+from grpo.deadlines import Call, is_async
 from grpo.errors import ConfigError, GRPOError, RewardError
 from grpo.writing import describe
 
@@ -81,7 +81,7 @@ class CompletionFunction:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = name
-        self.is_async = _is_async(function)
+        self.is_async = is_async(function)
         self._function = function
         try:
             parameters = inspect.signature(function).parameters.values()
@@ -121,29 +121,22 @@ class CompletionFunction:
             return [{name: offered[name][row] for name in wanted} for row in range(offer.num_rows)]
         return [{name: list(offered[name]) for name in wanted}]
 
-    def ask(self, calls: Sequence[dict[str, Any]]) -> list[Any]:
-        """Call the function once per element of `calls`, and return its answers."""
-        answers = []
-        for index, arguments in enumerate(calls):
-            with self._named_in_errors(index):
-                answers.append(self._function(**arguments))
-        return answers
+    def named(self, calls: Sequence[dict[str, Any]]) -> list[Call]:
+        """The calls with these arguments. Errors name the function, and the row if the function is called per row."""
+        function = self._await_one if self.is_async else self._ask_one
+        names = [f"{self.name} at row {row}" for row in range(len(calls))] if self.is_per_row else [self.name]
+        return [
+            Call(name=name, function=function, arguments=(name, arguments))
+            for name, arguments in zip(names, calls, strict=True)
+        ]
 
-    async def ask_async(self, index: int, arguments: dict[str, Any], timeout: float | None) -> Any:
-        """Await one call and return its answer.
+    def _ask_one(self, name: str, arguments: dict[str, Any]) -> Any:
+        with self._named_in_errors(name):
+            return self._function(**arguments)
 
-        Raises:
-            RuntimeError: The function raised or exceeded the time limit. The message names the function and the row.
-        """
-        with self._named_in_errors(index):
-            deadline = asyncio.timeout(timeout)
-            try:
-                async with deadline:
-                    return await self._function(**arguments)
-            except TimeoutError as error:
-                if deadline.expired():
-                    raise TimeoutError(f"no answer within timeout={timeout} s") from error
-                raise
+    async def _await_one(self, name: str, arguments: dict[str, Any]) -> Any:
+        with self._named_in_errors(name):
+            return await self._function(**arguments)
 
     def rewards(self, answers: Sequence[Any], num_rows: int) -> Float64[Tensor, " N"]:
         """Convert the answers to one number per row. None becomes NaN, which means "does not apply".
@@ -180,14 +173,14 @@ class CompletionFunction:
         return math.inf if math.isnan(number) else number
 
     @contextmanager
-    def _named_in_errors(self, index: int) -> Iterator[None]:
+    def _named_in_errors(self, name: str) -> Iterator[None]:
         """Name the function in its exceptions. They are not GRPOErrors, so `reward.on_failure` applies to them."""
         try:
             yield
         except GRPOError:
             raise
         except Exception as error:
-            where = f" at row {index}" if self.is_per_row else ""
+            where = name.removeprefix(self.name)
             raise RuntimeError(f"{self.name} raised {type(error).__name__}: {error}{where}") from error
 
 
@@ -196,13 +189,6 @@ def function_name(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _is_async(function: Any) -> bool:
-    """Whether the function is `async def`, also inside `functools.partial` or as `__call__` of an object."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _columns_of(states: Sequence[PromptState]) -> dict[str, list[Any]]:

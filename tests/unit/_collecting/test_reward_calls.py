@@ -10,15 +10,10 @@ import torch
 from torch import Tensor
 
 from grpo import RewardConfig, RewardError, WeightedRewards
-from grpo._collecting.reward_calls import RewardCalls, Rewards
+from grpo._collecting.reward_calls import RewardCalls
+from tests.support.reward_faults import FakeTime, asked, calls_of, counts
 
 NAN, INF = math.nan, math.inf
-
-
-def asked(reward: Any, num_rows: int = 4, mask: Tensor | None = None, **settings: Any) -> Rewards:
-    """The rewards of rows whose states and actions are their numbers, without pauses between retries."""
-    rows = list(range(num_rows))
-    return RewardCalls(reward, RewardConfig(**{"retry_delay": 0.0, **settings}))(rows, rows, mask)
 
 
 def giving(*values: float) -> Callable[[Any, Any], list[float]]:
@@ -34,7 +29,7 @@ def test_finite_rewards_are_returned_unchanged() -> None:
     found = asked(giving(1, 2, 4, 8))
     assert found.values.tolist() == [1, 2, 4, 8]
     assert (found.components, found.weights, found.kept) == ({}, {}, None)
-    assert found.metrics == {"rows/dropped": 0.0, "rewards/zeroed": 0.0, "rewards/retries": 0.0}
+    assert found.metrics == counts()
 
 
 def test_a_reward_model_computes_in_evaluation_mode() -> None:
@@ -83,7 +78,7 @@ def test_zeroed_rewards_become_0(subtests: pytest.Subtests) -> None:
             found = asked(giving(3, bad, 7, bad), non_finite="zero")
             assert found.values.tolist() == [3, 0, 7, 0]
             assert found.kept is None
-            assert found.metrics == {"rows/dropped": 0.0, "rewards/zeroed": 2.0, "rewards/retries": 0.0}
+            assert found.metrics == counts(zeroed=2)
 
 
 def test_zeroed_rewards_are_counted_per_call() -> None:
@@ -102,7 +97,7 @@ def test_dropped_rows_lose_their_reward_parts_too(subtests: pytest.Subtests) -> 
             assert found.weights == {"x": 1.0, "y": 0.5}
             assert found.kept is not None
             assert found.kept.tolist() == [True, False, True, True]
-            assert found.metrics == {"rows/dropped": 1.0, "rewards/zeroed": 0.0, "rewards/retries": 0.0}
+            assert found.metrics == counts(dropped=1)
 
 
 def test_one_non_finite_step_drops_the_whole_row() -> None:
@@ -168,10 +163,12 @@ def test_rewards_of_a_wrong_shape_are_refused_under_every_setting(subtests: pyte
         return torch.zeros(len(actions), 1)
 
     for reward in (wrong, WeightedRewards({"one": giving(0, 0, 0, 0), "two": wrong})):
-        name = "wrong" if reward is wrong else r"WeightedRewards\.compute_rewards\['two'\]|wrong"
-        message = rf"({name}) must return one number per row, \[N\] = \[4\].*; got \[4, 1\] float32"
-        with subtests.test(reward=type(reward).__name__), pytest.raises(RewardError, match=message):
-            asked(reward, num_retries=3, on_failure="drop", non_finite="zero")
+        for settings in ({}, {"num_retries": 3}, {"on_failure": "drop", "non_finite": "zero"}):
+            name = "wrong" if reward is wrong else r"WeightedRewards\.compute_rewards\['two'\]|wrong"
+            message = rf"({name}) must return one number per row, \[N\] = \[4\].*; got \[4, 1\] float32"
+            case = subtests.test(reward=type(reward).__name__, settings=settings)
+            with case, pytest.raises(RewardError, match=message):
+                asked(reward, **settings)
 
 
 def test_rewards_per_step_count_only_on_the_policys_steps() -> None:
@@ -235,7 +232,7 @@ def test_a_call_is_retried_num_retries_times_and_no_more(subtests: pytest.Subtes
 
 def test_retries_are_counted_for_each_call_alone() -> None:
     flaky = Flaky({0, 2, 3})
-    calls = RewardCalls(flaky, RewardConfig(num_retries=2, retry_delay=0.0))
+    calls = calls_of(flaky, num_retries=2)
     assert [calls([0], [0]).metrics["rewards/retries"] for _ in range(3)] == [1.0, 2.0, 0.0]
 
 
@@ -245,24 +242,16 @@ def test_a_call_is_retried_before_rows_are_dropped() -> None:
     assert (found.kept, found.metrics["rows/dropped"], flaky.calls) == (None, 0.0, 2)
 
 
-def test_single_row_calls_are_not_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_row_calls_are_not_retried() -> None:
     """Four calls for all rows, with pauses of 1, 2 and 4 seconds; then one for each of four rows, at once."""
-    pauses: list[float] = []
-    monkeypatch.setattr("time.sleep", pauses.append)
-    flaky = Flaky(actions={0, 2})
-    found = asked(flaky, on_failure="drop", num_retries=3, retry_delay=1.0)
-    assert pauses == [1.0, 2.0, 4.0]
+    time, flaky = FakeTime(), Flaky(actions={0, 2})
+    found = asked(flaky, time=time, on_failure="drop", num_retries=3, retry_delay=1.0)
+    assert time.slept == [1.0, 2.0, 4.0]
     assert flaky.calls == 4 + 4
-    assert found.metrics == {"rows/dropped": 2.0, "rewards/zeroed": 0.0, "rewards/retries": 3.0}
+    assert found.metrics == counts(dropped=2, retries=3, failed_calls=4 + 2)
     assert found.values.tolist() == [1, 3]
     assert found.kept is not None
     assert found.kept.tolist() == [False, True, False, True]
-
-
-def test_it_is_an_error_when_every_row_raises() -> None:
-    with pytest.raises(RewardError, match=r"Flaky raised for every one of 4 rows") as caught:
-        asked(Flaky(actions=range(4)), on_failure="drop")
-    assert isinstance(caught.value.__cause__, TimeoutError)
 
 
 def test_rows_that_raise_and_rows_that_are_not_finite_are_both_dropped() -> None:
@@ -322,24 +311,43 @@ def test_without_a_mask_rows_are_padded_to_the_longest() -> None:
     assert found.values.tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
 
 
-def test_a_wrong_shape_from_a_single_row_call_is_refused(subtests: pytest.Subtests) -> None:
+def test_a_row_of_a_wrong_shape_is_dropped(subtests: pytest.Subtests) -> None:
     cases: list[tuple[str, Any, str]] = [
         ("two rows", lambda row: torch.ones(2), r"reward must return one number per row, \[N\] = \[1\].*got \[2\]"),
         ("three axes", lambda row: torch.ones(1, 2, 2), r"reward must return .*got \[1, 2, 2\]"),
         ("words", lambda row: ["one"], r"reward must return .*got a list of 1"),
+        ("nothing", lambda row: None, r"reward must return .*got NoneType None"),
         ("one too many", lambda row: torch.ones(1, 4), r"reward must return 3 rewards for a row of 3 .* to 3; got 4"),
         ("one too few", lambda row: torch.ones(1, 2), r"reward must return 3 rewards for a row of 3 .* to 3; got 2"),
-        (
-            "one row too few",
-            lambda row: torch.ones(1, 1 if row == 2 else 3),
-            r"reward must return 2 rewards for a row of 2 steps, or up to 3; got 1",
-        ),
-        (
-            "steps and no steps",
-            lambda row: torch.ones(1) if row == 1 else torch.ones(1, 3),
-            r"reward must return one reward per row, or one per step; for some rows it returned one number",
-        ),
     ]
     for case, answer, message in cases:
-        with subtests.test(case=case), pytest.raises(RewardError, match=message):
-            asked(one_row(answer), 4, RAGGED_MASK, on_failure="drop")
+        with subtests.test(case=case):
+            right = lambda row, answer=answer: answer(row) if row == 0 else torch.ones(1, 3)  # noqa: E731
+            found = asked(one_row(right), 4, RAGGED_MASK, on_failure="drop")
+            assert found.kept is not None
+            assert found.kept.tolist() == [False, True, True, True]
+            assert found.metrics == counts(dropped=1, failed_calls=1 + 1)
+            with pytest.raises(RewardError, match=message):
+                asked(one_row(lambda row, answer=answer: answer(0)), 4, RAGGED_MASK[[0] * 4], on_failure="drop")
+
+
+def test_a_row_with_fewer_rewards_than_steps_is_dropped() -> None:
+    """Row 2 has two steps and one reward. The other rows are padded."""
+    found = asked(one_row(lambda row: torch.ones(1, 1 if row == 2 else 3)), 4, RAGGED_MASK, on_failure="drop")
+    assert found.kept is not None
+    assert found.kept.tolist() == [True, True, False, True]
+
+
+def test_rows_with_one_reward_and_rows_with_rewards_per_step_are_refused_at_once() -> None:
+    time = FakeTime()
+    reward = one_row(lambda row: torch.ones(1) if row == 1 else torch.ones(1, 3))
+    with pytest.raises(RewardError, match="one per step; for some rows it returned one number"):
+        asked(reward, 4, RAGGED_MASK, time, on_failure="drop")
+    assert time.slept == []
+
+
+def test_rewards_per_step_of_a_wrong_width_are_a_failed_call() -> None:
+    widths = iter([2, 4, 3])
+    found = asked(lambda s, a: torch.ones(4, next(widths)), 4, RAGGED_MASK, num_retries=2)
+    assert found.values.tolist() == RAGGED_MASK.double().tolist()
+    assert found.metrics == counts(retries=2, failed_calls=2)

@@ -5,7 +5,6 @@ import doctest
 import functools
 import math
 import os
-import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -17,11 +16,12 @@ from torch import Tensor, nn
 
 from adapters.llm.completions import Completion
 from adapters.llm.rewards import completion_rewards as module
-from adapters.llm.rewards.completion_rewards import CompletionRewards, run_in_background
+from adapters.llm.rewards.completion_rewards import CompletionRewards
 from grpo import GRPOConfig, GRPOTrainer, RewardConfig
 from grpo._collecting.reward_calls import RewardCalls
 from grpo.checks import check_reward_model
-from grpo.errors import ConfigError, ContractError, ProtocolError, RewardError
+from grpo.errors import ConfigError, ContractError, ProtocolError, RewardError, RewardTimeoutError
+from tests.support.reward_faults import children
 
 
 def completion(text: str) -> Completion:
@@ -244,9 +244,6 @@ WRONG_SETTINGS = [
     ([], {}, "needs at least one reward"),
     ([right, length], {"weights": [1.0]}, "one weight per function, 2; got 1"),
     ({"right": right}, {"weights": {"wrong": 1.0}}, "one weight for each"),
-    (length, {"max_concurrent": 0}, "max_concurrent must be >= 1"),
-    (length, {"timeout": 0.0}, "timeout > 0 or None"),
-    (length, {"timeout": 1.0}, "`async def` functions only; got timeout=1.0 and no such function"),
 ]
 
 
@@ -303,7 +300,8 @@ def test_async_calls_run_together_up_to_the_limit(subtests: pytest.Subtests) -> 
     for limit, most in [(64, 3), (2, 2)]:
         with subtests.test(limit=limit):
             judge = Judge()
-            rewards = CompletionRewards({"judge": judge, "later": later, "right": right}, max_concurrent=limit)
+            rewards = CompletionRewards({"judge": judge, "later": later, "right": right})
+            rewards = rewards.limit_calls(timeout=None, max_concurrent=limit)
             assert rewards.compute_rewards(ROWS, [A, B, C]).tolist() == [1.0 + 1.0, 2.0 + 0.5 + 0.0, 3.0 + 0.5 + 1.0]
             assert judge.most == most
             rewards.compute_rewards(ROWS, [A, B, C])
@@ -317,26 +315,92 @@ def test_async_functions_work_inside_a_running_loop() -> None:
     assert asyncio.run(notebook()) == [0.0, 0.5, 0.5]
 
 
-def test_a_slow_call_times_out_and_names_its_row() -> None:
+def within(functions: Any, timeout: float | None = 60.0, **settings: Any) -> RewardCalls:
+    return RewardCalls(CompletionRewards(functions), RewardConfig(timeout=timeout, **settings))
+
+
+def test_a_slow_awaited_call_times_out_and_names_its_row() -> None:
     async def slow(completion: str) -> float:
         await asyncio.sleep(60.0 if completion == "bb" else 0.0)
         return 1.0
 
-    rewards = CompletionRewards(slow, timeout=0.05)
     begin = time.perf_counter()
-    with pytest.raises(RewardError, match=r"slow raised TimeoutError: no answer within timeout=0.05 s at row 1"):
-        RewardCalls(rewards, RewardConfig())(ROWS, [A, B, C])
+    message = r"exceeded reward\.timeout=0\.05: slow at row 1 did not answer within 0\.05 s for rows 0 to 2, in 1 call"
+    with pytest.raises(RewardTimeoutError, match=message):
+        within(slow, 0.05)(ROWS, [A, B, C])
     assert time.perf_counter() - begin < 5
-    dropped = RewardCalls(rewards, RewardConfig(on_failure="drop"))(ROWS, [A, B, C])
+    dropped = within(slow, 0.05, on_failure="drop")(ROWS, [A, B, C])
     assert dropped.values.tolist() == [1.0, 1.0]
+
+
+def test_each_row_of_a_plain_function_has_the_whole_time_limit() -> None:
+    """Three rows of 0.6 seconds, one after another, with 1.5 seconds for each."""
+
+    def steady(completion: str) -> float:
+        time.sleep(0.6)
+        return float(len(completion))
+
+    assert within(steady, 1.5)(ROWS, [A, B, C]).values.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_slow_plain_call_times_out_and_names_its_row() -> None:
+    def slow(completion: str) -> float:
+        time.sleep(60.0 if completion == "bb" else 0.0)
+        return 1.0
+
+    begin = time.perf_counter()
+    with pytest.raises(RewardTimeoutError, match=r"slow at row 1 did not answer within 0\.5 s for rows 0 to 2"):
+        within({"slow": slow, "right": right}, 0.5)(ROWS, [A, B, C])
+    assert time.perf_counter() - begin < 5
+    assert children() == set()
+
+
+def test_parts_of_every_kind_run_within_a_time_limit() -> None:
+    """right: 1, 0, 1; length: 1, 2, 3; later: -, .5, .5; the model: .25 each."""
+
+    class Model(nn.Module):
+        def compute_rewards(self, states: Any, actions: Any) -> Tensor:
+            assert os.getpid() != parent
+            return torch.full([len(states)], 0.25)
+
+    parent = os.getpid()
+    parts = {"right": right, "length": length, "later": later, "model": Model()}
+    found = within(parts)(ROWS, [A, B, C])
+    assert found.values.tolist() == [2.25, 2.75, 4.75]
+    assert list(found.components) == [*parts]
+    assert children() == set()
+
+
+def test_an_exception_in_another_process_names_the_function_its_row_and_its_cause() -> None:
+    def picky(completion: str) -> float:
+        return {"a": 1.0, "ccc": 3.0}[completion]
+
+    with pytest.raises(
+        RewardError, match="raised RuntimeError: picky raised KeyError: 'bb' at row 1 for rows"
+    ) as caught:
+        within(picky)(ROWS, [A, B, C])
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert isinstance(caught.value.__cause__.__cause__, KeyError)
+    assert "in picky" in caught.value.__cause__.__notes__[0]
+
+
+def test_limits_leave_the_original_as_it_was() -> None:
+    original = CompletionRewards([right, length])
+    limited = original.limit_calls(timeout=60.0, max_concurrent=1)
+    assert (original.timeout, original.max_concurrent) == (None, 64)
+    assert (limited.timeout, limited.max_concurrent) == (60.0, 1)
+    assert limited.compute_rewards(ROWS, [A, B, C]).tolist() == [2.0, 2.0, 4.0]
 
 
 def test_a_timeout_error_of_the_function_keeps_its_message() -> None:
     async def client(prompt: str) -> float:
         raise TimeoutError("server busy")
 
-    with pytest.raises(RuntimeError, match="client raised TimeoutError: server busy at row 0"):
-        rewards_of(client, timeout=5.0)
+    with pytest.raises(
+        RewardError, match="raised RuntimeError: client raised TimeoutError: server busy at row 0"
+    ) as caught:
+        within(client)(ROWS, [A, B, C])
+    assert not isinstance(caught.value, RewardTimeoutError)
 
 
 def test_one_failure_cancels_the_other_calls() -> None:
@@ -355,48 +419,6 @@ def test_one_failure_cancels_the_other_calls() -> None:
     with pytest.raises(RuntimeError, match="reward raised ValueError: no at row 1"):
         rewards_of(reward)
     assert ended.wait(5)
-
-
-def test_an_interrupt_cancels_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Event()
-
-    async def hang() -> None:
-        try:
-            await asyncio.sleep(60.0)
-        finally:
-            ended.set()
-
-    submit = asyncio.run_coroutine_threadsafe
-
-    def interrupted(*args: Any) -> Any:
-        future = submit(*args)
-        time.sleep(0.02)  # the call has started
-        monkeypatch.setattr(future, "result", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-        return future
-
-    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_in_background(hang())
-    assert ended.wait(5)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # later Pythons warn of a fork beside threads
-def test_a_forked_process_awaits_in_a_loop_of_its_own() -> None:
-    async def one() -> int:
-        return 1
-
-    assert run_in_background(one()) == 1
-    child = os.fork()
-    if not child:  # the child has no thread that runs the parent's loop
-        status = 2
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(20)  # end a child that waits forever
-            status = run_in_background(one())
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 # --- training

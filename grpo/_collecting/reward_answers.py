@@ -1,0 +1,84 @@
+"""One call of a reward model: its answer is checked, and answers for single rows are joined."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from grpo.errors import RewardError
+from grpo.reward_model_base import ReportsComponents
+from grpo.types import Rows
+from grpo.writing import as_rewards, describe
+
+from .batches import join_steps
+
+Answer = tuple[Tensor, dict[str, Tensor]]
+"""Total rewards, and the named parts of the rewards."""
+
+
+class CheckedCall:
+    """Calls a reward model once, and checks what it returns.
+
+    Args:
+        reward_model: a `RewardModel`.
+        name: its name in messages.
+    """
+
+    def __init__(self, reward_model: Any, name: str) -> None:
+        self._reward_model, self._name = reward_model, name
+        self._reports_components = isinstance(reward_model, ReportsComponents)
+
+    def __call__(self, states: Rows, actions: Rows, mask: Tensor | None, *, is_single: bool = False) -> Answer:
+        """Get the total rewards and their parts with one call. The rewards of a single row of one step may be [1, 1]."""
+
+        def checked(owner: str, value: Any) -> Tensor:
+            return as_rewards(owner, value, len(states), one_step_is_a_step=is_single)
+
+        components = {}
+        if self._reports_components:
+            components = {
+                name: checked(f"{self._name}[{name!r}]", part)
+                for name, part in self._reward_model.compute_components(states, actions).items()
+            }
+            total = checked(self._name, self._reward_model.combine(components))
+        else:
+            total = checked(self._name, self._reward_model.compute_rewards(states, actions))
+        if mask is not None and total.dim() == 2:
+            self._require_steps(total, mask, is_single=is_single)
+        return total, components
+
+    def _require_steps(self, total: Tensor, mask: Tensor, *, is_single: bool) -> None:
+        """Check that rewards per step have the policy's steps. A single row may leave out what is masked at its end."""
+        if not is_single and total.shape != mask.shape:
+            raise RewardError(
+                f"Rewards per step must be {list(mask.shape)}, like the policy's steps; from {self._name} got "
+                f"{describe(total)}. Return one reward per step, or one per row."
+            )
+        needed, width = int(mask.any(0).nonzero().max()) + 1 if bool(mask.any()) else 0, total.shape[1]
+        if not needed <= width <= mask.shape[1]:
+            raise RewardError(
+                f"{self._name} must return {needed} rewards for a row of {needed} steps, or up to {mask.shape[1]}; "
+                f"got {width}. Return one reward per step."
+            )
+
+    def join(self, answers: Sequence[Answer], mask: Tensor | None) -> Answer:
+        """Join the answers for single rows. `mask` is the mask of all rows.
+
+        Raises:
+            RewardError: there are rewards per row and rewards per step.
+        """
+        totals, parts = zip(*answers, strict=True)
+        width = self._common_width(totals, mask)
+        total = join_steps(totals, width)
+        return as_rewards(self._name, total, len(total)), {
+            name: join_steps([part[name] for part in parts], width) for name in parts[0]
+        }
+
+    def _common_width(self, totals: Sequence[Tensor], mask: Tensor | None) -> int:
+        """Return the number of steps to which the step rewards of each row are padded. One reward per row is not padded."""
+        if len({total.dim() for total in totals}) > 1:
+            raise RewardError(
+                f"{self._name} must return one reward per row, or one per step; for some rows it returned one number, and for "
+                "others one per step. Return the same kind for every row."
+            )
+        return max(total.shape[-1] for total in totals) if mask is None else mask.shape[1]

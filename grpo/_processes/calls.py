@@ -1,0 +1,77 @@
+"""Calls in a process of their own, which ends with them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from grpo.errors import ConfigError
+
+from .process import Process
+from .worker import NO_GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call of a function, and its name in messages."""
+
+    name: str
+    """What messages call it, such as `judge at row 3`."""
+    function: Callable[..., Any]
+    """The function. `await_all` needs an `async def`."""
+    arguments: tuple[Any, ...] = ()
+    """Positional arguments."""
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments by name."""
+
+    def __call__(self) -> Any:
+        """Call the function with its arguments."""
+        return self.function(*self.arguments, **self.keywords)
+
+
+def call_in_process(calls: Sequence[Call], *, timeout: float) -> list[Any]:
+    """Make calls one after another in a new process, and return their answers in order.
+
+    The process is a fork: the functions see all that this process has in memory, and nothing has to be pickled but the answers
+    and the errors. What the functions write to memory is lost, but for the global random generators, which go on from where
+    the calls left them. When this function returns or raises, by an interrupt too, the process and all that it started are
+    killed and reaped. If this process is killed, they end as well.
+
+    Args:
+        calls: the calls. At the first error, the others are left out.
+        timeout: seconds per call.
+
+    Raises:
+        ConfigError: an argument holds tensors of a GPU, which another process cannot read.
+        DeadlineError: a call did not answer in time. The message names it.
+        CallError: the process died, or an answer cannot be pickled.
+        Exception: what a call raised. A note shows its traceback.
+
+    Example:
+        >>> call_in_process([Call(name="sum", function=sum, arguments=([1, 2],))], timeout=60.0)
+        [3]
+    """
+    for call in calls:
+        if device := _gpu_of((*call.arguments, *call.keywords.values())):
+            raise ConfigError(f"{call.name} gets tensors on {device}: {NO_GPU}")
+    process = Process()
+    try:
+        return process.run([(call.name, call) for call in calls], timeout)
+    finally:
+        try:
+            process.end()
+        except BaseException:  # an interrupt during the clean-up
+            process.end()
+            raise
+
+
+def _gpu_of(values: Iterable[Any], depth: int = 1) -> str | None:
+    """The device of the first tensor that is not on the CPU, among values and the entries of lists, tuples and dicts."""
+    for value in values:
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+        if isinstance(value, Tensor) and value.device.type != "cpu":
+            return str(value.device)
+        if depth and (device := _gpu_of(inner, depth - 1)):
+            return device
+    return None

@@ -1,0 +1,90 @@
+"""The supervisor: it waits for the order or the death of its parent, and then kills and reaps all processes below it."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .worker import LENGTH, NamedCall, work
+
+END_SECONDS = 0.25
+"""How long the supervisor may take to kill and reap the processes below it."""
+PR_SET_CHILD_SUBREAPER = 36
+"""The option of `prctl` by which orphans become children of this process."""
+
+
+def supervise(calls: Sequence[NamedCall], random_state: Any, answers: int, status: int, order: int) -> NoReturn:
+    """Fork the worker, report its end, wait for the order or the death of the parent, and end all processes below."""
+    try:
+        os.setpgid(0, 0)  # interrupts from the terminal reach the parent only
+        if prctl := _prctl():
+            prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # whatever loses its parent becomes a child of this process
+        os.write(status, LENGTH.pack(os.getpid()))
+        _restore_signals()
+        worker = os.fork()
+        if worker == 0:
+            work(calls, random_state, answers, (status, order))
+        os.close(answers)
+        wakeup, wakeup_end = os.pipe()
+        os.set_blocking(wakeup_end, False)
+        signal.set_wakeup_fd(wakeup_end, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # only signals with a handler are written to the pipe
+        is_running = True
+        while True:
+            if is_running and (ended := os.waitpid(worker, os.WNOHANG))[0]:
+                is_running = False
+                os.write(status, str(ended[1]).encode())
+            if order in wait([order, wakeup]):
+                break
+            os.read(wakeup, 1 << 10)
+        _end_all_below(worker if is_running else None)
+    finally:
+        os._exit(0)
+
+
+def _restore_signals() -> None:
+    """Give every signal its default action. Python code of the parent never runs in a handler."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _end_all_below(worker: int | None) -> None:
+    """Kill and reap the worker, if it still runs, and all that it started."""
+    deadline = time.monotonic() + END_SECONDS
+    with contextlib.suppress(ChildProcessError):  # no child is left
+        while time.monotonic() < deadline:
+            while ended := os.waitpid(-1, os.WNOHANG)[0]:
+                worker = None if ended == worker else worker
+            for process in {*_below(os.getpid()), *([worker] if worker else [])}:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.001)
+
+
+def _below(ancestor: int) -> Iterator[int]:
+    """The ids of all processes below a process, from `/proc`."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):  # the process has ended
+            _, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            children.setdefault(int(parent), []).append(int(stat.parent.name))
+    waiting = children.get(ancestor, [])
+    while waiting:
+        process = waiting.pop()
+        yield process
+        waiting += children.get(process, [])
+
+
+@cache
+def _prctl() -> Any:
+    """Linux's `prctl`, or None."""
+    return getattr(ctypes.CDLL(None), "prctl", None)
