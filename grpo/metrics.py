@@ -71,7 +71,7 @@ class Meter:
 
         def restore() -> None:
             del self._names[num_moments:], self._moments[num_moments:]
-            self._values = values
+            self._values = {**values}
 
         return restore
 

@@ -70,6 +70,19 @@ def test_a_cleared_meter_is_empty():
     assert meter.report(num_updates=1) == {}
 
 
+def test_a_restored_meter_has_forgotten_what_was_added_since_its_restore_point():
+    meter = Meter()
+    meter.add({"ratio": row(1, 2, 4)})
+    meter.add_value("grad_norm", 1.0)
+    restore = meter.restore_point()
+    for _ in range(2):  # a point can be restored more than once
+        meter.add({"ratio": row(1, 9, 81), "kl": row(1, 5, 25)})
+        meter.add_value("grad_norm", 7.0)
+        meter.add_value("learning_rate", 7.0)
+        restore()
+    assert meter.report(num_updates=1) == {"ratio": (2.0, 0.0), "grad_norm": (1.0, 0.0)}
+
+
 def test_a_meter_without_updates_reports_shares_undivided():
     meter = Meter()
     meter.add({"loss": row(0, 0.5, 0)})

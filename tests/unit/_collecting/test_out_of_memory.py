@@ -160,6 +160,22 @@ def test_an_error_outside_the_passes_is_not_repeated(subtests: pytest.Subtests) 
             assert (sizes.num_halvings, sizes.num_repeated) == (0, 0)
 
 
+def test_an_error_before_the_passes_of_a_second_attempt_is_not_repeated() -> None:
+    sizes, memory = PassSizes("work"), SmallMemory(fails_at=[1, 2])
+
+    def run() -> None:
+        for attempt in sizes.attempts():
+            with attempt:
+                if sizes.num_halvings == 1:
+                    memory.use(0)  # while the second attempt is planned
+                for part in sizes.passes([slice(0, 4)]):
+                    memory.use(part.stop)
+
+    with pytest.raises(torch.OutOfMemoryError, match="at use 2, of 0 rows"):
+        run()
+    assert (sizes.num_halvings, sizes.num_repeated) == (1, 1)
+
+
 def test_errors_of_other_types_pass_at_once(subtests: pytest.Subtests) -> None:
     for error in (RuntimeError("CUDA out of memory, in words alone"), MemoryError(), KeyboardInterrupt()):
         with subtests.test(error=type(error).__name__):

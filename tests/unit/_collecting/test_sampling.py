@@ -233,6 +233,15 @@ def test_the_tensors_of_a_failed_call_are_gone_before_it_is_repeated() -> None:
     assert len(tensors) == 6
 
 
+def test_unused_memory_of_cuda_is_released_before_a_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[int] = []
+    monkeypatch.setattr("grpo._collecting.sampling.release_cached_memory", lambda: released.append(len(memory.sizes)))
+    sample, _, memory = numbered(fits=2)
+    sample(["a", "b", "c", "d"], 2)
+    assert memory.sizes == [8, 4, 2, 2, 2, 2]
+    assert released == [1, 2]
+
+
 def test_each_new_number_of_rows_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     sample, _, _ = numbered(fits=4)
     with caplog.at_level(logging.WARNING, logger="grpo"):

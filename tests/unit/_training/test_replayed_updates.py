@@ -1,9 +1,11 @@
 """Updates that run out of memory: the replay has the gradient of smaller micro-batches, and leaves no other trace."""
 
 import copy
+import math
 import threading
 import weakref
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,20 +201,33 @@ def test_a_single_row_that_does_not_fit_ends_the_update_with_the_weights_as_they
     assert torch.equal(weights_of(found.policy), before)
 
 
+class Saved:
+    """A tensor that a forward pass keeps for its backward pass."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 class Watched(RowScoring):
-    """Counts, at each forward pass with gradient, the results of earlier ones that are still in memory."""
+    """Counts, at each forward pass with gradient, the tensors that earlier ones have saved and that are still in memory."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.results: list[Any] = []
+        self.saved: list[weakref.ref[Saved]] = []
         self.num_alive: list[int] = []
 
     def score_actions(self, states: Any, actions: Any) -> ActionScores:
-        scores = super().score_actions(states, actions)
-        if torch.is_grad_enabled():
-            self.num_alive.append(sum(result() is not None for result in self.results))
-            self.results.append(weakref.ref(scores.log_probs))
-        return scores
+        if not torch.is_grad_enabled():
+            return super().score_actions(states, actions)
+        self.num_alive.append(sum(one() is not None for one in self.saved))
+
+        def pack(tensor: Tensor) -> Saved:
+            saved = Saved(tensor.detach())  # a tensor with its graph would hold itself
+            self.saved.append(weakref.ref(saved))
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            return super().score_actions(states, actions)
 
 
 def test_a_failed_attempt_holds_no_tensors_when_the_next_begins(subtests: pytest.Subtests) -> None:
@@ -222,7 +237,28 @@ def test_a_failed_attempt_holds_no_tensors_when_the_next_begins(subtests: pytest
             where(found.policy, memory)
             found.step(STATES)
             assert memory.sizes == [8, 4, 4]
+            assert len(found.policy.saved) > 0
             assert found.policy.num_alive == [0, 0, 0]
+
+
+def test_log_probs_of_a_failed_attempt_are_not_checked() -> None:
+    """The first forward pass gives NaN, the second one runs out of memory, and the replay gives numbers."""
+
+    class Recovering(RowScoring):
+        num_passes = 0
+
+        def score_actions(self, states: Any, actions: Any) -> ActionScores:
+            scores = super().score_actions(states, actions)
+            self.num_passes += torch.is_grad_enabled()
+            if self.num_passes == 1:
+                return replace(scores, log_probs=scores.log_probs * float("nan"))
+            return scores
+
+    found, memory = made(Recovering, num_epochs_per_update=1), SmallMemory(fails_at=[2])
+    in_forward(found.policy, memory)
+    metrics = found.step(STATES)
+    assert metrics["train/num_updates"] == 1.0
+    assert math.isfinite(metrics["train/policy_loss"])
 
 
 def test_an_optimizer_that_runs_out_of_memory_is_not_repeated() -> None:
