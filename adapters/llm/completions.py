@@ -1,8 +1,8 @@
 """Completions: the actions of a language model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -34,6 +34,15 @@ class Completion:
     def is_truncated(self) -> bool:
         """Whether the limit of new tokens truncated the completion."""
         return self.finish_reason == "length"
+
+    def to_state(self) -> dict[str, Any]:
+        """Fields by name, for checkpoints."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Completion":
+        """The inverse of `to_state`."""
+        return cls(**state)
 
 
 def completion_mask(completions: Sequence[Completion], *, mask_truncated: bool = False) -> Bool[Tensor, "N T"]:

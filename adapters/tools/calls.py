@@ -38,6 +38,15 @@ class ToolCall:
         _check_fields("ToolCall.from_dict", fields, {"tool": str, "arguments": Mapping})
         return cls(**fields)
 
+    def to_state(self) -> dict[str, Any]:
+        """Fields by name, for checkpoints."""
+        return {"tool": self.tool, "arguments": self.arguments}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "ToolCall":
+        """The inverse of `to_state`."""
+        return cls(**state)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:

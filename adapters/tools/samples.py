@@ -96,6 +96,15 @@ class ToolSample:
         """
         return cls(**_named_fields(cls, values, needed=("state", "tool", "log_prob", "reward")))
 
+    def to_state(self) -> dict[str, Any]:
+        """Fields by name, for checkpoints."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "ToolSample":
+        """The inverse of `to_state`."""
+        return cls(**state)
+
     def to_json(self) -> str:
         """The sample as one line of JSON. Floats are read back bit for bit."""
         return json.dumps(self.to_dict(), allow_nan=False)
@@ -152,6 +161,16 @@ class ToolGroup:
         if not isinstance(named["samples"], list):
             raise SampleError(f"ToolGroup.samples must be a list; got {named['samples']!r:.120}.")
         return cls(**{**named, "samples": tuple(map(ToolSample.from_dict, named["samples"]))})
+
+    def to_state(self) -> dict[str, Any]:
+        """Fields by name, for checkpoints."""
+        samples = tuple(sample.to_state() for sample in self.samples)
+        return {"id": self.id, "context": self.context, "samples": samples}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "ToolGroup":
+        """The inverse of `to_state`."""
+        return cls(**state | {"samples": tuple(map(ToolSample.from_state, state["samples"]))})
 
     def to_json(self) -> str:
         """The group as one line of JSON."""

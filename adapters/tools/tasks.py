@@ -62,6 +62,15 @@ class ToolTask:
             raise TaskError(f"a task's difficulty must be one of {get_args(Difficulty)}; got {fields['difficulty']!r}.")
         return cls(**fields)
 
+    def to_state(self) -> dict[str, Any]:
+        """Fields by name, for checkpoints."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "ToolTask":
+        """The inverse of `to_state`."""
+        return cls(**state)
+
 
 _TYPES: Mapping[str, type] = {
     "text": str, "tool": str, "arguments": Mapping, "category": str, "difficulty": str, "slots": Mapping, "shares_words": bool,

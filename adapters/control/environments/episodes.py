@@ -1,7 +1,7 @@
 """Episode starts and episodes: the states and actions of control."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo.errors import ConfigError
 
+from .plain_data import pack, unpack
 from .snapshots import Snapshot
 
 
@@ -28,6 +29,28 @@ class EpisodeStart:
     """Options of `env.reset`."""
     snapshot: Snapshot | None = None
     """Snapshot from the middle of an episode, see `take_snapshot`. With a snapshot, `seed` and `options` are ignored."""
+
+    def to_state(self) -> dict[str, Any]:
+        """Fields by name, for checkpoints.
+
+        Raises:
+            ContractError: The options or the snapshot contain objects that are not plain data.
+        """
+        return {
+            "seed": self.seed,
+            "options": None if self.options is None else pack(dict(self.options)),
+            "snapshot": None if self.snapshot is None else self.snapshot.to_state(),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "EpisodeStart":
+        """The inverse of `to_state`."""
+        options, snapshot = state["options"], state["snapshot"]
+        return cls(
+            seed=state["seed"],
+            options=None if options is None else unpack(options),
+            snapshot=None if snapshot is None else Snapshot.from_state(snapshot),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # comparing tensors gives no single bool
@@ -54,6 +77,15 @@ class Episode:
     def __len__(self) -> int:
         """Number of decisions, L."""
         return len(self.rewards)
+
+    def to_state(self) -> dict[str, Any]:
+        """Fields by name, for checkpoints. No tensor is copied."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Episode":
+        """The inverse of `to_state`."""
+        return cls(**state)
 
 
 def episode_starts(num_groups: int, *, seed: int = 0) -> Callable[[int], list[EpisodeStart]]:

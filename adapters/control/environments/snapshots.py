@@ -30,6 +30,8 @@ from gymnasium.wrappers.utils import RunningMeanStd
 
 from grpo.errors import ConfigError, ContractError
 
+from .plain_data import pack, unpack
+
 Copied = TypeVar("Copied")
 
 COVERED_MODULES = (
@@ -79,6 +81,20 @@ class Snapshot:
 
     layers: tuple[tuple[str, dict[str, Any]], ...]
     """Class name and state of each layer: the wrappers from the outermost to the innermost, then the environment."""
+
+    def to_state(self) -> dict[str, Any]:
+        """The snapshot as values that a checkpoint can hold.
+
+        Raises:
+            ContractError: The snapshot contains objects that are not plain data.
+        """
+        return {"environment": self.environment, "content": pack((self.observation, self.layers))}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Snapshot":
+        """The inverse of `to_state`."""
+        observation, layers = unpack(state["content"])
+        return cls(environment=state["environment"], observation=observation, layers=layers)
 
 
 @runtime_checkable

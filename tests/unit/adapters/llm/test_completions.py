@@ -1,8 +1,12 @@
+from pathlib import Path
+
+import pytest
 import torch
 
 from adapters.llm import Completion
 from adapters.llm.completions import completion_mask, padded
 from tests.support.llm_models import completion
+from tests.support.plain_states import assert_same, through_checkpoint
 
 
 def test_a_completion_has_a_length_and_knows_whether_it_is_truncated() -> None:
@@ -36,3 +40,19 @@ def test_numbers_are_padded_with_zeros() -> None:
     values = padded([[-1.5], [], [-0.25, -3.0]], 3)
     assert values.dtype == torch.float32
     assert values.tolist() == [[-1.5, 0, 0], [0, 0, 0], [-0.25, -3.0, 0]]
+
+
+def test_completions_come_back_from_a_checkpoint(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    completions = {
+        "sampled": Completion(
+            token_ids=(5, 2**31, 7),
+            text='Grüße,\u2028"\ud800',
+            finish_reason="stop",
+            behaviour_log_probs=(-0.1, float("nan"), float("-inf")),
+        ),
+        "given": Completion(token_ids=(5,), text="a", finish_reason="length"),
+        "empty": Completion(token_ids=(), text="", finish_reason="end", behaviour_log_probs=()),
+    }
+    for name, given in completions.items():
+        with subtests.test(completion=name):
+            assert_same(through_checkpoint(given, tmp_path / name), given)

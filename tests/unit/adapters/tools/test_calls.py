@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from adapters.tools import errors
 from adapters.tools.calls import ToolCall, ToolResult, same_json
 from adapters.tools.errors import ToolError
 from grpo.errors import ConfigError
+from tests.support.plain_states import assert_same, through_checkpoint
 
 
 class Broken(Mapping[str, Any]):
@@ -129,3 +131,9 @@ def test_json_that_is_no_call_or_result_is_refused(subtests: pytest.Subtests) ->
     ):
         with subtests.test(message), pytest.raises(ConfigError, match=message):
             make()
+
+
+def test_calls_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+    arguments = {"items": ["b", ("a", 1, 1.0, -0.0)], "deep": {"none": None, "not a number": math.nan, "$tuple": True}}
+    call = ToolCall(tool="sort", arguments=arguments)
+    assert_same(through_checkpoint(call, tmp_path), call)

@@ -18,6 +18,7 @@ from adapters.tools.samples import SampleError, ToolGroup, ToolSample
 from adapters.tools.tasks import ToolTask
 from grpo import ActionScores, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig, SampledActions
 from grpo.buffers import ExperienceBuffer, GroupBuffer
+from tests.support.plain_states import assert_same, through_checkpoint
 
 TASK = ToolTask(
     text="paint it black",
@@ -360,3 +361,13 @@ def test_buffers_of_tool_samples_survive_json(subtests: pytest.Subtests) -> None
             groups_again.load_state_dict(json.loads(json.dumps(groups.state_dict())))
             assert again.drain() == [item]
             assert groups_again.drain() == groups.drain() == {"task 7": [item, item]}
+
+
+def test_samples_and_groups_come_back_from_a_checkpoint(tmp_path) -> None:
+    whole, short = sample(), sample(state=(0.1, -0.0), ref_log_prob=None, value=None, done=True, final_value=None)
+    assert_same(through_checkpoint(whole, tmp_path / "whole"), whole)
+    for name, group in (
+        ("text", ToolGroup(id="7", context={"a": [1, None]}, samples=(whole, short))),
+        ("number", ToolGroup(id=7, samples=(short,))),
+    ):
+        assert_same(through_checkpoint(group, tmp_path / name), group)

@@ -9,6 +9,7 @@ import pytest
 from adapters.tools.tasks import TaskError, ToolTask, load_tasks, save_tasks, split_tasks
 from adapters.tools.words import content_words, words
 from grpo.errors import ConfigError
+from tests.support.plain_states import assert_same, through_checkpoint
 
 TASK = ToolTask(
     text='Sort "b, a", downwards.',
@@ -160,3 +161,8 @@ def test_different_words_stay_different() -> None:
     different = "day date text test list length line unit unique size sort number name case count column"
     assert len(content_words(different)) == len(different.split())
     assert content_words("could you please do this for me with the one that I have?") == frozenset()
+
+
+def test_tasks_come_back_from_a_checkpoint(tmp_path) -> None:
+    task = replace(TASK, text="Grüße,\u2028two\nlines", slots={"number": math.nan, "pair": (1, 1.0)})
+    assert_same(through_checkpoint(task, tmp_path), task)

@@ -1,12 +1,15 @@
 """Episode starts, and how the steps of episodes are padded to a batch."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, episode_starts, pad_to_steps
 from grpo.errors import ConfigError
+from tests.support.plain_states import assert_same, through_checkpoint
 
 
 def episode(length: int) -> Episode:
@@ -56,3 +59,21 @@ def test_steps_are_padded_row_by_row_and_differentiably() -> None:
     (padded * torch.tensor([[1.0, 1.0, math.pi], [1.0, 1.0, 2.0], [3.0, math.pi, math.pi]])).sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [1.0, 1.0, 1.0, 1.0, 2.0, 3.0]
+
+
+def test_episodes_come_back_from_a_checkpoint(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    record = torch.rand(5, 2)  # episodes are views of one record
+    first = replace(episode(3), observations=record[:3], log_probs=torch.tensor([-0.1, float("nan"), -0.0]))
+    second = replace(
+        episode(2),
+        observations=record[3:],
+        actions=torch.tensor([[0.5, 1.5], [2.5, 3.5]], dtype=torch.float64),
+        terminated=False,
+        truncated=True,
+        allowed=torch.tensor([[True, False], [True, True]]),
+    )
+    images = replace(episode(1), observations=torch.zeros(1, 2, 2, dtype=torch.uint8))
+    for name, given in {"first": first, "second": second, "images": images, "empty": episode(0)}.items():
+        with subtests.test(episode=name):
+            assert_same(through_checkpoint(given, tmp_path / name), given)
+    assert first.to_state()["observations"] is first.observations

@@ -1,5 +1,6 @@
 """A branch from a snapshot behaves as its trunk, the environment of the snapshot, does."""
 
+import copy
 import pickle
 import subprocess
 import sys
@@ -89,17 +90,18 @@ def assert_branches_like_its_trunk(make: Make, num_steps: int = 7) -> None:
     trunk, fresh, used = make(), make(), make()
     observation = played(trunk, seed=1, num_steps=num_steps)
     snapshot = pickle.loads(pickle.dumps(take_snapshot(trunk, observation)))
+    saved = Snapshot.from_state(copy.deepcopy(snapshot.to_state()))
     expected_draws = np.random.Generator(type(trunk.unwrapped.np_random.bit_generator)())
     expected_draws.bit_generator.state = trunk.unwrapped.np_random.bit_generator.state
     draws = expected_draws.random(3).tolist()
     actions = sampled(trunk)
     expected = future(trunk, actions)
     played(used, seed=2, num_steps=4)
-    for branch in (fresh, used, trunk, trunk):
-        restored = restore_snapshot(branch, snapshot)
+    for branch, kept in ((fresh, snapshot), (used, saved), (trunk, snapshot), (trunk, saved)):
+        restored = restore_snapshot(branch, kept)
         assert as_bytes(restored) == as_bytes(observation)
         assert future(branch, actions) == expected
-        restore_snapshot(branch, snapshot)
+        restore_snapshot(branch, kept)
         assert branch.unwrapped.np_random.random(3).tolist() == draws
     for env in (trunk, fresh, used):
         env.close()
