@@ -135,9 +135,9 @@ class Run:
         improved = score > self.progress.best_score
         is_due = self.folder is not None and (improved or self._checkpoint_is_due())
         self.progress.best_score = score if improved else self.progress.best_score
-        self.history.append(metrics)
         for sink in self.sinks:
             sink.log(metrics, iteration)
+        self.history.append(metrics)
         self._bar.set_postfix(reward=f"{metrics['rewards/mean']:.3f}", refresh=False)
         self._bar.update()
         self.progress.position += 1

@@ -54,8 +54,8 @@ def tools(seed: int) -> Any:
     return trainer_of(tool_policy(), is_short, seed, num_states_per_iteration=3, **TWICE), TEXTS, {}
 
 
-def count_of_ones(states: Any, actions: Any) -> list[float]:
-    return [float(action.text.count("1")) + 0.1 * len(action) for action in actions]
+def is_odd(states: Any, actions: Any) -> list[float]:
+    return [float(sum(action.token_ids) % 2) + 0.1 * len(action) for action in actions]
 
 
 def llm(seed: int) -> Any:
@@ -63,7 +63,7 @@ def llm(seed: int) -> Any:
     sampling = SamplingConfig(max_new_tokens=5, temperature=0.9)
     policy = HFPolicy(tiny_model(), character_tokenizer(), sampling=sampling)
     settings = {"objective": ObjectiveConfig(sampler_correction="truncate"), **TWICE}
-    return trainer_of(policy, count_of_ones, seed, **settings), ["1+1=", "12+30=?"], {}
+    return trainer_of(policy, is_odd, seed, **settings), ["1+1=", "12+30=?"], {}
 
 
 RUNS = {"bandit": bandit, "control": control, "critic": critic, "tools": tools, "llm": llm}

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,29 @@ class Unbroken:
         assert end_of(resumed) == self.end
         assert_same_metrics(rest, self.metrics[self.num_iterations - len(rest) :])
         return trainer
+
+    def assert_same_after_stops_everywhere(self, folder: Path, phase: str, stop: Callable[[], None]) -> int:
+        """Stop each process at its second call of a phase, until the run is done. Returns the number of stops."""
+        metrics: list[dict[str, float]] = []
+        for number in count():
+            trainer, states, options = self.build(1 + number)
+            calls = Calls(trainer, phase, stop, at=2)
+            try:
+                trainer.train(
+                    states,
+                    num_iterations=self.num_iterations,
+                    checkpoint_dir=folder,
+                    resume="auto",
+                    sinks=calls.sinks,
+                    **options,
+                )
+            except (Stop, TrainingInterrupted):
+                metrics += trainer.history
+                continue
+            break
+        assert end_of(trainer) == self.end
+        assert_same_metrics([*metrics, *trainer.history], self.metrics)
+        return number
 
 
 @contextmanager

@@ -1,0 +1,58 @@
+"""Runs of 30 iterations of every adapter, stopped at every update and in every collection, end like unbroken runs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.adapter_runs import RUNS
+from tests.support.checkpoint_runs import CASES, built
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.stopped_runs import Build, Unbroken, by_exception, by_signal
+
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.timeout(1200),
+    pytest.mark.filterwarnings("ignore:.*Dropout or batch:grpo.errors.GRPOWarning"),
+    pytest.mark.filterwarnings("ignore:The loaded run is at iteration:grpo.errors.GRPOWarning"),
+]
+WAYS = [by_exception, by_signal]
+
+
+@pytest.fixture(autouse=True)
+def no_type_checks() -> Iterator[None]:
+    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
+    with as_users_run_it():
+        yield
+
+
+def quiet(build: Build) -> Build:
+    def built_quietly(seed: int) -> Any:
+        trainer, states, options = build(seed)
+        return trainer, states, {"progress": False, **options}
+
+    return built_quietly
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_30_iterations_survives_a_stop_at_every_update(
+    name: str, subtests: pytest.Subtests, tmp_path: Path
+) -> None:
+    """Each process makes one update, or one collection, and is stopped."""
+    unbroken = Unbroken(quiet(RUNS[name]), num_iterations=30)
+    for phase in ("reward", "score", "loss", "step", "sink"):
+        for stop in WAYS:
+            with subtests.test(phase=phase, stop=stop.__name__):
+                stops = unbroken.assert_same_after_stops_everywhere(tmp_path / f"{phase} {stop.__name__}", phase, stop)
+                assert stops >= unbroken.counts[phase] // 2
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_run_survives_a_stop_at_every_call(case: str, subtests: pytest.Subtests, tmp_path: Path) -> None:
+    unbroken = Unbroken(lambda seed: built(case, seed), num_iterations=4)
+    for phase, num_calls in unbroken.counts.items():
+        for at in range(1, num_calls + 1):
+            stop = WAYS[at % 2]
+            with subtests.test(phase=phase, at=at, stop=stop.__name__):
+                unbroken.assert_same_after_a_stop(tmp_path / f"{phase} {at}", phase, at, stop)
