@@ -185,11 +185,11 @@ class EpisodePolicy(nn.Module):
             seed=draw_seed(),
             max_steps=self.max_episode_steps,
         )
-        if self.normalizer is not None:
-            self.normalizer.see(record.observations.to(self.device))
         scores = self._score_steps(record.observations, record.actions, record.allowed, parameters=record.parameters)
         episodes = _episodes(record, scores.log_probs.squeeze(1).cpu())
         scores = self._as_rows(scores, episodes)
+        if self.normalizer is not None:  # last: if memory runs out before, these episodes are discarded
+            self.normalizer.see(record.observations.to(self.device))
         grouped = [episodes[i : i + num_actions_per_state] for i in range(0, len(episodes), num_actions_per_state)]
         return SampledActions(
             actions=grouped,

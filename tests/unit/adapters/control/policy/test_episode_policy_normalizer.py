@@ -12,6 +12,7 @@ from adapters.control import EnvironmentReward, EpisodePolicy
 from adapters.control.environments.episodes import episode_starts
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
 from tests.support.control_policies import STARTS, trainer_of
+from tests.support.out_of_memory import SmallMemory
 
 
 def normalizing_policy() -> EpisodePolicy:
@@ -54,6 +55,14 @@ def test_sampling_twice_within_an_iteration_uses_the_same_statistics() -> None:
     metrics = trainer.update(batch)
     assert metrics["train/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["train/ratio_std"] < 1e-5
+
+
+def test_episodes_that_are_discarded_when_memory_runs_out_are_not_in_the_statistics() -> None:
+    policy = normalizing_policy()
+    assert policy.normalizer is not None
+    SmallMemory(fails_at=[1]).used_by(policy, "_as_rows", lambda steps, episodes: len(episodes))
+    batch = trainer_of(policy).collect(STARTS)
+    assert float(policy.normalizer.pending_count) == sum(len(episode) for episode in batch.actions)
 
 
 def test_statistics_change_only_together_with_the_weights() -> None:
