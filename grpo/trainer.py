@@ -16,6 +16,7 @@ from ._training.environment import SamplerSync, autocast, move_reference, prepar
 from ._training.interrupts import Interrupts
 from ._training.loss import MeteredObjective
 from ._training.optimizer_step import OptimizerStep
+from ._training.ranks import built_on_all_ranks, on_all_ranks, run_on_all_ranks
 from ._training.report import IterationReport
 from ._training.requirements import first_kl_coef, require_consistent, require_reference, required_scores
 from ._training.restoring import require_sound, restore
@@ -28,7 +29,7 @@ from ._training.update_rows import UpdateRows, UpdateSetup
 from .advantage_estimator import AdvantageEstimator
 from .checkpoint import open_checkpoint, write_checkpoint
 from .config import GRPOConfig
-from .distributed import Engine, OneProcess, require_equal_weights
+from .distributed import Engine, OneProcess, require_equal_weights, same_error
 from .experience_collector import ExperienceCollector
 from .grpo_objective import Objective
 from .metrics import Meter, MetricSink
@@ -61,6 +62,7 @@ class GRPOTrainer:
         ConfigError: settings and arguments contradict one another.
     """
 
+    @built_on_all_ranks
     def __init__(
         self,
         *,
@@ -114,6 +116,7 @@ class GRPOTrainer:
 
     # One iteration
 
+    @on_all_ranks
     def step(self, states: Rows, *, more_states: Callable[[], Rows] | None = None) -> dict[str, float]:
         """One iteration: sample a group of actions per state, and improve the policy on them.
 
@@ -134,6 +137,7 @@ class GRPOTrainer:
         metrics = self.update(batch)
         return {**metrics, "time/iteration": time.perf_counter() - start}
 
+    @on_all_ranks
     def collect(self, states: Rows, *, more_states: Callable[[], Rows] | None = None) -> ExperienceBatch:
         """The first half of `step`: sample actions, get their rewards and scores, without gradient."""
         self.sampler.sync()
@@ -145,10 +149,12 @@ class GRPOTrainer:
                 batch = collect_live_groups(self.collector.collect, states, more_states, rounds, reward_clip)
         return self._complete(batch)
 
+    @on_all_ranks
     def update(self, batch: ExperienceBatch) -> dict[str, float]:
         """The second half of `step`: all optimizer steps on one batch, from `collect` or from your own code."""
         return self.improve(self.prepared(batch))
 
+    @on_all_ranks
     def improve(self, rows: UpdateRows) -> dict[str, float]:
         """Make the optimizer steps on prepared rows. Rows of a stopped iteration continue after their last update."""
         start = time.perf_counter()
@@ -176,6 +182,7 @@ class GRPOTrainer:
         seconds = time.perf_counter() - start
         return {**metrics, "time/update": seconds, "time/iteration": seconds}
 
+    @on_all_ranks
     def prepared(self, batch: ExperienceBatch) -> UpdateRows:
         """Compute advantages, and add rows of earlier iterations. With `split_steps`, each step becomes a row."""
         batch = self._complete(batch)
@@ -191,6 +198,7 @@ class GRPOTrainer:
     def _complete(self, batch: ExperienceBatch) -> ExperienceBatch:
         return self.collector.complete(batch, several_updates=self.setup.num_updates(batch) > 1)
 
+    @on_all_ranks
     def evaluate(self, states: Rows, *, num_actions_per_state: int | None = None) -> dict[str, float]:
         """Return the mean and standard deviation of the rewards of newly sampled actions, without training.
 
@@ -211,6 +219,7 @@ class GRPOTrainer:
 
     # A run
 
+    @run_on_all_ranks
     def train(
         self,
         states: Any,
@@ -267,7 +276,8 @@ class GRPOTrainer:
                 shows_bar=progress,
             )
             self.history = run.history
-            with self.safe_points.kept_in(folder):  # a signal or an error leaves a checkpoint of the last safe point
+            # a signal or an error leaves a checkpoint of the last safe point
+            with self.safe_points.kept_in(folder), same_error(self.engine):
                 for position in run.positions():
                     self.optimizer_step.schedule(position, num_iterations)
                     metrics = self.progress.unrecorded or self._iteration(run)
@@ -278,6 +288,7 @@ class GRPOTrainer:
                     if is_due:
                         run.save(capture(self), self.iteration)
                     self.safe_points.reached(is_saved=is_due)
+                self.engine.agree()  # another rank may have failed after its last exchange
         return run.history
 
     def _iteration(self, run: Run) -> dict[str, float]:
@@ -291,12 +302,14 @@ class GRPOTrainer:
         self.safe_points.reached()
         return metrics
 
+    @on_all_ranks
     def save_checkpoint(self, path: str | Path) -> Path:
         """Write what an exact resume needs to the folder `path`, completely or not at all. All ranks call this method."""
         rows = self.progress.unfinished
         update = None if rows is None else rows.num_planned
         return write_checkpoint(path, capture(self), iteration=self.iteration, update=update, engine=self.engine)
 
+    @on_all_ranks
     def load_checkpoint(self, path: str | Path) -> None:
         """Restore what `save_checkpoint` or `train(checkpoint_dir=...)` wrote, down to the random generators.
 
@@ -314,3 +327,4 @@ class GRPOTrainer:
         restore(self, checkpoint.state, checkpoint.load)
         self.progress.is_loaded = self.sampler.is_stale = True
         self.sampler.sync()
+        self.engine.agree()  # no rank goes on if another could not load

@@ -89,8 +89,8 @@ def add_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBatch, slice]:
     """Gather from all ranks the fields that advantages read. Return one batch, and the positions of this rank's rows in it.
 
-    States, actions and log-probs are not gathered: the batch has this rank's states, actions and log-probs only. Metrics are
-    added up over ranks, but `rewards/mean_drawn` is averaged, and times are the times of this rank.
+    On several ranks, the batch has no states, no actions, no log-probs and no entropy. Metrics are added up over ranks, but
+    `rewards/mean_drawn` is averaged, and times are the times of this rank.
 
     Raises:
         ContractError: the ranks' batches have different fields.
@@ -118,8 +118,9 @@ def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBa
     if "rewards/mean_drawn" in totals:
         totals["rewards/mean_drawn"] /= engine.num_ranks
     seconds = {name: value for name, value in batch.metrics.items() if name.startswith("time/")}
-    all_ranks = replace(
-        batch,
+    all_ranks = ExperienceBatch(
+        states=(),
+        actions=(),
         group_ids=group_ids,
         rewards=gathered(batch.rewards),
         reward_components={name: gathered(part) for name, part in batch.reward_components.items()},
@@ -127,6 +128,7 @@ def gather_rewards(batch: ExperienceBatch, engine: Engine) -> tuple[ExperienceBa
         values=gathered(batch.values),
         final_values=gathered(final_values),
         state_keys=gathered(batch.state_keys),
+        reward_weights=batch.reward_weights,
         metrics={**totals, **seconds},
     )
     return all_ranks, slice(start, start + batch.num_rows)

@@ -104,7 +104,7 @@ def test_row_counts_are_summed_over_ranks(ranks):
     for results in ranks:
         assert results["updates"]["dapo", "float64"]["metrics"]["rows/skipped_zero_advantage"] == 3
         assert results["dropped"]["rows/dropped"] == 1
-        assert results["dropped"]["rewards/mean"] == pytest.approx(1.5)  # 0, 1, 2, 3 and 1, 2
+        assert results["dropped"]["rewards/mean"] == pytest.approx(1.5)  # 0, 1, 2, 3 and 1, 2, 1.5
 
 
 def test_a_rank_whose_advantages_are_all_0_still_takes_part_in_updates(ranks, subtests):
@@ -177,17 +177,17 @@ def test_ranks_do_not_sample_the_same_actions(ranks):
     assert ranks[0]["samples"] != ranks[1]["samples"]
 
 
-def test_a_run_on_several_ranks_writes_checkpoints(ranks):
-    for rank, results in enumerate(ranks):
-        message, shared = results["checkpoints"]
+def test_a_run_on_several_ranks_writes_checkpoints_of_all_ranks(ranks):
+    for results in ranks:
+        message, folder = results["checkpoints"]
         assert message == "nothing was raised"
-        folder = shared / f"rank-{rank}"
-        newest = [f"iteration-{iteration:08d}" for iteration in (6, 7, 8)]
-        kept = sorted(path.name for path in folder.iterdir())
-        assert kept[-3:] == newest
-        assert len(kept) <= 4  # and the best by its evaluations, which is the same on every rank
-        assert kept == sorted(path.name for path in (shared / "rank-0").iterdir())
-        assert [read_checkpoint(folder / name)["counters"]["iteration"] for name in newest] == [6, 7, 8]
+    newest = [f"iteration-{iteration:08d}" for iteration in (6, 7, 8)]
+    kept = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    assert kept[-3:] == newest
+    assert len(kept) <= 4  # and the best by its evaluations
+    for name, iteration in zip(newest, (6, 7, 8), strict=True):
+        assert read_checkpoint(folder / name)["counters"]["iteration"] == iteration
+        assert [(folder / name / f"rank-{rank}").is_dir() for rank in range(3)] == [True, True, False]
 
 
 def test_train_divides_the_states_among_the_ranks(ranks):

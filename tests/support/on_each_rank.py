@@ -184,8 +184,8 @@ def run(engine: Any, num_states: int = 5) -> dict[str, Any]:
 
 
 def dropped(engine: Replicated) -> dict[str, float]:
-    """Four rewards on rank 0; three on rank 1, of which one is not a number."""
-    rewards = [[0.0, 1.0, 2.0, 3.0], [float("nan"), 1.0, 2.0]][engine.rank]
+    """Four rewards on each rank; one on rank 1 is not a number."""
+    rewards = [[0.0, 1.0, 2.0, 3.0], [float("nan"), 1.0, 2.0, 1.5]][engine.rank]
     config = replace(EVERY["dapo"], group_size=len(rewards), reward=RewardConfig(non_finite="drop"))
     trainer, _ = make_trainer(config, make_policy(RowScoring), engine=engine, reward_model=lambda *_: rewards)
     return trainer.step([engine.rank])

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo import ConfigError, ContractError, ExperienceBatch
 from grpo._collecting.batches import gather_rewards, join_batches, select_batch
+from grpo.distributed import OneProcess
 
 
 def batch_of(rewards: list[float], group_ids: list[int], width: int = 2, **others: Any) -> ExperienceBatch:
@@ -56,10 +57,10 @@ def test_selected_rows_keep_all_their_fields() -> None:
     assert part.values.tolist() == [[4, 5], [0, 1]]
 
 
-class TwoRanks:
+class TwoRanks(OneProcess):
     """This rank's rows, and the same rows on a second rank, changed by `differ`."""
 
-    rank, num_ranks = 0, 2
+    num_ranks = 2
 
     def __init__(self, differ: Callable[[Any], Any]) -> None:
         self.differ = differ
@@ -90,6 +91,18 @@ def test_missing_final_values_of_a_rank_are_gathered_as_zeros_in_the_dtype_of_va
     assert gathered.final_values is not None
     assert (gathered.final_values.tolist(), gathered.final_values.dtype) == ([0.0, 0.0], torch.float32)
     assert own == slice(0, 1)
+
+
+def test_the_batch_of_all_ranks_has_no_rows_of_one_rank_only() -> None:
+    """Fields of this rank's two rows beside rewards of all four rows would contradict one another."""
+    scores = torch.zeros(2, 2)
+    names = ("old_log_probs", "behaviour_log_probs", "ref_log_probs", "entropy")
+    batch = batch_of([1.0, 2.0], [0, 0], reward_weights={"part": 2.0}, **dict.fromkeys(names, scores))
+    gathered, _ = gather_rewards(batch, TwoRanks(lambda own: own))
+    assert gathered.rewards.tolist() == [1, 2, 1, 2]
+    assert (len(gathered.states), len(gathered.actions)) == (0, 0)
+    assert [getattr(gathered, name) for name in names] == [None] * 4
+    assert gathered.reward_weights == {"part": 2.0}
 
 
 def test_rank_metrics_are_summed_except_averaged_means_and_local_seconds() -> None:

@@ -1,0 +1,217 @@
+"""Meetings of all ranks over gloo connections of their own, with a time limit that names the ranks that do not come."""
+
+import ctypes
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo.errors import RankError
+
+from .shared_errors import mark_as_shared
+from .watch import Watch
+
+INLINE_BYTES = 1024
+"""Size of the first message of a meeting. A longer message needs a second one."""
+
+_LENGTH_BYTES = 8
+
+
+class Meetings:
+    """Exchanges messages and tensors of all ranks. Every rank makes the same calls in the same order.
+
+    A rank waits in short slices, so that its signal handlers run. A rank that does not come ends the meeting on every other
+    rank with the same `RankError`, which names it. After that no further meeting is possible.
+
+    Args:
+        store: a store that all ranks share, with keys that nothing else uses.
+        rank: the number of this rank.
+        num_ranks: the number of ranks.
+        timeout: seconds that a rank waits for the others at a meeting.
+
+    Raises:
+        RankError: a rank did not come to this first meeting.
+    """
+
+    def __init__(self, store: Any, rank: int, num_ranks: int, timeout: float) -> None:
+        import torch.distributed as dist  # a single process does not need it
+
+        self.rank, self.num_ranks, self.timeout = rank, num_ranks, timeout
+        self.broken: str | None = None
+        """Why no further meeting is possible. None: meetings are possible."""
+        self._slice = min(0.25, timeout / 20)
+        self._longest_silence = min(5.0, timeout / 4)
+        self._watch = Watch(store, rank, num_ranks, self._slice)
+        self._meeting = 0
+        self._place = "Replicated()"
+        self._last_seen: list[str] = []
+        self._last_seen_at = time.monotonic()
+        self._gloo: Any = None
+        self._arrive()
+        longest = timedelta(seconds=timeout + 4 * self._slice)  # the watch comes first: it knows who is missing
+        try:
+            self._gloo = dist.ProcessGroupGloo(store, rank, num_ranks, longest)
+        except RuntimeError as error:
+            self._break(self._who_is_missing(time.monotonic(), error))
+            raise self._rank_error() from error
+
+    def exchange(self, place: str, value: Any) -> list[tuple[str, Any]]:
+        """Send one picklable value to every rank. Return the place and the value of each rank, in rank order.
+
+        Args:
+            place: where in the program this rank is, for messages. Later operations on tensors have the same place.
+            value: the value. A small value takes one message, a larger value takes two.
+        """
+        self._place = place
+        message = pickle.dumps((place, value))
+        length = len(message).to_bytes(_LENGTH_BYTES, "little")
+        first = self._gather_bytes((length + message)[:INLINE_BYTES].ljust(INLINE_BYTES, b"\0"))
+        lengths = [int.from_bytes(part[:_LENGTH_BYTES], "little") for part in first]
+        parts = [part[_LENGTH_BYTES:] for part in first]
+        longest = max(lengths)
+        if longest > INLINE_BYTES - _LENGTH_BYTES:
+            parts = self._gather_bytes(message.ljust(longest, b"\0"))
+        found = [pickle.loads(part[:length]) for part, length in zip(parts, lengths, strict=True)]
+        self._last_seen = [where for where, _ in found]
+        self._last_seen_at = time.monotonic()
+        return found
+
+    def all_gather(self, values: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks in rank order. All have the same shape and dtype, and are on the CPU."""
+        parts = [torch.empty_like(values) for _ in range(self.num_ranks)]
+        self._meet(lambda: self._gloo.allgather([parts], [values]))
+        return parts
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Replace the values by their sum over all ranks, in place. All have the same shape and dtype, and are on the CPU."""
+        self._meet(lambda: self._gloo.allreduce([values]))
+
+    def _gather_bytes(self, message: bytes) -> list[bytes]:
+        own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        return [part.numpy().tobytes() for part in self.all_gather(own)]
+
+    def _meet(self, start: Callable[[], Any]) -> None:
+        """Start a collective operation and wait for its end."""
+        if self.broken is not None:
+            raise self._rank_error()
+        self._meeting += 1
+        begun = time.monotonic()
+        try:
+            cause = self._outcome(start(), begun)
+            if cause is None:
+                return
+            reason = self._who_is_missing(begun, cause)
+        except (
+            BaseException
+        ) as error:  # what this rank sends next would pair with another message than the others expect
+            kind = type(error).__name__
+            self._break(f"Rank {self.rank} left {self._place} before the other ranks, with {kind}. {_RESTART}")
+            raise
+        self._break(reason)
+        raise self._rank_error() from cause
+
+    def _outcome(self, work: Any, begun: float) -> Exception | None:
+        """Wait for the end of an operation. Return what went wrong."""
+        while True:
+            try:
+                work.wait(timedelta(seconds=self._slice))
+                self._watch.stop()
+                return None
+            except RuntimeError:  # the slice is over, or the operation failed
+                if work.is_completed():
+                    return self._failure(work)
+            self._watch.wait_at(self._meeting)
+            if self._watch.verdict is not None or time.monotonic() - begun >= self.timeout:
+                return TimeoutError()
+
+    def _failure(self, work: Any) -> Exception | None:
+        """Why a completed operation failed. None: it ended well, just after a slice was over."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            return error
+        self._watch.stop()
+        return None
+
+    def _arrive(self) -> None:
+        """Wait until every rank has built its meetings."""
+        begun = time.monotonic()
+        self._watch.wait_at(0)
+        while self._watch.missing(0, self.timeout):
+            if self._watch.verdict is not None or time.monotonic() - begun >= self.timeout or self._watch.store_failed:
+                cause = ConnectionError("the store is closed") if self._watch.store_failed else TimeoutError()
+                self._break(self._who_is_missing(begun, cause))
+                raise self._rank_error()
+            time.sleep(self._slice / 20)
+        self._watch.stop()
+
+    def _who_is_missing(self, begun: float, cause: Exception) -> str:
+        """Wait until it is clear which ranks do not come, at most until the timeout, and say it.
+
+        A connection that fails tells that some rank has ended, but not which one. It is the rank that stays silent.
+        """
+        failed_at = time.monotonic()
+        is_late = isinstance(cause, TimeoutError)
+        patience = 2 * self._slice if is_late or self.num_ranks == 2 else self._longest_silence
+        while self._watch.verdict is None:
+            self._watch.wait_at(self._meeting)
+            now = time.monotonic()
+            no_store = self._watch.store_failed or now - self._watch.answered_at > self._longest_silence
+            missing = self._watch.missing(self._meeting, self._longest_silence)
+            if no_store and self.rank > 0:
+                missing = [0]  # rank 0 holds the store, unless a launcher does
+            elif self.num_ranks == 2 and not is_late:
+                missing = [1 - self.rank]
+            is_clear = now - failed_at > patience and (is_late or len(missing) == 1)
+            if is_clear or self._watch.store_failed or now - begun >= self.timeout + patience:
+                return self._absence(missing, cause)
+            time.sleep(self._slice)
+        return self._watch.verdict
+
+    def _absence(self, missing: list[int], cause: Exception) -> str:
+        """Say which ranks did not come to a meeting, where they were last seen, and what to do."""
+        if not missing:
+            return f"The connection of the ranks failed at {self._place}, and no rank is missing: {cause}. {_RESTART}"
+        names = f"Rank {missing[0]}" if len(missing) == 1 else f"Ranks {' and '.join(map(str, missing))}"
+        if isinstance(cause, TimeoutError):
+            what = f"{names} did not reach {self._place} within {self.timeout:g} s."
+            advice = "Raise Replicated(timeout=...) if ranks may wait longer for one another."
+        else:
+            what = f"{names} ended or lost the connection, while the other ranks waited at {self._place}."
+            advice = _RESTART
+        seconds = time.monotonic() - self._last_seen_at
+        for rank in missing:
+            seen = f"last seen {seconds:.0f} s ago at {self._last_seen[rank]}" if self._last_seen else "never seen"
+            what += f" Rank {rank} was {seen}."
+        return f"{what} The output of {names.lower()} may say why. {advice}"
+
+    def _break(self, reason: str) -> None:
+        """End all meetings. Agree with the others on the reason, and stay until they know it: the store may end with us."""
+        self._watch.propose(reason)
+        self._watch.wait_at(self._meeting)
+        deadline = time.monotonic() + self._longest_silence
+        while self._watch.verdict is None and not self._watch.store_failed and time.monotonic() < deadline:
+            time.sleep(self._slice / 20)
+        self.broken = self._watch.verdict or reason
+        self._watch.leave()
+        deadline = time.monotonic() + self._longest_silence
+        while self._watch.verdict is not None and not self._watch.store_failed and time.monotonic() < deadline:
+            missing = self._watch.missing(self._meeting, self._longest_silence)
+            if self._watch.all_have_left([rank for rank in range(self.num_ranks) if rank not in missing]):
+                break
+            time.sleep(self._slice / 20)
+        self._watch.stop()
+        if self._gloo is not None:  # its destructor would wait for the rank that does not come
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+
+    def _rank_error(self) -> RankError:
+        error = RankError(self.broken)
+        mark_as_shared(error)
+        return error
+
+
+_RESTART = "Start all ranks again; a run with a checkpoint_dir continues from its newest checkpoint."

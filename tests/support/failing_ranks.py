@@ -1,0 +1,236 @@
+"""Processes of which one rank fails in a chosen phase of training, and what all ranks raised.
+
+    python -m tests.support.failing_ranks FOLDER < cases.json > outcomes.json
+
+The process imports everything once and forks the ranks of each case. Rank 0 holds the store, as without a launcher. Nothing is
+judged here: a test compares the outcomes.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from grpo import ContractError, GRPOConfig, GRPOTrainer
+from grpo.distributed import Engine, OneProcess, Replicated
+from grpo.errors import TrainingInterrupted
+
+PHASES = ["engine", "constructor", "sampling", "reward", "scoring", "advantages", "update", "apply", "report"]
+PHASES += ["evaluate", "save", "load"]
+"""Where a rank can fail, in the order of a run."""
+
+FAULTS = ["killed", "stopped", "asleep"]
+"""How a rank disappears. It can also raise `ContractError`, `ZeroDivisionError` or `TrainingInterrupted`."""
+
+AT_ONCE = 4
+"""Number of cases at a time. Most of a case is waiting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run of several ranks, one of which fails."""
+
+    phase: str
+    fault: str
+    culprit: int
+    num_ranks: int = 2
+    timeout: float = 4.0
+
+
+class Failing:
+    """Makes the culprit fail when it reaches the phase for the first time. Notes the time for the others."""
+
+    def __init__(self, case: Case, rank: int, folder: Path) -> None:
+        self.case, self.folder, self.is_armed = case, folder, rank == case.culprit
+
+    def reached(self, phase: str) -> None:
+        if not self.is_armed or phase != self.case.phase:
+            return
+        self.is_armed = False
+        (self.folder / "struck").write_text(repr(time.monotonic()))
+        if self.case.fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.case.fault == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.case.fault == "asleep":
+            time.sleep(3600)
+        if self.case.fault == "ContractError":
+            raise ContractError("the policy is tired")
+        if self.case.fault == "ZeroDivisionError":
+            raise ZeroDivisionError("no division today")
+        if self.case.fault == "TrainingInterrupted":
+            raise TrainingInterrupted(signal.SIGTERM)
+
+
+class Arms(torch.nn.Module):
+    """A softmax over four arms that says which phase calls it."""
+
+    def __init__(self, failing: Failing) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.zeros(4))
+        self.failing, self.is_evaluating = failing, False
+
+    def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> list[list[int]]:
+        self.failing.reached("evaluate" if self.is_evaluating else "sampling")
+        probs = self.logits.detach().softmax(0).expand(len(states), -1)
+        return torch.multinomial(probs, num_actions_per_state, replacement=True).tolist()
+
+    def get_log_probabilities(self, states: Any, actions: Any) -> torch.Tensor:
+        self.failing.reached("update" if self.training else "scoring")
+        return self.logits.log_softmax(0)[torch.tensor(list(actions))]
+
+    def get_parameters(self) -> dict[str, torch.Tensor]:
+        self.failing.reached("constructor")
+        return dict(self.named_parameters())
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.failing.reached("save")
+        return {"calls": 1}
+
+    def load_state_dict(self, state: Any, **kwargs: Any) -> None:
+        self.failing.reached("load")
+
+
+def run(case: Case, rank: int, folder: Path, engine: Engine | None = None) -> None:
+    """Two iterations with an evaluation and a checkpoint after each, and loading the last one."""
+    failing = Failing(case, rank, folder)
+    failing.reached("engine")
+    policy = Arms(failing)
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        failing.reached("reward")
+        policy.is_evaluating = not policy.is_evaluating  # an evaluation follows every iteration
+        return [float(action) for action in actions]
+
+    def advantages(batch: Any) -> torch.Tensor:
+        failing.reached("advantages")
+        return batch.rewards - 1.5
+
+    class Step(torch.optim.SGD):
+        def step(self, closure: Callable[[], float] | None = None) -> Any:
+            failing.reached("apply")
+            return super().step(closure)
+
+    class Sink:
+        def log(self, metrics: Any, iteration: int) -> None:
+            failing.reached("report")
+
+        def close(self) -> None: ...
+
+    engine = engine or Replicated(timeout=case.timeout)
+    trainer = GRPOTrainer(
+        config=GRPOConfig(group_size=8, batch_size=16, num_epochs_per_update=2, seed=0),
+        policy=policy,
+        reward_model=reward,
+        optimizer=Step(policy.parameters(), lr=0.1),
+        advantages=advantages,
+        engine=engine,
+    )
+    states = list(range(2 * case.num_ranks))
+    how: dict[str, Any] = {"eval_states": states[:1], "eval_every": 1, "checkpoint_every": 1, "progress": False}
+    trainer.train(states, num_iterations=2, checkpoint_dir=folder / "checkpoints", sinks=[Sink()], **how)
+    trainer.load_checkpoint(folder / "checkpoints")
+
+
+def outcome_of(case: Case, rank: int, folder: Path) -> dict[str, Any]:
+    """What a rank raised, and how many seconds after the failure."""
+    raised: dict[str, Any] = {"kind": "nothing", "said": "", "cause": ""}
+    try:
+        run(case, rank, folder)
+    except (Exception, TrainingInterrupted) as error:
+        cause = type(error.__cause__).__name__ if error.__cause__ is not None else ""
+        raised = {"kind": type(error).__name__, "said": str(error), "cause": cause, "trace": traceback.format_exc()}
+    struck = folder / "struck"
+    seconds = time.monotonic() - float(struck.read_text()) if struck.exists() else float("nan")
+    return raised | {"seconds": seconds}
+
+
+def start(case: Case, rank: int, folder: Path) -> int:
+    """Fork a rank. Return its process number."""
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        sys.stdout = sys.stderr = (folder / f"output{rank}").open("w")
+        os.dup2(sys.stdout.fileno(), 1)
+        os.dup2(sys.stdout.fileno(), 2)
+        warnings.simplefilter("ignore")
+        dist.init_process_group("gloo", store=store_of(case, rank, folder), rank=rank, world_size=case.num_ranks)
+        outcome = outcome_of(case, rank, folder)
+        (folder / f"part{rank}").write_text(json.dumps(outcome))
+        (folder / f"part{rank}").rename(folder / f"outcome{rank}")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def store_of(case: Case, rank: int, folder: Path) -> Any:
+    """The store of a case. Rank 0 holds it and writes its port to a file, which the other ranks read."""
+    port, longest = folder / "port", timedelta(seconds=60)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, case.num_ranks, True, longest, wait_for_workers=False)
+        (folder / "part").write_text(str(store.port))
+        (folder / "part").rename(port)
+        return store
+    while not port.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(port.read_text()), case.num_ranks, False, longest)
+
+
+def play(case: Case, folder: Path) -> dict[str, Any]:
+    """Run a case until all ranks but the culprit have ended, or a generous deadline is over. Then kill what is left."""
+    folder.mkdir()
+    waiting = {start(case, rank, folder): rank for rank in range(case.num_ranks)}
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + 60.0 + case.timeout
+    gone = case.fault in FAULTS
+    while time.monotonic() < deadline and set(waiting.values()) - ({case.culprit} if gone else set()):
+        for process, rank in list(waiting.items()):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                codes[rank] = os.waitstatus_to_exitcode(status)
+                del waiting[process]
+        time.sleep(0.02)
+    for process in waiting:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    found: dict[str, Any] = {"case": asdict(case), "codes": codes, "ranks": []}
+    for rank in range(case.num_ranks):
+        written = folder / f"outcome{rank}"
+        outcome = (
+            json.loads(written.read_text()) if written.exists() else {"kind": "no outcome", "said": "", "seconds": 1e9}
+        )
+        found["ranks"].append(outcome | {"output": (folder / f"output{rank}").read_text()[-2000:]})
+    return found
+
+
+def main(folder: Path) -> None:
+    cases = [Case(**case) for case in json.load(sys.stdin)]
+    (folder / "alone").mkdir()
+    run(
+        Case(phase="none", fault="none", culprit=0, num_ranks=1), 0, folder / "alone", OneProcess()
+    )  # imports what it needs
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        outcomes = list(pool.map(lambda item: play(item[1], folder / str(item[0])), enumerate(cases)))
+    json.dump(outcomes, sys.stdout)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
