@@ -29,7 +29,7 @@ from ._training.update_rows import UpdateRows, UpdateSetup
 from .advantage_estimator import AdvantageEstimator
 from .checkpoint import open_checkpoint, write_checkpoint
 from .config import GRPOConfig
-from .distributed import Engine, OneProcess, require_equal_weights, same_error
+from .distributed import Engine, OneProcess, require_equal_weights
 from .experience_collector import ExperienceCollector
 from .grpo_objective import Objective
 from .metrics import Meter, MetricSink
@@ -276,8 +276,7 @@ class GRPOTrainer:
                 shows_bar=progress,
             )
             self.history = run.history
-            # a signal or an error leaves a checkpoint of the last safe point
-            with self.safe_points.kept_in(folder), same_error(self.engine):
+            with self.safe_points.kept_in(folder):  # a signal or an error leaves a checkpoint of the last safe point
                 for position in run.positions():
                     self.optimizer_step.schedule(position, num_iterations)
                     metrics = self.progress.unrecorded or self._iteration(run)
@@ -287,8 +286,8 @@ class GRPOTrainer:
                     is_due = run.record(metrics, self.iteration)
                     if is_due:
                         run.save(capture(self), self.iteration)
+                    self.engine.agree()  # ranks begin an iteration together, so that their safe points are the same
                     self.safe_points.reached(is_saved=is_due)
-                self.engine.agree()  # another rank may have failed after its last exchange
         return run.history
 
     def _iteration(self, run: Run) -> dict[str, float]:

@@ -7,6 +7,7 @@ from signal import SIGINT, SIGTERM, Signals
 from typing import Any
 
 from grpo.checkpoint import CheckpointFolder, require_encodable
+from grpo.distributed import same_error
 from grpo.errors import CheckpointError, NonFiniteGradientError, RankError, TrainingInterrupted
 
 from .interrupts import Interrupts, is_interactive
@@ -55,12 +56,14 @@ class SafePoints:
         """
         self._folder = folder
         try:
-            with self._interrupts.handled(*((SIGINT,) if folder is None else (SIGINT, SIGTERM))):
+            signals = (SIGINT,) if folder is None else (SIGINT, SIGTERM)
+            with self._interrupts.handled(*signals), same_error(self._trainer.engine):
                 self.reached()
                 if folder is not None:
                     iteration, update, _ = self._first_place = self._place()
                     self._safe_place = self._place() if folder.has(iteration, update) else None
                 yield
+                self._trainer.engine.agree()  # another rank may have failed after its last exchange
         except BaseException as error:
             place = self._save_after(error)
             if isinstance(error, KeyboardInterrupt) and self._last is not None and not self._is_between_weights:
