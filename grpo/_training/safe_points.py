@@ -105,7 +105,7 @@ class SafePoints:
         if folder is None or self._last is None:
             return "Nothing was saved, because train() has no checkpoint_dir."
         is_shared = isinstance(error, Exception | TrainingInterrupted) or trainer.engine.num_ranks == 1
-        if isinstance(error, CheckpointError | RankError) or not is_shared:
+        if isinstance(error, CheckpointError) or not is_shared:
             return "Continue from the newest checkpoint."
         if self._is_between_weights:
             return "The optimizer failed between two weights, so only earlier checkpoints can be used."
@@ -115,8 +115,10 @@ class SafePoints:
         if place == self._safe_place or (place == self._first_place and isinstance(error, Exception)):
             return f"Nothing after iteration {iteration} was lost."
         try:
+            if len(set(trainer.engine.gather_objects(place))) > 1:
+                return "The ranks stopped at different places. Continue from the newest checkpoint."
             path = folder.save(capture(trainer, self._last), iteration=iteration, update=update, score=None)
-        except CheckpointError as failure:
+        except (CheckpointError, RankError) as failure:  # the disk, or a rank that does not answer
             error.add_note(f"No checkpoint was written: {failure}")
             return f"No checkpoint was written: {failure}"
         self._safe_place = place

@@ -1,0 +1,46 @@
+"""A run on two ranks that is stopped on one rank, or killed, continues on both ranks as if nothing had stopped it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_on_ranks(*arguments: Any) -> Any:
+    command = [sys.executable, "-m", "tests.support.runs_on_ranks", *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def assert_same_ends(ranks: list[dict[str, Any]], subtests: pytest.Subtests) -> None:
+    """A sink that fails on one rank leaves its iteration in the history of the other, and both record it again."""
+    for name in ranks[0].keys() - {"unbroken"}:
+        for rank, found in enumerate(ranks):
+            with subtests.test(name=name, rank=rank):
+                assert found[name]["end"] == found["unbroken"]["end"]
+                assert found[name]["stops"] >= 2
+                assert found[name]["errors"] == ["TrainingInterrupted" if "signal" in name else "RankError"]
+                if "sink" not in name:
+                    assert str(found[name]["metrics"]) == str(found["unbroken"]["metrics"])
+
+
+def test_a_run_stopped_on_one_rank_continues_on_both(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    assert_same_ends(run_on_ranks("stops", tmp_path, 3, "reward", "loss"), subtests)
+
+
+def test_after_kills_both_ranks_load_the_same_newest_checkpoint(tmp_path: Path) -> None:
+    counts = run_on_ranks("kills", tmp_path, 2, 1)
+    assert {name: counts[name] for name in ("killed", "older", "mixed", "unnamed")} == {
+        "killed": 2,
+        "older": 0,
+        "mixed": 0,
+        "unnamed": 0,
+    }
