@@ -23,8 +23,7 @@ from ._storage.folder import CheckpointFolder, best_of
 from ._storage.lock import FolderLock
 from ._storage.manifest import read_manifest, without_files
 from ._storage.opening import Checkpoint, checkpoints_in, open_checkpoint
-from ._storage.ranks import same_error
-from .distributed import Engine, OneProcess
+from .distributed import Engine, OneProcess, same_error
 from .errors import CheckpointError, DamagedCheckpointError
 from .policy_base import HasState
 

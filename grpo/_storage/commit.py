@@ -15,7 +15,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from grpo.distributed import Engine
+from grpo.distributed import Engine, same_error
 from grpo.errors import CheckpointError, DamagedCheckpointError
 
 from .files import FileRecord, make_folder, new_file, remove_tree, size_of, sync_folder, write_file
@@ -31,7 +31,6 @@ from .manifest import (
     rank_folder,
     read_manifest,
 )
-from .ranks import same_error
 from .tensor_file import Stored, write_tensors
 
 Encode = Callable[[Callable[[bytes], object]], Mapping[str, Stored]]

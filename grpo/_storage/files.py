@@ -5,9 +5,10 @@ import hashlib
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedWriter, FileIO
 from pathlib import Path
@@ -16,6 +17,8 @@ from grpo.errors import CheckpointError, DamagedCheckpointError
 
 CHUNK = 4 * 2**20
 """Bytes that are written, hashed or copied at a time."""
+SMALL = 2**17
+"""Chunks of fewer bytes are hashed before they are written."""
 OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors that say nothing about the file that was opened: every other file would fail, too."""
 
@@ -31,34 +34,52 @@ class FileRecord:
 
 
 class HashingWriter:
-    """Writes a file and hashes each chunk in a second thread while the chunk is written."""
+    """Writes a file and hashes each chunk. Large chunks are hashed in a second thread, while the file is written and synced."""
 
     def __init__(self, file: BufferedWriter, hashing: ThreadPoolExecutor) -> None:
         self._file, self._hashing = file, hashing
         self._sha256 = hashlib.sha256()
+        self._last: Future[None] | None = None
         self._size = 0
 
-    def write(self, chunk: memoryview | bytes) -> None:
-        """Write one chunk. The caller may change the chunk's memory once this method has returned."""
-        hashed: Future[None] = self._hashing.submit(self._sha256.update, chunk)
-        try:
-            self._file.write(chunk)
-        finally:
-            hashed.result()
+    def write(self, chunk: memoryview | bytes, *, is_constant: bool = False) -> None:
+        """Write one chunk.
+
+        Args:
+            chunk: the bytes.
+            is_constant: the chunk's memory is in use anyway, and nobody changes it until the file is complete, so that this
+                method need not wait for the hash.
+        """
+        if len(chunk) < SMALL and self._last is None:
+            self._sha256.update(chunk)  # a second thread would take longer
+        else:
+            self._last = self._hashing.submit(self._sha256.update, chunk)
+        self._file.write(chunk)
         self._size += len(chunk)
+        if not is_constant:
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._last is not None:
+            self._last.result()
 
     def record(self) -> FileRecord:
         """The size and the hash of what has been written."""
+        self._wait()
         return FileRecord(size=self._size, sha256=self._sha256.hexdigest())
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[HashingWriter]:
     """Create a file and yield its writer. On leaving, the contents are flushed to the disk."""
-    with ThreadPoolExecutor(max_workers=1) as hashing, path.open("xb") as file:
-        yield HashingWriter(file, hashing)
-        file.flush()
-        os.fsync(file.fileno())
+    hashing = ThreadPoolExecutor(max_workers=1)
+    try:
+        with path.open("xb") as file:
+            yield HashingWriter(file, hashing)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        hashing.shutdown(wait=True, cancel_futures=sys.exc_info()[0] is not None)
 
 
 def write_file(path: Path, contents: bytes) -> FileRecord:
@@ -87,13 +108,11 @@ def make_folder(path: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     """Remove a file or a folder. What cannot be removed stays, and the next save to the same path removes it."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-        return
-    try:
-        path.unlink()
-    except OSError:
-        return
+    with suppress(OSError):
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:

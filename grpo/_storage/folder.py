@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo.distributed import Engine, OneProcess
+from grpo.distributed import Engine, OneProcess, same_error
 from grpo.errors import CheckpointError, ConfigError, DamagedCheckpointError, GRPOWarning
 
 from .commit import Encode, commit, require_finite, temporary_name, typed_errors
@@ -21,7 +21,6 @@ from .files import make_folder, remove_tree
 from .lock import FolderLock
 from .manifest import Manifest, read_manifest, without_files
 from .opening import checkpoints_in, require_intact
-from .ranks import same_error
 from .tensor_file import Stored
 
 NAME = r"iteration-[0-9]{8,}(-update-[0-9]{4,})?"
@@ -71,6 +70,7 @@ class CheckpointFolder:
                 make_folder(self.folder)
                 lock = FolderLock(self.folder / ".lock", self.folder)
                 self._lock = lock.__enter__()
+        self._engine.gather_objects(None)  # no rank goes on before the folder is locked
         self._is_entered = True
         return self
 

@@ -71,16 +71,17 @@ class FolderLock:
                 return
             del _held[str(self._path)]
             try:
-                if _is_same_file(descriptor, self._path):
-                    self._path.unlink()
+                try:
+                    if _is_same_file(descriptor, self._path):
+                        self._path.unlink()
+                finally:
+                    os.close(descriptor)
             except OSError as problem:
                 warnings.warn(
                     f"Cannot remove {self._path}: {problem}. The lock is released, and the next run takes the file over.",
                     GRPOWarning,
                     stacklevel=2,
                 )
-            finally:
-                os.close(descriptor)
 
     def _taken(self) -> int:
         """Return a descriptor of the locked file."""

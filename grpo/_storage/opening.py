@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo.distributed import Engine, OneProcess
+from grpo.distributed import Engine, OneProcess, same_error
 from grpo.errors import CheckpointError, DamagedCheckpointError
 
 from .decoding import decode, loaded
 from .files import opened, read_exactly, require_hash, require_size, unreadable
 from .manifest import MANIFEST, STATE, TENSORS, Manifest, rank_folder, read_manifest
-from .ranks import same_error
 from .tensor_file import TensorFile
 
 

@@ -80,7 +80,7 @@ def write_tensors(file: HashingWriter, tensors: Mapping[str, Stored]) -> None:
     file.write(len(text).to_bytes(8, "little") + text)
     for name in names:
         for chunk in chunks_of(tensors[name]):
-            file.write(chunk)
+            file.write(chunk, is_constant=_is_in_order(tensors[name]))
 
 
 def chunks_of(value: Stored) -> Iterator[memoryview]:
@@ -90,6 +90,13 @@ def chunks_of(value: Stored) -> Iterator[memoryview]:
 
 def _item_size(value: Stored) -> int:
     return value.element_size() if isinstance(value, Tensor) else 1
+
+
+def _is_in_order(value: Stored) -> bool:
+    """Whether the bytes are in the host's memory as they are written, so that they are not copied."""
+    if not isinstance(value, Tensor):
+        return bool(value.flags.c_contiguous)
+    return value.is_contiguous() and value.device.type == "cpu" and not value.is_conj() and not value.is_neg()
 
 
 def _pieces(value: Any) -> Iterator[Any]:
