@@ -8,6 +8,7 @@ import asyncio
 import concurrent.futures
 import functools
 import inspect
+import math
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ._processes.calls import Call, call_in_process
+from ._processes.process import WAIT_SECONDS
 from .errors import CallError, DeadlineError
 
 __all__ = ["MAX_CONCURRENT", "Call", "await_all", "call_in_process", "is_async"]
@@ -64,7 +66,7 @@ def await_all(
     watch = _Watch(calls, timeout)
     future = asyncio.run_coroutine_threadsafe(_await_together(calls, watch, max_concurrent), background.loop)
     try:
-        while not concurrent.futures.wait([future], watch.seconds_left()).done:
+        while not concurrent.futures.wait([future], min(watch.seconds_left(), WAIT_SECONDS)).done:
             if watch.seconds_left() == 0.0:
                 background.give_up()
                 raise DeadlineError(
@@ -94,10 +96,10 @@ class _Watch:
         del self._started[index]
         self._last_change = time.monotonic()
 
-    def seconds_left(self) -> float | None:
-        """Seconds until the oldest call is too late, and at least 0. None: there is no deadline."""
+    def seconds_left(self) -> float:
+        """Seconds until the oldest call is too late, and at least 0. Infinity: there is no deadline."""
         if self.timeout is None:
-            return None
+            return math.inf
         since = min(list(self._started.values()), default=self._last_change)  # no call runs: none could start
         return max(0.0, since + self.timeout + GRACE_SECONDS - time.monotonic())
 

@@ -25,6 +25,8 @@ from grpo.writing import restore_random_state
 from .supervisor import END_SECONDS, supervise
 from .worker import LENGTH, NamedCall, flush
 
+WAIT_SECONDS = 0.2
+"""Longest wait at a time. A signal that comes right before a wait starts is handled after it."""
 START_SECONDS = 0.5
 """How long the process may take to start and to send the state of its generators, beyond the time of a call."""
 
@@ -102,22 +104,23 @@ class Process:
                 supervise(calls, random_state, answers_end, status_end, order_end)
             self._close(answers_end, status_end, order_end)
             signal.pthread_sigmask(signal.SIG_SETMASK, own_mask)
-        os.read(self._status, LENGTH.size)
 
     def _receive(self, name: str, timeout: float, start_seconds: float = 0.0) -> Any:
         """The next message of the worker."""
         deadline = time.monotonic() + timeout + start_seconds
         while (part := self._next_message()) is None:
             seconds = deadline - time.monotonic()
-            ready = wait(self._watched, min(max(seconds, 0.0), 3600.0))
+            ready = wait(self._watched, min(max(seconds, 0.0), WAIT_SECONDS))
             if self._answers in ready:
                 read = os.read(self._answers, 1 << 16)
                 self._received += read
                 if not read:  # closed by the worker, which may still run
                     self._watched.remove(self._answers)
             elif ready:
-                how = _end_of(os.read(self._status, 64).decode())
-                raise CallError(f"{name} gave no answer: its process ended {how}.")
+                read = os.read(self._status, 64)
+                status = read.removeprefix(LENGTH.pack(self._supervisor or 0))
+                if status or not read:
+                    raise CallError(f"{name} gave no answer: its process ended {_end_of(status.decode())}.")
             elif seconds <= 0:
                 raise DeadlineError(f"{name} did not answer within {timeout:g} s")
         return pickle.loads(part)  # from a fork of this process

@@ -35,17 +35,24 @@ def supervise(calls: Sequence[NamedCall], random_state: Any, answers: int, statu
         os.set_blocking(wakeup_end, False)
         signal.set_wakeup_fd(wakeup_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # only signals with a handler are written to the pipe
-        is_running = True
-        while True:
-            if is_running and (ended := os.waitpid(worker, os.WNOHANG))[0]:
-                is_running = False
-                os.write(status, str(ended[1]).encode())
-            if order in wait([order, wakeup]):
-                break
-            os.read(wakeup, 1 << 10)
-        _end_all_below(worker if is_running else None)
+        try:
+            _report_end(worker, status, order, wakeup)
+        finally:
+            _end_all_below()
     finally:
         os._exit(0)
+
+
+def _report_end(worker: int, status: int, order: int, wakeup: int) -> None:
+    """Report the end of the worker, and return when the parent orders it, or dies."""
+    is_running = True
+    while True:
+        if is_running and (ended := os.waitpid(worker, os.WNOHANG))[0]:
+            is_running = False
+            os.write(status, str(ended[1]).encode())
+        if order in wait([order, wakeup]):
+            return
+        os.read(wakeup, 1 << 10)
 
 
 def _restore_signals() -> None:
@@ -57,14 +64,14 @@ def _restore_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _end_all_below(worker: int | None) -> None:
-    """Kill and reap the worker, if it still runs, and all that it started."""
+def _end_all_below() -> None:
+    """Kill and reap all processes below this one. Without `/proc`, the parent kills the group of this process instead."""
     deadline = time.monotonic() + END_SECONDS
     with contextlib.suppress(ChildProcessError):  # no child is left
         while time.monotonic() < deadline:
-            while ended := os.waitpid(-1, os.WNOHANG)[0]:
-                worker = None if ended == worker else worker
-            for process in {*_below(os.getpid()), *([worker] if worker else [])}:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            for process in _below(os.getpid()):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.001)

@@ -1,13 +1,24 @@
 """A plain function as a reward model: what error messages call it, and the state that it keeps."""
 
+import asyncio
 import functools
+import os
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from grpo import ConfigError, ProtocolError, RewardError, WeightedRewards
-from grpo.reward_model_base import RewardFunction, as_reward_model, kept_state, restore_state
+from grpo import ConfigError, ProtocolError, RewardConfig, RewardError, WeightedRewards
+from grpo._collecting.reward_calls import RewardCalls
+from grpo.reward_model_base import (
+    ReportsComponents,
+    RewardFunction,
+    as_reward_model,
+    kept_state,
+    restore_state,
+    with_limits,
+)
 from grpo.writing import reward_name
 
 
@@ -148,3 +159,166 @@ def test_an_object_with_any_method_of_a_reward_model_is_no_reward_function() -> 
             as_reward_model(wrong)
     with pytest.raises(ProtocolError, match=r"^reward_model must be an instance; got the class Counting"):
         as_reward_model(Counting)
+
+
+# Limits
+
+
+async def awaited(states: Any, actions: Any) -> list[float]:
+    await asyncio.sleep(0.0)
+    return [float(len(action)) for action in actions]
+
+
+def process_id(states: Any, actions: Any) -> list[float]:
+    return [float(os.getpid())] * len(actions)
+
+
+class Model:
+    """A reward model without a state that tells its process, and its mode."""
+
+    def __init__(self) -> None:
+        self.modes: list[Any] = []
+
+    def compute_rewards(self, states: Any, actions: Any) -> list[float]:
+        return process_id(states, actions)
+
+    def train(self) -> None:
+        self.modes.append("train")
+
+    def eval(self) -> None:
+        self.modes.append("eval")
+
+    def to(self, device: Any) -> None:
+        self.modes.append(device)
+
+
+class Components(Model):
+    def compute_components(self, states: Any, actions: Any) -> dict[str, torch.Tensor]:
+        return {"process": torch.tensor(process_id(states, actions), dtype=torch.float64)}
+
+    def combine(self, components: Any) -> torch.Tensor:
+        return components["process"] * 0 + os.getpid()
+
+
+def test_an_async_function_is_awaited() -> None:
+    assert RewardFunction(awaited).compute_rewards(["s"], ["ab"]) == [2.0]
+    both = WeightedRewards({"awaited": awaited, "plain": length}, {"awaited": 1.0, "plain": 0.5})
+    assert both.compute_rewards(["s", "t"], ["ab", "abc"]).tolist() == [3.0, 4.5]
+    assert list(both.compute_components(["s"], ["ab"])) == ["awaited", "plain"]
+
+
+def test_without_a_time_limit_every_call_is_made_in_this_process() -> None:
+    for reward in (
+        process_id,
+        Model(),
+        Components(),
+        WeightedRewards({"a": process_id, "b": Model()}, {"a": 1, "b": 0}),
+    ):
+        limited = with_limits(as_reward_model(reward), timeout=None, max_concurrent=1)
+        assert list(limited.compute_rewards(["s"], ["a"])) == [os.getpid()]
+
+
+def test_with_a_time_limit_everything_but_async_functions_runs_in_another_process(subtests: pytest.Subtests) -> None:
+    parts = WeightedRewards({"a": process_id, "b": Model(), "c": WeightedRewards({"d": process_id})})
+    for reward in (process_id, Model(), Components(), parts):
+        with subtests.test(reward=str(reward)):
+            limited = with_limits(as_reward_model(reward), timeout=60.0, max_concurrent=1)
+            assert reward_name(limited) == reward_name(as_reward_model(reward))
+            assert isinstance(limited, ReportsComponents) == isinstance(reward, ReportsComponents)
+            rewards = [limited.compute_rewards(["s"], ["a"])]
+            if isinstance(limited, ReportsComponents):
+                components = limited.compute_components(["s"], ["a"])
+                rewards += [*components.values()]
+                assert reward is parts or float(limited.combine(components)[0]) != os.getpid()
+            assert all(float(value[0]) != os.getpid() for value in rewards)
+
+    async def own_process(states: Any, actions: Any) -> list[float]:
+        return process_id(states, actions)
+
+    limited = with_limits(as_reward_model(own_process), timeout=60.0, max_concurrent=1)
+    assert limited.compute_rewards(["s"], ["a"]) == [os.getpid()]
+
+
+def test_limits_make_a_copy_of_the_same_parts() -> None:
+    model, counting = Model(), Counting()
+    original = WeightedRewards({"model": model, "counting": counting, "inner": WeightedRewards({"x": length})})
+    limited = original.limit_calls(timeout=None, max_concurrent=3)
+    assert (limited.timeout, limited.max_concurrent) == (None, 3)
+    assert (original.timeout, original.max_concurrent) == (None, 64)
+    assert limited.rewards["inner"].max_concurrent == 3
+    limited.compute_components(["s"], ["xy"])
+    assert original.state_dict()["counting"] == {"count": 1}
+    in_process = with_limits(model, timeout=60.0, max_concurrent=1)
+    assert in_process.train() is in_process.eval() is in_process.to("cpu") is in_process
+    assert model.modes == ["train", "eval", "cpu"]
+
+
+def test_a_reward_model_limits_its_calls_itself_if_it_can() -> None:
+    class Limiting(Model):
+        def limit_calls(self, *, timeout: float | None, max_concurrent: int) -> Any:
+            return timeout, max_concurrent
+
+    for timeout in (None, 2.0):
+        assert with_limits(Limiting(), timeout=timeout, max_concurrent=5) == (timeout, 5)
+
+
+def test_reward_models_that_cannot_run_in_another_process_are_refused(
+    subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Far(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.judge = torch.nn.Linear(1, 1, device="meta")
+
+    class Network(torch.nn.Linear):
+        compute_rewards = torch.nn.Linear.forward
+
+    class Held(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.empty(1, device="meta")
+
+    named = "RewardConfig.timeout=2 calls {} in another process, which can be killed, "
+    remedy = r"Make it an async function, or set reward\.timeout=None\."
+    state, gpu = (
+        "so its state (count) would change there and be lost. ",
+        "but it is on meta, which that process cannot use. ",
+    )
+    cases: list[tuple[Any, str]] = [
+        (Counting(), named.format("Counting") + state),
+        (
+            torch.nn.BatchNorm1d(1),
+            named.format("BatchNorm1d") + "so its state (running_mean, running_var, num_batches_",
+        ),
+        (Far(), named.format("Far.compute_rewards") + gpu),
+        (Held(), named.format("Held.compute_rewards") + gpu),
+        (Network(1, 1, device="meta"), named.format("Network.compute_rewards") + gpu),
+        (torch.nn.Linear(1, 1, device="meta"), named.format("Linear") + gpu),
+        (WeightedRewards({"a": length, "b": Counting()}), named.format("Counting") + state),
+    ]
+    for reward, message in cases:
+        with subtests.test(reward=type(reward).__name__):
+            model = as_reward_model(reward)
+            with pytest.raises(ConfigError, match=re.escape(message) + ".*" + remedy):
+                RewardCalls(reward, RewardConfig(timeout=2.0))
+            with_limits(model, timeout=None, max_concurrent=1)
+    monkeypatch.delattr(os, "fork")
+    for reward in (length, Model()):
+        with (
+            subtests.test(reward=str(reward), fork=False),
+            pytest.raises(ConfigError, match=r"this system has no os\.fork"),
+        ):
+            RewardCalls(reward, RewardConfig(timeout=2.0))
+    RewardCalls(awaited, RewardConfig(timeout=2.0))
+
+
+def test_the_state_of_an_async_function_stays_in_this_process() -> None:
+    class Judge(Counting):
+        async def __call__(self, states: Any, actions: Any) -> list[float]:
+            self.count += 1
+            return [0.0] * len(states)
+
+    judge = Judge()
+    calls = RewardCalls(judge, RewardConfig(timeout=60.0))
+    calls(["s"], ["a"])
+    assert judge.count == 1

@@ -1,0 +1,356 @@
+"""Failed calls of a reward model: retries, rows asked one by one, waits during an outage, and exact counts."""
+
+import itertools
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from grpo import ContractError, RewardConfig, RewardError, TrainingInterrupted
+from grpo._collecting import reward_calls
+from grpo._collecting.reward_calls import RewardCalls, retry_delays, spread
+from grpo.errors import RewardRaisedError
+from tests.support.reward_faults import FakeTime, asked, calls_of, counts
+
+ROWS = list(range(4))
+
+OUTCOMES: dict[str, Callable[[Any], Any]] = {
+    "good": lambda actions: [float(action) for action in actions],
+    "raises": lambda actions: 1 / 0,
+    "None": lambda actions: None,
+    "text": lambda actions: "rewards",
+    "words": lambda actions: ["one"] * len(actions),
+    "too many": lambda actions: [0.0] * (len(actions) + 1),
+    "too few": lambda actions: [0.0] * (len(actions) - 1),
+    "complex": lambda actions: [1j] * len(actions),
+    "nested": lambda actions: [[[0.0]]] * len(actions),
+}
+"""What a reward may return for some actions."""
+FAILURES = [name for name in OUTCOMES if name != "good"]
+
+
+class Scripted:
+    """A reward whose calls have these outcomes one after another, and are good afterwards."""
+
+    def __init__(self, *outcomes: str, rest: str = "good") -> None:
+        self.outcomes = itertools.chain(outcomes, itertools.repeat(rest))
+        self.asked: list[list[int]] = []
+
+    def __call__(self, states: Any, actions: Any) -> Any:
+        self.asked.append([*actions])
+        return OUTCOMES[next(self.outcomes)](actions)
+
+
+class Poisoned:
+    """A reward that fails for any call with one of these rows."""
+
+    def __init__(self, *rows: int, outcome: str = "raises") -> None:
+        self.rows, self.outcome, self.num_calls = {*rows}, outcome, 0
+
+    def __call__(self, states: Any, actions: Any) -> Any:
+        self.num_calls += 1
+        return OUTCOMES["good" if self.rows.isdisjoint(actions) else self.outcome](actions)
+
+
+# Retries
+
+
+def test_delays_double_and_add_up_to_the_budget(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[dict[str, float], list[float]]] = [
+        ({"num_retries": 0}, []),
+        ({"num_retries": 3}, [1, 2, 4]),
+        ({"num_retries": 3, "retry_delay": 0.5}, [0.5, 1, 2]),
+        ({"num_retries": 20}, [1, 2, 4, 8, 16, 32, 64, 128, 45]),  # 255 + 45 = 300
+        ({"num_retries": 9, "max_retry_seconds": 7.0}, [1, 2, 4]),
+        ({"num_retries": 9, "max_retry_seconds": 7.5}, [1, 2, 4, 0.5]),
+        ({"num_retries": 9, "max_retry_seconds": 0.0}, []),
+        ({"num_retries": 3, "retry_delay": 0.0, "max_retry_seconds": 0.0}, [0, 0, 0]),
+        ({"num_retries": 5000, "retry_delay": 0.0}, [0] * 5000),
+        ({"num_retries": 2, "retry_delay": 1e300, "max_retry_seconds": 10.0}, [10]),
+    ]
+    for settings, expected in cases:
+        with subtests.test(settings=settings):
+            assert [*retry_delays(RewardConfig(**settings))] == expected
+
+
+def test_twenty_retries_wait_five_minutes_and_then_the_call_has_failed() -> None:
+    """Nine retries fit into the budget."""
+    time, reward = FakeTime(), Scripted(rest="raises")
+    with pytest.raises(
+        RewardRaisedError, match=r"raised ZeroDivisionError: division by zero for rows 0 to 3, in 10 call"
+    ):
+        asked(reward, time=time, num_retries=20, retry_delay=1.0)
+    assert sum(time.slept) == 300
+    assert len(reward.asked) == 10
+
+
+def test_every_kind_of_failure_is_retried_and_counted(subtests: pytest.Subtests) -> None:
+    for failure in FAILURES:
+        with subtests.test(failure=failure):
+            found = asked(Scripted(failure, failure), num_retries=2)
+            assert found.values.tolist() == [0, 1, 2, 3]
+            assert found.metrics == counts(retries=2, failed_calls=2)
+
+
+def test_every_kind_of_failure_is_an_error_by_default(subtests: pytest.Subtests) -> None:
+    for failure in FAILURES:
+        with subtests.test(failure=failure):
+            time, reward = FakeTime(), Scripted(failure)
+            message = "ZeroDivisionError" if failure == "raises" else r"must return one number per row, \[N\] = \[4\]"
+            with pytest.raises(RewardError, match=message) as caught:
+                asked(reward, time=time)
+            assert isinstance(caught.value, RewardRaisedError) == (failure == "raises")
+            assert (time.slept, len(reward.asked)) == ([], 1)
+
+
+# Rows one by one
+
+
+def test_rows_that_fail_in_any_way_are_dropped_and_counted(subtests: pytest.Subtests) -> None:
+    for failure in FAILURES:
+        with subtests.test(failure=failure):
+            time = FakeTime()
+            found = asked(Poisoned(1, 2, outcome=failure), time=time, on_failure="drop")
+            assert found.values.tolist() == [0, 3]
+            assert found.kept is not None
+            assert found.kept.tolist() == [True, False, False, True]
+            assert found.metrics == counts(dropped=2, failed_calls=1 + 2)
+            assert time.slept == []
+
+
+def test_a_single_good_row_among_many_bad_ones_is_found_without_waiting(subtests: pytest.Subtests) -> None:
+    """More rows in a row fail than the breaker allows, wherever the good row is."""
+    for good in range(16):
+        with subtests.test(good=good):
+            time = FakeTime()
+            calls = calls_of(Poisoned(*(row for row in range(16) if row != good)), time, on_failure="drop")
+            for _ in range(3):
+                assert calls(range(16), list(range(16))).values.tolist() == [good]
+            assert time.slept == []
+
+
+def test_each_row_is_asked_once_and_neighbours_are_far_apart() -> None:
+    for num_rows in (1, 2, 7, 64):
+        assert sorted(spread(num_rows)) == list(range(num_rows))
+    groups = [row // 8 for row in spread(64)]  # of 8 rows
+    assert all(len(set(groups[start : start + 5])) == 5 for start in range(60))
+
+
+def test_an_error_that_is_not_the_reward_models_is_neither_retried_nor_dropped() -> None:
+    def refusing(states: Any, actions: Any) -> Any:
+        raise ContractError("the caller passed nonsense")
+
+    calls = calls_of(refusing, num_retries=3, on_failure="drop")
+    with pytest.raises(ContractError, match="the caller passed nonsense"):
+        calls(ROWS, ROWS)
+
+    def refusing_single_rows(states: Any, actions: Any) -> Any:
+        raise ContractError("a single row") if len(actions) == 1 else ValueError
+
+    with pytest.raises(ContractError, match="a single row"):
+        asked(refusing_single_rows, on_failure="drop")
+
+
+def test_an_interrupt_passes_through_untouched(subtests: pytest.Subtests) -> None:
+    for interrupt in (KeyboardInterrupt(), TrainingInterrupted(15)):
+        for single_rows_only in (False, True):
+            with subtests.test(interrupt=type(interrupt).__name__, single_rows_only=single_rows_only):
+
+                def interrupted(
+                    states: Any, actions: Any, interrupt: BaseException = interrupt, single: bool = single_rows_only
+                ) -> Any:
+                    raise ValueError if single and len(actions) > 1 else interrupt
+
+                with pytest.raises(KeyboardInterrupt) as caught:
+                    asked(interrupted, num_retries=3, on_failure="drop")
+                assert caught.value is interrupt
+
+
+# The circuit breaker
+
+
+def test_the_sixth_call_waits_after_five_failed_calls() -> None:
+    time, reward = FakeTime(), Scripted(*["raises"] * 5)
+    calls = calls_of(reward, time)
+    for _ in range(5):
+        with pytest.raises(RewardRaisedError):
+            calls(ROWS, ROWS)
+    assert time.slept == []
+    time.now += 10.0
+    assert calls(ROWS, ROWS).metrics == counts(failed_calls=5)
+    assert time.slept == [50.0]
+    calls(ROWS, ROWS)
+    assert time.slept == [50.0]  # the trial closed the breaker
+
+
+def test_a_success_between_failures_keeps_the_breaker_closed() -> None:
+    time = FakeTime()
+    calls = calls_of(Scripted(*["raises"] * 4, "good", *["raises"] * 4), time)
+    for expected in [*[False] * 4, True, *[False] * 4, True]:
+        if expected:
+            calls(ROWS, ROWS)
+        else:
+            with pytest.raises(RewardRaisedError):
+                calls(ROWS, ROWS)
+    assert time.slept == []
+
+
+def test_two_failed_trials_are_survived_and_three_are_an_error(subtests: pytest.Subtests) -> None:
+    for failed_trials in (0, 1, 2, 3):
+        with subtests.test(failed_trials=failed_trials):
+            time, reward = FakeTime(), Scripted(*["raises"] * (5 + failed_trials))
+            calls = calls_of(reward, time, num_retries=4, breaker_seconds=7.0)
+            with pytest.raises(RewardRaisedError, match="in 5 call"):
+                calls(ROWS, ROWS)
+            assert time.slept == [0.0] * 4  # between retries the breaker does not wait
+            time.slept.clear()
+            if failed_trials < 3:
+                assert calls(ROWS, ROWS).metrics == counts(retries=4, failed_calls=5 + failed_trials)
+                assert time.slept == [7.0] * (failed_trials + 1)
+            else:
+                message = r"These were the last of 8 failed calls in a row, with 3 trials 7 s apart"
+                with pytest.raises(RewardError, match=message) as caught:
+                    calls(ROWS, ROWS)
+                assert isinstance(caught.value.__cause__, ZeroDivisionError)
+                assert time.slept == [7.0] * 3
+            assert len(reward.asked) == min(5 + failed_trials + 1, 8)
+
+
+def test_rubbish_in_every_trial_is_the_cause_of_the_error() -> None:
+    with pytest.raises(RewardError, match=r"got NoneType None.*These were the last of 8 failed calls") as caught:
+        asked(Scripted(rest="None"), breaker_failures=1, on_failure="drop", num_rows=1)
+    assert isinstance(caught.value.__cause__, RewardError)
+
+
+def test_an_outage_of_every_row_is_waited_out_and_drops_nothing(subtests: pytest.Subtests) -> None:
+    """Each round asks for all rows and for each of them. Five failures open the breaker, which opens at the next round."""
+    for num_rows, rounds_before_the_wait in [(1, 3), (2, 2), (4, 1), (16, 1)]:
+        with subtests.test(num_rows=num_rows):
+            failed = (num_rows + 1) * (rounds_before_the_wait + 2)  # and two failed trials
+            time, reward = FakeTime(), Scripted(*["raises"] * failed)
+            found = asked(reward, num_rows, time=time, on_failure="drop")
+            assert found.values.tolist() == list(range(num_rows))
+            assert found.metrics == counts(failed_calls=failed)
+            assert time.slept == [60.0] * 3
+
+
+def test_an_outage_that_does_not_end_is_an_error_that_names_the_cause() -> None:
+    time, reward = FakeTime(), Scripted(rest="raises")
+    message = (
+        r"Scripted raised ZeroDivisionError.* for rows 0 to 3.*failed for every one of 4 rows.*3 trials 60 s apart"
+    )
+    with pytest.raises(RewardError, match=message) as caught:
+        asked(reward, time=time, on_failure="drop", num_retries=2)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert time.slept == [0.0, 0.0, 60.0, 60.0, 60.0]
+    assert len(reward.asked) == (3 + 4) + 3 * (1 + 4)  # a trial has no retries
+
+
+def test_a_trial_in_which_one_row_succeeds_closes_the_breaker() -> None:
+    """Five failures, then a trial: the call for all rows fails, and rows 0 and 3 succeed."""
+    time = FakeTime()
+    reward = Scripted(*["raises"] * 5, "raises", "good", "raises", "raises", "good")
+    found = asked(reward, time=time, on_failure="drop")
+    assert found.kept is not None
+    assert found.values.tolist() == [action for (action,) in (reward.asked[6], reward.asked[9])]
+    assert time.slept == [60.0]
+
+
+def test_rows_that_hang_one_after_another_are_given_up_after_a_minute() -> None:
+    """Each call takes 15 seconds. After the fourth row a minute has passed without an answer, and the breaker is open."""
+    time, hangs = FakeTime(), iter([True] * 5)
+    asked_for: list[int] = []
+
+    def hanging(states: Any, actions: Any) -> Any:
+        asked_for.append(len(actions))
+        if next(hangs, False):
+            time.now += 15.0
+            raise TimeoutError
+        return OUTCOMES["good"](actions)
+
+    found = asked(hanging, 16, time=time, on_failure="drop")
+    assert asked_for == [16, 1, 1, 1, 1, 16]
+    assert time.slept == [60.0]
+    assert found.metrics == counts(failed_calls=5)
+
+
+def test_rows_go_on_after_a_minute_if_one_has_answered() -> None:
+    time = FakeTime()
+
+    def slow(states: Any, actions: Any) -> Any:
+        time.now += 100.0
+        if len(actions) > 1 or actions[0] != 0:
+            raise TimeoutError
+        return [0.0]
+
+    found = asked(slow, 16, time=time, on_failure="drop")
+    assert found.metrics == counts(dropped=15, failed_calls=16)
+    assert time.slept == []
+
+
+def test_rows_go_on_for_a_minute_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One second before the limit is up, the last row answers."""
+    assert reward_calls.SECONDS_WITHOUT_ANSWER == 60.0
+    time, last = FakeTime(), spread(8)[-1]
+
+    def slow(states: Any, actions: Any) -> Any:
+        time.now += 59.0 / 7
+        if [*actions] != [last]:
+            raise TimeoutError
+        return [1.0]
+
+    assert asked(slow, 8, time=time, on_failure="drop").metrics == counts(dropped=7, failed_calls=8)
+
+
+# Counts
+
+
+def test_counts_of_a_call_that_raises_are_reported_by_the_next() -> None:
+    calls = calls_of(Scripted("raises", "raises", "None", "text", "good"), num_retries=1)
+    for _ in range(2):
+        with pytest.raises(RewardError):
+            calls(ROWS, ROWS)
+    assert calls(ROWS, ROWS).metrics == counts(retries=2, failed_calls=4)
+    assert calls(ROWS, ROWS).metrics == counts()
+
+
+def test_counts_are_kept_for_the_next_call_when_asked_to() -> None:
+    values = iter([[math.nan, 1.0], [1.0, 2.0]])
+    calls = calls_of(lambda states, actions: next(values), non_finite="drop")
+    assert calls([0, 1], [0, 1], keep_counts=True).metrics == counts(dropped=1)
+    assert calls([0, 1], [0, 1]).metrics == counts(dropped=1)
+
+
+def test_counts_of_an_interrupted_call_are_kept() -> None:
+    errors = iter([ValueError(), KeyboardInterrupt()])
+
+    def reward(states: Any, actions: Any) -> Any:
+        if error := next(errors, None):
+            raise error
+        return OUTCOMES["good"](actions)
+
+    calls = calls_of(reward, num_retries=1)
+    with pytest.raises(KeyboardInterrupt):
+        calls(ROWS, ROWS)
+    assert calls(ROWS, ROWS).metrics == counts(retries=1, failed_calls=1)
+
+
+def test_real_time_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    RewardCalls(Scripted("raises"), RewardConfig(num_retries=1))(ROWS, ROWS)
+    assert slept == [1.0]
+
+
+def test_the_rewards_of_a_call_need_no_gradient_and_no_other_process_by_default() -> None:
+    seen = []
+
+    def reward(states: Any, actions: Any) -> Any:
+        seen.append(os.getpid())
+        return torch.ones(4, requires_grad=True) * 2
+
+    assert not asked(reward).values.requires_grad
+    assert seen == [os.getpid()]

@@ -1,0 +1,389 @@
+"""Calls in another process: what comes back, when it ends, and that nothing of it is left."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo import ConfigError, TrainingInterrupted
+from grpo.deadlines import Call, call_in_process
+from grpo.errors import CallError, DeadlineError
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.reward_faults import children, eventually, is_alive, write_process, written
+
+FAST, SLOW = 0.15, 60.0
+"""A deadline that a hanging call reaches, and one that no call here reaches."""
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Every call here leaves no process and no open file."""
+    files = len([*Path("/proc/self/fd").iterdir()])
+    before = children()
+    yield
+    assert children() == before
+    assert len([*Path("/proc/self/fd").iterdir()]) == files
+
+
+def call(function: Callable[..., Any], *arguments: Any, timeout: float = SLOW) -> Any:
+    return call_in_process([Call(name="judge", function=function, arguments=arguments)], timeout=timeout)[0]
+
+
+def hang() -> None:
+    time.sleep(3600)
+
+
+# Answers
+
+
+def test_answers_come_back_in_order() -> None:
+    calls = [Call(name="f", function=pow, arguments=(2,), keywords={"exp": n}) for n in range(5)]
+    assert call_in_process(calls, timeout=SLOW) == [1, 2, 4, 8, 16]
+
+
+def test_tensors_arrays_and_large_answers_come_back() -> None:
+    answer = call(lambda: (torch.arange(3.0), np.arange(300_000), "text"))
+    assert answer[0].tolist() == [0, 1, 2]
+    assert (answer[1] == np.arange(300_000)).all()
+    assert answer[2] == "text"
+
+
+def test_a_function_sees_the_memory_of_this_process_and_changes_its_own() -> None:
+    seen = [1, 2]
+    assert call(lambda: seen.append(3) or list(seen)) == [1, 2, 3]
+    assert seen == [1, 2]
+
+
+def test_random_generators_go_on_as_if_the_call_was_made_here(subtests: pytest.Subtests) -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(1))]  # noqa: NPY002
+
+    def seed() -> None:
+        random.seed(3)
+        np.random.seed(3)  # noqa: NPY002
+        torch.manual_seed(3)
+
+    def draw_and_raise() -> None:
+        raise ValueError(draw())
+
+    seed()
+    expected = [draw(), draw()]
+    with subtests.test(outcome="an answer"), as_users_run_it():  # type checks draw random numbers, too
+        seed()
+        assert [call(draw), draw()] == expected
+    with subtests.test(outcome="an exception"), as_users_run_it():
+        seed()
+        with pytest.raises(ValueError, match=str(expected[0][0])):
+            call(draw_and_raise)
+        assert draw() == expected[1]
+    with subtests.test(outcome="no answer"):  # a repeated call must not draw the same numbers again
+        seed()
+        with pytest.raises(CallError):
+            call(os._exit, 1)
+        assert all(mine != first for mine, first in zip(draw(), expected[0], strict=True))
+
+
+def test_torch_uses_one_thread_there() -> None:
+    assert call(torch.get_num_threads) == 1
+
+
+def test_what_is_printed_appears_once(capfd: pytest.CaptureFixture[str]) -> None:
+    print("before ", end="")
+    call(lambda: print("inside ", end=""))
+    print("after", end="")
+    sys.stdout.flush()
+    assert capfd.readouterr().out == "before inside after"
+
+
+# Exceptions
+
+
+class Picky(Exception):
+    """An exception that cannot be unpickled."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first)
+
+
+def raise_picky() -> None:
+    raise Picky("lost", "found")
+
+
+def raise_chained() -> None:
+    try:
+        raise KeyError("inner")
+    except KeyError as error:
+        raise ValueError("outer") from error
+
+
+def test_an_exception_comes_back_with_its_causes_and_its_traceback() -> None:
+    with pytest.raises(ValueError, match="outer") as caught:
+        call(raise_chained)
+    assert repr(caught.value.__cause__) == "KeyError('inner')"
+    assert "in raise_chained" in caught.value.__notes__[0]
+
+
+def test_calls_after_an_exception_are_left_out(tmp_path: Path) -> None:
+    third = Call(name="third", function=(tmp_path / "made").touch)
+    with pytest.raises(ValueError, match="outer"):
+        call_in_process(
+            [Call(name="first", function=int), Call(name="second", function=raise_chained), third], timeout=SLOW
+        )
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_cannot_be_sent_back_is_told_in_words(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (raise_picky, "judge raised Picky: lost"),
+        (lambda: sys.exit(3), "judge raised SystemExit: 3"),
+        (lambda: threading.Lock(), "judge runs in another process, and must return what can be pickled; got lock"),
+        (lambda: os._exit(3), "judge gave no answer: its process ended with exit code 3"),
+        (lambda: os._exit(0), "judge gave no answer: its process ended with exit code 0"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "judge gave no answer: its process ended by signal 15"),
+        (lambda: os.killpg(0, signal.SIGKILL), "judge gave no answer: its process ended together with its supervisor"),
+    ]
+    for function, message in cases:
+        with subtests.test(message=message), pytest.raises(CallError, match=message):
+            call(function)
+
+
+def test_tensors_of_another_device_are_refused(subtests: pytest.Subtests) -> None:
+    far = torch.empty(1, device="meta")
+    for arguments in [(far,), ([1, far],), ({"x": far},)]:
+        with (
+            subtests.test(arguments=str(arguments)),
+            pytest.raises(ConfigError, match=r"judge gets tensors on meta.*GPU"),
+        ):
+            call(len, *arguments)
+    with pytest.raises(ConfigError, match="judge gets tensors on meta"):
+        call_in_process([Call(name="judge", function=len, keywords={"x": (far,)})], timeout=SLOW)
+
+
+def test_an_error_of_torch_about_a_gpu_says_what_to_do() -> None:
+    def use_gpu() -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. Use 'spawn'")
+
+    with pytest.raises(ConfigError, match=r"judge uses a GPU: .*set reward\.timeout=None"):
+        call(use_gpu)
+
+
+# Deadlines
+
+
+def ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    hang()
+
+
+def catch_everything() -> None:
+    while True:
+        try:
+            time.sleep(3600)
+        except BaseException:
+            continue
+
+
+def close_all_files() -> None:
+    os.closerange(3, 200)
+    hang()
+
+
+HANGING: dict[str, Callable[[], None]] = {
+    "sleeps": hang,
+    "computes": lambda: sum(1 for _ in iter(int, 1)),
+    "ignores signals": ignore_signals,
+    "catches everything": catch_everything,
+    "closes all files": close_all_files,
+    "waits for a lock": lambda: [lock.acquire() for lock in [threading.Lock()] for _ in range(2)] and None,
+    "stops itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stops its group": lambda: os.killpg(0, signal.SIGSTOP),
+}
+
+
+def test_a_call_that_hangs_ends_at_its_deadline(subtests: pytest.Subtests) -> None:
+    for name, function in HANGING.items():
+        with subtests.test(hangs=name):
+            begin = time.monotonic()
+            with pytest.raises(DeadlineError, match=r"^judge did not answer within 0\.15 s$"):
+                call(function, timeout=FAST)
+            assert FAST <= time.monotonic() - begin < FAST + 1.0
+
+
+def test_the_deadline_is_per_call_and_names_the_call() -> None:
+    calls = [
+        Call(name=f"row {n}", function=time.sleep, arguments=(seconds,)) for n, seconds in enumerate([0.2] * 3 + [99])
+    ]
+    with pytest.raises(DeadlineError, match=r"^row 3 did not answer within 0\.5 s$"):
+        call_in_process(calls, timeout=0.5)
+
+
+def start_processes(folder: Path, then: Callable[[], Any]) -> Any:
+    """Start a child, a child in a session of its own, and a grandchild that lost its parent. Each hangs."""
+    sleeping = ["sleep", "3600"]
+    write_process(folder / "child", subprocess.Popen(sleeping).pid)
+    write_process(folder / "session", subprocess.Popen(sleeping, start_new_session=True).pid)
+    if os.fork() == 0:
+        orphan = subprocess.Popen(sleeping, start_new_session=True).pid
+        write_process(folder / "orphan", orphan)
+        os._exit(0)
+    os.wait()
+    write_process(folder / "worker", os.getpid())
+    write_process(folder / "supervisor", os.getppid())
+    return then()
+
+
+STARTED = ("child", "session", "orphan", "worker", "supervisor")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_processes_that_a_call_started_end_with_it(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    endings: dict[str, tuple[Callable[[], Any], Any]] = {
+        "hangs": (hang, DeadlineError),
+        "raises": (raise_chained, ValueError),
+        "exits": (lambda: os._exit(1), CallError),
+        "is killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), CallError),
+        "answers": (lambda: "done", None),
+    }
+    for name, (then, error) in endings.items():
+        with subtests.test(call=name):
+            (folder := tmp_path / name).mkdir()
+            if error is None:
+                assert call(start_processes, folder, then) == "done"
+            else:
+                with pytest.raises(error):
+                    call(start_processes, folder, then, timeout=1.0 if name == "hangs" else SLOW)
+            assert [is_alive(process) for process in written(folder / name for name in STARTED)] == [False] * 5
+
+
+def test_a_call_that_kills_its_supervisor_is_killed_too(tmp_path: Path) -> None:
+    def kill_supervisor() -> None:
+        write_process(tmp_path / "worker", os.getpid())
+        os.kill(os.getppid(), signal.SIGKILL)
+        hang()
+
+    with pytest.raises(CallError, match="ended together with its supervisor"):
+        call(kill_supervisor)
+    (worker,) = written([tmp_path / "worker"])
+    eventually(lambda: not is_alive(worker) or "Z" in Path(f"/proc/{worker}/stat").read_text(), "the worker is dead")
+
+
+def test_a_call_ends_when_this_process_is_killed(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from pathlib import Path
+from tests.unit._processes.test_calls import call, hang, start_processes
+call(start_processes, Path({str(tmp_path)!r}), hang)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).resolve().parents[3])
+    try:
+        started = written(tmp_path / name for name in STARTED)
+        assert all(is_alive(number) for number in started)
+    finally:
+        process.kill()
+        process.wait()
+    eventually(lambda: not any(is_alive(number) for number in started), "all have ended")
+
+
+# Interrupts
+
+
+class Interrupted(BaseException):
+    """What a handler raises in these tests."""
+
+
+def interrupted_after(seconds: float, function: Callable[[], Any], error: BaseException) -> None:
+    """Call a function, and raise `error` in the main thread after some seconds."""
+
+    def interrupt(*_: Any) -> None:
+        raise error
+
+    def call_and_wait() -> None:
+        timer.start()
+        function()
+        eventually(lambda: False, "the signal has come")  # the call was faster
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(seconds, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1))
+    try:
+        with pytest.raises(type(error)):
+            call_and_wait()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_interrupt_ends_the_call_and_is_raised_again(subtests: pytest.Subtests) -> None:
+    for error in (KeyboardInterrupt(), TrainingInterrupted(15), Interrupted()):
+        with subtests.test(error=type(error).__name__):
+            interrupted_after(0.2, lambda: call(hang), error)
+            assert children() == set()
+
+
+def test_an_interrupt_at_any_moment_leaves_nothing(subtests: pytest.Subtests) -> None:
+    generator = random.Random(0)
+    for number in range(40):
+        seconds = generator.uniform(0.0, 0.03)
+        with subtests.test(number=number, seconds=seconds):
+            interrupted_after(seconds, lambda: call(time.sleep, 0.002), Interrupted())
+            assert children() == set()
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
+def test_a_signal_has_its_default_effect_there() -> None:
+    """The handler of this process does not run."""
+    handled: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: handled.append(os.getpid()))
+    try:
+        with pytest.raises(CallError, match="ended by signal 15"):
+            call(lambda: (os.kill(os.getpid(), signal.SIGTERM), hang()))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert handled == []
+
+
+def test_nothing_of_this_process_is_cleaned_up_there(tmp_path: Path) -> None:
+    """A script whose call exits: its `finally` and its exit handler run once each, in the script's own process."""
+    script = f"""
+import atexit, os, sys
+from grpo.deadlines import Call, call_in_process
+from grpo.errors import CallError
+atexit.register(lambda: print("exit", os.getpid()))
+try:
+    call_in_process([Call(name="judge", function=sys.exit)], timeout={SLOW})
+except CallError:
+    pass
+finally:
+    print("finally", os.getpid())
+"""
+    root = Path(__file__).resolve().parents[3]
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=root, stdout=subprocess.PIPE, text=True)
+    printed, _ = process.communicate(timeout=SLOW)
+    assert printed.splitlines() == [f"finally {process.pid}", f"exit {process.pid}"]
+
+
+def test_a_thread_can_make_calls_while_another_does() -> None:
+    answers: dict[int, int] = {}
+
+    def ask(number: int) -> None:
+        for _ in range(5):
+            answers[number] = call(lambda: number)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {number: number for number in range(4)}
