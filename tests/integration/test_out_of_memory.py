@@ -7,35 +7,21 @@ import torch
 
 from grpo import ExperienceBatch
 from tests.support.adapter_runs import RUNS
-from tests.support.out_of_memory import SmallMemory, sampled_rows
-from tests.support.policies import RecordingSGD
-
-
-def run_of(name: str) -> Any:
-    """A trainer with plain SGD, which does not magnify rounding as Adam does; its states, and the options of `train`."""
-    trainer, states, options = RUNS[name](0)
-    trainer.optimizer_step.optimizer = RecordingSGD(trainer.policy, lr=0.01)
-    if name == "llm":  # its first rewards are all equal
-        trainer.advantages = lambda batch: torch.linspace(-1.0, 1.0, batch.num_rows)
-    return trainer, states, {"progress": False, **options}
+from tests.support.out_of_memory import SmallMemory, limit_updates, sampled_rows
+from tests.support.sgd_runs import run_with_sgd
 
 
 def test_updates_of_any_adapter_are_replayed_with_the_same_gradient(subtests: pytest.Subtests) -> None:
     for name in RUNS:
-        expected, states, options = run_of(name)
+        expected, states, options = run_with_sgd(name)
         expected.train(states, num_iterations=2, **options)
         for failing in (1, 2):
             with subtests.test(name=name, failing=failing):
-                trainer, states, options = run_of(name)
-                objective, memory = trainer.objective, SmallMemory(fails_at=[failing])
-
-                def limited(inputs: Any, objective: Any = objective, memory: SmallMemory = memory) -> Any:
-                    memory.use(len(inputs.mask))
-                    return objective(inputs)
-
-                trainer.objective = limited
+                trainer, states, options = run_with_sgd(name)
+                memory = limit_updates(trainer, SmallMemory(fails_at=[failing]))
                 history = trainer.train(states, num_iterations=2, **options)
                 assert sum(metrics["train/out_of_memory"] for metrics in history) == 1.0
+                assert memory.sizes[failing] == -(-memory.sizes[failing - 1] // 2)
                 found, wanted = (run.optimizer_step.optimizer.gradients for run in (trainer, expected))
                 assert len(found) == len(wanted) >= 2
                 for one, other in zip(found, wanted, strict=True):
@@ -46,7 +32,7 @@ def test_any_adapter_samples_complete_groups_with_fewer_rows_per_call(subtests: 
     """Groups of six, in calls of at most four rows: each group comes in two calls."""
     for name in RUNS:
         with subtests.test(name=name):
-            trainer, states, options = run_of(name)
+            trainer, states, options = run_with_sgd(name)
             memory = SmallMemory(fits=4)
             memory.used_by(trainer.policy, "sample_actions", sampled_rows)
             batches: list[ExperienceBatch] = []
@@ -64,7 +50,7 @@ def test_any_adapter_samples_complete_groups_with_fewer_rows_per_call(subtests: 
             assert batch.group_ids.bincount().unique().tolist() == [6]
             assert len(batch.states) == len(batch.actions) == batch.num_rows
             # another trainer with the same weights scores the same steps
-            twin, _, _ = run_of(name)
+            twin, _, _ = run_with_sgd(name)
             with torch.no_grad():
                 scores = twin.policy.score_actions(batch.states, batch.actions)
             assert torch.equal(scores.mask, batch.mask[:, : scores.mask.shape[1]])

@@ -53,3 +53,15 @@ def sampled_rows(states: Any, num_actions_per_state: int) -> int:
 def scored_rows(states: Any, actions: Any) -> int:
     """The number of rows of a call that scores."""
     return len(actions)
+
+
+def limit_updates(trainer: Any, memory: SmallMemory) -> SmallMemory:
+    """Make each forward pass of an update use the memory, after the policy has scored its rows."""
+    objective = trainer.objective
+
+    def limited(inputs: Any) -> Any:
+        memory.use(len(inputs.mask))
+        return objective(inputs)
+
+    trainer.objective = limited
+    return memory

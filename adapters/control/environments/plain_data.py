@@ -13,11 +13,11 @@ import numpy as np
 from grpo.errors import ContractError
 
 INLINE = (bool, int, float, str, type(None))
-"""Types of values that are stored as they are. Any other value becomes a dict with one item: its kind and its content."""
+"""Types of values that are stored as they are. A tuple stays a tuple. Any other value becomes a dict with its kind."""
 
 
 def pack(value: Any) -> Any:
-    """Convert plain data to numbers, text, None, arrays, and lists and dicts of these. Arrays are not copied.
+    """Convert plain data to numbers, text, None, arrays, and lists, tuples and dicts of these. Arrays are not copied.
 
     Raises:
         ContractError: A value is not plain data, or is an object of a subclass, whose type would be lost.
@@ -41,7 +41,7 @@ class _Packing:
         if kind in INLINE:
             return value
         if kind is tuple:
-            return {"tuple": self._all(value)}
+            return value if all(type(entry) in INLINE for entry in value) else tuple(self._all(value))
         if kind is frozenset:
             return {"frozenset": self._all(value)}
         if kind is complex:
@@ -82,10 +82,10 @@ class _Unpacking:
     def value(self, packed: Any) -> Any:
         if type(packed) in INLINE:
             return packed
+        if type(packed) is tuple:
+            return tuple(map(self.value, packed))
         ((kind, content),) = packed.items()
         match kind:
-            case "tuple":
-                return tuple(map(self.value, content))
             case "frozenset":
                 return frozenset(map(self.value, content))
             case "complex":
