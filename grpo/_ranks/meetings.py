@@ -44,6 +44,9 @@ class Meetings:
         self.broken: str | None = None
         """Why no further meeting is possible. None: meetings are possible."""
         self._slice = min(0.25, timeout / 20)
+        self._longest_wait = (
+            timeout - 4 * self._slice
+        )  # the rest is for finding out who is missing, and telling the others
         self._longest_silence = min(5.0, timeout / 4)
         self._watch = Watch(store, rank, num_ranks, self._slice)
         self._meeting = 0
@@ -105,10 +108,8 @@ class Meetings:
             if cause is None:
                 return
             reason = self._who_is_missing(begun, cause)
-        except (
-            BaseException
-        ) as error:  # what this rank sends next would pair with another message than the others expect
-            kind = type(error).__name__
+        except BaseException as error:
+            kind = type(error).__name__  # its next message would pair with a message of this meeting
             self._break(f"Rank {self.rank} left {self._place} before the other ranks, with {kind}. {_RESTART}")
             raise
         self._break(reason)
@@ -125,7 +126,7 @@ class Meetings:
                 if work.is_completed():
                     return self._failure(work)
             self._watch.wait_at(self._meeting)
-            if self._watch.verdict is not None or time.monotonic() - begun >= self.timeout:
+            if self._watch.verdict is not None or time.monotonic() - begun >= self._longest_wait:
                 return TimeoutError()
 
     def _failure(self, work: Any) -> Exception | None:
@@ -142,7 +143,8 @@ class Meetings:
         begun = time.monotonic()
         self._watch.wait_at(0)
         while self._watch.missing(0, self.timeout):
-            if self._watch.verdict is not None or time.monotonic() - begun >= self.timeout or self._watch.store_failed:
+            is_over = time.monotonic() - begun >= self._longest_wait
+            if is_over or self._watch.verdict is not None or self._watch.store_failed:
                 cause = ConnectionError("the store is closed") if self._watch.store_failed else TimeoutError()
                 self._break(self._who_is_missing(begun, cause))
                 raise self._rank_error()
@@ -167,7 +169,7 @@ class Meetings:
             elif self.num_ranks == 2 and not is_late:
                 missing = [1 - self.rank]
             is_clear = now - failed_at > patience and (is_late or len(missing) == 1)
-            if is_clear or self._watch.store_failed or now - begun >= self.timeout + patience:
+            if is_clear or self._watch.store_failed or now - begun >= self._longest_wait + patience:
                 return self._absence(missing, cause)
             time.sleep(self._slice)
         return self._watch.verdict

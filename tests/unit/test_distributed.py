@@ -1,6 +1,6 @@
 """Engines: what a single process does, what `Replicated` sends and returns, and that ranks start from equal weights."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -9,8 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo import ConfigError
-from grpo.distributed import Engine, OneProcess, Replicated, require_equal_weights
+from grpo import ConfigError, ContractError
+from grpo._ranks.shared_errors import mark_as_shared
+from grpo.distributed import (
+    Engine,
+    OneProcess,
+    Replicated,
+    require_equal_weights,
+    require_same_on_all_ranks,
+    same_error,
+)
+from grpo.errors import RankError, TrainingInterrupted
+from tests.support.rank_threads import Group, groups, on_ranks, on_threads
+
+__all__ = ["groups"]  # a fixture
 
 # One process
 
@@ -59,53 +71,7 @@ def test_a_group_of_one_process_returns_copies() -> None:
     assert engine.gather_objects({"a": 1}) == [{"a": 1}]
 
 
-class Peers:
-    """Stands in for `torch.distributed` on one of three ranks, with what the other two ranks send.
-
-    Rank 0 has two rows, rank 1 has one, and rank 2 has three.
-    """
-
-    NUM_RANKS = 3
-
-    def __init__(self, rank: int, rows: list[Tensor]) -> None:
-        self.rank, self.rows = rank, rows
-
-    def all_reduce(self, total: Tensor, group: Any) -> None:
-        assert group == "all"
-        for rank in set(range(self.NUM_RANKS)) - {self.rank}:
-            total += self.rows[rank].sum(0)
-
-    def all_gather_object(self, values: list[Any], value: Any, group: Any) -> None:
-        assert group == "all"
-        values[:] = [tuple(rows.shape) for rows in self.rows]
-        assert values[self.rank] == value
-
-    def all_gather(self, parts: list[Tensor], own: Tensor, group: Any) -> None:
-        """Each rank sends its rows in the upper left corner of a tensor of zeros that is as large as the largest rows."""
-        assert group == "all"
-        size = [max(sizes) for sizes in zip(*(rows.shape for rows in self.rows), strict=True)]
-        for rank, rows in enumerate(self.rows):
-            sent = torch.zeros(size, dtype=torch.uint8 if rows.dtype == torch.bool else rows.dtype)
-            sent[tuple(slice(0, length) for length in rows.shape)] = rows
-            if rank == self.rank:
-                assert torch.equal(own, sent)
-            parts[rank].copy_(sent)
-
-
-def engine_of(rank: int, rows: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> Replicated:
-    """The engine of one of three ranks that hold these rows."""
-    peers = Peers(rank, rows)
-    for name, value in {
-        "is_initialized": lambda: True,
-        "get_backend": lambda group: "gloo",
-        "get_rank": lambda group: rank,
-        "get_world_size": lambda group: Peers.NUM_RANKS,
-        "all_reduce": peers.all_reduce,
-        "all_gather": peers.all_gather,
-        "all_gather_object": peers.all_gather_object,
-    }.items():
-        monkeypatch.setattr(dist, name, value)
-    return Replicated(group="all")
+# Several ranks, as threads
 
 
 WIDTHS = [
@@ -116,38 +82,292 @@ WIDTHS = [
 JOINED = [[1, 2, 0], [3, 4, 0], [5, 6, 7], [8, 0, 0], [9, 0, 0], [10, 0, 0]]
 
 
-def test_rows_of_all_ranks_are_joined_in_rank_order(subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("groups")
+def test_rows_of_all_ranks_are_joined_in_rank_order() -> None:
     """Padded with 0 to the widest; the index is that of the rank's own first row, after 0, 2 and 3 rows of others."""
-    for rank, first in enumerate([0, 2, 3]):
-        with subtests.test(rank=rank):
-            engine = engine_of(rank, WIDTHS, monkeypatch)
-            assert (engine.rank, engine.num_ranks) == (rank, 3)
-            rows, found = engine.gather(WIDTHS[rank])
-            assert rows.tolist() == JOINED
-            assert found == first
+    for rank, (rows, first) in enumerate(on_ranks(3, lambda engine: engine.gather(WIDTHS[engine.rank]))):
+        assert rows.tolist() == JOINED
+        assert first == [0, 2, 3][rank]
 
 
-def test_gathered_booleans_stay_booleans(monkeypatch: pytest.MonkeyPatch) -> None:
-    masks = [torch.tensor([True, False]), torch.tensor([True]), torch.tensor([False, False, True])]
-    rows, first = engine_of(2, masks, monkeypatch).gather(masks[2])
-    assert rows.tolist() == [True, False, True, False, False, True]
-    assert rows.dtype == torch.bool
-    assert first == 3
+@pytest.mark.usefixtures("groups")
+def test_large_rows_are_joined_like_small_ones() -> None:
+    """A rank with more than 64 numbers makes all ranks send tensors."""
+    for longest in (64, 65):
+        rows = [torch.arange(3.0), torch.arange(longest * 1.0), torch.zeros(0)]
+        for found, first in on_ranks(3, lambda engine, rows=rows: engine.gather(rows[engine.rank]))[:2]:
+            assert found.tolist() == [*range(3), *range(longest)]
+            assert first in (0, 3)
 
 
-def test_a_rank_without_rows_takes_part_in_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("groups")
+def test_gathered_booleans_stay_booleans(subtests: pytest.Subtests) -> None:
+    for width in (1, 70):
+        masks = [torch.tensor([[True] * width, [False] * width]), torch.tensor([[True] * width])]
+        for rank, (rows, first) in enumerate(
+            on_ranks(2, lambda engine, masks=masks: engine.gather(masks[engine.rank]))
+        ):
+            with subtests.test(width=width, rank=rank):
+                assert rows.tolist() == [[True] * width, [False] * width, [True] * width]
+                assert rows.dtype == torch.bool
+                assert first == 2 * rank
+
+
+@pytest.mark.usefixtures("groups")
+def test_a_rank_without_rows_takes_part_in_gathering() -> None:
     parts = [torch.zeros(0, 1), torch.tensor([[1.0]]), torch.tensor([[2.0]])]
-    rows, first = engine_of(0, parts, monkeypatch).gather(parts[0])
+    rows, first = on_ranks(3, lambda engine: engine.gather(parts[engine.rank]))[0]
     assert rows.tolist() == [[1.0], [2.0]]
     assert first == 0
 
 
-def test_summing_over_ranks_does_not_change_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The local sum is 1 + 2. The other ranks contribute 4 and 5 + 6."""
-    rows = [torch.tensor([1.0, 2.0]), torch.tensor([4.0]), torch.tensor([5.0, 6.0])]
-    own = rows[0].sum().reshape(())
-    assert engine_of(0, rows, monkeypatch).sum(own).item() == 18.0
-    assert own.item() == 3.0
+@pytest.mark.usefixtures("groups")
+def test_a_sum_is_a_new_tensor_of_the_same_kind(subtests: pytest.Subtests) -> None:
+    """Small tensors travel with the first message; 65 numbers need an operation of their own."""
+    for values in (
+        torch.tensor(1.0),
+        torch.ones(2, 3, dtype=torch.float64),
+        torch.ones(64),
+        torch.ones(65),
+        torch.ones(5).int(),
+    ):
+        own = [values * 10**rank for rank in range(3)]
+        for rank, total in enumerate(on_ranks(3, lambda engine, own=own: engine.sum(own[engine.rank]))):
+            with subtests.test(values=values, rank=rank):
+                assert torch.equal(total, values * 111)
+                assert total.dtype == values.dtype
+                assert torch.equal(own[rank], values * 10**rank)
+                assert total.data_ptr() != own[rank].data_ptr()
+
+
+@pytest.mark.usefixtures("groups")
+def test_a_sum_is_made_in_rank_order_on_every_rank() -> None:
+    """1e8 + 1 is 1e8 in float32, so that (1 + 1e8) - 1e8 = 0, and other orders give 1."""
+    values = [torch.tensor([1.0]), torch.tensor([1e8]), torch.tensor([-1e8])]
+    assert [total.item() for total in on_ranks(3, lambda engine: engine.sum(values[engine.rank]))] == [0.0] * 3
+
+
+@pytest.mark.usefixtures("groups")
+def test_tensors_of_different_kinds_are_refused_on_every_rank(subtests: pytest.Subtests) -> None:
+    one, two = torch.ones(1), torch.ones(2)
+    cases = [
+        (
+            "sum",
+            one,
+            two,
+            "sum() needs one shape and dtype on all ranks. rank 0 passed [1] torch.float32, rank 1 passed [2]",
+        ),
+        ("sum", one, one.double(), "sum() needs one shape and dtype on all ranks."),
+        ("gather", one, one.double(), "gather() needs one number of axes and one dtype."),
+        ("gather", one, torch.ones(1, 1), "gather() needs one number of axes and one dtype."),
+    ]
+    for name, first, second, message in cases:
+        results = on_ranks(2, lambda engine, name=name, both=(first, second): getattr(engine, name)(both[engine.rank]))
+        for error in results:
+            with subtests.test(name=name, message=message):
+                assert isinstance(error, RankError)
+                assert str(error).startswith(message)
+
+
+@pytest.mark.usefixtures("groups")
+def test_tensors_on_an_accelerator_travel_over_the_group_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NCCL, only messages use gloo. The device is the CPU here."""
+    used: list[str] = []
+
+    def all_reduce(total: Tensor, group: Any) -> None:
+        used.append(f"all_reduce {group.rank}")
+        total.mul_(2)
+
+    def all_gather(parts: list[Tensor], own: Tensor, group: Any) -> None:
+        used.append(f"all_gather {group.rank}")
+        for part in parts:
+            part.copy_(own)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    engine = Replicated(Group(0, 1, dist.HashStore(), "nccl"))
+    assert engine._device == torch.device("cuda")
+    engine._device = torch.device("cpu")
+    assert torch.equal(engine.sum(torch.ones(65)), torch.full((65,), 2.0))
+    assert torch.equal(engine.gather(torch.ones(65))[0], torch.ones(65))
+    assert used == ["all_reduce 0", "all_gather 0"]
+
+
+# Errors of one rank
+
+
+def failing(error: BaseException, meanwhile: Callable[[Replicated], Any], doing: str = "") -> list[Any]:
+    """Rank 1 raises `error` in a block, while rank 0 calls `meanwhile`."""
+
+    def body(engine: Replicated) -> None:
+        with same_error(engine, doing):
+            if engine.rank == 1:
+                raise error
+            meanwhile(engine)
+
+    return on_ranks(2, body)
+
+
+@pytest.mark.usefixtures("groups")
+def test_the_error_of_a_rank_is_raised_on_every_rank_whatever_it_does(subtests: pytest.Subtests) -> None:
+    for name, meanwhile in {
+        "sum": lambda engine: engine.sum(torch.ones(1)),
+        "gather": lambda engine: engine.gather(torch.ones(1)),
+        "gather_objects": lambda engine: engine.gather_objects("a" * 5_000),
+        "agree": lambda engine: engine.agree(),
+    }.items():
+        with subtests.test(name=name):
+            for error in failing(ContractError("it broke"), meanwhile):
+                assert type(error) is ContractError
+                assert str(error) == "Rank 1: it broke"
+    with subtests.test("an error of another package"):
+        first, second = failing(ZeroDivisionError("x"), lambda engine: engine.agree())
+        assert str(first) == str(second) == "Rank 1 raised ZeroDivisionError: x"
+        assert isinstance(second.__cause__, ZeroDivisionError)
+    with subtests.test("an interrupt"):
+        assert [error.signal_number for error in failing(TrainingInterrupted(15), lambda engine: engine.agree())] == [
+            15,
+            15,
+        ]
+
+
+@pytest.mark.usefixtures("groups")
+def test_ranks_can_go_on_together_after_a_shared_error() -> None:
+    def body(engine: Replicated) -> list[int]:
+        with pytest.raises(ContractError):
+            engine.agree(ContractError("x") if engine.rank == 0 else None)
+        return engine.gather_objects(engine.rank)
+
+    assert on_ranks(2, body) == [[0, 1], [0, 1]]
+
+
+@pytest.mark.usefixtures("groups")
+def test_a_rank_that_goes_on_alone_is_never_paired_with_another_operation(subtests: pytest.Subtests) -> None:
+    """Both ranks gather objects, but rank 1 has caught an error and is in its next iteration."""
+
+    def body(engine: Replicated) -> Any:
+        with same_error(engine, f"update in iteration {6 + engine.rank}"):
+            return engine.gather_objects(None)
+
+    def other(engine: Replicated) -> Any:
+        return engine.agree() if engine.rank else engine.gather_objects(None)
+
+    for error in on_ranks(2, body):
+        with subtests.test("another iteration"):
+            assert isinstance(error, RankError)
+            assert str(error).startswith(
+                "All ranks must make the same calls in the same order; rank 0 is at gather_objects() in "
+            )
+            assert " (update in iteration 6), rank 1 is at gather_objects() in " in str(error)
+            assert " (update in iteration 7). If an error was caught" in str(error)
+    for error in on_ranks(2, other):
+        with subtests.test("another operation"):
+            assert isinstance(error, RankError)
+            assert ", rank 1 is at agree()." in str(error)
+
+
+class Counting(OneProcess):
+    """Counts how often an error is shared. `raises`: what all ranks raise then."""
+
+    num_ranks = 2
+
+    def __init__(self, raises: BaseException) -> None:
+        self.shared: list[BaseException | None] = []
+        self.raises = raises
+
+    def agree(self, error: BaseException | None = None) -> None:
+        self.shared.append(error)
+        mark_as_shared(self.raises)
+        raise self.raises
+
+
+def test_an_error_is_shared_once_by_nested_blocks() -> None:
+    own = ZeroDivisionError("x")
+    engine = Counting(RankError("y"))
+    with pytest.raises(RankError, match="y"), same_error(engine), same_error(engine), same_error(engine):
+        raise own
+    assert engine.shared == [own]
+
+
+def test_a_block_that_ends_well_exchanges_nothing_and_a_foreign_interrupt_passes() -> None:
+    engine = Counting(RankError("y"))
+    with same_error(engine):
+        pass
+    with pytest.raises(KeyboardInterrupt), same_error(engine):
+        raise KeyboardInterrupt
+    assert engine.shared == []
+    with pytest.raises(RankError), same_error(engine):
+        raise TrainingInterrupted(2)
+    assert len(engine.shared) == 1
+
+
+def test_a_single_process_raises_its_error_as_it_is() -> None:
+    own = ZeroDivisionError("x")
+    with pytest.raises(ZeroDivisionError) as raised, same_error(OneProcess()), same_error(OneProcess()):
+        raise own
+    assert raised.value is own
+    OneProcess().agree()
+
+
+# Equal arguments
+
+
+@pytest.mark.usefixtures("groups")
+def test_values_that_differ_between_ranks_are_refused_and_named_on_every_rank() -> None:
+    def body(engine: Replicated) -> None:
+        values = {"lr": 0.1 * (1 + engine.rank), "same": "a", **({"extra": None} if engine.rank == 1 else {})}
+        require_same_on_all_ranks(engine, "Trainer", values)
+
+    for error in on_ranks(2, body):
+        assert type(error) is ConfigError
+        assert str(error) == (
+            "Trainer needs the same arguments on all ranks; lr is 0.1 on rank 0, 0.2 on rank 1; "
+            "extra is absent on rank 0, None on rank 1. Pass the same values."
+        )
+
+
+@pytest.mark.usefixtures("groups")
+def test_equal_values_are_accepted() -> None:
+    same = on_ranks(2, lambda engine: require_same_on_all_ranks(engine, "x", {"a": float("nan"), "b": [1]}))
+    assert same == [None, None]
+
+
+def test_a_single_process_does_not_compare_values() -> None:
+    class Deaf(OneProcess):
+        def gather_objects(self, value: Any) -> list[Any]:
+            raise AssertionError("there is no other rank")
+
+    require_same_on_all_ranks(Deaf(), "x", {"a": 1})
+
+
+@pytest.mark.usefixtures("groups")
+def test_ranks_with_different_timeouts_are_refused() -> None:
+    store = dist.HashStore()
+    for error in on_threads(2, lambda rank: Replicated(Group(rank, 2, store), timeout=20.0 + rank)):
+        assert type(error) is ConfigError
+        assert "timeout is 20.0 on rank 0, 21.0 on rank 1" in str(error)
+
+
+@pytest.mark.usefixtures("groups")
+def test_a_timeout_must_be_a_finite_number_of_seconds_above_0(subtests: pytest.Subtests) -> None:
+    for timeout in (0.0, -1.0, float("inf"), float("nan")):
+        with (
+            subtests.test(timeout=timeout),
+            pytest.raises(ConfigError, match=r"Replicated\.timeout must be above 0 seconds"),
+        ):
+            Replicated(Group(0, 1, dist.HashStore()), timeout=timeout)
+
+
+@pytest.mark.usefixtures("groups")
+def test_several_engines_of_one_group_do_not_mix_their_messages() -> None:
+    store = dist.HashStore()
+
+    def body(rank: int) -> Any:
+        group = Group(rank, 2, store)
+        first, second = Replicated(group), Replicated(group)
+        return [*second.gather_objects(rank), *first.gather_objects(-rank)]
+
+    assert on_threads(2, body) == [[0, 1, 0, -1]] * 2
 
 
 # Equal weights

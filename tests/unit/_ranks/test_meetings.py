@@ -1,0 +1,239 @@
+"""Meetings of ranks: what they exchange, and that a rank which does not come is named on all others."""
+
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from grpo._ranks import meetings as module
+from grpo._ranks.meetings import INLINE_BYTES, Meetings
+from grpo._ranks.shared_errors import is_shared
+from grpo.errors import RankError
+from tests.support.rank_threads import meet, on_threads
+
+SHORT = 3.0
+"""A time limit for ranks that do not come."""
+
+
+def alone(timeout: float = 30.0) -> Meetings:
+    return Meetings(dist.HashStore(), 0, 1, timeout)
+
+
+def test_every_rank_gets_the_values_and_places_of_all_ranks_in_rank_order() -> None:
+    results = meet(3, lambda meetings: meetings.exchange(f"place {meetings.rank}", {"rank": meetings.rank}))
+    assert results == [[(f"place {rank}", {"rank": rank}) for rank in range(3)]] * 3
+
+
+def test_a_message_longer_than_the_first_one_takes_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value of 8 bytes less than `INLINE_BYTES`, with what pickle adds, is the longest that fits."""
+    sizes: list[int] = []
+    gather = Meetings._gather_bytes
+
+    def counted(self: Meetings, message: bytes) -> list[bytes]:
+        sizes.append(len(message))
+        return gather(self, message)
+
+    monkeypatch.setattr(Meetings, "_gather_bytes", counted)
+    meetings = alone()
+    added = len(module.pickle.dumps(("here", "x" * 900))) - 900
+    for length, expected in [(INLINE_BYTES - 8 - added, 1), (INLINE_BYTES - 8 - added + 1, 2)]:
+        sizes.clear()
+        assert meetings.exchange("here", "x" * length) == [("here", "x" * length)]
+        assert sizes == [INLINE_BYTES, INLINE_BYTES - 7][:expected]
+
+
+def test_ranks_may_send_values_of_different_lengths() -> None:
+    values = ["", "x" * 5_000, "y" * 70_000]
+    results = meet(3, lambda meetings: meetings.exchange("here", values[meetings.rank]))
+    assert results == [[("here", value) for value in values]] * 3
+
+
+def test_tensors_are_added_up_and_gathered() -> None:
+    def body(meetings: Meetings) -> tuple[list[float], list[list[float]]]:
+        own = torch.tensor([1.0, 10.0]) * (meetings.rank + 1)
+        gathered = meetings.all_gather(own)
+        meetings.all_reduce(own)
+        return own.tolist(), [part.tolist() for part in gathered]
+
+    assert meet(2, body) == [([3.0, 30.0], [[1.0, 10.0], [2.0, 20.0]])] * 2
+
+
+def test_a_rank_that_does_not_come_is_named_on_every_rank_within_the_timeout(subtests: pytest.Subtests) -> None:
+    """Each rank of three in turn. It wakes up when the others have given up, and learns why when it waits."""
+
+    def body(culprit: int) -> list[Any]:
+        given_up = [threading.Event() for _ in range(3)]
+
+        def one(meetings: Meetings) -> tuple[BaseException, float]:
+            meetings.exchange("the first meeting", None)
+            if meetings.rank == culprit:
+                for event in [*given_up[:culprit], *given_up[culprit + 1 :]]:
+                    event.wait(50)
+            start = time.monotonic()
+            try:
+                with pytest.raises(RankError) as raised:
+                    deque(meetings.exchange("the second meeting", None) for _ in range(2))
+            finally:
+                given_up[meetings.rank].set()
+            return raised.value, time.monotonic() - start
+
+        return meet(3, one, SHORT)
+
+    for culprit, results in enumerate(on_threads(3, body)):
+        with subtests.test(culprit=culprit):
+            texts = {str(error) for error, _ in results}
+            assert len(texts) == 1, texts
+            assert texts.pop().startswith(
+                f"Rank {culprit} did not reach the second meeting within 3 s. Rank {culprit} was last seen "
+            )
+            for rank, (error, seconds) in enumerate(results):
+                assert is_shared(error)
+                assert "at the first meeting. The output of rank" in str(error)
+                assert rank == culprit or seconds > 0.5 * SHORT
+
+
+def test_two_ranks_that_do_not_come_are_both_named() -> None:
+    given_up = threading.Event()
+
+    def body(meetings: Meetings) -> str:
+        meetings.exchange("a", None)
+        if meetings.rank > 0:
+            given_up.wait(50)
+            return ""
+        with pytest.raises(RankError) as raised:
+            meetings.exchange("b", None)
+        given_up.set()
+        return str(raised.value)
+
+    assert meet(3, body, SHORT)[0].startswith("Ranks 1 and 2 did not reach b within 3 s. Rank 1 was last seen")
+
+
+def test_a_rank_that_does_not_build_its_meetings_is_named() -> None:
+    store = dist.HashStore()
+
+    def body(rank: int) -> str:
+        if rank == 1:
+            return ""
+        with pytest.raises(RankError) as raised:
+            Meetings(store, rank, 3, SHORT)
+        return str(raised.value)
+
+    first, _, third = on_threads(3, body)
+    assert first == third
+    assert first.startswith("Rank 1 did not reach Replicated() within 3 s. Rank 1 was never seen.")
+    assert first.endswith("Raise Replicated(timeout=...) if ranks may wait longer for one another.")
+
+
+def test_no_meeting_follows_a_failed_one() -> None:
+    given_up = threading.Event()
+
+    def body(meetings: Meetings) -> list[str]:
+        if meetings.rank == 1:
+            given_up.wait(50)
+            return []
+        said = []
+        for place in ("a", "b"):
+            start = time.monotonic()
+            with pytest.raises(RankError) as raised:
+                meetings.exchange(place, None)
+            said.append(str(raised.value))
+        given_up.set()
+        assert time.monotonic() - start < 0.5
+        return said
+
+    first, second = meet(2, body, SHORT)[0]
+    assert first == second
+    assert "did not reach a within" in first
+
+
+def test_a_rank_that_waits_longer_than_a_slice_still_gets_the_values() -> None:
+    def body(meetings: Meetings) -> Any:
+        if meetings.rank == 1:
+            time.sleep(1.0)
+        return meetings.exchange("here", meetings.rank)
+
+    assert meet(2, body, 10.0) == [[("here", 0), ("here", 1)]] * 2
+
+
+def test_an_exception_in_the_middle_of_a_meeting_ends_it_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler of the user raises on rank 0 while it waits for rank 1."""
+    has_left = threading.Event()
+    outcome = Meetings._outcome
+
+    def interrupted(self: Meetings, work: Any, begun: float) -> Any:
+        if self.rank == 0:
+            raise KeyboardInterrupt
+        return outcome(self, work, begun)
+
+    def body(meetings: Meetings) -> str:
+        if meetings.rank == 0:
+            with pytest.raises(KeyboardInterrupt):
+                meetings.exchange("here", None)
+            has_left.set()
+        else:
+            assert has_left.wait(50)
+        with pytest.raises(RankError) as raised:
+            meetings.exchange("there", "x" * 5_000)
+        return str(raised.value)
+
+    monkeypatch.setattr(Meetings, "_outcome", interrupted)
+    first, _ = meet(2, body, SHORT)
+    assert first.startswith("Rank 0 left here before the other ranks, with KeyboardInterrupt. Start all ranks again")
+
+
+class Work:
+    """An operation whose waits end as listed: True is a slice without an end."""
+
+    def __init__(self, *ends: Exception | None) -> None:
+        self._ends = list(ends)
+        self.slices: list[timedelta | None] = []
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        self.slices.append(limit)
+        end = self._ends.pop(0)
+        if end is not None:
+            raise end
+
+    def is_completed(self) -> bool:
+        return len(self._ends) == 1
+
+
+def test_an_operation_is_awaited_in_slices_until_it_ends(subtests: pytest.Subtests) -> None:
+    broken = RuntimeError("connection closed")
+    over = RuntimeError("the slice is over")
+    for name, work, expected in [
+        ("at once", Work(None), None),
+        ("after two slices", Work(over, over, None, None), None),
+        ("ended just after a slice", Work(over, None), None),
+        ("failed", Work(over, broken), broken),
+    ]:
+        with subtests.test(name=name):
+            assert alone()._outcome(work, time.monotonic()) is expected
+            assert work.slices[0] == timedelta(seconds=0.25)
+
+
+def test_slices_are_a_twentieth_of_a_short_timeout_and_at_most_a_quarter_of_a_second() -> None:
+    for timeout, expected in [(1.0, 0.05), (5.0, 0.25), (600.0, 0.25)]:
+        work = Work(None)
+        alone(timeout)._outcome(work, time.monotonic())
+        assert work.slices == [timedelta(seconds=expected)]
+
+
+def test_a_connection_that_fails_without_a_missing_rank_is_reported_as_such() -> None:
+    meetings = alone(1.0)
+    reason = meetings._absence([], RuntimeError("connection reset"))
+    assert reason.startswith(
+        "The connection of the ranks failed at Replicated(), and no rank is missing: connection reset."
+    )
+
+
+def test_a_rank_that_ended_is_told_from_one_that_is_late() -> None:
+    meetings = alone(1.0)
+    reason = meetings._absence([0], RuntimeError("connection reset"))
+    assert reason.startswith("Rank 0 ended or lost the connection, while the other ranks waited at Replicated().")
+    assert reason.endswith("Start all ranks again; a run with a checkpoint_dir continues from its newest checkpoint.")

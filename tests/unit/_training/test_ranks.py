@@ -1,0 +1,138 @@
+"""The trainer on several ranks: which arguments must be equal, and that every method shares its errors."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo._training.ranks import comparable_arguments, comparable_settings
+from grpo.distributed import OneProcess
+from grpo.errors import RankError
+from grpo.surrogates import Clip
+from tests.support.policies import TablePolicy
+
+
+def settings(**arguments: Any) -> dict[str, Any]:
+    return comparable_settings({"config": GRPOConfig(), "policy": TablePolicy(), "optimizer": None, **arguments})
+
+
+def differing(**arguments: Any) -> set[str]:
+    """The names under which these arguments differ from the usual ones."""
+    usual, other = settings(), settings(**arguments)
+    return {name for name in usual | other if repr(usual.get(name, "absent")) != repr(other.get(name, "absent"))}
+
+
+def objective(inputs: Any) -> Any:
+    return inputs
+
+
+def test_settings_of_ranks_are_compared_by_their_full_names(subtests: pytest.Subtests) -> None:
+    usual = GRPOConfig()
+    sgd = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    for arguments, expected in [
+        ({"config": replace(usual, learning_rate=0.5)}, {"config.learning_rate"}),
+        (
+            {"config": replace(usual, objective=ObjectiveConfig(surrogate=Clip(high=0.3)))},
+            {"config.objective.surrogate.high"},
+        ),
+        ({"config": replace(usual, device="cpu")}, set()),
+        ({"policy": TablePolicy()}, set()),
+        ({"policy": torch.nn.Linear(1, 1)}, {"policy"}),
+        ({"reference_policy": TablePolicy()}, {"reference_policy"}),
+        ({"reward_model": objective, "engine": OneProcess()}, set()),
+        ({"objective": objective}, {"objective"}),
+        (
+            {"optimizer": sgd},
+            {"optimizer"} | {f"optimizer.param_groups[0].{name}" for name in sgd.param_groups[0]} - PARAMS,
+        ),
+    ]:
+        with subtests.test(expected=expected):
+            assert differing(**arguments) == expected
+    assert settings(objective=objective)["objective"] == "objective"
+    assert settings(policy=TablePolicy())["policy"] == "TablePolicy"
+
+
+PARAMS = {"optimizer.param_groups[0].params"}
+
+
+def test_a_config_of_another_type_is_left_to_the_constructor() -> None:
+    assert comparable_settings({"config": None}) == {}
+
+
+def test_arguments_of_train_are_compared_where_ranks_would_meet_at_different_places() -> None:
+    arguments = {"self": 1, "states": [1, 2], "sinks": [3], "progress": True, "num_iterations": 4}
+    found = comparable_arguments({**arguments, "eval_states": [1], "checkpoint_dir": None})
+    words = {name: repr(value) for name, value in found.items()}
+    assert words == {
+        "num_iterations": "4",
+        "eval_states": "given",
+        "checkpoint_dir": "None",
+        "the number of states": "2",
+    }
+    source = comparable_arguments({**arguments, "states": iter([]), "eval_states": None, "checkpoint_dir": "x"})
+    assert (source["the number of states"], repr(source["checkpoint_dir"])) == ("list_iterator", "given")
+
+
+class Listening(OneProcess):
+    """Two ranks with equal values. Whatever is shared is raised as a `RankError`."""
+
+    num_ranks = 2
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return 2 * values
+
+    def gather(self, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return torch.cat([rows, rows]), 0
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def agree(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            raise RankError(f"shared {type(error).__name__}") from error
+
+
+def trainer_of(policy: Any, **arguments: Any) -> GRPOTrainer:
+    config = GRPOConfig(group_size=2, seed=0)
+    return GRPOTrainer(
+        config=config, policy=policy, reward_model=lambda s, a: [1.0] * len(s), engine=Listening(), **arguments
+    )
+
+
+def test_every_method_of_the_trainer_shares_its_errors(subtests: pytest.Subtests, tmp_path: Any) -> None:
+    trainer = trainer_of(TablePolicy())
+    batch = trainer.collect(["a"])
+    with subtests.test("constructor"), pytest.raises(RankError, match="shared ProtocolError"):
+        trainer_of(None)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError
+
+    trainer.sampler.sync = trainer.collector.complete = trainer.policy.get_parameters = broken  # type: ignore[method-assign]
+    for name, call in {
+        "step": lambda: trainer.step(["a"]),
+        "collect": lambda: trainer.collect(["a"]),
+        "prepared": lambda: trainer.prepared(batch),
+        "update": lambda: trainer.update(batch),
+        "evaluate": lambda: trainer.evaluate(["a"]),
+        "train": lambda: trainer.train(["a", "b"], num_iterations=1, progress=False),
+        "save_checkpoint": lambda: trainer.save_checkpoint(tmp_path / "a"),
+    }.items():
+        with subtests.test(name), pytest.raises(RankError, match=r"shared (ZeroDivisionError|RankError)"):
+            call()
+    with subtests.test("load_checkpoint"), pytest.raises(RankError, match="shared CheckpointError"):
+        trainer.load_checkpoint(tmp_path / "missing")
+
+
+def test_train_compares_its_arguments_with_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(TablePolicy())
+    asked: list[Any] = []
+    monkeypatch.setattr(trainer.engine, "gather_objects", lambda value: asked.append(value) or [value, value])
+    trainer.train(["a", "b"], num_iterations=1, progress=False)
+    compared = asked[0]
+    assert compared["keep_last"] == "3"
+    assert compared["num_iterations"] == "1"
+    assert "sinks" not in compared
+    assert "progress" not in compared
