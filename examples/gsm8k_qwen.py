@@ -163,9 +163,13 @@ def main() -> None:
             sinks.append(stack.enter_context(closing(WandbSink(args.wandb, settings))))
         question = {"label": lambda row: row["question"]}
         before = measure_policy(policy, unseen, reward, num_actions_per_state=args.responses, **question)
-        if args.resume:
-            trainer.load_checkpoint(args.folder / "checkpoints")
-        trainer.train(problems, num_iterations=num_iterations, sinks=sinks, checkpoint_dir=args.folder / "checkpoints")
+        trainer.train(
+            problems,
+            num_iterations=num_iterations,
+            sinks=sinks,
+            checkpoint_dir=args.folder / "checkpoints",
+            resume="auto" if args.resume else None,
+        )
     policy.save_pretrained(args.folder / "model")
     report = compare_policies(before, policy, unseen, reward, **question)
     report.to_json(args.folder / "comparison.json")

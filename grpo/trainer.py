@@ -19,7 +19,7 @@ from ._training.optimizer_step import OptimizerStep
 from ._training.ranks import built_on_all_ranks, on_all_ranks, run_on_all_ranks
 from ._training.report import IterationReport
 from ._training.requirements import first_kl_coef, require_consistent, require_reference, required_scores
-from ._training.restoring import require_sound, restore
+from ._training.restoring import load_into
 from ._training.run import Run, RunProgress, at_least_one, opened_folder
 from ._training.safe_points import SafePoints
 from ._training.state_source import StateSource
@@ -27,7 +27,7 @@ from ._training.trainer_state import capture
 from ._training.training_rows import ReplayBuffer, with_advantages
 from ._training.update_rows import UpdateRows, UpdateSetup
 from .advantage_estimator import AdvantageEstimator
-from .checkpoint import open_checkpoint, write_checkpoint
+from .checkpoint import write_checkpoint
 from .config import GRPOConfig
 from .distributed import Engine, OneProcess, require_equal_weights
 from .experience_collector import ExperienceCollector
@@ -185,6 +185,7 @@ class GRPOTrainer:
     @on_all_ranks
     def prepared(self, batch: ExperienceBatch) -> UpdateRows:
         """Compute advantages, and add rows of earlier iterations. With `split_steps`, each step becomes a row."""
+        self.progress.drop_unfinished()
         batch = self._complete(batch)
         rows, all_ranks = with_advantages(batch, self.advantages, self.engine)
         is_fresh = self.collector.scores_itself and self.setup.num_updates(batch) == 1
@@ -322,8 +323,4 @@ class GRPOTrainer:
             CheckpointError: a file is damaged, or does not fit this trainer. The message names the file or the value. The
                 trainer is unchanged.
         """
-        checkpoint = open_checkpoint(path, self.engine, require_sound)
-        restore(self, checkpoint.state, checkpoint.load)
-        self.progress.is_loaded = self.sampler.is_stale = True
-        self.sampler.sync()
-        self.engine.agree()  # no rank goes on if another could not load
+        load_into(self, path)

@@ -3,12 +3,13 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo.checkpoint import Checkpoint, SavedTensor
+from grpo.checkpoint import Checkpoint, SavedTensor, open_checkpoint
 from grpo.errors import CheckpointError, DamagedCheckpointError, GRPOWarning
 from grpo.reward_model_base import restore_state
 from grpo.writing import restore_random_state
@@ -47,6 +48,30 @@ def require_sound(checkpoint: Checkpoint) -> None:
             f"{checkpoint.path}: counters must be integers of at least 0, and the optimizer's settings finite; got "
             f"{described}. Use another checkpoint."
         )
+
+
+def load_into(trainer: Any, path: str | Path, *, at_least: int = 0) -> None:
+    """Restore a trainer from a checkpoint, or from the newest intact one of a folder. All ranks call this function.
+
+    Args:
+        trainer: the trainer to restore.
+        path: the checkpoint, or the folder.
+        at_least: refuse a checkpoint of an earlier iteration.
+    """
+
+    def check(checkpoint: Checkpoint) -> None:
+        require_sound(checkpoint)
+        if checkpoint.iteration < at_least:
+            raise CheckpointError(
+                f"{checkpoint.path} is behind this trainer, which is at iteration {at_least}. resume='auto' is for a new "
+                "trainer. Leave resume out to go on with this one."
+            )
+
+    checkpoint = open_checkpoint(path, trainer.engine, check)
+    restore(trainer, checkpoint.state, checkpoint.load)
+    trainer.progress.is_loaded = trainer.sampler.is_stale = True
+    trainer.sampler.sync()
+    trainer.engine.agree()  # no rank goes on if another could not load
 
 
 def restore(trainer: Any, state: Mapping[str, Any], load: Load = lambda part: part) -> None:

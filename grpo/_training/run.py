@@ -15,11 +15,12 @@ from tqdm import tqdm
 
 from grpo.checkpoint import CheckpointFolder, require_encodable
 from grpo.distributed import Engine
-from grpo.errors import CheckpointError, ConfigError, GRPOWarning
+from grpo.errors import ConfigError, GRPOWarning
 from grpo.metrics import MetricSink
 from grpo.types import Rows, select_rows
 
 from .advisor import beside_the_bar
+from .restoring import load_into
 from .state_source import StateSource
 from .trainer_state import capture
 from .update_rows import UpdateRows
@@ -48,6 +49,17 @@ class RunProgress:
             self.position, self.num_draws, self.best_score = 0, 0, -math.inf
             self.unfinished = self.unrecorded = None
         self.is_loaded = False
+
+    def drop_unfinished(self) -> None:
+        """Forget an iteration whose updates are not finished, and warn if a checkpoint held it."""
+        if self.unfinished is not None and self.is_loaded:
+            warnings.warn(
+                f"The checkpoint was written after update {self.unfinished.num_planned} of an iteration, and the other updates "
+                "of this iteration are left out now. Call train() after load_checkpoint() to finish the iteration first.",
+                GRPOWarning,
+                stacklevel=5,
+            )
+        self.unfinished = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -88,6 +100,8 @@ class Run:
             if isinstance(every, timedelta)
             else at_least_one("checkpoint_every", every, self.num_iterations // 10)
         )
+        if self.folder is not None and self.source.first is not None:
+            require_encodable(self.source.first, "states[0]")
         self._saved_at = time.monotonic()
         self._bar: Any = None
         self.progress.begin()
@@ -178,14 +192,8 @@ def opened_folder(
         yield None
         return
     with CheckpointFolder(path, keep_last, trainer.engine, asynchronous=asynchronous) as folder:
-        if resume is not None and (newest := folder.newest()) is not None:
-            iteration = trainer.iteration
-            trainer.load_checkpoint(folder.folder)
-            if trainer.iteration < iteration:
-                raise CheckpointError(
-                    f"{newest} is behind this trainer, which was at iteration {iteration}. resume='auto' is for a new trainer. "
-                    "Leave resume out to go on with this one."
-                )
+        if resume is not None and folder.newest() is not None:
+            load_into(trainer, folder.folder, at_least=trainer.iteration)
         folder.require_at_most(trainer.iteration)
         require_encodable(capture(trainer), "the trainer's state")
         yield folder

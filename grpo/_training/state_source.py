@@ -24,6 +24,8 @@ class StateSource:
     def __init__(self, states: Any, num_per_iteration: int | None, seed: int) -> None:
         self._states, self._num = states, num_per_iteration
         self._draw: Callable[[int], Rows]
+        self.first: Any = None
+        """The first state of a sequence. None: the states are not a sequence."""
         if isinstance(states, str | bytes | Mapping):
             raise ConfigError(
                 f"states must hold one entry per state; got a {type(states).__name__}. Pass a list of states."
@@ -32,7 +34,7 @@ class StateSource:
             if len(states) == 0:
                 raise ContractError("No states to train on: pass at least one.")
             self._epoch = lru_cache(2)(lambda k: np.random.default_rng((seed, k)).permutation(len(states)))
-            self._draw = self._from_sequence
+            self._draw, self.first = self._from_sequence, states[0]
         elif isinstance(states, Iterable):
             if num_per_iteration is None:
                 raise ConfigError("states is an iterable without a length: set GRPOConfig.num_states_per_iteration.")

@@ -1,0 +1,285 @@
+"""`train(resume="auto")`: what it starts, continues and refuses, and what a resumed run is told."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo import CheckpointError, ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, ObjectiveConfig
+from grpo._training import run as run_module
+from grpo.checkpoint import read_checkpoint
+from tests.support.checkpoint_runs import built, names_in
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.policies import TablePolicy, digest, weights_of
+from tests.support.stopped_runs import Calls, assert_same_metrics, by_exception, by_signal, end_of, stopped
+from tests.support.trainers import by_hand
+
+
+@pytest.fixture(autouse=True)
+def no_type_checks() -> Iterator[None]:
+    """beartype draws the items it looks at from Python's global generator, which users' runs have to themselves."""
+    with as_users_run_it():
+        yield
+
+
+def test_resume_auto_starts_in_a_missing_or_empty_folder_and_goes_on_in_a_used_one(
+    subtests: pytest.Subtests, tmp_path: Path
+) -> None:
+    whole, states, options = built("epochs of batches", seed=1)
+    history = whole.train(states, num_iterations=5, **options)
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "missing", tmp_path / "empty"):
+        with subtests.test(folder=folder.name):
+            first, _, _ = built("epochs of batches", seed=1)
+            first.train(states, num_iterations=3, checkpoint_dir=folder, resume="auto", **options)
+            second, _, _ = built("epochs of batches", seed=2)
+            rest = second.train(states, num_iterations=5, checkpoint_dir=folder, resume="auto", **options)
+            assert_same_metrics(rest, history[3:])
+            assert end_of(second) == end_of(whole)
+
+
+def test_resume_needs_a_folder_and_knows_no_other_word(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for resume, folder in [("auto", None), ("never", tmp_path), (True, tmp_path), ("", tmp_path)]:
+        with subtests.test(resume=resume, folder=folder):
+            trainer, policy = by_hand()
+            with pytest.raises(ConfigError, match=r"resume must be None, or 'auto' with a checkpoint_dir; got resume="):
+                trainer.train(["a"], num_iterations=1, checkpoint_dir=folder, resume=resume, progress=False)
+            assert policy.calls["generate"] == 0
+
+
+def test_a_run_in_a_used_folder_without_resume_is_refused(tmp_path: Path) -> None:
+    by_hand()[0].train(["a", "b"], num_iterations=2, checkpoint_dir=tmp_path, progress=False)
+    with pytest.raises(CheckpointError, match=r"is of iteration \d, and this trainer is at 0"):
+        by_hand()[0].train(["a", "b"], num_iterations=2, checkpoint_dir=tmp_path, progress=False)
+
+
+def test_a_trainer_that_is_ahead_of_the_folder_is_not_set_back(tmp_path: Path) -> None:
+    by_hand()[0].train(["a", "b"], num_iterations=2, checkpoint_dir=tmp_path, progress=False)
+    trainer, _ = by_hand()
+    for _ in range(3):
+        trainer.step(["a", "b"])
+    before = digest(weights_of(trainer.policy))
+    with pytest.raises(CheckpointError, match=r"iteration-00000002 is behind this trainer, which is at iteration 3"):
+        trainer.train(["a", "b"], num_iterations=4, checkpoint_dir=tmp_path, resume="auto", progress=False)
+    assert (trainer.iteration, digest(weights_of(trainer.policy))) == (3, before)
+
+
+def test_if_every_checkpoint_is_damaged_nothing_starts_over(tmp_path: Path) -> None:
+    by_hand()[0].train(["a", "b"], num_iterations=2, checkpoint_dir=tmp_path, progress=False)
+    for path in tmp_path.glob("*/manifest.json"):
+        path.write_text("{}")
+    trainer, policy = by_hand()
+    with pytest.raises(CheckpointError, match=r"No checkpoint in .* has an intact manifest"):
+        trainer.train(["a", "b"], num_iterations=2, checkpoint_dir=tmp_path, resume="auto", progress=False)
+    assert policy.calls["generate"] == 0
+
+
+def test_changed_settings_are_named_and_count(tmp_path: Path) -> None:
+    def trainer(**changes: Any) -> GRPOTrainer:
+        return GRPOTrainer(
+            config=replace(GRPOConfig(group_size=2, learning_rate=0.5, seed=1), **changes),
+            policy=TablePolicy(),
+            reward_model=lambda states, actions: [float(action) for action in actions],
+        )
+
+    trainer().save_checkpoint(tmp_path / "checkpoint")
+    changed = trainer(learning_rate=0.25, seed=9, objective=ObjectiveConfig(surrogate="reinforce"))
+    with pytest.warns(GRPOWarning) as caught:
+        changed.load_checkpoint(tmp_path / "checkpoint")
+    (message,) = [str(warning.message) for warning in caught]
+    assert "learning_rate was 0.5 and is 0.25" in message
+    assert "objective.surrogate.kind was 'clip' and is 'reinforce'" in message
+    assert "objective.surrogate.low was 0.2 and is None" in message
+    assert "seed" not in message
+    assert "group_size" not in message
+    trainer(seed=2).load_checkpoint(tmp_path / "checkpoint")  # a warning would be an error
+
+
+def test_a_loaded_unfinished_iteration_is_finished_by_train_and_dropped_by_step_with_a_warning(tmp_path: Path) -> None:
+    trainer, states, options = built("epochs of batches", seed=1)
+    Calls(trainer, "step", by_exception, at=6)
+    with stopped():
+        trainer.train(states, num_iterations=3, checkpoint_dir=tmp_path, **options)
+    assert names_in(tmp_path) == ["iteration-00000001", "iteration-00000001-update-0001"]
+    loaded, _, _ = built("epochs of batches", seed=2)
+    loaded.load_checkpoint(tmp_path)
+    assert (loaded.iteration, loaded.progress.unfinished.num_planned) == (1, 1)
+    loaded.save_checkpoint(tmp_path / "by hand")
+    again, _, _ = built("epochs of batches", seed=3)
+    again.load_checkpoint(tmp_path / "by hand")
+    assert end_of(again) == end_of(loaded)
+    with pytest.warns(GRPOWarning, match=r"was written after update 1 of an iteration, and the other updates"):
+        loaded.step(states[:2])
+    loaded.step(states[:2])
+    assert len(again.train(states, num_iterations=3, **options)) == 2
+
+
+def test_checkpoints_are_also_written_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An iteration takes 20 seconds, and a checkpoint is due after a minute: after iterations 3, 6 and 7, the last one."""
+    clock = [0.0]
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: clock[0])
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        clock[0] += 20.0
+        return [float(action) for action in actions]
+
+    trainer, _ = by_hand(policy=TablePolicy(), rewards=reward)
+    trainer.train(
+        ["a", "b"],
+        num_iterations=7,
+        checkpoint_dir=tmp_path,
+        checkpoint_every=timedelta(minutes=1),
+        keep_last=9,
+        progress=False,
+    )
+    assert names_in(tmp_path) == [f"iteration-{number:08d}" for number in (3, 6, 7)]
+
+
+def test_a_time_between_checkpoints_of_0_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    for every in (timedelta(0), timedelta(seconds=-1)):
+        with (
+            subtests.test(every=every),
+            pytest.raises(ConfigError, match="checkpoint_every must be longer than 0; got"),
+        ):
+            by_hand()[0].train(["a"], num_iterations=1, checkpoint_dir=tmp_path, checkpoint_every=every, progress=False)
+
+
+def test_the_best_evaluation_is_remembered_across_a_stop(tmp_path: Path) -> None:
+    """Scores 3, 1 | 2, 0: after the stop, 2 is not the best so far, and gives no checkpoint of its own."""
+    scores = iter([3.0, 1.0, 2.0, 0.0])
+
+    def made() -> GRPOTrainer:
+        trainer, _ = by_hand(policy=TablePolicy(), rewards=lambda states, actions: [float(a) for a in actions])
+        trainer.evaluate = lambda states: {"eval/avg_reward": next(scores)}  # type: ignore[method-assign]
+        return trainer
+
+    options: dict[str, Any] = {
+        "eval_states": ["a"],
+        "eval_every": 1,
+        "checkpoint_dir": tmp_path,
+        "checkpoint_every": 9,
+        "keep_last": 9,
+        "resume": "auto",
+        "progress": False,
+    }
+    trainer = made()
+    Calls(trainer, "reward", by_signal, at=3)
+    with stopped():
+        trainer.train(["a", "b"], num_iterations=4, **options)
+    assert names_in(tmp_path) == ["iteration-00000001", "iteration-00000002"]
+    made().train(["a", "b"], num_iterations=4, **options)
+    assert names_in(tmp_path) == [f"iteration-{number:08d}" for number in (1, 2, 4)]
+
+
+# What a checkpoint cannot hold
+
+
+class Plain:
+    """No checkpoint can hold this object."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """A checkpoint can hold this object."""
+
+    arm: int
+
+    def to_state(self) -> dict[str, Any]:
+        return {"arm": self.arm}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Move":
+        return cls(**state)
+
+
+class Moving(TablePolicy):
+    """Wraps each action in an object of a class."""
+
+    kind: Any = Move
+
+    def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+        groups = super().generate_actions(states, num_actions_per_state)
+        return [[self.kind(action) for action in group] for group in groups]
+
+    def get_log_probabilities(self, states: Any, actions: Any) -> Any:
+        return super().get_log_probabilities(states, [action.arm for action in actions])
+
+
+def moving(kind: Any) -> GRPOTrainer:
+    policy = Moving()
+    policy.kind = kind
+    config = GRPOConfig(group_size=4, batch_size=3, seed=1)
+    reward = lambda states, actions: [float(action.arm) + random.random() for action in actions]  # noqa: E731
+    return GRPOTrainer(config=config, policy=policy, reward_model=reward)
+
+
+def test_a_run_with_objects_as_actions_is_stopped_and_continued(tmp_path: Path) -> None:
+    whole = moving(Move)
+    whole.train(["a", "b"], num_iterations=2, progress=False)
+    for number in range(6):
+        trainer = moving(Move)
+        Calls(trainer, "loss", by_exception, at=2)
+        with stopped() if number < 5 else as_users_run_it():
+            trainer.train(["a", "b"], num_iterations=2, checkpoint_dir=tmp_path, resume="auto", progress=False)
+    assert end_of(trainer) == end_of(whole)
+
+
+def test_actions_that_no_checkpoint_can_hold_are_refused_in_the_first_iteration(tmp_path: Path) -> None:
+    class Arm:
+        def __init__(self, arm: int) -> None:
+            self.arm = arm
+
+    trainer = moving(Arm)
+    with pytest.raises(CheckpointError, match=r"actions\[0\] is a Arm, which a checkpoint cannot hold.* to_state"):
+        trainer.train(["a", "b"], num_iterations=9, checkpoint_dir=tmp_path, progress=False)
+    assert trainer.iteration == 0
+    moving(Arm).train(["a", "b"], num_iterations=1, progress=False)
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_iteration(
+    subtests: pytest.Subtests, tmp_path: Path
+) -> None:
+    class Keeping(TablePolicy):
+        def state_dict(self, *arguments: Any, **named: Any) -> Any:
+            return {"thing": Plain()}
+
+    for policy, states, where in [
+        (Keeping(), ["a", "b"], r"the trainer's state\['stateful'\]\['policy'\]\['thing'\]"),
+        (TablePolicy(), [Plain(), Plain()], r"states\[0\]"),
+    ]:
+        with subtests.test(where=where):
+            trainer, _ = by_hand(policy=policy)
+            with pytest.raises(CheckpointError, match=rf"{where} is a Plain, which a checkpoint cannot hold"):
+                trainer.train(states, num_iterations=9, checkpoint_dir=tmp_path, progress=False)
+            assert policy.calls["generate"] == 0
+            assert names_in(tmp_path) == []
+
+
+def test_weights_that_are_not_finite_end_the_run_and_are_not_saved(tmp_path: Path) -> None:
+    trainer, policy = by_hand(policy=TablePolicy(), rewards=lambda states, actions: [float(a) for a in actions])
+
+    class Spoils:
+        def log(self, metrics: Any, iteration: int) -> None:
+            if iteration == 3:
+                with torch.no_grad():
+                    policy.logits[0, 0] = float("nan")
+
+        def close(self) -> None: ...
+
+    with pytest.raises(CheckpointError, match=r"logits"):
+        trainer.train(
+            ["a", "b"],
+            num_iterations=9,
+            sinks=[Spoils()],
+            checkpoint_dir=tmp_path,
+            checkpoint_every=1,
+            keep_last=1,
+            progress=False,
+        )
+    assert names_in(tmp_path)[-1] == "iteration-00000002"
+    assert read_checkpoint(tmp_path)["parameters"]["logits"].isfinite().all()
