@@ -52,22 +52,23 @@ def commit(target: Path, encode: Encode, manifest: Manifest, engine: Engine) -> 
         CheckpointError: the disk is full or not writable, `target` is not a checkpoint, or the ranks do not share a file
             system. Earlier checkpoints are intact, and the temporary folder is removed.
     """
-    is_first = engine.rank == 0
-    with same_error(engine), typed_errors(target):
-        plan = _prepare(target) if is_first else None
-    temporary, generation = engine.gather_objects(plan)[0]
+    plan: tuple[Path, int] | None = None
     try:
+        with same_error(engine), typed_errors(target):
+            if engine.rank == 0:
+                plan = _prepare(target)
+        temporary, generation = engine.gather_objects(plan)[0]
         with same_error(engine), typed_errors(target):
             records = _write_rank(temporary / rank_folder(engine.rank, generation), encode)
         files = {name: record for part in engine.gather_objects(records) for name, record in part.items()}
         with same_error(engine), typed_errors(target):
-            if is_first:
+            if engine.rank == 0:
                 _require_visible(temporary, files)
                 _finish(temporary, target, replace(manifest, files=files))
         engine.gather_objects(None)  # no rank goes on before the checkpoint is complete
     finally:
-        if is_first:
-            remove_tree(temporary)
+        if plan is not None:
+            remove_tree(plan[0])
 
 
 @contextmanager

@@ -162,7 +162,7 @@ def _problem_with(name: str, value: Any) -> str:
     match name:
         case "schema":
             return "" if type(value) is int else "a whole number"
-        case "iteration":
+        case "iteration" | "size":
             return "" if _is_count(value) else "a whole number, at least 0"
         case "update":
             return "" if value is None or _is_count(value) else "null or a whole number, at least 0"
@@ -191,9 +191,8 @@ def _is_finite(value: float) -> bool:
 def _require_files(path: Path, files: Mapping[str, Any], num_ranks: int) -> None:
     """Require two files for each rank, all of one generation, each with a size and a hash."""
     generation = generation_of(next(iter(files), "").split("/")[0])
-    too_few = len(files) != 2 * num_ranks  # counted first: the declared number of ranks may be absurd
-    expected = set() if too_few else _names(num_ranks, generation)
-    if set(files) != expected:
+    # counted first: the declared number of ranks may be absurd
+    if len(files) != 2 * num_ranks or set(files) != _names(num_ranks, generation):
         raise DamagedCheckpointError(
             f"{path} names {str(sorted(files)[:4])[:300]} as files; for {num_ranks} ranks, a checkpoint has "
             f"rank-0/{STATE}, rank-0/{TENSORS} and so on. Use another checkpoint."
@@ -203,11 +202,12 @@ def _require_files(path: Path, files: Mapping[str, Any], num_ranks: int) -> None
             raise DamagedCheckpointError(
                 f"{path}: files[{name!r}] must have a size and a sha256; got {reprlib.repr(record)}. Use another checkpoint."
             )
-        if not _is_count(record["size"]) or _problem_with("sha256", record["sha256"]):
-            raise DamagedCheckpointError(
-                f"{path}: the size and the sha256 of files[{name!r}] must be a whole number and 64 hexadecimal digits; "
-                f"got {reprlib.repr(record)}. Use another checkpoint."
-            )
+        for key, value in record.items():
+            required = _problem_with(key, value)
+            if required:
+                raise DamagedCheckpointError(
+                    f"{path}: {key} of files[{name!r}] must be {required}; got {reprlib.repr(value)}. Use another checkpoint."
+                )
 
 
 def _names(num_ranks: int, generation: int) -> set[str]:

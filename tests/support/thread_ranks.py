@@ -1,0 +1,58 @@
+"""Ranks as threads of one process: an engine for tests of what ranks do together, without a launch of processes."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from grpo._ranks.shared_errors import error_for_all, mark_as_shared, problem_of
+
+SECONDS = 60
+
+
+class ThreadRank:
+    """An `Engine` of one rank. Only values and errors travel, which is all that checkpoints need."""
+
+    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.num_ranks = rank, len(slots)
+        self._slots, self._barrier = slots, barrier
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._exchange(value, None)
+
+    def agree(self, error: BaseException | None = None) -> None:
+        self._exchange(None, error)
+
+    def sum(self, values: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
+        raise NotImplementedError
+
+    def _exchange(self, value: Any, error: BaseException | None) -> list[Any]:
+        self._slots[self.rank] = value, None if error is None else problem_of(error)
+        self._barrier.wait(SECONDS)
+        values, problems = zip(*self._slots, strict=True)
+        self._barrier.wait(SECONDS)
+        shared = error_for_all(problems, error)
+        if shared is not None:
+            mark_as_shared(shared)
+            raise shared
+        return list(values)
+
+
+def on_ranks(num_ranks: int, call: Callable[[ThreadRank], Any]) -> list[Any]:
+    """What `call` returns, or the error it raises, on each rank."""
+    slots: list[Any] = [None] * num_ranks
+    barrier = threading.Barrier(num_ranks)
+
+    def outcome(rank: int) -> Any:
+        try:
+            return call(ThreadRank(rank, slots, barrier))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return list(threads.map(outcome, range(num_ranks)))
