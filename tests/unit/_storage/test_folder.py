@@ -1,0 +1,322 @@
+"""What a folder of checkpoints keeps, prunes and answers, with failing disks, on several ranks, and in a second thread."""
+
+import errno
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo import CheckpointError, ConfigError, GRPOWarning
+from grpo._storage import folder as folder_module
+from grpo._storage import manifest as manifest_module
+from grpo._storage.files import unreadable
+from grpo.checkpoint import CheckpointFolder, best_checkpoint, open_checkpoint, read_checkpoint
+from grpo.distributed import OneProcess
+from tests.support.checkpoint_runs import names_in, small
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.thread_ranks import ThreadRank, on_ranks
+
+
+@pytest.fixture(autouse=True)
+def no_type_checks() -> Iterator[None]:
+    """Engines of these tests are stand-ins."""
+    with as_users_run_it():
+        yield
+
+
+def name_of(n: int) -> str:
+    return f"iteration-{n:08d}"
+
+
+def fill(run: Path, scores: dict[int, float | None], keep_last: int = 99) -> None:
+    for n, score in scores.items():
+        CheckpointFolder(run, keep_last).save(small(n), iteration=n, score=score)
+
+
+def test_unfinished_iterations_have_names_that_sort_in_between(tmp_path: Path) -> None:
+    with CheckpointFolder(tmp_path, 9) as folder:
+        for iteration, update, name in [
+            (10, None, "iteration-00000010"),
+            (10, 3, "iteration-00000010-update-0003"),
+            (10, 12, "iteration-00000010-update-0012"),
+            (11, None, "iteration-00000011"),
+        ]:
+            assert folder.save(small(iteration), iteration=iteration, update=update, score=None) == tmp_path / name
+            assert folder.newest() == tmp_path / name
+            assert folder.has(iteration, update)
+            assert open_checkpoint(tmp_path, None).path == tmp_path / name
+        assert not folder.has(11, 0)
+        assert not folder.has(10, 4)
+        assert not folder.has(9)
+    assert names_in(tmp_path) == sorted(names_in(tmp_path))
+    assert len(names_in(tmp_path)) == 4
+
+
+def test_unfinished_iterations_count_among_the_newest(tmp_path: Path) -> None:
+    with CheckpointFolder(tmp_path, 2) as folder:
+        for iteration, update in [(1, None), (1, 5), (2, None), (2, 1)]:
+            folder.save(small(iteration), iteration=iteration, update=update, score=None)
+    assert names_in(tmp_path) == ["iteration-00000002", "iteration-00000002-update-0001"]
+
+
+def test_of_equal_scores_the_newest_is_the_best(tmp_path: Path) -> None:
+    fill(tmp_path, {1: 0.5, 2: 0.5, 3: -1.0})
+    assert best_checkpoint(tmp_path).name == name_of(2)
+
+
+def test_a_manifest_that_cannot_be_read_for_a_moment_keeps_its_checkpoint(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Iteration 2 is the best, and its manifest fails while iteration 5 is saved. The save after it prunes as usual."""
+    for number in (errno.EIO, errno.EMFILE, errno.EACCES, errno.ESTALE):
+        with subtests.test(error=errno.errorcode[number]):
+            run = tmp_path / errno.errorcode[number]
+            fill(run, {1: 0.0, 2: 9.0, 3: 1.0, 4: 2.0})
+            real = manifest_module.opened
+
+            def failing(folder: Path, name: str, number: int = number, real: Any = real) -> Any:
+                if folder.name == name_of(2):
+                    raise error_of_disk(folder, number)
+                return real(folder, name)
+
+            monkeypatch.setattr(manifest_module, "opened", failing)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", GRPOWarning)
+                fill(run, {5: 0.5}, keep_last=2)
+            monkeypatch.undo()
+            assert name_of(2) in names_in(run)
+            assert best_checkpoint(run).name == name_of(2)
+            fill(run, {6: 0.5}, keep_last=2)
+            assert names_in(run) == [name_of(2), name_of(5), name_of(6)]
+
+
+def error_of_disk(folder: Path, number: int) -> Exception:
+    """What `opened` raises for a failing disk."""
+    return unreadable(folder / "manifest.json", OSError(number, os.strerror(number)))
+
+
+def test_a_damaged_manifest_is_kept_and_gives_no_permission_to_delete(tmp_path: Path) -> None:
+    fill(tmp_path, {1: 0.0, 2: 9.0, 3: 1.0})
+    (tmp_path / name_of(2) / "manifest.json").write_bytes(b"{")
+    fill(tmp_path, {4: 0.5, 5: 0.25}, keep_last=1)
+    assert names_in(tmp_path) == [name_of(n) for n in (2, 3, 5)]  # unreadable, the best of the others, the newest
+
+
+def test_a_failure_to_prune_warns_once_and_does_not_end_the_run(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    prune = CheckpointFolder._prune
+    for what in ("rename", "listdir", "scandir"):
+
+        def prune_on_a_bad_disk(self: Any, written: Path, what: str = what) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(os, what, failing)
+                prune(self, written)
+
+        with subtests.test(what=what):
+            run = tmp_path / what
+            fill(run, {1: 0.0, 2: 0.0})
+            with CheckpointFolder(run, 1) as folder, monkeypatch.context() as patch:
+                patch.setattr(CheckpointFolder, "_prune", prune_on_a_bad_disk)
+                with pytest.warns(GRPOWarning, match=rf"Old checkpoints in {run} could not be deleted: .*Input/output"):
+                    folder.save(small(3), iteration=3, score=0.0)
+                folder.save(small(4), iteration=4, score=0.0)  # a second warning would be an error
+                assert read_checkpoint(run)["n"] == 4
+                patch.undo()
+                folder.save(small(5), iteration=5, score=0.0)
+            assert names_in(run) == [name_of(5)]
+
+
+def test_what_a_killed_pruning_left_is_removed(tmp_path: Path) -> None:
+    fill(tmp_path, {1: None})
+    for name in [f".{name_of(7)}.{'0' * 32}.tmp", f".{name_of(7)}-update-0001.{'0' * 32}.tmp"]:
+        shutil.copytree(tmp_path / name_of(1), tmp_path / name)
+    (tmp_path / ".iteration-mine.tmp").mkdir()
+    fill(tmp_path, {2: None})
+    assert names_in(tmp_path) == [".iteration-mine.tmp", name_of(1), name_of(2)]
+
+
+def test_newest_is_none_only_without_any_checkpoint(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "run", 3)
+    assert folder.newest() is None
+    fill(tmp_path / "run", {1: None, 2: None})
+    (tmp_path / "run" / name_of(2) / "manifest.json").write_bytes(b"{")
+    assert folder.newest() == tmp_path / "run" / name_of(1)
+    assert not folder.has(2)
+    (tmp_path / "run" / name_of(1) / "manifest.json").write_bytes(b"{")
+    with pytest.raises(CheckpointError, match=rf"No checkpoint in {tmp_path / 'run'} has an intact manifest"):
+        folder.newest()
+
+
+def test_a_checkpoint_ahead_is_refused_to_the_exact_iteration(tmp_path: Path) -> None:
+    fill(tmp_path, {3: None})
+    folder = CheckpointFolder(tmp_path, 3)
+    folder.require_at_most(3)
+    folder.require_at_most(4)
+    with pytest.raises(CheckpointError, match="is of iteration 3, and this trainer is at 2"):
+        folder.require_at_most(2)
+    (tmp_path / name_of(3) / "rank-0" / "state.json").write_bytes(b"x")
+    folder.require_at_most(2)  # damaged: a run may write it again
+
+
+def test_a_checkpoint_ahead_that_the_disk_does_not_give_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, {3: None})
+
+    def failing(folder: Path, name: str) -> Any:
+        error = OSError(errno.EIO, os.strerror(errno.EIO))
+        raise error_of_disk(folder, errno.EIO) from error
+
+    monkeypatch.setattr(manifest_module, "opened", failing)
+    with pytest.raises(CheckpointError, match=r"Cannot read .*To replace it, delete it first") as caught:
+        CheckpointFolder(tmp_path, 3).require_at_most(2)
+    assert type(caught.value) is CheckpointError
+
+
+def test_ranks_save_prune_and_answer_together(tmp_path: Path) -> None:
+    def run(engine: ThreadRank) -> Any:
+        answers: list[Any] = []
+        with CheckpointFolder(tmp_path, 2, engine) as folder:
+            for n, score in [(1, 5.0), (2, float("nan")), (3, 1.0), (4, 0.0)]:
+                answers.append(folder.save(small(10 * n + engine.rank), iteration=n, score=score))
+            answers += [folder.newest(), folder.has(4), folder.has(2), folder.has(1)]
+            folder.require_at_most(4)
+        return answers
+
+    first, second = on_ranks(2, run)
+    assert first == second
+    assert first[-4:] == [tmp_path / name_of(4), True, False, True]
+    assert names_in(tmp_path) == [name_of(n) for n in (1, 3, 4)]
+
+
+def test_all_ranks_take_the_older_checkpoint_if_one_rank_has_a_damaged_file(tmp_path: Path) -> None:
+    def save(engine: ThreadRank) -> None:
+        for n in (1, 2, 3):
+            CheckpointFolder(tmp_path, 9, engine).save(small(10 * n + engine.rank), iteration=n, score=None)
+
+    on_ranks(2, save)
+    (tmp_path / name_of(3) / "rank-1" / "tensors.safetensors").write_bytes(b"cut")
+    (tmp_path / name_of(2) / "rank-0" / "state.json").unlink()
+
+    def load(engine: ThreadRank) -> Any:
+        checkpoint = open_checkpoint(tmp_path, engine)
+        return checkpoint.iteration, checkpoint.load(checkpoint.state)["n"], checkpoint.skipped
+
+    (first, n0, skipped), (second, n1, also) = on_ranks(2, load)
+    assert (first, n0, second, n1) == (1, 10, 1, 11)
+    assert skipped == also
+    assert [("rank-1/tensors" in skipped[0]), ("rank-0/state" in skipped[1]), len(skipped)] == [True, True, 2]
+    for error in on_ranks(2, lambda engine: open_checkpoint(tmp_path / name_of(3), engine)):
+        assert "rank-1/tensors.safetensors is damaged" in str(error)
+
+
+# In a second thread
+
+
+def test_an_asynchronous_save_needs_a_single_process(tmp_path: Path) -> None:
+    class Two(OneProcess):
+        num_ranks = 2
+
+    with pytest.raises(ConfigError, match="needs a single process; there are 2 ranks"):
+        CheckpointFolder(tmp_path, 3, Two(), asynchronous=True)
+
+
+def test_an_asynchronous_save_holds_the_state_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer waits until everything in the state has been changed."""
+    changed, real = threading.Event(), folder_module.commit
+
+    def slow(*arguments: Any) -> None:
+        assert changed.wait(60)
+        real(*arguments)
+
+    monkeypatch.setattr(folder_module, "commit", slow)
+    shared = torch.zeros(1000)
+    state: dict[str, Any] = {"n": [1, {"deep": 2}], "t": shared, "view": shared.view(10, 100), "a": np.zeros(3)}
+    with CheckpointFolder(tmp_path, 3, asynchronous=True) as folder:
+        path = folder.save(state, iteration=1, score=None)
+        assert not path.exists()
+        shared.fill_(7)
+        state["a"][:] = 7
+        state["n"][1]["deep"] = 7
+        changed.set()
+        assert folder.has(1)  # waits
+        found = read_checkpoint(path)
+        assert found["n"] == [1, {"deep": 2}]
+        assert found["t"].sum() == 0
+        assert found["a"].sum() == 0
+        assert found["view"].shape == (10, 100)
+        assert (path / "rank-0" / "tensors.safetensors").stat().st_size < 2 * 4000 + 1000
+        assert folder.newest() == path
+
+
+def test_an_asynchronous_save_copies_once_what_is_stored_once(tmp_path: Path) -> None:
+    shared = torch.randn(1000)
+    with CheckpointFolder(tmp_path, 3, asynchronous=True) as folder:
+        path = folder.save({"a": shared, "b": shared[:]}, iteration=1, score=None)
+    assert (path / "rank-0" / "tensors.safetensors").stat().st_size < 4000 + 500
+
+
+def test_the_error_of_an_asynchronous_save_is_raised_by_the_next_call(
+    subtests: pytest.Subtests, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = {
+        "save": lambda folder: folder.save(small(2), iteration=2, score=None),
+        "has": lambda folder: folder.has(1),
+        "newest": lambda folder: folder.newest(),
+        "require_at_most": lambda folder: folder.require_at_most(1),
+        "leaving": lambda folder: folder.__exit__(None, None, None),
+    }
+    for name, call in calls.items():
+        with subtests.test(name=name):
+            folder = CheckpointFolder(tmp_path / name, 3, asynchronous=True).__enter__()
+            with monkeypatch.context() as patch:
+
+                def full(descriptor: int) -> None:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+                patch.setattr(os, "fsync", full)
+                folder.save(small(1), iteration=1, score=None)
+                folder._pending.exception(60)  # type: ignore[union-attr]
+            with pytest.raises(CheckpointError, match=r"iteration-00000001: .*No space left"):
+                call(folder)
+            folder.__exit__(None, None, None)  # the error was raised once
+            assert names_in(tmp_path / name) == []
+
+
+def test_an_error_of_the_block_carries_the_error_of_the_asynchronous_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def interrupted() -> None:
+        with CheckpointFolder(tmp_path, 3, asynchronous=True) as folder:
+            monkeypatch.setattr(os, "fsync", full)
+            folder.save(small(1), iteration=1, score=None)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupted()
+    assert "No space left" in caught.value.__notes__[0]
+    assert names_in(tmp_path) == []
+
+
+def test_bad_weights_stop_an_asynchronous_save_at_once(tmp_path: Path) -> None:
+    weights = torch.tensor([float("nan")], requires_grad=True)
+    with CheckpointFolder(tmp_path, 3, asynchronous=True) as folder:
+        with pytest.raises(CheckpointError, match="finite weights"):
+            folder.save({"parameters": {"w": weights}}, iteration=1, score=None)
+        with pytest.raises(CheckpointError, match="which a checkpoint cannot hold"):
+            folder.save({"x": object()}, iteration=1, score=None)
+        assert folder.newest() is None
