@@ -1,6 +1,7 @@
 """Capture the state of a `GRPOTrainer` that an exact resume needs, as one nested value."""
 
 from collections.abc import Container, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,13 @@ def stateful_parts(trainer: Any) -> dict[str, Any]:
         "lr_scheduler": trainer.optimizer_step.lr_scheduler,
         "scaler": scaler if scaler.is_enabled() else None,
     }
-    return {name: value for name, value in candidates.items() if isinstance(value, HasState)}
+    return {name: value for name, value in candidates.items() if _has_state(type(value))}
+
+
+@cache
+def _has_state(kind: type) -> bool:
+    """Whether objects of a class have a `state_dict`. Asking a protocol is slow, and each update asks."""
+    return issubclass(kind, HasState)
 
 
 def _addresses(trainer: Any) -> set[int]:
