@@ -8,7 +8,9 @@ judged here: a test compares the outcomes.
 
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -23,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo import ContractError, GRPOConfig, GRPOTrainer
+from grpo import ContractError, GRPOConfig, GRPOTrainer, GRPOWarning
 from grpo.distributed import Engine, OneProcess, Replicated
 from grpo.errors import TrainingInterrupted
 
@@ -33,6 +35,11 @@ PHASES += ["evaluate", "save", "load"]
 
 FAULTS = ["killed", "stopped", "asleep"]
 """How a rank disappears. It can also raise `ContractError`, `ZeroDivisionError` or `TrainingInterrupted`."""
+
+ROOT = Path(__file__).parents[2]
+
+SLACK = 3.0
+"""Seconds for a machine that does other work, too."""
 
 AT_ONCE = 4
 """Number of cases at a time. Most of a case is waiting."""
@@ -47,6 +54,8 @@ class Case:
     culprit: int
     num_ranks: int = 2
     timeout: float = 4.0
+    sigterm: bool = False
+    """Send SIGTERM to the other ranks while they wait for the culprit."""
 
 
 class Failing:
@@ -111,6 +120,9 @@ def run(case: Case, rank: int, folder: Path, engine: Engine | None = None) -> No
 
     def reward(states: Any, actions: Any) -> list[float]:
         failing.reached("reward")
+        warnings.warn("every rank says this", GRPOWarning, stacklevel=1)
+        if rank == 1:
+            warnings.warn("one rank says this", GRPOWarning, stacklevel=1)
         policy.is_evaluating = not policy.is_evaluating  # an evaluation follows every iteration
         return [float(action) for action in actions]
 
@@ -167,8 +179,11 @@ def start(case: Case, rank: int, folder: Path) -> int:
         sys.stdout = sys.stderr = (folder / f"output{rank}").open("w")
         os.dup2(sys.stdout.fileno(), 1)
         os.dup2(sys.stdout.fileno(), 2)
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("always")
         dist.init_process_group("gloo", store=store_of(case, rank, folder), rank=rank, world_size=case.num_ranks)
+        (folder / f"joined{rank}").touch()
+        while not all((folder / f"joined{other}").exists() for other in range(case.num_ranks)):
+            time.sleep(0.01)  # what happens while the process group forms is not the engine's concern
         outcome = outcome_of(case, rank, folder)
         (folder / f"part{rank}").write_text(json.dumps(outcome))
         (folder / f"part{rank}").rename(folder / f"outcome{rank}")
@@ -199,13 +214,19 @@ def play(case: Case, folder: Path) -> dict[str, Any]:
     waiting = {start(case, rank, folder): rank for rank in range(case.num_ranks)}
     codes: dict[int, int] = {}
     deadline = time.monotonic() + 60.0 + case.timeout
-    gone = case.fault in FAULTS
+    gone, is_sent = case.fault in FAULTS, not case.sigterm
     while time.monotonic() < deadline and set(waiting.values()) - ({case.culprit} if gone else set()):
         for process, rank in list(waiting.items()):
             ended, status = os.waitpid(process, os.WNOHANG)
             if ended:
                 codes[rank] = os.waitstatus_to_exitcode(status)
                 del waiting[process]
+        if not is_sent and (folder / "struck").exists():
+            time.sleep(1.0)  # the others wait for the culprit by now
+            is_sent = True
+            for process, rank in waiting.items():
+                if rank != case.culprit:
+                    os.kill(process, signal.SIGTERM)
         time.sleep(0.02)
     for process in waiting:
         os.kill(process, signal.SIGKILL)
@@ -229,6 +250,43 @@ def main(folder: Path) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         outcomes = list(pool.map(lambda item: play(item[1], folder / str(item[0])), enumerate(cases)))
     json.dump(outcomes, sys.stdout)
+
+
+def launch(cases: list[Case], folder: Path) -> list[dict[str, Any]]:
+    """Run the cases in processes of their own, and return what all ranks did."""
+    command = [sys.executable, "-m", "tests.support.failing_ranks", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    text = json.dumps([asdict(case) for case in cases])
+    done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    outcomes: list[dict[str, Any]] = json.loads(done.stdout)
+    return outcomes
+
+
+def require_named(outcome: dict[str, Any]) -> None:
+    """Every rank but the culprit has ended in time, with the same `RankError`, which names the culprit."""
+    culprit, timeout = outcome["case"]["culprit"], outcome["case"]["timeout"]
+    others = [found for rank, found in enumerate(outcome["ranks"]) if rank != culprit]
+    assert [found["kind"] for found in others] == ["RankError"] * len(others), others
+    said = {found["said"].split(" was last seen")[0] for found in others}
+    assert len(said) == 1, said
+    assert re.match(f"Rank {culprit} (did not reach|ended or lost the connection)", said.pop()), others
+    assert max(found["seconds"] for found in others) < timeout + SLACK, others
+
+
+def require_shared(outcome: dict[str, Any]) -> None:
+    """Every rank, the failing one too, has raised the same error soon after the failure."""
+    case, ranks = outcome["case"], outcome["ranks"]
+    kinds = {"ContractError": {"ContractError"}, "ZeroDivisionError": {"RankError"}}
+    kinds["ZeroDivisionError"] |= {"RewardRaisedError"} if case["phase"] in ("reward", "evaluate") else set()
+    if case["phase"] == "load" and case["fault"] in kinds:
+        kinds[case["fault"]] = {"CheckpointError"}
+    assert len({(found["kind"], found["said"]) for found in ranks}) == 1, ranks
+    assert ranks[0]["kind"] in kinds.get(case["fault"], {case["fault"]}), ranks
+    if case["fault"] != "TrainingInterrupted":
+        assert ranks[0]["said"].startswith(f"Rank {case['culprit']}"), ranks
+    assert ranks[case["culprit"]]["cause"], ranks
+    assert max(found["seconds"] for found in ranks) < case["timeout"], ranks
 
 
 if __name__ == "__main__":

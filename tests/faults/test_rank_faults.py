@@ -1,0 +1,40 @@
+"""Each of two and of three ranks is killed, stopped, put to sleep, interrupted or raises, in each phase of training."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.failing_ranks import FAULTS, PHASES, Case, launch, require_named, require_shared
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
+RAISED = ["ContractError", "ZeroDivisionError", "TrainingInterrupted"]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_that_ends_or_hangs_in_any_phase_is_named_on_all_others(
+    num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    cases = [
+        Case(phase=phase, fault=fault, culprit=culprit, num_ranks=num_ranks)
+        for phase in PHASES
+        for fault in FAULTS
+        for culprit in range(num_ranks)
+    ]
+    for outcome in launch(cases, tmp_path):
+        with subtests.test(**outcome["case"]):
+            require_named(outcome)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_an_error_in_any_phase_is_raised_on_all_ranks(
+    num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    cases = [
+        Case(phase=phase, fault=fault, culprit=culprit, num_ranks=num_ranks, timeout=20.0)
+        for phase in PHASES[1:]  # before there is an engine, nothing can be told
+        for fault in RAISED
+        for culprit in range(num_ranks)
+    ]
+    for outcome in launch(cases, tmp_path):
+        with subtests.test(**outcome["case"]):
+            require_shared(outcome)
