@@ -1,6 +1,6 @@
 """One call of a reward model: its answer is checked, and answers for single rows are joined."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -62,23 +62,20 @@ class CheckedCall:
             )
 
     def join(self, answers: Sequence[Answer], mask: Tensor | None) -> Answer:
-        """Join the answers for single rows. `mask` is the mask of all rows.
+        """Join the answers for single rows, which are of one kind. Rewards per step are padded to the steps of the mask.
 
         Raises:
-            RewardError: there are rewards per row and rewards per step.
+            RewardError: every row has one reward per step, and one step.
         """
         totals, parts = zip(*answers, strict=True)
-        width = self._common_width(totals, mask)
+        width = max(total.shape[-1] for total in totals) if mask is None else mask.shape[1]
         total = join_steps(totals, width)
         return as_rewards(self._name, total, len(total)), {
             name: join_steps([part[name] for part in parts], width) for name in parts[0]
         }
 
-    def _common_width(self, totals: Sequence[Tensor], mask: Tensor | None) -> int:
-        """Return the number of steps to which the step rewards of each row are padded. One reward per row is not padded."""
-        if len({total.dim() for total in totals}) > 1:
-            raise RewardError(
-                f"{self._name} must return one reward per row, or one per step; for some rows it returned one number, and for "
-                "others one per step. Return the same kind for every row."
-            )
-        return max(total.shape[-1] for total in totals) if mask is None else mask.shape[1]
+
+def kind_of(answer: Answer) -> Hashable:
+    """The names of the parts, and whether there is one reward per row or one per step. Only equal kinds can be joined."""
+    total, components = answer
+    return total.dim(), *sorted((name, part.dim()) for name, part in components.items())

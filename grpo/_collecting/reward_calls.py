@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -18,7 +19,7 @@ from grpo.types import Rows, select_rows, zero_outside
 from grpo.writing import reward_name
 
 from .circuit_breaker import CircuitBreaker
-from .reward_answers import Answer, CheckedCall
+from .reward_answers import Answer, CheckedCall, kind_of
 
 NUM_TRIALS = 3
 """Number of failed trials in a row after which training stops."""
@@ -224,6 +225,9 @@ class RewardCalls:
                 f"the last time with {type(last).__name__}: {last}"
             ) from last
         self._breaker.succeed()  # rows that fail at the end do not make the next iteration wait
+        kinds = Counter(map(kind_of, answers.values()))
+        answers = {row: answer for row, answer in answers.items() if kind_of(answer) == kinds.most_common(1)[0][0]}
+        self._counts["rewards/failed_calls"] += kinds.total() - len(answers)  # rows unlike the others
         kept = torch.zeros(len(states), dtype=torch.bool)
         kept[sorted(answers)] = True
         return *self._call.join([answers[row] for row in sorted(answers)], mask), kept

@@ -338,12 +338,29 @@ def test_a_row_with_fewer_rewards_than_steps_is_dropped() -> None:
     assert found.kept.tolist() == [True, True, False, True]
 
 
-def test_rows_with_one_reward_and_rows_with_rewards_per_step_are_refused_at_once() -> None:
-    time = FakeTime()
-    reward = one_row(lambda row: torch.ones(1) if row == 1 else torch.ones(1, 3))
-    with pytest.raises(RewardError, match="one per step; for some rows it returned one number"):
-        asked(reward, 4, RAGGED_MASK, time, on_failure="drop")
-    assert time.slept == []
+def test_rows_that_are_rewarded_unlike_most_rows_are_dropped(subtests: pytest.Subtests) -> None:
+    """One reward among rewards per step, rewards per step among single rewards, and a part with another name."""
+    steps, single = torch.ones(1, 3), torch.ones(1)
+    for odd, other in [(single, steps), (steps, single)]:
+        with subtests.test(odd=list(odd.shape)):
+            reward = one_row(lambda row, odd=odd, other=other: odd if row == 1 else other)
+            found = asked(reward, 4, RAGGED_MASK, on_failure="drop")
+            assert found.kept is not None
+            assert found.kept.tolist() == [True, False, True, True]
+            assert found.values.dim() == other.dim()
+            assert found.metrics == counts(dropped=1, failed_calls=1 + 1)
+
+    class Renamed(WeightedRewards):
+        def compute_components(self, states: Any, actions: Any) -> dict[str, Tensor]:
+            (row,) = actions
+            return {"odd" if row == 2 else "x": torch.tensor([float(row)])}
+
+        def combine(self, components: Any) -> Tensor:
+            return sum(components.values())
+
+    found = asked(Renamed({"x": giving(0)}), on_failure="drop")
+    assert found.values.tolist() == found.components["x"].tolist() == [0, 1, 3]
+    assert found.metrics == counts(dropped=1, failed_calls=1 + 1)
 
 
 def test_rewards_per_step_of_a_wrong_width_are_a_failed_call() -> None:
