@@ -1,13 +1,18 @@
 """What tests of failing rewards share: a clock that only sleeping moves, and what is left of the processes of a call."""
 
+import asyncio
 import os
+import random
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo import RewardConfig
+from grpo import RewardConfig, RewardError
 from grpo._collecting.reward_calls import COUNTED, RewardCalls, Rewards
+from tests.support.policies import TablePolicy
+from tests.support.trainers import trainer_of
 
 
 class FakeTime:
@@ -81,3 +86,109 @@ def eventually(holds: Callable[[], bool], what: str, seconds: float = 30.0) -> N
     while not holds():
         assert time.monotonic() < deadline, f"after {seconds} s it does not hold that {what}"
         time.sleep(0.005)
+
+
+FAULTS = ("raises", "hangs", "rubbish")
+HANGS = object()
+"""The answer of a call that is to hang."""
+
+
+class FaultyReward:
+    """A reward of which one call in five raises, hangs or returns rubbish.
+
+    The outcome is drawn from the global generator, and written to a file that all processes share.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __call__(self, states: Any, actions: Any) -> Any:
+        answer = self.answer(actions)
+        if answer is HANGS:
+            time.sleep(3600)
+        return answer
+
+    def answer(self, actions: Any) -> Any:
+        """The rewards, or rubbish, or `HANGS`."""
+        outcome = random.choice(FAULTS) if random.random() < 0.2 else "good"
+        with self.file.open("a") as log:
+            log.write(f"{outcome} {len(actions)}\n")
+        if outcome == "raises":
+            raise ConnectionError("the judge is away")
+        if outcome == "hangs":
+            return HANGS
+        if outcome == "rubbish":
+            return random.choice([None, "text", [0.0] * 99, ["one"] * len(actions), [[0.0]] * len(actions), 1j])
+        return [random.random() for _ in actions]
+
+
+def asynchronous(reward: FaultyReward) -> Callable[[Any, Any], Any]:
+    """The same reward, awaited. It hangs without blocking."""
+
+    async def judge(states: Any, actions: Any) -> Any:
+        answer = reward.answer(actions)
+        if answer is HANGS:
+            await asyncio.sleep(3600)
+        return answer
+
+    return judge
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultyRun:
+    """What a run with failing rewards reported, and what happened."""
+
+    reported: dict[str, float]
+    """The sums of the metrics over all iterations."""
+    expected: dict[str, float]
+    """What they must be, from the file."""
+    num_raised: int
+    """Number of steps that raised."""
+    num_dropped: int
+    """Number of rows that were dropped."""
+    num_faults: dict[str, int]
+    """Number of calls with each fault."""
+
+
+def run_with_faults(
+    folder: Path, *, num_iterations: int, timeout: float, is_async: bool, on_failure: Any, seed: int = 0
+) -> FaultyRun:
+    """Train, evaluate now and then, go on after steps that raise, and compare what is reported with what happened."""
+    file = folder / "calls"
+    file.touch()
+    reward = FaultyReward(file)
+    settings = RewardConfig(num_retries=1, retry_delay=0.0, timeout=timeout, on_failure=on_failure, breaker_failures=50)
+    trainer = trainer_of(TablePolicy(), asynchronous(reward) if is_async else reward, reward=settings, seed=seed)
+    reported = dict.fromkeys(COUNTED, 0.0)
+    num_raised = num_answered = 0
+    while num_answered < num_iterations:
+        try:
+            if (num_answered + num_raised) % 7 == 3:
+                trainer.evaluate(["a", "b"])
+            metrics = trainer.step(["a", "b"])
+        except RewardError:
+            num_raised += 1
+            continue
+        num_answered += 1
+        reported = {name: value + metrics[name] for name, value in reported.items()}
+    lines = [line.split() for line in file.read_text().splitlines()]
+    calls = [(outcome, int(rows)) for outcome, rows in lines]
+    failed = [rows for outcome, rows in calls if outcome != "good"]
+    # a call for all rows that follows a failed one is its retry; two in a row are never followed by another retry
+    retries, may_retry = 0, False
+    for outcome, rows in calls:
+        if rows == 8:
+            retries += may_retry
+            may_retry = outcome != "good" and not may_retry
+    return FaultyRun(
+        reported=reported,
+        expected=counts(
+            failed_calls=len(failed),
+            timeouts=sum(outcome == "hangs" for outcome, _ in calls),
+            retries=retries,
+            dropped=sum(rows == 1 for rows in failed),
+        ),
+        num_raised=num_raised,
+        num_dropped=sum(rows == 1 for rows in failed),
+        num_faults={fault: sum(outcome == fault for outcome, _ in calls) for fault in FAULTS},
+    )

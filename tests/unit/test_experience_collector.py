@@ -234,6 +234,22 @@ def test_rewards_receive_the_samplers_steps() -> None:
     assert collector.rewards_of([0], 2).tolist() == [3, 3]
 
 
+def test_failures_of_an_evaluation_are_reported_by_the_next_collection() -> None:
+    """The first and the third call raise: of an evaluation, and of a collection."""
+    outcomes = iter([True, False, True, False, False])
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        if next(outcomes):
+            raise ConnectionError
+        return [1.0] * len(actions)
+
+    settings = RewardConfig(num_retries=1, retry_delay=0.0)
+    collector = collector_of(TablePolicy(), reward, reward=settings)
+    collector.rewards_of(["a"], 2)
+    assert collector.collect(["a"]).metrics["rewards/failed_calls"] == 2.0
+    assert collector.collect(["a"]).metrics["rewards/failed_calls"] == 0.0
+
+
 def test_rewards_of_fresh_actions_are_one_number_per_row() -> None:
     policy = scripted()
     assert collector_of(policy, group_size=99).rewards_of(["a", "b"], 3).tolist() == [0, 1, 1, 11, 10, 12]

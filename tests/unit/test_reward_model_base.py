@@ -11,6 +11,7 @@ import torch
 
 from grpo import ConfigError, ProtocolError, RewardConfig, RewardError, WeightedRewards
 from grpo._collecting.reward_calls import RewardCalls
+from grpo.checks import check_reward_model
 from grpo.reward_model_base import (
     ReportsComponents,
     RewardFunction,
@@ -205,6 +206,10 @@ def test_an_async_function_is_awaited() -> None:
     both = WeightedRewards({"awaited": awaited, "plain": length}, {"awaited": 1.0, "plain": 0.5})
     assert both.compute_rewards(["s", "t"], ["ab", "abc"]).tolist() == [3.0, 4.5]
     assert list(both.compute_components(["s"], ["ab"])) == ["awaited", "plain"]
+
+
+def test_an_async_function_passes_the_checks_of_reward_models() -> None:
+    check_reward_model(awaited, ["s", "t"], ["ab", "abc"], strict=True).raise_for_failures()
 
 
 def test_without_a_time_limit_every_call_is_made_in_this_process() -> None:

@@ -1,0 +1,25 @@
+"""1,000 iterations in which one call of the reward in five raises, hangs or returns rubbish."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.reward_faults import children, run_with_faults
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "drop"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_thousand_iterations_count_every_failure_and_leave_no_process(
+    is_async: bool, on_failure: str, tmp_path: Path
+) -> None:
+    threads = threading.active_count()
+    run = run_with_faults(tmp_path, num_iterations=1000, timeout=0.5, is_async=is_async, on_failure=on_failure)
+    assert run.reported == run.expected
+    assert (run.num_raised > 10) == (on_failure == "raise")
+    assert (run.num_dropped > 10) == (on_failure == "drop")
+    assert min(run.num_faults.values()) > 50
+    assert children() == set()
+    assert threading.active_count() <= threads + 1  # the event loop's

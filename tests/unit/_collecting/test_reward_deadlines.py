@@ -1,0 +1,147 @@
+"""A reward that never answers: whatever it is, the call ends within a second of its deadline, and leaves no process."""
+
+import asyncio
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.llm.completions import Completion
+from adapters.llm.rewards.completion_rewards import CompletionRewards
+from grpo import RewardConfig, WeightedRewards
+from grpo._collecting.reward_calls import RewardCalls
+from grpo.errors import DeadlineError, RewardRaisedError, RewardTimeoutError
+from tests.support.reward_faults import asked, children, counts, eventually, is_alive, write_process, written
+
+TIMEOUT = 0.3
+released = threading.Event()
+"""Ends the call that blocks."""
+
+
+def ones(states: Any, actions: Any) -> list[float]:
+    return [1.0] * len(actions)
+
+
+async def awaits(states: Any, actions: Any) -> None:
+    await asyncio.sleep(3600)
+
+
+async def blocks(states: Any, actions: Any) -> None:
+    released.wait(60)
+
+
+def sleeps(states: Any, actions: Any) -> None:
+    time.sleep(3600)
+
+
+def sleeps_for_bb(completion: str) -> float:
+    return time.sleep(3600 if completion == "bb" else 0) or 1.0
+
+
+async def awaits_for_bb(completion: str) -> float:
+    return await asyncio.sleep(3600 if completion == "bb" else 0) or 1.0
+
+
+class Judge(torch.nn.Linear):
+    def compute_rewards(self, states: Any, actions: Any) -> None:
+        time.sleep(3600)
+
+
+class Parts(Judge):
+    def compute_components(self, states: Any, actions: Any) -> dict[str, torch.Tensor]:
+        return {"ones": torch.ones(len(actions))}
+
+    def combine(self, components: Any) -> None:
+        time.sleep(3600)
+
+
+HANGING: dict[str, tuple[Callable[[], Any], str]] = {
+    "async": (lambda: awaits, "awaits"),
+    "async that blocks": (lambda: blocks, "blocks"),
+    "plain": (lambda: sleeps, "sleeps"),
+    "reward model": (lambda: Judge(1, 1), "Judge.compute_rewards"),
+    "reward model with parts": (lambda: Parts(1, 1), "Parts.compute_rewards"),
+    "part of a sum": (lambda: WeightedRewards({"ones": ones, "slow": sleeps}), "sleeps"),
+    "async part of a sum": (lambda: WeightedRewards({"ones": ones, "slow": awaits}), "awaits"),
+    "part of a part": (
+        lambda: WeightedRewards({"inner": WeightedRewards({"slow": Judge(1, 1)})}),
+        "Judge.compute_rewards",
+    ),
+    "row of completions": (lambda: CompletionRewards(sleeps_for_bb), "sleeps_for_bb at row 1"),
+    "awaited row of completions": (lambda: CompletionRewards(awaits_for_bb), "awaits_for_bb at row 1"),
+    "all completions": (lambda: CompletionRewards(sleeps), "sleeps"),
+    "reward model of completions": (lambda: CompletionRewards({"model": Judge(1, 1)}), "Judge.compute_rewards"),
+}
+
+
+def test_a_reward_that_never_answers_ends_at_its_deadline(subtests: pytest.Subtests) -> None:
+    actions = [Completion(token_ids=(1,), text=text, finish_reason="end") for text in ("a", "bb", "ccc")]
+    before = children()
+    for kind, (make, name) in HANGING.items():
+        with subtests.test(kind=kind):
+            calls = RewardCalls(make(), RewardConfig(timeout=TIMEOUT))
+            begin = time.monotonic()
+            message = (
+                rf"exceeded reward\.timeout=0\.3: {name} did not answer within 0\.3 s.* for rows 0 to 2, in 1 call"
+            )
+            with pytest.raises(RewardTimeoutError, match=message) as caught:
+                calls(["p"] * 3, actions)
+            assert TIMEOUT <= time.monotonic() - begin < TIMEOUT + 1.0
+            assert isinstance(caught.value.__cause__, DeadlineError)
+            assert children() == before
+    released.set()
+
+
+def test_a_process_that_the_reward_started_ends_too(tmp_path: Path) -> None:
+    def start_and_hang(states: Any, actions: Any) -> None:
+        write_process(tmp_path / "child", subprocess.Popen(["sleep", "3600"], start_new_session=True).pid)
+        write_process(tmp_path / "self", os.getpid())
+        time.sleep(3600)
+
+    with pytest.raises(RewardTimeoutError):
+        asked(start_and_hang, timeout=1.0)
+    for process in written([tmp_path / "child", tmp_path / "self"]):
+        eventually(lambda process=process: not is_alive(process), "the process has ended")
+
+
+def test_timeouts_are_counted_retried_and_dropped(tmp_path: Path) -> None:
+    """The first call hangs, and a call with row 2 alone. The call after the first raises."""
+
+    def reward(states: Any, actions: Any) -> list[float]:
+        (file := tmp_path / "calls").touch()
+        number = len(file.read_text())
+        file.write_text("x" * (number + 1))
+        if number == 0 or [*actions] == [2]:
+            time.sleep(3600)
+        return [1.0] * len(actions) if number > 1 else 1 / 0
+
+    found = asked(reward, timeout=0.6, num_retries=1, on_failure="drop")
+    assert found.kept is not None
+    assert found.kept.tolist() == [True, True, False, True]
+    assert found.metrics == counts(timeouts=2, failed_calls=3, retries=1, dropped=1)
+
+
+def test_a_timeout_of_the_function_itself_is_no_timeout() -> None:
+    def reward(states: Any, actions: Any) -> None:
+        raise TimeoutError("server busy")
+
+    with pytest.raises(RewardRaisedError, match="reward raised TimeoutError: server busy") as caught:
+        asked(reward, timeout=60.0)
+    assert not isinstance(caught.value, RewardTimeoutError)
+    assert asked(Once(reward, ones), timeout=None, num_retries=1).metrics == counts(failed_calls=1, retries=1)
+
+
+class Once:
+    """Another reward in the first call."""
+
+    def __init__(self, first: Any, rest: Any) -> None:
+        self.rewards = [rest, first]
+
+    def __call__(self, states: Any, actions: Any) -> Any:
+        return (self.rewards.pop() if len(self.rewards) > 1 else self.rewards[0])(states, actions)
