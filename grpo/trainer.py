@@ -150,15 +150,14 @@ class GRPOTrainer:
         return self._complete(batch)
 
     @on_all_ranks
-    def update(self, batch: ExperienceBatch) -> dict[str, float]:
-        """The second half of `step`: all optimizer steps on one batch, from `collect` or from your own code."""
-        return self.improve(self.prepared(batch))
+    def update(self, batch: ExperienceBatch | None) -> dict[str, float]:
+        """The second half of `step`: all optimizer steps on one batch, from `collect` or from your own code.
 
-    @on_all_ranks
-    def improve(self, rows: UpdateRows) -> dict[str, float]:
-        """Make the optimizer steps on prepared rows. Rows of a stopped iteration continue after their last update."""
+        Args:
+            batch: the rows. None: the rows of the iteration that was stopped, whose other updates are made now.
+        """
         start = time.perf_counter()
-        self.progress.unfinished = rows
+        rows = self.prepared(batch)
         self.policy.train()
         self.safe_points.reached()
         was_stale = self.sampler.is_stale
@@ -182,9 +181,10 @@ class GRPOTrainer:
         seconds = time.perf_counter() - start
         return {**metrics, "time/update": seconds, "time/iteration": seconds}
 
-    @on_all_ranks
-    def prepared(self, batch: ExperienceBatch) -> UpdateRows:
+    def prepared(self, batch: ExperienceBatch | None) -> UpdateRows:
         """Compute advantages, and add rows of earlier iterations. With `split_steps`, each step becomes a row."""
+        if batch is None:
+            return self.progress.stopped_rows()
         self.progress.drop_unfinished()
         batch = self._complete(batch)
         rows, all_ranks = with_advantages(batch, self.advantages, self.engine)
@@ -194,7 +194,8 @@ class GRPOTrainer:
             rows = replace(rows, batch=self._complete(rows.batch))
         self.meter.clear()
         self.optimizer_step.begin()
-        return UpdateRows(rows, self.setup, all_ranks)
+        self.progress.unfinished = UpdateRows(rows, self.setup, all_ranks)
+        return self.progress.unfinished
 
     def _complete(self, batch: ExperienceBatch) -> ExperienceBatch:
         return self.collector.complete(batch, several_updates=self.setup.num_updates(batch) > 1)
@@ -294,10 +295,9 @@ class GRPOTrainer:
     def _iteration(self, run: Run) -> dict[str, float]:
         """One iteration of a run, or the rest of an iteration that was stopped."""
         start = time.perf_counter()
-        rows = self.progress.unfinished
-        if rows is None:
-            rows = self.prepared(self.collect(run.draw(), more_states=run.draw))
-        metrics = {**self.improve(rows), "time/iteration": time.perf_counter() - start}
+        is_new = self.progress.unfinished is None
+        batch = self.collect(run.draw(), more_states=run.draw) if is_new else None
+        metrics = {**self.update(batch), "time/iteration": time.perf_counter() - start}
         self.progress.unrecorded = metrics
         self.safe_points.reached()
         return metrics

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from grpo.checkpoint import CheckpointFolder, require_encodable
 from grpo.distributed import Engine
-from grpo.errors import ConfigError, GRPOWarning
+from grpo.errors import ConfigError, ContractError, GRPOWarning
 from grpo.metrics import MetricSink
 from grpo.types import Rows, select_rows
 
@@ -49,6 +49,12 @@ class RunProgress:
             self.position, self.num_draws, self.best_score = 0, 0, -math.inf
             self.unfinished = self.unrecorded = None
         self.is_loaded = False
+
+    def stopped_rows(self) -> UpdateRows:
+        """The rows of the iteration that was stopped. A ContractError if there is none."""
+        if self.unfinished is None:
+            raise ContractError("update(None) needs an iteration that was stopped, and there is none. Pass a batch.")
+        return self.unfinished
 
     def drop_unfinished(self) -> None:
         """Forget an iteration whose updates are not finished, and warn if a checkpoint held it."""

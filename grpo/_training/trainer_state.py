@@ -81,7 +81,7 @@ def stateful_parts(trainer: Any) -> dict[str, Any]:
         "lr_scheduler": trainer.optimizer_step.lr_scheduler,
         "scaler": scaler if scaler.is_enabled() else None,
     }
-    return {name: value for name, value in candidates.items() if _has_state(type(value))}
+    return {name: value for name, value in candidates.items() if _has_state(value.__class__)}
 
 
 @cache
