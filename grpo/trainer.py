@@ -181,6 +181,7 @@ class GRPOTrainer:
         seconds = time.perf_counter() - start
         return {**metrics, "time/update": seconds, "time/iteration": seconds}
 
+    @on_all_ranks
     def prepared(self, batch: ExperienceBatch | None) -> UpdateRows:
         """Compute advantages, and add rows of earlier iterations. With `split_steps`, each step becomes a row."""
         if batch is None:
