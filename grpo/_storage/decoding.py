@@ -48,8 +48,10 @@ class SavedArray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedObject:
-    """Stands for an object that `from_state` will make."""
+    """Stands for an object that `from_state` will make. Where the object occurs again, there is the same placeholder."""
 
+    number: int
+    """Number of objects that end before this one in the text."""
     kind: type
     """The object's class."""
     state: Any
@@ -67,37 +69,55 @@ def decode(text: bytes, places: Mapping[str, Place]) -> Any:
         CheckpointError: an object's class is not imported, or is not a frozen dataclass that can be restored.
         ValueError: the text is not what `encode` writes.
     """
+    return _Decoder(places).value(json.loads(text), 0)
 
-    return _with_placeholders(json.loads(text), places, 0)
 
+class _Decoder:
+    """Goes through a value in the order of the text, and numbers the objects in it."""
 
-def _with_placeholders(value: Any, places: Mapping[str, Place], depth: int) -> Any:
-    if depth > MAX_DEPTH + 1:
-        raise ValueError(f"its values are nested deeper than {MAX_DEPTH} levels")
+    def __init__(self, places: Mapping[str, Place]) -> None:
+        self._places = places
+        self._objects: list[SavedObject] = []
 
-    def inner(value: Any) -> Any:
-        return _with_placeholders(value, places, depth + 1)
+    def value(self, value: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH and isinstance(value, dict | list):
+            raise ValueError(f"its values are nested deeper than {MAX_DEPTH} levels")
 
-    match value:
-        case list():
-            return value if all(type(entry) in SCALARS for entry in value) else [inner(entry) for entry in value]
-        case {"$tensor": str(name), **rest} if not rest:
-            return SavedTensor(name=name, shape=places[name].shape, dtype=places[name].dtype)
-        case {"$array": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if not rest:
-            return _saved_array(name, np.dtype(dtype), tuple(shape), places[name])
-        case {"$object": str(name), "state": state, **rest} if not rest:
-            return SavedObject(kind=class_of(name), state=inner(state))
-        case {"$items": list(items), **rest} if not rest:
-            return {inner(key): inner(entry) for key, entry in items}
-        case {"$tuple": list(entries), **rest} if not rest:
-            return tuple(inner(entry) for entry in entries)
-        case dict():
-            unknown = [key for key in value if key.startswith("$")]
-            if unknown:
-                raise ValueError(f"{unknown[0]!r} is not a marker of this version, or lacks its values")
-            return {key: inner(entry) for key, entry in value.items()}
-        case _:
-            return value
+        def inner(value: Any) -> Any:
+            return self.value(value, depth + 1)
+
+        match value:
+            case list():
+                return value if all(type(entry) in SCALARS for entry in value) else [inner(entry) for entry in value]
+            case {"$tensor": str(name), **rest} if not rest:
+                return SavedTensor(name=name, shape=self._places[name].shape, dtype=self._places[name].dtype)
+            case {"$array": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if not rest:
+                return _saved_array(name, np.dtype(dtype), tuple(shape), self._places[name])
+            case {"$object": str(name), "state": state, **rest} if not rest:
+                kind, state = class_of(name), inner(state)
+                self._objects.append(SavedObject(number=len(self._objects), kind=kind, state=state))
+                return self._objects[-1]
+            case {"$same": int(number), **rest} if not rest:
+                return self._same(number)
+            case {"$items": list(items), **rest} if not rest:
+                return {inner(key): inner(entry) for key, entry in items}
+            case {"$tuple": list(entries), **rest} if not rest:
+                return tuple(inner(entry) for entry in entries)
+            case dict():
+                unknown = [key for key in value if key.startswith("$")]
+                if unknown:
+                    raise ValueError(f"{unknown[0]!r} is not a marker of this version, or lacks its values")
+                return {key: inner(entry) for key, entry in value.items()}
+            case _:
+                return value
+
+    def _same(self, number: int) -> SavedObject:
+        """Return an object that occurs again. Its number is known when it is complete, so that no object contains itself."""
+        if type(number) is not int or not 0 <= number < len(self._objects):
+            raise ValueError(
+                f"'$same' must be the number of one of the {len(self._objects)} objects before; got {number}"
+            )
+        return self._objects[number]
 
 
 def _saved_array(name: str, dtype: np.dtype[Any], shape: tuple[Any, ...], place: Place) -> SavedArray:
@@ -107,8 +127,13 @@ def _saved_array(name: str, dtype: np.dtype[Any], shape: tuple[Any, ...], place:
     return SavedArray(name=name, shape=shape, dtype=dtype)
 
 
-def loaded(value: Any, read: Callable[[str], Tensor]) -> Any:
+def loaded(value: Any, read: Callable[[str], Tensor], objects: dict[int, Any]) -> Any:
     """Return `value` with every placeholder replaced. Each stored tensor is read once, with `read(name)`.
+
+    Args:
+        value: what `decode` returned, or a part of it.
+        read: reads a tensor.
+        objects: the objects that other parts contain, by their numbers. The objects of this part are added.
 
     Raises:
         CheckpointError: `from_state` of a class raised.
@@ -132,7 +157,9 @@ def loaded(value: Any, read: Callable[[str], Tensor]) -> Any:
                     else _empty(value)
                 )
             case SavedObject():
-                return _from_state(value.kind, restored(value.state))
+                if value.number not in objects:
+                    objects[value.number] = _from_state(value.kind, restored(value.state))
+                return objects[value.number]
             case dict():
                 return {restored(key): restored(entry) for key, entry in value.items()}
             case list():

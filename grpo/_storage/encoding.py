@@ -6,6 +6,7 @@ Types that JSON lacks become an object with one `$...` key. `decoding` has the w
 import enum
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ ADVICE = f"{ALLOWED}, give the class to_state() and from_state(), or train witho
 def encode(state: Mapping[str, Any], sink: Callable[[bytes], object]) -> dict[str, Stored]:
     """Pass the JSON text of `state` to `sink` in parts, and return the tensors and arrays that it refers to by name.
 
-    Tensors are not copied. Equal views of one storage are stored once.
+    Tensors are not copied. Equal views of one storage are stored once, and so is an object with `to_state` that occurs again.
 
     Raises:
         CheckpointError: a value has a type that a checkpoint cannot hold. The message names its place.
@@ -48,6 +49,18 @@ def require_encodable(value: Any, where: str) -> None:
     _Encoder(len).encode(value, where)  # the text goes nowhere
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """An object that is in the text. A later occurrence refers to it."""
+
+    value: Any
+    """The object. As long as it is held, no other object has its id."""
+    number: int
+    """Number of objects that were complete before this one."""
+    height: int
+    """Levels of nesting that the object adds to its own level."""
+
+
 class _Encoder:
     """Writes JSON text in the order of the nested value, and collects the tensors."""
 
@@ -55,6 +68,8 @@ class _Encoder:
         self.tensors: dict[str, Stored] = {}
         self._sink = sink
         self._seen: dict[Any, str] = {}
+        self._objects: dict[int, _Written] = {}
+        self._deepest = 0
         self._parts: list[str] = []
         self._length = 0
 
@@ -77,15 +92,17 @@ class _Encoder:
         self._parts, self._length = [], 0
 
     def _value(self, value: Any, where: str, path: tuple[str, ...], depth: int) -> None:
-        if depth > MAX_DEPTH:
-            raise _too_deep(where)
         if isinstance(value, np.generic):
             value = value.item()
         if isinstance(value, enum.Enum):
             raise _unknown(value, where)
         if isinstance(value, SCALARS):
             self._write(_scalar(value, where))
-        elif isinstance(value, Tensor):
+            return
+        if depth > MAX_DEPTH:
+            raise _too_deep(where)
+        self._deepest = max(self._deepest, depth)
+        if isinstance(value, Tensor):
             self._write(json.dumps({"$tensor": self._tensor(value, where, path)}))
         elif isinstance(value, np.ndarray) and value.dtype.kind not in "OV":
             name = self._store(value, path)
@@ -99,11 +116,29 @@ class _Encoder:
             self._entries(value, where, path, depth)
             self._write("}")
         elif (kind := restorable_name(type(value))) is not None:
-            self._write(f'{{"$object": {json.dumps(kind)}, "state": ')
-            self._value(value.to_state(), f"{where}.to_state()", path, depth + 1)
-            self._write("}")
+            self._object(value, kind, where, path, depth)
         else:
             raise _unknown(value, where)
+
+    def _object(self, value: Any, kind: str, where: str, path: tuple[str, ...], depth: int) -> None:
+        """Write an object's state, or a reference if the same object is in the text already.
+
+        The state of a group is the same object in each of its rows, and rows are in the replay buffer as well.
+        """
+        written = self._objects.get(id(value))
+        if written is not None:
+            if depth + written.height > MAX_DEPTH:
+                raise _too_deep(where)
+            self._deepest = max(self._deepest, depth + written.height)
+            self._write(json.dumps({"$same": written.number}))
+            return
+        above, self._deepest = self._deepest, depth
+        self._write(f'{{"$object": {json.dumps(kind)}, "state": ')
+        self._value(value.to_state(), f"{where}.to_state()", path, depth + 1)
+        self._write("}")
+        # numbered when it is complete, so that no object can refer to itself
+        self._objects[id(value)] = _Written(value=value, number=len(self._objects), height=self._deepest - depth)
+        self._deepest = max(self._deepest, above)
 
     def _entries(self, values: Sequence[Any], where: str, path: tuple[str, ...], depth: int) -> None:
         self._write("[")

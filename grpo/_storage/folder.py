@@ -152,7 +152,11 @@ class CheckpointFolder:
         return newest
 
     def require_at_most(self, iteration: int) -> None:
-        """Require that no checkpoint in the folder is ahead of `iteration`, but damaged ones, which a run may replace."""
+        """Require that no intact checkpoint in the folder is ahead of `iteration`. A run may replace damaged ones.
+
+        Raises:
+            CheckpointError: names the newest checkpoint that is ahead, or a checkpoint that the disk does not give.
+        """
         self._wait()
         self._of_first_rank(lambda: self._require_at_most(iteration))
 
@@ -171,15 +175,20 @@ class CheckpointFolder:
         return max(manifests, key=lambda path: manifests[path].position, default=None)
 
     def _require_at_most(self, iteration: int) -> None:
+        ahead: dict[Path, Manifest] = {}
         for path in self._own():
             with suppress(DamagedCheckpointError):
                 manifest = self._readable(path)
                 if manifest.iteration > iteration:
-                    require_intact(path, manifest)
-                    raise CheckpointError(
-                        f"{path} is of iteration {manifest.iteration}, and this trainer is at {iteration}. Continue from it "
-                        "with trainer.load_checkpoint(...), delete it, or choose another checkpoint_dir."
-                    )
+                    ahead[path] = manifest
+        for path in sorted(ahead, key=lambda path: ahead[path].position, reverse=True):
+            # the first intact one ends the search, so that no other checkpoint is read as a whole
+            with suppress(DamagedCheckpointError):
+                require_intact(path, ahead[path])
+                raise CheckpointError(
+                    f"{path} is of iteration {ahead[path].iteration}, and this trainer is at {iteration}. Continue from it "
+                    'with train(..., resume="auto"), delete it, or choose another checkpoint_dir.'
+                )
 
     def _readable(self, path: Path) -> Manifest:
         """Read a manifest. Raise an error that is not about damage if the disk, and not the contents, is the reason."""

@@ -32,6 +32,8 @@ class Checkpoint:
     skipped: tuple[str, ...] = ()
     """What is wrong with each newer checkpoint of the folder."""
     _tensors: TensorFile = field(repr=False)
+    _objects: dict[int, Any] = field(default_factory=dict, repr=False)
+    """Objects that were restored: one that occurs in several parts is the same object in all of them."""
 
     def load(self, part: Any) -> Any:
         """Return `part`, which is the state or a value in it, with tensors, arrays and objects read from the disk.
@@ -40,7 +42,7 @@ class Checkpoint:
             CheckpointError: the file of tensors is missing or has changed, or an object's `from_state` raised.
         """
         try:
-            return loaded(part, self._tensors.read)
+            return loaded(part, self._tensors.read, self._objects)
         except (ValueError, TypeError, RecursionError) as error:
             raise DamagedCheckpointError(
                 f"{self.path} is intact, but not a checkpoint of this package: {error!r}. Use another checkpoint."
@@ -146,12 +148,17 @@ def _opened(folder: Path, engine: Engine | None, skipped: tuple[str, ...], check
         require_size(folder, name, manifest.files[name])
     require_hash(folder, state_name, manifest.files[state_name])
     tensors = TensorFile(folder, tensors_name)
+    try:
+        state = _state(folder, state_name, manifest.files[state_name].size, tensors)
+    except DamagedCheckpointError:
+        require_hash(folder, tensors_name, manifest.files[tensors_name])  # names in its header may be wrong
+        raise
     checkpoint = Checkpoint(
         path=folder,
         iteration=manifest.iteration,
         update=manifest.update,
         score=manifest.score,
-        state=_state(folder, state_name, manifest.files[state_name].size, tensors),
+        state=state,
         skipped=skipped,
         _tensors=tensors,
     )

@@ -83,13 +83,31 @@ def write_tensors(file: HashingWriter, tensors: Mapping[str, Stored]) -> None:
             file.write(chunk, is_constant=_is_in_order(tensors[name]))
 
 
-def chunks_of(value: Stored) -> Iterator[memoryview]:
-    """The bytes of a tensor or an array, at most `CHUNK` at a time, in the order of its elements."""
-    return map(_bytes_of, _pieces(value))
-
-
 def _item_size(value: Stored) -> int:
     return value.element_size() if isinstance(value, Tensor) else 1
+
+
+def chunks_of(value: Stored) -> Iterator[memoryview]:
+    """The bytes of a tensor or an array, at most `CHUNK` at a time, in the order of its elements.
+
+    Values in the host's memory are not copied if their elements are in order. The chunks of other values share one buffer, so
+    that each chunk has to be used before the next one is asked for.
+    """
+    if isinstance(value, Tensor):
+        value = value.detach()
+        size = 0 if _is_in_order(value) else min(value.numel(), CHUNK // value.element_size())
+        copied = torch.empty(size, dtype=value.dtype)
+        for piece in _pieces(value):
+            if size:
+                piece = copied[: piece.numel()].view(piece.shape).copy_(piece)
+            yield _bytes_of(piece.reshape(-1).view(torch.uint8).numpy() if piece.numel() else np.empty(0))
+    else:
+        for piece in _pieces(value):
+            yield _bytes_of(np.ascontiguousarray(piece))
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data if array.nbytes else memoryview(b"")
 
 
 def _is_in_order(value: Stored) -> bool:
@@ -115,15 +133,6 @@ def _pieces(value: Any) -> Iterator[Any]:
     step = CHUNK // bytes_per_entry
     for begin in range(0, len(value), step):
         yield value[begin : begin + step]
-
-
-def _bytes_of(piece: Stored) -> memoryview:
-    """Return the bytes of a piece in the order of its elements. Contiguous pieces on the CPU are not copied."""
-    if isinstance(piece, Tensor):
-        flat = piece.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        piece = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-    array = np.ascontiguousarray(piece)
-    return array.reshape(-1).view(np.uint8).data if array.nbytes else memoryview(b"")
 
 
 class TensorFile:

@@ -16,6 +16,7 @@ import torch
 from grpo import CheckpointError, ConfigError, GRPOWarning
 from grpo._storage import folder as folder_module
 from grpo._storage import manifest as manifest_module
+from grpo._storage import opening
 from grpo._storage.files import unreadable
 from grpo.checkpoint import CheckpointFolder, best_checkpoint, open_checkpoint, read_checkpoint
 from grpo.distributed import OneProcess
@@ -167,6 +168,29 @@ def test_a_checkpoint_ahead_is_refused_to_the_exact_iteration(tmp_path: Path) ->
         folder.require_at_most(2)
     (tmp_path / name_of(3) / "rank-0" / "state.json").write_bytes(b"x")
     folder.require_at_most(2)  # damaged: a run may write it again
+
+
+def test_the_newest_intact_checkpoint_ahead_is_named_and_no_other_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, dict.fromkeys(range(1, 6)), keep_last=9)
+    CheckpointFolder(tmp_path, 9).save(small(6), iteration=5, update=2, score=None)
+    read: list[str] = []
+    real = opening.require_hash
+    monkeypatch.setattr(opening, "require_hash", lambda f, name, r: (read.append(f.name), real(f, name, r))[1])
+    folder = CheckpointFolder(tmp_path, 9)
+    for newest in (f"{name_of(5)}-update-0002", name_of(5), name_of(4)):
+        read.clear()
+        message = (
+            rf'{newest} is of iteration {int(newest[10:18])}, and .* with train\(\.\.\., resume="auto"\), delete it'
+        )
+        with pytest.raises(CheckpointError, match=message):
+            folder.require_at_most(2)
+        assert set(read) == {newest}
+        (tmp_path / newest / "rank-0" / "state.json").write_bytes(b"x")  # its size tells that it is damaged
+    read.clear()
+    folder.require_at_most(3)
+    assert read == []
 
 
 def test_a_checkpoint_ahead_that_the_disk_does_not_give_is_not_taken_for_damaged(

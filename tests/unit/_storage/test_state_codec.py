@@ -135,7 +135,9 @@ def test_shared_tensors_and_views_come_back_equal_and_are_stored_once(tmp_path: 
     path = write_checkpoint(tmp_path / "shared", state, iteration=0)
     found = read_checkpoint(path)
     assert digest(found) == digest(state)
-    assert (path / "rank-0" / "tensors.safetensors").stat().st_size < 4000 * 3 + 2000  # a, flat and c; b is a, head is small
+    assert (
+        path / "rank-0" / "tensors.safetensors"
+    ).stat().st_size < 4000 * 3 + 2000  # a, flat and c; b is a, head is small
 
 
 def test_a_parameter_is_saved_without_its_graph(tmp_path: Path) -> None:
