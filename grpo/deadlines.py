@@ -6,6 +6,7 @@ the deadline, because nothing else can end a function that does not await.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import functools
 import inspect
 import math
@@ -64,8 +65,8 @@ def await_all(
     """
     background = _background_loop()
     watch = _Watch(calls, timeout)
-    future = asyncio.run_coroutine_threadsafe(_await_together(calls, watch, max_concurrent), background.loop)
     try:
+        future = asyncio.run_coroutine_threadsafe(_await_together(calls, watch, max_concurrent), background.loop)
         while not concurrent.futures.wait([future], min(watch.seconds_left(), WAIT_SECONDS)).done:
             if watch.seconds_left() == 0.0:
                 background.give_up()
@@ -74,8 +75,10 @@ def await_all(
                     "ignores that it was cancelled. Await inside it, or make it a plain function, whose process is killed."
                 )
         return future.result()
-    finally:  # an interrupt also cancels the calls
-        future.cancel()
+    except BaseException:  # an interrupt, too, also one that comes before `future` has a value
+        with contextlib.suppress(RuntimeError):  # the loop was given up, and has closed
+            background.loop.call_soon_threadsafe(watch.cancel)
+        raise
 
 
 class _Watch:
@@ -86,6 +89,20 @@ class _Watch:
         self._calls = calls
         self._started: dict[int, float] = {}
         self._last_change = time.monotonic()
+        self._task: asyncio.Task[Any] | None = None
+        self._is_cancelled = False
+
+    def begin(self) -> None:
+        """Note the task that awaits the calls. Raise CancelledError if `cancel` came before it."""
+        self._task = asyncio.current_task()
+        if self._is_cancelled:
+            raise asyncio.CancelledError
+
+    def cancel(self) -> None:
+        """Cancel the calls, in the event loop's thread."""
+        self._is_cancelled = True
+        if self._task is not None:
+            self._task.cancel()
 
     def start(self, index: int) -> None:
         """Note that a call starts."""
@@ -110,6 +127,7 @@ class _Watch:
 
 async def _await_together(calls: Sequence[Call], watch: _Watch, max_concurrent: int) -> list[Any]:
     """The answers of all calls in order. The first error cancels the other calls, and is raised."""
+    watch.begin()
     limit = asyncio.Semaphore(max_concurrent)
 
     async def answer(index: int, call: Call) -> Any:

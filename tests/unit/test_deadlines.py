@@ -232,6 +232,40 @@ def test_an_interrupt_cancels_the_calls_and_is_raised_again(subtests: pytest.Sub
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_an_interrupt_that_comes_before_the_wait_cancels_the_calls(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    """The interrupt comes when the calls are handed over, after they started or before."""
+    hand_over = asyncio.run_coroutine_threadsafe
+    for has_started in (True, False):
+        started, ended, release = threading.Event(), threading.Event(), threading.Event()
+
+        async def judge(started: threading.Event = started, ended: threading.Event = ended) -> None:
+            started.set()
+            try:
+                await hang()
+            finally:
+                ended.set()
+
+        def interrupted(
+            coroutine: Any, loop: Any, wait: bool = has_started, go: threading.Event = release, on: Any = started
+        ) -> None:
+            if not wait:
+                loop.call_soon_threadsafe(go.wait, 30)  # the loop is busy meanwhile
+            hand_over(coroutine, loop)
+            assert not wait or on.wait(30)
+            raise KeyboardInterrupt
+
+        with subtests.test(has_started=has_started):
+            monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                await_all(calls_of(judge))
+            monkeypatch.undo()
+            release.set()
+            assert await_all(calls_of(echo, [(1,)]), timeout=60.0) == [1]
+            assert ended.wait(30) if has_started else not started.is_set()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # later Pythons warn of a fork beside threads
 def test_a_forked_process_awaits_in_a_loop_of_its_own() -> None:
