@@ -31,25 +31,25 @@ class EpisodeStart:
     """Snapshot from the middle of an episode, see `take_snapshot`. With a snapshot, `seed` and `options` are ignored."""
 
     def to_state(self) -> dict[str, Any]:
-        """Fields by name, for checkpoints.
+        """Fields by name, for checkpoints. A snapshot is left as it is: many starts may share it, and it is stored once.
 
         Raises:
-            ContractError: The options or the snapshot contain objects that are not plain data.
+            ContractError: The options contain objects that are not plain data.
         """
         return {
             "seed": self.seed,
             "options": None if self.options is None else pack(dict(self.options)),
-            "snapshot": None if self.snapshot is None else self.snapshot.to_state(),
+            "snapshot": self.snapshot,
         }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "EpisodeStart":
         """The inverse of `to_state`."""
-        options, snapshot = state["options"], state["snapshot"]
+        options = state["options"]
         return cls(
             seed=state["seed"],
             options=None if options is None else unpack(options),
-            snapshot=None if snapshot is None else Snapshot.from_state(snapshot),
+            snapshot=state["snapshot"],
         )
 
 
