@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,9 @@ class ThreadRank:
 
     def agree(self, error: BaseException | None = None) -> None:
         self._exchange(None, error)
+
+    def waiting(self, seconds: float, reason: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def sum(self, values: Tensor) -> Tensor:
         raise NotImplementedError
