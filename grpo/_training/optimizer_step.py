@@ -221,5 +221,5 @@ class OptimizerStep:
                 f"{len(left_out)} of {len(self.parameters)} trainable tensors of {self.policy_name} stay as they are. "
                 "If that is intended, set requires_grad_(False) on them.",
                 GRPOWarning,
-                stacklevel=4,
+                stacklevel=5,
             )

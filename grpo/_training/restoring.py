@@ -226,7 +226,7 @@ def _warn_of_changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> No
             f"The run is resumed with changed settings: {'; '.join(changed)}. The new settings count. Build the trainer with "
             "the old settings if the run should continue as if it had never stopped.",
             GRPOWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
 
 

@@ -63,7 +63,7 @@ class RunProgress:
                 f"The checkpoint was written after update {self.unfinished.num_planned} of an iteration, and the other updates "
                 "of this iteration are left out now. Call train() after load_checkpoint() to finish the iteration first.",
                 GRPOWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         self.unfinished = None
 
@@ -116,7 +116,7 @@ class Run:
                 f"The loaded run is at iteration {self.progress.position}, and num_iterations={self.num_iterations} includes "
                 "the iterations before loading, so there is nothing left to do. Raise num_iterations to continue.",
                 GRPOWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def positions(self) -> Iterator[int]:

@@ -1,6 +1,10 @@
 """The trainer on several ranks: which arguments must be equal, and that every method shares its errors."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ from grpo.distributed import OneProcess
 from grpo.errors import RankError
 from grpo.surrogates import Clip
 from tests.support.policies import TablePolicy
+
+ROOT = Path(__file__).parents[3]
 
 
 def settings(**arguments: Any) -> dict[str, Any]:
@@ -124,6 +130,44 @@ def test_every_method_of_the_trainer_shares_its_errors(subtests: pytest.Subtests
             call()
     with subtests.test("load_checkpoint"), pytest.raises(RankError, match="shared CheckpointError"):
         trainer.load_checkpoint(tmp_path / "missing")
+
+
+USER = """
+import copy, sys, tempfile, warnings
+import torch
+from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
+from tests.support.policies import TablePolicy
+
+def trainer(group_size):
+    policy = TablePolicy()
+    policy.extra = torch.nn.Parameter(torch.zeros(2))
+    config = GRPOConfig(group_size=group_size, objective=ObjectiveConfig(kl_estimator="k1", kl_coef=0.1))
+    how = {"reference_policy": copy.deepcopy(policy), "optimizer": torch.optim.SGD([policy.logits], lr=0.1)}
+    return GRPOTrainer(config=config, policy=policy, reward_model=lambda s, a: [1.0] * len(s), **how)
+
+folder = tempfile.mkdtemp()
+with warnings.catch_warnings(record=True) as given:
+    warnings.simplefilter("always")
+    first = trainer(2)
+    first.train(["a", "b"], num_iterations=1, progress=False, checkpoint_dir=folder)
+    first.load_checkpoint(folder)
+    first.train(["a", "b"], num_iterations=1, progress=False)
+    trainer(3).load_checkpoint(folder)
+for warning in given:
+    print(f"{warning.filename}: {str(warning.message)[:20]}")
+"""
+
+
+def test_warnings_name_the_line_of_the_user(tmp_path: Path) -> None:
+    """The decorators of the trainer's methods are frames between the user and the warning. Type checks would add more."""
+    script = tmp_path / "user.py"
+    script.write_text(USER)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 6, lines  # two of each constructor, nothing left to do, changed settings
+    assert [line for line in lines if not line.startswith(f"{script}: ")] == []
 
 
 def test_train_compares_its_arguments_with_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
