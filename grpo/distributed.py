@@ -10,13 +10,14 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from ._ranks.equality import differing_values, differing_weights, fingerprints, printed
 from ._ranks.meetings import Meetings
 from ._ranks.messages import PrintedOnce
 from ._ranks.shared_errors import error_for_all, is_shared, mark_as_shared, problem_of
@@ -50,6 +51,14 @@ class Engine(Protocol):
     def agree(self, error: BaseException | None = None) -> None:
         """Raise the same error on every rank if any rank passes an error. Ranks in another operation raise it there."""
 
+    def waiting(self, seconds: float, reason: str) -> AbstractContextManager[None]:
+        """Inside the block, at most for so many seconds, the other ranks know that this rank is late, and wait for it.
+
+        Args:
+            seconds: the longest time that this rank waits for something else.
+            reason: what it waits for, as a sentence without a full stop. The other ranks log it.
+        """
+
 
 class OneProcess:
     """The engine of a single process: every operation returns its argument."""
@@ -73,6 +82,10 @@ class OneProcess:
         """Raise `error`, if there is one."""
         if error is not None:
             raise error
+
+    def waiting(self, seconds: float, reason: str) -> AbstractContextManager[None]:
+        """Do nothing: nobody waits for this process."""
+        return nullcontext()
 
 
 class Replicated:
@@ -159,6 +172,13 @@ class Replicated:
         """
         self._exchange("agree", None, error)
 
+    def waiting(self, seconds: float, reason: str) -> AbstractContextManager[None]:
+        """Inside the block, at most for so many seconds, the others wait without a timeout, and log the reason.
+
+        They still notice within the timeout if this rank ends or hangs.
+        """
+        return self._meetings.busy(seconds, reason)
+
     def _announce(
         self, operation: str, values: Tensor
     ) -> tuple[list[tuple[tuple[int, ...], torch.dtype]], list[Tensor]]:
@@ -236,16 +256,9 @@ def require_same_on_all_ranks(engine: Engine, owner: str, values: Mapping[str, A
     """Raise a `ConfigError` that names each value that is not the same on all ranks. Values are compared by their `repr`."""
     if engine.num_ranks == 1:
         return
-    ranks: list[dict[str, str]] = engine.gather_objects({name: repr(value) for name, value in values.items()})
-    differing = []
-    for name in dict.fromkeys(name for of_rank in ranks for name in of_rank):
-        found = [of_rank.get(name, "absent") for of_rank in ranks]
-        if len(set(found)) > 1:
-            differing.append(f"{name} is {', '.join(f'{value} on rank {rank}' for rank, value in enumerate(found))}")
+    differing = differing_values(engine.gather_objects(printed(values)))
     if differing:
-        error = ConfigError(
-            f"{owner} needs the same arguments on all ranks; {'; '.join(differing)}. Pass the same values."
-        )
+        error = ConfigError(f"{owner} needs the same arguments on all ranks; {differing}. Pass the same values.")
         raise _on_all_ranks(error)
 
 
@@ -253,20 +266,13 @@ def require_equal_weights(engine: Engine, parameters: dict[str, Tensor]) -> None
     """Raise a ConfigError if the ranks start from different parameters, because training would never make them equal."""
     if engine.num_ranks == 1:
         return
-    first, *others = engine.gather_objects([(name, _fingerprint(value)) for name, value in parameters.items()])
-    for rank, found in enumerate(others, start=1):
-        if found != first:
-            differing = [a[0] for a, b in zip(found, first, strict=False) if a != b] or ["their number"]
-            raise ConfigError(
-                f"Ranks must start from the same weights; rank {rank} differs from rank 0 in {', '.join(differing[:3])}. Build "
-                "the policy after torch.manual_seed(the same number), or load the same file on every rank."
-            )
-
-
-def _fingerprint(values: Tensor) -> float:
-    """The sum of all values, each weighted by its position, so that swapped values are found."""
-    flat = values.detach().flatten().double().cpu()
-    return float((flat * torch.arange(1, len(flat) + 1)).sum())
+    differing = differing_weights(engine.gather_objects(fingerprints(parameters)))
+    if differing:
+        error = ConfigError(
+            f"Ranks must start from the same weights; {differing}. Build the policy after torch.manual_seed(the same number), "
+            "or load the same file on every rank."
+        )
+        raise _on_all_ranks(error)
 
 
 def _padded(rows: Tensor, widest: Sequence[int]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._collecting.contract import fit_state_keys, require_finite, require_same_steps
 from ._collecting.out_of_memory import PassSizes
-from ._collecting.reward_calls import RewardCalls
+from ._collecting.reward_calls import RewardCalls, Waiting
 from ._collecting.sampling import SampleCalls
 from ._collecting.scoring import Autocast, ReferenceScorer, Scorer, batch_fields, score_in_parts
 from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, planned_parts
@@ -34,6 +34,7 @@ class ExperienceCollector:
         micro_batch_size: rows per forward pass when scoring. None: all rows at once.
         reward: what to do when the reward model raises, or returns NaN or infinity.
         autocast: returns a context manager in which policy and reference compute.
+        waiting: tells the other ranks that a failing reward makes this rank wait, as `Engine.waiting`. None: no other ranks.
         needs: the optional batch fields that training reads: any of "old_log_probs", "entropy", "values", "state_keys".
 
     Raises:
@@ -52,6 +53,7 @@ class ExperienceCollector:
         micro_batch_size: int | None = None,
         reward: RewardConfig | None = None,
         autocast: Autocast = nullcontext,
+        waiting: Waiting | None = None,
         needs: Collection[str] = (),
     ) -> None:
         require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
@@ -67,7 +69,7 @@ class ExperienceCollector:
         self.scores_itself = self.sample.sampler is None
         """True: the scores before any update come from scoring the policy. False: they come from its `sample_actions`."""
         self._reference = ReferenceScorer(policy, reference_policy, autocast) if use_reference else None
-        self._ask_for_rewards = RewardCalls(reward_model, reward or RewardConfig())
+        self._ask_for_rewards = RewardCalls(reward_model, reward or RewardConfig(), waiting=waiting)
 
     def collect(self, states: Rows) -> ExperienceBatch:
         """Sample `group_size` actions per state and ask for their rewards; no gradient.

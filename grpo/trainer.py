@@ -96,6 +96,7 @@ class GRPOTrainer:
             micro_batch_size=config.micro_batch_size,
             reward=config.reward,
             autocast=lambda: autocast(config, self.optimizer_step.device),
+            waiting=self.engine.waiting,
             needs=required_scores(config, has_own_loss=has_own_loss),
         )
         self.advantages = advantages or AdvantageEstimator(config.advantage)

@@ -4,7 +4,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, NoReturn, assert_never
 
@@ -13,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo.config import RewardConfig
+from grpo.distributed import OneProcess
 from grpo.errors import CallError, DeadlineError, GRPOError, RewardError, RewardRaisedError, RewardTimeoutError
 from grpo.reward_model_base import WeightedRewards, as_reward_model, with_limits
 from grpo.types import Rows, select_rows, zero_outside
@@ -25,6 +28,8 @@ NUM_TRIALS = 3
 """Number of failed trials in a row after which training stops."""
 SECONDS_WITHOUT_ANSWER = 60.0
 """How long rows are asked one by one while none of them answers and the breaker is open."""
+Waiting = Callable[[float, str], AbstractContextManager[object]]
+"""Takes a number of seconds and a reason, and returns a block in which this process may wait for so long."""
 COUNTED = ("rows/dropped", "rewards/zeroed", "rewards/retries", "rewards/failed_calls", "rewards/timeouts")
 """Metrics that add up over a run."""
 
@@ -46,8 +51,8 @@ class Rewards:
     the last call that reported them."""
 
 
-class _AllRowsFailedError(RewardError):
-    """Every row failed when it was asked by itself. `RewardCalls` handles this error."""
+class _OutageError(RewardError):
+    """Every row failed when it was asked by itself, or the breaker opened during retries. `RewardCalls` handles this error."""
 
 
 class RewardCalls:
@@ -56,6 +61,7 @@ class RewardCalls:
     Args:
         reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
         config: what to do when a call of the reward model fails, or returns NaN or infinity.
+        waiting: tells the other ranks that this process waits. None: there are no other ranks.
         clock: returns seconds. None: `time.monotonic`.
         sleep: waits for some seconds. None: `time.sleep`.
 
@@ -68,6 +74,7 @@ class RewardCalls:
         reward_model: Any,
         config: RewardConfig,
         *,
+        waiting: Waiting | None = None,
         clock: Callable[[], float] | None = None,
         sleep: Callable[[float], None] | None = None,
     ) -> None:
@@ -78,12 +85,13 @@ class RewardCalls:
         self._call = CheckedCall(self.reward_model, self._name)
         self._weights = reward_model.weights if isinstance(reward_model, WeightedRewards) else {}
         self._clock, self._sleep = clock or time.monotonic, sleep or time.sleep
+        self._waiting = waiting or OneProcess().waiting
         self._breaker = CircuitBreaker(
             name=self._name,
             num_failures=config.breaker_failures,
             seconds=config.breaker_seconds,
             clock=self._clock,
-            sleep=self._sleep,
+            sleep=partial(self._pause, reason=f"{self._name} fails, and is called again after reward.breaker_seconds"),
         )
         self._counts = dict.fromkeys(COUNTED, 0.0)
 
@@ -104,12 +112,11 @@ class RewardCalls:
         """
         self.reward_model.eval()
         total, components, kept = self._ask_with_breaker(states, actions, None if mask is None else mask.cpu())
+        self._counts["rows/dropped"] += int((~kept).sum())
         if total.dim() == 2 and mask is not None:
             total = zero_outside(total, mask.cpu()[kept])
         if not bool(total.isfinite().all()):
             total, components, kept = self._without_non_finite(total, components, kept)
-        num_dropped = len(kept) - len(total)
-        self._counts["rows/dropped"] += num_dropped
         metrics = dict(self._counts)
         if not keep_counts:
             self._counts = dict.fromkeys(COUNTED, 0.0)
@@ -117,7 +124,7 @@ class RewardCalls:
             values=total,
             components=components,
             weights=self._weights,
-            kept=kept if num_dropped else None,
+            kept=None if bool(kept.all()) else kept,
             metrics=metrics,
         )
 
@@ -132,7 +139,7 @@ class RewardCalls:
             try:
                 return self._ask(states, actions, mask, () if is_trial else retry_delays(self.config))
             except RewardError as error:
-                if not is_trial and not isinstance(error, _AllRowsFailedError):
+                if not is_trial and not isinstance(error, _OutageError):
                     raise
                 num_trials += is_trial
                 if num_trials == NUM_TRIALS:
@@ -147,6 +154,8 @@ class RewardCalls:
         """Get the rewards with a call for all rows, or else as `on_failure` says."""
         try:
             return *self._ask_all_rows(states, actions, mask, delays), torch.ones(len(states), dtype=torch.bool)
+        except _OutageError:
+            raise
         except RewardError as failure:
             match self.config.on_failure:
                 case "raise":
@@ -168,14 +177,17 @@ class RewardCalls:
                 delay = next(left, None)
                 if delay is None:
                     self._raise_for(error, len(states), num_calls)
-            self._sleep(delay)
+                if self._breaker.is_open:  # trials take the place of the retries that are left
+                    raise _OutageError(str(error)) from error
+            self._pause(delay, f"{self._name} failed, and is called again later (reward.num_retries)")
             self._counts["rewards/retries"] += 1
         raise AssertionError  # count() never ends
 
     def _attempt(self, states: Rows, actions: Rows, mask: Tensor | None, *, is_single: bool = False) -> Answer:
         """Make one call, and count it if it fails."""
         try:
-            answer = self._call(states, actions, mask, is_single=is_single)
+            with self._limited(len(states)):
+                answer = self._call(states, actions, mask, is_single=is_single)
         except Exception as error:
             if is_failed_call(error):
                 self._counts["rewards/failed_calls"] += 1
@@ -184,6 +196,17 @@ class RewardCalls:
             raise
         self._breaker.succeed()
         return answer
+
+    def _limited(self, num_rows: int) -> AbstractContextManager[object]:
+        """A block for a call that ends by its deadline. At worst, the rows are awaited one after another."""
+        timeout = self.config.timeout
+        if timeout is None:
+            return nullcontext()
+        return self._waiting(timeout * num_rows, f"{self._name} answers within reward.timeout={timeout:g} s per call")
+
+    def _pause(self, seconds: float, reason: str) -> None:
+        with self._waiting(seconds, reason):
+            self._sleep(seconds)
 
     def _raise_for(self, error: Exception, num_rows: int, num_calls: int) -> NoReturn:
         """Raise a RewardError for the last failed call for all rows."""
@@ -220,7 +243,7 @@ class RewardCalls:
             if not answers and self._breaker.is_open and self._clock() - start >= SECONDS_WITHOUT_ANSWER:
                 break  # rows that hang one after another
         if not answers:
-            raise _AllRowsFailedError(
+            raise _OutageError(
                 f"{failure} When the rows were asked one by one, {self._name} failed for every one of {len(states)} rows, "
                 f"the last time with {type(last).__name__}: {last}"
             ) from last
@@ -254,6 +277,7 @@ class RewardCalls:
                     raise RewardError(
                         f"{self._name}: no row of {count} has a reward, so there is nothing to learn from. Fix the reward."
                     )
+                self._counts["rows/dropped"] += int((~finite).sum())
                 components = {name: part[finite] for name, part in components.items()}
                 return total[finite], components, kept.masked_scatter(kept, finite)
             case "zero":

@@ -1,9 +1,11 @@
 """Meetings of all ranks over gloo connections of their own, with a time limit that names the ranks that do not come."""
 
 import ctypes
+import logging
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -19,13 +21,15 @@ INLINE_BYTES = 1024
 """Size of the first message of a meeting. A longer message needs a second one."""
 
 _LENGTH_BYTES = 8
+_LOGGER = logging.getLogger("grpo")
 
 
 class Meetings:
     """Exchanges messages and tensors of all ranks. Every rank makes the same calls in the same order.
 
     A rank waits in short slices, so that its signal handlers run. A rank that does not come ends the meeting on every other
-    rank with the same `RankError`, which names it. After that no further meeting is possible.
+    rank with the same `RankError`, which names it. After that no further meeting is possible. A rank in `busy` has
+    more time.
 
     Args:
         store: a store that all ranks share, with keys that nothing else uses.
@@ -53,6 +57,7 @@ class Meetings:
         self._place = "Replicated()"
         self._last_seen: list[str] = []
         self._last_seen_at = time.monotonic()
+        self._said: set[str] = set()
         self._gloo: Any = None
         self._arrive()
         longest = timedelta(seconds=timeout + 4 * self._slice)  # the watch comes first: it knows who is missing
@@ -61,6 +66,12 @@ class Meetings:
         except RuntimeError as error:
             self._break(self._who_is_missing(time.monotonic(), error))
             raise self._rank_error() from error
+        # from here on only the watch ends a meeting, because a busy rank may come much later
+        self._gloo._set_default_timeout(timedelta(days=365))
+
+    def busy(self, seconds: float, reason: str) -> AbstractContextManager[None]:
+        """Inside the block, at most for so many seconds, the other ranks know why this rank is late, and wait for it."""
+        return self._watch.busy(seconds, reason)
 
     def exchange(self, place: str, value: Any) -> list[tuple[str, Any]]:
         """Send one picklable value to every rank. Return the place and the value of each rank, in rank order.
@@ -102,6 +113,7 @@ class Meetings:
         if self.broken is not None:
             raise self._rank_error()
         self._meeting += 1
+        self._said.clear()
         begun = time.monotonic()
         try:
             cause = self._outcome(start(), begun)
@@ -126,8 +138,33 @@ class Meetings:
                 if work.is_completed():
                     return self._failure(work)
             self._watch.wait_at(self._meeting)
-            if self._watch.verdict is not None or time.monotonic() - begun >= self._longest_wait:
+            self._say_who_is_busy(begun)
+            if self._watch.verdict is not None or self._is_over(begun):
                 return TimeoutError()
+
+    def _is_over(self, begun: float) -> bool:
+        """Whether some rank had all the time it may take. Where no rank is missing, the connection does not work."""
+        now = time.monotonic()
+        extended = [at for _, at in self._watch.busy_at.copy().values() if now - at < self._longest_wait]
+        return now - begun >= self._longest_wait and (not extended or bool(self._missing(begun, is_late=True)))
+
+    def _missing(self, begun: float, *, is_late: bool) -> list[int]:
+        """The ranks that are not at the meeting. `is_late`: only those for which this rank has waited long enough."""
+        missing = self._watch.missing(self._meeting, self._longest_silence)
+        if not is_late:
+            return missing
+        latest = time.monotonic() - self._longest_wait
+        return [rank for rank in missing if max(begun, self._watch.busy_at.get(rank, ("", begun))[1]) <= latest]
+
+    def _say_who_is_busy(self, begun: float) -> None:
+        """Log, once per meeting and reason, why training waits. Rank 0 says itself why it waits."""
+        if time.monotonic() - begun < self._longest_silence:
+            return
+        for rank, (reason, _) in self._watch.busy_at.copy().items():
+            said = f"Training waits for rank {rank}: {reason}"
+            if rank > 0 and said not in self._said:
+                self._said.add(said)
+                _LOGGER.warning("%s", said)
 
     def _failure(self, work: Any) -> Exception | None:
         """Why a completed operation failed. None: it ended well, just after a slice was over."""
@@ -159,17 +196,18 @@ class Meetings:
         failed_at = time.monotonic()
         is_late = isinstance(cause, TimeoutError)
         patience = 2 * self._slice if is_late or self.num_ranks == 2 else self._longest_silence
+        latest = max(begun + self._longest_wait, failed_at + self._longest_silence) + patience
         while self._watch.verdict is None:
             self._watch.wait_at(self._meeting)
             now = time.monotonic()
             no_store = self._watch.store_failed or now - self._watch.answered_at > self._longest_silence
-            missing = self._watch.missing(self._meeting, self._longest_silence)
+            missing = self._missing(begun, is_late=is_late)
             if no_store and self.rank > 0:
                 missing = [0]  # rank 0 holds the store, unless a launcher does
             elif self.num_ranks == 2 and not is_late:
                 missing = [1 - self.rank]
             is_clear = now - failed_at > patience and (is_late or len(missing) == 1)
-            if is_clear or self._watch.store_failed or now - begun >= self._longest_wait + patience:
+            if is_clear or self._watch.store_failed or now >= latest:
                 return self._absence(missing, cause)
             time.sleep(self._slice)
         return self._watch.verdict
@@ -189,6 +227,9 @@ class Meetings:
         for rank in missing:
             seen = f"last seen {seconds:.0f} s ago at {self._last_seen[rank]}" if self._last_seen else "never seen"
             what += f" Rank {rank} was {seen}."
+            if rank in self._watch.busy_at:
+                reason, at = self._watch.busy_at[rank]
+                what += f" Until {time.monotonic() - at:.0f} s ago it said: {reason}."
         return f"{what} The output of {names.lower()} may say why. {advice}"
 
     def _break(self, reason: str) -> None:
@@ -202,8 +243,7 @@ class Meetings:
         self._watch.leave()
         deadline = time.monotonic() + self._longest_silence
         while self._watch.verdict is not None and not self._watch.store_failed and time.monotonic() < deadline:
-            missing = self._watch.missing(self._meeting, self._longest_silence)
-            if self._watch.all_have_left([rank for rank in range(self.num_ranks) if rank not in missing]):
+            if self._watch.all_have_left(self._longest_silence):
                 break
             time.sleep(self._slice / 20)
         self._watch.stop()

@@ -2,14 +2,19 @@
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+_BUSY = "busy: "
+"""What a rank says before the reason why it comes late."""
 
 
 class Watch:
     """Tells the other ranks at which meeting this rank waits, and follows where they wait.
 
     A thread of its own talks to the store, because a store whose host is stopped never answers. The thread runs only while this
-    rank waits. A waiting rank writes a number that grows, so that the others see that it is alive.
+    rank waits, or is busy. It writes a number that grows, so that the others see that this rank is alive.
 
     Args:
         store: shared by all ranks, and by nothing else.
@@ -27,9 +32,12 @@ class Watch:
         """When the store last answered, in seconds of the monotonic clock."""
         self._store, self._rank, self._num_ranks, self._period = store, rank, num_ranks, period
         self._seen: dict[int, tuple[str, float]] = {}
+        self.busy_at: dict[int, tuple[str, float]] = {}
+        """Why other ranks are busy, and when they last said so. Only what they said during the current meeting."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._meeting: int | None = None
+        self._busy: tuple[str, float] | None = None
         self._num_beats = 0
         self._proposal: str | None = None
         self._has_left = False
@@ -39,14 +47,25 @@ class Watch:
         with self._lock:
             if self._meeting != meeting:
                 self._meeting, self.answered_at = meeting, time.monotonic()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._follow, name="grpo-ranks", daemon=True)
-                self._thread.start()
+                self.busy_at.clear()
+            self._start()
 
     def stop(self) -> None:
         """The meeting took place."""
         with self._lock:
             self._meeting = None
+
+    @contextmanager
+    def busy(self, seconds: float, reason: str) -> Iterator[None]:
+        """Tell the other ranks inside the block that this rank is alive and comes later, for at most so many seconds."""
+        outer = self._busy
+        with self._lock:
+            self._busy = reason, time.monotonic() + seconds
+            self._start()
+        try:
+            yield
+        finally:
+            self._busy = outer
 
     def propose(self, reason: str) -> None:
         """Write the reason why all ranks stop, unless another rank has written one."""
@@ -57,28 +76,37 @@ class Watch:
         self._has_left = True
 
     def missing(self, meeting: int, longest_silence: float) -> list[int]:
-        """The other ranks that do not wait at this meeting, or have not said so for `longest_silence` seconds."""
+        """The other ranks that are neither at this meeting nor busy, or have not said so for `longest_silence` seconds."""
         now, absent = time.monotonic(), []
         for rank in range(self._num_ranks):
             said, changed_at = self._seen.get(rank, ("-1", now))
-            if rank != self._rank and (int(said.split()[0]) < meeting or now - changed_at > longest_silence):
+            is_behind = int(said.split()[0]) < meeting and _BUSY not in said
+            if rank != self._rank and (is_behind or now - changed_at > longest_silence):
                 absent.append(rank)
         return absent
 
-    def all_have_left(self, ranks: list[int]) -> bool:
-        """Whether these ranks have read the verdict."""
-        return all(self._seen.get(rank, ("", 0.0))[0].endswith("left") for rank in ranks)
+    def all_have_left(self, longest_silence: float) -> bool:
+        """Whether this rank and all ranks that wait with it have read the verdict."""
+        said = [words for words, changed_at in self._seen.values() if time.monotonic() - changed_at <= longest_silence]
+        return all(words.split()[2:] == ["left"] for words in said if words.split()[0] == str(self._meeting))
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._follow, name="grpo-ranks", daemon=True)
+            self._thread.start()
 
     def _follow(self) -> None:
         pause = self._period / 50  # most meetings that take long enough to be watched begin soon
+        if self._meeting is None:
+            time.sleep(self._period)  # most calls that may take long do not
         while True:
             with self._lock:
-                meeting = self._meeting
-                if meeting is None:
+                place = self._whereabouts()
+                if place is None:
                     self._thread = None
                     return
             try:
-                self._look(meeting)
+                self._look(*place)
             except Exception:  # the store's host has ended; whoever waits decides what that means
                 self.store_failed = True
                 with self._lock:
@@ -88,15 +116,24 @@ class Watch:
             time.sleep(pause)
             pause = min(2 * pause, self._period)
 
-    def _look(self, meeting: int) -> None:
+    def _whereabouts(self) -> tuple[int, str] | None:
+        """The meeting at which this rank waits, and what else it says. None: it has nothing to say."""
+        if self._meeting is not None:
+            return self._meeting, "left" if self._has_left else ""
+        busy = self._busy
+        return (-1, _BUSY + busy[0]) if busy is not None and time.monotonic() < busy[1] else None
+
+    def _look(self, meeting: int, says: str) -> None:
         """Write where this rank is, and read where the others are."""
         self._num_beats += 1
-        self._store.set(_key(self._rank), f"{meeting} {self._num_beats}{' left' if self._has_left else ''}")
+        self._store.set(_key(self._rank), f"{meeting} {self._num_beats} {says}")
         for rank in range(self._num_ranks):
             if self._store.check([_key(rank)]):
                 said = self._store.get(_key(rank)).decode()
                 if said != self._seen.get(rank, ("", 0.0))[0]:
                     self._seen[rank] = said, time.monotonic()
+                    if _BUSY in said:
+                        self.busy_at[rank] = said.partition(_BUSY)[2], time.monotonic()
         if self.verdict is None and self._proposal is not None:
             self.verdict = self._store.compare_set("verdict", "", self._proposal).decode()
         elif self.verdict is None and self._store.check(["verdict"]):

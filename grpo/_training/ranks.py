@@ -10,6 +10,8 @@ import torch
 from grpo.config import GRPOConfig
 from grpo.distributed import Engine, OneProcess, require_same_on_all_ranks, same_error
 
+from .restoring import flattened
+
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
@@ -73,7 +75,7 @@ def comparable_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         name: _kind(value) for name, value in arguments.items() if name not in ("config", "engine", "reward_model")
     }
     if isinstance(config, GRPOConfig):
-        compared |= {f"config.{name}": value for name, value in _flat(config.to_dict()).items() if name != "device"}
+        compared |= {f"config.{name}": value for name, value in flattened(config.to_dict()).items() if name != "device"}
     if isinstance(optimizer, torch.optim.Optimizer):
         for number, group in enumerate(optimizer.param_groups):
             settings = {name: value for name, value in group.items() if name != "params"}
@@ -102,12 +104,3 @@ class _Given:
 def _kind(value: Any) -> str | None:
     """The name of a function, or of the class of another object."""
     return None if value is None else str(getattr(value, "__qualname__", type(value).__qualname__))
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings as one dict, with dots in the names."""
-    result: dict[str, Any] = {}
-    for name, value in values.items():
-        parts = {f"{name}.{inner}": part for inner, part in _flat(value).items()} if isinstance(value, Mapping) else {}
-        result |= parts or {name: value}
-    return result

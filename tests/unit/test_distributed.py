@@ -1,5 +1,6 @@
 """Engines: what a single process does, what `Replicated` sends and returns, and that ranks start from equal weights."""
 
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -37,6 +38,8 @@ def test_a_single_process_gets_back_what_it_passes() -> None:
     assert rows is values
     assert first == 0
     assert engine.gather_objects("a") == ["a"]
+    with engine.waiting(60.0, "nobody waits"):
+        engine.agree()
 
 
 # A process group
@@ -191,6 +194,17 @@ def test_tensors_on_an_accelerator_travel_over_the_group_itself(monkeypatch: pyt
     assert torch.equal(engine.sum(torch.ones(65)), torch.full((65,), 2.0))
     assert torch.equal(engine.gather(torch.ones(65))[0], torch.ones(65))
     assert used == ["all_reduce 0", "all_gather 0"]
+
+
+@pytest.mark.usefixtures("groups")
+def test_a_rank_that_waits_for_something_else_may_come_later_than_the_timeout() -> None:
+    def body(engine: Replicated) -> list[Any]:
+        if engine.rank == 1:
+            with engine.waiting(30.0, "the judge is ill"):
+                time.sleep(2.0)
+        return engine.gather_objects(engine.rank)
+
+    assert on_ranks(2, body, timeout=1.0) == [[0, 1], [0, 1]]
 
 
 # Errors of one rank

@@ -160,6 +160,107 @@ def test_a_rank_that_waits_longer_than_a_slice_still_gets_the_values() -> None:
     assert meet(2, body, 10.0) == [[("here", 0), ("here", 1)]] * 2
 
 
+# Ranks that are busy
+
+
+WAIT = 2.0
+"""The time limit of ranks that announce that they come later."""
+
+
+def test_the_others_wait_longer_for_a_rank_that_announces_it_and_say_why(caplog: pytest.LogCaptureFixture) -> None:
+    """Twice the time limit, and still at the same meeting. Both other ranks log it once."""
+
+    def body(meetings: Meetings) -> Any:
+        meetings.exchange("the first meeting", None)
+        if meetings.rank == 1:
+            with meetings.busy(50, "the judge is ill"):
+                time.sleep(2 * WAIT)
+        return [meetings.exchange(place, meetings.rank)[1] for place in ("here", "there")]
+
+    assert meet(3, body, WAIT) == [[("here", 1), ("there", 1)]] * 3
+    assert [record.getMessage() for record in caplog.records] == ["Training waits for rank 1: the judge is ill"] * 2
+
+
+def test_nothing_is_logged_while_rank_0_is_busy_or_a_rank_is_busy_for_a_moment(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def body(meetings: Meetings) -> Any:
+        with meetings.busy(50, "x"):
+            time.sleep([1.5, 0.0][meetings.rank])
+        return meetings.exchange("here", None)
+
+    meet(2, body, WAIT)
+    assert caplog.records == []
+
+
+def late(announced: float, busy: float, culprit: int, num_ranks: int) -> tuple[str, float]:
+    """Rank 1 is busy, and the culprit does not come. What rank 0 raises, like all other ranks, and after how many seconds."""
+    given_up = threading.Event()
+
+    def body(meetings: Meetings) -> tuple[str, float]:
+        meetings.exchange("a", None)
+        start = time.monotonic()
+        if meetings.rank == 1:
+            with meetings.busy(announced, "the judge is ill"):
+                given_up.wait(busy)
+        if meetings.rank == culprit:
+            given_up.wait(50)
+        try:
+            with pytest.raises(RankError) as raised:
+                deque(meetings.exchange("b", None) for _ in range(2))
+        finally:
+            if meetings.rank == 0:
+                given_up.set()
+        return str(raised.value), time.monotonic() - start
+
+    results = meet(num_ranks, body, WAIT)
+    assert all(isinstance(found, tuple) and found[0] == results[0][0] for found in results), results
+    return results[0]
+
+
+def test_a_busy_rank_gets_exactly_the_time_that_it_announced(subtests: pytest.Subtests) -> None:
+    """And no other rank gets more time. The cases run at the same time."""
+    cases: dict[str, tuple[float, float, int, int]] = {
+        "it comes later than announced": (1.5, 1.5, 1, 2),
+        "it stays busy for longer than announced": (1.5, 50.0, 1, 2),
+        "it is busy for less time than announced": (60.0, 1.5, 1, 2),
+        "another rank does not come": (50.0, 50.0, 2, 3),
+    }
+    for name, (text, seconds) in zip(cases, on_threads(4, lambda case: late(*[*cases.values()][case])), strict=True):
+        culprit = cases[name][2]
+        with subtests.test(name):
+            assert text.startswith(f"Rank {culprit} did not reach b within 2 s. Rank {culprit} was last seen")
+            assert ("s ago it said: the judge is ill. The output" in text) == (culprit == 1)
+            # the slices of 0.1 s are waited for at both ends; four of them belong to naming the rank
+            assert (1.2 + 1.6 if culprit == 1 else 1.5) < seconds < (1.5 + 3.0 if culprit == 1 else 2.8)
+
+
+def test_a_busy_rank_is_not_taken_for_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection of rank 0 breaks while rank 1 is busy and rank 2 is silent."""
+    broken, given_up = RuntimeError("connection closed"), threading.Event()
+
+    def outcome(self: Meetings, work: Any, begun: float) -> Any:
+        del work, begun
+        time.sleep(0.5)  # rank 1 has announced it by now
+        self._watch.wait_at(self._meeting)
+        return broken
+
+    def body(meetings: Meetings) -> str:
+        meetings._outcome = outcome.__get__(meetings)  # type: ignore[method-assign]
+        if meetings.rank == 1:
+            with meetings.busy(50, "x"):
+                given_up.wait(50)
+        if meetings.rank > 0:
+            given_up.wait(50)
+            return ""
+        with pytest.raises(RankError) as raised:
+            meetings.exchange("b", None)
+        given_up.set()
+        return str(raised.value)
+
+    assert meet(3, body, 4.0)[0].startswith("Rank 2 ended or lost the connection, while the other ranks waited at b.")
+
+
 def test_an_exception_in_the_middle_of_a_meeting_ends_it_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal handler of the user raises on rank 0 while it waits for rank 1."""
     has_left = threading.Event()

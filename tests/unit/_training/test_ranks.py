@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig, RewardConfig
 from grpo._training.ranks import comparable_arguments, comparable_settings
 from grpo.distributed import OneProcess
 from grpo.errors import RankError
@@ -168,6 +169,22 @@ def test_warnings_name_the_line_of_the_user(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert len(lines) == 6, lines  # two of each constructor, nothing left to do, changed settings
     assert [line for line in lines if not line.startswith(f"{script}: ")] == []
+
+
+def test_the_trainer_tells_the_other_ranks_that_a_failing_reward_makes_it_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[float, str]] = []
+    monkeypatch.setattr(Listening, "waiting", lambda self, *wait: told.append(wait) or nullcontext(), raising=False)
+    fails = [True]
+
+    def judge(states: Any, actions: Any) -> list[float]:
+        if fails.pop() if fails else False:
+            raise ConnectionError
+        return [1.0] * len(actions)
+
+    config = GRPOConfig(group_size=2, seed=0, reward=RewardConfig(num_retries=1, retry_delay=0.01))
+    trainer = GRPOTrainer(config=config, policy=TablePolicy(), reward_model=judge, engine=Listening())
+    trainer.collect(["a"])
+    assert told == [(0.01, "judge failed, and is called again later (reward.num_retries)")]
 
 
 def test_train_compares_its_arguments_with_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
