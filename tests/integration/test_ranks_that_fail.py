@@ -18,6 +18,8 @@ CASES = [
     Case(phase="constructor", fault="ContractError", culprit=1),
     Case(phase="report", fault="ZeroDivisionError", culprit=1, num_ranks=3),
     Case(phase="load", fault="ContractError", culprit=0),
+    Case(phase="outage", fault="stopped", culprit=1, num_ranks=3),
+    Case(phase="outage", fault="waits", culprit=1),
     Case(phase="none", fault="none", culprit=0),
 ]
 
@@ -31,7 +33,7 @@ def test_a_rank_that_ends_or_hangs_is_named_on_all_others(
     outcomes: list[dict[str, Any]], subtests: pytest.Subtests
 ) -> None:
     chosen = [outcome for outcome in outcomes if outcome["case"]["fault"] in FAULTS]
-    assert len(chosen) == 5
+    assert len(chosen) == 6
     for outcome in chosen:
         with subtests.test(**outcome["case"]):
             require_named(outcome)
@@ -43,6 +45,16 @@ def test_an_error_of_one_rank_is_raised_on_all_ranks(outcomes: list[dict[str, An
     for outcome in chosen:
         with subtests.test(**outcome["case"]):
             require_shared(outcome)
+
+
+def test_a_rank_whose_reward_waits_for_longer_than_the_timeout_does_not_end_the_run(
+    outcomes: list[dict[str, Any]],
+) -> None:
+    outcome = outcomes[-2]
+    assert outcome["case"]["fault"] == "waits"
+    assert [found["kind"] for found in outcome["ranks"]] == ["nothing", "nothing"], outcome
+    assert min(found["seconds"] for found in outcome["ranks"]) > outcome["case"]["timeout"] - 1.0
+    assert "Training waits for rank 1: reward fails, and is called again after" in outcome["ranks"][0]["output"]
 
 
 def test_a_warning_of_all_ranks_is_printed_once_and_a_warning_of_one_rank_by_that_rank(

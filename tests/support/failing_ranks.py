@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from grpo import ContractError, GRPOConfig, GRPOTrainer, GRPOWarning
+from grpo import ContractError, GRPOConfig, GRPOTrainer, GRPOWarning, RewardConfig
 from grpo.distributed import Engine, OneProcess, Replicated
 from grpo.errors import TrainingInterrupted
 
@@ -34,7 +35,11 @@ PHASES += ["evaluate", "save", "load"]
 """Where a rank can fail, in the order of a run."""
 
 FAULTS = ["killed", "stopped", "asleep"]
-"""How a rank disappears. It can also raise `ContractError`, `ZeroDivisionError` or `TrainingInterrupted`."""
+"""How a rank disappears. It can also raise `ContractError`, `ZeroDivisionError` or `TrainingInterrupted`.
+
+In the phase "outage", the rank's reward fails for a second, and its rank then waits for longer than the timeout. With the fault
+"waits", nothing else happens. Otherwise the rank disappears while it waits.
+"""
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,11 +68,19 @@ class Failing:
 
     def __init__(self, case: Case, rank: int, folder: Path) -> None:
         self.case, self.folder, self.is_armed = case, folder, rank == case.culprit
+        self.outage_ends = 0.0
 
     def reached(self, phase: str) -> None:
         if not self.is_armed or phase != self.case.phase:
             return
         self.is_armed = False
+        if phase == "outage":
+            self.outage_ends = time.monotonic() + 1.0
+            threading.Timer(2.0, self._strike).start()
+        else:
+            self._strike()
+
+    def _strike(self) -> None:
         (self.folder / "struck").write_text(repr(time.monotonic()))
         if self.case.fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -120,6 +133,9 @@ def run(case: Case, rank: int, folder: Path, engine: Engine | None = None) -> No
 
     def reward(states: Any, actions: Any) -> list[float]:
         failing.reached("reward")
+        failing.reached("outage")
+        if time.monotonic() < failing.outage_ends:
+            raise ConnectionError("the judge is ill")
         warnings.warn("every rank says this", GRPOWarning, stacklevel=1)
         if rank == 1:
             warnings.warn("one rank says this", GRPOWarning, stacklevel=1)
@@ -143,7 +159,15 @@ def run(case: Case, rank: int, folder: Path, engine: Engine | None = None) -> No
 
     engine = engine or Replicated(timeout=case.timeout)
     trainer = GRPOTrainer(
-        config=GRPOConfig(group_size=8, batch_size=16, num_epochs_per_update=2, seed=0),
+        config=GRPOConfig(
+            group_size=8,
+            batch_size=16,
+            num_epochs_per_update=2,
+            seed=0,
+            reward=RewardConfig(on_failure="drop", breaker_failures=1, breaker_seconds=1.5 * case.timeout)
+            if case.phase == "outage"
+            else RewardConfig(),
+        ),
         policy=policy,
         reward_model=reward,
         optimizer=Step(policy.parameters(), lr=0.1),
