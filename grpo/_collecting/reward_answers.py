@@ -1,11 +1,12 @@
 """One call of a reward model: its answer is checked, and answers for single rows are joined."""
 
+import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from grpo.errors import RewardError
+from grpo.errors import CallError, DeadlineError, GRPOError, RewardError
 from grpo.reward_model_base import ReportsComponents
 from grpo.types import Rows
 from grpo.writing import as_rewards, describe
@@ -73,6 +74,17 @@ class CheckedCall:
         return as_rewards(self._name, total, len(total)), {
             name: join_steps([part[name] for part in parts], width) for name in parts[0]
         }
+
+
+def is_failed_call(error: Exception) -> bool:
+    """Whether an error is a failure of the reward model. Any other error of this package has another reason."""
+    return isinstance(error, RewardError | DeadlineError | CallError) or not isinstance(error, GRPOError)
+
+
+def spread(num_rows: int) -> list[int]:
+    """All rows, in an order in which neighbours are far apart, so that a few rows in a row are a sample of all groups."""
+    golden_ratio = (math.sqrt(5) - 1) / 2
+    return sorted(range(num_rows), key=lambda row: row * golden_ratio % 1)
 
 
 def kind_of(answer: Answer) -> Hashable:

@@ -1,6 +1,5 @@
 """Call a reward model, and handle its failures: retry, drop rows, and raise errors that name the function and its rows."""
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -16,13 +15,13 @@ from torch import Tensor
 
 from grpo.config import RewardConfig
 from grpo.distributed import OneProcess
-from grpo.errors import CallError, DeadlineError, GRPOError, RewardError, RewardRaisedError, RewardTimeoutError
+from grpo.errors import DeadlineError, RewardError, RewardRaisedError, RewardTimeoutError
 from grpo.reward_model_base import WeightedRewards, as_reward_model, with_limits
 from grpo.types import Rows, select_rows, zero_outside
 from grpo.writing import reward_name
 
 from .circuit_breaker import CircuitBreaker
-from .reward_answers import Answer, CheckedCall, kind_of
+from .reward_answers import Answer, CheckedCall, is_failed_call, kind_of, spread
 
 NUM_TRIALS = 3
 """Number of failed trials in a row after which training stops."""
@@ -300,14 +299,3 @@ def retry_delays(config: RewardConfig) -> Iterator[float]:
             return
         yield shortened
         delay, left = 2 * delay, left - shortened
-
-
-def spread(num_rows: int) -> list[int]:
-    """All rows, in an order in which neighbours are far apart, so that a few rows in a row are a sample of all groups."""
-    golden_ratio = (math.sqrt(5) - 1) / 2
-    return sorted(range(num_rows), key=lambda row: row * golden_ratio % 1)
-
-
-def is_failed_call(error: Exception) -> bool:
-    """Whether an error is a failure of the reward model. Any other error of this package has another reason."""
-    return isinstance(error, RewardError | DeadlineError | CallError) or not isinstance(error, GRPOError)

@@ -11,7 +11,8 @@ import torch
 
 from grpo import ContractError, RewardConfig, RewardError, TrainingInterrupted
 from grpo._collecting import reward_calls
-from grpo._collecting.reward_calls import RewardCalls, retry_delays, spread
+from grpo._collecting.reward_answers import spread
+from grpo._collecting.reward_calls import RewardCalls, retry_delays
 from grpo.errors import RewardRaisedError
 from tests.support.reward_faults import FakeTime, asked, calls_of, counts
 
@@ -82,7 +83,7 @@ def test_twenty_retries_wait_five_minutes_and_then_the_call_has_failed() -> None
     with pytest.raises(
         RewardRaisedError, match=r"raised ZeroDivisionError: division by zero for rows 0 to 3, in 10 call"
     ):
-        asked(reward, time=time, num_retries=20, retry_delay=1.0)
+        asked(reward, time=time, num_retries=20, retry_delay=1.0, breaker_failures=11)
     assert sum(time.slept) == 300
     assert len(reward.asked) == 10
 
@@ -219,6 +220,25 @@ def test_two_failed_trials_are_survived_and_three_are_an_error(subtests: pytest.
             assert len(reward.asked) == min(5 + failed_trials + 1, 8)
 
 
+def test_trials_take_the_place_of_the_retries_that_are_left(subtests: pytest.Subtests) -> None:
+    """Five failures open the breaker. Delays before them: 1, 2, 4, 8."""
+    for on_failure in ("raise", "drop"):
+        with subtests.test(on_failure=on_failure):
+            time, reward = FakeTime(), Scripted(*["raises"] * 5)
+            found = asked(reward, time=time, num_retries=20, retry_delay=1.0, on_failure=on_failure)
+            assert found.metrics == counts(retries=4, failed_calls=5)
+            assert time.slept == [1, 2, 4, 8, 60]
+            assert reward.asked == [ROWS] * 6
+    with subtests.test("an outage that does not end"):
+        time, reward = FakeTime(), Scripted(rest="raises")
+        message = r"^Scripted raised ZeroDivisionError.*the last of 8 failed calls in a row, with 3 trials 60 s apart"
+        with pytest.raises(RewardError, match=message) as caught:
+            asked(reward, time=time, num_retries=20, retry_delay=1.0)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert time.slept == [1, 2, 4, 8, 60, 60, 60]
+        assert reward.asked == [ROWS] * 8
+
+
 def test_rubbish_in_every_trial_is_the_cause_of_the_error() -> None:
     with pytest.raises(RewardError, match=r"got NoneType None.*These were the last of 8 failed calls") as caught:
         asked(Scripted(rest="None"), breaker_failures=1, on_failure="drop", num_rows=1)
@@ -322,6 +342,21 @@ def test_counts_are_kept_for_the_next_call_when_asked_to() -> None:
     calls = calls_of(lambda states, actions: next(values), non_finite="drop")
     assert calls([0, 1], [0, 1], keep_counts=True).metrics == counts(dropped=1)
     assert calls([0, 1], [0, 1]).metrics == counts(dropped=1)
+
+
+def test_rows_that_were_dropped_before_the_call_raised_are_counted() -> None:
+    """Row 1 raises, and row 2 has no finite reward in the first call."""
+    first = iter([math.nan])
+
+    def reward(states: Any, actions: Any) -> Any:
+        if 1 in actions:
+            raise ValueError
+        return [next(first, 0.0) if action == 2 else 0.0 for action in actions]
+
+    calls = calls_of(reward, on_failure="drop")
+    with pytest.raises(RewardError, match="must return finite numbers"):
+        calls(ROWS, ROWS)
+    assert calls(ROWS, ROWS).metrics == counts(dropped=2, failed_calls=4)
 
 
 def test_counts_of_an_interrupted_call_are_kept() -> None:
