@@ -53,6 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 TYPED = {
     "bandits": ["--seeds", "1", "--runs", "2"],
+    "checkpoints": ["--quick"],
     "control_learning": ["--envs", "CartPole-v1", "--seeds", "1", "--steps", "2000"],
     "control_speed": ["--quick"],
     "objective": ["--rows", "64", "--steps", "32", "--repeats", "3"],
