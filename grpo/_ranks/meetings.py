@@ -200,9 +200,8 @@ class Meetings:
         while self._watch.verdict is None:
             self._watch.wait_at(self._meeting)
             now = time.monotonic()
-            no_store = self._watch.store_failed or now - self._watch.answered_at > self._longest_silence
             missing = self._missing(begun, is_late=is_late)
-            if no_store and self.rank > 0:
+            if self._has_no_store and self.rank > 0:
                 missing = [0]  # rank 0 holds the store, unless a launcher does
             elif self.num_ranks == 2 and not is_late:
                 missing = [1 - self.rank]
@@ -211,6 +210,11 @@ class Meetings:
                 return self._absence(missing, cause)
             time.sleep(self._slice)
         return self._watch.verdict
+
+    @property
+    def _has_no_store(self) -> bool:
+        """Whether the store has failed, or has not answered for long."""
+        return self._watch.store_failed or time.monotonic() - self._watch.answered_at > self._longest_silence
 
     def _absence(self, missing: list[int], cause: Exception) -> str:
         """Say which ranks did not come to a meeting, where they were last seen, and what to do."""
@@ -237,12 +241,12 @@ class Meetings:
         self._watch.propose(reason)
         self._watch.wait_at(self._meeting)
         deadline = time.monotonic() + self._longest_silence
-        while self._watch.verdict is None and not self._watch.store_failed and time.monotonic() < deadline:
+        while self._watch.verdict is None and not self._has_no_store and time.monotonic() < deadline:
             time.sleep(self._slice / 20)
         self.broken = self._watch.verdict or reason
         self._watch.leave()
         deadline = time.monotonic() + self._longest_silence
-        while self._watch.verdict is not None and not self._watch.store_failed and time.monotonic() < deadline:
+        while self._watch.verdict is not None and not self._has_no_store and time.monotonic() < deadline:
             if self._watch.all_have_left(self._longest_silence):
                 break
             time.sleep(self._slice / 20)
