@@ -293,9 +293,9 @@ def _on_all_ranks(error: BaseException) -> BaseException:
 
 
 def _place(operation: str, doing: str) -> str:
-    """Where in the program an operation is called, in words."""
+    """Where in the program an operation is called, in words. A function inside a function has no name that helps."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"] == __name__:
+    while frame.f_back and (frame.f_globals["__name__"] == __name__ or "<locals>" in frame.f_code.co_qualname):
         frame = frame.f_back
     caller = "" if operation == "agree" else f" in {frame.f_code.co_qualname}"
     return f"{operation}(){caller}{f' ({doing})' if doing else ''}"
