@@ -4,13 +4,16 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from grpo import RewardConfig, RewardError
+from grpo import RewardConfig, RewardError, reward_model_base
 from grpo._collecting.reward_calls import COUNTED, RewardCalls, Rewards
+from grpo.errors import DeadlineError
 from tests.support.policies import TablePolicy
 from tests.support.trainers import trainer_of
 
@@ -94,13 +97,10 @@ HANGS = object()
 
 
 class FaultyReward:
-    """A reward of which one call in five raises, hangs or returns rubbish.
+    """A reward of which one call in five raises, hangs or returns rubbish. A file that all processes share counts its calls."""
 
-    The outcome is drawn from the global generator, and written to a file that all processes share.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, file: Path, seed: int) -> None:
+        self.file, self.seed = file, seed
 
     def __call__(self, states: Any, actions: Any) -> Any:
         answer = self.answer(actions)
@@ -110,15 +110,16 @@ class FaultyReward:
 
     def answer(self, actions: Any) -> Any:
         """The rewards, or rubbish, or `HANGS`."""
-        outcome = random.choice(FAULTS) if random.random() < 0.2 else "good"
-        with self.file.open("a") as log:
-            log.write(f"{outcome} {len(actions)}\n")
+        with self.file.open("a+") as file:
+            generator = random.Random(f"call {file.tell()} of {self.seed}")
+            file.write("x")
+        outcome = generator.choice(FAULTS) if generator.random() < 0.2 else "good"
         if outcome == "raises":
             raise ConnectionError("the judge is away")
         if outcome == "hangs":
             return HANGS
         if outcome == "rubbish":
-            return random.choice([None, "text", [0.0] * 99, ["one"] * len(actions), [[0.0]] * len(actions), 1j])
+            return generator.choice([None, "text", [0.0] * 99, ["one"] * len(actions), [[0.0]] * len(actions), 1j])
         return [random.random() for _ in actions]
 
 
@@ -134,6 +135,31 @@ def asynchronous(reward: FaultyReward) -> Callable[[Any, Any], Any]:
     return judge
 
 
+Outcome = tuple[str, int]
+"""How a call ended, and its number of rows."""
+
+
+@contextmanager
+def recorded(name: str) -> Iterator[list[Outcome]]:
+    """Record how each call by a function of `grpo.reward_model_base` ends. On a busy machine, a good call may end too late."""
+    outcomes: list[Outcome] = []
+    make_calls = getattr(reward_model_base, name)
+
+    def recording(calls: Any, **settings: Any) -> Any:
+        num_rows = len(calls[0].arguments[1])
+        try:
+            (answer,) = make_calls(calls, **settings)
+        except Exception as error:
+            outcomes.append(("hangs" if isinstance(error, DeadlineError) else "raises", num_rows))
+            raise
+        is_good = isinstance(answer, list) and [type(value) for value in answer] == [float] * num_rows
+        outcomes.append(("good" if is_good else "rubbish", num_rows))
+        return [answer]
+
+    with patch.object(reward_model_base, name, recording):
+        yield outcomes
+
+
 @dataclass(frozen=True, kw_only=True)
 class FaultyRun:
     """What a run with failing rewards reported, and what happened."""
@@ -141,11 +167,9 @@ class FaultyRun:
     reported: dict[str, float]
     """The sums of the metrics over all iterations."""
     expected: dict[str, float]
-    """What they must be, from the file."""
+    """What they must be, from the calls."""
     num_raised: int
     """Number of steps that raised."""
-    num_dropped: int
-    """Number of rows that were dropped."""
     num_faults: dict[str, int]
     """Number of calls with each fault."""
 
@@ -154,41 +178,35 @@ def run_with_faults(
     folder: Path, *, num_iterations: int, timeout: float, is_async: bool, on_failure: Any, seed: int = 0
 ) -> FaultyRun:
     """Train, evaluate now and then, go on after steps that raise, and compare what is reported with what happened."""
-    file = folder / "calls"
-    file.touch()
-    reward = FaultyReward(file)
+    reward = FaultyReward(folder / "calls", seed)
     settings = RewardConfig(num_retries=1, retry_delay=0.0, timeout=timeout, on_failure=on_failure, breaker_failures=50)
     trainer = trainer_of(TablePolicy(), asynchronous(reward) if is_async else reward, reward=settings, seed=seed)
     reported = dict.fromkeys(COUNTED, 0.0)
     num_raised = num_answered = 0
-    while num_answered < num_iterations:
-        try:
-            if (num_answered + num_raised) % 7 == 3:
-                trainer.evaluate(["a", "b"])
-            metrics = trainer.step(["a", "b"])
-        except RewardError:
-            num_raised += 1
-            continue
-        num_answered += 1
-        reported = {name: value + metrics[name] for name, value in reported.items()}
-    lines = [line.split() for line in file.read_text().splitlines()]
-    calls = [(outcome, int(rows)) for outcome, rows in lines]
-    failed = [rows for outcome, rows in calls if outcome != "good"]
+    with recorded("await_all" if is_async else "call_in_process") as outcomes:
+        while num_answered < num_iterations:
+            try:
+                if (num_answered + num_raised) % 7 == 3:
+                    trainer.evaluate(["a", "b"])
+                metrics = trainer.step(["a", "b"])
+            except RewardError:
+                num_raised += 1
+                continue
+            num_answered += 1
+            reported = {name: value + metrics[name] for name, value in reported.items()}
+    failed = [num_rows for outcome, num_rows in outcomes if outcome != "good"]
+    num_faults = {fault: sum(outcome == fault for outcome, _ in outcomes) for fault in FAULTS}
     # a call for all rows that follows a failed one is its retry; two in a row are never followed by another retry
     retries, may_retry = 0, False
-    for outcome, rows in calls:
-        if rows == 8:
+    for outcome, num_rows in outcomes:
+        if num_rows == 8:
             retries += may_retry
             may_retry = outcome != "good" and not may_retry
     return FaultyRun(
         reported=reported,
         expected=counts(
-            failed_calls=len(failed),
-            timeouts=sum(outcome == "hangs" for outcome, _ in calls),
-            retries=retries,
-            dropped=sum(rows == 1 for rows in failed),
+            failed_calls=len(failed), timeouts=num_faults["hangs"], retries=retries, dropped=failed.count(1)
         ),
         num_raised=num_raised,
-        num_dropped=sum(rows == 1 for rows in failed),
-        num_faults={fault: sum(outcome == fault for outcome, _ in calls) for fault in FAULTS},
+        num_faults=num_faults,
     )

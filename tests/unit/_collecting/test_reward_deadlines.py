@@ -86,15 +86,21 @@ def test_a_reward_that_never_answers_ends_at_its_deadline(subtests: pytest.Subte
     for kind, (make, name) in HANGING.items():
         with subtests.test(kind=kind):
             calls = RewardCalls(make(), RewardConfig(timeout=TIMEOUT))
-            begin = time.monotonic()
             message = (
                 rf"exceeded reward\.timeout=0\.3: {name} did not answer within 0\.3 s.* for rows 0 to 2, in 1 call"
             )
-            with pytest.raises(RewardTimeoutError, match=message) as caught:
-                calls(["p"] * 3, actions)
-            assert TIMEOUT <= time.monotonic() - begin < TIMEOUT + 1.0
-            assert isinstance(caught.value.__cause__, DeadlineError)
-            assert children() == before
+            for _ in range(3):  # a busy machine may be late once
+                begin = time.monotonic()
+                with pytest.raises(RewardTimeoutError, match=message) as caught:
+                    calls(["p"] * 3, actions)
+                seconds = time.monotonic() - begin
+                assert seconds >= TIMEOUT
+                assert isinstance(caught.value.__cause__, DeadlineError)
+                assert children() == before
+                if seconds < TIMEOUT + 1.0:
+                    break
+            else:
+                pytest.fail("three calls ended more than a second late")
     released.set()
 
 
@@ -105,23 +111,22 @@ def test_a_process_that_the_reward_started_ends_too(tmp_path: Path) -> None:
         time.sleep(3600)
 
     with pytest.raises(RewardTimeoutError):
-        asked(start_and_hang, timeout=1.0)
+        asked(start_and_hang, timeout=2.0)
     for process in written([tmp_path / "child", tmp_path / "self"]):
         eventually(lambda process=process: not is_alive(process), "the process has ended")
 
 
-def test_timeouts_are_counted_retried_and_dropped(tmp_path: Path) -> None:
+def test_timeouts_are_counted_retried_and_dropped() -> None:
     """The first call hangs, and a call with row 2 alone. The call after the first raises."""
+    asked_for: list[int] = []
 
-    def reward(states: Any, actions: Any) -> list[float]:
-        (file := tmp_path / "calls").touch()
-        number = len(file.read_text())
-        file.write_text("x" * (number + 1))
-        if number == 0 or [*actions] == [2]:
-            time.sleep(3600)
-        return [1.0] * len(actions) if number > 1 else 1 / 0
+    async def reward(states: Any, actions: Any) -> list[float]:
+        asked_for.append(len(actions))
+        if len(asked_for) == 1 or [*actions] == [2]:
+            await asyncio.sleep(3600)
+        return [1.0] * len(actions) if len(asked_for) > 2 else 1 / 0
 
-    found = asked(reward, timeout=0.6, num_retries=1, on_failure="drop")
+    found = asked(reward, timeout=0.5, num_retries=1, on_failure="drop")
     assert found.kept is not None
     assert found.kept.tolist() == [True, True, False, True]
     assert found.metrics == counts(timeouts=2, failed_calls=3, retries=1, dropped=1)
