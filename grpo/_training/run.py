@@ -57,7 +57,7 @@ class RunProgress:
         return self.unfinished
 
     def drop_unfinished(self) -> None:
-        """Forget an iteration whose updates are not finished, and warn if a checkpoint held it."""
+        """Forget an iteration that is not finished or not recorded, and warn if updates of a checkpoint are left out."""
         if self.unfinished is not None and self.is_loaded:
             warnings.warn(
                 f"The checkpoint was written after update {self.unfinished.num_planned} of an iteration, and the other updates "
@@ -65,7 +65,7 @@ class RunProgress:
                 GRPOWarning,
                 stacklevel=6,
             )
-        self.unfinished = None
+        self.unfinished = self.unrecorded = None
 
 
 @dataclass(eq=False, kw_only=True)

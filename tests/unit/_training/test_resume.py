@@ -120,6 +120,20 @@ def test_a_loaded_unfinished_iteration_is_finished_by_train_and_dropped_by_step_
     assert len(again.train(states, num_iterations=3, **options)) == 2
 
 
+def test_an_iteration_that_was_not_recorded_is_forgotten_by_step(tmp_path: Path) -> None:
+    trainer, states, options = built("plain", seed=1)
+    calls = Calls(trainer, "sink", by_exception, at=2)
+    with stopped():
+        trainer.train(states, num_iterations=3, sinks=calls.sinks, checkpoint_dir=tmp_path, **options)
+    loaded, _, _ = built("plain", seed=2)
+    loaded.load_checkpoint(tmp_path)
+    assert (loaded.iteration, loaded.progress.position) == (2, 1)
+    metrics = loaded.step(states[:2])
+    rest = loaded.train(states, num_iterations=3, **options)
+    assert (loaded.iteration, len(rest)) == (5, 2)
+    assert rest[0]["rewards/mean"] != metrics["rewards/mean"]
+
+
 def test_checkpoints_are_also_written_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An iteration takes 20 seconds, and a checkpoint is due after a minute: after iterations 3, 6 and 7, the last one."""
     clock = [0.0]
