@@ -133,51 +133,54 @@ def loaded(value: Any, read: Callable[[str], Tensor], objects: dict[int, Any]) -
     Args:
         value: what `decode` returned, or a part of it.
         read: reads a tensor.
-        objects: the objects that other parts contain, by their numbers. The objects of this part are added.
+        objects: the objects that were restored for other parts, by their numbers. The objects of this part are added.
 
     Raises:
         CheckpointError: `from_state` of a class raised.
     """
-    tensors: dict[str, Tensor] = {}
+    return _Loader(read, objects).value(value)
 
-    def tensor(name: str) -> Tensor:
-        if name not in tensors:
-            tensors[name] = read(name)
-        return tensors[name]
 
-    def restored(value: Any) -> Any:
+class _Loader:
+    """Replaces placeholders.
+
+    Nested functions that call themselves would be shorter, but keep the tensors until garbage is collected.
+    """
+
+    def __init__(self, read: Callable[[str], Tensor], objects: dict[int, Any]) -> None:
+        self._read, self._objects = read, objects
+        self._tensors: dict[str, Tensor] = {}
+
+    def value(self, value: Any) -> Any:
         match value:
             case SavedTensor():
-                return tensor(value.name)
+                return self._tensor(value.name)
             case SavedArray():
-                # every array has bytes of its own, so that the array can take over the memory
-                return (
-                    read(value.name).numpy().view(value.dtype).reshape(value.shape)
-                    if _has_bytes(value)
-                    else _empty(value)
-                )
+                return self._array(value)
             case SavedObject():
-                if value.number not in objects:
-                    objects[value.number] = _from_state(value.kind, restored(value.state))
-                return objects[value.number]
+                if value.number not in self._objects:
+                    self._objects[value.number] = _from_state(value.kind, self.value(value.state))
+                return self._objects[value.number]
             case dict():
-                return {restored(key): restored(entry) for key, entry in value.items()}
+                return {self.value(key): self.value(entry) for key, entry in value.items()}
             case list():
-                return [restored(entry) for entry in value]
+                return [self.value(entry) for entry in value]
             case tuple():
-                return tuple(restored(entry) for entry in value)
+                return tuple(self.value(entry) for entry in value)
             case _:
                 return value
 
-    return restored(value)
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            self._tensors[name] = self._read(name)
+        return self._tensors[name]
 
-
-def _has_bytes(value: SavedArray) -> bool:
-    return math.prod(value.shape) * value.dtype.itemsize > 0
-
-
-def _empty(value: SavedArray) -> NDArray[Any]:
-    return np.zeros(value.shape, value.dtype)
+    def _array(self, value: SavedArray) -> NDArray[Any]:
+        if math.prod(value.shape) * value.dtype.itemsize == 0:
+            return np.zeros(value.shape, value.dtype)
+        # every array has bytes of its own, so that the array can take over the memory
+        found: NDArray[Any] = self._read(value.name).numpy().view(value.dtype).reshape(value.shape)
+        return found
 
 
 def _from_state(kind: Any, state: Any) -> Any:

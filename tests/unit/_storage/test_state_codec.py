@@ -1,6 +1,8 @@
 """What a state may hold: values come back as they were, through the files of a checkpoint, or are refused by their place."""
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo import CheckpointError
-from grpo.checkpoint import read_checkpoint, write_checkpoint
+from grpo.checkpoint import open_checkpoint, read_checkpoint, write_checkpoint
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import digest
 
@@ -138,6 +140,21 @@ def test_shared_tensors_and_views_come_back_equal_and_are_stored_once(tmp_path: 
     assert (
         path / "rank-0" / "tensors.safetensors"
     ).stat().st_size < 4000 * 3 + 2000  # a, flat and c; b is a, head is small
+
+
+def test_what_was_read_is_released_without_a_collection_of_garbage(tmp_path: Path) -> None:
+    """Otherwise a trainer would hold its old weights and two copies of the new ones."""
+    checkpoint = open_checkpoint(
+        write_checkpoint(tmp_path / "x", {"a": [torch.ones(9), np.ones(9)]}, iteration=0), None
+    )
+    gc.disable()
+    try:
+        found = checkpoint.load(checkpoint.state)
+        left = [weakref.ref(value) for value in found["a"]]
+        del found
+        assert [reference() for reference in left] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_parameter_is_saved_without_its_graph(tmp_path: Path) -> None:
