@@ -1,6 +1,7 @@
 """Open one checkpoint, or the newest intact one of a folder. All ranks open the same checkpoint."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,7 +90,7 @@ def open_checkpoint(path: str | Path, engine: Engine | None, check: Check | None
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """The checkpoint itself, or the checkpoints in the folder, newest first. Unreadable ones are last."""
+    """The checkpoint itself, or the checkpoints in the folder, newest first. Unreadable ones may be the newest."""
     if is_checkpoint(folder):
         return [folder]
     return sorted(checkpoints_in(folder), key=lambda path: (_position(path), path), reverse=True)
@@ -99,7 +100,7 @@ def _position(path: Path) -> tuple[int, int]:
     try:
         return read_manifest(path).position
     except DamagedCheckpointError:
-        return -1, -1
+        return sys.maxsize, 0
 
 
 def is_checkpoint(path: Path) -> bool:

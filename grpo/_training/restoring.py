@@ -1,5 +1,6 @@
 """Restore the state of a `GRPOTrainer` from a checkpoint, all or nothing."""
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ from grpo.writing import restore_random_state
 
 from .trainer_state import LASTING, capture, stateful_parts
 from .update_rows import UpdateRows
+
+logger = logging.getLogger("grpo")
 
 Load = Callable[[Any], Any]
 """Returns a part of a state with its tensors read from the disk."""
@@ -72,6 +75,9 @@ def load_into(trainer: Any, path: str | Path, *, at_least: int = 0) -> None:
     trainer.progress.is_loaded = trainer.sampler.is_stale = True
     trainer.sampler.sync()
     trainer.engine.agree()  # no rank goes on if another could not load
+    if checkpoint.skipped:
+        problems = " ".join(checkpoint.skipped)
+        logger.warning("%s was loaded, because newer checkpoints are damaged: %s", checkpoint.path, problems)
 
 
 def restore(trainer: Any, state: Mapping[str, Any], load: Load = lambda part: part) -> None:

@@ -120,7 +120,7 @@ def damage_manifest(checkpoint: Path) -> None:
 
 
 def test_a_run_continues_in_its_folder_from_the_newest_whole_checkpoint(
-    subtests: pytest.Subtests, tmp_path: Path
+    subtests: pytest.Subtests, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The last two of ten checkpoints are damaged. The run continues after the eighth and writes them again."""
     for damage in [damage_tensors, damage_state, damage_manifest]:
@@ -132,8 +132,11 @@ def test_a_run_continues_in_its_folder_from_the_newest_whole_checkpoint(
             for n in (9, 10):
                 damage(folder / f"iteration-{n:08d}")
             resumed, *_ = built("epochs of batches", seed=2)
+            caplog.clear()
             resumed.load_checkpoint(folder)
             assert resumed.iteration == 8
+            assert f"{folder / 'iteration-00000008'} was loaded, because newer checkpoints are damaged" in caplog.text
+            assert all(str(folder / f"iteration-{n:08d}") in caplog.text for n in (9, 10))
             assert len(resumed.train(states, num_iterations=10, **kept, **options)) == 2
             assert digest(weights_of(resumed.policy)) == digest(weights_of(whole.policy))
             assert [read_checkpoint(folder / f"iteration-{n:08d}")["counters"]["iteration"] for n in (9, 10)] == [9, 10]
