@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from grpo import GRPOConfig, GRPOTrainer
 from grpo.checkpoint import CheckpointFolder, load_weights, read_checkpoint, write_checkpoint
 
 MEGABYTES = {"bandit": 0.01, "small network": 8, "language model": 512}
@@ -137,8 +138,53 @@ class Holder:
         return self.parameters
 
 
+class Policy(torch.nn.Module):
+    """A policy with two actions and a third of the checkpoint in weights, all of which have a gradient."""
+
+    def __init__(self, megabytes: float) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(list(tensors_of(megabytes).values())[:3])
+
+    def get_parameters(self) -> dict[str, Tensor]:
+        """The weights."""
+        return dict(self.named_parameters())
+
+    def generate_actions(self, states: list[str], num_actions_per_state: int) -> list[list[int]]:
+        """Both actions in turn."""
+        return [[i % 2 for i in range(num_actions_per_state)] for _ in states]
+
+    def get_log_probabilities(self, states: list[str], actions: list[int]) -> Tensor:
+        """log pi(action), with a logit that depends on all weights."""
+        logit = torch.stack([weight.mean() for weight in self.weights]).sum()
+        return torch.nn.functional.logsigmoid(logit * (2.0 * torch.tensor(actions) - 1))
+
+
+def trainer(megabytes: float) -> GRPOTrainer:
+    """A trainer with AdamW whose checkpoint has about so many megabytes."""
+    return GRPOTrainer(
+        config=GRPOConfig(group_size=2),
+        policy=Policy(megabytes),
+        reward_model=lambda _, actions: [float(action) for action in actions],
+    )
+
+
+def measure_trainer(which: str, folder: Path, megabytes: float) -> None:
+    """Train and save in one process, or print the peak memory that loading into a new trainer adds in another one."""
+    new = trainer(megabytes)
+    if which == "train":
+        new.step(["any"])
+        new.save_checkpoint(folder / "trained")
+        return
+    before = peak_from_now()
+    new.load_checkpoint(folder / "trained")
+    print(f"{which:20s}{(peak() - before) / megabytes:5.2f} x the checkpoint's size")
+
+
 def measure_memory(which: str, folder: Path) -> None:
     """Print the peak memory that one call adds, in this process alone."""
+    if which in ("train", "load_checkpoint"):
+        measure_trainer(which, folder, MEMORY_MB)
+        return
     tensors = tensors_of(MEMORY_MB)
     state = {"parameters": {name: value for name, value in tensors.items() if name.startswith("weights")}} | tensors
     small = {"x": torch.zeros(1)}
@@ -155,11 +201,15 @@ def measure_memory(which: str, folder: Path) -> None:
     if which != "load_weights" and which.startswith("load"):
         tensors.clear()
         state.clear()
-    reset = Path("/proc/self/clear_refs")
-    reset.write_text("5")  # the peak is now what is in use
-    before = peak()
+    before = peak_from_now()
     calls[which]()
     print(f"{which:20s}{(peak() - before) / MEMORY_MB:5.2f} x the checkpoint's size")
+
+
+def peak_from_now() -> float:
+    """Forget the peak so far, and return what is in use. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
 
 
 def peak() -> float:
@@ -186,7 +236,7 @@ def main() -> None:
         compare_times(Path(name), ["bandit"] if arguments.quick else list(MEGABYTES))
         if arguments.quick:
             return
-        for which in ("write", "save", "save, safetensors", "load", "load_weights"):
+        for which in ("write", "save", "save, safetensors", "load", "load_weights", "train", "load_checkpoint"):
             subprocess.run([sys.executable, "-m", "benchmarks.checkpoints", "--measure", which, name], check=True)
 
 
