@@ -108,8 +108,12 @@ class Process:
     def _receive(self, name: str, timeout: float, start_seconds: float = 0.0) -> Any:
         """The next message of the worker."""
         deadline = time.monotonic() + timeout + start_seconds
+        is_late = False
         while (part := self._next_message()) is None:
+            if is_late:  # an answer of which only a part has come is late, too
+                raise DeadlineError(f"{name} did not answer within {timeout:g} s")
             seconds = deadline - time.monotonic()
+            is_late = seconds <= 0
             ready = wait(self._watched, min(max(seconds, 0.0), WAIT_SECONDS))
             if self._answers in ready:
                 read = os.read(self._answers, 1 << 16)
@@ -121,8 +125,6 @@ class Process:
                 status = read.removeprefix(LENGTH.pack(self._supervisor or 0))
                 if status or not read:
                     raise CallError(f"{name} gave no answer: its process ended {_end_of(status.decode())}.")
-            elif seconds <= 0:
-                raise DeadlineError(f"{name} did not answer within {timeout:g} s")
         return pickle.loads(part)  # from a fork of this process
 
     def _next_message(self) -> bytes | None:

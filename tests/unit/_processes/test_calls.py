@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from grpo import ConfigError, TrainingInterrupted
+from grpo._processes import worker
+from grpo._processes.worker import LENGTH
 from grpo.deadlines import Call, call_in_process
 from grpo.errors import CallError, DeadlineError
 from tests.support.objective_inputs import as_users_run_it
@@ -216,10 +218,31 @@ HANGING: dict[str, Callable[[], None]] = {
 def test_a_call_that_hangs_ends_at_its_deadline(subtests: pytest.Subtests) -> None:
     for name, function in HANGING.items():
         with subtests.test(hangs=name):
-            begin = time.monotonic()
-            with pytest.raises(DeadlineError, match=r"^judge did not answer within 0\.15 s$"):
-                call(function, timeout=FAST)
-            assert FAST <= time.monotonic() - begin < FAST + 1.0
+            for _ in range(3):  # a busy machine may be late once
+                begin = time.monotonic()
+                with pytest.raises(DeadlineError, match=r"^judge did not answer within 0\.15 s$"):
+                    call(function, timeout=FAST)
+                seconds = time.monotonic() - begin
+                assert seconds >= FAST
+                if seconds < FAST + 1.0:
+                    break
+            else:
+                pytest.fail("three calls ended more than a second late")
+
+
+def test_an_answer_that_still_arrives_at_the_deadline_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes come one by one, and take 20 seconds."""
+
+    def send_slowly(end: int, message: bytes) -> None:
+        for byte in LENGTH.pack(len(message)) + message:
+            os.write(end, bytes([byte]))
+            time.sleep(0.01)
+
+    monkeypatch.setattr(worker, "_send", send_slowly)
+    begin = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"^judge did not answer within 1 s$"):
+        call(lambda: "x" * 2000, timeout=1.0)
+    assert time.monotonic() - begin < 15.0
 
 
 def test_the_deadline_is_per_call_and_names_the_call() -> None:
