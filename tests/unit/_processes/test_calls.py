@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ import pytest
 import torch
 
 from grpo import ConfigError, TrainingInterrupted
-from grpo._processes import worker
-from grpo._processes.worker import LENGTH
+from grpo._processes.process import Process
 from grpo.deadlines import Call, call_in_process
 from grpo.errors import CallError, DeadlineError
 from tests.support.objective_inputs import as_users_run_it
@@ -231,18 +231,17 @@ def test_a_call_that_hangs_ends_at_its_deadline(subtests: pytest.Subtests) -> No
 
 
 def test_an_answer_that_still_arrives_at_the_deadline_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes come one by one, and take 20 seconds."""
+    """There is always more to read. All of it, 100 parts of 64 KiB, takes at least 5 seconds."""
+    next_message = Process._next_message
 
-    def send_slowly(end: int, message: bytes) -> None:
-        for byte in LENGTH.pack(len(message)) + message:
-            os.write(end, bytes([byte]))
-            time.sleep(0.01)
+    def slow(process: Process) -> bytes | None:
+        time.sleep(0.05)
+        return next_message(process)
 
-    monkeypatch.setattr(worker, "_send", send_slowly)
-    begin = time.monotonic()
-    with pytest.raises(DeadlineError, match=r"^judge did not answer within 1 s$"):
-        call(lambda: "x" * 2000, timeout=1.0)
-    assert time.monotonic() - begin < 15.0
+    monkeypatch.setattr(Process, "_next_message", slow)
+    monkeypatch.setattr("grpo._processes.process.wait", lambda ends, seconds: wait(ends, 30.0))  # until there is more
+    with pytest.raises(DeadlineError, match=r"^judge did not answer within 0\.5 s$"):
+        call(bytes, 100 << 16, timeout=0.5)
 
 
 def test_the_deadline_is_per_call_and_names_the_call() -> None:
