@@ -151,14 +151,18 @@ class CheckpointFolder:
         newest: Path | None = self._of_first_rank(self._newest)
         return newest
 
-    def require_at_most(self, iteration: int) -> None:
-        """Require that no intact checkpoint in the folder is ahead of `iteration`. A run may replace damaged ones.
+    def require_at_most(self, iteration: int, update: int | None = None) -> None:
+        """Require that no intact checkpoint in the folder is ahead of a trainer. A run may replace damaged ones.
+
+        Args:
+            iteration: the number of iterations that the trainer has completed.
+            update: the number of finished updates of an iteration that is not finished. None: the last iteration is finished.
 
         Raises:
             CheckpointError: names the newest checkpoint that is ahead, or a checkpoint that the disk does not give.
         """
         self._wait()
-        self._of_first_rank(lambda: self._require_at_most(iteration))
+        self._of_first_rank(lambda: self._require_at_most(iteration, update))
 
     def _of_first_rank(self, ask: Callable[[], Any]) -> Any:
         """Return rank 0's answer on all ranks: the others may not see the newest state of a shared file system."""
@@ -174,20 +178,22 @@ class CheckpointFolder:
             )
         return max(manifests, key=lambda path: manifests[path].position, default=None)
 
-    def _require_at_most(self, iteration: int) -> None:
+    def _require_at_most(self, iteration: int, update: int | None) -> None:
+        own = without_files(iteration=iteration, update=update, score=None, num_ranks=1)
         ahead: dict[Path, Manifest] = {}
         for path in self._own():
             with suppress(DamagedCheckpointError):
                 manifest = self._readable(path)
-                if manifest.iteration > iteration:
+                if manifest.position > own.position:
                     ahead[path] = manifest
         for path in sorted(ahead, key=lambda path: ahead[path].position, reverse=True):
             # the first intact one ends the search, so that no other checkpoint is read as a whole
             with suppress(DamagedCheckpointError):
                 require_intact(path, ahead[path])
+                updates = "" if ahead[path].update is None else f" and {ahead[path].update} updates"
                 raise CheckpointError(
-                    f"{path} is of iteration {ahead[path].iteration}, and this trainer is at {iteration}. Continue from it "
-                    'with train(..., resume="auto"), delete it, or choose another checkpoint_dir.'
+                    f"{path} is of iteration {ahead[path].iteration}{updates}, and this trainer is at {iteration}. Continue from "
+                    'it with train(..., resume="auto"), delete it, or choose another checkpoint_dir.'
                 )
 
     def _readable(self, path: Path) -> Manifest:

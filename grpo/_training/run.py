@@ -200,7 +200,8 @@ def opened_folder(
     with CheckpointFolder(path, keep_last, trainer.engine, asynchronous=asynchronous) as folder:
         if resume is not None and folder.newest() is not None:
             load_into(trainer, folder.folder, at_least=trainer.iteration)
-        folder.require_at_most(trainer.iteration)
+        rows = trainer.progress.unfinished
+        folder.require_at_most(trainer.iteration, None if rows is None else rows.num_planned)
         require_encodable(capture(trainer), "the trainer's state")
         yield folder
 

@@ -5,6 +5,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,9 @@ class ThreadRank:
         width = max(first.shape[1:], second.shape[1:])
         assert first.shape[1:] == second.shape[1:] == width
         return torch.cat([first, second]), self.rank * len(first)
+
+    def waiting(self, seconds: float, reason: str) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def agree(self, error: BaseException | None = None) -> None:
         if error is not None:

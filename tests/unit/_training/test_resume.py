@@ -59,6 +59,19 @@ def test_a_run_in_a_used_folder_without_resume_is_refused(tmp_path: Path) -> Non
         by_hand()[0].train(["a", "b"], num_iterations=2, checkpoint_dir=tmp_path, progress=False)
 
 
+def test_a_new_run_in_the_folder_of_an_unfinished_iteration_is_refused(tmp_path: Path) -> None:
+    trainer, states, options = built("epochs of batches", seed=1)
+    Calls(trainer, "step", by_exception, at=3)
+    with stopped():
+        trainer.train(states, num_iterations=3, checkpoint_dir=tmp_path, **options)
+    assert names_in(tmp_path) == ["iteration-00000000-update-0002"]
+    fresh, _, _ = built("epochs of batches", seed=1)
+    with pytest.raises(CheckpointError, match="is of iteration 0 and 2 updates, and this trainer is at 0"):
+        fresh.train(states, num_iterations=3, checkpoint_dir=tmp_path, **options)
+    fresh.load_checkpoint(tmp_path)
+    assert len(fresh.train(states, num_iterations=3, checkpoint_dir=tmp_path, **options)) == 3
+
+
 def test_a_trainer_that_is_ahead_of_the_folder_is_not_set_back(tmp_path: Path) -> None:
     by_hand()[0].train(["a", "b"], num_iterations=2, checkpoint_dir=tmp_path, progress=False)
     trainer, _ = by_hand()
