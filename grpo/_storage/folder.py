@@ -192,8 +192,8 @@ class CheckpointFolder:
                 require_intact(path, ahead[path])
                 updates = "" if ahead[path].update is None else f" and {ahead[path].update} updates"
                 raise CheckpointError(
-                    f"{path} is of iteration {ahead[path].iteration}{updates}, and this trainer is at {iteration}. Continue from "
-                    'it with train(..., resume="auto"), delete it, or choose another checkpoint_dir.'
+                    f"{path} is of iteration {ahead[path].iteration}{updates}, and this trainer is at {iteration}. Continue "
+                    'from it with train(..., resume="auto"), delete it, or choose another checkpoint_dir.'
                 )
 
     def _readable(self, path: Path) -> Manifest:
