@@ -7,10 +7,10 @@ import pytest
 from tests.support.reward_faults import children, run_with_faults
 
 CASES = {
-    "plain, raise": {"timeout": 0.25, "is_async": False, "on_failure": "raise", "num_iterations": 14},
+    "plain, raise": {"timeout": 0.25, "is_async": False, "on_failure": "raise", "num_iterations": 8},
     "plain, drop": {"timeout": 0.25, "is_async": False, "on_failure": "drop", "num_iterations": 8},
-    "awaited, raise": {"timeout": 0.1, "is_async": True, "on_failure": "raise", "num_iterations": 25},
-    "awaited, drop": {"timeout": 0.1, "is_async": True, "on_failure": "drop", "num_iterations": 25},
+    "awaited, raise": {"timeout": 0.1, "is_async": True, "on_failure": "raise", "num_iterations": 15},
+    "awaited, drop": {"timeout": 0.1, "is_async": True, "on_failure": "drop", "num_iterations": 15},
 }
 
 

@@ -19,7 +19,7 @@ from grpo._collecting.reward_calls import RewardCalls
 from grpo.errors import DeadlineError, RewardRaisedError, RewardTimeoutError
 from tests.support.reward_faults import asked, children, counts, eventually, is_alive, write_process, written
 
-TIMEOUT = 0.3
+TIMEOUT = 0.2
 released = threading.Event()
 """Ends the call that blocks."""
 
@@ -87,7 +87,7 @@ def test_a_reward_that_never_answers_ends_at_its_deadline(subtests: pytest.Subte
         with subtests.test(kind=kind):
             calls = RewardCalls(make(), RewardConfig(timeout=TIMEOUT))
             message = (
-                rf"exceeded reward\.timeout=0\.3: {name} did not answer within 0\.3 s.* for rows 0 to 2, in 1 call"
+                rf"exceeded reward\.timeout=0\.2: {name} did not answer within 0\.2 s.* for rows 0 to 2, in 1 call"
             )
             for _ in range(3):  # a busy machine may be late once
                 begin = time.monotonic()

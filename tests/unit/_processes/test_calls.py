@@ -356,7 +356,7 @@ def test_an_interrupt_ends_the_call_and_is_raised_again(subtests: pytest.Subtest
 
 def test_an_interrupt_at_any_moment_leaves_nothing(subtests: pytest.Subtests) -> None:
     generator = random.Random(0)
-    for number in range(40):
+    for number in range(20):
         seconds = generator.uniform(0.0, 0.03)
         with subtests.test(number=number, seconds=seconds):
             interrupted_after(seconds, lambda: call(time.sleep, 0.002), Interrupted())
@@ -400,7 +400,7 @@ def test_a_thread_can_make_calls_while_another_does() -> None:
     answers: dict[int, int] = {}
 
     def ask(number: int) -> None:
-        for _ in range(5):
+        for _ in range(2):
             answers[number] = call(lambda: number)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
