@@ -255,7 +255,7 @@ CASES: dict[type[Settings], dict[str, Case]] = {
         "timeout": ({}, {"timeout": 0.01}, AWAITED),
         "max_concurrent": ({}, {"max_concurrent": 1}, AWAITED),
         "retry_delay": ({"num_retries": 1}, {"retry_delay": 5.0}, RAISES),
-        "max_retry_seconds": ({"num_retries": 30}, {"max_retry_seconds": 200.0}, OUTAGE),
+        "max_retry_seconds": ({"num_retries": 30, "breaker_failures": 40}, {"max_retry_seconds": 200.0}, OUTAGE),
         "breaker_failures": ({"on_failure": "drop"}, {"breaker_failures": 18}, OUTAGE),
         "breaker_seconds": ({"on_failure": "drop"}, {"breaker_seconds": 5.0}, OUTAGE),
     },
