@@ -54,29 +54,33 @@ class SafePoints:
 
         Without a folder, a SIGINT still stops the run only where policy and optimizer are consistent.
         """
-        self._folder = folder
-        try:
-            signals = (SIGINT,) if folder is None else (SIGINT, SIGTERM)
-            with self._interrupts.handled(*signals), same_error(self._trainer.engine):
-                self.reached()
-                if folder is not None:
-                    iteration, update, _ = self._first_place = self._place()
-                    self._safe_place = self._place() if folder.has(iteration, update) else None
-                yield
-                self._trainer.engine.agree()  # another rank may have failed after its last exchange
-        except BaseException as error:
-            place = self._save_after(error)
-            if isinstance(error, KeyboardInterrupt) and self._last is not None and not self._is_between_weights:
-                put_passing(self._trainer, capture(self._trainer, self._last))  # what was begun is given up
-            if isinstance(error, TrainingInterrupted):
-                name = Signals(error.signal_number).name
-                message = f"Stopped by {name} at iteration {self._trainer.iteration}. {place}"
-                if error.signal_number == SIGINT and is_interactive():
-                    raise KeyboardInterrupt(message) from None
-                logger.warning(message)
-            raise
-        finally:
-            self._folder = self._last = None
+        signals = (SIGINT,) if folder is None else (SIGINT, SIGTERM)
+        with self._interrupts.handled(*signals):
+            self._folder = folder
+            try:
+                with same_error(self._trainer.engine):
+                    self.reached()
+                    if folder is not None:
+                        iteration, update, _ = self._first_place = self._place()
+                        self._safe_place = self._place() if folder.has(iteration, update) else None
+                    yield
+                    self._trainer.engine.agree()  # another rank may have failed after its last exchange
+            except BaseException as error:
+                self._stop(error, self._save_after(error))
+                raise
+            finally:
+                self._folder = self._last = None
+
+    def _stop(self, error: BaseException, place: str) -> None:
+        """Give up what was begun when a signal came, and tell the user where the run can be continued from."""
+        if isinstance(error, KeyboardInterrupt) and self._last is not None and not self._is_between_weights:
+            put_passing(self._trainer, capture(self._trainer, self._last))
+        if isinstance(error, TrainingInterrupted):
+            name = Signals(error.signal_number).name
+            message = f"Stopped by {name} at iteration {self._trainer.iteration}. {place}"
+            if error.signal_number == SIGINT and is_interactive():
+                raise KeyboardInterrupt(message) from None
+            logger.warning(message)
 
     @property
     def _is_between_weights(self) -> bool:

@@ -14,7 +14,7 @@ def test_a_run_stopped_at_every_call_on_one_rank_continues_on_both(subtests: pyt
 
 
 def test_after_100_kills_both_ranks_load_the_same_newest_checkpoint(tmp_path: Path) -> None:
-    counts = run_on_ranks("kills", tmp_path, 100, 1)
+    counts = run_on_ranks("kills", tmp_path, 100, 1, 30)
     assert counts["killed"] == 100
     assert (counts["older"], counts["mixed"], counts["unnamed"]) == (0, 0, 0)
     assert counts["runs"] >= 1

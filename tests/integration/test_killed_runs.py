@@ -5,27 +5,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
 
-def counts_of(kind: str, folder: Path, num_times: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.support.killed_runs", kind, str(folder), str(num_times), "2"]
+def assert_nothing_is_lost(folder: Path, num_kills: int, num_signals: int, seed: int) -> None:
+    numbers = map(str, (num_kills, num_signals, seed))
+    command = [sys.executable, "-m", "tests.support.killed_runs", str(folder), *numbers]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    counts: dict[str, Any] = json.loads(done.stdout)
-    return counts
+    counts = json.loads(done.stdout)
+    kills, signals = counts["kills"], counts["signals"]
+    assert (kills["killed"], kills["older"], kills["mixed"]) == (num_kills, 0, 0)
+    assert (signals["signals"], signals["exit codes"]) == (num_signals, num_signals)
+    assert (signals["older"], signals["different ends"]) == (0, 0)
+    assert signals["longest"] < 25
 
 
-def test_a_killed_run_continues_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    counts = counts_of("kills", tmp_path, 10)
-    assert (counts["killed"], counts["older"], counts["mixed"]) == (10, 0, 0)
-
-
-def test_a_run_that_signals_stop_continues_to_the_same_end(tmp_path: Path) -> None:
-    counts = counts_of("signals", tmp_path, 10)
-    assert (counts["signals"], counts["exit codes"]) == (10, 10)
-    assert (counts["older"], counts["different ends"]) == (0, 0)
-    assert counts["longest"] < 25
+def test_killed_and_stopped_runs_continue_from_their_newest_checkpoint(tmp_path: Path) -> None:
+    assert_nothing_is_lost(tmp_path, 8, 8, seed=2)

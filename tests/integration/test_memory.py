@@ -18,4 +18,4 @@ def growth_of(name: str, num_iterations: int, folder: Path) -> float:
 
 
 def test_the_second_half_of_a_run_needs_no_more_memory(tmp_path: Path) -> None:
-    assert growth_of("control", 300, tmp_path / "run") <= 5.0
+    assert growth_of("control", 200, tmp_path / "run") <= 5.0

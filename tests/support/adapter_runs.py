@@ -7,9 +7,7 @@ import torch
 
 from adapters.bandits import BanditReward, SoftmaxPolicy, random_walk_testbed
 from adapters.control import EnvironmentReward, EpisodePolicy, episode_starts
-from adapters.llm import HFPolicy, SamplingConfig
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
-from tests.support.llm_models import character_tokenizer, tiny_model
 from tests.support.tool_policies import TEXTS
 from tests.support.tool_policies import policy as tool_policy
 
@@ -59,6 +57,9 @@ def is_odd(states: Any, actions: Any) -> list[float]:
 
 
 def llm(seed: int) -> Any:
+    from adapters.llm import HFPolicy, SamplingConfig  # the import takes seconds
+    from tests.support.llm_models import character_tokenizer, tiny_model
+
     torch.manual_seed(seed)
     sampling = SamplingConfig(max_new_tokens=5, temperature=0.9)
     policy = HFPolicy(tiny_model(), character_tokenizer(), sampling=sampling)

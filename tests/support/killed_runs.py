@@ -1,6 +1,6 @@
 """Kill processes that train and save, at random times, and look at what another process can load.
 
-    python -m tests.support.killed_runs kills|signals FOLDER NUM_TIMES SEED
+    python -m tests.support.killed_runs FOLDER NUM_KILLS NUM_SIGNALS SEED
 
 The process imports everything once, and forks each process that trains. It prints one JSON line with counts.
 """
@@ -110,9 +110,9 @@ def stop_once(folder: Path, generator: random.Random, number: int) -> tuple[int,
     return max(map(int, said.split()), default=0), os.waitstatus_to_exitcode(status), time.monotonic() - start
 
 
-def kills(root: Path, num_kills: int, generator: random.Random) -> dict[str, int]:
+def kills(root: Path, num_kills: int, generator: random.Random, expected: dict[int, str]) -> dict[str, int]:
     """Kill the process of a run again and again, and compare what is loaded after each kill with a run that nothing kills."""
-    expected, folder = expected_states(root / "unbroken"), root / "run"
+    folder = root / "run"
     counts = {"killed": 0, "older": 0, "mixed": 0, "runs": 0}
     newest = 0
     while counts["killed"] < num_kills:
@@ -129,9 +129,9 @@ def kills(root: Path, num_kills: int, generator: random.Random) -> dict[str, int
     return counts
 
 
-def signals(root: Path, num_signals: int, generator: random.Random) -> dict[str, float]:
+def signals(root: Path, num_signals: int, generator: random.Random, expected: str) -> dict[str, float]:
     """Stop the process of a run again and again by SIGTERM and SIGINT. Each run must end like a run that nothing stops."""
-    expected, folder = expected_states(root / "unbroken")[NUM_ITERATIONS], root / "run"
+    folder = root / "run"
     counts = {"signals": 0, "exit codes": 0, "older": 0, "different ends": 0, "runs": 0, "longest": 0.0}
     while counts["signals"] < num_signals:
         number = generator.choice([signal.SIGTERM, signal.SIGINT])
@@ -156,12 +156,14 @@ def require_only_checkpoints(folder: Path) -> None:
     assert all(name.startswith("iteration-") for name in names), names
 
 
-def main(kind: str, root: Path, num_times: int, seed: int) -> None:
+def main(root: Path, num_kills: int, num_signals: int, seed: int) -> None:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    function = {"kills": kills, "signals": signals}[kind]
-    print(json.dumps(function(root, num_times, random.Random(seed))))
+    generator, expected = random.Random(seed), expected_states(root / "unbroken")
+    counts: dict[str, Any] = {"kills": kills(root / "kills", num_kills, generator, expected)}
+    counts["signals"] = signals(root / "signals", num_signals, generator, expected[NUM_ITERATIONS])
+    print(json.dumps(counts))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

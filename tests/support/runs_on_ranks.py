@@ -1,7 +1,7 @@
 """Runs on two ranks that are stopped or killed.
 
     python -m tests.support.runs_on_ranks stops FOLDER NUM_ITERATIONS PHASE PHASE ...
-    python -m tests.support.runs_on_ranks kills FOLDER NUM_KILLS SEED
+    python -m tests.support.runs_on_ranks kills FOLDER NUM_KILLS SEED NUM_ITERATIONS
 
 The process imports everything once, and forks the ranks. It prints one JSON line.
 """
@@ -98,7 +98,7 @@ def stops(rank: int, folder: Path, num_iterations: int, phases: Sequence[str]) -
 # Kills
 
 
-def continued(rank: int, folder: Path, rendezvous: Path, report: int) -> None:
+def continued(rank: int, folder: Path, rendezvous: Path, num_iterations: int, report: int) -> None:
     """One rank: load the newest checkpoint, tell what it holds, and train on."""
     engine = joined(rank, rendezvous)
     trainer, states = made(2, engine)
@@ -109,20 +109,21 @@ def continued(rank: int, folder: Path, rendezvous: Path, report: int) -> None:
     else:
         trainer, states = made(1, engine)
     os.write(report, b"training\n")
-    train(trainer, states, folder / "run", checkpoint_every=1, keep_last=2, num_iterations=30)
+    train(trainer, states, folder / "run", checkpoint_every=1, keep_last=2, num_iterations=num_iterations)
     os.write(report, b"done\n")
 
 
-def kills(folder: Path, num_kills: int, generator: random.Random) -> dict[str, Any]:
+def kills(folder: Path, num_kills: int, generator: random.Random, num_iterations: int) -> dict[str, Any]:
     """Kill one rank or both at random times, and compare what both load afterwards with a run that nothing kills."""
     folder.mkdir(exist_ok=True)
-    expected = launched(folder, partial(whole_run, folder))
+    expected = launched(partial(whole_run, folder, num_iterations))
     counts = {"killed": 0, "older": 0, "mixed": 0, "runs": 0, "unnamed": 0}
     newest = 0
     while counts["killed"] < num_kills:
         rendezvous = folder / f"rendezvous {counts['killed']} {time.monotonic_ns()}"
         victims = generator.choice([(0,), (1,), (0, 1)])
-        said, codes = launched_and_killed(folder, rendezvous, victims, 0.4 * generator.random())
+        work = partial(continued, folder=folder, rendezvous=rendezvous, num_iterations=num_iterations)
+        said, codes = launched_and_killed(work, victims, 0.4 * generator.random())
         loaded = [json.loads(lines[0]) for lines in said if lines and lines[0].startswith("{")]
         if loaded:
             counts["older"] += any(one["iteration"] < newest for one in loaded)
@@ -140,20 +141,20 @@ def kills(folder: Path, num_kills: int, generator: random.Random) -> dict[str, A
     return counts
 
 
-def whole_run(folder: Path, rank: int, report: int) -> None:
+def whole_run(folder: Path, num_iterations: int, rank: int, report: int) -> None:
     """One rank: what it holds after each iteration of a run that nothing kills."""
     engine = joined(rank, folder / "rendezvous of the whole run")
     trainer, states = made(1, engine)
-    train(trainer, states, folder / "whole", checkpoint_every=1, keep_last=99, num_iterations=30)
+    train(trainer, states, folder / "whole", checkpoint_every=1, keep_last=99, num_iterations=num_iterations)
     found = {}
-    for number in range(1, 31):
+    for number in range(1, num_iterations + 1):
         trainer, _ = made(2, engine)
         trainer.load_checkpoint(folder / "whole" / f"iteration-{number:08d}")
         found[number] = end_of(trainer)
     os.write(report, json.dumps(found).encode())
 
 
-def launched(folder: Path, work: Callable[[int, int], None]) -> list[Any]:
+def launched(work: Callable[[int, int], None]) -> list[Any]:
     """Run `work(rank, report)` in one process per rank, and return what each reported, from JSON."""
     children = [in_a_child(partial(work, rank)) for rank in range(NUM_RANKS)]
     said = [all_of(reading) for _, reading in children]
@@ -163,10 +164,10 @@ def launched(folder: Path, work: Callable[[int, int], None]) -> list[Any]:
 
 
 def launched_and_killed(
-    folder: Path, rendezvous: Path, victims: tuple[int, ...], seconds: float
+    work: Callable[..., None], victims: tuple[int, ...], seconds: float
 ) -> tuple[list[list[str]], list[int]]:
     """Continue the run on both ranks, kill some of them, and return the lines and the exit code of each rank."""
-    children = [in_a_child(partial(continued, rank, folder, rendezvous)) for rank in range(NUM_RANKS)]
+    children = [in_a_child(lambda report, rank=rank: work(rank, report=report)) for rank in range(NUM_RANKS)]  # type: ignore[misc]
     started = [os.read(reading, 4096) for _, reading in children]  # both have begun, or loaded
     time.sleep(seconds)
     for rank in victims:
@@ -217,7 +218,8 @@ def main(kind: str, folder: Path, *arguments: str) -> None:
     warnings.filterwarnings("ignore", message="The loaded run is at iteration")
     torch.set_num_threads(1)
     if kind == "kills":
-        print(json.dumps(kills(folder, int(arguments[0]), random.Random(int(arguments[1])))))
+        num_kills, seed, num_iterations = map(int, arguments)
+        print(json.dumps(kills(folder, num_kills, random.Random(seed), num_iterations)))
         return
     children = [
         in_a_child(lambda report, rank=rank: stops(rank, folder, int(arguments[0]), arguments[1:]))  # type: ignore[misc]

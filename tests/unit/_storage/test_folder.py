@@ -181,7 +181,8 @@ def test_the_newest_intact_checkpoint_ahead_is_named_and_no_other_is_read(
     folder = CheckpointFolder(tmp_path, 9)
     for newest in (f"{name_of(5)}-update-0002", name_of(5), name_of(4)):
         read.clear()
-        message = rf'{newest} is of iteration {int(newest[10:18])}(?: and 2 updates)?, and .* with train\(\.\.\., resume="auto"\), delete it'
+        place = f"{newest} is of iteration {int(newest[10:18])}"
+        message = rf'{place}(?: and 2 updates)?, and .* with train\(\.\.\., resume="auto"\), delete it'
         with pytest.raises(CheckpointError, match=message):
             folder.require_at_most(2)
         assert set(read) == {newest}

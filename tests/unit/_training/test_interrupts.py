@@ -1,5 +1,6 @@
 """What the first and the second signal do, in scripts, in interactive sessions, in threads and in forked children."""
 
+import json
 import os
 import signal
 import subprocess
@@ -111,76 +112,83 @@ def test_a_signal_ends_a_forked_child_without_raising_in_it() -> None:
 # A whole run
 
 SCRIPT = """
-    import os, signal, sys, time
+    import json, os, signal, sys, time
     from grpo import GRPOConfig, GRPOTrainer
+    from grpo.checkpoint import read_checkpoint
     from tests.support.policies import TablePolicy
 
-    folder, number, again, prompt = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "again", sys.argv[4] == "interactive"
-    if prompt:
-        sys.ps1 = ">>> "
-    calls = 0
+    def run(folder, number, again, prompt):
+        if prompt:
+            sys.ps1 = ">>> "
+        calls = []
 
-    def reward(states, actions):
-        global calls
-        calls += 1
-        if calls == 3:
-            os.kill(os.getpid(), number)
-            time.sleep(60)
-        return [float(action) for action in actions]
+        def reward(states, actions):
+            calls.append(len(calls))
+            if len(calls) == 3:
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+            return [float(action) for action in actions]
 
-    policy = TablePolicy()
-    trainer = GRPOTrainer(config=GRPOConfig(group_size=4, seed=1), policy=policy, reward_model=reward)
-    if again:
-        save = trainer.safe_points._save_after
-        trainer.safe_points._save_after = lambda error: (os.kill(os.getpid(), number), time.sleep(60))
-    try:
-        trainer.train(["a", "b"], num_iterations=9, checkpoint_dir=folder or None, progress=False)
-    except KeyboardInterrupt as stop:
-        print(type(stop).__name__, len(trainer.history), trainer.iteration, flush=True)
-        raise
+        trainer = GRPOTrainer(config=GRPOConfig(group_size=4, seed=1), policy=TablePolicy(), reward_model=reward)
+        if again:
+            trainer.safe_points._save_after = lambda error: (os.kill(os.getpid(), number), time.sleep(60))
+        try:
+            trainer.train(["a", "b"], num_iterations=9, checkpoint_dir=folder, progress=False)
+        except KeyboardInterrupt as stop:
+            print(type(stop).__name__, len(trainer.history), trainer.iteration, flush=True)
+            raise
+
+    for place, case in enumerate(json.loads(sys.argv[2])):
+        output = f"{sys.argv[1]}/{place}.out"
+        child = os.fork()
+        if child == 0:
+            for stream in (1, 2):
+                os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+            run(**case)
+            sys.exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        saved = read_checkpoint(case["folder"])["counters"]["iteration"] if code > 0 and case["folder"] else None
+        print(json.dumps([code, open(output).read(), saved]), flush=True)
 """
 
 
-def run_script(folder: Path | str, number: int, *, again: bool = False, interactive: bool = False) -> Any:
-    arguments = [str(folder), str(int(number)), "again" if again else "", "interactive" if interactive else ""]
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False)
-
-
-def test_a_signal_while_collecting_leaves_a_checkpoint_and_the_exit_code_of_the_signal(
-    subtests: pytest.Subtests, tmp_path: Path
-) -> None:
-    for number, code in [(signal.SIGTERM, 143), (signal.SIGINT, 130)]:
-        with subtests.test(number=number):
-            done = run_script(tmp_path / str(code), number)
-            assert done.returncode == code
-            assert done.stdout.split() == ["TrainingInterrupted", "2", "2"]
-            assert f"Stopped by {number.name} at iteration 2." in done.stderr
-            assert "Traceback" not in done.stderr
-            assert read_checkpoint(tmp_path / str(code))["counters"]["iteration"] == 2
-
-
-def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
-    done = run_script(tmp_path, signal.SIGTERM, again=True)
-    assert done.returncode == -signal.SIGTERM
-    assert not done.stdout
-
-
-def test_in_an_interactive_session_a_sigint_is_a_keyboard_interrupt(tmp_path: Path) -> None:
-    done = run_script(tmp_path, signal.SIGINT, interactive=True)
-    assert done.stdout.split() == ["KeyboardInterrupt", "2", "2"]
-    assert "KeyboardInterrupt: Stopped by SIGINT at iteration 2." in done.stderr
-
-
-def test_without_a_folder_a_sigterm_ends_the_process_and_a_sigint_stops_the_run(subtests: pytest.Subtests) -> None:
-    for number, code, printed in [
-        (signal.SIGTERM, -signal.SIGTERM, []),
-        (signal.SIGINT, 130, ["TrainingInterrupted", "2", "2"]),
-    ]:
-        with subtests.test(number=number):
-            done = run_script("", number)
-            assert done.returncode == code
-            assert done.stdout.split() == printed
+def test_what_signals_do_to_a_run(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """The third collection is interrupted, and would take a minute. An uncaught exception would end the process with 1."""
+    term, interrupt = int(signal.SIGTERM), int(signal.SIGINT)
+    stopped = "TrainingInterrupted 2 2"
+    by_person = "Stopped by SIGINT at iteration 2."
+    cases: list[tuple[int, bool, bool, bool, int, str, str, int | None]] = [
+        # signal, folder, a second signal, interactive; exit code, what the script prints, what is said, saved iteration
+        (term, True, False, False, 143, stopped, "Stopped by SIGTERM at iteration 2.", 2),
+        (interrupt, True, False, False, 130, stopped, by_person, 2),
+        (term, True, True, False, -term, "", "", None),
+        (interrupt, True, True, False, -interrupt, "", "", None),
+        (interrupt, True, False, True, -interrupt, "KeyboardInterrupt 2 2", by_person, None),
+        (term, False, False, False, -term, "", "", None),
+        (interrupt, False, False, False, 130, stopped, "Nothing was saved, because", None),
+    ]
+    asked = [
+        {
+            "number": number,
+            "folder": str(tmp_path / f"run {place}") if folder else None,
+            "again": again,
+            "prompt": prompt,
+        }
+        for place, (number, folder, again, prompt, *_) in enumerate(cases)
+    ]
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), json.dumps(asked)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(cases)
+    for (*case, expected_code, printed, said, expected_saved), (code, output, saved) in zip(cases, found, strict=True):
+        with subtests.test(case=case):
+            assert code == expected_code, output
+            assert not printed or printed in output.splitlines()
+            assert printed or "Interrupt" not in output
+            assert said in output
+            assert saved == expected_saved
+    assert read_checkpoint(tmp_path / "run 4")["counters"]["iteration"] == 2
 
 
 def test_a_keyboard_interrupt_in_an_update_waits_for_the_optimizer_step() -> None:
