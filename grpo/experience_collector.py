@@ -179,11 +179,12 @@ class ExperienceCollector:
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """The numbers of rows that fit into memory, and the counts of repetitions."""
+        """The numbers of rows that fit into memory, and the counts that no iteration has reported yet."""
         return {
             "rows_per_sample_call": self.sample.rows_per_call,
             "num_halvings": [self.scoring.num_halvings, self.updating.num_halvings],
             "num_repeated": [self.sample.num_repeated, self.scoring.num_repeated, self.updating.num_repeated],
+            "reward_counts": dict(self._ask_for_rewards.counts),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -191,6 +192,7 @@ class ExperienceCollector:
         self.sample.rows_per_call = state["rows_per_sample_call"]
         self.scoring.num_halvings, self.updating.num_halvings = state["num_halvings"]
         self.sample.num_repeated, self.scoring.num_repeated, self.updating.num_repeated = state["num_repeated"]
+        self._ask_for_rewards.counts = dict(state["reward_counts"])
 
     def _find_steps(self, states: Rows, actions: Rows, group_ids: Tensor) -> SampledActions:
         """Find the steps of each row by scoring the actions. A policy that returns log-probs [N] is scored only once."""

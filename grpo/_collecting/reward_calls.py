@@ -92,7 +92,8 @@ class RewardCalls:
             clock=self._clock,
             sleep=partial(self._pause, reason=f"{self._name} fails, and is called again after reward.breaker_seconds"),
         )
-        self._counts = dict.fromkeys(COUNTED, 0.0)
+        self.counts = dict.fromkeys(COUNTED, 0.0)
+        """Failures, by metric name, that no collection has reported yet."""
 
     def __call__(
         self, states: Rows, actions: Rows, mask: Bool[Tensor, "N T"] | None = None, *, keep_counts: bool = False
@@ -111,14 +112,14 @@ class RewardCalls:
         """
         self.reward_model.eval()
         total, components, kept = self._ask_with_breaker(states, actions, None if mask is None else mask.cpu())
-        self._counts["rows/dropped"] += int((~kept).sum())
+        self.counts["rows/dropped"] += int((~kept).sum())
         if total.dim() == 2 and mask is not None:
             total = zero_outside(total, mask.cpu()[kept])
         if not bool(total.isfinite().all()):
             total, components, kept = self._without_non_finite(total, components, kept)
-        metrics = dict(self._counts)
+        metrics = dict(self.counts)
         if not keep_counts:
-            self._counts = dict.fromkeys(COUNTED, 0.0)
+            self.counts = dict.fromkeys(COUNTED, 0.0)
         return Rewards(
             values=total,
             components=components,
@@ -179,7 +180,7 @@ class RewardCalls:
                 if self._breaker.is_open:  # trials take the place of the retries that are left
                     raise _OutageError(str(error)) from error
             self._pause(delay, f"{self._name} failed, and is called again later (reward.num_retries)")
-            self._counts["rewards/retries"] += 1
+            self.counts["rewards/retries"] += 1
         raise AssertionError  # count() never ends
 
     def _attempt(self, states: Rows, actions: Rows, mask: Tensor | None, *, is_single: bool = False) -> Answer:
@@ -189,8 +190,8 @@ class RewardCalls:
                 answer = self._call(states, actions, mask, is_single=is_single)
         except Exception as error:
             if is_failed_call(error):
-                self._counts["rewards/failed_calls"] += 1
-                self._counts["rewards/timeouts"] += isinstance(error, DeadlineError)
+                self.counts["rewards/failed_calls"] += 1
+                self.counts["rewards/timeouts"] += isinstance(error, DeadlineError)
                 self._breaker.fail(error)
             raise
         self._breaker.succeed()
@@ -249,7 +250,7 @@ class RewardCalls:
         self._breaker.succeed()  # rows that fail at the end do not make the next iteration wait
         kinds = Counter(map(kind_of, answers.values()))
         answers = {row: answer for row, answer in answers.items() if kind_of(answer) == kinds.most_common(1)[0][0]}
-        self._counts["rewards/failed_calls"] += kinds.total() - len(answers)  # rows unlike the others
+        self.counts["rewards/failed_calls"] += kinds.total() - len(answers)  # rows unlike the others
         kept = torch.zeros(len(states), dtype=torch.bool)
         kept[sorted(answers)] = True
         return *self._call.join([answers[row] for row in sorted(answers)], mask), kept
@@ -276,11 +277,11 @@ class RewardCalls:
                     raise RewardError(
                         f"{self._name}: no row of {count} has a reward, so there is nothing to learn from. Fix the reward."
                     )
-                self._counts["rows/dropped"] += int((~finite).sum())
+                self.counts["rows/dropped"] += int((~finite).sum())
                 components = {name: part[finite] for name, part in components.items()}
                 return total[finite], components, kept.masked_scatter(kept, finite)
             case "zero":
-                self._counts["rewards/zeroed"] += int((~finite).sum())
+                self.counts["rewards/zeroed"] += int((~finite).sum())
                 components = {
                     name: part.index_put((~finite,), part[~finite].nan_to_num(0.0, 0.0, 0.0))
                     for name, part in components.items()

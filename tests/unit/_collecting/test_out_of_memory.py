@@ -10,6 +10,7 @@ from torch import Tensor
 
 from grpo import ExperienceBatch
 from grpo._collecting.out_of_memory import PassSizes
+from grpo._collecting.reward_calls import COUNTED
 from grpo._collecting.update_plan import cut_parts, half, parts_in_order
 from grpo.distributed import OneProcess
 from grpo.experience_collector import ExperienceCollector
@@ -345,7 +346,12 @@ def test_the_state_restores_every_size_and_count() -> None:
         return ExperienceCollector(policy=RowScoring(), reward_model=lambda s, a: [0.0] * len(a), group_size=1)
 
     collector, twin = fresh(), fresh()
-    assert collector.state_dict() == {"rows_per_sample_call": None, "num_halvings": [0, 0], "num_repeated": [0, 0, 0]}
+    assert collector.state_dict() == {
+        "rows_per_sample_call": None,
+        "num_halvings": [0, 0],
+        "num_repeated": [0, 0, 0],
+        "reward_counts": dict.fromkeys(COUNTED, 0.0),
+    }
     collector.sample.rows_per_call = 6
     collector.scoring.num_halvings, collector.updating.num_halvings = 1, 2
     collector.sample.num_repeated, collector.scoring.num_repeated, collector.updating.num_repeated = 3, 4, 5

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import CheckpointError, ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, ObjectiveConfig
+from grpo import CheckpointError, ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, ObjectiveConfig, RewardConfig
 from grpo._training import run as run_module
 from grpo.checkpoint import read_checkpoint
 from tests.support.checkpoint_runs import built, names_in
@@ -311,3 +311,24 @@ def test_weights_that_are_not_finite_end_the_run_and_are_not_saved(tmp_path: Pat
         )
     assert names_in(tmp_path)[-1] == "iteration-00000002"
     assert read_checkpoint(tmp_path)["parameters"]["logits"].isfinite().all()
+
+
+def test_failures_that_no_iteration_has_reported_are_in_the_checkpoint(tmp_path: Path) -> None:
+    """The reward fails twice in an evaluation. The next iteration reports both, also after a resume."""
+    failures = iter([True, True])
+
+    def trainer() -> GRPOTrainer:
+        def reward(states: Any, actions: Any) -> list[float]:
+            if next(failures, False):
+                raise ConnectionError
+            return [float(action) for action in actions]
+
+        config = GRPOConfig(group_size=2, reward=RewardConfig(num_retries=3, retry_delay=0.0))
+        return GRPOTrainer(config=config, policy=TablePolicy(), reward_model=reward)
+
+    first = trainer()
+    first.evaluate(["a"])
+    first.save_checkpoint(tmp_path / "checkpoint")
+    second = trainer()
+    second.load_checkpoint(tmp_path / "checkpoint")
+    assert [second.step(["a"])["rewards/failed_calls"] for _ in range(2)] == [2.0, 0.0]
