@@ -321,6 +321,8 @@ def test_a_single_process_raises_its_error_as_it_is() -> None:
         raise own
     assert raised.value is own
     OneProcess().agree()
+    with pytest.raises(ZeroDivisionError):
+        OneProcess().agree(own)
 
 
 # Equal arguments

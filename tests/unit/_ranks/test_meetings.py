@@ -338,3 +338,91 @@ def test_a_rank_that_ended_is_told_from_one_that_is_late() -> None:
     reason = meetings._absence([0], RuntimeError("connection reset"))
     assert reason.startswith("Rank 0 ended or lost the connection, while the other ranks waited at Replicated().")
     assert reason.endswith("Start all ranks again; a run with a checkpoint_dir continues from its newest checkpoint.")
+
+
+class Table:
+    """In place of a `Watch`. `left`: what `all_have_left` says, one call after another."""
+
+    def __init__(self, *, missing: list[int] | None = None, left: list[bool] | None = None, **state: Any) -> None:
+        self.verdict, self.store_failed, self.answered_at = None, False, float("inf")
+        self.busy_at: dict[int, Any] = {}
+        self.called: list[str] = []
+        self._missing, self._left = missing or [], left or []
+        vars(self).update(state)
+
+    def missing(self, meeting: int, longest_silence: float) -> list[int]:
+        return self._missing
+
+    def all_have_left(self, longest_silence: float) -> bool:
+        return self._left.pop(0)
+
+    def wait_at(self, meeting: int) -> None: ...
+
+    def propose(self, reason: str) -> None:
+        self.called.append(f"propose {reason}")
+        self.verdict = self.verdict or reason
+
+    def leave(self) -> None:
+        self.called.append("leave")
+
+    def stop(self) -> None:
+        self.called.append("stop")
+
+
+def second_of_three(table: Table, timeout: float = 4.0) -> Meetings:
+    meetings = alone(timeout)
+    meetings.rank, meetings.num_ranks, meetings._watch = 1, 3, table  # type: ignore[assignment]
+    return meetings
+
+
+def test_limits_follow_from_the_timeout(subtests: pytest.Subtests) -> None:
+    for timeout, expected in [(1.0, (0.8, 0.25)), (8.0, (7.0, 2.0)), (60.0, (59.0, 5.0))]:
+        with subtests.test(timeout=timeout):
+            meetings = alone(timeout)
+            assert (meetings._longest_wait, meetings._longest_silence) == pytest.approx(expected)
+
+
+def test_without_a_store_rank_0_is_named(subtests: pytest.Subtests) -> None:
+    """The store has failed, or has not answered for a quarter of the timeout, which is one second here."""
+    for name, state, longest in [
+        ("failed", {"store_failed": True}, 0.9),
+        ("silent", {"answered_at": time.monotonic() - 1.5}, 3.0),
+    ]:
+        with subtests.test(name):
+            meetings = second_of_three(Table(missing=[0, 2], **state))
+            begun = time.monotonic()
+            assert meetings._who_is_missing(begun, RuntimeError("closed")).startswith("Rank 0 ended or lost")
+            assert time.monotonic() - begun < longest
+
+
+def test_a_failed_connection_leaves_time_for_ranks_to_fall_silent_after_a_long_meeting() -> None:
+    """Two ranks are missing, so that the culprit is not clear: 0.25 s of silence and as long again."""
+    meetings = second_of_three(Table(missing=[0, 2]), 1.0)
+    begun = time.monotonic()
+    reason = meetings._who_is_missing(begun - 100.0, RuntimeError("closed"))
+    assert reason.startswith("Ranks 0 and 2 ended or lost the connection")
+    assert time.monotonic() - begun >= 0.45
+
+
+def test_a_rank_stays_until_the_others_have_read_the_reason() -> None:
+    table = Table(left=[False, False, True])
+    meetings = second_of_three(table)
+    meetings._break("rank 2 is missing")
+    assert meetings.broken == "rank 2 is missing"
+    assert table.called == ["propose rank 2 is missing", "leave", "stop"]
+    assert table._left == []
+
+
+def test_a_rank_does_not_stay_without_a_store_or_for_longer_than_the_silence(subtests: pytest.Subtests) -> None:
+    for state, expected in [({"answered_at": -1e9}, 0.0), ({"store_failed": True}, 0.0), ({}, 1.0)]:
+        with subtests.test(state=state):
+            meetings = second_of_three(Table(left=[False] * 1000, **state))
+            begun = time.monotonic()
+            meetings._break("x")
+            assert expected <= time.monotonic() - begun < expected + 0.9
+
+
+def test_another_reason_that_came_first_counts() -> None:
+    meetings = second_of_three(Table(left=[True], verdict="rank 0 is missing"))
+    meetings._break("rank 2 is missing")
+    assert meetings.broken == "rank 0 is missing"
