@@ -39,6 +39,7 @@ class Process:
         self._watched: list[int] = []
         self._supervisor: int | None = None
         self._received = bytearray()
+        self._end_of_worker = ""
 
     def run(self, calls: Sequence[NamedCall], timeout: float) -> list[Any]:
         """Make the calls one after another, and return their answers. Each call has `timeout` seconds.
@@ -114,7 +115,7 @@ class Process:
                 raise DeadlineError(f"{name} did not answer within {timeout:g} s")
             seconds = deadline - time.monotonic()
             is_late = seconds <= 0
-            ready = wait(self._watched, min(max(seconds, 0.0), WAIT_SECONDS))
+            ready = wait(self._watched, 0.0 if self._end_of_worker else min(max(seconds, 0.0), WAIT_SECONDS))
             if self._answers in ready:
                 read = os.read(self._answers, 1 << 16)
                 self._received += read
@@ -123,8 +124,11 @@ class Process:
             elif ready:
                 read = os.read(self._status, 64)
                 status = read.removeprefix(LENGTH.pack(self._supervisor or 0))
-                if status or not read:
-                    raise CallError(f"{name} gave no answer: its process ended {_end_of(status.decode())}.")
+                if status or not read:  # the worker may have sent answers since `wait` looked
+                    self._watched.remove(self._status)
+                    self._end_of_worker = _end_of(status.decode())
+            elif self._end_of_worker:
+                raise CallError(f"{name} gave no answer: its process ended {self._end_of_worker}.")
         return pickle.loads(part)  # from a fork of this process
 
     def _next_message(self) -> bytes | None:

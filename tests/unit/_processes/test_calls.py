@@ -18,6 +18,7 @@ import torch
 
 from grpo import ConfigError, TrainingInterrupted
 from grpo._processes.process import Process
+from grpo._processes.worker import LENGTH
 from grpo.deadlines import Call, call_in_process
 from grpo.errors import CallError, DeadlineError
 from tests.support.objective_inputs import as_users_run_it
@@ -53,6 +54,28 @@ def hang() -> None:
 def test_answers_come_back_in_order() -> None:
     calls = [Call(name="f", function=pow, arguments=(2,), keywords={"exp": n}) for n in range(5)]
     assert call_in_process(calls, timeout=SLOW) == [1, 2, 4, 8, 16]
+
+
+def test_an_answer_counts_even_if_the_end_of_the_process_is_noticed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is so slow that its first look at the status shows the start and the end together."""
+    fcntl, termios = pytest.importorskip("fcntl"), pytest.importorskip("termios")
+    looks = iter([True])
+
+    def slow(ends: list[int], seconds: float) -> list[Any]:
+        if not next(looks, False):
+            return wait(ends, seconds)
+        status = ends[1]
+        num_bytes = bytearray(4)
+
+        def has_ended() -> bool:
+            fcntl.ioctl(status, termios.FIONREAD, num_bytes)
+            return int.from_bytes(num_bytes, sys.byteorder) > LENGTH.size  # more than the id of the supervisor
+
+        eventually(has_ended, "the process has ended")
+        return [status]
+
+    monkeypatch.setattr("grpo._processes.process.wait", slow)
+    assert call(lambda: 3) == 3
 
 
 def test_tensors_arrays_and_large_answers_come_back() -> None:
