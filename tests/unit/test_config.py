@@ -1,7 +1,4 @@
-"""Settings of every config, surrogate and sampler correction.
-
-What each refuses, what contradicts what, and that dicts and JSON carry them there and back.
-"""
+"""Settings of every config, surrogate and sampler correction: limits, contradictions, and the way to JSON and back."""
 
 import dataclasses
 import json
