@@ -85,9 +85,10 @@ def test_an_announcement_ends_with_its_time(store: Any) -> None:
 
 
 def test_a_call_that_ends_soon_writes_nothing(store: Any) -> None:
-    watch = Watch(store, 0, 2, 0.3)
+    watch = Watch(store, 0, 2, 1.0)
     with watch.busy(60.0, "x"):
         assert len(threads()) == 1
+        time.sleep(0.1)
     eventually(lambda: not threads())
     assert not store.check([MINE])
 
