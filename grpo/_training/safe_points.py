@@ -80,7 +80,8 @@ class SafePoints:
             message = f"Stopped by {name} at iteration {self._trainer.iteration}. {place}"
             if error.signal_number == SIGINT and is_interactive():
                 raise KeyboardInterrupt(message) from None
-            logger.warning(message)
+            if self._trainer.engine.rank == 0:  # all ranks stop at the same place
+                logger.warning(message)
 
     @property
     def _is_between_weights(self) -> bool:
