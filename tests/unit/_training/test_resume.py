@@ -13,7 +13,7 @@ import torch
 
 from grpo import CheckpointError, ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, ObjectiveConfig, RewardConfig
 from grpo._training import run as run_module
-from grpo.checkpoint import read_checkpoint
+from grpo.checkpoint import open_checkpoint, read_checkpoint
 from tests.support.checkpoint_runs import built, names_in
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
@@ -332,3 +332,53 @@ def test_failures_that_no_iteration_has_reported_are_in_the_checkpoint(tmp_path:
     second = trainer()
     second.load_checkpoint(tmp_path / "checkpoint")
     assert [second.step(["a"])["rewards/failed_calls"] for _ in range(2)] == [2.0, 0.0]
+
+
+# What is not worth a checkpoint, or must not get one
+
+
+def test_an_error_in_the_first_collection_leaves_no_checkpoint_but_a_signal_does(
+    subtests: pytest.Subtests, tmp_path: Path
+) -> None:
+    for stop, names in [(by_exception, []), (by_signal, ["iteration-00000000"])]:
+        with subtests.test(stop=stop.__name__):
+            trainer, states, options = built("plain", seed=1)
+            Calls(trainer, "reward", stop, at=1)
+            with stopped():
+                trainer.train(states, num_iterations=3, checkpoint_dir=tmp_path / stop.__name__, **options)
+            assert names_in(tmp_path / stop.__name__) == names
+
+
+def test_a_signal_right_after_a_save_or_a_resume_leaves_the_checkpoint_and_its_score(tmp_path: Path) -> None:
+    first, states, options = built("plain", seed=1)
+    Calls(first, "reward", by_signal, at=3)
+    with stopped():
+        first.train(states, num_iterations=4, checkpoint_dir=tmp_path, checkpoint_every=1, **options)
+    assert names_in(tmp_path) == ["iteration-00000001", "iteration-00000002"]
+    scores = [open_checkpoint(path, None).score for path in sorted(tmp_path.glob("iteration-*"))]
+    second, _, _ = built("plain", seed=2)
+    Calls(second, "reward", by_signal, at=1)
+    with stopped():
+        second.train(states, num_iterations=4, checkpoint_dir=tmp_path, resume="auto", **options)
+    assert None not in scores
+    assert [open_checkpoint(path, None).score for path in sorted(tmp_path.glob("iteration-*"))] == scores
+
+
+def test_an_optimizer_that_fails_between_two_weights_gets_no_checkpoint(tmp_path: Path) -> None:
+    trainer, states, options = built("epochs of batches", seed=1)
+    optimizer = trainer.optimizer_step.optimizer
+    assert optimizer is not None
+    step, calls = optimizer.step, []
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        calls.append(len(calls))
+        if len(calls) == 6:
+            with torch.no_grad():
+                next(iter(trainer.policy.parameters())).add_(1.0)
+            raise MemoryError
+        return step(*arguments, **named)
+
+    optimizer.step = failing  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        trainer.train(states, num_iterations=3, checkpoint_dir=tmp_path, checkpoint_every=1, **options)
+    assert names_in(tmp_path) == ["iteration-00000001"]
