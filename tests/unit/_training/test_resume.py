@@ -1,5 +1,6 @@
 """`train(resume="auto")`: what it starts, continues and refuses, and what a resumed run is told."""
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ import torch
 
 from grpo import CheckpointError, ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, ObjectiveConfig, RewardConfig
 from grpo._training import run as run_module
-from grpo.checkpoint import open_checkpoint, read_checkpoint
+from grpo.checkpoint import open_checkpoint, read_checkpoint, write_checkpoint
 from tests.support.checkpoint_runs import built, names_in
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
@@ -382,3 +383,28 @@ def test_an_optimizer_that_fails_between_two_weights_gets_no_checkpoint(tmp_path
     with pytest.raises(MemoryError):
         trainer.train(states, num_iterations=3, checkpoint_dir=tmp_path, checkpoint_every=1, **options)
     assert names_in(tmp_path) == ["iteration-00000001"]
+
+
+def test_a_checkpoint_with_absurd_numbers_is_passed_over(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    """The files are intact, as those of a broken writer would be."""
+    trainer, states, options = built("epochs of batches", seed=1)
+    for place, (part, name, value) in enumerate(
+        [
+            ("counters", "iteration", -1),
+            ("counters", "num_draws", 1.5),
+            ("optimizer", "lr", math.nan),
+            ("optimizer", "weight_decay", math.inf),
+        ]
+    ):
+        with subtests.test(name=name, value=value):
+            folder = tmp_path / str(place)
+            first, _, _ = built("epochs of batches", seed=1)
+            first.train(states, num_iterations=1, checkpoint_dir=folder, **options)
+            state = read_checkpoint(folder)
+            changed = state["counters"] if part == "counters" else state["stateful"]["optimizer"]["param_groups"][0]
+            changed[name] = value
+            write_checkpoint(folder / "iteration-00000002", state, iteration=2)
+            trainer.load_checkpoint(folder)
+            assert trainer.iteration == 1
+            with pytest.raises(CheckpointError, match=rf"{name}={value}"):
+                trainer.load_checkpoint(folder / "iteration-00000002")

@@ -11,7 +11,7 @@ import torch
 
 from grpo import AdvantageConfig, CheckpointError, EntropyControl, GRPOConfig, GRPOTrainer, KLControl, ObjectiveConfig
 from grpo._training.restoring import restore
-from grpo._training.trainer_state import capture
+from grpo._training.trainer_state import capture, passing_state
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
 
@@ -233,3 +233,16 @@ def test_captured_parameters_equal_the_policys_weights() -> None:
     assert torch.equal(
         torch.cat([value.flatten() for value in state["parameters"].values()]), weights_of(trainer.policy)
     )
+
+
+def test_a_safe_point_copies_buffers_and_no_weights() -> None:
+    class WithBuffer(TablePolicy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(2))
+
+    trainer = GRPOTrainer(config=GRPOConfig(), policy=WithBuffer(), reward_model=Tiring())
+    noted = passing_state(trainer)["stateful"]["policy"]
+    assert noted["logits"].data_ptr() == trainer.policy.logits.data_ptr()
+    trainer.policy.seen += 1
+    assert noted["seen"].tolist() == [0.0, 0.0]
