@@ -6,7 +6,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +17,10 @@ from grpo.errors import CheckpointError, DamagedCheckpointError
 
 CHUNK = 4 * 2**20
 """Bytes that are written, hashed or copied at a time."""
+BLOCK = 4 * CHUNK
+"""Bytes of a file that are hashed one after another. Two blocks are hashed at the same time."""
+NUM_THREADS = 2
+"""Threads that hash."""
 SMALL = 2**17
 """Chunks of fewer bytes are hashed before they are written."""
 OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -30,16 +34,21 @@ class FileRecord:
     size: int
     """Number of bytes."""
     sha256: str
-    """SHA-256 of all bytes, as 64 lower-case hexadecimal digits."""
+    """SHA-256 of the bytes, or of the SHA-256 of the blocks if there are several: 64 lower-case hexadecimal digits."""
 
 
 class HashingWriter:
-    """Writes a file and hashes each chunk. Large chunks are hashed in a second thread, while the file is written and synced."""
+    """Writes a file and hashes it. Large chunks are hashed in other threads, while the file is written and synced.
 
-    def __init__(self, file: BufferedWriter, hashing: ThreadPoolExecutor) -> None:
-        self._file, self._hashing = file, hashing
-        self._sha256 = hashlib.sha256()
-        self._last: Future[None] | None = None
+    Args:
+        file: the new file.
+        threads: executors of one thread each. They take turns, so that the chunks of a block are hashed in order.
+    """
+
+    def __init__(self, file: BufferedWriter, threads: Sequence[ThreadPoolExecutor]) -> None:
+        self._file, self._threads = file, threads
+        self._blocks = [hashlib.sha256()]
+        self._running: list[Future[None]] = []
         self._size = 0
 
     def write(self, chunk: memoryview | bytes, *, is_constant: bool = False) -> None:
@@ -50,36 +59,54 @@ class HashingWriter:
             is_constant: the chunk's memory is in use anyway, and nobody changes it until the file is complete, so that this
                 method need not wait for the hash.
         """
-        if len(chunk) < SMALL and self._last is None:
-            self._sha256.update(chunk)  # a second thread would take longer
-        else:
-            self._last = self._hashing.submit(self._sha256.update, chunk)
-        self._file.write(chunk)
-        self._size += len(chunk)
+        begin = 0
+        while begin < len(chunk):
+            if self._size == BLOCK * len(self._blocks):
+                self._blocks.append(hashlib.sha256())
+            end = begin + BLOCK * len(self._blocks) - self._size
+            self._write_part(memoryview(chunk)[begin:end])
+            begin = end
         if not is_constant:
             self._wait()
 
+    def _write_part(self, part: memoryview) -> None:
+        """Write a part of the last block."""
+        sha256 = self._blocks[-1]
+        if len(part) < SMALL and not self._running:
+            sha256.update(part)  # another thread would take longer
+        else:
+            self._running.append(self._threads[len(self._blocks) % NUM_THREADS].submit(sha256.update, part))
+        self._file.write(part)
+        self._size += len(part)
+
     def _wait(self) -> None:
-        if self._last is not None:
-            self._last.result()
+        for task in self._running:
+            task.result()
+        self._running.clear()
 
     def record(self) -> FileRecord:
         """The size and the hash of what has been written."""
         self._wait()
-        return FileRecord(size=self._size, sha256=self._sha256.hexdigest())
+        return FileRecord(size=self._size, sha256=_joined([sha256.digest() for sha256 in self._blocks]))
+
+
+def _joined(blocks: Sequence[bytes]) -> str:
+    """The hash of a file, from the hashes of its blocks."""
+    return blocks[0].hex() if len(blocks) == 1 else hashlib.sha256(b"".join(blocks)).hexdigest()
 
 
 @contextmanager
 def new_file(path: Path) -> Iterator[HashingWriter]:
     """Create a file and yield its writer. On leaving, the contents are flushed to the disk."""
-    hashing = ThreadPoolExecutor(max_workers=1)
+    threads = [ThreadPoolExecutor(max_workers=1) for _ in range(NUM_THREADS)]
     try:
         with path.open("xb") as file:
-            yield HashingWriter(file, hashing)
+            yield HashingWriter(file, threads)
             file.flush()
             os.fsync(file.fileno())
     finally:
-        hashing.shutdown(wait=True, cancel_futures=sys.exc_info()[0] is not None)
+        for thread in threads:
+            thread.shutdown(wait=True, cancel_futures=sys.exc_info()[0] is not None)
 
 
 def write_file(path: Path, contents: bytes) -> FileRecord:
@@ -170,12 +197,21 @@ def require_size(folder: Path, name: str, record: FileRecord) -> None:
 
 def require_hash(folder: Path, name: str, record: FileRecord) -> None:
     """Require that a file's contents have the hash that the manifest declares. The file is read in small parts."""
-    with opened(folder, name) as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    with opened(folder, name) as file, ThreadPoolExecutor(max_workers=NUM_THREADS) as threads:
+        begins = range(0, os.fstat(file.fileno()).st_size, BLOCK) or [0]
+        found = _joined(list(threads.map(lambda begin: _hash_of_block(file, begin), begins)))
     if found != record.sha256:
         raise DamagedCheckpointError(
             f"{folder / name} is damaged: its hash does not match the manifest's sha256. Use another checkpoint."
         )
+
+
+def _hash_of_block(file: FileIO, begin: int) -> bytes:
+    sha256, size = hashlib.sha256(), 0
+    while size < BLOCK and (chunk := os.pread(file.fileno(), min(CHUNK, BLOCK - size), begin + size)):
+        sha256.update(chunk)
+        size += len(chunk)
+    return sha256.digest()
 
 
 def read_exactly(file: FileIO, buffer: memoryview, path: Path) -> None:
