@@ -17,6 +17,7 @@ from ._collecting.sampling import SampleCalls
 from ._collecting.scoring import Autocast, ReferenceScorer, Scorer, batch_fields, score_in_parts
 from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, planned_parts
 from .config import RewardConfig
+from .distributed import Engine
 from .policy_base import POLICY_METHODS, KeysStates, PlansMicroBatches, require_methods
 from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, row_totals, select_rows
 from .writing import pad_steps
@@ -170,13 +171,20 @@ class ExperienceCollector:
         plan = self._planner.plan_micro_batches(select_rows(states, selected), select_rows(actions, selected))
         return cut_parts(planned_parts(f"{self._name}.plan_micro_batches", plan, count), num_halvings)
 
-    def take_num_repeated(self) -> int:
-        """Return how often memory ran out in this process since the last call, and work was repeated with fewer rows."""
+    def agree_on_sizes(self, engine: Engine) -> int:
+        """Go on with the fewest rows per call that any rank came to, so that all ranks make the same calls.
+
+        Returns:
+            How often memory ran out on any rank since the last call, and work was repeated with fewer rows.
+        """
         parts = (self.sample, self.scoring, self.updating)
-        total = sum(part.num_repeated for part in parts)
+        own = (self.sample.rows_per_call, self.scoring.num_halvings, sum(part.num_repeated for part in parts))
+        rows_per_call, num_halvings, num_repeated = zip(*engine.gather_objects(own), strict=True)
+        self.sample.rows_per_call = min((size for size in rows_per_call if size is not None), default=None)
+        self.scoring.num_halvings = max(num_halvings)  # updates agree in every attempt
         for part in parts:
             part.num_repeated = 0
-        return total
+        return sum(num_repeated)
 
     def state_dict(self) -> dict[str, Any]:
         """The numbers of rows that fit into memory, and the counts that no iteration has reported yet."""

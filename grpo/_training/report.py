@@ -57,8 +57,8 @@ class IterationReport:
     def __call__(self, rows: UpdateRows) -> dict[str, float]:
         """The metrics of an iteration by name, after its updates."""
         all_ranks, num_applied = self._engine.gather_objects, self._optimizer_step.num_applied
-        own_counts = (rows.num_skipped, rows.data.num_replayed, self._collector.take_num_repeated())
-        num_skipped, num_replayed, num_repeated = map(sum, zip(*all_ranks(own_counts), strict=True))
+        own_counts = (rows.num_skipped, rows.data.num_replayed)
+        num_skipped, num_replayed = map(sum, zip(*all_ranks(own_counts), strict=True))
         measured = self._meter.report(rows.num_planned - rows.num_dead, all_ranks)
         metrics = {**self._defaults, "train/learning_rate": self._optimizer_step.learning_rate}
         for name, (mean, std) in measured.items():
@@ -69,7 +69,7 @@ class IterationReport:
         metrics |= {
             "train/num_updates": float(num_applied),
             "train/skipped_updates": float(rows.num_planned - num_applied),
-            "train/out_of_memory": float(num_repeated),
+            "train/out_of_memory": float(self._collector.agree_on_sizes(self._engine)),
             "rows/skipped_zero_advantage": float(num_skipped),
             "rows/replayed": float(num_replayed),
             **batch_metrics(rows.all_ranks),

@@ -298,7 +298,7 @@ def test_scores_are_the_same_whichever_call_runs_out_of_memory(subtests: pytest.
                     found, collector = completed(twins[id(policy)], twins[id(reference)], micro_batch_size=4)
                 wanted = expected_own if scored is own else expected
                 assert memory.sizes == [4] * failing + [2] * 4
-                assert (collector.scoring.num_halvings, collector.take_num_repeated()) == (1, 1)
+                assert (collector.scoring.num_halvings, collector.agree_on_sizes(OneProcess())) == (1, 1)
                 for name in ("old_log_probs", "ref_log_probs", "entropy"):
                     here, there = getattr(found, name), getattr(wanted, name)
                     torch.testing.assert_close(here[MASK], there[MASK], rtol=1e-12, atol=0)
@@ -335,10 +335,34 @@ def test_steps_of_sampled_actions_are_found_with_fewer_rows_too() -> None:
 # The collector's counts and state
 
 
-def test_repetitions_are_counted_until_they_are_taken() -> None:
+def test_repetitions_are_counted_until_they_are_reported() -> None:
     collector = ExperienceCollector(policy=RowScoring(), reward_model=lambda s, a: [0.0] * len(a), group_size=1)
     collector.sample.num_repeated, collector.scoring.num_repeated, collector.updating.num_repeated = 1, 2, 4
-    assert (collector.take_num_repeated(), collector.take_num_repeated()) == (7, 0)
+    assert (collector.agree_on_sizes(OneProcess()), collector.agree_on_sizes(OneProcess())) == (7, 0)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        ((None, 0, 0), (None, 0, 0), (None, 0, 0)),
+        ((None, 0, 0), (6, 2, 3), (6, 2, 3)),
+        ((6, 2, 3), (None, 0, 0), (6, 2, 3)),
+        ((8, 1, 1), (4, 0, 2), (4, 1, 3)),
+    ],
+)
+def test_ranks_go_on_with_the_fewest_rows_of_any_rank(own: Any, other: Any, expected: Any) -> None:
+    """Rows per call while sampling, halvings while scoring, and the number of repetitions of all ranks."""
+
+    class TwoRanks(OneProcess):
+        num_ranks = 2
+
+        def gather_objects(self, value: Any) -> list[Any]:
+            return [value, other]
+
+    collector = ExperienceCollector(policy=RowScoring(), reward_model=lambda s, a: [0.0] * len(a), group_size=1)
+    collector.sample.rows_per_call, collector.scoring.num_halvings, collector.sample.num_repeated = own
+    num_repeated = collector.agree_on_sizes(TwoRanks())
+    assert (collector.sample.rows_per_call, collector.scoring.num_halvings, num_repeated) == expected
 
 
 def test_the_state_restores_every_size_and_count() -> None:
@@ -359,4 +383,4 @@ def test_the_state_restores_every_size_and_count() -> None:
     assert twin.sample.rows_per_call == 6
     assert (twin.scoring.num_halvings, twin.updating.num_halvings) == (1, 2)
     assert twin.state_dict() == collector.state_dict()
-    assert twin.take_num_repeated() == 12
+    assert twin.agree_on_sizes(OneProcess()) == 12

@@ -352,10 +352,24 @@ def on_both_ranks(
     fails: dict[int, Collection[int]],
 ) -> tuple[list[GRPOTrainer], list[SmallMemory], list[dict[str, float]]]:
     """One update of four rows on each of two ranks. `fails` says at which forward passes a rank runs out of memory."""
+    memories = [SmallMemory(fails_at=fails.get(rank, ())) for rank in range(2)]
+
+    def one_update(trainer: GRPOTrainer, rank: int) -> dict[str, float]:
+        in_forward(trainer.policy, memories[rank])
+        batch = ExperienceBatch.from_rows(
+            **ROLLOUTS[rank], group_ids=[0, 0, 1, 1], mask=torch.ones(4, 2, dtype=torch.bool)
+        )
+        return trainer.update(batch)
+
+    trainers, metrics = in_two_threads(one_update)
+    return trainers, memories, metrics
+
+
+def in_two_threads(work: Callable[[GRPOTrainer, int], Any]) -> tuple[list[GRPOTrainer], list[Any]]:
+    """Call `work` on two ranks that start from the same weights. Return their trainers and what `work` returned."""
     barrier, values = threading.Barrier(2, timeout=60.0), [None, None]
     trainers: list[Any] = [None, None]
-    metrics: list[Any] = [None, None]
-    memories = [SmallMemory(fails_at=fails.get(rank, ())) for rank in range(2)]
+    results: list[Any] = [None, None]
     torch.manual_seed(0)
     policy = RowScoring(dtype=torch.float64)
     twins = [copy.deepcopy(policy) for _ in range(2)]
@@ -368,18 +382,14 @@ def on_both_ranks(
             optimizer=RecordingSGD(twins[rank]),
             engine=ThreadRank(rank, barrier, values),
         )
-        in_forward(twins[rank], memories[rank])
-        batch = ExperienceBatch.from_rows(
-            **ROLLOUTS[rank], group_ids=[0, 0, 1, 1], mask=torch.ones(4, 2, dtype=torch.bool)
-        )
-        metrics[rank] = trainers[rank].update(batch)
+        results[rank] = work(trainers[rank], rank)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=120.0)
-    return trainers, memories, metrics
+    return trainers, results
 
 
 def test_all_ranks_replay_together_with_the_gradient_of_the_run_without_an_error(subtests: pytest.Subtests) -> None:
@@ -398,3 +408,22 @@ def test_all_ranks_replay_together_with_the_gradient_of_the_run_without_an_error
             assert [values["train/out_of_memory"] for values in metrics] == [count, count]
             for trainer in trainers:
                 assert_equal_runs(trainer, expected[0], 1e-12)
+
+
+def test_all_ranks_sample_and_score_with_the_size_that_fits_on_every_rank() -> None:
+    """Rank 1 runs out of memory in the first iteration. In the second, both ranks make the same calls."""
+    sampling, scoring = ([SmallMemory(), SmallMemory(fits=fits)] for fits in (4, 2))
+
+    def two_steps(trainer: GRPOTrainer, rank: int) -> list[float]:
+        policy = trainer.policy
+        sampling[rank].used_by(policy, "generate_actions", lambda states, number: len(states) * number)
+        scoring[rank].used_by(policy, "score_actions", scored_rows)
+        counts = [trainer.step(STATES)["train/out_of_memory"]]
+        sampling[rank].sizes.clear()
+        scoring[rank].sizes.clear()
+        return [*counts, trainer.step(STATES)["train/out_of_memory"]]
+
+    _, counts = in_two_threads(two_steps)
+    assert counts[0] == counts[1] == [3.0, 0.0]  # a sampling, a scoring and an update of rank 1
+    assert [memory.sizes for memory in sampling] == [[4, 4], [4, 4]]
+    assert [memory.sizes for memory in scoring] == [[2] * 8, [2] * 8]
