@@ -113,6 +113,9 @@ class RewardFunction:
 class WeightedRewards:
     """A weighted sum of named rewards: R = sum_k weight_k R_k. The trainer reports each part under its name.
 
+    A part that returns NaN for a row does not apply to the row: R is the sum of the other parts. A row without any part has no
+    reward, which `RewardConfig.non_finite` handles. `rewards/NAME/applies` is the fraction of rows to which a part applies.
+
     Args:
         rewards: name -> reward model, or plain `(states, actions) -> rewards`.
         weights: name -> weight. None: all weights are 1.
@@ -143,7 +146,7 @@ class WeightedRewards:
             )
 
     def compute_components(self, states: Any, actions: Any) -> dict[str, Float[Tensor, "N *T"]]:
-        """Map the name of each part to its rewards, before weighting."""
+        """Map the name of each part to its rewards, before weighting. NaN: the part does not apply there, and adds nothing."""
         awaited = {
             name: Call(name=part.__name__, function=part.function, arguments=(states, actions))
             for name, part in self.rewards.items()
@@ -162,8 +165,15 @@ class WeightedRewards:
         }
 
     def combine(self, components: Mapping[str, Float[Tensor, "N *T"]]) -> Float[Tensor, "N *T"]:
-        """Return sum_k weight_k R_k, added in float64. The result has the dtype of the least precise part."""
-        total = torch.stack([self.weights[name] * part.double() for name, part in components.items()]).sum(0)
+        """Return sum_k weight_k R_k over the parts that apply. It is NaN where no part applies.
+
+        The sum is added in float64, and the result has the dtype of the least precise part.
+        """
+        absent = {name: part.isnan() for name, part in components.items()}
+        weighted = [
+            self.weights[name] * part.double().masked_fill(absent[name], 0.0) for name, part in components.items()
+        ]
+        total = torch.stack(weighted).sum(0).masked_fill(torch.stack([*absent.values()]).all(0), torch.nan)
         return total.to(min((part.dtype for part in components.values()), key=lambda dtype: dtype.itemsize))
 
     def compute_rewards(self, states: Any, actions: Any) -> Float[Tensor, "N *T"]:

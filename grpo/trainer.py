@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._collecting.dynamic_sampling import collect_live_groups
 from ._training.coefficients import Coefficients
-from ._training.environment import SamplerSync, autocast, move_reference, prepare
+from ._training.environment import MovingReference, SamplerSync, autocast, prepare
 from ._training.interrupts import Interrupts
 from ._training.loss import MeteredObjective
 from ._training.optimizer_step import OptimizerStep
@@ -36,7 +36,7 @@ from .metrics import Meter, MetricSink
 from .policy_base import POLICY_METHODS, require_methods
 from .reward_model_base import as_reward_model
 from .types import ExperienceBatch, Rows
-from .writing import preserved_random_state
+from .writing import preserved_mode, preserved_random_state
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]
 
@@ -108,6 +108,7 @@ class GRPOTrainer:
         self.setup = UpdateSetup(config, self.collector, self.coefficients, self.engine, has_own_loss, self.data_seed)
         self.report = IterationReport(config, self.setup, self.optimizer_step, self.meter)
         self.sampler = SamplerSync(policy)
+        self.moving_reference = MovingReference(config, policy, reference_policy)
         self.progress = RunProgress()
         self.interrupts = Interrupts()
         self.safe_points = SafePoints(self, self.interrupts)
@@ -126,7 +127,8 @@ class GRPOTrainer:
             more_states: returns further states for `config.dynamic_sampling_rounds`. `train` passes its own function.
 
         Returns:
-            Metrics by name (`train/...`, `rewards/...`, `group_stats/...`, `rows/...`, `steps/...`, `time/...`).
+            Metrics by name (`train/...`, `rewards/...`, `group_stats/...`, `rows/...`, `steps/...`, `time/...`). What an
+            iteration did not measure is absent: without an advantage, no row is scored, and there is no ratio.
 
         Raises:
             ContractError: the policy broke its contract.
@@ -175,7 +177,7 @@ class GRPOTrainer:
         self.sampler.is_stale = was_stale or self.optimizer_step.num_applied > 0
         self.sampler.sync()
         metrics = self.report(rows)
-        if move_reference(self.config, self.policy, self.reference_policy, self.iteration + 1):
+        if self.moving_reference.move(self.iteration + 1):
             self.replay.forget_reference()
         self.iteration += 1
         self.progress.unfinished = None
@@ -206,8 +208,8 @@ class GRPOTrainer:
     def evaluate(self, states: Rows, *, num_actions_per_state: int | None = None) -> dict[str, float]:
         """Return the mean and standard deviation of the rewards of newly sampled actions, without training.
 
-        Global random generators are restored. A reward model or a policy that has a state may change: evaluating on a bandit
-        pulls its arms. On several ranks, the samples of all ranks count.
+        Global random generators and the policy's mode are restored. A reward model or a policy that has a state may change:
+        evaluating on a bandit pulls its arms. On several ranks, the samples of all ranks count.
 
         Args:
             states: the states to evaluate in.
@@ -215,7 +217,7 @@ class GRPOTrainer:
         """
         num_actions = at_least_one("num_actions_per_state", num_actions_per_state, self.config.group_size)
         self.sampler.sync()
-        with preserved_random_state():
+        with preserved_mode(self.policy), preserved_random_state():
             with self.interrupts.at_once():
                 own = self.collector.rewards_of(states, num_actions)
             rewards, _ = self.engine.gather(own.double())

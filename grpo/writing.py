@@ -263,7 +263,27 @@ def pad_steps(values: Tensor, width: int, fill: float | bool) -> Tensor:
     return torch.nn.functional.pad(values, (0, missing), value=fill) if missing else values
 
 
-# Random generators
+def widest_float(device: torch.device) -> torch.dtype:
+    """float64, or float32 on devices that have no float64 (Apple's MPS)."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+# Modes and random generators
+
+
+@contextmanager
+def preserved_mode(model: Any) -> Iterator[None]:
+    """Restore the mode of a policy after the block, because sampling calls `eval()`. The mode is read from `training`."""
+    was_training = getattr(model, "training", None) is True
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    modes = {module: module.training for module in modules}
+    try:
+        yield
+    finally:
+        if was_training:
+            model.train()
+        for module, mode in modes.items():  # one by one: a user may have frozen a submodule in eval()
+            module.training = mode
 
 
 def seed_everything(seed: int) -> None:

@@ -76,9 +76,10 @@ class Groups:
     def stds(self, values: Floats, ddof: int, tolerance: float) -> Floats:
         """[B] standard deviation of each group with divisor n - ddof; infinite for a constant group."""
         deviations = values - self.repeat(self.means(values))
-        largest = np.abs(deviations).max() or 1.0  # squares of numbers up to 1 do not overflow
-        squares = self.means((deviations / largest) ** 2) * self.counts
-        stds = largest * np.sqrt(squares / np.maximum(self.counts - ddof, 1))
+        peaks = np.maximum.reduceat(np.abs(deviations), self.starts)
+        scales = np.where(peaks > 0.0, peaks, 1.0)  # squares of numbers up to 1 do not overflow, and the largest is 1
+        squares = self.means((deviations / self.repeat(scales)) ** 2) * self.counts
+        stds = scales * np.sqrt(squares / np.maximum(self.counts - ddof, 1))
         return np.where(self.are_constant(values, tolerance), math.inf, stds)
 
     def are_constant(self, values: Floats, tolerance: float) -> NDArray[np.bool_]:
@@ -111,17 +112,17 @@ def rounding_of(values: Tensor) -> float:
 def mean_and_std(values: Floats, ddof: int) -> tuple[float, float]:
     """Mean, and standard deviation with divisor n - ddof (0 for a single value)."""
     mean = float(np.add.reduce(values)) / values.size
-    squares = float(np.add.reduce(np.square(values - mean)))
-    return mean, math.sqrt(squares / max(values.size - ddof, 1))
+    deviations = values - mean
+    scale = float(np.abs(deviations).max()) or 1.0  # squares of numbers up to 1 do not overflow
+    squares = float(np.add.reduce(np.square(deviations / scale)))
+    return mean, scale * math.sqrt(squares / max(values.size - ddof, 1))
 
 
 def batch_std(values: Floats, ddof: int, rounding: float) -> float:
     """Standard deviation with divisor n - ddof. It is infinite if all values differ by at most `rounding`."""
     if values.max() - values.min() <= rounding:
         return math.inf
-    deviations = values - values.mean()
-    largest = float(np.abs(deviations).max())  # squares of numbers up to 1 do not overflow
-    return largest * mean_and_std(deviations / largest, ddof)[1]
+    return mean_and_std(values, ddof)[1]
 
 
 def live_rows(rewards: Float[Tensor, "N *T"], group_ids: Int[Tensor, " N"]) -> NDArray[np.bool_]:

@@ -12,6 +12,8 @@ from grpo.errors import ConfigError, RewardError
 
 from .groups import Floats, Groups, as_float64, batch_std
 
+BETA_TOLERANCE = 1e-6
+"""The scale `beta` takes rewards so far outside [0, 1] as rounded."""
 MAX_BETA_WEIGHT = 1e6
 """Bound on 1 / density in the scale `beta`, where a group's mean is near 0 or 1."""
 
@@ -82,11 +84,12 @@ def beta_scale(means: Floats, lowest: float, highest: float, ddof: int) -> Float
     Source:
         Xiao et al. 2025 (BNPO), arXiv:2506.02864; the bounds (parameters >= 1, 1/density <= 1e6) are from its code.
     """
-    if lowest < 0.0 or highest > 1.0:
+    if lowest < -BETA_TOLERANCE or highest > 1.0 + BETA_TOLERANCE:
         raise RewardError(
             f"advantage.scale='beta' is for rewards in [0, 1]; got {lowest:.4g} to {highest:.4g}. Map them to [0, 1], or use "
             "scale='group'."
         )
+    means = means.clip(0.0, 1.0)
     variance = means.var(ddof=ddof) if len(means) > ddof else 0.0
     if variance <= 0.0:
         return np.ones_like(means)

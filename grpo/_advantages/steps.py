@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo.errors import ConfigError
 from grpo.types import ExperienceBatch, row_totals, zero_outside
-from grpo.writing import as_float32
+from grpo.writing import as_float32, widest_float
 
 from .groups import ABSOLUTE_BASELINES, Baseline, Credit
 
@@ -80,16 +80,17 @@ def generalized_advantages(
         gae_lambda: 1 sums all later rewards (no bias from the critic), 0 trusts the critic after one step (least variance).
 
     Returns:
-        Advantages in float64, 0 outside the mask.
+        Advantages in float64 (float32 on devices without it), 0 outside the mask.
 
     Source:
         Schulman et al. 2016, arXiv:1506.02438, eq. 16.
     """
-    rewards, values = zero_outside(rewards.double(), mask), zero_outside(values.double(), mask)
+    dtype = widest_float(values.device)
+    rewards, values = zero_outside(rewards.to(dtype), mask), zero_outside(values.to(dtype), mask)
     advantages = torch.zeros_like(values)
     next_advantage = values.new_zeros(len(values))
-    next_value = next_advantage if final_values is None else final_values.double()
-    discount = torch.tensor(gamma, dtype=torch.float64)
+    next_value = next_advantage if final_values is None else final_values.to(dtype)
+    discount = torch.tensor(gamma, dtype=dtype)
     started = torch.zeros_like(next_advantage, dtype=torch.bool)
     for t in reversed(range(mask.shape[1])):
         valid = mask[:, t]

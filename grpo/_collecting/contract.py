@@ -1,6 +1,7 @@
 """The checks on what a policy returns, made before training reads the values. A failed check raises a ContractError."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,32 @@ from torch import Tensor
 
 from grpo.errors import ContractError
 from grpo.types import ActionScores, Rows, SampledActions
-from grpo.writing import describe, pad_steps
+from grpo.writing import as_float32, describe, pad_steps
 
-LOG_PROBS = ("old_log_probs", "behaviour_log_probs", "ref_log_probs")
-"""The fields of a batch that must be finite at every sampled step. NaN in `behaviour_log_probs` means "not scored"."""
+SCORES = ("log_probs", "mask", "entropy", "values", "kl", "final_values")
+"""The tensors of `ActionScores`."""
+IMPOSSIBLE = (
+    "A sampled action cannot have probability 0: mask logits with torch.finfo(dtype).min, not -inf, and score the action that "
+    "was sampled."
+)
+NOT_A_NUMBER = "Where logits are -inf, p log p is 0 times infinity: mask logits with torch.finfo(dtype).min."
+FINITE = {
+    "old_log_probs": IMPOSSIBLE,
+    "behaviour_log_probs": IMPOSSIBLE,
+    "ref_log_probs": IMPOSSIBLE,
+    "entropy": NOT_A_NUMBER,
+    "kl": NOT_A_NUMBER,
+}
+"""Fields that must be finite at every sampled step, and what to do. NaN in `behaviour_log_probs` means "not scored"."""
 
 
 def check_scores(owner: str, scores: Any, num_rows: int) -> ActionScores:
-    """Check that the tensors of `scores` have the shapes, dtypes and device that `ActionScores` requires. Return `scores`."""
+    """Check that the tensors of `scores` have the shapes, dtypes and device that `ActionScores` requires.
+
+    Returns:
+        The scores, in float32 if they were in half precision: the gradient of a loss in float16 is lost where it is below 6e-8,
+        before the loss scale can raise it.
+    """
     if not isinstance(scores, ActionScores):
         raise ContractError(
             f"{owner} must return ActionScores; got {describe(scores)}. Return ActionScores(log_probs=..., mask=...)."
@@ -30,7 +49,7 @@ def check_scores(owner: str, scores: Any, num_rows: int) -> ActionScores:
         )
     if scores.mask.dtype != torch.bool:
         raise ContractError(f"{owner}: mask must be bool; got {describe(scores.mask)}. Return mask.bool().")
-    for field in ("log_probs", "mask", "entropy", "values", "kl", "final_values"):
+    for field in SCORES:
         value = getattr(scores, field)
         if value is None:
             continue
@@ -44,11 +63,17 @@ def check_scores(owner: str, scores: Any, num_rows: int) -> ActionScores:
             raise ContractError(
                 f"{owner}: {field} must be floating-point; got {describe(value)}. Return {field}.float()."
             )
-    return scores
+    given = {name: value for name in SCORES if name != "mask" and (value := getattr(scores, name)) is not None}
+    raised = {name: as_float32(value) for name, value in given.items()}
+    return scores if all(raised[name] is given[name] for name in given) else replace(scores, **raised)
 
 
 def check_sampled(owner: str, sampled: Any, num_rows: int) -> SampledActions:
-    """Check that the tensors of `sampled` have the shapes, dtypes and device that `SampledActions` requires. Return it."""
+    """Check that the tensors of `sampled` have the shapes, dtypes and device that `SampledActions` requires.
+
+    Returns:
+        The sampled actions, with scores and log-probs in float32 if they were in half precision.
+    """
     if not isinstance(sampled, SampledActions):
         raise ContractError(
             f"{owner} must return SampledActions; got {describe(sampled)}. Return SampledActions(actions=..., mask=...)."
@@ -65,8 +90,9 @@ def check_sampled(owner: str, sampled: Any, num_rows: int) -> SampledActions:
             f"{owner}: behaviour_log_probs must be {list(shape)} on {device}, as mask is; "
             f"got {describe(behaviour)} on {behaviour.device}. Return one log-prob per step, on the device of mask."
         )
-    if sampled.scores is not None:
-        scores = check_scores(f"{owner}: scores", sampled.scores, num_rows)
+    scores = sampled.scores
+    if scores is not None:
+        scores = check_scores(f"{owner}: scores", scores, num_rows)
         if scores.mask.device != device:
             raise ContractError(
                 f"{owner}: scores must be on {device}, as mask is; got {scores.mask.device}. Return both on one device."
@@ -76,7 +102,16 @@ def check_sampled(owner: str, sampled: Any, num_rows: int) -> SampledActions:
                 f"{owner}: scores.mask must equal mask; they differ. Return the same mask twice: True at the steps that the "
                 "policy decided."
             )
-    return sampled
+    behaviour = None if behaviour is None else as_float32(behaviour)
+    if scores is sampled.scores and behaviour is sampled.behaviour_log_probs:
+        return sampled
+    return SampledActions(
+        actions=sampled.actions,
+        mask=sampled.mask,
+        behaviour_log_probs=behaviour,
+        scores=scores,
+        metrics=sampled.metrics,
+    )
 
 
 def flatten_actions(owner: str, actions: Any, num_states: int, num_actions: int) -> Rows:
@@ -122,14 +157,13 @@ def require_same_steps(owner: str, scored: Bool[Tensor, "N t"], expected: Bool[T
         )
 
 
-def require_finite(owner: str, mask: Bool[Tensor, "N T"], fields: Mapping[str, Tensor]) -> None:
-    """Check that the log-probs among `fields` are finite at every sampled step."""
-    for name in [name for name in LOG_PROBS if name in fields]:
-        values = fields[name]
+def require_finite(owner: str, mask: Bool[Tensor, "N T"], fields: Mapping[str, Tensor | None]) -> None:
+    """Check that the log-probs, the exact entropy and the exact KL among `fields` are finite at every sampled step."""
+    for name, remedy in FINITE.items():
+        values = fields.get(name)
+        if values is None:
+            continue
         wrong = values.isinf() if name == "behaviour_log_probs" else ~values.isfinite()
         rows = (wrong & mask.to(values.device)).any(1).nonzero().squeeze(1).tolist()
         if rows:
-            raise ContractError(
-                f"{owner}: {name} of sampled steps must be finite; rows {rows[:16]} are not. A sampled action cannot have "
-                "probability 0: mask logits with torch.finfo(dtype).min, not -inf, and score the action that was sampled."
-            )
+            raise ContractError(f"{owner}: {name} of sampled steps must be finite; rows {rows[:16]} are not. {remedy}")

@@ -85,7 +85,8 @@ class SampleCalls:
         else:
             owner = f"{self._name}.sample_actions"
             sampled = self.sampler.sample_actions(states, num_actions)
-            actions = check_sampled(owner, sampled, len(states) * num_actions).actions
+            sampled = check_sampled(owner, sampled, len(states) * num_actions)
+            actions = sampled.actions
         return flatten_actions(owner, actions, len(states), num_actions), sampled
 
     def _accept(self, error: torch.OutOfMemoryError, num_states: int, num_actions: int) -> None:

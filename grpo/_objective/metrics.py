@@ -3,21 +3,23 @@
 from collections.abc import Mapping
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo.types import zero_outside
+from grpo.writing import widest_float
 
 from .ratios import MAX_LOG_RATIO, RatioLevel
 from .steps import Steps
 
-Moments = dict[str, Float64[Tensor, "3"]]
+Moments = dict[str, Float[Tensor, "3"]]
 """Name -> (count, sum, sum of squares), which add up over micro-batches, updates and ranks."""
 
 
 def shares(terms: Mapping[str, Float[Tensor, ""]]) -> Moments:
     """Return each loss term as (0, value, 0). A count of 0 tells `Meter` to sum the term over micro-batches, not average it."""
-    values = torch.stack([term.detach() for term in terms.values()]).double()
+    values = torch.stack([term.detach() for term in terms.values()])
+    values = values.to(widest_float(values.device))
     return dict(zip(terms, torch.nn.functional.pad(values.unsqueeze(1), (1, 1)).unbind(0), strict=True))
 
 
@@ -62,8 +64,9 @@ def moments(values: Mapping[str, Tensor | float], mask: Bool[Tensor, "N T"]) -> 
     """
     per_step = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     constants = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
-    count = mask.sum(dtype=torch.float64)
-    table = torch.stack([value.detach().double().expand(mask.shape) for value in per_step.values()])
+    dtype = widest_float(mask.device)
+    count = mask.sum(dtype=dtype)
+    table = torch.stack([value.detach().to(dtype).expand(mask.shape) for value in per_step.values()])
     table = zero_outside(table, mask).flatten(1)
     rows = [*torch.stack([count.expand(len(table)), table.sum(1), table.square().sum(1)], dim=1).unbind(0)]
     by_constant = {c: torch.stack([count, c * count, c * c * count]) for c in dict.fromkeys(constants.values())}

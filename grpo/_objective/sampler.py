@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo.errors import ConfigError
-from grpo.writing import Settings, setting
+from grpo.writing import Settings, setting, widest_float
 
 from .ratios import bounded_exp, mean_over_steps
 
@@ -109,7 +109,7 @@ def require_order(low_name: str, low: float | None, high_name: str, high: float 
 
 def sampler_divergence(
     old_log_probs: Float[Tensor, "N T"], behaviour_log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
-) -> Float64[Tensor, "3"]:
+) -> Float[Tensor, "3"]:
     """The divergence of the policy from its sampler: KL(behaviour || old) per step, as (count, sum, sum of squares).
 
     D = mean over scored steps of behaviour_log_probs[n,t] - old_log_probs[n,t]
@@ -129,8 +129,9 @@ def sampler_divergence(
         [2.0, 0.223, 0.05]
     """
     scored = mask & ~behaviour_log_probs.isnan()
-    gap = torch.where(scored, behaviour_log_probs - old_log_probs.detach(), 0.0).double()
-    return torch.stack([scored.sum(dtype=torch.float64), gap.sum(), gap.square().sum()])
+    dtype = widest_float(mask.device)
+    gap = torch.where(scored, behaviour_log_probs - old_log_probs.detach(), 0.0).to(dtype)
+    return torch.stack([scored.sum(dtype=dtype), gap.sum(), gap.square().sum()])
 
 
 def near_policy_rows(

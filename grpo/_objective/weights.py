@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo.errors import ConfigError
+from grpo.writing import widest_float
 
 Aggregation = Literal["row_mean", "step_mean", "fixed_length", "row_sum", "group_mean"]
 
@@ -38,7 +39,7 @@ def step_weights(
         reduce: sums a count tensor over ranks; None: there is one rank.
 
     Returns:
-        Weights in float64, 0 outside the mask.
+        Weights in float64 (float32 on devices without it), 0 outside the mask.
 
     Raises:
         ConfigError: the aggregation needs `fixed_length` or `group_ids`.
@@ -47,10 +48,11 @@ def step_weights(
         >>> step_weights(torch.tensor([[True, True], [True, False]]), "row_mean").tolist()
         [[0.25, 0.25], [0.5, 0.0]]
     """
-    lengths = mask.sum(1, keepdim=True).double()
+    dtype = widest_float(mask.device)
+    lengths = mask.sum(1, keepdim=True).to(dtype)
 
     def total(count: int | Tensor) -> Tensor:
-        local = torch.as_tensor(count, dtype=torch.float64, device=mask.device)
+        local = torch.as_tensor(count, dtype=dtype, device=mask.device)
         return local if reduce is None else reduce(local)
 
     num_rows = mask.shape[0]

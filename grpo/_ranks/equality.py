@@ -28,7 +28,7 @@ def fingerprints(parameters: Mapping[str, Tensor]) -> list[tuple[str, float]]:
 
 
 def _fingerprint(values: Tensor) -> float:
-    flat = values.detach().flatten().double().cpu()
+    flat = values.detach().flatten().cpu().double()
     return float((flat * torch.arange(1, len(flat) + 1)).sum())
 
 

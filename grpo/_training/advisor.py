@@ -61,14 +61,14 @@ class RunAdvisor:
         loss_is_zero = abs(metrics["train/total_loss"]) < TINY < metrics["train/grad_norm"]
         self._count("the loss is 0", "policy_loss" in measured and loss_is_zero and not several_updates, patience=1)
         clips = "clip_fraction" in measured and self._has_bounds and several_updates
-        self._has_clipped = self._has_clipped or metrics["train/clip_fraction"] > 0.0
+        self._has_clipped = self._has_clipped or metrics.get("train/clip_fraction", 0.0) > 0.0
         self._count("nothing is ever clipped", clips and not self._has_clipped)
         penalised = "kl" in measured and metrics["train/kl_coef"] > 0
         self._count("the KL is 0", penalised and abs(metrics["train/kl_mean"]) < TINY)
         uncorrected = "sampler_divergence" in measured and self._config.objective.sampler_correction is None
         differs = uncorrected and metrics["train/sampler_divergence"] > FAR_SAMPLER
         self._count("the sampler is not the policy", differs)
-        self._watch_entropy(metrics["train/entropy"])
+        self._watch_entropy(metrics.get("train/entropy", math.nan))
 
     def _watch_entropy(self, entropy: float) -> None:
         """Watch a moving average of the entropy, because the entropy of a single iteration may be a noisy estimate."""

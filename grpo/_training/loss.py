@@ -11,7 +11,7 @@ from grpo.errors import ContractError, GRPOWarning
 from grpo.grpo_objective import Objective, grpo_objective
 from grpo.metrics import Meter
 from grpo.types import ObjectiveInputs, ObjectiveOutput
-from grpo.writing import describe
+from grpo.writing import describe, widest_float
 
 REPORTED_AS = {
     "kl_coef": "kl_penalty",
@@ -51,7 +51,8 @@ class MeteredObjective:
             )
         self._meter.add(output.metrics)
         if "total_loss" not in output.metrics:
-            loss = output.loss.detach().double()
+            loss = output.loss.detach()
+            loss = loss.to(widest_float(loss.device))
             self._meter.add({"total_loss": torch.stack([torch.zeros_like(loss), loss, torch.zeros_like(loss)])})
         if inputs.behaviour_log_probs is not None and not self._is_own:
             old = inputs.log_probs if inputs.old_log_probs is None else inputs.old_log_probs

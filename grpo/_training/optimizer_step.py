@@ -56,7 +56,7 @@ class OptimizerStep:
             optimizer = torch.optim.AdamW(tensors, lr=config.learning_rate, weight_decay=0.0, fused=fused)
         self.optimizer = optimizer
         self._require_parameters_in_optimizer()
-        use_scaler = config.autocast_dtype == "float16" and self.device.type == "cuda"
+        use_scaler = config.autocast_dtype == "float16"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=use_scaler)
 
     @property

@@ -1,7 +1,5 @@
 """The metrics of one iteration, under the names that sinks and plots rely on."""
 
-import math
-
 import numpy as np
 
 from grpo._advantages.groups import group_statistics, mean_and_std
@@ -29,20 +27,18 @@ TERMS = (
     "train/clip_fraction_high",
     "train/ratio_clamped_fraction",
 )
-"""Metrics that are 0 if `grpo_objective` has no such term, and NaN if a user's own objective does not report them."""
+"""Metrics that are 0 if `grpo_objective` has no such term. An objective of the user's reports them, or they are absent."""
 
 ABSENT = {
     "train/total_loss": 0.0,
     "train/grad_norm": 0.0,
-    "train/entropy": math.nan,
-    "train/ratio_mean": math.nan,
-    "train/ratio_std": math.nan,
     "rows/dropped": 0.0,
     "time/sample": 0.0,
     "time/reward": 0.0,
     "time/score": 0.0,
 }
-"""The value of each metric in an iteration that did not measure it."""
+"""The value of each metric in an iteration that did not measure it. Other metrics, such as the ratio and the entropy, are then
+absent."""
 
 
 class IterationReport:
@@ -52,7 +48,7 @@ class IterationReport:
         self.advisor = RunAdvisor(config)
         self._coefficients, self._engine, self._collector = setup.coefficients, setup.engine, setup.collector
         self._optimizer_step, self._meter = optimizer_step, meter
-        self._defaults = {**dict.fromkeys(TERMS, math.nan if setup.has_own_loss else 0.0), **ABSENT}
+        self._defaults = ABSENT if setup.has_own_loss else {**dict.fromkeys(TERMS, 0.0), **ABSENT}
 
     def __call__(self, rows: UpdateRows) -> dict[str, float]:
         """The metrics of an iteration by name, after its updates."""
@@ -92,9 +88,10 @@ def batch_metrics(all_ranks: TrainingRows) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, part in batch.reward_components.items():
         values = row_totals(part, mask).double().numpy()
-        values = values[~np.isnan(values)]  # NaN: the part does not apply to the row
-        mean, std = mean_and_std(values, ddof=1) if len(values) else (math.nan, math.nan)
-        metrics |= {f"rewards/{name}/mean": mean, f"rewards/{name}/std": std}
+        applicable = values[~np.isnan(values)]  # NaN: the part does not apply to the row
+        metrics[f"rewards/{name}/applies"] = len(applicable) / len(values)
+        if len(applicable):
+            metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = mean_and_std(applicable, ddof=1)
     return metrics | {
         "train/advantages_mean": advantages_mean,
         "train/advantages_std": advantages_std,

@@ -12,8 +12,8 @@ from grpo.policy_base import HasState
 from grpo.reward_model_base import kept_state
 from grpo.writing import capture_random_state
 
-LASTING = ("optimizer", "lr_scheduler", "scaler")
-"""Parts that change in an optimizer step only, together with the weights."""
+LASTING = ("optimizer", "lr_scheduler", "scaler", "reference")
+"""Parts that change only together with the weights of the policy or of the reference."""
 
 
 def capture(trainer: Any, passing: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -78,6 +78,7 @@ def stateful_parts(trainer: Any) -> dict[str, Any]:
         "coefficients": trainer.coefficients,
         "replay": trainer.replay,
         "optimizer": trainer.optimizer_step.optimizer,
+        "reference": trainer.moving_reference,
         "lr_scheduler": trainer.optimizer_step.lr_scheduler,
         "scaler": scaler if scaler.is_enabled() else None,
     }

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo._advantages.groups import has_advantage
+from grpo._collecting.contract import require_finite
 from grpo._collecting.out_of_memory import Attempt
 from grpo._collecting.update_plan import compose_index, epoch_of_updates, num_selected, num_updates_per_epoch
 from grpo._objective.selection import kept_by_entropy, selected_by
@@ -23,7 +24,7 @@ from grpo.metrics import Meter
 from grpo.policy_base import SplitsSteps
 from grpo.surrogates import SurrogateTraits, traits_of
 from grpo.types import ActionScores, ExperienceBatch, ObjectiveInputs, RowIndex, select_rows, zero_outside
-from grpo.writing import pad_steps
+from grpo.writing import pad_steps, widest_float
 
 from .coefficients import Coefficients
 from .optimizer_step import OptimizerStep
@@ -231,7 +232,8 @@ class UpdateRows:
             """Return the values of this micro-batch's rows, cut to the width of its scores and moved to their device."""
             if values is None:
                 return None
-            return (values[index] if values.dim() == 1 else values[index, :width]).to(device)
+            values = values[index] if values.dim() == 1 else values[index, :width]
+            return values.to(device, widest_float(device) if values.dtype == torch.float64 else values.dtype)
 
         inputs = ObjectiveInputs(
             log_probs=scores.log_probs,
@@ -252,7 +254,8 @@ class UpdateRows:
             old_values=beside(batch.values),
             returns=beside(rows.returns),
         )
-        self._sum_of_log_probs.append(zero_outside(scores.log_probs.detach(), scores.mask).sum(dtype=torch.float64))
+        log_probs = zero_outside(scores.log_probs.detach(), scores.mask)
+        self._sum_of_log_probs.append(log_probs.sum(dtype=widest_float(device)))
         if self.num_planned == 1 and rows.num_replayed == 0:
             self._compare_modes(inputs)
         return inputs
@@ -282,6 +285,7 @@ class UpdateRows:
             raise ContractError(
                 f"{name} must return the mask of the batch in an update; the masks differ. {_SAME_STEPS}"
             )
+        require_finite(name, found, {"entropy": scores.entropy, "kl": scores.kl})
         if self._setup.traits.for_probabilities:
             require_probabilities(config.objective.surrogate, scores.log_probs, scores.mask)
 

@@ -3,8 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from grpo.errors import CheckpointError, ConfigError, ContractError, RewardError
 from grpo.experience_collector import ExperienceCollector
 from grpo.policy_base import SyncsSampler
 from grpo.types import Rows, row_totals, select_rows
-from grpo.writing import preserved_random_state, seed_everything
+from grpo.writing import preserved_mode, preserved_random_state, seed_everything
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +136,7 @@ def _measure_batches(
     batches = []
     with (
         preserved_random_state(),
-        _preserved_mode(policy),
+        preserved_mode(policy),
         tqdm(total=num_states, desc="Measuring", unit="state", disable=not progress) as bar,
     ):
         if isinstance(policy, SyncsSampler):
@@ -188,21 +187,6 @@ def _require_rewards(rewards: Tensor, labels: Sequence[str]) -> None:
             f"Every state needs a reward; all {rewards.shape[1]} rows of state(s) {unknown[:16]} were left out, the "
             f"first of which is {labels[unknown[0]]!r}. Fix the reward model, or leave these states out."
         )
-
-
-@contextmanager
-def _preserved_mode(policy: Any) -> Iterator[None]:
-    """Restore the mode of a policy after the block, because sampling calls `eval()`. The mode is read from `training`."""
-    was_training = getattr(policy, "training", None) is True
-    modules = policy.modules() if isinstance(policy, torch.nn.Module) else ()
-    modes = {module: module.training for module in modules}
-    try:
-        yield
-    finally:
-        if was_training:
-            policy.train()
-        for module, mode in modes.items():  # one by one: a user may have frozen a submodule in eval()
-            module.training = mode
 
 
 def _as_list(states: Rows) -> Sequence[Any]:

@@ -57,22 +57,16 @@ def test_zeroed_rewards_count_as_0_in_advantages() -> None:
     assert trainer.update(batch)["rewards/zeroed"] == 1.0
 
 
-class OfWhatApplies(WeightedRewards):
-    """The sum of the parts that are not NaN. NaN marks a part that does not apply to the row."""
-
-    def combine(self, components: Any) -> Tensor:
-        parts = torch.stack(list(components.values()))
-        return parts.nansum(0).where(~parts.isnan().all(0), math.nan)
-
-
 def test_a_part_that_does_not_apply_to_a_row_is_left_out_of_its_statistics() -> None:
     """x = (-, 1, 2, 3): mean 2, std 1; rewards (1, 2, 3, 4). A part that applies to no row has no mean."""
     parts = {"x": lambda s, a: [math.nan, 1.0, 2.0, 3.0], "y": lambda s, a: [1.0] * 4, "z": lambda s, a: [math.nan] * 4}
-    metrics = trainer_of(TablePolicy(), OfWhatApplies(parts)).step(["a"])
+    metrics = trainer_of(TablePolicy(), WeightedRewards(parts)).step(["a"])
     assert (metrics["rewards/x/mean"], metrics["rewards/x/std"]) == (2.0, 1.0)
-    assert math.isnan(metrics["rewards/z/mean"])
+    assert not any(math.isnan(value) for value in metrics.values())
+    assert "rewards/z/mean" not in metrics
+    assert [metrics[f"rewards/{name}/applies"] for name in "xyz"] == [0.75, 1.0, 0.0]
     assert metrics["rewards/mean"] == 2.5
-    report = check_reward_model(OfWhatApplies(parts), ["a"] * 4, [0, 1, 2, 3])
+    report = check_reward_model(WeightedRewards(parts), ["a"] * 4, [0, 1, 2, 3])
     assert report["components"].status == "passed", str(report)
 
 

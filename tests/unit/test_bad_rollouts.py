@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,3 +166,42 @@ def test_rollouts_of_a_wrong_shape_are_refused(subtests: pytest.Subtests) -> Non
             pytest.raises(ContractError, match=rf"ExperienceBatch\.from_rows: {pattern}"),
         ):
             ExperienceBatch.from_rows(**{**ROLLOUTS, **changes})
+
+
+@pytest.mark.filterwarnings("ignore::grpo.GRPOWarning")  # the supplied log-probs are not the policy's
+def test_supplied_log_probs_that_are_not_finite_are_refused(subtests: pytest.Subtests) -> None:
+    """Only where the policy decided a step: padding may hold anything."""
+    actions, mask = [(1, 0), (0,)], torch.tensor([[True, True], [True, False]])
+    for name, bad in itertools.product(
+        ("old_log_probs", "ref_log_probs", "behaviour_log_probs"), (-math.inf, math.nan)
+    ):
+        if name == "behaviour_log_probs" and math.isnan(bad):
+            continue  # not scored
+        with subtests.test(name=name, bad=bad):
+            trainer = trainer_of(RowScoring(), num_epochs_per_update=2)
+            before = state_of(trainer)
+            wrong, right = torch.tensor([[-1.0, bad], [-1.0, -1.0]]), torch.tensor([[-1.0, -1.0], [-1.0, bad]])
+            batch = replace(ExperienceBatch.from_rows([0, 0], actions, [0.0, 1.0], [0, 0], mask=mask), **{name: wrong})
+            with pytest.raises(ContractError, match=rf"The batch: {name} of sampled steps must be finite; rows \[0\]"):
+                trainer.update(batch)
+            assert state_of(trainer) == before
+            assert trainer.update(replace(batch, **{name: right}))["train/num_updates"] == 2
+
+
+class WithoutOneAction(RowScoring):
+    """Masks an action with logits of -inf, and computes the entropy as the sum of p log p, which is then NaN."""
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        log_probs = torch.tensor([0.5, 0.5, 0.0]).log()
+        entropy = -(log_probs.exp() * log_probs).sum().expand(scores.mask.shape)
+        return replace(scores, entropy=entropy)
+
+
+def test_an_exact_entropy_of_nan_is_refused_even_if_no_term_of_the_loss_reads_it() -> None:
+    trainer = trainer_of(WithoutOneAction())
+    batch = ExperienceBatch.from_rows([0, 0], [(1,), (0,)], [0.0, 1.0], [0, 0])
+    with pytest.raises(
+        ContractError, match=r"WithoutOneAction: entropy of sampled steps must be finite; .*finfo\(dtype\)\.min"
+    ):
+        trainer.update(batch)

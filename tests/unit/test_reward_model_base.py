@@ -44,6 +44,23 @@ def length(states: Any, actions: Any) -> list[float]:
     return [float(len(action)) for action in actions]
 
 
+def test_a_part_that_does_not_apply_adds_nothing(subtests: pytest.Subtests) -> None:
+    """NaN: it does not apply. A row without any part has no reward. Infinity is not "does not apply", whatever its weight."""
+    nan, inf = float("nan"), float("inf")
+    x, y = torch.tensor([1.0, nan, nan, inf]), torch.tensor([10.0, 20.0, nan, nan])
+    for weights, expected in [({"x": 2, "y": 1}, [12.0, 20.0, nan, inf]), ({"x": 0, "y": 1}, [10.0, 20.0, nan, nan])]:
+        with subtests.test(weights=weights):
+            rewards = WeightedRewards({"x": lambda s, a: x, "y": lambda s, a: y}, weights)
+            found = rewards.compute_rewards(["s"] * 4, ["a"] * 4)
+            torch.testing.assert_close(found, torch.tensor(expected), equal_nan=True)
+            with pytest.raises(RewardError, match=r"finite numbers; got .* at rows \[2, 3\] of 4"):
+                RewardCalls(rewards, RewardConfig())(["s"] * 4, ["a"] * 4)
+            assert (
+                RewardCalls(rewards, RewardConfig(non_finite="drop"))(["s"] * 4, ["a"] * 4).values.tolist()
+                == expected[:2]
+            )
+
+
 def test_a_reward_function_is_named_by_its_name_or_its_type(subtests: pytest.Subtests) -> None:
     cases = [
         (length, "length"),

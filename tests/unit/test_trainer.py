@@ -91,7 +91,47 @@ def test_evaluate_reports_the_reward_and_leaves_every_generator_untouched() -> N
         "eval/avg_reward": pytest.approx(mean),
         "eval/avg_reward_std": pytest.approx(math.sqrt(sum((r - mean) ** 2 for r in rewards[0]) / 3)),
     }
-    assert not policy.training
+
+
+def test_evaluate_restores_the_mode_of_the_policy_and_of_its_modules(subtests: pytest.Subtests) -> None:
+    class Watched(TablePolicy):
+        """Remembers in which mode it samples. One of its modules is frozen in evaluation mode."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.seen = torch.nn.Dropout(), list[bool]()
+
+        def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+            self.seen.append(self.training)
+            return super().generate_actions(states, num_actions_per_state)
+
+    for mode in (True, False):
+        with subtests.test(mode=mode):
+            policy = Watched().train(mode)
+            policy.frozen.eval()
+            by_hand(policy=policy)[0].evaluate(["a", "b"])
+            assert (policy.seen, policy.training, policy.frozen.training) == ([False], mode, False)
+
+
+def test_evaluate_calls_train_of_a_policy_that_is_no_module() -> None:
+    class Plain:
+        """Holds its table; its mode is a flag."""
+
+        def __init__(self) -> None:
+            self.table, self.training = TablePolicy(), True
+
+        def train(self) -> None:
+            self.training = True
+
+        def eval(self) -> None:
+            self.training = False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.table, name)
+
+    policy = Plain()
+    GRPOTrainer(config=GRPOConfig(), policy=policy, reward_model=lambda s, a: [0.0] * len(a)).evaluate(["a"])
+    assert policy.training
 
 
 # Seeds, and halves of a step

@@ -97,12 +97,6 @@ class CompletionRewards(WeightedRewards):
             for name, reward in self.rewards.items()
         }
 
-    def combine(self, components: Mapping[str, Float[Tensor, "N *T"]]) -> Float[Tensor, "N *T"]:
-        """The weighted sum of the parts that apply to each row. NaN if no part applies."""
-        absent = {name: part.isnan() for name, part in components.items()}
-        total = super().combine({name: part.masked_fill(absent[name], 0.0) for name, part in components.items()})
-        return total.masked_fill(torch.stack(list(absent.values())).all(0), torch.nan)
-
     def _answers(self, calls: Mapping[str, Sequence[Call]]) -> dict[str, list[Any]]:
         """Make all calls. Calls of async functions are awaited together, and a failing call cancels the others."""
         answers = {name: self._ask(several) for name, several in calls.items() if not self._functions[name].is_async}

@@ -85,6 +85,19 @@ def test_a_standard_deviation_of_huge_values_does_not_overflow(subtests):
             assert stds.tolist() == pytest.approx([1e200 * math.sqrt(2 / (2 - ddof))])
 
 
+def test_groups_of_very_different_sizes_keep_their_own_standard_deviations(subtests):
+    # of (0, 2x), the deviations are x: std x with divisor n
+    for sizes in [(1e200, 1e-9), (1e-300, 1e300), (1.0, 0.0)]:
+        with subtests.test(sizes=sizes):
+            values = np.array([0.0, 2 * sizes[0], 0.0, 2 * sizes[1]])
+            expected = [size or math.inf for size in sizes]
+            assert Groups.of(ids(0, 0, 1, 1)).stds(values, 0, 0.0).tolist() == pytest.approx(expected, rel=1e-15)
+
+
+def test_a_standard_deviation_of_huge_values_is_reported():
+    assert mean_and_std(np.array([1e200, 3e200]), 0) == pytest.approx((2e200, 1e200))
+
+
 def test_rows_are_live_where_the_rewards_of_their_group_differ_beyond_rounding():
     # group 1: .3 and its neighbour, a rounding error; group 0: 1, 2; group 5: alone
     rewards = torch.tensor([0.3, 1.0, 0.3, 2.0, 7.0, 1.0])

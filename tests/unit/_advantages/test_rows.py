@@ -282,6 +282,19 @@ def test_a_beta_of_three_halves_is_the_standard_deviation_up_to_a_factor():
     torch.testing.assert_close(by_beta, by_std * math.pi / 8, rtol=1e-12, atol=0)
 
 
+def test_rewards_that_rounding_moved_out_of_0_to_1_are_accepted_under_beta(subtests):
+    for low, high, is_accepted in [(-1e-6, 1 + 1e-6, True), (-1.1e-6, 1, False), (0, 1 + 1.1e-6, False)]:
+        with subtests.test(low=low, high=high):
+            rewards = double([low, 0.5, high, 0.5, high, high])
+            if not is_accepted:
+                with pytest.raises(RewardError, match=r"rewards in \[0, 1\]"):
+                    group_relative_advantages(rewards, ids(0, 0, 1, 1, 2, 2), scale="beta")
+                continue
+            found = group_relative_advantages(rewards, ids(0, 0, 1, 1, 2, 2), scale="beta")
+            exact = group_relative_advantages(double([0, 0.5, 1, 0.5, 1, 1]), ids(0, 0, 1, 1, 2, 2), scale="beta")
+            torch.testing.assert_close(found, exact, rtol=1e-5, atol=0)
+
+
 def test_a_single_group_is_not_weighted_by_a_beta():
     advantages = group_relative_advantages(double([1, 0, 0, 1]), ids(3, 3, 3, 3), scale="beta")
     assert advantages.tolist() == [0.5, -0.5, -0.5, 0.5]

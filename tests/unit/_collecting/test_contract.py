@@ -75,6 +75,20 @@ def test_samples_of_the_right_shapes_pass() -> None:
         assert check_sampled("Policy.sample", sampled, 2) is sampled
 
 
+def test_scores_in_half_precision_become_float32_and_keep_their_gradient(subtests: pytest.Subtests) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        with subtests.test(dtype=dtype):
+            weights = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
+            scores = all_scores(log_probs=weights * 2, entropy=weights * 3)
+            found = check_scores("Policy.score", scores, 2)
+            assert (found.log_probs.dtype, found.entropy.dtype) == (torch.float32, torch.float32)
+            (found.log_probs * 1e-8 * 65_536).sum().backward()
+            assert weights.grad.tolist() == [[pytest.approx(2e-8 * 65_536, rel=1e-2)] * 3] * 2
+            sampled = SampledActions(actions=[[0, 1]], mask=MASK, scores=scores, behaviour_log_probs=STEPS.to(dtype))
+            told = check_sampled("Policy.sample", sampled, 2)
+            assert (told.scores.log_probs.dtype, told.behaviour_log_probs.dtype) == (torch.float32, torch.float32)
+
+
 def test_samples_that_break_their_contract_are_refused(subtests: pytest.Subtests) -> None:
     sampled = SampledActions(actions=[[0, 1]], mask=MASK)
     on_meta = ActionScores(log_probs=STEPS.to("meta"), mask=MASK.to("meta"))
@@ -197,9 +211,18 @@ def test_the_error_for_non_finite_log_probs_names_at_most_16_rows() -> None:
     assert f"rows {list(range(16))} are not" in str(refused.value)
 
 
-def test_non_finite_entropies_and_final_values_are_not_refused() -> None:
+def test_non_finite_entropies_and_divergences_are_refused(subtests: pytest.Subtests) -> None:
+    """They come from logits of -inf. Off the mask, nothing is read."""
+    for name in ("entropy", "kl"):
+        for bad in (math.nan, math.inf):
+            with subtests.test(name=name, bad=bad):
+                with pytest.raises(
+                    ContractError, match=rf"{name} of sampled steps .* rows \[0\] are not\. Where logits"
+                ):
+                    require_finite("Policy", MASK, {name: log_probs(bad, 0, 0)})
+                require_finite("Policy", MASK, {name: torch.where(MASK, 0.0, bad)})
+
+
+def test_non_finite_final_values_are_not_refused() -> None:
     """A critic's value of NaN leads to a loss of NaN, which is skipped and counted. Nothing is raised here."""
-    fields = {"entropy": log_probs(math.nan, 0, 0), "final_values": torch.full((2,), math.inf)}
-    require_finite("Policy", MASK, fields)
-    with pytest.raises(ContractError, match="old_log_probs"):
-        require_finite("Policy", MASK, {**fields, "old_log_probs": log_probs(math.nan, 0, 0)})
+    require_finite("Policy", MASK, {"final_values": torch.full((2,), math.inf), "entropy": None})

@@ -90,7 +90,8 @@ def test_zeroed_rewards_are_counted_per_call() -> None:
 def test_dropped_rows_lose_their_reward_parts_too(subtests: pytest.Subtests) -> None:
     for bad in (NAN, INF, -INF):
         with subtests.test(bad=bad):
-            parts = WeightedRewards({"x": giving(1, bad, 4, 8), "y": giving(1, 1, 1, 1)}, {"x": 1.0, "y": 0.5})
+            missing = NAN if bad is NAN else 1
+            parts = WeightedRewards({"x": giving(1, bad, 4, 8), "y": giving(1, missing, 1, 1)}, {"x": 1.0, "y": 0.5})
             found = asked(parts, non_finite="drop")
             assert found.values.tolist() == [1.5, 4.5, 8.5]
             assert {name: part.tolist() for name, part in found.components.items()} == {"x": [1, 4, 8], "y": [1] * 3}
@@ -114,17 +115,17 @@ def test_dropping_every_row_is_an_error() -> None:
 
 
 def test_non_finite_parts_of_zeroed_rows_become_0() -> None:
-    parts = {"x": giving(NAN, 1, 2, 3), "y": giving(1, INF, -INF, 1)}
+    parts = {"x": giving(NAN, 1, 2, 3), "y": giving(NAN, INF, -INF, 1)}
     found = asked(WeightedRewards(parts), non_finite="zero")
     assert found.values.tolist() == [0, 0, 0, 4]
     assert found.components["x"].tolist() == [0, 1, 2, 3]
-    assert found.components["y"].tolist() == [1, 0, 0, 1]
+    assert found.components["y"].tolist() == [0, 0, 0, 1]
 
 
 def test_non_finite_parts_per_step_become_0_only_in_zeroed_rows() -> None:
-    """x is NaN at one step of row 0: that step counts as 0, and the other rows and steps keep their rewards."""
+    """x is infinite at one step of row 0: that step counts as 0, and the other rows and steps keep their rewards."""
     parts = {
-        "x": lambda states, actions: torch.tensor([[NAN, 1.0, 2.0], [3.0, 4.0, 5.0]]),
+        "x": lambda states, actions: torch.tensor([[INF, 1.0, 2.0], [3.0, 4.0, 5.0]]),
         "y": lambda states, actions: torch.ones(2, 3),
     }
     found = asked(WeightedRewards(parts), 2, torch.ones(2, 3, dtype=torch.bool), non_finite="zero")
@@ -135,24 +136,16 @@ def test_non_finite_parts_per_step_become_0_only_in_zeroed_rows() -> None:
     assert found.kept is None
 
 
-class OfWhatApplies(WeightedRewards):
-    """The sum of the parts that are not NaN. NaN marks a part that does not apply to the row."""
-
-    def combine(self, components: Any) -> Tensor:
-        parts = torch.stack(list(components.values()))
-        return parts.nansum(0).where(~parts.isnan().all(0), NAN)
-
-
 def test_a_row_without_any_applicable_part_is_refused_or_zeroed_by_itself() -> None:
     """Row 0 has no reward and counts as 0. Part x does not apply to row 1, and stays NaN there."""
     parts = {"x": giving(NAN, NAN, 2, 3), "y": giving(NAN, 1, 1, 1), "z": giving(0, 0, 0, 0)}
-    without_z = OfWhatApplies({name: parts[name] for name in "xy"})
+    without_z = WeightedRewards({name: parts[name] for name in "xy"})
     with pytest.raises(RewardError, match=r"rows \[0\] of 4, from x, y\. "):
         asked(without_z)
     found = asked(without_z, non_finite="zero")
     assert found.values.tolist() == [0, 1, 3, 4]
     assert found.components["x"].nan_to_num(-1).tolist() == [0, -1, 2, 3]
-    assert asked(OfWhatApplies(parts)).values.tolist() == [0, 1, 3, 4]
+    assert asked(WeightedRewards(parts)).values.tolist() == [0, 1, 3, 4]
 
 
 # Shapes

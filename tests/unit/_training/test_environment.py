@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
-from grpo._training.environment import SamplerSync, autocast, move_reference, prepare
+from grpo._training.environment import MovingReference, SamplerSync, autocast, prepare
 from grpo.distributed import OneProcess
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import TablePolicy, digest, weights_of
@@ -234,6 +234,63 @@ def test_reference_mix_makes_the_reference_a_moving_average() -> None:
 def test_a_reference_move_equals_hand_worked_weights() -> None:
     policy, reference = TablePolicy(logits=[[1.0, 0.0]] * 2), TablePolicy(logits=[[0.0, 4.0]] * 2)
     config = GRPOConfig(reference_sync_every=2, reference_mix=0.25)
-    assert [move_reference(config, policy, reference, iteration) for iteration in (1, 2, 3)] == [False, True, False]
+    moving = MovingReference(config, policy, reference)
+    assert [moving.move(iteration) for iteration in (1, 2, 3)] == [False, True, False]
     assert reference.logits.tolist() == [[0.25, 3.0]] * 2
     assert policy.logits.tolist() == [[1.0, 0.0]] * 2
+
+
+def moving_in(dtype: torch.dtype, mix: float) -> tuple[MovingReference, TablePolicy, TablePolicy]:
+    """A policy of ones and a reference of zeros."""
+    policy = TablePolicy(logits=[[1.0, 1.0]] * 2, dtype=dtype)
+    reference = TablePolicy(logits=[[0.0, 0.0]] * 2, dtype=dtype)
+    return MovingReference(GRPOConfig(reference_sync_every=1, reference_mix=mix), policy, reference), policy, reference
+
+
+def test_a_reference_in_half_precision_moves_in_small_steps(subtests: pytest.Subtests) -> None:
+    """(1 - .001)^2000 = .1352 of the way is left. Steps of .001 of 1 are lost near 1 in bfloat16, which has 8 bits."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        with subtests.test(dtype=dtype):
+            moving, _, reference = moving_in(dtype, 0.001)
+            for iteration in range(2_000):
+                moving.move(iteration + 1)
+            expected = torch.full((2, 2), 1 - 0.999**2_000, dtype=dtype)
+            torch.testing.assert_close(
+                reference.logits.detach(), expected, rtol=1e-3 if dtype != torch.bfloat16 else 8e-3, atol=0
+            )
+            assert bool(moving.state_dict()) == (dtype in (torch.float16, torch.bfloat16))
+
+
+def test_a_reference_that_other_code_has_changed_moves_from_there() -> None:
+    moving, _, reference = moving_in(torch.bfloat16, 0.5)
+    moving.move(1)
+    with torch.no_grad():
+        reference.logits.fill_(-1.0)
+    moving.move(2)
+    assert reference.logits.tolist() == [[0.0, 0.0]] * 2
+
+
+def test_a_checkpoint_holds_the_exact_average(tmp_path: Any) -> None:
+    """Two halves of a run give the reference of the unbroken run, although its steps are smaller than bfloat16 shows."""
+
+    def made() -> GRPOTrainer:
+        policy = TablePolicy(logits=[[1.0, 0.0]] * 2, dtype=torch.bfloat16)
+        return GRPOTrainer(
+            config=GRPOConfig(reference_sync_every=1, reference_mix=0.001, seed=0, learning_rate=0.1),
+            policy=policy,
+            reward_model=lambda states, actions: [float(action) for action in actions],
+            reference_policy=TablePolicy(logits=[[0.0, 0.0]] * 2, dtype=torch.bfloat16),
+        )
+
+    whole = made()
+    whole.train(["a", "b"], num_iterations=20, progress=False)
+    first = made()
+    first.train(["a", "b"], num_iterations=11, progress=False)
+    first.save_checkpoint(tmp_path / "checkpoint")
+    second = made()
+    second.load_checkpoint(tmp_path / "checkpoint")
+    second.train(["a", "b"], num_iterations=20, progress=False)
+    averages = [trainer.moving_reference.state_dict()["logits"] for trainer in (whole, second)]
+    assert averages[0].dtype == torch.float32
+    assert torch.equal(averages[0], averages[1])
+    assert torch.equal(whole.reference_policy.logits, second.reference_policy.logits)

@@ -124,7 +124,17 @@ def test_restoring_keeps_the_identity_of_all_parameter_tensors() -> None:
 
 def test_every_part_with_a_state_is_captured() -> None:
     state = capture(trained(1))
-    parts = {"policy", "advantages", "collector", "coefficients", "replay", "optimizer", "lr_scheduler", "reward_model"}
+    parts = {
+        "policy",
+        "advantages",
+        "collector",
+        "coefficients",
+        "replay",
+        "optimizer",
+        "lr_scheduler",
+        "reward_model",
+        "reference",
+    }
     assert set(state["stateful"]) == set(state["kinds"]) == parts
     assert state["kinds"]["optimizer"] == "Adam"
     assert state["kinds"]["reward_model"] == "RewardFunction"
