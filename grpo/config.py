@@ -310,7 +310,7 @@ class GRPOConfig(Settings):
     max_skipped_updates: int = setting(10, at_least=1)
     """Training stops after this many updates in a row with a non-finite gradient."""
     autocast_dtype: Literal["bfloat16", "float16"] | None = None
-    """Run the policy under `torch.autocast` in this precision. float16 on CUDA also scales the loss. None: the policy's own
+    """Run the policy under `torch.autocast` in this precision. float16 also scales the loss. None: the policy's own
     precision."""
     compile_objective: bool = False
     """Run the loss through `torch.compile`: faster for large batches of long rows, after a wait at the first updates."""

@@ -9,9 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import ConfigError, ContractError, GRPOConfig, GRPOTrainer, GRPOWarning, NonFiniteGradientError
+from grpo import (
+    ActionScores,
+    AdvantageConfig,
+    ConfigError,
+    ContractError,
+    ExperienceBatch,
+    GRPOConfig,
+    GRPOTrainer,
+    GRPOWarning,
+    NonFiniteGradientError,
+    ObjectiveInputs,
+    ObjectiveOutput,
+)
 from grpo.distributed import OneProcess
-from tests.support.policies import DuckPolicy, RecordingSGD, TablePolicy, digest, weights_of
+from tests.support.policies import DuckPolicy, RecordingSGD, RowScoring, TablePolicy, digest, weights_of
 from tests.support.trainers import SCRIPT, by_hand
 
 STEP = torch.tensor([[0.125, -0.125]] * 2, dtype=torch.float64)
@@ -183,7 +195,7 @@ def test_a_log_prob_that_is_not_finite_in_any_micro_batch_is_refused(is_fixed: b
     assert policy.logits.grad is None
 
 
-# A loss scaler. On the CPU it does what it does on CUDA, where `autocast_dtype="float16"` switches it on.
+# The loss scaler, which `autocast_dtype="float16"` switches on.
 
 
 def scaled(policy: Any, optimizer: Any = None, *, init_scale: float = 3000.0, **settings: Any) -> GRPOTrainer:
@@ -421,3 +433,38 @@ def test_a_gradient_that_no_rank_has_stays_none() -> None:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1, weight_decay=0.5)
     by_hand(policy=policy, engine=Unreached(), optimizer=optimizer)[0].step(["a", "b"])
     assert policy.bias.tolist() == [1.0] * 3  # with a gradient of 0 it would decay
+
+
+class HalfScores(RowScoring):
+    """Scores in float16."""
+
+    def score_actions(self, states: Any, actions: Any) -> ActionScores:
+        scores = super().score_actions(states, actions)
+        return ActionScores(log_probs=scores.log_probs.half(), mask=scores.mask)
+
+
+def times_advantages(inputs: ObjectiveInputs) -> ObjectiveOutput:
+    """A loss of one's own, which computes in the dtype of the log-probs."""
+    dtype = inputs.log_probs.dtype
+    weights = inputs.weights.to(dtype) * inputs.advantages.to(dtype).unsqueeze(1)
+    return ObjectiveOutput(loss=-(weights * inputs.log_probs).sum(), metrics={})
+
+
+def test_gradients_below_the_smallest_float16_reach_the_weights(subtests: pytest.Subtests) -> None:
+    """float16 ends at 6e-8. A gradient of 1e-8 is scaled by 65,536 before it passes through float16."""
+    for objective in (None, times_advantages):
+        norms = []
+        for size in (1.0, 1e-8):
+            torch.manual_seed(0)
+            policy = HalfScores()
+            trainer = GRPOTrainer(
+                config=GRPOConfig(autocast_dtype="float16", advantage=AdvantageConfig(scale="none")),
+                policy=policy,
+                reward_model=lambda states, actions: [],
+                objective=objective,
+            )
+            batch = ExperienceBatch.from_rows([0, 0], [(1,), (0,)], [0.0, size], [0, 0])
+            norms.append(trainer.update(batch)["train/grad_norm"])
+        with subtests.test(objective=objective):
+            assert norms[1] == pytest.approx(1e-8 * norms[0], rel=1e-2)
+            assert norms[0] > 0.1
