@@ -14,9 +14,9 @@ import torch
 
 from grpo import CheckpointError
 from grpo.checkpoint import CheckpointFolder, open_checkpoint, read_checkpoint, write_checkpoint
+from tests.support.imitated_ranks import ImitatedRank, on_ranks
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.storage_faults import SCENARIOS
-from tests.support.thread_ranks import ThreadRank, on_ranks
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ def state_of_rank(rank: int) -> dict[str, object]:
 def loads(path: Path) -> list[object]:
     """What each rank finds: its iteration, or its error."""
 
-    def load(engine: ThreadRank) -> int:
+    def load(engine: ImitatedRank) -> int:
         checkpoint = open_checkpoint(path, engine)
         checkpoint.load(checkpoint.state)
         return checkpoint.iteration

@@ -14,9 +14,9 @@ from grpo._storage import opening
 from grpo.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
 from grpo.errors import DamagedCheckpointError
 from tests.support.checkpoint_runs import built, small
+from tests.support.imitated_ranks import on_ranks
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import DuckPolicy, TablePolicy, digest, weights_of
-from tests.support.thread_ranks import on_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from grpo.distributed import (
     same_error,
 )
 from grpo.errors import RankError, TrainingInterrupted
-from tests.support.rank_threads import Group, groups, on_ranks, on_threads
+from tests.support.gloo_threads import Group, groups, on_ranks, on_threads
 
 __all__ = ["groups"]  # a fixture
 

@@ -14,7 +14,7 @@ from grpo._ranks import meetings as module
 from grpo._ranks.meetings import INLINE_BYTES, Meetings
 from grpo._ranks.shared_errors import is_shared
 from grpo.errors import RankError
-from tests.support.rank_threads import meet, on_threads
+from tests.support.gloo_threads import meet, on_threads
 
 SHORT = 3.0
 """A time limit for ranks that do not come."""

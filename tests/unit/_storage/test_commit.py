@@ -17,9 +17,9 @@ from grpo._storage import files as files_module
 from grpo.checkpoint import CheckpointFolder, open_checkpoint, read_checkpoint, write_checkpoint
 from grpo.errors import ContractError
 from tests.support.checkpoint_runs import names_in, small
+from tests.support.imitated_ranks import ImitatedRank, on_ranks
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import digest
-from tests.support.thread_ranks import ThreadRank, on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def written(path: Path, n: int, num_ranks: int = 2, **options: Any) -> list[Any]
 
 
 def loaded(path: Path, num_ranks: int = 2) -> list[Any]:
-    def load(engine: ThreadRank) -> Any:
+    def load(engine: ImitatedRank) -> Any:
         checkpoint = open_checkpoint(path, engine)
         return checkpoint.load(checkpoint.state)["n"]
 
@@ -299,7 +299,7 @@ def test_weights_that_are_not_finite_are_never_committed(subtests: pytest.Subtes
 
 
 def test_weights_that_are_not_finite_on_one_rank_stop_all_ranks(tmp_path: Path) -> None:
-    def save(engine: ThreadRank) -> Any:
+    def save(engine: ImitatedRank) -> Any:
         weights = torch.ones(2, requires_grad=True)
         if engine.rank == 1:
             weights.data[0] = float("nan")

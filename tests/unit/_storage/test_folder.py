@@ -21,8 +21,8 @@ from grpo._storage.files import unreadable
 from grpo.checkpoint import CheckpointFolder, best_checkpoint, open_checkpoint, read_checkpoint
 from grpo.distributed import OneProcess
 from tests.support.checkpoint_runs import names_in, small
+from tests.support.imitated_ranks import ImitatedRank, on_ranks
 from tests.support.objective_inputs import as_users_run_it
-from tests.support.thread_ranks import ThreadRank, on_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -208,7 +208,7 @@ def test_a_checkpoint_ahead_that_the_disk_does_not_give_is_not_taken_for_damaged
 
 
 def test_ranks_save_prune_and_answer_together(tmp_path: Path) -> None:
-    def run(engine: ThreadRank) -> Any:
+    def run(engine: ImitatedRank) -> Any:
         answers: list[Any] = []
         with CheckpointFolder(tmp_path, 2, engine) as folder:
             for n, score in [(1, 5.0), (2, float("nan")), (3, 1.0), (4, 0.0)]:
@@ -224,7 +224,7 @@ def test_ranks_save_prune_and_answer_together(tmp_path: Path) -> None:
 
 
 def test_all_ranks_take_the_older_checkpoint_if_one_rank_has_a_damaged_file(tmp_path: Path) -> None:
-    def save(engine: ThreadRank) -> None:
+    def save(engine: ImitatedRank) -> None:
         for n in (1, 2, 3):
             CheckpointFolder(tmp_path, 9, engine).save(small(10 * n + engine.rank), iteration=n, score=None)
 
@@ -232,7 +232,7 @@ def test_all_ranks_take_the_older_checkpoint_if_one_rank_has_a_damaged_file(tmp_
     (tmp_path / name_of(3) / "rank-1" / "tensors.safetensors").write_bytes(b"cut")
     (tmp_path / name_of(2) / "rank-0" / "state.json").unlink()
 
-    def load(engine: ThreadRank) -> Any:
+    def load(engine: ImitatedRank) -> Any:
         checkpoint = open_checkpoint(tmp_path, engine)
         return checkpoint.iteration, checkpoint.load(checkpoint.state)["n"], checkpoint.skipped
 

@@ -21,7 +21,7 @@ from grpo._storage import lock as lock_module
 from grpo._storage.lock import FolderLock
 from grpo.checkpoint import CheckpointFolder, read_checkpoint, write_checkpoint
 from tests.support.checkpoint_runs import names_in, small
-from tests.support.thread_ranks import ThreadRank, on_ranks
+from tests.support.imitated_ranks import ImitatedRank, on_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 HOLD = """
@@ -215,7 +215,7 @@ def test_a_lock_that_cannot_be_taken_is_an_error_that_names_the_folder(
 
 
 def test_rank_0_alone_holds_the_lock_and_all_ranks_are_told(tmp_path: Path) -> None:
-    def enter(engine: ThreadRank) -> Any:
+    def enter(engine: ImitatedRank) -> Any:
         with CheckpointFolder(tmp_path, 3, engine) as folder:
             return folder.save(small(1), iteration=1, score=None)
 

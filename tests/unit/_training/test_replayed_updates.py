@@ -2,10 +2,8 @@
 
 import copy
 import math
-import threading
 import weakref
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo import ActionScores, ExperienceBatch, GRPOConfig, GRPOTrainer
+from tests.support.imitated_ranks import ImitatedRank, on_ranks
 from tests.support.out_of_memory import SmallMemory, scored_rows
 from tests.support.policies import GroupScoring, Planning, RecordingSGD, RowScoring, weights_of
 from tests.support.trainers import without_time
@@ -307,41 +306,6 @@ def test_a_checkpoint_holds_the_halvings(tmp_path: Path) -> None:
 
 # Two ranks, as threads
 
-
-class ThreadRank:
-    """One of two ranks that meet in this process. Every call waits for the other rank."""
-
-    num_ranks = 2
-
-    def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
-        self.rank, self._barrier, self._values = rank, barrier, values
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        self._values[self.rank] = value
-        self._barrier.wait()
-        found = list(self._values)
-        self._barrier.wait()
-        return found
-
-    def sum(self, values: Tensor) -> Tensor:
-        first, second = self.gather_objects(values.clone())
-        return first + second
-
-    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        first, second = self.gather_objects(rows)
-        width = max(first.shape[1:], second.shape[1:])
-        assert first.shape[1:] == second.shape[1:] == width
-        return torch.cat([first, second]), self.rank * len(first)
-
-    def waiting(self, seconds: float, reason: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def agree(self, error: BaseException | None = None) -> None:
-        if error is not None:
-            self._barrier.abort()
-            raise error
-
-
 ROLLOUTS = [
     {"states": [0, 0, 1, 1], "actions": [(1, 2), (0, 1), (2, 0), (1, 1)], "rewards": [0.0, 1.0, 0.0, 2.0]},
     {"states": [2, 2, 3, 3], "actions": [(2, 2), (1, 0), (0, 0), (2, 1)], "rewards": [1.0, 0.0, 3.0, 0.0]},
@@ -367,29 +331,23 @@ def on_both_ranks(
 
 def in_two_threads(work: Callable[[GRPOTrainer, int], Any]) -> tuple[list[GRPOTrainer], list[Any]]:
     """Call `work` on two ranks that start from the same weights. Return their trainers and what `work` returned."""
-    barrier, values = threading.Barrier(2, timeout=60.0), [None, None]
-    trainers: list[Any] = [None, None]
-    results: list[Any] = [None, None]
     torch.manual_seed(0)
     policy = RowScoring(dtype=torch.float64)
     twins = [copy.deepcopy(policy) for _ in range(2)]
 
-    def run(rank: int) -> None:
-        trainers[rank] = GRPOTrainer(
+    def run(engine: ImitatedRank) -> tuple[GRPOTrainer, Any]:
+        policy = twins[engine.rank]
+        trainer = GRPOTrainer(
             config=GRPOConfig(group_size=2, micro_batch_size=4, seed=1),
-            policy=twins[rank],
+            policy=policy,
             reward_model=reward,
-            optimizer=RecordingSGD(twins[rank]),
-            engine=ThreadRank(rank, barrier, values),
+            optimizer=RecordingSGD(policy),
+            engine=engine,
         )
-        results[rank] = work(trainers[rank], rank)
+        return trainer, work(trainer, engine.rank)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120.0)
-    return trainers, results
+    trainers, results = zip(*on_ranks(2, run), strict=True)
+    return list(trainers), list(results)
 
 
 def test_all_ranks_replay_together_with_the_gradient_of_the_run_without_an_error(subtests: pytest.Subtests) -> None:

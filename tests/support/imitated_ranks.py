@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: an engine for tests of what ranks do together, without a launch of processes."""
+"""Ranks as threads of one process that exchange values in memory: an engine without processes and without connections."""
 
 import threading
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grpo._ranks.shared_errors import error_for_all, mark_as_shared, problem_of
@@ -13,8 +14,8 @@ from grpo._ranks.shared_errors import error_for_all, mark_as_shared, problem_of
 SECONDS = 60
 
 
-class ThreadRank:
-    """An `Engine` of one rank. Only values and errors travel, which is all that checkpoints need."""
+class ImitatedRank:
+    """An `Engine` of one rank. Every call waits for the other ranks."""
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.num_ranks = rank, len(slots)
@@ -30,10 +31,12 @@ class ThreadRank:
         return nullcontext()
 
     def sum(self, values: Tensor) -> Tensor:
-        raise NotImplementedError
+        return torch.stack(self.gather_objects(values.clone())).sum(0)
 
     def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        raise NotImplementedError
+        """Rows of one width."""
+        parts = self.gather_objects(rows)
+        return torch.cat(parts), sum(len(part) for part in parts[: self.rank])
 
     def _exchange(self, value: Any, error: BaseException | None) -> list[Any]:
         self._slots[self.rank] = value, None if error is None else problem_of(error)
@@ -47,14 +50,14 @@ class ThreadRank:
         return list(values)
 
 
-def on_ranks(num_ranks: int, call: Callable[[ThreadRank], Any]) -> list[Any]:
+def on_ranks(num_ranks: int, call: Callable[[ImitatedRank], Any]) -> list[Any]:
     """What `call` returns, or the error it raises, on each rank."""
     slots: list[Any] = [None] * num_ranks
     barrier = threading.Barrier(num_ranks)
 
     def outcome(rank: int) -> Any:
         try:
-            return call(ThreadRank(rank, slots, barrier))
+            return call(ImitatedRank(rank, slots, barrier))
         except Exception as error:
             return error
 
