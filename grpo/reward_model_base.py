@@ -38,7 +38,7 @@ class RewardModel(Protocol[StateT, ActionT]):
 
 @runtime_checkable
 class ReportsComponents(Protocol):
-    """A reward made of named parts. The trainer reports each part as `rewards/NAME/{mean,std}`."""
+    """A reward made of named parts. The trainer reports each part as `rewards/NAME/{mean,std,applies}`."""
 
     def compute_components(self, states: Any, actions: Any) -> dict[str, Tensor]:
         """Map the name of each part to its rewards, [N] or [N, T], before weighting."""
