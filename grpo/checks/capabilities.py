@@ -28,7 +28,7 @@ from grpo.writing import as_log_probs, describe, pad_steps, require_lengths
 
 from .probe import Draws, PolicyProbe, difference, perturbed, scores_difference
 from .report import Verdict, absent, failed, passed, skipped
-from .sampling import judge_samples
+from .rules import judge
 
 
 def check_sync_sampler(probe: PolicyProbe) -> Verdict:
@@ -131,17 +131,7 @@ def check_sampled_samples(probe: PolicyProbe) -> Verdict:
         return absent("sample_actions")
     if probe.no_sampling_test:
         return skipped(probe.no_sampling_test)
-    owner, draws = f"{probe.name}.sample_actions", probe.sampled
-    if draws.is_exact:
-        state = select_rows(draws.states, slice(0, 1))
-        totals = row_totals(draws.scores.log_probs.double(), draws.scores.mask)
-        return judge_samples(owner, draws.actions, totals, lambda actions: probe.score_one_state(state, actions))
-    assert draws.sampled is not None
-    assert draws.sampled.behaviour_log_probs is not None
-    totals = row_totals(draws.sampled.behaviour_log_probs.double(), draws.sampled.mask)
-    if not bool(totals.isfinite().all()):
-        return skipped("behaviour_log_probs contains unscored steps (NaN).")
-    return judge_samples(owner, draws.actions, totals, None)
+    return judge(probe, f"{probe.name}.sample_actions", probe.sampled)
 
 
 def check_entropy(probe: PolicyProbe) -> Verdict:

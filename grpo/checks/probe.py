@@ -8,14 +8,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from grpo._collecting.scoring import Scorer
+from grpo._collecting.scoring import Scorer, join_scores
 from grpo.experience_collector import ExperienceCollector
 from grpo.policy_base import POLICY_METHODS, HasState, SamplesWithScores, ScoresActions, SplitsSteps
-from grpo.types import ActionScores, Rows, SampledActions, repeat_rows, row_totals, select_rows
+from grpo.types import ActionScores, Rows, SampledActions, repeat_rows, select_rows
 from grpo.writing import pad_steps, seed_everything
+
+from .sampling import as_numbers
 
 MAX_ROWS_ONE_BY_ONE = 32
 """Maximum number of rows that are scored one by one."""
@@ -152,15 +154,44 @@ class PolicyProbe:
         with torch.no_grad():
             return scorer(states, actions, group_ids)
 
-    def score_one_state(self, state: Rows, actions: Rows) -> Float[Tensor, " M"]:
-        """Log-probs of M whole actions for one state, in forward passes of bounded size."""
-        totals = []
+    def score_one_state(self, state: Rows, actions: Rows) -> ActionScores:
+        """Scores of M actions for one state, in forward passes of bounded size."""
+        parts = []
         for start in range(0, len(actions), ROWS_PER_FORWARD):
             part = select_rows(actions, slice(start, start + ROWS_PER_FORWARD))
             ids = torch.zeros(len(part), dtype=torch.int64)
             scores = self.score(self.row_scorer, repeat_rows(state, len(part)), part, ids)
-            totals.append(row_totals(scores.log_probs.double(), scores.mask))
-        return torch.cat(totals)
+            parts.append(ActionScores(log_probs=scores.log_probs, mask=scores.mask))
+        return join_scores(parts)
+
+    @cached_property
+    def noise(self) -> Bool[Tensor, " D"] | None:
+        """For actions of D real numbers: the numbers that are drawn, but that do not depend on the parameters.
+
+        They are the same in samples of the same random numbers before and after the parameters change. None: the actions are
+        not real numbers, or the samples of the same random numbers differ.
+        """
+        if not self.parameters or as_numbers(self._noise_draw()) is None:
+            return None
+        first, again = self._noise_draw(), self._noise_draw()
+        with perturbed(self.parameters.values()):
+            moved = self._noise_draw()
+        one, two, three = (numbers[0] for rows in (first, again, moved) if (numbers := as_numbers(rows)) is not None)
+        if not one.shape == two.shape == three.shape or not torch.equal(one, two):
+            return None
+        return (one == three).all(0)
+
+    def _noise_draw(self) -> Rows:
+        seed_everything(self._seed)
+        with left_as_found(self.policy):
+            self.policy.eval()
+            drawn = self.sample(self.only(), select_rows(self.states, slice(0, 1)), 8)[1]
+        self.policy.eval()
+        return drawn
+
+    def draw(self) -> Draws:
+        """Draw new actions for the first state, with the method that training uses."""
+        return self._draw(self.only("sample_actions") if isinstance(self.policy, SamplesWithScores) else self.only())
 
     def _draw(self, policy: Any) -> Draws:
         states, actions, sampled = self.sample(policy, select_rows(self.states, slice(0, 1)), self.num_samples)
@@ -199,13 +230,17 @@ def some_rows(num_rows: int) -> list[int]:
 
 
 @contextmanager
-def perturbed(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Add noise to every floating parameter inside the block, and restore the exact values afterwards."""
+def perturbed(parameters: Iterable[Tensor], relative: float | None = None) -> Iterator[None]:
+    """Add noise to every floating parameter inside the block, and restore the exact values afterwards.
+
+    The noise has a standard deviation of 0.1, or of `relative` times the parameter's own root mean square if that is not 0.
+    """
     saved = [(value, value.detach().clone()) for value in parameters if value.is_floating_point()]
     try:
         with torch.no_grad():
-            for value, _ in saved:
-                value.add_(torch.randn_like(value), alpha=0.1)
+            for value, before in saved:
+                size = 0.0 if relative is None else relative * float(before.double().square().mean().sqrt())
+                value.add_(torch.randn_like(value), alpha=size or 0.1)
         yield
     finally:
         _put_back(saved)

@@ -67,6 +67,8 @@ class CheckReport:
     """The call that made this report, such as `check_policy(MyPolicy)`."""
     results: tuple[CheckResult, ...]
     """One result per rule."""
+    not_checked: str = ""
+    """What matters most and could not be tested, and what to do. Empty: it was tested."""
 
     @property
     def ok(self) -> bool:
@@ -96,6 +98,10 @@ class CheckReport:
         counts = ", ".join(f"{statuses.count(status)} {status}" for status in dict.fromkeys(statuses))
         name_width = max((len(result.name) for result in self.results), default=0)
         lines = [f"{self.subject}: {counts}"]
+        if self.not_checked:
+            lines += textwrap.wrap(
+                f"NOT CHECKED: {self.not_checked}", WIDTH, initial_indent="  ", subsequent_indent="  "
+            )
         for result in self.results:
             if result.status == "absent":
                 continue

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from grpo._collecting.scoring import Scorer
 from grpo.errors import ContractError
-from grpo.policy_base import POLICY_METHODS, ScoresActions, ScoresReference, require_methods
+from grpo.policy_base import POLICY_METHODS, ScoresActions, ScoresReference, SyncsSampler, require_methods
 from grpo.types import ActionScores, Rows, select_rows
 from grpo.writing import describe
 
-from .probe import PolicyProbe, difference, perturbed, scores_difference, some_rows
+from .probe import Draws, PolicyProbe, difference, perturbed, scores_difference, some_rows
 from .report import Verdict, failed, note, passed, skipped
-from .sampling import judge_samples
+from .steps import judge_draws
 
 
 def check_methods(probe: PolicyProbe) -> Verdict:
@@ -203,11 +203,47 @@ def check_generated_samples(probe: PolicyProbe) -> Verdict:
         return skipped(reason)
     if not probe.drawn.is_exact:
         return skipped("Training uses sample_actions(), which draws from another distribution on purpose.")
-    draws = probe.generated
-    state = select_rows(draws.states, slice(0, 1))
-    totals = probe.score_one_state(state, draws.actions)
-    return judge_samples(
-        f"{probe.name}.generate_actions", draws.actions, totals, lambda actions: probe.score_one_state(state, actions)
+    return judge(probe, f"{probe.name}.generate_actions", probe.generated)
+
+
+def judge(probe: PolicyProbe, owner: str, draws: Draws) -> Verdict:
+    """Compare samples with their behaviour log-probs, or with the policy's log-probs if those are the same."""
+    if draws.is_exact:
+        state = select_rows(draws.states, slice(0, 1))
+        log_probs, mask = draws.scores.log_probs, draws.scores.mask
+        return judge_draws(
+            owner, draws.actions, log_probs, mask, lambda actions: probe.score_one_state(state, actions), probe.noise
+        )
+    assert draws.sampled is not None
+    assert draws.sampled.behaviour_log_probs is not None
+    behaviour, mask = draws.sampled.behaviour_log_probs, draws.sampled.mask
+    if not bool(behaviour[mask].isfinite().all()):
+        return skipped("behaviour_log_probs contains unscored steps (NaN).")
+    return judge_draws(owner, draws.actions, behaviour, mask, None)
+
+
+def check_samples_after_update(probe: PolicyProbe) -> Verdict:
+    """Samples still match their log-probs after the parameters have changed and `sync_sampler`, if any, was called."""
+    if probe.no_sampling_test:
+        return skipped(probe.no_sampling_test)
+    if not probe.parameters:
+        return skipped("The policy has no parameters that require a gradient.")
+
+    def sync() -> None:
+        if isinstance(probe.policy, SyncsSampler):
+            probe.policy.sync_sampler()
+
+    before = probe.noise  # the first access draws samples of its own
+    del before
+    with perturbed(probe.parameters.values(), relative=0.3):
+        sync()
+        verdict = judge(probe, f"{probe.name}, after its parameters have changed,", probe.draw())
+    sync()
+    if verdict.status != "failed":
+        return verdict
+    return failed(
+        f"{verdict.message} Before, they agreed: the sampler uses old weights. Sample with the current parameters, or "
+        "copy them into the sampler in sync_sampler()."
     )
 
 

@@ -1,24 +1,30 @@
-"""Test whether samples come from the distribution that scores them. One correct policy in a million fails.
+"""Test whether whole actions come from the distribution that scores them. `steps` tests the steps of an action.
 
 Discrete actions: Pearson's chi-square test. Continuous actions: the probability integral transform along lines, and the
 Kolmogorov-Smirnov test.
+
+All tests of one `check_policy` together fail for at most one correct policy in a million (Bonferroni): at most
+`MAX_VERDICTS` verdicts are given, each verdict multiplies its p-values by the number of its tests, and fails below
+10^-6 / `MAX_VERDICTS`.
 """
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo.types import Rows
 
 from .report import Verdict, failed, passed, skipped
 
-P_VALUE = 1e-6
-"""Samples with a smaller p-value fail the test. One correct policy in a million fails by chance."""
+MAX_VERDICTS = 6
+"""Verdicts on samples in one `check_policy`: on whole actions and on steps, in each of three rules."""
+P_VALUE = 1e-6 / MAX_VERDICTS
+"""Samples with a smaller p-value fail the test."""
 MIN_EXPECTED = 10.0
 """Minimum expected count of a cell in the chi-square test. Rarer actions share one cell."""
 MASS_TOLERANCE = 0.02
@@ -86,7 +92,7 @@ def judge_samples(owner: str, actions: Rows, log_probs: Float[Tensor, " N"], sco
         return _test_density(owner, *numbers, log_probs.double().cpu(), score)
     if is_dense:
         return skipped(f"{len(set(keys))} of {len(keys)} sampled actions differ: too few repeat to count them.")
-    return _test_counts(owner, keys, log_probs.double().cpu())
+    return judge_counts(owner, keys, log_probs.double().cpu())
 
 
 def action_key(action: Any) -> Hashable:
@@ -101,8 +107,37 @@ def action_key(action: Any) -> Hashable:
     return action if isinstance(action, Hashable) else None
 
 
-def _test_counts(owner: str, keys: list[Hashable], log_probs: Tensor) -> Verdict:
-    """Pearson's chi-square test of how often each action was sampled. Rare and unseen actions share one cell."""
+def counts_p_value(cells: list[tuple[float, float]]) -> float:
+    """The p-value of counts, given as pairs (count, expected count), with one degree of freedom less than there are cells.
+
+    The larger p-value of Pearson's statistic, sum (O - E)^2 / E, and of the likelihood ratio, 2 sum O log(O / E). Pearson's
+    statistic exaggerates counts above a small E, and the likelihood ratio counts below it.
+    """
+    pearson = sum((count - wanted) ** 2 / wanted for count, wanted in cells)
+    ratio = 2 * sum(count * math.log(count / wanted) for count, wanted in cells if count > 0)
+    return max(chi_square_p_value(statistic, len(cells) - 1) for statistic in (pearson, max(ratio, 0.0)))
+
+
+def enough_expected(cells: list[tuple[float, float]], total: float) -> list[tuple[float, float]]:
+    """The pairs (count, expected count) with enough expected. Rare cells, and what is missing to `total`, share one cell."""
+    kept = [(count, wanted) for count, wanted in cells if wanted >= MIN_EXPECTED]
+    rest = (total - sum(count for count, _ in kept), max(total - sum(wanted for _, wanted in kept), 0.0))
+    if rest[1] >= MIN_EXPECTED or not kept:
+        return [*kept, rest]
+    smallest = min(range(len(kept)), key=lambda i: kept[i][1])
+    kept[smallest] = (kept[smallest][0] + rest[0], kept[smallest][1] + rest[1])
+    return kept
+
+
+def judge_counts(owner: str, keys: Sequence[Hashable], log_probs: Float[Tensor, " N"], tests: int = 1) -> Verdict:
+    """Chi-square test of how often each action was sampled. Rare and unseen actions share one cell.
+
+    Args:
+        owner: name of the sampling method, for messages.
+        keys: one key per sample, equal for equal actions.
+        log_probs: log-prob of each sample's action.
+        tests: number of tests of this verdict; multiplies the p-value.
+    """
     first = {key: place for place, key in reversed(list(enumerate(keys)))}
     counts = dict.fromkeys(first, 0)
     for key in keys:
@@ -115,19 +150,12 @@ def _test_counts(owner: str, keys: list[Hashable], log_probs: Tensor) -> Verdict
             f"{owner}: probabilities of different actions must sum to at most 1; those of the {len(first)} sampled ones sum "
             f"to {mass:.3f}. Return normalised log-probabilities (log_softmax, not logits) of whole actions."
         )
-    cells = [(counts[key], wanted) for key, wanted in expected.items() if wanted >= MIN_EXPECTED]
-    rest = (total - sum(count for count, _ in cells), max(total - sum(wanted for _, wanted in cells), 0.0))
-    if rest[1] >= MIN_EXPECTED or not cells:
-        cells.append(rest)
-    else:
-        smallest = min(range(len(cells)), key=lambda i: cells[i][1])
-        cells[smallest] = (cells[smallest][0] + rest[0], cells[smallest][1] + rest[1])
+    cells = enough_expected([(counts[key], wanted) for key, wanted in expected.items()], total)
     if len(cells) == 1:
         if len(first) == 1 and mass > 1 - MASS_TOLERANCE:
             return passed("The only action has probability 1 and was sampled every time.")
         return skipped(f"All {len(first)} sampled actions are too rare to count; raise num_samples.")
-    statistic = sum((count - wanted) ** 2 / wanted for count, wanted in cells)
-    p_value = chi_square_p_value(statistic, len(cells) - 1)
+    p_value = min(tests * counts_p_value(cells), 1.0)
     if p_value < P_VALUE:
         worst = max(first, key=lambda key: (counts[key] - expected[key]) ** 2 / max(expected[key], 1.0))
         return failed(
@@ -188,7 +216,9 @@ def _test_density(
 
     if values.shape[1] == 1:
         return _test_one_number(owner, values[:, 0], density)
-    return _test_lines(owner, values, log_probs.exp(), density)
+    count = max(len(values) // 2, 1)
+    axes = torch.arange(count) % values.shape[1]
+    return judge_lines(owner, values[:count], axes, log_probs[:count].exp(), lambda numbers, _: density(numbers))
 
 
 def _on_wide_or_narrow(evaluate: Callable[[float], Tensor]) -> tuple[Tensor, bool]:
@@ -225,15 +255,28 @@ def _test_one_number(owner: str, samples: Tensor, density: Callable[[Tensor], Te
     return _verdict_on_uniforms(owner, below[torch.searchsorted(points, samples)] / mass)
 
 
-def _test_lines(owner: str, values: Tensor, own: Tensor, density: Callable[[Tensor], Tensor]) -> Verdict:
-    """Test densities of several numbers along lines through the samples, each parallel to one axis.
+def judge_lines(
+    owner: str,
+    values: Float[Tensor, "N D"],
+    axes: Int[Tensor, " N"],
+    own: Float[Tensor, " N"],
+    density: Callable[[Tensor, Tensor], Tensor],
+) -> Verdict:
+    """Test densities of several numbers along one line per sample, through the sample and parallel to one axis.
 
     The sample's position on its line is distributed like the density along that line. So the integral up to the sample,
     divided by the integral over the whole line, is uniform for every distribution of the other numbers.
+
+    Args:
+        owner: name of the sampling method, for messages.
+        values: the samples.
+        axes: the axis of each sample's line.
+        own: the density at each sample.
+        density: maps numbers [M, D], and the index of the sample on whose line each of them is [M], to densities [M].
     """
-    count = max(len(values) // 2, 1)
-    axes = torch.arange(count) % values.shape[1]
-    places, own = values[torch.arange(count), axes], own[:count]
+    count = len(values)
+    every = torch.arange(count)
+    places = values[every, axes]
     low, high = values.amin(0)[axes], values.amax(0)[axes]
     even = torch.linspace(0, 1, GRID, dtype=torch.float64)
 
@@ -242,9 +285,9 @@ def _test_lines(owner: str, values: Tensor, own: Tensor, density: Callable[[Tens
         return start.unsqueeze(1) + even * (stop - start).unsqueeze(1)
 
     def evaluate(reach: float) -> Tensor:
-        points = values[:count].unsqueeze(1).repeat(1, GRID, 1)
-        points[torch.arange(count).unsqueeze(1), torch.arange(GRID), axes.unsqueeze(1)] = grid(reach)
-        return density(points.flatten(0, 1)).view(count, GRID)
+        points = values.unsqueeze(1).repeat(1, GRID, 1)
+        points[every.unsqueeze(1), torch.arange(GRID), axes.unsqueeze(1)] = grid(reach)
+        return density(points.flatten(0, 1), every.repeat_interleave(GRID)).view(count, GRID)
 
     heights, is_wide = _on_wide_or_narrow(evaluate)
     points = grid(1.0 if is_wide else 0.0)

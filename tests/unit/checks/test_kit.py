@@ -47,7 +47,7 @@ def test_conforming_policy_passes_every_check_that_applies(subtests):
             },
         ),
         (Sequences(), SEQUENCE_STATES, {"split_steps"}),
-        (Episodes(), SEQUENCE_STATES, {"generated samples", "sampled samples"}),
+        (Episodes(), SEQUENCE_STATES, {"generated samples", "sampled samples", "samples after an update"}),
     ]
     for policy, states, not_passed in cases:
         with subtests.test(policy=type(policy).__name__):
@@ -149,24 +149,24 @@ def test_empty_states_are_refused():
 def test_strict_raises_with_all_failures():
     policy = table(generate_actions=greedy, __deepcopy__=raising)
     with pytest.raises(
-        ContractError, match=r"(?s)breaks 2 of 28 rules:\n- generated samples: .*\n- deepcopy: .*not today"
+        ContractError, match=r"(?s)breaks 2 of 29 rules:\n- generated samples: .*\n- deepcopy: .*not today"
     ):
         check_policy(policy, STATES, strict=True)
     report = check_policy(policy, STATES)
     assert not report.ok
     assert [result.name for result in report.failures] == ["generated samples", "deepcopy"]
-    with pytest.raises(ContractError, match="breaks 2 of 28"):
+    with pytest.raises(ContractError, match="breaks 2 of 29"):
         report.raise_for_failures()
 
 
 def test_the_report_prints_as_an_aligned_table():
     lines = str(check_policy(table(to=raising), STATES)).splitlines()
-    assert lines[0] == "check_policy(Broken): 14 passed, 10 absent, 3 skipped, 1 failed"
-    assert lines[1].startswith("  passed   methods             Broken has generate_actions")
+    assert lines[0] == "check_policy(Broken): 15 passed, 10 absent, 3 skipped, 1 failed"
+    assert lines[1].startswith("  passed   methods                  Broken has generate_actions")
     [failure] = [line for line in lines if line.startswith("  FAILED")]
-    assert failure.startswith("  FAILED   to                  No exception was expected; RuntimeError: not today")
+    assert failure.startswith("  FAILED   to                       No exception was expected; RuntimeError: not today")
     assert max(map(len, lines)) <= 120
     absent = next(
         i for i, line in enumerate(lines) if line.startswith("  optional, not implemented: sync_sampler, score_")
     )
-    assert all(line[30] == " " and line[31] != " " for line in lines[1:absent])
+    assert all(line[35] == " " and line[36] != " " for line in lines[1:absent])

@@ -126,6 +126,16 @@ class NoJacobian(Squashed):
         return Gaussian.get_log_probabilities(self, states, torch.stack(list(actions)).squeeze(1).atanh())
 
 
+class Stale(Table):
+    """Samples from a copy of the weights that it never renews."""
+
+    def generate_actions(self, states, num_actions_per_state, **kwargs):
+        if not hasattr(self, "copied"):
+            self.copied = self.logits.detach().clone()
+        probabilities = self.copied.softmax(0)
+        return [torch.multinomial(probabilities, num_actions_per_state, replacement=True).tolist() for _ in states]
+
+
 class Constant(nn.Module):
     """A parameter that is not handed out."""
 
@@ -238,6 +248,7 @@ BROKEN = [
     (WidePlane(), "generated samples", "failed", "Kolmogorov-Smirnov"),
     (Unnormalised(), "generated samples", "failed", "must integrate to 1 over all actions; it integrates to 1.649"),
     (NoJacobian(), "generated samples", "failed", "Jacobian of any squashing"),
+    (Stale(), "samples after an update", "failed", "the sampler uses old weights"),
     (SharedCopy(), "deepcopy", "failed", "Let __deepcopy__ copy every parameter"),
     (BoundCopy(), "deepcopy", "failed", "Keep no bound methods"),
     (table(__deepcopy__=raising), "deepcopy", "failed", "give the class a __deepcopy__"),
@@ -347,7 +358,7 @@ BROKEN = [
 ]
 
 
-BY_SAMPLES = {"generated samples", "sampled samples", "entropy"}
+BY_SAMPLES = {"generated samples", "sampled samples", "samples after an update", "entropy"}
 """Rules that compare samples with their log-probs, and need many."""
 
 
