@@ -153,7 +153,7 @@ def _judge_entropy(owner: str, draws: Draws, entropy: Tensor) -> Verdict:
     # entropy that actions so rare that `count` samples may miss them can contribute
     unseen = 15 / count * (math.log(count) + 5)
     mean = float(surplus.mean())
-    if not abs(mean) <= 5 * error + unseen:
+    if not abs(mean) <= 6 * error + unseen:
         exact = float(row_totals(entropy.double(), draws.scores.mask).mean())
         return failed(
             f"{owner}: entropy must be the exact -sum p log p of each step's distribution, in nats; it sums to {exact:.4f} per "

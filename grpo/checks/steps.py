@@ -12,8 +12,10 @@ log-probs l_t, the sampler is right if and only if P(a_t = v | a_<t) = exp(l_t(v
 
        u = F(a_t -) + U p(a_t)
 
-   is uniform for every prefix (the randomised probability integral transform), so all samples share one Kolmogorov-Smirnov
-   test. The p(v) also add up to the expected number of each value, and of values that occur twice in an action.
+   is uniform for every prefix, and independent of the u of other steps (the randomised probability integral transform), so
+   all steps share one Kolmogorov-Smirnov test. The p(v) also add up to the expected number of each value, and of values
+   that occur twice in an action. And the sum of log p(a_t), whose mean and variance the p(v) give, is tested by Bernstein's
+   inequality. It is the derivative by the inverse temperature, so it is the most sensitive to another temperature.
 3. If the steps are not the entries in order, or if there is one log-prob per action, the same with the log-prob of the whole
    action: a_e given all other entries has the distribution p(v) / sum_v' p(v') over the values v, v' that are compared.
 
@@ -23,9 +25,11 @@ the noise that a flow starts with: numbers that do not change with the parameter
 
 Source:
     Rosenblatt 1952, "Remarks on a multivariate transformation", Ann. Math. Statist. 23 (conditionals);
-    Czado, Gneiting and Held 2009, "Predictive model assessment for count data", Biometrics 65 (randomised transform).
+    Czado, Gneiting and Held 2009, "Predictive model assessment for count data", Biometrics 65 (randomised transform);
+    Boucheron, Lugosi and Massart 2013, "Concentration inequalities", corollary 2.11 (Bernstein).
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +60,10 @@ from .sampling import (
 
 MAX_VALUES = 64
 """Maximum number of values that replace one entry: those that were sampled most often."""
+MAX_TESTED = 2048
+"""Maximum number of entries that are replaced, over all samples."""
+LEAST_CHANCE = 1e-3
+"""Probabilities below this count as this one in the sum of log-probs, so that one rare value does not decide the test."""
 MIN_SAMPLES = 50
 """Minimum number of samples in a test of conditional distributions."""
 MAX_POSITIONS = 8
@@ -220,11 +228,13 @@ def _conditionals(entries: _Entries, score: ScoreSteps, aligned: bool) -> _Cells
     """Score each sample of the second half with other values in one of its entries. None: the policy does not score them."""
     half = len(entries.rows) // 2
     often = _values_by_position(entries.keys[:half], entries.rows, None if aligned else _paddings(entries.keys))
+    rounds = len(often) if aligned else 1  # given the steps before them, the steps of one sample are independent
     tested = [  # the choice of a position may depend on the entries before it, but not on the entry itself
-        (n, n % len(often))
+        (n, place)
+        for start in range(rounds)
         for n in range(half, len(entries.rows))
-        if n % len(often) < len(entries.keys[n]) and len(often[n % len(often)]) > 1
-    ]
+        if (place := (n + start) % len(often)) < len(entries.keys[n]) and len(often[place]) > 1
+    ][:MAX_TESTED]
     if not tested:
         return None
     try:
@@ -349,6 +359,14 @@ def _tests(
     rank = (order == own.unsqueeze(1)).int().argmax(1)
     uniforms = below[every, rank] + torch.rand(len(own), dtype=torch.float64) * ordered[every, rank]
     uniforms = uniforms.clamp(0.0, 1.0)
+    logs = chances.clamp(min=LEAST_CHANCE).log()
+    means = (chances * logs).sum(1)
+    excess = float((logs[every, own] - means).sum())
+    variance = float(((chances * logs.square()).sum(1) - means.square()).clamp(min=0.0).sum())
+    yield (
+        2 * math.exp(-(excess**2) / (2 * variance + 2 / 3 * -math.log(LEAST_CHANCE) * abs(excess) + 1e-9)),
+        f"the mean log-prob is {excess / len(own):+.3f} off",
+    )
     groups = {"all positions": every}
     if 1 < len(places := positions.unique().tolist()) <= MAX_POSITIONS:
         groups |= {f"position {place}": (positions == place).nonzero().squeeze(1) for place in places}

@@ -1,0 +1,76 @@
+"""The kit finds published kinds of bug, and says nothing about their correct twins."""
+
+import pytest
+
+from grpo.checks import CheckReport, check_objective, check_policy
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.published_bugs import (
+    BUGS,
+    ITEMS,
+    PROMPTS,
+    Bug,
+    Flow,
+    HotWholeSlates,
+    LongFlow,
+    QuietFlow,
+    ShortFlow,
+    Tokens,
+    UnmaskedWholeSlates,
+    WholeSlates,
+)
+
+
+def report(bug: Bug, subject: object, seed: int = 0) -> CheckReport:
+    with as_users_run_it():
+        if bug.states is None:
+            return check_objective(subject, seed=seed)
+        return check_policy(subject(), bug.states, seed=seed, num_samples=1024 if bug.states is PROMPTS else 4096)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.kind)
+def test_a_published_bug_is_found_by_its_rule(bug: Bug) -> None:
+    found = report(bug, bug.wrong)
+    assert bug.rule in {result.name for result in found.failures}, str(found)
+
+
+TWINS = list({bug.right: bug for bug in BUGS}.values())
+
+
+@pytest.mark.parametrize("bug", TWINS, ids=lambda bug: bug.right.__name__)
+def test_a_correct_twin_is_not_accused(bug: Bug) -> None:
+    found = report(bug, bug.right)
+    assert found.ok, str(found)
+    assert not found.not_checked
+    assert found[bug.rule].status == "passed", str(found)
+
+
+@pytest.mark.parametrize("kind", [Flow, ShortFlow, LongFlow, WholeSlates])
+def test_flows_with_unscored_noise_and_slates_with_one_log_prob_are_not_accused(kind: type) -> None:
+    with as_users_run_it():
+        found = check_policy(kind(), ITEMS, num_samples=2048)
+    assert found.ok, str(found)
+    assert not found.not_checked
+    assert found["generated samples"].status in ("passed", "note"), str(found)
+
+
+@pytest.mark.parametrize("kind", [QuietFlow, HotWholeSlates, UnmaskedWholeSlates])
+def test_their_wrong_twins_are_found(kind: type) -> None:
+    with as_users_run_it():
+        found = check_policy(kind(), ITEMS)
+    assert "generated samples" in {result.name for result in found.failures}, str(found)
+
+
+@pytest.mark.slow
+def test_over_many_seeds_every_bug_is_found_and_no_twin_accused(subtests) -> None:
+    for bug in BUGS:
+        with subtests.test(kind=bug.kind):
+            for seed in range(1, 11):
+                found = report(bug, bug.wrong, seed)
+                assert bug.rule in {result.name for result in found.failures}, str(found)
+    twins = [bug.right for bug in TWINS if bug.states is not None]
+    for kind in [*twins, Flow, ShortFlow, LongFlow, WholeSlates]:
+        states = PROMPTS if issubclass(kind, Tokens) else ITEMS
+        with subtests.test(kind=kind.__name__), as_users_run_it():
+            for seed in range(1, 11):
+                found = check_policy(kind(), states, seed=seed, num_samples=1024)
+                assert found.ok, str(found)
