@@ -1,7 +1,7 @@
 """`check_objective`, and the identities that every loss of the GRPO family keeps.
 
-With w the weights, A the advantages, l the log-probs and rho = exp(l - l_old), every loss that `grpo.surrogates` lists has at
-rho = 1 the gradient of REINFORCE,
+With w the weights, A the advantages, l the log-probs and rho = exp(l - l_old), the losses of `grpo.surrogates` have at rho = 1
+the gradient of REINFORCE (except `ClipCov`, which leaves steps out, and `level="row_sum"`),
 
     dL / dl[n,t] = -w[n,t] A[n,t]  at the steps of the mask, and 0 elsewhere.
 
@@ -298,7 +298,7 @@ def check_objective(
 ) -> CheckReport:
     """Check a loss of your own by identities that every loss of the GRPO family keeps.
 
-    The identities are those of a loss without sampler correction and critic. Nothing is sampled: a correct loss never fails.
+    The identities are those of a loss without sampler correction and critic. No test is statistical.
 
     Args:
         objective: the loss, as passed to `GRPOTrainer(objective=...)`; or the settings of the built-in loss, for a surrogate of

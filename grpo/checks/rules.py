@@ -230,11 +230,11 @@ def check_samples_after_update(probe: PolicyProbe) -> Verdict:
         return skipped("The policy has no parameters that require a gradient.")
 
     def sync() -> None:
+        probe.policy.train()  # as in training, for policies that copy their weights in eval()
         if isinstance(probe.policy, SyncsSampler):
             probe.policy.sync_sampler()
+        probe.policy.eval()
 
-    before = probe.noise  # the first access draws samples of its own
-    del before
     with perturbed(probe.parameters.values(), relative=0.3):
         sync()
         verdict = judge(probe, f"{probe.name}, after its parameters have changed,", probe.draw())

@@ -222,6 +222,8 @@ class _Cells:
     """Whether a value stands elsewhere in the action."""
     positions: list[int]
     """The place of the entry in its action."""
+    matters: Bool[Tensor, " M"]
+    """Whether the log-prob depends on the entry."""
 
 
 def _conditionals(entries: _Entries, score: ScoreSteps, aligned: bool) -> _Cells | None:
@@ -304,18 +306,23 @@ def _scored(
     if aligned:
         found = _compact(log_probs, kept).gather(1, places.clamp(max=kept.shape[1] - 1).unsqueeze(1)).squeeze(1)
         found = torch.where(places < kept.sum(1), found, -torch.inf)
+        matters = torch.ones(len(tested), dtype=torch.bool)
     else:
         found = log_probs.sum(1)
         top = torch.full((len(tested),), -torch.inf, dtype=torch.float64).scatter_reduce(0, rows, found, "amax")
+        bottom = torch.full_like(top, torch.inf).scatter_reduce(0, rows, found, "amin")
+        matters = top - bottom > CERTAIN
         found = found - top[rows]
     probabilities[rows, columns] = found.exp().nan_to_num(0.0)
-    return _Cells(probabilities, own, values, repeats, positions)
+    return _Cells(probabilities, own, values, repeats, positions, matters)
 
 
 def _judge_conditionals(owner: str, cells: _Cells | None, aligned: bool) -> Verdict:
     if cells is None:
         return skipped("The policy does not score altered actions.")
-    own, chances = torch.tensor(cells.own), cells.probabilities
+    own, chances, positions = torch.tensor(cells.own), cells.probabilities, torch.tensor(cells.positions)
+    if any(not bool(cells.matters[positions == place].any()) for place in set(cells.positions)):
+        return skipped("The log-prob does not depend on some entries, which may follow from others.")
     if aligned:
         mass, place = chances.sum(1).max(0)
         if mass > 1 + MASS_TOLERANCE:
@@ -332,7 +339,6 @@ def _judge_conditionals(owner: str, cells: _Cells | None, aligned: bool) -> Verd
         chances = chances / chances.sum(1, keepdim=True).clamp(min=1e-300)
     if len(kept) < MIN_SAMPLES:
         return skipped("Too few values repeat.")
-    positions = torch.tensor(cells.positions)
     values = [[*row, None] for row in cells.values] if aligned else cells.values
     repeats = torch.nn.functional.pad(cells.repeats, (0, chances.shape[1] - cells.repeats.shape[1]))
     chances, own, positions, repeats = chances[kept], own[kept], positions[kept], repeats[kept]
@@ -421,6 +427,11 @@ def _judge_numbers(
     for column in range(mask.shape[1]):
         if bool(mask[:, column].all()):
             new = [d for d in (depends[column] & decided).nonzero().squeeze(1).tolist() if d not in step_of]
+            if noise is None and len(new) > 1 and mask.shape[1] > 1:
+                return skipped(
+                    "Samples of the same seed differ, so noise cannot be told from what the policy decides. Draw from torch's "
+                    "own generator, or keep your generator in state_dict()."
+                )
             step_of |= dict.fromkeys(new, column)
             if not new and bool((depends[column] & decided).any()):
                 return skipped(

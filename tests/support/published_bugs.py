@@ -187,7 +187,7 @@ class PlacesOfPaddedPrompts(Tokens):
 
 class DropoutWhenSampling(Tokens):
     def sampling_logits(self, logits):
-        return nn.functional.dropout(logits, 0.2, training=True)
+        return nn.functional.dropout(logits, 0.4, training=True)
 
 
 class PaddedVocabulary(Tokens):
