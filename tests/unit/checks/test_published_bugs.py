@@ -1,6 +1,7 @@
 """The kit finds published kinds of bug, and says nothing about their correct twins."""
 
 import pytest
+import torch
 
 from grpo.checks import CheckReport, check_objective, check_policy
 from tests.support.objective_inputs import as_users_run_it
@@ -14,6 +15,7 @@ from tests.support.published_bugs import (
     LongFlow,
     QuietFlow,
     ShortFlow,
+    Slates,
     Tokens,
     UnmaskedWholeSlates,
     WholeSlates,
@@ -58,6 +60,42 @@ def test_their_wrong_twins_are_found(kind: type) -> None:
     with as_users_run_it():
         found = check_policy(kind(), ITEMS)
     assert "generated samples" in {result.name for result in found.failures}, str(found)
+
+
+class OwnNoise(Flow):
+    """Draws from a generator that the kit does not know."""
+
+    def generate_actions(self, states, num_actions_per_state, **kwargs):
+        self.calls = getattr(self, "calls", 0) + 1
+        torch.manual_seed(self.calls)
+        return super().generate_actions(states, num_actions_per_state)
+
+
+class StrictSlates(Slates):
+    """Refuses to score slates in which an item stands twice."""
+
+    def get_log_probabilities(self, states, actions):
+        ordered = actions.sort(1).values
+        if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+            raise ValueError("an item stands twice")
+        return super().get_log_probabilities(states, actions)
+
+
+def test_noise_that_cannot_be_told_from_decisions_is_said_to_be_not_checked() -> None:
+    with as_users_run_it():
+        found = check_policy(OwnNoise(), ITEMS, num_samples=512)
+    assert found.ok, str(found)
+    assert "Samples of the same seed differ" in found.not_checked
+
+
+@pytest.mark.parametrize(("temperature", "status"), [(1.0, "passed"), (1.5, "failed")])
+def test_slates_that_are_refused_if_items_repeat_are_compared_all_the_same(temperature: float, status: str) -> None:
+    policy = StrictSlates()
+    policy.sampling_temperature = temperature
+    with as_users_run_it():
+        found = check_policy(policy, ITEMS)["generated samples"]
+    assert found.status == status
+    assert status == "failed" or "given the steps before it" in found.message
 
 
 @pytest.mark.slow
