@@ -269,8 +269,9 @@ class HFPolicy:
         self._sampler.sync(self.model)
 
     def get_parameters(self) -> dict[str, Tensor]:
-        """The trained parameters by name."""
-        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        """The trained parameters by name, or all parameters if every one is frozen: `GRPOTrainer` refuses such a policy."""
+        parameters = dict(self.model.named_parameters())
+        return {name: value for name, value in parameters.items() if value.requires_grad} or parameters
 
     def train(self) -> "HFPolicy":
         """Set the model to training mode, which turns dropout on."""

@@ -15,6 +15,7 @@ from grpo.surrogates import traits_of
 
 def require_consistent(config: GRPOConfig, policy: Any, *, lr_scheduler: Any, objective: Any, advantages: Any) -> None:
     """Raise a `ConfigError` if settings and arguments of the trainer contradict one another."""
+    require_trainable(policy)
     loss = config.objective
     reads_rows = traits_of(loss.surrogate).reads_rows or getattr(loss.sampler_correction, "level", "step") == "row"
     if isinstance(policy, SplitsSteps) and objective is None and (reads_rows or loss.off_policy_threshold is not None):
@@ -35,6 +36,18 @@ def require_consistent(config: GRPOConfig, policy: Any, *, lr_scheduler: Any, ob
         raise ConfigError(
             "advantages=... replaces the estimator that computes the critic's targets for advantage.credit='gae'. "
             "Remove advantages=..., or use another credit."
+        )
+
+
+def require_trainable(policy: Any) -> None:
+    """Raise a `ConfigError` if the policy has parameters and all of them are frozen, because training would change nothing."""
+    parameters = policy.get_parameters()
+    if parameters and not any(value.requires_grad for value in parameters.values()):
+        raise ConfigError(
+            f"{type(policy).__name__}.get_parameters() must hold a tensor that requires a gradient; all {len(parameters)} "
+            f"({', '.join(list(parameters)[:3])}{', ...' if len(parameters) > 3 else ''}) are frozen, so training would change "
+            "nothing. Unfreeze the parameters to train (load a PEFT adapter with is_trainable=True), and return the tensors "
+            "themselves: dict(self.named_parameters()), not copies and not state_dict(). Without parameters, return {}."
         )
 
 

@@ -1,6 +1,5 @@
 """The updates of one iteration: the rows, weights and forward passes of each update, and the inputs of the loss."""
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ from grpo._objective.selection import kept_by_entropy, selected_by
 from grpo._objective.weights import step_weights
 from grpo.config import GRPOConfig
 from grpo.distributed import Engine
-from grpo.errors import ConfigError, ContractError, GRPOWarning
+from grpo.errors import ConfigError, ContractError
 from grpo.experience_collector import ExperienceCollector
 from grpo.metrics import Meter
 from grpo.policy_base import SplitsSteps
@@ -27,12 +26,10 @@ from grpo.types import ActionScores, ExperienceBatch, ObjectiveInputs, RowIndex,
 from grpo.writing import pad_steps, widest_float
 
 from .coefficients import Coefficients
+from .first_ratio import warns_of_ratio
 from .optimizer_step import OptimizerStep
 from .requirements import require_discrete, require_probabilities
 from .training_rows import TrainingRows, split_steps
-
-TRAIN_MODE_TOLERANCE = 0.05
-"""Largest change of a log-prob between eval() and train() that counts as rounding (bfloat16). A larger change is dropout."""
 
 _SAME_STEPS = "Score the same steps every time. If you made the rollouts, pass their mask to ExperienceBatch.from_rows."
 
@@ -70,7 +67,7 @@ class UpdateSetup:
     seed: InitVar[int]
     """Seed of the order of rows."""
     has_compared_modes: bool = False
-    """Whether the log-probs of train() and eval() have been compared."""
+    """Whether the log-probs of train() and eval() have been compared, in the first update."""
 
     def __post_init__(self, seed: int) -> None:
         policy = self.collector.policy
@@ -120,6 +117,7 @@ class UpdateRows:
         self._setup = setup
         self._first_row_order = setup.row_order.get_state()
         self._sum_of_log_probs: list[Tensor] = []
+        self._has_compared_modes = setup.has_compared_modes
 
     def updates(self) -> Iterator[RowIndex]:
         """Yield the rows of each update, epoch by epoch. The rows of a group stay adjacent. An update is left out if none of
@@ -291,15 +289,9 @@ class UpdateRows:
 
     def _compare_modes(self, inputs: ObjectiveInputs) -> None:
         """Warn once if log-probs differ between train() and eval(), because the first ratio is then not 1."""
-        if self._setup.has_compared_modes or inputs.old_log_probs is None or not inputs.log_probs.requires_grad:
+        if self._has_compared_modes or inputs.old_log_probs is None or not inputs.log_probs.requires_grad:
             return
-        self._setup.has_compared_modes = True
-        change = zero_outside(inputs.log_probs.detach() - inputs.old_log_probs, inputs.mask).abs().max().item()
-        if change > TRAIN_MODE_TOLERANCE:
-            warnings.warn(
-                f"{self._setup.policy_name}: before any update, log-probabilities must be the same in train() and eval(); they "
-                f"differ by up to {change:.2g}, so the first ratio is not 1. "
-                "Dropout or batch normalisation is on in train(): set dropout to 0.",
-                GRPOWarning,
-                stacklevel=2,
-            )
+        self._setup.has_compared_modes = (
+            True  # the other micro-batches of this update are compared, but no later update
+        )
+        self._has_compared_modes = warns_of_ratio(self._setup.collector.policy, self._setup.config, inputs)

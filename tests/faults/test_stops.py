@@ -14,7 +14,7 @@ from tests.support.stopped_runs import Build, Unbroken, by_exception, by_signal
 pytestmark = [
     pytest.mark.faults,
     pytest.mark.timeout(1200),
-    pytest.mark.filterwarnings("ignore:.*Dropout or batch:grpo.errors.GRPOWarning"),
+    pytest.mark.filterwarnings("ignore:.*the first ratio is not 1:grpo.errors.GRPOWarning"),
     pytest.mark.filterwarnings("ignore:The loaded run is at iteration:grpo.errors.GRPOWarning"),
 ]
 WAYS = [by_exception, by_signal]

@@ -13,7 +13,7 @@ from tests.support.checkpoint_runs import CASES, built, names_in, small
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.policies import DuckPolicy, digest, weights_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*Dropout or batch:grpo.errors.GRPOWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.*the first ratio is not 1:grpo.errors.GRPOWarning")
 
 
 @pytest.fixture(autouse=True)

@@ -300,3 +300,26 @@ def test_log_probs_above_rounding_are_densities(subtests: pytest.Subtests) -> No
                     require_probabilities(Dppo(), log_probs, mask)
             else:
                 require_probabilities(Dppo(), log_probs, mask)
+
+
+# Frozen policies
+
+
+def test_a_policy_whose_parameters_are_all_frozen_is_refused() -> None:
+    policy = EpisodePolicy()
+    for value in policy.get_parameters().values():
+        value.requires_grad_(False)
+    with pytest.raises(
+        ConfigError, match=r"EpisodePolicy\.get_parameters\(\) must hold a tensor that requires a gradient; all"
+    ):
+        check(GRPOConfig(), policy)
+
+
+def test_a_frozen_reference_and_a_policy_without_parameters_are_accepted() -> None:
+    policy = TablePolicy()
+    reference = copy.deepcopy(policy)
+    for value in reference.get_parameters().values():
+        value.requires_grad_(False)
+    require_reference(GRPOConfig(reference_sync_every=1), policy, reference)
+    policy.get_parameters = dict
+    check(GRPOConfig(), policy)

@@ -11,7 +11,7 @@ from tests.support.objective_inputs import as_users_run_it
 from tests.support.stopped_runs import PHASES, Unbroken, by_exception, by_signal
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*Dropout or batch:grpo.errors.GRPOWarning"),
+    pytest.mark.filterwarnings("ignore:.*the first ratio is not 1:grpo.errors.GRPOWarning"),
     pytest.mark.filterwarnings("ignore:The loaded run is at iteration 4:grpo.errors.GRPOWarning"),
     pytest.mark.usefixtures("no_type_checks"),
 ]
