@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+
+from grpo.errors import ContractError
+from grpo.writing import describe
 
 FinishReason: TypeAlias = Literal["end", "stop", "length"]
 """Why a completion ended: `end` at an end-of-sequence token, `stop` at a stop string, `length` at the limit of new tokens."""
@@ -25,6 +28,35 @@ class Completion:
     """Why the completion ended. "length" means that it was truncated."""
     behaviour_log_probs: tuple[float, ...] | None = None
     """Log-prob of each token under the sampling distribution. None if the completion was not sampled by this policy."""
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ContractError: A value has the wrong type, or the numbers of tokens and log-probs differ.
+        """
+        token_ids, text, reason, log_probs = cast(
+            "tuple[Any, ...]", (self.token_ids, self.text, self.finish_reason, self.behaviour_log_probs)
+        )
+        if type(token_ids) is not tuple or not all(type(token) is int and token >= 0 for token in token_ids):
+            raise ContractError(
+                f"Completion.token_ids must be a tuple of integers of at least 0; got {describe(token_ids)}. Convert them: "
+                "tuple(map(int, token_ids))."
+            )
+        if not isinstance(text, str) or reason not in get_args(FinishReason):
+            raise ContractError(
+                "Completion.text must be a text, and Completion.finish_reason one of "
+                f"{', '.join(get_args(FinishReason))}; got {describe(text)} and {describe(reason)}."
+            )
+        if log_probs is not None and (
+            type(log_probs) is not tuple
+            or len(log_probs) != len(token_ids)
+            or not all(isinstance(value, float | int) for value in log_probs)
+        ):
+            raise ContractError(
+                f"Completion.behaviour_log_probs must be None or a tuple with one number per token ({len(token_ids)}); got "
+                f"{describe(log_probs)}."
+            )
 
     def __len__(self) -> int:
         """Number of tokens."""

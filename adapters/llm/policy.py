@@ -1,7 +1,7 @@
 """A Hugging Face causal language model as a policy."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo import ActionScores, SampledActions
 from grpo.errors import ConfigError, ContractError
+from grpo.writing import describe, require_lengths
 
 from .completions import Completion, completion_mask, padded
 from .micro_batches import plan_by_tokens
@@ -20,7 +21,7 @@ from .prompts import PromptEncoder, PromptState
 from .sampling.decoding import DecodingSampler
 from .sampling.samplers import SampledTokens, Sampler
 from .sampling.sampling_config import SamplingConfig
-from .scoring import check_sampler, score_tokens
+from .scoring import check_scores, score_tokens
 
 
 class HFPolicy:
@@ -83,7 +84,9 @@ class HFPolicy:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.sampling = sampling or SamplingConfig()
+        self.sampling = SamplingConfig() if sampling is None else sampling
+        if not isinstance(self.sampling, SamplingConfig):
+            raise ConfigError(f"HFPolicy: sampling must be a SamplingConfig; got {describe(sampling)}.")
         if self.sampling.temperature == 0:
             raise ConfigError(
                 "HFPolicy: sampling.temperature must be above 0; got 0. All completions of a prompt would be equal, "
@@ -91,14 +94,17 @@ class HFPolicy:
             )
         limits = {"max_tokens_per_forward": max_tokens_per_forward, "max_rows_per_decode": max_rows_per_decode}
         for name, limit in limits.items():
-            if limit is not None and limit < 1:
-                raise ConfigError(f"HFPolicy: {name} must be at least 1; got {limit}.")
-        keep_differentiable(model)
+            if not (limit is None and name == "max_rows_per_decode") and (type(limit) is not int or limit < 1):
+                raise ConfigError(f"HFPolicy: {name} must be at least 1; got {limit!r}. Pass an integer.")
         self._lm = CausalLM(model)
-        self._lm.check_head()
-        self._reference = None if reference_model is None else CausalLM(reference_model.requires_grad_(False).eval())
+        keep_differentiable(model)
+        self._lm.check_logits()
+        self._reference = None if reference_model is None else CausalLM(reference_model)
         if self._reference is not None:
-            self._reference.check_head()
+            _require_separate(model, reference_model)
+            reference_model.requires_grad_(False).eval()
+            self._reference.check_logits()
+            check_scores(self._reference, None)
         if self._reference is not None or hasattr(model, "disable_adapter"):
             # an attribute, because a policy without a reference must not have this method
             self.reference_log_probabilities = self._reference_log_probabilities
@@ -108,12 +114,18 @@ class HFPolicy:
                 "overflow in the optimizer). Load the model with dtype=torch.float32 and set "
                 "GRPOConfig(autocast_dtype='bfloat16'), or train LoRA."
             )
-        self._encode = PromptEncoder(tokenizer, prompt_column, chat_template_options or {})
+        _require_tokenizer(tokenizer, self._lm.vocabulary_size)
+        self._encode = PromptEncoder(
+            tokenizer,
+            self._lm.vocabulary_size,
+            prompt_column,
+            {} if chat_template_options is None else chat_template_options,
+        )
         self._end_token_ids = _end_token_ids(tokenizer, self._lm, end_token_ids, self.sampling)
         self._exact_entropy = exact_entropy
         self._mask_truncated = mask_truncated
         self._max_tokens_per_forward = max_tokens_per_forward
-        if isinstance(sampler, str) and sampler not in ("decoding", "generate"):
+        if sampler not in ("decoding", "generate") and not (hasattr(sampler, "sample") and hasattr(sampler, "sync")):
             raise ConfigError(
                 f"HFPolicy: sampler must be 'decoding', 'generate' or a Sampler, such as VLLMSampler(...); got {sampler!r}."
             )
@@ -126,8 +138,7 @@ class HFPolicy:
             loop="generate" if sampler == "generate" else "own",
         )
         self._sampler = own if isinstance(sampler, str) else sampler
-        if self._sampler is own:
-            check_sampler(self._lm, own)
+        check_scores(self._lm, own if self._sampler is own else None)
         self._has_warned = False
 
     @classmethod
@@ -189,6 +200,7 @@ class HFPolicy:
 
         Raises:
             ConfigError: A setting does not exist, or its value is invalid.
+            ContractError: `states` are not prompts, or `num_actions_per_state` is not a positive integer.
         """
         config = SamplingConfig.from_dict(self.sampling.to_dict() | sampling)
         completions, _ = self._sample(states, num_actions_per_state, config)
@@ -228,6 +240,7 @@ class HFPolicy:
 
     def score_groups(self, states: Sequence[PromptState], actions: Sequence[Sequence[Completion]]) -> ActionScores:
         """Scores of all completions, group by group."""
+        require_lengths("HFPolicy.score_groups", len(states), actions=actions)
         rows = [prompt for prompt, group in zip(self._encode(states), actions, strict=True) for _ in group]
         completions = [completion for group in actions for completion in group]
         return self._score(*_distinct(rows), completions, with_entropy=self._exact_entropy)
@@ -305,13 +318,14 @@ class HFPolicy:
     def _sample(
         self, states: Sequence[PromptState], size: int, config: SamplingConfig
     ) -> tuple[list[Completion], SampledTokens]:
-        if len(states) == 0:
-            raise ContractError("HFPolicy: states must have at least one prompt; got none. Pass at least one prompt.")
+        _require_request(states, size)
         prompts = self._encode(states)
         lengths = [len(prompt) + config.max_new_tokens for prompt in prompts]
         self._require_room(lengths, f"prompts with sampling.max_new_tokens={config.max_new_tokens}")
         seeds = torch.randint(2**62, (len(prompts) * size,)).tolist()
         sampled = self._sampler.sample(prompts, size, config, end_token_ids=self._end_token_ids, seeds=seeds)
+        require_lengths("HFPolicy: the sampler", len(seeds), token_ids=sampled.token_ids)
+        self._require_known(sampled.token_ids, "sampled")
         texts = self.tokenizer.batch_decode(sampled.token_ids, skip_special_tokens=True)
         completions = [
             Completion(
@@ -322,6 +336,14 @@ class HFPolicy:
             )
         ]
         return completions, sampled
+
+    def _require_known(self, rows: Sequence[Sequence[int]], whose: str) -> None:
+        largest = max((max(row, default=0) for row in rows), default=0)
+        if largest >= self._lm.vocabulary_size:
+            raise ContractError(
+                f"HFPolicy: {whose} token ids must be below {self._lm.vocabulary_size}, the size of the model's vocabulary; "
+                f"got {largest}. Use the tokens of this model's tokenizer."
+            )
 
     def _require_room(self, lengths: Sequence[int], whose: str) -> None:
         limit = self._lm.max_positions
@@ -347,6 +369,13 @@ class HFPolicy:
         with_entropy: bool = False,
     ) -> ActionScores:
         lm = lm or self._lm
+        require_lengths("HFPolicy", len(prompt_of_row), actions=actions)
+        for action in actions:
+            if not isinstance(action, Completion):
+                raise ContractError(
+                    f"HFPolicy: actions must be Completions; got {describe(action)}. Pass what it generated."
+                )
+        self._require_known([action.token_ids for action in actions], "scored")
         lengths = [len(prompts[prompt]) + len(c) for prompt, c in zip(prompt_of_row.tolist(), actions, strict=True)]
         self._require_room(lengths, "prompts with their completions")
         mask = completion_mask(actions, mask_truncated=self._mask_truncated)
@@ -375,14 +404,19 @@ def _grouped(completions: list[Completion], size: int) -> list[list[Completion]]
     return [completions[begin : begin + size] for begin in range(0, len(completions), size)]
 
 
-def _end_token_ids(
-    tokenizer: Any, lm: CausalLM, given: Sequence[int] | int | None, sampling: SamplingConfig
-) -> list[int]:
+def _end_token_ids(tokenizer: Any, lm: CausalLM, given: Any, sampling: SamplingConfig) -> list[int]:
+    size = lm.vocabulary_size
     if given is not None:
-        return [given] if isinstance(given, int) else list(given)
+        ids = [given] if isinstance(given, int) else list(given) if isinstance(given, Sequence | Set) else [given]
+        if not all(isinstance(token, int) and 0 <= token < size for token in ids):
+            raise ConfigError(
+                f"HFPolicy: end_token_ids must be integers from 0 to {size - 1}, the model's vocabulary; got {given!r}. Pass "
+                "tokenizer.convert_tokens_to_ids(...)."
+            )
+        return ids
     configured = getattr(lm.plain.generation_config, "eos_token_id", None)
     listed = configured if isinstance(configured, list) else [configured]
-    found = sorted({token for token in [tokenizer.eos_token_id, *listed] if token is not None})
+    found = sorted({token for token in [tokenizer.eos_token_id, *listed] if token is not None and token < size})
     if not found and not sampling.stop:
         raise ConfigError(
             "HFPolicy: the tokenizer or the model's generation config must have an end-of-sequence token; got none, "
@@ -390,3 +424,46 @@ def _end_token_ids(
             "if completions should not end."
         )
     return found
+
+
+def _require_request(states: Any, num_actions_per_state: Any) -> None:
+    if isinstance(states, str | bytes | Mapping) or not hasattr(states, "__len__"):
+        raise ContractError(
+            f"HFPolicy: states must be a sequence of prompts; got {describe(states)}. Pass a list, for one prompt too: [...]."
+        )
+    if len(states) == 0:
+        raise ContractError("HFPolicy: states must have at least one prompt; got none. Pass at least one prompt.")
+    if not isinstance(num_actions_per_state, int) or num_actions_per_state < 1:
+        raise ContractError(
+            f"HFPolicy: num_actions_per_state must be an integer of at least 1; got {num_actions_per_state!r}. Pass the number "
+            "of completions per prompt."
+        )
+
+
+def _require_tokenizer(tokenizer: Any, vocabulary_size: int) -> None:
+    """Refuse what is not a tokenizer, and a tokenizer whose texts give tokens that the model does not have.
+
+    A tokenizer may have added tokens beyond the vocabulary, for example for images (Gemma 3). They are refused in prompts.
+    """
+    needed = ("__call__", "batch_decode", "convert_ids_to_tokens", "eos_token_id", "vocab_size")
+    if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in needed):
+        raise ContractError(
+            f"HFPolicy: tokenizer must be the model's tokenizer; got {describe(tokenizer)}. Pass "
+            "AutoTokenizer.from_pretrained(...), or the tokenizer of a processor."
+        )
+    if tokenizer.vocab_size > vocabulary_size:
+        raise ConfigError(
+            f"HFPolicy: the tokenizer must not be larger than the model's vocabulary of {vocabulary_size} tokens; it has "
+            f"{tokenizer.vocab_size}. Use the model's tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
+        )
+
+
+def _require_separate(model: Any, reference_model: Any) -> None:
+    """Refuse a reference that would freeze the trained model, and move with it."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if reference_model is model or any(id(parameter) in trained for parameter in reference_model.parameters()):
+        raise ConfigError(
+            "HFPolicy: reference_model must be another model; got the model itself, or one that shares trained "
+            "parameters with it, so they would be frozen and the KL would stay 0. Pass copy.deepcopy(model). With LoRA, leave "
+            "reference_model out: the model without its adapter is the reference."
+        )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo import ActionScores
@@ -15,9 +15,10 @@ from .model.token_log_probs import token_log_probs
 from .sampling.samplers import Sampler
 from .sampling.sampling_config import SamplingConfig
 
-CHECKED_PROMPTS = [[[1, 2, 3], [4]], [[5], [6]]]
-"""Prompts for the comparison of sampling with scoring: a batch with padding, then a batch of the same size with prompts of one
-token. A model that keeps its state between calls would read the second batch as a continuation of the first."""
+CHECKED_LENGTHS = [((10, 3), 8), ((1, 1), 2)]
+"""Lengths of prompts and of completions for the comparison of sampling and scoring with forward passes without padding. The
+first batch has padding. The second batch has prompts of one token, which a model that keeps its state between calls would read
+as a continuation of the first batch."""
 
 
 def score_tokens(
@@ -66,34 +67,57 @@ def score_tokens(
     )
 
 
-@torch.no_grad()
-def check_sampler(lm: CausalLM, sampler: Sampler) -> None:
-    """Check that sampling and scoring agree on the log-probs of a few sampled tokens.
+def check_scores(lm: CausalLM, sampler: Sampler | None) -> None:
+    """Check that sampling and scoring a batch give the log-probs of forward passes of each row alone.
 
     The check uses no global random numbers.
 
+    Args:
+        lm: The model.
+        sampler: The sampler of this model. None: only scoring is checked.
+
     Raises:
-        ConfigError: Sampling and scoring differ: the model's cache, state or padding does not work in decoding.
+        ConfigError: Sampling or scoring differs: the model's cache, state or padding does not work.
+        ContractError: The model raised an error.
     """
-    config = SamplingConfig(max_new_tokens=2)
-    vocabulary_size = len(lm.plain.get_input_embeddings().weight)
-    drawn = []
-    for given in CHECKED_PROMPTS:  # sample all before scoring, which may clear a state that the model keeps
-        prompts = [[token % vocabulary_size for token in prompt] for prompt in given]
-        drawn.append((prompts, sampler.sample(prompts, 1, config, end_token_ids=[], seeds=range(len(prompts)))))
-    gaps = []
-    for prompts, sampled in drawn:
-        tokens = torch.tensor(sampled.token_ids)
-        rows, mask = torch.arange(len(prompts)), torch.ones(tokens.shape, dtype=torch.bool)
-        with lm.evaluating():
-            scores = score_tokens(lm, prompts, rows, tokens, mask, shares_prompts=lm.shares_prompts)
-        gaps.append(scores.log_probs.cpu() - torch.tensor(sampled.behaviour_log_probs))
-    largest = torch.stack(gaps).abs().max().item()
+    with lm.on_trial():
+        batches = [
+            _drawn(lm, sampler, *lengths) for lengths in CHECKED_LENGTHS
+        ]  # before scoring, which may clear a state
+        for prompts, tokens, sampled in batches:
+            alone = torch.stack([lm.log_probs_alone(*row) for row in zip(prompts, tokens.tolist(), strict=True)]).cpu()
+            rows, mask = torch.arange(len(prompts)), torch.ones(tokens.shape, dtype=torch.bool)
+            scored = score_tokens(lm, prompts, rows, tokens, mask, shares_prompts=lm.shares_prompts).log_probs.cpu()
+            if sampled is not None:
+                _require_equal(lm, "sampling", sampled, alone)
+            _require_equal(lm, "scoring", scored, alone)
+
+
+def _drawn(
+    lm: CausalLM, sampler: Sampler | None, lengths: tuple[int, ...], steps: int
+) -> tuple[list[list[int]], Int[Tensor, "N T"], Float[Tensor, "N T"] | None]:
+    """Prompts of these lengths, completions of this many steps, and the log-probs of the completions at sampling."""
+    limit = lm.max_positions or 1000
+    steps = min(steps, max(limit // 2, 1))
+    prompts = [
+        [(7 * row + step + 1) % lm.vocabulary_size for step in range(length)] for row, length in enumerate(lengths)
+    ]
+    prompts = [prompt[: max(limit - steps, 1)] for prompt in prompts]
+    if sampler is None:
+        tokens = torch.arange(len(prompts) * steps).view(len(prompts), steps) % lm.vocabulary_size
+        return prompts, tokens, None
+    config = SamplingConfig(max_new_tokens=steps)
+    sampled = sampler.sample(prompts, 1, config, end_token_ids=[], seeds=range(len(prompts)))
+    return prompts, torch.tensor(sampled.token_ids), torch.tensor(sampled.behaviour_log_probs)
+
+
+def _require_equal(lm: CausalLM, what: str, found: Float[Tensor, "N T"], alone: Float[Tensor, "N T"]) -> None:
+    gap = (found - alone).abs().max().item()
     tolerance = 0.01 if lm.computes_in_float32 else 0.5
-    if not largest < tolerance:  # also if it is NaN
+    if not gap < tolerance:  # also if it is NaN
         raise ConfigError(
             f"HFPolicy: sampling and scoring must use the same distribution; with {type(lm.plain).__name__}, the log-prob of a "
-            f"token differs by {largest:.2g} between decoding and one forward pass (rounding explains {tolerance} at most). "
-            "The model's cache, state or padding does not work in transformers' decoding. Use another architecture or another "
-            "version of transformers, or sample with another engine (sampler=VLLMSampler(...))."
+            f"token differs by {gap:.2g} between {what} in a batch and one forward pass of its row alone (rounding explains "
+            f"{tolerance} at most). The model ignores position ids or the padding mask, or its cache or state does not work in "
+            "transformers. Use another architecture or another version of transformers."
         )

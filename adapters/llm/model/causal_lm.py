@@ -1,16 +1,17 @@
 """The parts of a Hugging Face causal language model: its decoder, its output head, and the capabilities of its cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from grpo.errors import ContractError
+from grpo.errors import ContractError, GRPOError
 
 
 class CausalLM:
@@ -32,19 +33,34 @@ class CausalLM:
                 "tokens outside the decoder. Use LoRA."
             )
         plain = model.get_base_model() if hasattr(model, "get_base_model") else model
-        head = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
-        if head is None or plain.base_model is plain or plain.config.is_encoder_decoder:
+        head = plain.get_output_embeddings() if isinstance(plain, PreTrainedModel) else None
+        if head is None or plain.config.is_encoder_decoder:
+            remedy = (
+                f"Use HFPolicy.from_pretrained({model!r})."
+                if isinstance(model, str | Path)
+                else "Load it with AutoModelForCausalLM."
+            )
             raise ContractError(
-                f"HFPolicy: the model must be a decoder-only causal language model with an output head; got "
-                f"{type(plain).__name__}. Load it with AutoModelForCausalLM."
+                "HFPolicy: the model must be a decoder-only causal language model of transformers with an output head, or a "
+                f"PeftModel around one; got {repr(model) if isinstance(model, str) else type(plain).__name__}. {remedy}"
+            )
+        if not getattr(plain.config, "return_dict", True):
+            raise ContractError(
+                f"HFPolicy: the model must return its outputs by name; {type(plain).__name__} has return_dict=False. Set "
+                "model.config.return_dict = True."
+            )
+        if not isinstance(getattr(plain.get_input_embeddings(), "weight", None), Tensor):
+            raise ContractError(
+                f"HFPolicy: the model must read one token per position; {type(plain).__name__} has several embeddings (of "
+                "codebooks). Use a language model of text."
             )
         self.plain = plain
         self.config = plain.config.get_text_config(decoder=True)
-
-    @property
-    def decoder(self) -> nn.Module:
+        # some classes name the attribute of a wrapper that they are a part of (Llama 4: "language_model")
+        self.decoder: nn.Module = (
+            plain.model if plain.base_model is plain and hasattr(plain, "model") else plain.base_model
+        )
         """The part from token ids to hidden states: all layers except the output head."""
-        return self.plain.base_model
 
     @property
     def head(self) -> nn.Module:
@@ -52,6 +68,11 @@ class CausalLM:
         linear = self.plain.get_output_embeddings()
         post = LogitsPostprocessing(self.config)
         return linear if post.is_identity else nn.Sequential(linear, post)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token embeddings. Token ids are below it."""
+        return len(self.plain.get_input_embeddings().weight)
 
     @property
     def device(self) -> torch.device:
@@ -111,24 +132,52 @@ class CausalLM:
             for parameter, requires_grad in trained.items():
                 parameter.requires_grad_(requires_grad)
 
-    @torch.no_grad()
-    def check_head(self) -> None:
-        """Check that the head, applied to the decoder's hidden states, gives the logits of the whole model.
+    @contextmanager
+    def on_trial(self) -> Iterator[None]:
+        """Context of trial forward passes. An error of the model's own code becomes a `ContractError`."""
+        try:
+            with torch.no_grad(), self.evaluating():
+                yield
+        except (GRPOError, torch.OutOfMemoryError):
+            raise
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ContractError(
+                f"HFPolicy: the model must decode and score as a decoder-only model; {type(self.plain).__name__} raised "
+                f"{type(error).__name__}: {str(error).strip()[:300]}. Correct what this error names, or use another "
+                "architecture: a class that is older than caches, or that encodes, does not work."
+            ) from error
+
+    def log_probs_alone(self, prompt: Sequence[int], tokens: Sequence[int]) -> Float[Tensor, " T"]:
+        """Log-probs of a completion, by a forward pass of the whole model on this row alone: no padding and no cache."""
+        row = torch.tensor([[*prompt, *tokens]], device=self.device)
+        logits = self.plain(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        return logits.log_softmax(1).gather(1, row[0, len(prompt) :, None]).squeeze(1)
+
+    def check_logits(self) -> None:
+        """Check that the head, applied to the decoder's hidden states, gives the logits of the whole model, and that no logits
+        depend on later tokens.
 
         Raises:
-            ContractError: The logits differ.
+            ContractError: The logits differ, or depend on later tokens.
         """
         # several tokens, because the embedding of a padding token may be 0, and then its logits are 0
-        tokens = torch.arange(8, device=self.device)[None] % len(self.plain.get_input_embeddings().weight)
-        with self.evaluating():
+        row = torch.arange(8, device=self.device)
+        tokens = torch.stack([row, torch.cat([row[:4], row[4:].flip(0)])]) % self.vocabulary_size
+        with self.on_trial():
             expected = self.plain(input_ids=tokens, use_cache=False).logits.float()
             got = self.head(self.decoder(input_ids=tokens, use_cache=False).last_hidden_state).float()
         tolerance = 1e-4 if self.computes_in_float32 else 1e-2
-        if not torch.allclose(got, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item()):
+        name, size = type(self.plain).__name__, expected.abs().max().item()
+        if not torch.allclose(expected[0, :4], expected[1, :4], rtol=tolerance, atol=10 * tolerance * size):
             raise ContractError(
-                f"HFPolicy: the output head, applied to the last hidden states, must give the model's logits; with "
-                f"{type(self.plain).__name__} they differ, because this architecture changes its logits in an unsupported "
-                "way. Report the architecture, or use another one."
+                f"HFPolicy: the model must be causal; the logits of {name} depend on later tokens. It is an encoder. Load a "
+                "decoder with AutoModelForCausalLM, or set is_decoder=True in its config if it was trained as a decoder."
+            )
+        if got.shape != expected.shape or not torch.allclose(got, expected, rtol=tolerance, atol=tolerance * size):
+            raise ContractError(
+                f"HFPolicy: the output head, applied to the last hidden states, must give the model's logits; with {name} they "
+                "differ, because this architecture changes its hidden states or its logits in an unsupported way (encoders "
+                "have another layer before the head). Report the architecture, or use another one."
             )
 
 

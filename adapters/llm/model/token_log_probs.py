@@ -33,7 +33,8 @@ def token_log_probs(
 
     Args:
         hidden: Hidden states of M positions of any rows, in any order.
-        head: Output head. A plain `nn.Linear` computes its gradient in blocks; any other head uses gradient checkpointing.
+        head: Output head. A plain `nn.Linear` computes its gradient in blocks. Any other head, and a head with hooks, is called
+            as a module, with gradient checkpointing.
         tokens: Chosen token at each position.
         temperature: Divides the logits. A larger value makes the distribution flatter.
         with_entropy: Whether to compute the entropies too.
@@ -41,7 +42,7 @@ def token_log_probs(
     Returns:
         The log-probs, and the entropies (None unless requested).
     """
-    if type(head) is nn.Linear:
+    if type(head) is nn.Linear and not _is_intercepted(head):
         weight: Tensor = head.weight
         bias: Tensor | None = head.bias
         if torch.is_autocast_enabled(hidden.device.type):
@@ -52,6 +53,12 @@ def token_log_probs(
     else:
         log_probs, entropy = _checkpointed(hidden, head, tokens, temperature, with_entropy)
     return log_probs, entropy if with_entropy else None
+
+
+def _is_intercepted(head: nn.Module) -> bool:
+    """Whether a call of the head does more than its class does: it has hooks, or a `forward` of its own (accelerate)."""
+    hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(head)
 
 
 def blocks(count: int, vocabulary_size: int, device: torch.device) -> Iterator[slice]:

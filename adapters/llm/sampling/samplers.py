@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from adapters.llm.completions import FinishReason
+from grpo.errors import ContractError
 
 from .sampling_config import SamplingConfig
 
@@ -24,6 +25,25 @@ class SampledTokens:
     compute them."""
     entropies: Sequence[Sequence[float]] | None = None
     """Entropy of the policy at each token. None if it was not requested."""
+
+    def __post_init__(self) -> None:
+        """Check that all fields have the same rows.
+
+        Raises:
+            ContractError: The numbers of rows, or of a row's tokens and log-probs, differ.
+        """
+        lengths = [len(row) for row in self.token_ids]
+        if len(self.finish_reasons) != len(lengths):
+            raise ContractError(
+                f"SampledTokens.finish_reasons must have one entry per row ({len(lengths)}); got {len(self.finish_reasons)}."
+            )
+        for name in ("behaviour_log_probs", "policy_log_probs", "entropies"):
+            values = getattr(self, name)
+            if values is not None and [len(row) for row in values] != lengths:
+                raise ContractError(
+                    f"SampledTokens.{name} must have one number per token, {lengths[:8]} in the first rows; got "
+                    f"{[len(row) for row in values][:8]}."
+                )
 
 
 class Sampler(Protocol):

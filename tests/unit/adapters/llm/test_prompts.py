@@ -6,7 +6,7 @@ from datasets import Dataset
 
 from adapters.llm.prompts import PromptEncoder, prompt_of
 from grpo.errors import ContractError
-from tests.support.llm_models import CHARACTERS, END, character_tokenizer
+from tests.support.llm_models import CHARACTERS, END, VOCABULARY_SIZE, character_tokenizer
 
 CHAT = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
 TEMPLATE = (
@@ -20,7 +20,8 @@ def ids(text: str) -> list[int]:
 
 
 def encoder(tokenizer: Any = None, **options: Any) -> PromptEncoder:
-    return PromptEncoder(tokenizer or character_tokenizer(), options.pop("column", "prompt"), options)
+    size = options.pop("vocabulary_size", VOCABULARY_SIZE)
+    return PromptEncoder(tokenizer or character_tokenizer(), size, options.pop("column", "prompt"), options)
 
 
 def test_text_messages_and_rows_are_prompts() -> None:
@@ -53,7 +54,7 @@ def test_equal_texts_and_repeated_rows_are_tokenized_once() -> None:
     tokenizer = character_tokenizer()
 
     class Counting:
-        chat_template = None
+        chat_template = eos_token_id = None
 
         def __call__(self, text: str) -> Any:
             calls[text] += 1

@@ -20,7 +20,7 @@ from transformers import (
 from adapters.llm import HFPolicy, SampledTokens, SamplingConfig
 from adapters.llm.model.causal_lm import CausalLM
 from adapters.llm.sampling.decoding import DecodingSampler
-from adapters.llm.scoring import check_sampler
+from adapters.llm.scoring import check_scores
 from grpo.errors import ConfigError
 from tests.support.llm_models import (
     ENDS,
@@ -76,7 +76,7 @@ def test_a_model_whose_decoding_loses_the_state_is_refused(subtests: pytest.Subt
     for dtype in [torch.float32, torch.bfloat16]:
         with (
             subtests.test(dtype=dtype),
-            pytest.raises(ConfigError, match=r"with RwkvForCausalLM, .* differs by 0\.\d+ between .* Use another"),
+            pytest.raises(ConfigError, match=r"with RwkvForCausalLM, .* differs by [\d.]+ between .* Use another"),
         ):
             HFPolicy(of_seed_0(rwkv).to(dtype), TOKENIZER)
 
@@ -139,10 +139,11 @@ def test_another_sampler_is_not_checked() -> None:
     assert policy.score_actions(["ab"], [completion(3, 4)]).log_probs.shape == (1, 2)
 
 
-def test_the_check_takes_eight_forward_passes_of_two_short_rows() -> None:
-    """Two tokens are drawn and scored for two batches of prompts."""
+def test_the_check_takes_eighteen_forward_passes_of_short_rows() -> None:
+    """Eight tokens after prompts of 10 and 3 tokens, and two tokens after prompts of one token: drawn, alone, and scored."""
     model = tiny_model()
     shapes = forward_shapes(model)
     lm = CausalLM(model)
-    check_sampler(lm, DecodingSampler(lm, TOKENIZER))
-    assert shapes == [(2, 3), (2, 1), (2, 1), (2, 1), (2, 3), (2, 1), (2, 1), (2, 1)]
+    check_scores(lm, DecodingSampler(lm, TOKENIZER))
+    drawn = [(2, 10), *[(2, 1)] * 7, (2, 1), (2, 1)]
+    assert shapes == [*drawn, (1, 18), (1, 11), (2, 10), (2, 7), (1, 3), (1, 3), (2, 1), (2, 1)]

@@ -32,7 +32,7 @@ def test_the_head_of_the_hidden_states_gives_the_logits_of_the_model(subtests: p
             torch.testing.assert_close(lm.head(hidden).to(expected.dtype), expected, atol=1e-12, rtol=0)
             is_plain = family not in ("granite", "cohere", "gemma2")
             assert (type(lm.head) is nn.Linear) == is_plain  # a plain linear head has its gradient in blocks
-            lm.check_head()
+            lm.check_logits()
 
 
 def test_only_caches_of_all_past_keys_and_values_are_shared(subtests: pytest.Subtests) -> None:
@@ -97,7 +97,7 @@ def test_a_model_that_changes_its_logits_after_the_head_is_refused() -> None:
     model.load_state_dict(tiny_model().state_dict())
     model.train()
     with pytest.raises(ContractError, match=r"with Doubled they differ, .* Report the"):
-        CausalLM(model).check_head()
+        CausalLM(model).check_logits()
     assert model.training
 
 
@@ -106,10 +106,10 @@ def test_the_logit_multiplier_of_falcon_h1_is_refused() -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "mamba_n_heads": 4, "mamba_d_head": 8}
     rest = {"mamba_d_ssm": 32, "mamba_d_state": 8, "mamba_chunk_size": 8, **ENDS}
     torch.manual_seed(0)
-    CausalLM(FalconH1ForCausalLM(FalconH1Config(**sizes | heads | rest))).check_head()
+    CausalLM(FalconH1ForCausalLM(FalconH1Config(**sizes | heads | rest))).check_logits()
     multiplied = FalconH1ForCausalLM(FalconH1Config(**sizes | heads | rest, lm_head_multiplier=0.5))
     with pytest.raises(ContractError, match="with FalconH1ForCausalLM they differ"):
-        CausalLM(multiplied).check_head()
+        CausalLM(multiplied).check_logits()
 
 
 def test_models_that_are_not_decoders_with_a_head_are_refused() -> None:

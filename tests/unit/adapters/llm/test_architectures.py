@@ -1,0 +1,81 @@
+"""Which classes of transformers can be trained: tiny models of real classes, with random weights."""
+
+import pytest
+import torch
+
+from adapters.llm import HFPolicy, SamplingConfig
+from grpo.errors import ConfigError, ContractError, GRPOError
+from tests.support.llm_models import character_tokenizer, encoded, row_log_probs
+from tests.support.tiny_architectures import model_types, tiny_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # old classes warn of much when they are built
+TOKENIZER = character_tokenizer()
+
+DIFFERENT = ["bart", "mbart", "marian", "pegasus", "blenderbot", "mvp", "trocr", "git", "moshi", "deepseek_v4"]
+"""Classes that ignore position ids in a padded batch, or that decode with another result than a forward pass."""
+
+
+def test_models_that_are_wrong_beside_longer_prompts_or_in_decoding_are_refused(subtests: pytest.Subtests) -> None:
+    for model_type, scale in [*((name, 5.0) for name in DIFFERENT), ("nemotron_h", 50.0)]:
+        with (
+            subtests.test(model_type=model_type),
+            pytest.raises(ConfigError, match=r"must use the same distribution; with "),
+        ):
+            HFPolicy(tiny_of(model_type, scale=scale), TOKENIZER)
+
+
+def test_a_reference_that_scores_wrong_beside_longer_prompts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="with BartForCausalLM, .* between scoring in a batch and one forward pass"):
+        HFPolicy(tiny_of("llama"), TOKENIZER, reference_model=tiny_of("bart"))
+
+
+def test_old_classes_and_encoders_are_refused_in_words(subtests: pytest.Subtests) -> None:
+    for model_type, message in [
+        ("openai-gpt", r"must decode and score as a decoder-only model; OpenAIGPTLMHeadModel raised AttributeError"),
+        ("reformer", r"must decode and score as a decoder-only model; ReformerModelWithLMHead raised AttributeError"),
+        ("xlm", r"must be causal; the logits of XLMWithLMHeadModel depend on later tokens"),
+        ("xlnet", r"must be causal; the logits of XLNetLMHeadModel depend on later tokens"),
+        ("bert", r"with BertLMHeadModel they differ, .*encoders have another layer"),
+        ("musicgen", r"one token per position; MusicgenForCausalLM has several embeddings"),
+    ]:
+        with subtests.test(model_type=model_type), pytest.raises(ContractError, match=message):
+            HFPolicy(tiny_of(model_type), TOKENIZER)
+
+
+def assert_scores_as_alone(model_type: str) -> None:
+    """Sampling and scoring beside longer and shorter prompts give the log-probs of each row alone."""
+    model = tiny_of(model_type)
+    policy = HFPolicy(model, TOKENIZER, sampling=SamplingConfig(max_new_tokens=6))
+    states = ["12+34=46+abc", "1", "2+2+a"]
+    torch.manual_seed(0)
+    groups = policy.generate_actions(states, 2)
+    with torch.no_grad():
+        scores = policy.score_groups(states, groups).log_probs
+        rows = [(state, action) for state, group in zip(states, groups, strict=True) for action in group]
+        for scored, (state, action) in zip(scores, rows, strict=True):
+            alone = row_log_probs(model, encoded(state), action.token_ids)
+            torch.testing.assert_close(scored[: len(action)], alone, atol=2e-3, rtol=0)
+            torch.testing.assert_close(torch.tensor(action.behaviour_log_probs), alone, atol=2e-3, rtol=0)
+
+
+def test_llama_4_and_others_are_sampled_and_scored_as_alone(subtests: pytest.Subtests) -> None:
+    for model_type in ["llama4_text", "bloom", "opt", "gpt_neox", "phi3", "deepseek_v3", "qwen3_5_text"]:
+        with subtests.test(model_type=model_type):
+            assert_scores_as_alone(model_type)
+
+
+@pytest.mark.slow
+def test_every_class_is_scored_as_alone_or_refused_in_words(subtests: pytest.Subtests) -> None:
+    accepted, refused = set(), {}
+    for model_type in model_types():
+        try:
+            tiny_of(model_type)
+        except Exception:  # noqa: BLE001, S112  # configs that are not tiny, or that need other packages
+            continue
+        with subtests.test(model_type=model_type):
+            try:
+                assert_scores_as_alone(model_type)
+                accepted.add(model_type)
+            except GRPOError as error:
+                refused[model_type] = str(error)
+    assert len(accepted) >= 125, refused
