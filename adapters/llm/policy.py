@@ -114,7 +114,8 @@ class HFPolicy:
                 "overflow in the optimizer). Load the model with dtype=torch.float32 and set "
                 "GRPOConfig(autocast_dtype='bfloat16'), or train LoRA."
             )
-        _require_tokenizer(tokenizer, self._lm.vocabulary_size)
+        for lm in (self._lm, self._reference or self._lm):
+            _require_tokenizer(tokenizer, lm.vocabulary_size)
         self._encode = PromptEncoder(
             tokenizer,
             self._lm.vocabulary_size,

@@ -44,9 +44,8 @@ ALL_HEADS = [
     "glm_moe_dsa",
     "glm4_moe_lite",
     "longcat_flash",
-    "minicpm3",
-    "youtu",
 ]
+ALL_HEADS += ["minicpm3", "youtu"]
 OWN: dict[str, dict[str, Any]] = {
     **{name: {"num_hidden_layers": 4} for name in FOUR_LAYERS},
     **{name: {"num_key_value_heads": 4} for name in [*ALL_HEADS, "dots3_note", "dots3_note_text"]},

@@ -25,7 +25,7 @@ def test_models_that_are_wrong_beside_longer_prompts_or_in_decoding_are_refused(
 
 
 def test_a_reference_that_scores_wrong_beside_longer_prompts_is_refused() -> None:
-    with pytest.raises(ConfigError, match="with BartForCausalLM, .* between scoring in a batch and one forward pass"):
+    with pytest.raises(ConfigError, match=r"with BartForCausalLM, .* between scoring in a batch and one forward pass"):
         HFPolicy(tiny_of("llama"), TOKENIZER, reference_model=tiny_of("bart"))
 
 
@@ -70,7 +70,7 @@ def test_every_class_is_scored_as_alone_or_refused_in_words(subtests: pytest.Sub
     for model_type in model_types():
         try:
             tiny_of(model_type)
-        except Exception:  # noqa: BLE001, S112  # configs that are not tiny, or that need other packages
+        except Exception:  # configs that are not tiny, or that need other packages
             continue
         with subtests.test(model_type=model_type):
             try:
@@ -78,4 +78,4 @@ def test_every_class_is_scored_as_alone_or_refused_in_words(subtests: pytest.Sub
                 accepted.add(model_type)
             except GRPOError as error:
                 refused[model_type] = str(error)
-    assert len(accepted) >= 125, refused
+    assert len(accepted) >= 130, refused

@@ -1,11 +1,14 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from adapters.llm import Completion
 from adapters.llm.completions import completion_mask, padded
+from grpo.errors import ContractError
 from tests.support.llm_models import completion
+from tests.support.objective_inputs import as_users_run_it
 from tests.support.plain_states import assert_same, through_checkpoint
 
 
@@ -56,3 +59,23 @@ def test_completions_come_back_from_a_checkpoint(tmp_path: Path, subtests: pytes
     for name, given in completions.items():
         with subtests.test(completion=name):
             assert_same(through_checkpoint(given, tmp_path / name), given)
+
+
+def test_wrong_values_are_refused(subtests: pytest.Subtests) -> None:
+    right: dict[str, Any] = {
+        "token_ids": (5, 6),
+        "text": "ab",
+        "finish_reason": "end",
+        "behaviour_log_probs": (-1.0, -2.0),
+    }
+    assert Completion(**right).token_ids == (5, 6)
+    for name, wrongs in {
+        "token_ids": [[5, 6], (5, -1), (5, 1.5), None, "ab", torch.tensor([5, 6]), (True, 1)],
+        "text": [None, b"ab", 3],
+        "finish_reason": ["stopped", None, ["end"]],
+        "behaviour_log_probs": [(-1.0,), [-1.0, -2.0], ("a", "b"), torch.zeros(2), 3],
+    }.items():
+        for wrong in wrongs:
+            refusal = pytest.raises(ContractError, match=rf"Completion\.{name} ")
+            with subtests.test(name=name, wrong=wrong), as_users_run_it(), refusal:
+                Completion(**right | {name: wrong})

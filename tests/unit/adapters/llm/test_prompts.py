@@ -5,7 +5,7 @@ import pytest
 from datasets import Dataset
 
 from adapters.llm.prompts import PromptEncoder, prompt_of
-from grpo.errors import ContractError
+from grpo.errors import ContractError, GRPOWarning
 from tests.support.llm_models import CHARACTERS, END, VOCABULARY_SIZE, character_tokenizer
 
 CHAT = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
@@ -98,3 +98,47 @@ def test_a_chat_needs_a_chat_template() -> None:
 def test_an_empty_prompt_is_refused_with_its_number() -> None:
     with pytest.raises(ContractError, match=r"prompt of state 2 has none\. Remove"):
         encoder()(["1+1", "a", ""])
+
+
+def test_a_chat_with_a_part_that_is_not_text_is_refused(subtests: pytest.Subtests) -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'][0]['text'] }}"
+    text = {"type": "text", "text": "1+1"}
+    assert encoder(tokenizer)([[{"role": "user", "content": [text]}]]) == [ids("1+1")]
+    for part, kind in [
+        ({"type": "image", "image": "cat.png"}, "'image'"),
+        ({"type": "image_url"}, "'image_url'"),
+        ("1", "'str'"),
+    ]:
+        with (
+            subtests.test(part=part),
+            pytest.raises(ContractError, match=rf"must hold text only, .* part of type {kind}"),
+        ):
+            encoder(tokenizer)([[{"role": "user", "content": [text, part]}]])
+
+
+def test_a_chat_that_ends_with_the_assistant_is_refused_unless_the_options_continue_it() -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    chat = [*CHAT, {"role": "assistant", "content": "2"}]
+    with pytest.raises(
+        ContractError, match=r"chat of state 1 ends with the assistant\. .*'continue_final_message': True"
+    ):
+        encoder(tokenizer)([CHAT, chat])
+    [token_ids] = encoder(tokenizer, continue_final_message=True, add_generation_prompt=False)([chat])
+    assert token_ids[-len("assistant.2") :] == ids("assistant.2")  # without the end token and the generation prompt
+
+
+def test_an_error_of_the_chat_template_names_the_state() -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ContractError, match=r"chat of state 0, the template says: roles must alternate"):
+        encoder(tokenizer)([CHAT])
+
+
+def test_a_prompt_that_ends_in_the_end_token_is_warned_of_once() -> None:
+    encode = encoder()
+    with pytest.warns(GRPOWarning, match=r"prompt of state 1 ends in the end-of-sequence token '<eos>'") as caught:
+        assert encode(["1+1", "1<eos>", "2<eos>"])[1] == [*ids("1"), END]
+    assert len(caught) == 1
+    assert encoder()(["<eos>", "<eos>1"]) == [[END], [END, *ids("1")]]  # GPT-2 begins texts with its end token

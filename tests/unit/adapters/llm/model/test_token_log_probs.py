@@ -160,3 +160,25 @@ def test_without_positions_the_gradient_of_the_head_is_zero(subtests: pytest.Sub
             log_probs.sum().backward()
             assert linear.weight.grad is not None
             assert not linear.weight.grad.any()
+
+
+def test_hooks_and_a_replaced_forward_of_the_head_are_honoured(subtests: pytest.Subtests) -> None:
+    """Each doubles the logits, as the temperature 1/2 does."""
+    hidden, tokens = torch.randn(5, 4), torch.arange(5)
+
+    def replaced(head: nn.Linear) -> None:
+        plain = head.forward
+        head.forward = lambda inputs: 2 * plain(inputs)
+
+    for name, change in {
+        "forward hook": lambda head: head.register_forward_hook(lambda module, inputs, logits: 2 * logits),
+        "forward pre-hook": lambda head: head.register_forward_pre_hook(lambda module, inputs: (2 * inputs[0],)),
+        "forward": replaced,
+    }.items():
+        with subtests.test(name=name):
+            head = nn.Linear(4, 7, bias=False)
+            expected, _ = token_log_probs(hidden, head, tokens, temperature=0.5)
+            change(head)
+            found, _ = token_log_probs(hidden, head, tokens)
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(*(torch.autograd.grad(x.sum(), head.weight)[0] for x in (found, expected)))
