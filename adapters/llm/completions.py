@@ -43,7 +43,7 @@ class Completion:
                 f"Completion.token_ids must be a tuple of integers of at least 0; got {describe(token_ids)}. Convert them: "
                 "tuple(map(int, token_ids))."
             )
-        if not isinstance(text, str) or reason not in get_args(FinishReason):
+        if not isinstance(text, str) or not isinstance(reason, str) or reason not in get_args(FinishReason):
             raise ContractError(
                 "Completion.text must be a text, and Completion.finish_reason one of "
                 f"{', '.join(get_args(FinishReason))}; got {describe(text)} and {describe(reason)}."

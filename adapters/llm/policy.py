@@ -96,6 +96,10 @@ class HFPolicy:
         for name, limit in limits.items():
             if not (limit is None and name == "max_rows_per_decode") and (type(limit) is not int or limit < 1):
                 raise ConfigError(f"HFPolicy: {name} must be at least 1; got {limit!r}. Pass an integer.")
+        switches = {"exact_entropy": exact_entropy, "mask_truncated": mask_truncated}
+        for name, switch in switches.items():
+            if type(switch) is not bool:
+                raise ConfigError(f"HFPolicy: {name} must be True or False; got {describe(switch)}.")
         self._lm = CausalLM(model)
         keep_differentiable(model)
         self._lm.check_logits()
@@ -126,7 +130,8 @@ class HFPolicy:
         self._exact_entropy = exact_entropy
         self._mask_truncated = mask_truncated
         self._max_tokens_per_forward = max_tokens_per_forward
-        if sampler not in ("decoding", "generate") and not (hasattr(sampler, "sample") and hasattr(sampler, "sync")):
+        is_known = isinstance(sampler, str) and sampler in ("decoding", "generate")
+        if not is_known and not (hasattr(sampler, "sample") and hasattr(sampler, "sync")):
             raise ConfigError(
                 f"HFPolicy: sampler must be 'decoding', 'generate' or a Sampler, such as VLLMSampler(...); got {sampler!r}."
             )

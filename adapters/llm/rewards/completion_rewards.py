@@ -1,7 +1,7 @@
 """Rewards of completions: a weighted sum of functions, each called once with lists (as in TRL) or once per row."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -13,7 +13,7 @@ from grpo import WeightedRewards
 from grpo.deadlines import Call, await_all, call_in_process
 from grpo.errors import ConfigError
 from grpo.reward_model_base import RewardFunction
-from grpo.writing import as_rewards, reward_name
+from grpo.writing import as_rewards, describe, reward_name
 
 from .reward_functions import CompletionFunction, Offer, function_name
 
@@ -65,6 +65,12 @@ class CompletionRewards(WeightedRewards):
         prompt_column: str = "prompt",
     ) -> None:
         named = _by_name(functions)
+        given, column = cast("tuple[Any, Any]", (weights, prompt_column))
+        if not isinstance(column, str) or not isinstance(given, Mapping | Sequence | None):
+            raise ConfigError(
+                "CompletionRewards: weights must be None, a mapping or a sequence, and prompt_column a text; got "
+                f"{describe(given)} and {describe(column)}."
+            )
         if weights is not None and not isinstance(weights, Mapping):
             if len(weights) != len(named):
                 raise ConfigError(f"CompletionRewards needs one weight per function, {len(named)}; got {len(weights)}.")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo.errors import ConfigError
+from grpo.writing import describe
 
 MAX_CHARS = 1_000_000
 """Maximum number of characters. Longer text is not parsed and gets reward 0."""
@@ -37,6 +38,12 @@ class JSONSchemaMatch:
             import referencing
         except ImportError as error:
             raise ImportError('JSONSchemaMatch needs jsonschema: pip install "model-agnostic-grpo[llm]"') from error
+        given: Any = schema
+        if not isinstance(given, Mapping) or not (extract is None or callable(extract)):
+            raise ConfigError(
+                "JSONSchemaMatch needs a JSON schema as a mapping, and extract a function or None; got "
+                f"{describe(given)} and {describe(extract)}."
+            )
         kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
         try:
             kind.check_schema(schema)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from adapters.llm.completions import FinishReason
 from grpo.errors import ContractError
+from grpo.writing import describe
 
 from .sampling_config import SamplingConfig
 
@@ -32,10 +33,18 @@ class SampledTokens:
         Raises:
             ContractError: The numbers of rows, or of a row's tokens and log-probs, differ.
         """
+        for name in ("token_ids", "behaviour_log_probs", "policy_log_probs", "entropies"):
+            rows: Any = getattr(self, name)
+            is_optional = name in ("policy_log_probs", "entropies")
+            if not (rows is None and is_optional) and not (_is_list(rows) and all(_is_list(row) for row in rows)):
+                raise ContractError(
+                    f"SampledTokens.{name} must have one sequence of numbers per row; got {describe(rows)}."
+                )
+        reasons: Any = self.finish_reasons
         lengths = [len(row) for row in self.token_ids]
-        if len(self.finish_reasons) != len(lengths):
+        if not _is_list(reasons) or len(reasons) != len(lengths):
             raise ContractError(
-                f"SampledTokens.finish_reasons must have one entry per row ({len(lengths)}); got {len(self.finish_reasons)}."
+                f"SampledTokens.finish_reasons must have one entry per row ({len(lengths)}); got {describe(reasons)}."
             )
         for name in ("behaviour_log_probs", "policy_log_probs", "entropies"):
             values = getattr(self, name)
@@ -44,6 +53,10 @@ class SampledTokens:
                     f"SampledTokens.{name} must have one number per token, {lengths[:8]} in the first rows; got "
                     f"{[len(row) for row in values][:8]}."
                 )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 class Sampler(Protocol):

@@ -6,7 +6,7 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from typing import Any
+from typing import Any, cast
 
 from grpo.errors import ConfigError, GRPOWarning
 
@@ -29,8 +29,11 @@ class VLLMServer:
     """
 
     def __init__(self, base_url: str, *, timeout: float, num_retries: int = 4) -> None:
-        if not base_url.startswith(("http://", "https://")):
+        address, seconds = cast("tuple[Any, Any]", (base_url, timeout))
+        if not isinstance(address, str) or not address.startswith(("http://", "https://")):
             raise ConfigError(f"VLLMServerSampler: base_url must begin with http:// or https://; got {base_url!r}.")
+        if not isinstance(seconds, int | float) or not seconds > 0:
+            raise ConfigError(f"VLLMServerSampler: timeout must be a number of seconds above 0; got {timeout!r}.")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._timeout = timeout
         self._num_retries = num_retries

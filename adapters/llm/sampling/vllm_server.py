@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from adapters.llm.model.merged_weights import merged_weights
 from grpo.errors import ConfigError
+from grpo.writing import describe
 
 from .samplers import SampledTokens
 from .sampling_config import SamplingConfig
@@ -45,6 +46,12 @@ class VLLMServerSampler:
     def __init__(
         self, base_url: str, *, weights_folder: str | Path, timeout: float = 600.0, max_concurrency: int = 256
     ) -> None:
+        folder: Any = weights_folder
+        if not isinstance(folder, str | Path) or type(max_concurrency) is not int or max_concurrency < 1:
+            raise ConfigError(
+                "VLLMServerSampler: weights_folder must be a path, and max_concurrency an integer of at least 1; got "
+                f"{describe(folder)} and {describe(max_concurrency)}."
+            )
         self._server = VLLMServer(base_url, timeout=timeout)
         self._folder = Path(weights_folder).resolve()
         self._max_concurrency = max_concurrency

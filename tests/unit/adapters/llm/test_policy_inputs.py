@@ -8,9 +8,9 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from adapters.llm import HFPolicy, SampledTokens
+from adapters.llm import CompletionRewards, HFPolicy, JSONSchemaMatch, SampledTokens, VLLMServerSampler
 from grpo import GRPOConfig, GRPOTrainer
-from grpo.errors import ConfigError, ContractError, GRPOError
+from grpo.errors import ConfigError, ContractError, GRPOError, GRPOWarning
 from tests.support.llm_models import (
     CHARACTERS,
     ROWS,
@@ -99,6 +99,7 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"end_token_ids": 1.5}, r"end_token_ids must be integers"),
     ({"sampling": {"temperature": 1.0}}, r"sampling must be a SamplingConfig; got dict"),
     ({"sampler": 3}, r"sampler must be 'decoding', 'generate' or a Sampler"),
+    ({"exact_entropy": "no"}, r"exact_entropy must be True or False; got str 'no'"),
     ({"prompt_column": 3}, r"prompt_column must be a text"),
     ({"chat_template_options": [1]}, r"chat_template_options a mapping"),
     ({"max_tokens_per_forward": "many"}, r"max_tokens_per_forward must be at least 1; got 'many'"),
@@ -186,13 +187,19 @@ def test_wrong_samples_of_another_sampler_are_refused() -> None:
         {"behaviour_log_probs": [[-1.0]]},
         {"policy_log_probs": []},
         {"entropies": [[]]},
+        {"token_ids": [5]},
+        {"behaviour_log_probs": "ab"},
+        {"finish_reasons": None},
     ]:
         given: dict[str, Any] = {
             "token_ids": [[5, 6]],
             "finish_reasons": ["end"],
             "behaviour_log_probs": [[-1.0, -1.0]],
         }
-        with pytest.raises(ContractError, match=rf"SampledTokens\.{next(iter(changes))} must have one"):
+        with (
+            as_users_run_it(),
+            pytest.raises(ContractError, match=rf"SampledTokens\.{next(iter(changes))} must have one"),
+        ):
             SampledTokens(**given | changes)
 
 
@@ -235,3 +242,32 @@ def test_hooks_on_the_output_head_apply_to_sampling_and_scoring(subtests: pytest
             )
             scores.log_probs.sum().backward()
             assert model.lm_head.weight.grad is not None
+
+
+# Other constructors
+
+
+def test_wrong_arguments_of_rewards_and_servers_are_refused(subtests: pytest.Subtests) -> None:
+    for make, message in [
+        (lambda: CompletionRewards(len, weights=3), r"weights must be None, a mapping or a sequence"),
+        (lambda: CompletionRewards(lambda completion: 1.0, prompt_column=3), r"prompt_column a text; got .* int 3"),
+        (lambda: JSONSchemaMatch(None), r"needs a JSON schema as a mapping, .* got NoneType"),
+        (lambda: JSONSchemaMatch({}, extract="a"), r"extract a function or None"),
+        (lambda: VLLMServerSampler(3, weights_folder="w"), r"base_url must begin with http"),
+        (lambda: VLLMServerSampler("http://a", weights_folder=None), r"weights_folder must be a path"),
+        (
+            lambda: VLLMServerSampler("http://a", weights_folder="w", max_concurrency=0),
+            r"max_concurrency an integer of at",
+        ),
+        (
+            lambda: VLLMServerSampler("http://a", weights_folder="w", timeout="1"),
+            r"timeout must be a number of seconds",
+        ),
+    ]:
+        with subtests.test(message=message), as_users_run_it(), pytest.raises(ConfigError, match=message):
+            make()
+
+
+def test_the_warning_of_the_first_ratio_names_the_dropout_of_an_adapter() -> None:
+    with pytest.warns(GRPOWarning, match=r"first ratio is not 1\. Dropout is on in train\(\).*lora_dropout.*p=0\.5"):
+        trainer_of(policy_of(adapted_model(lora_dropout=0.5))).step(["1+1=", "2+2="])
