@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from grpo.errors import ContractError, GRPOError
@@ -33,7 +33,7 @@ class CausalLM:
                 "tokens outside the decoder. Use LoRA."
             )
         plain = model.get_base_model() if hasattr(model, "get_base_model") else model
-        head = plain.get_output_embeddings() if isinstance(plain, PreTrainedModel) else None
+        head = plain.get_output_embeddings() if hasattr(plain, "get_output_embeddings") else None
         if head is None or plain.config.is_encoder_decoder:
             remedy = (
                 f"Use HFPolicy.from_pretrained({model!r})."

@@ -147,3 +147,9 @@ def test_the_check_takes_eighteen_forward_passes_of_short_rows() -> None:
     check_scores(lm, DecodingSampler(lm, TOKENIZER))
     drawn = [(2, 10), *[(2, 1)] * 7, (2, 1), (2, 1)]
     assert shapes == [*drawn, (1, 18), (1, 11), (2, 10), (2, 7), (1, 3), (1, 3), (2, 1), (2, 1)]
+
+
+def test_the_check_fits_into_a_model_of_few_positions(subtests: pytest.Subtests) -> None:
+    for positions in (8, 9, 17):
+        with subtests.test(positions=positions):
+            HFPolicy(tiny_model("gpt2", n_positions=positions), TOKENIZER)
