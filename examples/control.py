@@ -3,6 +3,7 @@
     python -m examples.control                                  # CartPole-v1: learned in seconds
     python -m examples.control --env HalfCheetah-v5             # a robot; requires model-agnostic-grpo[robots]
     python -m examples.control --env MountainCarContinuous-v0   # any environment, with default settings
+    python -m examples.control --env CliffWalking-v1 --max-episode-steps 200   # an environment without a time limit
     python -m examples.control --env Hopper-v5 --video          # also records a video
 
 Use `--import ale_py` for environments of other packages. To resume a stopped run, start it again. The script writes
@@ -34,6 +35,7 @@ def main() -> None:
         "--import", dest="package", metavar="PACKAGE", help="package to import first, to register its environments"
     )
     parser.add_argument("--steps", type=int, help="training steps (default: the preset's)")
+    parser.add_argument("--max-episode-steps", type=int, help="maximum length of training episodes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="default: runs/control/ENV/seed-SEED")
     parser.add_argument("--video", action="store_true", help="record an episode of the best policy (mp4)")
@@ -43,7 +45,7 @@ def main() -> None:
     torch.set_num_threads(1)  # more threads do not help networks this small
     torch.manual_seed(args.seed)
 
-    preset = preset_for(args.env)
+    preset = preset_for(args.env, max_episode_steps=args.max_episode_steps)
     policy = preset.make_policy()
     trainer = preset.make_trainer(policy, seed=args.seed)
     folder = args.folder or Path("runs/control") / args.env / f"seed-{args.seed}"

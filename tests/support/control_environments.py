@@ -11,11 +11,14 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.envs.registration import EnvSpec
 
 from adapters.control.environments.episodes import EpisodeStart
 from adapters.control.environments.pools import EnvironmentPool, PoolStep, WorkerLost
 
 UNIT = spaces.Box(-1.0, 1.0, (2,), np.float32)
+LIMIT = 1_000
+"""Time limit of the environments here that end their episodes themselves, long before."""
 
 
 class Chance(gymnasium.Env):
@@ -24,6 +27,7 @@ class Chance(gymnasium.Env):
     An episode ends after `length` steps, or when the drawn number is above `end_above`. Actions change nothing.
     """
 
+    spec = EnvSpec("Chance", max_episode_steps=LIMIT)
     observation_space = spaces.Box(0.0, 100.0, (3,), np.float32)
     action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
 
@@ -51,6 +55,8 @@ class Spaces(gymnasium.Env):
 
     An episode ends after `length` steps: it is truncated if `is_cut_off`, otherwise terminated.
     """
+
+    spec = EnvSpec("Spaces", max_episode_steps=LIMIT)
 
     def __init__(
         self, observation_space: spaces.Space, action_space: spaces.Space, length: int = 4, is_cut_off: bool = False
@@ -80,6 +86,7 @@ class Spaces(gymnasium.Env):
 class Crossing(gymnasium.Env):
     """Five actions. `info["action_mask"]` allows different ones at every step, and any other action is an error."""
 
+    spec = EnvSpec("Crossing", max_episode_steps=LIMIT)
     observation_space = spaces.Box(0.0, 1.0, (5,), np.float32)
     action_space = spaces.Discrete(5)
 
@@ -133,7 +140,7 @@ class Watched:
         self.pool = pool
         self.lost_in, self.lost_at_reset = lost_in, lost_at_reset
         self.num_members, self.observation_space = pool.num_members, pool.observation_space
-        self.action_space = pool.action_space
+        self.action_space, self.max_episode_steps = pool.action_space, pool.max_episode_steps
         self.num_calls = 0
         self.stepped: list[list[int]] = []
         self.begun: list[tuple[int, EpisodeStart]] = []
@@ -199,6 +206,8 @@ class Scripted(gymnasium.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         options = options or {}
+        if options.get("raises"):
+            raise TypeError("no such start")
         self.number, self.time = options.get("number", self.np_random.random()), 0
         return options.get("observation", self._observation()), {"starts": True}
 

@@ -26,6 +26,7 @@ from .pool_base import (
     require_fixed_shape,
     reward_fault,
     take_rows,
+    time_limit,
 )
 from .snapshots import restore_snapshot
 
@@ -47,7 +48,8 @@ class WorkerEnv(gymnasium.Wrapper):
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
-        self.metadata = {**env.metadata, "name": environment_name(env)}  # AsyncVectorEnv passes it on
+        # AsyncVectorEnv passes the metadata on
+        self.metadata = {**env.metadata, "name": environment_name(env), "time_limit": time_limit(env)}
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset the environment, or restore the snapshot in `options`."""
@@ -119,6 +121,7 @@ class AsyncPool:
         vector = self._build()
         self.observation_space = vector.single_observation_space
         self.action_space = vector.single_action_space
+        self.max_episode_steps: int | None = vector.metadata["time_limit"]
         self._steps = EpisodeSteps(vector.metadata["name"], self.num_members)
         self._rebuilds_in_a_row = 0
         self._unproven: set[int] = set()  # lost members that have not completed a step since
@@ -148,7 +151,7 @@ class AsyncPool:
             WorkerLost: A worker was lost, and the pool was rebuilt.
         """
         vector = self._open_vector()
-        self._steps.begin(members)
+        self._steps.begin(members, starts)
         answers = self._ask(list(members), [("reset", _reset_arguments(start)) for start in starts])
         observations = take_rows(vector.observations, list(members))
         self._steps.require_finite(members, observations)

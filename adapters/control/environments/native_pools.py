@@ -60,6 +60,7 @@ class NativeCartPole:
         self.num_members = self._env.num_envs
         self.observation_space: gymnasium.Space = self._env.single_observation_space
         self.action_space: gymnasium.Space = self._env.single_action_space
+        self.max_episode_steps: int | None = self._env.max_episode_steps
         self._states = np.zeros((4, self.num_members))  # rows x, x', a, a' as in `moved`
         self._infos = infos
         self._steps = EpisodeSteps(env_id, self.num_members)
@@ -74,7 +75,7 @@ class NativeCartPole:
             ConfigError: The pool is closed, or a snapshot has other settings than the pool.
         """
         self._require_open()
-        self._steps.begin(members)
+        self._steps.begin(members, starts)
         for member, start in zip(members, starts, strict=True):
             self._states[:, member] = self._begin(member, start)
         return self._states.T[list(members)].astype(np.float32), [{} for _ in members]

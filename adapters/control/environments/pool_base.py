@@ -11,11 +11,13 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import create_empty_array
+from gymnasium.wrappers import TimeLimit
 from jaxtyping import Bool, Float64, Int64
 
 from grpo.errors import ConfigError, ContractError, GRPOError
 
 from .episodes import EpisodeStart
+from .snapshots import layers_of
 
 TO_BE_RESET = -1
 """Step number of a pool member without a running episode."""
@@ -70,6 +72,8 @@ class EnvironmentPool(Protocol):
     """Observation space of one member."""
     action_space: gymnasium.Space
     """Action space of one member."""
+    max_episode_steps: int | None
+    """Time limit of the environments in steps. None if they have none."""
 
     def reset(self, members: Sequence[int], starts: Sequence[EpisodeStart]) -> tuple[Any, list[dict[str, Any]]]:
         """Start an episode in each of `members`. Returns observations (batched, valid until the next call) and infos."""
@@ -87,6 +91,13 @@ class EnvironmentPool(Protocol):
 def environment_name(env: gymnasium.Env) -> str:
     """The name in error messages: the environment's id, or its class if it has no id."""
     return type(env.unwrapped).__name__ if env.spec is None else env.spec.id
+
+
+def time_limit(env: gymnasium.Env) -> int | None:
+    """The environment's time limit in steps, from its registration or a `TimeLimit` wrapper. None if it has none."""
+    registered = None if env.spec is None else env.spec.max_episode_steps
+    wrapped = [layer._max_episode_steps for layer in layers_of(env) if isinstance(layer, TimeLimit)]
+    return min((limit for limit in (registered, *wrapped) if limit is not None and limit > 0), default=None)
 
 
 def find_misfit(space: gymnasium.Space, observation: Any) -> str | None:
@@ -126,6 +137,11 @@ def _kind(value: Any) -> str:
 def misfit_fault(misfit: str) -> str:
     """Error text for a description from `find_misfit`."""
     return f"the observation {misfit}. Correct what the environment returns, or its observation_space."
+
+
+def exception_fault(error: Exception) -> str:
+    """Error text for an exception that an environment raised."""
+    return f"the environment raised {type(error).__name__}: {error}. The cause is chained. Correct the environment."
 
 
 def reward_fault(reward: Any) -> str:
@@ -205,7 +221,7 @@ def require_fixed_shape(space: gymnasium.Space) -> None:
 
 
 class EpisodeSteps:
-    """Step counters of the members' episodes, and errors that name the member and its step.
+    """Step counters of the members' episodes, and errors that name the member, its step and its seed.
 
     Args:
         name: Name of the environment.
@@ -215,10 +231,13 @@ class EpisodeSteps:
     def __init__(self, name: str, num_members: int) -> None:
         self.name = name
         self.numbers: Int64[np.ndarray, " M"] = np.full(num_members, TO_BE_RESET)
+        self._starts: list[EpisodeStart] = [EpisodeStart()] * num_members
 
-    def begin(self, members: Sequence[int]) -> None:
+    def begin(self, members: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         """Set the counters of `members` to 0."""
         self.numbers[list(members)] = 0
+        for member, start in zip(members, starts, strict=True):
+            self._starts[member] = start
 
     def advance(self, members: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """Count one step for each member, and return the new counts.
@@ -243,8 +262,10 @@ class EpisodeSteps:
             self.numbers[members[ended]] = TO_BE_RESET
 
     def error(self, member: int, fault: str) -> ContractError:
-        """An error that names the environment, the member and its current step."""
-        return ContractError(f"{self.name}, member {member}, step {self.numbers[member]}: {fault}")
+        """An error that names the environment, the member, its current step and the seed of its last reset."""
+        start = self._starts[member]
+        origin = f"seed {start.seed}" if start.snapshot is None else "from a snapshot"
+        return ContractError(f"{self.name}, member {member}, step {self.numbers[member]}, {origin}: {fault}")
 
     def require_finite(
         self, members: Sequence[int], observations: Any, rewards: Float64[np.ndarray, " n"] | None = None

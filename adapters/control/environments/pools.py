@@ -18,7 +18,7 @@ from gymnasium.error import Error as GymnasiumError
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 from jaxtyping import Int64
 
-from grpo.errors import ConfigError
+from grpo.errors import ConfigError, GRPOError
 
 from .async_pools import AsyncPool
 from .episodes import EpisodeStart
@@ -30,9 +30,11 @@ from .pool_base import (
     PoolStep,
     WorkerLost,
     environment_name,
+    exception_fault,
     misfit_fault,
     reward_fault,
     take_rows,
+    time_limit,
 )
 from .snapshots import restore_snapshot
 
@@ -74,6 +76,8 @@ class SerialPool:
         self.num_members = len(self._envs)
         self.observation_space = self._envs[0].observation_space
         self.action_space = self._envs[0].action_space
+        limits = [time_limit(env) for env in self._envs]
+        self.max_episode_steps = None if None in limits else max(limit for limit in limits if limit is not None)
         name = environment_name(self._envs[0])
         for member, env in enumerate(self._envs):
             if env.observation_space != self.observation_space or env.action_space != self.action_space:
@@ -92,19 +96,19 @@ class SerialPool:
 
         Raises:
             ConfigError: The pool is closed.
-            ContractError: An observation does not fit its space, or is not finite.
+            ContractError: An environment raised, or an observation does not fit its space or is not finite. The error names
+                the member, the step and the seed.
         """
         self._require_open()
         infos = []
-        info: dict[str, Any]
-        self._steps.begin(members)
+        self._steps.begin(members, starts)
         for row, (member, start) in enumerate(zip(members, starts, strict=True)):
-            env, info = self._envs[member], {}
-            if start.snapshot is None:
-                options = None if start.options is None else dict(start.options)
-                observation, info = env.reset(seed=start.seed, options=options)
-            else:
-                observation = restore_snapshot(env, start.snapshot)
+            try:
+                observation, info = _begun(self._envs[member], start)
+            except GRPOError:
+                raise
+            except Exception as error:  # recovery: the error of the environment gets a name
+                raise self._steps.error(member, exception_fault(error)) from error
             if misfit := self._rows.write(row, observation):
                 raise self._steps.error(member, misfit_fault(misfit))
             infos.append(info)
@@ -117,8 +121,8 @@ class SerialPool:
 
         Raises:
             ConfigError: The pool is closed.
-            ContractError: A member has no running episode, an observation does not fit its space, or an observation or a
-                reward is not finite.
+            ContractError: A member has no running episode, an environment raised, an observation does not fit its space, or
+                an observation or a reward is not finite. The error names the member, the step and the seed.
         """
         self._require_open()
         self._steps.advance(members)
@@ -128,7 +132,12 @@ class SerialPool:
         infos: list[dict[str, Any]] | None = [] if self._infos else None
         envs, write = self._envs, self._rows.write
         for row, member in enumerate(places):
-            observation, reward, terminated[row], truncated[row], info = envs[member].step(actions[row])
+            try:
+                observation, reward, terminated[row], truncated[row], info = envs[member].step(actions[row])
+            except GRPOError:
+                raise
+            except Exception as error:  # recovery: the error of the environment gets a name
+                raise self._steps.error(member, exception_fault(error)) from error
             try:
                 rewards[row] = reward
             except (TypeError, ValueError) as error:
@@ -154,6 +163,13 @@ class SerialPool:
     def _require_open(self) -> None:
         if self._closed:
             raise ConfigError("SerialPool: the pool is closed. Create a new one with make_pool(...).")
+
+
+def _begun(env: gymnasium.Env, start: EpisodeStart) -> tuple[Any, dict[str, Any]]:
+    """The first observation and info of an episode."""
+    if start.snapshot is not None:
+        return restore_snapshot(env, start.snapshot), {}
+    return env.reset(seed=start.seed, options=None if start.options is None else dict(start.options))
 
 
 def make_pool(

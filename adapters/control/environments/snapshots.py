@@ -135,7 +135,7 @@ def take_snapshot(env: gymnasium.Env, observation: Any) -> Snapshot:
             "which returns everything that determines its future as plain data, and restore(self, state). If all of that is in "
             "attributes, use environment_state(self) and restore_environment_state(self, state)."
         )
-    layers = tuple((type(layer).__name__, _layer_state(layer)) for layer in _stateful(_layers(env)))
+    layers = tuple((type(layer).__name__, _layer_state(layer)) for layer in _stateful(layers_of(env)))
     try:
         return _copy(Snapshot(environment=name, observation=observation, layers=layers))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -158,7 +158,7 @@ def restore_snapshot(env: gymnasium.Env, snapshot: Snapshot) -> Any:
     Raises:
         ContractError: The snapshot is from another environment, or from other wrappers.
     """
-    layers = _layers(env)
+    layers = layers_of(env)
     stateful = _stateful(layers)
     theirs, ours = [name for name, _ in snapshot.layers], [type(layer).__name__ for layer in stateful]
     if (snapshot.environment, theirs) != (_name(env), ours):
@@ -268,7 +268,7 @@ def _restore_simulation(data: Any, state: Mapping[str, Any]) -> None:
         getattr(data, name)[:] = value
 
 
-def _layers(env: gymnasium.Env) -> list[gymnasium.Env]:
+def layers_of(env: gymnasium.Env) -> list[gymnasium.Env]:
     """The wrappers from the outermost to the innermost, then the environment itself."""
     layers = [env]
     while isinstance(layers[-1], gymnasium.Wrapper):

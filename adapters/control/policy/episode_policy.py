@@ -54,7 +54,8 @@ class EpisodePolicy(nn.Module):
             observations to [n, 1].
         normalize_observations: Whether to normalise observations by running statistics. Use it if their parts differ in scale.
         action_mask: Source of the mask of allowed categories. None allows all.
-        max_episode_steps: Maximum length of training episodes, in addition to the environment's own limit.
+        max_episode_steps: Maximum length of training episodes, in addition to the environment's own limit. It is required if
+            the environment has no limit of its own, and is then the default for evaluations and videos, too.
         split_steps: Whether updates use single steps. False updates whole episodes and supports row-level ratios.
         state_key_decimals: Observations that agree to this many decimals are one state for `credit="gigpo"`.
         make: Keywords of `make_pool`: `vectorization`, and keywords of the environment.
@@ -104,12 +105,13 @@ class EpisodePolicy(nn.Module):
             self.pool = make_pool(
                 environment, default if num_members is None else num_members, infos=action_mask == "info", **make
             )
+        self.max_episode_steps = max_episode_steps
+        self.time_limit = self._time_limit(None)
         self.encoder = ObservationEncoder(self.pool.observation_space)
         self.distribution = (
             distribution_for(self.pool.action_space, distribution) if isinstance(distribution, str) else distribution
         )
         self.action_mask = action_mask
-        self.max_episode_steps = max_episode_steps
         self.state_key_decimals = state_key_decimals
         self.normalizer = RunningNormalizer(self.encoder.shape) if normalize_observations else None
         if normalize_observations and self.encoder.is_image:
@@ -139,6 +141,18 @@ class EpisodePolicy(nn.Module):
             self.split_steps = (
                 self._split_steps
             )  # an attribute, because a method would declare the capability in both cases
+
+    def _time_limit(self, max_steps: int | None) -> int:
+        """The maximum length of an episode: `max_steps` and the environment's limit, or else `max_episode_steps`."""
+        limits = [limit for limit in (max_steps, self.pool.max_episode_steps) if limit is not None]
+        limit = min(limits, default=self.max_episode_steps)
+        if limit is None:
+            raise ConfigError(
+                "EpisodePolicy: episodes must have a time limit, because an episode without an end would never end the "
+                "iteration; this environment has none, neither in its registration nor as gymnasium.wrappers.TimeLimit. Pass "
+                "max_episode_steps=..., in steps. If the environment ends its episodes itself, pass its own limit."
+            )
+        return limit
 
     def _head(self, num_features: int, std: str, initial_log_std: float) -> nn.Module:
         num_parameters = self.distribution.num_parameters
@@ -208,7 +222,15 @@ class EpisodePolicy(nn.Module):
         max_steps: int | None = None,
         distribution: ActionDistribution | None = None,
     ) -> Record:
-        """Run one episode from each start. Actions come from `distribution`. None uses the policy's own distribution."""
+        """Run one episode from each start.
+
+        Args:
+            starts: The starts, one per episode.
+            seed: Seed of the noise.
+            max_steps: Maximum length of an episode, in addition to the environment's own limit. None uses the policy's
+                `max_episode_steps` if the environment has no limit.
+            distribution: Distribution of the actions. None uses the policy's own.
+        """
         return roll_out(
             self.pool,
             starts,
@@ -217,7 +239,7 @@ class EpisodePolicy(nn.Module):
             encode=self.encoder,
             allow=self._allow,
             seed=seed,
-            max_steps=max_steps,
+            max_steps=self._time_limit(max_steps),
         )
 
     def generate_actions(

@@ -19,9 +19,6 @@ from .distributions import ActionDistribution
 from .noise import StepNoise
 from .observations import ObservationEncoder
 
-LONGEST = 100_000
-"""Maximum length of any episode, for environments without their own limit."""
-
 MAX_LOSSES_IN_A_ROW = 3
 """Maximum number of times that environments may be lost without a finished episode in between. An episode that is run again
 repeats the same steps, so it usually fails again."""
@@ -66,7 +63,7 @@ def roll_out(
     encode: ObservationEncoder,
     allow: Allow,
     seed: int,
-    max_steps: int | None = None,
+    max_steps: int,
 ) -> Record:
     """Run one episode from each of N starts.
 
@@ -82,7 +79,7 @@ def roll_out(
         encode: Converts observations to tensors.
         allow: Mask of the allowed categories.
         seed: Seed of the noise.
-        max_steps: Maximum length of an episode, in addition to the environment's own limit. None uses `LONGEST`.
+        max_steps: Maximum length of an episode, in addition to the environment's own limit.
 
     Raises:
         ContractError: An environment or the network returns a non-finite value, or workers are lost repeatedly.
@@ -194,13 +191,12 @@ class _Running:
         self.steps.append((self.runs, observations, parameters, actions, rewards, allowed))
 
     def finish(
-        self, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_], following: Tensor, max_steps: int | None
+        self, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_], following: Tensor, max_steps: int
     ) -> Tensor | None:
         """Record the episodes that end. Returns the mask of rows that are still active, or None if all are active."""
-        limit = LONGEST if max_steps is None else max_steps
         ended = terminated | truncated
-        if len(self.steps) - self.begun[0] >= limit:
-            ended |= len(self.steps) - self.begun >= limit
+        if len(self.steps) - self.begun[0] >= max_steps:
+            ended |= len(self.steps) - self.begun >= max_steps
         if not np.count_nonzero(ended):
             return None
         places = torch.from_numpy(ended.nonzero()[0])

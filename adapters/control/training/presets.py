@@ -9,9 +9,17 @@ from gymnasium import spaces
 from adapters.control.environments.pools import make_pool
 from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo.errors import ConfigError
 from grpo.surrogates import Clip
 
 from .episode_rewards import EnvironmentReward
+
+MIN_STEPS, MIN_ITERATIONS = 500_000, 50
+"""Settings for an environment without a preset have at least this many steps and iterations."""
+
+LONG_EPISODE = 500
+"""Without a preset, one group per iteration is enough for episodes that may be longer: more steps per start, and more
+updates."""
 
 ADAM_EPS = 1e-5
 """Adam's epsilon as in PPO implementations. Parameters with tiny gradients then take small steps."""
@@ -144,18 +152,40 @@ PRESETS = {
 """The presets by environment id."""
 
 
-def preset_for(env_id: str) -> ControlPreset:
+def preset_for(env_id: str, *, max_episode_steps: int | None = None) -> ControlPreset:
     """The preset of an environment.
 
     For an environment without a preset, return settings to start tuning from: those of the MuJoCo robots if actions are a
-    `Box`, otherwise Acrobot's.
+    `Box`, otherwise Acrobot's. The number of steps is enough for 50 iterations of the longest episodes.
+
+    Args:
+        env_id: Registered id of the environment.
+        max_episode_steps: Maximum length of training episodes. None keeps the preset's maximum, or the environment's own
+            limit. It is required for an environment without a limit.
 
     Raises:
-        ConfigError: The environment cannot be created.
+        ConfigError: The environment cannot be created, or has no time limit and none is passed.
     """
     if env_id in PRESETS:
-        return PRESETS[env_id]
+        preset = PRESETS[env_id]
+        return preset if max_episode_steps is None else replace(preset, max_episode_steps=max_episode_steps)
     pool = make_pool(env_id, 1)
     base = _MUJOCO if isinstance(pool.action_space, spaces.Box) else PRESETS["Acrobot-v1"]
+    longest = pool.max_episode_steps if max_episode_steps is None else max_episode_steps
     pool.close()
-    return replace(base, env_id=env_id, total_steps=500_000, threshold=None, evaluate_every=25_000)
+    if longest is None:
+        raise ConfigError(
+            f"preset_for: episodes must have a time limit, and {env_id} is registered without one. Pass "
+            "max_episode_steps=..., in steps."
+        )
+    num_groups = 1 if longest > LONG_EPISODE else base.num_groups
+    total_steps = max(MIN_STEPS, MIN_ITERATIONS * num_groups * base.group_size * longest)
+    return replace(
+        base,
+        env_id=env_id,
+        total_steps=total_steps,
+        threshold=None,
+        num_groups=num_groups,
+        max_episode_steps=max_episode_steps,
+        evaluate_every=total_steps // 20,
+    )

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from adapters.control.environments.pool_base import time_limit
 from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo.errors import ConfigError
 
@@ -70,9 +71,12 @@ def record_frames(
 
 
 def _frames(policy: EpisodePolicy, env: gym.Env, seed: int, every: int | None) -> Iterator[Any]:
-    """Run one episode. Yields a frame before every `every`-th step, or no frames if `every` is None."""
+    """Run one episode, up to the time limit of the environment or the policy.
+
+    Yields a frame before every `every`-th step, or no frames if `every` is None.
+    """
     observation, _ = env.reset(seed=seed)
-    for step in count():
+    for step in range(time_limit(env) or policy.time_limit):
         if every is not None and step % every == 0:
             yield env.render()
         action, _ = policy.predict(observation, deterministic=True)

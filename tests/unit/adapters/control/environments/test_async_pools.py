@@ -104,9 +104,9 @@ def test_values_that_are_not_finite_are_named_without_a_rebuild(pool: AsyncPool,
         with subtests.test(command=command):
             pool.reset([0, 1], starts_of(0, 1))
             pool.step(np.array([0, 1]), np.array([FINE, FINE]))
-            with pytest.raises(ContractError, match=f"Scripted, member 1, step 2: {fault}"):
+            with pytest.raises(ContractError, match=f"Scripted, member 1, step 2, seed 1: {fault}"):
                 pool.step(np.array([0, 1]), np.array([FINE, command]))
-    with pytest.raises(ContractError, match="Scripted, member 1, step 0: the observation contains NaN"):
+    with pytest.raises(ContractError, match="Scripted, member 1, step 0, seed None: the observation contains NaN"):
         pool.reset([1], [EpisodeStart(options={"observation": np.array([0, np.inf], dtype=np.float32)})])
     assert pool.num_rebuilds == rebuilds
 
@@ -119,18 +119,22 @@ def test_faults_that_a_worker_finds_are_named(pool: AsyncPool, subtests: pytest.
     ):
         with subtests.test(command=command):
             pool.reset([0, 1], starts_of(0, 1))
-            with pytest.raises(ContractError, match=f"Scripted, member 1, step 1: {fault}"):
+            with pytest.raises(ContractError, match=f"Scripted, member 1, step 1, seed 1: {fault}"):
                 pool.step(np.array([0, 1]), np.array([FINE, command]))
             pool.reset([0, 1], starts_of(0, 1))
             pool.step(np.array([0, 1]), np.array([FINE, FINE]))
-    with pytest.raises(ContractError, match=r"Scripted, member 1, step 0: the observation .*\[2\]; got float32 \[\]"):
+    with pytest.raises(
+        ContractError, match=r"Scripted, member 1, step 0, seed None: the observation .*\[2\]; got float32 \[\]"
+    ):
         pool.reset([1], [EpisodeStart(options={"observation": np.float32(1.0)})])
 
 
 def test_a_snapshot_of_another_environment_is_not_a_lost_worker(pool: AsyncPool) -> None:
     trunk = gymnasium.make("Acrobot-v1")
     snapshot = take_snapshot(trunk, trunk.reset(seed=0)[0])
-    with pytest.raises(ContractError, match=r"Scripted, member 1, step 0: restore_snapshot: .*Acrobot-v1"):
+    with pytest.raises(
+        ContractError, match=r"Scripted, member 1, step 0, from a snapshot: restore_snapshot: .*Acrobot-v1"
+    ):
         pool.reset([1], [EpisodeStart(snapshot=snapshot)])
 
 

@@ -177,19 +177,51 @@ def test_faulty_environments_are_named(subtests: pytest.Subtests) -> None:
         (Command.WRONG_DTYPE, r"the observation must be float32 \[2\]; got complex64 \[2\]"),
         (Command.INFINITE_REWARD, "the reward must be finite; got -inf"),
         (Command.NO_REWARD, "the reward must be a number; got 'much'"),
+        (Command.RAISE, "the environment raised ArithmeticError: out of paper"),
     ):
         with subtests.test(command=command):  # the pool remains usable after each fault
             pool.reset([0, 1], starts_of(0, 1))
             for _ in range(2):
                 pool.step(np.array([0, 1]), np.array([Command.FINE, Command.NARROWED]))
-            with pytest.raises(ContractError, match=f"Scripted, member 1, step 3: {fault}"):
+            with pytest.raises(ContractError, match=f"Scripted, member 1, step 3, seed 1: {fault}"):
                 pool.step(np.array([0, 1]), np.array([Command.FINE, command]))
     for first, fault in (
         (np.array([0, np.inf], dtype=np.float32), "contains NaN"),
         (np.float32(1.0), r"must be float32 \[2\]; got float32 \[\]"),
     ):
-        with subtests.test(first=first), pytest.raises(ContractError, match=f"Scripted, member 1, step 0: .* {fault}"):
-            pool.reset([0, 1], [EpisodeStart(seed=0), EpisodeStart(options={"observation": first})])
+        with (
+            subtests.test(first=first),
+            pytest.raises(ContractError, match=f"Scripted, member 1, step 0, seed 7: .* {fault}"),
+        ):
+            pool.reset([0, 1], [EpisodeStart(seed=0), EpisodeStart(seed=7, options={"observation": first})])
+    with pytest.raises(
+        ContractError, match="Scripted, member 0, step 0, seed 5: the environment raised TypeError"
+    ) as raised:
+        pool.reset([0], [EpisodeStart(seed=5, options={"raises": True})])
+    assert isinstance(raised.value.__cause__, TypeError)
+
+
+def test_a_pool_knows_the_time_limit_of_its_environments(subtests: pytest.Subtests) -> None:
+    own = gymnasium.wrappers.TimeLimit
+    for environment, options, limit in (
+        ("CartPole-v1", {}, 500),
+        ("CartPole-v1", {"max_episode_steps": 7}, 7),
+        ("CartPole-v1", {"max_episode_steps": -1}, None),
+        ("CartPole-v1", {"vectorization": "async"}, 500),
+        ("Acrobot-v1", {}, 500),
+        ("CliffWalking-v1", {}, None),
+        (Scripted, {}, None),
+        (Scripted, {"vectorization": "async"}, None),
+        (lambda: own(Scripted(), 9), {}, 9),
+        (lambda: gymnasium.wrappers.FlattenObservation(own(gymnasium.make("Acrobot-v1"), 9)), {}, 9),
+    ):
+        with subtests.test(environment=environment, options=options):
+            pool = make_pool(environment, 1, **options)
+            assert pool.max_episode_steps == limit
+            pool.close()
+    some, none = own(Scripted(), 9), Scripted()
+    assert SerialPool([some, own(Scripted(), 11)]).max_episode_steps == 11
+    assert SerialPool([some, none]).max_episode_steps is None
 
 
 def test_make_pool_chooses_the_kind() -> None:

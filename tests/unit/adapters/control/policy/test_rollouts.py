@@ -8,6 +8,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.envs.registration import EnvSpec
 
 from adapters.control import EpisodePolicy
 from adapters.control.environments.episodes import Episode, EpisodeStart
@@ -282,7 +283,7 @@ class Broken(Chance):
 
 
 def test_a_broken_environment_is_named_and_not_the_network() -> None:
-    with pytest.raises(ContractError, match=r"Broken, member 0, step 1: the observation contains NaN"):
+    with pytest.raises(ContractError, match=r"Chance, member 0, step 1, seed 1: the observation contains NaN"):
         policy_on(SerialPool([Broken()])).roll_out(starts_of(1), seed=0)
 
 
@@ -334,8 +335,31 @@ def test_missing_and_wrong_masks_are_refused(subtests: pytest.Subtests) -> None:
                 policy.sample_actions(starts_of(1), 1)
 
 
-def test_an_environment_without_a_limit_is_truncated_at_the_longest_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.control.policy.rollouts.LONGEST", 40)
-    policy = EpisodePolicy("CliffWalking-v1", num_members=2)
+def test_an_environment_without_a_limit_needs_one(subtests: pytest.Subtests) -> None:
     assert gymnasium.spec("CliffWalking-v1").max_episode_steps is None
-    assert max(policy.roll_out(starts_of(1, 2), seed=0).lengths) == 40
+    for environment in ("CliffWalking-v1", Unending, make_pool("CliffWalking-v1", 1)):
+        with (
+            subtests.test(environment=environment),
+            pytest.raises(
+                ConfigError, match=r"episodes must have a time limit, .* Pass max_episode_steps=..., in steps"
+            ),
+        ):
+            EpisodePolicy(environment)
+
+
+class Unending(Chance):
+    spec = None
+
+    def __init__(self) -> None:
+        super().__init__(length=10**9)
+
+
+def test_no_episode_is_longer_than_the_time_limit() -> None:
+    policy = EpisodePolicy(Unending, num_members=2, max_episode_steps=40)
+    assert policy.roll_out(starts_of(1, 2), seed=0).lengths == [40, 40]
+    assert policy.sample_actions(starts_of(1), 2).mask.shape == (2, 40)
+    assert policy.roll_out(starts_of(1), seed=0, max_steps=60).lengths == [60]
+    Registered = type("Registered", (Unending,), {"spec": EnvSpec("Registered", max_episode_steps=30)})
+    policy = EpisodePolicy(Registered, num_members=1)  # the environment itself does not truncate
+    assert policy.roll_out(starts_of(1), seed=0).lengths == [30]
+    assert policy.roll_out(starts_of(1), seed=0, max_steps=60).lengths == [30]

@@ -118,6 +118,12 @@ def test_training_limits_do_not_apply_to_evaluations() -> None:
     assert evaluate_policy(policy, num_episodes=2, max_steps=11).lengths.tolist() == [11, 11]
 
 
+def test_an_evaluation_without_a_limit_of_the_environment_has_that_of_the_policy() -> None:
+    policy = EpisodePolicy("CliffWalking-v1", num_members=2, max_episode_steps=7)  # a first policy walks into a wall
+    assert max(evaluate_policy(policy, num_episodes=2).lengths) == 7
+    assert max(evaluate_policy(policy, num_episodes=2, max_steps=9).lengths) == 9
+
+
 def test_an_evaluation_prints_its_mean_and_numbers_below_1_are_refused() -> None:
     result = Evaluation(returns=np.array([1.0, 3.0]), lengths=np.array([10, 21]))
     assert str(result) == "return 2.0 +- 1.0 in 2 episodes of 16 steps"

@@ -1,5 +1,7 @@
 """Presets: registered environments, their settings, and settings for an environment without a preset."""
 
+from typing import Any
+
 import gymnasium
 import pytest
 
@@ -40,5 +42,36 @@ def test_an_environment_without_a_preset_gets_settings_by_its_action_space() -> 
     robots, others = preset_for("MountainCarContinuous-v0"), preset_for("MountainCar-v0")
     assert (robots.env_id, robots.normalize_observations) == ("MountainCarContinuous-v0", True)
     assert (others.env_id, others.normalize_observations) == ("MountainCar-v0", False)
+    with pytest.raises(
+        ConfigError, match=r"CliffWalking-v1 is registered without one. Pass max_episode_steps=..., in steps"
+    ):
+        preset_for("CliffWalking-v1")
     with pytest.raises(ConfigError, match=r"no environment is registered as 'CartPool-v1'. Did you mean 'CartPole-v1'"):
         preset_for("CartPool-v1")
+
+
+def test_settings_without_a_preset_have_at_least_50_iterations_of_the_longest_episodes(
+    subtests: pytest.Subtests,
+) -> None:
+    rows: tuple[tuple[str, dict[str, Any], int], ...] = (
+        ("CliffWalking-v1", {"max_episode_steps": 200}, 200),
+        ("CliffWalking-v1", {"max_episode_steps": 30_000}, 30_000),
+        ("FrozenLake-v1", {}, 100),
+        ("MountainCarContinuous-v0", {}, 999),
+        ("MountainCarContinuous-v0", {"max_episode_steps": 100}, 100),
+    )
+    for env_id, options, longest in rows:
+        with subtests.test(env_id=env_id, options=options):
+            preset = preset_for(env_id, **options)
+            per_iteration = preset.num_groups * preset.group_size * longest
+            assert preset.total_steps >= 50 * per_iteration
+            assert preset.total_steps >= 500_000
+            assert preset.total_steps // preset.evaluate_every == 20
+            policy = preset.make_policy(num_members=1)
+            assert policy.max_episode_steps == options.get("max_episode_steps")
+            policy.pool.close()
+
+
+def test_a_preset_takes_another_limit() -> None:
+    assert preset_for("HalfCheetah-v5").max_episode_steps == 250
+    assert preset_for("HalfCheetah-v5", max_episode_steps=99).max_episode_steps == 99

@@ -48,6 +48,18 @@ def test_frames_show_the_most_likely_actions_of_consecutive_episodes() -> None:
     np.testing.assert_array_equal(np.stack(frames), np.stack(expected[:7]))
 
 
+@pytest.mark.usefixtures("screenless")
+def test_films_of_an_environment_without_a_limit_have_that_of_the_policy() -> None:
+    policy = EpisodePolicy("CliffWalking-v1", num_members=1, hidden=(4,), max_episode_steps=5)
+    with torch.no_grad():
+        policy.actor[1].weight.zero_()
+        policy.actor[1].bias.copy_(torch.tensor([1.0, 0.0, 0.0, 0.0]))  # always up, which never arrives
+    frames = frames_or_skip(policy, "CliffWalking-v1", num_frames=4, every=3)  # of steps 0 and 3 of two episodes
+    np.testing.assert_array_equal(frames[0], frames[2])
+    np.testing.assert_array_equal(frames[1], frames[3])
+    assert not np.array_equal(frames[0], frames[1])
+
+
 def test_a_number_of_frames_below_1_is_refused() -> None:
     with pytest.raises(ConfigError, match="every and num_frames must be >= 1; got 0, 5"):
         record_frames(EpisodePolicy("CartPole-v1", num_members=1), "CartPole-v1", every=0, num_frames=5)
