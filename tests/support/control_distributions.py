@@ -93,6 +93,8 @@ def box_oracle(name: str, parameters: torch.Tensor) -> oracle.Distribution:
     low, high = torch.from_numpy(LOW).double(), torch.from_numpy(HIGH).double()
     match name:
         case "gaussian":
+            return oracle.Normal((low + high) / 2 + (high - low) / 2 * first, (high - low) / 2 * std)
+        case "unbounded":
             return oracle.Normal(first, std)
         case "squashed":
             affine = oracle.AffineTransform((low + high) / 2, (high - low) / 2)
@@ -121,6 +123,6 @@ def expected_log_prob(name: str, parameters: torch.Tensor, actions: torch.Tensor
                 + oracle.Categorical(logits=wheels[:, 2:]).log_prob(actions[:, 3])
                 + oracle.Categorical(logits=grip).log_prob(actions[:, 4])
                 + oracle.Bernoulli(logits=bits).log_prob(actions[:, 5:7]).sum(-1)
-                + box_oracle("gaussian", speed).log_prob(actions[:, 7:]).sum(-1)
+                + box_oracle("unbounded", speed).log_prob(actions[:, 7:]).sum(-1)
             )
     return box_oracle(name, parameters).log_prob(actions).sum(-1)

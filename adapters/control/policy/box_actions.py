@@ -63,11 +63,34 @@ class _BoxDistribution:
 
 
 class Gaussian(_BoxDistribution):
-    """pi = N(mean, std^2), independent in each dimension. The parameters are mean and log_std, concatenated.
+    """action = centre + half_width * u with u ~ N(mean, std^2), independent in each dimension.
+
+    The parameters are mean and log_std, concatenated. In a dimension with two finite bounds, centre = (low + high) / 2 and
+    half_width = (high - low) / 2, so u = -1 and u = 1 are the bounds. In any other dimension the action is u.
+
+    log pi(action) = log N(u; mean, std^2) - sum over dimensions of log half_width
 
     log_std is clamped to [-20, 2]. Actions outside the box are clipped for the environment and scored unclipped: for the
     policy, clipping is part of the environment.
     """
+
+    def __init__(self, space: spaces.Box) -> None:
+        super().__init__(space)
+        low, high = self.low.astype(np.float64), self.high.astype(np.float64)
+        widths = high - low
+        is_bounded = (widths > 0) & (widths < np.finfo(np.float32).max)
+        half_widths = np.divide(widths, 2, out=np.ones_like(widths), where=is_bounded)
+        centres = np.add(low / 2, high / 2, out=np.zeros_like(low), where=is_bounded)
+        self._constants = {
+            dtype: (torch.from_numpy(centres).to(dtype), torch.from_numpy(half_widths).to(dtype))
+            for dtype in (torch.float32, torch.float64)
+        }
+        self._log_half_widths = float(np.log(half_widths).sum())
+
+    def _scaled(self, values: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
+        """centre + half_width * u."""
+        centre, half_width = (constant.to(values.device) for constant in self._constants[values.dtype])
+        return torch.addcmul(centre, half_width, values)
 
     def noise(self, rng: np.random.Generator, num_steps: int) -> NDArray[np.float32]:
         """Standard normal noise."""
@@ -79,16 +102,16 @@ class Gaussian(_BoxDistribution):
         noise: Float[Tensor, "n D"],
         allowed: Bool[Tensor, "n K"] | None = None,
     ) -> Float[Tensor, "n D"]:
-        """mean + std * noise."""
+        """centre + half_width * (mean + std * noise)."""
         refuse_mask(self, allowed)
-        return gaussian_sample(parameters, noise)
+        return self._scaled(gaussian_sample(wide(parameters), noise))
 
     def mode(
         self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, "n D"]:
-        """Return the mean."""
+        """Return the mean in the environment's units."""
         refuse_mask(self, allowed)
-        return wide(parameters).chunk(2, -1)[0]
+        return self._scaled(wide(parameters).chunk(2, -1)[0])
 
     def log_prob(
         self,
@@ -98,15 +121,17 @@ class Gaussian(_BoxDistribution):
     ) -> Float[Tensor, " n"]:
         """log pi(actions), summed over dimensions."""
         refuse_mask(self, allowed)
-        return gaussian_log_prob(wide(parameters), actions)
+        parameters = wide(parameters)
+        centre, half_width = (constant.to(actions.device) for constant in self._constants[parameters.dtype])
+        return gaussian_log_prob(parameters, (actions - centre) / half_width) - self._log_half_widths
 
     def entropy(
         self, parameters: Float[Tensor, "n 2*D"], allowed: Bool[Tensor, "n K"] | None = None
     ) -> Float[Tensor, " n"]:
-        """Entropy: sum over d of (log_std + (1 + log(2 pi)) / 2)."""
+        """Entropy: sum over d of (log_std + log half_width + (1 + log(2 pi)) / 2)."""
         refuse_mask(self, allowed)
         log_std = wide(parameters).chunk(2, -1)[1].clamp(LOG_STD_LOW, LOG_STD_HIGH)
-        return log_std.sum(-1) + log_std.shape[-1] * (0.5 + HALF_LOG_2PI)
+        return log_std.sum(-1) + (log_std.shape[-1] * (0.5 + HALF_LOG_2PI) + self._log_half_widths)
 
 
 class _BoundedDistribution(_BoxDistribution):

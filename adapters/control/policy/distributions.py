@@ -35,7 +35,8 @@ __all__ = [
 ]
 
 Kind: TypeAlias = Literal["auto", "gaussian", "squashed", "beta"]
-"""Distribution for boxes. `auto` is `gaussian`, clipped to the bounds. `squashed` and `beta` stay within finite bounds."""
+"""Distribution for boxes. `auto` is `gaussian`, in units of the box and clipped to its bounds. `squashed` and `beta` stay
+within finite bounds."""
 
 
 def distribution_for(space: spaces.Space[Any], kind: Kind = "auto") -> ActionDistribution:

@@ -49,7 +49,8 @@ class EpisodePolicy(nn.Module):
         activation: Activation of the default torso.
         distribution: Action distribution: `gaussian` (`auto` for boxes), `squashed`, `beta`, or an `ActionDistribution`.
         std: Standard deviation of a box's Gaussian actions: `shared` by all observations, or per `observation`.
-        initial_log_std: Initial log standard deviation. A larger value explores more.
+        initial_log_std: Initial log standard deviation, in units of half the width of a finite box. A larger value explores
+            more.
         critic: Whether to also predict `values` with a network like the actor's (for `credit="gae"`), or a module from
             observations to [n, 1].
         normalize_observations: Whether to normalise observations by running statistics. Use it if their parts differ in scale.

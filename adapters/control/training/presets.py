@@ -53,7 +53,7 @@ class ControlPreset:
     entropy_coef: float = 0.0
     """Entropy coefficient. A larger value explores longer."""
     initial_log_std: float = 0.0
-    """Initial log standard deviation of Gaussian actions. A smaller value explores less."""
+    """Initial log standard deviation of Gaussian actions, in units of half the box's width. A smaller value explores less."""
     normalize_observations: bool = False
     """Whether observations are normalised by running statistics. Use it if their parts differ in scale."""
     max_episode_steps: int | None = None

@@ -17,7 +17,8 @@ from tests.support.control_distributions import EVERY, HIGH, LOW, ROUNDING, draw
 def test_entropies_agree_with_torch_and_scipy(subtests: pytest.Subtests) -> None:
     def gaussian(parameters: torch.Tensor) -> torch.Tensor:
         mean, log_std = parameters.chunk(2, -1)
-        return oracle.Normal(mean, log_std.clamp(-20, 2).exp()).entropy().sum(-1)
+        half = torch.from_numpy((HIGH - LOW) / 2).double()
+        return oracle.Normal(mean, half * log_std.clamp(-20, 2).exp()).entropy().sum(-1)
 
     def beta(parameters: torch.Tensor) -> torch.Tensor:
         alpha, beta = (1 + np.logaddexp(0, parameters.numpy())).reshape(-1, 2, 2).swapaxes(0, 1)
@@ -71,7 +72,9 @@ def test_samples_have_the_distribution_of_scipy(subtests: pytest.Subtests) -> No
             for d in range(2):
                 match name:
                     case "gaussian":
-                        values, law = drawn[:, d], stats.norm(first[d], np.exp(second[d]))
+                        half = (HIGH[d] - LOW[d]) / 2
+                        law = stats.norm(LOW[d] + half * (1 + first[d]), half * np.exp(second[d]))
+                        values = drawn[:, d]
                     case "squashed":
                         inside = (2 * drawn[:, d] - LOW[d] - HIGH[d]) / (HIGH[d] - LOW[d])
                         values, law = np.arctanh(inside), stats.norm(first[d], np.exp(second[d]))
@@ -88,7 +91,8 @@ def test_samples_have_the_distribution_of_scipy(subtests: pytest.Subtests) -> No
 
 def test_modes_of_box_distributions_equal_hand_worked_actions() -> None:
     parameters = torch.tensor([[0.0, 0.5, 3.0, -1.0]])
-    assert EVERY["gaussian"].mode(parameters).tolist() == [[0.0, 0.5]]
+    # the box is [-2, 1] x [0.5, 0.75]: -0.5 + 1.5 * 0 and 0.625 + 0.125 * 0.5
+    assert EVERY["gaussian"].mode(parameters).tolist() == [[-0.5, 0.6875]]
     middle, half = (LOW + HIGH) / 2, (HIGH - LOW) / 2
     expected = torch.from_numpy(middle + half * np.tanh([0.0, 0.5])).float().unsqueeze(0)
     torch.testing.assert_close(EVERY["squashed"].mode(parameters), expected)
@@ -122,6 +126,43 @@ def test_densities_integrate_to_one_in_the_environments_units(subtests: pytest.S
             parameters = torch.tensor([[0.4, -0.5]]).double().expand(20_000, -1)
             densities = distribution.log_prob(parameters, centres).exp()
             assert float(densities.sum() * (8 / 20_000)) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_first_gaussian_actions_cover_any_box(subtests: pytest.Subtests) -> None:
+    """A network's first outputs are near 0: mean 0 and log_std 0. One in three actions is then outside, on both sides."""
+    for low, high in ((0.0, 1000.0), (-1.0, 1.0), (-1e-3, 3e-3), (1e6, 3e6)):
+        with subtests.test(low=low, high=high):
+            space = spaces.Box(low, high, (1,), np.float64)
+            distribution = distribution_for(space)
+            drawn = draw(distribution, torch.zeros(4000, 2, dtype=torch.float64))
+            inside = (drawn.numpy() - low) / (high - low)
+            assert stats.kstest(inside.ravel(), stats.norm(0.5, 0.5).cdf).pvalue > 1e-3
+            taken = distribution.to_env(drawn)
+            assert taken.min() == low
+            assert taken.max() == high
+
+
+def test_gaussian_densities_integrate_to_one_in_the_environments_units(subtests: pytest.Subtests) -> None:
+    parameters = torch.tensor([[0.4, -0.5]]).double()
+    for low, high in ((0.0, 1000.0), (-2.0, 2.0), (0.5, 0.501)):
+        with subtests.test(low=low, high=high):
+            distribution = distribution_for(spaces.Box(low, high, (1,), np.float64))
+            width = high - low
+            cells = torch.linspace(low - 3 * width, high + 3 * width, 20_001, dtype=torch.float64)
+            centres = ((cells[1:] + cells[:-1]) / 2).unsqueeze(1)
+            densities = distribution.log_prob(parameters.expand(20_000, -1), centres).exp()
+            assert float((densities * cells.diff()).sum()) == pytest.approx(1.0, abs=1e-6)
+            entropy = -float((densities * densities.clamp(min=1e-300).log() * cells.diff()).sum())
+            assert float(distribution.entropy(parameters)) == pytest.approx(entropy, abs=1e-6)
+
+
+def test_a_gaussian_has_the_units_of_the_box_only_where_both_bounds_are_finite() -> None:
+    huge = np.finfo(np.float32).max
+    low, high = np.float32([-np.inf, 0.0, -huge, 3.0, 5.0]), np.float32([np.inf, np.inf, huge, 5.0, 5.0])
+    distribution = distribution_for(spaces.Box(low, high))
+    assert distribution.mode(torch.full((1, 10), 0.5)).tolist() == [[0.5, 0.5, 0.5, 4.5, 0.5]]
+    parameters, actions = torch.zeros(1, 10), torch.tensor([[0.0, 0.0, 0.0, 4.0, 0.0]])
+    assert float(distribution.log_prob(parameters, actions)) == pytest.approx(5 * stats.norm.logpdf(0.0), rel=1e-6)
 
 
 def test_actions_stay_within_bounds_that_float32_rounds(subtests: pytest.Subtests) -> None:
