@@ -43,8 +43,8 @@ class EpisodePolicy(nn.Module):
         environment: An id, a function that creates an environment, a Gymnasium vector environment, or a pool of `make_pool`.
         num_members: Number of concurrent environments. More members use each forward pass better and take more memory. None
             uses the number of environments of a given vector environment or pool, otherwise 16.
-        torso: Module from observations [n, *shape] to features [n, F]. None uses `mlp_torso` with `hidden`, or `CNNTorso` for
-            images.
+        torso: Module from observations [n, *shape] to features [n, F], without a memory. None uses `mlp_torso` with `hidden`,
+            or `CNNTorso` for images.
         hidden: Widths of the default torso.
         activation: Activation of the default torso.
         distribution: Action distribution: `gaussian` (`auto` for boxes), `squashed`, `beta`, or an `ActionDistribution`.
@@ -119,23 +119,26 @@ class EpisodePolicy(nn.Module):
             raise ConfigError(
                 "EpisodePolicy: normalize_observations=True does not support images. Leave it out: CNNTorso scales pixels."
             )
-        example = torch.zeros(1, *self.encoder.shape)
 
         def new_torso() -> nn.Module:
             if self.encoder.is_image:
                 return CNNTorso(self.encoder.shape)
+            self.encoder.require_flat()
             return mlp_torso(self.encoder.shape[0], hidden, activation)
 
+        def outputs_of(module: nn.Module) -> int:
+            return num_outputs(module, self.encoder.shape, self.encoder.dtype)
+
         body = new_torso() if torso is None else torso
-        self.actor = nn.Sequential(body, self._head(num_outputs(body, example), std, initial_log_std))
+        self.actor = nn.Sequential(body, self._head(outputs_of(body), std, initial_log_std))
         self.critic: nn.Module | None = critic if isinstance(critic, nn.Module) else None
         if critic is True:
             own = new_torso() if torso is None else copy.deepcopy(torso)
-            self.critic = nn.Sequential(own, linear(num_outputs(own, example), 1, gain=1.0))
-        if self.critic is not None and num_outputs(self.critic, example) != 1:
+            self.critic = nn.Sequential(own, linear(outputs_of(own), 1, gain=1.0))
+        if self.critic is not None and outputs_of(self.critic) != 1:
             raise ConfigError(
                 "EpisodePolicy: a critic must map observations [n, *shape] to values [n, 1]; got "
-                f"[n, {num_outputs(self.critic, example)}]. Let its last layer have one output."
+                f"[n, {outputs_of(self.critic)}]. Let its last layer have one output."
             )
         self.register_buffer("_sampled_with", torch.full_like(self._fingerprint(), torch.nan))
         if split_steps:

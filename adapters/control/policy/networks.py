@@ -9,8 +9,15 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from grpo.errors import ConfigError
+from grpo.writing import describe
 
 Activation: TypeAlias = Literal["tanh", "relu"]
+
+REMEDY = (
+    "Let the environment show what has to be remembered: use gymnasium.wrappers.FrameStackObservation, or make previous "
+    "actions a part of the observation."
+)
+"""What to do instead of a memory in the network."""
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
 
@@ -61,7 +68,8 @@ class CNNTorso(nn.Module):
         height, width, channels = shape
         if min(height, width) < 36:
             raise ConfigError(
-                f"CNNTorso: images must be at least 36 x 36; got {height} x {width}. Pass a custom torso."
+                f"CNNTorso: images must be at least 36 x 36; got {height} x {width}. Pass a custom torso. Channels and "
+                "stacked frames must come last: move them with gymnasium.wrappers.TransformObservation and np.moveaxis."
             )
         self.convolutions = nn.Sequential(
             nn.Conv2d(channels, 16, 8, stride=4), nn.ReLU(),
@@ -93,14 +101,55 @@ class SharedStd(nn.Module):
         return torch.cat([mean, self.log_std.expand_as(mean)], dim=1)
 
 
-def num_outputs(module: nn.Module, example: Tensor) -> int:
-    """Number of features that a torso returns for an observation."""
-    with torch.no_grad():
-        features = module(example)
-    if not isinstance(features, Tensor) or features.dim() != 2:
-        shape = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
+def num_outputs(module: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Number of features F that a torso returns for an observation. The module computes three random observations.
+
+    Args:
+        module: Torso or critic. It is not changed.
+        shape: Shape of an observation.
+        dtype: Data type of an observation.
+
+    Raises:
+        ConfigError: The module is recurrent, does not return [n, F], or its features of one observation depend on other
+            observations or on earlier calls.
+    """
+    name = type(module).__name__
+    recurrent = [type(part).__name__ for part in module.modules() if isinstance(part, nn.RNNBase | nn.RNNCellBase)]
+    if recurrent:
         raise ConfigError(
-            f"{type(module).__name__}: a torso must map [n, *observation] to features [n, F]; got {shape}. Return one row of "
-            "features per observation."
+            f"{name}: a torso must have no memory, because every step is scored alone; got {recurrent[0]}. {REMEDY}"
+        )
+    random = torch.rand(3, *shape, generator=torch.Generator().manual_seed(0))
+    example = random.to(dtype) if dtype.is_floating_point else (255 * random).to(dtype)
+    modes = {part: part.training for part in module.modules()}
+    module.eval()  # without dropout, and with the stored statistics of normalising layers
+    try:
+        with torch.no_grad():
+            features, again, alone = module(example), module(example), module(example[:1])
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"{name}: a torso must map observations {['n', *shape]} of {str(dtype).removeprefix('torch.')} to features [n, F], "
+            f"and take no other argument; it raised {type(error).__name__}: {error}. Correct its forward()."
+        ) from error
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+    if not isinstance(features, Tensor) or features.dim() != 2 or len(features) != len(example):
+        raise ConfigError(
+            f"{name}: a torso must map [n, *observation] to features [n, F]; got {describe(features)} for n = {len(example)}. "
+            "Return one row of features per observation. If the module also returns a hidden state, it has a memory. "
+            + REMEDY
+        )
+    if not torch.allclose(features, again, rtol=0.0, atol=0.0, equal_nan=True):
+        raise ConfigError(
+            f"{name}: a torso must return equal features for equal observations, because every step is scored alone; two "
+            f"calls in eval mode differ by up to {float((features - again).abs().max()):.2g}, so it has a memory or is random. "
+            + REMEDY
+        )
+    if not torch.allclose(features[:1], alone, rtol=1e-3, atol=1e-4, equal_nan=True):
+        raise ConfigError(
+            f"{name}: a torso must compute the features of an observation from this observation alone, because a batch has "
+            "steps of several episodes; together with two others they differ by up to "
+            f"{float((features[:1] - alone).abs().max()):.2g}. Do not mix rows along the first axis."
         )
     return features.shape[1]

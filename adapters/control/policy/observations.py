@@ -18,6 +18,13 @@ MAX_DEVIATION = 10.0
 """Normalised observations are clamped to this many standard deviations."""
 
 
+MAX_FLAT = 10_000
+"""Maximum length of a flat observation for the default torso. Its first layer has this many weights per unit."""
+
+IMAGE_SIDE = 36
+"""Integers with two axes of at least this length are an image, in a part of an observation or in a stack of frames."""
+
+
 class ObservationEncoder:
     """Encodes a batch of observations as one tensor [n, *shape].
 
@@ -32,6 +39,7 @@ class ObservationEncoder:
     """
 
     def __init__(self, space: spaces.Space) -> None:
+        self.space = space
         self.is_image = isinstance(space, spaces.Box) and len(space.shape) == 3
         self._encode = self._keep if self.is_image else _encoder(space)
         self.shape: tuple[int, ...] = space.shape if self.is_image else (spaces.flatdim(space),)  # type: ignore[assignment]
@@ -41,8 +49,47 @@ class ObservationEncoder:
         """Encode a batch. The result is a copy, because environments may overwrite their observations."""
         return torch.from_numpy(self._encode(observations))
 
+    def require_flat(self) -> None:
+        """Check that a fully connected network suits the flat observation.
+
+        Raises:
+            ConfigError: A part of the observation is an image, or the observation is too long.
+        """
+        images = [part for part in _parts(self.space) if _is_image(part)]
+        if images:
+            raise ConfigError(
+                f"EpisodePolicy: the default networks take an image only as a single Box [height, width, channels]; got "
+                f"{images[0]} in {type(self.space).__name__} observations, which would be flattened to {self.shape[0]:,} "
+                "numbers. Stack frames along the last axis, or add one to images without channels, with "
+                "gymnasium.wrappers.TransformObservation; take the image out of a Dict in the same way. Or pass a torso that "
+                "takes the flat observation."
+            )
+        if self.shape[0] > MAX_FLAT:
+            raise ConfigError(
+                f"EpisodePolicy: a flat observation must have at most {MAX_FLAT:,} numbers for the default network; got "
+                f"{self.shape[0]:,} from {self.space}. Reduce the observation with gymnasium.wrappers.TransformObservation, or "
+                "pass a torso."
+            )
+
     def _keep(self, observations: Any) -> Any:
         return np.array(observations)
+
+
+def _parts(space: spaces.Space) -> list[spaces.Space]:
+    """The space itself, or the parts of a nested space."""
+    match space:
+        case spaces.Dict():
+            return [leaf for part in space.spaces.values() for leaf in _parts(part)]
+        case spaces.Tuple():
+            return [leaf for part in space.spaces for leaf in _parts(part)]
+        case _:
+            return [space]
+
+
+def _is_image(space: spaces.Space) -> bool:
+    if not isinstance(space, spaces.Box):
+        return False
+    return np.issubdtype(space.dtype, np.integer) and sum(side >= IMAGE_SIDE for side in space.shape) >= 2
 
 
 def _encoder(space: spaces.Space) -> Callable[[Any], Any]:
@@ -51,11 +98,9 @@ def _encoder(space: spaces.Space) -> Callable[[Any], Any]:
         case spaces.Box() | spaces.MultiBinary():
             width = int(np.prod(space.shape))
             return lambda batch: np.array(batch, dtype=np.float32).reshape(-1, width)
-        case spaces.Discrete():
-            table = np.eye(int(space.n), dtype=np.float32)
-            return lambda batch: table[np.asarray(batch) - int(space.start)]
-        case spaces.MultiDiscrete():
-            sizes, starts = space.nvec.ravel(), np.asarray(space.start).ravel()
+        case spaces.Discrete() | spaces.MultiDiscrete():
+            nvec = space.n if isinstance(space, spaces.Discrete) else space.nvec
+            sizes, starts = np.ravel(nvec), np.ravel(space.start)
             offsets = np.concatenate([[0], np.cumsum(sizes)[:-1]]) - starts
 
             def one_hot(batch: Any) -> Any:

@@ -1,6 +1,7 @@
 """Settings of EpisodePolicy that cannot work are refused, with what was required and what to do."""
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
@@ -21,6 +22,8 @@ def test_settings_that_cannot_work_are_refused(subtests: pytest.Subtests) -> Non
         (Chance, {"max_episode_steps": 0}, "max_episode_steps must be >= 1, or None; got 0"),
         (Chance, {"action_mask": "infos"}, r"action_mask must be 'info', a callable .* got 'infos'"),
         (Chance, {"torso": nn.Flatten(0)}, r"Flatten: a torso must map \[n, \*observation\] to features \[n, F\]"),
+        (Chance, {"torso": nn.LSTM(3, 4)}, "LSTM: a torso must have no memory"),
+        (Chance, {"critic": nn.Sequential(nn.Linear(3, 4), nn.GRU(4, 1))}, "a torso must have no memory.*got GRU"),
         (Chance, {"std": "common"}, "std must be 'shared' or 'observation'; got 'common'"),
         (
             bits,
@@ -43,6 +46,49 @@ def test_settings_that_cannot_work_are_refused(subtests: pytest.Subtests) -> Non
     ):
         with subtests.test(settings=settings), pytest.raises(ConfigError, match=message):
             EpisodePolicy(environment, **settings)
+
+
+def test_images_that_would_be_flattened_are_refused(subtests: pytest.Subtests) -> None:
+    """Their first layer would have millions of weights. A torso of the user's own may take them."""
+    colours = spaces.Box(0, 255, (40, 40, 3), np.uint8)
+    for observations, message in (
+        (
+            spaces.Box(0, 255, (4, 40, 40, 3), np.uint8),
+            r"image only as a single Box .* in Box observations.* 19,200 numbers",
+        ),
+        (spaces.Dict(camera=colours, speed=UNIT), r"got Box.*40, 40, 3.* in Dict observations.* out of a Dict"),
+        (spaces.Tuple((UNIT, spaces.Dict(camera=colours))), "in Tuple observations"),
+        (spaces.Box(0, 255, (84, 84), np.uint8), "add one to images without channels"),
+        (spaces.Box(0.0, 1.0, (4, 96, 96, 3)), r"must have at most 10,000 numbers .* got 110,592"),
+        (spaces.Discrete(10_001), r"must have at most 10,000 numbers .* got 10,001 from Discrete"),
+        (spaces.Box(0, 255, (4, 84, 84), np.uint8), r"at least 36 x 36; got 4 x 84. .* stacked frames must come last"),
+    ):
+        with subtests.test(observations=str(observations)), pytest.raises(ConfigError, match=message):
+            EpisodePolicy(lambda space=observations: Spaces(space, spaces.Discrete(2)), num_members=1)
+    own = nn.Sequential(nn.Unflatten(1, (4, 4800)), nn.AvgPool1d(100), nn.Flatten())
+    stack = spaces.Box(0, 255, (4, 40, 40, 3), np.uint8)
+    policy = EpisodePolicy(lambda: Spaces(stack, spaces.Discrete(2)), num_members=1, torso=own)
+    assert policy.sample_actions(STARTS, 1).mask.shape == (2, 4)
+
+
+def test_the_wrapper_that_the_error_names_makes_a_frame_stack_work() -> None:
+    merged = spaces.Box(0, 255, (40, 40, 12), np.uint8)
+
+    def make() -> gymnasium.Env:
+        stacked = gymnasium.wrappers.FrameStackObservation(
+            Spaces(spaces.Box(0, 255, (40, 40, 3), np.uint8), spaces.Discrete(2)), 4
+        )
+        return gymnasium.wrappers.TransformObservation(stacked, lambda frames: np.concatenate(frames, axis=-1), merged)
+
+    policy = EpisodePolicy(make, num_members=1)
+    assert policy.sample_actions(STARTS, 1).actions[0][0].observations.shape == (4, 40, 40, 12)
+    assert sum(value.numel() for value in policy.parameters()) < 100_000
+
+
+def test_small_grids_are_flattened() -> None:
+    grid = spaces.Dict(cells=spaces.Box(0, 10, (7, 7, 3), np.uint8), direction=spaces.Discrete(4))
+    policy = EpisodePolicy(lambda: Spaces(grid, spaces.Discrete(2)), num_members=1)
+    assert policy.encoder.shape == (151,)
 
 
 def test_the_number_of_members_is_that_of_the_pool_or_vector_environment() -> None:

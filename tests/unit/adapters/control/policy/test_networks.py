@@ -79,10 +79,79 @@ class Wrong(nn.Module):
 
 
 def test_the_number_of_features_is_inferred_and_wrong_outputs_are_refused(subtests: pytest.Subtests) -> None:
-    assert num_outputs(mlp_torso(3, (7,)), torch.zeros(1, 3)) == 7
-    for output, got in ((torch.zeros(1, 2, 3), r"\[1, 2, 3\]"), (torch.zeros(1), r"\[1\]"), ((), "tuple")):
+    assert num_outputs(mlp_torso(3, (7,)), (3,), torch.float32) == 7
+    for output, got in ((torch.zeros(3, 2, 3), r"\[3, 2, 3\]"), (torch.zeros(3), r"\[3\]"), ((), "a tuple of 0")):
         with (
             subtests.test(got=got),
             pytest.raises(ConfigError, match=rf"Wrong: a torso must map \[n, \*observation\] .* got {got}"),
         ):
-            num_outputs(Wrong(output), torch.zeros(1, 3))
+            num_outputs(Wrong(output), (3,), torch.float32)
+
+
+class Remembers(nn.Module):
+    """A recurrent network of its own making: the features depend on earlier calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.memory = torch.zeros(4)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        features = (self.layer(observations) + self.memory).tanh()
+        self.memory = features.detach().mean(0)
+        return features
+
+
+class ReturnsItsState(Remembers):
+    def forward(self, observations: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        features = self.layer(observations)
+        return features, features
+
+
+class NeedsItsState(Remembers):
+    def forward(self, observations: Tensor, state: Tensor) -> Tensor:  # type: ignore[override]
+        return self.layer(observations) + state
+
+
+class MixesRows(Remembers):
+    def forward(self, observations: Tensor) -> Tensor:
+        return self.layer(observations - observations.mean(0))
+
+
+def test_torsos_with_a_memory_are_refused(subtests: pytest.Subtests) -> None:
+    """Every step is scored alone, so such a torso would run without its memory."""
+    for torso, message in (
+        (
+            nn.LSTM(3, 4),
+            "LSTM: a torso must have no memory.*got LSTM. Let the environment show .*FrameStackObservation",
+        ),
+        (nn.Sequential(nn.Linear(3, 4), nn.GRUCell(4, 4)), "Sequential: a torso must have no memory.*got GRUCell"),
+        (nn.Sequential(nn.RNN(3, 4)), "a torso must have no memory.*got RNN"),
+        (Remembers(), "Remembers: a torso must return equal features .* it has a memory or is random"),
+        (ReturnsItsState(), "a torso must map .* got a tuple of 2 .* also returns a hidden state, it has a memory"),
+        (NeedsItsState(), "take no other argument; it raised TypeError: .*'state'"),
+        (MixesRows(), "MixesRows: a torso must compute the features of an observation from this observation alone"),
+    ):
+        with subtests.test(torso=type(torso).__name__), pytest.raises(ConfigError, match=message):
+            num_outputs(torso, (3,), torch.float32)
+
+
+def test_torsos_are_tried_in_evaluation_mode_and_left_as_they_were() -> None:
+    torso = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.LayerNorm(4)).train()
+    torso[2].eval()
+    before = {name: value.clone() for name, value in torso.state_dict().items()}
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    assert num_outputs(torso, (3,), torch.float32) == 4
+    assert torch.equal(torch.rand(3), expected)
+    assert [part.training for part in torso] == [True, True, False, True]
+    assert all(torch.equal(value, before[name]) for name, value in torso.state_dict().items())
+    assert num_outputs(nn.Sequential(nn.Flatten(), nn.LazyLinear(5)), (3, 2), torch.float32) == 5
+
+
+def test_a_torso_that_cannot_take_the_observations_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"must map observations \['n', 4\] of float32 .* it raised RuntimeError: mat1 and mat2"
+    ):
+        num_outputs(nn.Linear(3, 4), (4,), torch.float32)
