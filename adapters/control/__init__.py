@@ -25,6 +25,7 @@ try:
 except ImportError as error:
     raise ImportError('adapters.control needs Gymnasium: pip install "model-agnostic-grpo[gym]"') from error
 
+from .environments.checks import check_environment
 from .environments.episodes import Episode, EpisodeStart, episode_starts
 from .environments.pools import AsyncPool, EnvironmentPool, NativeCartPole, PoolStep, SerialPool, WorkerLost, make_pool
 from .environments.snapshots import Snapshot, Snapshotable, restore_snapshot, take_snapshot
@@ -77,6 +78,7 @@ __all__ = [
     "SquashedGaussian",
     "StepReward",
     "WorkerLost",
+    "check_environment",
     "distribution_for",
     "effort",
     "episode_starts",

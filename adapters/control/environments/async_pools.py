@@ -23,6 +23,7 @@ from .pool_base import (
     environment_name,
     find_misfit,
     misfit_fault,
+    require_equal_members,
     require_fixed_shape,
     reward_fault,
     take_rows,
@@ -48,6 +49,7 @@ class WorkerEnv(gymnasium.Wrapper):
 
     def __init__(self, env: gymnasium.Env) -> None:
         super().__init__(env)
+        require_equal_members(env)
         # AsyncVectorEnv passes the metadata on
         self.metadata = {**env.metadata, "name": environment_name(env), "time_limit": time_limit(env)}
 
@@ -94,7 +96,7 @@ class AsyncPool:
         infos: Whether to fill `PoolStep.infos`.
 
     Raises:
-        ConfigError: There are no environments, or observations have no fixed shape.
+        ConfigError: There are no environments, observations have no fixed shape, or a wrapper keeps running statistics.
         ContractError: A worker ended while it created its environment.
     """
 

@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import create_empty_array
-from gymnasium.wrappers import TimeLimit
+from gymnasium.wrappers import NormalizeObservation, NormalizeReward, TimeLimit
 from jaxtyping import Bool, Float64, Int64
 
 from grpo.errors import ConfigError, ContractError, GRPOError
@@ -98,6 +98,26 @@ def time_limit(env: gymnasium.Env) -> int | None:
     registered = None if env.spec is None else env.spec.max_episode_steps
     wrapped = [layer._max_episode_steps for layer in layers_of(env) if isinstance(layer, TimeLimit)]
     return min((limit for limit in (registered, *wrapped) if limit is not None and limit > 0), default=None)
+
+
+def require_equal_members(env: gymnasium.Env) -> None:
+    """Check that no wrapper keeps running statistics, which would differ between members and change in evaluations.
+
+    Raises:
+        ConfigError: A wrapper keeps running statistics.
+    """
+    for layer in layers_of(env):
+        if isinstance(layer, NormalizeObservation | NormalizeReward):
+            keeps = layer.update_running_mean
+        else:
+            keeps = any(type(value).__name__ == "RunningMeanStd" for value in vars(layer).values())
+        if keeps:
+            raise ConfigError(
+                f"{environment_name(env)}: the members of a pool must not keep statistics of their own, because equal starts "
+                f"would have different observations or rewards, and evaluations would change them; {type(layer).__name__} "
+                "keeps a running mean. Remove this wrapper, and pass EpisodePolicy(normalize_observations=True), which has one "
+                "mean for all members; rewards need no scale, because advantages are normalised (AdvantageConfig.scale)."
+            )
 
 
 def find_misfit(space: gymnasium.Space, observation: Any) -> str | None:

@@ -19,6 +19,7 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 from jaxtyping import Int64
 
 from grpo.errors import ConfigError, GRPOError
+from grpo.writing import describe
 
 from .async_pools import AsyncPool
 from .episodes import EpisodeStart
@@ -32,6 +33,7 @@ from .pool_base import (
     environment_name,
     exception_fault,
     misfit_fault,
+    require_equal_members,
     reward_fault,
     take_rows,
     time_limit,
@@ -60,7 +62,8 @@ class SerialPool:
         infos: Whether to fill `PoolStep.infos`.
 
     Raises:
-        ConfigError: There are no environments, an environment occurs twice, spaces differ, or observations have no fixed shape.
+        ConfigError: There are no environments, an environment occurs twice, spaces differ, observations have no fixed shape, or
+            a wrapper keeps running statistics.
     """
 
     def __init__(self, envs: Sequence[gymnasium.Env] | SyncVectorEnv, *, infos: bool = False) -> None:
@@ -80,6 +83,7 @@ class SerialPool:
         self.max_episode_steps = None if None in limits else max(limit for limit in limits if limit is not None)
         name = environment_name(self._envs[0])
         for member, env in enumerate(self._envs):
+            require_equal_members(env)
             if env.observation_space != self.observation_space or env.action_space != self.action_space:
                 raise ConfigError(
                     f"SerialPool: all members need the spaces of member 0, {self.observation_space} and "
@@ -226,6 +230,26 @@ def make_pool(
             "Pass a function that creates the environment, because a single instance cannot be copied."
         )
     return _pool_of_factory(env, num_members, vectorization, infos)
+
+
+def environment_factory(env: str | Callable[[], gymnasium.Env]) -> Callable[[], gymnasium.Env]:
+    """A function that creates the environment of an id, or the function itself.
+
+    Raises:
+        ConfigError: `env` is neither. An unknown id raises when the function is called.
+    """
+    if isinstance(env, str):
+
+        def make() -> gymnasium.Env:
+            with _explained(env):
+                return gymnasium.make(env)
+
+        return make
+    if not callable(env):
+        raise ConfigError(
+            f"An environment must be an id or a function that creates one; got {describe(env)}. Pass lambda: YourEnvironment()."
+        )
+    return env
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def take_snapshot(env: gymnasium.Env, observation: Any) -> Snapshot:
     """
     name = _name(env)
     inner = env.unwrapped
-    if not isinstance(inner, Snapshotable) and not _qualified_name(inner).startswith(COVERED_MODULES):
+    if not is_supported(env):
         raise ConfigError(
             f"take_snapshot: {name} must be one of Gymnasium's classic control, toy text and MuJoCo environments, a maze of "
             f"Gymnasium-Robotics, or implement Snapshotable; got {_qualified_name(inner)} Give the class snapshot(self), "
@@ -143,6 +143,12 @@ def take_snapshot(env: gymnasium.Env, observation: Any) -> Snapshot:
             f"take_snapshot: the state and the observation of {name} must be picklable; got {error}. Return numbers, "
             "strings, numpy arrays, and dicts, lists and tuples of these from snapshot()."
         ) from error
+
+
+def is_supported(env: gymnasium.Env) -> bool:
+    """Whether the environment is `Snapshotable`, or one that this module covers."""
+    inner = env.unwrapped
+    return isinstance(inner, Snapshotable) or _qualified_name(inner).startswith(COVERED_MODULES)
 
 
 def restore_snapshot(env: gymnasium.Env, snapshot: Snapshot) -> Any:

@@ -1,6 +1,7 @@
 """A policy whose actions are whole episodes of a Gymnasium environment."""
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
 from adapters.control.environments.pools import EnvironmentPool, make_pool
-from grpo.errors import ConfigError, ContractError
+from grpo.errors import ConfigError, ContractError, GRPOWarning
 from grpo.types import ActionScores, SampledActions
 
 from .distributions import ActionDistribution, Gaussian, Kind, SquashedGaussian, distribution_for
@@ -140,6 +141,7 @@ class EpisodePolicy(nn.Module):
                 "EpisodePolicy: a critic must map observations [n, *shape] to values [n, 1]; got "
                 f"[n, {outputs_of(self.critic)}]. Let its last layer have one output."
             )
+        self._has_warned_of_strangers = self._has_looked_for_twins = False
         self.register_buffer("_sampled_with", torch.full_like(self._fingerprint(), torch.nan))
         if split_steps:
             self.split_steps = (
@@ -205,6 +207,8 @@ class EpisodePolicy(nn.Module):
         )
         scores = self._score_steps(record.observations, record.actions, record.allowed, parameters=record.parameters)
         episodes = _episodes(record, scores.log_probs.squeeze(1).cpu())
+        self._warn_of_strangers(episodes, num_actions_per_state)
+        self._warn_of_twins(episodes, num_actions_per_state)
         scores = self._as_rows(scores, episodes)
         if self.normalizer is not None:  # last: if memory runs out before, these episodes are discarded
             self.normalizer.see(record.observations.to(self.device))
@@ -216,6 +220,40 @@ class EpisodePolicy(nn.Module):
             scores=scores,
             metrics=_metrics(episodes, record.num_lost),
         )
+
+    def _warn_of_strangers(self, episodes: Sequence[Episode], group_size: int) -> None:
+        """Warn once if episodes of one group have different starts."""
+        if self._has_warned_of_strangers:
+            return
+        first = torch.stack([episode.observations[0] for episode in episodes]).unflatten(0, (-1, group_size))
+        differs = (first != first[:, :1]).flatten(1).any(1)
+        if bool(differs.any()):
+            self._has_warned_of_strangers = True
+            warnings.warn(
+                "EpisodePolicy: all episodes of a group must have the same start, because they are compared with their mean; "
+                f"in {int(differs.sum())} of {len(differs)} groups the first observations differ. Let reset() call "
+                "super().reset(seed=seed) and draw from self.np_random, and let no wrapper keep a state across resets. "
+                "check_environment(...) shows what is wrong. If a start cannot be repeated, use a critic and credit='gae'.",
+                GRPOWarning,
+                stacklevel=3,
+            )
+
+    def _warn_of_twins(self, episodes: Sequence[Episode], group_size: int) -> None:
+        """Warn in the first iteration with groups if most episodes are copies."""
+        if self._has_looked_for_twins or group_size == 1:
+            return
+        self._has_looked_for_twins = True
+        groups = [episodes[first : first + group_size] for first in range(0, len(episodes), group_size)]
+        num_copies = len(episodes) - sum(len({_content(episode) for episode in group}) for group in groups)
+        if 2 * num_copies >= len(episodes):
+            warnings.warn(
+                f"EpisodePolicy: the episodes of a group should differ; {num_copies} of {len(episodes)} are copies of another "
+                "episode of their group, with the same actions and rewards. Copies cost time and add nothing. The seed of the "
+                "group fixes all random events, so short episodes with few actions have few outcomes: use a smaller group_size "
+                "and more starts per iteration. If the policy is already trained, it may take almost no other action.",
+                GRPOWarning,
+                stacklevel=3,
+            )
 
     @torch.no_grad()
     def roll_out(
@@ -464,6 +502,11 @@ def _episodes(record: Record, log_probs: Tensor) -> list[Episode]:
             *columns, record.terminated, record.final_observations, strict=True
         )
     ]
+
+
+def _content(episode: Episode) -> bytes:
+    """Actions and rewards, to compare episodes of one start."""
+    return episode.actions.numpy().tobytes() + episode.rewards.numpy().tobytes()
 
 
 def _metrics(episodes: Sequence[Episode], num_lost: int) -> dict[str, float]:

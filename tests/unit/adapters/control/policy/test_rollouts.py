@@ -14,7 +14,7 @@ from adapters.control import EpisodePolicy
 from adapters.control.environments.episodes import Episode, EpisodeStart
 from adapters.control.environments.pools import PoolStep, SerialPool, WorkerLost, make_pool
 from adapters.control.policy.rollouts import MAX_LOSSES_IN_A_ROW, Record
-from grpo.errors import ConfigError, ContractError
+from grpo.errors import ConfigError, ContractError, GRPOWarning
 from tests.support.control_environments import Chance, Crossing, Watched
 
 POOLS: dict[str, Callable[[int], Any]] = {
@@ -287,6 +287,52 @@ def test_a_broken_environment_is_named_and_not_the_network() -> None:
         policy_on(SerialPool([Broken()])).roll_out(starts_of(1), seed=0)
 
 
+# Groups
+
+
+class IgnoresSeed(Chance):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return super().reset(options=options)
+
+
+def test_groups_of_strangers_are_named_once() -> None:
+    policy = EpisodePolicy(IgnoresSeed, num_members=4)
+    with pytest.warns(GRPOWarning, match=r"in 2 of 2 groups the first observations differ. .* super\(\).reset"):
+        policy.sample_actions(starts_of(1, 2), 3)
+    policy.sample_actions(starts_of(1, 2), 3)  # warnings are errors
+    EpisodePolicy(IgnoresSeed, num_members=4).sample_actions(starts_of(1, 2), 1)  # there is nobody to compare with
+
+
+def test_groups_of_twins_are_named_in_the_first_iteration() -> None:
+    policy = EpisodePolicy("Blackjack-v1", num_members=8, max_episode_steps=20)
+    with pytest.warns(GRPOWarning, match=r"of 32 are copies of another .* smaller group_size and more starts"):
+        policy.sample_actions(starts_of(1, 2), 16)
+    policy.sample_actions(starts_of(1, 2), 16)  # warnings are errors
+    for env_id in ("CartPole-v1", "FrozenLake-v1"):
+        EpisodePolicy(env_id, num_members=8).sample_actions(starts_of(1, 2), 16)
+
+
+def test_wrappers_with_statistics_of_their_own_are_refused(subtests: pytest.Subtests) -> None:
+    normalized, paid = gymnasium.wrappers.NormalizeObservation, gymnasium.wrappers.NormalizeReward
+    for make, options in (
+        (lambda: normalized(Chance()), {}),
+        (lambda: normalized(Chance()), {"vectorization": "async"}),
+        (lambda: gymnasium.wrappers.ClipReward(paid(Chance()), -1.0, 1.0), {}),
+    ):
+        with (
+            subtests.test(options=options),
+            pytest.raises(ConfigError, match=r"Normalize.* keeps a running mean. .*normalize_observations=True"),
+        ):
+            EpisodePolicy(make, num_members=2, **options)
+
+    def frozen() -> gymnasium.Env:
+        env = normalized(Chance())
+        env.update_running_mean = False
+        return env
+
+    EpisodePolicy(frozen, num_members=2).sample_actions(starts_of(1, 2), 3)
+
+
 # Masks
 
 
@@ -298,6 +344,7 @@ class Silent(Crossing):
         return observation, reward, terminated, truncated, {} if terminated else info
 
 
+@pytest.mark.filterwarnings("ignore:.*must have the same start:grpo.errors.GRPOWarning")  # the members' masks differ
 def test_masks_are_obeyed_at_every_step(subtests: pytest.Subtests) -> None:
     masks: tuple[Any, ...] = ("info", lambda observations: observations > 0.5)
     for make, mask in ((Crossing, masks[0]), (Crossing, masks[1]), (Silent, masks[0])):
