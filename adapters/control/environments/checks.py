@@ -14,7 +14,6 @@ from gymnasium.utils.env_checker import data_equivalence
 
 from grpo.checks import CheckReport
 from grpo.checks.report import Rule, Verdict, absent, failed, note, passed, run_rules
-from grpo.errors import ConfigError
 from grpo.writing import describe, preserved_random_state
 
 from .pool_base import (
@@ -26,6 +25,7 @@ from .pool_base import (
     time_limit,
 )
 from .pools import environment_factory
+from .requirements import require_integers
 from .snapshots import is_supported, restore_snapshot, take_snapshot
 
 NUM_GROUPS, GROUP_SIZE = 4, 8
@@ -72,14 +72,9 @@ def check_environment(
         >>> check_environment("FrozenLake-v1").ok
         True
     """
-    for name, value, least in (
-        ("num_steps", num_steps, 1),
-        ("seed", seed, 0),
-        ("max_episode_steps", max_episode_steps, 1),
-    ):
-        is_absent = value is None and name == "max_episode_steps"
-        if not is_absent and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ConfigError(f"check_environment: {name} must be an integer >= {least}; got {describe(value)}.")
+    require_integers("check_environment", 1, num_steps=num_steps)
+    require_integers("check_environment", 0, seed=seed)
+    require_integers("check_environment", 1, optional=True, max_episode_steps=max_episode_steps)
     probe = EnvironmentProbe(environment, max_episode_steps, num_steps, seed)
     with preserved_random_state():
         results = run_rules(ENVIRONMENT_RULES, probe, prepare=lambda: None, skip=skip)

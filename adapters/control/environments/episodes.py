@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from grpo.errors import ConfigError
+from grpo.errors import ContractError
+from grpo.writing import describe
 
 from .plain_data import pack, unpack
+from .requirements import require_instance, require_integers
 from .snapshots import Snapshot
 
 
@@ -29,6 +31,13 @@ class EpisodeStart:
     """Options of `env.reset`."""
     snapshot: Snapshot | None = None
     """Snapshot from the middle of an episode, see `take_snapshot`. With a snapshot, `seed` and `options` are ignored."""
+
+    def __post_init__(self) -> None:
+        require_integers("EpisodeStart", 0, optional=True, seed=self.seed)
+        require_instance("EpisodeStart", "options", self.options, Mapping | None, "a mapping or None")
+        require_instance(
+            "EpisodeStart", "snapshot", self.snapshot, Snapshot | None, "a Snapshot of take_snapshot, or None"
+        )
 
     def to_state(self) -> dict[str, Any]:
         """Fields by name, for checkpoints. A snapshot is left as it is: many starts may share it, and it is stored once.
@@ -74,6 +83,24 @@ class Episode:
     allowed: Bool[Tensor, "L K"] | None = None
     """Mask of the allowed categories at each decision. None if all were allowed."""
 
+    def __post_init__(self) -> None:
+        for name in ("observations", "actions", "rewards", "log_probs", "final_observation", "allowed"):
+            value = getattr(self, name)
+            if not (isinstance(value, Tensor) or (value is None and name == "allowed")):
+                raise ContractError(
+                    f"Episode: {name} must be a tensor; got {describe(value)}. Use torch.as_tensor(...)."
+                )
+        if self.rewards.dim() != 1:
+            raise ContractError(f"Episode: rewards must be [L], one per step; got {describe(self.rewards)}.")
+        for name in ("observations", "actions", "log_probs", "allowed"):
+            value = getattr(self, name)
+            if value is not None and value.shape[:1] != self.rewards.shape:
+                raise ContractError(
+                    f"Episode: {name} must have one row per reward, L = {len(self.rewards)}; got {describe(value)}."
+                )
+        for name in ("terminated", "truncated"):
+            require_instance("Episode", name, getattr(self, name), bool, "True or False")
+
     def __len__(self) -> int:
         """Number of decisions, L."""
         return len(self.rewards)
@@ -100,8 +127,8 @@ def episode_starts(num_groups: int, *, seed: int = 0) -> Callable[[int], list[Ep
         >>> starts(7) == starts(7), starts(7) == starts(8)
         (True, False)
     """
-    if num_groups < 1 or seed < 0:
-        raise ConfigError(f"episode_starts: num_groups must be >= 1 and seed >= 0; got {num_groups}, {seed}.")
+    require_integers("episode_starts", 1, num_groups=num_groups)
+    require_integers("episode_starts", 0, seed=seed)
 
     def starts(iteration: int) -> list[EpisodeStart]:
         seeds = np.random.SeedSequence([seed, iteration]).generate_state(num_groups)

@@ -16,6 +16,7 @@ from grpo.errors import ConfigError, ContractError
 
 from .episodes import EpisodeStart
 from .pool_base import EpisodeSteps, PoolStep
+from .requirements import require_integers
 from .snapshots import restore_snapshot
 
 NATIVE_IDS = ("CartPole-v0", "CartPole-v1")
@@ -49,8 +50,7 @@ class NativeCartPole:
         self, members: int | CartPoleVectorEnv, *, env_id: str = "CartPole-v1", infos: bool = False, **env_kwargs: Any
     ) -> None:
         if isinstance(members, int):
-            if members < 1:
-                raise ConfigError(f"NativeCartPole needs at least one member; got {members}.")
+            require_integers("NativeCartPole", 1, members=members)
             made = gymnasium.make_vec(env_id, members, vectorization_mode="vector_entry_point", **env_kwargs)
             assert isinstance(made, CartPoleVectorEnv)
             self._env, self._make = made, (env_id, env_kwargs)

@@ -38,6 +38,7 @@ from .pool_base import (
     take_rows,
     time_limit,
 )
+from .requirements import require_instance, require_integers
 from .snapshots import restore_snapshot
 
 __all__ = [
@@ -76,6 +77,8 @@ class SerialPool:
                 f"SerialPool needs at least one environment, and a separate one for each member; got {num_distinct} for "
                 f"{len(self._envs)} members. A factory must create a new environment at every call."
             )
+        for env in self._envs:
+            require_instance("SerialPool", "every member", env, gymnasium.Env, "a gymnasium.Env")
         self.num_members = len(self._envs)
         self.observation_space = self._envs[0].observation_space
         self.action_space = self._envs[0].action_space
@@ -204,11 +207,10 @@ def make_pool(
         >>> pool.step(np.array([1]), np.array([0])).rewards
         array([1.])
     """
-    if num_members < 1 or vectorization not in get_args(Vectorization):
-        raise ConfigError(
-            f"make_pool: num_members must be >= 1 and vectorization one of {get_args(Vectorization)}; got {num_members} "
-            f"and {vectorization!r}."
-        )
+    require_integers("make_pool", 1, num_members=num_members)
+    require_instance("make_pool", "vectorization", vectorization, str, f"one of {get_args(Vectorization)}")
+    if vectorization not in get_args(Vectorization):
+        raise ConfigError(f"make_pool: vectorization must be one of {get_args(Vectorization)}; got {vectorization!r}.")
     if isinstance(env, str):
         with _explained(env):
             return _pool_of_id(env, num_members, vectorization, infos, env_kwargs)

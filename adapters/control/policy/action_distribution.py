@@ -4,7 +4,7 @@ Axes: n rows, P parameters per row, K concatenated categories, D numbers of a fl
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from grpo.errors import ContractError
 
 
+@runtime_checkable
 class ActionDistribution(Protocol):
     """pi(action | parameters), row by row. A network outputs the parameters.
 

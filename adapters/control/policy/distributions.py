@@ -13,7 +13,9 @@ from jaxtyping import Bool, Float, Shaped
 from numpy.typing import NDArray
 from torch import Tensor
 
+from adapters.control.environments.requirements import require_instance, require_integers
 from grpo.errors import ConfigError, ContractError
+from grpo.writing import describe
 
 from .action_distribution import ActionDistribution, refuse_mask
 from .box_actions import Beta, Gaussian, SquashedGaussian
@@ -53,6 +55,7 @@ def distribution_for(space: spaces.Space[Any], kind: Kind = "auto") -> ActionDis
         >>> distribution_for(spaces.Dict(arm=spaces.Box(-1, 1, (6,)), grip=spaces.Discrete(2))).num_parameters
         14
     """
+    require_instance("distribution_for", "kind", kind, str, f"one of {', '.join(get_args(Kind))}")
     if kind not in get_args(Kind):
         raise ConfigError(f"distribution_for: kind must be one of {', '.join(get_args(Kind))}; got {kind!r}.")
     match space:
@@ -113,8 +116,9 @@ class FromTorch:
         num_parameters: int,
         build: Callable[[Float[Tensor, "n P"]], torch.distributions.Distribution],
     ) -> None:
-        if num_parameters < 1:
-            raise ConfigError(f"FromTorch: num_parameters must be >= 1; got {num_parameters}.")
+        require_integers("FromTorch", 1, num_parameters=num_parameters)
+        if not callable(build):
+            raise ConfigError(f"FromTorch: build must be a function of parameters [n, P]; got {describe(build)}.")
         self.num_parameters = num_parameters
         self._build = build
         encoding = distribution_for(space)

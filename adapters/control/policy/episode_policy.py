@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
 from adapters.control.environments.pools import EnvironmentPool, make_pool
+from adapters.control.environments.requirements import require_instance, require_integers, require_numbers
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from grpo.types import ActionScores, SampledActions
+from grpo.writing import describe
 
 from .distributions import ActionDistribution, Gaussian, Kind, SquashedGaussian, distribution_for
 from .fast_forward import fast_forward
@@ -88,9 +90,19 @@ class EpisodePolicy(nn.Module):
         **make: Any,
     ) -> None:
         super().__init__()
-        if max_episode_steps is not None and max_episode_steps < 1:
-            raise ConfigError(f"EpisodePolicy: max_episode_steps must be >= 1, or None; got {max_episode_steps}.")
-        if not (action_mask is None or action_mask == "info" or callable(action_mask)):
+        require_integers(
+            "EpisodePolicy", 1, optional=True, num_members=num_members, max_episode_steps=max_episode_steps
+        )
+        require_integers("EpisodePolicy", 0, state_key_decimals=state_key_decimals)
+        require_numbers("EpisodePolicy", initial_log_std=initial_log_std)
+        require_instance("EpisodePolicy", "torso", torso, nn.Module | None, "an nn.Module or None")
+        require_instance(
+            "EpisodePolicy", "distribution", distribution, str | ActionDistribution, "a name or distribution"
+        )
+        require_instance("EpisodePolicy", "std", std, str, "'shared' or 'observation'")
+        require_instance("EpisodePolicy", "critic", critic, nn.Module | bool, "True, False or an nn.Module")
+        is_info = isinstance(action_mask, str) and action_mask == "info"
+        if not (action_mask is None or is_info or callable(action_mask)):
             raise ConfigError(
                 f"EpisodePolicy: action_mask must be 'info', a callable (encoded observations -> bool [n, K]) or None; got "
                 f"{action_mask!r}."
@@ -195,6 +207,12 @@ class EpisodePolicy(nn.Module):
     @torch.no_grad()
     def sample_actions(self, states: Sequence[EpisodeStart], num_actions_per_state: int) -> SampledActions:
         """Sample G episodes from each of B starts, with their scores. Seeds come from torch's global generator."""
+        require_instance("EpisodePolicy", "states", states, Sequence, "a list of EpisodeStart objects")
+        if not states:
+            raise ContractError(
+                f"EpisodePolicy: states must be a list of EpisodeStart objects; got {describe(states)}. Use episode_starts()."
+            )
+        require_integers("EpisodePolicy", 1, num_actions_per_state=num_actions_per_state)
         weights = self._fingerprint()
         if self.normalizer is not None and not torch.equal(weights, self._sampled_with):
             self.normalizer.begin()  # statistics change together with the weights, so the policy is constant between updates
@@ -345,8 +363,14 @@ class EpisodePolicy(nn.Module):
     def score_actions(self, states: Any, actions: Any) -> ActionScores:
         """Scores of whole episodes [N, T], or of single steps from `split_steps` [S, 1], in one forward pass."""
         if isinstance(actions, Tensor):
+            require_instance("EpisodePolicy", "states", states, Tensor, "a tensor like actions, from split_steps")
             observations, allowed = self._unpacked(states)
             return self._score_steps(observations, actions, allowed)
+        if not isinstance(actions, Sequence) or not actions or not all(isinstance(each, Episode) for each in actions):
+            raise ContractError(
+                f"EpisodePolicy: actions must be a list of Episode objects; got {describe(actions)}. Pass what sample_actions "
+                "returned."
+            )
         episodes: Sequence[Episode] = actions
         scores = self._score_steps(*_all_steps(episodes))
         return self._as_rows(scores, episodes)

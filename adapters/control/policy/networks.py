@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
+from adapters.control.environments.requirements import require_instance, require_integers
 from grpo.errors import ConfigError
 from grpo.writing import describe
 
@@ -38,6 +39,11 @@ def mlp_torso(num_inputs: int, hidden: Sequence[int] = (64, 64), activation: Act
         hidden: Widths of the layers, at least one. Larger widths can represent more and cost more per step.
         activation: `tanh` is bounded and the common choice for control. `relu` is faster in wide layers.
     """
+    require_integers("mlp_torso", 1, num_inputs=num_inputs)
+    require_instance("mlp_torso", "hidden", hidden, Sequence, "a list of widths")
+    for width in hidden:
+        require_integers("mlp_torso", 1, hidden=width)
+    require_instance("mlp_torso", "activation", activation, str, f"one of {list(ACTIVATIONS)}")
     if not hidden or activation not in ACTIVATIONS:
         raise ConfigError(
             f"mlp_torso: hidden needs at least one width, and activation must be one of {list(ACTIVATIONS)}; got {hidden}, "
@@ -65,7 +71,11 @@ class CNNTorso(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], num_features: int = 256) -> None:
         super().__init__()
+        require_instance("CNNTorso", "shape", shape, Sequence, "(height, width, channels)")
+        if len(shape) != 3:
+            raise ConfigError(f"CNNTorso: shape must be (height, width, channels); got {describe(shape)}.")
         height, width, channels = shape
+        require_integers("CNNTorso", 1, height=height, width=width, channels=channels, num_features=num_features)
         if min(height, width) < 36:
             raise ConfigError(
                 f"CNNTorso: images must be at least 36 x 36; got {height} x {width}. Pass a custom torso. Channels and "

@@ -8,7 +8,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from adapters.control.environments.episodes import Episode, EpisodeStart, episode_mask, pad_to_steps
+from adapters.control.environments.requirements import require_instance, require_numbers
 from grpo.errors import ConfigError, RewardError
+from grpo.writing import describe
 
 
 class EnvironmentReward(nn.Module):
@@ -26,6 +28,10 @@ class EnvironmentReward(nn.Module):
 
     def __init__(self, per: Literal["step", "episode"] = "step", discount: float = 1.0) -> None:
         super().__init__()
+        require_instance("EnvironmentReward", "per", per, str, "'step' or 'episode'")
+        if per not in ("step", "episode"):
+            raise ConfigError(f"EnvironmentReward: per must be 'step' or 'episode'; got {describe(per)}.")
+        require_numbers("EnvironmentReward", discount=discount)
         if not 0.0 <= discount <= 1.0 or (per == "step" and discount != 1.0):
             raise ConfigError(
                 f"EnvironmentReward: discount must lie in [0, 1], and be 1 with per='step'; got per={per!r}, "
@@ -62,6 +68,8 @@ class StepReward(nn.Module):
 
     def __init__(self, term: Callable[[Episode], Tensor]) -> None:
         super().__init__()
+        if not callable(term):
+            raise ConfigError(f"StepReward: term must be a function Episode -> [L]; got {describe(term)}.")
         self.term = term
 
     def compute_rewards(

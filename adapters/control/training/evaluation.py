@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adapters.control.environments.episodes import EpisodeStart
+from adapters.control.environments.requirements import require_instance, require_integers
 from adapters.control.policy.distributions import ActionDistribution
 from adapters.control.policy.episode_policy import EpisodePolicy
 from adapters.control.policy.rollouts import Record
-from grpo.errors import ConfigError
 from grpo.writing import preserved_random_state
 
 EVALUATION_SEED = 2**31
@@ -26,6 +26,10 @@ class Evaluation:
     """Undiscounted return of each episode, [E]."""
     lengths: NDArray[np.int64]
     """Number of steps of each episode, [E]."""
+
+    def __post_init__(self) -> None:
+        for name in ("returns", "lengths"):
+            require_instance("Evaluation", name, getattr(self, name), np.ndarray, "an array [E]")
 
     @property
     def mean_return(self) -> float:
@@ -58,11 +62,11 @@ def evaluate_policy(
     Raises:
         ConfigError: `num_episodes` or `max_steps` is below 1.
     """
-    if num_episodes < 1:
-        raise ConfigError(f"evaluate_policy: num_episodes must be >= 1; got {num_episodes}.")
+    require_instance("evaluate_policy", "policy", policy, EpisodePolicy, "an EpisodePolicy")
+    require_integers("evaluate_policy", 1, num_episodes=num_episodes)
+    require_integers("evaluate_policy", 0, seed=seed)
+    require_integers("evaluate_policy", 1, optional=True, max_steps=max_steps)
     starts = [EpisodeStart(seed=seed + number) for number in range(num_episodes)]
-    if max_steps is not None and max_steps < 1:
-        raise ConfigError(f"evaluate_policy: max_steps must be >= 1, or None; got {max_steps}.")
     with preserved_random_state():
         record = act_out(policy, starts, seed=seed, deterministic=deterministic, max_steps=max_steps)
     returns = [float(part.sum()) for part in record.rewards.split(record.lengths)]

@@ -1,16 +1,18 @@
 """Training settings of each environment."""
 
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from typing import Any
 
 import torch
 from gymnasium import spaces
 
 from adapters.control.environments.pools import make_pool
+from adapters.control.environments.requirements import require_instance, require_integers
 from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
 from grpo.errors import ConfigError
 from grpo.surrogates import Clip
+from grpo.writing import Settings, setting
 
 from .episode_rewards import EnvironmentReward
 
@@ -26,29 +28,29 @@ ADAM_EPS = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ControlPreset:
+class ControlPreset(Settings):
     """Training settings of one environment. `make_config` adds the settings that all presets share."""
 
     env_id: str
     """Registered id of the environment."""
-    total_steps: int
+    total_steps: int = setting(MISSING, at_least=1)
     """Environment steps of a whole run, without evaluations."""
     threshold: float | None
     """Mean return (20 episodes, most likely actions) that counts as learned. None if no threshold is defined."""
-    gamma: float
+    gamma: float = setting(MISSING, at_least=0.0, at_most=1.0)
     """Discount factor. A smaller discount gives less weight to later rewards and reduces the
     variance of returns, which is large without a critic."""
-    num_groups: int = 2
+    num_groups: int = setting(2, at_least=1)
     """Episode starts per iteration. A larger number averages over more starts and updates less often."""
-    group_size: int = 8
+    group_size: int = setting(8, at_least=1)
     """Episodes per start. A larger number has a better baseline and updates less often."""
-    batch_size: int = 256
+    batch_size: int = setting(256, at_least=1)
     """Steps per update. A larger number makes gradients less noisy and updates less often."""
-    num_epochs: int = 4
+    num_epochs: int = setting(4, at_least=1)
     """Passes over an iteration's steps. More passes learn more from each step, until clipping stops the updates."""
-    learning_rate: float = 1e-3
+    learning_rate: float = setting(1e-3, at_least=0.0)
     """Learning rate of Adam. A larger value learns faster and is less stable."""
-    clip: float = 0.2
+    clip: float = setting(0.2, at_least=0.0, at_most=1.0)
     """Clip range of the ratio on both sides. A larger value allows larger changes of the policy per iteration."""
     entropy_coef: float = 0.0
     """Entropy coefficient. A larger value explores longer."""
@@ -56,9 +58,9 @@ class ControlPreset:
     """Initial log standard deviation of Gaussian actions, in units of half the box's width. A smaller value explores less."""
     normalize_observations: bool = False
     """Whether observations are normalised by running statistics. Use it if their parts differ in scale."""
-    max_episode_steps: int | None = None
+    max_episode_steps: int | None = setting(None, at_least=1)
     """Maximum length of training episodes. A smaller limit updates more often and sees fewer late steps."""
-    evaluate_every: int = 10_000
+    evaluate_every: int = setting(10_000, at_least=1)
     """Training steps between evaluations."""
 
     def make_policy(self, **options: Any) -> EpisodePolicy:
@@ -166,6 +168,8 @@ def preset_for(env_id: str, *, max_episode_steps: int | None = None) -> ControlP
     Raises:
         ConfigError: The environment cannot be created, or has no time limit and none is passed.
     """
+    require_instance("preset_for", "env_id", env_id, str, "the id of an environment")
+    require_integers("preset_for", 1, optional=True, max_episode_steps=max_episode_steps)
     if env_id in PRESETS:
         preset = PRESETS[env_id]
         return preset if max_episode_steps is None else replace(preset, max_episode_steps=max_episode_steps)

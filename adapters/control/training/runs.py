@@ -9,6 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from adapters.control.environments.episodes import EpisodeStart
+from adapters.control.environments.requirements import require_integers
 from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo import GRPOTrainer
 from grpo.errors import ConfigError
@@ -76,10 +77,7 @@ def train_control(
     Raises:
         ConfigError: `folder` contains a run with other settings, or `total_steps` or `evaluate_every` is below 1.
     """
-    if evaluate_every < 1 or total_steps < 1:
-        raise ConfigError(
-            f"train_control: total_steps and evaluate_every must be >= 1; got {total_steps}, {evaluate_every}."
-        )
+    require_integers("train_control", 1, total_steps=total_steps, evaluate_every=evaluate_every)
     policy: EpisodePolicy = trainer.policy
     run = _Run(trainer, None if folder is None else Path(folder))
     with tqdm(total=total_steps, initial=run.steps, desc="control", unit="step", disable=not progress) as bar:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapters.control.environments.pool_base import time_limit
+from adapters.control.environments.requirements import require_integers
 from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo.errors import ConfigError
 
@@ -60,8 +61,8 @@ def record_frames(
     Raises:
         ConfigError: The environment cannot be rendered on this machine, or `every` or `num_frames` is below 1.
     """
-    if every < 1 or num_frames < 1:
-        raise ConfigError(f"record_frames: every and num_frames must be >= 1; got {every}, {num_frames}.")
+    require_integers("record_frames", 1, every=every, num_frames=num_frames)
+    require_integers("record_frames", 0, seed=seed)
     frames: list[Frame] = []
     with closing(_renderable(environment, make)) as env:
         while len(frames) < num_frames:

@@ -271,7 +271,7 @@ def test_numbers_and_names_that_cannot_be_used_are_refused(subtests: pytest.Subt
         ({"num_steps": 0}, "num_steps must be an integer >= 1; got int 0"),
         ({"num_steps": 2.5}, "num_steps must be an integer >= 1; got float 2.5"),
         ({"seed": -1}, "seed must be an integer >= 0; got int -1"),
-        ({"max_episode_steps": "9"}, "max_episode_steps must be an integer >= 1; got str '9'"),
+        ({"max_episode_steps": "9"}, "max_episode_steps must be an integer >= 1, or None; got str '9'"),
         ({"skip": ["seeds"]}, r"skip must contain names of checks, .* got \['seeds'\]"),
     )
     for options, message in wrong:

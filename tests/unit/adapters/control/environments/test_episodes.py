@@ -33,9 +33,9 @@ def test_starts_repeat_in_every_run_and_differ_between_iterations() -> None:
 
 
 def test_at_least_one_group_is_required() -> None:
-    with pytest.raises(ConfigError, match="num_groups must be >= 1 and seed >= 0; got 0, 0"):
+    with pytest.raises(ConfigError, match="num_groups must be an integer >= 1; got int 0"):
         episode_starts(0)
-    with pytest.raises(ConfigError, match="seed >= 0; got 1, -1"):
+    with pytest.raises(ConfigError, match="seed must be an integer >= 0; got int -1"):
         episode_starts(1, seed=-1)
 
 

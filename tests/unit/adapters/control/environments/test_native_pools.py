@@ -151,5 +151,5 @@ def test_infos_are_empty_dicts_if_requested() -> None:
 
 
 def test_a_pool_without_members_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one member; got 0"):
+    with pytest.raises(ConfigError, match="members must be an integer >= 1; got int 0"):
         NativeCartPole(0)

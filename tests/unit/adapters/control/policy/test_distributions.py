@@ -140,5 +140,5 @@ def test_from_torch_refuses_distributions_of_wrong_shapes() -> None:
         shared.entropy(torch.zeros(3, 4))
     with pytest.raises(ContractError, match="FromTorch has no categories"):
         shared.mode(torch.zeros(3, 4), torch.ones(3, 4, dtype=torch.bool))
-    with pytest.raises(ConfigError, match="num_parameters must be >= 1; got 0"):
+    with pytest.raises(ConfigError, match="num_parameters must be an integer >= 1; got int 0"):
         FromTorch(BOX, 0, lambda p: oracle.Normal(p, 1.0))

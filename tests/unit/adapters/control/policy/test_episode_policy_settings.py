@@ -19,7 +19,7 @@ def test_settings_that_cannot_work_are_refused(subtests: pytest.Subtests) -> Non
     one_member = SerialPool([Chance()])
     images, bits = (lambda: Spaces(IMAGE, spaces.Discrete(2))), (lambda: Spaces(UNIT, spaces.MultiBinary(2)))
     for environment, settings, message in (
-        (Chance, {"max_episode_steps": 0}, "max_episode_steps must be >= 1, or None; got 0"),
+        (Chance, {"max_episode_steps": 0}, "max_episode_steps must be an integer >= 1, or None; got int 0"),
         (Chance, {"action_mask": "infos"}, r"action_mask must be 'info', a callable .* got 'infos'"),
         (Chance, {"torso": nn.Flatten(0)}, r"Flatten: a torso must map \[n, \*observation\] to features \[n, F\]"),
         (Chance, {"torso": nn.LSTM(3, 4)}, "LSTM: a torso must have no memory"),

@@ -127,7 +127,7 @@ def test_an_evaluation_without_a_limit_of_the_environment_has_that_of_the_policy
 def test_an_evaluation_prints_its_mean_and_numbers_below_1_are_refused() -> None:
     result = Evaluation(returns=np.array([1.0, 3.0]), lengths=np.array([10, 21]))
     assert str(result) == "return 2.0 +- 1.0 in 2 episodes of 16 steps"
-    with pytest.raises(ConfigError, match="num_episodes must be >= 1; got 0"):
+    with pytest.raises(ConfigError, match="num_episodes must be an integer >= 1; got int 0"):
         evaluate_policy(EpisodePolicy(Chance), num_episodes=0)
-    with pytest.raises(ConfigError, match="max_steps must be >= 1, or None; got 0"):
+    with pytest.raises(ConfigError, match="max_steps must be an integer >= 1, or None; got int 0"):
         evaluate_policy(EpisodePolicy(Chance), max_steps=0)

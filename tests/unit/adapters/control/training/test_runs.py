@@ -71,8 +71,8 @@ def test_evaluations_come_at_their_steps_and_at_the_end(subtests: pytest.Subtest
 
 
 def test_numbers_of_steps_below_1_are_refused() -> None:
-    for total_steps, evaluate_every in ((0, 1), (1, 0)):
-        with pytest.raises(ConfigError, match=f"must be >= 1; got {total_steps}, {evaluate_every}"):
+    for total_steps, evaluate_every, name in ((0, 1, "total_steps"), (1, 0, "evaluate_every")):
+        with pytest.raises(ConfigError, match=f"{name} must be an integer >= 1; got int 0"):
             train_control(
                 of_five_steps(), episode_starts(2), total_steps=total_steps, evaluate_every=evaluate_every, **QUIET
             )

@@ -61,7 +61,7 @@ def test_films_of_an_environment_without_a_limit_have_that_of_the_policy() -> No
 
 
 def test_a_number_of_frames_below_1_is_refused() -> None:
-    with pytest.raises(ConfigError, match="every and num_frames must be >= 1; got 0, 5"):
+    with pytest.raises(ConfigError, match="every must be an integer >= 1; got int 0"):
         record_frames(EpisodePolicy("CartPole-v1", num_members=1), "CartPole-v1", every=0, num_frames=5)
 
 
