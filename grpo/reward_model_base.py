@@ -48,6 +48,20 @@ class ReportsComponents(Protocol):
 
 
 @runtime_checkable
+class LosesRewards(Protocol):
+    """A reward model that loses rewards for reasons other than the action, such as a server that is gone.
+
+    The trainer drops the rows of lost rewards and counts them. It ignores `RewardConfig.non_finite` for these rows.
+    """
+
+    def lost_rewards(self) -> dict[str, Tensor]:
+        """Map the name of a metric to a mask [N] of the rows whose reward the last call lost for that reason.
+
+        Every call returns the same names. The lost rewards themselves are NaN.
+        """
+
+
+@runtime_checkable
 class LimitsCalls(Protocol):
     """A reward model that passes the limits of `RewardConfig` on to its parts. Any other reward model is one part."""
 
@@ -179,6 +193,15 @@ class WeightedRewards:
     def compute_rewards(self, states: Any, actions: Any) -> Float[Tensor, "N *T"]:
         """Return the weighted sum of all rewards, sum_k weight_k R_k."""
         return self.combine(self.compute_components(states, actions))
+
+    def lost_rewards(self) -> dict[str, Tensor]:
+        """Map the name of a metric to the rows [N] whose reward the last call lost for that reason, over all parts."""
+        found: dict[str, Tensor] = {}
+        for part in self.rewards.values():
+            if isinstance(part, LosesRewards):
+                for name, rows in part.lost_rewards().items():
+                    found[name] = rows | found[name] if name in found else rows
+        return found
 
     def limit_calls(self, *, timeout: float | None, max_concurrent: int) -> "WeightedRewards":
         """Return a copy that holds the same parts within these limits. `async def` parts are awaited together.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from grpo.errors import ConfigError, ContractError
 from grpo.types import ActionScores, SampledActions
 
-from .options import require_option
+from .options import require_option, require_whole
 
 Activation: TypeAlias = Literal["tanh", "relu"]
 
@@ -75,8 +75,7 @@ class SoftmaxPolicy(nn.Module):
 
     def __init__(self, num_actions: int, num_states: int = 1) -> None:
         super().__init__()
-        if num_actions < 1 or num_states < 1:
-            raise ConfigError(f"SoftmaxPolicy: num_actions, num_states must be >= 1; got {num_actions}, {num_states}.")
+        require_whole("SoftmaxPolicy", num_actions=num_actions, num_states=num_states)
         self.num_actions = num_actions
         self.num_states = num_states
         self.logits = nn.Parameter(torch.zeros(num_states, num_actions))
@@ -168,11 +167,11 @@ class MLPPolicy(nn.Module):
         exact_entropy: bool = True,
     ) -> None:
         super().__init__()
-        if min(num_features, num_actions, *hidden) < 1:
-            raise ConfigError(
-                f"MLPPolicy: num_features, num_actions and hidden must be >= 1; "
-                f"got {num_features}, {num_actions}, {tuple(hidden)}."
-            )
+        require_whole("MLPPolicy", num_features=num_features, num_actions=num_actions)
+        given: Any = hidden
+        if not isinstance(given, list | tuple):
+            raise ConfigError(f"MLPPolicy: hidden must be a sequence of widths, such as (64, 64); got {given!r}.")
+        require_whole("MLPPolicy", **{f"hidden[{i}]": width for i, width in enumerate(hidden)})
         require_option("MLPPolicy", "activation", activation, Activation)
         self.num_actions = num_actions
         self.exact_entropy = exact_entropy

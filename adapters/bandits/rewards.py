@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from .options import require_instance
 from .testbeds import Testbed
 
 
@@ -18,6 +19,7 @@ class BanditReward:
     """
 
     def __init__(self, testbed: Testbed) -> None:
+        require_instance("BanditReward", Testbed, testbed=testbed)
         self.testbed = testbed
 
     def compute_rewards(self, states: Any, actions: Any) -> Float64[Tensor, " N"]:

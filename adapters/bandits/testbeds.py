@@ -12,8 +12,9 @@ from jaxtyping import Float64, Int64
 from numpy.typing import ArrayLike
 
 from grpo.errors import ConfigError, RewardError
+from grpo.writing import describe
 
-from .options import require_option
+from .options import require_option, require_real, require_whole
 
 Noise: TypeAlias = Literal["deterministic", "bernoulli", "gaussian"]
 """Reward of a pull with mean m: m itself ("deterministic"), 1 with probability m, else 0 ("bernoulli"), or N(m, 1)
@@ -57,8 +58,10 @@ class Testbed:
         cyclic: bool = False,
         seed: int = 0,
     ) -> None:
-        if pulls_per_step < 1:
-            raise ConfigError(f"Testbed: pulls_per_step must be at least 1; got {pulls_per_step}.")
+        require_whole("Testbed", pulls_per_step=pulls_per_step)
+        require_whole("Testbed", at_least=0, seed=seed)
+        if num_runs is not None:
+            require_whole("Testbed", num_runs=num_runs)
         require_option("Testbed", "noise", noise, Noise)
         self.noise: Noise = noise
         self.pulls_per_step = pulls_per_step
@@ -71,7 +74,10 @@ class Testbed:
         self.seed = seed
         self._generator = np.random.default_rng(seed)
         means = self._source(self._generator) if callable(self._source) else self._source
-        means = np.asarray(means, dtype=np.float64)
+        try:
+            means = np.asarray(means, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"Testbed: means must be finite numbers [R, T, K]; got {describe(means)}.") from error
         self._check_means(means)
         self.num_runs = means.shape[0] if self._requested_runs is None else self._requested_runs
         self.num_steps, self.num_arms = means.shape[1:]
@@ -253,6 +259,8 @@ def random_walk_testbed(
         walks[:, 0] = 0.0
         return np.cumsum(walks, axis=1, out=walks)
 
-    if num_runs < 1 or num_steps < 1:
-        raise ConfigError(f"random_walk_testbed: num_runs and num_steps must be >= 1; got {num_runs}, {num_steps}.")
+    require_whole("random_walk_testbed", num_runs=num_runs, num_steps=num_steps)
+    require_real("random_walk_testbed", step_std=step_std)
+    if step_std < 0:
+        raise ConfigError(f"random_walk_testbed: step_std must be >= 0; got {step_std}.")
     return Testbed(draw_walks, noise="gaussian", num_runs=num_runs, pulls_per_step=pulls_per_step, seed=seed)

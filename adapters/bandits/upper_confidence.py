@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float64
 
 from grpo.errors import ConfigError
 
-from .options import require_discount
+from .options import require_discount, require_real, require_whole
 from .play import Arms, Rewards
 
 
@@ -30,10 +30,12 @@ class _UpperConfidence:
     """
 
     def __init__(self, num_runs: int, num_arms: int, exploration: float, reward_range: float) -> None:
+        owner = type(self).__name__
+        require_whole(owner, num_runs=num_runs, num_arms=num_arms)
+        require_real(owner, exploration=exploration, reward_range=reward_range)
         if exploration < 0 or reward_range <= 0:
             raise ConfigError(
-                f"{type(self).__name__}: exploration must be >= 0 and reward_range > 0; "
-                f"got {exploration}, {reward_range}."
+                f"{owner}: exploration must be >= 0 and reward_range > 0; got {exploration}, {reward_range}."
             )
         self.exploration = exploration
         self.reward_range = reward_range
@@ -102,6 +104,7 @@ class DiscountedUCB(_UpperConfidence):
         reward_range: float = 1.0,
     ) -> None:
         super().__init__(num_runs, num_arms, exploration, reward_range)
+        require_whole("DiscountedUCB", horizon=horizon)
         self.discount = 1 - 1 / (4 * sqrt(horizon)) if discount is None else discount
         require_discount("DiscountedUCB", self.discount)
         self.total_count = 0.0
@@ -146,9 +149,9 @@ class SlidingWindowUCB(_UpperConfidence):
         reward_range: float = 1.0,
     ) -> None:
         super().__init__(num_runs, num_arms, exploration, reward_range)
+        require_whole("SlidingWindowUCB", horizon=horizon)
         self.window = max(1, ceil(4 * sqrt(horizon * log(horizon)))) if window is None else window
-        if self.window < 1:
-            raise ConfigError(f"SlidingWindowUCB: window must be at least 1 pull; got {window}.")
+        require_whole("SlidingWindowUCB", window=self.window)
         self.num_pulls = 0
         self._arms = np.zeros((self.window, num_runs), dtype=np.int64)
         self._rewards = np.zeros((self.window, num_runs))

@@ -15,6 +15,7 @@ from grpo.errors import ConfigError
 
 from .annotations import schema_of, written
 from .calls import plain_name, same_json
+from .inputs import require_type
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 
@@ -80,6 +81,8 @@ class Tool:
 
     def __post_init__(self) -> None:
         """Check the fields."""
+        require_type("Tool", str, "a text", name=self.name, description=self.description, category=self.category)
+        require_type("Tool", bool, "True or False", remote=self.remote)
         if not NAME.fullmatch(self.name):
             raise ConfigError(f"Tool.name must be 1 to 64 letters, digits, '_', '-' or '.'; got {self.name!r}.")
         if not self.description.strip():
@@ -100,6 +103,7 @@ class Tool:
         if not _is_finite(self.cost):
             raise ConfigError(f"Tool {self.name}: cost must be a finite number; got {self.cost!r}.")
         try:
+            require_type("Tool", (Mapping, bool), "a JSON Schema", parameters=self.parameters)
             jsonschema.Draft202012Validator.check_schema(self.parameters)
         except jsonschema.SchemaError as error:
             raise ConfigError(
@@ -199,10 +203,13 @@ class ToolCatalogue(Mapping[str, Tool]):
     """
 
     def __init__(self, tools: Iterable[Tool]) -> None:
+        require_type("ToolCatalogue", Iterable, "a list of Tools", tools=tools)
         listed = list(tools)
+        for tool in listed:
+            require_type("ToolCatalogue", Tool, "a list of Tools", tools=tool)
         self._tools = {tool.name: tool for tool in listed}
         if not listed:
-            raise ConfigError("ToolCatalogue needs at least one tool; got none.")
+            raise ConfigError("ToolCatalogue.tools must have at least one tool; got none.")
         if len(self._tools) < len(listed):
             twice = sorted({tool.name for tool in listed if sum(other.name == tool.name for other in listed) > 1})
             raise ConfigError(f"ToolCatalogue: tools must have different names; several have {', '.join(twice)}.")

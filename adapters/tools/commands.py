@@ -16,6 +16,7 @@ from grpo.errors import ConfigError
 
 from .catalogue import Tool
 from .errors import InvalidArgumentsError, OutputTooLargeError
+from .inputs import require_whole
 
 _SHELLS = re.compile(
     r"(?:sh|r?bash|dash|ash|r?zsh|r?ksh|[mlo]ksh|pdksh|yash|posh|t?csh|fish|elvish|xonsh|pwsh|powershell|cmd|busybox|toybox)"
@@ -100,7 +101,9 @@ class Command:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        if isinstance(self.argv, str) or not self.argv or not all(isinstance(element, str) for element in self.argv):
+        require_whole("Command", max_output_bytes=self.max_output_bytes)
+        argv: Any = self.argv
+        if not isinstance(argv, list | tuple) or not argv or not all(isinstance(element, str) for element in self.argv):
             raise ConfigError(
                 f"Command.argv must be a list of strings that begins with the program; got {self.argv!r}."
             )

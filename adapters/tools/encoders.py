@@ -17,6 +17,7 @@ from torch import Tensor
 
 from grpo.errors import ConfigError, ContractError
 
+from .inputs import require_real, require_whole
 from .words import STOP_WORDS
 
 Encoder: TypeAlias = Callable[[Sequence[str]], Any]
@@ -49,10 +50,11 @@ class HashingEncoder:
     """
 
     def __init__(self, num_features: int = 1024, *, pair_weight: float = 1.0, piece_weight: float = 0.3) -> None:
-        if num_features < 1 or not 0 <= pair_weight < float("inf") or not 0 <= piece_weight < float("inf"):
+        require_whole("HashingEncoder", num_features=num_features)
+        require_real("HashingEncoder", pair_weight=pair_weight, piece_weight=piece_weight)
+        if pair_weight < 0 or piece_weight < 0:
             raise ConfigError(
-                f"HashingEncoder: num_features must be >= 1, and pair_weight and piece_weight must be finite and >= 0; "
-                f"got num_features={num_features}, pair_weight={pair_weight}, piece_weight={piece_weight}."
+                f"HashingEncoder: pair_weight and piece_weight must be >= 0; got {pair_weight} and {piece_weight}."
             )
         self.num_features = num_features
         self.pair_weight = pair_weight

@@ -1,5 +1,7 @@
 """Errors of tool calls. They are returned in `ToolResult.error`, not raised, so they do not end a training run."""
 
+from collections.abc import Mapping
+
 from grpo.errors import GRPOError
 
 
@@ -40,4 +42,26 @@ class ToolRaisedError(ToolError, RuntimeError):
 
 
 class WorkerDiedError(ToolError, RuntimeError):
-    """The worker or MCP server ended during the call. A worker is replaced, an MCP server is not."""
+    """The call ended its worker process: it crashed, exited, or sent invalid data. The worker was replaced."""
+
+
+class LostCallError(ToolError, RuntimeError):
+    """Base class of errors of the infrastructure, which say nothing about the call. `ToolRewards` leaves out these calls."""
+
+
+class WorkerLostError(LostCallError):
+    """The worker process was killed from outside during the call, or could not be started. Workers are replaced."""
+
+
+class ServerLostError(LostCallError):
+    """The connection to the tool's server is lost. Tools may raise this error themselves. An MCP server is not restarted."""
+
+
+class LoopBlockedError(LostCallError):
+    """Another remote tool blocked the event loop of the remote tools, so that this call could not go on."""
+
+
+LOST_CALLS: Mapping[str, type[LostCallError]] = {
+    "worker_lost": WorkerLostError, "server_lost": ServerLostError, "loop_blocked": LoopBlockedError,
+}  # fmt: skip
+"""Errors of lost calls, by the last part of their metric `tools/errors/KIND`."""

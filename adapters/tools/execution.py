@@ -1,4 +1,4 @@
-"""The executor's event loop: scheduling, timeouts and results."""
+"""The executor's event loop: scheduling, timeouts and results. No tool runs in this loop, so that deadlines are met."""
 
 import asyncio
 import itertools
@@ -15,19 +15,22 @@ from .arguments import ArgumentChecker, RefusedArgumentsError, encode_arguments
 from .call_log import CallLog
 from .calls import ToolCall, ToolResult
 from .catalogue import Tool
-from .errors import ToolError, ToolRaisedError, ToolTimeoutError
+from .errors import LoopBlockedError, ToolError, ToolRaisedError, ToolTimeoutError
+from .remote_loop import RemoteLoop
 from .worker_calls import described, encode_output, message_of
 from .worker_pool import ERRORS, WorkerPool
 from .workers import WorkerSource
 
 _GRACE_SECONDS = 1.0
 """Time for a cancelled remote tool to end. After that, the executor stops waiting for it."""
+_LOOK_SECONDS = 1.0
+"""Time between two looks at whether the loop of the remote tools is stuck."""
 CLEAN_UP_SECONDS = 10.0
 """Time for cancelled work to end when the executor is closed."""
 
 
 class Engine:
-    """Runs all calls in one event loop on one thread.
+    """Schedules all calls in one event loop on one thread.
 
     Args:
         source: Creates the fork server of the workers.
@@ -61,24 +64,16 @@ class Engine:
         self._pool = WorkerPool(source, num_workers)
         self._turns = asyncio.Semaphore(max_concurrency)
         self._runs: set[asyncio.Task[Any]] = set()
-        self._left: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._serve, name="ToolExecutor", daemon=True)
+        self._remotes: list[RemoteLoop] = []
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ToolExecutor", daemon=True)
         self._lock = threading.Lock()
         self._closing = False
         self._thread.start()
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                self._loop.run_forever()
-                return
-            except (SystemExit, KeyboardInterrupt):  # raised in a task of a remote tool; the other calls go on
-                continue
-
     @property
     def is_current(self) -> bool:
-        """Whether the calling thread is the engine's thread."""
-        return threading.current_thread() is self._thread
+        """Whether the calling thread is the engine's thread, or the thread of the remote tools."""
+        return threading.current_thread() is self._thread or any(remote.is_current for remote in self._remotes)
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> "Future[Any]":
         """Run a coroutine in the loop.
@@ -165,48 +160,59 @@ class Engine:
             clock.begin()
             arguments = check.convert(json.loads(text)) if check.is_slow else check(json.loads(text))
             timeout = tool.timeout if tool.timeout is not None else self._timeout
-            value = await self._in_time(tool, arguments, timeout)
-        fits, content = encode_output(value, self._max_output_bytes)
+            fits, content = await self._in_time(tool, arguments, timeout, clock)
         answer = json.loads(content)
         if not fits:
             raise ERRORS[answer[0]](f"{tool.name}: {answer[1]}")
         return answer, len(content)
 
-    async def _in_time(self, tool: Tool, arguments: dict[str, Any], timeout: float) -> Any:
+    async def _in_time(
+        self, tool: Tool, arguments: dict[str, Any], timeout: float, clock: "_Clock"
+    ) -> tuple[bool, bytes]:
         """Await a remote tool. A call that ignores its cancellation is abandoned."""
-        task = asyncio.create_task(_outcome(tool, arguments))
+        if not self._remotes or self._remotes[-1].is_stuck():
+            self._remotes.append(RemoteLoop())
+        remote = self._remotes[-1]
+        call = remote.start(_outcome(tool, arguments, self._max_output_bytes), timeout)
+        clock.read = lambda: call.seconds
+        ended = asyncio.wrap_future(call.future)
         try:
-            await asyncio.wait([task], timeout=timeout)
+            while not ended.done() and (left := timeout - call.seconds) > 0 and not remote.is_stuck():
+                await asyncio.wait([ended], timeout=min(left, _LOOK_SECONDS))
         finally:
-            late = not task.done()
-            if late:
-                task.cancel()
-                await asyncio.wait([task], timeout=_GRACE_SECONDS)
-                if not task.done():
-                    self._left.add(task)
-                    task.add_done_callback(self._left.discard)
-        if late:
+            is_late = call.seconds >= timeout
+            is_blocked = not ended.done() and not is_late
+            if not ended.done():
+                call.cancel()
+                await asyncio.wait([ended], timeout=_GRACE_SECONDS)
+        if is_late:
             raise ToolTimeoutError(f"{tool.name}: no answer within {timeout:g} s; the call was cancelled.")
-        value, error = task.result()
+        if is_blocked:
+            raise LoopBlockedError(
+                f"{tool.name}: another remote tool blocks the event loop, so this call could not go on. A remote tool must "
+                "await, and not block: make the other tool a function that runs in a worker."
+            )
+        fits, content, error = ended.result()
         if isinstance(error, ToolError) and type(error).__module__ == ToolError.__module__:
             # A client may raise a ToolError itself, for example when its server is gone.
             raise type(error)(f"{tool.name}: {message_of(error)}") from error
         if error is not None:
             raise ToolRaisedError(f"{tool.name}: {described(error)}") from error
-        return value
+        return fits, content
 
     def close(self) -> None:
         """Cancel the running calls, end the workers, and stop the loop."""
         with self._lock:
             self._closing = True
-        if self.is_current:  # garbage collected in the engine's own thread
+        if threading.current_thread() is self._thread:  # garbage collected in the engine's own thread
             self._pool.close()
             self._loop.stop()
             return
         try:
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(2 * CLEAN_UP_SECONDS)
         finally:
-            self._loop.set_exception_handler(lambda *_: None)  # abandoned remote calls were already reported
+            for remote in self._remotes:
+                remote.close()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLEAN_UP_SECONDS)
         self._loop.close()
@@ -217,29 +223,28 @@ class Engine:
             task.cancel()
         if runs:
             await asyncio.wait(runs, timeout=CLEAN_UP_SECONDS / 2)
-        for task in self._left:
-            task.cancel()
         self._pool.close()
         await asyncio.sleep(0)  # transports close in the next turn of the loop
 
 
-async def _outcome(tool: Tool, arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
-    """Return a remote tool's value and None, or None and its exception. An uncaught `SystemExit` would end the loop."""
+async def _outcome(tool: Tool, arguments: dict[str, Any], max_bytes: int) -> tuple[bool, bytes, BaseException | None]:
+    """Return a remote tool's encoded output (see `encode_output`) and None, or its exception."""
     try:
-        return await tool.function(**arguments), None
-    except BaseException as error:
-        return None, error
+        return *encode_output(await tool.function(**arguments), max_bytes), None
+    except BaseException as error:  # an uncaught `SystemExit` would end the loop
+        return False, b"", error
 
 
 class _Clock:
     """Seconds since a call started."""
 
     def __init__(self) -> None:
-        self._begun: float | None = None
+        self.read: Callable[[], float] = lambda: 0.0
 
     def begin(self) -> None:
-        self._begun = time.perf_counter()
+        begun = time.perf_counter()
+        self.read = lambda: time.perf_counter() - begun
 
     @property
     def seconds(self) -> float:
-        return 0.0 if self._begun is None else time.perf_counter() - self._begun
+        return self.read()

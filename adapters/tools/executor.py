@@ -1,6 +1,7 @@
 """Execution of tool calls. Every call returns a result, whatever the policy asks for and whatever the tool does."""
 
 import asyncio
+import contextlib
 import functools
 import os
 import pickle
@@ -13,6 +14,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import asdict
 from pathlib import Path
+from types import NoneType
 from typing import NoReturn
 
 from grpo.errors import ConfigError, GRPOWarning
@@ -24,6 +26,7 @@ from .catalogue import Tool, ToolCatalogue
 from .commands import Command
 from .errors import ToolError, ToolNotAllowedError, UnknownToolError
 from .execution import CLEAN_UP_SECONDS, Engine
+from .inputs import require_real, require_type, require_whole
 from .schemas import check_path_formats, names_path_format, slow_keyword
 from .worker_main import INSIDE
 from .workers import WorkerLimits, WorkerSource
@@ -97,6 +100,15 @@ class ToolExecutor:
         log_path: Path | str | None = None,
         limits: WorkerLimits | None = None,
     ) -> None:
+        require_type("ToolExecutor", ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
+        require_whole(
+            "ToolExecutor", num_workers=num_workers, max_output_bytes=max_output_bytes, max_concurrency=max_concurrency
+        )
+        require_real("ToolExecutor", timeout=timeout)
+        require_type("ToolExecutor", (WorkerLimits, NoneType), "WorkerLimits, or None", limits=limits)
+        require_type("ToolExecutor", (str, Path, NoneType), "a path, or None", root=root, log_path=log_path)
+        if isinstance(allow, str) or not (allow is None or isinstance(allow, Collection)):
+            raise ConfigError(f"ToolExecutor.allow must be a list of tool names, or None; got {allow!r}.")
         if not hasattr(os, "fork") and any(_needs_worker(tool) for tool in catalogue.values()):
             raise ConfigError(
                 "ToolExecutor needs Unix for its worker processes. On this system, tools must be `remote`. Schemas "
@@ -107,17 +119,14 @@ class ToolExecutor:
                 "ToolExecutor was created while a worker imported the tools. Create it under `if __name__ == '__main__':`, or "
                 "in a function, so that importing the tools' module does not create it."
             )
-        unknown = sorted(set(allow or ()) - set(catalogue))
+        unknown = [str(name) for name in allow or () if name not in catalogue]
         if unknown:
             raise ConfigError(
-                f"ToolExecutor.allow must name tools of the catalogue; the catalogue has no {', '.join(unknown)}."
+                f"ToolExecutor.allow must name tools of the catalogue; the catalogue has no {', '.join(sorted(unknown))}."
             )
         numbers = {"num_workers": num_workers, "max_output_bytes": max_output_bytes, "max_concurrency": max_concurrency}
-        for name, value in numbers.items():
-            if value < 1:
-                raise ConfigError(f"ToolExecutor.{name} must be >= 1; got {value}.")
-        if not 0 < timeout < float("inf"):
-            raise ConfigError(f"ToolExecutor.timeout must be positive and finite; got {timeout}.")
+        if timeout <= 0:
+            raise ConfigError(f"ToolExecutor.timeout must be > 0 seconds; got {timeout}.")
         allowed = [tool for name, tool in catalogue.items() if allow is None or name in allow]
         for tool in allowed:
             _check_schema(tool)
@@ -148,7 +157,7 @@ class ToolExecutor:
         if in_workers:
             try:
                 for problem in self._engine.submit(self._engine.start()).result():
-                    warnings.warn(f"ToolExecutor's workers are less confined than intended: {problem}.", GRPOWarning, 2)
+                    warnings.warn(f"ToolExecutor's workers {problem}.", GRPOWarning, 2)
             except BaseException:
                 self.close()
                 raise
@@ -275,4 +284,5 @@ def _remove(folder: Path) -> None:
             for inner in (Path(parent) / name for name in names):
                 if not inner.is_symlink():
                     inner.chmod(0o700)
-    shutil.rmtree(folder)
+    with contextlib.suppress(FileNotFoundError):  # a tool has removed it
+        shutil.rmtree(folder)

@@ -10,12 +10,14 @@ import warnings
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from grpo.errors import ConfigError, GRPOWarning
 
 from .catalogue import Tool
-from .errors import ToolRaisedError, WorkerDiedError
+from .errors import ServerLostError, ToolRaisedError
+from .inputs import require_real, require_type
 from .mcp_support import StderrTail, plain_schema, text_of
 
 if TYPE_CHECKING:
@@ -63,7 +65,12 @@ class MCPServer:
                 f"MCPServer needs either the command that starts a server, or the url of a running server, and not both; "
                 f"got command={command!r}, url={url!r}."
             )
-        if isinstance(command, str) or (command is not None and not all(isinstance(word, str) for word in command)):
+        require_real("MCPServer", start_timeout=start_timeout)
+        require_type("MCPServer", (str, NoneType), "a text, or None", url=url)
+        require_type("MCPServer", (Mapping, NoneType), "a dict of texts, or None", env=env)
+        require_type("MCPServer", (str, Path, NoneType), "a path, or None", cwd=cwd)
+        is_list = isinstance(command, Sequence) and not isinstance(command, str)
+        if command is not None and not (is_list and all(isinstance(word, str) for word in command)):
             raise ConfigError(
                 f"MCPServer.command must be a list of strings such as ['uvx', 'a-server']; got {command!r}."
             )
@@ -127,7 +134,7 @@ class MCPServer:
         Returns:
             Remote tools. A tool returns the server's structured content if there is any (the SDK wraps a plain value as
             {"result": value}), otherwise the content as text, with one line per image, audio clip or resource. A tool raises
-            ToolRaisedError with the server's text if the call failed, and WorkerDiedError if the server is gone.
+            ToolRaisedError with the server's text if the call failed, and ServerLostError if the server is gone.
 
         Raises:
             ConfigError: Two tools get the same name, or the server lacks a name in `skip`.
@@ -180,7 +187,7 @@ class MCPServer:
             session = self._session
             if session is None or session.loop.is_closed():
                 why = "is closed" if session is None else f"is lost: {self._loss}"
-                raise WorkerDiedError(f"MCP server {self._where} {why}. Call its tools inside its `with` block.")
+                raise ServerLostError(f"MCP server {self._where} {why}. Call its tools inside its `with` block.")
             forwarded = asyncio.run_coroutine_threadsafe(self._call(session.client, name, arguments), session.loop)
             return await asyncio.wrap_future(forwarded)  # a cancellation is forwarded, and the SDK notifies the server
 
@@ -197,7 +204,7 @@ class MCPServer:
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 said = await asyncio.to_thread(self._last_words)
-                raise WorkerDiedError(
+                raise ServerLostError(
                     f"the connection to MCP server {self._where} ended{said}. The server is not restarted: leave its "
                     "`with` block, and enter a new one."
                 ) from error

@@ -20,6 +20,7 @@ from .calls import ToolCall
 from .catalogue import Tool, ToolCatalogue
 from .choice_tables import ChoiceTables
 from .encoders import CachedEncoder, Encoder, HashingEncoder, with_own_feature
+from .inputs import require_type, require_whole
 from .policy_files import read_policy, write_policy
 from .tasks import ToolTask
 
@@ -109,10 +110,15 @@ class ToolSelectionPolicy(nn.Module):
         available: Callable[[Any], Collection[str] | None] | None = None,
     ) -> None:
         super().__init__()
-        if min(num_features or 1, *hidden, 1) < 1 or num_features == 0:
-            raise ConfigError(
-                f"ToolSelectionPolicy: num_features and hidden must be >= 1; got {num_features}, {tuple(hidden)}."
-            )
+        owner = "ToolSelectionPolicy"
+        require_type(owner, ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
+        require_type(owner, (list, tuple), "a list of widths", hidden=hidden)
+        require_whole(owner, **{f"hidden[{i}]": width for i, width in enumerate(hidden)})
+        if num_features is not None:
+            require_whole(owner, num_features=num_features)
+        functions = {"encoder": encoder, "describe": describe, "fill": fill, "available": available}
+        given = {name: function for name, function in functions.items() if function is not None}
+        require_type(owner, Callable, "a function", **given)  # type: ignore[arg-type]
         self.encoder = CachedEncoder(HashingEncoder() if encoder is None else encoder)
         self.num_features = num_features
         self.hidden = tuple(hidden)

@@ -1,8 +1,11 @@
 """Rewards of tool calls. Each call is executed once, then scored by named reward functions."""
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -12,6 +15,8 @@ from grpo.errors import ConfigError, ContractError, GRPOError
 from .arguments import RefusedArgumentsError, bounded_text, encode_arguments, json_arguments
 from .calls import ToolCall, ToolResult, plain_name, same_json
 from .catalogue import ToolCatalogue
+from .errors import LOST_CALLS, LostCallError
+from .inputs import require_real, require_whole
 from .tasks import ToolTask
 
 CallReward: TypeAlias = Callable[[Any, ToolCall, ToolResult], float]
@@ -31,15 +36,21 @@ class RunsCalls(Protocol):
 class ToolRewards(WeightedRewards):
     """Execute each call and return the weighted sum of reward functions: R = sum_k weight_k f_k(task, call, result).
 
+    A call is lost if its result holds a `LostCallError`: its worker was killed, or its server is gone. The reward functions are
+    not called for it, its row is dropped, and the metric `tools/errors/KIND` counts it, for each KIND of `LOST_CALLS`. If all
+    calls of a batch are lost, the batch is executed again.
+
     Args:
         executor: Executes the calls.
         functions: Reward functions by name. See `standard_rewards`.
         weights: Weights by name. None uses weight 1 for all functions.
         reuse_results: Whether to execute equal calls of one batch only once. Use it for tools without side effects. Reuse
             saves much work when the calls of a group agree.
+        max_lost_in_a_row: Number of executed calls of one tool that may be lost in a row. The last of them ends the run with a
+            `LostCallError`. A larger number survives longer outages, and drops more rows before it reports one.
 
     Raises:
-        ConfigError: There is no function, or `weights` names other functions.
+        ConfigError: There is no function, `weights` names other functions, or an argument has the wrong type.
 
     Example:
         With the standard rewards::
@@ -55,27 +66,69 @@ class ToolRewards(WeightedRewards):
         weights: Mapping[str, float] | None = None,
         *,
         reuse_results: bool = False,
+        max_lost_in_a_row: int = 32,
     ) -> None:
+        _check_arguments(executor, functions, max_lost_in_a_row)
         super().__init__({name: _of_rows(name, function) for name, function in functions.items()}, weights)
         self.executor = executor
         self.reuse_results = reuse_results
+        self.max_lost_in_a_row = max_lost_in_a_row
+        self._lost_in_a_row: Counter[str | None] = Counter()
+        self._results: list[ToolResult] = []
 
     def compute_components(self, states: Sequence[Any], actions: Sequence[ToolCall]) -> dict[str, Float[Tensor, " N"]]:
-        """Execute all calls, then apply each reward function.
+        """Execute all calls, then apply each reward function. The rewards of lost calls are NaN.
 
         Raises:
             RewardError: A function does not return a number for a call.
+            LostCallError: The last `max_lost_in_a_row` calls of a tool were lost.
             RuntimeError: A function raised. The message names the function and the call, and the cause is chained.
         """
-        results = self._run_once(actions) if self.reuse_results else self.executor.run(list(actions))
-        return super().compute_components(states, list(zip(actions, results, strict=True)))
+        run = self._run_once if self.reuse_results else self._run
+        self._results = run(list(actions))
+        while self._results and all(isinstance(result.error, LostCallError) for result in self._results):
+            self._results = run(list(actions))  # ends at `max_lost_in_a_row`
+        return super().compute_components(states, list(zip(actions, self._results, strict=True)))
+
+    def lost_rewards(self) -> dict[str, Tensor]:
+        """Map each metric `tools/errors/KIND` to the rows [N] of the last call that were lost for this reason."""
+        errors = [result.error for result in self._results]
+        return {
+            f"tools/errors/{name}": torch.tensor([isinstance(error, kind) for error in errors], dtype=torch.bool)
+            for name, kind in LOST_CALLS.items()
+        }
+
+    def _run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Execute all calls, and count for each tool how many calls were lost in a row."""
+        results = self.executor.run(calls)
+        for call, result in zip(calls, results, strict=True):
+            tool, error = plain_name(call.tool), result.error
+            self._lost_in_a_row[tool] = self._lost_in_a_row[tool] + 1 if isinstance(error, LostCallError) else 0
+            if isinstance(error, LostCallError) and self._lost_in_a_row[tool] == self.max_lost_in_a_row:
+                raise type(error)(
+                    f"{self.max_lost_in_a_row} calls of the tool {tool} were lost in a row (ToolRewards.max_lost_in_a_row). "
+                    f"The last error: {error} Repair the worker or server and resume the run."
+                ) from error
+        return results
 
     def _run_once(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Execute equal calls once and share their result."""
         keys = [call_key(call) or place for place, call in enumerate(calls)]
         different = dict(zip(keys, calls, strict=True))
-        results = dict(zip(different, self.executor.run(list(different.values())), strict=True))
+        results = dict(zip(different, self._run(list(different.values())), strict=True))
         return [results[key] for key in keys]
+
+
+def _check_arguments(executor: Any, functions: Any, max_lost_in_a_row: Any) -> None:
+    if not callable(getattr(executor, "run", None)):
+        raise ConfigError(
+            f"ToolRewards.executor must have a method run(calls); got {type(executor).__name__}. Pass a ToolExecutor."
+        )
+    if not isinstance(functions, Mapping) or not all(callable(function) for function in functions.values()):
+        raise ConfigError(
+            f"ToolRewards.functions must map names to functions (task, call, result) -> reward; got {functions!r}."
+        )
+    require_whole("ToolRewards", max_lost_in_a_row=max_lost_in_a_row)
 
 
 def call_key(call: ToolCall) -> str | None:
@@ -94,7 +147,8 @@ def _of_rows(name: str, function: CallReward) -> Callable[[Any, Any], list[float
         answers = []
         for task, (call, result) in zip(states, executed, strict=True):
             try:
-                answers.append(function(task, call, result))
+                is_lost = isinstance(result.error, LostCallError)
+                answers.append(math.nan if is_lost else function(task, call, result))
             except GRPOError:
                 raise
             except Exception as error:
@@ -161,7 +215,8 @@ def executed(task: Any, call: ToolCall, result: ToolResult) -> float:  # noqa: A
 
 def latency_cost(per_second: float) -> CallReward:
     """Subtract `per_second` for each second of the call. A larger value avoids slow tools even where they are right."""
-    if not per_second >= 0:
+    require_real("latency_cost", per_second=per_second)
+    if per_second < 0:
         raise ConfigError(f"latency_cost: per_second must be >= 0; got {per_second}.")
 
     def latency(task: Any, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001

@@ -19,7 +19,11 @@ class TaskError(GRPOError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolTask:
-    """A request and its right call."""
+    """A request and its right call.
+
+    Raises:
+        TaskError: A field is of the wrong type.
+    """
 
     text: str
     """The request."""
@@ -38,6 +42,15 @@ class ToolTask:
     shares_words: bool
     """Whether the request shares a content word with the tool's name or description."""
 
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        for name, kind in _TYPES.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise TaskError(f"a task's {name} must be of type {kind.__name__}; got {value!r}.")
+        if self.difficulty not in get_args(Difficulty):
+            raise TaskError(f"a task's difficulty must be one of {get_args(Difficulty)}; got {self.difficulty!r}.")
+
     def to_dict(self) -> dict[str, Any]:
         """Fields by name, as JSON values."""
         fields = {name: getattr(self, name) for name in self.__slots__}
@@ -55,11 +68,6 @@ class ToolTask:
         for what, names in (("lacks", _TYPES.keys() - fields.keys()), ("has unknown", fields.keys() - _TYPES.keys())):
             if names:
                 raise TaskError(f"a task {what} {', '.join(sorted(names))}; its fields are {', '.join(_TYPES)}.")
-        for name, kind in _TYPES.items():
-            if not isinstance(fields[name], kind):
-                raise TaskError(f"a task's {name} must be of type {kind.__name__}; got {fields[name]!r}.")
-        if fields["difficulty"] not in get_args(Difficulty):
-            raise TaskError(f"a task's difficulty must be one of {get_args(Difficulty)}; got {fields['difficulty']!r}.")
         return cls(**fields)
 
     def to_state(self) -> dict[str, Any]:

@@ -15,14 +15,20 @@ import threading
 import time
 from typing import Any
 
-from .worker_process import children
+from .worker_process import children, enter_root
 
 LENGTH = struct.Struct(">I")
 TOKEN_BYTES = 8
 """Length of the random token that precedes a request and its reply. An answer forged before the request lacks the token."""
 OK, RETIRE = 1, 2
 """Flags in the byte after a reply's token. OK: the reply is an output, not an error. RETIRE: the worker must be replaced."""
-PASSED_ON = ("InvalidArgumentsError", "PathOutsideRootError", "OutputTooLargeError", "InvalidOutputError")
+PASSED_ON = (
+    "InvalidArgumentsError",
+    "PathOutsideRootError",
+    "OutputTooLargeError",
+    "InvalidOutputError",
+    "ServerLostError",
+)
 """Names of this package's errors that a tool may raise. The result then has an error of the same type."""
 
 _MAX_MESSAGE = 1000
@@ -64,7 +70,7 @@ class Worker:
 
     def __init__(self, answers: socket.socket, setup: dict[str, Any], tools: dict[str, Any], *, alone: bool) -> None:
         self.answers = answers
-        self.root = setup["root"]
+        self.setup = setup
         self.max_output_bytes = setup["max_output_bytes"]
         self.cpu_seconds = setup["limits"]["cpu_seconds"]
         self.open_files = setup["limits"]["open_files"]
@@ -85,6 +91,10 @@ class Worker:
     def _call(self, name: str, arguments: dict[str, Any]) -> tuple[bool, bytes]:
         """Run one call. Returns (True, output) or (False, error), as JSON."""
         function, check = self.tools[name]
+        try:
+            enter_root(self.setup)
+        except OSError as error:
+            return _error("WorkerLostError", message_of(error))
         try:
             arguments = check(arguments)
         except ValueError as error:
@@ -118,7 +128,6 @@ class Worker:
         """Restore the process state from before the call. Returns whether that succeeded."""
         try:
             self._end_children()
-            os.chdir(self.root)
             os.umask(0o007)
             signal.setitimer(signal.ITIMER_REAL, 0)
             for number, handler in self.handlers.items():

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .workers import WorkerSource
 
 
-class WorkerLostError(Exception):
+class LinkLostError(Exception):
     """The other side of a socket ended or sent invalid data."""
 
 
@@ -44,7 +44,7 @@ class Frames(asyncio.Protocol):
             self._receive(frame)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost("it ended" if exc is None else str(exc))
+        self._lost("it ended" if exc is None else f"it ended: {exc}")
 
     @property
     def waits(self) -> bool:
@@ -81,10 +81,10 @@ class Worker:
         """Wait for the next frame.
 
         Raises:
-            WorkerLostError: The worker is lost, so there is no next frame.
+            LinkLostError: The worker is lost, so there is no next frame.
         """
         if self._lost is not None:
-            raise WorkerLostError(self._lost)
+            raise LinkLostError(self._lost)
         self._answer = asyncio.get_running_loop().create_future()
         return await self._answer
 
@@ -92,13 +92,13 @@ class Worker:
         """Send a request as JSON. Returns the flags, and the output or error as JSON.
 
         Raises:
-            WorkerLostError: The worker is lost, or its answer does not belong to this request.
+            LinkLostError: The worker is lost, or its answer does not belong to this request.
         """
         token = os.urandom(TOKEN_BYTES)
         self.frames.send(token + request)
         frame = await self.answer()
         if len(frame) <= TOKEN_BYTES or frame[:TOKEN_BYTES] != token:
-            raise WorkerLostError("it sent data that does not answer this call")
+            raise LinkLostError("it sent data that does not answer this call")
         return frame[TOKEN_BYTES], frame[TOKEN_BYTES + 1 :]
 
     def _receive(self, frame: bytes) -> None:
@@ -110,4 +110,4 @@ class Worker:
     def _lose(self, why: str) -> None:
         self._lost = self._lost or why
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(WorkerLostError(self._lost))
+            self._answer.set_exception(LinkLostError(self._lost))

@@ -28,7 +28,16 @@ from typing import Any
 
 from .arguments import ArgumentChecker, RefusedArgumentsError
 from .worker_calls import Worker, described, receive, send
-from .worker_process import LINUX, PR_SET_CHILD_SUBREAPER, children, confine_process, prctl
+from .worker_process import (
+    LINUX,
+    PR_SET_CHILD_SUBREAPER,
+    children,
+    confine_process,
+    make_root,
+    prctl,
+    take_user,
+    why_not_user,
+)
 
 BOOT = """
 import sys, types
@@ -68,6 +77,24 @@ class ForkServer:
         self.uids: dict[int, int] = {}
         self.locks: list[socket.socket] = []
         self.may_drop = LINUX and os.geteuid() == 0 and setup["limits"]["first_uid"] is not None
+        if self.may_drop:
+            self._prepare_users()
+
+    def _prepare_users(self) -> None:
+        """Give the executor's folder to the workers' group. Workers keep this user if root may not do what they need."""
+        user = (self._uid(0), self._uid(0))
+        reason = why_not_user(user)
+        if reason is None and self.setup["own_root"]:
+            try:
+                make_root(self.setup["root"], user)
+            except OSError as error:
+                reason = f"cannot give the tools' folder to group {user[1]} ({error.strerror})"
+        if reason is not None:
+            self.may_drop = False
+            self.setup["no_own_users"] = (
+                f"root {reason}; give the program the capabilities CAP_CHOWN, CAP_KILL, CAP_SETGID and CAP_SETUID for workers "
+                "with user ids of their own"
+            )
 
     def serve(self) -> None:
         """Carry out orders until `QUIT`, or until the executor is gone.
@@ -190,8 +217,7 @@ class ForkServer:
             pid = os.fork()
             if pid == 0:
                 try:
-                    os.setgroups([])
-                    os.setresuid(uid, uid, uid)
+                    take_user((uid, uid))
                     if uid > 0 and os.getresuid() == (uid, uid, uid):
                         os.kill(-1, signal.SIGKILL)
                 except ProcessLookupError:
@@ -252,9 +278,6 @@ def main(descriptor: int) -> None:
     try:
         tools = load_tools(setup)
         server = ForkServer(control, setup, tools)
-        if server.may_drop and setup["own_root"]:
-            os.chown(setup["root"], 0, server._uid(0))
-            os.chmod(setup["root"], 0o2770)  # noqa: PTH101  # the workers share a group, which owns their files
     except BaseException as error:  # an import may raise anything; the executor reports it
         send(control, json.dumps({"error": f"{described(error)}"}).encode())
         return

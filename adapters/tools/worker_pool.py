@@ -12,12 +12,14 @@ from .errors import (
     InvalidOutputError,
     OutputTooLargeError,
     PathOutsideRootError,
+    ServerLostError,
     ToolRaisedError,
     ToolTimeoutError,
     WorkerDiedError,
+    WorkerLostError,
 )
 from .worker_calls import OK, RETIRE
-from .worker_connection import Worker, WorkerLostError
+from .worker_connection import LinkLostError, Worker
 from .workers import WorkerSource
 
 ERRORS = {
@@ -27,7 +29,9 @@ ERRORS = {
         PathOutsideRootError,
         OutputTooLargeError,
         InvalidOutputError,
+        ServerLostError,
         ToolRaisedError,
+        WorkerLostError,
     )
 }
 """Errors that a worker may report, by name."""
@@ -83,13 +87,18 @@ class WorkerPool:
                     flags, content = await worker.ask(request)
                 answer = json.loads(content)
                 if not flags & OK and not (isinstance(answer, list) and len(answer) == 2 and answer[0] in ERRORS):
-                    raise WorkerLostError("it reported an error of an unknown type")
+                    raise LinkLostError("it reported an error of an unknown type")
             except TimeoutError:
                 await asyncio.shield(worker.source.kill(worker))
                 raise ToolTimeoutError(f"no answer within {timeout:g} s; the worker was killed.") from None
-            except (WorkerLostError, ValueError, RecursionError) as error:
+            except (LinkLostError, ValueError, RecursionError) as error:
                 status = await asyncio.shield(worker.source.kill(worker))
-                raise WorkerDiedError(f"the worker ended during the call: {error} ({status}).") from None
+                if status == "signal SIGXCPU":
+                    raise ToolTimeoutError(
+                        "the call used more processor time than WorkerLimits.cpu_seconds; the worker was killed."
+                    ) from None
+                kind = WorkerLostError if _is_from_outside(str(error), status) else WorkerDiedError
+                raise kind(f"the worker ended during the call: {error} ({status}).") from None
             except BaseException:  # the call was cancelled
                 await asyncio.shield(worker.source.kill(worker))
                 raise
@@ -109,8 +118,8 @@ class WorkerPool:
             await asyncio.shield(worker.source.kill(worker))
         try:
             return await self._spawn()
-        except (WorkerLostError, ConfigError) as error:
-            raise WorkerDiedError(f"no worker could be started: {error}") from error
+        except (LinkLostError, ConfigError) as error:
+            raise WorkerLostError(f"no worker could be started: {error}") from error
 
     async def _spawn(self) -> Worker:
         async with self._starting:
@@ -122,3 +131,9 @@ class WorkerPool:
                 await source.start()
         worker, self.problems = await self._source.spawn()
         return worker
+
+
+def _is_from_outside(error: str, status: str) -> bool:
+    """Whether a worker ended for a reason outside its call: it was killed or terminated, or the fork server is gone."""
+    ended_itself = status.startswith("exit status") or (status.startswith("signal") and status != "signal SIGTERM")
+    return error.startswith(("it ended", "the fork server")) and not ended_itself

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +17,8 @@ from typing import Any
 from grpo.errors import ConfigError
 
 from .catalogue import Tool
-from .worker_connection import Frames, Worker, WorkerLostError
+from .commands import Command
+from .worker_connection import Frames, LinkLostError, Worker
 from .worker_main import BOOT, INSIDE, KILL, ORDER, QUIT, SPAWN
 
 _ALLOWANCE = 65_536
@@ -69,6 +71,12 @@ class WorkerSource:
         self._setup = setup | {
             "sys_path": [str(Path(entry).absolute()) for entry in sys.path],
             "main": _main_module(tools),
+            "programs": {
+                tool.name: (program, path)
+                for tool, _ in tools
+                if isinstance(tool.function, Command)
+                and (path := shutil.which(program := tool.function.argv[0])) is not None
+            },
             "tools": {tool.name: (pickled.hex(), tool.parameters) for tool, pickled in tools},
         }
         self._max_bytes = setup["max_output_bytes"] + _ALLOWANCE
@@ -88,6 +96,8 @@ class WorkerSource:
             ConfigError: The tools could not be imported.
         """
         loop = asyncio.get_running_loop()
+        if self._setup["own_root"]:
+            Path(self._setup["root"]).mkdir(mode=0o700, exist_ok=True)  # a tool may have removed it
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -118,7 +128,7 @@ class WorkerSource:
         """Start a worker. Returns the worker and the restrictions that could not be applied to it.
 
         Raises:
-            WorkerLostError: The fork failed.
+            LinkLostError: The fork failed.
             ConfigError: The worker reported that it cannot run.
         """
         slot = self._free.pop() if self._free else self._next_slot
@@ -150,7 +160,7 @@ class WorkerSource:
         ended = self._ended[worker.slot] = asyncio.get_running_loop().create_future()
         try:
             self._order(KILL, worker.slot)
-        except WorkerLostError as error:  # the fork server is gone, and its workers with it
+        except LinkLostError as error:  # the fork server is gone, and its workers with it
             return str(error)
         status = await ended
         self._free.append(worker.slot)
@@ -159,7 +169,7 @@ class WorkerSource:
     def close(self) -> None:
         """End the fork server, which ends its workers, and wait for it."""
         if self._control is not None and self._process is not None:
-            with contextlib.suppress(OSError, WorkerLostError):
+            with contextlib.suppress(OSError, LinkLostError):
                 self._order(QUIT, 0)
             with contextlib.suppress(OSError):
                 self._control.shutdown(socket.SHUT_RDWR)
@@ -174,12 +184,12 @@ class WorkerSource:
 
     def _order(self, kind: bytes, slot: int, *passed: socket.socket) -> None:
         if self.lost is not None or self._control is None:
-            raise WorkerLostError(f"the fork server is gone: {self.lost}")
+            raise LinkLostError(f"the fork server is gone: {self.lost}")
         try:
             # An order is a few bytes, and the buffer holds thousands of orders, so this does not block.
             socket.send_fds(self._control, [ORDER.pack(kind, slot)], [end.fileno() for end in passed])
         except OSError as error:
-            raise WorkerLostError(f"the fork server is gone: {error}") from error
+            raise LinkLostError(f"the fork server is gone: {error}") from error
 
     def _receive(self, frame: bytes) -> None:
         answer = json.loads(frame)

@@ -16,9 +16,9 @@ from torch import Tensor
 from grpo.config import RewardConfig
 from grpo.distributed import OneProcess
 from grpo.errors import DeadlineError, RewardError, RewardRaisedError, RewardTimeoutError
-from grpo.reward_model_base import WeightedRewards, as_reward_model, with_limits
+from grpo.reward_model_base import LosesRewards, WeightedRewards, as_reward_model, with_limits
 from grpo.types import Rows, select_rows, zero_outside
-from grpo.writing import reward_name
+from grpo.writing import describe, reward_name
 
 from .circuit_breaker import CircuitBreaker
 from .reward_answers import Answer, CheckedCall, is_failed_call, kind_of, spread
@@ -82,6 +82,7 @@ class RewardCalls:
         self.config = config
         self._name = reward_name(reward_model)
         self._call = CheckedCall(self.reward_model, self._name)
+        self._losses = self.reward_model if isinstance(self.reward_model, LosesRewards) else None
         self._weights = reward_model.weights if isinstance(reward_model, WeightedRewards) else {}
         self._clock, self._sleep = clock or time.monotonic, sleep or time.sleep
         self._waiting = waiting or OneProcess().waiting
@@ -112,6 +113,10 @@ class RewardCalls:
         """
         self.reward_model.eval()
         total, components, kept = self._ask_with_breaker(states, actions, None if mask is None else mask.cpu())
+        if not bool(kept.any()):
+            raise RewardError(
+                f"{self._name} lost the rewards of all {len(kept)} rows, so there is nothing to learn from."
+            )
         self.counts["rows/dropped"] += int((~kept).sum())
         if total.dim() == 2 and mask is not None:
             total = zero_outside(total, mask.cpu()[kept])
@@ -153,7 +158,8 @@ class RewardCalls:
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Get the rewards with a call for all rows, or else as `on_failure` says."""
         try:
-            return *self._ask_all_rows(states, actions, mask, delays), torch.ones(len(states), dtype=torch.bool)
+            total, components = self._ask_all_rows(states, actions, mask, delays)
+            return _without(self._lost_rows(len(states)), total, components)
         except _OutageError:
             raise
         except RewardError as failure:
@@ -225,6 +231,7 @@ class RewardCalls:
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Get the total rewards and their parts with one call per row, and mark the rows whose call did not fail."""
         answers: dict[int, Answer] = {}
+        lost = torch.zeros(len(states), dtype=torch.bool)
         last: Exception = failure
         start = self._clock()
         for row in spread(len(states)):
@@ -236,6 +243,7 @@ class RewardCalls:
                     None if mask is None else mask[one],
                     is_single=True,
                 )
+                lost[one] = self._lost_rows(1)
             except Exception as error:  # on_failure="drop" leaves the row out; the caller counts it as dropped
                 if not is_failed_call(error):
                     raise
@@ -251,9 +259,25 @@ class RewardCalls:
         kinds = Counter(map(kind_of, answers.values()))
         answers = {row: answer for row, answer in answers.items() if kind_of(answer) == kinds.most_common(1)[0][0]}
         self.counts["rewards/failed_calls"] += kinds.total() - len(answers)  # rows unlike the others
-        kept = torch.zeros(len(states), dtype=torch.bool)
-        kept[sorted(answers)] = True
-        return *self._call.join([answers[row] for row in sorted(answers)], mask), kept
+        answered = torch.zeros(len(states), dtype=torch.bool)
+        answered[sorted(answers)] = True
+        total, components, _ = _without(
+            lost[answered], *self._call.join([answers[row] for row in sorted(answers)], mask)
+        )
+        return total, components, answered & ~lost
+
+    def _lost_rows(self, num_rows: int) -> Bool[Tensor, " N"]:
+        """Mark the rows whose reward the last call lost, and count them by reason."""
+        lost = torch.zeros(num_rows, dtype=torch.bool)
+        for name, rows in {} if self._losses is None else self._losses.lost_rewards().items():
+            if rows.dtype != torch.bool or len(rows) != num_rows:
+                raise RewardError(
+                    f"{self._name}.lost_rewards()[{name!r}] must be a bool mask [{num_rows}]; got {describe(rows)}. "
+                    "Return one mask over the rows of the last call for each reason."
+                )
+            self.counts[name] = self.counts.get(name, 0.0) + int(rows.sum())
+            lost |= rows
+        return lost
 
     def _without_non_finite(
         self, total: Tensor, components: dict[str, Tensor], kept: Tensor
@@ -289,6 +313,11 @@ class RewardCalls:
                 return total.nan_to_num(0.0, 0.0, 0.0), components, kept
             case _:
                 assert_never(self.config.non_finite)
+
+
+def _without(lost: Tensor, total: Tensor, components: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Leave out the lost rows. Also returns which rows are left."""
+    return total[~lost], {name: part[~lost] for name, part in components.items()}, ~lost
 
 
 def retry_delays(config: RewardConfig) -> Iterator[float]:

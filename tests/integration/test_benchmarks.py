@@ -186,7 +186,7 @@ class _Rule:
         return self.rule(observations).astype(np.int64), None
 
 
-@pytest.mark.filterwarnings("ignore:ToolExecutor's workers are less confined")
+@pytest.mark.filterwarnings("ignore:ToolExecutor's workers")
 def test_the_benchmark_of_tools_gives_every_method_the_same_tasks_and_calls(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +224,7 @@ def test_the_benchmark_of_tools_gives_every_method_the_same_tasks_and_calls(
     assert re.search("under 120 s: (met|MISSED)", printed)
 
 
-@pytest.mark.filterwarnings("ignore:ToolExecutor's workers are less confined")
+@pytest.mark.filterwarnings("ignore:ToolExecutor's workers")
 def test_the_tool_benchmarks_exit_with_an_error_when_a_target_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -327,7 +327,7 @@ def test_the_policy_over_a_thousand_tools_and_the_bare_loop_draw_and_score_the_s
     assert tool_speed.check_same(tool_speed.make_problem(12, 8, 6)) < 1e-6
 
 
-@pytest.mark.filterwarnings("ignore:ToolExecutor's workers are less confined")
+@pytest.mark.filterwarnings("ignore:ToolExecutor's workers")
 def test_the_benchmark_of_the_executor_prints_each_figure(run: Run) -> None:
     sizes = {"NUM_CALLS": 8, "CONCURRENCY": 4, "LATENCY": 0.01, "IDEAL": 8 / 4 * 0.01, "NUM_TOOLS": 50}
     printed = run(tool_speed, "--quick", **sizes)

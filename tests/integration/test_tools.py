@@ -16,7 +16,7 @@ from adapters.tools import (
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
 from tests.support import hostile_tools, tool_functions
 
-pytestmark = pytest.mark.filterwarnings("ignore:ToolExecutor's workers are less confined")  # where tests are not root
+pytestmark = pytest.mark.filterwarnings("ignore:ToolExecutor's workers")  # where tests are not root
 
 
 def misbehaving(how, **fields):

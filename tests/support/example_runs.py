@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 NUMBER = r"\d+\.\d+"
 
-STRICT = ["-W", "error", "-W", "ignore:ToolExecutor's workers are less confined"]
+STRICT = ["-W", "error", "-W", "ignore:ToolExecutor's workers"]
 """Options of Python: a warning is an error, but for what an executor says where the tests are not run as root."""
 
 

@@ -5,6 +5,7 @@ import ctypes
 import mmap
 import os
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -21,6 +22,11 @@ SOCKET = 3  # where a worker has the executor
 def misbehave(how: str) -> Any:
     """Do what a hostile call might make a tool do."""
     return globals()[f"_{how}"]()
+
+
+def _remove_folder() -> str:
+    shutil.rmtree(Path.cwd())
+    return "removed"
 
 
 # --- outputs

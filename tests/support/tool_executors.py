@@ -18,10 +18,12 @@ from tests.support import hostile_tools, tool_functions
 
 OWN_USERS = sys.platform == "linux" and os.geteuid() == 0
 """Whether workers have user ids of their own."""
-LINUX = [pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
+LINUX = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
+    # Who is not root is told, and so is root if other users cannot read the interpreter.
+    pytest.mark.filterwarnings("ignore:ToolExecutor's workers"),
+]
 """Marks of the tests of executors."""
-if not OWN_USERS:
-    LINUX.append(pytest.mark.filterwarnings("ignore:ToolExecutor's workers are less confined"))
 
 LONG = 60.0
 """Seconds that a condition may take to hold on a busy machine, and that a call takes which must not end by itself."""

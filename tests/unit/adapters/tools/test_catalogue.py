@@ -277,7 +277,7 @@ def test_keys_that_are_no_text_are_not_in_a_catalogue(subtests: pytest.Subtests)
 
 
 def test_an_empty_catalogue_is_refused() -> None:
-    with pytest.raises(ConfigError, match="ToolCatalogue needs at least one tool"):
+    with pytest.raises(ConfigError, match="must have at least one tool"):
         ToolCatalogue([])
 
 

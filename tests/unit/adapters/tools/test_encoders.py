@@ -96,9 +96,7 @@ def test_invalid_sizes_and_weights_are_refused(subtests: pytest.Subtests) -> Non
     ):
         with (
             subtests.test(size=size, weights=weights),
-            pytest.raises(
-                ConfigError, match=r"num_features must be >= 1, and pair_weight and piece_weight must be finite"
-            ),
+            pytest.raises(ConfigError, match=r"HashingEncoder.*must be"),
         ):
             HashingEncoder(size, **weights)
 

@@ -14,6 +14,7 @@ from adapters.tools.catalogue import Tool, ToolCatalogue
 from adapters.tools.errors import (
     InvalidArgumentsError,
     InvalidOutputError,
+    LoopBlockedError,
     OutputTooLargeError,
     ToolRaisedError,
     ToolTimeoutError,
@@ -181,6 +182,58 @@ def test_an_error_raised_by_a_remote_tool_becomes_a_result() -> None:
         "async_raise: KeyError: 'm'", "async_exit: SystemExit: 3", "gone: the server ended",
     ]  # fmt: skip
     assert "none: TypeError" in str(results[4].error)
+
+
+async def block(seconds: float) -> str:
+    """Block the loop of the remote tools."""
+    time.sleep(seconds)
+    return "blocked"
+
+
+async def block_in_a_task(seconds: float) -> str:
+    """Block the loop in a task of its own."""
+    return await asyncio.create_task(block(seconds))
+
+
+async def rest(seconds: float) -> str:
+    """Wait as a remote tool should."""
+    for _ in range(4):
+        await asyncio.sleep(seconds / 4)
+    return "rested"
+
+
+@pytest.mark.parametrize("blocking", ["block", "block_in_a_task"])
+def test_a_remote_tool_that_blocks_fails_only_its_own_call(blocking: str) -> None:
+    tools = [Tool.from_function(each, remote=True, timeout=0.5) for each in (block, block_in_a_task, rest)]
+    catalogue = ToolCatalogue([*tools, Tool.from_function(tool_functions.nap, timeout=0.5)])
+    with ToolExecutor(catalogue, num_workers=2) as made:
+        assert output_of(made, "rest", seconds=0) == "rested"
+        calls = [call("rest", seconds=0.2), call("nap", seconds=0.1), call(blocking, seconds=1.0)]
+        resting, sleeping, blocked, waiting = made.run([*calls, call("rest", seconds=0.2)])
+        assert (resting.output, waiting.output) == ("rested", "rested")
+        assert sleeping.ok
+        assert str(blocked.error) == f"{blocking}: no answer within 0.5 s; the call was cancelled."
+        assert max(resting.seconds, sleeping.seconds, waiting.seconds) < 0.5 <= blocked.seconds
+        assert output_of(made, blocking, seconds=0) == "blocked"
+
+
+def test_a_loop_that_a_remote_tool_never_gives_back_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapters.tools.execution._GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("adapters.tools.execution._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("adapters.tools.remote_loop._STUCK_SECONDS", 0.2)
+    enough = threading.Event()
+
+    async def hang() -> None:
+        """Block without an end."""
+        enough.wait(LONG)
+
+    with remote(hang, rest, timeout=0.1) as made:
+        hanging, resting = made.run([call("hang"), call("rest", seconds=0.05)])
+        assert error_of(hanging) is ToolTimeoutError
+        assert error_of(resting) is LoopBlockedError
+        assert "another remote tool blocks the event loop" in str(resting.error)
+        assert output_of(made, "rest", seconds=0.05) == "rested"
+        enough.set()
 
 
 def test_a_task_left_running_by_a_remote_tool_ends_no_other_call() -> None:

@@ -29,6 +29,7 @@ from adapters.tools.errors import (
     ToolTimeoutError,
     UnknownToolError,
     WorkerDiedError,
+    WorkerLostError,
 )
 from adapters.tools.executor import ToolExecutor
 from adapters.tools.rewards import ToolRewards, call_cost, latency_cost, standard_rewards
@@ -265,9 +266,9 @@ KINDS: dict[str, list[Case]] = {
     ],
     "ends": [
         *_misbehaving(
-            WorkerDiedError, "os_exit", "os_exit_7", "segfault", "kill_self", "terminate_self", "kill_group",
-            "replace_program",
+            WorkerDiedError, "os_exit", "os_exit_7", "segfault", "replace_program",
         ),
+        *_misbehaving(WorkerLostError, "kill_self", "terminate_self", "kill_group"),  # as if killed from outside
         *_misbehaving(
             ToolRaisedError, "sys_exit", "recursion", "raise_without_message", "raise_long", "raise_base", "raise_interrupt",
             "raise_stop", "interrupt_self",

@@ -15,7 +15,7 @@ import pytest
 
 from adapters.tools.calls import ToolCall
 from adapters.tools.catalogue import ToolCatalogue
-from adapters.tools.errors import InvalidArgumentsError, WorkerDiedError
+from adapters.tools.errors import InvalidArgumentsError, ServerLostError
 from adapters.tools.executor import ToolExecutor
 from adapters.tools.mcp_tools import MCPServer
 from grpo.errors import ConfigError, GRPOWarning
@@ -43,7 +43,7 @@ def test_leaving_the_block_ends_the_server_and_its_tools(monkeypatch: pytest.Mon
         with pytest.raises(ConfigError, match="is already running"):
             server.__enter__()
     assert is_gone(process)
-    with pytest.raises(WorkerDiedError, match="is closed"):
+    with pytest.raises(ServerLostError, match="is closed"):
         ask(tools["waits"])
     with server:  # anew: another process, and the tools are its tools now
         assert process_of(tools) != process
@@ -59,7 +59,7 @@ def test_leaving_the_block_ends_a_running_call_with_an_error() -> None:
                 await asyncio.sleep(0.01)
         await waiting
 
-    with pytest.raises(WorkerDiedError, match=r"the connection to MCP server .* ended"):
+    with pytest.raises(ServerLostError, match=r"the connection to MCP server .* ended"):
         asyncio.run(leave())
 
 
@@ -69,9 +69,9 @@ def test_a_server_that_dies_is_reported_with_its_stderr_and_its_calls_fail() -> 
         with ToolExecutor(ToolCatalogue(tools.values())) as executor:
             results = executor.run([ToolCall(tool="slow"), ToolCall(tool="die")])
             results += executor.run([ToolCall(tool="waits")])
-        assert [type(result.error) for result in results] == [WorkerDiedError] * 3
+        assert [type(result.error) for result in results] == [ServerLostError] * 3
         last_words = r"ended; on stderr it said last: the server gives up\. The server is not restarted"
-        with pytest.raises(WorkerDiedError, match=last_words):
+        with pytest.raises(ServerLostError, match=last_words):
             ask(tools["waits"])
 
 
@@ -79,7 +79,7 @@ def test_killing_one_server_does_not_affect_the_others() -> None:
     with by_hand() as other, by_hand() as server:
         own = by_name(server)
         os.kill(process_of(own), signal.SIGKILL)
-        with pytest.raises(WorkerDiedError, match="enter a new one"):
+        with pytest.raises(ServerLostError, match="enter a new one"):
             ask(own["slow"])
         assert ask(by_name(other)["waits"]) == "0"
 
@@ -152,7 +152,7 @@ def test_a_server_over_http_answers_calls_and_its_end_is_an_error() -> None:
             assert ask(tools["add"], a=1, b=2) == "3"
             process.kill()
             process.wait()
-            with pytest.raises(WorkerDiedError, match="ended"):
+            with pytest.raises(ServerLostError, match="ended"):
                 ask(tools["add"], a=1, b=2)
         with pytest.raises(ConfigError, match=r"could not be started.*the url"), MCPServer(url=url, start_timeout=LONG):
             pass

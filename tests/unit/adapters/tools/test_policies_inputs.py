@@ -74,7 +74,7 @@ def test_state_vectors_of_another_length_are_refused(subtests: pytest.Subtests) 
 
 def test_sizes_below_one_are_refused(subtests: pytest.Subtests) -> None:
     for options in ({"num_features": 0}, {"num_features": -1}, {"hidden": [0]}, {"hidden": [3, -2]}):
-        with subtests.test(str(options)), pytest.raises(ConfigError, match="num_features and hidden must be >= 1; got"):
+        with subtests.test(str(options)), pytest.raises(ConfigError, match="must be a whole number >= 1; got"):
             policy(**options)
 
 

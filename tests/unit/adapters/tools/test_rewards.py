@@ -158,7 +158,7 @@ def test_latency_cost_refuses_negative_and_nan_rates(subtests: pytest.Subtests) 
     for per_second in (-1.0, float("nan")):
         with (
             subtests.test(per_second=per_second),
-            pytest.raises(ConfigError, match="latency_cost: per_second must be >= 0; got"),
+            pytest.raises(ConfigError, match=r"latency_cost.*per_second must be"),
         ):
             latency_cost(per_second)
 

@@ -61,7 +61,7 @@ def test_tools_may_be_defined_in_the_main_program_and_end_with_it(tmp_path: Path
     process = start(tmp_path, MAIN, "-m", "script_with_tools", "0")
     out, errors = process.communicate(timeout=LONG)
     assert process.returncode == 0
-    assert not OWN_USERS or errors == ""
+    assert not OWN_USERS or all("cannot read all of Python" in line for line in errors.splitlines()[::2])
     worker, server, root = seen_in(out.splitlines())
     assert soon(lambda: not exists(worker) and not exists(server) and not root.exists())
 

@@ -2,7 +2,10 @@
 
 import os
 import resource
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,8 +14,16 @@ from typing import Any
 
 import pytest
 
-from adapters.tools import worker_calls
-from adapters.tools.errors import PathOutsideRootError, ToolRaisedError, ToolTimeoutError, WorkerDiedError
+from adapters.tools import worker_calls, worker_process
+from adapters.tools.catalogue import Tool, ToolCatalogue
+from adapters.tools.commands import Command
+from adapters.tools.errors import (
+    PathOutsideRootError,
+    ToolRaisedError,
+    ToolTimeoutError,
+    WorkerDiedError,
+    WorkerLostError,
+)
 from adapters.tools.executor import ToolExecutor
 from adapters.tools.workers import WorkerLimits
 from grpo.errors import ConfigError, GRPOWarning
@@ -87,11 +98,25 @@ def test_a_given_root_is_kept_and_calls_fail_while_it_is_missing() -> None:
             assert output_of(made, "who")["cwd"] == str(root.resolve())
             root.rename(elsewhere)
             results = made.run([call("misbehave", how="os_exit_7"), call("add", a=1)])
-            assert [error_of(result) for result in results] == [WorkerDiedError] * 2
-            assert "no worker could be started" in str(results[1].error)
+            assert [error_of(result) for result in results] == [WorkerLostError] * 2
+            gone = f"root={root.resolve()} must exist, but it is gone: a tool or another program removed it. Create it again"
+            assert all(gone in str(result.error) for result in results)
             elsewhere.rename(root)
             assert output_of(made, "add", a=1) == 2
         assert (root / "f").read_text() == "x"
+
+
+def test_calls_go_on_after_a_tool_has_removed_the_executors_folder() -> None:
+    limits = WorkerLimits(first_uid=None)  # a worker with its own user id may not remove it
+    with ToolExecutor(CATALOGUE, num_workers=2, timeout=LONG, limits=limits) as made:
+        assert all(result.ok for result in made.run([call("meet", number=2)] * 2))
+        assert output_of(made, "misbehave", how="remove_folder") == "removed"
+        assert not made.root.exists()
+        results = made.run([call("meet", number=2)] * 2)
+        assert all(result.ok for result in results), "both workers are in the new folder"
+        assert made.root.stat().st_mode & 0o777 == 0o700
+        assert output_of(made, "misbehave", how="remove_folder") == "removed"
+    assert not made.root.exists()
 
 
 def test_a_root_that_workers_cannot_read_is_refused(tmp_path: Path) -> None:
@@ -157,6 +182,88 @@ def test_without_own_user_ids_there_is_a_warning_and_strays_are_still_killed() -
         assert output_of(made, "add", a=1) == 2
 
 
+CAPABILITIES = {"CAP_CHOWN": 0, "CAP_KILL": 5, "CAP_SETGID": 6, "CAP_SETUID": 7}
+PR_CAPBSET_DROP = 24
+
+
+@pytest.mark.skipif(not OWN_USERS, reason="only root can lack capabilities of root")
+def test_root_without_capabilities_gets_workers_like_any_other_user_and_is_told(subtests: pytest.Subtests) -> None:
+    code = """
+import warnings
+import tests.support.light_packages
+from adapters.tools.calls import ToolCall
+from adapters.tools.catalogue import Tool, ToolCatalogue
+from adapters.tools.executor import ToolExecutor
+from tests.support.tool_functions import add
+
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    with ToolExecutor(ToolCatalogue([Tool.from_function(add)]), num_workers=1) as executor:
+        print(executor.run([ToolCall(tool="add", arguments={"a": 1})])[0].output, *(each.message for each in said))
+"""
+    for reason, names in (
+        ("root cannot change to user", list(CAPABILITIES)), ("root cannot end processes of user", ["CAP_KILL"]),
+        ("root cannot give the tools' folder to group", ["CAP_CHOWN"]),
+    ):  # fmt: skip
+        with subtests.test(names=names):
+            lacking = [CAPABILITIES[name] for name in names]
+            run = subprocess.run(
+                [sys.executable, "-c", code],
+                capture_output=True,
+                text=True,
+                preexec_fn=lambda lacking=lacking: [worker_process.prctl(PR_CAPBSET_DROP, each) for each in lacking],
+                check=True,
+            )
+            assert run.stdout.startswith("2 ToolExecutor's workers are less confined than intended: they run as user 0")
+            assert reason in run.stdout
+            assert "capabilities CAP_CHOWN, CAP_KILL, CAP_SETGID and CAP_SETUID" in run.stdout
+
+
+@pytest.mark.skipif(not OWN_USERS, reason="only root's workers have another user")
+def test_an_interpreter_that_workers_cannot_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tmp_path.stat().st_mode & 0o077 == 0, "closed to other users"
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(python))
+    message = rf"cannot read all of Python: user \d+, the workers' user, must be able to read {python}\. .*chmod o\+rx"
+    with (
+        pytest.warns(GRPOWarning, match=message),
+        ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG) as made,
+    ):
+        assert output_of(made, "add", a=1) == 2
+
+
+@pytest.mark.skipif(not OWN_USERS, reason="only root's workers have another user")
+def test_a_command_that_would_run_another_program_for_the_workers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(path: Path) -> Path:
+        path.write_text(f"#!/bin/sh\necho {path.parent.name}\n")
+        path.chmod(0o755)
+        return path
+
+    closed = program(tmp_path / "a_program")
+    tool = Tool(
+        name="runs",
+        description="Run it.",
+        function=Command(("a_program",)),
+        parameters={"type": "object", "properties": {}},
+    )
+    with open_folder() as folder:
+        theirs = program(folder / "a_program")
+        monkeypatch.setenv("PATH", f"{tmp_path}:{folder}:{os.environ['PATH']}")
+        message = rf"tool runs: the program a_program must be {closed} for user \d+ too, the workers' user; got {theirs}\. Make"
+        with pytest.raises(ConfigError, match=message):
+            ToolExecutor(ToolCatalogue([tool]))
+
+
+def test_the_program_of_a_command_is_compared_with_what_this_user_finds() -> None:
+    python = str(Path(sys.executable))
+    worker_process.check_programs({"by_name": ("sh", str(shutil.which("sh"))), "by_path": (python, python)})
+    with pytest.raises(PermissionError, match=r"the program /no/such must be /no/such .*; got no program"):
+        worker_process.check_programs({"gone": ("/no/such", "/no/such")})
+
+
 def test_a_module_imported_during_a_call_is_refused_with_advice(executor: ToolExecutor) -> None:
     [result] = executor.run([call("imports", name="no_such_module")])
     assert error_of(result) is ToolRaisedError
@@ -176,11 +283,12 @@ def test_processor_time_is_limited_per_call(monkeypatch: pytest.MonkeyPatch) -> 
     assert limits == [(resource.RLIMIT_CPU, 3, hard), (resource.RLIMIT_CPU, 7, hard)]
 
 
-def test_a_worker_dies_of_too_much_processor_time() -> None:
+def test_a_call_with_too_much_processor_time_is_late() -> None:
+    """The limit belongs to the call, so the call is not lost: a policy learns from it as from any other timeout."""
     with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, limits=WorkerLimits(cpu_seconds=1)) as made:
         [result] = made.run([call("spin", seconds=1000)])
-        assert error_of(result) is WorkerDiedError
-        assert "SIGXCPU" in str(result.error)
+        assert error_of(result) is ToolTimeoutError
+        assert "more processor time than WorkerLimits.cpu_seconds" in str(result.error)
         assert output_of(made, "who")["cpu"][0] == 2
 
 
@@ -259,6 +367,18 @@ def test_a_worker_that_dies_between_calls_is_replaced_silently(executor: ToolExe
     assert not exists(pid)
 
 
+def test_a_worker_that_is_killed_during_a_call_is_lost_and_replaced() -> None:
+    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG) as made:
+        pid = output_of(made, "who")["pid"]
+        killer = threading.Thread(target=lambda: soon(lambda: has_begun(made)) and os.kill(pid, signal.SIGKILL))
+        killer.start()
+        [result] = made.run([call("nap", seconds=500)])
+        killer.join()
+        assert error_of(result) is WorkerLostError
+        assert "ended during the call: it ended (killed)" in str(result.error)
+        assert output_of(made, "add", a=1) == 2
+
+
 def test_a_fork_server_that_dies_is_replaced() -> None:
     with ToolExecutor(CATALOGUE, num_workers=2, timeout=LONG) as made:
         seen = output_of(made, "who")
@@ -266,7 +386,7 @@ def test_a_fork_server_that_dies_is_replaced() -> None:
             target=lambda: soon(lambda: has_begun(made)) and os.kill(seen["parent"], signal.SIGKILL)
         )
         killer.start()
-        assert error_of(made.run([call("nap", seconds=500)])[0]) is WorkerDiedError
+        assert error_of(made.run([call("nap", seconds=500)])[0]) is WorkerLostError
         killer.join()
         assert soon(lambda: not alive(seen["pid"]))
         results = made.run([call("add", a=i) for i in range(10)])

@@ -1,0 +1,28 @@
+"""Checks of constructor arguments."""
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+from grpo.errors import ConfigError
+
+
+def require_whole(owner: str, **values: Any) -> None:
+    """Raise a ConfigError that names the argument, unless each value is a whole number >= 1."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
+            raise ConfigError(f"{owner}.{name} must be a whole number >= 1; got {value!r}.")
+
+
+def require_real(owner: str, **values: Any) -> None:
+    """Raise a ConfigError that names the argument, unless each value is a finite number."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise ConfigError(f"{owner}.{name} must be a finite number; got {value!r}.")
+
+
+def require_type(owner: str, kind: type | tuple[type, ...], what: str, **values: Any) -> None:
+    """Raise a ConfigError that names the argument and what it must be, unless each value is an instance of `kind`."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise ConfigError(f"{owner}.{name} must be {what}; got {value!r:.100}.")
