@@ -12,7 +12,7 @@ from typing import Any, assert_never
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from ._advantages.groups import ABSOLUTE_BASELINES, Baseline, Floats, Groups, Scale, batch_std, group_statistics
@@ -24,11 +24,13 @@ from ._advantages.steps import (
     cell_ids,
     critic_estimate,
     discounted_returns,
+    finite_rewards,
     generalized_advantages,
     process_supervised_advantages,
     require_step_rewards,
     state_group_advantages,
 )
+from ._tensors import require_tensors
 from .config import AdvantageConfig
 from .types import ExperienceBatch, row_totals
 
@@ -38,7 +40,7 @@ __all__ += ["group_statistics", "process_supervised_advantages", "state_group_ad
 
 
 def group_relative_advantages(
-    rewards: Float[Tensor, " N"],
+    rewards: Real[Tensor, " N"],
     group_ids: Int[Tensor, " N"],
     *,
     baseline: Baseline = "group_mean",
@@ -83,12 +85,15 @@ def group_relative_advantages(
 
     Raises:
         ConfigError: the baseline needs `lengths` or `k`.
-        RewardError: the scale is `beta`, and a reward is outside [0, 1].
+        ContractError: an argument is not a tensor of the stated shape.
+        RewardError: a reward is NaN or infinite, or the scale is `beta`, and a reward is outside [0, 1].
 
     Example:
         >>> group_relative_advantages(torch.tensor([1., 3., 2., 0., 4.]), torch.tensor([0, 0, 1, 1, 1])).tolist()
         [-1.0, 1.0, 0.0, -2.0, 2.0]
     """
+    require_tensors(group_relative_advantages, rewards=rewards, group_ids=group_ids, lengths=lengths)
+    rewards = finite_rewards(rewards)
     if not len(rewards):
         return torch.zeros_like(rewards)
     groups = Groups.of(group_ids)
@@ -150,7 +155,7 @@ def _over_scale(
 
 
 def group_relative_returns(
-    rewards: Float[Tensor, "N T"],
+    rewards: Real[Tensor, "N T"],
     mask: Bool[Tensor, "N T"],
     group_ids: Int[Tensor, " N"],
     *,
@@ -178,6 +183,7 @@ def group_relative_returns(
     Source:
         Shao et al. 2024, arXiv:2402.03300, sec. 4.1.3, without its normalisation of rewards before they are summed.
     """
+    require_tensors(group_relative_returns, rewards=rewards, mask=mask, group_ids=group_ids)
     relative = partial(group_relative_advantages, baseline=baseline, scale=scale, std_ddof=std_ddof, std_eps=std_eps)
     returns = discounted_returns(rewards, mask, gamma)
     columns = cell_ids(group_ids, torch.arange(mask.shape[1], device=mask.device))

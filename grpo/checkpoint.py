@@ -18,14 +18,14 @@ from torch import Tensor
 from ._storage.commit import commit, require_finite, typed_errors
 from ._storage.decoding import SavedTensor
 from ._storage.encoding import encode, require_encodable
-from ._storage.files import make_folder
+from ._storage.files import as_path, make_folder
 from ._storage.folder import CheckpointFolder, best_of
 from ._storage.lock import FolderLock
 from ._storage.manifest import read_manifest, without_files
 from ._storage.opening import Checkpoint, checkpoints_in, open_checkpoint
 from .distributed import Engine, OneProcess, same_error
 from .errors import CheckpointError, DamagedCheckpointError
-from .policy_base import HasState
+from .policy_base import HasState, parameters_of, require_methods
 
 __all__ = [
     "Checkpoint",
@@ -66,7 +66,7 @@ def write_checkpoint(
             are intact, and no temporary file remains.
     """
     engine = engine or OneProcess()
-    target = Path(path).absolute()
+    target = as_path(path)
     real = Path(os.path.realpath(target))
     manifest = without_files(iteration=iteration, update=update, score=score, num_ranks=engine.num_ranks)
     with ExitStack() as held:
@@ -101,7 +101,7 @@ def best_checkpoint(folder: str | Path) -> Path:
         CheckpointError: no checkpoint in `folder` has a score.
     """
     manifests = {}
-    for path in checkpoints_in(Path(folder).absolute()):
+    for path in checkpoints_in(as_path(folder)):
         with suppress(DamagedCheckpointError):
             manifests[path] = read_manifest(path)
     best = best_of(manifests)
@@ -125,8 +125,8 @@ def load_weights(path: str | Path, policy: Any) -> None:
     Raises:
         CheckpointError: the checkpoint is damaged, or its names or shapes differ from the policy's. The message names them.
     """
-    owner = type(policy).__name__
-    parameters = policy.get_parameters()
+    require_methods(policy, ("get_parameters",), "policy", "PolicyModel")
+    owner, parameters = type(policy).__name__, parameters_of(policy)
     checkpoint = open_checkpoint(path, None, lambda found: _require_weights(found, owner, policy, parameters))
     stateful = checkpoint.state.get("stateful", {})
     saved = checkpoint.load([checkpoint.state["parameters"], stateful.get("policy")])

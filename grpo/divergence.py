@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ._objective.ratios import MAX_LOG_RATIO
+from ._tensors import require_tensors
 
 SampledKL = Literal["k1", "k2", "k3", "k3_weighted"]
 KLEstimator = Literal["k1", "k2", "k3", "k3_weighted", "exact"]
@@ -24,6 +25,7 @@ def kl_k1(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
     Source:
         Schulman 2020, "Approximating KL Divergence".
     """
+    require_tensors(kl_k1, x=x)
     return x
 
 
@@ -35,6 +37,7 @@ def kl_k2(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
     Source:
         Schulman 2020, "Approximating KL Divergence".
     """
+    require_tensors(kl_k2, x=x)
     return 0.5 * x.square()
 
 
@@ -52,6 +55,7 @@ def kl_k3(x: Float[Tensor, "N T"]) -> Float[Tensor, "N T"]:
     Source:
         Shao et al. 2024 (DeepSeekMath), arXiv:2402.03300, eq. 4.
     """
+    require_tensors(kl_k3, x=x)
     x = x.clamp(min=-MAX_LOG_RATIO)
     return (-x).expm1() + x
 
@@ -64,6 +68,7 @@ def kl_k3_weighted(x: Float[Tensor, "N T"], ratio: Float[Tensor, "N #T"]) -> Flo
     Source:
         DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556, sec. 3.1.
     """
+    require_tensors(kl_k3_weighted, x=x, ratio=ratio)
     return ratio * kl_k3(x)
 
 
@@ -95,4 +100,5 @@ def score_function_entropy(log_probs: Float[Tensor, "N T"], ratio: Float[Tensor,
     Source:
         Williams 1992, "Simple statistical gradient-following algorithms", with f = -log pi.
     """
+    require_tensors(score_function_entropy, log_probs=log_probs, ratio=ratio)
     return -ratio * log_probs.detach()

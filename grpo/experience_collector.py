@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._collecting.contract import FINITE, fit_state_keys, require_finite, require_same_steps
+from ._collecting.contract import fit_state_keys, require_finite, require_same_steps
 from ._collecting.out_of_memory import PassSizes
 from ._collecting.reward_calls import RewardCalls, Waiting
 from ._collecting.sampling import SampleCalls
@@ -126,7 +126,6 @@ class ExperienceCollector:
                 the batch has.
         """
         start = time.perf_counter()
-        require_finite("The batch", batch.mask, {name: getattr(batch, name, None) for name in FINITE})
         needs = self._needs | {"old_log_probs"} if several_updates else self._needs
         if not needs and self.scores_itself and batch.old_log_probs is not None:
             # scored only to find the steps; with one update, the current policy is the old policy

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ._objective.checks import require_finite_inputs, require_step_loss
 from ._objective.metrics import shares, step_moments
 from ._objective.sampler import near_policy_rows
 from ._objective.selection import kept_by_entropy, selected_by
@@ -48,10 +49,18 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
 
     Raises:
         ConfigError: the inputs have no reference log-probs, entropy or behaviour log-probs, but a term needs them.
+        ContractError: the surrogate does not return a loss per step, or an input is NaN or infinite (found on the CPU only).
 
     Source:
         Shao et al. 2024, arXiv:2402.03300, eq. 3.
     """
+    output = unchecked_objective(inputs, config)
+    require_finite_inputs(output.loss, inputs)
+    return output
+
+
+def unchecked_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> ObjectiveOutput:
+    """The same loss for the trainer, which itself checks once per update, on any device, that what it passes is finite."""
     inputs = with_selections(inputs, config)
     traits = traits_of(config.surrogate)
     steps = Steps(inputs, config.sampler_correction)  # type: ignore[arg-type]  # names became objects in the config
@@ -59,14 +68,15 @@ def grpo_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Objectiv
     counted = counted_steps(inputs, steps, config)
     policy_weights = weights if counted is None else zero_outside(weights, counted)
     if steps.sampler_weights is not None and not traits.uses_sampler_weights:
-        policy_weights = policy_weights * steps.sampler_weights
+        policy_weights = zero_outside(policy_weights * steps.sampler_weights, steps.mask)
     has_reference = inputs.ref_log_probs is not None
     kl_coef = config.kl_coef_with(has_reference=has_reference) if inputs.kl_coef is None else inputs.kl_coef
     entropy_coef = config.entropy_coef if inputs.entropy_coef is None else inputs.entropy_coef
     kl, measured_kl = divergence(inputs, steps, config, kl_coef)
     entropy = entropy_of(inputs, steps, config, entropy_coef)
 
-    terms = {"policy_loss": policy_weights * config.surrogate(steps)}  # type: ignore[operator]
+    surrogate_loss = require_step_loss(config.surrogate, config.surrogate(steps), steps.mask)  # type: ignore[operator]
+    terms = {"policy_loss": policy_weights * zero_outside(surrogate_loss, steps.mask)}
     if kl is not None:
         terms["kl_penalty"] = kl_coef * weights * kl
     if entropy_coef > 0:

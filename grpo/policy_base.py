@@ -4,14 +4,15 @@ There is no base class to inherit from. A class with the six methods is a policy
 can score rows of different lengths, and so on. The trainer looks for capabilities once, in its constructor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from .errors import ProtocolError
+from .errors import ContractError, ProtocolError
 from .types import ActionScores, SampledActions
+from .writing import describe
 
 StateT = TypeVar("StateT", contravariant=True)
 ActionT = TypeVar("ActionT")
@@ -146,3 +147,23 @@ def require_methods(value: Any, methods: Sequence[str], role: str, protocol: str
             f"{role} must implement {protocol}; {type(value).__name__} lacks {listed}. "
             f"Add the missing methods. There is no base class to inherit from."
         )
+
+
+def parameters_of(policy: Any) -> Mapping[str, Tensor]:
+    """Return the policy's parameters by name.
+
+    Raises:
+        ContractError: `get_parameters` returned anything but tensors by name.
+    """
+    found = policy.get_parameters()
+    entries = found.items() if isinstance(found, Mapping) else [("the result", found)]
+    for name, value in entries:
+        has_data = (
+            isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_meta or value.is_nested)
+        )
+        if not isinstance(found, Mapping) or not isinstance(name, str) or not has_data:
+            raise ContractError(
+                f"{type(policy).__name__}.get_parameters must return a dict of dense tensors by name; {name} is "
+                f"{describe(value)}. Return dict(self.named_parameters()), or {{}} if there is nothing to train."
+            )
+    return found  # type: ignore[no-any-return]

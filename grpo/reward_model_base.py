@@ -1,10 +1,12 @@
 """The reward model: a protocol of four methods, and no base class. Plain functions and weighted sums are reward models, too."""
 
 import copy
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -13,7 +15,7 @@ from ._processes.reward_models import ComponentsInProcess, RewardsInProcess, gpu
 from .deadlines import MAX_CONCURRENT, Call, await_all, call_in_process, is_async
 from .errors import ConfigError
 from .policy_base import HasState, require_methods
-from .writing import as_rewards, reward_name
+from .writing import as_rewards, describe, reward_name
 
 StateT = TypeVar("StateT", contravariant=True)
 ActionT = TypeVar("ActionT", contravariant=True)
@@ -150,6 +152,9 @@ class WeightedRewards:
     """Largest number of parts that are awaited at the same time. `limit_calls` returns a copy with another value."""
 
     def __init__(self, rewards: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> None:
+        for argument, value in (("rewards", rewards), ("weights", {} if weights is None else weights)):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"WeightedRewards: {argument} must be a dict by name; got {describe(value)}.")
         self.rewards = {name: as_reward_model(reward) for name, reward in rewards.items()}
         self.weights = dict.fromkeys(rewards, 1.0) if weights is None else dict(weights)
         if not rewards or set(self.weights) != set(self.rewards):
@@ -158,6 +163,12 @@ class WeightedRewards:
                 f"got rewards {sorted(self.rewards)}, weights {sorted(self.weights)}. "
                 "Use the same names for both."
             )
+        of_parts: Mapping[str, Any] = self.weights
+        for name, weight in of_parts.items():
+            if not isinstance(weight, int | float | np.number) or not math.isfinite(weight):
+                raise ConfigError(
+                    f"WeightedRewards: the weight of {name!r} must be a finite number; got {describe(weight)}."
+                )
 
     def compute_components(self, states: Any, actions: Any) -> dict[str, Float[Tensor, "N *T"]]:
         """Map the name of each part to its rewards, before weighting. NaN: the part does not apply there, and adds nothing."""

@@ -18,7 +18,13 @@ from ._training.loss import MeteredObjective
 from ._training.optimizer_step import OptimizerStep
 from ._training.ranks import built_on_all_ranks, on_all_ranks, run_on_all_ranks
 from ._training.report import IterationReport
-from ._training.requirements import first_kl_coef, require_consistent, require_reference, required_scores
+from ._training.requirements import (
+    first_kl_coef,
+    require_batch,
+    require_consistent,
+    require_reference,
+    required_scores,
+)
 from ._training.restoring import load_into
 from ._training.run import Run, RunProgress, at_least_one, opened_folder
 from ._training.safe_points import SafePoints
@@ -77,10 +83,11 @@ class GRPOTrainer:
         engine: Engine | None = None,
     ) -> None:
         require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
-        require_consistent(config, policy, lr_scheduler=lr_scheduler, objective=objective, advantages=advantages)
+        given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "objective": objective, "advantages": advantages}
+        require_consistent(config, policy, **given)
         self.config, self.policy, self.reference_policy = config, policy, reference_policy
         self.reward_model = as_reward_model(reward_model)
-        self.engine: Engine = engine or OneProcess()
+        self.engine: Engine = OneProcess() if engine is None else engine
         self.data_seed = prepare(config, self.engine, policy, self.reward_model, reference_policy)
         require_reference(config, policy, reference_policy)
         require_equal_weights(self.engine, policy.get_parameters())
@@ -99,7 +106,7 @@ class GRPOTrainer:
             waiting=self.engine.waiting,
             needs=required_scores(config, has_own_loss=has_own_loss),
         )
-        self.advantages = advantages or AdvantageEstimator(config.advantage)
+        self.advantages = AdvantageEstimator(config.advantage) if advantages is None else advantages
         self.replay = ReplayBuffer(config.replay_iterations)
         self.coefficients = Coefficients(config, kl_coef)
         self.meter = Meter()
@@ -172,7 +179,7 @@ class GRPOTrainer:
                     for micro in rows.micro_batches(selected):  # planned by the policy if it can
                         # no name is given to the loss, so that a failed attempt leaves no graph in memory
                         self.optimizer_step.backward(self.objective(rows.inputs(micro, weights)).loss)
-            self.optimizer_step.apply(rows.sum_of_log_probs())  # sync ranks, check finite, clip, step, schedule
+            self.optimizer_step.apply(rows.sum_of_scores())  # sync ranks, check finite, clip, step, schedule
             self.safe_points.reached()  # a run that is stopped continues from here
         self.sampler.is_stale = was_stale or self.optimizer_step.num_applied > 0
         self.sampler.sync()
@@ -189,6 +196,7 @@ class GRPOTrainer:
         """Compute advantages, and add rows of earlier iterations. With `split_steps`, each step becomes a row."""
         if batch is None:
             return self.progress.stopped_rows()
+        require_batch(batch)
         self.progress.drop_unfinished()
         batch = self._complete(batch)
         rows, all_ranks = with_advantages(batch, self.advantages, self.engine)

@@ -21,8 +21,18 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ._tensors import TensorFields, require_finite_values
 from .errors import ContractError, RewardError
-from .writing import as_log_probs, as_mask, as_rewards, as_state_keys, describe, require_lengths
+from .writing import (
+    as_log_probs,
+    as_mask,
+    as_rewards,
+    as_state_keys,
+    as_tensor,
+    describe,
+    require_lengths,
+    require_rows,
+)
 
 Rows: TypeAlias = Sequence[Any] | Tensor | NDArray[Any]
 """States or actions, one per row: a list, or a tensor or array with the rows on its first axis. The core never looks inside."""
@@ -34,7 +44,8 @@ RowIndex: TypeAlias = Tensor | slice
 def select_rows(rows: Rows, index: RowIndex) -> Rows:
     """The rows at `index`. Tensors and arrays keep their type; anything else becomes a list."""
     if isinstance(index, slice):
-        chosen: Rows = rows[index]
+        has_slices = isinstance(rows, list | tuple | Tensor | np.ndarray)
+        chosen: Rows = rows[index] if has_slices else [rows[i] for i in range(len(rows))[index]]
         return chosen
     if isinstance(rows, Tensor):
         return rows[index.to(rows.device)]
@@ -66,7 +77,7 @@ def row_totals(rewards: Float[Tensor, "N *T"], mask: Bool[Tensor, "N T"] | None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActionScores:
+class ActionScores(TensorFields):
     """Scores of N given actions, from one forward pass of the policy."""
 
     log_probs: Float[Tensor, "N T"]
@@ -85,7 +96,7 @@ class ActionScores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledActions:
+class SampledActions(TensorFields):
     """G actions for each of B states, with what the sampler knows about them. The rows of a state are adjacent."""
 
     actions: Any
@@ -101,7 +112,7 @@ class SampledActions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExperienceBatch:
+class ExperienceBatch(TensorFields):
     """The rows of one iteration. `ExperienceCollector.complete` returns a copy with the scores that training reads."""
 
     states: Rows
@@ -174,13 +185,13 @@ class ExperienceBatch:
             RewardError: a reward is not a finite number.
         """
         owner = "ExperienceBatch.from_rows"
-        group_ids = torch.as_tensor(group_ids, dtype=torch.int64).cpu()
-        if group_ids.dim() != 1 or len(group_ids) == 0:
-            raise ContractError(
-                f"{owner}: group_ids must be [N], one number per row, at least one; got {describe(group_ids)}. Pass a list of "
-                "integers."
-            )
+        required = f"{owner}: group_ids must be [N], one integer per row, at least one"
+        group_ids = as_tensor(required, group_ids).cpu()
+        if group_ids.dim() != 1 or len(group_ids) == 0 or group_ids.is_floating_point() or group_ids.is_complex():
+            raise ContractError(f"{required}; got {describe(group_ids)}. Pass a list of integers.")
         count = len(group_ids)
+        require_rows(f"{owner}: states", states)
+        require_rows(f"{owner}: actions", actions)
         require_lengths(owner, count, states=states, actions=actions)
         rewards = as_rewards(f"{owner}: rewards", rewards, count)
         per_step = {"rewards per step": rewards if rewards.dim() == 2 else None}
@@ -196,12 +207,11 @@ class ExperienceBatch:
                     f"{owner}: {name} must be like mask, {list(mask.shape)}; got {describe(values)}. Pass one value per step."
                 )
         rewards = rewards if rewards.dim() == 1 else zero_outside(rewards, mask.cpu())
-        if not rewards.isfinite().all():
-            raise RewardError(f"{owner}: rewards must be finite; got NaN or infinity. Remove these rows first.")
+        require_finite_values(f"{owner}: rewards", rewards, error=RewardError)
         return cls(
             states=states,
             actions=actions,
-            group_ids=group_ids,
+            group_ids=group_ids.to(torch.int64),
             rewards=rewards,
             mask=mask,
             behaviour_log_probs=behaviour_log_probs,
@@ -210,7 +220,7 @@ class ExperienceBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectiveInputs:
+class ObjectiveInputs(TensorFields):
     """Everything a loss may read about the rows of one micro-batch. Values outside the mask are never used."""
 
     log_probs: Float[Tensor, "N T"]
@@ -252,7 +262,7 @@ class ObjectiveInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectiveOutput:
+class ObjectiveOutput(TensorFields):
     """The result of a loss: a scalar to differentiate, and metrics."""
 
     loss: Float[Tensor, ""]

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .errors import ConfigError, ContractError, RewardError
+from .errors import ConfigError, ContractError, GRPOError, RewardError
 
 SettingsT = TypeVar("SettingsT", bound="Settings")
 
@@ -138,7 +138,10 @@ def _spell(kind: Any) -> str:
 def describe(value: Any) -> str:
     """A short description of a value for error messages: the shape and dtype of a tensor or array, else the type."""
     if isinstance(value, Tensor | np.ndarray):
-        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        if isinstance(value, Tensor) and value.is_nested:
+            return f"a nested tensor of {dtype}"
+        return f"{list(value.shape)} {dtype}" + (_layout(value) if isinstance(value, Tensor) else "")
     if isinstance(value, list | tuple):
         return f"a {type(value).__name__} of {len(value)}"
     return f"{type(value).__name__} {value!r}"[:120]
@@ -148,6 +151,67 @@ def reward_name(reward_model: Any) -> str:
     """The name of a reward model in error messages: the name of a function, or `Class.compute_rewards`."""
     name: str = getattr(reward_model, "__name__", f"{type(reward_model).__name__}.compute_rewards")
     return name
+
+
+def is_dense(value: Tensor) -> bool:
+    """Whether a tensor is an ordinary one: not sparse, nested or quantized. On the device meta, it is a shape only."""
+    return value.layout == torch.strided and not (value.is_nested or value.is_quantized)
+
+
+def has_values(value: Tensor) -> bool:
+    """Whether a tensor is dense, and not on the device meta, whose tensors have no values."""
+    return is_dense(value) and not value.is_meta
+
+
+def _layout(value: Tensor) -> str:
+    """What is not ordinary about a tensor, in words."""
+    kinds = {
+        ", without data": value.is_meta,
+        ", quantized": value.is_quantized,
+        f", {value.layout}": not is_dense(value),
+    }
+    return next((words for words, applies in kinds.items() if applies), "")
+
+
+def require_count(name: str, value: Any) -> int:
+    """Return an integer of at least 1.
+
+    Raises:
+        ConfigError: `value` is anything else.
+    """
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        shown = value if isinstance(value, int | float) else describe(value)
+        raise ConfigError(f"{name} must be >= 1; got {shown}. Pass an integer.")
+    return int(value)
+
+
+def are_rows(value: Any) -> bool:
+    """Whether states or actions are a list, or a tensor or array with the rows on its first axis.
+
+    Not rows are the entries of text, of a mapping, a set or an iterator, of a table (pandas, polars and pyarrow iterate over
+    columns and find rows by labels), and of a tensor or array without an axis, without data, or with masked entries.
+    """
+    if isinstance(value, Tensor):
+        return has_values(value) and value.dim() > 0
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and not np.ma.is_masked(value)
+    is_other = (
+        isinstance(value, str | bytes | bytearray | Mapping) or hasattr(value, "columns") or hasattr(value, "iloc")
+    )
+    return isinstance(value, Sized) and hasattr(type(value), "__getitem__") and not is_other
+
+
+def require_rows(owner: str, value: Any) -> None:
+    """Check that states or actions are what `are_rows` says.
+
+    Raises:
+        ContractError: they are not.
+    """
+    if not are_rows(value):
+        raise ContractError(
+            f"{owner} must be a list with one entry per row, or a tensor or array with the rows on its first axis; "
+            f"got {describe(value)}. Pass list(...), or the values of a table: frame.to_numpy(), frame.to_dict('records')."
+        )
 
 
 def require_lengths(owner: str, num_rows: int, **named: Any) -> None:
@@ -166,6 +230,30 @@ def as_float32(values: Tensor) -> Tensor:
     return values.float() if values.element_size() < 4 else values
 
 
+def as_tensor(required: str, value: Any, error: type[GRPOError] = ContractError) -> Tensor:
+    """Convert a dense tensor, an array, or lists of numbers or tensors to a tensor. Arrays and lists are copied.
+
+    Args:
+        required: the beginning of the message of an error: what the value must be.
+        value: the value.
+        error: the type of an error.
+
+    Raises:
+        GRPOError: of the given type, if `value` is anything else, or an array with masked entries.
+    """
+    cause: Exception | None = None
+    if not np.ma.is_masked(value):
+        try:
+            if isinstance(value, list | tuple) and value and all(isinstance(entry, Tensor) for entry in value):
+                value = torch.stack(list(value))
+            tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+            if has_values(tensor):
+                return tensor
+        except (TypeError, ValueError, RuntimeError, OverflowError) as failure:
+            cause = failure
+    raise error(f"{required}; got {describe(value)}. Use a list, array or tensor of numbers.") from cause
+
+
 def as_rewards(
     owner: str, value: Any, num_rows: int, *, one_step_is_a_step: bool = False
 ) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
@@ -178,12 +266,7 @@ def as_rewards(
             [N, 1] - [N] would broadcast to [N, N].
     """
     expected = f"{owner} must return one number per row, [N] = [{num_rows}], or one per step, [N, T] with T > 1"
-    try:
-        if isinstance(value, list | tuple) and value and all(isinstance(entry, Tensor) for entry in value):
-            value = torch.stack(list(value))
-        rewards = value.detach() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise RewardError(f"{expected}; got {describe(value)}. Return a list, array or tensor of numbers.") from error
+    rewards = as_tensor(expected, value, RewardError).detach()
     if rewards.is_complex():
         raise RewardError(f"{expected}; got {describe(value)}. Return real numbers.")
     is_column = rewards.dim() == 2 and rewards.shape[1] == 1 and not one_step_is_a_step
@@ -192,7 +275,7 @@ def as_rewards(
         raise RewardError(f"{expected}; got {describe(value)}.{hint}")
     if not rewards.is_floating_point():
         return rewards.cpu().double()
-    return rewards.to("cpu", torch.promote_types(rewards.dtype, torch.float32), copy=True)
+    return as_float32(rewards).to("cpu", copy=True)
 
 
 def as_log_probs(owner: str, value: Any, num_rows: int) -> Float[Tensor, "N T"]:
@@ -202,7 +285,7 @@ def as_log_probs(owner: str, value: Any, num_rows: int) -> Float[Tensor, "N T"]:
         ContractError: `value` is not a floating-point tensor of one of these shapes.
     """
     required = f"{owner} must return [N] = [{num_rows}] or [N, T]"
-    if not isinstance(value, Tensor) or value.dim() not in (1, 2) or value.shape[0] != num_rows:
+    if not isinstance(value, Tensor) or not has_values(value) or value.dim() not in (1, 2) or len(value) != num_rows:
         raise ContractError(f"{required}; got {describe(value)}. Return one log-probability per (state, action) pair.")
     if not value.is_floating_point():
         raise ContractError(
@@ -218,7 +301,8 @@ def as_advantages(value: Any, mask: Bool[Tensor, "N T"]) -> Float[Tensor, " N"] 
         ContractError: `value` has another shape, or has NaN or infinity inside the mask.
     """
     required = f"advantages must be a tensor [N] = [{mask.shape[0]}] or [N, T] = {list(mask.shape)}, finite"
-    if not isinstance(value, Tensor) or value.shape not in (mask.shape[:1], mask.shape):
+    is_number = isinstance(value, Tensor) and has_values(value) and not value.is_complex()
+    if not is_number or value.shape not in (mask.shape[:1], mask.shape):
         raise ContractError(f"{required}; got {describe(value)}. Return one number per row, or one per step.")
     advantages = as_float32(value.detach().cpu())
     if advantages.dim() == 2:
@@ -235,11 +319,10 @@ def as_mask(owner: str, value: Any, default_shape: tuple[int, ...]) -> Bool[Tens
     Raises:
         ContractError: `value` has another dtype or number of rows.
     """
-    mask = torch.ones(default_shape, dtype=torch.bool) if value is None else torch.as_tensor(value)
+    required = f"{owner}: mask must be bool [N, T] with N = {default_shape[0]}"
+    mask = torch.ones(default_shape, dtype=torch.bool) if value is None else as_tensor(required, value)
     if mask.dtype != torch.bool or mask.dim() != 2 or mask.shape[0] != default_shape[0]:
-        raise ContractError(
-            f"{owner}: mask must be bool [N, T] with N = {default_shape[0]}; got {describe(mask)}. Pass mask.bool()."
-        )
+        raise ContractError(f"{required}; got {describe(mask)}. Pass mask.bool().")
     return mask
 
 
@@ -249,12 +332,11 @@ def as_state_keys(owner: str, value: Any) -> Int[Tensor, "N T"]:
     Raises:
         ContractError: `value` has another dtype or number of axes.
     """
-    keys = torch.as_tensor(value)
-    if keys.dim() != 2 or keys.is_floating_point():
-        raise ContractError(
-            f"{owner}: state_keys must be integers [N, T], like mask; got {describe(keys)}. Pass one integer per step."
-        )
-    return keys
+    required = f"{owner}: state_keys must be integers [N, T], like mask"
+    keys = as_tensor(required, value)
+    if keys.dim() != 2 or keys.is_floating_point() or keys.is_complex():
+        raise ContractError(f"{required}; got {describe(keys)}. Pass one integer per step.")
+    return keys.to(torch.int64)
 
 
 def pad_steps(values: Tensor, width: int, fill: float | bool) -> Tensor:

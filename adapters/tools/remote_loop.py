@@ -79,7 +79,9 @@ class RemoteLoop:
         self.loop.call_soon(self.loop.stop)  # after the tasks have received their cancellation
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
-        return asyncio.Task(self._measured(work), loop=loop, **options)
+        task = asyncio.Task(self._measured(work), loop=loop, **options)
+        task.add_done_callback(lambda _: work.close())  # a task that is cancelled before its first step never starts it
+        return task
 
     async def _measured(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await self._steps(work)

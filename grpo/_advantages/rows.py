@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from grpo._tensors import require_finite_values, require_tensors
 from grpo.errors import ConfigError, RewardError
 
 from .groups import Floats, Groups, as_float64, batch_std
@@ -132,11 +133,14 @@ def decoupled_advantages(
     Source:
         Liu et al. 2026 (GDPO), arXiv:2601.05242.
     """
+    require_tensors(decoupled_advantages, group_ids=group_ids, components=components, weights=weights)
     if not components or any(rewards.dim() != 1 for rewards in components.values()):
         raise ConfigError(
             "advantage.several_rewards='normalize_each' needs several rewards by name, one number per row each: pass "
             "WeightedRewards({'name': reward, ...}) as reward_model."
         )
+    for name, rewards in components.items():
+        require_finite_values(f"components[{name!r}]", rewards.nan_to_num(0.0, math.inf, -math.inf), error=RewardError)
     parts = np.zeros((len(components), len(group_ids)))
     live = np.zeros(len(group_ids), dtype=np.bool_)
     for part, (name, rewards) in zip(parts, components.items(), strict=True):

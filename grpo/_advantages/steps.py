@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from grpo.errors import ConfigError
+from grpo._tensors import require_finite_values, require_tensors
+from grpo.errors import ConfigError, RewardError
 from grpo.types import ExperienceBatch, row_totals, zero_outside
 from grpo.writing import as_float32, widest_float
 
@@ -32,7 +33,19 @@ class Estimate:
     """The returns that the critic is trained on. None: there is no critic."""
 
 
-def discounted_returns(rewards: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"], gamma: float) -> Float[Tensor, "N T"]:
+def finite_rewards(rewards: Real[Tensor, "N *T"], mask: Bool[Tensor, "N T"] | None = None) -> Float[Tensor, "N *T"]:
+    """Rewards as floats, 0 outside the mask. Integers become float64.
+
+    Raises:
+        RewardError: a reward is NaN or infinite. With a mask [N, T]: inside the mask.
+    """
+    rewards = rewards if rewards.is_floating_point() else rewards.double()
+    rewards = rewards if mask is None else zero_outside(rewards, mask.to(rewards.device))
+    require_finite_values("rewards", rewards, error=RewardError)
+    return rewards
+
+
+def discounted_returns(rewards: Real[Tensor, "N T"], mask: Bool[Tensor, "N T"], gamma: float) -> Float[Tensor, "N T"]:
     """The discounted sum of the rewards from each step on. Rewards outside the mask count as 0.
 
     G[n,t] = r[n,t] + gamma G[n,t+1]
@@ -44,7 +57,8 @@ def discounted_returns(rewards: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"],
     Source:
         Sutton & Barto 2018, eq. 3.9.
     """
-    returns = zero_outside(rewards, mask)
+    require_tensors(discounted_returns, rewards=rewards, mask=mask, gamma=gamma)
+    returns = finite_rewards(rewards, mask)
     if gamma == 1.0:
         return returns.flip(1).cumsum(1).flip(1)
     reach = 1  # each return is the sum of `reach` discounted rewards; one pass doubles it
@@ -56,7 +70,7 @@ def discounted_returns(rewards: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"],
 
 
 def generalized_advantages(
-    rewards: Float[Tensor, "N T"],
+    rewards: Real[Tensor, "N T"],
     values: Float[Tensor, "N T"],
     mask: Bool[Tensor, "N T"],
     final_values: Float[Tensor, " N"] | None = None,
@@ -85,8 +99,13 @@ def generalized_advantages(
     Source:
         Schulman et al. 2016, arXiv:1506.02438, eq. 16.
     """
+    given = {"rewards": rewards, "values": values, "mask": mask, "final_values": final_values}
+    require_tensors(generalized_advantages, **given, gamma=gamma, gae_lambda=gae_lambda)
     dtype = widest_float(values.device)
-    rewards, values = zero_outside(rewards.to(dtype), mask), zero_outside(values.to(dtype), mask)
+    rewards, values = finite_rewards(rewards, mask).to(dtype), zero_outside(values.to(dtype), mask)
+    require_finite_values("values", values)
+    if final_values is not None:
+        require_finite_values("final_values", final_values)
     advantages = torch.zeros_like(values)
     next_advantage = values.new_zeros(len(values))
     next_value = next_advantage if final_values is None else final_values.to(dtype)
@@ -105,7 +124,7 @@ def generalized_advantages(
 
 
 def process_supervised_advantages(
-    rewards: Float[Tensor, "N T"],
+    rewards: Real[Tensor, "N T"],
     mask: Bool[Tensor, "N T"],
     group_ids: Int[Tensor, " N"],
     relative: Relative,
@@ -125,6 +144,9 @@ def process_supervised_advantages(
     Source:
         Shao et al. 2024, arXiv:2402.03300, sec. 4.1.3.
     """
+    given = {"rewards": rewards, "mask": mask, "group_ids": group_ids, "relative": relative, "gamma": gamma}
+    require_tensors(process_supervised_advantages, **given)
+    rewards = finite_rewards(rewards, mask)
     _, places, counts = group_ids.to(mask.device).unique(return_inverse=True, return_counts=True)
     compared = among_steps(rewards, mask, places.unsqueeze(1).expand(mask.shape), relative)
     returns = discounted_returns(compared, mask, gamma)
@@ -133,7 +155,7 @@ def process_supervised_advantages(
 
 
 def state_group_advantages(
-    rewards: Float[Tensor, " N"] | Float[Tensor, "N T"],
+    rewards: Real[Tensor, " N"] | Real[Tensor, "N T"],
     mask: Bool[Tensor, "N T"],
     group_ids: Int[Tensor, " N"],
     state_keys: Int[Tensor, "N T"] | None,
@@ -163,6 +185,9 @@ def state_group_advantages(
             "advantage.credit='gigpo' needs the state each step was taken in. Give the policy a method "
             "state_keys(states, actions) -> [N, T] integers, or pass state_keys to ExperienceBatch.from_rows."
         )
+    given = {"rewards": rewards, "mask": mask, "group_ids": group_ids, "state_keys": state_keys, "relative": relative}
+    require_tensors(state_group_advantages, **given, gamma=gamma, weight=weight)
+    rewards = finite_rewards(rewards, mask if rewards.dim() == 2 else None)
     of_rows = relative(row_totals(rewards, mask), group_ids).to(mask.device).unsqueeze(1)
     returns = discounted_returns(step_rewards(rewards, mask), mask, gamma)
     of_states = among_steps(returns, mask, cell_ids(group_ids, state_keys.to(mask.device)), relative)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from grpo.errors import ContractError
 from grpo.types import ActionScores, Rows, SampledActions
-from grpo.writing import as_float32, describe, pad_steps
+from grpo.writing import are_rows, as_float32, describe, has_values, pad_steps
 
-SCORES = ("log_probs", "mask", "entropy", "values", "kl", "final_values")
-"""The tensors of `ActionScores`."""
+SCORES = ("log_probs", "entropy", "values", "kl", "final_values")
+"""The tensors of `ActionScores` that hold numbers."""
 IMPOSSIBLE = (
     "A sampled action cannot have probability 0: mask logits with torch.finfo(dtype).min, not -inf, and score the action that "
     "was sampled."
@@ -25,13 +25,13 @@ FINITE = {
     "behaviour_log_probs": IMPOSSIBLE,
     "ref_log_probs": IMPOSSIBLE,
     "entropy": NOT_A_NUMBER,
-    "kl": NOT_A_NUMBER,
+    "values": "Look for 0/0 or an overflow in the critic.",
 }
 """Fields that must be finite at every sampled step, and what to do. NaN in `behaviour_log_probs` means "not scored"."""
 
 
 def check_scores(owner: str, scores: Any, num_rows: int) -> ActionScores:
-    """Check that the tensors of `scores` have the shapes, dtypes and device that `ActionScores` requires.
+    """Check that `scores` are those of N rows, on one device. `ActionScores` itself checks shapes and dtypes.
 
     Returns:
         The scores, in float32 if they were in half precision: the gradient of a loss in float16 is lost where it is below 6e-8,
@@ -41,35 +41,25 @@ def check_scores(owner: str, scores: Any, num_rows: int) -> ActionScores:
         raise ContractError(
             f"{owner} must return ActionScores; got {describe(scores)}. Return ActionScores(log_probs=..., mask=...)."
         )
-    shape = scores.log_probs.shape
-    if scores.log_probs.dim() != 2 or shape[0] != num_rows:
+    if not has_values(scores.log_probs) or len(scores.log_probs) != num_rows:
         raise ContractError(
             f"{owner}: log_probs must be [N, T] with N = {num_rows}; got {describe(scores.log_probs)}. Return one row per "
             "(state, action) pair, and one column per step."
         )
-    if scores.mask.dtype != torch.bool:
-        raise ContractError(f"{owner}: mask must be bool; got {describe(scores.mask)}. Return mask.bool().")
-    for field in SCORES:
+    device = scores.log_probs.device
+    for field in ("mask", *SCORES):
         value = getattr(scores, field)
-        if value is None:
-            continue
-        expected = shape[:1] if field == "final_values" else shape
-        if value.shape != expected or value.device != scores.log_probs.device:
+        if value is not None and value.device != device:
             raise ContractError(
-                f"{owner}: {field} must be {list(expected)} on {scores.log_probs.device}, as log_probs is; "
-                f"got {describe(value)} on {value.device}. Return {field} with the shape and device of log_probs."
+                f"{owner}: {field} must be on {device}, as log_probs is; got {value.device}. Return both on one device."
             )
-        if field != "mask" and not value.is_floating_point():
-            raise ContractError(
-                f"{owner}: {field} must be floating-point; got {describe(value)}. Return {field}.float()."
-            )
-    given = {name: value for name in SCORES if name != "mask" and (value := getattr(scores, name)) is not None}
+    given = {name: value for name in SCORES if (value := getattr(scores, name)) is not None}
     raised = {name: as_float32(value) for name, value in given.items()}
     return scores if all(raised[name] is given[name] for name in given) else replace(scores, **raised)
 
 
 def check_sampled(owner: str, sampled: Any, num_rows: int) -> SampledActions:
-    """Check that the tensors of `sampled` have the shapes, dtypes and device that `SampledActions` requires.
+    """Check that `sampled` has N rows, on one device. `SampledActions` itself checks shapes and dtypes.
 
     Returns:
         The sampled actions, with scores and log-probs in float32 if they were in half precision.
@@ -78,17 +68,16 @@ def check_sampled(owner: str, sampled: Any, num_rows: int) -> SampledActions:
         raise ContractError(
             f"{owner} must return SampledActions; got {describe(sampled)}. Return SampledActions(actions=..., mask=...)."
         )
-    shape, device = sampled.mask.shape, sampled.mask.device
-    if sampled.mask.dtype != torch.bool or sampled.mask.dim() != 2 or shape[0] != num_rows:
+    device = sampled.mask.device
+    if not has_values(sampled.mask) or len(sampled.mask) != num_rows:
         raise ContractError(
             f"{owner}: mask must be bool [N, T] with N = {num_rows}; got {describe(sampled.mask)}. Return True at the steps "
             "that the policy decided."
         )
     behaviour = sampled.behaviour_log_probs
-    if behaviour is not None and (behaviour.shape != shape or behaviour.device != device):
+    if behaviour is not None and behaviour.device != device:
         raise ContractError(
-            f"{owner}: behaviour_log_probs must be {list(shape)} on {device}, as mask is; "
-            f"got {describe(behaviour)} on {behaviour.device}. Return one log-prob per step, on the device of mask."
+            f"{owner}: behaviour_log_probs must be on {device}, as mask is; got {behaviour.device}. Return both on one device."
         )
     scores = sampled.scores
     if scores is not None:
@@ -118,15 +107,12 @@ def flatten_actions(owner: str, actions: Any, num_states: int, num_actions: int)
     """Flatten actions [B][G] to N = B G rows, first the actions of state 0. Every state must have G actions."""
     required = f"{owner} must return {num_actions} actions for each of {num_states} states"
     if isinstance(actions, Tensor | np.ndarray):
-        if actions.shape[:2] != (num_states, num_actions):
+        if not are_rows(actions) or actions.shape[:2] != (num_states, num_actions):
             raise ContractError(f"{required}, [B, G, ...]; got {describe(actions)}. Return one action per sample.")
         return actions.reshape(num_states * num_actions, *actions.shape[2:])
-    try:
-        counts = [len(group) for group in actions]
-    except TypeError as error:
-        raise ContractError(
-            f"{required}, as {num_states} lists; got {describe(actions)}. Return a list of lists."
-        ) from error
+    if not are_rows(actions) or not all(map(are_rows, actions)):
+        raise ContractError(f"{required}, as {num_states} lists; got {describe(actions)}. Return a list of lists.")
+    counts = [len(group) for group in actions]
     if counts != [num_actions] * num_states:
         raise ContractError(
             f"{required}; got {len(counts)} groups of {sorted(set(counts))} actions. Return one list of actions per state."
@@ -137,7 +123,7 @@ def flatten_actions(owner: str, actions: Any, num_states: int, num_actions: int)
 def fit_state_keys(owner: str, keys: Any, mask: Bool[Tensor, "N T"]) -> Int[Tensor, "N T"]:
     """Pad or cut integer `keys` to the width of `mask`. Columns that have no valid step need no keys."""
     num_rows, width = mask.shape
-    is_integer = isinstance(keys, Tensor) and not (keys.is_floating_point() or keys.is_complex())
+    is_integer = isinstance(keys, Tensor) and has_values(keys) and not (keys.is_floating_point() or keys.is_complex())
     if not is_integer or keys.dim() != 2 or len(keys) != num_rows or bool(mask[:, keys.shape[1] :].any()):
         raise ContractError(
             f"{owner} must return integers {[num_rows, width]}, like the mask; got {describe(keys)}. "
@@ -158,7 +144,7 @@ def require_same_steps(owner: str, scored: Bool[Tensor, "N t"], expected: Bool[T
 
 
 def require_finite(owner: str, mask: Bool[Tensor, "N T"], fields: Mapping[str, Tensor | None]) -> None:
-    """Check that the log-probs, the exact entropy and the exact KL among `fields` are finite at every sampled step."""
+    """Check that log-probs, the exact entropy and values among `fields` are finite at every sampled step."""
     for name, remedy in FINITE.items():
         values = fields.get(name)
         if values is None:

@@ -6,7 +6,9 @@ from dataclasses import replace
 import torch
 
 from grpo._advantages.groups import live_rows
+from grpo.errors import ConfigError
 from grpo.types import ExperienceBatch, Rows
+from grpo.writing import describe
 
 from .batches import add_metrics, join_batches, select_batch
 
@@ -36,6 +38,10 @@ def collect_live_groups(
     Source:
         Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 11.
     """
+    if more_states is not None and not callable(more_states):
+        raise ConfigError(
+            f"more_states must be a function that returns states; got {describe(more_states)}. Leave it out."
+        )
     draws = [collect(states)]
     live = _live_part(draws[0], reward_clip)
     while more_states is not None and len(draws) <= num_rounds and _num_groups(live) < len(states):

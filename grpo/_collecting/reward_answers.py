@@ -1,7 +1,7 @@
 """One call of a reward model: its answer is checked, and answers for single rows are joined."""
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -37,10 +37,12 @@ class CheckedCall:
 
         components = {}
         if self._reports_components:
-            components = {
-                name: checked(f"{self._name}[{name!r}]", part)
-                for name, part in self._reward_model.compute_components(states, actions).items()
-            }
+            parts = self._reward_model.compute_components(states, actions)
+            if not isinstance(parts, Mapping):
+                raise RewardError(
+                    f"{self._name}: compute_components must return a dict of rewards by name; got {describe(parts)}."
+                )
+            components = {name: checked(f"{self._name}[{name!r}]", part) for name, part in parts.items()}
             total = checked(self._name, self._reward_model.combine(components))
         else:
             total = checked(self._name, self._reward_model.compute_rewards(states, actions))

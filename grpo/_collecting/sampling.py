@@ -10,7 +10,7 @@ import torch
 from grpo.errors import ContractError
 from grpo.policy_base import SamplesWithScores
 from grpo.types import ActionScores, Rows, SampledActions, repeat_rows, select_rows
-from grpo.writing import capture_random_state, restore_random_state
+from grpo.writing import capture_random_state, require_rows, restore_random_state
 
 from .batches import add_metrics, join_field, join_rows, join_steps
 from .contract import check_sampled, flatten_actions
@@ -50,6 +50,7 @@ class SampleCalls:
 
         The third value is the result of `sample_actions`, or None if the policy has no such method.
         """
+        require_rows("states", states)
         if len(states) == 0:
             raise ContractError("No states to act in: pass at least one.")
         self._policy.eval()

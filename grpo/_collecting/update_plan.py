@@ -8,6 +8,7 @@ from torch import Tensor
 
 from grpo.errors import ContractError
 from grpo.types import RowIndex
+from grpo.writing import as_tensor, require_rows
 
 
 def epoch_of_updates(
@@ -53,13 +54,17 @@ def cut_parts(parts: Sequence[RowIndex], num_halvings: int) -> list[RowIndex]:
 
 def planned_parts(owner: str, plan: Sequence[Sequence[int]], num_rows: int) -> list[RowIndex]:
     """Convert a policy's own plan of forward passes to row indices. The plan must hold every row exactly once."""
-    parts: list[RowIndex] = [torch.as_tensor(list(part), dtype=torch.int64) for part in plan if len(part)]
-    rows = sorted(int(row) for part in plan for row in part)
+    required = f"{owner} must return every row of range({num_rows}) exactly once"
+    require_rows(f"{required}: the plan", plan)
+    listed = [part for part in (as_tensor(f"{required}, as lists of integers", part) for part in plan) if part.numel()]
+    are_integers = all(part.dim() == 1 and not (part.is_floating_point() or part.is_complex()) for part in listed)
+    rows = sorted(row for part in listed for row in part.tolist()) if are_integers else []
     if rows != list(range(num_rows)):
         raise ContractError(
-            f"{owner} must return every row of range({num_rows}) exactly once; got {len(rows)} rows, "
-            f"{len(set(rows) & set(range(num_rows)))} of them distinct and in range. Put each row into one forward pass."
+            f"{required}; got {len(rows)} rows, {len(set(rows) & set(range(num_rows)))} of them distinct and in range. Put "
+            "each row into one forward pass."
         )
+    parts: list[RowIndex] = [part.to(torch.int64) for part in listed]
     return parts
 
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo._tensors import require_finite_values, require_tensors
 from grpo.errors import ConfigError
 from grpo.writing import Settings, setting, widest_float
 
@@ -47,10 +48,16 @@ class _Bounds(Settings):
         Settings.__post_init__(self)
         require_order(f"{type(self).__name__}.low", self.low, "high", self.high)
 
-    def ratio(self, old_log_probs: Tensor, behaviour_log_probs: Tensor, mask: Tensor) -> Float[Tensor, "N #T"]:
+    def ratio(
+        self, old_log_probs: Float[Tensor, "N T"], behaviour_log_probs: Float[Tensor, "N T"], mask: Bool[Tensor, "N T"]
+    ) -> Float[Tensor, "N #T"]:
         """u[n,t], or the product of u over the steps of each row. Steps outside the mask, and steps not scored, have u = 1."""
+        given = {"old_log_probs": old_log_probs, "behaviour_log_probs": behaviour_log_probs, "mask": mask}
+        require_tensors(_Bounds.ratio, **given)
         scored = mask & ~behaviour_log_probs.isnan()
         log_ratio = torch.where(scored, old_log_probs.detach() - behaviour_log_probs, 0.0)
+        if log_ratio.device.type == "cpu" and not torch.compiler.is_compiling():  # other devices would have to wait
+            require_finite_values("old_log_probs and behaviour_log_probs of sampled steps", log_ratio)
         return bounded_exp(log_ratio if self.level == "step" else log_ratio.sum(1, keepdim=True))
 
 

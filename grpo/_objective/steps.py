@@ -8,6 +8,7 @@ from grpo.errors import ConfigError
 from grpo.types import ObjectiveInputs, zero_outside
 from grpo.writing import as_float32
 
+from .checks import require_step_loss
 from .ratios import RatioLevel, bounded_exp, log_ratio_at_level
 from .sampler import SamplerCorrection
 
@@ -62,7 +63,8 @@ class Steps:
         behaviour = self.constant(inputs.behaviour_log_probs)
         self.sampled_log_probs = torch.where(behaviour.isnan(), self.old_log_probs, behaviour)
         if correction is not None:
-            self.sampler_weights = correction(self.old_log_probs, behaviour, self.mask)
+            weights = correction(self.old_log_probs, behaviour, self.mask)
+            self.sampler_weights = require_step_loss(correction, weights, self.mask)
 
     def constant(self, values: Tensor) -> Float[Tensor, "N T"]:
         """Values without gradient, in the precision of `log_probs`, 0 outside the mask."""

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from grpo._tensors import require_tensors
 from grpo.errors import ConfigError
-from grpo.writing import widest_float
+from grpo.writing import require_count, widest_float
 
 Aggregation = Literal["row_mean", "step_mean", "fixed_length", "row_sum", "group_mean"]
 
@@ -48,6 +49,7 @@ def step_weights(
         >>> step_weights(torch.tensor([[True, True], [True, False]]), "row_mean").tolist()
         [[0.25, 0.25], [0.5, 0.0]]
     """
+    require_tensors(step_weights, mask=mask, aggregation=aggregation, group_ids=group_ids)
     dtype = widest_float(mask.device)
     lengths = mask.sum(1, keepdim=True).to(dtype)
 
@@ -67,6 +69,7 @@ def step_weights(
                 raise ConfigError(
                     "step_weights: aggregation='fixed_length' needs fixed_length=L; got None. Pass the length to divide by."
                 )
+            require_count("step_weights: fixed_length", fixed_length)
             divisors = total(num_rows) * fixed_length
         case "row_sum":
             divisors = total(num_rows)

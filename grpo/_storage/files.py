@@ -11,9 +11,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedWriter, FileIO
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from grpo.errors import CheckpointError, DamagedCheckpointError
+from grpo.writing import describe
 
 CHUNK = 4 * 2**20
 """Bytes that are written, hashed or copied at a time."""
@@ -25,6 +28,13 @@ SMALL = 2**17
 """Chunks of fewer bytes are hashed before they are written."""
 OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors that say nothing about the file that was opened: every other file would fail, too."""
+
+
+def as_path(path: Any) -> Path:
+    """Return an absolute path. A CheckpointError if `path` is neither text nor a path."""
+    if not isinstance(path, str | PathLike) or "\0" in str(path):
+        raise CheckpointError(f"A checkpoint's path must be a str or a Path, without NUL; got {describe(path)}.")
+    return Path(path).absolute()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

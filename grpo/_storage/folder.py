@@ -14,10 +14,11 @@ import torch
 
 from grpo.distributed import Engine, OneProcess, same_error
 from grpo.errors import CheckpointError, ConfigError, DamagedCheckpointError, GRPOWarning
+from grpo.writing import describe, require_count
 
 from .commit import Encode, commit, require_finite, temporary_name, typed_errors
 from .encoding import encode
-from .files import make_folder, remove_tree
+from .files import as_path, make_folder, remove_tree
 from .lock import FolderLock
 from .manifest import Manifest, read_manifest, without_files
 from .opening import checkpoints_in, require_intact
@@ -49,13 +50,14 @@ class CheckpointFolder:
         self, folder: str | Path, keep_last: int, engine: Engine | None = None, *, asynchronous: bool = False
     ) -> None:
         self._engine: Engine = engine or OneProcess()
-        if keep_last < 1:
-            raise ConfigError(f"keep_last must be >= 1; got {keep_last}.")
+        keep_last = require_count("keep_last", keep_last)
+        if not isinstance(asynchronous, bool):
+            raise ConfigError(f"checkpoint_async must be True or False; got {describe(asynchronous)}.")
         if asynchronous and self._engine.num_ranks > 1:
             raise ConfigError(
                 f"Asynchronous saving needs a single process; there are {self._engine.num_ranks} ranks. Save synchronously."
             )
-        self.folder = Path(folder).absolute()
+        self.folder = as_path(folder)
         self.keep_last = keep_last
         self._asynchronous = asynchronous
         self._lock: FolderLock | None = None

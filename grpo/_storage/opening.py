@@ -11,7 +11,7 @@ from grpo.distributed import Engine, OneProcess, same_error
 from grpo.errors import CheckpointError, DamagedCheckpointError
 
 from .decoding import decode, loaded
-from .files import opened, read_exactly, require_hash, require_size, unreadable
+from .files import as_path, opened, read_exactly, require_hash, require_size, unreadable
 from .manifest import MANIFEST, STATE, TENSORS, Manifest, rank_folder, read_manifest
 from .tensor_file import TensorFile
 
@@ -67,7 +67,7 @@ def open_checkpoint(path: str | Path, engine: Engine | None, check: Check | None
         CheckpointError: a file is missing, truncated, altered, or written by another program, another version or another number
             of ranks. The message names the file.
     """
-    folder = Path(path).absolute()
+    folder = as_path(path)
     ranks: Engine = engine or OneProcess()
     with same_error(ranks):
         own = _candidates(folder) if ranks.rank == 0 else []

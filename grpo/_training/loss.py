@@ -8,7 +8,7 @@ import torch
 from grpo._objective.sampler import sampler_divergence
 from grpo.config import GRPOConfig, ObjectiveConfig
 from grpo.errors import ContractError, GRPOWarning
-from grpo.grpo_objective import Objective, grpo_objective
+from grpo.grpo_objective import Objective, unchecked_objective
 from grpo.metrics import Meter
 from grpo.types import ObjectiveInputs, ObjectiveOutput
 from grpo.writing import describe, widest_float
@@ -38,8 +38,8 @@ class MeteredObjective:
         self._config, self._meter = config.objective, meter
         self._is_own = own is not None
         self._has_named_dropped_terms = own is None
-        ours: Objective = partial(grpo_objective, config=config.objective)
-        self._objective = own or (torch.compile(ours) if config.compile_objective else ours)
+        ours: Objective = partial(unchecked_objective, config=config.objective)
+        self._objective = own if own is not None else torch.compile(ours) if config.compile_objective else ours
 
     def __call__(self, inputs: ObjectiveInputs) -> ObjectiveOutput:
         """The loss of one micro-batch. Any result but an `ObjectiveOutput` raises a `ContractError`."""

@@ -92,23 +92,23 @@ class OptimizerStep:
         if self.parameters:
             self.scaler.scale(loss).backward()
 
-    def apply(self, sum_of_log_probs: Float[Tensor, ""]) -> None:
+    def apply(self, sum_of_scores: Float[Tensor, ""]) -> None:
         """Step the optimizer if everything is finite. All checks need one transfer to the host.
 
         Args:
-            sum_of_log_probs: the sum over the update's steps on this rank. It is finite only if every log-prob is finite.
+            sum_of_scores: the sum over the update's steps on this rank. It is finite only if every score is finite.
 
         Raises:
             ContractError: a log-prob is not finite, or no parameter has received a gradient.
             NonFiniteGradientError: `config.max_skipped_updates` updates in a row had to be skipped.
         """
-        log_probs = self._engine.sum(sum_of_log_probs)
+        scores = self._engine.sum(sum_of_scores)
         if not self.parameters:
-            self._require_finite(log_probs.item())
+            self._require_finite(scores.item())
             return
         total_norm = self._total_norm()
-        log_probs_sum, norm = torch.stack([log_probs, total_norm.to(log_probs)]).tolist()
-        self._require_finite(log_probs_sum)
+        scores_sum, norm = torch.stack([scores, total_norm.to(scores)]).tolist()
+        self._require_finite(scores_sum)
         if not math.isfinite(norm):
             self._skip(norm)
             return
@@ -161,8 +161,8 @@ class OptimizerStep:
             self.scaler.unscale_(self.optimizer)
         return get_total_norm(gradients)
 
-    def _require_finite(self, sum_of_log_probs: float) -> None:
-        if math.isfinite(sum_of_log_probs):
+    def _require_finite(self, sum_of_scores: float) -> None:
+        if math.isfinite(sum_of_scores):
             return
         if self.scaler.is_enabled():
             self.scaler.update(
@@ -170,8 +170,9 @@ class OptimizerStep:
             )  # reset the scaler's state for this update; the loss scale stays
         self.clear()
         raise ContractError(
-            f"{self.policy_name}: log-probabilities of sampled steps must be finite, and some are not. A sampled action "
-            "cannot have probability 0: mask logits with torch.finfo(dtype).min, not -inf."
+            f"{self.policy_name}: log-probabilities of sampled steps must be finite, and so must exact entropy, KL and values; "
+            "some are not. A sampled action cannot have probability 0, and an entropy with logits of -inf is 0 times infinity: "
+            "mask logits with torch.finfo(dtype).min, not -inf."
         )
 
     def _skip(self, norm: float) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from grpo.config import GRPOConfig
 from grpo.distributed import Engine, OneProcess, require_same_on_all_ranks, same_error
+from grpo.policy_base import require_methods
 
 from .restoring import flattened
 
@@ -41,6 +42,7 @@ def built_on_all_ranks(construct: Callable[Args, None]) -> Callable[Args, None]:
     def shared(*args: Args.args, **kwargs: Args.kwargs) -> None:
         given: dict[str, Any] = dict(kwargs)
         engine: Engine = OneProcess() if given.get("engine") is None else given["engine"]
+        require_methods(engine, ("sum", "gather", "gather_objects", "agree", "waiting"), "engine", "Engine")
         with same_error(engine, "GRPOTrainer()"):
             if engine.num_ranks > 1:
                 require_same_on_all_ranks(engine, "GRPOTrainer", comparable_settings(given))

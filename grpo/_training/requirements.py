@@ -1,20 +1,29 @@
 """Checks that the policy, its reference and the other arguments of a trainer fit the settings."""
 
 import warnings
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from grpo._collecting.contract import FINITE, require_finite
+from grpo._tensors import require_finite_values
 from grpo.config import GRPOConfig
-from grpo.errors import ConfigError, ContractError, GRPOWarning
-from grpo.policy_base import POLICY_METHODS, ScoresReference, SplitsSteps, require_methods
+from grpo.errors import ConfigError, ContractError, GRPOWarning, RewardError
+from grpo.policy_base import POLICY_METHODS, ScoresReference, SplitsSteps, parameters_of, require_methods
 from grpo.surrogates import traits_of
+from grpo.types import ExperienceBatch
+from grpo.writing import describe, require_lengths
 
 
-def require_consistent(config: GRPOConfig, policy: Any, *, lr_scheduler: Any, objective: Any, advantages: Any) -> None:
-    """Raise a `ConfigError` if settings and arguments of the trainer contradict one another."""
+def require_consistent(
+    config: GRPOConfig, policy: Any, *, optimizer: Any = None, lr_scheduler: Any, objective: Any, advantages: Any
+) -> None:
+    """Raise an error if an argument of the trainer contradicts the settings, or is not what it is called."""
+    if not isinstance(config, GRPOConfig):
+        raise ConfigError(f"config must be a GRPOConfig; got {describe(config)}. Pass GRPOConfig(...), or a preset.")
     require_trainable(policy)
     loss = config.objective
     reads_rows = traits_of(loss.surrogate).reads_rows or getattr(loss.sampler_correction, "level", "step") == "row"
@@ -37,11 +46,56 @@ def require_consistent(config: GRPOConfig, policy: Any, *, lr_scheduler: Any, ob
             "advantages=... replaces the estimator that computes the critic's targets for advantage.credit='gae'. "
             "Remove advantages=..., or use another credit."
         )
+    _require_kinds(optimizer, lr_scheduler, objective=objective, advantages=advantages)
+
+
+def _require_kinds(optimizer: Any, lr_scheduler: Any, **functions: Any) -> None:
+    """Check that each argument is what it is called. Only None means "not given": 0, "" and [] do not."""
+    if optimizer is not None:
+        require_methods(optimizer, ("step", "state_dict", "load_state_dict"), "optimizer", "torch.optim.Optimizer")
+        if not isinstance(getattr(optimizer, "param_groups", None), list):
+            raise ConfigError(f"optimizer must have param_groups; got {describe(optimizer)}. Pass a torch optimizer.")
+    if lr_scheduler is not None:
+        require_methods(lr_scheduler, ("step",), "lr_scheduler", "torch.optim.lr_scheduler.LRScheduler")
+    for name, function in functions.items():
+        if function is not None and (isinstance(function, type) or not callable(function)):
+            raise ConfigError(f"{name} must be a function or None; got {describe(function)}. Leave {name} out.")
+
+
+def require_batch(batch: Any) -> None:
+    """Check that the rows of an update are complete, and that their rewards are finite numbers on the CPU.
+
+    Raises:
+        ContractError: `batch` is no `ExperienceBatch`, has no rows, or its fields have different numbers of rows.
+        RewardError: a reward of a step that counts is NaN or infinite, or a part of a reward is infinite.
+    """
+    if not isinstance(batch, ExperienceBatch):
+        raise ContractError(
+            f"update needs an ExperienceBatch; got {describe(batch)}. Pass the result of collect() or "
+            "ExperienceBatch.from_rows()."
+        )
+    if batch.num_rows == 0:
+        raise ContractError("update needs at least one row; the batch has none.")
+    require_lengths("update: the batch", batch.num_rows, states=batch.states, actions=batch.actions)
+    for name, values in ((field.name, getattr(batch, field.name)) for field in fields(batch)):
+        on_host = name in ("rewards", "group_ids")
+        if isinstance(values, Tensor) and (values.is_meta or (on_host and values.device.type != "cpu")):
+            wanted = "on the CPU" if on_host else "on a device with values"
+            raise ContractError(f"update: the batch's {name} must be {wanted}; got {values.device}. Pass {name}.cpu().")
+    require_finite_values(
+        "update: the batch's rewards", batch.rewards, batch.mask if batch.rewards.dim() == 2 else None, RewardError
+    )
+    require_finite("update: the batch", batch.mask, {name: getattr(batch, name) for name in FINITE})
+    for name, part in batch.reward_components.items():
+        if bool(part.isinf().any()):
+            raise RewardError(
+                f"reward_components[{name!r}] must be finite, or NaN where the part does not apply; got infinity."
+            )
 
 
 def require_trainable(policy: Any) -> None:
     """Raise a `ConfigError` if the policy has parameters and all of them are frozen, because training would change nothing."""
-    parameters = policy.get_parameters()
+    parameters = parameters_of(policy)
     if parameters and not any(value.requires_grad for value in parameters.values()):
         raise ConfigError(
             f"{type(policy).__name__}.get_parameters() must hold a tensor that requires a gradient; all {len(parameters)} "
@@ -67,6 +121,7 @@ def required_scores(config: GRPOConfig, *, has_own_loss: bool) -> set[str]:
 
 def require_reference(config: GRPOConfig, policy: Any, reference_policy: Any) -> None:
     """Refuse a reference that lacks a policy's methods, shares the policy's parameters, or cannot follow the policy."""
+    parameters = parameters_of(policy)
     if reference_policy is None:
         if config.reference_sync_every is not None:
             raise ConfigError(
@@ -74,7 +129,7 @@ def require_reference(config: GRPOConfig, policy: Any, reference_policy: Any) ->
             )
         return
     require_methods(reference_policy, POLICY_METHODS, "reference_policy", "PolicyModel")
-    parameters, reference = policy.get_parameters(), reference_policy.get_parameters()
+    reference = parameters_of(reference_policy)
     trained = {value.data_ptr() for value in parameters.values() if value.requires_grad}
     shared = [name for name, value in reference.items() if value.numel() and value.data_ptr() in trained]
     if reference_policy is policy or shared:

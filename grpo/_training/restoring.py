@@ -13,7 +13,7 @@ from torch import Tensor
 from grpo.checkpoint import Checkpoint, SavedTensor, open_checkpoint
 from grpo.errors import CheckpointError, DamagedCheckpointError, GRPOWarning
 from grpo.reward_model_base import restore_state
-from grpo.writing import restore_random_state
+from grpo.writing import describe, restore_random_state
 
 from .trainer_state import LASTING, capture, stateful_parts
 from .update_rows import UpdateRows
@@ -178,6 +178,10 @@ def _with_known(value: Any, known: Mapping[str, Tensor]) -> Any:
 def _require_fit(trainer: Any, present: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Require the same parts, names, kinds and shapes as the trainer has."""
     _require_same_names("The checkpoint", present, state)
+    if not isinstance(state["config"], Mapping):
+        raise CheckpointError(
+            f"The checkpoint's config must be a dict; got {describe(state['config'])}. Use another checkpoint."
+        )
     for part in ("reference", "kinds", "stateful", "counters", "random"):
         _require_same_names(f"The checkpoint's {part!r}", present[part], state[part])
     for name, kind in state["kinds"].items():
@@ -240,5 +244,5 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings as one dict: {"objective": {"kl_coef": 0.1}} becomes {"objective.kl_coef": 0.1}."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        flat |= flattened(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return flat

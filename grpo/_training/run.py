@@ -18,6 +18,7 @@ from grpo.distributed import Engine
 from grpo.errors import ConfigError, ContractError, GRPOWarning
 from grpo.metrics import MetricSink
 from grpo.types import Rows, select_rows
+from grpo.writing import describe, require_count
 
 from .advisor import beside_the_bar
 from .restoring import load_into
@@ -96,7 +97,12 @@ class Run:
     """The metrics of each iteration that this call has made."""
 
     def __post_init__(self) -> None:
-        at_least_one("num_iterations", self.num_iterations, 1)
+        require_count("num_iterations", self.num_iterations)
+        sinks: Any = self.sinks
+        if not isinstance(sinks, Sequence) or not all(callable(getattr(sink, "log", None)) for sink in sinks):
+            raise ConfigError(
+                f"sinks must be a list of MetricSink, which have log(); got {describe(sinks)}. Pass [sink]."
+            )
         self._eval_every = at_least_one("eval_every", self.eval_every, self.num_iterations // 10)
         every = self.checkpoint_every
         if isinstance(every, timedelta) and every <= timedelta(0):
@@ -190,7 +196,8 @@ def opened_folder(
         CheckpointError: another process writes to the folder, the folder is ahead of the trainer or behind it, or a checkpoint
             could not hold the trainer's state.
     """
-    if resume not in (None, "auto") or (resume and path is None):
+    resumes = isinstance(resume, str) and resume == "auto"
+    if not (resumes or resume is None) or (resumes and path is None):
         raise ConfigError(
             f"resume must be None, or 'auto' with a checkpoint_dir; got resume={resume!r}, checkpoint_dir={path!r}."
         )
@@ -207,7 +214,5 @@ def opened_folder(
 
 
 def at_least_one(name: str, value: int | None, default: int) -> int:
-    """Return `value`, or the default (at least 1) if `value` is None. Refuse a value below 1."""
-    if value is not None and value < 1:
-        raise ConfigError(f"{name} must be >= 1; got {value}.")
-    return max(default, 1) if value is None else value
+    """Return `value`, or the default (at least 1) if `value` is None. Refuse anything else but an integer from 1."""
+    return max(default, 1) if value is None else require_count(name, value)

@@ -11,6 +11,7 @@ import torch
 
 from grpo.errors import ConfigError, ContractError
 from grpo.types import Rows, select_rows
+from grpo.writing import require_rows
 
 
 class StateSource:
@@ -31,6 +32,7 @@ class StateSource:
                 f"states must hold one entry per state; got a {type(states).__name__}. Pass a list of states."
             )
         if hasattr(states, "__len__") and hasattr(states, "__getitem__"):
+            require_rows("states", states)
             if len(states) == 0:
                 raise ContractError("No states to train on: pass at least one.")
             self._epoch = lru_cache(2)(lambda k: np.random.default_rng((seed, k)).permutation(len(states)))
@@ -40,7 +42,7 @@ class StateSource:
                 raise ConfigError("states is an iterable without a length: set GRPOConfig.num_states_per_iteration.")
             self._endless, self._num_taken = _repeated(states), 0
             self._draw = self._from_iterable
-        elif callable(states):
+        elif callable(states) and not isinstance(states, type):
             self._draw = states
         else:
             raise ConfigError(

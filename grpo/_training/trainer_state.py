@@ -10,7 +10,7 @@ from torch import Tensor
 
 from grpo.policy_base import HasState
 from grpo.reward_model_base import kept_state
-from grpo.writing import capture_random_state
+from grpo.writing import capture_random_state, is_dense
 
 LASTING = ("optimizer", "lr_scheduler", "scaler", "reference")
 """Parts that change only together with the weights of the policy or of the reference."""
@@ -101,7 +101,8 @@ def _addresses(trainer: Any) -> set[int]:
 def _copied(value: Any, weights: Container[int]) -> Any:
     """Copy nested state. Tensors at the addresses of `weights` are not copied, and neither are objects of other types."""
     if isinstance(value, Tensor):
-        return value if value.data_ptr() in weights else value.detach().clone()
+        is_weight = is_dense(value) and value.data_ptr() in weights
+        return value if is_weight else value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, Mapping):

@@ -15,7 +15,7 @@ from grpo.distributed import Engine
 from grpo.errors import ContractError
 from grpo.policy_base import SplitsSteps
 from grpo.types import ExperienceBatch
-from grpo.writing import as_advantages
+from grpo.writing import as_advantages, describe, require_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,11 +93,18 @@ def split_steps(rows: TrainingRows, policy: SplitsSteps) -> TrainingRows:
     """Turn every valid step into a row with T = 1. Steps are in order, row by row."""
     batch, mask = rows.batch, rows.batch.mask
     num_steps = int(mask.sum())
-    states, actions = policy.split_steps(batch.states, batch.actions)
+    owner = f"{type(policy).__name__}.split_steps"
+    split_rows: Any = policy.split_steps(batch.states, batch.actions)
+    if not isinstance(split_rows, tuple) or len(split_rows) != 2:
+        raise ContractError(
+            f"{owner} must return (states, actions); got {describe(split_rows)}. Return a tuple of two."
+        )
+    states, actions = split_rows
+    for name, rows_of_steps in (("states", states), ("actions", actions)):
+        require_rows(f"{owner}: {name}", rows_of_steps)
     if len(states) != num_steps or len(actions) != num_steps:
         raise ContractError(
-            f"{type(policy).__name__}.split_steps must return one row per valid step = {num_steps}; "
-            f"got {len(states)} states and {len(actions)} actions."
+            f"{owner} must return one row per valid step = {num_steps}; got {len(states)} states and {len(actions)} actions."
         )
 
     def at_mask(values: Tensor | None) -> Any:

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo._advantages.groups import has_advantage
-from grpo._collecting.contract import require_finite
 from grpo._collecting.out_of_memory import Attempt
 from grpo._collecting.update_plan import compose_index, epoch_of_updates, num_selected, num_updates_per_epoch
 from grpo._objective.selection import kept_by_entropy, selected_by
@@ -116,7 +115,7 @@ class UpdateRows:
         """Number of updates that were skipped before the forward pass, because none of their rows has an advantage."""
         self._setup = setup
         self._first_row_order = setup.row_order.get_state()
-        self._sum_of_log_probs: list[Tensor] = []
+        self._sums: list[Tensor] = []
         self._has_compared_modes = setup.has_compared_modes
 
     def updates(self) -> Iterator[RowIndex]:
@@ -206,7 +205,7 @@ class UpdateRows:
 
         def put_back() -> None:
             optimizer_step.clear()
-            self._sum_of_log_probs.clear()
+            self._sums.clear()
             forget_metrics()
 
         return self._setup.collector.updating.attempts(self._setup.engine, put_back)
@@ -252,15 +251,26 @@ class UpdateRows:
             old_values=beside(batch.values),
             returns=beside(rows.returns),
         )
-        log_probs = zero_outside(scores.log_probs.detach(), scores.mask)
-        self._sum_of_log_probs.append(log_probs.sum(dtype=widest_float(device)))
+        self._sums.append(self._sum_of_scores(scores))
         if self.num_planned == 1 and rows.num_replayed == 0:
             self._compare_modes(inputs)
         return inputs
 
-    def sum_of_log_probs(self) -> Float[Tensor, ""]:
-        """Return the sum of all log-probs since the last call. It is finite only if every log-prob is finite."""
-        sums, self._sum_of_log_probs = self._sum_of_log_probs, []
+    def _sum_of_scores(self, scores: ActionScores) -> Float[Tensor, ""]:
+        """The sum of all scores that the loss or the metrics read. It is finite only if all of them are."""
+        read = [
+            scores.log_probs,
+            scores.entropy,
+            scores.kl if self._setup.config.objective.kl_estimator == "exact" else None,
+            scores.values if self.data.returns is not None else None,
+        ]
+        dtype = widest_float(scores.mask.device)
+        sums = [zero_outside(x.detach(), scores.mask).sum(dtype=dtype) for x in read if x is not None]
+        return torch.stack(sums).sum()
+
+    def sum_of_scores(self) -> Float[Tensor, ""]:
+        """Return the sum of all scores (log-probs, exact entropy and KL, values) since the last call."""
+        sums, self._sums = self._sums, []
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
 
     def _check(self, scores: ActionScores, mask: Bool[Tensor, "n T"]) -> None:
@@ -283,7 +293,6 @@ class UpdateRows:
             raise ContractError(
                 f"{name} must return the mask of the batch in an update; the masks differ. {_SAME_STEPS}"
             )
-        require_finite(name, found, {"entropy": scores.entropy, "kl": scores.kl})
         if self._setup.traits.for_probabilities:
             require_probabilities(config.objective.surrogate, scores.log_probs, scores.mask)
 

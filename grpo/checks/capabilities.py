@@ -48,7 +48,7 @@ def check_score_actions(probe: PolicyProbe) -> Verdict:
     scores = probe.row_scorer(states, actions, group_ids)
     raw = probe.raw_log_probs(states, actions)
     if raw.dim() == 1:
-        gap = difference(row_totals(scores.log_probs.double(), scores.mask), raw)
+        gap = difference(row_totals(scores.log_probs.cpu().double(), scores.mask.cpu()), raw)
     else:
         width = max(raw.shape[1], scores.mask.shape[1])
         mask = pad_steps(scores.mask, width, False)
@@ -148,13 +148,13 @@ def check_entropy(probe: PolicyProbe) -> Verdict:
 
 def _judge_entropy(owner: str, draws: Draws, entropy: Tensor) -> Verdict:
     count = len(entropy)
-    surplus = row_totals((entropy + draws.scores.log_probs).double(), draws.scores.mask)
+    surplus = row_totals((entropy + draws.scores.log_probs).cpu().double(), draws.scores.mask.cpu())
     error = float(surplus.std(correction=0)) / math.sqrt(count)
     # entropy that actions so rare that `count` samples may miss them can contribute
     unseen = 15 / count * (math.log(count) + 5)
     mean = float(surplus.mean())
     if not abs(mean) <= 6 * error + unseen:
-        exact = float(row_totals(entropy.double(), draws.scores.mask).mean())
+        exact = float(row_totals(entropy.cpu().double(), draws.scores.mask.cpu()).mean())
         return failed(
             f"{owner}: entropy must be the exact -sum p log p of each step's distribution, in nats; it sums to {exact:.4f} per "
             f"row, and {count} samples give -log p = {exact - mean:.4f} +- {error:.4f}. Compute it from the log_softmax that "

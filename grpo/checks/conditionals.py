@@ -183,7 +183,7 @@ def _scored(
     scores = score(entries.rebuild(altered))
     rows, columns, places = (torch.tensor(index) for index in zip(*spots, strict=True))
     kept = scores.mask.cpu()
-    log_probs = zero_outside(scores.log_probs.double().cpu(), kept)
+    log_probs = zero_outside(scores.log_probs.cpu().double(), kept)
     if aligned:
         found = left_aligned(log_probs, kept).gather(1, places.clamp(max=kept.shape[1] - 1).unsqueeze(1)).squeeze(1)
         found = torch.where(places < kept.sum(1), found, -torch.inf)

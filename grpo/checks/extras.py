@@ -63,7 +63,10 @@ def check_state_keys(probe: PolicyProbe) -> Verdict:
         return failed(f"{owner} must return integers {list(mask.shape)}, one per step; got {describe(keys)}.")
     backwards = torch.arange(len(group_ids) - 1, -1, -1)
     again = probe.policy.state_keys(select_rows(states, backwards), select_rows(actions, backwards))
-    if again.shape != keys.shape or difference(again.double(), keys[backwards].double(), mask[backwards]) > 0:
+    if (
+        again.shape != keys.shape
+        or difference(again.cpu().double(), keys[backwards].cpu().double(), mask[backwards].cpu()) > 0
+    ):
         return failed(
             f"{owner} must depend on the row alone; with rows in another order the keys differ. Compute a key from the "
             "contents of a state, not from the order in which states are first seen."

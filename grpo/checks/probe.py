@@ -205,7 +205,7 @@ def _no_reward(states: Any, _: Any) -> list[float]:
 
 def difference(found: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
     """max |found - expected| / (1 + |expected|) where the mask is True. Infinite if exactly one of two numbers is NaN."""
-    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
+    found, expected = found.detach().cpu().double(), expected.detach().cpu().double()
     gaps = ((found - expected).abs() / (1 + expected.abs())).nan_to_num(float("inf"))
     equal = (found == expected) | (found.isnan() & expected.isnan())
     gaps = torch.where(equal, 0.0, gaps)  # inf - inf is NaN, but infinity equals itself
@@ -239,7 +239,7 @@ def perturbed(parameters: Iterable[Tensor], relative: float | None = None) -> It
     try:
         with torch.no_grad():
             for value, before in saved:
-                size = 0.0 if relative is None else relative * float(before.double().square().mean().sqrt())
+                size = 0.0 if relative is None else relative * float(before.cpu().double().square().mean().sqrt())
                 value.add_(torch.randn_like(value), alpha=size or 0.1)
         yield
     finally:

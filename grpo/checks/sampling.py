@@ -89,10 +89,10 @@ def judge_samples(owner: str, actions: Rows, log_probs: Float[Tensor, " N"], sco
     if numbers is not None and is_dense:
         if score is None:
             return skipped("The sampler's density is known only at its own samples, so it cannot be integrated.")
-        return _test_density(owner, *numbers, log_probs.double().cpu(), score)
+        return _test_density(owner, *numbers, log_probs.cpu().double(), score)
     if is_dense:
         return skipped(f"{len(set(keys))} of {len(keys)} sampled actions differ: too few repeat to count them.")
-    return judge_counts(owner, keys, log_probs.double().cpu())
+    return judge_counts(owner, keys, log_probs.cpu().double())
 
 
 def action_key(action: Any) -> Hashable:
@@ -196,7 +196,7 @@ def as_numbers(actions: Rows) -> tuple[Float[Tensor, "N D"], Callable[[Tensor], 
             return list(whole)
         return whole.tolist() if not isinstance(like, tuple) else [tuple(row) for row in whole.tolist()]
 
-    return values.reshape(len(values), -1).double().cpu(), rebuild
+    return values.reshape(len(values), -1).cpu().double(), rebuild
 
 
 def _is_real(value: Any) -> bool:
@@ -211,7 +211,7 @@ def _test_density(
         return skipped("One of an action's numbers is the same in all samples, so it has no density.")
 
     def density(numbers: Tensor) -> Tensor:
-        heights: Tensor = score(rebuild(numbers)).double().cpu().exp()
+        heights: Tensor = score(rebuild(numbers)).cpu().double().exp()
         return torch.where(heights.isnan(), 0.0, heights)  # NaN: outside the support
 
     if values.shape[1] == 1:

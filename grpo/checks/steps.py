@@ -61,7 +61,7 @@ def judge_draws(
         score: scores other actions. None: only the log-probs of `actions` are known.
         noise: for actions of D real numbers, the numbers that the policy draws but does not decide. None: not known.
     """
-    log_probs = zero_outside(log_probs.double().cpu(), mask.cpu())
+    log_probs = zero_outside(log_probs.cpu().double(), mask.cpu())
     mask = mask.cpu()
     totals = log_probs.sum(1)
     numbers = as_numbers(actions)
@@ -80,7 +80,7 @@ def judge_draws(
 
 
 def _totals(scores: ActionScores) -> Tensor:
-    return row_totals(scores.log_probs.double(), scores.mask)
+    return row_totals(scores.log_probs.cpu().double(), scores.mask.cpu())
 
 
 def _judge_entries(owner: str, entries: Entries, log_probs: Tensor, mask: Tensor, score: ScoreSteps | None) -> Verdict:
@@ -170,7 +170,7 @@ def _judge_numbers(
 
     def density(numbers: Tensor, samples: Tensor) -> Tensor:
         scores = score(rebuild(numbers))
-        heights = scores.log_probs.double().cpu().gather(1, columns[samples].unsqueeze(1)).squeeze(1).exp()
+        heights = scores.log_probs.cpu().double().gather(1, columns[samples].unsqueeze(1)).squeeze(1).exp()
         return torch.where(heights.isnan(), 0.0, heights)
 
     own = log_probs[:count].gather(1, columns.unsqueeze(1)).squeeze(1).exp()
@@ -194,6 +194,6 @@ def _dependencies(
         other = some.clone()
         other[:, d] = some[:, d].roll(1)
         scores = score(rebuild(other))
-        change = (scores.log_probs.double().cpu() - log_probs[: len(some)]).abs()
+        change = (scores.log_probs.cpu().double() - log_probs[: len(some)]).abs()
         found[:, d] = (change > CERTAIN * (1 + log_probs[: len(some)].abs())).any(0)
     return found

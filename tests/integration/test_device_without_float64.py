@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adapters.llm.sampling.token_draw import draw
 from grpo import ActionScores, AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, SampledActions
 from tests.support.without_float64 import imitated_device
 
@@ -82,3 +83,15 @@ def test_an_iteration_needs_no_float64(aggregation: Any, credit: Any) -> None:
         metrics = trainer.step([0, 1])
     assert metrics["train/ratio_mean"] == pytest.approx(1.0)
     assert metrics["train/sampler_divergence"] == pytest.approx(-0.1, abs=1e-6)
+
+
+def test_tokens_are_drawn_without_float64() -> None:
+    """The same tokens as with float64, with log-probs and entropies of the same distribution."""
+    torch.manual_seed(0)
+    logits, uniforms = torch.randn(64, 700), torch.rand(64)
+    tokens, log_probs, entropies = draw(logits, uniforms, True)
+    with imitated_device() as device:
+        found = [values.cpu() for values in draw(logits.to(device), uniforms.to(device), True)]
+    assert found[0].tolist() == tokens.tolist()
+    torch.testing.assert_close(found[1], log_probs)
+    torch.testing.assert_close(found[2], entropies)

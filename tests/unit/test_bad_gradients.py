@@ -51,9 +51,9 @@ def test_an_update_with_a_non_finite_gradient_changes_nothing(subtests: pytest.S
             apply = trainer.optimizer_step.apply
 
             def applied_and_seen(
-                sum_of_log_probs: Tensor, apply: Any = apply, trainer: Any = trainer, history: Any = history
+                sum_of_scores: Tensor, apply: Any = apply, trainer: Any = trainer, history: Any = history
             ) -> None:
-                apply(sum_of_log_probs)
+                apply(sum_of_scores)
                 history.append(state_of(trainer))
 
             trainer.optimizer_step.apply = applied_and_seen  # type: ignore[method-assign]

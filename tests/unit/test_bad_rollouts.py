@@ -182,7 +182,7 @@ def test_supplied_log_probs_that_are_not_finite_are_refused(subtests: pytest.Sub
             before = state_of(trainer)
             wrong, right = torch.tensor([[-1.0, bad], [-1.0, -1.0]]), torch.tensor([[-1.0, -1.0], [-1.0, bad]])
             batch = replace(ExperienceBatch.from_rows([0, 0], actions, [0.0, 1.0], [0, 0], mask=mask), **{name: wrong})
-            with pytest.raises(ContractError, match=rf"The batch: {name} of sampled steps must be finite; rows \[0\]"):
+            with pytest.raises(ContractError, match=rf"the batch: {name} of sampled steps must be finite; rows \[0\]"):
                 trainer.update(batch)
             assert state_of(trainer) == before
             assert trainer.update(replace(batch, **{name: right}))["train/num_updates"] == 2
@@ -201,7 +201,5 @@ class WithoutOneAction(RowScoring):
 def test_an_exact_entropy_of_nan_is_refused_even_if_no_term_of_the_loss_reads_it() -> None:
     trainer = trainer_of(WithoutOneAction())
     batch = ExperienceBatch.from_rows([0, 0], [(1,), (0,)], [0.0, 1.0], [0, 0])
-    with pytest.raises(
-        ContractError, match=r"WithoutOneAction: entropy of sampled steps must be finite; .*finfo\(dtype\)\.min"
-    ):
+    with pytest.raises(ContractError, match=r"WithoutOneAction: .*exact entropy.*some are not.*finfo\(dtype\)\.min"):
         trainer.update(batch)

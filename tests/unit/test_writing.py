@@ -241,7 +241,7 @@ def test_masks_and_state_keys_become_tensors_with_one_entry_per_step(subtests):
         with subtests.test(mask=got), pytest.raises(ContractError, match=message):
             as_mask("batch", value, (2, 3))
     assert as_state_keys("batch", [[3, 4]]).tolist() == [[3, 4]]
-    for value, got in [([0, 1], r"\[2\] int64"), ([[0.5]], r"\[1, 1\] float32"), ([[[0]]], r"\[1, 1, 1\] int64")]:
+    for value, got in [([0, 1], r"\[2\] int64"), ([[0.5]], r"\[1, 1\] float64"), ([[[0]]], r"\[1, 1, 1\] int64")]:
         message = rf"^batch: state_keys must be integers \[N, T\], like mask; got {got}"
         with subtests.test(keys=got), pytest.raises(ContractError, match=message):
             as_state_keys("batch", value)

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from adapters.llm.model.token_log_probs import wide
+from grpo.writing import widest_float
 
 from .sampling_config import SamplingConfig
 
@@ -160,24 +161,26 @@ def draw(
 ) -> tuple[Int[Tensor, " R"], Float[Tensor, " R"], Float[Tensor, " R"] | None]:
     """Draw one token of softmax(logits) per row by inversion, and compute its log-prob and the entropy.
 
-    Probabilities are summed per block, and the sums of the blocks are added in float64. The token is searched for only in the
-    block where the running sum exceeds the random number. A token with probability 0 is never drawn.
+    Probabilities are summed per block, and the sums of the blocks are added in float64 (float32 on devices without it). The
+    token is searched for only in the block where the running sum exceeds the random number. A token with probability 0 is never
+    drawn.
     """
     largest = logits.amax(1, keepdim=True)
     weights = (logits - largest).exp_()
     vocabulary_size = logits.shape[1]
     missing = -vocabulary_size % BLOCK
     blocked = (torch.nn.functional.pad(weights, (0, missing)) if missing else weights).unflatten(1, (-1, BLOCK))
-    sums = blocked.sum(2).double()  # sums of 256 float32 numbers; float64 would take seven times as long
+    dtype = widest_float(logits.device)
+    sums = blocked.sum(2).to(dtype)  # sums of 256 float32 numbers; float64 would take seven times as long
     block, before, total = _first_beyond(sums, uniforms * sums.sum(1))
     rows = torch.arange(len(logits), device=logits.device)
-    within, _, _ = _first_beyond(blocked[rows, block].double(), uniforms * total - before)
+    within, _, _ = _first_beyond(blocked[rows, block].to(dtype), uniforms * total - before)
     tokens = block * BLOCK + within
     normaliser = largest.squeeze(1) + total.log().to(logits.dtype)
     log_probs = logits.gather(1, tokens[:, None]).squeeze(1) - normaliser
     if not with_entropy:
         return tokens, log_probs, None
-    mean_logit = torch.where(weights > 0, weights * logits, 0).sum(1, dtype=torch.float64) / total
+    mean_logit = torch.where(weights > 0, weights * logits, 0).sum(1, dtype=dtype) / total
     return tokens, log_probs, normaliser - mean_logit.to(logits.dtype)
 
 

@@ -47,21 +47,13 @@ def test_scores_of_the_right_shapes_pass_with_and_without_optional_fields() -> N
 
 
 def test_scores_that_break_their_contract_are_refused(subtests: pytest.Subtests) -> None:
-    meta = torch.zeros(2, 3, device="meta")
+    """Shapes and dtypes within the scores: `test_tensors.py`."""
     cases: list[tuple[Any, str]] = [
         (STEPS, r" must return ActionScores; got \[2, 3\] float32"),
-        (all_scores(log_probs=torch.zeros(2)), r": log_probs must be \[N, T\] with N = 2; got \[2\] float32"),
-        (all_scores(log_probs=torch.zeros(3, 3)), r": log_probs must be \[N, T\] with N = 2; got \[3, 3\] float32"),
-        (all_scores(log_probs=MASK.long()), r": log_probs must be floating-point; got \[2, 3\] int64"),
-        (all_scores(mask=MASK.float()), r": mask must be bool; got \[2, 3\] float32\. Return mask\.bool\(\)"),
-        (all_scores(mask=MASK[:, :1]), r": mask must be \[2, 3\] on cpu, as log_probs is; got \[2, 1\] bool on cpu"),
-        (all_scores(mask=MASK[:1]), r": mask must be \[2, 3\] on cpu, as log_probs is; got \[1, 3\] bool on cpu"),
-        (all_scores(entropy=STEPS[:, :1]), r": entropy must be \[2, 3\] on cpu, .*; got \[2, 1\] float32 on cpu"),
-        (all_scores(entropy=MASK), r": entropy must be floating-point; got \[2, 3\] bool"),
-        (all_scores(entropy=meta), r": entropy must be \[2, 3\] on cpu, .*; got \[2, 3\] float32 on meta"),
-        (all_scores(values=STEPS[:, 0]), r": values must be \[2, 3\] on cpu, .*; got \[2\] float32 on cpu"),
-        (all_scores(kl=STEPS[:, :2]), r": kl must be \[2, 3\] on cpu, .*; got \[2, 2\] float32 on cpu"),
-        (all_scores(final_values=STEPS), r": final_values must be \[2\] on cpu, .*; got \[2, 3\] float32 on cpu"),
+        (
+            ActionScores(log_probs=torch.zeros(3, 3), mask=torch.ones(3, 3).bool()),
+            r": log_probs must be .* N = 2; got \[3, 3\]",
+        ),
     ]
     for scores, message in cases:
         with subtests.test(message=message), pytest.raises(ContractError, match=f"^Policy.score{message}"):
@@ -91,22 +83,9 @@ def test_scores_in_half_precision_become_float32_and_keep_their_gradient(subtest
 
 def test_samples_that_break_their_contract_are_refused(subtests: pytest.Subtests) -> None:
     sampled = SampledActions(actions=[[0, 1]], mask=MASK)
-    on_meta = ActionScores(log_probs=STEPS.to("meta"), mask=MASK.to("meta"))
     cases: list[tuple[Any, str]] = [
         ([[0, 1]], r" must return SampledActions; got a list of 1"),
-        (replace(sampled, mask=MASK.float()), r": mask must be bool \[N, T\] with N = 2; got \[2, 3\] float32"),
-        (replace(sampled, mask=MASK[:, 0]), r": mask must be bool \[N, T\] with N = 2; got \[2\] bool"),
         (replace(sampled, mask=MASK[:1]), r": mask must be bool \[N, T\] with N = 2; got \[1, 3\] bool"),
-        (
-            replace(sampled, behaviour_log_probs=STEPS[:, :2]),
-            r": behaviour_log_probs must be \[2, 3\] on cpu, as mask is; got \[2, 2\] float32 on cpu",
-        ),
-        (
-            replace(sampled, behaviour_log_probs=STEPS.to("meta")),
-            r": behaviour_log_probs must be \[2, 3\] on cpu, as mask is; got \[2, 3\] float32 on meta",
-        ),
-        (replace(sampled, scores=STEPS), r": scores must return ActionScores; got \[2, 3\] float32"),
-        (replace(sampled, scores=on_meta), r": scores must be on cpu, as mask is; got meta"),
         (replace(sampled, scores=all_scores(mask=~MASK)), r": scores\.mask must equal mask"),
     ]
     for wrong, message in cases:
@@ -211,14 +190,12 @@ def test_the_error_for_non_finite_log_probs_names_at_most_16_rows() -> None:
     assert f"rows {list(range(16))} are not" in str(refused.value)
 
 
-def test_non_finite_entropies_and_divergences_are_refused(subtests: pytest.Subtests) -> None:
-    """They come from logits of -inf. Off the mask, nothing is read."""
-    for name in ("entropy", "kl"):
+def test_non_finite_entropies_and_values_are_refused(subtests: pytest.Subtests) -> None:
+    """Off the mask, nothing is read."""
+    for name, remedy in {"entropy": "Where logits are -inf", "values": "Look for 0/0"}.items():
         for bad in (math.nan, math.inf):
             with subtests.test(name=name, bad=bad):
-                with pytest.raises(
-                    ContractError, match=rf"{name} of sampled steps .* rows \[0\] are not\. Where logits"
-                ):
+                with pytest.raises(ContractError, match=rf"{name} of sampled steps .* rows \[0\] are not\. {remedy}"):
                     require_finite("Policy", MASK, {name: log_probs(bad, 0, 0)})
                 require_finite("Policy", MASK, {name: torch.where(MASK, 0.0, bad)})
 

@@ -136,15 +136,15 @@ def test_the_policys_plan_covers_the_live_rows_of_each_update() -> None:
     assert [inputs.weights.shape[1] for inputs in given] == [2, 3]
 
 
-def test_the_sum_of_log_probs_covers_the_current_update_and_is_then_reset() -> None:
+def test_the_sum_of_scores_covers_the_current_update_and_is_then_reset() -> None:
     """Each log-prob is log 1/2."""
     rows = prepared([0.0, 1.0, 2.0, 4.0], [0, 0, 0, 0], micro_batch_size=3, batch_size=4)
     (selected,) = rows.updates()
     weights = rows.weights(selected)
     for micro in rows.micro_batches(selected):
         rows.inputs(micro, weights)
-    assert rows.sum_of_log_probs().item() == pytest.approx(4 * math.log(0.5))
-    assert rows.sum_of_log_probs().item() == 0.0
+    assert rows.sum_of_scores().item() == pytest.approx(4 * math.log(0.5))
+    assert rows.sum_of_scores().item() == 0.0
 
 
 def test_old_log_probs_are_omitted_only_for_a_single_update_of_own_samples() -> None:

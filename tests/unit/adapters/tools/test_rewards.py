@@ -375,7 +375,7 @@ def test_a_faulty_reward_function_stops_training_and_is_named() -> None:
     with pytest.raises(RewardError, match=r"The reward broken raised KeyError for 'sort'\(\{'order': 'down'\}\)"):
         trainer({"ran": executed, "broken": broken}).step([SORT])
     with pytest.raises(RewardError, match="odd"):
-        trainer({"ran": executed, "odd": lambda asked, made, result: float("nan")}).step([SORT])
+        trainer({"ran": executed, "odd": lambda asked, made, result: float("inf")}).step([SORT])
 
 
 def test_training_makes_rewarded_calls_more_likely() -> None:

@@ -1,0 +1,209 @@
+"""Checks of tensors against their annotations, for data classes and for functions that users call with tensors of their own.
+
+An annotation such as `Float[Tensor, "N T"]` states the dtype and the shape. Axes with the same letter have the same size.
+"""
+
+import collections.abc
+import numbers
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+import torch
+from jaxtyping import AbstractArray
+from torch import Tensor
+
+from .errors import ContractError, GRPOError
+from .writing import describe, is_dense, require_rows
+
+Sizes = dict[str, int]
+"""The size of each axis by its letter."""
+
+_DTYPES: Mapping[str, tuple[str, Callable[[Tensor], bool]]] = {
+    "Float": ("floating-point", lambda x: x.is_floating_point() and x.element_size() > 1),
+    "Int": ("integer", lambda x: not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)),
+    "Real": (
+        "real",
+        lambda x: not (x.is_complex() or x.dtype == torch.bool or (x.is_floating_point() and x.itemsize == 1)),
+    ),
+    "Bool": ("bool", lambda x: x.dtype == torch.bool),
+}
+"""Maps a name of jaxtyping to its name in messages, and a check of a tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    """One alternative of an annotation."""
+
+    spelled: str
+    """What a value must be, in messages."""
+    holds: Callable[[str, Any, Sizes], bool]
+    """Whether a value is that: (its name in messages, the value, sizes of axes). Sizes that were not known are added."""
+    dims: tuple[str, ...] = ()
+    """The axes of a tensor."""
+
+
+def require_tensors(function: Callable[..., Any], **values: Any) -> None:
+    """Check arguments of a function against its annotations: tensors of the right dtypes and shapes, finite numbers, names.
+
+    Args:
+        function: the function whose arguments they are.
+        values: the arguments to check, by name.
+
+    Raises:
+        ContractError: an argument does not fit its annotation. The message names the argument.
+    """
+    if torch.compiler.is_compiling():
+        return
+    rules, sizes = _rules(function), Sizes()
+    for name, value in values.items():
+        _require(f"{function.__name__}: ", name, value, rules[name], sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFields:
+    """Base of data classes that hold tensors: every field is checked on construction against its annotation."""
+
+    def __post_init__(self) -> None:
+        """Check every field against its annotation.
+
+        Raises:
+            ContractError: a field does not fit its annotation. The message names the field.
+        """
+        if torch.compiler.is_compiling():
+            return
+        kind: Any = type(self)
+        owner, sizes = f"{kind.__name__}.", Sizes()
+        for name, rules in _rules(kind).items():
+            _require(owner, name, getattr(self, name), rules, sizes)
+
+
+def require_finite_values(
+    owner: str, values: Tensor, mask: Tensor | None = None, error: type[GRPOError] = ContractError
+) -> None:
+    """Check that a tensor has no NaN and no infinity. With a mask [N, T]: inside the mask.
+
+    Raises:
+        GRPOError: of the given type, if a value is not finite.
+    """
+    wrong = ~values.isfinite()
+    if bool((wrong if mask is None else wrong & mask.to(values.device)).any()):
+        raise error(f"{owner} must be finite; got NaN or infinity. Remove these rows first.")
+
+
+@cache
+def _rules(owner: Any) -> dict[str, tuple[_Rule, ...]]:
+    """The rules for each argument of a function, or for each field of a data class."""
+    return {name: _alternatives(hint) for name, hint in get_type_hints(owner).items()}
+
+
+def _alternatives(hint: Any) -> tuple[_Rule, ...]:
+    """The rules of an annotation, one of which must hold: `X | None` has two."""
+    return tuple(map(_rule, get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)))
+
+
+def _rule(kind: Any) -> _Rule:
+    if isinstance(kind, type) and issubclass(kind, AbstractArray):
+        return _array_rule(kind)
+    if get_origin(kind) is collections.abc.Sequence:  # rows, which may also be a tensor or an array
+        return _Rule(spelled="rows", holds=_are_rows)
+    if get_origin(kind) is collections.abc.Mapping:
+        entries = get_args(kind)[1]  # a metric may be NaN
+        rules = (
+            (_Rule(spelled="a number", holds=partial(_is_a, numbers.Real)),)
+            if entries is float
+            else _alternatives(entries)
+        )
+        return _Rule(spelled="a mapping", holds=partial(_is_mapping, rules))
+    if get_origin(kind) is Literal:
+        return _Rule(
+            spelled=f"one of {', '.join(map(repr, get_args(kind)))}", holds=partial(_is_one_of, get_args(kind))
+        )
+    if get_origin(kind) is collections.abc.Callable:
+        return _Rule(spelled="a function", holds=_is_function)
+    if kind is float:
+        return _Rule(spelled="a finite number", holds=_is_number)
+    if isinstance(kind, type) and kind is not Any:
+        return _Rule(spelled="None" if kind is types.NoneType else kind.__name__, holds=partial(_is_a, kind))
+    return _Rule(
+        spelled="anything", holds=partial(_is_a, object)
+    )  # Any, or an annotation of arguments that are no tensors
+
+
+def _array_rule(kind: Any) -> _Rule:
+    """A dense tensor of a dtype and a shape: letters, numbers, #letter (also 1), and *letter or ... (any number of axes)."""
+    dtype, is_dtype = _DTYPES[kind.dtype.__name__]
+    dims: list[str] = kind.dim_str.split()
+    named = [dim for dim in dims if dim != "..." and not dim.startswith("*")]
+    is_longer = len(named) < len(dims)
+    start = len(named) if is_longer and dims[0] == "..." else 0
+
+    def holds(_: str, value: Any, sizes: Sizes) -> bool:
+        if not isinstance(value, Tensor) or not is_dense(value) or not is_dtype(value):
+            return False
+        if sizes.setdefault("", value.is_meta) != value.is_meta:  # with values and without cannot be mixed
+            return False
+        shape = value.shape
+        if len(shape) != len(named) and not (is_longer and len(shape) > len(named)):
+            return False
+        for dim, size in zip(named, shape[len(shape) - start :] if start else shape, strict=False):
+            if not _is_size(dim, size, sizes):
+                return False
+        return True
+
+    return _Rule(spelled=f"a dense {dtype} tensor [{', '.join(dims)}]", holds=holds, dims=tuple(dims))
+
+
+def _is_size(dim: str, size: int, sizes: Sizes) -> bool:
+    """Whether an axis may have a size."""
+    if dim.isdigit():
+        return size == int(dim)
+    return (dim[0] == "#" and size == 1) or sizes.setdefault(dim.lstrip("#"), size) == size
+
+
+def _is_a(kind: Any, _: str, value: Any, __: Sizes) -> bool:
+    return isinstance(value, kind)
+
+
+def _is_one_of(names: tuple[str, ...], _: str, value: Any, __: Sizes) -> bool:
+    return isinstance(value, str) and value in names
+
+
+def _is_function(_: str, value: Any, __: Sizes) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def _is_number(_: str, value: Any, __: Sizes) -> bool:
+    number = value.item() if isinstance(value, np.number) else value
+    is_real = isinstance(number, int | float) and not isinstance(number, bool)
+    return is_real and abs(number) <= sys.float_info.max
+
+
+def _are_rows(name: str, value: Any, _: Sizes) -> bool:
+    require_rows(name, value)
+    return True
+
+
+def _is_mapping(rules: tuple[_Rule, ...], name: str, value: Any, sizes: Sizes) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    for key, entry in value.items():
+        _require(name, f"[{key!r}]", entry, rules, sizes)
+    return True
+
+
+def _require(owner: str, name: str, value: Any, rules: tuple[_Rule, ...], sizes: Sizes) -> None:
+    for rule in rules:
+        if rule.holds(owner + name, value, sizes):
+            return
+    required = " or ".join(_with_sizes(rule, sizes) for rule in rules)
+    raise ContractError(f"{owner}{name} must be {required}; got {describe(value)}. Convert it first.")
+
+
+def _with_sizes(rule: _Rule, sizes: Sizes) -> str:
+    known = [str(sizes.get(dim, dim)) for dim in rule.dims]
+    return rule.spelled + (f" = [{', '.join(known)}]" if known != [*rule.dims] else "")

@@ -1,0 +1,744 @@
+"""The places of `bad_inputs`: trainers, policies, rewards, states, batches, settings, checkpoints, data classes, functions."""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo import (
+    ActionScores,
+    AdvantageConfig,
+    AdvantageEstimator,
+    EntropyControl,
+    ExperienceBatch,
+    GRPOConfig,
+    GRPOTrainer,
+    KLControl,
+    Mask,
+    ObjectiveConfig,
+    ObjectiveInputs,
+    ObjectiveOutput,
+    RewardConfig,
+    SampledActions,
+    Truncate,
+    WeightedRewards,
+    group_relative_advantages,
+    group_relative_returns,
+    grpo_objective,
+    load_weights,
+    presets,
+    step_weights,
+)
+from grpo.advantage_estimator import (
+    decoupled_advantages,
+    discounted_returns,
+    generalized_advantages,
+    process_supervised_advantages,
+    state_group_advantages,
+)
+from grpo.checkpoint import best_checkpoint, read_checkpoint
+from grpo.divergence import kl_k2, kl_k3, kl_k3_weighted, score_function_entropy
+from grpo.surrogates import SURROGATES
+from tests.support.bad_inputs import Place
+
+NUM_STATES, GROUP = 2, 4
+NUM_ROWS, WIDTH = NUM_STATES * GROUP, 3
+STATES = ["a", "b"]
+MASK = torch.tensor([[True, True, True], [True, True, False]] * GROUP)
+GROUP_IDS = torch.arange(NUM_STATES).repeat_interleave(GROUP)
+REWARDS = torch.arange(float(NUM_ROWS)) % 3
+STEP_REWARDS = torch.arange(float(NUM_ROWS * WIDTH)).reshape(NUM_ROWS, WIDTH) % 5
+MAY_BE_NAN = ("train/entropy", "train/ratio_mean", "train/ratio_std", "rewards/one/mean", "rewards/one/std")
+"""Metrics that are NaN where nothing was measured, or where a part of the reward applies to no row."""
+LARGE = frozenset({"huge int", "numpy scalar", "True"})
+
+
+OVERFLOWS = frozenset({"huge int", "huge float"})
+"""Finite, and legal, where a result may be infinite."""
+
+
+# Policies: right in everything but what they are told to do wrong
+
+
+class Plain(nn.Module):
+    """One log-prob per row. `wrong` maps the name of a method to what it returns; `only_in_updates` spares the collection."""
+
+    def __init__(self, *, only_in_updates: bool = False, **wrong: Any) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(2))
+        self.wrong, self.only_in_updates = wrong, only_in_updates
+
+    def answer(self, method: str, good: Any) -> Any:
+        if method not in self.wrong or (self.only_in_updates and not torch.is_grad_enabled()):
+            return good
+        value = self.wrong[method]
+        is_plain = isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided
+        if is_plain and not (value.is_nested or value.is_meta or value.is_quantized) and value.element_size() > 1:
+            return value + 0 * self.logits.sum()  # with a gradient, as a policy's log-probs have
+        return value
+
+    def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> Any:
+        return self.answer(
+            "generate_actions", [[n % 2 for n in range(num_actions_per_state)] for _ in range(len(states))]
+        )
+
+    def get_log_probabilities(self, states: Any, actions: Any) -> Any:
+        return self.answer("get_log_probabilities", self.log_probs(len(actions)))
+
+    def get_parameters(self) -> Any:
+        return self.wrong.get("get_parameters", {"logits": self.logits})
+
+    def log_probs(self, num_rows: int) -> Tensor:
+        return self.logits.log_softmax(0)[torch.arange(num_rows) % 2]
+
+    def scores(self, num_rows: int) -> dict[str, Any]:
+        per_step = self.log_probs(num_rows).unsqueeze(1).expand(num_rows, WIDTH) * 1.0
+        mask = MASK[torch.arange(num_rows) % NUM_ROWS]
+        good = {
+            "log_probs": per_step,
+            "mask": mask,
+            "entropy": per_step.detach() * 0 + 0.5,
+            "values": per_step * 0.1,
+            "final_values": per_step[:, 0] * 0.1,
+            "kl": per_step.square() * 0.1,
+        }
+        return {name: self.answer(name, value) for name, value in good.items()}
+
+
+class Scoring(Plain):
+    """`ScoresActions`."""
+
+    def score_actions(self, states: Any, actions: Any) -> Any:
+        return self.answer("score_actions", ActionScores(**self.scores(len(actions))))
+
+
+class Grouping(Plain):
+    """`ScoresGroups`."""
+
+    def score_groups(self, states: Any, actions: Any) -> Any:
+        return self.answer("score_groups", ActionScores(**self.scores(sum(map(len, actions)))))
+
+
+class Sampling(Scoring):
+    """`SamplesWithScores`."""
+
+    def sample_actions(self, states: Any, num_actions_per_state: int) -> Any:
+        num_rows = len(states) * num_actions_per_state
+        good = {
+            "actions": [[0] * num_actions_per_state for _ in range(len(states))],
+            "mask": MASK[torch.arange(num_rows) % NUM_ROWS],
+            "behaviour_log_probs": torch.full((num_rows, WIDTH), -0.7),
+            "scores": None,
+            "metrics": {"tokens": 3.0},
+        }
+        sampled = {name: self.wrong.get(f"sampled {name}", value) for name, value in good.items()}
+        return self.answer("sample_actions", SampledActions(**sampled))
+
+
+class Referring(Plain):
+    """`ScoresReference`."""
+
+    def reference_log_probabilities(self, states: Any, actions: Any) -> Any:
+        return self.answer("reference_log_probabilities", torch.full((len(actions),), -0.5))
+
+
+class Planning(Plain):
+    """`PlansMicroBatches`."""
+
+    def plan_micro_batches(self, states: Any, actions: Any) -> Any:
+        return self.answer("plan_micro_batches", [[*range(len(actions))]])
+
+
+class Splitting(Scoring):
+    """`SplitsSteps`: `split states` and `split actions` are the two things it returns."""
+
+    def scores(self, num_rows: int) -> dict[str, Any]:
+        if num_rows == NUM_ROWS:
+            return super().scores(num_rows)
+        return {"log_probs": self.log_probs(num_rows)[:, None], "mask": torch.ones(num_rows, 1, dtype=torch.bool)}
+
+    def split_steps(self, states: Any, actions: Any) -> Any:
+        steps = torch.zeros(int(MASK.sum()))
+        good = self.wrong.get("split states", steps), self.wrong.get("split actions", steps)
+        return self.wrong.get("split_steps", good)
+
+
+class Keying(Scoring):
+    """`KeysStates`."""
+
+    def state_keys(self, states: Any, actions: Any) -> Any:
+        return self.answer("state_keys", torch.zeros(len(actions), WIDTH, dtype=torch.int64))
+
+
+class Remembering(Plain):
+    """`HasState`."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrong.get("state_dict", {"count": 1})
+
+    def load_state_dict(self, state: Any, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+class Parts:
+    """`ReportsComponents`."""
+
+    def __init__(self, **wrong: Any) -> None:
+        self.wrong = wrong
+
+    def compute_components(self, states: Any, actions: Any) -> Any:
+        good = {"one": self.wrong.get("component", rewards_of(states, actions))}
+        return self.wrong.get("compute_components", good)
+
+    def combine(self, components: Any) -> Any:
+        return self.wrong.get("combine", torch.arange(float(NUM_ROWS)))
+
+    def compute_rewards(self, states: Any, actions: Any) -> Any:
+        return self.combine(self.compute_components(states, actions))
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+    def to(self, device: Any) -> None: ...
+
+
+def rewards_of(states: Any, actions: Any) -> Tensor:
+    return torch.arange(float(len(actions))) % 3
+
+
+# What is done with them
+
+
+def trainer_of(policy: Any = None, reward_model: Any = rewards_of, **settings: Any) -> GRPOTrainer:
+    return GRPOTrainer(
+        config=GRPOConfig(**{"group_size": GROUP, **settings}), policy=policy or Plain(), reward_model=reward_model
+    )
+
+
+def measured(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics that must be finite."""
+    return {name: value for name, value in metrics.items() if name not in MAY_BE_NAN}
+
+
+def after(trainer: GRPOTrainer, metrics: Any) -> Any:
+    """What must be finite after an iteration: metrics and weights."""
+    parameters = trainer.policy.get_parameters()
+    return [measured(one) for one in (metrics if isinstance(metrics, list) else [metrics])], dict(parameters)
+
+
+def stepped(trainer: GRPOTrainer, states: Any = STATES) -> Any:
+    return after(trainer, trainer.step(states))
+
+
+def updated(batch: Any, policy: Any = None, **settings: Any) -> Any:
+    trainer = trainer_of(policy or Scoring(), **settings)
+    return after(trainer, trainer.update(batch))
+
+
+def good_batch(**changes: Any) -> dict[str, Any]:
+    """The fields of an `ExperienceBatch`."""
+    per_step = torch.full((NUM_ROWS, WIDTH), -0.7)
+    return {
+        "states": [0] * NUM_ROWS,
+        "actions": [0] * NUM_ROWS,
+        "group_ids": GROUP_IDS,
+        "rewards": REWARDS,
+        "reward_components": {"one": REWARDS},
+        "mask": MASK,
+        "old_log_probs": per_step,
+        "behaviour_log_probs": per_step,
+        "ref_log_probs": per_step,
+        "entropy": per_step * 0 + 0.5,
+        "values": per_step,
+        "final_values": per_step[:, 0],
+        "state_keys": torch.zeros(NUM_ROWS, WIDTH, dtype=torch.int64),
+        "reward_weights": {"one": 1.0},
+        "metrics": {"cost": 1.0},
+        **changes,
+    }
+
+
+def good_rows(**changes: Any) -> dict[str, Any]:
+    """The arguments of `ExperienceBatch.from_rows`."""
+    names = ("states", "actions", "rewards", "group_ids", "behaviour_log_probs", "mask", "state_keys")
+    return {name: value for name, value in good_batch().items() if name in names} | changes
+
+
+def good_inputs(**changes: Any) -> dict[str, Any]:
+    """The fields of an `ObjectiveInputs`."""
+    per_step = torch.full((NUM_ROWS, WIDTH), -0.7)
+    return {
+        "log_probs": per_step.clone().requires_grad_(),
+        "old_log_probs": per_step,
+        "advantages": REWARDS - 1,
+        "mask": MASK,
+        "weights": step_weights(MASK, "row_mean"),
+        "entropy": per_step * 0 + 0.5,
+        "entropy_weights": step_weights(MASK, "step_mean"),
+        "ref_log_probs": per_step,
+        "behaviour_log_probs": per_step,
+        "kl": per_step.square(),
+        "keep": MASK,
+        "selected": MASK,
+        "kl_coef": 0.1,
+        "entropy_coef": 0.1,
+        "values": per_step,
+        "old_values": per_step,
+        "returns": per_step,
+        **changes,
+    }
+
+
+def loss_of(name: str, value: Any) -> Any:
+    inputs = ObjectiveInputs(**good_inputs(**{name: value}))
+    results = []
+    for config in (ObjectiveConfig(), ObjectiveConfig(kl_estimator="exact", value_clip=0.2, sampler_correction="mask")):
+        output = grpo_objective(inputs, config)
+        results.append([output.loss, dict(output.metrics)])
+    return results
+
+
+@cache
+def saved() -> Path:
+    """A checkpoint of a `Plain` policy."""
+    trainer = trainer_of()
+    trainer.step(STATES)
+    return trainer.save_checkpoint(Path(tempfile.mkdtemp()) / "checkpoint")
+
+
+def trained(**arguments: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        given = {
+            "states": STATES,
+            "num_iterations": 2,
+            "progress": False,
+            "checkpoint_dir": str(Path(folder) / "run"),
+            **arguments,
+        }
+        trainer = trainer_of()
+        return after(trainer, trainer.train(given.pop("states"), **given))
+
+
+def places() -> list[Place]:
+    """Every place where a value enters."""
+    return [
+        *of_the_trainer(),
+        *of_policies(),
+        *of_rewards(),
+        *of_iterations(),
+        *of_rows(),
+        *of_settings(),
+        *of_checkpoints(),
+        *of_data(),
+        *of_functions(),
+    ]
+
+
+def of_the_trainer() -> Iterator[Place]:
+    def built(name: str, value: Any) -> Any:
+        policy = Plain()
+        good = {"config": GRPOConfig(group_size=GROUP), "policy": policy, "reward_model": rewards_of, name: value}
+        return stepped(GRPOTrainer(**good))
+
+    for name in (
+        *("config", "policy", "reward_model", "reference_policy", "optimizer", "lr_scheduler"),
+        *("objective", "advantages", "engine"),
+    ):
+        yield Place(entry="GRPOTrainer", name=name, call=partial(built, name))
+
+    def with_function(name: str, value: Any) -> Any:
+        policy = Plain()
+        trainer = GRPOTrainer(
+            config=GRPOConfig(group_size=GROUP), policy=policy, reward_model=rewards_of, **{name: lambda *_: value}
+        )
+        return stepped(trainer)
+
+    yield Place(
+        entry="GRPOTrainer", name="advantages() returns", call=partial(with_function, "advantages"), like=REWARDS.clone
+    )
+    yield Place(entry="GRPOTrainer", name="objective() returns", call=partial(with_function, "objective"))
+
+
+def of_policies() -> Iterator[Place]:
+    def place(kind: Callable[..., Any], method: str, like: Callable[[], Any], **settings: Any) -> Iterator[Place]:
+        def called(value: Any, only_in_updates: bool = False) -> Any:
+            policy = kind(only_in_updates=only_in_updates, **{method: value})
+            return stepped(trainer_of(policy, **settings))
+
+        yield Place(entry="what policies return", name=f"{kind.__name__}.{method}", call=called, like=like)
+        if method not in ("get_parameters", "generate_actions", "sample_actions") and "sampled" not in method:
+            name = f"{kind.__name__}.{method} in updates"
+            yield Place(entry="what policies return", name=name, call=partial(called, only_in_updates=True), like=like)
+
+    def per_row() -> Tensor:
+        return torch.full((NUM_ROWS,), -0.7)
+
+    def per_step() -> Tensor:
+        return torch.full((NUM_ROWS, WIDTH), -0.7)
+
+    critic = {"advantage": AdvantageConfig(credit="gae")}
+    entropy = {"objective": ObjectiveConfig(entropy_coef=0.1, top_entropy_fraction=0.5)}
+    exact_kl = {"objective": ObjectiveConfig(kl_coef=0.1, kl_estimator="exact")}
+    yield from place(Plain, "get_parameters", lambda: {"logits": torch.zeros(2, requires_grad=True)})
+    yield from place(Plain, "generate_actions", lambda: [[0] * GROUP] * NUM_STATES)
+    yield from place(Plain, "get_log_probabilities", per_row)
+    yield from place(Plain, "get_log_probabilities", per_step)
+    yield from place(Plain, "get_log_probabilities", per_row, num_epochs_per_update=2)
+    yield from place(Scoring, "score_actions", lambda: ActionScores(log_probs=per_step(), mask=MASK))
+    yield from place(Grouping, "score_groups", lambda: ActionScores(log_probs=per_step(), mask=MASK))
+    yield from place(Scoring, "log_probs", per_step, num_epochs_per_update=2)
+    yield from place(Scoring, "mask", MASK.clone)
+    yield from place(Scoring, "entropy", per_step)
+    yield from place(Scoring, "entropy", per_step, **entropy)
+    yield from place(Scoring, "values", per_step, **critic)
+    yield from place(Scoring, "final_values", per_row, **critic)
+    yield from place(Scoring, "kl", per_step, **exact_kl)
+    yield from place(Sampling, "sample_actions", lambda: SampledActions(actions=[[0] * GROUP] * 2, mask=MASK))
+    for name, value in {"actions": [[0] * GROUP] * 2, "mask": MASK, "behaviour_log_probs": per_step()}.items():
+        yield from place(Sampling, f"sampled {name}", lambda value=value: value)  # type: ignore[misc]
+    yield from place(Sampling, "sampled scores", lambda: ActionScores(log_probs=per_step(), mask=MASK))
+    yield from place(Sampling, "sampled metrics", lambda: {"tokens": 1.0})
+    with_kl = {"objective": ObjectiveConfig(kl_coef=0.1)}
+    yield from place(Referring, "reference_log_probabilities", per_row, **with_kl)
+    yield from place(Planning, "plan_micro_batches", lambda: [[*range(NUM_ROWS)]])
+    yield from place(Splitting, "split_steps", lambda: (torch.zeros(20), torch.zeros(20)))
+    yield from place(Splitting, "split states", lambda: torch.zeros(20))
+    yield from place(Splitting, "split actions", lambda: torch.zeros(20))
+    gigpo = {"advantage": AdvantageConfig(credit="gigpo")}
+    yield from place(Keying, "state_keys", lambda: torch.zeros(NUM_ROWS, WIDTH, dtype=torch.int64), **gigpo)
+
+    def reference(value: Any) -> Any:
+        trainer = GRPOTrainer(
+            config=GRPOConfig(group_size=GROUP, reference_sync_every=1),
+            policy=Plain(),
+            reward_model=rewards_of,
+            reference_policy=Plain(get_parameters=value),
+        )
+        return stepped(trainer)
+
+    parameters = partial(dict, logits=torch.zeros(2))
+    yield Place(entry="what policies return", name="reference get_parameters", call=reference, like=parameters)
+
+
+def of_rewards() -> Iterator[Place]:
+    def place(name: str, make: Callable[[Any], Any], **settings: Any) -> Place:
+        def call(value: Any) -> Any:
+            return stepped(trainer_of(Scoring(), make(value), **settings))
+
+        return Place(entry="what rewards return", name=name, call=call, like=REWARDS.clone)
+
+    yield place("a function", lambda value: lambda states, actions: value)
+    yield place("a function, dropped", lambda value: lambda *_: value, reward=RewardConfig(non_finite="drop"))
+    yield place("a function, zeroed", lambda value: lambda *_: value, reward=RewardConfig(non_finite="zero"))
+    yield place("compute_components", lambda value: Parts(compute_components=value))
+    yield place("a component", lambda value: Parts(component=value))
+    yield place("combine", lambda value: Parts(combine=value))
+    yield place("a weighted part", lambda value: WeightedRewards({"a": lambda *_: value, "b": rewards_of}))
+    yield place("weighted rewards", lambda value: WeightedRewards(value))
+    yield place("weights", lambda value: WeightedRewards({"a": rewards_of}, value))
+    yield place("a weight", lambda value: WeightedRewards({"a": rewards_of}, {"a": value}))
+    gdpo = {"advantage": AdvantageConfig(several_rewards="normalize_each")}
+    yield place("a component in GDPO", lambda value: Parts(component=value), **gdpo)
+    gae = {"advantage": AdvantageConfig(credit="gae")}
+    yield dataclasses.replace(
+        place("per step", lambda value: lambda *_: value, **gae), like=lambda: STEP_REWARDS.clone()
+    )
+
+
+def of_iterations() -> Iterator[Place]:
+    def states_like() -> Any:
+        return ["a", "b"]
+
+    yield Place(
+        entry="collect", name="states", call=lambda value: trainer_of().collect(value).rewards, like=states_like
+    )
+    yield Place(entry="step", name="states", call=lambda value: stepped(trainer_of(), value), like=states_like)
+    yield Place(
+        entry="step",
+        name="states of a policy with score_groups",
+        call=lambda value: stepped(trainer_of(Grouping(), micro_batch_size=3, num_epochs_per_update=2), value),
+        like=lambda: torch.zeros(2, 3),
+    )
+
+    def with_more(value: Any, **settings: Any) -> Any:
+        trainer = trainer_of(reward_model=lambda s, a: [0.0] * len(a), dynamic_sampling_rounds=1)
+        return after(trainer, trainer.step(STATES, more_states=value))
+
+    yield Place(entry="step", name="more_states", call=with_more)
+    yield Place(entry="step", name="more_states()", call=lambda value: with_more(lambda: value), like=states_like)
+    yield Place(entry="evaluate", name="states", call=lambda value: trainer_of().evaluate(value), like=states_like)
+    yield Place(
+        entry="evaluate",
+        name="num_actions_per_state",
+        call=lambda value: trainer_of().evaluate(STATES, num_actions_per_state=value),
+        without=LARGE,
+    )
+
+    def updated_after_step(value: Any) -> Any:
+        trainer = trainer_of()
+        trainer.step(STATES)
+        return after(trainer, trainer.update(value))
+
+    yield Place(entry="update", name="batch", call=updated_after_step)
+    for name in (
+        *("states", "num_iterations", "eval_states", "eval_every", "sinks", "checkpoint_dir", "checkpoint_every"),
+        *("keep_last", "resume", "checkpoint_async", "progress"),
+    ):
+        without = LARGE if name == "num_iterations" else frozenset()
+        like = states_like if "states" in name else (lambda: None)
+        if name == "progress":
+            continue  # anything is true or false
+        yield Place(
+            entry="train", name=name, call=lambda value, name=name: trained(**{name: value}), like=like, without=without
+        )
+
+    def drawn(value: Any) -> Any:
+        trainer = trainer_of(num_states_per_iteration=2)
+        return after(trainer, trainer.train(value, num_iterations=2, progress=False))
+
+    yield Place(entry="train", name="states, 2 per iteration", call=drawn, like=states_like)
+    yield Place(entry="train", name="iteration -> states", call=lambda value: drawn(lambda n: value), like=states_like)
+
+
+def of_rows() -> Iterator[Place]:
+    for name, good in good_rows().items():
+
+        def rows(value: Any, name: str = name) -> Any:
+            batch = ExperienceBatch.from_rows(**good_rows(**{name: value}))
+            gigpo = {"advantage": AdvantageConfig(credit="gigpo")} if name == "state_keys" else {}
+            return batch.rewards, updated(batch, batch_size=3, num_epochs_per_update=2, **gigpo)
+
+        def few_rows(value: Any, name: str = name) -> Any:
+            few = {"states": [0] * 4, "actions": [0] * 4, "rewards": [0.0, 1.0, 0.0, 2.0], "group_ids": [0, 0, 1, 1]}
+            return updated(ExperienceBatch.from_rows(**{**few, name: value}), Plain())
+
+        yield Place(entry="from_rows", name=name, call=rows, like=lambda good=good: good)  # type: ignore[misc]
+        yield Place(entry="from_rows", name=f"{name} of lists", call=few_rows, like=lambda: [0, 1, 0, 2])
+
+
+def of_settings() -> Iterator[Place]:
+    kinds: list[Any] = [GRPOConfig, AdvantageConfig, ObjectiveConfig, RewardConfig, KLControl, EntropyControl]
+    kinds += [Truncate, Mask, *SURROGATES.values()]
+    for kind in kinds:
+        for one in dataclasses.fields(kind):
+            yield Place(
+                entry="settings",
+                name=f"{kind.__name__}.{one.name}",
+                call=lambda value, kind=kind, name=one.name: kind(**{name: value}).to_dict() and None,
+            )
+    for kind in (GRPOConfig, ObjectiveConfig, RewardConfig):
+        yield Place(
+            entry="settings",
+            name=f"{kind.__name__}.from_dict",
+            call=lambda v, k=kind: k.from_dict(v).to_dict() and None,
+        )
+
+    def from_dict(name: str, value: Any) -> None:
+        GRPOConfig.from_dict({name: value})
+
+    for name in ("group_size", "objective", "advantage", "reward", "kl_control", "seed"):
+        yield Place(entry="settings", name=f"from_dict({name}=...)", call=partial(from_dict, name))
+    surrogate = lambda value: GRPOConfig.from_dict({"objective": {"surrogate": value}})  # noqa: E731
+    yield Place(entry="settings", name="from_dict(surrogate)", call=lambda v: surrogate(v) and None)
+    kind_of = lambda value: surrogate({"kind": value})  # noqa: E731
+    yield Place(entry="settings", name="from_dict(surrogate kind)", call=lambda v: kind_of(v) and None)
+    yield Place(entry="settings", name="presets.dr_grpo", call=lambda v: presets.dr_grpo(v) and None)
+    for name in ("surrogate", "sampler_correction"):
+
+        def used(value: Any, name: str = name) -> Any:
+            batch = ExperienceBatch.from_rows(**good_rows())
+            return updated(batch, objective=ObjectiveConfig(**{name: lambda *_: value}), num_epochs_per_update=2)
+
+        yield Place(
+            entry="settings", name=f"{name} returns", call=used, like=lambda: torch.full((NUM_ROWS, WIDTH), 0.5)
+        )
+
+
+def of_checkpoints() -> Iterator[Place]:
+    def save(value: Any) -> None:
+        trainer_of().save_checkpoint(value)
+
+    def load(value: Any) -> Any:
+        trainer = trainer_of()
+        trainer.load_checkpoint(value)
+        return trainer.policy.get_parameters()
+
+    def altered(part: str, value: Any) -> None:
+        from grpo._training.restoring import restore
+        from grpo._training.trainer_state import capture
+
+        trainer = trainer_of()
+        restore(trainer, {**capture(trainer), part: value})
+
+    yield Place(entry="checkpoints", name="save_checkpoint", call=save)
+    yield Place(entry="checkpoints", name="load_checkpoint", call=load)
+    yield Place(entry="checkpoints", name="load_weights(path)", call=lambda value: load_weights(value, Plain()))
+    yield Place(entry="checkpoints", name="load_weights(policy)", call=lambda value: load_weights(saved(), value))
+    yield Place(entry="checkpoints", name="read_checkpoint", call=lambda value: read_checkpoint(value) and None)
+    yield Place(entry="checkpoints", name="best_checkpoint", call=lambda value: best_checkpoint(value) and None)
+    for part in (
+        "parameters",
+        "reference",
+        "config",
+        "kinds",
+        "stateful",
+        "counters",
+        "unfinished",
+        "row_order",
+        "random",
+    ):
+        yield Place(entry="checkpoints", name=f"a state's {part}", call=partial(altered, part))
+    yield Place(
+        entry="checkpoints",
+        name="a saved parameter",
+        call=lambda v: altered("parameters", {"logits": v}),
+        like=lambda: torch.zeros(2),
+    )
+
+    def saved_state(value: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer_of(Remembering(state_dict=value)).save_checkpoint(Path(folder) / "checkpoint")
+
+    yield Place(entry="checkpoints", name="a policy's state_dict", call=saved_state)
+
+    def loaded_weights(value: Any) -> None:
+        load_weights(saved(), Plain(get_parameters=value))
+
+    yield Place(
+        entry="checkpoints",
+        name="load_weights into get_parameters",
+        call=loaded_weights,
+        like=lambda: {"logits": torch.zeros(2)},
+    )
+
+
+def of_data() -> Iterator[Place]:
+    per_step = torch.full((NUM_ROWS, WIDTH), -0.7)
+    scores = {"log_probs": per_step, "mask": MASK, "entropy": per_step, "values": per_step, "kl": per_step}
+    sampled = {
+        "actions": [[0] * GROUP] * 2,
+        "mask": MASK,
+        "behaviour_log_probs": per_step,
+        "scores": None,
+        "metrics": {},
+    }
+    goods: dict[Any, dict[str, Any]] = {
+        ActionScores: {**scores, "final_values": per_step[:, 0]},
+        SampledActions: sampled,
+        ObjectiveInputs: good_inputs(),
+        ObjectiveOutput: {"loss": torch.tensor(1.0), "metrics": {"a": torch.zeros(3)}},
+    }
+
+    def built(kind: Any, good: dict[str, Any], name: str, value: Any) -> None:
+        kind(**{**good, name: value})
+
+    for kind, good in goods.items():
+        for name, like in good.items():
+            call = partial(built, kind, good, name)
+            yield Place(entry="data classes", name=f"{kind.__name__}.{name}", call=call, like=lambda like=like: like)  # type: ignore[misc]
+
+    for name, like in good_batch().items():
+
+        def used(value: Any, name: str = name) -> Any:
+            credit = {"state_keys": "gigpo", "values": "gae", "final_values": "gae"}.get(name)
+            settings = {"advantage": AdvantageConfig(credit=credit)}  # type: ignore[arg-type]
+            return updated(ExperienceBatch(**good_batch(**{name: value})), **settings)
+
+        yield Place(entry="data classes", name=f"ExperienceBatch.{name}, used", call=used, like=lambda like=like: like)  # type: ignore[misc]
+
+
+def of_functions() -> Iterator[Place]:
+    per_step = torch.full((NUM_ROWS, WIDTH), -0.7)
+    relative = partial(group_relative_advantages, scale="group")
+    functions: list[tuple[Any, dict[str, Any]]] = [
+        (group_relative_advantages, {"rewards": REWARDS, "group_ids": GROUP_IDS, "lengths": MASK.sum(1)}),
+        (group_relative_returns, {"rewards": STEP_REWARDS, "mask": MASK, "group_ids": GROUP_IDS}),
+        (decoupled_advantages, {"components": {"a": REWARDS}, "weights": {"a": 1.0}, "group_ids": GROUP_IDS}),
+        (discounted_returns, {"rewards": STEP_REWARDS, "mask": MASK, "gamma": 0.9}),
+        (
+            generalized_advantages,
+            {
+                "rewards": STEP_REWARDS,
+                "values": per_step,
+                "mask": MASK,
+                "final_values": per_step[:, 0],
+                "gamma": 0.9,
+                "gae_lambda": 0.9,
+            },
+        ),
+        (
+            process_supervised_advantages,
+            {"rewards": STEP_REWARDS, "mask": MASK, "group_ids": GROUP_IDS, "relative": relative, "gamma": 0.9},
+        ),
+        (
+            state_group_advantages,
+            {
+                "rewards": REWARDS,
+                "mask": MASK,
+                "group_ids": GROUP_IDS,
+                "relative": relative,
+                "gamma": 0.9,
+                "state_keys": torch.zeros(NUM_ROWS, WIDTH, dtype=torch.int64),
+                "weight": 1.0,
+            },
+        ),
+        (step_weights, {"mask": MASK, "aggregation": "group_mean", "group_ids": GROUP_IDS}),
+        (step_weights, {"mask": MASK, "aggregation": "fixed_length", "fixed_length": 3}),
+    ]
+    for function, good in functions:
+        for name, like in good.items():
+            for others in ({}, {"baseline": "length_weighted"}, {"scale": "group"}, {"scale": "beta"}):
+                if others and function is not group_relative_advantages:
+                    continue
+                yield Place(
+                    entry=f"{function.__name__}",
+                    name=" ".join([name, *map(str, others.values())]),
+                    call=lambda value, f=function, g=good, n=name, o=others: f(**{**g, **o, n: value}),
+                    like=lambda like=like: like,  # type: ignore[misc]
+                    is_free=True,
+                    without=OVERFLOWS if isinstance(like, float) else frozenset(),
+                )
+    for name, like in good_inputs().items():
+        yield Place(
+            entry="grpo_objective",
+            name=name,
+            call=partial(loss_of, name),
+            like=lambda like=like: like,
+            is_free=True,
+            without=OVERFLOWS if isinstance(like, float) else frozenset(),
+        )  # type: ignore[misc]
+
+    def estimated(value: Any) -> Any:
+        return AdvantageEstimator(AdvantageConfig(scale="group"))(ExperienceBatch(**good_batch(rewards=value)))
+
+    yield Place(entry="AdvantageEstimator", name="rewards", call=estimated, like=REWARDS.clone, is_free=True)
+    ratio = torch.ones(NUM_ROWS, WIDTH)
+    for kl, others in ((kl_k2, ()), (kl_k3, ()), (kl_k3_weighted, (ratio,)), (score_function_entropy, (ratio,))):
+        yield Place(
+            entry="divergences",
+            name=kl.__name__,
+            call=lambda v, f=kl, o=others: f(v, *o) is None,
+            like=per_step.clone,
+            is_free=True,
+        )
+    for correction in (Truncate(), Mask(level="row")):
+        for place in range(3):
+
+            def corrected(value: Any, correction: Any = correction, place: int = place) -> Any:
+                arguments = [per_step, per_step, MASK]
+                arguments[place] = value
+                return correction(*arguments)
+
+            yield Place(
+                entry="sampler corrections",
+                name=f"{type(correction).__name__} {place}",
+                call=corrected,
+                like=(MASK if place == 2 else per_step).clone,
+                is_free=True,
+            )
