@@ -139,6 +139,7 @@ def assert_an_added_tool_is_found_at_once_and_learned_in_20_iterations(learned: 
     assert later.right_call >= before.right_call - 20 / 3_300, learned.others
 
 
+@pytest.mark.slow
 def test_the_right_tool_is_learned_starting_from_chance() -> None:
     assert_the_tool_is_learned_from_chance(run(0, FEW), right_call=0.5)
 

@@ -70,6 +70,7 @@ def output_of(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_surrogate_and_every_term_is_one_graph() -> None:
     """Traced and differentiated by the compiler, which leaves out only the generation of machine code."""
     assert output_of(OBJECTIVE, "aot_eager").split() == SURROGATES
