@@ -92,6 +92,7 @@ def test_the_overhead_benchmark_prints_a_ratio_for_each_size(run: Run) -> None:
     assert printed.count("state once per group") == 2
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_imports_names_the_heavy_packages(run: Run) -> None:
     """With packages of the standard library in place of torch and grpo, which take seconds each time."""
     printed = run(import_time, BASE="import json", OURS="import json, decimal", HEAVY=("grpo",))
@@ -99,6 +100,7 @@ def test_the_benchmark_of_imports_names_the_heavy_packages(run: Run) -> None:
     assert "imported by grpo: grpo" in printed
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_bandits_prints_a_line_for_each_strategy(run: Run) -> None:
     printed = run(bandits, "--seeds", "1", "--runs", "2", HORIZON=400)
     tables = [part.splitlines()[0] for part in printed.split("\n| strategy | ")[1:]]
@@ -155,6 +157,7 @@ def test_the_objective_benchmark_prints_a_line_for_each_comparison(run: Run) -> 
     assert (INSTALL in printed) != HAS_TRL
 
 
+@pytest.mark.slow
 def test_the_control_benchmark_prints_a_line_for_each_comparison(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -186,6 +189,7 @@ class _Rule:
         return self.rule(observations).astype(np.int64), None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ToolExecutor's workers")
 def test_the_benchmark_of_tools_gives_every_method_the_same_tasks_and_calls(
     run: Run, monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,7 @@ def run_tiny(tmp_path: Path, *arguments: str) -> list[str]:
     ).stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRL, reason=f"TRL is {INSTALL}")
 def test_the_language_model_benchmark_reports_times_and_arguments(tmp_path: Path) -> None:
     case, arguments, times, *ratios = run_tiny(tmp_path, "--skip-memory")[2:]

@@ -40,9 +40,10 @@ def test_tool_routing_reaches_its_documented_accuracy(tmp_path: Path) -> None:
     assert later["known tools"] >= 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_iterations", "learned", "right_call", "without_words"),
-    [(20, 0.40, 0.10, 0.25), pytest.param(60, 0.80, 0.25, 0.70, marks=pytest.mark.slow)],
+    [(20, 0.40, 0.10, 0.25), (60, 0.80, 0.25, 0.70)],
 )
 def test_tool_routing_learns_from_the_rewards_of_executed_calls(
     num_iterations: int, learned: float, right_call: float, without_words: float, tmp_path: Path
