@@ -49,6 +49,8 @@ class RunAdvisor:
 
     def check(self, metrics: Mapping[str, float], *, measured: Collection[str], several_updates: bool) -> None:
         """Check one iteration's metrics. `measured` names the metrics that the loss reported. Other metrics are ignored."""
+        partly = any(name.endswith("/applies") and value < 1.0 for name, value in metrics.items())
+        self._count("a part of the reward is missing", partly, patience=1)
         no_advantage = metrics["train/advantages_std"] == 0.0 == metrics["train/advantages_mean"]
         dead = metrics["group_stats/zero_variance_fraction"] == 1.0
         self._count("all groups are dead", no_advantage and dead, patience=1)
@@ -88,6 +90,10 @@ class RunAdvisor:
 
 
 ADVICE = {
+    "a part of the reward is missing": (
+        "a part of the reward returned NaN, or None, for some rows, so it does not apply to them and adds nothing. "
+        "rewards/NAME/applies is the fraction of rows to which a part applies. If it should be 1, look for 0/0 in the part."
+    ),
     "the loss is 0": (
         "this is normal with one update per iteration. The ratio is exactly 1 and a group's advantages sum to 0, so the loss "
         "is 0 although its gradient is not, and nothing is clipped. Watch rewards/mean and train/grad_norm instead."

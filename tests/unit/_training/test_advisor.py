@@ -20,6 +20,7 @@ from grpo import (
     ObjectiveConfig,
     ObjectiveOutput,
     SampledActions,
+    WeightedRewards,
 )
 from grpo._training.advisor import ADVICE
 from tests.support.objective_inputs import as_users_run_it
@@ -255,6 +256,23 @@ def test_a_user_loss_that_reports_nothing_is_not_reported_as_0(caplog: pytest.Lo
             ),
         )
     assert said(caplog) == []
+
+
+def test_a_part_of_the_reward_that_does_not_apply_is_reported_once(
+    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
+    for missing, expected in [(math.nan, 1), (0.5, 0)]:
+        with subtests.test(missing=missing):
+            caplog.clear()
+            parts = {
+                "x": lambda states, actions, m=missing: [m, *[1.0] * (len(actions) - 1)],
+                "y": lambda s, a: [0.0] * len(a),
+            }
+            policy = TablePolicy()
+            trainer = GRPOTrainer(config=GRPOConfig(group_size=4), policy=policy, reward_model=WeightedRewards(parts))
+            for _ in range(3):
+                trainer.step(["a", "b"])
+            assert said(caplog).count("a part of the reward is missing") == expected
 
 
 def test_advice_is_logged_as_a_warning(caplog: pytest.LogCaptureFixture) -> None:
