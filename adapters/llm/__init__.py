@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise ImportError('adapters.llm needs transformers: pip install "model-agnostic-grpo[llm]"') from error
 
-from .completions import Completion
+from .completions import Completion, FinishReason
 from .model.loading import add_lora, load_model
 from .model.merged_weights import merged_weights
 from .model.token_log_probs import token_log_probs
@@ -43,6 +43,7 @@ __all__ = [
     "Completion",
     "CompletionRewards",
     "ExactMatch",
+    "FinishReason",
     "HFPolicy",
     "JSONSchemaMatch",
     "OverlongPunishment",

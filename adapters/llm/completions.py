@@ -28,6 +28,8 @@ class Completion:
     """Why the completion ended. "length" means that it was truncated."""
     behaviour_log_probs: tuple[float, ...] | None = None
     """Log-prob of each token under the sampling distribution. None if the completion was not sampled by this policy."""
+    sampled: tuple[bool, ...] | None = None
+    """Which tokens the policy sampled. The others, such as tool results, are context and have no loss. None: all tokens."""
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -78,7 +80,7 @@ class Completion:
 
 
 def completion_mask(completions: Sequence[Completion], *, mask_truncated: bool = False) -> Bool[Tensor, "N T"]:
-    """Mask that is True at the tokens of each completion. Its width T is the unmasked length of the longest row.
+    """Mask that is True at the sampled tokens of each completion. Its width T is the unmasked length of the longest row.
 
     Args:
         completions: N completions.
@@ -86,7 +88,11 @@ def completion_mask(completions: Sequence[Completion], *, mask_truncated: bool =
             section 3.4).
     """
     lengths = torch.tensor([0 if mask_truncated and c.is_truncated else len(c) for c in completions], dtype=torch.int64)
-    return torch.arange(max(lengths.tolist(), default=0)) < lengths[:, None]
+    mask = torch.arange(max(lengths.tolist(), default=0)) < lengths[:, None]
+    for row, completion in zip(mask, completions, strict=True):
+        if completion.sampled is not None and row.any():
+            row[: len(completion)] &= torch.tensor(completion.sampled)
+    return mask
 
 
 def padded(rows: Sequence[Sequence[float]], width: int) -> Float[Tensor, "N T"]:

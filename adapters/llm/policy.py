@@ -1,7 +1,9 @@
 """A Hugging Face causal language model as a policy."""
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ from .model.causal_lm import CausalLM
 from .model.loading import keep_differentiable, load_model, save_model
 from .prompts import PromptEncoder, PromptState
 from .sampling.decoding import DecodingSampler
+from .sampling.kept_prefixes import KeptPrefixes
 from .sampling.samplers import SampledTokens, Sampler
 from .sampling.sampling_config import SamplingConfig
 from .scoring import check_scores, score_tokens
@@ -120,12 +123,8 @@ class HFPolicy:
             )
         for lm in (self._lm, self._reference or self._lm):
             _require_tokenizer(tokenizer, lm.vocabulary_size)
-        self._encode = PromptEncoder(
-            tokenizer,
-            self._lm.vocabulary_size,
-            prompt_column,
-            {} if chat_template_options is None else chat_template_options,
-        )
+        self.chat_template_options = {} if chat_template_options is None else chat_template_options
+        self._encode = PromptEncoder(tokenizer, self._lm.vocabulary_size, prompt_column, self.chat_template_options)
         self._end_token_ids = _end_token_ids(tokenizer, self._lm, end_token_ids, self.sampling)
         self._exact_entropy = exact_entropy
         self._mask_truncated = mask_truncated
@@ -243,6 +242,68 @@ class HFPolicy:
                 "completions/truncated": float(sum(completion.is_truncated for completion in completions)),
             },
         )
+
+    def sample_tokens(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seeds: Sequence[int],
+        end_token_ids: Sequence[int] = (),
+        **sampling: Any,
+    ) -> SampledTokens:
+        """One completion of each prompt. The prompts are token ids, and a row depends on its seed and not on the batch.
+
+        Args:
+            prompts: Token ids of N prompts.
+            seeds: N seeds below 2**63.
+            end_token_ids: Tokens that end a completion, in addition to the policy's own.
+            sampling: Settings of `SamplingConfig` for this call only.
+
+        Returns:
+            The samples. `policy_log_probs` is None if decoding and scoring round differently (below float32).
+        """
+        config = SamplingConfig.from_dict(self.sampling.to_dict() | sampling)
+        self._require_room([len(prompt) + config.max_new_tokens for prompt in prompts], "prompts with max_new_tokens")
+        ends = sorted({*self.end_token_ids, *end_token_ids})
+        distinct = list(dict.fromkeys(map(tuple, prompts)))
+        size, rest = divmod(len(prompts), len(distinct))
+        if rest or [tuple(prompt) for prompt in prompts] != [prompt for prompt in distinct for _ in range(size)]:
+            distinct, size = [tuple(prompt) for prompt in prompts], 1
+        sampled = self._sampler.sample(distinct, size, config, end_token_ids=ends, seeds=seeds)
+        return sampled if self._lm.computes_in_float32 else replace(sampled, policy_log_probs=None)
+
+    @contextmanager
+    def keeping_prefixes(self, max_rows: int) -> Iterator[None]:
+        """Context in which prompts that continue earlier rows of `sample_tokens` compute only their new tokens.
+
+        The weights must not change in it. Samplers with weights of their own, such as vLLM's, have such a cache of their own,
+        and models whose cache cannot be shared compute each prompt as a whole.
+
+        Args:
+            max_rows: Maximum number of rows whose caches are kept.
+        """
+        if isinstance(self._sampler, DecodingSampler):
+            self._sampler.kept = KeptPrefixes(max_rows)
+        try:
+            yield
+        finally:
+            if isinstance(self._sampler, DecodingSampler):
+                self._sampler.kept = None
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a completion."""
+        return tuple(self._end_token_ids)
+
+    @property
+    def mask_truncated(self) -> bool:
+        """Whether completions that reached `max_new_tokens` are excluded from the loss."""
+        return self._mask_truncated
+
+    @property
+    def max_positions(self) -> int | None:
+        """Maximum number of tokens of a prompt with its completion. None if the model's configuration has no maximum."""
+        return self._lm.max_positions
 
     def score_groups(self, states: Sequence[PromptState], actions: Sequence[Sequence[Completion]]) -> ActionScores:
         """Scores of all completions, group by group."""

@@ -1,4 +1,4 @@
-"""Conversion of prompts (texts, chats, data set rows) to token ids and columns."""
+"""Conversion of prompts (texts, chats, token ids, data set rows) to token ids and columns."""
 
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
@@ -8,8 +8,8 @@ from grpo.errors import ConfigError, ContractError, GRPOWarning
 from grpo.writing import describe
 
 Message: TypeAlias = Mapping[str, Any]
-Prompt: TypeAlias = str | Sequence[Message]
-"""Text, or chat messages `[{"role": ..., "content": ...}, ...]`."""
+Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
+"""Text, chat messages `[{"role": ..., "content": ...}, ...]`, or token ids, which are used as they are."""
 PromptState: TypeAlias = Prompt | Mapping[str, Any]
 """A prompt, or a row of a data set with a prompt column."""
 
@@ -18,7 +18,7 @@ def prompt_of(state: PromptState, column: str = "prompt") -> Prompt:
     """The prompt of a state: the state itself, or the prompt column of a row.
 
     Raises:
-        ContractError: The row does not have the column, or the prompt is neither text nor chat messages.
+        ContractError: The row does not have the column, or the prompt is neither text, nor chat messages, nor token ids.
     """
     prompt: Any = state
     if isinstance(state, Mapping):
@@ -33,15 +33,11 @@ def prompt_of(state: PromptState, column: str = "prompt") -> Prompt:
                 "the column, or pass prompt_column=..."
             )
         prompt = state[column]
-    is_chat = (
-        isinstance(prompt, Sequence)
-        and not isinstance(prompt, str | bytes)
-        and len(prompt) > 0
-        and all(isinstance(message, Mapping) and "role" in message for message in prompt)
-    )
-    if not isinstance(prompt, str) and not is_chat:
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) and len(prompt) > 0
+    is_chat = is_list and all(isinstance(message, Mapping) and "role" in message for message in prompt)
+    if not isinstance(prompt, str) and not is_chat and not (is_list and _is_token_ids(prompt)):
         raise ContractError(
-            "A prompt must be text, or a list of chat messages {'role': ..., 'content': ...}; got "
+            "A prompt must be text, a list of chat messages {'role': ..., 'content': ...}, or a list of token ids; got "
             f"{type(prompt).__name__}: {str(prompt)[:80]!r}."
         )
     if is_chat:
@@ -60,6 +56,10 @@ def _require_text(chat: Sequence[Message]) -> None:
             "A chat must hold text only, because HFPolicy gives the model token ids only; got a part of type "
             f"{', '.join(sorted(map(repr, kinds)))}. Remove images, audio and videos from the messages."
         )
+
+
+def _is_token_ids(prompt: Any) -> bool:
+    return all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
 
 
 class PromptEncoder:
@@ -104,19 +104,22 @@ class PromptEncoder:
     def _encode(self, prompt: Prompt, position: int) -> list[int]:
         if isinstance(prompt, str):
             token_ids = self._tokenizer(prompt)["input_ids"]
+        elif _is_token_ids(prompt):
+            token_ids = prompt
         else:
             if self._tokenizer.chat_template is None:
                 raise ContractError(
                     f"A chat prompt needs a chat template; the prompt of state {position} is a chat, and the tokenizer has "
                     "none. Set tokenizer.chat_template, or pass the prompt as text."
                 )
-            if prompt[-1]["role"] == "assistant" and not self._options.get("continue_final_message"):
+            chat = cast("Sequence[Message]", prompt)
+            if chat[-1]["role"] == "assistant" and not self._options.get("continue_final_message"):
                 raise ContractError(
                     f"A chat must end with the message that the model answers; the chat of state {position} ends with the "
                     "assistant. Remove the message if it is the answer. If the model should continue it, pass HFPolicy("
                     "chat_template_options={'continue_final_message': True, 'add_generation_prompt': False})."
                 )
-            text = self._text_of(prompt, position)
+            text = self._text_of(chat, position)
             token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has added them
         if not token_ids:
             raise ContractError(

@@ -39,7 +39,7 @@ def score_tokens(
         prompts: Token ids of B prompts.
         prompt_of_row: Index of the prompt of each row.
         tokens: Token ids of the completions, on the CPU, padded on the right with any token.
-        mask: The tokens that count, on the CPU. Either all tokens of a row's completion count, or none.
+        mask: The tokens that count, on the CPU. Tokens that do not count are context of later tokens that do.
         temperature: Divides the logits. A larger value makes the distribution flatter.
         with_entropy: Whether to compute the entropies too.
         shares_prompts: Whether to compute each prompt once for all its rows.
@@ -47,7 +47,7 @@ def score_tokens(
     if shares_prompts:
         hidden = hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens)
     else:
-        hidden = hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, mask.sum(1))
+        hidden = hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, mask.flip(1).cumsum(1).gt(0).sum(1))
     positions = mask.flatten().nonzero().squeeze(1).to(hidden.device)  # the head is applied at these positions only
     log_probs, entropy = token_log_probs(
         hidden.flatten(0, 1).index_select(0, positions),

@@ -23,6 +23,7 @@ from adapters.llm.completions import FinishReason
 from adapters.llm.model.causal_lm import CausalLM
 
 from .decoding_batch import DecodingBatch
+from .kept_prefixes import KeptPrefixes, continued_batch
 from .samplers import SampledTokens
 from .sampling_config import SamplingConfig
 from .token_draw import TokenDraw
@@ -121,6 +122,8 @@ class DecodingSampler:
         self._max_rows = max_rows
         self._max_tokens = max_tokens_per_forward or sys.maxsize
         self._loop = loop if lm.shares_prompts else "generate"
+        self.kept: KeptPrefixes | None = None
+        """The caches of rows that may go on. None keeps no caches."""
 
     @torch.no_grad()
     def sample(
@@ -150,8 +153,12 @@ class DecodingSampler:
             with self._lm.evaluating():  # with gradient checkpointing, layers in training mode store no cache
                 match self._loop:
                     case "own":
-                        batch = DecodingBatch.of_prompts(self._lm, some, size, self._max_tokens)
-                        _decode(self._lm, batch, config.max_new_tokens, draw, progress)
+                        taken = [self.kept.take(prompt) for prompt in some] if self.kept and size == 1 else []
+                        if any(part is not None for part in taken):
+                            batch = continued_batch(self._lm, some, taken, self._max_tokens)
+                        else:
+                            batch = DecodingBatch.of_prompts(self._lm, some, size, self._max_tokens)
+                        _decode(self._lm, batch, config.max_new_tokens, draw, progress, rows, self.kept)
                     case "generate":
                         _decode_with_generate(self._lm, rows, config.max_new_tokens, draw, progress)
                     case _:
@@ -176,13 +183,26 @@ def _passes(num_prompts: int, size: int, max_rows: int | None) -> Iterator[tuple
         yield slice(begin, min(begin + at_once, num_prompts)), size
 
 
-def _decode(lm: CausalLM, batch: DecodingBatch, max_steps: int, draw: TokenDraw, progress: Progress) -> None:
-    """Draw completions in the loop of this module. The cache holds the rows of the batch."""
+def _decode(
+    lm: CausalLM,
+    batch: DecodingBatch,
+    max_steps: int,
+    draw: TokenDraw,
+    progress: Progress,
+    prompts: Sequence[Sequence[int]],
+    kept: KeptPrefixes | None,
+) -> None:
+    """Draw completions in the loop of this module. The cache holds the rows of the batch. `prompts` has one entry per row."""
     head = lm.head
     for step in range(max_steps):
         tokens = draw(head(batch.hidden), batch.on_device, step)
+        was_alive = list(progress.alive)
         progress.advance(batch.rows, tokens, step)
         going = [position for position, row in enumerate(batch.rows) if progress.alive[row]]
+        if kept is not None:
+            ended = [p for p, row in enumerate(batch.rows) if was_alive[row] and not progress.alive[row]]
+            rows = [batch.rows[position] for position in ended]
+            kept.keep(batch, ended, [[*prompts[row], *draw.tokens[row, : step + 1].tolist()] for row in rows])
         if not going or step + 1 == max_steps:
             return
         if len(batch.rows) - len(going) >= max(1, MOST_ENDED * len(batch.rows)):

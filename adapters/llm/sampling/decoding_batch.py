@@ -39,7 +39,7 @@ class DecodingBatch:
         """A batch of `size` rows per prompt, before their first token. A forward pass has at most `max_tokens` positions."""
         width = max(map(len, prompts))
         at_once = max(1, max_tokens // width)
-        layers: list[_GrowingLayer] = []
+        layers: list[GrowingLayer] = []
         hidden = []
         for begin in range(0, len(prompts), at_once):
             some = prompts[begin : begin + at_once]
@@ -47,7 +47,7 @@ class DecodingBatch:
             spread = Rows(torch.arange(len(some)).repeat_interleave(size), len(some), lm.device)
             hidden.append(spread.spread(prefilled.last_hidden))
             of_prompts = prefilled.cache.layers
-            layers = layers or [_GrowingLayer(layer, len(prompts) * size) for layer in of_prompts]
+            layers = layers or [GrowingLayer(layer, len(prompts) * size) for layer in of_prompts]
             for layer, of_some in zip(layers, of_prompts, strict=True):
                 layer.put(spread, of_some, begin * size)
         cache = DynamicCache()
@@ -73,7 +73,7 @@ class DecodingBatch:
         return kept
 
 
-class _GrowingLayer(DynamicLayer):
+class GrowingLayer(DynamicLayer):
     """One layer's keys and values of N rows, in memory that grows by many positions at a time, so copies are rare."""
 
     def __init__(self, prompts: Any, num_rows: int) -> None:

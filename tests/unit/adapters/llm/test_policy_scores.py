@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from adapters.llm import SamplingConfig, scoring, token_log_probs
+from adapters.llm import Completion, SamplingConfig, scoring, token_log_probs
+from grpo.errors import ContractError
 from tests.support.llm_models import (
     FLOAT32_GRADIENT,
     FLOAT32_LOG_PROB,
@@ -244,3 +245,37 @@ def test_a_prompt_that_two_groups_share_is_computed_once() -> None:
     shapes = forward_shapes(policy.model)
     policy.score_groups(["abc", "abc"], [ROWS[:1], ROWS[1:]])
     assert shapes[0][0] == 1
+
+
+# Contexts between sampled tokens
+
+
+def test_tokens_that_were_not_sampled_are_context_without_a_score(subtests: pytest.Subtests) -> None:
+    tokens, sampled = (5, 6, 7, 8, 9), (True, False, False, True, True)
+    row = Completion(token_ids=tokens, text="", finish_reason="end", sampled=sampled)
+    for family in ("qwen3", "mistral", "mamba"):
+        with subtests.test(family=family):
+            model = tiny_model(family)
+            scores = policy_of(model).score_actions([encoded("abc"), "1+1="], [row, completion(4, 5)])
+            assert scores.mask.tolist() == [list(sampled), [True, True, False, False, False]]
+            expected = row_log_probs(model, encoded("abc"), tokens)
+            found = scores.log_probs[0]
+            torch.testing.assert_close(found[scores.mask[0]], expected[torch.tensor(sampled)], atol=1e-5, rtol=0)
+            assert not found[~scores.mask[0]].any()
+
+
+def test_turns_are_sampled_from_token_ids_and_each_has_its_own_seed() -> None:
+    policy = policy_of(max_new_tokens=6)
+    prompts, seeds = [encoded("abc"), encoded("1+1=")], [3, 4]
+    both = policy.sample_tokens(prompts, seeds=seeds)
+    for prompt, seed, token_ids in zip(prompts, seeds, both.token_ids, strict=True):
+        assert policy.sample_tokens([prompt], seeds=[seed]).token_ids == [token_ids]
+    assert both.policy_log_probs is both.behaviour_log_probs
+    ended = policy.sample_tokens(prompts, seeds=seeds, end_token_ids=[both.token_ids[0][1]])
+    assert ended.token_ids[0] == both.token_ids[0][:2]
+    assert ended.finish_reasons[0] == "end"
+    assert len(policy.sample_tokens(prompts, seeds=seeds, max_new_tokens=1).token_ids[0]) == 1
+    half = policy_of(tiny_model(dtype=torch.bfloat16))
+    assert half.sample_tokens(prompts, seeds=seeds).policy_log_probs is None
+    with pytest.raises(ContractError, match=r"must fit into the model's 64 positions"):
+        policy.sample_tokens([[5] * 64], seeds=[0])

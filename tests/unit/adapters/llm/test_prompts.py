@@ -36,13 +36,17 @@ def test_a_row_without_the_prompt_column_is_refused_with_its_columns() -> None:
         prompt_of({"question": "1+1", "answer": "2"})
 
 
-WRONG = [7, None, b"1+1", [], ["1+1"], [{"content": "1"}], {"prompt": 3}, {"prompt": None}]
+WRONG = [7, None, b"1+1", [], ["1+1"], [{"content": "1"}], [1, True], [1.0], {"prompt": 3}, {"prompt": None}]
 
 
 def test_anything_but_text_and_messages_is_refused(subtests: pytest.Subtests) -> None:
     for wrong in WRONG:
-        with subtests.test(wrong=wrong), pytest.raises(ContractError, match="must be text, or a list of chat messages"):
+        with subtests.test(wrong=wrong), pytest.raises(ContractError, match="must be text, a list of chat messages"):
             prompt_of(wrong)
+
+
+def test_token_ids_are_used_as_they_are() -> None:
+    assert encoder()([[5, 6], (7,), {"prompt": [8]}]) == [[5, 6], [7], [8]]
 
 
 def test_prompts_are_encoded_in_order() -> None:

@@ -1,0 +1,59 @@
+"""GRPO for language models that talk and act over many turns, with environments and agent programs of any kind.
+
+Requires transformers and PEFT (`pip install "model-agnostic-grpo[llm]"`).
+
+Example:
+    Train a model to use a tool::
+
+        from adapters.agents import AgentPolicy, EnvironmentReward
+        from adapters.llm import HFPolicy, SamplingConfig
+        from grpo import GRPOConfig, GRPOTrainer
+
+        def add(a: int, b: int) -> int:
+            '''Adds two numbers.
+
+            Args:
+                a: The first number.
+                b: The second number.
+            '''
+            return a + b
+
+        class Sum:
+            def __init__(self, task):
+                self.task = task
+
+            def tools(self):
+                return [add]
+
+            def reset(self, *, seed=None, options=None):
+                return self.task["question"], {}
+
+            def step(self, action):
+                return "", float(self.task["answer"] in action["content"]), True, False, {}
+
+        model = HFPolicy.from_pretrained("Qwen/Qwen3-0.6B", lora=True, sampling=SamplingConfig(max_new_tokens=128))
+        policy = AgentPolicy(model, Sum, max_turns=4)
+        trainer = GRPOTrainer(config=GRPOConfig(group_size=8), policy=policy, reward_model=EnvironmentReward())
+        trainer.train([{"question": "What is 1234 + 5678?", "answer": "6912"}], num_iterations=100)
+"""
+
+from .chat import Chat, ConversationEnded
+from .conversations import Conversation, Segment, Turn
+from .environments import Environment
+from .messages import Message
+from .policy import AgentPolicy
+from .rewards import EnvironmentReward
+from .templates import ChatTemplate
+
+__all__ = [
+    "AgentPolicy",
+    "Chat",
+    "ChatTemplate",
+    "Conversation",
+    "ConversationEnded",
+    "Environment",
+    "EnvironmentReward",
+    "Message",
+    "Segment",
+    "Turn",
+]

@@ -1,0 +1,147 @@
+"""Tool calls: reading them from the policy's text, and calling functions with them."""
+
+import inspect
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from transformers.utils.chat_template_utils import get_json_schema
+
+from grpo.errors import ContractError
+from grpo.writing import describe
+
+from .messages import Message, tool_message
+
+TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+def tool_schemas(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """The JSON schema of each tool: a schema as it is, or that of a function with type hints and a Google-style docstring.
+
+    Raises:
+        ContractError: A tool is neither, or a function's docstring lacks an argument.
+    """
+    schemas = []
+    for tool in tools:
+        if isinstance(tool, Mapping):
+            schemas.append(dict(tool))
+            continue
+        try:
+            schemas.append(get_json_schema(tool))
+        except Exception as error:  # transformers raises several types, and also AttributeError for other objects
+            raise ContractError(
+                "A tool must be a JSON schema, or a function with type hints and a docstring that describes each argument "
+                f"under 'Args:'; got {describe(tool)}: {error}. Add them."
+            ) from error
+    return schemas
+
+
+def read_turn(
+    tokenizer: Any, context: Sequence[int], turn: Sequence[int], text: str, tools: Sequence[Any] | None, *, number: int
+) -> tuple[Message, bool]:
+    """The policy's turn as a message, and whether it has a malformed tool call. A malformed call stays in the text.
+
+    The tokenizer's own response parser reads the turn if the tokenizer has a `response_template`. If not, calls are read in
+    the common formats: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and a turn that is such a JSON object.
+
+    Args:
+        tokenizer: The policy's tokenizer.
+        context: Token ids before the turn.
+        turn: Token ids of the turn.
+        text: The turn's text without special tokens and without a stop string.
+        tools: Schemas of the tools. Without tools, a turn has no calls.
+        number: Number of the turn, for the ids of the calls.
+    """
+    whole: Message = {"role": "assistant", "content": text}
+    if getattr(tokenizer, "response_template", None) is not None:
+        try:
+            parsed = tokenizer.parse_response(list(turn), prefix=list(context), tools=list(tools) if tools else None)
+            calls = [
+                _call(call.get("function", call), number, i) for i, call in enumerate(parsed.pop("tool_calls", []))
+            ]
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ):  # what the parser and `_call` raise for malformed text
+            return whole, True
+        said: Any = {**parsed, "role": "assistant", "content": parsed.get("content") or ""}
+        return _message(said, calls), False
+    if not tools:
+        return whole, False
+    raw = tokenizer.decode(list(turn), skip_special_tokens=False)  # the tags are special tokens in some tokenizers
+    tagged = TAGGED.findall(raw)
+    try:
+        if tagged:
+            calls = [_call(json.loads(call), number, i) for i, call in enumerate(tagged)]
+            return _message({**whole, "content": text.split("<tool_call>")[0].strip()}, calls), False
+        spoken = text.split("</think>")[-1].strip()
+        if spoken.startswith(('{"name"', '[{"name"')):
+            listed = json.loads(spoken)
+            calls = [_call(call, number, i) for i, call in enumerate(listed if isinstance(listed, list) else [listed])]
+            return _message({**whole, "content": text[: text.rfind(spoken)].strip()}, calls), False
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return whole, True
+    return whole, False
+
+
+async def call_functions(
+    message: Message, functions: Mapping[str, Callable[..., Any]], run: Callable[..., Awaitable[Any]]
+) -> tuple[list[Message], int]:
+    """Results of the message's tool calls, in the order of the calls, and how many of the calls failed.
+
+    A call of an unknown tool, with wrong arguments, or that raises an error has a result that says so.
+
+    Args:
+        message: The policy's message.
+        functions: The tools by name.
+        run: Calls a function with arguments, in the environment's thread.
+
+    Raises:
+        ContractError: A tool returned something that is neither text nor can be written as JSON.
+    """
+    results, num_failed = [], 0
+    for call in message.get("tool_calls", []):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if name not in functions:
+            content = f"Error: there is no tool {name!r}. The tools are {', '.join(functions)}."
+            num_failed += 1
+        else:
+            try:
+                inspect.signature(functions[name]).bind(**arguments)
+                content = await run(functions[name], **arguments)
+            except Exception as error:  # the policy reads the error, and it is counted
+                content = f"Error: {type(error).__name__}: {error}"
+                num_failed += 1
+        results.append(tool_message(call, _as_text(name, content)))
+    return results, num_failed
+
+
+def _as_text(name: str, result: Any) -> str:
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result)
+    except (TypeError, ValueError) as error:
+        raise ContractError(
+            f"The tool {name} must return text, or a value that json.dumps accepts; got {describe(result)}. Convert it."
+        ) from error
+
+
+def _call(read: Any, number: int, place: int) -> dict[str, Any]:
+    """A call in OpenAI's form. Its id has 9 letters and digits, which is what all chat templates accept."""
+    name, arguments = read["name"], read.get("arguments", read.get("parameters")) or {}
+    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError(f"a call must have a name and a dict of arguments; got {read!r}")
+    return {
+        "id": f"call{number:03d}{place:02d}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _message(message: Message, calls: list[dict[str, Any]]) -> Message:
+    return {**message, "tool_calls": calls} if calls else message

@@ -1,0 +1,116 @@
+"""Conversations: the actions of an agent. A conversation is one row, and its steps are the tokens that the policy sampled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeAlias
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from .messages import Message
+
+EndedBy: TypeAlias = Literal["environment", "max_turns", "length", "timeout", "error"]
+"""Why a conversation ended: the environment (or `play`) ended it; the limit of turns; no room for another turn, or a turn that
+was truncated; an environment that did not answer in time; an environment that raised an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One context: the token ids that the model read and sampled, in order."""
+
+    token_ids: tuple[int, ...]
+    """All tokens of the context, up to the last one that the policy sampled."""
+    sampled: tuple[bool, ...]
+    """Which of them the policy sampled. The others are context and have no loss."""
+    log_probs: tuple[float, ...]
+    """Log-prob of each sampled token under the sampling distribution."""
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Number of tokens before the first sampled token."""
+        return self.sampled.index(True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One message of the policy."""
+
+    num_tokens: int
+    """Number of sampled tokens, including the end-of-turn token."""
+    reward: float
+    """Reward for this turn. NaN: the environment failed, so the reward is not known."""
+    state_key: str | None = None
+    """What the environment's `state_key()` returned before the turn. None: the environment has no such method."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A whole conversation of the policy with an environment, or with an agent program."""
+
+    segments: tuple[Segment, ...]
+    """The contexts. There is more than one if the chat template or the agent program rewrote the history."""
+    turns: tuple[Turn, ...]
+    """The policy's messages. Their tokens are the sampled tokens of all segments, in order."""
+    messages: tuple[Message, ...] = field(hash=False)
+    """The transcript: the messages of the last context, and what followed."""
+    ended_by: EndedBy
+    """Why the conversation ended."""
+    info: dict[str, Any] = field(hash=False)
+    """The environment's last `info` as plain values. After an error, `info["error"]` describes it."""
+
+    def __len__(self) -> int:
+        """Number of steps: all tokens that the policy sampled."""
+        return sum(turn.num_tokens for turn in self.turns)
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """The reward of each turn."""
+        return tuple(turn.reward for turn in self.turns)
+
+    @property
+    def reward(self) -> float:
+        """The sum of the turns' rewards. NaN if the environment failed, or if there is no turn."""
+        return sum(self.rewards) if self.turns else float("nan")
+
+    @property
+    def behaviour_log_probs(self) -> tuple[float, ...]:
+        """Log-prob of each step under the sampling distribution."""
+        return tuple(log_prob for segment in self.segments for log_prob in segment.log_probs)
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain values by field, for checkpoints."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        return plain | {
+            name: [{each.name: getattr(part, each.name) for each in fields(part)} for part in plain[name]]
+            for name in ("segments", "turns")
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Conversation":
+        """The inverse of `to_state`."""
+        segments = tuple(Segment(**segment) for segment in state["segments"])
+        turns = tuple(Turn(**turn) for turn in state["turns"])
+        return cls(**state | {"segments": segments, "turns": turns, "messages": tuple(state["messages"])})
+
+
+def step_mask(conversations: Sequence[Conversation], *, mask_truncated: bool = False) -> Bool[Tensor, "N T"]:
+    """Mask that is True at the steps of each conversation. Its width T is the unmasked length of the longest row.
+
+    Args:
+        conversations: N conversations.
+        mask_truncated: Whether to mask all steps of conversations that ended for lack of room.
+    """
+    lengths = [0 if mask_truncated and row.ended_by == "length" else len(row) for row in conversations]
+    return torch.arange(max(lengths, default=0)) < torch.tensor(lengths, dtype=torch.int64)[:, None]
+
+
+def plain_values(value: Any) -> Any:
+    """A copy made of numbers, texts, None, lists and dicts, as checkpoints hold them. Other objects become their `repr`."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        return {str(name): plain_values(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_values(part) for part in value]
+    return value.item() if getattr(value, "shape", None) == () else repr(value)

@@ -1,0 +1,158 @@
+"""Environments: Gymnasium's five values, with messages in them. An environment is played as an agent program."""
+
+import asyncio
+import inspect
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from grpo.errors import ContractError
+from grpo.writing import describe
+
+from .calls import call_functions
+from .chat import Chat, ConversationEnded
+from .messages import Message, Observation, as_messages
+
+
+class Environment(Protocol):
+    """The other side of a conversation: a user, a game, or a set of tools. One object holds one conversation.
+
+    Both methods may be `async def`. An environment may also have these methods:
+
+    - `tools()`: the tools that the policy may call. The environment loop calls functions itself, and gives their results to
+      the policy as messages; `step` then gets the first message without a call. If a tool is a JSON schema, `step` gets every
+      message, with its calls in `message["tool_calls"]`, and returns the results.
+    - `state_key()`: a value that is equal in equal states, for GiGPO. It is called before each message of the policy.
+    - `close()`: called once at the end, whatever happened.
+    """
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Begin. Return the first observation and a dict with anything else. A group's conversations have the same seed."""
+        ...
+
+    def step(self, action: Message) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        """Answer the policy's message. Return the observation, the reward, whether the conversation ended (terminated, or cut
+        off), and a dict with anything else."""
+        ...
+
+
+class OwnThread:
+    """A thread in which one environment makes all its blocking calls. A call that hangs holds up no one else."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future, asyncio.AbstractEventLoop] | None]
+        self._calls = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function in the thread, or await it if it is `async def`."""
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **kwargs)
+        if self._thread is None:  # a daemon, so that a call that never returns does not keep the process
+            self._thread = threading.Thread(target=self._work, daemon=True, name="environment")
+            self._thread.start()
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        self._calls.put((lambda: function(*args, **kwargs), future, loop))
+        result = await future
+        return await result if inspect.isawaitable(result) else result
+
+    def end(self) -> None:
+        """End the thread after the calls that it was given."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (job := self._calls.get()) is not None:
+            call, future, loop = job
+            try:
+                result, error = call(), None
+            except BaseException as raised:
+                result, error = None, raised
+            try:
+                loop.call_soon_threadsafe(_settle, future, result, error)
+            except RuntimeError:  # the loop has closed, because the call was given up; `close` may follow
+                continue
+
+
+def _settle(future: asyncio.Future, result: Any, error: BaseException | None) -> None:
+    if future.done():  # cancelled
+        return
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+        future.set_exception(error)
+    else:  # asyncio cannot carry these
+        future.set_exception(RuntimeError(f"the environment raised {type(error).__name__}: {error}"))
+
+
+class EnvironmentLoop:
+    """Plays environments: asks the policy for messages, gives them to the environment, and adds up the rewards.
+
+    Args:
+        make: Makes the environment of one conversation from its state, `make(state)`.
+    """
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self._make = make
+
+    async def __call__(self, chat: Chat, state: Any) -> list[float]:
+        """Hold one conversation. Return one reward per message of the policy."""
+        thread, environment = OwnThread(), None
+        rewards: list[float] = []
+        try:
+            environment = await thread.run(self._make, state)
+            await self._converse(thread, environment, chat, rewards)
+        except ConversationEnded:
+            pass
+        finally:
+            close = getattr(environment, "close", None)
+            try:
+                if close is not None:
+                    await thread.run(close)
+            finally:
+                thread.end()
+        return [*rewards, *[0.0] * (chat.num_turns - len(rewards))]  # a truncated message is not answered
+
+    async def _converse(self, thread: OwnThread, environment: Any, chat: Chat, rewards: list[float]) -> None:
+        owner = type(environment).__name__
+        tools = list(await thread.run(environment.tools)) if hasattr(environment, "tools") else []
+        functions = {tool.__name__: tool for tool in tools if callable(tool)}
+        runs_calls = len(functions) == len(tools)
+        key = getattr(environment, "state_key", None)
+        observation, chat.info = _values(owner, "reset", await thread.run(environment.reset, seed=chat.seed), 2)
+        messages = as_messages(observation)
+        while True:
+            chat.state_key = None if key is None else await thread.run(key)
+            message = await chat(messages, tools)
+            if runs_calls and message.get("tool_calls"):
+                results, num_failed = await call_functions(message, functions, thread.run)
+                chat.counts["failed_calls"] += num_failed
+                rewards.append(0.0)
+                messages = [*chat.messages, *results]
+                continue
+            answer = await thread.run(environment.step, message)
+            observation, reward, terminated, truncated, chat.info = _values(owner, "step", answer, 5)
+            rewards.append(_number(owner, reward))
+            messages = [*chat.messages, *as_messages(observation, message)]
+            if terminated or truncated:
+                chat.messages = messages
+                return
+
+
+def _values(owner: str, method: str, returned: Any, count: int) -> tuple[Any, ...]:
+    if not isinstance(returned, tuple) or len(returned) != count:
+        names = "(observation, info)" if count == 2 else "(observation, reward, terminated, truncated, info)"
+        raise ContractError(f"{owner}.{method} must return {names}; got {describe(returned)}. Return all of them.")
+    return returned
+
+
+def _number(owner: str, reward: Any) -> float:
+    try:
+        return float(reward)
+    except (TypeError, ValueError) as error:
+        raise ContractError(
+            f"{owner}.step must return a number as the reward; got {describe(reward)}. Return a float."
+        ) from error

@@ -1,0 +1,330 @@
+"""A language model that talks and acts over many turns, as a policy."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from adapters.llm import Completion, HFPolicy
+from grpo import ActionScores, SampledActions
+from grpo.deadlines import is_async
+from grpo.errors import ConfigError
+from grpo.writing import describe
+
+from .chat import Chat, Limits, SampledTurn
+from .conversations import Conversation, step_mask
+from .environments import EnvironmentLoop
+from .rollouts import Job, Request, Rollouts
+from .templates import ChatTemplate
+
+ENDED_BY = ("environment", "max_turns", "length", "timeout", "error")
+
+
+class AgentPolicy:
+    """A policy whose actions are whole conversations. States are whatever `make` needs: a task, a scenario, a row of data.
+
+    A `Conversation` is one row. Its steps are the tokens that the model sampled, in all its turns. What the environment said
+    is context: the model reads it, and it has no loss. No sampled token is tokenized again, and none is left out.
+
+    All conversations of all groups go on together. Whenever the model is free, it samples the next turn of every conversation
+    that waits for one. The random numbers of a conversation are its own, so its tokens do not depend on `concurrency`.
+
+    Args:
+        policy: The language model. `policy.sampling.max_new_tokens` limits one message.
+        make: Makes the environment of a conversation from its state, `make(state) -> Environment`; or an agent program,
+            `async def play(chat, state) -> reward`, which asks `chat` for the model's messages itself.
+        max_turns: Maximum number of messages of the model in a conversation.
+        max_tokens: Maximum number of tokens of a context. A turn is sampled only if the context has room for
+            `max_new_tokens` more; else the conversation ends. None uses the model's maximum.
+        concurrency: Maximum number of conversations at a time.
+        timeout: Seconds that an environment or an agent program may take between two messages of the model. A conversation
+            that takes longer ends. None: no limit.
+
+    Raises:
+        ConfigError: A limit is invalid, or the tokenizer has no usable chat template.
+
+    Example:
+        Train a model on an environment::
+
+            policy = AgentPolicy(HFPolicy.from_pretrained("Qwen/Qwen3-0.6B", lora=True), lambda task: Game(task), max_turns=6)
+            trainer = GRPOTrainer(config=GRPOConfig(group_size=8), policy=policy, reward_model=EnvironmentReward())
+            trainer.train(tasks, num_iterations=100)
+    """
+
+    def __init__(
+        self,
+        policy: HFPolicy,
+        make: Callable[..., Any],
+        *,
+        max_turns: int = 8,
+        max_tokens: int | None = None,
+        concurrency: int = 64,
+        timeout: float | None = 60.0,
+    ) -> None:
+        if not callable(make):
+            raise ConfigError(
+                "AgentPolicy: make must be a function state -> Environment, or async def play(chat, state) -> reward; got "
+                f"{describe(make)}. Pass a function, such as lambda state: MyEnvironment(state)."
+            )
+        limits = {"max_turns": max_turns, "max_tokens": max_tokens, "concurrency": concurrency}
+        for name, limit in limits.items():
+            if limit is not None and limit < 1:
+                raise ConfigError(f"AgentPolicy: {name} must be at least 1; got {limit}.")
+        if timeout is not None and not timeout > 0:
+            raise ConfigError(f"AgentPolicy: timeout must be above 0; got {timeout}. Pass None for no limit.")
+        self.policy = policy
+        self.template = ChatTemplate(
+            policy.tokenizer, end_token_ids=policy.end_token_ids, options=policy.chat_template_options
+        )
+        self._max_turns, self._concurrency = max_turns, concurrency
+        known = [limit for limit in (max_tokens, policy.max_positions) if limit is not None]
+        self._max_tokens = min(known, default=None)
+        play = make if is_async(make) else EnvironmentLoop(make)
+        self._rollouts = Rollouts(play, concurrency=concurrency, timeout=timeout)
+        if hasattr(policy, "reference_log_probabilities"):
+            # an attribute, because a policy without a reference must not have this method
+            self.reference_log_probabilities = self._reference_log_probabilities
+
+    def generate_actions(
+        self, states: Sequence[Any], num_actions_per_state: int, **sampling: Any
+    ) -> list[list[Conversation]]:
+        """`num_actions_per_state` conversations about each state.
+
+        Args:
+            states: B states.
+            num_actions_per_state: Number of conversations per state, G.
+            sampling: Settings of `SamplingConfig` for this call only, for example `temperature=0`.
+        """
+        conversations, _, _ = self._converse(states, num_actions_per_state, sampling)
+        return _grouped(conversations, num_actions_per_state)
+
+    def sample_actions(self, states: Sequence[Any], num_actions_per_state: int) -> SampledActions:
+        """Conversations with their log-probs under the sampling distribution and, if sampling is exact, their scores."""
+        conversations, is_exact, metrics = self._converse(states, num_actions_per_state, {})
+        device = next(iter(self.policy.model.parameters())).device
+        mask = step_mask(conversations, mask_truncated=self.policy.mask_truncated)
+        behaviour = torch.zeros(mask.shape)
+        for row, conversation in zip(behaviour, conversations, strict=True):
+            log_probs = torch.tensor(conversation.behaviour_log_probs)[: mask.shape[1]]
+            row[: len(log_probs)] = log_probs
+        mask, behaviour = mask.to(device), behaviour.to(device)
+        return SampledActions(
+            actions=_grouped(conversations, num_actions_per_state),
+            mask=mask,
+            behaviour_log_probs=behaviour,
+            scores=ActionScores(log_probs=behaviour, mask=mask) if is_exact else None,
+            metrics=metrics,
+        )
+
+    def score_actions(self, states: Sequence[Any], actions: Sequence[Conversation]) -> ActionScores:
+        """Scores of N conversations: each sampled token in the context in which it was sampled."""
+        prompts, completions, row_of_segment = _segments(actions)
+        parts = [
+            (part, self.policy.score_actions([prompts[i] for i in part], [completions[i] for i in part]))
+            for part in self._passes(prompts, completions)
+        ]
+        if not parts:  # no conversation has a step
+            parts = [([], ActionScores(log_probs=torch.zeros(0, 0), mask=torch.zeros(0, 0, dtype=torch.bool)))]
+        mask = step_mask(actions, mask_truncated=self.policy.mask_truncated).to(parts[0][1].mask.device)
+        joined: dict[str, Any] = {}
+        for name in (field.name for field in fields(ActionScores)):
+            values = [(part, getattr(scores, name), scores.mask) for part, scores in parts]
+            if name == "mask" or any(value is None for _, value, _ in values):
+                continue
+            if name == "final_values":
+                joined[name] = _of_last_segments(values, row_of_segment, len(actions))
+            else:
+                joined[name] = _on_steps(values, len(completions), mask)
+        return ActionScores(mask=mask, **joined)
+
+    def get_log_probabilities(self, states: Sequence[Any], actions: Sequence[Conversation]) -> Float[Tensor, " N"]:
+        """The sum of the log-probs of each conversation's steps."""
+        return self.score_actions(states, actions).log_probs.sum(1)  # masked log-probs are 0
+
+    def _reference_log_probabilities(
+        self, states: Sequence[Any], actions: Sequence[Conversation]
+    ) -> Float[Tensor, "N T"]:
+        """Log-probs of the steps under the reference of the language model."""
+        prompts, completions, _ = _segments(actions)
+        width = max((len(completion) for completion in completions), default=0)
+        values = []
+        for part in self._passes(prompts, completions):
+            some = [completions[i] for i in part]
+            log_probs = self.policy.reference_log_probabilities([prompts[i] for i in part], some)
+            sampled = torch.zeros(len(some), width, dtype=torch.bool)
+            for row, completion in zip(sampled, some, strict=True):
+                if not (self.policy.mask_truncated and completion.is_truncated):
+                    row[: len(completion)] = torch.tensor(completion.sampled)
+            values.append((part, log_probs, sampled[:, : log_probs.shape[1]].to(log_probs.device)))
+        mask = step_mask(actions, mask_truncated=self.policy.mask_truncated)
+        if not values:
+            return torch.zeros(mask.shape)
+        return _on_steps(values, len(completions), mask.to(values[0][1].device))
+
+    def plan_micro_batches(self, states: Sequence[Any], actions: Sequence[Conversation]) -> list[Sequence[int]]:
+        """Rows of each forward pass, within the language model's `max_tokens_per_forward` positions."""
+        prompts, lengths = [], []
+        for action in actions:
+            segments = action.segments
+            prompts.append(list(segments[0].token_ids[: segments[0].num_context_tokens]) if segments else [0])
+            lengths.append(sum(len(segment.token_ids) for segment in segments) - len(prompts[-1]))
+        rows = [Completion(token_ids=(0,) * max(length, 0), text="", finish_reason="end") for length in lengths]
+        return self.policy.plan_micro_batches(prompts, rows)
+
+    def state_keys(self, states: Sequence[Any], actions: Sequence[Conversation]) -> Int[Tensor, "N T"]:
+        """The state in which each step was taken, for GiGPO: what the environment's `state_key()` returned before its turn.
+
+        Raises:
+            ConfigError: An environment has no `state_key()`.
+        """
+        if any(turn.state_key is None for action in actions for turn in action.turns):
+            raise ConfigError(
+                "advantage.credit='gigpo' needs the state before each message; an environment has no state_key(). Add the "
+                "method, which returns an equal value in equal states, or set chat.state_key in an agent program."
+            )
+        known: dict[Any, int] = {}
+        keys = torch.zeros(step_mask(actions).shape, dtype=torch.int64)
+        for row, action in zip(keys, actions, strict=True):
+            begin = 0
+            for turn in action.turns:
+                row[begin : begin + turn.num_tokens] = known.setdefault(turn.state_key, len(known))
+                begin += turn.num_tokens
+        return keys
+
+    def sync_sampler(self) -> None:
+        """Send the model's weights to the sampler, if the sampler has its own copy of them."""
+        self.policy.sync_sampler()
+
+    def get_parameters(self) -> dict[str, Tensor]:
+        """The trained parameters by name."""
+        return self.policy.get_parameters()
+
+    def train(self) -> "AgentPolicy":
+        """Set the model to training mode, which turns dropout on."""
+        self.policy.train()
+        return self
+
+    def eval(self) -> "AgentPolicy":
+        """Set the model to evaluation mode, which turns dropout off."""
+        self.policy.eval()
+        return self
+
+    def to(self, device: torch.device | str) -> "AgentPolicy":
+        """Move the model and its reference to a device."""
+        self.policy.to(device)
+        return self
+
+    def _converse(
+        self, states: Sequence[Any], size: int, sampling: dict[str, Any]
+    ) -> tuple[list[Conversation], bool, dict[str, float]]:
+        """Conversations in order, whether all turns were drawn from the policy itself, and the metrics."""
+        max_new_tokens = sampling.get("max_new_tokens", self.policy.sampling.max_new_tokens)
+        limits = Limits(max_turns=self._max_turns, max_tokens=self._max_tokens, max_new_tokens=max_new_tokens)
+        stop = tuple(sampling.get("stop", self.policy.sampling.stop))
+        sampling = sampling | {"stop": stop + tuple(text for text in self.template.stop if text not in stop)}
+        ends = self.template.end_token_ids + self.template.opening_token_ids
+        is_exact = True
+
+        def make_chat(job: Job, sample: Any) -> Chat:
+            return Chat(
+                self.template,
+                self.policy.tokenizer,
+                sample,
+                limits,
+                seed=job.seed,
+                sampling_seed=job.sampling_seed,
+            )
+
+        def sample(requests: Sequence[Request]) -> list[SampledTurn]:
+            nonlocal is_exact
+            contexts = [request.context for request in requests]
+            seeds = [request.seed for request in requests]
+            sampled = self.policy.sample_tokens(contexts, seeds=seeds, end_token_ids=ends, **sampling)
+            is_exact = is_exact and sampled.policy_log_probs is sampled.behaviour_log_probs
+            turns = zip(sampled.token_ids, sampled.behaviour_log_probs, sampled.finish_reasons, strict=True)
+            return [
+                SampledTurn(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)
+                for token_ids, log_probs, reason in turns
+            ]
+
+        seeds = torch.randint(2**31, (len(states),)).tolist()
+        sampling_seeds = torch.randint(2**62, (len(states) * size,)).tolist()
+        jobs = [
+            Job(index=i, state=states[i // size], seed=seeds[i // size], sampling_seed=sampling_seeds[i])
+            for i in range(len(states) * size)
+        ]
+        num_abandoned = self._rollouts.num_abandoned
+        with self.policy.keeping_prefixes(self._concurrency):
+            held = self._rollouts.run(jobs, make_chat, sample)
+        conversations = [conversation for _, conversation in held]
+        metrics = {
+            "agents/turns": float(sum(len(c.turns) for c in conversations)),
+            "agents/tokens": float(sum(map(len, conversations))),
+            "agents/contexts": float(sum(len(c.segments) for c in conversations)),
+            "agents/malformed_calls": float(sum(chat.counts["malformed_calls"] for chat, _ in held)),
+            "agents/failed_calls": float(sum(chat.counts["failed_calls"] for chat, _ in held)),
+            "agents/abandoned": float(self._rollouts.num_abandoned - num_abandoned),
+        }
+        for reason in ENDED_BY:
+            metrics[f"agents/ended_by_{reason}"] = float(sum(c.ended_by == reason for c in conversations))
+        return conversations, is_exact, metrics
+
+    def _passes(self, prompts: list[list[int]], completions: list[Completion]) -> list[Sequence[int]]:
+        return self.policy.plan_micro_batches(prompts, completions) if prompts else []
+
+
+def _segments(actions: Sequence[Conversation]) -> tuple[list[list[int]], list[Completion], list[int]]:
+    """All segments of all rows: what comes before the first sampled token, the rest, and the row of each segment."""
+    prompts, completions, rows = [], [], []
+    for row, action in enumerate(actions):
+        for segment in action.segments:
+            begin = segment.num_context_tokens
+            prompts.append(list(segment.token_ids[:begin]))
+            completions.append(
+                Completion(
+                    token_ids=segment.token_ids[begin:],
+                    text="",
+                    finish_reason="length" if action.ended_by == "length" else "end",
+                    sampled=segment.sampled[begin:],
+                )
+            )
+            rows.append(row)
+    return prompts, completions, rows
+
+
+def _on_steps(
+    parts: Sequence[tuple[Sequence[int], Tensor, Tensor]], num_segments: int, mask: Tensor
+) -> Float[Tensor, "N T"]:
+    """Values of the sampled tokens of all segments, moved to the steps of their rows.
+
+    Args:
+        parts: The segments of each forward pass, their values [S, W], and where these were sampled [S, W].
+        num_segments: Number of segments of all passes.
+        mask: The steps of each row, [N, T]. A masked row has no sampled values in `parts`.
+    """
+    flat: list[Tensor] = [torch.empty(0)] * num_segments
+    for part, values, sampled in parts:
+        counts = sampled.sum(1).tolist()
+        for segment, of_segment in zip(part, values[sampled].split(counts), strict=True):
+            flat[segment] = of_segment
+    steps = torch.cat(flat) if flat else torch.empty(0)
+    places = mask.flatten().nonzero().squeeze(1)
+    return steps.new_zeros(mask.numel()).index_copy(0, places, steps).view(mask.shape)
+
+
+def _of_last_segments(
+    parts: Sequence[tuple[Sequence[int], Tensor, Tensor]], row_of_segment: Sequence[int], num_rows: int
+) -> Float[Tensor, " N"]:
+    """The value of each row's last segment. It is 0 for a row without segments."""
+    values = torch.cat([value for _, value, _ in parts])
+    place_of = {segment: place for place, segment in enumerate(i for part, _, _ in parts for i in part)}
+    last = {row: place_of[segment] for segment, row in enumerate(row_of_segment)}
+    chosen = values[torch.tensor([last[row] for row in sorted(last)], dtype=torch.int64)]
+    return values.new_zeros(num_rows).index_copy(0, torch.tensor(sorted(last), device=values.device), chosen)
+
+
+def _grouped(conversations: list[Conversation], size: int) -> list[list[Conversation]]:
+    return [conversations[begin : begin + size] for begin in range(0, len(conversations), size)]

@@ -1,0 +1,70 @@
+"""The rewards that environments and agent programs gave, as a reward model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from grpo.errors import ContractError
+from grpo.writing import describe
+
+from .conversations import Conversation
+
+
+class EnvironmentReward:
+    """Returns the rewards of the environments. Use it alone, or as a part of `WeightedRewards`.
+
+    The reward of a conversation whose environment failed is NaN. `RewardConfig.non_finite` says what happens to its row.
+
+    Args:
+        per_turn: Whether each reward belongs to the last token of its turn, as credit per step needs it
+            (`advantage.credit="return_to_go"`, for example). If not, a conversation has one reward, the sum over its turns.
+
+    Example:
+        Rewards of the environment, and a small price for each turn::
+
+            def price(states, conversations):
+                return [-0.01 * len(conversation.turns) for conversation in conversations]
+
+            reward_model = WeightedRewards({"environment": EnvironmentReward(), "price": price})
+    """
+
+    def __init__(self, *, per_turn: bool = False) -> None:
+        self._per_turn = per_turn
+
+    def compute_rewards(
+        self, states: Sequence[Any], actions: Sequence[Conversation]
+    ) -> Float[Tensor, " N"] | Float[Tensor, "N T"]:
+        """One reward per conversation, [N], or one per step, [N, T], which is 0 except at the last token of each turn.
+
+        Raises:
+            ContractError: The actions are no conversations.
+        """
+        for action in actions:
+            if not isinstance(action, Conversation):
+                raise ContractError(
+                    f"EnvironmentReward: actions must be conversations of an AgentPolicy; got {describe(action)}. Pass "
+                    "policy=AgentPolicy(...)."
+                )
+        width = max((len(action) for action in actions), default=0)
+        if not self._per_turn or width < 2:  # if every row has one step, rewards per step are rewards per row
+            return torch.tensor([action.reward for action in actions], dtype=torch.float64)
+        rewards = torch.zeros(len(actions), width, dtype=torch.float64)
+        for row, action in zip(rewards, actions, strict=True):
+            ends = torch.tensor([turn.num_tokens for turn in action.turns], dtype=torch.int64).cumsum(0) - 1
+            row[ends] = torch.tensor(action.rewards, dtype=torch.float64)
+        return rewards
+
+    def train(self) -> "EnvironmentReward":
+        """Do nothing. `train`, `eval` and `to` do nothing, because there are no weights."""
+        return self
+
+    def eval(self) -> "EnvironmentReward":
+        """Do nothing."""
+        return self
+
+    def to(self, device: torch.device | str) -> "EnvironmentReward":
+        """Do nothing."""
+        return self

@@ -1,0 +1,276 @@
+"""Rollouts: many conversations at the same time, whose turns are sampled together.
+
+Conversations run in an event loop in a thread of their own, so this works in notebooks too. The caller's thread samples: it
+collects the contexts that wait for a turn, samples all of them in one call, and gives the turns back.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo.errors import DeadlineError, GRPOError
+
+from .chat import Chat, ConversationEnded, SampledTurn
+from .conversations import Conversation
+
+PATIENCE = 0.2
+"""How long a batch waits for conversations that are still busy, as a share of the time that the last batch took."""
+SHORTEST_WAIT = 0.02
+"""The least that a batch waits, in seconds, if conversations are still busy. Most environments answer within it."""
+GRACE_SECONDS = 1.0
+"""How long a cancelled conversation may take to end before its environment is given up."""
+BLOCKED_SECONDS = 10.0
+"""How long the event loop may be blocked after nobody has asked for a turn within the timeout."""
+MOST_ABANDONED = 8
+"""Number of environments that may hang for good in the life of a policy. Each keeps a thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One conversation to hold."""
+
+    index: int
+    """Place of the conversation among all."""
+    state: Any
+    """What it is about."""
+    seed: int
+    """Seed of the environment."""
+    sampling_seed: int
+    """Seed of the policy's turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A context that waits for a turn."""
+
+    index: int
+    """Place of the conversation among all."""
+    context: list[int]
+    """Token ids."""
+    seed: int
+    """Seed of the turn."""
+    turn: asyncio.Future
+    """Gets the `SampledTurn`."""
+
+
+SampleBatch = Callable[[Sequence[Request]], list[SampledTurn]]
+MakeChat = Callable[[Job, Callable[[list[int], int], Awaitable[SampledTurn]]], Chat]
+
+
+class Rollouts:
+    """Holds conversations, at most `concurrency` at a time.
+
+    Args:
+        play: `async def play(chat, state)`, which holds one conversation.
+        concurrency: Maximum number of conversations at a time. More make larger batches, and need more memory and
+            environments.
+        timeout: Seconds that `play` may be busy between two messages of the policy. None: no limit.
+    """
+
+    def __init__(self, play: Callable[[Chat, Any], Coroutine], *, concurrency: int, timeout: float | None) -> None:
+        self._play = play
+        self._concurrency = concurrency
+        self._timeout = timeout
+        self.num_abandoned = 0
+        """Environments that hang for good."""
+        self._has_logged = False
+
+    def run(self, jobs: Sequence[Job], make_chat: MakeChat, sample: SampleBatch) -> list[tuple[Chat, Conversation]]:
+        """Hold one conversation per job, and return them in order. `sample` is called in the caller's thread.
+
+        Raises:
+            DeadlineError: Too many environments hang, or an agent program blocks the event loop.
+            GRPOError: An environment or an agent program breaks its contract.
+        """
+        batches = _Batches(self._timeout)
+        finished: list[Any] = []
+
+        async def hold() -> None:
+            try:
+                finished.append(await self._hold_all(jobs, make_chat, batches))
+            except BaseException as error:  # raised again in the caller's thread
+                finished.append(error)
+            finally:
+                batches.end()
+
+        thread = threading.Thread(target=lambda: asyncio.run(hold()), daemon=True, name="conversations")
+        thread.start()
+        try:
+            while requests := batches.next():
+                began = time.monotonic()
+                turns = sample(requests)
+                batches.seconds = time.monotonic() - began
+                batches.answer(requests, turns)
+        except BaseException:  # also an interrupt: no conversation goes on without its turns
+            batches.cancel()
+            thread.join(3 * GRACE_SECONDS)
+            raise
+        thread.join(3 * GRACE_SECONDS)  # programs that ignore that they were cancelled do not hold up the run
+        if isinstance(finished[0], BaseException):
+            raise finished[0]
+        return finished[0]
+
+    async def _hold_all(self, jobs: Sequence[Job], make_chat: MakeChat, batches: "_Batches") -> list[Any]:
+        batches.loop, batches.main = asyncio.get_running_loop(), asyncio.current_task()
+        room = asyncio.Semaphore(self._concurrency)
+
+        async def hold(job: Job) -> tuple[Chat, Conversation]:
+            async with room:
+                with batches.one_more():
+                    return await self._hold(job, make_chat(job, batches.sampler(job.index)))
+
+        tasks = [asyncio.create_task(hold(job)) for job in jobs]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=2 * GRACE_SECONDS)
+
+    async def _hold(self, job: Job, chat: Chat) -> tuple[Chat, Conversation]:
+        task = asyncio.ensure_future(self._play(chat, job.state))
+        try:
+            while not task.done() and chat.ended_by != "timeout":
+                left = None if self._timeout is None else self._timeout - chat.seconds_without_request
+                if left is None or left > 0:
+                    await asyncio.wait({task}, timeout=left)
+                else:
+                    chat.ended_by = "timeout"
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=GRACE_SECONDS)
+        return chat, chat.conversation(self._rewards(task, chat))
+
+    def _rewards(self, task: asyncio.Future, chat: Chat) -> Any:
+        """The rewards that `play` returned. NaN if it failed, so that `RewardConfig` decides about the row.
+
+        Raises:
+            DeadlineError: Too many environments hang.
+        """
+        if not task.done():
+            self.num_abandoned += 1
+            if self.num_abandoned >= MOST_ABANDONED:
+                raise DeadlineError(
+                    f"AgentPolicy: {self.num_abandoned} environments did not answer within timeout={self._timeout:g} s and "
+                    "still hang. Raise the timeout, or find out what they wait for."
+                )
+        if chat.ended_by == "timeout":
+            chat.info = {"error": f"no answer within {self._timeout:g} s"}
+            return float("nan")
+        error = RuntimeError("the agent program was cancelled") if task.cancelled() else task.exception()
+        if error is None:
+            return task.result()
+        if isinstance(error, ConversationEnded):  # nothing went wrong, and `play` had no other reward to give
+            return 0.0
+        if isinstance(error, GRPOError) or not isinstance(error, Exception):
+            raise error
+        chat.ended_by = "error"
+        chat.info = {"error": f"{type(error).__name__}: {error}"}
+        if not self._has_logged:
+            self._has_logged = True
+            logging.getLogger("grpo").warning(
+                "AgentPolicy: a conversation failed, and has no reward: RewardConfig decides about its row. (This message "
+                "appears once; agents/ended_by_error counts.)\n%s",
+                "".join(traceback.format_exception(error)),
+            )
+        return float("nan")
+
+
+class _Batches:
+    """Requests on their way from the conversations' thread to the caller's thread, and turns on their way back."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.main: asyncio.Task | None = None
+        self.seconds = 0.0
+        """How long the last batch took."""
+        self._requests: queue.SimpleQueue[Request | str] = queue.SimpleQueue()
+        self._num_active = 0
+        self._timeout = timeout
+        self._has_ended = False
+
+    def sampler(self, index: int) -> Callable[[list[int], int], Awaitable[SampledTurn]]:
+        """A function that requests turns for one conversation, for the conversations' thread."""
+
+        async def sample(context: list[int], seed: int) -> SampledTurn:
+            turn = asyncio.get_running_loop().create_future()
+            self._requests.put(Request(index=index, context=context, seed=seed, turn=turn))
+            return await turn
+
+        return sample
+
+    def one_more(self) -> "_Batches":
+        """Context of one conversation. A batch is complete when all of these wait for a turn."""
+        return self
+
+    def __enter__(self) -> None:
+        self._num_active += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._num_active -= 1
+        self._requests.put("one less")
+
+    def end(self) -> None:
+        """Tell the caller's thread that there are no more requests."""
+        self._requests.put("end")
+
+    def next(self) -> list[Request]:
+        """The next batch, in the order of the conversations. Empty after the last one."""
+        requests: list[Request] = []
+        until = float("inf")
+        while not self._has_ended and (not requests or len(requests) < self._num_active):
+            try:
+                item = self._get(None if not requests else max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                break
+            if item == "end":
+                self._has_ended = True
+            elif isinstance(item, Request):
+                if not requests:
+                    until = time.monotonic() + max(SHORTEST_WAIT, PATIENCE * self.seconds)
+                requests.append(item)
+        return [] if self._has_ended else sorted(requests, key=lambda request: request.index)
+
+    def answer(self, requests: Sequence[Request], turns: Sequence[SampledTurn]) -> None:
+        """Give the turns to their conversations."""
+        assert self.loop is not None
+        for request, turn in zip(requests, turns, strict=True):
+            self.loop.call_soon_threadsafe(_give, request.turn, turn)
+
+    def cancel(self) -> None:
+        """End all conversations."""
+        if self.loop is not None and self.main is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.main.cancel)
+
+    def _get(self, seconds: float | None) -> Request | str:
+        if seconds is not None or self._timeout is None:
+            return self._requests.get(timeout=seconds)
+        while True:
+            try:
+                return self._requests.get(timeout=self._timeout)
+            except queue.Empty:
+                self._require_running_loop()
+
+    def _require_running_loop(self) -> None:
+        """Raise a DeadlineError if an agent program blocks the event loop, in which all conversations run."""
+        runs = threading.Event()
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(runs.set)
+        if not runs.wait(BLOCKED_SECONDS):
+            self._has_ended = True
+            raise DeadlineError(
+                f"AgentPolicy: an async function has not awaited anything for {BLOCKED_SECONDS:g} s, and holds up all "
+                "conversations. Await inside it, or make it a plain method of an environment, which has its own thread."
+            )
+
+
+def _give(future: asyncio.Future, turn: SampledTurn) -> None:
+    if not future.done():
+        future.set_result(turn)

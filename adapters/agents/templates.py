@@ -1,0 +1,290 @@
+"""Chat templates: from messages to token ids, without tokenizing a sampled token again.
+
+A context grows by appending. The policy samples a turn, the environment answers, and `ChatTemplate.bridge` gives the token ids
+of the answer as the template writes them after the turn. Some templates rewrite the history instead: they drop earlier
+thoughts, for example. Then `bridge` returns None, and the next turn has a context of its own, which the template renders from
+all messages.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal, TypeAlias
+
+from jinja2 import TemplateError
+
+from grpo.errors import ConfigError, ContractError
+
+from .messages import Message, tool_message
+
+Role: TypeAlias = Literal["user", "tool"]
+
+QUESTION, THOUGHT, ANSWER, RESULT = "question", "pondering", "fortytwo", "sunshine"
+NAME, KEY, VALUE = "lookup", "topic", "weather"
+ASKED: Message = {"role": "user", "content": QUESTION}
+ANSWERED: Message = {"role": "assistant", "content": ANSWER}
+CALLED: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "call00001", "type": "function", "function": {"name": NAME, "arguments": {KEY: VALUE}}}],
+}
+RETURNED = tool_message(CALLED["tool_calls"][0], RESULT)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "Looks something up.",
+        "parameters": {
+            "type": "object",
+            "properties": {KEY: {"type": "string", "description": "What to look up."}},
+            "required": [KEY],
+        },
+    },
+}
+HISTORIES: tuple[list[Message], ...] = ([ASKED], [ASKED, ANSWERED, ASKED], [ASKED, CALLED, RETURNED])
+"""What comes before a turn in the proof: a question, a second question, and a tool's result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Follow:
+    """A small conversation in which a message follows a turn of the assistant."""
+
+    turn: Message
+    """The assistant's turn."""
+    own: tuple[int, ...]
+    """Token ids of the turn as the template writes it, without the end-of-turn token."""
+    tail: tuple[int, ...]
+    """Token ids from the end-of-turn token on, up to the next turn."""
+
+
+class ChatTemplate:
+    """Renders messages as token ids, and knows after which messages the template only appends.
+
+    The constructor proves this with small conversations, for a user's message and for a tool's result, with and without
+    thoughts, tools and earlier turns. The rendered text must begin with the prompt of the turn, have all that the assistant
+    wrote, and go on with an end-of-turn token. The tokens from there on must not depend on what came before.
+
+    Args:
+        tokenizer: A tokenizer with a chat template.
+        end_token_ids: Tokens that end a turn of the policy.
+        options: Options of `tokenizer.apply_chat_template`, for example `enable_thinking=False`.
+
+    Raises:
+        ConfigError: The tokenizer has no chat template, or the template cannot render a question and an answer.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, end_token_ids: Sequence[int] = (), options: Mapping[str, Any] | None = None
+    ) -> None:
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                "AgentPolicy: the tokenizer must have a chat template; got none. Set tokenizer.chat_template to the template "
+                "of the model, or to one that you train."
+            )
+        self._tokenizer = tokenizer
+        self._options = dict(options or {})
+        self._special = set(tokenizer.all_special_ids)
+        self._arguments_as_text = False
+        self._in_parts = self._needs_parts()
+        spoken = self._text([ASKED, ANSWERED], None, turn_follows=False)
+        following = self._encode(spoken[spoken.rfind(ANSWER) + len(ANSWER) :])[:1]
+        self.end_token_ids = tuple(sorted({*end_token_ids, *(token for token in following if token in self._special)}))
+        """Tokens that end a turn: the given ones, and the special token that the template writes after an answer."""
+        self._ends = [tokenizer.convert_ids_to_tokens(token) for token in self.end_token_ids]
+        self.shows_tools = self._finds_tools()
+        """Whether the template writes tool calls and their results. Some templates drop them, and some raise an error."""
+        self._proven: dict[tuple[str, bool, bool], Message] = {}
+        self._headers: set[str] = set()
+        follows = []
+        for role, with_tools, with_text in product(("user", "tool"), (False, True), (False, True)):
+            if not self.shows_tools and (role == "tool" or with_tools):
+                continue
+            found = self._follows(role, [TOOL] if with_tools else None, with_text=with_text)
+            follows += [follow for follow in found if follow is not None]
+            if None not in found and len({follow.tail for follow in found if follow is not None}) == 1:
+                self._proven[role, with_tools, with_text] = follows[-1].turn
+        self._own = {token for follow in follows for token in follow.own}
+        openings = {token for follow in follows for token in self._first_special(follow.tail[1:])}
+        self.opening_token_ids = tuple(sorted(openings - self._own - {*self.end_token_ids}))
+        """Special tokens that begin a message of someone else. A turn ends there, so the policy cannot speak for others."""
+        self.stop = self._stop_strings(follows)
+        """Texts with which a message of someone else begins, for templates that write it without special tokens."""
+
+    def appends_after(self, role: Role, *, with_tools: bool = False, with_text: bool = False) -> bool:
+        """Whether a context goes on after a message of this role. If not, the next turn has a context of its own.
+
+        Args:
+            role: Who speaks after the policy's turn.
+            with_tools: Whether the conversation has tools.
+            with_text: Whether the policy's turn has thoughts or, if it called tools, any text besides the calls.
+        """
+        return (role, with_tools, with_text) in self._proven
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[int]:
+        """Token ids of a whole conversation, up to the policy's next turn.
+
+        Raises:
+            ContractError: The template does not accept the messages, or does not show tools.
+        """
+        if not self.shows_tools and (tools or any(message["role"] == "tool" for message in messages)):
+            raise ContractError(
+                "The chat template must write tool calls and their results; this tokenizer's template drops or refuses them. "
+                "Use a template with tools, or describe the tools and their results in messages of the user."
+            )
+        text = self._text_or_error(messages, tools)
+        if isinstance(text, Exception):
+            raise ContractError(
+                f"The chat template must accept the conversation; got {text} for the roles "
+                f"{[message['role'] for message in messages]}. Send other messages, or use another template."
+            ) from text
+        return self._encode(text)
+
+    def bridge(
+        self,
+        turn: Sequence[int],
+        said: Message,
+        new_messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+    ) -> list[int] | None:
+        """Token ids to append to a context for new messages, up to the policy's next turn.
+
+        Args:
+            turn: Token ids of the policy's turn, with which the context ends.
+            said: This turn as a message.
+            new_messages: The messages after this turn, at least one.
+            tools: Descriptions of the tools, as the context has them.
+
+        Returns:
+            The token ids. None if the template rewrites the history here, or if the turn ended in another way than the
+            template writes it, so that only `render` gives what the template writes.
+        """
+        role = new_messages[0]["role"]
+        content = said.get("content", "")
+        with_text = bool(content.strip()) if role == "tool" else "</think>" in content
+        probe = self._proven.get((role, bool(tools), with_text or "reasoning_content" in said))
+        if probe is None or not {*turn[:-1]} & self._special <= self._own:  # special tokens may mark thoughts
+            return None
+        words = [ANSWER]
+        if role == "tool":  # some templates look up the call that a result belongs to
+            probe = {**probe, "tool_calls": said.get("tool_calls", [])}
+            words = [call["function"]["name"] for call in said.get("tool_calls", [])]
+        prompt, text = self._text_or_error([ASKED], tools), self._text_or_error([ASKED, probe, *new_messages], tools)
+        begin = self._end_of_turn(prompt, text, words)
+        if begin is None or isinstance(text, Exception):
+            return None
+        end, *rest = self._encode(text[begin:])
+        if turn[-1] == end:
+            return rest
+        ended_otherwise = turn[-1] in self.end_token_ids or turn[-1] in self.opening_token_ids
+        return None if ended_otherwise else [end, *rest]
+
+    def _needs_parts(self) -> bool:
+        """Whether the template reads a message's text from a list of parts, as templates of models with images do.
+
+        Raises:
+            ConfigError: The template cannot render a question and an answer.
+        """
+        got: Any = None
+        for in_parts in (False, True):
+            self._in_parts = in_parts
+            got = self._text_or_error([ASKED, ANSWERED], None, turn_follows=False)
+            if isinstance(got, str) and QUESTION in got and ANSWER in got:
+                return in_parts
+        raise ConfigError(
+            f"AgentPolicy: the chat template must render a question and an answer; got {str(got)[:200]!r}. Use "
+            "another template."
+        )
+
+    def _finds_tools(self) -> bool:
+        for as_text in (False, True):  # some templates accept arguments as JSON text only
+            self._arguments_as_text = as_text
+            text = self._text_or_error(HISTORIES[2], [TOOL])
+            if isinstance(text, str) and all(word in text for word in (NAME, KEY, VALUE, RESULT)):
+                return True
+        return False
+
+    def _follows(self, role: str, tools: Sequence[Any] | None, *, with_text: bool) -> list[Follow | None]:
+        """Small conversations in which a message of `role` follows a turn. None where the template rewrites the turn."""
+        new, said, words = (ASKED, ANSWERED, (ANSWER,)) if role == "user" else (RETURNED, CALLED, (NAME, KEY, VALUE))
+        if with_text:
+            said = {**said, "content": f"<think>\n{THOUGHT}\n</think>\n\n{said['content']}"}
+            words = (THOUGHT, *words)
+        found: list[Follow | None] = []
+        for history in HISTORIES if self.shows_tools else HISTORIES[:2]:
+            prompt = self._text_or_error(history, tools)
+            if isinstance(prompt, Exception):
+                continue  # the template refuses this history, so it does not occur
+            text = self._text_or_error([*history, said, new], tools)
+            begin = self._end_of_turn(prompt, text, words)
+            if isinstance(text, str):
+                self._headers.add(text[text.rfind(words[-1]) + len(words[-1]) : text.rfind(new["content"])])
+            if begin is None or isinstance(text, Exception):
+                found.append(None)
+                continue
+            written = text[len(prompt) : begin]
+            head, own, tail = (self._encode(part) for part in (prompt, written, text[begin:]))
+            is_split = self._encode(text[:begin]) + tail == self._encode(text)
+            is_verbatim = role == "tool" or said["content"].endswith(written.strip())
+            follow = Follow(turn=said, own=tuple(own), tail=tuple(tail))
+            found.append(follow if head and is_split and is_verbatim else None)
+        return found
+
+    def _end_of_turn(self, prompt: str | Exception, text: str | Exception, words: Sequence[str]) -> int | None:
+        """Place of the end-of-turn token behind the words that the assistant wrote. None if the text has something else."""
+        if isinstance(prompt, Exception) or isinstance(text, Exception) or not text.startswith(prompt):
+            return None
+        place = len(prompt)
+        for word in words:
+            found = text.find(word, place)
+            if found < 0:
+                return None
+            place = found + len(word)
+        return min((found for end in self._ends if (found := text.find(end, place)) >= 0), default=None)
+
+    def _first_special(self, token_ids: Sequence[int]) -> list[int]:
+        return [token for token in token_ids if token in self._special][:1]
+
+    def _stop_strings(self, follows: Sequence[Follow]) -> tuple[str, ...]:
+        """Marks such as `<tool_response>` or `\\nUser:`, which the template writes before the messages of others only."""
+        marks = sorted({self._tokenizer.convert_ids_to_tokens(token) for token in self._special}, key=len, reverse=True)
+        special = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+        own = "\n".join(self._tokenizer.decode(list(follow.own)) for follow in follows)
+        headers = [special.sub("\0", header).split(NAME)[0] for header in self._headers]
+        tags = {
+            mark.strip()
+            for header in headers
+            for mark in re.findall(r"<[a-z_][^\n\0]*|\[[A-Z_]+\]|###[^\n\0]+", header)
+        }
+        names = {mark.rstrip() for header in headers for mark in re.findall(r"\n[^\n\0]+:", header)}
+        return tuple(sorted(mark for mark in tags | names if mark not in own))
+
+    def _text_or_error(self, messages: Sequence[Message], tools: Any, *, turn_follows: bool = True) -> str | Exception:
+        try:
+            return self._text(messages, tools, turn_follows=turn_follows)
+        except (TemplateError, TypeError) as error:  # a template refuses messages with any of the two
+            return error
+
+    def _text(self, messages: Sequence[Message], tools: Any, *, turn_follows: bool = True) -> str:
+        return self._tokenizer.apply_chat_template(
+            [self._as_the_template_reads_it(message) for message in messages],
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=turn_follows,
+            **self._options,
+        )
+
+    def _as_the_template_reads_it(self, message: Message) -> dict[str, Any]:
+        read: dict[str, Any] = dict(message)
+        if self._in_parts:
+            read["content"] = [{"type": "text", "text": message.get("content", "")}]
+        if self._arguments_as_text and "tool_calls" in message:
+            read["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+                for call in message["tool_calls"]
+            ]
+        return read
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

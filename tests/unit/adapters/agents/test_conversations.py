@@ -1,0 +1,299 @@
+"""What a conversation records: contexts, masks, messages, rewards and tool calls."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adapters.agents import AgentPolicy, Chat, Conversation, ConversationEnded, Message
+from adapters.agents.messages import as_messages
+from grpo.errors import ContractError
+from tests.support.agents import CHATML, FORGETFUL, Echo, Scripted, Tools, chat_tokenizer, converse, lookup, says_call
+from tests.support.plain_states import assert_same, through_checkpoint
+
+
+def text_and_sampled(conversation: Conversation, template: str = CHATML) -> list[tuple[str, str]]:
+    """The text of each context, and a line below it that marks sampled tokens with `^`."""
+    tokenizer = chat_tokenizer(template)
+    return [
+        (
+            "".join(tokenizer.convert_ids_to_tokens(list(segment.token_ids))),
+            "|".join("".join(tokenizer.convert_ids_to_tokens(run)) for run in sampled_runs(segment)),
+        )
+        for segment in conversation.segments
+    ]
+
+
+def sampled_runs(segment: Any) -> list[list[int]]:
+    """The token ids of each uninterrupted run of sampled tokens."""
+    runs: list[list[int]] = [[]]
+    for token, is_sampled in zip(segment.token_ids, segment.sampled, strict=True):
+        if is_sampled:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def test_three_turns_with_a_tool_are_one_context_and_only_the_turns_are_sampled() -> None:
+    """Written out by hand: the template's text, with the policy's tokens as they were sampled, odd spaces included."""
+    call = '<tool_call>{"name":  "lookup", "arguments": {"topic": "rain"}}</tool_call>'
+    agent = Scripted(["Let me see." + call, call, "fine"], max_new_tokens=200)
+    (found,) = converse(agent.policy, Tools)
+    ((text, sampled),) = text_and_sampled(found)
+    begin = text.index("<|im_start|>user\nHello")
+    answer = "\n<|im_start|>user\n<tool_response>\nrain is fine<|im_end|>\n<|im_start|>assistant\n"
+    assert text[begin:] == (
+        "<|im_start|>user\nHello you<|im_end|>\n<|im_start|>assistant\n"
+        f"Let me see.{call}<|im_end|>{answer}{call}<|im_end|>{answer}fine<|im_end|>"
+    )
+    assert sampled == f"Let me see.{call}<|im_end|>|{call}<|im_end|>|fine<|im_end|>"
+    assert [message["role"] for message in found.messages] == [
+        "user", "assistant", "tool", "assistant", "tool", "assistant", "user",
+    ]  # fmt: skip
+    assert found.messages[1]["content"] == "Let me see."
+    assert found.ended_by == "environment"
+    assert found.rewards == (0.0, 0.0, 1.0)
+    assert [turn.num_tokens for turn in found.turns] == [len("Let me see." + call) + 1, len(call) + 1, 5]
+    assert len(found) == sum(found.segments[0].sampled) == len(found.behaviour_log_probs)
+
+
+def test_a_template_that_rewrites_the_history_opens_a_context_and_keeps_all_sampled_tokens() -> None:
+    agent = Scripted(["one", "two", "three"], tokenizer=chat_tokenizer(FORGETFUL), max_new_tokens=20)
+    (found,) = converse(agent.policy, Echo)
+    texts = text_and_sampled(found, FORGETFUL)
+    assert [sampled for _, sampled in texts] == ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
+    assert texts[1][0] == (
+        "<|im_start|>user\nHello you<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
+        "<|im_start|>user\nI heard 1<|im_end|>\n<|im_start|>assistant\ntwo<|im_end|>"
+    )
+    assert found.rewards == (1.0, 2.0, 3.0)
+    assert found.reward == 6.0
+    assert found.info == {"count": 3}
+
+
+def test_results_come_in_the_order_of_the_calls_and_failures_are_told_to_the_policy() -> None:
+    calls = [
+        says_call(arguments='{"topic": "sun"}'),
+        says_call("nothing"),
+        says_call(arguments='{"place": "here"}'),
+        says_call(arguments='"{\\"topic\\": \\"rain\\"}"'),
+    ]
+    agent = Scripted(["".join(calls), "done"], max_new_tokens=400)
+    policy = AgentPolicy(agent.policy, Tools)
+    sampled = policy.sample_actions(["you"], 1)
+    results = [message["content"] for message in sampled.actions[0][0].messages if message["role"] == "tool"]
+    assert results == [
+        "sun is fine",
+        "Error: there is no tool 'nothing'. The tools are lookup.",
+        "Error: TypeError: missing a required argument: 'topic'",
+        "rain is fine",
+    ]
+    assert sampled.metrics["agents/failed_calls"] == 2
+    assert sampled.metrics["agents/malformed_calls"] == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['<tool_call>{"name": "lookup", </tool_call>', "<tool_call>[1]</tool_call>", '{"name": "lookup"', '{"name": 7}'],
+)
+def test_a_malformed_call_stays_in_the_text_and_is_counted(text: str) -> None:
+    agent = Scripted([text], max_new_tokens=100)
+    sampled = AgentPolicy(agent.policy, Tools).sample_actions(["you"], 1)
+    assert sampled.metrics["agents/malformed_calls"] == 1
+    assert sampled.actions[0][0].messages[1] == {"role": "assistant", "content": text}
+
+
+def test_a_truncated_call_is_not_malformed() -> None:
+    agent = Scripted([says_call()], max_new_tokens=20)
+    sampled = AgentPolicy(agent.policy, Tools).sample_actions(["you"], 1)
+    assert sampled.metrics["agents/malformed_calls"] == 0
+    assert sampled.metrics["agents/ended_by_length"] == 1
+
+
+def test_calls_are_read_in_the_common_formats_and_only_if_there_are_tools() -> None:
+    for text in ('{"name": "lookup", "parameters": {"topic": "sun"}}', "I think</think>\n\n" + says_call()):
+        (found,) = converse(Scripted([text, "done"], max_new_tokens=100).policy, Tools)
+        assert found.messages[1]["tool_calls"][0]["function"]["name"] == "lookup"
+        (without,) = converse(Scripted([text], max_new_tokens=100).policy, lambda state: Echo(state, turns=1))
+        assert without.messages[1] == {"role": "assistant", "content": text}
+
+
+def test_the_tokenizers_own_parser_reads_calls() -> None:
+    spoken = ['<think>hm</think>[lookup: {"topic": "sun"}]', "[lookup: {]"]
+    agent = Scripted(spoken, max_new_tokens=100)
+    agent.policy.tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "reasoning_content": {"open": "<think>", "close_pattern": "</think>", "content": "text"},
+            "tool_calls": {
+                "open": "[lookup: ",
+                "close_pattern": "]",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": {"name": "lookup", "arguments": "{content}"}},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
+        },
+    }
+    sampled = AgentPolicy(agent.policy, Tools).sample_actions(["you"], 1)
+    _, first, result, second, _ = sampled.actions[0][0].messages
+    assert (first["reasoning_content"], first["content"], result["content"]) == ("hm", "", "sun is fine")
+    assert second["content"] == "[lookup: {]"
+    assert sampled.metrics["agents/malformed_calls"] == 1
+
+
+def test_forged_observations_are_cut(subtests: pytest.Subtests) -> None:
+    """The policy begins to speak for others. The environment does not see it, and the next context does not have it."""
+    forged = {"<|im_start|>user\nyes": "<|im_start|>", "<tool_response>yes": "<tool_response>"}
+    for text, mark in forged.items():
+        with subtests.test(mark=mark):
+            agent = Scripted(["Sure?" + (mark if mark == "<|im_start|>" else text), "good"], max_new_tokens=60)
+            (found,) = converse(agent.policy, lambda state: Echo(state, turns=2))
+            assert found.messages[1]["content"] == "Sure?"
+            (_, first), (second, _) = text_and_sampled(found)
+            assert mark in first
+            assert "Sure?<|im_end|>\n<|im_start|>user\nI heard" in second
+
+
+def test_an_agent_program_owns_the_loop() -> None:
+    async def play(chat: Chat, state: Any) -> float:
+        first = await chat([{"role": "system", "content": "short"}, {"role": "user", "content": state}])
+        second = await chat([*chat.messages, {"role": "user", "content": "again"}])
+        # what the program made of the history itself is a context of its own
+        third = await chat([{"role": "user", "content": f"sum up {first['content']} {second['content']}"}])
+        assert third["role"] == "assistant"
+        chat.info["kept"] = np.float32(1.5)
+        return 0.5
+
+    agent = Scripted(["a", "b", "c"], max_new_tokens=20)
+    (found,) = converse(agent.policy, play)
+    assert [sampled for _, sampled in text_and_sampled(found)] == ["a<|im_end|>|b<|im_end|>", "c<|im_end|>"]
+    assert found.rewards == (0.0, 0.0, 0.5)
+    assert found.info == {"kept": 1.5}
+    assert found.ended_by == "environment"
+
+
+def test_other_tools_open_a_context() -> None:
+    """The template writes the tools at the top, so the context with other tools is another one."""
+
+    async def play(chat: Chat, state: Any) -> float:
+        await chat([{"role": "user", "content": state}])
+        await chat([*chat.messages, {"role": "user", "content": "now with a tool"}], tools=[lookup])
+        await chat([*chat.messages, {"role": "user", "content": "again"}], tools=[lookup])
+        return 1.0
+
+    (found,) = converse(Scripted(["a", "b", "c"], max_new_tokens=20).policy, play)
+    assert [sampled for _, sampled in text_and_sampled(found)] == ["a<|im_end|>", "b<|im_end|>|c<|im_end|>"]
+    assert text_and_sampled(found)[1][0].startswith("<|im_start|>system\nTools:")
+
+
+def test_calls_at_the_same_time_are_answered_one_after_another() -> None:
+    async def play(chat: Chat, state: Any) -> list[float]:
+        said = await asyncio.gather(*(chat([{"role": "user", "content": f"question {i}"}]) for i in range(3)))
+        return [float(message["content"]) for message in said]
+
+    (found,) = converse(Scripted(["1", "2", "3"], max_new_tokens=20).policy, play)
+    assert found.rewards == (1.0, 2.0, 3.0)
+    assert len(found.segments) == 3
+
+
+def test_a_program_may_catch_the_end_of_the_conversation() -> None:
+    async def play(chat: Chat, state: Any) -> float:
+        messages: list[Message] = [{"role": "user", "content": state}]
+        try:
+            while True:
+                messages = [*messages, await chat(messages), {"role": "user", "content": "more"}]
+        except ConversationEnded as end:
+            return 7.0 if end.ended_by == "max_turns" else -1.0
+
+    (found,) = converse(Scripted(["a", "b"], max_new_tokens=20).policy, play, max_turns=2)
+    assert (found.rewards, found.ended_by) == ((0.0, 7.0), "max_turns")
+
+
+def test_a_program_that_does_not_catch_the_end_has_the_reward_0() -> None:
+    async def play(chat: Chat, state: Any) -> float:
+        await chat([{"role": "user", "content": state}])
+        await chat([*chat.messages, {"role": "user", "content": state}])
+        return 1.0
+
+    (found,) = converse(Scripted(["a", "b" * 20], max_new_tokens=20).policy, play)
+    assert (found.rewards, found.ended_by) == ((0.0, 0.0), "length")
+
+
+@pytest.mark.parametrize("wrong", [None, "good", [1.0], [[1.0, 2.0]]])
+def test_wrong_rewards_of_a_program_are_refused(wrong: Any) -> None:
+    async def play(chat: Chat, state: Any) -> Any:
+        await chat([{"role": "user", "content": state}])
+        await chat([*chat.messages, {"role": "user", "content": state}])
+        return wrong
+
+    with pytest.raises(ContractError, match="must return one reward, or one for each of the policy's messages = 2"):
+        converse(Scripted(["a", "b"], max_new_tokens=20).policy, play)
+
+
+@pytest.mark.parametrize("wrong", [7, None, b"text", [7], {"content": "x"}, {"role": "user", "content": 3}])
+def test_observations_that_are_no_messages_are_refused(wrong: Any) -> None:
+    with pytest.raises(ContractError, match="must be a text, a message"):
+        as_messages(wrong)
+
+
+def test_tool_results_of_an_environment_are_sorted_and_a_text_answers_a_single_call() -> None:
+    calls = [{"id": name, "type": "function", "function": {"name": name, "arguments": {}}} for name in ("a", "b")]
+    action: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+    given: list[Message] = [
+        {"role": "tool", "tool_call_id": "b", "content": "B"},
+        {"role": "user", "content": "and"},
+        {"role": "tool", "tool_call_id": "a", "content": "A"},
+    ]
+    assert [message["content"] for message in as_messages(given, action)] == ["A", "and", "B"]
+    assert as_messages("yes", {**action, "tool_calls": calls[:1]}) == [
+        {"role": "tool", "content": "yes", "tool_call_id": "a", "name": "a"}
+    ]
+    assert as_messages("yes", action) == [{"role": "user", "content": "yes"}]
+
+
+def test_tools_given_as_schemas_are_called_by_the_environment() -> None:
+    class Answers(Tools):
+        def tools(self) -> list[Any]:
+            return [{"type": "function", "function": {"name": "lookup", "description": "d", "parameters": {}}}]
+
+        def step(self, action: Message) -> Any:
+            if "tool_calls" not in action:
+                return "bye", 1.0, True, False, {}
+            return "it rains", 0.25, False, False, {}
+
+    (found,) = converse(Scripted([says_call(), "done"], max_new_tokens=100).policy, Answers)
+    assert found.messages[2]["role"] == "tool"
+    assert found.rewards == (0.25, 1.0)
+
+
+def test_tools_without_a_description_and_results_that_are_no_text_are_refused() -> None:
+    def bare(x):  # type: ignore[no-untyped-def]
+        return x
+
+    def opaque() -> object:
+        """Returns something."""
+        return object()
+
+    def listing() -> list[int]:
+        """Returns a list."""
+        return [1, 2]
+
+    def having(tool: Any) -> Any:
+        return type("Has", (Tools,), {"tools": lambda self: [tool]})
+
+    with pytest.raises(ContractError, match="A tool must be a JSON schema, or a function with type hints"):
+        converse(Scripted([]).policy, having(bare))
+    with pytest.raises(ContractError, match="The tool opaque must return text, or a value that json"):
+        converse(Scripted([says_call("opaque", "{}")], max_new_tokens=100).policy, having(opaque))
+    (found,) = converse(Scripted([says_call("listing", "{}"), "ok"], max_new_tokens=100).policy, having(listing))
+    assert found.messages[2]["content"] == "[1, 2]"
+
+
+def test_conversations_come_back_from_a_checkpoint(tmp_path: Path) -> None:
+    (found,) = converse(Scripted([says_call(), "done"], max_new_tokens=100).policy, Tools)
+    assert_same(through_checkpoint(found, tmp_path), found)

@@ -1,0 +1,301 @@
+"""How conversations end, and what slow, failing and hanging environments cost."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adapters.agents import AgentPolicy, Chat, ChatTemplate, rollouts
+from grpo.errors import ConfigError, ContractError, DeadlineError
+from tests.support.agents import Echo, Scripted, chat_tokenizer, language_model
+
+
+def says(*turns: str, **options: Any) -> Any:
+    return Scripted(turns, **{"max_new_tokens": 8} | options).policy
+
+
+class Counting(Echo):
+    """Counts how often it is closed."""
+
+    num_closed = 0
+
+    def close(self) -> None:
+        type(self).num_closed += 1
+
+
+def one_with(method: str, does: Callable[..., Any]) -> type[Counting]:
+    """An environment in which one method does something else."""
+    return type("Changed", (Counting,), {method: lambda self, *args, **kwargs: does(), "num_closed": 0})
+
+
+def fails() -> Any:
+    raise KeyError("lost")
+
+
+def test_every_way_to_end(subtests: pytest.Subtests) -> None:
+    long = {
+        "max_tokens": len(chat_tokenizer().encode("<|im_start|>user\nHello you<|im_end|>\n<|im_start|>assistant\n"))
+    }
+    cases: list[tuple[str, Any, list[str], dict[str, Any], int, list[float]]] = [
+        ("environment", Echo, ["a", "b", "c"], {}, 3, [1.0, 2.0, 3.0]),
+        ("max_turns", Echo, ["a", "b"], {"max_turns": 2}, 2, [1.0, 2.0]),
+        ("length", Echo, ["a", "b" * 8], {}, 2, [1.0, 0.0]),  # the turn is truncated, and not answered
+        ("length", Echo, ["a"], {"max_tokens": long["max_tokens"] + 8}, 1, [1.0]),  # no room for a second turn
+        ("length", Echo, [], {"max_tokens": long["max_tokens"] + 7}, 0, []),  # no room for the first
+    ]
+    for ended_by, make, turns, options, num_turns, rewards in cases:
+        with subtests.test(ended_by=ended_by, turns=turns):
+            sampled = AgentPolicy(says(*turns), make, **options).sample_actions(["you"], 1)
+            (row,) = sampled.actions[0]
+            assert row.ended_by == ended_by
+            assert len(row.turns) == num_turns
+            assert list(row.rewards) == rewards
+            assert (row.reward == sum(rewards)) == bool(rewards)  # without a turn, there is no reward: NaN
+            counts = {name: n for name, n in sampled.metrics.items() if name.startswith("agents/ended_by")}
+            assert [name for name, count in counts.items() if count] == [f"agents/ended_by_{ended_by}"]
+
+
+def test_a_context_stays_within_its_limit() -> None:
+    policy = language_model(max_new_tokens=12)
+    agent = AgentPolicy(policy, lambda state: Echo(state, turns=100), max_turns=50, max_tokens=200)
+    rows = agent.generate_actions(["you"], 20)[0]
+    lengths = [len(segment.token_ids) for row in rows for segment in row.segments]
+    assert 150 < max(lengths) <= 200
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "state_key", "tools", "close"])
+def test_an_environment_that_raises_has_no_reward_and_is_closed(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    make = one_with(method, fails)
+    with caplog.at_level(logging.WARNING, logger="grpo"):
+        sampled = AgentPolicy(says(*"abcdef"), make).sample_actions(["you"], 2)
+    for row in sampled.actions[0]:
+        assert row.ended_by == "error"
+        assert row.info == {"error": "KeyError: 'lost'"}
+        assert row.reward != row.reward  # NaN
+    assert sampled.metrics["agents/ended_by_error"] == 2
+    assert make.num_closed == (0 if method == "close" else 2)
+    assert [record.message.count("KeyError: 'lost'") for record in caplog.records] == [1]
+
+
+def test_an_environment_that_cannot_be_made_has_no_reward() -> None:
+    (row,) = AgentPolicy(says(), lambda state: fails()).generate_actions(["you"], 1)[0]
+    assert (row.ended_by, len(row.turns), row.reward != row.reward) == ("error", 0, True)
+
+
+def test_one_failing_environment_changes_no_other() -> None:
+    class Sometimes(Echo):
+        def step(self, action: Any) -> Any:
+            return fails() if self.state == "bad" else super().step(action)
+
+    good = [row.rewards for row in AgentPolicy(says(*"abcdefghij"), Sometimes).generate_actions(["bad", "you"], 1)[1]]
+    assert good == [(1.0, 2.0, 3.0)]
+
+
+def test_an_environment_needs_no_close_and_may_be_async() -> None:
+    class Awaited:
+        closed: list[str] = []  # noqa: RUF012
+
+        def __init__(self, state: Any) -> None:
+            self.state = state
+
+        async def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            await asyncio.sleep(0)
+            return "hi", {}
+
+        async def step(self, action: Any) -> Any:
+            await asyncio.sleep(0)
+            return "", 2.0, False, True, {}
+
+    class Closing(Awaited):
+        async def close(self) -> None:
+            self.closed.append(self.state)
+
+    for make in (Awaited, Closing):
+        (row,) = AgentPolicy(says("a"), make).generate_actions(["you"], 1)[0]
+        assert (row.rewards, row.ended_by) == ((2.0,), "environment")
+    assert Awaited.closed == ["you"]
+
+
+@pytest.mark.parametrize(
+    ("method", "does", "message"),
+    [
+        ("reset", lambda: "text", "Changed.reset must return"),
+        ("step", lambda: ("text", 1.0, True, False), "Changed.step must return"),
+        ("step", lambda: ("text", "much", True, False, {}), "Changed.step must return a number as the reward"),
+        ("step", lambda: (7, 1.0, True, False, {}), "An observation must be a text"),
+        ("tools", lambda: [lambda x: x], "A tool must be a JSON schema, or a function"),
+    ],
+)
+def test_an_environment_that_breaks_the_protocol_ends_the_run(method: str, does: Any, message: str) -> None:
+    make = one_with(method, does)
+    with pytest.raises(ContractError, match=message):
+        AgentPolicy(says("a"), make).generate_actions(["you"], 1)
+    assert make.num_closed == 1
+
+
+def test_a_hanging_environment_is_given_up_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "GRACE_SECONDS", 0.05)
+    release = threading.Event()
+
+    class Hangs(Counting):
+        num_closed = 0
+
+        def step(self, action: Any) -> Any:
+            if self.state == "bad":
+                release.wait(20)
+            return super().step(action)
+
+    agent = AgentPolicy(says(*"abcdefgh"), Hangs, timeout=0.3)
+    sampled = agent.sample_actions(["bad", "you"], 1)
+    (bad,), (good,) = sampled.actions
+    assert (bad.ended_by, bad.reward != bad.reward, len(bad.turns)) == ("timeout", True, 1)
+    assert good.rewards == (1.0, 2.0, 3.0)
+    assert sampled.metrics["agents/abandoned"] == 1
+    assert Hangs.num_closed == 1
+    release.set()
+    _wait_for(lambda: Hangs.num_closed == 2)  # it is closed as soon as it answers
+
+
+def test_too_many_hanging_environments_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "GRACE_SECONDS", 0.02)
+    release = threading.Event()
+    agent = AgentPolicy(says(*"abcdefgh"), one_with("step", lambda: release.wait(20)), timeout=0.1)
+    agent.sample_actions(["you"], 7)
+    agent.policy = says("a")
+    with pytest.raises(DeadlineError, match=r"8 environments did not answer within timeout=0.1 s"):
+        agent.sample_actions(["you"], 1)
+    release.set()
+
+
+def test_an_awaiting_program_is_cancelled_in_time() -> None:
+    cancelled: list[bool] = []
+
+    async def play(chat: Chat, state: Any) -> float:
+        await chat([{"role": "user", "content": state}])
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.append(True)
+        return 1.0
+
+    sampled = AgentPolicy(says("a"), play, timeout=0.1).sample_actions(["you"], 1)
+    assert sampled.actions[0][0].ended_by == "timeout"
+    assert sampled.metrics["agents/abandoned"] == 0
+    assert cancelled == [True]
+
+
+def test_the_time_of_the_model_is_not_the_programs() -> None:
+    policy = says(*"abc")
+    real = policy.sample_tokens
+
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(0.2)
+        return real(*args, **options)
+
+    policy.sample_tokens = slow
+    (row,) = AgentPolicy(policy, Echo, timeout=0.15).generate_actions(["you"], 1)[0]
+    assert row.ended_by == "environment"
+
+
+def test_a_program_that_blocks_the_event_loop_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "GRACE_SECONDS", 0.02)
+    monkeypatch.setattr(rollouts, "BLOCKED_SECONDS", 0.2)
+    release = threading.Event()
+
+    async def play(chat: Chat, state: Any) -> float:
+        release.wait(20)
+        return 1.0
+
+    with pytest.raises(DeadlineError, match=r"an async function has not awaited anything for 0.2 s"):
+        AgentPolicy(says(), play, timeout=0.1).generate_actions(["you"], 1)
+    release.set()
+
+
+def test_errors_of_the_sampler_end_all_conversations() -> None:
+    policy = language_model()
+
+    def broken(*args: Any, **options: Any) -> Any:
+        raise MemoryError("no memory")
+
+    policy.sample_tokens = broken
+    make = one_with("render", fails)
+    with pytest.raises(MemoryError, match="no memory"):
+        AgentPolicy(policy, make).generate_actions(["you"], 4)
+    assert make.num_closed == 4
+    assert not [thread for thread in threading.enumerate() if thread.name == "conversations"]
+
+
+def test_it_works_inside_a_running_event_loop() -> None:
+    """As in a notebook."""
+
+    async def cell() -> Any:
+        return AgentPolicy(says("a", "b", "c"), Echo).generate_actions(["you"], 1)
+
+    assert asyncio.run(cell())[0][0].ended_by == "environment"
+
+
+def test_no_thread_stays() -> None:
+    before = threading.active_count()
+    AgentPolicy(says(*"abcdef"), Echo).generate_actions(["you"], 2)
+    _wait_for(lambda: threading.active_count() <= before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_turns": 0}, "max_turns must be at least 1; got 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1; got 0"),
+        ({"concurrency": 0}, "concurrency must be at least 1; got 0"),
+        ({"timeout": 0.0}, r"timeout must be above 0; got 0\.0"),
+        ({"make": 7}, "make must be a function"),
+    ],
+)
+def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:
+    policy = SimpleNamespace(tokenizer=None)
+    with pytest.raises(ConfigError, match=message):
+        AgentPolicy(policy, **{"make": Echo} | options)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_slow_tools_cost_little_beside_the_model() -> None:
+    """64 conversations with tools of 50 ms, and a model that takes .5 s per turn: at most 1.3 times the model's own time."""
+
+    class Slow(Echo):
+        def step(self, action: Any) -> Any:
+            time.sleep(0.05)
+            return super().step(action)
+
+    policy = says(*["a"] * 192)
+    real = policy.sample_tokens
+    spent: list[float] = []
+
+    def half_a_second(*args: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        found = real(*args, **options)
+        time.sleep(max(0.0, 0.5 - (time.perf_counter() - begin)))
+        spent.append(time.perf_counter() - begin)
+        return found
+
+    policy.sample_tokens = half_a_second
+    agent = AgentPolicy(policy, Slow)
+    begin = time.perf_counter()
+    agent.generate_actions(["you"], 64)
+    assert len(spent) <= 4
+    assert time.perf_counter() - begin < 1.3 * sum(spent)
+
+
+def test_a_tokenizer_without_a_template_is_refused() -> None:
+    with pytest.raises(ConfigError, match="the tokenizer must have a chat template"):
+        ChatTemplate(chat_tokenizer(None))
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
