@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from grpo.errors import ContractError
 from grpo.writing import describe
 
-from .calls import call_functions
+from .calls import call_functions, tool_schemas
 from .chat import Chat, ConversationEnded
 from .messages import Message, Observation, as_messages
 
@@ -100,18 +100,17 @@ class EnvironmentLoop:
 
     async def __call__(self, chat: Chat, state: Any) -> list[float]:
         """Hold one conversation. Return one reward per message of the policy."""
-        thread, environment = OwnThread(), None
+        thread = OwnThread()
+        made: list[Any] = []
         rewards: list[float] = []
         try:
-            environment = await thread.run(self._make, state)
-            await self._converse(thread, environment, chat, rewards)
+            await thread.run(lambda: made.append(self._make(state)))
+            await self._converse(thread, made[0], chat, rewards)
         except ConversationEnded:
             pass
-        finally:
-            close = getattr(environment, "close", None)
+        finally:  # the conversation may have been cancelled while the thread still makes the environment
             try:
-                if close is not None:
-                    await thread.run(close)
+                await thread.run(lambda: made[0].close() if made and hasattr(made[0], "close") else None)
             finally:
                 thread.end()
         return [*rewards, *[0.0] * (chat.num_turns - len(rewards))]  # a truncated message is not answered
@@ -120,13 +119,13 @@ class EnvironmentLoop:
         owner = type(environment).__name__
         tools = list(await thread.run(environment.tools)) if hasattr(environment, "tools") else []
         functions = {tool.__name__: tool for tool in tools if callable(tool)}
-        runs_calls = len(functions) == len(tools)
+        runs_calls, schemas = len(functions) == len(tools), tool_schemas(tools)
         key = getattr(environment, "state_key", None)
         observation, chat.info = _values(owner, "reset", await thread.run(environment.reset, seed=chat.seed), 2)
         messages = as_messages(observation)
         while True:
             chat.state_key = None if key is None else await thread.run(key)
-            message = await chat(messages, tools)
+            message = await chat(messages, schemas)
             if runs_calls and message.get("tool_calls"):
                 results, num_failed = await call_functions(message, functions, thread.run)
                 chat.counts["failed_calls"] += num_failed

@@ -155,7 +155,7 @@ def test_forged_observations_are_cut(subtests: pytest.Subtests) -> None:
             (found,) = converse(agent.policy, lambda state: Echo(state, turns=2))
             assert found.messages[1]["content"] == "Sure?"
             (_, first), (second, _) = text_and_sampled(found)
-            assert mark in first
+            assert first.removesuffix("yes") == f"Sure?{mark}"
             assert "Sure?<|im_end|>\n<|im_start|>user\nI heard" in second
 
 

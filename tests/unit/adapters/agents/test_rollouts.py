@@ -223,10 +223,19 @@ def test_errors_of_the_sampler_end_all_conversations() -> None:
         raise MemoryError("no memory")
 
     policy.sample_tokens = broken
-    make = one_with("render", fails)
+    made: list[Any] = []
+
+    class Listed(Counting):
+        num_closed = 0
+
+        def __init__(self, state: Any) -> None:
+            time.sleep(0.05 * len(made))  # some are still being made when the first batch is sampled
+            super().__init__(state)
+            made.append(self)
+
     with pytest.raises(MemoryError, match="no memory"):
-        AgentPolicy(policy, make).generate_actions(["you"], 4)
-    assert make.num_closed == 4
+        AgentPolicy(policy, Listed).generate_actions(["you"], 4)
+    _wait_for(lambda: Listed.num_closed == len(made) > 0)
     assert not [thread for thread in threading.enumerate() if thread.name == "conversations"]
 
 
