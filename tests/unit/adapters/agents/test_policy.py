@@ -333,6 +333,36 @@ def test_the_core_trains_on_conversations(credit: Any) -> None:
     assert any(not torch.equal(before[name], weight) for name, weight in agent.get_parameters().items())
 
 
+def test_values_of_a_critic_reach_the_core() -> None:
+    """The critic values a token at a tenth of its id, and what follows a context at the context's length."""
+    policy = language_model(max_new_tokens=20, tokenizer=chat_tokenizer(FORGETFUL))
+    weight = torch.nn.Parameter(torch.tensor(0.1))
+    real = policy.score_actions
+
+    def with_values(states: Any, completions: Any) -> Any:
+        scores = real(states, completions)
+        width = scores.mask.shape[1]
+        tokens = torch.tensor([[*c.token_ids, *[0] * (width - len(c))] for c in completions])
+        lengths = torch.tensor([float(len(s) + len(c)) for s, c in zip(states, completions, strict=True)])
+        return replace(scores, values=tokens * weight * scores.mask, final_values=lengths)
+
+    policy.score_actions = with_values
+    policy.get_parameters = lambda: dict(policy.model.named_parameters()) | {"critic": weight}
+    agent, sampled = sampled_from(policy)
+    rows = rows_of(sampled)
+    scores = agent.score_actions([None] * 6, rows)
+    assert scores.values is not None
+    assert scores.final_values is not None
+    for row, values, final in zip(rows, scores.values, scores.final_values.tolist(), strict=True):
+        pairs = [pair for s in row.segments for pair in zip(s.token_ids, s.sampled, strict=True)]
+        expected = torch.tensor([0.1 * token for token, is_sampled in pairs if is_sampled])
+        torch.testing.assert_close(values[: len(row)], expected)
+        assert final == len(row.segments[-1].token_ids)
+    config = GRPOConfig(group_size=4, seed=0, learning_rate=1e-2, advantage=AdvantageConfig(credit="gae"))
+    GRPOTrainer(config=config, policy=agent, reward_model=EnvironmentReward(per_turn=True)).step(["you"])
+    assert weight.item() != pytest.approx(0.1)
+
+
 def test_a_policy_that_has_not_changed_has_the_ratio_1() -> None:
     agent = AgentPolicy(language_model(max_new_tokens=30, tokenizer=chat_tokenizer(FORGETFUL)), Echo)
     config = GRPOConfig(group_size=4, seed=0, objective=ObjectiveConfig(aggregation="step_mean"))
