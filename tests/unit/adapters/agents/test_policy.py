@@ -175,11 +175,11 @@ def test_what_the_environment_said_has_no_loss() -> None:
 def test_concurrency_changes_no_token() -> None:
     policy = language_model(max_new_tokens=30)
     found = []
-    for concurrency in (1, 5, 64):
-        _, sampled = sampled_from(policy, states=["a", "b", "c", "d"], size=4, concurrency=concurrency)
+    for concurrency in (1, 3, 64):
+        _, sampled = sampled_from(policy, states=["a", "b"], size=4, concurrency=concurrency)
         found.append([[segment.token_ids for segment in row.segments] for row in rows_of(sampled)])
     assert found[0] == found[1] == found[2]
-    assert len({str(row) for row in found[0]}) == 16
+    assert len({str(row) for row in found[0]}) == 8
 
 
 def test_conversations_are_sampled_together(monkeypatch: pytest.MonkeyPatch) -> None:
