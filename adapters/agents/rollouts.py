@@ -189,8 +189,8 @@ class _Batches:
     def __init__(self, timeout: float | None) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.main: asyncio.Task | None = None
-        self.seconds = 0.0
-        """How long the last batch took."""
+        self.seconds = 1.0
+        """How long the last batch took. Before the first batch, a guess."""
         self._requests: queue.SimpleQueue[Request | str] = queue.SimpleQueue()
         self._num_active = 0
         self._timeout = timeout

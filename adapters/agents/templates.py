@@ -84,7 +84,8 @@ class ChatTemplate:
                 "of the model, or to one that you train."
             )
         self._tokenizer = tokenizer
-        self._options = dict(options or {})
+        own = ("tokenize", "add_generation_prompt", "continue_final_message")
+        self._options = {name: value for name, value in (options or {}).items() if name not in own}
         self._special = set(tokenizer.all_special_ids)
         self._arguments_as_text = False
         self._in_parts = self._needs_parts()
