@@ -44,7 +44,8 @@ def test_the_original_configuration_no_longer_finds_the_best_arm() -> None:
     assert mean(runs, "structured reward") < 0.45
 
 
-@pytest.mark.parametrize(("num_runs", "horizon"), [(10, 5_000), pytest.param(50, 10_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_runs", "horizon"), [(10, 5_000), (50, 10_000)])
 def test_grpo_beats_the_classics_on_the_abruptly_changing_bandit(
     num_runs: int, horizon: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ print(num_graphs)
 
 # A graph each for: the first width, any width, and a width of 1, which the compiler always treats on its own; a few of
 # these once more for how the tensors lie in memory. Never one per micro-batch: there are 22.
+@pytest.mark.slow
 def test_a_trainer_reaches_the_same_weights_with_a_compiled_objective() -> None:
     """Micro-batches of six widths and an adaptive KL coefficient, in few graphs."""
     assert 1 <= int(output_of(TRAINER, "aot_eager")) <= 8

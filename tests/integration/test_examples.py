@@ -101,6 +101,7 @@ def test_control_learns_writes_its_files_and_resumes_where_it_stopped(tmp_path: 
     assert [line["episodes/total_steps"] for line in lines if "eval/return" in line] == second["steps"]
 
 
+@pytest.mark.slow
 def test_robot_reach_learns_from_named_terms_and_films_the_result(tmp_path: Path) -> None:
     pytest.importorskip("mujoco")
     printed = run_example("robot_reach", "--steps", "3000", folder=tmp_path)

@@ -104,6 +104,7 @@ def test_saving_adds_at_most_a_fifth_and_loading_at_most_one_and_a_fifth(tmp_pat
     assert 0.3 <= measured["load_weights"] <= 0.5, measured  # the weights are a third
 
 
+@pytest.mark.slow
 @needs_linux
 def test_a_trainer_with_adamw_needs_no_more(tmp_path: Path) -> None:
     measured = measured_by(TRAINER, tmp_path)

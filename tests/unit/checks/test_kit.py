@@ -119,6 +119,7 @@ def test_the_kit_restores_everything_in_the_policys_state_dict():
     assert torch.equal(policy.generator.get_state(), torch.Generator().manual_seed(0).get_state())
 
 
+@pytest.mark.slow
 def test_conforming_samplers_are_not_accused_whatever_the_seed(subtests):
     for kind in [Table, Gaussian, Squashed, Plane]:
         with subtests.test(kind=kind):
