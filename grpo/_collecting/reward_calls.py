@@ -115,7 +115,8 @@ class RewardCalls:
         total, components, kept = self._ask_with_breaker(states, actions, None if mask is None else mask.cpu())
         if not bool(kept.any()):
             raise RewardError(
-                f"{self._name} lost the rewards of all {len(kept)} rows, so there is nothing to learn from."
+                f"{self._name} must give at least one row a reward; it lost those of all {len(kept)} rows. Look at what it "
+                "depends on, such as a server or a worker."
             )
         self.counts["rows/dropped"] += int((~kept).sum())
         if total.dim() == 2 and mask is not None:

@@ -22,9 +22,8 @@ def warns_of_ratio(policy: Any, config: GRPOConfig, inputs: ObjectiveInputs) -> 
     assert inputs.old_log_probs is not None
     now, old = (zero_outside(values.detach(), inputs.mask) for values in (inputs.log_probs, inputs.old_log_probs))
     tolerance = FLOAT32_TOLERANCE if _computes_in_float32(policy, config, now) else HALF_TOLERANCE
-    if torch.allclose(
-        now, old.to(now.dtype), atol=tolerance, rtol=1e-6
-    ):  # float32 rounds large log-probs by 1e-7 of their size
+    # float32 rounds large log-probs by 1e-7 of their size
+    if torch.allclose(now, old.to(now.dtype), atol=tolerance, rtol=1e-6):
         return False
     change = (now - old).abs().max().item()
     random = list(_random_parts(policy))
