@@ -240,14 +240,13 @@ class _Batches:
 
     def answer(self, requests: Sequence[Request], turns: Sequence[SampledTurn]) -> None:
         """Give the turns to their conversations."""
-        assert self.loop is not None
         for request, turn in zip(requests, turns, strict=True):
-            self.loop.call_soon_threadsafe(_give, request.turn, turn)
+            self._call(_give, request.turn, turn)
 
     def cancel(self) -> None:
         """End all conversations."""
-        if self.loop is not None and self.main is not None and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.main.cancel)
+        if self.main is not None:
+            self._call(self.main.cancel)
 
     def _get(self, seconds: float | None) -> Request | str:
         if seconds is not None or self._timeout is None:
@@ -261,14 +260,22 @@ class _Batches:
     def _require_running_loop(self) -> None:
         """Raise a DeadlineError if an agent program blocks the event loop, in which all conversations run."""
         runs = threading.Event()
-        if self.loop is not None:
-            self.loop.call_soon_threadsafe(runs.set)
-        if not runs.wait(BLOCKED_SECONDS):
+        if self._call(runs.set) and not runs.wait(BLOCKED_SECONDS) and self._requests.empty():
             self._has_ended = True
             raise DeadlineError(
                 f"AgentPolicy: an async function has not awaited anything for {BLOCKED_SECONDS:g} s, and holds up all "
                 "conversations. Await inside it, or make it a plain method of an environment, which has its own thread."
             )
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> bool:
+        """Call a function in the conversations' thread. Returns False if there is no such thread, or no longer."""
+        try:
+            if self.loop is None:
+                return False
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the event loop is closed
+            return False
+        return True
 
 
 def _give(future: asyncio.Future, turn: SampledTurn) -> None:

@@ -216,6 +216,37 @@ def test_a_program_that_blocks_the_event_loop_is_named(monkeypatch: pytest.Monke
     release.set()
 
 
+def test_conversations_may_end_while_the_caller_waits_or_samples(subtests: pytest.Subtests) -> None:
+    with subtests.test("waits"):  # the wait times out at the moment at which the last conversation ends
+        batches = rollouts._Batches(0.001)
+        batches.loop = asyncio.new_event_loop()
+        batches.loop.close()
+        batches._require_running_loop()
+        batches.end()
+        assert batches.next() == []
+    with subtests.test("samples"):
+        policy = says(*"ab")
+        real = policy.sample_tokens
+        samples = threading.Event()
+
+        def slow(*args: Any, **options: Any) -> Any:
+            samples.set()
+            while any(thread.name == "conversations" for thread in threading.enumerate()):
+                time.sleep(0.01)
+            return real(*args, **options)
+
+        async def play(chat: Chat, state: Any) -> float:
+            if state == "asks":
+                await chat([{"role": "user", "content": state}])
+            while not samples.is_set():
+                await asyncio.sleep(0.01)
+            raise ContractError("the program is wrong")
+
+        policy.sample_tokens = slow
+        with pytest.raises(ContractError, match="the program is wrong"):
+            AgentPolicy(policy, play).generate_actions(["asks", "fails"], 1)
+
+
 def test_errors_of_the_sampler_end_all_conversations() -> None:
     policy = language_model()
 
