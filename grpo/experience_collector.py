@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._collecting.batches import add_metrics
 from ._collecting.contract import fit_state_keys, require_finite, require_same_steps
 from ._collecting.out_of_memory import PassSizes
 from ._collecting.reward_calls import RewardCalls, Waiting
@@ -93,7 +94,7 @@ class ExperienceCollector:
 
         scored_at = time.perf_counter()
         with torch.no_grad():
-            rewards = self._ask_for_rewards(row_states, row_actions, mask)
+            rewards = self._ask_for_rewards(row_states, row_actions, mask, keep_counts=True)
         if rewards.kept is not None:  # rows without a reward leave the batch
             kept = rewards.kept.nonzero().squeeze(1)
             row_states, row_actions = select_rows(row_states, kept), select_rows(row_actions, kept)
@@ -110,7 +111,6 @@ class ExperienceCollector:
             mask=mask,
             metrics={
                 **sampled.metrics,
-                **rewards.metrics,
                 "time/sample": sampled_at - start,
                 "time/score": scored_at - sampled_at,
                 "time/reward": time.perf_counter() - scored_at,
@@ -147,7 +147,7 @@ class ExperienceCollector:
         return replace(batch, **found, metrics={**batch.metrics, "time/score": seconds})
 
     def rewards_of(self, states: Rows, num_actions_per_state: int) -> Tensor:
-        """Sample actions, and return one reward per row, for evaluations. The next `collect` reports the failures of calls."""
+        """Sample actions, and return one reward per row, for evaluations. The next iteration reports the failures of calls."""
         row_states, row_actions, sampled = self.sample(states, num_actions_per_state)
         with torch.no_grad():
             mask = None if sampled is None else sampled.mask
@@ -171,6 +171,13 @@ class ExperienceCollector:
             return parts_in_order(count, self.micro_batch_size, num_halvings)
         plan = self._planner.plan_micro_batches(select_rows(states, selected), select_rows(actions, selected))
         return cut_parts(planned_parts(f"{self._name}.plan_micro_batches", plan, count), num_halvings)
+
+    def take_counts(self, engine: Engine) -> dict[str, float]:
+        """Failures of the reward model on all ranks, by metric name, since the last call. The next iteration
+        reports those of an iteration that fails."""
+        counts = add_metrics(engine.gather_objects(self._ask_for_rewards.counts))
+        self._ask_for_rewards.forget_counts()
+        return counts
 
     def agree_on_sizes(self, engine: Engine) -> int:
         """Go on with the fewest rows per call that any rank came to, so that all ranks make the same calls.

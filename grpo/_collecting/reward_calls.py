@@ -46,8 +46,7 @@ class Rewards:
     kept: Bool[Tensor, " N"] | None
     """True for the K kept rows. None: all N rows are kept."""
     metrics: dict[str, float]
-    """The numbers of rows dropped, of rewards set to 0, of retries, and of calls that failed or exceeded their deadline, since
-    the last call that reported them."""
+    """`RewardCalls.counts` after the call."""
 
 
 class _OutageError(RewardError):
@@ -94,7 +93,7 @@ class RewardCalls:
             sleep=partial(self._pause, reason=f"{self._name} fails, and is called again after reward.breaker_seconds"),
         )
         self.counts = dict.fromkeys(COUNTED, 0.0)
-        """Failures, by metric name, that no collection has reported yet."""
+        """Failures, by metric name, that have not been reported yet."""
 
     def __call__(
         self, states: Rows, actions: Rows, mask: Bool[Tensor, "N T"] | None = None, *, keep_counts: bool = False
@@ -105,7 +104,7 @@ class RewardCalls:
             states: N states.
             actions: N actions.
             mask: the valid steps. None: they are not known.
-            keep_counts: leave the counts to the next call. The counts of a call that raises are left to it, too.
+            keep_counts: go on counting. If False, the next call counts from 0, unless this call raises.
 
         Raises:
             RewardError: the reward model raised (the error is chained), returned a wrong shape, or returned NaN or infinity,
@@ -125,7 +124,7 @@ class RewardCalls:
             total, components, kept = self._without_non_finite(total, components, kept)
         metrics = dict(self.counts)
         if not keep_counts:
-            self.counts = dict.fromkeys(COUNTED, 0.0)
+            self.forget_counts()
         return Rewards(
             values=total,
             components=components,
@@ -133,6 +132,10 @@ class RewardCalls:
             kept=None if bool(kept.all()) else kept,
             metrics=metrics,
         )
+
+    def forget_counts(self) -> None:
+        """Count from 0 again, because the counts have been reported."""
+        self.counts = dict.fromkeys(COUNTED, 0.0)
 
     def _ask_with_breaker(
         self, states: Rows, actions: Rows, mask: Tensor | None

@@ -32,7 +32,6 @@ TERMS = (
 ABSENT = {
     "train/total_loss": 0.0,
     "train/grad_norm": 0.0,
-    "rows/dropped": 0.0,
     "time/sample": 0.0,
     "time/reward": 0.0,
     "time/score": 0.0,
@@ -69,6 +68,7 @@ class IterationReport:
             "rows/skipped_zero_advantage": float(num_skipped),
             "rows/replayed": float(num_replayed),
             **batch_metrics(rows.all_ranks),
+            **self._collector.take_counts(self._engine),
             **self._coefficients.report(""),
         }
         self._coefficients.follow(measured)

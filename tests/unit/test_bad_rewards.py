@@ -48,6 +48,32 @@ def test_a_dropped_row_does_not_count_in_its_groups_statistics(subtests: pytest.
             assert metrics["group_stats/avg_group_size"] == 3.5
 
 
+def test_the_counts_of_an_iteration_that_fails_later_are_reported_by_the_next(subtests: pytest.Subtests) -> None:
+    """The iteration has asked for rewards, dropped a row, and then fails: when it scores, and when it computes advantages."""
+    for where in ("scores", "advantages"):
+        with subtests.test(where=where):
+            fails = iter([True, False])
+
+            def broken(whole: Any, fails: Any = fails) -> Any:
+                def once(*args: Any, **options: Any) -> Any:
+                    if next(fails, False):
+                        raise ValueError("only the first time")
+                    return whole(*args, **options)
+
+                return once
+
+            trainer = trainer_of(
+                TablePolicy(), lambda s, a: [3.0, math.nan, 7.0, 10.0], reward=RewardConfig(non_finite="drop")
+            )
+            if where == "scores":
+                trainer.collector.complete = broken(trainer.collector.complete)
+            else:
+                trainer.advantages = broken(trainer.advantages)
+            with pytest.raises(ValueError, match="only the first time"):
+                trainer.step(["a"])
+            assert [trainer.step(["a"])["rows/dropped"] for _ in range(2)] == [2.0, 1.0]
+
+
 def test_zeroed_rewards_count_as_0_in_advantages() -> None:
     """Rewards 3, 0, 7, 10: mean 5."""
     reward = lambda s, a: [3.0, math.nan, 7.0, 10.0]  # noqa: E731

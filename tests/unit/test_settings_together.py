@@ -295,5 +295,5 @@ def test_dropped_rows_of_discarded_draws_are_counted_too() -> None:
         reward_model=reward,
     )
     batch = trainer.collect([0], more_states=lambda: [1])
-    assert batch.metrics["rows/dropped"] == 3
     assert batch.metrics["group_stats/num_rounds"] == 2
+    assert trainer.update(batch)["rows/dropped"] == 3

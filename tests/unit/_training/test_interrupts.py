@@ -137,6 +137,9 @@ SCRIPT = """
             trainer.train(["a", "b"], num_iterations=9, checkpoint_dir=folder, progress=False)
         except KeyboardInterrupt as stop:
             print(type(stop).__name__, len(trainer.history), trainer.iteration, flush=True)
+            if prompt:
+                print(stop)
+                sys.exit(77)  # the session goes on
             raise
 
     for place, case in enumerate(json.loads(sys.argv[2])):
@@ -164,7 +167,7 @@ def test_what_signals_do_to_a_run(subtests: pytest.Subtests, tmp_path: Path) -> 
         (interrupt, True, False, False, 130, stopped, by_person, 2),
         (term, True, True, False, -term, "", "", None),
         (interrupt, True, True, False, -interrupt, "", "", None),
-        (interrupt, True, False, True, -interrupt, "KeyboardInterrupt 2 2", by_person, None),
+        (interrupt, True, False, True, 77, "KeyboardInterrupt 2 2", by_person, 2),
         (term, False, False, False, -term, "", "", None),
         (interrupt, False, False, False, 130, stopped, "Nothing was saved, because", None),
     ]

@@ -181,12 +181,12 @@ def test_lost_rows_are_dropped_whatever_happens_to_other_nan_rewards(kind: Any, 
     if is_part:
         rewards = WeightedRewards({"tools": rewards, "one": lambda s, a: [1.0] * len(a)})
     config = GRPOConfig(group_size=4, reward=RewardConfig(non_finite=kind))
-    batch = GRPOTrainer(config=config, policy=Chooses(), reward_model=rewards).collect(["state"])
+    trainer = GRPOTrainer(config=config, policy=Chooses(), reward_model=rewards)
+    batch = trainer.collect(["state"])
     assert [action.tool for action in batch.actions] == ["a", "c"]
     assert batch.rewards.tolist() == [1.0 + is_part] * 2
-    counts = Counter(
-        {name: int(value) for name, value in batch.metrics.items() if "/errors/" in name or name == DROPPED}
-    )
+    metrics = trainer.collector.take_counts(trainer.engine)
+    counts = Counter({name: int(value) for name, value in metrics.items() if "/errors/" in name or name == DROPPED})
     assert counts == {WORKER: 1, SERVER: 1, BLOCKED: 0, DROPPED: 2}
 
 
@@ -199,10 +199,12 @@ def test_rows_that_are_asked_one_by_one_are_dropped_and_counted_too() -> None:
     script = Script([None] * 4, [None], [WorkerLostError], [None], [None], [None])  # rows come in the order 0, 2, 1, 3
     rewards = ToolRewards(script, {"picky": picky})
     config = GRPOConfig(group_size=4, reward=RewardConfig(on_failure="drop"))
-    batch = GRPOTrainer(config=config, policy=Chooses(), reward_model=rewards).collect(["state"])
+    trainer = GRPOTrainer(config=config, policy=Chooses(), reward_model=rewards)
+    batch = trainer.collect(["state"])
     assert script.num_calls == 4 + 5
     assert [action.tool for action in batch.actions] == ["b", "c", "d"]
-    assert (batch.metrics[WORKER], batch.metrics[DROPPED]) == (0, 1), "the lost call ran when it was executed again"
+    metrics = trainer.collector.take_counts(trainer.engine)
+    assert (metrics[WORKER], metrics[DROPPED]) == (0, 1), "the lost call ran when it was executed again"
 
 
 @on_linux
