@@ -53,7 +53,8 @@ class RunAdvisor:
         self._count("a part of the reward is missing", partly, patience=1)
         no_advantage = metrics["train/advantages_std"] == 0.0 == metrics["train/advantages_mean"]
         dead = metrics["group_stats/zero_variance_fraction"] == 1.0
-        self._count("all groups are dead", no_advantage and dead, patience=1)
+        single_rows = metrics["group_stats/avg_group_size"] == 1.0
+        self._count("all groups are dead", no_advantage and dead, patience=1 if single_rows else PATIENCE)
         self._count("all advantages are 0", no_advantage and not dead, patience=1)
         if metrics["train/num_updates"] == 0 or no_advantage:
             return
@@ -61,7 +62,8 @@ class RunAdvisor:
         unused = not several_updates and self._config.batch_size is not None and self._config.batch_size > num_rows
         self._count("batch_size is larger than an iteration", unused, patience=1)
         loss_is_zero = abs(metrics["train/total_loss"]) < TINY < metrics["train/grad_norm"]
-        self._count("the loss is 0", "policy_loss" in measured and loss_is_zero and not several_updates, patience=1)
+        loss_is_zero = "policy_loss" in measured and loss_is_zero and not several_updates
+        self._count("the loss is 0", loss_is_zero, patience=1, level=logging.INFO)  # a normal situation
         clips = "clip_fraction" in measured and self._has_bounds and several_updates
         self._has_clipped = self._has_clipped or metrics.get("train/clip_fraction", 0.0) > 0.0
         self._count("nothing is ever clipped", clips and not self._has_clipped)
@@ -82,11 +84,11 @@ class RunAdvisor:
         collapsed = self._first_entropy > 0.0 and self._entropy < LOW_ENTROPY * self._first_entropy
         self._count("the entropy has collapsed", collapsed, patience=1)
 
-    def _count(self, sign: str, seen: bool, patience: int = PATIENCE) -> None:
+    def _count(self, sign: str, seen: bool, patience: int = PATIENCE, level: int = logging.WARNING) -> None:
         self._in_a_row[sign] = self._in_a_row.get(sign, 0) + 1 if seen else 0
         if self._in_a_row[sign] >= patience and sign not in self._said:
             self._said.add(sign)
-            logger.warning("%s: %s (Logged once. docs/debugging.md explains it.)", sign, ADVICE[sign])
+            logger.log(level, "%s: %s (Logged once. docs/debugging.md explains it.)", sign, ADVICE[sign])
 
 
 ADVICE = {
@@ -109,9 +111,9 @@ ADVICE = {
         "not changed: see train/grad_norm and train/learning_rate."
     ),
     "all groups are dead": (
-        "an iteration had nothing to learn from: in every group all rewards are equal, or there is only one row. This is "
-        "normal now and then. If group_stats/zero_variance_fraction stays near 1, make rewards less sparse, the task easier or "
-        "harder, groups larger (group_size), or draw other states (dynamic_sampling_rounds)."
+        "iterations have nothing to learn from: in every group all rewards are equal, or there is only one row. Make rewards "
+        "less sparse, the task easier or harder, groups larger (group_size), or draw other states (dynamic_sampling_rounds). "
+        "group_stats/zero_variance_fraction is the fraction of such groups."
     ),
     "all advantages are 0": (
         "rewards differ within groups, but no row has an advantage. A setting removes the differences: "

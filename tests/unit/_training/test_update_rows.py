@@ -1,7 +1,6 @@
 """The updates of one iteration: the rows they read, skipped and counted rows, and selections made once per update."""
 
 import copy
-import logging
 import math
 from dataclasses import replace
 from itertools import product
@@ -328,7 +327,7 @@ def test_any_split_into_forwards_gives_the_same_gradients_under_every_selection(
 # Nothing to learn from
 
 
-def test_updates_of_dead_groups_are_skipped_counted_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_updates_of_dead_groups_are_skipped_and_counted() -> None:
     """Two updates of one group each, both without differences, for two epochs."""
     trainer, policy = by_hand(
         rewards=[1.0, 1.0, 7.0, 7.0],
@@ -337,9 +336,6 @@ def test_updates_of_dead_groups_are_skipped_counted_and_reported_once(caplog: py
     )
     before = digest(weights_of(policy))
     metrics, _ = trainer.step(["a", "b"]), trainer.step(["a", "b"])
-    ((logger, level, said),) = caplog.record_tuples
-    assert (logger, level) == ("grpo", logging.WARNING)
-    assert said.startswith("all groups are dead: an iteration had nothing to learn from")
     assert digest(weights_of(policy)) == before
     assert trainer.optimizer_step.optimizer is not None
     assert not trainer.optimizer_step.optimizer.state  # Adam has not counted a step
