@@ -1,7 +1,7 @@
 """Non-stationary bandits: testbeds, policies, rewards, classic strategies for comparison, and metrics.
 
-Requires Gymnasium (`pip install "model-agnostic-grpo[gym]"`). Importing this package registers the environments
-`bandits/DynamicBandit-v0`, `bandits/AbruptBandit-v0` and `bandits/RandomWalkBandit-v0`.
+Only the environments require Gymnasium (`pip install "model-agnostic-grpo[gym]"`). `import adapters.bandits.environments`
+registers `bandits/DynamicBandit-v0`, `bandits/AbruptBandit-v0` and `bandits/RandomWalkBandit-v0`.
 
 Example:
     Train a softmax policy with GRPO, and play sliding-window UCB on the same testbed::
@@ -25,8 +25,9 @@ Example:
         print(record.regrets.sum())
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .baselines import EXP3S, GradientBandit, ThompsonSampling
-from .environments import AbruptBanditEnv, BanditEnv, DynamicBanditEnv, RandomWalkBanditEnv, register_environments
 from .metrics import (
     best_arm_probability,
     cumulative_regret,
@@ -75,4 +76,14 @@ __all__ = [
     "time_to_reach",
 ]
 
-register_environments()
+if TYPE_CHECKING:
+    from .environments import AbruptBanditEnv, BanditEnv, DynamicBanditEnv, RandomWalkBanditEnv
+
+
+def __getattr__(name: str) -> Any:
+    """Import the environments, and with them Gymnasium, when one of their names is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import environments
+
+    return getattr(environments, name)

@@ -1,6 +1,7 @@
 """The testbeds as Gymnasium environments: one run, one pull per step, and a constant observation.
 
-`import adapters.bandits` registers the environments. `gymnasium.make("bandits/AbruptBandit-v0")` creates one.
+`import adapters.bandits.environments` registers them. Then `gymnasium.make("bandits/AbruptBandit-v0")` creates one, and
+`gymnasium.make("adapters.bandits.environments:bandits/AbruptBandit-v0")` does both.
 """
 
 from typing import Any
@@ -13,7 +14,9 @@ from .testbeds import Testbed, abrupt_testbed, dynamic_testbed, random_walk_test
 try:
     import gymnasium
 except ImportError as error:
-    raise ImportError('adapters.bandits needs Gymnasium: pip install "model-agnostic-grpo[gym]"') from error
+    raise ImportError(
+        'The environments of adapters.bandits need Gymnasium: pip install "model-agnostic-grpo[gym]"'
+    ) from error
 
 
 class BanditEnv(gymnasium.Env[np.int64, np.int64 | int]):
@@ -82,3 +85,6 @@ def register_environments() -> None:
         name = f"bandits/{environment.__name__.removesuffix('Env')}-v0"
         if name not in gymnasium.registry:
             gymnasium.register(id=name, entry_point=f"{environment.__module__}:{environment.__name__}")
+
+
+register_environments()

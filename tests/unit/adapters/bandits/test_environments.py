@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from adapters.bandits import abrupt_testbed, register_environments
+from adapters.bandits import abrupt_testbed
+from adapters.bandits.environments import register_environments
 
 NAMES = {"bandits/DynamicBandit-v0": (5, 100), "bandits/AbruptBandit-v0": (3, 10_000)}
 NAMES["bandits/RandomWalkBandit-v0"] = (10, 10_000)
@@ -68,8 +69,12 @@ def test_registering_again_changes_nothing() -> None:
     assert gymnasium.spec("bandits/AbruptBandit-v0") is before
 
 
-def test_without_gymnasium_the_error_says_what_to_install() -> None:
-    script = "import sys; sys.modules['gymnasium'] = None; import adapters.bandits"
+def test_only_the_environments_need_gymnasium() -> None:
+    script = (
+        "import sys; sys.modules['gymnasium'] = None; import adapters.bandits; "
+        "print('imported', hasattr(adapters.bandits, 'other')); from adapters.bandits import AbruptBanditEnv"
+    )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ran.returncode != 0
-    assert 'adapters.bandits needs Gymnasium: pip install "model-agnostic-grpo[gym]"' in ran.stderr
+    assert ran.stdout == "imported False\n"
+    assert 'The environments of adapters.bandits need Gymnasium: pip install "model-agnostic-grpo[gym]"' in ran.stderr
