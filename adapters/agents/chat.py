@@ -14,7 +14,7 @@ from grpo.writing import describe
 
 from .calls import read_turn, tool_schemas
 from .conversations import Conversation, EndedBy, Segment, Turn, plain_values
-from .messages import Message, as_messages, say_the_same
+from .messages import Message, as_messages, in_the_order_of_calls, say_the_same
 from .templates import ChatTemplate
 
 
@@ -40,8 +40,22 @@ class SampledTurn:
     """Why the turn ended."""
 
 
-SampleTurn = Callable[[list[int], int], Awaitable[SampledTurn]]
-"""Samples a turn, given the token ids of a context and a seed."""
+SampleTurn = Callable[[list[int], int, int, tuple[str, ...]], Awaitable[SampledTurn]]
+"""Samples a turn, given the token ids of a context, a seed, the maximum number of tokens, and texts that end the turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A message of the policy, with its numbers of tokens."""
+
+    message: Message
+    """The message."""
+    num_context_tokens: int
+    """Number of tokens that the policy read."""
+    num_tokens: int
+    """Number of tokens that it sampled."""
+    is_truncated: bool
+    """Whether the message reached the maximum of this call."""
 
 
 class PlaysConversations(Protocol):
@@ -80,12 +94,30 @@ class _Context:
         self.sampled += [sampled] * len(token_ids)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    """A turn of the policy, with all that the policy had read."""
+
+    context: _Context
+    end: int
+    """Number of tokens of the context up to the end of this turn."""
+    token_ids: list[int]
+    messages: list[Message]
+    """What was said up to this turn, with its message."""
+    tools: list[dict[str, Any]] | None
+    was_cut: bool
+    """Whether the other side did not see the end of the turn."""
+    state_key: Any
+
+
 class Chat:
     """One conversation with the policy. `await chat(messages)` returns the policy's next message.
 
-    Pass the whole history each time, as with OpenAI's API. If it begins with what was said so far, the context goes on, and
-    only the new messages are tokenized. If not, for example because the agent program has shortened the history, the turn has
-    a context of its own. Calls that are made at the same time are answered one after another.
+    Pass the whole history each time, as with OpenAI's API. If it begins with what was said up to any of the policy's turns,
+    only the messages after this turn are tokenized. The context goes on if this was the last turn; else the next turn has a
+    context of its own, which begins with the tokens of the earlier one. If the history begins otherwise, for example because
+    the agent program has shortened it, the whole history is tokenized. Calls that are made at the same time are answered one
+    after another.
     """
 
     def __init__(
@@ -116,9 +148,7 @@ class Chat:
         self._limits = limits
         self._seeds = np.random.default_rng(sampling_seed)
         self._contexts: list[_Context] = []
-        self._turns: list[tuple[list[int], Message, Any]] = []
-        self._tools: list[dict[str, Any]] | None = None
-        self._was_cut = False
+        self._turns: list[_Turn] = []
         self._lock = asyncio.Lock()
         self._num_waiting = 0
         self._active_since = time.monotonic()
@@ -133,52 +163,97 @@ class Chat:
         """How long the agent program has been busy since the policy's last message."""
         return 0.0 if self._num_waiting else time.monotonic() - self._active_since
 
-    async def __call__(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Message:
+    async def __call__(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Message:
         """The policy's next message.
 
         Args:
             messages: The whole history, with the policy's own messages.
             tools: The tools that the policy may call: JSON schemas, or functions with type hints and docstrings.
+            max_new_tokens: Maximum number of tokens of this message. The message is truncated there, and the conversation goes
+                on. It ends as always if the message reaches the policy's own `sampling.max_new_tokens`.
+            stop: Texts that end this message, in addition to `sampling.stop`. They are cut off. Their tokens were sampled and
+                are scored.
 
         Raises:
             ConversationEnded: A limit was reached: of turns, of room in the context, or the message was truncated.
-            ContractError: The chat template does not accept the messages or the tools.
+            ContractError: The chat template does not accept the messages or the tools, or a setting is invalid.
         """
+        return (await self.reply(messages, tools, max_new_tokens=max_new_tokens, stop=stop)).message
+
+    async def reply(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:
+        """The policy's next message, with its numbers of tokens. Arguments and errors are those of `chat(messages)`."""
         self._num_waiting += 1
         try:
             async with self._lock:
-                return await self._next_message(as_messages(messages), tool_schemas(tools) if tools else None)
+                if max_new_tokens is not None and max_new_tokens < 1:
+                    raise ContractError(f"Chat: max_new_tokens must be at least 1; got {max_new_tokens}.")
+                if isinstance(stop, str) or not all(stop):
+                    raise ContractError(
+                        f"Chat: stop must be a list of texts that are not empty; got {stop!r}. Pass stop=[...]."
+                    )
+                limit = min(max_new_tokens or self._limits.max_new_tokens, self._limits.max_new_tokens)
+                history = in_the_order_of_calls(as_messages(messages))
+                return await self._reply(history, tool_schemas(tools) if tools else None, limit, tuple(stop))
         finally:
             self._num_waiting -= 1
             self._active_since = time.monotonic()
 
-    async def _next_message(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Message:
+    async def _reply(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, max_new_tokens: int, stop: tuple[str, ...]
+    ) -> Reply:
         if not messages:
             raise ContractError("Chat: messages must have at least one message; got none. Pass the whole history.")
         if self.ended_by is not None:
             raise ConversationEnded(self.ended_by)
         if len(self._turns) >= self._limits.max_turns:
             raise self._end("max_turns")
-        appended = self._appended(messages, tools)
-        held = [] if appended is None else self._contexts[-1].token_ids
-        new = self._template.render(messages, tools) if appended is None else appended
+        last, new = self._continued(messages, tools)
+        held = [] if last is None else last.context.token_ids[: last.end]
         limit = self._limits.max_tokens
-        if limit is not None and len(held) + len(new) + self._limits.max_new_tokens > limit:
+        if limit is not None and len(held) + len(new) + max_new_tokens > limit:
             raise self._end("length")
-        context = [*held, *new]
-        turn = await self._sample(context, int(self._seeds.integers(2**62)))
-        if appended is None:
-            self._contexts.append(_Context(new))
+        read = [*held, *new]
+        turn = await self._sample(read, int(self._seeds.integers(2**62)), max_new_tokens, stop)
+        if last is not None and last is self._turns[-1]:
+            last.context.add(new, sampled=False)
         else:
-            self._contexts[-1].add(appended, sampled=False)
-        self._contexts[-1].add(turn.token_ids, sampled=True)
-        self._contexts[-1].log_probs += turn.log_probs
-        message = self._message(context, turn, tools)
-        self.messages, self._tools = [*messages, message], tools
-        self._turns.append((list(turn.token_ids), message, self.state_key))
-        if turn.finish_reason == "length":
+            self._contexts.append(_Context([*read]))
+        context = self._contexts[-1]
+        context.add(turn.token_ids, sampled=True)
+        context.log_probs += turn.log_probs
+        message, was_cut = self._message(read, turn, tools, stop)
+        self.messages = [*messages, message]
+        self._turns.append(
+            _Turn(
+                context=context,
+                end=len(context.token_ids),
+                token_ids=list(turn.token_ids),
+                messages=self.messages,
+                tools=tools,
+                was_cut=was_cut,
+                state_key=self.state_key,
+            )
+        )
+        is_truncated = turn.finish_reason == "length"
+        if is_truncated and max_new_tokens == self._limits.max_new_tokens:
             raise self._end("length")
-        return message
+        return Reply(
+            message=message, num_context_tokens=len(read), num_tokens=len(turn.token_ids), is_truncated=is_truncated
+        )
 
     def conversation(self, rewards: float | Sequence[float]) -> Conversation:
         """The finished conversation. A single reward is given to the last turn.
@@ -207,8 +282,12 @@ class Chat:
                 for context in self._contexts
             ),
             turns=tuple(
-                Turn(num_tokens=len(tokens), reward=float(reward), state_key=None if key is None else repr(key))
-                for (tokens, _, key), reward in zip(self._turns, listed, strict=True)
+                Turn(
+                    num_tokens=len(turn.token_ids),
+                    reward=float(reward),
+                    state_key=None if turn.state_key is None else repr(turn.state_key),
+                )
+                for turn, reward in zip(self._turns, listed, strict=True)
             ),
             messages=tuple(plain_values(message) for message in self.messages),
             ended_by=self.ended_by or "environment",
@@ -219,25 +298,38 @@ class Chat:
         self.ended_by = ended_by
         return ConversationEnded(ended_by)
 
-    def _appended(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> list[int] | None:
-        """Token ids that continue the last context. None if the next turn needs a context of its own."""
-        count = len(self.messages)
-        if not self._turns or len(messages) <= count or tools != self._tools or self._was_cut:
-            return None
-        turn, said, _ = self._turns[-1]
-        if self.messages[-1] is not said or not say_the_same(messages[:count], self.messages):
-            return None
-        return self._template.bridge(turn, said, messages[count:], tools)
+    def _continued(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> tuple[_Turn | None, list[int]]:
+        """The turn after which the messages go on, and the token ids to append to it. Without a turn, they are the whole
+        history: it begins otherwise, or the template rewrites it, or the other side did not see the end of the turn."""
+        found = None
+        for turn in reversed(self._turns):
+            count = len(turn.messages)
+            is_longer = count < len(messages) and (found is None or count > len(found.messages))
+            if is_longer and turn.tools == tools and say_the_same(messages[:count], turn.messages):
+                found = turn
+        if found is not None and not found.was_cut:
+            said, new_messages = found.messages[-1], messages[len(found.messages) :]
+            appended = self._template.bridge(found.token_ids, said, new_messages, tools)
+            if appended is not None:
+                return found, appended
+        return None, self._template.render(messages, tools)
 
-    def _message(self, context: list[int], turn: SampledTurn, tools: list[dict[str, Any]] | None) -> Message:
+    def _message(
+        self, context: list[int], turn: SampledTurn, tools: list[dict[str, Any]] | None, stop: tuple[str, ...]
+    ) -> tuple[Message, bool]:
+        """The turn as a message, and whether its end was cut off."""
         text = self._tokenizer.decode(list(turn.token_ids), skip_special_tokens=True)
         if turn.finish_reason == "length":  # a truncated call is not a malformed call
-            return {"role": "assistant", "content": text}
-        cuts = [place for stop in self._template.stop if (place := text.find(stop)) >= 0]
-        self._was_cut = bool(cuts)  # the policy began to speak for others, which the other side does not see
-        text = text[: min(cuts, default=len(text))]
+            return {"role": "assistant", "content": text}, False
+        stops = (*self._template.stop, *stop)  # the former begin a message of others
+        shown = _before(text, stops)
         message, is_malformed = read_turn(
-            self._tokenizer, context, turn.token_ids, text, tools, number=len(self._turns)
+            self._tokenizer, context, turn.token_ids, shown, tools, number=len(self._turns)
         )
         self.counts["malformed_calls"] += is_malformed
-        return message
+        return {**message, "content": _before(message["content"], stops)}, shown != text
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first of the stop strings."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, TypeAlias, TypedDict
 
 from grpo.errors import ContractError
@@ -66,13 +67,34 @@ def tool_message(call: Mapping[str, Any], content: str) -> Message:
     return {"role": "tool", "content": content, "tool_call_id": call["id"], "name": call["function"]["name"]}
 
 
+def in_the_order_of_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages, with the tool results after a turn in the order of its calls. Results without a name get that of the tool.
+
+    Agent programs send results in the order in which they have them, and many chat templates write no ids.
+    """
+    ordered: list[Message] = []
+    for are_results, run in groupby(messages, lambda message: message["role"] == "tool"):
+        if not are_results:
+            ordered += run
+            continue
+        calls = ordered[-1].get("tool_calls", []) if ordered else []
+        places = {call.get("id"): place for place, call in enumerate(calls)}
+        for result in sorted(run, key=lambda result: places.get(result.get("tool_call_id"), len(calls))):
+            place = places.get(result.get("tool_call_id"))
+            ordered.append(result if place is None else {"name": calls[place]["function"]["name"], **result})
+    return ordered
+
+
 def say_the_same(one: Sequence[Message], other: Sequence[Message]) -> bool:
     """Whether two lists of messages have equal roles, texts, calls and call ids."""
     return len(one) == len(other) and all(_essence(a) == _essence(b) for a, b in zip(one, other, strict=True))
 
 
 def _essence(message: Message) -> tuple[Any, ...]:
-    calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls") or []]
+    calls = [
+        (call.get("id"), call["function"].get("name"), call["function"].get("arguments"))
+        for call in message.get("tool_calls") or []
+    ]
     return message["role"], message.get("content") or "", calls, message.get("tool_call_id")
 
 

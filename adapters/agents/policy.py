@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adapters.llm import Completion, HFPolicy
+from adapters.llm import Completion, HFPolicy, SamplingConfig
 from grpo import ActionScores, SampledActions
 from grpo.deadlines import is_async
 from grpo.errors import ConfigError
@@ -221,10 +221,8 @@ class AgentPolicy:
         self, states: Sequence[Any], size: int, sampling: dict[str, Any]
     ) -> tuple[list[Conversation], bool, dict[str, float]]:
         """Conversations in order, whether all turns were drawn from the policy itself, and the metrics."""
-        max_new_tokens = sampling.get("max_new_tokens", self.policy.sampling.max_new_tokens)
-        limits = Limits(max_turns=self._max_turns, max_tokens=self._max_tokens, max_new_tokens=max_new_tokens)
-        stop = tuple(sampling.get("stop", self.policy.sampling.stop))
-        sampling = sampling | {"stop": stop + tuple(text for text in self.template.stop if text not in stop)}
+        config = SamplingConfig.from_dict(self.policy.sampling.to_dict() | sampling)
+        limits = Limits(max_turns=self._max_turns, max_tokens=self._max_tokens, max_new_tokens=config.max_new_tokens)
         ends = self.template.end_token_ids + self.template.opening_token_ids
         is_exact = True
 
@@ -240,15 +238,27 @@ class AgentPolicy:
 
         def sample(requests: Sequence[Request]) -> list[SampledTurn]:
             nonlocal is_exact
-            contexts = [request.context for request in requests]
-            seeds = [request.seed for request in requests]
-            sampled = self.policy.sample_tokens(contexts, seeds=seeds, end_token_ids=ends, **sampling)
-            is_exact = is_exact and sampled.policy_log_probs is sampled.behaviour_log_probs
-            turns = zip(sampled.token_ids, sampled.behaviour_log_probs, sampled.finish_reasons, strict=True)
-            return [
-                SampledTurn(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)
-                for token_ids, log_probs, reason in turns
-            ]
+            turns: dict[int, SampledTurn] = {}
+            for limit, stop in dict.fromkeys((request.max_new_tokens, request.stop) for request in requests):
+                part = [i for i, other in enumerate(requests) if (other.max_new_tokens, other.stop) == (limit, stop)]
+                sampled = self.policy.sample_tokens(
+                    [requests[i].context for i in part],
+                    seeds=[requests[i].seed for i in part],
+                    end_token_ids=ends,
+                    **sampling
+                    | {
+                        "max_new_tokens": limit,
+                        "min_new_tokens": min(config.min_new_tokens, limit),
+                        "stop": tuple(dict.fromkeys((*config.stop, *self.template.stop, *stop))),
+                    },
+                )
+                is_exact = is_exact and sampled.policy_log_probs is sampled.behaviour_log_probs
+                rows = zip(sampled.token_ids, sampled.behaviour_log_probs, sampled.finish_reasons, strict=True)
+                turns |= {
+                    i: SampledTurn(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)
+                    for i, (token_ids, log_probs, reason) in zip(part, rows, strict=True)
+                }
+            return [turns[i] for i in range(len(requests))]
 
         seeds = torch.randint(2**31, (len(states),)).tolist()
         sampling_seeds = torch.randint(2**62, (len(states) * size,)).tolist()

@@ -10,13 +10,13 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo.errors import DeadlineError, GRPOError
 
-from .chat import Chat, ConversationEnded, SampledTurn
+from .chat import Chat, ConversationEnded, SampledTurn, SampleTurn
 from .conversations import Conversation
 
 PATIENCE = 0.2
@@ -55,12 +55,16 @@ class Request:
     """Token ids."""
     seed: int
     """Seed of the turn."""
+    max_new_tokens: int
+    """Maximum number of tokens of the turn."""
+    stop: tuple[str, ...]
+    """Texts that end the turn, in addition to those of the policy."""
     turn: asyncio.Future
     """Gets the `SampledTurn`."""
 
 
 SampleBatch = Callable[[Sequence[Request]], list[SampledTurn]]
-MakeChat = Callable[[Job, Callable[[list[int], int], Awaitable[SampledTurn]]], Chat]
+MakeChat = Callable[[Job, SampleTurn], Chat]
 
 
 class Rollouts:
@@ -196,12 +200,14 @@ class _Batches:
         self._timeout = timeout
         self._has_ended = False
 
-    def sampler(self, index: int) -> Callable[[list[int], int], Awaitable[SampledTurn]]:
+    def sampler(self, index: int) -> SampleTurn:
         """A function that requests turns for one conversation, for the conversations' thread."""
 
-        async def sample(context: list[int], seed: int) -> SampledTurn:
+        async def sample(context: list[int], seed: int, max_new_tokens: int, stop: tuple[str, ...]) -> SampledTurn:
             turn = asyncio.get_running_loop().create_future()
-            self._requests.put(Request(index=index, context=context, seed=seed, turn=turn))
+            self._requests.put(
+                Request(index=index, context=context, seed=seed, max_new_tokens=max_new_tokens, stop=stop, turn=turn)
+            )
             return await turn
 
         return sample

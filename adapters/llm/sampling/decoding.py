@@ -200,7 +200,8 @@ def _decode(
         progress.advance(batch.rows, tokens, step)
         going = [position for position, row in enumerate(batch.rows) if progress.alive[row]]
         if kept is not None:
-            ended = [p for p, row in enumerate(batch.rows) if was_alive[row] and not progress.alive[row]]
+            is_last = step + 1 == max_steps  # truncated rows may go on, too
+            ended = [p for p, row in enumerate(batch.rows) if was_alive[row] and (is_last or not progress.alive[row])]
             rows = [batch.rows[position] for position in ended]
             kept.keep(batch, ended, [[*prompts[row], *draw.tokens[row, : step + 1].tolist()] for row in rows])
         if not going or step + 1 == max_steps:
