@@ -1,7 +1,8 @@
 """A language model that talks and acts over many turns, as a policy."""
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor
 from adapters.llm import Completion, HFPolicy, SamplingConfig
 from grpo import ActionScores, SampledActions
 from grpo.deadlines import is_async
-from grpo.errors import ConfigError
-from grpo.writing import describe
+from grpo.errors import ConfigError, ContractError
+from grpo.writing import describe, require_lengths
 
 from .chat import Chat, Limits, SampledTurn
 from .conversations import Conversation, step_mask
 from .environments import EnvironmentLoop
+from .messages import Message
 from .rollouts import Job, Request, Rollouts
 from .templates import ChatTemplate
 
@@ -100,6 +102,47 @@ class AgentPolicy:
         """
         conversations, _, _ = self._converse(states, num_actions_per_state, sampling)
         return _grouped(conversations, num_actions_per_state)
+
+    def replay(self, states: Sequence[Any], scripts: Sequence[Sequence[str | Message]]) -> list[Conversation]:
+        """Conversations in which given messages are said in place of the model's, for supervised training.
+
+        The environments answer as in a rollout, and the template writes the context. The log-probs of the conversations are
+        NaN: nobody sampled them. `score_actions` gives the model's log-probs.
+
+        Args:
+            states: N states.
+            scripts: The turns of each conversation: a text as the model would write it, tool calls included, or a message.
+                A conversation ends after its script, if the environment has not ended it.
+
+        Raises:
+            ContractError: A conversation ended before its script, or a turn is longer than `sampling.max_new_tokens`.
+
+        Example:
+            One step of supervised training::
+
+                scores = policy.score_actions(states, policy.replay(states, scripts))
+                loss = -scores.log_probs[scores.mask].mean()
+        """
+        require_lengths("AgentPolicy.replay", len(states), scripts=scripts)
+        turns = [[self.template.turn(said) for said in script] for script in scripts]
+        limit, longest = (
+            self.policy.sampling.max_new_tokens,
+            max((len(turn) for row in turns for turn in row), default=0),
+        )
+        if longest > limit:
+            raise ContractError(
+                f"AgentPolicy.replay: a turn must have at most sampling.max_new_tokens={limit} tokens; got {longest}. Raise "
+                "max_new_tokens, so that the model can say it too."
+            )
+        conversations, _, _ = self._converse(states, 1, {}, turns)
+        for i, conversation in enumerate(conversations):
+            if len(conversation.turns) < len(turns[i]):
+                raise ContractError(
+                    f"AgentPolicy.replay: conversation {i} must have the {len(turns[i])} turns of its script; it ended after "
+                    f"{len(conversation.turns)} by {conversation.ended_by!r}, info={conversation.info}. Shorten the script, or "
+                    "raise the limit."
+                )
+        return conversations
 
     def sample_actions(self, states: Sequence[Any], num_actions_per_state: int) -> SampledActions:
         """Conversations with their log-probs under the sampling distribution and, if sampling is exact, their scores."""
@@ -218,26 +261,40 @@ class AgentPolicy:
         return self
 
     def _converse(
-        self, states: Sequence[Any], size: int, sampling: dict[str, Any]
+        self,
+        states: Sequence[Any],
+        size: int,
+        sampling: dict[str, Any],
+        scripts: Sequence[Sequence[list[int]]] | None = None,
     ) -> tuple[list[Conversation], bool, dict[str, float]]:
-        """Conversations in order, whether all turns were drawn from the policy itself, and the metrics."""
+        """Conversations in order, whether all turns were drawn from the policy itself, and the metrics.
+
+        With scripts, the turns of each conversation are given, and none is drawn.
+        """
         config = SamplingConfig.from_dict(self.policy.sampling.to_dict() | sampling)
         limits = Limits(max_turns=self._max_turns, max_tokens=self._max_tokens, max_new_tokens=config.max_new_tokens)
         ends = self.template.end_token_ids + self.template.opening_token_ids
         is_exact = True
+        scripted = None if scripts is None else [iter(script) for script in scripts]
 
         def make_chat(job: Job, sample: Any) -> Chat:
+            count = self._max_turns if scripts is None else min(len(scripts[job.index]), self._max_turns)
             return Chat(
                 self.template,
                 self.policy.tokenizer,
                 sample,
-                limits,
+                replace(limits, max_turns=count),
                 seed=job.seed,
                 sampling_seed=job.sampling_seed,
             )
 
         def sample(requests: Sequence[Request]) -> list[SampledTurn]:
             nonlocal is_exact
+            if scripted is not None:
+                given = [next(scripted[request.index]) for request in requests]
+                return [
+                    SampledTurn(token_ids=ids, log_probs=[math.nan] * len(ids), finish_reason="end") for ids in given
+                ]
             turns: dict[int, SampledTurn] = {}
             for limit, stop in dict.fromkeys((request.max_new_tokens, request.stop) for request in requests):
                 part = [i for i, other in enumerate(requests) if (other.max_new_tokens, other.stop) == (limit, stop)]

@@ -93,6 +93,7 @@ class ChatTemplate:
         following = self._encode(spoken[spoken.rfind(ANSWER) + len(ANSWER) :])[:1]
         self.end_token_ids = tuple(sorted({*end_token_ids, *(token for token in following if token in self._special)}))
         """Tokens that end a turn: the given ones, and the special token that the template writes after an answer."""
+        self._end = [*(token for token in following if token in self._special), *end_token_ids][:1]
         self._ends = [tokenizer.convert_ids_to_tokens(token) for token in self.end_token_ids]
         self.shows_tools = self._finds_tools()
         """Whether the template writes tool calls and their results. Some templates drop them, and some raise an error."""
@@ -180,6 +181,40 @@ class ChatTemplate:
             return rest
         ended_otherwise = turn[-1] in self.end_token_ids or turn[-1] in self.opening_token_ids
         return None if ended_otherwise else [end, *rest]
+
+    def turn(self, said: str | Message) -> list[int]:
+        """Token ids of a turn of the policy, with the end-of-turn token.
+
+        Args:
+            said: The text as the policy would write it, tool calls included; or a message, which the template writes.
+
+        Raises:
+            ContractError: The template cannot write the message, or it is not known which token ends a turn.
+        """
+        written, end = (said, []) if isinstance(said, str) else self._written(said)
+        token_ids = self._encode(written)
+        if token_ids and token_ids[-1] in self.end_token_ids:
+            return token_ids
+        if not (end or self._end):
+            raise ContractError(
+                f"The template must write a special token at the end of a turn; none is known for the turn {written[:80]!r}. "
+                "Pass HFPolicy(end_token_ids=...), or end the text with the token."
+            )
+        return [*token_ids, *(end or self._end)]
+
+    def _written(self, said: Message) -> tuple[str, list[int]]:
+        """What the template writes for a message of the policy, and the token that ends it, if the template writes one."""
+        calls = said.get("tool_calls", [])
+        prompt = self._text_or_error([ASKED], [TOOL] if calls else None)
+        text = self._text_or_error([ASKED, said], [TOOL] if calls else None, turn_follows=False)
+        if not isinstance(prompt, str) or not isinstance(text, str) or not text.startswith(prompt):
+            raise ContractError(
+                "The chat template must write a scripted message after the prompt of a turn; got a prompt that ends with "
+                f"{str(prompt)[-40:]!r}, and a conversation that ends with {str(text)[-80:]!r}. Pass the text that the policy "
+                "would write, for example with a thought."
+            )
+        place = self._end_of_turn(prompt, text, [call["function"]["name"] for call in calls])
+        return text[len(prompt) : place], [] if place is None else self._encode(text[place:])[:1]
 
     def _needs_parts(self) -> bool:
         """Whether the template reads a message's text from a list of parts, as templates of models with images do.
