@@ -108,6 +108,8 @@ class _Turn:
     was_cut: bool
     """Whether the other side did not see the end of the turn."""
     state_key: Any
+    ends_by_length: bool
+    """Whether the policy's own maximum truncated the message, which ends the conversation."""
 
 
 class Chat:
@@ -237,6 +239,8 @@ class Chat:
         context.log_probs += turn.log_probs
         message, was_cut = self._message(read, turn, tools, stop)
         self.messages = [*messages, message]
+        is_truncated = turn.finish_reason == "length"
+        ends_by_length = is_truncated and max_new_tokens == self._limits.max_new_tokens
         self._turns.append(
             _Turn(
                 context=context,
@@ -246,10 +250,10 @@ class Chat:
                 tools=tools,
                 was_cut=was_cut,
                 state_key=self.state_key,
+                ends_by_length=ends_by_length,
             )
         )
-        is_truncated = turn.finish_reason == "length"
-        if is_truncated and max_new_tokens == self._limits.max_new_tokens:
+        if ends_by_length:
             raise self._end("length")
         return Reply(
             message=message, num_context_tokens=len(read), num_tokens=len(turn.token_ids), is_truncated=is_truncated
@@ -286,6 +290,7 @@ class Chat:
                     num_tokens=len(turn.token_ids),
                     reward=float(reward),
                     state_key=None if turn.state_key is None else repr(turn.state_key),
+                    is_truncated=turn.ends_by_length,
                 )
                 for turn, reward in zip(self._turns, listed, strict=True)
             ),

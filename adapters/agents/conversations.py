@@ -42,6 +42,8 @@ class Turn:
     """Reward for this turn. NaN: the environment failed, so the reward is not known."""
     state_key: str | None = None
     """What the environment's `state_key()` returned before the turn. None: the environment has no such method."""
+    is_truncated: bool = False
+    """Whether the limit of new tokens truncated the message. The conversation ends with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

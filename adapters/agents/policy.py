@@ -164,13 +164,15 @@ class AgentPolicy:
 
     def score_actions(self, states: Sequence[Any], actions: Sequence[Conversation]) -> ActionScores:
         """Scores of N conversations: each sampled token in the context in which it was sampled."""
-        prompts, completions, row_of_segment = _segments(actions)
+        prompts, completions, row_of_segment = _segments(actions, mask_truncated=self.policy.mask_truncated)
         parts = [
             (part, self.policy.score_actions([prompts[i] for i in part], [completions[i] for i in part]))
             for part in self._passes(prompts, completions)
         ]
         if not parts:  # no conversation has a step
-            parts = [([], ActionScores(log_probs=torch.zeros(0, 0), mask=torch.zeros(0, 0, dtype=torch.bool)))]
+            nothing = torch.zeros(0, 0)
+            critic = {} if self.policy.value_head is None else {"values": nothing, "final_values": torch.zeros(0)}
+            parts = [([], ActionScores(log_probs=nothing, mask=nothing.bool(), **critic))]
         mask = step_mask(actions, mask_truncated=self.policy.mask_truncated).to(parts[0][1].mask.device)
         joined: dict[str, Any] = {}
         for name in (field.name for field in fields(ActionScores)):
@@ -191,7 +193,7 @@ class AgentPolicy:
         self, states: Sequence[Any], actions: Sequence[Conversation]
     ) -> Float[Tensor, "N T"]:
         """Log-probs of the steps under the reference of the language model."""
-        prompts, completions, _ = _segments(actions)
+        prompts, completions, _ = _segments(actions, mask_truncated=self.policy.mask_truncated)
         width = max((len(completion) for completion in completions), default=0)
         values = []
         for part in self._passes(prompts, completions):
@@ -343,10 +345,14 @@ class AgentPolicy:
         return self.policy.plan_micro_batches(prompts, completions) if prompts else []
 
 
-def _segments(actions: Sequence[Conversation]) -> tuple[list[list[int]], list[Completion], list[int]]:
+def _segments(
+    actions: Sequence[Conversation], *, mask_truncated: bool
+) -> tuple[list[list[int]], list[Completion], list[int]]:
     """All segments of all rows: what comes before the first sampled token, the rest, and the row of each segment."""
     prompts, completions, rows = [], [], []
     for row, action in enumerate(actions):
+        # only after a truncated message would the policy have gone on; a mask is for all limits of room
+        is_cut = action.ended_by == "length" and (mask_truncated or any(turn.is_truncated for turn in action.turns))
         for segment in action.segments:
             begin = segment.num_context_tokens
             prompts.append(list(segment.token_ids[:begin]))
@@ -354,7 +360,7 @@ def _segments(actions: Sequence[Conversation]) -> tuple[list[list[int]], list[Co
                 Completion(
                     token_ids=segment.token_ids[begin:],
                     text="",
-                    finish_reason="length" if action.ended_by == "length" else "end",
+                    finish_reason="length" if is_cut else "end",
                     sampled=segment.sampled[begin:],
                 )
             )
@@ -390,7 +396,8 @@ def _of_last_segments(
     place_of = {segment: place for place, segment in enumerate(i for part, _, _ in parts for i in part)}
     last = {row: place_of[segment] for segment, row in enumerate(row_of_segment)}
     chosen = values[torch.tensor([last[row] for row in sorted(last)], dtype=torch.int64)]
-    return values.new_zeros(num_rows).index_copy(0, torch.tensor(sorted(last), device=values.device), chosen)
+    rows = torch.tensor(sorted(last), dtype=torch.int64, device=values.device)
+    return values.new_zeros(num_rows).index_copy(0, rows, chosen)
 
 
 def _grouped(conversations: list[Conversation], size: int) -> list[list[Conversation]]:

@@ -27,6 +27,7 @@ from .completions import Completion, FinishReason
 from .model.loading import add_lora, load_model
 from .model.merged_weights import merged_weights
 from .model.token_log_probs import token_log_probs
+from .model.value_head import ValueHead
 from .policy import HFPolicy
 from .rewards.completion_rewards import CompletionRewards
 from .rewards.gsm8k import extract_answer, gsm8k_prompt, load_gsm8k
@@ -54,6 +55,7 @@ __all__ = [
     "SamplingConfig",
     "VLLMSampler",
     "VLLMServerSampler",
+    "ValueHead",
     "add_lora",
     "correctness_first",
     "extract_answer",

@@ -19,6 +19,7 @@ from .completions import Completion, completion_mask, padded
 from .micro_batches import plan_by_tokens
 from .model.causal_lm import CausalLM
 from .model.loading import keep_differentiable, load_model, save_model
+from .model.value_head import VALUE_HEAD_FILE, ValueHead
 from .prompts import PromptEncoder, PromptState
 from .sampling.decoding import DecodingSampler
 from .sampling.kept_prefixes import KeptPrefixes
@@ -56,6 +57,8 @@ class HFPolicy:
             included, and of shared prompts in decoding. A larger number is faster on a GPU and uses more memory.
         max_rows_per_decode: Maximum number of rows decoded together. None decodes all.
         chat_template_options: Options of the chat template, for prompts that are chat messages.
+        value_head: Whether scores include the value of the state before each token, for `advantage.credit="gae"`. True makes a
+            new head; pass a `ValueHead` for other sizes or another dropout.
 
     Raises:
         ConfigError: A setting is invalid, or the model's sampling and scoring disagree.
@@ -84,6 +87,7 @@ class HFPolicy:
         max_tokens_per_forward: int = 16_384,
         max_rows_per_decode: int | None = None,
         chat_template_options: Mapping[str, Any] | None = None,
+        value_head: bool | ValueHead = False,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -106,6 +110,7 @@ class HFPolicy:
         self._lm = CausalLM(model)
         keep_differentiable(model)
         self._lm.check_logits()
+        self._lm.value_head = _value_head(self._lm, value_head)
         self._reference = None if reference_model is None else CausalLM(reference_model)
         if self._reference is not None:
             _require_separate(model, reference_model)
@@ -182,16 +187,22 @@ class HFPolicy:
             device=device,
             trust_remote_code=trust_remote_code,
         )
+        if options.get("value_head") is True and (Path(name_or_folder) / VALUE_HEAD_FILE).is_file():
+            options["value_head"] = ValueHead.load(name_or_folder)
         return cls(model, tokenizer, **options)
 
     def save_pretrained(self, folder: str | Path, *, merge: bool = False) -> None:
-        """Save the model (or only its adapter) and the tokenizer in Hugging Face's format. `from_pretrained` loads them.
+        """Save the model (or only its adapter) and the tokenizer in Hugging Face's format, and the value head if there is one.
+
+        `from_pretrained` loads them. It loads the value head with `value_head=True`.
 
         Args:
             folder: Folder to write to. It is created if it does not exist.
             merge: Whether to save the whole model with the adapter merged into its weights.
         """
         save_model(self.model, self.tokenizer, folder, merge=merge)
+        if self.value_head is not None:
+            self.value_head.save(folder)
 
     def generate_actions(
         self, states: Sequence[PromptState], num_actions_per_state: int, **sampling: Any
@@ -301,6 +312,11 @@ class HFPolicy:
         return self._mask_truncated
 
     @property
+    def value_head(self) -> ValueHead | None:
+        """The head that computes values. None: there is none."""
+        return self._lm.value_head
+
+    @property
     def max_positions(self) -> int | None:
         """Maximum number of tokens of a prompt with its completion. None if the model's configuration has no maximum."""
         return self._lm.max_positions
@@ -310,11 +326,11 @@ class HFPolicy:
         require_lengths("HFPolicy.score_groups", len(states), actions=actions)
         rows = [prompt for prompt, group in zip(self._encode(states), actions, strict=True) for _ in group]
         completions = [completion for group in actions for completion in group]
-        return self._score(*_distinct(rows), completions, with_entropy=self._exact_entropy)
+        return self._score(*_distinct(rows), completions, log_probs_only=False)
 
     def score_actions(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> ActionScores:
         """Scores of N rows. Equal prompts are computed once."""
-        return self._score(*_distinct(self._encode(states)), actions, with_entropy=self._exact_entropy)
+        return self._score(*_distinct(self._encode(states)), actions, log_probs_only=False)
 
     def get_log_probabilities(
         self, states: Sequence[PromptState], actions: Sequence[Completion]
@@ -349,26 +365,36 @@ class HFPolicy:
         self._sampler.sync(self.model)
 
     def get_parameters(self) -> dict[str, Tensor]:
-        """The trained parameters by name, or all parameters if every one is frozen: `GRPOTrainer` refuses such a policy."""
+        """The trained parameters by name, with those of the value head. If every parameter of the model is frozen, all of
+        them, because `GRPOTrainer` refuses such a policy."""
         parameters = dict(self.model.named_parameters())
-        return {name: value for name, value in parameters.items() if value.requires_grad} or parameters
+        trained = {name: value for name, value in parameters.items() if value.requires_grad}
+        own = {} if self.value_head is None else dict(self.value_head.named_parameters(prefix="value_head"))
+        return trained | own if trained else parameters
 
     def train(self) -> "HFPolicy":
         """Set the model to training mode, which turns dropout on."""
-        self.model.train()
+        for module in self._trained_modules:
+            module.train()
         return self
 
     def eval(self) -> "HFPolicy":
         """Set the model to evaluation mode, which turns dropout off."""
-        self.model.eval()
+        for module in self._trained_modules:
+            module.eval()
         return self
 
     def to(self, device: torch.device | str) -> "HFPolicy":
-        """Move the model and the reference model to a device."""
-        self.model.to(device)
+        """Move the model, its value head and the reference model to a device."""
+        for module in self._trained_modules:
+            module.to(device)
         if self._reference is not None:
             self._reference.model.to(device)
         return self
+
+    @property
+    def _trained_modules(self) -> list[torch.nn.Module]:
+        return [self.model, *([] if self.value_head is None else [self.value_head])]
 
     @property
     def _shares_prompts(self) -> bool:
@@ -433,7 +459,7 @@ class HFPolicy:
         actions: Sequence[Completion],
         *,
         lm: CausalLM | None = None,
-        with_entropy: bool = False,
+        log_probs_only: bool = True,
     ) -> ActionScores:
         lm = lm or self._lm
         require_lengths("HFPolicy", len(prompt_of_row), actions=actions)
@@ -455,9 +481,27 @@ class HFPolicy:
             torch.tensor(padding, dtype=torch.int64).view(mask.shape),
             mask,
             temperature=self.sampling.scoring_temperature,
-            with_entropy=with_entropy,
+            with_entropy=self._exact_entropy and not log_probs_only,
+            value_head=None if log_probs_only else lm.value_head,
+            is_cut=torch.tensor([action.is_truncated for action in actions], dtype=torch.bool),
             shares_prompts=self._shares_prompts if lm is self._lm else lm.shares_prompts,
         )
+
+
+def _value_head(lm: CausalLM, given: Any) -> ValueHead | None:
+    """The value head on the model's device, in float32 or better."""
+    if not isinstance(given, bool | ValueHead):
+        raise ConfigError(f"HFPolicy: value_head must be True, False or a ValueHead; got {describe(given)}.")
+    if given is False:
+        return None
+    size = lm.hidden_size
+    head = ValueHead(size) if given is True else given
+    if head.hidden_size != size:
+        raise ConfigError(
+            f"HFPolicy: value_head must read the model's hidden states of {size} numbers; got hidden_size={head.hidden_size}. "
+            f"Pass ValueHead({size}), or value_head=True."
+        )
+    return head.to(lm.device, torch.promote_types(lm.plain.dtype, torch.float32)).train(lm.plain.training)
 
 
 def _distinct(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], Int[Tensor, " N"]]:

@@ -1,10 +1,10 @@
-"""Log-probs of completions. Prompts are computed once for all their completions if the model supports it."""
+"""Log-probs and values of completions. Prompts are computed once for all their completions if the model supports it."""
 
 from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo import ActionScores
 from grpo.errors import ConfigError
@@ -12,6 +12,7 @@ from grpo.errors import ConfigError
 from .model.causal_lm import CausalLM
 from .model.shared_prompts import hidden_of_whole_rows, hidden_with_shared_prompts
 from .model.token_log_probs import token_log_probs
+from .model.value_head import ValueHead
 from .sampling.samplers import Sampler
 from .sampling.sampling_config import SamplingConfig
 
@@ -30,9 +31,11 @@ def score_tokens(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    value_head: ValueHead | None = None,
+    is_cut: Bool[Tensor, " N"] | None = None,
     shares_prompts: bool,
 ) -> ActionScores:
-    """Log-probs, and entropies on request, where the mask is True, and 0 elsewhere.
+    """Log-probs, and entropies and values on request, where the mask is True, and 0 elsewhere.
 
     Args:
         lm: The model.
@@ -42,28 +45,46 @@ def score_tokens(
         mask: The tokens that count, on the CPU. Tokens that do not count are context of later tokens that do.
         temperature: Divides the logits. A larger value makes the distribution flatter.
         with_entropy: Whether to compute the entropies too.
+        value_head: Computes the value of the state before each token that counts. None: there are no values.
+        is_cut: Rows that would have gone on after their last token that counts, on the CPU. Their final value is that of the
+            state after this token. None: no row would have gone on.
         shares_prompts: Whether to compute each prompt once for all its rows.
     """
+    ends = mask.flip(1).cumsum(1).gt(0).sum(1)
+    if is_cut is None or value_head is None or not value_head.bootstrap_truncated:
+        is_cut = torch.zeros(len(mask), dtype=torch.bool)
+    cut = (is_cut & (ends > 0)).nonzero().squeeze(1)
+    if len(cut):
+        tokens = nn.functional.pad(tokens, (0, 1))  # a place for the state after the last token
     if shares_prompts:
         hidden = hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens)
     else:
-        hidden = hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, mask.flip(1).cumsum(1).gt(0).sum(1))
-    positions = mask.flatten().nonzero().squeeze(1).to(hidden.device)  # the head is applied at these positions only
+        hidden = hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, ends)
+    rows, columns = mask.nonzero(as_tuple=True)
+    positions = (rows * mask.shape[1] + columns).to(hidden.device)
+
+    def hidden_at(rows: Tensor, columns: Tensor) -> Tensor:
+        return hidden.flatten(0, 1).index_select(0, (rows * hidden.shape[1] + columns).to(hidden.device))
+
+    counted = hidden_at(rows, columns)  # the heads are applied at these positions only
     log_probs, entropy = token_log_probs(
-        hidden.flatten(0, 1).index_select(0, positions),
-        lm.head,
-        tokens.flatten().to(hidden.device).index_select(0, positions),
-        temperature=temperature,
-        with_entropy=with_entropy,
+        counted, lm.head, tokens[rows, columns].to(hidden.device), temperature=temperature, with_entropy=with_entropy
     )
 
     def on_steps(values: Tensor) -> Tensor:
         return values.new_zeros(mask.numel()).index_copy(0, positions, values).view(mask.shape)
 
+    values = final_values = None
+    if value_head is not None:
+        values = on_steps(value_head(counted).to(hidden.device))
+        after = value_head(hidden_at(cut, ends[cut])).detach().to(hidden.device)
+        final_values = values.new_zeros(len(mask)).index_copy(0, cut.to(hidden.device), after)
     return ActionScores(
         log_probs=on_steps(log_probs),
         mask=mask.to(hidden.device),
         entropy=None if entropy is None else on_steps(entropy),
+        values=values,
+        final_values=final_values,
     )
 
 

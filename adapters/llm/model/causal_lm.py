@@ -13,6 +13,8 @@ from transformers.cache_utils import DynamicLayer
 
 from grpo.errors import ContractError, GRPOError
 
+from .value_head import ValueHead
+
 
 class CausalLM:
     """The parts of a causal language model, plain or adapted by PEFT.
@@ -61,6 +63,8 @@ class CausalLM:
             plain.model if plain.base_model is plain and hasattr(plain, "model") else plain.base_model
         )
         """The part from token ids to hidden states: all layers except the output head."""
+        self.value_head: ValueHead | None = None
+        """The part from hidden states to values, if there is one. It is no part of the Hugging Face model."""
 
     @property
     def head(self) -> nn.Module:
@@ -68,6 +72,13 @@ class CausalLM:
         linear = self.plain.get_output_embeddings()
         post = LogitsPostprocessing(self.config)
         return linear if post.is_identity else nn.Sequential(linear, post)
+
+    @property
+    def hidden_size(self) -> int:
+        """Number of values of a hidden state, from a trial. Configurations name it in several ways."""
+        with self.on_trial():
+            token_ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            return self.decoder(input_ids=token_ids, use_cache=False).last_hidden_state.shape[-1]
 
     @property
     def vocabulary_size(self) -> int:

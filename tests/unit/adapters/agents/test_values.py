@@ -1,0 +1,152 @@
+"""A value head with conversations: values in each context, what follows a limit, and credit per turn."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters.agents import AgentPolicy, Conversation, EnvironmentReward, Segment, Turn
+from adapters.llm import ValueHead
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig
+from tests.support.agents import FORGETFUL, Echo, Scripted, chat_tokenizer, language_model
+from tests.support.llm_models import gradients, relative_difference
+
+
+def with_head(family: str = "qwen3", *, template: str | None = None, dropout: float = 0.0, **options: Any) -> Any:
+    """A language model with a random value head."""
+    head = ValueHead(16 if family == "mamba" else 32, width=8, dropout=dropout)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
+    tokenizer = chat_tokenizer(template) if template else None
+    return language_model(family, tokenizer=tokenizer, value_head=head, **options)
+
+
+def held(policy: Any, size: int = 4, make: Any = Echo, **options: Any) -> tuple[AgentPolicy, list[Conversation]]:
+    torch.manual_seed(0)
+    agent = AgentPolicy(policy, make, **options)
+    return agent, [row for group in agent.generate_actions(["you", "me"], size) for row in group]
+
+
+def values_one_by_one(policy: Any, row: Conversation) -> tuple[Tensor, Tensor]:
+    """Values before each step of a conversation, and after its last step, one forward pass per context."""
+    before, after = [torch.zeros(0)], torch.zeros(())
+    for segment in row.segments:
+        ids = torch.tensor([segment.token_ids])
+        hidden = policy.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states[-1][0]
+        values = policy.value_head(hidden)
+        before.append(values[:-1][torch.tensor(segment.sampled[1:])])
+        after = values[-1]
+    return torch.cat(before), after
+
+
+def conversation(*segments: str, ended_by: Any = "environment") -> Conversation:
+    """A conversation of one turn per segment, with `.` for context and `s` for sampled tokens."""
+    counts = [marks.count("s") for marks in segments]
+    return Conversation(
+        segments=tuple(
+            Segment(
+                token_ids=tuple((7 * place + 5 * number) % 90 for place in range(len(marks))),
+                sampled=tuple(mark == "s" for mark in marks),
+                log_probs=(0.0,) * count,
+            )
+            for number, (marks, count) in enumerate(zip(segments, counts, strict=True))
+        ),
+        turns=tuple(
+            Turn(num_tokens=count, reward=0.0, is_truncated=ended_by == "length" and place == len(counts) - 1)
+            for place, count in enumerate(counts)
+        ),
+        messages=(),
+        ended_by=ended_by,
+        info={},
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "mamba"])
+def test_values_are_those_of_each_context_alone(family: str) -> None:
+    policy = with_head(family)
+    rows = [
+        conversation("...sss", ".....ssss", ended_by="length"),
+        conversation("....ss...s..sss"),
+        conversation(".s", "..........ss", ".....s..s"),
+        conversation("..ss", ended_by="length"),
+    ]
+    scores = AgentPolicy(policy, Echo).score_actions([None] * 4, rows)
+    for row, values, final in zip(rows, scores.values, scores.final_values, strict=True):
+        before, after = values_one_by_one(policy, row)
+        torch.testing.assert_close(values[: len(row)], before, atol=1e-5, rtol=0)
+        assert not values[len(row) :].any()
+        torch.testing.assert_close(final, after * (row.ended_by == "length"), atol=1e-5, rtol=0)
+
+
+def test_the_gradient_of_values_is_the_sum_over_contexts_one_by_one() -> None:
+    policy = with_head(template=FORGETFUL, max_new_tokens=40)
+    agent, rows = held(policy)
+    assert sum(len(row.segments) for row in rows) > len(rows)
+    scores = agent.score_actions([None] * 8, rows)
+    weights = torch.randn(scores.values.shape)
+    one_by_one = [
+        (values_one_by_one(policy, row)[0] * own[: len(row)]).sum() for row, own in zip(rows, weights, strict=True)
+    ]
+    both = torch.nn.ModuleList([policy.model, policy.value_head])
+    expected = gradients(both, torch.stack(one_by_one).sum())
+    assert relative_difference(gradients(both, (scores.values * weights).sum()), expected) < 1e-6
+
+
+def test_only_a_truncated_message_has_a_value_after_it(subtests: pytest.Subtests) -> None:
+    """After all other ends, nothing follows that the policy is trained on."""
+    room = len(chat_tokenizer().encode("<|im_start|>user\nHello you<|im_end|>\n<|im_start|>assistant\n")) + 8
+    cases: list[tuple[str, list[str], dict[str, Any], bool]] = [
+        ("environment", ["a", "b", "c"], {}, False),
+        ("max_turns", ["a", "b"], {"max_turns": 2}, False),
+        ("length", ["a", "b" * 8], {}, True),
+        ("length", ["a"], {"max_tokens": room}, False),  # no room for a second turn
+        ("length", [], {"max_tokens": room - 1}, False),  # no room for the first
+    ]
+    for mask_truncated in (False, True):
+        for ended_by, turns, options, follows in cases:
+            with subtests.test(ended_by=ended_by, turns=turns, mask_truncated=mask_truncated):
+                head = ValueHead(32, width=8)
+                torch.nn.init.ones_(head.layers[3].bias)
+                said = Scripted(turns, max_new_tokens=8, value_head=head, mask_truncated=mask_truncated)
+                agent = AgentPolicy(said.policy, Echo, **options)
+                (row,) = agent.generate_actions(["you"], 1)[0]
+                assert row.ended_by == ended_by
+                assert [turn.is_truncated for turn in row.turns] == [False] * (len(turns) - 1) + [follows] * bool(turns)
+                assert Conversation.from_state(row.to_state()) == row
+                scores = agent.score_actions([None], [row])
+                is_masked = mask_truncated and ended_by == "length"
+                assert scores.values.tolist() == [[1.0] * (0 if is_masked else len(row))]
+                assert scores.final_values.tolist() == [float(follows and not is_masked)]
+
+
+class Brief(Echo):
+    """Wants short messages, three times."""
+
+    def step(self, action: Any) -> Any:
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, 1 / (1 + len(action["content"])), terminated, truncated, info
+
+
+def test_gae_learns_from_the_rewards_of_turns() -> None:
+    torch.manual_seed(0)
+    policy = language_model(value_head=True, max_new_tokens=8)
+    agent = AgentPolicy(policy, Brief)
+    config = GRPOConfig(
+        group_size=16,
+        seed=0,
+        learning_rate=1e-2,
+        num_epochs_per_update=2,
+        advantage=AdvantageConfig(credit="gae", scale="batch"),
+        objective=ObjectiveConfig(value_clip=0.5),
+    )
+    trainer = GRPOTrainer(config=config, policy=agent, reward_model=EnvironmentReward(per_turn=True))
+    history = trainer.train(["be brief"], num_iterations=12, progress=False)
+    assert history[0]["rewards/mean"] < 0.5
+    assert history[-1]["rewards/mean"] > 2.5
+    (row,) = agent.generate_actions(["be brief"], 1, temperature=0)[0]
+    values = agent.eval().score_actions([None], [row]).values[0]
+    torch.testing.assert_close(
+        values, torch.tensor([3.0, 2.0, 1.0]), atol=0.6, rtol=0
+    )  # what the turns left will bring
