@@ -44,6 +44,7 @@ from .messages import Message
 from .policy import AgentPolicy
 from .rewards import EnvironmentReward
 from .templates import ChatTemplate
+from .trl import train_with_trl, trl_environment, trl_reward_functions
 
 __all__ = [
     "AgentPolicy",
@@ -56,4 +57,7 @@ __all__ = [
     "Message",
     "Segment",
     "Turn",
+    "train_with_trl",
+    "trl_environment",
+    "trl_reward_functions",
 ]

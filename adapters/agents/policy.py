@@ -77,11 +77,11 @@ class AgentPolicy:
                 raise ConfigError(f"AgentPolicy: {name} must be at least 1; got {limit}.")
         if timeout is not None and not timeout > 0:
             raise ConfigError(f"AgentPolicy: timeout must be above 0; got {timeout}. Pass None for no limit.")
-        self.policy = policy
+        self.policy, self.make, self.max_turns, self.max_tokens = policy, make, max_turns, max_tokens
         self.template = ChatTemplate(
             policy.tokenizer, end_token_ids=policy.end_token_ids, options=policy.chat_template_options
         )
-        self._max_turns, self._concurrency = max_turns, concurrency
+        self._concurrency = concurrency
         known = [limit for limit in (max_tokens, policy.max_positions) if limit is not None]
         self._max_tokens = min(known, default=None)
         play = make if is_async(make) else EnvironmentLoop(make)
@@ -274,13 +274,13 @@ class AgentPolicy:
         With scripts, the turns of each conversation are given, and none is drawn.
         """
         config = SamplingConfig.from_dict(self.policy.sampling.to_dict() | sampling)
-        limits = Limits(max_turns=self._max_turns, max_tokens=self._max_tokens, max_new_tokens=config.max_new_tokens)
+        limits = Limits(max_turns=self.max_turns, max_tokens=self._max_tokens, max_new_tokens=config.max_new_tokens)
         ends = self.template.end_token_ids + self.template.opening_token_ids
         is_exact = True
         scripted = None if scripts is None else [iter(script) for script in scripts]
 
         def make_chat(job: Job, sample: Any) -> Chat:
-            count = self._max_turns if scripts is None else min(len(scripts[job.index]), self._max_turns)
+            count = self.max_turns if scripts is None else min(len(scripts[job.index]), self.max_turns)
             return Chat(
                 self.template,
                 self.policy.tokenizer,

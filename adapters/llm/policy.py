@@ -20,7 +20,7 @@ from .micro_batches import plan_by_tokens
 from .model.causal_lm import CausalLM
 from .model.loading import keep_differentiable, load_model, save_model
 from .model.value_head import VALUE_HEAD_FILE, ValueHead
-from .prompts import PromptEncoder, PromptState
+from .prompts import Prompt, PromptEncoder, PromptState, prompt_of
 from .sampling.decoding import DecodingSampler
 from .sampling.kept_prefixes import KeptPrefixes
 from .sampling.samplers import SampledTokens, Sampler
@@ -315,6 +315,20 @@ class HFPolicy:
     def value_head(self) -> ValueHead | None:
         """The head that computes values. None: there is none."""
         return self._lm.value_head
+
+    @property
+    def samples_itself(self) -> bool:
+        """Whether the model samples its completions in this process. Other engines, such as vLLM, have their own weights."""
+        return isinstance(self._sampler, DecodingSampler)
+
+    @property
+    def reference_model(self) -> Any:
+        """The frozen model of the KL term. None if there is none, or if it is the model without its adapter."""
+        return None if self._reference is None else self._reference.model
+
+    def prompt_of(self, state: PromptState) -> Prompt:
+        """The prompt of a state: the state itself, or the prompt column of a row."""
+        return prompt_of(state, self._encode.column)
 
     @property
     def max_positions(self) -> int | None:

@@ -80,7 +80,8 @@ class PromptEncoder:
             )
         self._tokenizer = tokenizer
         self._vocabulary_size = vocabulary_size
-        self._column = column
+        self.column = column
+        """Column with the prompt."""
         self._options = {"add_generation_prompt": True, **chat_template_options, "tokenize": False}
         self._has_warned = False
 
@@ -97,7 +98,7 @@ class PromptEncoder:
         for position, state in enumerate(held):
             key = state if isinstance(state, str) else id(state)
             if key not in known:
-                known[key] = self._encode(prompt_of(state, self._column), position)
+                known[key] = self._encode(prompt_of(state, self.column), position)
             encoded.append(known[key])
         return encoded
 
