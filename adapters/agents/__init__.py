@@ -39,6 +39,7 @@ Example:
 
 from .chat import Chat, ConversationEnded
 from .conversations import Conversation, Segment, Turn
+from .endpoint import ChatEndpoint
 from .environments import Environment
 from .messages import Message
 from .policy import AgentPolicy
@@ -49,6 +50,7 @@ from .trl import train_with_trl, trl_environment, trl_reward_functions
 __all__ = [
     "AgentPolicy",
     "Chat",
+    "ChatEndpoint",
     "ChatTemplate",
     "Conversation",
     "ConversationEnded",

@@ -1,0 +1,284 @@
+"""An HTTP endpoint for agent programs: one URL per conversation, which any client of OpenAI's chat completions API can use."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
+from typing import Any
+
+from adapters.llm import HFPolicy, SamplingConfig
+from grpo.errors import ConfigError
+from grpo.writing import describe
+
+from .chat import Chat, ConversationEnded, PlaysConversations
+from .environments import OwnThread
+from .openai_api import ApiError, error_body, read_request, response_body
+
+MOST_BYTES = 64 * 2**20
+"""Maximum size of a request."""
+MOST_ENDED = 10_000
+"""Number of ended conversations that are remembered, so that late requests learn why they are refused."""
+IDLE_SECONDS = 60.0
+"""How long a connection may be idle, and a client may take to send a request."""
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """An open conversation, and the requests that wait for it."""
+
+    chat: Chat
+    loop: asyncio.AbstractEventLoop
+    waiting: set[concurrent.futures.Future] = field(default_factory=set)
+
+
+class ChatEndpoint:
+    """Serves conversations on 127.0.0.1, for agent programs that use OpenAI's chat completions API, in any language.
+
+    Each conversation has its own URL: the `base_url` of the program's client. Requests to it are answered as by `chat` in
+    `async def play(chat, state)`. The server starts when it is needed. After `close`, it has no port and no thread.
+
+    Args:
+        policy: The language model. Requests may not change its sampling settings.
+
+    Raises:
+        ConfigError: The policy is no language model.
+
+    Example:
+        Train a program that uses OpenAI's client::
+
+            def program(base_url, state):
+                client = OpenAI(base_url=base_url, api_key="none")
+                asked = [{"role": "user", "content": state["question"]}]
+                answer = client.chat.completions.create(model="policy", messages=asked)
+                return float(state["answer"] in answer.choices[0].message.content)
+
+            with ChatEndpoint(model) as endpoint:
+                policy = AgentPolicy(model, endpoint.runs(program))
+                GRPOTrainer(config=config, policy=policy, reward_model=EnvironmentReward()).train(tasks, num_iterations=100)
+    """
+
+    def __init__(self, policy: HFPolicy) -> None:
+        sampling = getattr(policy, "sampling", None)
+        if not isinstance(sampling, SamplingConfig):
+            raise ConfigError(
+                f"ChatEndpoint: policy must be the language model, an HFPolicy; got {describe(policy)}. Pass the policy that "
+                "AgentPolicy gets."
+            )
+        self._sampling = sampling
+        self._server: _Server | None = None
+        self._lines: dict[str, _Line] = {}
+        self._ended: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def runs(self, program: Callable[[str, Any], Any]) -> PlaysConversations:
+        """An agent program for `AgentPolicy`, which calls `program(base_url, state)` for each conversation.
+
+        If a limit has ended the conversation, an error of the program is taken for the refusal of its last request: the reward
+        is 0, and `Conversation.info["error"]` has the error. After any other error, the conversation has no reward.
+
+        Args:
+            program: Holds one conversation over HTTP, and returns its reward, or one reward for each message of the policy. A
+                plain function runs in a thread of its own. It may also be `async def`.
+        """
+
+        async def play(chat: Chat, state: Any) -> Any:
+            thread, token, outcome = OwnThread(), secrets.token_urlsafe(16), "error"
+            url = self._open(token, _Line(chat, asyncio.get_running_loop()))
+            try:
+                rewards = await thread.run(program, url, state)
+                outcome = "environment"
+            except Exception as error:
+                if chat.ended_by is None:
+                    raise
+                chat.info["error"] = f"{type(error).__name__}: {error}"
+                raise ConversationEnded(chat.ended_by) from error
+            finally:
+                self._hang_up(token, chat.ended_by or outcome)
+                try:  # a thread that hangs holds up this task, and is counted
+                    await thread.run(lambda: None)
+                finally:
+                    thread.end()
+            return rewards
+
+        return play
+
+    def close(self) -> None:
+        """End the server. Requests that wait get an error. The server starts again when it is needed again."""
+        for token in list(self._lines):
+            self._hang_up(token, "error")
+        with self._lock:
+            server, self._server = self._server, None
+        if server is not None:
+            server.end()
+
+    def __enter__(self) -> "ChatEndpoint":
+        """The endpoint itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the endpoint."""
+        self.close()
+
+    def answer(self, token: str, body: bytes) -> tuple[str, bytes]:
+        """The type and the bytes of the response to a request, for the threads of the server. Waits for the policy.
+
+        Raises:
+            ApiError: The conversation has ended, or the request is malformed or refused.
+            ContractError: The chat template does not accept the messages or the tools.
+        """
+        request, arguments = read_request(body, self._sampling)
+        with self._lock:
+            self.require(token)
+            line = self._lines[token]
+            future = asyncio.run_coroutine_threadsafe(line.chat.reply(**arguments), line.loop)
+            line.waiting.add(future)
+        try:
+            return response_body(future.result(), request, secrets.token_hex(12))
+        except ConversationEnded as end:
+            raise _gone(end.ended_by) from end
+        except concurrent.futures.CancelledError as error:
+            raise _gone(self._ended.get(token, "error")) from error
+        finally:
+            line.waiting.discard(future)
+
+    def require(self, token: str) -> None:
+        """Raise an `ApiError` if there is no conversation with this URL, or no longer."""
+        if token in self._ended:
+            raise _gone(self._ended[token])
+        if token not in self._lines:
+            raise ApiError(404, "No conversation has this URL. Use the base_url that the program was called with.")
+
+    def _open(self, token: str, line: _Line) -> str:
+        with self._lock:
+            self._server = self._server or _Server(self)
+            self._lines[token] = line
+            return f"http://127.0.0.1:{self._server.server_address[1]}/{token}/v1"
+
+    def _hang_up(self, token: str, ended_by: str) -> None:
+        with self._lock:
+            self._ended.setdefault(token, ended_by)
+            if len(self._ended) > MOST_ENDED:
+                del self._ended[next(iter(self._ended))]
+            line = self._lines.pop(token, None)
+            for future in [] if line is None else list(line.waiting):
+                future.cancel()
+
+
+class _Server(ThreadingTCPServer):
+    """Serves an endpoint at a free port, in a thread for itself and one for each connection."""
+
+    request_queue_size = 128
+
+    def __init__(self, endpoint: ChatEndpoint) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.endpoint = endpoint
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True, name="chat endpoint")
+        self._thread.start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        thread = threading.Thread(target=self.process_request_thread, args=(request, client_address), daemon=True)
+        self._connections[request] = thread
+        thread.start()
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.pop(request, None)
+        super().shutdown_request(request)
+
+    def end(self) -> None:
+        """Close the port and the connections, and wait for the threads."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()
+        for connection, thread in list(self._connections.items()):
+            with contextlib.suppress(OSError):  # the client has closed it
+                connection.shutdown(socket.SHUT_RD)  # a response that is being written is finished
+            thread.join(IDLE_SECONDS)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection. Every error is a response in OpenAI's form."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    timeout = IDLE_SECONDS
+    server: _Server
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):  # the client is gone
+            super().handle()
+
+    def do_POST(self) -> None:
+        status, kind = 200, "application/json"
+        try:
+            kind, body = self._response(self._body())
+        except OSError:
+            raise
+        except Exception as error:  # the program gets it, and may fail with it
+            status, body = error_body(error)
+        self._send(status, kind, body)
+
+    do_GET = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_POST
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer what is no HTTP request."""
+        self.close_connection = True
+        self._send(code, "application/json", error_body(ApiError(code, message or self.responses[code][1]))[1])
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing."""
+
+    def _body(self) -> bytes:
+        length = self.headers.get("Content-Length", "" if "Transfer-Encoding" in self.headers else "0")
+        if not length.isdecimal() or len(length) > 15:
+            self.close_connection = True
+            raise ApiError(
+                411, f"A request needs a Content-Length in bytes; got {length[:80]!r}. Send the body at once."
+            )
+        left, body = int(length), b""
+        while left and (part := self.rfile.read(min(left, MOST_BYTES))):
+            left, body = left - len(part), part
+        if int(length) > MOST_BYTES:  # it has been read, so that the client reads the answer
+            raise ApiError(413, f"A request may have {MOST_BYTES} bytes; got {length}. Shorten the messages.")
+        return body
+
+    def _response(self, body: bytes) -> tuple[str, bytes]:
+        token, *path = self.path.split("?")[0].strip("/").split("/")
+        if path == ["v1", "responses"]:
+            raise ApiError(
+                404,
+                "The responses API is not served, but chat completions are. Call client.chat.completions.create, or set this "
+                "API in your framework: set_default_openai_api('chat_completions') in OpenAI's Agents SDK, and OpenAIChatModel "
+                "in Pydantic AI.",
+            )
+        method = {"v1/chat/completions": "POST", "v1/models": "GET"}.get("/".join(path))
+        if method is None:
+            raise ApiError(404, f"Only /v1/chat/completions and /v1/models are served; got {self.path[:200]!r}.")
+        if self.command != method:
+            raise ApiError(405, f"{self.path[:200]} needs the method {method}; got {self.command}.")
+        self.server.endpoint.require(token)
+        if method == "POST":
+            return self.server.endpoint.answer(token, body)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "you"}
+        return "application/json", json.dumps({"object": "list", "data": [model]}).encode()
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        headers = {"Content-Type": kind, "Content-Length": len(body), "x-should-retry": "false"}  # for OpenAI's clients
+        for name, value in (headers | ({"Connection": "close"} if self.close_connection else {})).items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _gone(ended_by: str) -> ApiError:
+    message = f"The conversation ended by {ended_by!r}. Catch this error (status 410), and return a reward."
+    return ApiError(410, message, code="conversation_ended", ended_by=ended_by)

@@ -1,0 +1,157 @@
+"""OpenAI's chat completions API: requests as arguments of a chat, and replies and errors as response bodies."""
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from adapters.llm import SamplingConfig
+from grpo.errors import GRPOError
+from grpo.writing import describe
+
+from .chat import Reply
+
+READ = {"messages", "model", "tools", "tool_choice", "stream", "stream_options", "stop", "max_tokens"}
+READ |= {"max_completion_tokens", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+"""Parameters with meaning here, and parameters that change nothing."""
+ACCEPTED: dict[str, Any] = {
+    "n": 1,
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+}
+ACCEPTED |= {"logprobs": False, "top_logprobs": 0, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}}
+"""The value of other parameters with which the policy is sampled as it is. All others must be left out."""
+ADVICE = {
+    "n": "Send n requests.",
+    "seed": "Set GRPOConfig(seed=...): each conversation has random numbers of its own.",
+    "response_format": "Describe the format in a message, and check it in the reward.",
+    "logprobs": "The conversation keeps the log-probs.",
+    "functions": "Use tools.",
+}
+
+
+class ApiError(GRPOError):
+    """A request that cannot be answered. OpenAI's clients raise the response as an `APIStatusError`."""
+
+    def __init__(self, status: int, message: str, **fields: Any) -> None:
+        super().__init__(message)
+        self.status, self.fields = status, fields
+
+
+def read_request(body: bytes, sampling: SamplingConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The request in a body, and the arguments of `Chat.reply` for it.
+
+    Raises:
+        ApiError: The request is malformed, or would change the distribution that the policy is trained on.
+    """
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"The body must be JSON; got {bytes(body[:80])!r}. Encode it: {error}.") from error
+    _require(isinstance(given, dict), "The body", "a JSON object", given)
+    given = {name: value for name, value in given.items() if value is not None}
+    own = sampling.to_dict()
+    for name in sorted(given.keys() - READ):
+        accepted = own.get(name, ACCEPTED.get(name))
+        expected = "left out" if accepted is None else f"{accepted!r} or left out"
+        advice = f"Set SamplingConfig({name}=...) of the policy." if name in own else ADVICE.get(name, "Leave it out.")
+        reason = ", because the policy is trained on its own distribution"
+        _require(accepted is not None and given[name] == accepted, name, expected + reason, given[name], advice)
+    choice, tools, stop = given.get("tool_choice", "auto"), given.get("tools", []), given.get("stop", [])
+    advice = "Leave it out: the policy decides whether it calls a tool."
+    _require(choice in ("auto", "none"), "tool_choice", "'auto' or 'none'", choice, advice)
+    _require(_name_functions(tools), "tools", "a list of {'type': 'function', 'function': {'name': ..., ...}}", tools)
+    stop = [stop] if isinstance(stop, str) else stop
+    is_valid = isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)
+    _require(is_valid, "stop", "a text or a list of texts that are not empty", stop)
+    limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
+    is_valid = all(type(limit) is int and limit > 0 for limit in limits)
+    _require(is_valid, "max_completion_tokens", "an integer of at least 1", limits)
+    messages: Any = given.get("messages")
+    _require(isinstance(messages, list) and messages, "messages", "a list of messages, with at least one", messages)
+    return given, {
+        "messages": [_message(f"messages[{place}]", message) for place, message in enumerate(messages)],
+        "tools": None if choice == "none" else tools,
+        "max_new_tokens": min(limits, default=None),
+        "stop": stop,
+    }
+
+
+def response_body(reply: Reply, request: Mapping[str, Any], name: str) -> tuple[str, bytes]:
+    """The type and the bytes of a response: a chat completion or, with `stream`, its events."""
+    said = reply.message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in said.get("tool_calls", [])
+    ]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None if calls and not said["content"] else said["content"],
+    }
+    message |= {key: said[key] for key in ("reasoning_content",) if key in said}
+    finish_reason = "length" if reply.is_truncated else "tool_calls" if calls else "stop"
+    read, sampled = reply.num_context_tokens, reply.num_tokens
+    usage = {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+    head = {"id": f"chatcmpl-{name}", "created": int(time.time()), "model": str(request.get("model", "policy"))}
+    if not request.get("stream"):
+        choice = {
+            "index": 0,
+            "message": message | ({"tool_calls": calls} if calls else {}),
+            "finish_reason": finish_reason,
+        }
+        whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
+        return "application/json", json.dumps(whole).encode()
+    deltas = [message, *({"tool_calls": [{"index": place} | call]} for place, call in enumerate(calls)), {}]
+    reasons = [*[None] * (len(deltas) - 1), finish_reason]
+    chunks: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+        for delta, reason in zip(deltas, reasons, strict=True)
+    ]
+    options = request.get("stream_options")
+    if isinstance(options, Mapping) and options.get("include_usage"):
+        chunks.append({"choices": [], "usage": usage})
+    events = [json.dumps({**head, "object": "chat.completion.chunk", **chunk}) for chunk in chunks]
+    return "text/event-stream", "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]).encode()
+
+
+def error_body(error: Exception) -> tuple[int, bytes]:
+    """The status and the bytes of the response for an error. Errors of the chat are those of the request."""
+    status = error.status if isinstance(error, ApiError) else 400 if isinstance(error, GRPOError) else 500
+    message = str(error) if status != 500 else f"{type(error).__name__}: {error}"
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    fields = error.fields if isinstance(error, ApiError) else {}
+    body = {"message": message, "type": kind, "param": None, "code": None} | fields
+    return status, json.dumps({"error": body}).encode()
+
+
+def _message(name: str, given: Any) -> dict[str, Any]:
+    """A message with the keys that chat templates know. Parts of a text are joined by line breaks, as vLLM's server does it."""
+    is_valid = isinstance(given, dict) and isinstance(given.get("role"), str)
+    _require(is_valid, name, "a message {'role': ..., 'content': ...}", given)
+    content, calls = given.get("content") or [], given.get("tool_calls") or []
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    is_valid = isinstance(parts, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+    )
+    advice = "The policy reads no images, sounds or files: describe them in a text."
+    _require(is_valid, f"{name}.content", "a text, or a list of parts of the type 'text'", content, advice)
+    _require(_name_functions(calls), f"{name}.tool_calls", "a list of calls of functions", calls)
+    role = "system" if given["role"] == "developer" else given["role"]
+    message: dict[str, Any] = {"role": role, "content": "\n".join(part["text"] for part in parts)}
+    message |= {key: given[key] for key in ("tool_call_id", "name", "reasoning_content") if given.get(key)}
+    functions = [{key: call["function"].get(key) for key in ("name", "arguments")} for call in calls]
+    listed = [{"id": c.get("id"), "type": "function", "function": f} for c, f in zip(calls, functions, strict=True)]
+    return message | ({"tool_calls": listed} if listed else {})  # templates write keys in the order in which they come
+
+
+def _name_functions(values: Any) -> bool:
+    functions = (
+        [v.get("function") if isinstance(v, dict) else None for v in values] if isinstance(values, list) else [None]
+    )
+    return all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions)
+
+
+def _require(condition: Any, name: str, expected: str, got: Any, advice: str = "Change it.") -> None:
+    if not condition:
+        raise ApiError(400, f"{name} must be {expected}; got {describe(got)}. {advice}", param=name)
