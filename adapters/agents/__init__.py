@@ -45,6 +45,7 @@ from .messages import Message
 from .policy import AgentPolicy
 from .rewards import EnvironmentReward
 from .templates import ChatTemplate
+from .transcripts import save_transcripts, transcript_page
 from .trl import train_with_trl, trl_environment, trl_reward_functions
 
 __all__ = [
@@ -59,7 +60,9 @@ __all__ = [
     "Message",
     "Segment",
     "Turn",
+    "save_transcripts",
     "train_with_trl",
+    "transcript_page",
     "trl_environment",
     "trl_reward_functions",
 ]

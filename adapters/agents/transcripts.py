@@ -1,0 +1,112 @@
+"""Transcripts: conversations as JSON lines, and as a page to read."""
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo.writing import require_lengths
+
+from .conversations import Conversation
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; overflow-wrap: anywhere }
+.message { margin: .5rem 0; padding: .3rem .7rem; border-left: 4px solid #aaa; white-space: pre-wrap }
+.assistant { border-color: #2563eb; background: #eff4ff } .tool { border-color: #b45309; background: #fff8ed }
+summary { font-weight: 600 } summary span, .role { font-weight: 400; color: #555 } .role, code { display: block }
+""".strip()
+PAGE = (
+    '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+    "<title>{heading}</title>\n<style>\n{style}\n</style>\n</head>\n<body>\n<h1>{heading}</h1>\n{body}\n</body>\n</html>\n"
+)
+
+
+def save_transcripts(
+    path: str | Path, conversations: Sequence[Conversation], *, titles: Sequence[str] | None = None
+) -> None:
+    """Write one JSON object per conversation, one per line.
+
+    Each has `title`, `messages`, `rewards` (one for each turn of the policy), `reward`, `ended_by` and `info`. A number that
+    JSON does not have, such as the reward of a failed environment, is null. Token ids are left out.
+
+    Args:
+        path: File to write, for example `transcripts.jsonl`. Its folder is created if it does not exist.
+        conversations: N conversations.
+        titles: N texts that say what each conversation is about.
+
+    Raises:
+        ContractError: There is not one title for each conversation.
+    """
+    lines = [json.dumps(record, allow_nan=False) + "\n" for record in _records(conversations, titles)]
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text("".join(lines), encoding="utf-8")
+
+
+def transcript_page(
+    conversations: Sequence[Conversation], *, titles: Sequence[str] | None = None, heading: str = "Transcripts"
+) -> str:
+    """An HTML page with the conversations: who said what, tool calls, the reward of each turn, and why each ended.
+
+    The page needs no other file and runs no script. All text is escaped.
+
+    Args:
+        conversations: N conversations.
+        titles: N texts that say what each conversation is about.
+        heading: Heading of the page.
+
+    Raises:
+        ContractError: There is not one title for each conversation.
+    """
+    parts = []
+    for number, record in enumerate(_records(conversations, titles), 1):
+        # the transcript has the turns of the last context, and may begin with an assistant's messages that are not the policy's
+        rewards = list(record["rewards"])
+        messages = [_message(message, rewards) for message in reversed(record["messages"])][::-1]
+        info = f"<p>info: {_json(record['info'])}</p>" if record["info"] else ""
+        title = html.escape(f"{number}. {record['title']}".strip())
+        facts = f"<span>reward {_number(record['reward'])}, ended by {record['ended_by']}</span>"
+        parts.append("\n".join([f"<details><summary>{title} {facts}</summary>", *messages, f"{info}</details>"]))
+    page = PAGE.format(heading=html.escape(heading), style=STYLE, body="\n".join(parts))
+    return page.encode("utf-8", "xmlcharrefreplace").decode("utf-8")  # half of a surrogate pair has no encoding
+
+
+def _records(conversations: Sequence[Conversation], titles: Sequence[str] | None) -> list[dict[str, Any]]:
+    titles = [""] * len(conversations) if titles is None else titles
+    require_lengths("transcripts", len(conversations), titles=titles)
+    names = ("messages", "rewards", "reward", "ended_by", "info")
+    return [
+        _finite({"title": title, **{name: getattr(row, name) for name in names}})
+        for row, title in zip(conversations, titles, strict=True)
+    ]
+
+
+def _finite(value: Any) -> Any:
+    """A copy in which numbers that JSON does not have are None."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _message(message: dict[str, Any], rewards: list[float | None]) -> str:
+    """A message. If it is the policy's, its reward is taken from the end of `rewards`."""
+    role = message["role"]
+    about = f"{role}, reward {_number(rewards.pop())}" if role == "assistant" and rewards else role
+    thought = f"[{message['reasoning_content']}]\n" if message.get("reasoning_content") else ""
+    calls = [call["function"] for call in message.get("tool_calls") or []]
+    called = "".join(f"<code>{html.escape(call['name'])}({_json(call['arguments'])})</code>" for call in calls)
+    text = html.escape(thought + (message.get("content") or ""))
+    kind = role if role in ("assistant", "tool") else "other"
+    return f'<div class="message {kind}"><span class="role">{html.escape(about)}</span>{text}{called}</div>'
+
+
+def _number(value: float | None) -> str:
+    return "not known" if value is None else f"{value:g}"
+
+
+def _json(value: Any) -> str:
+    return html.escape(json.dumps(value, ensure_ascii=False))
