@@ -222,12 +222,12 @@ class Chat:
         if self.ended_by is not None:
             raise ConversationEnded(self.ended_by)
         if len(self._turns) >= self._limits.max_turns:
-            raise self._end("max_turns")
+            raise self._end("max_turns", messages)
         last, new = self._continued(messages, tools)
         held = [] if last is None else last.context.token_ids[: last.end]
         limit = self._limits.max_tokens
         if limit is not None and len(held) + len(new) + max_new_tokens > limit:
-            raise self._end("length")
+            raise self._end("length", messages)
         read = [*held, *new]
         turn = await self._sample(read, int(self._seeds.integers(2**62)), max_new_tokens, stop)
         if last is not None and last is self._turns[-1]:
@@ -254,7 +254,7 @@ class Chat:
             )
         )
         if ends_by_length:
-            raise self._end("length")
+            raise self._end("length", self.messages)
         return Reply(
             message=message, num_context_tokens=len(read), num_tokens=len(turn.token_ids), is_truncated=is_truncated
         )
@@ -299,7 +299,10 @@ class Chat:
             info=plain_values(self.info),
         )
 
-    def _end(self, ended_by: EndedBy) -> ConversationEnded:
+    def _end(self, ended_by: EndedBy, messages: list[Message]) -> ConversationEnded:
+        """End with these messages. What the other side said last stays in the transcript, though nobody answers it."""
+        if say_the_same(messages[: len(self.messages)], self.messages):
+            self.messages = messages
         self.ended_by = ended_by
         return ConversationEnded(ended_by)
 

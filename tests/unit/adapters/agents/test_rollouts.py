@@ -12,7 +12,7 @@ import pytest
 
 from adapters.agents import AgentPolicy, Chat, ChatTemplate, rollouts
 from grpo.errors import ConfigError, ContractError, DeadlineError
-from tests.support.agents import Echo, Scripted, chat_tokenizer, language_model
+from tests.support.agents import Echo, Scripted, Tools, chat_tokenizer, language_model, says_call
 
 
 def says(*turns: str, **options: Any) -> Any:
@@ -58,6 +58,33 @@ def test_every_way_to_end(subtests: pytest.Subtests) -> None:
             assert (row.reward == sum(rewards)) == bool(rewards)  # without a turn, there is no reward: NaN
             counts = {name: n for name, n in sampled.metrics.items() if name.startswith("agents/ended_by")}
             assert [name for name, count in counts.items() if count] == [f"agents/ended_by_{ended_by}"]
+
+
+def test_what_the_other_side_said_last_stays_in_the_transcript() -> None:
+    """Also if a limit ends the conversation before the policy can answer. A truncated message is not answered."""
+    room = len(chat_tokenizer().encode("<|im_start|>user\nHello you<|im_end|>\n<|im_start|>assistant\n")) + 8
+    cases: list[tuple[Any, list[str], dict[str, Any], list[str]]] = [
+        (Echo, ["a", "b"], {"max_turns": 2}, ["Hello you", "a", "I heard 1", "b", "I heard 2"]),
+        (Echo, ["a"], {"max_tokens": room}, ["Hello you", "a", "I heard 1"]),
+        (Echo, [], {"max_tokens": room - 1}, ["Hello you"]),
+        (Echo, ["a", "b" * 8], {}, ["Hello you", "a", "I heard 1", "b" * 8]),
+    ]
+    for make, turns, options, expected in cases:
+        ((row,),) = AgentPolicy(says(*turns), make, **options).generate_actions(["you"], 1)
+        assert [message["content"] for message in row.messages] == expected
+    call = says_call()
+    ((row,),) = AgentPolicy(Scripted([call], max_new_tokens=90).policy, Tools, max_turns=1).generate_actions(["you"], 1)
+    assert row.messages[-1]["content"] == "weather is fine"
+
+
+def test_a_program_that_changed_the_history_ends_with_what_was_said() -> None:
+    async def play(chat: Chat, state: Any) -> float:
+        await chat([{"role": "user", "content": "one"}])
+        await chat([{"role": "user", "content": "another"}])
+        return 1.0
+
+    ((row,),) = AgentPolicy(says("a"), play, max_turns=1).generate_actions(["you"], 1)
+    assert [message["content"] for message in row.messages] == ["one", "a"]
 
 
 def test_a_context_stays_within_its_limit() -> None:
