@@ -30,6 +30,9 @@ class Completion:
     """Log-prob of each token under the sampling distribution. None if the completion was not sampled by this policy."""
     sampled: tuple[bool, ...] | None = None
     """Which tokens the policy sampled. The others, such as tool results, are context and have no loss. None: all tokens."""
+    forks: tuple[int, ...] = ()
+    """Numbers of tokens, ascending, after which other completions of the prompt go on differently. Rows that are equal up to
+    such a place compute these tokens once."""
 
     def __post_init__(self) -> None:
         """Check the values.

@@ -25,7 +25,7 @@ from .sampling.decoding import DecodingSampler
 from .sampling.kept_prefixes import KeptPrefixes
 from .sampling.samplers import SampledTokens, Sampler
 from .sampling.sampling_config import SamplingConfig
-from .scoring import check_scores, score_tokens
+from .scoring import check_scores, score_forked_rows, score_tokens
 
 
 class HFPolicy:
@@ -365,11 +365,15 @@ class HFPolicy:
 
     def plan_micro_batches(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> list[Sequence[int]]:
         """Rows of each forward pass, within `max_tokens_per_forward` positions and with little padding."""
-        prompts, prompt_of_row = _distinct(self._encode(states))
+        # what rows share before their first fork counts once, as a prompt does
+        shared = [action.token_ids[: min(action.forks, default=0)] for action in actions]
+        given = zip(self._encode(states), shared, strict=True)
+        prompts, prompt_of_row = _distinct([[*prompt, *tokens] for prompt, tokens in given])
+        own = zip(self._scored_tokens(actions), shared, strict=True)
         return plan_by_tokens(
             [len(prompt) for prompt in prompts],
             prompt_of_row.tolist(),
-            [len(tokens) for tokens in self._scored_tokens(actions)],
+            [max(len(tokens) - len(before), 0) for tokens, before in own],
             self._max_tokens_per_forward,
             shares_prompts=self._shares_prompts,
         )
@@ -486,19 +490,26 @@ class HFPolicy:
         lengths = [len(prompts[prompt]) + len(c) for prompt, c in zip(prompt_of_row.tolist(), actions, strict=True)]
         self._require_room(lengths, "prompts with their completions")
         mask = completion_mask(actions, mask_truncated=self._mask_truncated)
-        width = mask.shape[1]
-        padding = [[*tokens, *[0] * (width - len(tokens))] for tokens in self._scored_tokens(actions)]
+        width, scored = mask.shape[1], self._scored_tokens(actions)
+        options: dict[str, Any] = {
+            "temperature": self.sampling.scoring_temperature,
+            "with_entropy": self._exact_entropy and not log_probs_only,
+            "value_head": None if log_probs_only else lm.value_head,
+            "is_cut": torch.tensor([action.is_truncated for action in actions], dtype=torch.bool),
+        }
+        shares_prompts = self._shares_prompts if lm is self._lm else lm.shares_prompts
+        forks = [action.forks for action in actions]
+        if shares_prompts and any(forks) and width > 0:
+            return score_forked_rows(lm, prompts, prompt_of_row, scored, mask, forks, **options)
+        padding = [[*tokens, *[0] * (width - len(tokens))] for tokens in scored]
         return score_tokens(
             lm,
             prompts,
             prompt_of_row,
             torch.tensor(padding, dtype=torch.int64).view(mask.shape),
             mask,
-            temperature=self.sampling.scoring_temperature,
-            with_entropy=self._exact_entropy and not log_probs_only,
-            value_head=None if log_probs_only else lm.value_head,
-            is_cut=torch.tensor([action.is_truncated for action in actions], dtype=torch.bool),
-            shares_prompts=self._shares_prompts if lm is self._lm else lm.shares_prompts,
+            shares_prompts=shares_prompts,
+            **options,
         )
 
 

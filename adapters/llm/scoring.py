@@ -1,6 +1,7 @@
 """Log-probs and values of completions. Prompts are computed once for all their completions if the model supports it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,6 +13,7 @@ from grpo.errors import ConfigError
 from .model.causal_lm import CausalLM
 from .model.shared_prompts import hidden_of_whole_rows, hidden_with_shared_prompts
 from .model.token_log_probs import token_log_probs
+from .model.token_trees import Edges, hidden_of_trees
 from .model.value_head import ValueHead
 from .sampling.samplers import Sampler
 from .sampling.sampling_config import SamplingConfig
@@ -34,6 +36,7 @@ def score_tokens(
     value_head: ValueHead | None = None,
     is_cut: Bool[Tensor, " N"] | None = None,
     shares_prompts: bool,
+    edges: Edges | None = None,
 ) -> ActionScores:
     """Log-probs, and entropies and values on request, where the mask is True, and 0 elsewhere.
 
@@ -49,6 +52,7 @@ def score_tokens(
         is_cut: Rows that would have gone on after their last token that counts, on the CPU. Their final value is that of the
             state after this token. None: no row would have gone on.
         shares_prompts: Whether to compute each prompt once for all its rows.
+        edges: The edges that the rows are, if they are edges of trees. Each is computed once for all that continue it.
     """
     ends = mask.flip(1).cumsum(1).gt(0).sum(1)
     if is_cut is None or value_head is None or not value_head.bootstrap_truncated:
@@ -56,7 +60,9 @@ def score_tokens(
     cut = (is_cut & (ends > 0)).nonzero().squeeze(1)
     if len(cut):
         tokens = nn.functional.pad(tokens, (0, 1))  # a place for the state after the last token
-    if shares_prompts:
+    if edges is not None:
+        hidden = hidden_of_trees(lm, prompts, prompt_of_row, edges.parent, tokens, edges.lengths)
+    elif shares_prompts:
         hidden = hidden_with_shared_prompts(lm, prompts, prompt_of_row, tokens)
     else:
         hidden = hidden_of_whole_rows(lm, prompts, prompt_of_row, tokens, ends)
@@ -84,6 +90,64 @@ def score_tokens(
         mask=mask.to(hidden.device),
         entropy=None if entropy is None else on_steps(entropy),
         values=values,
+        final_values=final_values,
+    )
+
+
+def score_forked_rows(
+    lm: CausalLM,
+    prompts: Sequence[Sequence[int]],
+    prompt_of_row: Int[Tensor, " N"],
+    tokens: Sequence[Sequence[int]],
+    mask: Bool[Tensor, "N T"],
+    forks: Sequence[Sequence[int]],
+    *,
+    is_cut: Bool[Tensor, " N"],
+    **options: Any,
+) -> ActionScores:
+    """Scores of rows that fork. Tokens before a fork are computed once for all rows that have them, forward and backward.
+
+    Args:
+        lm: The model.
+        prompts: Token ids of B prompts.
+        prompt_of_row: Index of the prompt of each row.
+        tokens: Token ids of each row, without padding.
+        mask: The tokens that count, on the CPU.
+        forks: Numbers of tokens after which each row may be equal to other rows up to there.
+        is_cut: Rows that would have gone on after their last token that counts, on the CPU.
+        options: Options of `score_tokens`.
+    """
+    edges = Edges.of_rows(prompt_of_row, tokens, mask, forks)
+    cut = (is_cut & mask.any(1)).nonzero().squeeze(1)
+    last_places = torch.tensor([len(tokens[row]) - 1 for row in cut.tolist()], dtype=torch.int64)
+    last = edges.place[cut, last_places] // max(edges.tokens.shape[1], 1)  # the last edge of each cut row
+    cut_edges = torch.zeros(len(edges.prompt), dtype=torch.bool).index_fill(0, last, True)
+    scores = score_tokens(
+        lm,
+        prompts,
+        edges.prompt,
+        edges.tokens,
+        edges.mask,
+        is_cut=cut_edges,
+        edges=edges,
+        shares_prompts=True,
+        **options,
+    )
+    place, counts = edges.place.flatten().to(scores.mask.device), mask.to(scores.mask.device)
+
+    def of_rows(values: Tensor | None) -> Tensor | None:  # the gradient of a shared token is the sum over its rows
+        return None if values is None else values.flatten().index_select(0, place).view(mask.shape) * counts
+
+    log_probs, final_values = of_rows(scores.log_probs), scores.final_values
+    assert log_probs is not None
+    if final_values is not None:
+        cut, last = cut.to(final_values.device), last.to(final_values.device)
+        final_values = final_values.new_zeros(len(mask)).index_copy(0, cut, final_values[last])
+    return ActionScores(
+        log_probs=log_probs,
+        mask=counts,
+        entropy=of_rows(scores.entropy),
+        values=of_rows(scores.values),
         final_values=final_values,
     )
 

@@ -84,7 +84,7 @@ def hidden_with_shared_prompts(
             positions = positions.clamp_max(lm.max_positions - 1)  # padding may exceed the last position
         options = {"attention_mask": torch.cat([prefilled.mask[rows.prompt], own], 1), "position_ids": positions}
     cache = DynamicCache()
-    cache.layers = [_SharedLayer(layer, rows) for layer in prefilled.cache.layers]
+    cache.layers = [SharedLayer(layer, rows) for layer in prefilled.cache.layers]
     rest = lm.decoder(input_ids=inputs, past_key_values=cache, use_cache=True, **options).last_hidden_state
     return torch.cat([first, rest], 1)
 
@@ -147,7 +147,7 @@ class Rows:
         return torch.cat([shared, of_rows.unflatten(0, (-1, size))], 3).flatten(0, 1)
 
 
-class _SharedLayer(DynamicLayer):
+class SharedLayer(DynamicLayer):
     """Cache of one layer with the prompts' keys and values for all rows. The rows' own keys and values are not stored."""
 
     def __init__(self, prompts: Any, rows: Rows) -> None:

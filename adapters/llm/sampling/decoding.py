@@ -153,9 +153,9 @@ class DecodingSampler:
             with self._lm.evaluating():  # with gradient checkpointing, layers in training mode store no cache
                 match self._loop:
                     case "own":
-                        taken = [self.kept.take(prompt) for prompt in some] if self.kept and size == 1 else []
+                        taken = self.kept.take(rows) if self.kept else []
                         if any(part is not None for part in taken):
-                            batch = continued_batch(self._lm, some, taken, self._max_tokens)
+                            batch = continued_batch(self._lm, rows, taken, self._max_tokens)
                         else:
                             batch = DecodingBatch.of_prompts(self._lm, some, size, self._max_tokens)
                         _decode(self._lm, batch, config.max_new_tokens, draw, progress, rows, self.kept)

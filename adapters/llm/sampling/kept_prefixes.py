@@ -55,17 +55,19 @@ class KeptPrefixes:
             self._kept.append(Kept(tokens=np.asarray(context[:-1]), layers=layers))
         del self._kept[: -self._max_rows]
 
-    def take(self, prompt: Sequence[int]) -> Kept | None:
-        """Remove and return the longest cache that the prompt continues. None if there is none."""
-        tokens = np.asarray(prompt)
-        found = None
-        for kept in self._kept:
-            length = len(kept.tokens)
-            is_longer = found is None or length > len(found.tokens)
-            if length < len(tokens) and is_longer and np.array_equal(kept.tokens, tokens[:length]):
-                found = kept
-        self._kept = [kept for kept in self._kept if kept is not found]
-        return found
+    def take(self, prompts: Sequence[Sequence[int]]) -> list[Kept | None]:
+        """Remove and return the longest cache that each prompt continues, or None. Several prompts may continue one cache."""
+        taken: list[Kept | None] = []
+        for tokens in map(np.asarray, prompts):
+            found = None
+            for kept in (*self._kept, *(kept for kept in taken if kept is not None)):
+                length = len(kept.tokens)
+                is_longer = found is None or length > len(found.tokens)
+                if length < len(tokens) and is_longer and np.array_equal(kept.tokens, tokens[:length]):
+                    found = kept
+            self._kept = [kept for kept in self._kept if kept is not found]
+            taken.append(found)
+        return taken
 
 
 def continued_batch(
