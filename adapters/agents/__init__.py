@@ -37,6 +37,7 @@ Example:
         trainer.train([{"question": "What is 1234 + 5678?", "answer": "6912"}], num_iterations=100)
 """
 
+from .branching import Branching
 from .chat import Chat, ConversationEnded
 from .conversations import Conversation, Segment, Turn
 from .endpoint import ChatEndpoint
@@ -50,6 +51,7 @@ from .trl import train_with_trl, trl_environment, trl_reward_functions
 
 __all__ = [
     "AgentPolicy",
+    "Branching",
     "Chat",
     "ChatEndpoint",
     "ChatTemplate",

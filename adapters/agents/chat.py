@@ -1,6 +1,7 @@
 """Chats: an agent program asks the policy for its next message, and what the policy samples is recorded."""
 
 import asyncio
+import copy
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from adapters.llm import FinishReason
 from grpo.errors import ContractError, GRPOError
 from grpo.writing import describe
 
+from .branching import Branch, Saved
 from .calls import read_turn, tool_schemas
 from .conversations import Conversation, EndedBy, Segment, Turn, plain_values
 from .messages import Message, as_messages, in_the_order_of_calls, say_the_same
@@ -85,6 +87,7 @@ class _Context:
     token_ids: list[int]
     sampled: list[bool] = field(init=False)
     log_probs: list[float] = field(default_factory=list)
+    forks: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sampled = [False] * len(self.token_ids)
@@ -144,6 +147,11 @@ class Chat:
         """Why the conversation ended. None: it goes on."""
         self.counts = {"malformed_calls": 0, "failed_calls": 0}
         """Tool calls that could not be read, and tool calls that failed."""
+        self.branch: Branch | None = None
+        """The conversation's place in a tree. None: it does not branch."""
+        self.fork: Callable[[Sequence[Saved]], None] | None = None
+        """Starts the other branches of a fork, given what each begins with."""
+        self._sampling_seed = sampling_seed
         self._template = template
         self._tokenizer = tokenizer
         self._sample = sample
@@ -164,6 +172,36 @@ class Chat:
     def seconds_without_request(self) -> float:
         """How long the agent program has been busy since the policy's last message."""
         return 0.0 if self._num_waiting else time.monotonic() - self._active_since
+
+    def restart_clock(self) -> None:
+        """Count the time without a request from now on."""
+        self._active_since = time.monotonic()
+
+    def forked(self, saved: Sequence[Saved], sampler: Callable[[int], SampleTurn]) -> list[tuple[int, "Chat"]]:
+        """The other branches of a fork at this place. Each has its own copy of all that was said, and its own random numbers.
+
+        Args:
+            saved: What each of these branches begins with.
+            sampler: Returns the function that samples the turns of a conversation, given its first row.
+
+        Returns:
+            The first row of each branch, and its chat.
+        """
+        assert self.branch is not None
+        for context in self._contexts:
+            context.forks.append(len(context.token_ids))
+        self.branch, *others = self.branch.forked(self.num_turns, saved)
+        chats = []
+        for branch in others:
+            chat = copy.copy(self)
+            # together, because they refer to one another
+            chat.messages, chat._contexts, chat._turns = copy.deepcopy((self.messages, self._contexts, self._turns))
+            chat.info, chat.counts = dict(self.info), dict.fromkeys(self.counts, 0)
+            chat.branch, chat.fork = branch, None
+            chat._sample, chat._seeds = sampler(branch.leaf), np.random.default_rng([self._sampling_seed, branch.leaf])
+            chat._lock, chat._num_waiting = asyncio.Lock(), 0
+            chats.append((branch.leaf, chat))
+        return chats
 
     async def __call__(
         self,
@@ -270,6 +308,7 @@ class Chat:
             given = np.asarray(rewards, dtype=np.float64)
         except (TypeError, ValueError):
             given = np.zeros((0, 0))
+        is_repeated = self.branch is not None and self.branch.num_leaves > 1
         listed = [*[0.0] * (count - 1), given.item()][:count] if given.ndim == 0 else given.tolist()
         if given.ndim > 1 or len(listed) != count or rewards is None:
             raise ContractError(
@@ -282,6 +321,7 @@ class Chat:
                     token_ids=tuple(context.token_ids),
                     sampled=tuple(context.sampled),
                     log_probs=tuple(context.log_probs),
+                    forks=tuple(sorted({*context.forks, *([len(context.token_ids)] if is_repeated else [])})),
                 )
                 for context in self._contexts
             ),

@@ -25,6 +25,8 @@ class Segment:
     """Which of them the policy sampled. The others are context and have no loss."""
     log_probs: tuple[float, ...]
     """Log-prob of each sampled token under the sampling distribution."""
+    forks: tuple[int, ...] = ()
+    """Numbers of tokens after which other rows of the group may go on differently. Up to there, they are computed once."""
 
     @property
     def num_context_tokens(self) -> int:
@@ -41,7 +43,8 @@ class Turn:
     reward: float
     """Reward for this turn. NaN: the environment failed, so the reward is not known."""
     state_key: str | None = None
-    """What the environment's `state_key()` returned before the turn. None: the environment has no such method."""
+    """What the environment's `state_key()` returned before the turn. None: the environment has no such method. With
+    `Branching`: the last fork before the turn."""
     is_truncated: bool = False
     """Whether the limit of new tokens truncated the message. The conversation ends with it."""
 

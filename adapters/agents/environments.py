@@ -1,6 +1,7 @@
 """Environments: Gymnasium's five values, with messages in them. An environment is played as an agent program."""
 
 import asyncio
+import copy
 import inspect
 import queue
 import threading
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 from grpo.errors import ContractError
 from grpo.writing import describe
 
+from .branching import Saved
 from .calls import call_functions, tool_schemas
 from .chat import Chat, ConversationEnded
 from .messages import Message, Observation, as_messages
@@ -24,6 +26,8 @@ class Environment(Protocol):
       the policy as messages; `step` then gets the first message without a call. If a tool is a JSON schema, `step` gets every
       message, with its calls in `message["tool_calls"]`, and returns the results.
     - `state_key()`: a value that is equal in equal states, for GiGPO. It is called before each message of the policy.
+    - `snapshot()` and `restore(state)`: for `Branching`. `snapshot()` returns all that the environment needs to go on, as a
+      value that `copy.deepcopy` accepts. A new environment gets a copy of it by `restore`, instead of `reset`.
     - `close()`: called once at the end, whatever happened.
     """
 
@@ -121,10 +125,25 @@ class EnvironmentLoop:
         functions = {tool.__name__: tool for tool in tools if callable(tool)}
         runs_calls, schemas = len(functions) == len(tools), tool_schemas(tools)
         key = getattr(environment, "state_key", None)
-        observation, chat.info = _values(owner, "reset", await thread.run(environment.reset, seed=chat.seed), 2)
-        messages = as_messages(observation)
+        branch = chat.branch
+        if branch is not None and not (hasattr(environment, "snapshot") and hasattr(environment, "restore")):
+            raise ContractError(
+                f"Branching needs environments with snapshot() and restore(state); {owner} lacks one of them. Add both, or "
+                "remove branch=... from AgentPolicy."
+            )
+        if branch is None or branch.saved is None:
+            observation, chat.info = _values(owner, "reset", await thread.run(environment.reset, seed=chat.seed), 2)
+            messages = as_messages(observation)
+        else:
+            await thread.run(environment.restore, branch.saved.snapshot)
+            messages = branch.saved.messages
+            rewards += branch.saved.rewards
         while True:
-            chat.state_key = None if key is None else await thread.run(key)
+            if chat.branch is not None:
+                await self._fork(thread, environment, chat, messages, rewards)
+                chat.state_key = chat.branch.node
+            else:
+                chat.state_key = None if key is None else await thread.run(key)
             message = await chat(messages, schemas)
             if runs_calls and message.get("tool_calls"):
                 results, num_failed = await call_functions(message, functions, thread.run)
@@ -139,6 +158,26 @@ class EnvironmentLoop:
             if terminated or truncated:
                 chat.messages = messages
                 return
+
+    async def _fork(
+        self, thread: OwnThread, environment: Any, chat: Chat, messages: list[Message], rewards: list[float]
+    ) -> None:
+        """Start the other branches if the conversation forks here. This conversation goes on as the first branch."""
+        assert chat.branch is not None
+        assert chat.fork is not None
+        count = chat.branch.width_after(chat.num_turns) - 1
+        if count < 1:
+            return
+        snapshot = await thread.run(environment.snapshot)
+        try:  # before this environment goes on, because a snapshot may refer to parts of it
+            copies = await thread.run(lambda: [copy.deepcopy((snapshot, messages, rewards)) for _ in range(count)])
+        except Exception as error:
+            raise ContractError(
+                f"{type(environment).__name__}.snapshot must return a value that copy.deepcopy accepts; got "
+                f"{describe(snapshot)}: {error}. Return plain values."
+            ) from error
+        chat.fork([Saved(snapshot=state, messages=said, rewards=given) for state, said, given in copies])
+        await asyncio.sleep(0)  # the branches begin, so that their turns are sampled together with this one's
 
 
 def _values(owner: str, method: str, returned: Any, count: int) -> tuple[Any, ...]:

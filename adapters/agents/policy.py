@@ -15,6 +15,7 @@ from grpo.deadlines import is_async
 from grpo.errors import ConfigError, ContractError
 from grpo.writing import describe, require_lengths
 
+from .branching import Branch, Branching
 from .chat import Chat, Limits, SampledTurn
 from .conversations import Conversation, step_mask
 from .environments import EnvironmentLoop
@@ -44,9 +45,12 @@ class AgentPolicy:
         concurrency: Maximum number of conversations at a time.
         timeout: Seconds that an environment or an agent program may take between two messages of the model. A conversation
             that takes longer ends. None: no limit.
+        branch: Where the conversations of a group branch in training. They are sampled, and forwarded, once up to there.
+            `generate_actions`, which evaluates, does not branch. The environments need `snapshot()` and `restore(state)`. None:
+            all conversations are independent.
 
     Raises:
-        ConfigError: A limit is invalid, or the tokenizer has no usable chat template.
+        ConfigError: A limit is invalid, the tokenizer has no usable chat template, or an agent program should branch.
 
     Example:
         Train a model on an environment::
@@ -65,6 +69,7 @@ class AgentPolicy:
         max_tokens: int | None = None,
         concurrency: int = 64,
         timeout: float | None = 60.0,
+        branch: Branching | None = None,
     ) -> None:
         if not callable(make):
             raise ConfigError(
@@ -77,11 +82,13 @@ class AgentPolicy:
                 raise ConfigError(f"AgentPolicy: {name} must be at least 1; got {limit}.")
         if timeout is not None and not timeout > 0:
             raise ConfigError(f"AgentPolicy: timeout must be above 0; got {timeout}. Pass None for no limit.")
+        if branch is not None:
+            _require_branching(branch, make, max_turns)
         self.policy, self.make, self.max_turns, self.max_tokens = policy, make, max_turns, max_tokens
         self.template = ChatTemplate(
             policy.tokenizer, end_token_ids=policy.end_token_ids, options=policy.chat_template_options
         )
-        self._concurrency = concurrency
+        self.branch, self._concurrency = branch, concurrency
         known = [limit for limit in (max_tokens, policy.max_positions) if limit is not None]
         self._max_tokens = min(known, default=None)
         play = make if is_async(make) else EnvironmentLoop(make)
@@ -134,7 +141,7 @@ class AgentPolicy:
                 f"AgentPolicy.replay: a turn must have at most sampling.max_new_tokens={limit} tokens; got {longest}. Raise "
                 "max_new_tokens, so that the model can say it too."
             )
-        conversations, _, _ = self._converse(states, 1, {}, turns)
+        conversations, _, _ = self._converse(states, 1, {}, scripts=turns)
         for i, conversation in enumerate(conversations):
             if len(conversation.turns) < len(turns[i]):
                 raise ContractError(
@@ -145,8 +152,12 @@ class AgentPolicy:
         return conversations
 
     def sample_actions(self, states: Sequence[Any], num_actions_per_state: int) -> SampledActions:
-        """Conversations with their log-probs under the sampling distribution and, if sampling is exact, their scores."""
-        conversations, is_exact, metrics = self._converse(states, num_actions_per_state, {})
+        """Conversations with their log-probs under the sampling distribution and, if sampling is exact, their scores.
+
+        Raises:
+            ConfigError: `num_actions_per_state` is no multiple of the number of rows that grow from one root.
+        """
+        conversations, is_exact, metrics = self._converse(states, num_actions_per_state, {}, self.branch)
         device = next(iter(self.policy.model.parameters())).device
         mask = step_mask(conversations, mask_truncated=self.policy.mask_truncated)
         behaviour = torch.zeros(mask.shape)
@@ -211,16 +222,21 @@ class AgentPolicy:
 
     def plan_micro_batches(self, states: Sequence[Any], actions: Sequence[Conversation]) -> list[Sequence[int]]:
         """Rows of each forward pass, within the language model's `max_tokens_per_forward` positions."""
-        prompts, lengths = [], []
+        prompts, rows = [], []
         for action in actions:
             segments = action.segments
             prompts.append(list(segments[0].token_ids[: segments[0].num_context_tokens]) if segments else [0])
-            lengths.append(sum(len(segment.token_ids) for segment in segments) - len(prompts[-1]))
-        rows = [Completion(token_ids=(0,) * max(length, 0), text="", finish_reason="end") for length in lengths]
+            length = sum(len(segment.token_ids) for segment in segments) - len(prompts[-1])
+            before = [token for segment in segments for token in segment.token_ids[: min(segment.forks, default=0)]]
+            shared = tuple(before[len(prompts[-1]) :])  # until the first fork
+            tokens = (*shared, *(0,) * (length - len(shared)))
+            forks = (len(shared),) if shared else ()
+            rows.append(Completion(token_ids=tokens, text="", finish_reason="end", forks=forks))
         return self.policy.plan_micro_batches(prompts, rows)
 
     def state_keys(self, states: Sequence[Any], actions: Sequence[Conversation]) -> Int[Tensor, "N T"]:
         """The state in which each step was taken, for GiGPO: what the environment's `state_key()` returned before its turn.
+        With branches, it is the last fork before the step.
 
         Raises:
             ConfigError: An environment has no `state_key()`.
@@ -267,6 +283,7 @@ class AgentPolicy:
         states: Sequence[Any],
         size: int,
         sampling: dict[str, Any],
+        branching: Branching | None = None,
         scripts: Sequence[Sequence[list[int]]] | None = None,
     ) -> tuple[list[Conversation], bool, dict[str, float]]:
         """Conversations in order, whether all turns were drawn from the policy itself, and the metrics.
@@ -281,7 +298,7 @@ class AgentPolicy:
 
         def make_chat(job: Job, sample: Any) -> Chat:
             count = self.max_turns if scripts is None else min(len(scripts[job.index]), self.max_turns)
-            return Chat(
+            chat = Chat(
                 self.template,
                 self.policy.tokenizer,
                 sample,
@@ -289,6 +306,9 @@ class AgentPolicy:
                 seed=job.seed,
                 sampling_seed=job.sampling_seed,
             )
+            if branching is not None:
+                chat.branch = Branch(branching=branching, leaf=job.index, num_leaves=branching.num_leaves)
+            return chat
 
         def sample(requests: Sequence[Request]) -> list[SampledTurn]:
             nonlocal is_exact
@@ -319,20 +339,30 @@ class AgentPolicy:
                 }
             return [turns[i] for i in range(len(requests))]
 
+        num_leaves = 1 if branching is None else branching.num_leaves
+        if size % num_leaves:
+            raise ConfigError(
+                f"AgentPolicy: the group size must be a multiple of {num_leaves}, the number of rows that grow from one root "
+                f"with branch.width={branching and branching.width}; got {size}. Use {size + num_leaves - size % num_leaves}."
+            )
         seeds = torch.randint(2**31, (len(states),)).tolist()
-        sampling_seeds = torch.randint(2**62, (len(states) * size,)).tolist()
+        sampling_seeds = torch.randint(2**62, (len(states) * size // num_leaves,)).tolist()
         jobs = [
-            Job(index=i, state=states[i // size], seed=seeds[i // size], sampling_seed=sampling_seeds[i])
-            for i in range(len(states) * size)
+            Job(index=i, state=states[i // size], seed=seeds[i // size], sampling_seed=sampling_seeds[i // num_leaves])
+            for i in range(0, len(states) * size, num_leaves)
         ]
         num_abandoned = self._rollouts.num_abandoned
         with self.policy.keeping_prefixes(self._concurrency):
             held = self._rollouts.run(jobs, make_chat, sample)
-        conversations = [conversation for _, conversation in held]
+        places = [chat.branch for chat, _ in held]
+        repeats = [1 if place is None else place.num_leaves for place in places]
+        conversations = [c for (_, c), count in zip(held, repeats, strict=True) for _ in range(count)]
+        begins = [0 if place is None else place.num_shared_turns for place in places]
+        turns = [turn for (_, c), begin in zip(held, begins, strict=True) for turn in c.turns[begin:]]
         metrics = {
-            "agents/turns": float(sum(len(c.turns) for c in conversations)),
-            "agents/tokens": float(sum(map(len, conversations))),
-            "agents/contexts": float(sum(len(c.segments) for c in conversations)),
+            "agents/turns": float(len(turns)),
+            "agents/tokens": float(sum(turn.num_tokens for turn in turns)),
+            "agents/contexts": float(sum(len(c.segments) for _, c in held)),
             "agents/malformed_calls": float(sum(chat.counts["malformed_calls"] for chat, _ in held)),
             "agents/failed_calls": float(sum(chat.counts["failed_calls"] for chat, _ in held)),
             "agents/abandoned": float(self._rollouts.num_abandoned - num_abandoned),
@@ -343,6 +373,20 @@ class AgentPolicy:
 
     def _passes(self, prompts: list[list[int]], completions: list[Completion]) -> list[Sequence[int]]:
         return self.policy.plan_micro_batches(prompts, completions) if prompts else []
+
+
+def _require_branching(branch: Any, make: Any, max_turns: int) -> None:
+    if not isinstance(branch, Branching):
+        raise ConfigError(f"AgentPolicy: branch must be a Branching; got {describe(branch)}. Pass Branching(...).")
+    if is_async(make):
+        raise ConfigError(
+            "AgentPolicy: branch needs environments, whose state can be copied; got an agent program, which cannot continue in "
+            "several ways. Pass a function state -> Environment, or remove branch=..."
+        )
+    if branch.at[-1] >= max_turns:
+        raise ConfigError(
+            f"AgentPolicy: branch.at must be below max_turns={max_turns}, else nothing follows the fork; got {branch.at}."
+        )
 
 
 def _segments(
@@ -362,6 +406,7 @@ def _segments(
                     text="",
                     finish_reason="length" if is_cut else "end",
                     sampled=segment.sampled[begin:],
+                    forks=tuple(fork - begin for fork in segment.forks),
                 )
             )
             rows.append(row)

@@ -11,11 +11,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo.errors import DeadlineError, GRPOError
 
+from .branching import Saved
 from .chat import Chat, ConversationEnded, SampledTurn, SampleTurn
 from .conversations import Conversation
 
@@ -86,7 +87,7 @@ class Rollouts:
         self._has_logged = False
 
     def run(self, jobs: Sequence[Job], make_chat: MakeChat, sample: SampleBatch) -> list[tuple[Chat, Conversation]]:
-        """Hold one conversation per job, and return them in order. `sample` is called in the caller's thread.
+        """Hold one conversation per job, and its branches, and return them in order. `sample` is called in the caller's thread.
 
         Raises:
             DeadlineError: Too many environments hang, or an agent program blocks the event loop.
@@ -124,14 +125,37 @@ class Rollouts:
         batches.loop, batches.main = asyncio.get_running_loop(), asyncio.current_task()
         room = asyncio.Semaphore(self._concurrency)
 
-        async def hold(job: Job) -> tuple[Chat, Conversation]:
+        tasks: list[asyncio.Task] = []
+        ended: asyncio.Queue[asyncio.Task] = asyncio.Queue()
+
+        async def hold(job: Job, chat: Chat) -> tuple[int, tuple[Chat, Conversation]]:
             async with room:
                 with batches.one_more():
-                    return await self._hold(job, make_chat(job, batches.sampler(job.index)))
+                    chat.restart_clock()
+                    return job.index, await self._hold(job, chat)
 
-        tasks = [asyncio.create_task(hold(job)) for job in jobs]
+        def end(task: asyncio.Task) -> None:
+            if not task.cancelled():
+                task.exception()  # asyncio logs errors that nobody has asked for
+            ended.put_nowait(task)
+
+        def begin(job: Job, chat: Chat) -> None:
+            def fork(saved: Sequence[Saved]) -> None:
+                for leaf, branch in chat.forked(saved, batches.sampler):
+                    begin(replace(job, index=leaf), branch)
+
+            chat.fork = fork
+            task = asyncio.create_task(hold(job, chat))
+            task.add_done_callback(end)
+            tasks.append(task)
+
+        for job in jobs:
+            begin(job, make_chat(job, batches.sampler(job.index)))
         try:
-            return list(await asyncio.gather(*tasks))
+            held: list[Any] = []
+            while len(held) < len(tasks):
+                held.append((await ended.get()).result())
+            return [conversation for _, conversation in sorted(held, key=lambda pair: pair[0])]
         finally:
             for task in tasks:
                 task.cancel()

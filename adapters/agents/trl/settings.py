@@ -125,6 +125,7 @@ SETTINGS = {
     "agent.max_tokens": Setting(note="the model's maximum"),
     "agent.concurrency": Setting(note="TRL calls the tools of a batch one after another"),
     "agent.timeout": Setting(note="TRL waits for ever"),
+    "agent.branch": Setting(note="none: TRL's conversations do not branch"),
 }
 """Every field of `GRPOConfig` and its parts, of `SamplingConfig`, and every argument of `HFPolicy` and `AgentPolicy`."""
 

@@ -220,6 +220,8 @@ def _require_counterpart(policy: Any, language: HFPolicy, config: GRPOConfig, kl
             refuse("agent.make", policy.make, "an agent program owns its loop. Pass an environment")
         if policy.max_tokens is not None:
             refuse("agent.max_tokens", policy.max_tokens)
+        if policy.branch is not None:
+            refuse("agent.branch", policy.branch)
 
 
 def _require_one_kind(prompts: Sequence[Any]) -> None:

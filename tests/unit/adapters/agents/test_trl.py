@@ -13,6 +13,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from adapters.agents import (
     AgentPolicy,
+    Branching,
     Conversation,
     EnvironmentReward,
     train_with_trl,
@@ -446,6 +447,12 @@ def test_policies_that_trl_cannot_run_are_refused(subtests: pytest.Subtests) -> 
         "no KL": (model, moving, {}, "reference_sync_every=2"),
         "program": (AgentPolicy(model, play), DEFAULTS, {}, "agent.make="),
         "max_tokens": (AgentPolicy(model, Tools, max_tokens=99), DEFAULTS, {}, "agent.max_tokens=99"),
+        "branch": (
+            AgentPolicy(model, Tools, branch=Branching(at=(1,), width=(2,))),
+            DEFAULTS,
+            {},
+            r"agent.branch=Branching\(at=\(1,\)",
+        ),
         "arguments": (model, DEFAULTS, {"arguments": {"beta": 1.0}}, r"arguments must not set \['beta'\]"),
     }
     for name, (policy, settings, options, message) in cases.items():
