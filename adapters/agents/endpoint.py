@@ -25,7 +25,7 @@ MOST_BYTES = 64 * 2**20
 """Maximum size of a request."""
 MOST_ENDED = 10_000
 """Number of ended conversations that are remembered, so that late requests learn why they are refused."""
-IDLE_SECONDS = 60.0
+IDLE_SECONDS = 20.0
 """How long a connection may be idle, and a client may take to send a request."""
 
 
@@ -184,7 +184,8 @@ class _Server(ThreadingTCPServer):
         self._thread.start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        thread = threading.Thread(target=self.process_request_thread, args=(request, client_address), daemon=True)
+        arguments = (request, client_address)
+        thread = threading.Thread(target=self.process_request_thread, args=arguments, daemon=True, name="chat endpoint")
         self._connections[request] = thread
         thread.start()
 
@@ -219,8 +220,6 @@ class _Handler(BaseHTTPRequestHandler):
         status, kind = 200, "application/json"
         try:
             kind, body = self._response(self._body())
-        except OSError:
-            raise
         except Exception as error:  # the program gets it, and may fail with it
             status, body = error_body(error)
         self._send(status, kind, body)

@@ -65,15 +65,15 @@ def read_request(body: bytes, sampling: SamplingConfig) -> tuple[dict[str, Any],
     stop = [stop] if isinstance(stop, str) else stop
     is_valid = isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)
     _require(is_valid, "stop", "a text or a list of texts that are not empty", stop)
-    limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
-    is_valid = all(type(limit) is int and limit > 0 for limit in limits)
-    _require(is_valid, "max_completion_tokens", "an integer of at least 1", limits)
+    limits = {name: given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
+    for name, limit in limits.items():
+        _require(type(limit) is int and limit > 0, name, "an integer of at least 1", limit)
     messages: Any = given.get("messages")
     _require(isinstance(messages, list) and messages, "messages", "a list of messages, with at least one", messages)
     return given, {
         "messages": [_message(f"messages[{place}]", message) for place, message in enumerate(messages)],
         "tools": None if choice == "none" else tools,
-        "max_new_tokens": min(limits, default=None),
+        "max_new_tokens": min(limits.values(), default=None),
         "stop": stop,
     }
 
