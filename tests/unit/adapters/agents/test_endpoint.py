@@ -460,21 +460,23 @@ def test_a_client_that_gives_up_and_asks_again_gets_another_turn() -> None:
 
 
 def test_a_request_that_waits_when_the_program_returns_is_refused() -> None:
-    policy = says("a")
+    """Also while other conversations go on, for which the policy samples."""
+    policy = says("a", "b")
     real, began = policy.sample_tokens, threading.Event()
     policy.sample_tokens = lambda *a, **k: (began.set(), time.sleep(0.2), real(*a, **k))[2]
     statuses: list[Any] = []
 
     def program(base_url: str, state: Any) -> float:
-        thread = threading.Thread(target=lambda: statuses.append(raw(base_url)))
-        thread.start()
+        if state == "other":
+            _wait_for(lambda: bool(statuses))
+            return float(raw(base_url)[0])
+        threading.Thread(target=lambda: statuses.append(raw(base_url))).start()
         began.wait(10)
         return 1.0
 
-    (found,) = converse(policy, program)
-    _wait_for(lambda: bool(statuses))
+    found, other = converse(policy, program, ["you", "other"])
     assert [(status, answer["error"]["ended_by"]) for status, answer in statuses] == [(410, "environment")]
-    assert len(found.turns) == 0
+    assert (len(found.turns), other.reward) == (0, 200.0)
 
 
 def test_a_program_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
