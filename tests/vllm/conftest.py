@@ -18,7 +18,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-VOCABULARY = ["<pad>", "<eos>", *(f"w{number}" for number in range(30))]
+CALL = '<tool_call>{"name":"lookup","arguments":{}}</tool_call>'
+"""A whole tool call as one word, so that a model with random weights makes some."""
+VOCABULARY = ["<pad>", "<eos>", *(f"w{number}" for number in range(30)), "user", "assistant", "tool", CALL]
+CHAT = (
+    "{% for m in messages %}{{ m.role }} {{ m.content }}"
+    "{% for call in m.tool_calls or [] %} {{ call.function | tojson }}{% endfor %} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
 MAX_LENGTH = 256
 SERVER = (
     f"-m vllm.entrypoints.openai.api_server --host 127.0.0.1 --dtype float32 --enforce-eager "
@@ -37,13 +44,21 @@ if importlib.util.find_spec("vllm"):  # vLLM reads them when it is imported
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 model with two layers and tied embeddings, and a tokenizer of 32 words."""
+    """A Qwen3 model with two layers and tied embeddings, and a tokenizer of 36 words with a chat template."""
     path = tmp_path_factory.mktemp("model")
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="<pad>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(path)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>")
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(path)
     torch.manual_seed(0)
-    shape = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
+    shape = {
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+    }
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
     config = Qwen3Config(
         **shape, **heads, initializer_range=0.2, max_position_embeddings=MAX_LENGTH, eos_token_id=1, bos_token_id=None

@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="vLLM needs a separate environment: make test
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
+from adapters.agents import AgentPolicy, EnvironmentReward
 from adapters.llm.policy import HFPolicy
 from adapters.llm.sampling.samplers import SampledTokens
 from adapters.llm.sampling.sampling_config import SamplingConfig
@@ -201,9 +202,9 @@ def test_the_repetition_penalty_includes_the_prompt(make_sampler: Callable[[], A
 def test_completions_end_at_the_given_tokens_and_strings(make_sampler: Callable[[], Any], model: Any) -> None:
     sampler = make_sampler()
     sampler.sync(model)
-    config = replace(SAMPLING, max_new_tokens=40, temperature=1.5)
+    config = replace(SAMPLING, max_new_tokens=120, temperature=1.5)
     free = sampler.sample([SHORT], 8, config, end_token_ids=[], seeds=range(8))
-    assert all(len(tokens) == 40 for tokens in free.token_ids)  # the model's own end token does not end them
+    assert all(len(tokens) == 120 for tokens in free.token_ids)  # the model's own end token does not end them
     assert set(free.finish_reasons) == {"length"}
     ended = sampler.sample([SHORT], 8, replace(config, stop=("w8",)), end_token_ids=[17, 18], seeds=range(8))
     assert set(ended.finish_reasons) == {"end", "stop"}
@@ -241,3 +242,56 @@ def test_a_server_with_other_weights_is_detected(server_url: str, model: Any, tm
     second.sync(copy.deepcopy(model))
     with pytest.raises(RuntimeError, match="no longer has the weights of the last sync"):
         first.sample([SHORT], 1, SAMPLING, end_token_ids=END, seeds=[1])
+
+
+def lookup() -> str:
+    """Looks something up."""
+    return "w3 w4"
+
+
+class Asks:
+    """Asks again and again. The policy may look something up, and low numbers are rewarded."""
+
+    def __init__(self, state: str) -> None:
+        self.state = state
+
+    def tools(self) -> list[Any]:
+        return [lookup]
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self.state, {}
+
+    def step(self, action: Any) -> Any:
+        return "w5", float("w1" in action["content"]), False, False, {}
+
+
+def test_agents_talk_over_three_turns_with_a_tool(make_sampler: Callable[[], Any], model: Any, folder: Any) -> None:
+    """vLLM reports the log-probs that scoring computes, and the number of conversations at a time changes no token."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    sampling = SamplingConfig(max_new_tokens=24, temperature=1.5)
+    policy = HFPolicy(model, tokenizer, sampling=sampling, sampler=make_sampler())
+    with torch.no_grad():  # more turns end, and more are calls
+        model.get_input_embeddings().weight[[END[0], -1]] *= torch.tensor([[3.0], [-2.0]])
+    found = []
+    for concurrency in (1, 64):
+        agent = AgentPolicy(policy, Asks, max_turns=3, concurrency=concurrency)
+        agent.sync_sampler()
+        torch.manual_seed(1)
+        sampled = agent.sample_actions(["w1 w2", "w6"], 16)
+        found.append([row for group in sampled.actions for row in group])
+    assert [row.segments for row in found[0]] == [row.segments for row in found[1]]
+    assert max(len(row.turns) for row in found[0]) == 3
+    assert any(message["role"] == "tool" for row in found[0] for message in row.messages[:-2])
+    assert all(len(row.segments) == 1 for row in found[0])
+    assert sampled.scores is None
+    with torch.no_grad():
+        scores = agent.score_actions([None] * 32, found[1])
+    assert torch.equal(scores.mask, sampled.mask)
+    assert (scores.log_probs - sampled.behaviour_log_probs).abs().max() < 1e-4
+    config = GRPOConfig(
+        seed=0, group_size=4, learning_rate=0.01, objective=ObjectiveConfig(sampler_correction="truncate")
+    )
+    trainer = GRPOTrainer(config=config, policy=agent, reward_model=EnvironmentReward())
+    for _ in range(2):  # the second iteration samples with the weights of the first
+        metrics = trainer.step(["w1 w2", "w6"])
+        assert metrics["train/sampler_ratio_mean"] == pytest.approx(1.0, abs=1e-4)
