@@ -26,7 +26,7 @@ from tests.support.agents import (
     says_call,
     scores_one_by_one,
 )
-from tests.support.llm_models import FAMILIES, adapted_model, forward_shapes, gradients, relative_difference, tiny_model
+from tests.support.llm_models import adapted_model, forward_shapes, gradients, relative_difference, tiny_model
 
 
 class Caller(Echo):
@@ -49,24 +49,6 @@ def sampled_from(policy: Any, make: Any = Echo, states: Any = ("you", "me"), siz
     torch.manual_seed(0)
     agent = AgentPolicy(policy, make, **options)
     return agent, agent.sample_actions(list(states), size)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sampled_log_probs_are_scored_log_probs(family: str) -> None:
-    """Every model family, three turns, for a template that appends and one that rewrites."""
-    for template in (None, FORGETFUL):
-        sampling = SamplingConfig(max_new_tokens=40, stop=("a", "e", "t", "1", "5", "X", "\n"))
-        policy = language_model(family, tokenizer=chat_tokenizer(template) if template else None, sampling=sampling)
-        agent, sampled = sampled_from(policy, size=2)
-        rows = rows_of(sampled)
-        assert sum(len(row.turns) for row in rows) > len(rows)
-        scores = agent.score_actions([None] * 4, rows)
-        assert torch.equal(scores.mask, sampled.mask)
-        assert scores.mask.sum(1).tolist() == [len(row) for row in rows]
-        torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs, atol=1e-5, rtol=0)
-        assert sampled.scores is not None
-        for row, log_probs in zip(rows, scores.log_probs, strict=True):
-            torch.testing.assert_close(log_probs[: len(row)], scores_one_by_one(policy.model, row), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ORIGINALS)
