@@ -1,6 +1,7 @@
 """Benchmarks run, and both sides of a comparison compute the same. No test checks how fast they are."""
 
 import contextlib
+import functools
 import os
 import re
 import subprocess
@@ -19,7 +20,18 @@ import torch
 from adapters.control import LearningCurve
 from adapters.tools import ToolCall, ToolCatalogue, ToolResult, ToolTask
 from adapters.tools.workbench import workbench_catalogue
-from benchmarks import bandits, control_learning, control_speed, import_time, objective, overhead, tool_speed, tools
+from benchmarks import (
+    agent_vs_trl,
+    bandits,
+    control_learning,
+    control_speed,
+    import_time,
+    objective,
+    overhead,
+    tool_speed,
+    tools,
+    trl_curves,
+)
 from benchmarks._memory import peak_extra_memory
 from benchmarks._tool_baselines import LinearArms, LinUCB, NearestDescription, Remembering, in_batches
 from benchmarks.objective import CASES, HAS_TRL, INSTALL, TOLERANCE, Batch, largest_difference, our_run, their_run
@@ -52,6 +64,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 TYPED = {
+    "agents": ["--repeats", "1"],
     "bandits": ["--seeds", "1", "--runs", "2"],
     "checkpoints": ["--quick"],
     "control_learning": ["--envs", "CartPole-v1", "--seeds", "1", "--steps", "2000"],
@@ -78,7 +91,23 @@ def test_a_benchmark_runs_as_typed_without_a_warning(name: str, tmp_path: Path) 
 
 def test_every_benchmark_has_a_short_run() -> None:
     names = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}
-    assert names == {*TYPED, "llm_vs_trl", "import_time"}
+    assert names == {*TYPED, "llm_vs_trl", "agent_vs_trl", "trl_curves", "import_time"}
+
+
+@pytest.mark.slow
+def test_both_sides_of_the_benchmark_of_agents_have_the_same_turns_and_tokens(run: Run) -> None:
+    small = functools.partial(agent_vs_trl.make_model, hidden_size=64, num_hidden_layers=1)
+    sizes = {"TURNS": 3, "TOKENS": 8, "WORDS": 5, "VOCABULARY": 1000, "make_model": small}
+    printed = run(agent_vs_trl, "--pairs", "1", "--rows", "8", **sizes)
+    assert re.search(r"s/iteration   TRL [\d.]+   ours [\d.]+\n  speed against TRL [\d.]+ x", printed)
+    counts = r"turns per conversation \{3\.0\}, sampled tokens per conversation \{24\.0\}"
+    assert re.search(rf"TRL:  {counts}\n  ours: {counts}", printed)
+
+
+@pytest.mark.slow
+def test_the_table_of_curves_has_both_trainers(run: Run) -> None:
+    printed = run(trl_curves, "--seeds", "1", "--iterations", "4")
+    assert len(re.findall(r"\| \d \| 0\.\d{3} \(.*\) \| 0\.\d{3} \(.*\) \|", printed)) == 4
 
 
 @pytest.mark.parametrize("by_group", [False, True])

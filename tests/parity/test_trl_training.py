@@ -213,6 +213,9 @@ def test_the_code_of_the_guide_runs() -> None:
         for code in (blocks[0], *(block for block in blocks if "train_with_trl(" in block)):
             exec(compile(code, str(page), "exec"), names)
     assert len(names["history"]) == 2
+    assert "forward" not in vars(names["network"])  # TRL's own is gone
+    assert names["network"].config.bos_token_id is None
+    assert names["model"].generate_actions(["a"], 1)[0][0].text is not None
 
 
 def _says(tokenizer: Any, turns: list[str]) -> Callable[[Tensor], list[list[int]]]:

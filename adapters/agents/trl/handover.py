@@ -66,6 +66,7 @@ def trl_reward_functions(
         text = tokenizer.decode(ids, skip_special_tokens=True)
         return Completion(token_ids=tuple(ids), text=text, finish_reason="length" if is_cut else "end")
 
+    @torch.no_grad()
     def compute(given: Mapping[str, Any]) -> None:
         size = len(given["completions"])
         columns = {
@@ -74,6 +75,7 @@ def trl_reward_functions(
         rows = [{"prompt": p, **{name: columns[name][i] for name in columns}} for i, p in enumerate(given["prompts"])]
         of_rows = rows if states is None else [states[row[COLUMN]] for row in rows]
         actions = [action(given, i) for i in range(size)]
+        model.eval()
         if isinstance(model, WeightedRewards):
             parts = model.compute_components(of_rows, actions)
             total = model.combine(parts)

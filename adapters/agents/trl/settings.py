@@ -244,7 +244,7 @@ def trl_arguments(
         if (objective.entropy_aggregation or objective.aggregation) != "step_mean":
             refuse("objective.entropy_aggregation", objective.entropy_aggregation)
     if objective.fixed_length not in (None, max_length):
-        refuse("objective.fixed_length", objective.fixed_length, f"it must be max_new_tokens = {max_length}")
+        refuse("objective.fixed_length", objective.fixed_length, f"it must be max_completion_length = {max_length}")
     return {
         **sizes.arguments(),
         **_loss_arguments(objective, sizes),

@@ -44,7 +44,7 @@ def train_with_trl(
     *,
     states: Sequence[Any],
     num_iterations: int,
-    reference_policy: HFPolicy | None = None,
+    reference_policy: HFPolicy | AgentPolicy | None = None,
     output_dir: str | Path | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> list[dict[str, float]]:
@@ -70,12 +70,11 @@ def train_with_trl(
         ConfigError: TRL is not installed, or a setting has no counterpart in TRL.
         NonFiniteGradientError: A gradient is NaN or infinite. TRL has applied it to the weights.
     """
-    language = policy.policy if isinstance(policy, AgentPolicy) else policy
+    language = _language_model(policy)
     if config.device is not None:
         language.to(config.device)
     sizes = Sizes.of(config, len(states))
-    reference = language.reference_model if reference_policy is None else reference_policy.reference_model
-    reference = reference if reference_policy is None or reference is not None else reference_policy.model
+    reference = language.reference_model if reference_policy is None else _language_model(reference_policy).model
     kl_coef = config.objective.kl_coef_with(has_reference=reference_policy is not None)
     _require_counterpart(policy, language, config, kl_coef, reference)
     max_length = language.sampling.max_new_tokens
@@ -167,6 +166,10 @@ QUIET = {
 """Arguments that `arguments` may change."""
 
 
+CHANGED = ("forward", "_name_or_path", "pad_token_id", "bos_token_id", "eos_token_id")
+"""Attributes of a model and of its configurations that TRL changes."""
+
+
 class StopsAtNaN(TrainerCallback):
     """Ends the run at the first gradient that is not finite."""
 
@@ -178,6 +181,10 @@ class StopsAtNaN(TrainerCallback):
                 f"train_with_trl: the gradient's norm must be finite; at update {state.global_step} it is {norm}, and TRL has "
                 "applied it. Lower learning_rate, or train with grpo.GRPOTrainer, which skips such updates."
             )
+
+
+def _language_model(policy: HFPolicy | AgentPolicy) -> HFPolicy:
+    return policy.policy if isinstance(policy, AgentPolicy) else policy
 
 
 def _metrics(
@@ -236,20 +243,17 @@ def _require_one_kind(prompts: Sequence[Any]) -> None:
 
 @contextmanager
 def _lent_to_trl(model: Any, reference: Any, folder: str) -> Iterator[None]:
-    """Context in which TRL may change the model's `forward` and its token settings, and finds the reference by name."""
-    config, generation = model.config, model.generation_config
+    """Context in which TRL may change the model's `forward` and its special tokens, and finds the reference by its name."""
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kept = [(m, m.__dict__.get("forward")) for m in (model, plain)]
-    saved = (config._name_or_path, config.pad_token_id, generation.pad_token_id)
+    owners = [vars(owner) for owner in (model, plain, model.config, model.generation_config)]
+    kept = [{name: owner[name] for name in CHANGED if name in owner} for owner in owners]
     if reference is not None:
         reference.save_pretrained(folder)
-        config._name_or_path = folder
+        model.config._name_or_path = folder
     try:
         yield
     finally:
-        config._name_or_path, config.pad_token_id, generation.pad_token_id = saved
-        for changed, forward in kept:
-            if forward is None:
-                changed.__dict__.pop("forward", None)
-            else:
-                changed.forward = forward
+        for owner, values in zip(owners, kept, strict=True):
+            for name in CHANGED:
+                owner.pop(name, None)
+            owner.update(values)

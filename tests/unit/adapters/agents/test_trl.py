@@ -372,7 +372,7 @@ def test_settings_that_depend_on_others_are_refused(subtests: pytest.Subtests) -
         "sapo's mean": (config("objective", "surrogate", Sapo(), aggregation="step_mean"), "here it is 'step_mean'"),
         "length": (
             config("objective", "aggregation", "fixed_length", fixed_length=5),
-            "fixed_length=5 .* max_new_tokens = 6",
+            "fixed_length=5 .* max_completion_length = 6",
         ),
         "entropy by row": (config("objective", "entropy_coef", 0.1), "objective.entropy_aggregation=None"),
         "entropy estimator": (

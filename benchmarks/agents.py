@@ -1,0 +1,98 @@
+"""Time of conversations with slow tools, compared with the time of the model's own work.
+
+Each of 64 conversations has three turns with a call of a tool that takes 50 ms, and an answer. The model's turns are given, and
+take half a second for all conversations together, as a small model would need. All conversations go on together, so the tools
+should cost little.
+
+    python -m benchmarks.agents
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from adapters.agents import AgentPolicy
+from adapters.llm import HFPolicy, SampledTokens, SamplingConfig
+from benchmarks.agent_vs_trl import CLOSE, OPEN, make_tokenizer
+from benchmarks.llm_vs_trl import TINY, make_model
+
+CONVERSATIONS, NAP, MODEL_SECONDS, CALLS = 64, 0.05, 0.5, 3
+
+
+def look(words: str) -> str:
+    """Looks something up.
+
+    Args:
+        words: What to look up.
+    """
+    time.sleep(NAP)
+    return f"nothing about {words}"
+
+
+class Slow:
+    """Has a slow tool, and ends with the first answer."""
+
+    def __init__(self, question: str) -> None:
+        self.question = question
+
+    def tools(self) -> list[Any]:
+        """The tool."""
+        return [look]
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        """Ask the question."""
+        return self.question, {}
+
+    def step(self, action: Any) -> Any:
+        """End the conversation."""
+        return "", 1.0, True, False, {}
+
+
+class Says(HFPolicy):
+    """Calls the tool three times, and answers. Each batch takes at least half a second."""
+
+    seconds = 0.0
+
+    def sample_tokens(self, prompts: Sequence[Sequence[int]], **_: Any) -> SampledTokens:
+        """The next turn of each conversation, by the number of calls in its context."""
+        begin = time.perf_counter()
+        call, answer = ([*map(self.tokenizer.convert_tokens_to_ids, turn)] for turn in ([OPEN, "w1 ", CLOSE], ["w2 "]))
+        end = self.tokenizer.eos_token_id
+        turns = [[*(call if prompt.count(call[0]) < CALLS else answer), end] for prompt in prompts]
+        time.sleep(max(0.0, MODEL_SECONDS - (time.perf_counter() - begin)))
+        self.seconds += time.perf_counter() - begin
+        zeros = [[0.0] * len(turn) for turn in turns]
+        return SampledTokens(token_ids=turns, finish_reasons=["end"] * len(turns), behaviour_log_probs=zeros)
+
+
+def main() -> None:
+    """Read the command line, and print the times and the ratio."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    tokenizer = make_tokenizer(500)
+    model = make_model(TINY["tiny"], "cpu", vocab_size=500, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+    policy = Says(model, tokenizer, sampling=SamplingConfig(max_new_tokens=32))
+    agent = AgentPolicy(policy, Slow)
+    totals, models = [], []
+    for _ in range(options.repeats):
+        policy.seconds, begin = 0.0, time.perf_counter()
+        (conversations,) = agent.generate_actions(["hi"], CONVERSATIONS)
+        totals.append(time.perf_counter() - begin)
+        models.append(policy.seconds)
+        assert all(len(c.turns) == CALLS + 1 and c.reward == 1 for c in conversations)
+    ratio = statistics.median(total / own for total, own in zip(totals, models, strict=True))
+    print(
+        f"{CONVERSATIONS} conversations, {CALLS} calls of {1e3 * NAP:.0f} ms each, {CALLS + 1} turns of {MODEL_SECONDS} s"
+    )
+    print(
+        f"  seconds: {statistics.median(totals):.2f}, of which the model {statistics.median(models):.2f}   ratio {ratio:.2f}"
+    )
+    alone = CONVERSATIONS * CALLS * NAP
+    print(f"  one call after another would add {alone:.1f} s: ratio {1 + alone / statistics.median(models):.2f}")
+
+
+if __name__ == "__main__":
+    main()
