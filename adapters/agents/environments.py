@@ -4,6 +4,7 @@ import asyncio
 import copy
 import inspect
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -19,6 +20,9 @@ from .messages import Message, Observation, as_messages
 
 class Environment(Protocol):
     """The other side of a conversation: a user, a game, or a set of tools. One object holds one conversation.
+
+    Environments of Gymnasium and GEM whose actions are texts are such environments as they are: if `action_space` is a `Text`
+    space, or if the action is annotated as `str`, `step` gets the text of the policy's message instead of the message.
 
     Both methods may be `async def`. An environment may also have these methods:
 
@@ -121,10 +125,10 @@ class EnvironmentLoop:
 
     async def _converse(self, thread: OwnThread, environment: Any, chat: Chat, rewards: list[float]) -> None:
         owner = type(environment).__name__
-        tools = list(await thread.run(environment.tools)) if hasattr(environment, "tools") else []
+        tools = list(await thread.run(environment.tools)) if callable(getattr(environment, "tools", None)) else []
         functions = {tool.__name__: tool for tool in tools if callable(tool)}
         runs_calls, schemas = len(functions) == len(tools), tool_schemas(tools)
-        key = getattr(environment, "state_key", None)
+        key, takes_text = getattr(environment, "state_key", None), _takes_text(environment)
         branch = chat.branch
         if branch is not None and not (hasattr(environment, "snapshot") and hasattr(environment, "restore")):
             raise ContractError(
@@ -151,7 +155,7 @@ class EnvironmentLoop:
                 rewards.append(0.0)
                 messages = [*chat.messages, *results]
                 continue
-            answer = await thread.run(environment.step, message)
+            answer = await thread.run(environment.step, message["content"] if takes_text else message)
             observation, reward, terminated, truncated, chat.info = _values(owner, "step", answer, 5)
             rewards.append(_number(owner, reward))
             messages = [*chat.messages, *as_messages(observation, message)]
@@ -178,6 +182,15 @@ class EnvironmentLoop:
             ) from error
         chat.fork([Saved(snapshot=state, messages=said, rewards=given) for state, said, given in copies])
         await asyncio.sleep(0)  # the branches begin, so that their turns are sampled together with this one's
+
+
+def _takes_text(environment: Any) -> bool:
+    """Whether the actions are texts. Wrappers of Gymnasium and GEM do not annotate actions, so the inner environment counts."""
+    spaces = sys.modules.get("gymnasium.spaces")  # an environment with such a space has imported it
+    if spaces is not None and isinstance(getattr(environment, "action_space", None), spaces.Text):
+        return True
+    parameters = inspect.signature(getattr(environment, "unwrapped", environment).step).parameters
+    return next(iter(parameters.values())).annotation in (str, "str") if parameters else False
 
 
 def _values(owner: str, method: str, returned: Any, count: int) -> tuple[Any, ...]:

@@ -1,1 +1,1 @@
-"""Bridges: environments of other packages in conversations. Each module needs its package only when it is used."""
+"""Environments of other packages, as environments of conversations. Each module needs its package only when it is used."""
