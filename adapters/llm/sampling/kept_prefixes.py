@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
@@ -20,8 +19,8 @@ from .decoding_batch import DecodingBatch, GrowingLayer
 class Kept:
     """The cache of one row."""
 
-    tokens: np.ndarray
-    """Token ids that the cache has, [L]."""
+    tokens: tuple[int, ...]
+    """Token ids that the cache has, of length L."""
     layers: list[tuple[Tensor, Tensor]]
     """Keys and values of each layer, [heads, L, size]."""
 
@@ -35,7 +34,9 @@ class KeptPrefixes:
 
     def __init__(self, max_rows: int) -> None:
         self._max_rows = max_rows
-        self._kept: list[Kept] = []
+        self._kept: dict[tuple[int, ...], list[Kept]] = {}
+        self._order: list[tuple[int, ...]] = []
+        """The tokens of all rows, oldest first. Several rows may have equal tokens."""
 
     def keep(self, batch: DecodingBatch, positions: Sequence[int], contexts: Sequence[Sequence[int]]) -> None:
         """Copy the caches of the rows at these positions of the batch.
@@ -52,22 +53,33 @@ class KeptPrefixes:
                 (layer.keys[position][:, columns].clone(), layer.values[position][:, columns].clone())
                 for layer in all_layers
             ]
-            self._kept.append(Kept(tokens=np.asarray(context[:-1]), layers=layers))
-        del self._kept[: -self._max_rows]
+            tokens = tuple(context[:-1])
+            self._kept.setdefault(tokens, []).append(Kept(tokens=tokens, layers=layers))
+            self._order.append(tokens)
+        for tokens in self._order[: -self._max_rows]:
+            self._remove(tokens)
 
     def take(self, prompts: Sequence[Sequence[int]]) -> list[Kept | None]:
         """Remove and return the longest cache that each prompt continues, or None. Several prompts may continue one cache."""
-        taken: list[Kept | None] = []
-        for tokens in map(np.asarray, prompts):
-            found = None
-            for kept in (*self._kept, *(kept for kept in taken if kept is not None)):
-                length = len(kept.tokens)
-                is_longer = found is None or length > len(found.tokens)
-                if length < len(tokens) and is_longer and np.array_equal(kept.tokens, tokens[:length]):
-                    found = kept
-            self._kept = [kept for kept in self._kept if kept is not found]
-            taken.append(found)
-        return taken
+        taken: dict[tuple[int, ...], Kept] = {}
+        lengths = sorted({*map(len, self._order)}, reverse=True)
+        return [self._take(tuple(prompt), lengths, taken) for prompt in prompts]
+
+    def _take(self, prompt: tuple[int, ...], lengths: Sequence[int], taken: dict[tuple[int, ...], Kept]) -> Kept | None:
+        for tokens in (prompt[:length] for length in lengths if length < len(prompt)):
+            if tokens in self._kept:
+                taken[tokens] = self._remove(tokens)
+            if tokens in taken:
+                return taken[tokens]
+        return None
+
+    def _remove(self, tokens: tuple[int, ...]) -> Kept:
+        """Remove and return the oldest row with these tokens."""
+        self._order.remove(tokens)
+        rows = self._kept[tokens]
+        if len(rows) == 1:
+            del self._kept[tokens]
+        return rows.pop(0)
 
 
 def continued_batch(

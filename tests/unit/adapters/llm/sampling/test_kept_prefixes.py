@@ -32,9 +32,9 @@ def test_only_new_tokens_are_computed_and_the_oldest_rows_are_dropped() -> None:
         kept = [policy.sample_tokens([encoded(text)], seeds=[0], end_token_ids=range(45)) for text in ("abcd", "bcde")]
         shapes = forward_shapes(policy.model)
         again = [[*encoded(text), *turn.token_ids[0], *NEW] for text, turn in zip(("abcd", "bcde"), kept, strict=True)]
-        for prompt in again:
+        for prompt in reversed(again):
             policy.sample_tokens([prompt], seeds=[0], max_new_tokens=1)
-    assert shapes == [(1, 7), (1, 3)]  # dropped: 4 + 1 + 2 tokens; kept: the sampled token and 2 new ones
+    assert shapes == [(1, 3), (1, 7)]  # kept: the sampled token and 2 new ones; dropped: 4 + 1 + 2 tokens
     with torch.no_grad():
         policy.sample_tokens([again[1]], seeds=[0], max_new_tokens=1)
     assert shapes[-1] == (1, 7)  # outside the context, nothing is kept
@@ -56,3 +56,18 @@ def test_equal_prompts_are_computed_once() -> None:
     assert shapes[0] == (1, 3)
     apart = [policy.sample_tokens([encoded("abc")], seeds=[seed]).token_ids[0] for seed in (1, 2, 3)]
     assert together.token_ids == apart
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "computed"),
+    [(8, [1, 1, 2, 4]), (2, [1, 2, 4, 4])],
+    ids=["all rows are kept", "the first abc is dropped"],
+)
+def test_the_longest_row_is_continued_once_for_each_time_it_was_kept(max_rows: int, computed: list[int]) -> None:
+    policy = policy_of(max_new_tokens=1)
+    with policy.keeping_prefixes(max_rows=max_rows):
+        policy.sample_tokens([encoded(text) for text in ("abc", "ab", "abc")], seeds=range(3), end_token_ids=range(45))
+        shapes = forward_shapes(policy.model)
+        for text in ("abcd", "abce", "abcf", "abcg"):
+            policy.sample_tokens([encoded(text)], seeds=[0])
+    assert [columns for _, columns in shapes] == computed
