@@ -1,27 +1,27 @@
 """A language model that talks and acts over many turns, as a policy."""
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from adapters.llm import Completion, HFPolicy, SamplingConfig
+from adapters.llm import HFPolicy
 from grpo import ActionScores, SampledActions
 from grpo.deadlines import is_async
 from grpo.errors import ConfigError, ContractError
 from grpo.writing import describe, require_lengths
 
 from .branching import Branch, Branching
-from .chat import Chat, Limits, SampledTurn
+from .chat import Chat, Limits
 from .conversations import Conversation, step_mask
 from .environments import EnvironmentLoop
 from .messages import Message
-from .rollouts import Job, Request, Rollouts
+from .rollouts import Job, Rollouts
+from .scoring import plan_passes, reference_log_probs, score_conversations
 from .templates import ChatTemplate
+from .turns import ModelTurns, ScriptedTurns
 
 ENDED_BY = ("environment", "max_turns", "length", "timeout", "error")
 
@@ -107,7 +107,8 @@ class AgentPolicy:
             num_actions_per_state: Number of conversations per state, G.
             sampling: Settings of `SamplingConfig` for this call only, for example `temperature=0`.
         """
-        conversations, _, _ = self._converse(states, num_actions_per_state, sampling)
+        turns = ModelTurns(self.policy, self.template, sampling)
+        conversations, _ = self._converse(states, num_actions_per_state, turns)
         return _grouped(conversations, num_actions_per_state)
 
     def replay(self, states: Sequence[Any], scripts: Sequence[Sequence[str | Message]]) -> list[Conversation]:
@@ -131,23 +132,14 @@ class AgentPolicy:
                 loss = -scores.log_probs[scores.mask].mean()
         """
         require_lengths("AgentPolicy.replay", len(states), scripts=scripts)
-        turns = [[self.template.turn(said) for said in script] for script in scripts]
-        limit, longest = (
-            self.policy.sampling.max_new_tokens,
-            max((len(turn) for row in turns for turn in row), default=0),
-        )
-        if longest > limit:
-            raise ContractError(
-                f"AgentPolicy.replay: a turn must have at most sampling.max_new_tokens={limit} tokens; got {longest}. Raise "
-                "max_new_tokens, so that the model can say it too."
-            )
-        conversations, _, _ = self._converse(states, 1, {}, scripts=turns)
+        turns = ScriptedTurns(self.policy, self.template, scripts)
+        conversations, _ = self._converse(states, 1, turns)
         for i, conversation in enumerate(conversations):
-            if len(conversation.turns) < len(turns[i]):
+            if len(conversation.turns) < turns.max_turns(i):
                 raise ContractError(
-                    f"AgentPolicy.replay: conversation {i} must have the {len(turns[i])} turns of its script; it ended after "
-                    f"{len(conversation.turns)} by {conversation.ended_by!r}, info={conversation.info}. Shorten the script, or "
-                    "raise the limit."
+                    f"AgentPolicy.replay: conversation {i} must have the {turns.max_turns(i)} turns of its script; it ended "
+                    f"after {len(conversation.turns)} by {conversation.ended_by!r}, info={conversation.info}. Shorten the "
+                    "script, or raise the limit."
                 )
         return conversations
 
@@ -157,7 +149,8 @@ class AgentPolicy:
         Raises:
             ConfigError: `num_actions_per_state` is no multiple of the number of rows that grow from one root.
         """
-        conversations, is_exact, metrics = self._converse(states, num_actions_per_state, {}, self.branch)
+        turns = ModelTurns(self.policy, self.template, {})
+        conversations, metrics = self._converse(states, num_actions_per_state, turns, self.branch)
         device = next(iter(self.policy.model.parameters())).device
         mask = step_mask(conversations, mask_truncated=self.policy.mask_truncated)
         behaviour = torch.zeros(mask.shape)
@@ -169,32 +162,13 @@ class AgentPolicy:
             actions=_grouped(conversations, num_actions_per_state),
             mask=mask,
             behaviour_log_probs=behaviour,
-            scores=ActionScores(log_probs=behaviour, mask=mask) if is_exact else None,
+            scores=ActionScores(log_probs=behaviour, mask=mask) if turns.is_exact else None,
             metrics=metrics,
         )
 
     def score_actions(self, states: Sequence[Any], actions: Sequence[Conversation]) -> ActionScores:
         """Scores of N conversations: each sampled token in the context in which it was sampled."""
-        prompts, completions, row_of_segment = _segments(actions, mask_truncated=self.policy.mask_truncated)
-        parts = [
-            (part, self.policy.score_actions([prompts[i] for i in part], [completions[i] for i in part]))
-            for part in self._passes(prompts, completions)
-        ]
-        if not parts:  # no conversation has a step
-            nothing = torch.zeros(0, 0)
-            critic = {} if self.policy.value_head is None else {"values": nothing, "final_values": torch.zeros(0)}
-            parts = [([], ActionScores(log_probs=nothing, mask=nothing.bool(), **critic))]
-        mask = step_mask(actions, mask_truncated=self.policy.mask_truncated).to(parts[0][1].mask.device)
-        joined: dict[str, Any] = {}
-        for name in (field.name for field in fields(ActionScores)):
-            values = [(part, getattr(scores, name), scores.mask) for part, scores in parts]
-            if name == "mask" or any(value is None for _, value, _ in values):
-                continue
-            if name == "final_values":
-                joined[name] = _of_last_segments(values, row_of_segment, len(actions))
-            else:
-                joined[name] = _on_steps(values, len(completions), mask)
-        return ActionScores(mask=mask, **joined)
+        return score_conversations(self.policy, actions)
 
     def get_log_probabilities(self, states: Sequence[Any], actions: Sequence[Conversation]) -> Float[Tensor, " N"]:
         """The sum of the log-probs of each conversation's steps."""
@@ -203,36 +177,11 @@ class AgentPolicy:
     def _reference_log_probabilities(
         self, states: Sequence[Any], actions: Sequence[Conversation]
     ) -> Float[Tensor, "N T"]:
-        """Log-probs of the steps under the reference of the language model."""
-        prompts, completions, _ = _segments(actions, mask_truncated=self.policy.mask_truncated)
-        width = max((len(completion) for completion in completions), default=0)
-        values = []
-        for part in self._passes(prompts, completions):
-            some = [completions[i] for i in part]
-            log_probs = self.policy.reference_log_probabilities([prompts[i] for i in part], some)
-            sampled = torch.zeros(len(some), width, dtype=torch.bool)
-            for row, completion in zip(sampled, some, strict=True):
-                if not (self.policy.mask_truncated and completion.is_truncated):
-                    row[: len(completion)] = torch.tensor(completion.sampled)
-            values.append((part, log_probs, sampled[:, : log_probs.shape[1]].to(log_probs.device)))
-        mask = step_mask(actions, mask_truncated=self.policy.mask_truncated)
-        if not values:
-            return torch.zeros(mask.shape)
-        return _on_steps(values, len(completions), mask.to(values[0][1].device))
+        return reference_log_probs(self.policy, actions)
 
     def plan_micro_batches(self, states: Sequence[Any], actions: Sequence[Conversation]) -> list[Sequence[int]]:
         """Rows of each forward pass, within the language model's `max_tokens_per_forward` positions."""
-        prompts, rows = [], []
-        for action in actions:
-            segments = action.segments
-            prompts.append(list(segments[0].token_ids[: segments[0].num_context_tokens]) if segments else [0])
-            length = sum(len(segment.token_ids) for segment in segments) - len(prompts[-1])
-            before = [token for segment in segments for token in segment.token_ids[: min(segment.forks, default=0)]]
-            shared = tuple(before[len(prompts[-1]) :])  # until the first fork
-            tokens = (*shared, *(0,) * (length - len(shared)))
-            forks = (len(shared),) if shared else ()
-            rows.append(Completion(token_ids=tokens, text="", finish_reason="end", forks=forks))
-        return self.policy.plan_micro_batches(prompts, rows)
+        return plan_passes(self.policy, actions)
 
     def state_keys(self, states: Sequence[Any], actions: Sequence[Conversation]) -> Int[Tensor, "N T"]:
         """The state in which each step was taken, for GiGPO: what the environment's `state_key()` returned before its turn.
@@ -282,62 +231,22 @@ class AgentPolicy:
         self,
         states: Sequence[Any],
         size: int,
-        sampling: dict[str, Any],
+        turns: ModelTurns | ScriptedTurns,
         branching: Branching | None = None,
-        scripts: Sequence[Sequence[list[int]]] | None = None,
-    ) -> tuple[list[Conversation], bool, dict[str, float]]:
-        """Conversations in order, whether all turns were drawn from the policy itself, and the metrics.
-
-        With scripts, the turns of each conversation are given, and none is drawn.
-        """
-        config = SamplingConfig.from_dict(self.policy.sampling.to_dict() | sampling)
-        limits = Limits(max_turns=self.max_turns, max_tokens=self._max_tokens, max_new_tokens=config.max_new_tokens)
-        ends = self.template.end_token_ids + self.template.opening_token_ids
-        is_exact = True
-        scripted = None if scripts is None else [iter(script) for script in scripts]
+    ) -> tuple[list[Conversation], dict[str, float]]:
+        """`size` conversations per state, in order, and the metrics."""
 
         def make_chat(job: Job, sample: Any) -> Chat:
-            count = self.max_turns if scripts is None else min(len(scripts[job.index]), self.max_turns)
-            chat = Chat(
-                self.template,
-                self.policy.tokenizer,
-                sample,
-                replace(limits, max_turns=count),
-                seed=job.seed,
-                sampling_seed=job.sampling_seed,
+            limits = Limits(
+                max_turns=min(self.max_turns, turns.max_turns(job.index)),
+                max_tokens=self._max_tokens,
+                max_new_tokens=turns.max_new_tokens,
             )
+            seeds = {"seed": job.seed, "sampling_seed": job.sampling_seed}
+            chat = Chat(self.template, self.policy.tokenizer, sample, limits, **seeds)
             if branching is not None:
                 chat.branch = Branch(branching=branching, leaf=job.index, num_leaves=branching.num_leaves)
             return chat
-
-        def sample(requests: Sequence[Request]) -> list[SampledTurn]:
-            nonlocal is_exact
-            if scripted is not None:
-                given = [next(scripted[request.index]) for request in requests]
-                return [
-                    SampledTurn(token_ids=ids, log_probs=[math.nan] * len(ids), finish_reason="end") for ids in given
-                ]
-            turns: dict[int, SampledTurn] = {}
-            for limit, stop in dict.fromkeys((request.max_new_tokens, request.stop) for request in requests):
-                part = [i for i, other in enumerate(requests) if (other.max_new_tokens, other.stop) == (limit, stop)]
-                sampled = self.policy.sample_tokens(
-                    [requests[i].context for i in part],
-                    seeds=[requests[i].seed for i in part],
-                    end_token_ids=ends,
-                    **sampling
-                    | {
-                        "max_new_tokens": limit,
-                        "min_new_tokens": min(config.min_new_tokens, limit),
-                        "stop": tuple(dict.fromkeys((*config.stop, *self.template.stop, *stop))),
-                    },
-                )
-                is_exact = is_exact and sampled.policy_log_probs is sampled.behaviour_log_probs
-                rows = zip(sampled.token_ids, sampled.behaviour_log_probs, sampled.finish_reasons, strict=True)
-                turns |= {
-                    i: SampledTurn(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)
-                    for i, (token_ids, log_probs, reason) in zip(part, rows, strict=True)
-                }
-            return [turns[i] for i in range(len(requests))]
 
         num_leaves = 1 if branching is None else branching.num_leaves
         if size % num_leaves:
@@ -353,26 +262,29 @@ class AgentPolicy:
         ]
         num_abandoned = self._rollouts.num_abandoned
         with self.policy.keeping_prefixes(self._concurrency):
-            held = self._rollouts.run(jobs, make_chat, sample)
-        places = [chat.branch for chat, _ in held]
-        repeats = [1 if place is None else place.num_leaves for place in places]
+            held = self._rollouts.run(jobs, make_chat, turns)
+        repeats = [1 if chat.branch is None else chat.branch.num_leaves for chat, _ in held]
         conversations = [c for (_, c), count in zip(held, repeats, strict=True) for _ in range(count)]
-        begins = [0 if place is None else place.num_shared_turns for place in places]
-        turns = [turn for (_, c), begin in zip(held, begins, strict=True) for turn in c.turns[begin:]]
-        metrics = {
-            "agents/turns": float(len(turns)),
-            "agents/tokens": float(sum(turn.num_tokens for turn in turns)),
-            "agents/contexts": float(sum(len(c.segments) for _, c in held)),
-            "agents/malformed_calls": float(sum(chat.counts["malformed_calls"] for chat, _ in held)),
-            "agents/failed_calls": float(sum(chat.counts["failed_calls"] for chat, _ in held)),
-            "agents/abandoned": float(self._rollouts.num_abandoned - num_abandoned),
-        }
-        for reason in ENDED_BY:
-            metrics[f"agents/ended_by_{reason}"] = float(sum(c.ended_by == reason for c in conversations))
-        return conversations, is_exact, metrics
+        return conversations, _metrics(held, conversations, self._rollouts.num_abandoned - num_abandoned)
 
-    def _passes(self, prompts: list[list[int]], completions: list[Completion]) -> list[Sequence[int]]:
-        return self.policy.plan_micro_batches(prompts, completions) if prompts else []
+
+def _metrics(
+    held: Sequence[tuple[Chat, Conversation]], conversations: Sequence[Conversation], num_abandoned: int
+) -> dict[str, float]:
+    """Counts of a rollout. Turns that branches share count once."""
+    begins = [0 if chat.branch is None else chat.branch.num_shared_turns for chat, _ in held]
+    turns = [turn for (_, c), begin in zip(held, begins, strict=True) for turn in c.turns[begin:]]
+    metrics = {
+        "agents/turns": float(len(turns)),
+        "agents/tokens": float(sum(turn.num_tokens for turn in turns)),
+        "agents/contexts": float(sum(len(c.segments) for _, c in held)),
+        "agents/malformed_calls": float(sum(chat.counts["malformed_calls"] for chat, _ in held)),
+        "agents/failed_calls": float(sum(chat.counts["failed_calls"] for chat, _ in held)),
+        "agents/abandoned": float(num_abandoned),
+    }
+    for reason in ENDED_BY:
+        metrics[f"agents/ended_by_{reason}"] = float(sum(c.ended_by == reason for c in conversations))
+    return metrics
 
 
 def _require_branching(branch: Any, make: Any, max_turns: int) -> None:
@@ -387,62 +299,6 @@ def _require_branching(branch: Any, make: Any, max_turns: int) -> None:
         raise ConfigError(
             f"AgentPolicy: branch.at must be below max_turns={max_turns}, else nothing follows the fork; got {branch.at}."
         )
-
-
-def _segments(
-    actions: Sequence[Conversation], *, mask_truncated: bool
-) -> tuple[list[list[int]], list[Completion], list[int]]:
-    """All segments of all rows: what comes before the first sampled token, the rest, and the row of each segment."""
-    prompts, completions, rows = [], [], []
-    for row, action in enumerate(actions):
-        # only after a truncated message would the policy have gone on; a mask is for all limits of room
-        is_cut = action.ended_by == "length" and (mask_truncated or any(turn.is_truncated for turn in action.turns))
-        for segment in action.segments:
-            begin = segment.num_context_tokens
-            prompts.append(list(segment.token_ids[:begin]))
-            completions.append(
-                Completion(
-                    token_ids=segment.token_ids[begin:],
-                    text="",
-                    finish_reason="length" if is_cut else "end",
-                    sampled=segment.sampled[begin:],
-                    forks=tuple(fork - begin for fork in segment.forks),
-                )
-            )
-            rows.append(row)
-    return prompts, completions, rows
-
-
-def _on_steps(
-    parts: Sequence[tuple[Sequence[int], Tensor, Tensor]], num_segments: int, mask: Tensor
-) -> Float[Tensor, "N T"]:
-    """Values of the sampled tokens of all segments, moved to the steps of their rows.
-
-    Args:
-        parts: The segments of each forward pass, their values [S, W], and where these were sampled [S, W].
-        num_segments: Number of segments of all passes.
-        mask: The steps of each row, [N, T]. A masked row has no sampled values in `parts`.
-    """
-    flat: list[Tensor] = [torch.empty(0)] * num_segments
-    for part, values, sampled in parts:
-        counts = sampled.sum(1).tolist()
-        for segment, of_segment in zip(part, values[sampled].split(counts), strict=True):
-            flat[segment] = of_segment
-    steps = torch.cat(flat) if flat else torch.empty(0)
-    places = mask.flatten().nonzero().squeeze(1)
-    return steps.new_zeros(mask.numel()).index_copy(0, places, steps).view(mask.shape)
-
-
-def _of_last_segments(
-    parts: Sequence[tuple[Sequence[int], Tensor, Tensor]], row_of_segment: Sequence[int], num_rows: int
-) -> Float[Tensor, " N"]:
-    """The value of each row's last segment. It is 0 for a row without segments."""
-    values = torch.cat([value for _, value, _ in parts])
-    place_of = {segment: place for place, segment in enumerate(i for part, _, _ in parts for i in part)}
-    last = {row: place_of[segment] for segment, row in enumerate(row_of_segment)}
-    chosen = values[torch.tensor([last[row] for row in sorted(last)], dtype=torch.int64)]
-    rows = torch.tensor(sorted(last), dtype=torch.int64, device=values.device)
-    return values.new_zeros(num_rows).index_copy(0, rows, chosen)
 
 
 def _grouped(conversations: list[Conversation], size: int) -> list[list[Conversation]]:

@@ -1,0 +1,132 @@
+"""Scores of conversations: each sampled token in the context in which it was sampled."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from adapters.llm import Completion, HFPolicy
+from grpo import ActionScores
+
+from .conversations import Conversation, step_mask
+
+
+def score_conversations(policy: HFPolicy, actions: Sequence[Conversation]) -> ActionScores:
+    """Log-probs [N, T] of the steps of N conversations, with the other scores that the language model gives."""
+    prompts, completions, row_of_segment = _segments(actions, mask_truncated=policy.mask_truncated)
+    parts = [
+        (part, policy.score_actions([prompts[i] for i in part], [completions[i] for i in part]))
+        for part in _passes(policy, prompts, completions)
+    ]
+    if not parts:  # no conversation has a step
+        nothing = torch.zeros(0, 0)
+        critic = {} if policy.value_head is None else {"values": nothing, "final_values": torch.zeros(0)}
+        parts = [([], ActionScores(log_probs=nothing, mask=nothing.bool(), **critic))]
+    mask = step_mask(actions, mask_truncated=policy.mask_truncated).to(parts[0][1].mask.device)
+    joined: dict[str, Any] = {}
+    for name in (field.name for field in fields(ActionScores)):
+        values = [(part, getattr(scores, name), scores.mask) for part, scores in parts]
+        if name == "mask" or any(value is None for _, value, _ in values):
+            continue
+        if name == "final_values":
+            joined[name] = _of_last_segments(values, row_of_segment, len(actions))
+        else:
+            joined[name] = _on_steps(values, len(completions), mask)
+    return ActionScores(mask=mask, **joined)
+
+
+def reference_log_probs(policy: HFPolicy, actions: Sequence[Conversation]) -> Float[Tensor, "N T"]:
+    """Log-probs of the steps under the reference of the language model."""
+    prompts, completions, _ = _segments(actions, mask_truncated=policy.mask_truncated)
+    width = max((len(completion) for completion in completions), default=0)
+    values = []
+    for part in _passes(policy, prompts, completions):
+        some = [completions[i] for i in part]
+        log_probs = policy.reference_log_probabilities([prompts[i] for i in part], some)
+        sampled = torch.zeros(len(some), width, dtype=torch.bool)
+        for row, completion in zip(sampled, some, strict=True):
+            if not (policy.mask_truncated and completion.is_truncated):
+                row[: len(completion)] = torch.tensor(completion.sampled)
+        values.append((part, log_probs, sampled[:, : log_probs.shape[1]].to(log_probs.device)))
+    mask = step_mask(actions, mask_truncated=policy.mask_truncated)
+    if not values:
+        return torch.zeros(mask.shape)
+    return _on_steps(values, len(completions), mask.to(values[0][1].device))
+
+
+def plan_passes(policy: HFPolicy, actions: Sequence[Conversation]) -> list[Sequence[int]]:
+    """Rows of each forward pass, within the language model's `max_tokens_per_forward` positions."""
+    prompts, rows = [], []
+    for action in actions:
+        segments = action.segments
+        prompts.append(list(segments[0].token_ids[: segments[0].num_context_tokens]) if segments else [0])
+        length = sum(len(segment.token_ids) for segment in segments) - len(prompts[-1])
+        before = [token for segment in segments for token in segment.token_ids[: min(segment.forks, default=0)]]
+        shared = tuple(before[len(prompts[-1]) :])  # until the first fork
+        tokens = (*shared, *(0,) * (length - len(shared)))
+        forks = (len(shared),) if shared else ()
+        rows.append(Completion(token_ids=tokens, text="", finish_reason="end", forks=forks))
+    return policy.plan_micro_batches(prompts, rows)
+
+
+def _passes(policy: HFPolicy, prompts: list[list[int]], completions: list[Completion]) -> list[Sequence[int]]:
+    return policy.plan_micro_batches(prompts, completions) if prompts else []
+
+
+def _segments(
+    actions: Sequence[Conversation], *, mask_truncated: bool
+) -> tuple[list[list[int]], list[Completion], list[int]]:
+    """All segments of all rows: what comes before the first sampled token, the rest, and the row of each segment."""
+    prompts, completions, rows = [], [], []
+    for row, action in enumerate(actions):
+        # only after a truncated message would the policy have gone on; a mask is for all limits of room
+        is_cut = action.ended_by == "length" and (mask_truncated or any(turn.is_truncated for turn in action.turns))
+        for segment in action.segments:
+            begin = segment.num_context_tokens
+            prompts.append(list(segment.token_ids[:begin]))
+            completions.append(
+                Completion(
+                    token_ids=segment.token_ids[begin:],
+                    text="",
+                    finish_reason="length" if is_cut else "end",
+                    sampled=segment.sampled[begin:],
+                    forks=tuple(fork - begin for fork in segment.forks),
+                )
+            )
+            rows.append(row)
+    return prompts, completions, rows
+
+
+def _on_steps(
+    parts: Sequence[tuple[Sequence[int], Tensor, Tensor]], num_segments: int, mask: Tensor
+) -> Float[Tensor, "N T"]:
+    """Values of the sampled tokens of all segments, moved to the steps of their rows.
+
+    Args:
+        parts: The segments of each forward pass, their values [S, W], and where these were sampled [S, W].
+        num_segments: Number of segments of all passes.
+        mask: The steps of each row, [N, T]. A masked row has no sampled values in `parts`.
+    """
+    flat: list[Tensor] = [torch.empty(0)] * num_segments
+    for part, values, sampled in parts:
+        counts = sampled.sum(1).tolist()
+        for segment, of_segment in zip(part, values[sampled].split(counts), strict=True):
+            flat[segment] = of_segment
+    steps = torch.cat(flat) if flat else torch.empty(0)
+    places = mask.flatten().nonzero().squeeze(1)
+    return steps.new_zeros(mask.numel()).index_copy(0, places, steps).view(mask.shape)
+
+
+def _of_last_segments(
+    parts: Sequence[tuple[Sequence[int], Tensor, Tensor]], row_of_segment: Sequence[int], num_rows: int
+) -> Float[Tensor, " N"]:
+    """The value of each row's last segment. It is 0 for a row without segments."""
+    values = torch.cat([value for _, value, _ in parts])
+    place_of = {segment: place for place, segment in enumerate(i for part, _, _ in parts for i in part)}
+    last = {row: place_of[segment] for segment, row in enumerate(row_of_segment)}
+    chosen = values[torch.tensor([last[row] for row in sorted(last)], dtype=torch.int64)]
+    rows = torch.tensor(sorted(last), dtype=torch.int64, device=values.device)
+    return values.new_zeros(num_rows).index_copy(0, rows, chosen)

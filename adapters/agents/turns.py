@@ -1,0 +1,95 @@
+"""The turns of conversations: sampled by the language model, or written by a script."""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from adapters.llm import HFPolicy, SamplingConfig
+from grpo.errors import ContractError
+
+from .chat import SampledTurn
+from .messages import Message
+from .rollouts import Request
+from .templates import ChatTemplate
+
+
+class ModelTurns:
+    """Samples the turns that conversations wait for.
+
+    Args:
+        policy: The language model.
+        template: Its chat template.
+        sampling: Settings of `SamplingConfig` that replace those of the policy.
+    """
+
+    def __init__(self, policy: HFPolicy, template: ChatTemplate, sampling: Mapping[str, Any]) -> None:
+        self._policy, self._template, self._sampling = policy, template, dict(sampling)
+        self._config = SamplingConfig.from_dict(policy.sampling.to_dict() | self._sampling)
+        self.is_exact = True
+        """Whether all turns so far were drawn from the policy itself."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Maximum number of tokens of a turn."""
+        return self._config.max_new_tokens
+
+    def max_turns(self, index: int) -> int:
+        """Maximum number of turns of one of the conversations: there is none."""
+        return sys.maxsize
+
+    def __call__(self, requests: Sequence[Request]) -> list[SampledTurn]:
+        """One turn for each request. Requests with equal limits and stop strings are sampled together."""
+        turns: dict[int, SampledTurn] = {}
+        for limit, stop in dict.fromkeys((request.max_new_tokens, request.stop) for request in requests):
+            part = [i for i, other in enumerate(requests) if (other.max_new_tokens, other.stop) == (limit, stop)]
+            own = {
+                "max_new_tokens": limit,
+                "min_new_tokens": min(self._config.min_new_tokens, limit),
+                "stop": tuple(dict.fromkeys((*self._config.stop, *self._template.stop, *stop))),
+            }
+            sampled = self._policy.sample_tokens(
+                [requests[i].context for i in part],
+                seeds=[requests[i].seed for i in part],
+                end_token_ids=self._template.end_token_ids + self._template.opening_token_ids,
+                **self._sampling | own,
+            )
+            self.is_exact = self.is_exact and sampled.policy_log_probs is sampled.behaviour_log_probs
+            rows = zip(part, sampled.token_ids, sampled.behaviour_log_probs, sampled.finish_reasons, strict=True)
+            for i, token_ids, log_probs, reason in rows:
+                turns[i] = SampledTurn(token_ids=token_ids, log_probs=log_probs, finish_reason=reason)
+        return [turns[i] for i in range(len(requests))]
+
+
+class ScriptedTurns:
+    """Gives each conversation the turns of its script. Their log-probs are NaN, because nobody sampled them.
+
+    Args:
+        policy: The language model.
+        template: Its chat template.
+        scripts: The turns of each conversation, as texts or messages.
+
+    Raises:
+        ContractError: A turn is longer than `sampling.max_new_tokens`, or the template cannot write it.
+    """
+
+    def __init__(self, policy: HFPolicy, template: ChatTemplate, scripts: Sequence[Sequence[str | Message]]) -> None:
+        self._turns = [[template.turn(said) for said in script] for script in scripts]
+        self._left = [iter(turns) for turns in self._turns]
+        self.max_new_tokens = policy.sampling.max_new_tokens
+        """Maximum number of tokens of a turn."""
+        longest = max((len(turn) for turns in self._turns for turn in turns), default=0)
+        if longest > self.max_new_tokens:
+            raise ContractError(
+                f"AgentPolicy.replay: a turn must have at most sampling.max_new_tokens={self.max_new_tokens} tokens; got "
+                f"{longest}. Raise max_new_tokens, so that the model can say it too."
+            )
+
+    def max_turns(self, index: int) -> int:
+        """Number of turns of a conversation's script."""
+        return len(self._turns[index])
+
+    def __call__(self, requests: Sequence[Request]) -> list[SampledTurn]:
+        """The next turn of each conversation that waits for one."""
+        given = [next(self._left[request.index]) for request in requests]
+        return [SampledTurn(token_ids=ids, log_probs=[math.nan] * len(ids), finish_reason="end") for ids in given]
