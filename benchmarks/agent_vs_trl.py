@@ -6,7 +6,7 @@ tokens on both sides. TRL's own `train()` runs, and after each of its steps our 
 in turn in one process. Times are CPU seconds.
 
     python -m benchmarks.agent_vs_trl
-    python -m benchmarks.agent_vs_trl --pairs 3 --rows 32
+    python -m benchmarks.agent_vs_trl --pairs 3 --rows 16
 """
 
 import argparse
@@ -201,7 +201,7 @@ def main() -> None:
     """Read the command line, run both sides, and print the times, the ratio and the counts."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=16, help=f"conversations per iteration, a multiple of {GROUP}")
+    parser.add_argument("--rows", type=int, default=32, help=f"conversations per iteration, a multiple of {GROUP}")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
