@@ -41,6 +41,14 @@ def test_a_bridge_is_what_the_template_writes_after_the_turn() -> None:
     )
 
 
+def test_the_token_that_ends_a_turn_may_end_its_header_too() -> None:
+    fields = "{% for m in messages %}{{ m.role }}</s>{{ m.content }}</s>{% endfor %}"
+    tokenizer = chat_tokenizer(fields + "{% if add_generation_prompt %}assistant</s>{% endif %}")
+    said: Message = {"role": "assistant", "content": "four"}
+    bridge = ChatTemplate(tokenizer).bridge(tokenizer("four</s>")["input_ids"], said, [ASKED])
+    assert tokenizer.decode(bridge) == "user</s>question</s>assistant</s>"
+
+
 def test_a_turn_without_its_end_gets_the_end_as_context() -> None:
     tokenizer = chat_tokenizer()
     turn = tokenizer("four.")["input_ids"]  # a stop string of the user ended it
@@ -121,6 +129,16 @@ def test_marks_of_other_speakers_end_a_turn() -> None:
     plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     plain += "{% if add_generation_prompt %}assistant:{% endif %}"
     assert ChatTemplate(chat_tokenizer(plain)).stop == ("\nuser:",)
+    short = plain.replace("assistant:", "me:").replace("{{ m.role }}", "{{ m.role.replace('assistant', 'me') }}")
+    assert ChatTemplate(chat_tokenizer(short)).stop == ("\nuser:",)  # not the policy's own mark
+
+
+def test_the_begin_of_the_next_turn_is_no_end() -> None:
+    """A template that writes nothing after an answer."""
+    marks = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{% else %}<|assistant|>{% endif %}{{ m.content }}"
+    tokenizer = chat_tokenizer(marks + "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    assert ChatTemplate(tokenizer, end_token_ids=[user]).end_token_ids == (user,)
 
 
 def test_templates_of_models_with_images_read_parts() -> None:
