@@ -73,6 +73,7 @@ def test_sampled_log_probs_are_scored_log_probs(family: str) -> None:
             torch.testing.assert_close(log_probs[: len(row)], scores_one_by_one(policy.model, row), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "mamba"])
 def test_the_gradient_is_the_sum_over_contexts_one_by_one(family: str) -> None:
     """In float64, for models with shared prompts, with sliding windows, and with states."""

@@ -171,6 +171,7 @@ def test_values_start_at_0_and_become_the_returns() -> None:
     torch.testing.assert_close(scores.values, torch.ones(3, 2), atol=0.3, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_head_is_trained_beside_an_adapter_and_in_float32(subtests: pytest.Subtests) -> None:
     for name, model, autocast in [
         ("adapter", adapted_model(), None),
@@ -214,6 +215,7 @@ def test_dropout_is_on_in_training_only_and_does_not_disturb_the_first_ratio() -
     assert "value_head" not in str(said[0].message)  # only what changes log-probs is named
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_heads_and_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
     def fresh() -> GRPOTrainer:
         torch.manual_seed(3)
@@ -234,6 +236,7 @@ def test_equal_seeds_give_equal_heads_and_a_resumed_run_goes_on_exactly(tmp_path
         assert torch.equal(value, first.policy.get_parameters()[name]), name
 
 
+@pytest.mark.slow
 def test_the_conformance_kit_accepts_values() -> None:
     report = check_policy(policy_with_values(max_new_tokens=3), STATES, num_samples=20)
     report.raise_for_failures()
@@ -283,6 +286,7 @@ def test_the_head_is_saved_with_the_model(tmp_path: Path, subtests: pytest.Subte
     assert not fresh.score_actions(STATES, ROWS).values.any()
 
 
+@pytest.mark.slow
 def test_a_model_of_four_bits_has_values(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     tiny_model(hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(tmp_path)
