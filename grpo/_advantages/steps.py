@@ -169,7 +169,9 @@ def state_group_advantages(
     A[n,t] = A_row[n] + weight A_state[n,t]
 
     A_row compares the sums of the rows' rewards. A_state compares the discounted return from step t on with the returns of all
-    steps of the group that have the same key. A step with a unique key has A_state = 0.
+    steps of the group that have the same key. A step with a unique key has A_state = 0. A step with the key -1 continues the
+    decision of the step before it in its row: it has the same A_state, and is not compared itself. So a decision of many tokens
+    counts once.
 
     `relative` computes A_row and A_state. If there is one reward per row, it counts as the reward of the row's last step.
     `weight` is the paper's omega: larger gives the comparison of equal states more weight.
@@ -190,8 +192,12 @@ def state_group_advantages(
     rewards = finite_rewards(rewards, mask if rewards.dim() == 2 else None)
     of_rows = relative(row_totals(rewards, mask), group_ids).to(mask.device).unsqueeze(1)
     returns = discounted_returns(step_rewards(rewards, mask), mask, gamma)
-    of_states = among_steps(returns, mask, cell_ids(group_ids, state_keys.to(mask.device)), relative)
-    return zero_outside(of_rows + weight * of_states, mask)
+    keys = state_keys.to(mask.device)
+    begins = mask & (keys != -1)
+    of_states = among_steps(returns, begins, cell_ids(group_ids, keys), relative)
+    columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    begin = torch.where(begins, columns, 0).cummax(1).values  # the column in which each step's decision begins
+    return zero_outside(of_rows + weight * of_states.gather(1, begin), mask)
 
 
 def among_steps(

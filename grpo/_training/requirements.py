@@ -34,6 +34,12 @@ def require_consistent(
             f"off_policy_threshold={loss.off_policy_threshold}. Use a surrogate and a correction with level='step' and no "
             "off_policy_threshold, or leave split_steps() out."
         )
+    if config.advantage.baseline == "max_at_k" and getattr(policy, "has_dependent_rows", False):
+        raise ConfigError(
+            "advantage.baseline='max_at_k' needs the rows of a group to be sampled independently; "
+            f"{type(policy).__name__}.has_dependent_rows is True, because its rows share steps. Use another baseline, or "
+            "sample independent rows."
+        )
     if lr_scheduler is not None and (config.lr_schedule != "constant" or config.warmup_ratio > 0):
         raise ConfigError("lr_scheduler and config.lr_schedule or warmup_ratio both set the learning rate: keep one.")
     if objective is not None and config.compile_objective:
