@@ -28,9 +28,10 @@ class Branching:
     through a node. Each row has its own advantage, and the loss adds up the rows. So a token of u is weighted by the sum over
     L(u) rows:
 
-    - `credit="row"`: L(u) (V(child) - V(group)).
+    - `credit="row"`: L(u) (V(child) - V(group)). The group's mean has the rows of u in it, so the expected weight is
+      1 - L(u) / G of that without a baseline (for independent rows, 1 - 1 / G).
     - `credit="gigpo"`: gigpo_weight L(u) (V(child) - V(parent)) in addition. An edge is compared with those that begin at the
-      same fork.
+      same fork. The expected weight is 1 - 1 / width.
 
     Args:
         at: Numbers of messages of the policy after which conversations fork, ascending.

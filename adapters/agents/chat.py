@@ -330,9 +330,10 @@ class Chat:
                     num_tokens=len(turn.token_ids),
                     reward=float(reward),
                     state_key=None if turn.state_key is None else repr(turn.state_key),
+                    continues=self.branch is not None and i > 0 and turn.state_key == self._turns[i - 1].state_key,
                     is_truncated=turn.ends_by_length,
                 )
-                for turn, reward in zip(self._turns, listed, strict=True)
+                for i, (turn, reward) in enumerate(zip(self._turns, listed, strict=True))
             ),
             messages=tuple(plain_values(message) for message in self.messages),
             ended_by=self.ended_by or "environment",

@@ -47,6 +47,9 @@ class Turn:
     `Branching`: the last fork before the turn."""
     is_truncated: bool = False
     """Whether the limit of new tokens truncated the message. The conversation ends with it."""
+    continues: bool = False
+    """Whether the turn continues the decision of the turn before it. With `Branching`, all turns between two forks are one
+    decision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,6 +89,8 @@ class AgentPolicy:
             policy.tokenizer, end_token_ids=policy.end_token_ids, options=policy.chat_template_options
         )
         self.branch, self._concurrency = branch, concurrency
+        self.has_dependent_rows = branch is not None
+        """Whether rows of a group share steps, so that `max_at_k` is refused."""
         known = [limit for limit in (max_tokens, policy.max_positions) if limit is not None]
         self._max_tokens = min(known, default=None)
         play = make if is_async(make) else EnvironmentLoop(make)
@@ -187,6 +189,9 @@ class AgentPolicy:
         """The state in which each step was taken, for GiGPO: what the environment's `state_key()` returned before its turn.
         With branches, it is the last fork before the step.
 
+        A decision is a turn, or all turns between two forks. Its first token has the key, and the others have -1, so that long
+        turns do not count more than short ones.
+
         Raises:
             ConfigError: An environment has no `state_key()`.
         """
@@ -198,9 +203,11 @@ class AgentPolicy:
         known: dict[Any, int] = {}
         keys = torch.zeros(step_mask(actions).shape, dtype=torch.int64)
         for row, action in zip(keys, actions, strict=True):
+            row[: len(action)] = -1
             begin = 0
             for turn in action.turns:
-                row[begin : begin + turn.num_tokens] = known.setdefault(turn.state_key, len(known))
+                if not turn.continues:
+                    row[begin] = known.setdefault(turn.state_key, len(known))
                 begin += turn.num_tokens
         return keys
 

@@ -65,6 +65,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 TYPED = {
     "agents": ["--repeats", "1"],
+    "agent_trees": ["--seeds", "1", "--groups", "5"],
     "bandits": ["--seeds", "1", "--runs", "2"],
     "checkpoints": ["--quick"],
     "control_learning": ["--envs", "CartPole-v1", "--seeds", "1", "--steps", "2000"],

@@ -89,9 +89,16 @@ def test_branches_share_what_comes_before_the_fork_and_nothing_after() -> None:
         ["()", "(1, 0)", "(2, 2)"],
         ["()", "(1, 0)", "(2, 2)"],
     ]
+    assert not any(turn.continues for row in rows for turn in row.turns)
     assert {row.ended_by for row in rows} == {"environment"}
     # 1 + 2 + 4 turns of a letter and an end
     assert (metrics["agents/turns"], metrics["agents/tokens"], metrics["agents/ended_by_environment"]) == (7, 14, 4)
+
+
+def test_forks_may_have_different_widths() -> None:
+    rows, metrics = scripted(list("abcdefghi"), size=6, branch=Branching(at=(1, 2), width=(2, 3)))
+    assert [row.turns[2].state_key for row in rows] == ["(2, 0)"] * 3 + ["(2, 3)"] * 3
+    assert metrics["agents/turns"] == 1 + 2 + 6
 
 
 def test_a_conversation_that_ends_before_a_fork_stands_for_all_its_rows(subtests: pytest.Subtests) -> None:
@@ -156,6 +163,24 @@ def test_concurrency_changes_no_token() -> None:
         found.append([([s.token_ids for s in row.segments], row.turns, row.messages) for row in rows_of(sampled)])
     assert found[0] == found[1] == found[2]
     assert len({str(tokens) for tokens, *_ in found[0]}) > 5
+
+
+def test_each_branch_has_random_numbers_of_its_own() -> None:
+    """After equal turns, branches of different trees do not sample the same tokens."""
+    asked: list[tuple[tuple[int, ...], int]] = []
+    real = script().policy.sample_tokens
+
+    class Listening:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(script().policy, name)
+
+        def sample_tokens(self, prompts: Any, *, seeds: Any, **options: Any) -> Any:
+            asked.extend(zip(map(tuple, prompts), seeds, strict=True))
+            return real(prompts, seeds=seeds, **options)
+
+    script().turns = list("aaaaaaaaaaaaaaaa")
+    branched(Listening(), states=["you"], size=8)
+    assert len({seed for _, seed in asked}) == len(asked) == 14
 
 
 def test_the_number_of_open_environments_is_bounded() -> None:
@@ -392,8 +417,9 @@ def batch_of(rows: list[Conversation], rewards: Any = None) -> ExperienceBatch:
 
 
 def test_gigpo_weighs_each_edge_by_its_leaves_and_compares_it_with_its_siblings() -> None:
-    """Two roots with the branches (2, 2). The rewards of the first: 8 4 | 2 2, of the second, whose first branch ended early:
-    3 3 | 0 2. V(group) = 24 / 8 = 3; V of the roots' edges: 4 and 2; of the branches: 6, 2, 3, 1.
+    """Two roots with the branches (2, 2), turns of different lengths, and two turns after the last fork. The rewards of the
+    first: 8 4 | 2 2, of the second, whose first branch ended early: 3 3 | 0 2. V(group) = 24 / 8 = 3; V after the roots' edges:
+    4 and 2; after the branches: 6, 2, 3, 1.
 
     Leaves x (V(child) - V(parent)): roots 4 x (4 - 3) = 4 and 4 x (2 - 3) = -4; branches 2 x (6 - 4) = 4, 2 x (2 - 4) = -4,
     2 x (3 - 2) = 2, 2 x (1 - 2) = -2; leaves 8 - 6 = 2, -2, 0, 0, 0 - 1 = -1, 1. The early end has no leaves of its own."""
@@ -401,36 +427,39 @@ def test_gigpo_weighs_each_edge_by_its_leaves_and_compares_it_with_its_siblings(
     class Ends(Forkable):
         def step(self, action: Any) -> Any:
             observation, reward, _, truncated, info = super().step(action)
-            return observation, reward, "x" in action["content"] or self.count == 3, truncated, info
+            return observation, reward, "x" in action["content"] or self.count == 4, truncated, info
 
     policy = Scripted([], max_new_tokens=100).policy
     turns = {(): iter("ah"), ("a",): iter("be"), ("a", "b"): iter("cd"), ("a", "e"): iter("fg")}
     turns |= {("h",): iter("xi"), ("h", "i"): iter("jk")}
     rows = tree_of(policy, turns, Ends)
-    said = ["".join(m["content"] for m in row.messages if m["role"] == "assistant") for row in rows]
-    assert said == ["abc", "abd", "aef", "aeg", "hx", "hx", "hij", "hik"]
+    said = ["".join(m["content"][0] for m in row.messages if m["role"] == "assistant") for row in rows]
+    assert said == ["abcz", "abdz", "aefz", "aegz", "hx", "hx", "hijz", "hikz"]
+    assert [[turn.continues for turn in row.turns] for row in rows[3:5]] == [
+        [False, False, False, True],
+        [False, False],
+    ]
     batch = batch_of(rows, [8.0, 4.0, 2.0, 2.0, 3.0, 3.0, 0.0, 2.0])
     both = AdvantageEstimator(AdvantageConfig(credit="gigpo"))(batch)
-    between = AdvantageEstimator(AdvantageConfig(credit="row"))(batch)
-    within = both - between[:, None] * batch.mask
+    between = AdvantageEstimator(AdvantageConfig(credit="row"))(batch)[:, None].expand(batch.mask.shape)
 
-    def of_edges(advantages: torch.Tensor, name: str) -> list[float]:
+    def of_turns(advantages: torch.Tensor) -> dict[str, float]:
+        """The sum over rows of each turn's weight, which is the same for all tokens of the turn."""
         sums: dict[str, float] = {}
-        for row, (text, values) in enumerate(zip(said, advantages, strict=True)):
-            begin = 0
-            for number, turn in enumerate(rows[row].turns, start=1):
-                of_turn = values[begin : begin + turn.num_tokens]
-                assert torch.equal(of_turn, of_turn[:1].expand(turn.num_tokens))
+        for row, text, values in zip(rows, said, advantages, strict=True):
+            parts = values[: len(row)].split([turn.num_tokens for turn in row.turns])
+            for number, of_turn in enumerate(parts, start=1):
+                assert torch.equal(of_turn, of_turn[:1].expand(len(of_turn)))
                 sums[text[:number]] = sums.get(text[:number], 0.0) + of_turn[0].item()
-                begin += turn.num_tokens
-        assert list(sums) == ["a", "ab", "abc", "abd", "ae", "aef", "aeg", "h", "hx", "hi", "hij", "hik"], name
-        return list(sums.values())
+        return sums
 
-    assert of_edges(within, "within") == [4, 4, 2, -2, -4, 0, 0, -4, 2, -2, -1, 1]
+    edges = ["a", "ab", "abc", "abd", "ae", "aef", "aeg", "h", "hx", "hi", "hij", "hik"]
+    within = dict(zip(edges, [4, 4, 2, -2, -4, 0, 0, -4, 2, -2, -1, 1], strict=True))
+    assert of_turns(both - between) == within | {f"{edge}z": within[edge] for edge in edges if len(edge) == 3}
     # leaves x (V(child) - V(group)): a 4 x 1, ab 2 x 3, abc 5, abd 1, ae 2 x -1, aef -1, aeg -1,
     # h 4 x -1, hx 2 x 0, hi 2 x -2, hij -3, hik -1
-    spread = between[:, None].expand(batch.mask.shape)
-    assert of_edges(spread, "between") == [4, 6, 5, 1, -2, -1, -1, -4, 0, -4, -3, -1]
+    outer = dict(zip(edges, [4, 6, 5, 1, -2, -1, -1, -4, 0, -4, -3, -1], strict=True))
+    assert of_turns(between) == outer | {f"{edge}z": outer[edge] for edge in edges if len(edge) == 3}
 
 
 def tree_of(policy: Any, turns: dict[Any, Any], make: Any) -> list[Conversation]:
@@ -442,7 +471,8 @@ def tree_of(policy: Any, turns: dict[Any, Any], make: Any) -> list[Conversation]
         rows = []
         for prompt in prompts:
             said = tuple(tokenizer.decode(prompt).split("assistant\n")[1:-1])
-            text = next(turns[tuple(part[0] for part in said)])
+            letter = next(turns.get(tuple(part[0] for part in said), iter("z")))
+            text = letter * (1 + ord(letter) % 5)
             rows.append([*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id])
         return SampledTokens(
             token_ids=rows, finish_reasons=["end"] * len(rows), behaviour_log_probs=[[-1.0] * len(row) for row in rows]
@@ -500,6 +530,14 @@ def test_the_core_trains_on_trees(credit: Any) -> None:
     assert metrics["train/num_updates"] == 2
     assert metrics["train/ratio_mean"] == pytest.approx(1, abs=0.2)
     assert any(not torch.equal(before[name], weight) for name, weight in agent.get_parameters().items())
+
+
+def test_the_best_of_k_rows_needs_independent_rows() -> None:
+    config = GRPOConfig(group_size=4, advantage=AdvantageConfig(baseline="max_at_k", k=2))
+    alone, trees = (AgentPolicy(script().policy, Forkable, branch=branch) for branch in (None, ONCE))
+    GRPOTrainer(config=config, policy=alone, reward_model=EnvironmentReward())
+    with pytest.raises(ConfigError, match=r"'max_at_k' needs .* independently; AgentPolicy.has_dependent_rows is True"):
+        GRPOTrainer(config=config, policy=trees, reward_model=EnvironmentReward())
 
 
 def test_rows_of_a_failed_trunk_are_dropped_together() -> None:
