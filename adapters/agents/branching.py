@@ -51,7 +51,9 @@ class Branching:
     """
 
     at: tuple[int, ...]
+    """Numbers of messages of the policy after which conversations fork, ascending. Later ones cost less."""
     width: tuple[int, ...]
+    """Number of branches of each fork. More compare a decision better, and leave fewer roots in a group."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""

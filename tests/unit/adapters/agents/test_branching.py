@@ -374,7 +374,9 @@ def test_each_token_of_a_tree_is_forwarded_once() -> None:
     agent = AgentPolicy(policy, Forkable)
     agent.score_actions([None] * 4, rows)
     assert shapes == [(1, prompt), (1, first - prompt), (2, second - first), (4, whole - second)]
-    assert agent.plan_micro_batches([None] * 4, rows) == [[0, 1, 2, 3]]
+    budget = first + 4 * (whole - first)  # what is shared until the first fork counts once
+    narrow = AgentPolicy(language_model(max_tokens_per_forward=budget), Forkable)
+    assert narrow.plan_micro_batches([None] * 4, rows) == [[0, 1, 2, 3]]
     # a root that ended early: four equal rows are one
     rows, _ = scripted(["y" * 100], size=4, branch=BINARY)
     shapes.clear()

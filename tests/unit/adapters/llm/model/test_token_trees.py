@@ -33,7 +33,7 @@ ROWS = [
 ]
 
 
-def rows(sampled: bool = True) -> list[Completion]:
+def rows_that_fork(sampled: bool = True) -> list[Completion]:
     """Completions in which the second token is context, if there are three or more."""
     return [
         Completion(
@@ -51,9 +51,9 @@ def rows(sampled: bool = True) -> list[Completion]:
 def test_rows_that_fork_have_the_scores_and_gradients_of_single_rows(family: str) -> None:
     policy = policy_of(tiny_model(family))
     weights = torch.randn(len(ROWS), 7, generator=torch.Generator().manual_seed(0))
-    scores = policy.score_actions(STATES, rows())
+    scores = policy.score_actions(STATES, rows_that_fork())
     expected, total = [], torch.zeros(())
-    for state, row, weight in zip(STATES, rows(), weights, strict=True):
+    for state, row, weight in zip(STATES, rows_that_fork(), weights, strict=True):
         log_probs = row_log_probs(policy.model, encoded(state), row.token_ids) * torch.tensor(row.sampled)
         expected.append(log_probs.detach())
         total = total + (log_probs * weight[: len(row)]).sum()
@@ -68,14 +68,14 @@ def test_tokens_before_a_fork_are_computed_once() -> None:
     """Prompts of 3 tokens, padded on the left to 7. Then the passes of all edges at one depth, padded on the right."""
     policy = policy_of()
     shapes = forward_shapes(policy.model)
-    policy.score_actions(STATES, rows())
+    policy.score_actions(STATES, rows_that_fork())
     # depth 0: 5 6 7 after "12+30=?", 5 6 7 after "abc", 21 22, 23; depth 1: 8 9, 20, and 8 after "abc"; depth 2: 10, 11 12
     assert shapes == [(3, 7), (4, 3), (3, 2), (2, 2)]
 
 
 def test_entropies_and_masked_rows_follow_the_rows() -> None:
     policy = policy_of(exact_entropy=True, mask_truncated=True)
-    actions = rows(sampled=False)
+    actions = rows_that_fork(sampled=False)
     cut = Completion(token_ids=ROWS[1][0], text="", finish_reason="length", forks=ROWS[1][1])
     scores = policy.score_actions(STATES, [actions[0], cut, *actions[2:]])
     alone = [Completion(token_ids=row.token_ids, text="", finish_reason="end") for row in actions]
@@ -90,15 +90,14 @@ def test_entropies_and_masked_rows_follow_the_rows() -> None:
 
 
 def test_the_model_may_be_at_its_last_position() -> None:
+    """The padding of a short edge after a long one would be behind it."""
     policy = policy_of(tiny_model("gpt2"))
     longest = 64 - len("abc")
     tokens = tuple(5 + i % 30 for i in range(longest))
-    pair = [
-        Completion(token_ids=row, text="", finish_reason="end", forks=(longest - 2,))
-        for row in (tokens, (*tokens[: longest - 2], 9))
-    ]
-    scores = policy.score_actions(["abc", "abc"], pair).log_probs
-    for row, log_probs in zip(pair, scores, strict=True):
+    forks = [(tokens, longest - 2), ((*tokens[: longest - 2], 9), longest - 2), ((6, *tokens[1:]), 2)]
+    rows = [Completion(token_ids=row, text="", finish_reason="end", forks=(fork,)) for row, fork in forks]
+    scores = policy.score_actions(["abc"] * 3, rows).log_probs
+    for row, log_probs in zip(rows, scores, strict=True):
         expected = row_log_probs(policy.model, encoded("abc"), row.token_ids)
         torch.testing.assert_close(log_probs[: len(row)], expected, atol=FLOAT32_LOG_PROB, rtol=0)
 
