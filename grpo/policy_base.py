@@ -115,7 +115,7 @@ class KeysStates(Protocol):
 
     def state_keys(self, states: Any, actions: Any) -> Tensor:
         """Return [N, T] integers that identify the state in which each step was taken. In a group, equal numbers mean equal
-        states. -1: the step continues the decision of the step before it."""
+        states. `grpo.types.CONTINUES`: the step continues the decision of the step before it, and is not compared itself."""
 
 
 @runtime_checkable

@@ -37,6 +37,9 @@ from .writing import (
 Rows: TypeAlias = Sequence[Any] | Tensor | NDArray[Any]
 """States or actions, one per row: a list, or a tensor or array with the rows on its first axis. The core never looks inside."""
 
+CONTINUES = -(2**63)
+"""State key of a step that continues the decision of the step before it: a turn of many tokens is one decision."""
+
 RowIndex: TypeAlias = Tensor | slice
 """Selects rows: an int64 tensor on the CPU, or a slice (which copies nothing)."""
 
@@ -141,8 +144,8 @@ class ExperienceBatch(TensorFields):
     final_values: Float[Tensor, " N"] | None = None
     """The critic's value after a row's last step: 0 if the row terminated, V(next state) if it was truncated. None: all 0."""
     state_keys: Int[Tensor, "N T"] | None = None
-    """The state in which each step was taken, as an integer that is equal for equal states of a group. -1: the step continues
-    the decision of the step before it. For `credit="gigpo"`."""
+    """The state in which each step was taken, as an integer that is equal for equal states of a group. `CONTINUES`: the step
+    continues the decision of the step before it. For `credit="gigpo"`."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each of `reward_components`. The weight of a missing name is 1."""
     metrics: Mapping[str, float] = field(default_factory=dict)

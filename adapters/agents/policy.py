@@ -11,6 +11,7 @@ from adapters.llm import HFPolicy
 from grpo import ActionScores, SampledActions
 from grpo.deadlines import is_async
 from grpo.errors import ConfigError, ContractError
+from grpo.types import CONTINUES
 from grpo.writing import describe, require_lengths
 
 from .branching import Branch, Branching
@@ -189,8 +190,8 @@ class AgentPolicy:
         """The state in which each step was taken, for GiGPO: what the environment's `state_key()` returned before its turn.
         With branches, it is the last fork before the step.
 
-        A decision is a turn, or all turns between two forks. Its first token has the key, and the others have -1, so that long
-        turns do not count more than short ones.
+        A decision is a turn, or all turns between two forks. Its first token has the key, and the others continue it, so that
+        long turns do not count more than short ones.
 
         Raises:
             ConfigError: An environment has no `state_key()`.
@@ -203,7 +204,7 @@ class AgentPolicy:
         known: dict[Any, int] = {}
         keys = torch.zeros(step_mask(actions).shape, dtype=torch.int64)
         for row, action in zip(keys, actions, strict=True):
-            row[: len(action)] = -1
+            row[: len(action)] = CONTINUES
             begin = 0
             for turn in action.turns:
                 if not turn.continues:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from grpo._tensors import require_finite_values, require_tensors
 from grpo.errors import ConfigError, RewardError
-from grpo.types import ExperienceBatch, row_totals, zero_outside
+from grpo.types import CONTINUES, ExperienceBatch, row_totals, zero_outside
 from grpo.writing import as_float32, widest_float
 
 from .groups import ABSOLUTE_BASELINES, Baseline, Credit
@@ -169,9 +169,9 @@ def state_group_advantages(
     A[n,t] = A_row[n] + weight A_state[n,t]
 
     A_row compares the sums of the rows' rewards. A_state compares the discounted return from step t on with the returns of all
-    steps of the group that have the same key. A step with a unique key has A_state = 0. A step with the key -1 continues the
-    decision of the step before it in its row: it has the same A_state, and is not compared itself. So a decision of many tokens
-    counts once.
+    steps of the group that have the same key. A step with a unique key has A_state = 0. A step with the key `CONTINUES`
+    continues the decision of the step before it in its row: it has the same A_state, and is not compared itself. So a decision
+    of many tokens counts once.
 
     `relative` computes A_row and A_state. If there is one reward per row, it counts as the reward of the row's last step.
     `weight` is the paper's omega: larger gives the comparison of equal states more weight.
@@ -193,7 +193,7 @@ def state_group_advantages(
     of_rows = relative(row_totals(rewards, mask), group_ids).to(mask.device).unsqueeze(1)
     returns = discounted_returns(step_rewards(rewards, mask), mask, gamma)
     keys = state_keys.to(mask.device)
-    begins = mask & (keys != -1)
+    begins = mask & (keys != CONTINUES)
     of_states = among_steps(returns, begins, cell_ids(group_ids, keys), relative)
     columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
     begin = torch.where(begins, columns, 0).cummax(1).values  # the column in which each step's decision begins

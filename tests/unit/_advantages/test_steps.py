@@ -22,6 +22,7 @@ from grpo._advantages.steps import (
     state_group_advantages,
     step_rewards,
 )
+from grpo.types import CONTINUES
 
 NAN = math.nan
 
@@ -177,11 +178,12 @@ def test_masked_states_belong_to_no_group():
 
 
 def test_a_decision_of_several_steps_counts_once():
-    # the second decision of row 0 begins at its second step and has a hole, that of row 1 at its third; row 2 begins with -1
+    # the second decision of row 0 begins at its second step and has a hole, that of row 1 at its third; row 2 continues nothing
     mask = mask_of("xx.x", "xxx.", "xx..")
     rewards = double([[1, 2, NAN, 3], [0, 0, 8, NAN], [1, 4, NAN, NAN]])
-    keys = torch.tensor([[7, 8, 8, -1], [7, -1, 8, 0], [-1, 7, 0, 0]])
-    # sums 6, 8, 5: mean 19/3;  key 7: to go 6, 8, 4: mean 6: 0 2 -2;  key 8: 5, 8: -1.5 1.5
+    c = CONTINUES
+    keys = torch.tensor([[-1, 8, 8, c], [-1, c, 8, 0], [c, -1, 0, 0]])
+    # sums 6, 8, 5: mean 19/3;  key -1: to go 6, 8, 4: mean 6: 0 2 -2;  key 8: 5, 8: -1.5 1.5
     found = state_group_advantages(rewards, mask, ids(0, 0, 0), keys, BY_MEAN, gamma=1.0, weight=1.0)
     a, b, c = -1 / 3, 5 / 3, -4 / 3
     assert_rows(found, [[a, a - 1.5, 0, a - 1.5], [b + 2, b + 2, b + 1.5, 0], [c, c - 2, 0, 0]])

@@ -13,6 +13,7 @@ from adapters.llm import Completion, HFPolicy, SamplingConfig
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, ObjectiveConfig, RewardConfig, WeightedRewards
 from grpo.checks import check_policy
 from grpo.errors import ConfigError, ContractError, RewardError
+from grpo.types import CONTINUES
 from tests.support.agents import (
     ENDS,
     FORGETFUL,
@@ -360,7 +361,10 @@ def test_state_keys_are_equal_in_equal_states() -> None:
     for row, of_row in zip(rows, keys.tolist(), strict=True):
         begin = 0
         for number, turn in enumerate(row.turns):
-            decision = [by_turn.setdefault(number, of_row[begin]), *[-1] * (turn.num_tokens - 1)]  # a turn counts once
+            decision = [
+                by_turn.setdefault(number, of_row[begin]),
+                *[CONTINUES] * (turn.num_tokens - 1),
+            ]  # a turn counts once
             assert of_row[begin : begin + turn.num_tokens] == decision
             begin += turn.num_tokens
     assert len(set(by_turn.values())) == len(by_turn) == 3
