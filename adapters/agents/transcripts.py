@@ -77,10 +77,8 @@ def _records(conversations: Sequence[Conversation], titles: Sequence[str] | None
     titles = [""] * len(conversations) if titles is None else titles
     require_lengths("transcripts", len(conversations), titles=titles)
     names = ("messages", "rewards", "reward", "ended_by", "info")
-    return [
-        _finite({"title": title, **{name: getattr(row, name) for name in names}})
-        for row, title in zip(conversations, titles, strict=True)
-    ]
+    parts = [{name: getattr(row, name) for name in names} for row in conversations]
+    return [_finite({"title": title, **part}) for title, part in zip(titles, parts, strict=True)]
 
 
 def _finite(value: Any) -> Any:

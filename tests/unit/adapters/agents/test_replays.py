@@ -89,6 +89,19 @@ def test_the_template_writes_messages_of_a_script(name: str) -> None:
         assert all(word in text for word in (["lookup", "topic", "rain"] if message is CALL else ["sunny"]))
 
 
+def test_a_turn_ends_as_the_template_ends_it() -> None:
+    """gpt-oss ends a call and an answer with different tokens. A text has the answer's, unless it has one already."""
+    tokenizer = chat_tokenizer(original_template("gptoss"))
+    ends = tokenizer.convert_tokens_to_ids(list(ENDS["gptoss"]))
+    template = ChatTemplate(tokenizer, end_token_ids=ends)
+    turns = [CALL, {"role": "assistant", "content": "sunny"}, "sunny", "lookup<|call|>"]
+    found = [tokenizer.convert_ids_to_tokens(template.turn(turn)[-2:]) for turn in turns]
+    assert found == [["}", "<|call|>"], ["y", "<|return|>"], ["y", "<|return|>"], ["p", "<|call|>"]]
+    # a template that writes no token there: the first of the given ones
+    plain = chat_tokenizer("{% for m in messages %}{{ m.content }}!{% endfor %}")
+    assert ChatTemplate(plain, end_token_ids=[plain.eos_token_id, 7]).turn("")[-1] == plain.eos_token_id
+
+
 def test_a_message_and_its_text_are_the_same_turn() -> None:
     template = AgentPolicy(language_model(), Tools).template
     call = '<tool_call>\n{"name": "lookup", "arguments": {"topic": "rain"}}\n</tool_call>'
