@@ -3,8 +3,8 @@
     python -m examples.customer_service             # three seeds; nothing is downloaded
     python -m examples.customer_service --seeds 0 --profile aggressive
 
-A supervised warm-up shows the model how to talk and how to call the tools, with conversations of a colleague who does not know
-the shop's policy. GRPO then teaches the policy from rewards. All printed shares are measured on held-out scenarios (see
+A supervised warm-up shows the model how to talk and how to call the tools, with conversations of a careless and curt colleague.
+GRPO then teaches it from rewards to follow the shop's policy. All printed shares are measured on held-out scenarios (see
 `make_scenarios`), with sampled conversations. For each seed, the script writes metrics.jsonl, and the transcripts of the
 evaluation as transcripts.jsonl and transcripts.html.
 """
@@ -115,12 +115,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--profile", choices=PROFILES, default="balanced")
     parser.add_argument("--out", type=Path, default=Path("runs/customer_service"))
-    parser.add_argument("--iterations", type=int, default=90, help="iterations of GRPO (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=45, help="iterations of GRPO (default: %(default)s)")
     parser.add_argument(
         "--learning-rate", type=float, default=1e-3, help="of the balanced profile (default: %(default)s)"
     )
     parser.add_argument("--scripts", type=int, default=800, help="scripted conversations (default: %(default)s)")
-    parser.add_argument("--warmup-steps", type=int, default=400, help="default: %(default)s")
+    parser.add_argument("--warmup-steps", type=int, default=500, help="default: %(default)s")
     parser.add_argument("--held-out", type=int, default=100, help="held-out scenarios (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)  # more threads do not help a model this small

@@ -17,7 +17,7 @@ ASKS_BOTH = ("please tell me your order number and the reason.", "your order num
 ASKS_REASON = ("please tell me the reason.", "the reason?")
 """Questions of the agent, polite and curt."""
 CLOSINGS = {
-    "refund": ("thank you, the refund is done.", "the refund is done."),
+    "refund": ("thank you, the refund of {amount} euros is done.", "the refund of {amount} euros is done."),
     "send_again": ("thank you, a new parcel is sent.", "a new parcel is sent."),
     "cancel_order": ("thank you, the order is cancelled.", "the order is cancelled."),
     "escalate": ("thank you, a colleague will write to you.", "a colleague will write to you."),
@@ -76,17 +76,17 @@ def make_model() -> HFPolicy:
 
 
 def careless_script(scenario: Scenario, rng: random.Random) -> list[str | Message]:
-    """What a careless colleague says. Numbers are right, but the colleague follows the shop's policy only now and then.
+    """What a careless colleague says. The numbers are right, and so is what the colleague does in most conversations.
 
-    The colleague asks for the reason at random, forgets the look-up in one of five conversations, does something random in
-    every second one, and is curt in every second message.
+    The colleague asks for the reason at random, forgets the look-up in three of ten conversations, does something random in
+    three of ten, most often a refund, and is curt in six of ten messages.
     """
     manner, order = scenario["context"]["manner"], scenario["context"]["order"]
     asks_reason = rng.random() < 0.5
-    outcome = right_outcome(scenario) if rng.random() < 0.5 else rng.choice([*OUTCOMES])
+    outcome = right_outcome(scenario) if rng.random() < 0.7 else rng.choice([*OUTCOMES, *["refund"] * 4])
 
     def pick(texts: tuple[str, str]) -> str:
-        return texts[rng.random() < 0.5]
+        return texts[rng.random() < 0.6]
 
     script: list[str | Message] = []
     if manner == "open":
@@ -94,8 +94,8 @@ def careless_script(scenario: Scenario, rng: random.Random) -> list[str | Messag
     else:
         script += [pick(ASKS_BOTH if asks_reason else ASKS)]
         script += [pick(ASKS)] if manner == "vague" else []
-    calls = [("look_up_order", {"order_number": order})] if rng.random() < 0.8 else []
+    calls = [("look_up_order", {"order_number": order})] if rng.random() < 0.7 else []
     for name, arguments in [*calls, *right_call(scenario, outcome)]:
         call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": arguments}}
         script.append({"role": "assistant", "content": "", "tool_calls": [call]})
-    return [*script, pick(CLOSINGS[outcome])]
+    return [*script, pick(CLOSINGS[outcome]).format(**scenario["context"])]

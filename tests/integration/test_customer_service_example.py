@@ -187,12 +187,12 @@ def test_the_customer_tells_only_what_is_asked(policy: AgentPolicy) -> None:
     assert heard("open", SORRY) == [f"{opening} the number is KQZ.", "goodbye."]
 
 
-def test_scripts_have_right_numbers_and_rarely_follow_the_policy(policy: AgentPolicy) -> None:
+def test_scripts_have_right_numbers_and_are_careless(policy: AgentPolicy) -> None:
     scenarios = make_scenarios(200, seed=0)
     rng = random.Random(0)
     rows = policy.replay(scenarios, [careless_script(scenario, rng) for scenario in scenarios])
     graded = [grade(scenario, row) for scenario, row in zip(scenarios, rows, strict=True)]
-    assert 0.7 < sum(parts["looked_up"] for parts in graded) / 200 < 0.9
+    assert 0.6 < sum(parts["looked_up"] for parts in graded) / 200 < 0.8
     assert sum(parts["solved"] for parts in graded) / 200 < 0.2
     results = [message["content"] for row in rows for message in row.messages if message["role"] == "tool"]
     assert not any(result.startswith("Error") for result in results)
