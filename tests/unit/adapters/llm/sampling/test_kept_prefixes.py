@@ -33,8 +33,10 @@ def test_only_new_tokens_are_computed_and_the_oldest_rows_are_dropped() -> None:
         shapes = forward_shapes(policy.model)
         again = [[*encoded(text), *turn.token_ids[0], *NEW] for text, turn in zip(("abcd", "bcde"), kept, strict=True)]
         for prompt in reversed(again):
-            policy.sample_tokens([prompt], seeds=[0], max_new_tokens=1)
-    assert shapes == [(1, 3), (1, 7)]  # kept: the sampled token and 2 new ones; dropped: 4 + 1 + 2 tokens
+            cut = policy.sample_tokens([prompt], seeds=[0], max_new_tokens=1)
+        policy.sample_tokens([[*again[0], *cut.token_ids[0], *NEW]], seeds=[0], max_new_tokens=1)
+    # kept: the sampled token and 2 new ones; dropped: 4 + 1 + 2 tokens; a truncated row is kept, too
+    assert shapes == [(1, 3), (1, 7), (1, 3)]
     with torch.no_grad():
         policy.sample_tokens([again[1]], seeds=[0], max_new_tokens=1)
     assert shapes[-1] == (1, 7)  # outside the context, nothing is kept
