@@ -154,7 +154,7 @@ def test_a_message_with_calls_only_has_no_content() -> None:
         return 1.0
 
     (found,) = converse(says(says_call(), "fine"), with_client(use))
-    assert len(found.segments) == 1
+    assert (found.reward, len(found.segments)) == (1.0, 1)
 
 
 def test_a_program_may_be_async_and_the_caller_may_have_an_event_loop() -> None:
@@ -180,18 +180,18 @@ def test_limits_and_stop_strings_of_a_request() -> None:
 
         assert ask(max_tokens=3) == ("abc", "length", 3)
         assert ask(max_tokens=9, max_completion_tokens=2) == ("ab", "length", 2)
-        assert ask(stop="c") == ("ab", "stop", 6)
+        assert ask(stop="bd") == ("abc", "stop", 6)
         assert ask(stop=["x", "e"], max_tokens=100) == ("abcd", "stop", 6)
         assert ask(tools=[TOOL], tool_choice="none") == ("abcdef", "stop", 7)
         with pytest.raises(openai.APIStatusError, match="The conversation ended by 'length'"):
             ask(max_tokens=9)
         return 0.5
 
-    policy = says(*["abcdef"] * 5, "abcdefghi", max_new_tokens=8)
+    policy = says("abcdef", "abcdef", "abcbdf", "abcdef", "abcdef", "abcdefghi", max_new_tokens=8)
     (found,) = converse(policy, with_client(use), max_turns=9)
     assert (found.ended_by, found.reward) == ("length", 0.5)
     texts = [sampled for _, sampled in text_and_sampled(found)]
-    assert texts == ["abc", "ab", "abcdef", "abcdef", "abcdef<|im_end|>", "abcdefgh"]
+    assert texts == ["abc", "ab", "abcbdf", "abcdef", "abcdef<|im_end|>", "abcdefgh"]
     assert not any("Tools:" in text for text, _ in text_and_sampled(found))  # tool_choice="none" shows no tools
 
 
@@ -319,7 +319,9 @@ def test_a_connection_is_kept_open_also_after_an_error() -> None:
             assert response.status == status
             assert connection.sock is not None
             assert connection.sock.getsockname() == port
-        connection.request("POST", split.path, iter([b"{}"]), encode_chunked=True)  # this body is not read
+        connection.putrequest("POST", split.path)
+        connection.putheader("Transfer-Encoding", "chunked")  # such a body is not read
+        connection.endheaders()
         response = connection.getresponse()
         assert (response.status, response.will_close) == (411, True)
         response.read()
