@@ -326,3 +326,7 @@ def test_a_model_of_four_bits_has_values(tmp_path: Path) -> None:
 def test_wrong_heads_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_the_smallest_head_is_accepted() -> None:
+    assert ValueHead(1, width=1, dropout=0.0)(torch.ones(2, 1)).tolist() == [0, 0]
