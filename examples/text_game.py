@@ -1,0 +1,180 @@
+"""Teach a small language model to win a game of TextArena, rock-paper-scissors over five rounds, against a fixed opponent.
+
+    python -m examples.text_game                 # one to two minutes on one core for each of three seeds
+    python -m examples.text_game --seeds 0
+
+The opponent begins with a random move and then plays rock, paper, scissors in this order, over and over. One move in five is
+random instead. TextArena shows the policy its own move and who won the round. The script makes one letter of it, the opponent's
+move, and the policy writes one letter. Whoever wins more rounds wins the game. Random moves win about 40 % of the games, and
+the best play about 97 %.
+
+The script makes a tokenizer of characters and a Qwen3 model of 0.1 million parameters. A supervised warm-up on a few games of
+random moves teaches the model to write moves. Then GRPO takes over, with the reward 1 for a win and 0 for anything else. A game
+is a number, from which the first player and the opponent's moves follow. All win rates are measured on 500 games that are not
+trained on, with the likeliest moves.
+"""
+
+import argparse
+import random
+import re
+import time
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from adapters.agents import AgentPolicy, Conversation
+from adapters.agents.bridges.textarena import TextArena
+from adapters.llm import HFPolicy, SamplingConfig
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
+
+MARKS = ["<pad>", "<opponent>", "<policy>", "<end>"]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<policy>' if message.role == 'assistant' else '<opponent>' }}{{ message.content }}<end>"
+    "{% endfor %}{% if add_generation_prompt %}<policy>{% endif %}"
+)
+MOVES = ("r", "p", "s")  # rock, paper and scissors
+TRAINING, HELD_OUT = range(1000, 1_000_000), range(500)
+
+
+class Opponent:
+    """Plays rock, paper, scissors in this order. One move in five is random."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.move = rng, rng.randrange(3)
+
+    def __call__(self, text: str) -> str:
+        played = self.move
+        self.move = self.rng.randrange(3) if self.rng.random() < 0.2 else (played + 1) % 3
+        return MOVES[played]
+
+
+def make_game(number: int) -> TextArena:
+    """The game with this number. The policy reads the opponent's last move, and "b" at the beginning."""
+    rng = random.Random(number)
+    player = rng.randrange(2)
+
+    def observe(text: str) -> str:
+        own, winner = re.search(r"selects move (\w)", text), re.search(r"Round result: Player (\d) wins", text)
+        if own is None:
+            return "b"
+        shift = 0 if winner is None else 2 if int(winner[1]) == player else 1  # each move beats the one before
+        return MOVES[(MOVES.index(own[1]) + shift) % 3]
+
+    return TextArena(
+        "IteratedRockPaperScissors-v0", num_rounds=5, player=player, opponent=Opponent(rng), observe=observe
+    )
+
+
+def make_policy() -> HFPolicy:
+    """An untrained model and its tokenizer, which has one token per character."""
+    vocabulary = {token: i for i, token in enumerate([*MARKS, *" abcdefghijklmnopqrstuvwxyz"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", extra_special_tokens=MARKS[1:3]
+    )
+    fast.chat_template = TEMPLATE
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    heads = {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "tie_word_embeddings": True}
+    ends = {"bos_token_id": None, "eos_token_id": MARKS.index("<end>")}
+    config = Qwen3Config(vocab_size=len(vocabulary), initializer_range=0.1, **sizes, **heads, **ends)
+    return HFPolicy(Qwen3ForCausalLM(config), fast, sampling=SamplingConfig(max_new_tokens=3))
+
+
+def play_randomly(number: int) -> tuple[list[dict[str, str]], float]:
+    """A game in which the policy's part makes random moves: its messages and its reward."""
+    game, rng = make_game(number), random.Random(-number - 1)
+    text, _ = game.reset(seed=number)
+    messages, is_over, reward = [{"role": "user", "content": text}], False, 0.0
+    while not is_over:
+        said = {"role": "assistant", "content": rng.choice(MOVES)}
+        text, reward, is_over, _, _ = game.step(said)
+        messages += [said, {"role": "user", "content": text}]
+    return messages[:-1], reward
+
+
+def warm_up(policy: HFPolicy, games: range, num_steps: int) -> None:
+    """Supervised learning on the moves of games of random moves."""
+    mark = policy.tokenizer.convert_tokens_to_ids("<policy>")
+    rows, labels = [], []
+    for number in games:
+        ids = policy.tokenizer.apply_chat_template(play_randomly(number)[0], tokenize=True, return_dict=False)
+        is_move, label = False, []
+        for token in ids:
+            label.append(token if is_move else -100)
+            is_move = token == mark or (is_move and token != policy.tokenizer.eos_token_id)
+        rows.append(torch.tensor(ids))
+        labels.append(torch.tensor(label))
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    targets = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=2e-3)
+    policy.train()
+    for _ in tqdm(range(num_steps), desc="Warm-up", unit="step"):
+        batch = torch.randint(len(tokens), (64,))
+        policy.model(input_ids=tokens[batch], labels=targets[batch]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def won(_: Sequence[int], conversations: Sequence[Conversation]) -> list[float]:
+    """The reward. TextArena's own is -1 for a loss, so a policy could gain by writing too much, which ends a game with 0."""
+    return [float(conversation.reward == 1) for conversation in conversations]
+
+
+def win_rate(agent: AgentPolicy) -> tuple[float, Conversation]:
+    """Share of the held-out games that the policy wins with its likeliest moves, and one of these games."""
+    agent.eval()
+    played = [conversation for [conversation] in agent.generate_actions(HELD_OUT, 1, temperature=0)]
+    return sum(won(HELD_OUT, played)) / len(played), played[0]
+
+
+def run(seed: int, args: argparse.Namespace) -> tuple[list[float], Conversation]:
+    """Win rates before training, after the warm-up and after GRPO, and a held-out game after GRPO."""
+    torch.manual_seed(seed)
+    policy = make_policy()
+    agent = AgentPolicy(policy, make_game, max_turns=10, concurrency=64)
+    rates = [win_rate(agent)[0]]
+    warm_up(policy, TRAINING[:100], args.warmup_steps)
+    rates.append(win_rate(agent)[0])
+    config = GRPOConfig(
+        group_size=16,
+        num_states_per_iteration=8,
+        batch_size=64,
+        learning_rate=2e-3,
+        lr_schedule="linear",
+        seed=seed,
+        advantage=AdvantageConfig(scale="none"),
+    )
+    GRPOTrainer(config=config, policy=agent, reward_model=won).train(TRAINING, num_iterations=args.iterations)
+    rate, game = win_rate(agent)
+    return [*rates, rate], game
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--iterations", type=int, default=40, help="iterations of GRPO (default: %(default)s)")
+    parser.add_argument("--warmup-steps", type=int, default=60, help="supervised steps (default: %(default)s)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # more threads do not help a model this small
+    chance = sum(play_randomly(number)[1] == 1 for number in HELD_OUT) / len(HELD_OUT)
+    print(f"held-out games won, of {len(HELD_OUT)} (random moves: {chance:.1%})")
+    lines = ["seed        before  warm-up only    after GRPO  processor time"]
+    for seed in args.seeds:
+        start = time.process_time()
+        rates, game = run(seed, args)
+        shown = [f"{rate:12.1%}" for rate in rates]
+        lines.append("  ".join([f"{seed:4}", *shown, f"{time.process_time() - start:12.0f} s"]))
+        print(lines[-1])
+    print("", *lines, sep="\n")
+    print(f"\nA game of seed {args.seeds[-1]} after GRPO (reward {game.reward:g}):")
+    for message in game.messages:
+        print(f"  {'policy' if message['role'] == 'assistant' else 'reads':6}  {message['content']}")
+
+
+if __name__ == "__main__":
+    main()
