@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers.utils.chat_template_utils import get_json_schema
 
 from adapters.agents import (
@@ -144,13 +145,28 @@ def test_weighted_rewards_become_several_functions_that_are_computed_once() -> N
     assert set(parts) == {"right", "short"}
 
 
+def test_a_reward_model_is_called_in_evaluation_mode_and_without_gradient() -> None:
+    class Network(torch.nn.Linear):
+        def compute_rewards(self, states: Any, actions: Any) -> torch.Tensor:
+            return torch.tensor([float(self.training), float(torch.is_grad_enabled())])
+
+    (function,), _ = trl_reward_functions(Network(1, 1), character_tokenizer())
+    assert function(**given("a", "b")) == [0.0, 0.0]
+
+
 def test_rewards_that_trl_cannot_use_are_refused(subtests: pytest.Subtests) -> None:
     nan = [1.0, float("nan")]
     with subtests.test("not finite"), pytest.raises(RewardError, match="must return finite rewards; got"):
         trl_reward_functions(lambda s, a: nan, character_tokenizer())[0][0](**given("a", "b"))
     with subtests.test("counts as 0"):
-        (function,), _ = trl_reward_functions(lambda s, a: nan, character_tokenizer(), zero_non_finite=True)
-        assert function(**given("a", "b")) == [1.0, 0.0]
+        totals: list[list[float]] = []
+        (function,), _ = trl_reward_functions(
+            lambda s, a: nan,
+            character_tokenizer(),
+            zero_non_finite=True,
+            record=lambda total, _: totals.append(total.tolist()),
+        )
+        assert [function(**given("a", "b")), *totals] == [[1.0, 0.0], [1.0, 0.0]]
     with subtests.test("per step"), pytest.raises(ContractError, match="TRL has no rewards per step"):
         trl_reward_functions(lambda s, a: [nan, nan], character_tokenizer())[0][0](**given("a", "b"))
 
@@ -214,7 +230,8 @@ def test_the_last_message_is_given_to_step_and_conversations_are_rewarded(subtes
             reward = WeightedRewards({"environment": EnvironmentReward(), "other": keep})
             functions, _ = trl_reward_functions(reward, character_tokenizer(), states=["rain"])
             batch = given(text, state_index=[0], environments=[environment]) | {"completions": [completion]}
-            assert functions[0](**batch) == [expected]
+            assert [functions[0](**batch), functions[0](**batch)] == [[expected], [expected]]
+            assert seen[0] is seen[1]  # `step` is called once
             assert [seen[0].ended_by, seen[0].reward, len(seen[0].turns)] == [
                 ended_by, expected, sum(message["role"] == "assistant" for message in completion),
             ]  # fmt: skip
@@ -258,6 +275,10 @@ def test_environments_that_trl_cannot_run_are_refused(subtests: pytest.Subtests)
         def tools(self) -> list[Any]:
             return [lookup] if self.state == "rain" else [lookup, price]
 
+    class Seeded(Asked):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            return [{"role": "system", "content": f"Rules {seed}"}, {"role": "user", "content": "What of it?"}], {}
+
     class Schemas(Asked):
         def tools(self) -> list[Any]:
             return [get_json_schema(lookup)]
@@ -287,6 +308,10 @@ def test_environments_that_trl_cannot_run_are_refused(subtests: pytest.Subtests)
         subtests.test("changes"),
         pytest.raises(ContractError, match=r"same tools for all states.*\['lookup', 'price'\]"),
     ):
+        environment.reset(**rows[0])
+    made, rows = trl_environment(Seeded, ["rain"], group_size=2)
+    environment = made()
+    with subtests.test("seeded"), pytest.raises(ContractError, match="the same messages before the last one"):
         environment.reset(**rows[0])
 
 
