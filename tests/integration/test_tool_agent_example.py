@@ -10,7 +10,7 @@ import torch
 
 from examples import tool_agent
 from examples.tool_agent import Problem
-from tests.support.example_runs import NUMBER, run_example
+from tests.support.example_runs import NUMBER
 
 FIRST, SECOND = Problem(17, 25, 6, sum_is_first=True), Problem(17, 25, 6, sum_is_first=False)
 
@@ -100,10 +100,15 @@ def test_untrained_models_are_wrong() -> None:
 
 
 @pytest.mark.slow
-def test_the_agent_learns_to_use_the_calculator(tmp_path: Path) -> None:
+def test_the_agent_learns_to_use_the_calculator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A short run. The documented accuracy takes more iterations."""
-    shortened = ["--seeds", "0", "--warmup-steps", "250", "--iterations", "12"]
-    printed = run_example("tool_agent", *shortened, folder=tmp_path)
+    shortened = ["--seeds", "0", "--scripts", "1000", "--warmup-steps", "220", "--iterations", "10"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["tool_agent", *shortened])
+    tool_agent.main()
+    printed = capsys.readouterr().out
     ((before, warm, after),) = (
         [float(share) for share in row]
         for row in re.findall(rf"\| 0 \| ({NUMBER})% \| ({NUMBER})% \| ({NUMBER})%", printed)
@@ -111,7 +116,7 @@ def test_the_agent_learns_to_use_the_calculator(tmp_path: Path) -> None:
     assert before == 0
     assert after > warm + 5
     folder = tmp_path / "runs" / "tool_agent" / "seed-0"
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 12
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 10
     conversations = json.loads((folder / "conversations.json").read_text())
     assert len(conversations) == 300
     assert all(messages[0]["role"] == "user" for messages in conversations)
