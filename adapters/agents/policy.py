@@ -46,9 +46,9 @@ class AgentPolicy:
         concurrency: Maximum number of conversations at a time.
         timeout: Seconds that an environment or an agent program may take between two messages of the model. A conversation
             that takes longer ends. None: no limit.
-        branch: Where the conversations of a group branch in training. They are sampled, and forwarded, once up to there.
-            `generate_actions`, which evaluates, does not branch. The environments need `snapshot()` and `restore(state)`. None:
-            all conversations are independent.
+        branch: Where the conversations of a group branch. They are sampled, and forwarded, once up to there. A single
+            conversation per state does not branch, and `generate_actions` never does. The environments need `snapshot()` and
+            `restore(state)`. None: all conversations are independent.
 
     Raises:
         ConfigError: A limit is invalid, the tokenizer has no usable chat template, or an agent program should branch.
@@ -152,8 +152,9 @@ class AgentPolicy:
         Raises:
             ConfigError: `num_actions_per_state` is no multiple of the number of rows that grow from one root.
         """
+        branching = None if num_actions_per_state == 1 else self.branch  # an evaluation
         turns = ModelTurns(self.policy, self.template, {})
-        conversations, metrics = self._converse(states, num_actions_per_state, turns, self.branch)
+        conversations, metrics = self._converse(states, num_actions_per_state, turns, branching)
         device = next(iter(self.policy.model.parameters())).device
         mask = step_mask(conversations, mask_truncated=self.policy.mask_truncated)
         behaviour = torch.zeros(mask.shape)

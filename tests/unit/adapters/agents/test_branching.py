@@ -149,10 +149,12 @@ def test_conversations_fork_between_tool_calls_and_with_async_environments() -> 
     assert scripted([says_call("nothing"), "a", "b"], Caller)[1]["agents/failed_calls"] == 1
 
 
-def test_evaluation_does_not_branch() -> None:
+def test_single_conversations_do_not_branch() -> None:
     agent = AgentPolicy(language_model(max_new_tokens=20), Echo, branch=BINARY)  # no snapshot() is needed
     (conversations,) = agent.generate_actions(["you"], 3)
     assert [row.turns[0].state_key for row in conversations] == [None] * 3
+    trainer = GRPOTrainer(config=GRPOConfig(group_size=4), policy=agent, reward_model=EnvironmentReward())
+    assert "eval/avg_reward" in trainer.evaluate(["you", "me"], num_actions_per_state=1)
 
 
 def test_concurrency_changes_no_token() -> None:
