@@ -136,7 +136,9 @@ class EnvironmentLoop:
                 "remove branch=... from AgentPolicy."
             )
         if branch is None or branch.saved is None:
-            observation, chat.info = _values(owner, "reset", await thread.run(environment.reset, seed=chat.seed), 2)
+            observation, chat.info = require_values(
+                owner, "reset", await thread.run(environment.reset, seed=chat.seed), 2
+            )
             messages = as_messages(observation)
         else:
             await thread.run(environment.restore, branch.saved.snapshot)
@@ -156,8 +158,8 @@ class EnvironmentLoop:
                 messages = [*chat.messages, *results]
                 continue
             answer = await thread.run(environment.step, message["content"] if takes_text else message)
-            observation, reward, terminated, truncated, chat.info = _values(owner, "step", answer, 5)
-            rewards.append(_number(owner, reward))
+            observation, reward, terminated, truncated, chat.info = require_values(owner, "step", answer, 5)
+            rewards.append(require_number(owner, reward))
             messages = [*chat.messages, *as_messages(observation, message)]
             if terminated or truncated:
                 chat.messages = messages
@@ -193,14 +195,14 @@ def _takes_text(environment: Any) -> bool:
     return next(iter(parameters.values())).annotation in (str, "str") if parameters else False
 
 
-def _values(owner: str, method: str, returned: Any, count: int) -> tuple[Any, ...]:
+def require_values(owner: str, method: str, returned: Any, count: int) -> tuple[Any, ...]:
     if not isinstance(returned, tuple) or len(returned) != count:
         names = "(observation, info)" if count == 2 else "(observation, reward, terminated, truncated, info)"
         raise ContractError(f"{owner}.{method} must return {names}; got {describe(returned)}. Return all of them.")
     return returned
 
 
-def _number(owner: str, reward: Any) -> float:
+def require_number(owner: str, reward: Any) -> float:
     try:
         return float(reward)
     except (TypeError, ValueError) as error:

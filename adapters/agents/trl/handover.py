@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from adapters.agents.conversations import Conversation, EndedBy, Turn
-from adapters.agents.environments import _number, _values
+from adapters.agents.environments import require_number, require_values
 from adapters.agents.messages import Message, as_messages
 from adapters.llm import Completion
 from grpo import WeightedRewards
@@ -150,8 +150,12 @@ class HandedEnvironment:
         last, info = messages[-1], {}
         ended_by: EndedBy = "length" if is_cut else "max_turns"
         if not is_cut and last["role"] == "assistant" and not last.get("tool_calls"):
-            answer = _values(owner, "step", _called(self._environment.step, last), 5)
-            observation, rewards[-1], terminated, truncated, info = answer[0], _number(owner, answer[1]), *answer[2:]
+            answer = require_values(owner, "step", _called(self._environment.step, last), 5)
+            observation, rewards[-1], terminated, truncated, info = (
+                answer[0],
+                require_number(owner, answer[1]),
+                *answer[2:],
+            )
             if not (terminated or truncated):
                 raise ContractError(
                     f"{owner}.step must end the conversation at the first message without a tool call, because TRL's "
@@ -222,7 +226,7 @@ def _begin(
             f"{owner}.tools() must return functions with public names, because in TRL an environment acts through tools only; "
             f"got {describe(listed)}. An environment whose step answers messages, or JSON schemas, needs grpo.GRPOTrainer."
         )
-    observation, _ = _values(owner, "reset", _called(environment.reset, seed=seed), 2)
+    observation, _ = require_values(owner, "reset", _called(environment.reset, seed=seed), 2)
     return environment, tools, as_messages(observation)
 
 
