@@ -180,11 +180,11 @@ class Estimates:
 
     @property
     def noise(self) -> float:
-        """tr Cov(g) / |E g|^2 of one group's estimate g, times its number of sampled tokens."""
+        """tr Cov(g) / |E g|^2 of one group's estimate g, times its number of sampled tokens. NaN: too few groups."""
         estimates = torch.stack(self.gradients).double()
         variance = estimates.var(0).sum().item()
         signal = estimates.mean(0).square().sum().item() - variance / len(estimates)
-        return variance / signal * self.tokens_per_group
+        return variance / signal * self.tokens_per_group if signal > 0 else float("nan")
 
 
 def estimates(
