@@ -220,17 +220,18 @@ def test_the_minimal_example_of_the_documentation_has_at_most_20_lines() -> None
 @pytest.mark.slow
 def test_the_example_learns(tmp_path: Path) -> None:
     """Shortened: fewer scripts, steps and iterations. The share of solved scenarios rises, and the files are written."""
-    options = ["--seeds=0", "--scripts=500", "--warmup-steps=120", "--iterations=12", "--held-out=50"]
+    options = ["--seeds=0", "--scripts=800", "--warmup-steps=250", "--iterations=14", "--held-out=40"]
     printed = run_example("customer_service", *options, "--out", str(tmp_path), folder=tmp_path)
     rows = {
         name: [float(share) for share in re.findall(r"([\d.]+)%", shares)]
         for name, shares in re.findall(r"^\| 0 \| ([\w -]+) \| (.*) \|$", printed, re.MULTILINE)
     }
     assert [*rows] == ["before", "warm-up alone", "after GRPO"]
-    assert rows["before"][-1] == 0.0
-    assert rows["after GRPO"][-1] > rows["warm-up alone"][-1] + 5.0, printed
+    solved = {name: shares[-2] for name, shares in rows.items()}
+    assert solved["before"] == 0.0
+    assert solved["after GRPO"] > solved["warm-up alone"] + 5.0, printed
     metrics = [json.loads(line) for line in (tmp_path / "seed-0" / "metrics.jsonl").read_text().splitlines()]
     assert sum("eval/avg_reward" in line for line in metrics) >= 2
     lines = (tmp_path / "seed-0" / "transcripts.jsonl").read_text().splitlines()
-    assert len(lines) == 50
+    assert len(lines) == 40
     assert "assistant, reward" in (tmp_path / "seed-0" / "transcripts.html").read_text()
