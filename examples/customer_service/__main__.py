@@ -115,12 +115,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--profile", choices=PROFILES, default="balanced")
     parser.add_argument("--out", type=Path, default=Path("runs/customer_service"))
-    parser.add_argument("--iterations", type=int, default=70, help="iterations of GRPO (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=80, help="iterations of GRPO (default: %(default)s)")
     parser.add_argument(
-        "--learning-rate", type=float, default=1e-3, help="of the balanced profile (default: %(default)s)"
+        "--learning-rate", type=float, default=7e-4, help="of the balanced profile (default: %(default)s)"
     )
     parser.add_argument("--scripts", type=int, default=2400, help="scripted conversations (default: %(default)s)")
-    parser.add_argument("--warmup-steps", type=int, default=500, help="default: %(default)s")
+    parser.add_argument("--warmup-steps", type=int, default=900, help="default: %(default)s")
     parser.add_argument("--held-out", type=int, default=100, help="held-out scenarios (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)  # more threads do not help a model this small

@@ -78,12 +78,12 @@ def make_model() -> HFPolicy:
 def careless_script(scenario: Scenario, rng: random.Random) -> list[str | Message]:
     """What a careless colleague says. The numbers are right, and so is what the colleague does in most conversations.
 
-    The colleague asks for the reason at random, forgets the look-up in three of ten conversations, does something random in
-    three of ten, most often a refund, and is curt in six of ten messages.
+    The colleague asks for the reason at random, forgets the look-up in three of ten conversations, pays the money back in three
+    of ten, whatever the policy says, and is curt in six of ten messages.
     """
     manner, order = scenario["context"]["manner"], scenario["context"]["order"]
     asks_reason = rng.random() < 0.5
-    outcome = right_outcome(scenario) if rng.random() < 0.7 else rng.choice([*OUTCOMES, *["refund"] * 4])
+    outcome = right_outcome(scenario) if rng.random() < 0.7 else "refund"
 
     def pick(texts: tuple[str, str]) -> str:
         return texts[rng.random() < 0.6]
