@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--profile", choices=PROFILES, default="balanced")
     parser.add_argument("--out", type=Path, default=Path("runs/customer_service"))
-    parser.add_argument("--iterations", type=int, default=80, help="iterations of GRPO (default: %(default)s)")
+    parser.add_argument("--iterations", type=int, default=120, help="iterations of GRPO (default: %(default)s)")
     parser.add_argument(
         "--learning-rate", type=float, default=7e-4, help="of the balanced profile (default: %(default)s)"
     )

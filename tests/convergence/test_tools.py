@@ -144,6 +144,7 @@ def test_the_right_tool_is_learned_starting_from_chance() -> None:
     assert_the_tool_is_learned_from_chance(run(0, FEW), right_call=0.5)
 
 
+@pytest.mark.slow
 def test_the_policy_learns_more_than_the_words_of_the_descriptions() -> None:
     assert_more_is_learned_than_the_words_of_the_descriptions(run(0, FEW))
 

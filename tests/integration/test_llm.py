@@ -79,6 +79,7 @@ POLICIES: dict[str, Callable[[], HFPolicy]] = {
 }
 
 
+@pytest.mark.slow
 def test_the_conformance_kit_passes(subtests: pytest.Subtests) -> None:
     for kind in POLICIES:
         with subtests.test(kind=kind):

@@ -58,12 +58,14 @@ def test_conforming_policy_passes_every_check_that_applies(subtests):
             assert set(others.values()) <= {"absent", "skipped"}  # the entropy of a policy that has none is skipped
 
 
-def test_conforming_densities_pass_the_comparison_with_samples(subtests):
-    for policy in [Gaussian, Squashed, Plane]:
-        with subtests.test(policy=policy.__name__):
-            result = check_policy(policy(), STATES, strict=True)["generated samples"]
-            assert result.status == "passed"
-            assert "Kolmogorov-Smirnov" in result.message
+SLOWER = [pytest.param(policy, marks=pytest.mark.slow) for policy in (Squashed, Plane)]
+
+
+@pytest.mark.parametrize("policy", [Gaussian, *SLOWER])
+def test_conforming_densities_pass_the_comparison_with_samples(policy):
+    result = check_policy(policy(), STATES, strict=True)["generated samples"]
+    assert result.status == "passed"
+    assert "Kolmogorov-Smirnov" in result.message
 
 
 def test_together_the_conforming_policies_pass_every_check():

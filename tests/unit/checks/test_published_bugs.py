@@ -36,9 +36,11 @@ def test_a_published_bug_is_found_by_its_rule(bug: Bug) -> None:
 
 
 TWINS = list({bug.right: bug for bug in BUGS}.values())
+SLOWER = ("Slates", "Squashed")
+MARKED = [pytest.param(bug, marks=[pytest.mark.slow] * (bug.right.__name__ in SLOWER)) for bug in TWINS]
 
 
-@pytest.mark.parametrize("bug", TWINS, ids=lambda bug: bug.right.__name__)
+@pytest.mark.parametrize("bug", MARKED, ids=lambda bug: bug.right.__name__)
 def test_a_correct_twin_is_not_accused(bug: Bug) -> None:
     found = report(bug, bug.right)
     assert found.ok, str(found)

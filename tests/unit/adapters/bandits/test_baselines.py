@@ -126,6 +126,7 @@ REFERENCE = {
 }
 
 
+@pytest.mark.slow
 def test_regrets_on_the_abrupt_testbed_equal_the_reference_values(subtests: pytest.Subtests) -> None:
     for name in REFERENCE:
         with subtests.test(name):

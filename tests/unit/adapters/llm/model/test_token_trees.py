@@ -133,7 +133,7 @@ def test_values_and_final_values_follow_the_rows() -> None:
     with torch.no_grad():
         policy.value_head.layers[-1].weight.normal_(generator=torch.Generator().manual_seed(0))
     reasons = ["end", "length", "end", "end", "length", "length", "end"]
-    actions = [replace(row, finish_reason=reason) for row, reason in zip(rows(), reasons, strict=True)]
+    actions = [replace(row, finish_reason=reason) for row, reason in zip(rows_that_fork(), reasons, strict=True)]
     scores = policy.score_actions(STATES, actions)
     expected = policy.score_actions(STATES, [replace(row, forks=()) for row in actions])
     assert scores.final_values is not None
