@@ -131,7 +131,11 @@ def test_an_agent_with_tools_reaches_the_same_weights() -> None:
     """Qwen2.5's template. Conversations of one, two and three turns; the last reaches `max_turns`."""
     config, weights = GRPOConfig(group_size=3, learning_rate=1e-3, seed=0), []
     said = [["fine"], [says_call(), "so so"], [says_call(), says_call(), says_call()]]
-    reward = WeightedRewards({"environment": EnvironmentReward(), "talk": lambda s, a: [len(c.messages) for c in a]})
+
+    def talk(states: Any, actions: Any) -> list[int]:  # TRL does not answer the calls of the last turn
+        return [sum(message["role"] != "tool" for message in action.messages) for action in actions]
+
+    reward = WeightedRewards({"environment": EnvironmentReward(), "talk": talk})
     for is_ours in (True, False):
         # our loop samples the first turns of all conversations, then the second turns, and so on
         scripted = Scripted(
