@@ -181,6 +181,7 @@ def assert_learns_more_without_the_kl(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.slow
 def test_a_preset_of_each_kind_follows_the_dynamic_bandit(name: str) -> None:
     assert_follows_the_bandit(name, seed=0)
 

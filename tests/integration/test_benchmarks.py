@@ -259,6 +259,7 @@ def test_the_benchmark_of_tools_gives_every_method_the_same_tasks_and_calls(
 
 
 @pytest.mark.filterwarnings("ignore:ToolExecutor's workers")
+@pytest.mark.slow
 def test_the_tool_benchmarks_exit_with_an_error_when_a_target_is_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -362,6 +363,7 @@ def test_the_policy_over_a_thousand_tools_and_the_bare_loop_draw_and_score_the_s
 
 
 @pytest.mark.filterwarnings("ignore:ToolExecutor's workers")
+@pytest.mark.slow
 def test_the_benchmark_of_the_executor_prints_each_figure(run: Run) -> None:
     sizes = {"NUM_CALLS": 8, "CONCURRENCY": 4, "LATENCY": 0.01, "IDEAL": 8 / 4 * 0.01, "NUM_TOOLS": 50}
     printed = run(tool_speed, "--quick", **sizes)

@@ -98,6 +98,7 @@ def of_its_actions(episode: Episode) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*copies of another:grpo.errors.GRPOWarning")  # Blackjack has few outcomes
+@pytest.mark.slow
 def test_every_kind_of_policy_passes_the_conformance_kit(subtests: pytest.Subtests) -> None:
     for name, case in available_cases().items():
         with subtests.test(case=name):

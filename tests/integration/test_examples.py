@@ -57,6 +57,7 @@ def catapult(tmp_path_factory: pytest.TempPathFactory) -> str:
     return run_example("custom_domain", folder=tmp_path_factory.mktemp("elsewhere"))
 
 
+@pytest.mark.slow
 def test_custom_domain_learns_to_hit_targets_it_has_not_seen(catapult: str) -> None:
     """Closeness on held-out targets; the best *single* shot for all of them has .34, so .6 takes looking at the target."""
     found = re.search(rf"new targets: ({NUMBER}) before, ({NUMBER}) after; the best of all shots ({NUMBER})", catapult)
@@ -67,6 +68,7 @@ def test_custom_domain_learns_to_hit_targets_it_has_not_seen(catapult: str) -> N
     assert after <= best < 1
 
 
+@pytest.mark.slow
 def test_custom_domain_passes_the_conformance_kit(catapult: str) -> None:
     for subject in ("check_policy(Gunner)", "check_reward_model(Closeness)"):
         assert re.search(rf"^{re.escape(subject)}: \d+ passed", catapult, re.MULTILINE), catapult
@@ -79,6 +81,7 @@ def test_custom_domain_has_fewer_than_120_lines() -> None:
     assert len(lines) < 120
 
 
+@pytest.mark.slow
 def test_control_learns_writes_its_files_and_resumes_where_it_stopped(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "control" / "CartPole-v1" / "seed-0"
     printed = run_example("control", "--steps", "1500", folder=tmp_path)

@@ -54,6 +54,7 @@ def arithmetic(run: Run, *arguments: object) -> tuple[dict[str, tuple[float, flo
     return {kind: (float(before) / 100, float(after) / 100) for kind, before, after in found}, printed
 
 
+@pytest.mark.slow
 def test_arithmetic_writes_metrics_a_comparison_a_plot_and_the_model(run: Run, tmp_path: Path) -> None:
     """A few steps of each phase teach the model to end its answers. The slow test below learns the sums."""
     shares, _ = arithmetic(run, "--warmup-steps", "20", "--iterations", "2", "--seed", "3")
@@ -188,6 +189,7 @@ def test_gsm8k_trains_an_adapter_and_compares_it_on_held_out_problems(run: Run, 
     assert settings["sampling"]["max_new_tokens"] == 12
 
 
+@pytest.mark.slow
 def test_gsm8k_resumes_from_its_checkpoint(run: Run, folder: Path) -> None:
     plain = [*SMALL, "--no-load-in-4bit", "--reward", "hybrid", "--kl-coef", "0.1"]
     run(gsm8k_qwen, *plain, "--iterations", "1")
@@ -198,6 +200,7 @@ def test_gsm8k_resumes_from_its_checkpoint(run: Run, folder: Path) -> None:
     assert "train/kl_mean" in last
 
 
+@pytest.mark.slow
 def test_gsm8k_trains_on_four_bits(run: Run, folder: Path) -> None:
     pytest.importorskip("bitsandbytes")
     run(gsm8k_qwen, *SMALL, "--learning-rate", "0.01")

@@ -36,6 +36,7 @@ def test_a_run_stopped_on_one_rank_continues_on_both(subtests: pytest.Subtests, 
     assert_same_ends(run_on_ranks("stops", tmp_path, 3, "reward", "loss"), subtests)
 
 
+@pytest.mark.slow
 def test_after_kills_both_ranks_load_the_same_newest_checkpoint(tmp_path: Path) -> None:
     counts = run_on_ranks("kills", tmp_path, 2, 1, 10)
     assert {name: counts[name] for name in ("killed", "older", "mixed", "unnamed")} == {

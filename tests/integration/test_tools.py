@@ -26,6 +26,7 @@ def misbehaving(how, **fields):
     return Tool(name=how, description=f"Try {how}.", function=function, parameters=parameters, **fields)
 
 
+@pytest.mark.slow
 def test_a_run_survives_misbehaving_tools_and_learns_to_avoid_them(tmp_path):
     """Every group of the first iterations holds calls that hang, end the worker, flood it, or raise."""
     catalogue = ToolCatalogue(

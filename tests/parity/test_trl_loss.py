@@ -35,6 +35,7 @@ def test_surrogate_kl_and_entropy_bonus_equal_trls(subtests: pytest.Subtests) ->
                 )
 
 
+@pytest.mark.slow
 def test_the_loss_over_selected_steps_and_rows_equals_trls(subtests: pytest.Subtests) -> None:
     """Top-entropy steps and the off-policy mask, which leave the divergence alone. Entropies repeat: ties are kept."""
     for loss_type, level in itertools.product(LOSS_TYPES, LEVELS):
@@ -84,6 +85,7 @@ def test_one_update_equals_the_sum_of_trls_micro_batches(subtests: pytest.Subtes
                 assert_same(our_loss(case, *leaves, settings), theirs, case, settings, *leaves)
 
 
+@pytest.mark.slow
 def test_the_top_entropy_steps_include_those_of_trl_and_the_quantile_itself(subtests: pytest.Subtests) -> None:
     """Every number of steps up to 60, with and without ties, so that the quantile falls on a step as well as between two.
 
@@ -159,6 +161,7 @@ def with_sampler(settings: TRLSettings, choose: random.Random, mode: trl_code.Sa
     )
 
 
+@pytest.mark.slow
 def test_the_loss_with_a_sampler_correction_equals_trls(subtests: pytest.Subtests) -> None:
     """From rewards and sampler log-probs, NaN ones among them, to the loss, through TRL's `_generate_and_score_completions`."""
     for loss_type, mode in PAIRS:

@@ -109,6 +109,7 @@ def test_micro_batches_and_padding_give_the_same_update(subtests):
             assert_same(as_a_whole(name), in_micro_batches_padded(name), TOLERANCE[torch.float64])
 
 
+@pytest.mark.slow
 def test_any_split_into_forwards_gives_the_same_update_in_float32(subtests):
     for name in [*PRESETS, "vespo_corrected", "kl_cov", "value_loss"]:
         with subtests.test(name=name):

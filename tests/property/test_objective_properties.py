@@ -282,6 +282,7 @@ def test_without_old_log_probs_the_current_policy_is_the_old_one(update, config)
 
 @settings(max_examples=12, deadline=None)
 @given(estimator=st.sampled_from(KL_ESTIMATORS), seed=SEEDS, entropy_coef=st.sampled_from([0.0, 0.5]))
+@pytest.mark.slow
 def test_the_gradient_agrees_with_finite_differences(estimator, seed, entropy_coef):
     generator = torch.Generator().manual_seed(seed)
     shape = (3, 4)

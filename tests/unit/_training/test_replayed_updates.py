@@ -109,6 +109,7 @@ def assert_equal_runs(found: GRPOTrainer, expected: GRPOTrainer, tolerance: floa
 
 
 @pytest.mark.filterwarnings("ignore:Dropping. before any update:grpo.GRPOWarning")
+@pytest.mark.slow
 def test_a_replay_equals_smaller_micro_batches_to_the_last_bit(subtests: pytest.Subtests) -> None:
     """Whichever of the four forward and backward passes of an iteration fails, with random numbers drawn in each."""
     for where in (in_forward, in_backward, after_backward):

@@ -28,6 +28,7 @@ from tests.support.checked_policies import (
 )
 
 
+@pytest.mark.slow
 def test_conforming_policy_passes_every_check_that_applies(subtests):
     cases = [
         (

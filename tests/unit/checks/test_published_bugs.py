@@ -91,6 +91,7 @@ def test_noise_that_cannot_be_told_from_decisions_is_said_to_be_not_checked() ->
 
 
 @pytest.mark.parametrize(("temperature", "status"), [(1.0, "passed"), (1.5, "failed")])
+@pytest.mark.slow
 def test_slates_that_are_refused_if_items_repeat_are_compared_all_the_same(temperature: float, status: str) -> None:
     policy = StrictSlates()
     policy.sampling_temperature = temperature

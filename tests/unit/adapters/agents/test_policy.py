@@ -52,7 +52,10 @@ def sampled_from(policy: Any, make: Any = Echo, states: Any = ("you", "me"), siz
     return agent, agent.sample_actions(list(states), size)
 
 
-@pytest.mark.parametrize("name", ORIGINALS)
+MARKED = [pytest.param(name, marks=[pytest.mark.slow] * (i % 6 > 0)) for i, name in enumerate(ORIGINALS)]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_no_sampled_token_is_lost_with_any_template(name: str) -> None:
     """Three turns: a call, text with a call, and text, with a tool's results in between where the template shows tools."""
     tokenizer = chat_tokenizer(original_template(name))

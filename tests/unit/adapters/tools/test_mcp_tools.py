@@ -207,6 +207,7 @@ def test_an_output_that_is_too_large_is_an_error(tools: dict[str, Tool]) -> None
     assert isinstance(long.error, OutputTooLargeError)
 
 
+@pytest.mark.slow
 def test_a_policy_learns_which_tool_of_a_server_to_call(tools: dict[str, Tool]) -> None:
     """Five tools, one with two decisions: 1 in 5 is right by chance, and 1 in 10 for the colour."""
     catalogue = catalogue_of(tools, "add", "weather", "paint", "refuse", "picture")

@@ -109,6 +109,7 @@ def test_a_learning_curve_finds_when_and_whether_a_threshold_is_reached() -> Non
     assert not LearningCurve().ends_at(0.0)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_gives_the_same_curve(tmp_path: Path) -> None:
     def run(folder: Path, sink: Sink) -> tuple[LearningCurve, GRPOTrainer]:
         trainer = trainer_of("CartPole-v1", normalize_observations=True)
@@ -176,6 +177,7 @@ def test_a_curve_that_is_ahead_of_the_checkpoint_is_cut_to_it(tmp_path: Path) ->
     assert train_control(of_five_steps(), episode_starts(2), total_steps=60, **settings) == curve
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_has_the_highest_return(tmp_path: Path) -> None:
     trainer = trainer_of("CartPole-v1")
     curve = train_control(trainer, episode_starts(2), total_steps=500, evaluate_every=120, folder=tmp_path, **QUIET)
