@@ -123,6 +123,7 @@ def test_robot_reach_learns_from_named_terms_and_films_the_result(tmp_path: Path
     assert len(np.unique(frames.reshape(-1, frames.shape[-1]), axis=0)) > 20, "an empty picture has one colour"
 
 
+@pytest.mark.slow
 def test_robot_reach_reports_that_nothing_can_be_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mujoco")
     monkeypatch.setenv("MUJOCO_GL", "disable")

@@ -14,6 +14,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_every_failure_of_a_run_is_counted_once_and_no_process_is_left(
     tmp_path: Path, subtests: pytest.Subtests
 ) -> None:

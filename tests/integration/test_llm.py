@@ -262,6 +262,7 @@ def test_the_kl_term_keeps_the_policy_near_the_reference(subtests: pytest.Subtes
 # Checkpoints
 
 
+@pytest.mark.slow
 def test_a_run_continues_exactly_from_its_checkpoint(subtests: pytest.Subtests, tmp_path: Path) -> None:
     for kind in ["LoRA", "mistral"]:
         with subtests.test(kind=kind):

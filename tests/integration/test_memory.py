@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,5 +19,6 @@ def growth_of(name: str, num_iterations: int, folder: Path) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_second_half_of_a_run_needs_no_more_memory(tmp_path: Path) -> None:
     assert growth_of("control", 200, tmp_path / "run") <= 5.0

@@ -29,6 +29,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return launch(CASES, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_or_hangs_is_named_on_all_others(
     outcomes: list[dict[str, Any]], subtests: pytest.Subtests
 ) -> None:

@@ -176,6 +176,7 @@ def test_the_loss_with_a_sampler_correction_equals_trls(subtests: pytest.Subtest
                 assert_same(our_loss(case, *leaves, settings), theirs, case, settings, *leaves)
 
 
+@pytest.mark.slow
 def test_the_loss_with_all_terms_selections_and_corrections_equals_trls(subtests: pytest.Subtests) -> None:
     """All terms, selections and corrections together; the off-policy mask then looks at the sampler's log-probs."""
     for loss_type in LOSS_TYPES:

@@ -30,6 +30,7 @@ PARTS_OF_OTHERS = {
 """Kinds of run with nothing that another kind does not have as well."""
 
 
+@pytest.mark.slow
 def test_a_run_resumed_after_any_iteration_ends_like_the_unbroken_one(
     subtests: pytest.Subtests, tmp_path: Path
 ) -> None:

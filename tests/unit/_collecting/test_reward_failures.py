@@ -122,6 +122,7 @@ def test_rows_that_fail_in_any_way_are_dropped_and_counted(subtests: pytest.Subt
             assert time.slept == []
 
 
+@pytest.mark.slow
 def test_a_single_good_row_among_many_bad_ones_is_found_without_waiting(subtests: pytest.Subtests) -> None:
     """More rows in a row fail than the breaker allows, wherever the good row is."""
     for good in range(16):

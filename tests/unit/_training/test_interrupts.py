@@ -156,6 +156,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_what_signals_do_to_a_run(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """The third collection is interrupted, and would take a minute. An uncaught exception would end the process with 1."""
     term, interrupt = int(signal.SIGTERM), int(signal.SIGINT)

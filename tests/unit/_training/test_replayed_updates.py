@@ -129,6 +129,7 @@ def test_a_replay_equals_smaller_micro_batches_to_the_last_bit(subtests: pytest.
                 assert without_time(metrics) == without_time(expected_metrics)
 
 
+@pytest.mark.slow
 def test_a_replay_has_the_gradient_of_the_run_without_an_error(subtests: pytest.Subtests) -> None:
     cases: list[tuple[Any, dict[str, Any]]] = [
         (RowScoring, {}),

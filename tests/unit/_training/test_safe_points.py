@@ -24,6 +24,7 @@ def no_type_checks() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_a_run_stopped_at_any_call_continues_to_the_same_end(subtests: pytest.Subtests, tmp_path: Path) -> None:
     """For every kind of run: one call of each phase, drawn at random, and a stop by a signal or by an exception."""
     draw = random.Random(5)

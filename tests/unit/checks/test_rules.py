@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from torch import nn
 
@@ -362,6 +363,7 @@ BY_SAMPLES = {"generated samples", "sampled samples", "samples after an update",
 """Rules that compare samples with their log-probs, and need many."""
 
 
+@pytest.mark.slow
 def test_a_broken_policy_fails_by_the_name_of_its_rule(subtests):
     for policy, name, status, fragment in BROKEN:
         with subtests.test(rule=name, fragment=fragment), as_users_run_it():

@@ -283,6 +283,7 @@ def test_processor_time_is_limited_per_call(monkeypatch: pytest.MonkeyPatch) -> 
     assert limits == [(resource.RLIMIT_CPU, 3, hard), (resource.RLIMIT_CPU, 7, hard)]
 
 
+@pytest.mark.slow
 def test_a_call_with_too_much_processor_time_is_late() -> None:
     """The limit belongs to the call, so the call is not lost: a policy learns from it as from any other timeout."""
     with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, limits=WorkerLimits(cpu_seconds=1)) as made:

@@ -147,6 +147,7 @@ def test_a_resumed_run_gives_the_same_curve(tmp_path: Path) -> None:
     assert resumed.seconds == sorted(resumed.seconds)
 
 
+@pytest.mark.slow
 def test_a_finished_run_does_not_continue_unless_more_steps_are_requested(tmp_path: Path) -> None:
     def run(**settings: Any) -> tuple[LearningCurve, Sink]:
         sink = Sink()
