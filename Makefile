@@ -87,7 +87,7 @@ $(DEMO): pyproject.toml constraints.txt | .venv/pyvenv.cfg
 # comes with the extra `dev`, and with torch (mpmath). gem-llm does not accept patch releases of Python 3.12.
 $(DEV): pyproject.toml constraints.txt | .venv/pyvenv.cfg
 	@echo "Installing all extras and the development tools into .venv (the first time takes some minutes) ..."
-	@$(INSTALL) -e ".[all,dev,bench]"
+	@$(INSTALL) -e ".[all,dev,docs,bench]"
 	@$(INSTALL) --no-deps --ignore-requires-python bfcl-eval gem-llm
 	@touch $(DEMO) $@
 
