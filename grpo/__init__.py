@@ -7,6 +7,7 @@ Surrogates, KL estimators and `Steps` are imported from `grpo.surrogates` and `g
 
 from ._objective.sampler import Mask, Truncate
 from .advantage_estimator import AdvantageEstimator, group_relative_advantages, group_relative_returns
+from .callbacks import Callback, EarlyStopping, KeepBestPolicy, TimeBudget
 from .checkpoint import load_weights
 from .config import AdvantageConfig, EntropyControl, GRPOConfig, KLControl, ObjectiveConfig, RewardConfig
 from .errors import (
@@ -23,7 +24,6 @@ from .errors import (
 )
 from .evaluation import compare_policies, measure_policy
 from .grpo_objective import grpo_objective, step_weights
-from .metrics import JSONLSink, MetricSink
 from .policy_base import (
     HasState,
     KeysStates,
@@ -37,6 +37,7 @@ from .policy_base import (
     SyncsSampler,
 )
 from .reward_model_base import RewardModel, WeightedRewards
+from .sinks import JSONLSink, MetricSink, Samples
 from .trainer import GRPOTrainer
 from .types import ActionScores, ExperienceBatch, ObjectiveInputs, ObjectiveOutput, SampledActions
 
@@ -66,8 +67,14 @@ __all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
     "SplitsSteps",
     "KeysStates",
     "HasState",
+    # watch a run
     "MetricSink",
     "JSONLSink",
+    "Samples",
+    "Callback",
+    "EarlyStopping",
+    "KeepBestPolicy",
+    "TimeBudget",
     # write a variant
     "ObjectiveInputs",
     "ObjectiveOutput",

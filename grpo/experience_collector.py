@@ -20,6 +20,7 @@ from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, pl
 from .config import RewardConfig
 from .distributed import Engine
 from .policy_base import POLICY_METHODS, KeysStates, PlansMicroBatches, require_methods
+from .sinks import Samples
 from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, row_totals, select_rows
 from .writing import pad_steps
 
@@ -146,13 +147,24 @@ class ExperienceCollector:
         seconds = batch.metrics.get("time/score", 0.0) + time.perf_counter() - start
         return replace(batch, **found, metrics={**batch.metrics, "time/score": seconds})
 
-    def rewards_of(self, states: Rows, num_actions_per_state: int) -> Tensor:
-        """Sample actions, and return one reward per row, for evaluations. The next iteration reports the failures of calls."""
+    def evaluate(self, states: Rows, num_actions_per_state: int) -> Samples:
+        """Sample actions and ask for their rewards, for an evaluation. The next iteration reports the failures of calls."""
         row_states, row_actions, sampled = self.sample(states, num_actions_per_state)
+        group_ids = torch.arange(len(states)).repeat_interleave(num_actions_per_state)
         with torch.no_grad():
             mask = None if sampled is None else sampled.mask
             rewards = self._ask_for_rewards(row_states, row_actions, mask, keep_counts=True)
-        return row_totals(rewards.values, None)  # rewards are already 0 outside the mask
+        kept = slice(None) if rewards.kept is None else rewards.kept.nonzero().squeeze(1)
+        return Samples(
+            kind="eval",
+            states=select_rows(row_states, kept),
+            actions=select_rows(row_actions, kept),
+            group_ids=group_ids[kept],
+            # rewards are already 0 outside the mask
+            rewards=row_totals(rewards.values, None),
+            reward_components={name: row_totals(part, None) for name, part in rewards.components.items()},
+            num_steps=None if mask is None else mask.cpu().sum(1)[kept],
+        )
 
     def plan_parts(
         self, states: Rows, actions: Rows, selected: RowIndex | None = None, num_halvings: int = 0

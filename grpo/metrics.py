@@ -1,12 +1,10 @@
-"""Metrics: add them up, compute statistics of rewards, write them to sinks, and average them over a whole run."""
+"""Metrics: add them up, compute statistics of rewards, and average them over a whole run."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -112,56 +110,6 @@ def reward_statistics(rewards: Float[Tensor, " N"]) -> dict[str, float]:
     quantiles = np.interp(places, np.arange(len(rewards)), np.sort(rewards.numpy())).tolist()
     named = {f"rewards/{name}": value for name, value in zip(QUANTILES, quantiles, strict=True)}
     return {"rewards/mean": mean, "rewards/std": std, **named}
-
-
-@runtime_checkable
-class MetricSink(Protocol):
-    """Receives the metrics of each iteration: a file, a dashboard, a plot."""
-
-    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        """Record the metrics of one iteration. Iterations count from 1."""
-        ...
-
-    def close(self) -> None:
-        """Release files and connections. The code that opened the sink calls this after the last iteration."""
-        ...
-
-
-class JSONLSink:
-    """Appends one JSON object per iteration to a file, one per line, and flushes after each line.
-
-    Control characters in names are escaped. NaN and infinity become null, because JSON has no such numbers.
-
-    Args:
-        path: the file. Missing folders are created, and lines are appended to an existing file.
-
-    Example:
-        >>> with JSONLSink("metrics.jsonl") as sink:
-        ...     sink.log({"rewards/mean": 0.5}, iteration=1)
-        >>> Path("metrics.jsonl").read_text()
-        '{"iteration": 1, "rewards/mean": 0.5}\\n'
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = self.path.open("a", encoding="utf-8")
-
-    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
-        """Append one line."""
-        line = {"iteration": iteration, **{k: v if math.isfinite(v) else None for k, v in metrics.items()}}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def __enter__(self) -> "JSONLSink":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 AVERAGED = {"reward": "rewards/mean", "loss": "train/total_loss", "kl": "train/kl_mean", "entropy": "train/entropy"}

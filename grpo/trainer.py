@@ -17,7 +17,7 @@ from ._training.interrupts import Interrupts
 from ._training.loss import MeteredObjective
 from ._training.optimizer_step import OptimizerStep
 from ._training.ranks import built_on_all_ranks, on_all_ranks, run_on_all_ranks
-from ._training.report import IterationReport
+from ._training.report import IterationReport, evaluation_metrics, samples_of
 from ._training.requirements import (
     first_kl_coef,
     require_batch,
@@ -26,7 +26,7 @@ from ._training.requirements import (
     required_scores,
 )
 from ._training.restoring import load_into
-from ._training.run import Run, RunProgress, at_least_one, opened_folder
+from ._training.run import Run, RunProgress, at_least_one, opened_folder, tells_callbacks
 from ._training.safe_points import SafePoints
 from ._training.state_source import StateSource
 from ._training.trainer_state import capture
@@ -38,9 +38,10 @@ from .config import GRPOConfig
 from .distributed import Engine, OneProcess, require_equal_weights
 from .experience_collector import ExperienceCollector
 from .grpo_objective import Objective
-from .metrics import Meter, MetricSink
+from .metrics import Meter
 from .policy_base import POLICY_METHODS, require_methods
 from .reward_model_base import as_reward_model
+from .sinks import MetricSink, Samples
 from .types import ExperienceBatch, Rows
 from .writing import preserved_mode, preserved_random_state
 
@@ -120,6 +121,8 @@ class GRPOTrainer:
         self.interrupts = Interrupts()
         self.safe_points = SafePoints(self, self.interrupts)
         self.iteration = 0
+        self.samples: list[Samples] | None = None
+        """Rows of the current iteration, while a sink of `train` records them. None: no sink does."""
         self.history: list[dict[str, float]] = []
         """The metrics of each iteration of the latest call of `train`. An interrupted call leaves them here."""
 
@@ -184,6 +187,8 @@ class GRPOTrainer:
         self.sampler.is_stale = was_stale or self.optimizer_step.num_applied > 0
         self.sampler.sync()
         metrics = self.report(rows)
+        if self.samples is not None:
+            self.samples.append(samples_of(rows.given))
         if self.moving_reference.move(self.iteration + 1):
             self.replay.forget_reference()
         self.iteration += 1
@@ -214,7 +219,7 @@ class GRPOTrainer:
 
     @on_all_ranks
     def evaluate(self, states: Rows, *, num_actions_per_state: int | None = None) -> dict[str, float]:
-        """Return the mean and standard deviation of the rewards of newly sampled actions, without training.
+        """Return statistics of the rewards of newly sampled actions, without training.
 
         Global random generators and the policy's mode are restored. A reward model or a policy that has a state may change:
         evaluating on a bandit pulls its arms. On several ranks, the samples of all ranks count.
@@ -222,14 +227,19 @@ class GRPOTrainer:
         Args:
             states: the states to evaluate in.
             num_actions_per_state: samples per state. None: `config.group_size`.
+
+        Returns:
+            `eval/avg_reward` and `eval/avg_reward_std`; `eval/NAME/mean` for each named part of the reward; and
+            `eval/steps_mean`, the mean number of steps, if sampling tells it.
         """
         num_actions = at_least_one("num_actions_per_state", num_actions_per_state, self.config.group_size)
         self.sampler.sync()
         with preserved_mode(self.policy), preserved_random_state():
             with self.interrupts.at_once():
-                own = self.collector.rewards_of(states, num_actions)
-            rewards, _ = self.engine.gather(own.double())
-        return {"eval/avg_reward": float(rewards.mean()), "eval/avg_reward_std": float(rewards.std(correction=0))}
+                samples = self.collector.evaluate(states, num_actions)
+            if self.samples is not None:
+                self.samples.append(samples)
+            return evaluation_metrics(samples, self.engine)
 
     # A run
 
@@ -242,6 +252,7 @@ class GRPOTrainer:
         eval_states: Rows | None = None,
         eval_every: int | None = None,
         sinks: Sequence[MetricSink] = (),
+        callbacks: Sequence[Any] = (),
         checkpoint_dir: str | Path | None = None,
         checkpoint_every: int | timedelta | None = None,
         keep_last: int = 3,
@@ -258,7 +269,8 @@ class GRPOTrainer:
             num_iterations: number of iterations of the whole run. A learning rate schedule covers them; `step` has no schedule.
             eval_states: states for evaluations, every `eval_every` iterations and after the last.
             eval_every: iterations between evaluations. None: ten evaluations in the run.
-            sinks: receive the metrics of every iteration.
+            sinks: receive the metrics of every iteration, on the first rank. See `MetricSink`.
+            callbacks: called after every iteration, and may stop the run. See `grpo.callbacks`.
             checkpoint_dir: folder for checkpoints `iteration-00000010` and so on. None: no checkpoints.
             checkpoint_every: iterations between checkpoints, or the time between them: `timedelta(minutes=30)`. None: ten
                 checkpoints in the run. The last iteration and new best evaluations are written too.
@@ -276,7 +288,10 @@ class GRPOTrainer:
             TrainingInterrupted: the process received SIGTERM or SIGINT. With `checkpoint_dir`, a checkpoint holds everything up
                 to the last update. If nobody catches the exception, the process ends with exit code 143 or 130.
         """
-        with opened_folder(self, checkpoint_dir, keep_last, resume, asynchronous=checkpoint_async) as folder:
+        with (
+            tells_callbacks(self),
+            opened_folder(self, checkpoint_dir, keep_last, resume, asynchronous=checkpoint_async) as folder,
+        ):
             run = Run(
                 progress=self.progress,
                 source=StateSource(states, self.config.num_states_per_iteration, self.data_seed),
@@ -285,11 +300,13 @@ class GRPOTrainer:
                 evaluates=eval_states is not None,
                 eval_every=eval_every,
                 sinks=sinks,
+                callbacks=callbacks,
                 folder=folder,
                 checkpoint_every=checkpoint_every,
                 shows_bar=progress,
             )
-            self.history = run.history
+            self.history, self.samples = run.history, run.samples
+            run.start(self)
             with self.safe_points.kept_in(folder):  # a signal or an error leaves a checkpoint of the last safe point
                 for position in run.positions():
                     self.optimizer_step.schedule(position, num_iterations)
@@ -297,9 +314,9 @@ class GRPOTrainer:
                     if run.evaluation_is_due:
                         assert eval_states is not None
                         metrics = {**metrics, **self.evaluate(eval_states)}
-                    is_due = run.record(metrics, self.iteration)
+                    is_due = run.record(self, metrics)
                     if is_due:
-                        run.save(capture(self), self.iteration)
+                        run.save(self)
                     self.engine.agree()  # ranks begin an iteration together, so that their safe points are the same
                     self.safe_points.reached(is_saved=is_due)
         return run.history

@@ -3,16 +3,11 @@
 The adapters use these helpers, `grpo` itself uses them, and a domain of your own can use them.
 """
 
-import dataclasses
 import math
-import operator
 import random
-import sys
-import types
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,117 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .errors import ConfigError, ContractError, GRPOError, RewardError
-
-SettingsT = TypeVar("SettingsT", bound="Settings")
-
-# Settings
-
-
-def setting(
-    default: Any,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """A dataclass field with bounds that `Settings` enforces."""
-    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    return dataclasses.field(default=default, metadata={k: v for k, v in bounds.items() if v is not None})
-
-
-_BOUNDS = {
-    "at_least": (">=", operator.ge),
-    "above": (">", operator.gt),
-    "at_most": ("<=", operator.le),
-    "below": ("<", operator.lt),
-}
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Base of frozen, keyword-only settings: every value is checked on construction against its type and bounds."""
-
-    def __post_init__(self) -> None:
-        """Check every field against its annotation and bounds.
-
-        Raises:
-            ConfigError: a value is not allowed. The message names the field and its allowed values.
-        """
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            kinds = _alternatives(type(self), field.name)  # type: ignore[arg-type]
-            name = f"{type(self).__name__}.{field.name}"
-            if not any(_is_a(value, kind) for kind in kinds):
-                raise ConfigError(f"{name} must be {' or '.join(map(_spell, kinds))}; got {value!r}.")
-            if value is None:
-                continue
-            for key, bound in field.metadata.items():
-                sign, holds = _BOUNDS[key]
-                if not holds(value, bound):
-                    raise ConfigError(f"{name} must be {sign} {bound}; got {value!r}.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert the settings to numbers, strings, None and dicts, for JSON and `from_dict`."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value.to_dict() if isinstance(value, Settings) else value for name, value in values.items()}
-
-    @classmethod
-    def from_dict(cls: type[SettingsT], values: Mapping[str, Any]) -> SettingsT:
-        """Make settings from a dict that `to_dict` wrote. A missing setting has its default value.
-
-        Raises:
-            ConfigError: the dict has an unknown key, or a value that the setting does not allow.
-        """
-        if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"{cls.__name__}.from_dict needs a mapping of settings; got {describe(values)}. Pass a dict."
-            )
-        names = [field.name for field in dataclasses.fields(cls)]
-        unknown = [key for key in values if key not in names]
-        if unknown:
-            raise ConfigError(
-                f"{cls.__name__} has no setting {', '.join(map(repr, unknown))}; its settings are {', '.join(names) or 'none'}."
-            )
-        return cls(**{key: _nested(cls, key, value) for key, value in values.items()})
-
-
-@cache
-def _alternatives(cls: Any, name: str) -> tuple[Any, ...]:
-    hint = get_type_hints(cls)[name]
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _nested(cls: type, name: str, value: Any) -> Any:
-    for kind in _alternatives(cls, name):
-        if isinstance(kind, type) and issubclass(kind, Settings) and isinstance(value, Mapping):
-            return kind.from_dict(value)
-        if get_origin(kind) is tuple and isinstance(value, list):
-            return tuple(value)  # JSON has no tuples
-    return value
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    if kind is Any:
-        return True
-    if get_origin(kind) is Literal:
-        return isinstance(value, str) and value in get_args(kind)
-    if get_origin(kind) is tuple:  # tuple[X, ...]
-        return isinstance(value, tuple) and all(_is_a(entry, get_args(kind)[0]) for entry in value)
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
-
-
-def _spell(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(repr, get_args(kind)))
-    if get_origin(kind) is tuple:
-        return f"a tuple of {_spell(get_args(kind)[0])}"
-    return "None" if kind is types.NoneType else "a finite number" if kind is float else str(kind.__name__)
-
+from .settings import Settings as Settings
+from .settings import setting as setting
 
 # Conversion of user input
 

@@ -16,7 +16,7 @@ from .restoring import flattened
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
-_OF_EACH_RANK = ("self", "sinks", "progress")
+_OF_EACH_RANK = ("self", "sinks", "callbacks", "progress")
 """Arguments of `train` that may differ between ranks."""
 
 _GIVEN_OR_NONE = ("eval_states", "checkpoint_dir")

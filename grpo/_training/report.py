@@ -1,11 +1,16 @@
 """The metrics of one iteration, under the names that sinks and plots rely on."""
 
+import math
+
 import numpy as np
+from torch import Tensor
 
 from grpo._advantages.groups import group_statistics, mean_and_std
 from grpo.config import GRPOConfig
+from grpo.distributed import Engine
 from grpo.metrics import Meter, reward_statistics
-from grpo.types import row_totals
+from grpo.sinks import Samples
+from grpo.types import row_totals, select_rows, zero_outside
 
 from .advisor import RunAdvisor
 from .optimizer_step import OptimizerStep
@@ -75,6 +80,42 @@ class IterationReport:
         metrics |= self._coefficients.report("_next")
         self.advisor.check(metrics, measured=measured, several_updates=rows.num_planned > 1)
         return metrics
+
+
+def samples_of(rows: TrainingRows) -> Samples:
+    """The new rows of an iteration as sinks record them."""
+    batch, mask = rows.batch, rows.batch.mask
+    new = slice(0, batch.num_rows - rows.num_replayed)
+    advantages = rows.advantages
+    if advantages.dim() == 2:
+        advantages = zero_outside(advantages, mask.to(advantages.device)).sum(1) / mask.sum(1).clamp(min=1).cpu()
+    return Samples(
+        kind="train",
+        states=select_rows(batch.states, new),
+        actions=select_rows(batch.actions, new),
+        group_ids=batch.group_ids[new],
+        rewards=batch.total_rewards[new],
+        reward_components={name: row_totals(part, mask)[new] for name, part in batch.reward_components.items()},
+        advantages=advantages[new],
+        num_steps=mask.sum(1)[new],
+    )
+
+
+def evaluation_metrics(samples: Samples, engine: Engine) -> dict[str, float]:
+    """Metrics of an evaluation, over the rows of all ranks."""
+
+    def of_all_ranks(values: Tensor) -> Tensor:
+        return engine.gather(values.double().cpu())[0]
+
+    rewards = of_all_ranks(samples.rewards)
+    metrics = {"eval/avg_reward": float(rewards.mean()), "eval/avg_reward_std": float(rewards.std(correction=0))}
+    for name, values in samples.reward_components.items():
+        mean = float(of_all_ranks(values).nanmean())  # NaN: the part does not apply to the row
+        if not math.isnan(mean):
+            metrics[f"eval/{name}/mean"] = mean
+    if samples.num_steps is not None:
+        metrics["eval/steps_mean"] = float(of_all_ranks(samples.num_steps).mean())
+    return metrics
 
 
 def batch_metrics(all_ranks: TrainingRows) -> dict[str, float]:

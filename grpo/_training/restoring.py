@@ -143,6 +143,7 @@ def put_passing(trainer: Any, state: Mapping[str, Any], load: Load = lambda part
     trainer.iteration, trainer.data_seed = counters["iteration"], counters["data_seed"]
     progress.position, progress.num_draws = counters["run_position"], counters["num_draws"]
     progress.best_score, progress.unrecorded = state["best_score"], state["unrecorded"]
+    progress.loaded_callbacks = load(state["callbacks"])
     step.skipped_in_a_row, step.num_applied = counters["skipped_in_a_row"], counters["num_applied"]
     one_step = counters["decides_once_per_row"]
     trainer.collector.scorer.one_step_device = step.device if one_step else None

@@ -1,24 +1,28 @@
 """A run of many iterations: which states it draws, when it evaluates, what it records, and where its checkpoints go."""
 
 import math
+import platform
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
+from grpo.callbacks import Callbacks
 from grpo.checkpoint import CheckpointFolder, require_encodable
 from grpo.distributed import Engine
-from grpo.errors import ConfigError, ContractError, GRPOWarning
-from grpo.metrics import MetricSink
+from grpo.errors import ConfigError, ContractError, GRPOWarning, TrainingInterrupted
+from grpo.sinks import GuardedSinks, MetricSink, Samples
 from grpo.types import Rows, select_rows
-from grpo.writing import describe, require_count
+from grpo.writing import require_count, reward_name
 
 from .advisor import beside_the_bar
 from .restoring import load_into
@@ -41,12 +45,19 @@ class RunProgress:
     """The rows of the current iteration, while its updates are not finished. None: no updates are under way."""
     unrecorded: dict[str, float] | None = None
     """The metrics of an iteration after its updates, before it is evaluated and recorded. None: there is no such iteration."""
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks([]))
+    """The callbacks of the run."""
+    loaded_callbacks: Mapping[str, Any] = field(default_factory=dict)
+    """The states of the callbacks of the run that was loaded."""
     is_loaded: bool = False
     """Whether a checkpoint was loaded and no run has continued from it yet."""
 
-    def begin(self) -> None:
+    def begin(self, callbacks: Callbacks) -> None:
         """Begin a run: continue where the loaded run stopped, or start at iteration 0."""
-        if not self.is_loaded:
+        self.callbacks = callbacks
+        if self.is_loaded:
+            callbacks.load_state_dict(self.loaded_callbacks)
+        else:
             self.position, self.num_draws, self.best_score = 0, 0, -math.inf
             self.unfinished = self.unrecorded = None
         self.is_loaded = False
@@ -86,7 +97,9 @@ class Run:
     eval_every: int | None
     """Iterations between evaluations. None: ten evaluations in the run."""
     sinks: Sequence[MetricSink]
-    """Receivers of every iteration's metrics."""
+    """Receivers of every iteration's metrics. Only those of the first rank are called."""
+    callbacks: Sequence[Any]
+    """Called after every iteration."""
     folder: CheckpointFolder | None
     """The folder to write checkpoints to. None: no checkpoints."""
     checkpoint_every: int | timedelta | None
@@ -98,11 +111,9 @@ class Run:
 
     def __post_init__(self) -> None:
         require_count("num_iterations", self.num_iterations)
-        sinks: Any = self.sinks
-        if not isinstance(sinks, Sequence) or not all(callable(getattr(sink, "log", None)) for sink in sinks):
-            raise ConfigError(
-                f"sinks must be a list of MetricSink, which have log(); got {describe(sinks)}. Pass [sink]."
-            )
+        sinks = GuardedSinks(self.sinks)
+        self._sinks = sinks if self.engine.rank == 0 else GuardedSinks([])
+        callbacks = Callbacks(self.callbacks)
         self._eval_every = at_least_one("eval_every", self.eval_every, self.num_iterations // 10)
         every = self.checkpoint_every
         if isinstance(every, timedelta) and every <= timedelta(0):
@@ -114,9 +125,14 @@ class Run:
         )
         if self.folder is not None and self.source.first is not None:
             require_encodable(self.source.first, "states[0]")
+        if self.folder is not None:
+            require_encodable(callbacks.state_dict(), "callbacks")
         self._saved_at = time.monotonic()
         self._bar: Any = None
-        self.progress.begin()
+        self._is_stopped = False
+        self.samples: list[Samples] | None = [] if self._sinks.take_samples else None
+        """The rows of the current iteration that sinks record. None: no sink records rows."""
+        self.progress.begin(callbacks)
         if self.progress.position >= self.num_iterations:
             warnings.warn(
                 f"The loaded run is at iteration {self.progress.position}, and num_iterations={self.num_iterations} includes "
@@ -131,7 +147,21 @@ class Run:
         hides = not self.shows_bar or self.engine.rank > 0
         bar = tqdm(total=total, initial=start, desc="GRPO", unit="it", disable=hides)
         with bar as self._bar, nullcontext() if hides else beside_the_bar():
-            yield from range(start, total)
+            for position in range(start, total):
+                if self._is_stopped:
+                    break
+                yield position
+
+    def start(self, trainer: Any) -> None:
+        """Tell the sinks what is run."""
+        settings = {
+            "config": trainer.config.to_dict(),
+            "policy": type(trainer.policy).__name__,
+            "reward_model": reward_name(trainer.reward_model),
+            "num_iterations": self.num_iterations,
+            "versions": versions(),
+        }
+        self._sinks.start(settings, trainer.iteration + 1)
 
     def draw(self) -> Rows:
         """Draw the next states, and return this rank's share of them."""
@@ -155,20 +185,33 @@ class Run:
         done = self.progress.position + 1
         return done % every == 0 or done == self.num_iterations
 
-    def record(self, metrics: dict[str, float], iteration: int) -> bool:
-        """Record an iteration's metrics, and count the iteration. Returns whether a checkpoint is due."""
+    def record(self, trainer: Any, metrics: dict[str, float]) -> bool:
+        """Record an iteration's metrics, count the iteration, and ask the callbacks. Returns whether a checkpoint is due."""
         score = metrics.get("eval/avg_reward", -math.inf)
         improved = score > self.progress.best_score
         is_due = self.folder is not None and (improved or self._checkpoint_is_due())
         self.progress.best_score = score if improved else self.progress.best_score
-        for sink in self.sinks:
-            sink.log(metrics, iteration)
+        is_last = self.progress.position + 1 == self.num_iterations
+        self._sinks.log(metrics, trainer.iteration, self.samples or (), always=is_last or "eval/avg_reward" in metrics)
+        if self.samples is not None:
+            self.samples.clear()
         self.history.append(metrics)
+        try:
+            self._ask_callbacks(trainer, metrics)
+        except BaseException:
+            self.history.pop()  # a resumed run records the iteration again
+            raise
         self._bar.set_postfix(reward=f"{metrics['rewards/mean']:.3f}", refresh=False)
         self._bar.update()
         self.progress.position += 1
         self.progress.unrecorded = None
-        return is_due
+        return is_due or (self._is_stopped and self.folder is not None)
+
+    def _ask_callbacks(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Call the callbacks. The run stops if one of them says so, on any rank."""
+        callbacks = self.progress.callbacks
+        decisions = self.engine.gather_objects(callbacks.on_iteration(trainer, metrics)) if self.callbacks else []
+        self._is_stopped = any(decisions)
 
     def _checkpoint_is_due(self) -> bool:
         if not isinstance(self._checkpoint_every, timedelta):
@@ -177,12 +220,39 @@ class Run:
         of_ranks = self.engine.gather_objects(seconds >= self._checkpoint_every.total_seconds())
         return bool(of_ranks[0]) or self.progress.position + 1 == self.num_iterations
 
-    def save(self, state: Mapping[str, Any], iteration: int) -> None:
+    def save(self, trainer: Any) -> None:
         """Write a checkpoint. Its score is the last evaluation or, without evaluations, the mean reward."""
         assert self.folder is not None
         score = self.history[-1].get("eval/avg_reward" if self.evaluates else "rewards/mean")
-        self.folder.save(state, iteration=iteration, score=score)
+        path = self.folder.save(capture(trainer), iteration=trainer.iteration, score=score)
         self._saved_at = time.monotonic()
+        self.progress.callbacks.on_checkpoint(trainer, path)
+
+
+def versions() -> dict[str, str]:
+    """The versions that a run depends on."""
+    try:
+        own = metadata.version("model-agnostic-grpo")
+    except metadata.PackageNotFoundError:
+        own = "not installed"
+    return {
+        "model-agnostic-grpo": own,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+@contextmanager
+def tells_callbacks(trainer: Any) -> Iterator[None]:
+    """Tell the callbacks of the run in the block when a signal stops it, after its checkpoint was written."""
+    try:
+        yield
+    except (TrainingInterrupted, KeyboardInterrupt) as error:
+        trainer.progress.callbacks.on_interrupt(trainer, error)
+        raise
+    finally:
+        trainer.samples = None
 
 
 @contextmanager

@@ -62,6 +62,7 @@ def passing_state(trainer: Any) -> dict[str, Any]:
         "unfinished": None if rows is None else {"rows": rows.state_dict(), "meter": trainer.meter.copy()},
         "best_score": progress.best_score,
         "unrecorded": progress.unrecorded,
+        "callbacks": progress.loaded_callbacks if progress.is_loaded else progress.callbacks.state_dict(),
         "row_order": trainer.setup.row_order.get_state(),
         "step_choice": trainer.setup.step_choice.get_state(),
         "random": capture_random_state(),

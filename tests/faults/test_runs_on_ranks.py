@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(1800)]
 
 
 def test_a_run_stopped_at_every_call_on_one_rank_continues_on_both(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    assert_same_ends(run_on_ranks("stops", tmp_path, 30, "reward", "score", "loss", "step", "sink"), subtests)
+    assert_same_ends(run_on_ranks("stops", tmp_path, 30, "reward", "score", "loss", "step", "callback"), subtests)
 
 
 def test_after_100_kills_both_ranks_load_the_same_newest_checkpoint(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_run_of_30_iterations_survives_a_stop_at_every_update(
 ) -> None:
     """Each process makes one update, or one collection, and is stopped."""
     unbroken = Unbroken(quiet(RUNS[name]), num_iterations=30)
-    for phase in ("reward", "score", "loss", "step", "sink"):
+    for phase in ("reward", "score", "loss", "step", "callback"):
         for stop in WAYS:
             with subtests.test(phase=phase, stop=stop.__name__):
                 stops = unbroken.assert_same_after_stops_everywhere(tmp_path / f"{phase} {stop.__name__}", phase, stop)

@@ -480,7 +480,16 @@ def of_iterations() -> Iterator[Place]:
 
     yield Place(entry="update", name="batch", call=updated_after_step)
     for name in (
-        *("states", "num_iterations", "eval_states", "eval_every", "sinks", "checkpoint_dir", "checkpoint_every"),
+        *(
+            "states",
+            "num_iterations",
+            "eval_states",
+            "eval_every",
+            "sinks",
+            "callbacks",
+            "checkpoint_dir",
+            "checkpoint_every",
+        ),
         *("keep_last", "resume", "checkpoint_async", "progress"),
     ):
         without = LARGE if name == "num_iterations" else frozenset()

@@ -151,11 +151,9 @@ def run(case: Case, rank: int, folder: Path, engine: Engine | None = None) -> No
             failing.reached("apply")
             return super().step(closure)
 
-    class Sink:
-        def log(self, metrics: Any, iteration: int) -> None:
+    class Callback:
+        def on_iteration(self, trainer: Any, metrics: Any) -> None:
             failing.reached("report")
-
-        def close(self) -> None: ...
 
     engine = engine or Replicated(timeout=case.timeout)
     trainer = GRPOTrainer(
@@ -176,7 +174,7 @@ def run(case: Case, rank: int, folder: Path, engine: Engine | None = None) -> No
     )
     states = list(range(2 * case.num_ranks))
     how: dict[str, Any] = {"eval_states": states[:1], "eval_every": 1, "checkpoint_every": 1, "progress": False}
-    trainer.train(states, num_iterations=2, checkpoint_dir=folder / "checkpoints", sinks=[Sink()], **how)
+    trainer.train(states, num_iterations=2, checkpoint_dir=folder / "checkpoints", callbacks=[Callback()], **how)
     trainer.load_checkpoint(folder / "checkpoints")
 
 

@@ -67,7 +67,7 @@ def stopped_everywhere(
         trainer, states = made(1 + (number - 1) % 3, engine)
         calls = Calls(trainer, phase, stop, at=2 if engine.rank == on_rank else None)
         try:
-            train(trainer, states, folder, num_iterations=num_iterations, sinks=calls.sinks)
+            train(trainer, states, folder, num_iterations=num_iterations, callbacks=calls.callbacks)
         except (RankError, TrainingInterrupted) as error:
             kinds.add(type(error).__name__)
             metrics += trainer.history

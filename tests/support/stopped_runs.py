@@ -14,8 +14,9 @@ from grpo import GRPOTrainer, TrainingInterrupted
 from grpo._training.trainer_state import capture
 from tests.support.policies import digest
 
-PHASES = ("reward", "score", "loss", "step", "sink")
-"""The calls of a run at which it can be stopped: the reward model, the scoring of rows, the loss, an optimizer step, a sink."""
+PHASES = ("reward", "score", "loss", "step", "callback")
+"""The calls of a run at which it can be stopped: the reward model, the scoring of rows, the loss, an optimizer step, a
+callback."""
 
 
 class Stop(Exception):
@@ -30,16 +31,14 @@ def by_signal(number: int = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
 
 
-class StoppingSink:
-    """A sink that calls a function before each iteration is recorded."""
+class StoppingCallback:
+    """Calls a function before each iteration is recorded."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self.function = function
 
-    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
+    def on_iteration(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         self.function()
-
-    def close(self) -> None: ...
 
 
 class Calls:
@@ -54,7 +53,7 @@ class Calls:
 
     def __init__(self, trainer: GRPOTrainer, phase: str, stop: Callable[[], None], at: int | None) -> None:
         self.count, self._stop, self._at = 0, stop, at
-        self.sinks = [StoppingSink(self.before)] if phase == "sink" else []
+        self.callbacks = [StoppingCallback(self.before)] if phase == "callback" else []
         match phase:
             case "reward":
                 self._wrap(trainer.collector, "_ask_for_rewards")
@@ -120,7 +119,9 @@ class Unbroken:
         self.build, self.num_iterations = build, num_iterations
         trainer, states, options = build(1)
         calls = {phase: Calls(trainer, phase, by_exception, None) for phase in PHASES}
-        self.metrics = trainer.train(states, num_iterations=num_iterations, sinks=calls["sink"].sinks, **options)
+        self.metrics = trainer.train(
+            states, num_iterations=num_iterations, callbacks=calls["callback"].callbacks, **options
+        )
         self.end = end_of(trainer)
         self.counts = {phase: one.count for phase, one in calls.items()}
 
@@ -138,7 +139,7 @@ class Unbroken:
         }
         calls = Calls(trainer, phase, stop, at)
         with stopped():
-            trainer.train(states, sinks=calls.sinks, **options)
+            trainer.train(states, callbacks=calls.callbacks, **options)
         if stop is by_signal:  # what was begun is given up in memory, too
             loaded, _, _ = self.build(2)
             loaded.load_checkpoint(folder)
@@ -164,7 +165,7 @@ class Unbroken:
                     num_iterations=self.num_iterations,
                     checkpoint_dir=folder,
                     resume="auto",
-                    sinks=calls.sinks,
+                    callbacks=calls.callbacks,
                     **options,
                 )
             except (Stop, TrainingInterrupted):

@@ -58,24 +58,22 @@ def test_a_run_resumed_after_any_iteration_ends_like_the_unbroken_one(
 
 
 def test_an_interrupted_run_continues_from_its_folder(tmp_path: Path) -> None:
-    """Stopped by an exception of a sink in the sixth iteration, whose updates are done and which is not recorded yet."""
+    """Stopped by an exception of a callback in the sixth iteration, whose updates are done and which is not recorded yet."""
 
     class Stop(Exception):
         pass
 
     class Interrupt:
-        def log(self, metrics: Any, iteration: int) -> None:
-            if iteration == 6:
+        def on_iteration(self, trainer: Any, metrics: Any) -> None:
+            if trainer.iteration == 6:
                 raise Stop
-
-        def close(self) -> None: ...
 
     whole, states, options = built("epochs of batches", seed=1)
     whole.train(states, num_iterations=10, **options)
     interrupted, *_ = built("epochs of batches", seed=1)
     with pytest.raises(Stop):
         interrupted.train(
-            states, num_iterations=10, sinks=[Interrupt()], checkpoint_dir=tmp_path, checkpoint_every=1, **options
+            states, num_iterations=10, callbacks=[Interrupt()], checkpoint_dir=tmp_path, checkpoint_every=1, **options
         )
     resumed, *_ = built("epochs of batches", seed=2)
     resumed.load_checkpoint(tmp_path)

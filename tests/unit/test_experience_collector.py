@@ -108,7 +108,7 @@ def test_sampling_and_rewards_run_in_evaluation_mode_without_gradients() -> None
     policy.train()
     batch = collector.collect(["a", "b"])
     policy.train()
-    collector.rewards_of(["a", "b"], 2)
+    collector.evaluate(["a", "b"], 2)
     assert seen == [(False, False)] * 4
     assert batch.old_log_probs is not None
     assert not batch.old_log_probs.requires_grad
@@ -226,7 +226,7 @@ def test_rewards_receive_the_samplers_steps() -> None:
 
     collector = collector_of(TwoSteps(), steps, group_size=2)
     assert collector.collect([0]).rewards.tolist() == [[1, 2], [3, 0]]
-    assert collector.rewards_of([0], 2).tolist() == [3, 3]
+    assert collector.evaluate([0], 2).rewards.tolist() == [3, 3]
 
 
 def test_failures_of_evaluations_and_collections_are_counted_until_they_are_reported() -> None:
@@ -240,14 +240,14 @@ def test_failures_of_evaluations_and_collections_are_counted_until_they_are_repo
 
     settings = RewardConfig(num_retries=1, retry_delay=0.0)
     collector = collector_of(TablePolicy(), reward, reward=settings)
-    collector.rewards_of(["a"], 2)
+    collector.evaluate(["a"], 2)
     collector.collect(["a"])
     assert [collector.take_counts(OneProcess())["rewards/failed_calls"] for _ in range(2)] == [2.0, 0.0]
 
 
 def test_rewards_of_fresh_actions_are_one_number_per_row() -> None:
     policy = scripted()
-    assert collector_of(policy, group_size=99).rewards_of(["a", "b"], 3).tolist() == [0, 1, 1, 11, 10, 12]
+    assert collector_of(policy, group_size=99).evaluate(["a", "b"], 3).rewards.tolist() == [0, 1, 1, 11, 10, 12]
     assert policy.calls == {"generate": 1}
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from grpo import ConfigError, GRPOConfig, GRPOTrainer
-from grpo.metrics import MetricSink, RunningStatistics
+from grpo import ConfigError, GRPOConfig, GRPOTrainer, MetricSink
+from grpo.metrics import RunningStatistics
 from tests.support.policies import TablePolicy
 
 THREE: list[dict[str, float]] = [

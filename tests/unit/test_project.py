@@ -42,14 +42,15 @@ def test_versions_of_torch_that_run_code_on_load_are_refused(subtests: pytest.Su
 
 def test_the_package_declares_exactly_the_expected_extras() -> None:
     assert set(EXTRAS) == {
-        "gym", "robots", "llm", "llm-4bit", "vllm", "tools", "tracking", "notebooks", "bench", "dev", "all",
+        "gym", "robots", "llm", "llm-4bit", "vllm", "tools", "tracking", "cli", "math", "notebooks", "docs", "bench", "dev",
+        "all",
     }  # fmt: skip
 
 
-def test_all_is_everything_but_vllm_bench_and_dev() -> None:
+def test_all_is_everything_for_users_but_vllm() -> None:
     (everything,) = map(Requirement, EXTRAS["all"])
     assert everything.name == PROJECT["name"]
-    assert everything.extras == set(EXTRAS) - {"vllm", "bench", "dev", "all"}
+    assert everything.extras == set(EXTRAS) - {"vllm", "docs", "bench", "dev", "all"}
 
 
 def test_constraints_pin_one_exact_public_version_each(subtests: pytest.Subtests) -> None:

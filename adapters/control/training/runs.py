@@ -13,7 +13,7 @@ from adapters.control.environments.requirements import require_integers
 from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo import GRPOTrainer
 from grpo.errors import ConfigError
-from grpo.metrics import MetricSink
+from grpo.sinks import GuardedSinks, MetricSink
 
 from .evaluation import EVALUATION_SEED, Evaluation, evaluate_policy
 
@@ -79,7 +79,12 @@ def train_control(
     """
     require_integers("train_control", 1, total_steps=total_steps, evaluate_every=evaluate_every)
     policy: EpisodePolicy = trainer.policy
+    guarded = GuardedSinks(sinks)
     run = _Run(trainer, None if folder is None else Path(folder))
+    guarded.start(
+        {"config": trainer.config.to_dict(), "policy": type(policy).__name__, "total_steps": total_steps},
+        trainer.iteration + 1,
+    )
     with tqdm(total=total_steps, initial=run.steps, desc="control", unit="step", disable=not progress) as bar:
         due = (run.steps // evaluate_every + 1) * evaluate_every
         is_over = run.steps >= total_steps or run.curve.ends_at(stop_at)
@@ -99,8 +104,8 @@ def train_control(
                 run.note(result)
                 bar.set_postfix(eval_return=f"{result.mean_return:.1f}", refresh=False)
                 is_over = is_over or run.curve.ends_at(stop_at)
-            for sink in sinks:
-                sink.log({**metrics, "episodes/total_steps": float(run.steps)}, trainer.iteration)
+            metrics["episodes/total_steps"] = float(run.steps)
+            guarded.log(metrics, trainer.iteration, always=is_over or "eval/return" in metrics)
     return run.curve
 
 

@@ -136,9 +136,9 @@ def test_a_loaded_unfinished_iteration_is_finished_by_train_and_dropped_by_step_
 
 def test_an_iteration_that_was_not_recorded_is_forgotten_by_step(tmp_path: Path) -> None:
     trainer, states, options = built("plain", seed=1)
-    calls = Calls(trainer, "sink", by_exception, at=2)
+    calls = Calls(trainer, "callback", by_exception, at=2)
     with stopped():
-        trainer.train(states, num_iterations=3, sinks=calls.sinks, checkpoint_dir=tmp_path, **options)
+        trainer.train(states, num_iterations=3, callbacks=calls.callbacks, checkpoint_dir=tmp_path, **options)
     loaded, _, _ = built("plain", seed=2)
     loaded.load_checkpoint(tmp_path)
     assert (loaded.iteration, loaded.progress.position) == (2, 1)

@@ -6,8 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from grpo import CheckpointError, ConfigError
+from grpo import (
+    ActionScores,
+    CheckpointError,
+    ConfigError,
+    GRPOConfig,
+    GRPOTrainer,
+    SampledActions,
+    WeightedRewards,
+)
 from grpo.checkpoint import best_checkpoint
 from tests.support.policies import TablePolicy
 from tests.support.trainers import by_hand
@@ -86,3 +95,35 @@ def test_a_progress_bar_is_shown_if_requested(capsys: pytest.CaptureFixture[str]
         shown = capsys.readouterr().err
         assert ("GRPO" in shown) == expected
         assert ("2/2" in shown) == expected
+
+
+def test_an_evaluation_reports_the_parts_of_the_reward_and_the_number_of_steps() -> None:
+    """Actions 0 1 | 1 1: `right` is 0 1 1 1; `long` applies to the second state only, and gives 4 and 6; two steps a row."""
+
+    class TwoSteps(TablePolicy):
+        def sample_actions(self, states: Any, num_actions_per_state: int) -> SampledActions:
+            actions = self.generate_actions(states, num_actions_per_state)
+            mask = torch.tensor([[True, True], [True, False], [True, False], [True, False]])
+            return SampledActions(actions=actions, mask=mask)
+
+        def score_actions(self, states: Any, actions: Any) -> ActionScores:
+            log_probs = self.get_log_probabilities(states, actions).unsqueeze(1).expand(-1, 2)
+            return ActionScores(log_probs=log_probs, mask=torch.ones(len(actions), 2, dtype=torch.bool))
+
+    long = iter([math.nan, math.nan, 4.0, 6.0])
+    rewards = WeightedRewards(
+        {
+            "right": lambda states, actions: [float(action) for action in actions],
+            "long": lambda states, actions: [next(long) for _ in actions],
+        },
+        weights={"right": 1.0, "long": 0.5},
+    )
+    policy = TwoSteps(script=[[0, 1], [1, 1]])
+    trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=policy, reward_model=rewards)
+    assert trainer.evaluate(["a", "b"]) == {
+        "eval/avg_reward": pytest.approx((0 + 1 + 3 + 4) / 4),
+        "eval/avg_reward_std": pytest.approx(math.sqrt((4 + 1 + 1 + 4) / 4)),
+        "eval/right/mean": 0.75,
+        "eval/long/mean": 5.0,
+        "eval/steps_mean": 1.25,
+    }

@@ -1,0 +1,305 @@
+"""Callbacks: code that looks at a run after each iteration, and may stop it."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .errors import ConfigError
+from .writing import describe, require_count
+
+Decision: TypeAlias = Literal["stop"] | None
+"""What a callback returns: "stop" ends the run after this iteration."""
+
+
+@runtime_checkable
+class RunningTrainer(Protocol):
+    """What a callback may use of a `GRPOTrainer`."""
+
+    config: Any
+    """The settings."""
+    policy: Any
+    """The policy that is trained."""
+    iteration: int
+    """Number of finished iterations."""
+    history: list[dict[str, float]]
+    """The metrics of each iteration of this call of `train`."""
+
+    def save_checkpoint(self, path: str | Path) -> Path:
+        """Write a checkpoint."""
+        ...
+
+
+class Callback(Protocol):
+    """Is called during `train`. A callback has at least one of these methods.
+
+    On several ranks, each rank calls its own callbacks, and the run stops if any of them returns "stop". What a callback
+    raises ends the run. A callback with `state_dict` and `load_state_dict` is saved in checkpoints and restored by a resume.
+    """
+
+    def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
+        """After each iteration and its evaluation. `metrics` are those that sinks receive."""
+        ...
+
+    def on_evaluation(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
+        """After an evaluation, before `on_iteration`. `metrics` are those of the iteration, with `eval/...`."""
+        ...
+
+    def on_checkpoint(self, trainer: RunningTrainer, path: Path) -> None:
+        """After a checkpoint. With `checkpoint_async=True`, it may still be being written."""
+        ...
+
+    def on_interrupt(self, trainer: RunningTrainer, error: BaseException) -> None:
+        """After SIGTERM, SIGINT or KeyboardInterrupt has stopped the run and a checkpoint was written."""
+        ...
+
+
+METHODS = ("on_iteration", "on_evaluation", "on_checkpoint", "on_interrupt")
+"""The methods of a callback."""
+
+
+class Callbacks:
+    """Calls several callbacks, in order.
+
+    Args:
+        callbacks: the callbacks.
+
+    Raises:
+        ConfigError: an object has none of the methods, or a method whose name is nearly one of them.
+    """
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        given: Any = callbacks
+        if not isinstance(given, list | tuple):
+            raise ConfigError(f"callbacks must be a list; got {describe(given)}. Pass [callback].")
+        for callback in callbacks:
+            _require_methods(callback)
+        self._callbacks = list(callbacks)
+
+    def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> bool:
+        """Call `on_evaluation`, if the iteration had an evaluation, and `on_iteration`. Returns whether to stop."""
+        has_evaluation = any(name.startswith("eval/") for name in metrics)
+        names = ("on_evaluation", "on_iteration") if has_evaluation else ("on_iteration",)
+        decisions = [_decides_to_stop(*call) for name in names for call in self._calls(name, trainer, metrics)]
+        return any(decisions)  # after all of them were called
+
+    def on_checkpoint(self, trainer: RunningTrainer, path: Path) -> None:
+        """Tell the callbacks that a checkpoint was written."""
+        for method, args in self._calls("on_checkpoint", trainer, path):
+            method(*args)
+
+    def on_interrupt(self, trainer: RunningTrainer, error: BaseException) -> None:
+        """Tell the callbacks that the run was stopped."""
+        for method, args in self._calls("on_interrupt", trainer, error):
+            method(*args)
+
+    def _calls(self, name: str, *args: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+        return [(getattr(callback, name), args) for callback in self._callbacks if hasattr(callback, name)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the callbacks that have one."""
+        return {
+            f"{number} {type(callback).__name__}": callback.state_dict()
+            for number, callback in enumerate(self._callbacks)
+            if hasattr(callback, "state_dict")
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the states. A callback that the saved run did not have at this place of the list starts anew."""
+        for number, callback in enumerate(self._callbacks):
+            key = f"{number} {type(callback).__name__}"
+            if key in state:
+                callback.load_state_dict(state[key])
+
+
+def _require_methods(callback: Any) -> None:
+    name = type(callback).__name__
+    own = [attribute for attribute in dir(callback) if attribute.startswith("on_")]
+    unknown = [attribute for attribute in own if attribute not in METHODS]
+    if unknown:
+        near = get_close_matches(unknown[0], METHODS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"callbacks: {name}.{unknown[0]} is never called. Did you mean {near}?")
+    if not any(callable(getattr(callback, method, None)) for method in METHODS):
+        raise ConfigError(f"callbacks: {name} must have at least one of the methods {', '.join(METHODS)}.")
+
+
+def _decides_to_stop(method: Any, args: tuple[Any, ...]) -> bool:
+    decision = method(*args)
+    if decision is not None and decision != "stop":
+        raise ConfigError(f'{method.__qualname__} must return "stop" or None; got {describe(decision)}.')
+    return decision is not None
+
+
+class _Best:
+    """The best value of a metric so far, and how many measurements ago it was.
+
+    Args:
+        metric: the metric's name. Iterations without the metric do not count.
+        mode: "max" if larger is better.
+        min_delta: the smallest change that counts as better.
+    """
+
+    def __init__(self, metric: str, mode: Literal["max", "min"], min_delta: float) -> None:
+        if mode not in ("max", "min"):
+            raise ConfigError(f'{type(self).__name__}.mode must be "max" or "min"; got {mode!r}.')
+        if not 0 <= min_delta < math.inf:
+            raise ConfigError(f"{type(self).__name__}.min_delta must be >= 0; got {min_delta!r}.")
+        self.metric, self.mode, self.min_delta = metric, mode, min_delta
+        self.best: float | None = None
+        """The best value. None: nothing was measured."""
+        self.best_iteration = 0
+        """The iteration of the best value."""
+        self.num_since_best = 0
+        """Number of measurements since the best value."""
+
+    def improves(self, iteration: int, metrics: Mapping[str, float]) -> bool:
+        """Note one measurement. Returns whether it is the best."""
+        value = metrics.get(self.metric, math.nan)
+        if math.isnan(value):
+            return False
+        gain = math.inf if self.best is None else value - self.best if self.mode == "max" else self.best - value
+        if gain > self.min_delta or (gain == self.min_delta and self.min_delta > 0):
+            self.best, self.best_iteration, self.num_since_best = value, iteration, 0
+            return True
+        self.num_since_best += 1
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value, its iteration, and the number of measurements since then."""
+        return {"best": self.best, "best_iteration": self.best_iteration, "num_since_best": self.num_since_best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.best, self.best_iteration, self.num_since_best = (
+            state[name] for name in ("best", "best_iteration", "num_since_best")
+        )
+
+
+class EarlyStopping(_Best):
+    """Stops the run when a metric has not become better for some time.
+
+    Args:
+        metric: the metric's name. Iterations without the metric do not count, so that `eval/...` counts evaluations.
+        patience: number of measurements in a row without a better one after which the run stops. Larger: later.
+        mode: "max" if larger is better.
+        min_delta: the smallest change that counts as better.
+
+    Example:
+        >>> trainer.train(states, num_iterations=1000, eval_states=held_out,
+        ...               callbacks=[EarlyStopping(patience=3)])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        metric: str = "eval/avg_reward",
+        *,
+        patience: int = 5,
+        mode: Literal["max", "min"] = "max",
+        min_delta: float = 0.0,
+    ) -> None:
+        super().__init__(metric, mode, min_delta)
+        self.patience = require_count("EarlyStopping.patience", patience)
+
+    def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
+        """Note the metric. Stop after `patience` measurements without a better one."""
+        self.improves(trainer.iteration, metrics)
+        return "stop" if self.num_since_best >= self.patience else None
+
+
+class KeepBestPolicy(_Best):
+    """Keeps a copy of the weights with the best value of a metric, in memory. `restore` puts them into the policy.
+
+    Args:
+        metric: the metric's name. `rewards/mean` is that of the policy before the iteration's updates; an evaluation is that of
+            the weights that are kept.
+        mode: "max" if larger is better.
+        min_delta: the smallest change that counts as better.
+
+    Example:
+        >>> best = KeepBestPolicy()
+        >>> trainer.train(states, num_iterations=100, eval_states=held_out, callbacks=[best])  # doctest: +SKIP
+        >>> best.restore(trainer.policy)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, metric: str = "eval/avg_reward", *, mode: Literal["max", "min"] = "max", min_delta: float = 0.0
+    ) -> None:
+        super().__init__(metric, mode, min_delta)
+        self.weights: dict[str, Tensor] = {}
+        """The best weights by name, on the CPU. Empty: nothing was measured."""
+
+    def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
+        """Copy the weights if the metric is the best so far."""
+        if self.improves(trainer.iteration, metrics):
+            self.weights = {
+                name: value.detach().to("cpu", copy=True) for name, value in trainer.policy.get_parameters().items()
+            }
+        return None
+
+    def restore(self, policy: Any) -> None:
+        """Copy the best weights into a policy.
+
+        Raises:
+            ConfigError: nothing was measured, or the policy has other parameters.
+        """
+        parameters: dict[str, Tensor] = policy.get_parameters()
+        if not self.weights:
+            raise ConfigError(
+                f"KeepBestPolicy has no weights, because {self.metric} was never measured. Pass eval_states to train(), or "
+                'KeepBestPolicy("rewards/mean").'
+            )
+        if {name: value.shape for name, value in parameters.items()} != {
+            name: value.shape for name, value in self.weights.items()
+        }:
+            raise ConfigError(
+                "KeepBestPolicy.restore: the policy must have the parameters of the one that was trained."
+            )
+        with torch.no_grad():
+            for name, value in parameters.items():
+                value.copy_(self.weights[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and its weights."""
+        return {**super().state_dict(), "weights": dict(self.weights)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        super().load_state_dict(state)
+        self.weights = dict(state["weights"])
+
+
+class TimeBudget:
+    """Stops the run before it exceeds a time. It ends after the last iteration that is expected to fit.
+
+    The time begins with the first iteration. The next iteration is expected to take as long as the longest one so far, with
+    its evaluation and checkpoint.
+
+    Args:
+        limit: the time. A resumed run has the whole time again.
+
+    Example:
+        >>> callbacks = [TimeBudget(timedelta(hours=8))]
+    """
+
+    def __init__(self, limit: timedelta) -> None:
+        given: Any = limit
+        if not isinstance(given, timedelta) or given <= timedelta(0):
+            raise ConfigError(f"TimeBudget.limit must be a timedelta longer than 0; got {describe(limit)}.")
+        self.limit = limit
+        self._began: float | None = None
+        self._last = self._longest = 0.0
+
+    def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
+        """Stop if another iteration would take too long."""
+        now = time.monotonic()
+        if self._began is None:
+            self._began = self._last = now - metrics.get("time/iteration", 0.0)
+        self._longest = max(self._longest, now - self._last)
+        self._last = now
+        return "stop" if now - self._began + self._longest > self.limit.total_seconds() else None

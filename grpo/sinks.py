@@ -1,0 +1,263 @@
+"""Sinks: what a run records, iteration by iteration, in a file or a tracker, as numbers and as tables of samples."""
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TextIO, runtime_checkable
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .errors import ConfigError, GRPOWarning
+from .types import Rows
+from .writing import describe, require_count
+
+LONGEST_TEXT = 2_000
+"""Characters of a state or an action in a table. Longer texts are cut in the middle."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Rows of one iteration or one evaluation, as they were sampled on this rank."""
+
+    kind: Literal["train", "eval"]
+    """`train`: rows that the policy is updated on. `eval`: rows of an evaluation."""
+    states: Rows
+    """N states, one per row."""
+    actions: Rows
+    """N actions."""
+    group_ids: Int[Tensor, " N"]
+    """The group of each row. The rows of a group have the same state."""
+    rewards: Float[Tensor, " N"]
+    """The reward of each row. Rewards per step are added up."""
+    reward_components: Mapping[str, Float[Tensor, " N"]] = field(default_factory=dict)
+    """The named parts of the reward before weighting. NaN: the part does not apply to the row."""
+    advantages: Float[Tensor, " N"] | None = None
+    """The advantage of each row: the mean over its steps, if steps have advantages of their own. None: an evaluation."""
+    num_steps: Int[Tensor, " N"] | None = None
+    """The number of decisions in each row, such as the tokens of a response. None: an evaluation that did not count them."""
+
+    def table(self, num_states: int = 2, num_actions: int = 2) -> list[dict[str, str | float | None]]:
+        """The first rows of the first groups, for people to read. States and actions are converted by `str`.
+
+        Args:
+            num_states: number of groups.
+            num_actions: number of rows of each group.
+
+        Returns:
+            One dict per row with the keys "state", "action", "reward", "reward/NAME" for each named part, "advantage" and
+            "steps". None: the number is not known, or does not apply to the row.
+
+        Example:
+            >>> import torch
+            >>> samples = Samples(kind="eval", states=["a", "a"], actions=[1, 0], group_ids=torch.tensor([0, 0]),
+            ...                   rewards=torch.tensor([1.0, 0.0]))
+            >>> samples.table(num_actions=1)
+            [{'state': 'a', 'action': '1', 'reward': 1.0, 'advantage': None, 'steps': None}]
+        """
+        chosen: dict[int, list[int]] = {}
+        for row, group in enumerate(self.group_ids.tolist()):
+            if group in chosen or len(chosen) < num_states:
+                chosen.setdefault(group, []).append(row)
+            elif len(chosen[next(reversed(chosen))]) >= num_actions:
+                break  # the rows of a group are usually adjacent, so that no later row belongs to a chosen group
+        return [self._row(row) for rows in chosen.values() for row in rows[:num_actions]]
+
+    def _row(self, row: int) -> dict[str, str | float | None]:
+        parts = {f"reward/{name}": _number(values, row) for name, values in self.reward_components.items()}
+        return {
+            "state": as_text(self.states[row]),
+            "action": as_text(self.actions[row]),
+            "reward": _number(self.rewards, row),
+            **parts,
+            "advantage": _number(self.advantages, row),
+            "steps": _number(self.num_steps, row),
+        }
+
+
+def as_text(value: Any) -> str:
+    """A state or an action as text: `str`, with the values of a tensor as a list. Long texts are cut in the middle."""
+    text = str(value.tolist() if hasattr(value, "tolist") else value)
+    half = LONGEST_TEXT // 2
+    return text if len(text) <= LONGEST_TEXT else f"{text[:half]} [... {len(text) - 2 * half} more ...] {text[-half:]}"
+
+
+def _number(values: Tensor | None, row: int) -> float | None:
+    value = math.nan if values is None else float(values[row])
+    return value if math.isfinite(value) else None
+
+
+@runtime_checkable
+class MetricSink(Protocol):
+    """Receives the metrics of each iteration: a file, a dashboard, a plot.
+
+    `train` calls sinks on the first rank only. A sink that raises is reported and switched off, and the run goes on. Three
+    more members are optional; `train` finds them by their names:
+
+    - `start(settings, iteration)` is called before the first iteration of each `train`. `settings` are plain values: the
+      config, the classes of policy and reward model, and versions. `iteration` is the number of the first iteration to come.
+    - `log_samples(samples, iteration)` receives the `Samples` of an iteration, and of an evaluation.
+    - `log_every`, an integer: only every so many iterations are logged, those with an evaluation, and the last.
+    """
+
+    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
+        """Record the metrics of one iteration. Iterations count from 1."""
+        ...
+
+    def close(self) -> None:
+        """Release files and connections. The code that opened the sink calls this after the last iteration."""
+        ...
+
+
+class GuardedSinks:
+    """Calls several sinks. A sink that raises is reported as a `GRPOWarning`, and is not called again.
+
+    Args:
+        sinks: the sinks.
+
+    Raises:
+        ConfigError: `sinks` is not a list of sinks, or a `log_every` is not an integer from 1.
+    """
+
+    def __init__(self, sinks: Sequence[MetricSink]) -> None:
+        given: Any = sinks
+        if not isinstance(given, list | tuple) or not all(callable(getattr(sink, "log", None)) for sink in given):
+            raise ConfigError(
+                f"sinks must be a list of MetricSink, which have log(); got {describe(given)}. Pass [sink]."
+            )
+        self._every = [
+            (sink, require_count(f"{type(sink).__name__}.log_every", getattr(sink, "log_every", 1))) for sink in given
+        ]
+
+    @property
+    def take_samples(self) -> bool:
+        """Whether a sink records samples."""
+        return any(hasattr(sink, "log_samples") for sink, _ in self._every)
+
+    def start(self, settings: Mapping[str, Any], iteration: int) -> None:
+        """Tell the sinks what is run, and the number of the first iteration."""
+        for sink, _ in [*self._every]:
+            if hasattr(sink, "start"):
+                self._call(sink, "start", settings, iteration)
+
+    def log(
+        self, metrics: Mapping[str, float], iteration: int, samples: Sequence[Samples] = (), *, always: bool = False
+    ) -> None:
+        """Record one iteration in the sinks whose turn it is.
+
+        Args:
+            metrics: the iteration's metrics.
+            iteration: its number, from 1.
+            samples: rows of the iteration, and of its evaluation.
+            always: whether it is every sink's turn: the last iteration, or one with an evaluation.
+        """
+        for sink, every in [*self._every]:
+            if always or iteration % every == 0:
+                is_sound = self._call(sink, "log", metrics, iteration)
+                for rows in samples if is_sound and hasattr(sink, "log_samples") else ():
+                    is_sound = is_sound and self._call(sink, "log_samples", rows, iteration)
+
+    def _call(self, sink: MetricSink, method: str, *args: Any) -> bool:
+        """Call a method of a sink. Returns False if it raised, and the sink is switched off."""
+        try:
+            getattr(sink, method)(*args)
+        except Exception as error:  # a tracker that fails is no reason to lose a run
+            self._every = [(other, every) for other, every in self._every if other is not sink]
+            warnings.warn(
+                f"{type(sink).__name__}.{method} raised {type(error).__name__}: {error} The sink is switched off, and "
+                "training goes on without it.",
+                GRPOWarning,
+                stacklevel=2,
+            )
+            return False
+        return True
+
+
+class JSONLSink:
+    """Writes one JSON object per iteration to a file, one per line, and flushes after each line.
+
+    A run that is resumed continues the file: lines of the iterations that are made again are removed first. A new run, whose
+    first iteration is 1, moves the lines of an earlier run to `NAME.1`, `NAME.2` and so on. Control characters in names are
+    escaped. NaN and infinity become null, because JSON has no such numbers.
+
+    Args:
+        path: the file. Missing folders are created with the first line.
+        log_every: iterations between two lines in `train`. Larger: a smaller file. Evaluations and the last iteration are
+            always written.
+
+    Example:
+        >>> with JSONLSink("metrics.jsonl") as sink:
+        ...     sink.log({"rewards/mean": 0.5}, iteration=1)
+        >>> Path("metrics.jsonl").read_text()
+        '{"iteration": 1, "rewards/mean": 0.5}\\n'
+    """
+
+    def __init__(self, path: str | Path, *, log_every: int = 1) -> None:
+        self.path, self.log_every = Path(path), log_every
+        self._file: TextIO | None = None
+        self._last = 0
+
+    def start(self, settings: Mapping[str, Any], iteration: int) -> None:
+        """Continue the file with `iteration`. The settings are not written."""
+        self.close()
+
+    def log(self, metrics: Mapping[str, float], iteration: int) -> None:
+        """Append one line."""
+        line = {"iteration": iteration, **{k: v if math.isfinite(v) else None for k, v in metrics.items()}}
+        self.write(line, iteration)
+
+    def write(self, line: Mapping[str, Any], iteration: int) -> None:
+        """Append any JSON object as the line of an iteration. An iteration may have several lines."""
+        if self._file is None or iteration < self._last:
+            self.close()
+            continue_lines(self.path, iteration)
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        self._last = iteration
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def __enter__(self) -> "JSONLSink":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def continue_lines(path: Path, iteration: int) -> None:
+    """Prepare a file of JSON lines for a run that continues with `iteration`.
+
+    Lines of this and of later iterations are removed, and so is a last line that a killed process has not finished. If
+    `iteration` is 1, the file is moved to a numbered name.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or not path.stat().st_size:
+        return
+    if iteration <= 1:
+        numbers = (path.with_name(f"{path.name}.{number}") for number in range(1, 1_000_000))
+        path.rename(next(other for other in numbers if not other.exists()))
+        return
+    new = path.with_name(f"{path.name}.new")
+    with path.open(encoding="utf-8") as old, new.open("w", encoding="utf-8") as kept:
+        kept.writelines(line for line in old if _iteration_of(line) < iteration)
+        kept.flush()
+        os.fsync(kept.fileno())
+    new.replace(path)
+
+
+def _iteration_of(line: str) -> float:
+    """The iteration of a line. Infinity: the line is not complete, or has no iteration."""
+    try:
+        number = json.loads(line)["iteration"] if line.endswith("\n") else math.inf
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+    return number if isinstance(number, int) else math.inf

@@ -1,0 +1,257 @@
+"""Sinks: which iterations they record, what they do after a resume, and tables of samples."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo import ConfigError, GRPOConfig, GRPOTrainer, GRPOWarning, JSONLSink, Samples
+from grpo.sinks import LONGEST_TEXT, GuardedSinks, as_text, continue_lines
+from tests.support.policies import TablePolicy
+from tests.support.trainers import by_hand
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def iterations_of(path: Path) -> list[int]:
+    return [line["iteration"] for line in lines_of(path)]
+
+
+def trainer_of(**config: Any) -> GRPOTrainer:
+    return GRPOTrainer(
+        config=GRPOConfig(group_size=2, seed=0, **config),
+        policy=TablePolicy(),
+        reward_model=lambda states, actions: [float(action) for action in actions],
+    )
+
+
+class Recorder:
+    """Records everything that a sink is given."""
+
+    def __init__(self, log_every: int = 1) -> None:
+        self.log_every = log_every
+        self.started: list[tuple[Any, int]] = []
+        self.iterations: list[int] = []
+        self.samples: list[tuple[int, Samples]] = []
+
+    def start(self, settings: Any, iteration: int) -> None:
+        self.started.append((settings, iteration))
+
+    def log(self, metrics: Any, iteration: int) -> None:
+        self.iterations.append(iteration)
+
+    def log_samples(self, samples: Samples, iteration: int) -> None:
+        self.samples.append((iteration, samples))
+
+    def close(self) -> None: ...
+
+
+# JSONLSink
+
+
+def test_a_resumed_run_continues_its_file_and_repeats_no_iteration(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    trainer = trainer_of()
+    with JSONLSink(path) as sink:
+        trainer.train(["a", "b"], num_iterations=3, sinks=[sink], progress=False)
+    trainer.save_checkpoint(tmp_path / "three")
+    with JSONLSink(path) as sink:  # the run goes on, and is lost after iteration 5
+        for iteration in (4, 5):
+            sink.log({"rewards/mean": 9.0}, iteration)
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"iteration": 6, "rew')
+    resumed = trainer_of()
+    resumed.load_checkpoint(tmp_path / "three")
+    with JSONLSink(path) as sink:
+        resumed.train(["a", "b"], num_iterations=6, sinks=[sink], progress=False)
+    assert iterations_of(path) == [1, 2, 3, 4, 5, 6]
+    assert 9.0 not in [line["rewards/mean"] for line in lines_of(path)]
+
+
+def test_a_new_run_keeps_the_lines_of_earlier_runs_under_numbered_names(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for run in (1.0, 2.0, 3.0):
+        with JSONLSink(path) as sink:
+            sink.log({"run": run}, 1)
+    assert [lines_of(tmp_path / f"metrics.jsonl{end}")[0]["run"] for end in (".1", ".2", "")] == [1.0, 2.0, 3.0]
+
+
+def test_a_sink_that_goes_back_replaces_what_it_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JSONLSink(path) as sink:
+        for iteration, value in [(1, 0.0), (2, 0.0), (3, 0.0), (2, 5.0)]:
+            sink.log({"value": value}, iteration)
+    assert [(line["iteration"], line["value"]) for line in lines_of(path)] == [(1, 0.0), (2, 5.0)]
+
+
+def test_a_second_call_of_train_with_the_same_sink_appends(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink, trainer = JSONLSink(path), trainer_of()
+    for _ in range(2):
+        trainer.train(["a", "b"], num_iterations=2, sinks=[sink], progress=False)
+    sink.close()
+    assert iterations_of(path) == [1, 2, 3, 4]
+
+
+def test_lines_without_an_iteration_are_removed_at_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"iteration": 1}\n[]\n{"x": 1}\n{"iteration": "2"}\nnonsense\n{"iteration": 2}\n{"iteration": 3}\n'
+    )
+    continue_lines(path, 3)
+    assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_file_is_made_with_the_first_line_and_not_before(tmp_path: Path) -> None:
+    sink = JSONLSink(tmp_path / "new" / "metrics.jsonl")
+    assert list(tmp_path.iterdir()) == []
+    sink.close()
+    sink.log({"x": math.inf}, 1)
+    sink.close()
+    assert lines_of(sink.path) == [{"iteration": 1, "x": None}]
+
+
+# Which iterations
+
+
+def test_log_every_counts_iterations_and_adds_evaluations_and_the_last() -> None:
+    every, seldom = Recorder(), Recorder(log_every=4)
+    options: dict[str, Any] = {"eval_states": ["a"], "eval_every": 3, "progress": False}
+    trainer_of().train(["a", "b"], num_iterations=10, sinks=[every, seldom], **options)
+    assert every.iterations == list(range(1, 11))
+    assert seldom.iterations == [3, 4, 6, 8, 9, 10]
+    assert [iteration for iteration, _ in seldom.samples] == [3, 3, 4, 6, 6, 8, 9, 9, 10, 10]
+
+
+def test_log_every_below_1_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Recorder.log_every must be >= 1; got 0"):
+        trainer_of().train(["a"], num_iterations=1, sinks=[Recorder(log_every=0)], progress=False)
+
+
+def test_a_sink_is_told_the_settings_and_the_first_iteration(tmp_path: Path) -> None:
+    sink, trainer = Recorder(), trainer_of()
+    trainer.train(["a", "b"], num_iterations=2, sinks=[sink], progress=False)
+    trainer.save_checkpoint(tmp_path / "two")
+    resumed = trainer_of()
+    resumed.load_checkpoint(tmp_path / "two")
+    resumed.train(["a", "b"], num_iterations=5, sinks=[sink], progress=False)
+    (first, one), (second, three) = sink.started
+    assert (one, three) == (1, 3)
+    assert (first["num_iterations"], second["num_iterations"]) == (2, 5)
+    assert first["policy"] == "TablePolicy"
+    assert json.loads(json.dumps(first["config"])) == trainer.config.to_dict()
+    assert first["versions"]["torch"] == torch.__version__
+
+
+# A sink that fails
+
+
+def test_a_sink_that_raises_is_reported_and_switched_off_and_the_run_goes_on(subtests: pytest.Subtests) -> None:
+    for method in ("start", "log", "log_samples"):
+        with subtests.test(method=method):
+            calls: list[str] = []
+
+            def fails(*_: Any, method: str = method, calls: list[str] = calls) -> None:
+                calls.append(method)
+                raise OSError("no space left on device")
+
+            broken, sound = Recorder(), Recorder()
+            setattr(broken, method, fails)
+            with pytest.warns(GRPOWarning, match=rf"Recorder.{method} raised OSError: no space left.*switched off"):
+                history = trainer_of().train(["a", "b"], num_iterations=3, sinks=[broken, sound], progress=False)
+            assert len(history) == 3
+            assert calls == [method]
+            assert sound.iterations == [1, 2, 3]
+            assert broken.iterations == ([1] if method == "log_samples" else [])
+
+
+def test_an_interrupt_in_a_sink_is_not_a_failure_of_the_sink() -> None:
+    sink = Recorder()
+
+    def interrupts(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    sink.log = interrupts  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        GuardedSinks([sink]).log({}, 1)
+
+
+# Samples
+
+
+def test_samples_have_the_rows_of_the_iteration_with_their_advantages() -> None:
+    """Rewards 0 1 | 1 1 in groups of two: advantages are reward - mean, -.5 .5 | 0 0."""
+    sink = Recorder()
+    trainer, _ = by_hand(
+        policy=TablePolicy(script=[[0, 1], [1, 1]]), rewards=lambda s, actions: [float(a) for a in actions]
+    )
+    trainer.train(["a", "b"], num_iterations=1, eval_states=["b", "a"], sinks=[sink], progress=False)
+    (_, samples), (_, evaluated) = sink.samples
+    assert (samples.kind, evaluated.kind) == ("train", "eval")
+    assert list(samples.states) == ["a", "a", "b", "b"]
+    assert samples.group_ids.tolist() == [0, 0, 1, 1]
+    assert samples.rewards.tolist() == [0, 1, 1, 1]
+    assert samples.advantages is not None
+    assert samples.advantages.tolist() == [-0.5, 0.5, 0, 0]
+    assert samples.num_steps is not None
+    assert samples.num_steps.tolist() == [1, 1, 1, 1]
+    assert evaluated.advantages is None
+    assert list(evaluated.states) == ["b", "b", "a", "a"]
+    assert trainer.samples is None
+
+
+def test_no_rows_are_kept_if_no_sink_records_them() -> None:
+    class Plain:
+        def log(self, metrics: Any, iteration: int) -> None:
+            assert trainer.samples is None
+
+        def close(self) -> None: ...
+
+    trainer = trainer_of()
+    trainer.train(["a"], num_iterations=2, sinks=[Plain()], progress=False)
+
+
+def samples_of(**fields: Any) -> Samples:
+    """Three groups of three, two and three rows."""
+    given = {
+        "kind": "train",
+        "states": list("aaabbccc"),
+        "actions": torch.arange(16).view(8, 2),
+        "group_ids": torch.tensor([5, 5, 5, 2, 2, 9, 9, 9]),
+        "rewards": torch.arange(8.0),
+    }
+    return Samples(**(given | fields))
+
+
+def test_a_table_has_the_first_rows_of_the_first_groups() -> None:
+    table = samples_of(
+        reward_components={"right": torch.tensor([1.0, math.nan, 0, 0, 0, 0, 0, 0])},
+        advantages=-torch.arange(8.0),
+        num_steps=torch.arange(8),
+    ).table(num_states=2, num_actions=2)
+    assert [row["state"] for row in table] == ["a", "a", "b", "b"]
+    assert [row["action"] for row in table] == ["[0, 1]", "[2, 3]", "[6, 7]", "[8, 9]"]
+    assert table[1] == {
+        "state": "a", "action": "[2, 3]", "reward": 1.0, "reward/right": None, "advantage": -1.0, "steps": 1.0,
+    }  # fmt: skip
+    assert len(samples_of().table(num_states=9, num_actions=9)) == 8
+    assert samples_of().table(num_states=1, num_actions=1)[0]["advantage"] is None
+
+
+def test_a_table_finds_rows_of_a_group_that_are_not_adjacent() -> None:
+    table = samples_of(group_ids=torch.tensor([1, 2, 1, 2, 1, 2, 1, 2])).table(num_states=2, num_actions=2)
+    assert [row["reward"] for row in table] == [0, 2, 1, 3]
+
+
+def test_a_long_text_is_cut_in_the_middle() -> None:
+    text = as_text("a" * LONGEST_TEXT + "middle" + "z" * LONGEST_TEXT)
+    assert text.startswith("a" * (LONGEST_TEXT // 2) + " [... ")
+    assert text.endswith(" more ...] " + "z" * (LONGEST_TEXT // 2))
+    assert str(LONGEST_TEXT + 6) in text
+    assert as_text("a" * LONGEST_TEXT) == "a" * LONGEST_TEXT
