@@ -59,12 +59,8 @@ types: $(DEV)  ## Check types: strict on grpo, standard on adapters
 layers: $(DEV)  ## Check that modules import only from layers below them
 	@.venv/bin/lint-imports
 
-notebooks: export MPLBACKEND := Agg
-notebooks: $(DEV)  ## Execute every notebook in a temporary folder; the committed files stay as they are
-	@executed=$$(mktemp -d); trap 'rm -rf "$$executed"' EXIT; \
-	for notebook in $(wildcard notebooks/*.ipynb); do \
-		$(RUN) nbconvert --to notebook --execute --output-dir "$$executed" "$$notebook"; \
-	done
+notebooks: $(DEV)  ## Execute every notebook, and compare what it prints with the committed file (ARGS=--update: write it)
+	@.venv/bin/python tools/notebooks.py $(ARGS)
 
 bench: $(DEV)  ## Run every benchmark
 	@for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(RUN) "$$benchmark"; done

@@ -1,6 +1,6 @@
 """Compare GRPO with classic bandit strategies at the same budget of pulls, on three non-stationary bandits.
 
-- dynamic: five arms, 100 steps of 32 pulls, regimes of 20 steps (`examples/dynamic_bandit.py`); 20 seeds;
+- dynamic: five arms, 100 steps of 32 pulls, regimes of 20 steps (`adapters/bandits/demo.py`); 20 seeds;
 - abrupt: Garivier & Moulines 2008, three Bernoulli arms, 10,000 pulls, the best arm changes at 3,000 and back at 5,000;
 - random walk: Sutton & Barto, exercise 2.5, ten Gaussian arms with drifting means, 10,000 pulls.
 
@@ -36,14 +36,14 @@ from adapters.bandits import (
     random_walk_testbed,
     segment_starts,
 )
-from examples.dynamic_bandit import (
+from adapters.bandits.demo import (
     NUM_STEPS,
     PULLS_PER_STEP,
     Run,
     play_classics,
     summarise,
-    train_original,
-    train_ours,
+    train_naive,
+    train_tuned,
 )
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
 
@@ -97,7 +97,7 @@ def dynamic_table(num_seeds: int) -> None:
     means = np.repeat(dynamic_testbed().means[0][:NUM_STEPS], PULLS_PER_STEP, axis=0)
     rows: dict[str, list[tuple[dict[str, float], float]]] = {}
     for seed in range(num_seeds):
-        for run in (train_ours(seed), train_original(seed), *play_classics(seed)):
+        for run in (train_tuned(seed), train_naive(seed), *play_classics(seed)):
             rows.setdefault(run.name, []).append((summarise(run), regret_of(run, means)))
     for name, results in rows.items():
         figures = {key: np.array([result[key] for result, _ in results]) for key in results[0][0]}

@@ -1,6 +1,9 @@
-"""Plots of runs on the dynamic bandit. Requires matplotlib (`pip install "model-agnostic-grpo[notebooks]"`)."""
+"""Plots of runs on the dynamic bandit. Requires matplotlib (`pip install "model-agnostic-grpo[notebooks]"`).
 
-from collections.abc import Sequence
+One colour has one meaning: each arm has its own, and so has each of two settings that are compared.
+"""
+
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -8,7 +11,20 @@ import numpy as np
 
 from .metrics import best_arm_probability, segment_starts
 
+ARM_COLOURS = ("#1f6fb4", "#c8a93a", "#6aa272", "#d1495b", "#9184c2")
+"""One colour per arm."""
+RUN_COLOURS = ("#a0a0a0", "#202020")
+"""One colour per run: the first run is the weaker one."""
 REGIME_NAMES = {0: "all alike", 1: "arm 3 best", 2: "all alike", 3: "arm 0 best"}
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 18,
+    "legend.frameon": False,
+}
+"""Settings of matplotlib for all plots."""
 
 
 class PlottedRun(Protocol):
@@ -16,7 +32,7 @@ class PlottedRun(Protocol):
 
     @property
     def name(self) -> str:
-        """Name in the legend."""
+        """Name beside its lines."""
         ...
 
     @property
@@ -38,10 +54,10 @@ class PlottedRun(Protocol):
 def plot_dynamic_runs(
     runs: Sequence[PlottedRun], path: str | Path | None, regimes: np.ndarray, means: np.ndarray
 ) -> Any:
-    """Plot the reward, each run's arm probabilities, the probability of the best arm, and the loss.
+    """Plot the arm probabilities of two runs, and below them their rewards, probabilities of the best arm, and losses.
 
     Args:
-        runs: The runs. Each run gets a line or a panel.
+        runs: Two runs, the weaker one first.
         path: PNG file to write; its folder is created. None only returns the figure.
         regimes: [S], the regime of each step.
         means: [S, K], expected rewards.
@@ -50,32 +66,30 @@ def plot_dynamic_runs(
         The matplotlib figure.
     """
     plt = _pyplot()
-    panels = [f"probabilities {i}" for i in range(len(runs))]
-    figure, axes = plt.subplots(
-        len(panels) + 3, 1, figsize=(9, 2.3 * (len(panels) + 3)), sharex=True, layout="constrained"
-    )
-    for axis, run in zip(axes, runs, strict=False):
-        plot_arm_probabilities(axis, run)
-    by_name = dict(zip(("rewards", "best", "loss"), axes[len(panels) :], strict=True))
-    structured = np.isin(regimes, (1, 3))
-    for run in runs:
-        by_name["rewards"].plot(run.rewards, label=run.name)
-        best = best_arm_probability(run.probabilities[:-1], means)
-        by_name["best"].plot(np.where(structured, best, np.nan), label=run.name)
-        if run.losses is not None:
-            by_name["loss"].plot(run.losses, label=run.name)
-    by_name["rewards"].plot(
-        means.max(1), color="black", linewidth=0.8, linestyle="--", drawstyle="steps-post", label="best"
-    )
-    by_name["rewards"].set_ylabel("reward")
-    by_name["best"].set_ylabel("P(best arm)")
-    by_name["best"].set_ylim(0, 1)
-    by_name["loss"].set_ylabel("loss")
-    by_name["loss"].set_xlabel("step of the environment")
-    for axis in by_name.values():
-        axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
-    for axis in axes:
-        _mark_regimes(axis, regimes, named=axis is axes[0])
+    with plt.rc_context(STYLE):
+        figure = plt.figure(figsize=(12, 6.6), layout="constrained")
+        above, below = figure.subfigures(2, 1, height_ratios=(1.15, 1), hspace=0.06)
+        for axis, run in zip(above.subplots(1, 2, sharey=True), runs, strict=True):
+            plot_arm_probabilities(axis, run.probabilities[:-1], regimes, title=f"{run.name}: probability of each arm")
+        by_reward, by_best, by_loss = below.subplots(1, 3)
+        structured = np.isin(regimes, (1, 3))
+        by_reward.plot(means.max(1), color="#555555", linewidth=0.9, linestyle=":", drawstyle="steps-post")
+        best = [best_arm_probability(run.probabilities[:-1], means) for run in runs]
+        _plot_lines(by_reward, {run.name: run.rewards for run in runs}, "Reward (dotted: what the best arm pays)")
+        _plot_lines(
+            by_best,
+            {run.name: np.where(structured, one, np.nan) for run, one in zip(runs, best, strict=True)},
+            "Probability of the best arm",
+        )
+        _plot_lines(
+            by_loss,
+            {run.name: run.losses for run in runs if run.losses is not None},
+            "Loss (it does not show progress)",
+        )
+        by_best.set_ylim(0, 1.02)
+        for axis in (by_reward, by_best, by_loss):
+            mark_regimes(axis, regimes, named=False)
+            axis.set_xlabel("step")
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=110)
@@ -83,25 +97,85 @@ def plot_dynamic_runs(
     return figure
 
 
-def plot_arm_probabilities(axis: Any, run: PlottedRun) -> None:
-    """Plot one line per arm: the probabilities with which the policy pulled in each step."""
-    acting = run.probabilities[:-1]
-    for arm in range(acting.shape[1]):
-        axis.plot(acting[:, arm], label=f"arm {arm}")
-    axis.set_ylabel(f"{run.name}\nprobability")
-    axis.set_ylim(0, 1)
-    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+def plot_arm_probabilities(axis: Any, probabilities: np.ndarray, regimes: np.ndarray, *, title: str) -> None:
+    """Plot one line per arm: the probabilities with which the policy pulled in each step.
+
+    Args:
+        axis: Where to plot.
+        probabilities: [S, K] of one run, or [R, S, K] of several: their median, with a band from 10 % to 90 %.
+        regimes: [S], the regime of each step.
+        title: The title.
+    """
+    runs = probabilities if probabilities.ndim == 3 else probabilities[None]
+    low, middle, high = np.quantile(runs, (0.1, 0.5, 0.9), axis=0)
+    for arm in range(runs.shape[-1]):
+        colour = ARM_COLOURS[arm % len(ARM_COLOURS)]
+        axis.plot(middle[:, arm], color=colour, linewidth=2)
+        if len(runs) > 1:
+            axis.fill_between(np.arange(len(middle)), low[:, arm], high[:, arm], color=colour, alpha=0.18, linewidth=0)
+    axis.set_ylim(0, 1.02)
+    axis.set_title(title)
+    axis.set_xlabel("step")
+    ends = {f"arm {arm}": (middle[-1, arm], ARM_COLOURS[arm % len(ARM_COLOURS)]) for arm in range(runs.shape[-1])}
+    label_ends(axis, ends, len(middle))
+    mark_regimes(axis, regimes)
 
 
-def _mark_regimes(axis: Any, regimes: np.ndarray, *, named: bool) -> None:
+def label_ends(axis: Any, ends: Mapping[str, tuple[float, str]], x: float, *, distance: float = 0.07) -> None:
+    """Write the name of each line beside its end, in its colour. Names that would overlap are moved apart.
+
+    Args:
+        axis: Where the lines are.
+        ends: The last value of each line, and its colour, by its name.
+        x: Where the lines end.
+        distance: Smallest distance between two names, as a fraction of the axis' height.
+    """
+    bottom, top = axis.get_ylim()
+    names = sorted(ends, key=lambda name: ends[name][0])
+    heights = [(ends[name][0] - bottom) / (top - bottom) for name in names]
+    for _ in range(100):  # push neighbours apart until no two overlap
+        for i in range(1, len(heights)):
+            overlap = distance - (heights[i] - heights[i - 1])
+            if overlap > 0:
+                heights[i - 1] -= overlap / 2
+                heights[i] += overlap / 2
+        heights[0] = max(heights[0], 0.0)
+    for name, height in zip(names, heights, strict=True):
+        position = (x + 1, bottom + height * (top - bottom))
+        axis.annotate(name, position, color=ends[name][1], va="center", fontsize=9, annotation_clip=False)
+
+
+def mark_regimes(axis: Any, regimes: np.ndarray, *, named: bool = True) -> None:
+    """Mark the borders of the regimes. Regimes with a best arm are shaded.
+
+    Args:
+        axis: Where to plot. Its x axis counts steps.
+        regimes: [S], the regime of each step.
+        named: Whether to write the regimes' names above.
+    """
     starts = segment_starts(regimes)
     for start, stop in zip(starts, [*starts[1:], len(regimes)], strict=True):
-        axis.axvline(start, color="grey", linewidth=0.6)
+        if start:
+            axis.axvline(start, color="#999999", linewidth=0.7, linestyle=(0, (4, 3)), zorder=0.5)
         if regimes[start] in (1, 3):
-            axis.axvspan(start, stop, color="tab:green", alpha=0.07)
+            axis.axvspan(start, stop, color="#f1ede2", zorder=0)
         if named:
             middle, name = (start + stop) / 2, REGIME_NAMES[int(regimes[start])]
-            axis.text(middle, 1.03, name, transform=axis.get_xaxis_transform(), ha="center", fontsize="small")
+            height = axis.get_xaxis_transform()
+            axis.text(middle, 1.02, name, transform=height, ha="center", fontsize=9, color="#555555")
+    axis.set_xlim(0, len(regimes))
+
+
+def _plot_lines(axis: Any, lines: Mapping[str, np.ndarray], title: str) -> None:
+    """Plot one line per run, with its name at its last known value."""
+    ends: dict[str, tuple[float, str]] = {}
+    stop = 0
+    for (name, values), colour in zip(lines.items(), RUN_COLOURS, strict=False):
+        axis.plot(values, color=colour, linewidth=1.8)
+        known = values[~np.isnan(values)]
+        ends[name], stop = (float(known[-1]), colour), max(stop, len(values))
+    axis.set_title(title)
+    label_ends(axis, ends, stop, distance=0.09)
 
 
 def _pyplot() -> Any:

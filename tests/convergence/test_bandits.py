@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from adapters.bandits import SoftmaxPolicy, abrupt_testbed, cumulative_regret
+from adapters.bandits.demo import summarise, train_naive, train_tuned
 from benchmarks import bandits
-from examples.dynamic_bandit import summarise, train_original, train_ours
 from grpo import ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
 from tests.support.objective_inputs import as_users_run_it
 
@@ -28,9 +28,9 @@ def mean(runs: list[dict[str, float]], name: str) -> float:
 
 
 @pytest.mark.slow
-def test_our_configuration_follows_the_best_arm_of_the_dynamic_bandit_over_20_seeds() -> None:
+def test_tuned_settings_follow_the_best_arm_of_the_dynamic_bandit_over_20_seeds() -> None:
     """Chance is .2 for the probabilities and .27 for the reward; the oracle has .75."""
-    runs = [summarise(train_ours(seed)) for seed in range(20)]
+    runs = [summarise(train_tuned(seed)) for seed in range(20)]
     assert mean(runs, "arm 3") >= 0.85
     assert mean(runs, "arm 0") >= 0.85
     assert mean(runs, "structured reward") >= 0.67
@@ -38,8 +38,8 @@ def test_our_configuration_follows_the_best_arm_of_the_dynamic_bandit_over_20_se
 
 
 @pytest.mark.slow
-def test_the_original_configuration_no_longer_finds_the_best_arm() -> None:
-    runs = [summarise(train_original(seed)) for seed in range(5)]
+def test_naive_settings_do_not_find_the_second_best_arm() -> None:
+    runs = [summarise(train_naive(seed)) for seed in range(5)]
     assert mean(runs, "arm 0") < 0.2
     assert mean(runs, "structured reward") < 0.45
 

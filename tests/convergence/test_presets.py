@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from adapters.bandits import BanditReward, SoftmaxPolicy, dynamic_testbed
-from examples.dynamic_bandit import NUM_ARMS, PULLS_PER_STEP, Recorder
+from adapters.bandits.demo import NUM_ARMS, PULLS_PER_STEP, ProbabilityRecorder
 from grpo import AdvantageEstimator, ExperienceBatch, GRPOConfig, GRPOTrainer
 from grpo.surrogates import Cispo, Clip, Gmpo
 from tests.support.configs import PRESETS
@@ -108,8 +108,8 @@ def follow_the_bandit(config: GRPOConfig, seed: int, change: Change | None = Non
         optimizer=torch.optim.AdamW(policy.parameters(), lr=0.2, weight_decay=0.4),
         advantages=None if change is None else changed(config, change),
     )
-    recorder = Recorder(policy)
-    trainer.train(["the bandit"], num_iterations=80, sinks=[recorder], progress=False)
+    recorder = ProbabilityRecorder(policy)
+    trainer.train(["the bandit"], num_iterations=80, callbacks=[recorder], progress=False)
     acting = np.array(recorder.probabilities)
     return float(min(acting[20:40, 3].mean(), acting[60:80, 0].mean()))
 
