@@ -1,0 +1,20 @@
+"""No tracker uses the network, or the home folder, in these tests."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.tracked_runs import OFFLINE
+
+
+@pytest.fixture(scope="session")
+def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """trackio reads its folder once, when it is imported."""
+    return tmp_path_factory.mktemp("trackio")
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trackio_folder: Path) -> None:
+    for name, value in {**OFFLINE, "TRACKIO_DIR": str(trackio_folder)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)

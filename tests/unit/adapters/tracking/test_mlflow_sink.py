@@ -1,0 +1,121 @@
+"""MLflow's own client finds in a database what was logged, each iteration once."""
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters.tracking import MLflowSink
+from adapters.tracking.mlflow_sink import accepted_name
+from grpo import GRPOWarning
+from tests.support.tracked_runs import FIRST_ROW, STATES, crash_after, samples, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # MLflow's use of SQLAlchemy
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+
+
+def client(store: str) -> Any:
+    import mlflow
+
+    return mlflow.MlflowClient(store)
+
+
+def only_run(store: str, experiment: str) -> Any:
+    (run,) = client(store).search_runs([client(store).get_experiment_by_name(experiment).experiment_id])
+    return run
+
+
+def values(store: str, run: Any, name: str) -> dict[int, float]:
+    found = client(store).get_metric_history(run.info.run_id, name)
+    assert len({one.step for one in found}) == len(found), f"{name} has a step twice"
+    return {one.step: one.value for one in found}
+
+
+def table(store: str, run: Any, file: str) -> list[dict[str, Any]]:
+    found = json.loads(Path(client(store).download_artifacts(run.info.run_id, file)).read_text())
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["data"]]
+
+
+def test_a_run_and_its_resume_are_one_run_with_every_iteration_once(tmp_path: Path, store: str) -> None:
+    folder, checkpoints = tmp_path / "run", tmp_path / "checkpoints"
+    options: dict[str, Any] = {"eval_states": STATES, "eval_every": 2}
+    with MLflowSink(folder, experiment="resumed", tracking_uri=store) as sink:
+        started = train([sink], 5, checkpoints, **options)
+    crash_after(5, checkpoints)
+    with MLflowSink(folder, experiment="resumed", tracking_uri=store) as sink:
+        resumed = train([sink], 8, checkpoints, **options)
+
+    run = only_run(store, "resumed")
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+    assert run.data.params["config.learning_rate"] == "0.1"
+    assert run.data.params["num_iterations"] == "5", "params are those of the start"
+    later = client(store).download_artifacts(run.info.run_id, "settings-00000004.json")
+    assert json.loads(Path(later).read_text())["num_iterations"] == 8
+    metrics = {**dict(enumerate(resumed.history, 4)), **dict(enumerate(started.history, 1))}
+    for name in metrics[1]:
+        assert values(store, run, name) == pytest.approx({step: metrics[step][name] for step in range(1, 9)}), name
+    assert list(values(store, run, "eval/avg_reward")) == [2, 4, 5, 6, 8], "the first call of train ended with 5"
+    assert [row["iteration"] for row in table(store, run, "train_samples.json")] == sorted([*range(1, 9)] * 4)
+    assert [row["iteration"] for row in table(store, run, "eval_samples.json")] == sorted([2, 4, 5, 6, 8] * 4)
+    assert {one["path"] for one in json.loads(run.data.tags["mlflow.loggedArtifacts"])} == {
+        "train_samples.json",
+        "eval_samples.json",
+    }
+
+
+def test_tables_are_mlflows_own(tmp_path: Path, store: str) -> None:
+    import mlflow
+
+    with MLflowSink(tmp_path / "run", experiment="tables", tracking_uri=store) as sink:
+        sink.log_samples(samples(), 1)
+    mlflow.set_tracking_uri(store)
+    run = only_run(store, "tables")
+    loaded = client(store).load_table(run.info.experiment_id, "train_samples.json", [run.info.run_id])
+    assert dict(loaded.iloc[0]) == {"iteration": 1, **FIRST_ROW}
+
+
+def test_metrics_wait_and_are_written_together_but_the_first_at_once(tmp_path: Path, store: str) -> None:
+    with MLflowSink(tmp_path / "run", experiment="waiting", tracking_uri=store) as sink:
+        for iteration in (1, 2, 3):
+            sink.log({"x": float(iteration)}, iteration)
+        run = only_run(store, "waiting")
+        assert values(store, run, "x") == {1: 1.0}
+        sink.log({f"y/{number}": 0.0 for number in range(1_000)}, 4)
+        assert values(store, run, "x") == {1: 1.0, 2: 2.0, 3: 3.0}
+        sink.log({"x": 5.0}, 5)
+    assert values(store, run, "x") == {1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0}
+
+
+def test_an_error_of_the_run_marks_it_as_failed(tmp_path: Path, store: str) -> None:
+    class Failing:
+        def on_iteration(self, trainer: Any, metrics: Any) -> None:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), MLflowSink(tmp_path, experiment="failed", tracking_uri=store) as sink:
+        train([sink], 5, callbacks=[Failing()])
+    assert only_run(store, "failed").info.status == "FAILED"
+
+
+def test_every_metric_name_is_accepted(tmp_path: Path, store: str) -> None:
+    names = ["reward/f(x)", "a//b", "../up", "/top", "", "é", "x" * 300, *(f"a{one}b" for one in string.punctuation)]
+    with MLflowSink(tmp_path, experiment="names", tracking_uri=store) as sink:
+        for iteration, name in enumerate(names, 1):
+            sink.log({name: 1.0, "nan": float("nan"), "infinity": float("inf")}, iteration)
+    run = only_run(store, "names")
+    assert {accepted_name(name) for name in names} <= set(run.data.metrics)
+    assert accepted_name("rewards/mean of q-values_1.5") == "rewards/mean of q-values_1.5"
+    assert accepted_name("reward/f(x)") == "reward/f_x_"
+
+
+def test_a_store_that_fails_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    uri = f"sqlite:///{tmp_path}/file/mlflow.db"
+    with pytest.warns(GRPOWarning, match="MLflowSink.start raised"), MLflowSink(tmp_path / "run", tracking_uri=uri) as sink:
+        trained = train([sink], 2)
+    assert len(trained.history) == 2
