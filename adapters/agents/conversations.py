@@ -1,6 +1,6 @@
 """Conversations: the actions of an agent. A conversation is one row, and its steps are the tokens that the policy sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
 
@@ -67,6 +67,11 @@ class Conversation:
     info: dict[str, Any] = field(hash=False)
     """The environment's last `info` as plain values. After an error, `info["error"]` describes it."""
 
+    def __str__(self) -> str:
+        """A short transcript: who said what, from the policy's first message on, and why the conversation ended."""
+        first = next((place for place, one in enumerate(self.messages) if one["role"] == "assistant"), len(self.messages))
+        return "\n".join([*map(_line, self.messages[first:]), f"({self.ended_by})"])
+
     def __len__(self) -> int:
         """Number of steps: all tokens that the policy sampled."""
         return sum(turn.num_tokens for turn in self.turns)
@@ -100,6 +105,18 @@ class Conversation:
         segments = tuple(Segment(**segment) for segment in state["segments"])
         turns = tuple(Turn(**turn) for turn in state["turns"])
         return cls(**state | {"segments": segments, "turns": turns, "messages": tuple(state["messages"])})
+
+
+def _line(message: Message) -> str:
+    """A message as a line of a transcript: `assistant: Let me see. add(a=1, b=2)`."""
+    calls = [_called(call["function"]) for call in message.get("tool_calls") or []]
+    return f"{message['role']}: {' '.join([*filter(None, [message.get('content')]), *calls])}"
+
+
+def _called(function: Mapping[str, Any]) -> str:
+    given = function.get("arguments")
+    arguments = ", ".join(f"{name}={value!r}" for name, value in given.items()) if isinstance(given, Mapping) else given
+    return f"{function.get('name')}({arguments})"
 
 
 def step_mask(conversations: Sequence[Conversation], *, mask_truncated: bool = False) -> Bool[Tensor, "N T"]:

@@ -63,6 +63,9 @@ class Completion:
                 f"{describe(log_probs)}."
             )
 
+    def __str__(self) -> str:
+        return self.text
+
     def __len__(self) -> int:
         """Number of tokens."""
         return len(self.token_ids)

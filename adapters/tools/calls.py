@@ -19,6 +19,10 @@ class ToolCall:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Argument values by parameter name. JSON must be able to represent each value."""
 
+    def __str__(self) -> str:
+        """`tool(name=value, ...)`."""
+        return f"{self.tool}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
+
     def __hash__(self) -> int:
         """Hash of the tool and its arguments, without arguments that are lists or objects."""
         plain = ((name, value) for name, value in self.arguments.items() if isinstance(value, str | float | int | None))

@@ -17,6 +17,10 @@ from .requirements import require_instance, require_integers
 from .snapshots import Snapshot
 
 
+NUM_SHOWN = 5
+"""Number of actions that `str(episode)` shows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeStart:
     """A state for GRPO: the common start of all episodes of a group.
@@ -38,6 +42,13 @@ class EpisodeStart:
         require_instance(
             "EpisodeStart", "snapshot", self.snapshot, Snapshot | None, "a Snapshot of take_snapshot, or None"
         )
+
+    def __str__(self) -> str:
+        """`seed 3`, with the options if there are any; or `snapshot`."""
+        if self.snapshot is not None:
+            return "snapshot"
+        seed = "any seed" if self.seed is None else f"seed {self.seed}"
+        return seed if self.options is None else f"{seed}, options {dict(self.options)}"
 
     def to_state(self) -> dict[str, Any]:
         """Fields by name, for checkpoints. A snapshot is left as it is: many starts may share it, and it is stored once.
@@ -101,6 +112,13 @@ class Episode:
         for name in ("terminated", "truncated"):
             require_instance("Episode", name, getattr(self, name), bool, "True or False")
 
+    def __str__(self) -> str:
+        """`12 steps, return 12, terminated; actions 0, 1, 1, ...`."""
+        ending = "terminated" if self.terminated else "truncated" if self.truncated else "unfinished"
+        shown = [_short(action) for action in self.actions[:NUM_SHOWN].tolist()]
+        actions = ", ".join([*shown, "..."] if len(self) > NUM_SHOWN else shown)
+        return f"{len(self)} steps, return {float(self.rewards.sum()):.6g}, {ending}; actions {actions}"
+
     def __len__(self) -> int:
         """Number of decisions, L."""
         return len(self.rewards)
@@ -113,6 +131,13 @@ class Episode:
     def from_state(cls, state: dict[str, Any]) -> "Episode":
         """The inverse of `to_state`."""
         return cls(**state)
+
+
+def _short(action: Any) -> str:
+    """An action as text, with numbers of three digits."""
+    if isinstance(action, list):
+        return f"[{', '.join(map(_short, action))}]"
+    return str(action) if isinstance(action, int) else f"{action:.3g}"
 
 
 def episode_starts(num_groups: int, *, seed: int = 0) -> Callable[[int], list[EpisodeStart]]:
