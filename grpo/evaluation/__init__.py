@@ -6,10 +6,11 @@ print(compare_policies(before, policy, states, reward_model))
 """
 
 from .comparison import compare_policies, paired_interval
-from .measurement import PolicyMeasurement, measure_policy
+from .measurement import Answer, PolicyMeasurement, measure_policy
 from .report import ComparisonReport, StateComparison
 
 __all__ = [
+    "Answer",
     "ComparisonReport",
     "PolicyMeasurement",
     "StateComparison",

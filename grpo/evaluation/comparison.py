@@ -118,19 +118,31 @@ def _report(before: PolicyMeasurement, after: PolicyMeasurement, confidence: flo
     differences = means[1] - means[0]
     largest = torch.cat([before.rewards, after.rewards], dim=1).nan_to_num(0.0).abs().amax(1)
     states = tuple(
-        StateComparison(label=name, before=old, after=new, difference=difference, outcome=_outcome(difference, scale))
-        for name, old, new, difference, scale in zip(
-            after.labels, *(values.tolist() for values in (*means, differences, largest)), strict=True
+        StateComparison(
+            label=name,
+            before=old,
+            after=new,
+            difference=difference,
+            outcome=_outcome(difference, scale),
+            answer_before=answer_before,
+            answer_after=answer_after,
+        )
+        for name, answer_before, answer_after, old, new, difference, scale in zip(
+            after.labels,
+            before.answers,
+            after.answers,
+            *(values.tolist() for values in (*means, differences, largest)),
+            strict=True,
         )
     )
     outcomes = [state.outcome for state in states]
     improvement = after.mean_reward - before.mean_reward
-    is_zero = abs(before.mean_reward) <= ROUNDING * float(largest.max())
+    is_positive = before.mean_reward > ROUNDING * float(largest.max())
     return ComparisonReport(
         mean_reward_before=before.mean_reward,
         mean_reward_after=after.mean_reward,
         improvement=improvement,
-        improvement_percent=None if is_zero else 100 * improvement / abs(before.mean_reward),
+        improvement_percent=100 * improvement / before.mean_reward if is_positive else None,
         confidence=confidence,
         confidence_interval=paired_interval(differences.numpy(), confidence=confidence, seed=after.seed),
         num_improved=outcomes.count("improved"),

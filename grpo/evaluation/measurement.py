@@ -23,6 +23,19 @@ from grpo.policy_base import SyncsSampler
 from grpo.types import Rows, row_totals, select_rows
 from grpo.writing import preserved_mode, preserved_random_state, seed_everything
 
+MAX_ANSWER = 4_000
+"""Number of characters of an action's text that a measurement keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One action that a policy took in a state, as text, and the reward of this action."""
+
+    text: str
+    """`str(action)`. A text of more than 4,000 characters is cut and ends in "..."."""
+    reward: float
+    """The reward of this action. Rewards per step are added up."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyMeasurement:
@@ -34,6 +47,8 @@ class PolicyMeasurement:
     """Named parts of the reward, before weighting. NaN: the row was dropped, or the part does not apply to it."""
     reward_failures: Mapping[str, float]
     """Number of rows dropped, rewards set to 0 and calls repeated, by metric name."""
+    answers: tuple[Answer, ...]
+    """One action for each state: the first sampled action that has a reward."""
     labels: tuple[str, ...]
     """The name of each state in a report."""
     fingerprints: tuple[str, ...]
@@ -114,6 +129,7 @@ def measure_policy(
         rewards=rewards,
         components=_joined_components(batches),
         reward_failures={name: sum(batch.failures[name] for batch in batches) for name in batches[0].failures},
+        answers=tuple(answer for batch in batches for answer in batch.answers),
         labels=labels,
         fingerprints=fingerprints_of(states),
         batch_size=batch_size,
@@ -125,6 +141,7 @@ def measure_policy(
 class _MeasuredBatch:
     rewards: Tensor
     components: dict[str, Tensor]
+    answers: tuple[Answer, ...]
     failures: dict[str, float]
 
 
@@ -150,7 +167,7 @@ def _measure_batches(
 
 
 def _measure_batch(collector: ExperienceCollector, calls: RewardCalls, states: Rows) -> _MeasuredBatch:
-    """Sample actions, and return their rewards and the parts of the rewards, each [B, G]."""
+    """Sample actions. Return their rewards and the parts of the rewards, each [B, G], and one action per state as text."""
     row_states, row_actions, sampled = collector.sample(states, collector.group_size)
     mask = None if sampled is None else sampled.mask.cpu()
     with torch.no_grad():
@@ -163,11 +180,27 @@ def _measure_batch(collector: ExperienceCollector, calls: RewardCalls, states: R
         rows[kept] = row_totals(values, mask).double()
         return rows.view(len(states), -1)
 
+    rewards = by_state(found.values)
     return _MeasuredBatch(
-        rewards=by_state(found.values),
+        rewards=rewards,
         components={name: by_state(part) for name, part in found.components.items()},
+        answers=_first_answers(row_actions, rewards),
         failures=found.metrics,
     )
+
+
+def _first_answers(row_actions: Rows, rewards: Float64[Tensor, "B G"]) -> tuple[Answer, ...]:
+    """The first action of each state that has a reward. If no action has a reward, the reward is NaN."""
+    num_actions = rewards.shape[1]
+    firsts = (~rewards.isnan()).int().argmax(1).tolist()  # the first of equal maxima
+    return tuple(
+        Answer(text=_cut(str(row_actions[state * num_actions + first])), reward=float(rewards[state, first]))
+        for state, first in enumerate(firsts)
+    )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_ANSWER else text[: MAX_ANSWER - 3] + "..."
 
 
 def _joined_components(batches: Sequence[_MeasuredBatch]) -> dict[str, Tensor]:

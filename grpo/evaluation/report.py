@@ -1,9 +1,14 @@
 """The result of comparing two policies: as numbers, as a printed table and as JSON."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+from grpo.errors import ConfigError
+
+from .measurement import Answer
 
 Outcome: TypeAlias = Literal["improved", "worse", "unchanged"]
 
@@ -27,6 +32,10 @@ class StateComparison:
     """`after - before`."""
     outcome: Outcome
     """`improved`, `worse` or `unchanged`. A difference below a millionth of the state's largest reward is `unchanged`."""
+    answer_before: Answer
+    """One action of the original policy in this state, as text, with its reward."""
+    answer_after: Answer
+    """One action of the trained policy in this state, as text, with its reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +49,8 @@ class ComparisonReport:
     improvement: float
     """`mean_reward_after - mean_reward_before`."""
     improvement_percent: float | None
-    """100 improvement / |mean_reward_before|. It is positive if rewards rose, even if rewards are negative. None:
-    `mean_reward_before` is 0 up to rounding."""
+    """100 improvement / mean_reward_before. None: `mean_reward_before` is not positive, or is 0 up to rounding, so that a
+    percentage would mean nothing."""
     confidence: float
     """Confidence level of the interval."""
     confidence_interval: tuple[float, float] | None
@@ -79,6 +88,31 @@ class ComparisonReport:
             Path(path).write_text(text + "\n", encoding="utf-8")
         return text
 
+    @classmethod
+    def from_json(cls, text: str) -> "ComparisonReport":
+        """Read a report from the JSON text that `to_json` returned or wrote: `from_json(path.read_text())`.
+
+        Raises:
+            ConfigError: the text is not JSON, or has other keys than a report of this version.
+        """
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"ComparisonReport.from_json needs the JSON text that to_json wrote; got {text[:40]!r} ({error}). Pass the "
+                "text of the file, and not its path."
+            ) from error
+        _require_fields(cls, values)
+        for state in values["states"]:
+            _require_fields(StateComparison, state)
+            for name in ("answer_before", "answer_after"):
+                _require_fields(Answer, state[name])
+                state[name] = Answer(**state[name])
+        interval = values["confidence_interval"]
+        values["confidence_interval"] = None if interval is None else (interval[0], interval[1])
+        values["states"] = tuple(StateComparison(**state) for state in values["states"])
+        return cls(**values)
+
     def table(self, max_rows: int | None = 20) -> str:
         """Return a text with a summary, the parts of the reward, and the states from the largest gain to the largest loss.
 
@@ -106,7 +140,7 @@ class ComparisonReport:
 
     def _summary(self) -> list[str]:
         percent = self.improvement_percent
-        relative = "no percentage of 0" if percent is None else f"{percent:+.4g} %"
+        relative = "no percentage: the mean before is not above 0" if percent is None else f"{percent:+.4g} %"
         interval = self.confidence_interval
         bounds = (
             "none from one state" if interval is None else f"{_number(interval[0], '+')} to {_number(interval[1], '+')}"
@@ -124,6 +158,17 @@ class ComparisonReport:
             f"{len(self.states)} states: {counts}; {self.num_actions_per_state} actions in each",
             *(f"{name}: {before:g} before, {after:g} after" for name, (before, after) in failures.items()),
         ]
+
+
+def _require_fields(cls: type, values: Any) -> None:
+    """Raise a ConfigError if `values` is not a mapping with the names of the fields of the data class `cls`."""
+    required = [one.name for one in fields(cls)]
+    if not isinstance(values, Mapping) or set(values) != set(required):
+        got = ", ".join(values) if isinstance(values, Mapping) else f"a {type(values).__name__}"
+        raise ConfigError(
+            f"ComparisonReport.from_json: {cls.__name__} needs {', '.join(required)}; got {got}. Pass what to_json wrote, or "
+            "compare the policies again with this version."
+        )
 
 
 def _header(name: str) -> str:

@@ -21,7 +21,7 @@ from grpo import (
     WeightedRewards,
     compare_policies,
 )
-from grpo.evaluation import paired_interval
+from grpo.evaluation import Answer, paired_interval
 from grpo.writing import capture_random_state
 from tests.support.comparisons import (
     AFTER,
@@ -56,13 +56,14 @@ def test_the_report_equals_hand_worked_means_differences_and_outcomes() -> None:
     assert report.components_before == report.components_after == {}
 
 
-def test_the_improvement_is_a_percentage_of_the_size_of_the_original(subtests: pytest.Subtests) -> None:
+def test_the_improvement_is_a_percentage_only_of_a_positive_mean_before(subtests: pytest.Subtests) -> None:
     cases = [
         (2, 3, 50.0),  # 100 (3 - 2) / 2
-        (-2, -1, 50.0),  # 100 (-1 + 2) / |-2|: better is positive
-        (-2, -3, -50.0),
-        (-2, 2, 200.0),
         (4, 0, -100.0),
+        (4, -2, -150.0),
+        (-2, -1, None),  # a percentage of a loss says neither "better" nor how much better
+        (-2, -3, None),
+        (-2, 2, None),
         (0, 5, None),  # of nothing
         (0, 0, None),
     ]
@@ -77,6 +78,37 @@ def test_a_baseline_that_is_only_rounding_has_no_percentage() -> None:
     assert report.mean_reward_before != 0.0
     assert report.improvement_percent is None
     assert report.improvement == pytest.approx(1.0)
+
+
+def test_a_report_keeps_one_answer_of_each_policy_in_each_state_with_its_reward() -> None:
+    report = compared(BEFORE, AFTER, paying(0.25, 1.0))
+    assert [state.answer_before for state in report.states] == [
+        Answer(text="0", reward=0.25),  # BEFORE has the first actions 0, 1, 1
+        Answer(text="1", reward=1.0),
+        Answer(text="1", reward=1.0),
+    ]
+    assert [state.answer_after.text for state in report.states] == ["1", "1", "0"]  # the first actions of AFTER
+
+
+def test_the_answer_is_the_first_action_that_has_a_reward() -> None:
+    rewards = paying(math.nan, 2.0, 3.0)
+    found = measured(
+        Looked(["a", "b"], script=[[0, 2, 1], [1, 2, 0]]),
+        ["a", "b"],
+        rewards,
+        num_actions_per_state=3,
+        batch_size=1,
+        reward=RewardConfig(non_finite="drop"),
+    )
+    assert found.answers == (Answer(text="2", reward=3.0), Answer(text="1", reward=2.0))
+
+
+def test_a_long_answer_is_cut_to_4000_characters(subtests: pytest.Subtests) -> None:
+    for length, kept in [(4_000, "x" * 4_000), (4_001, "x" * 3_997 + "...")]:
+        with subtests.test(length=length):
+            policy = TablePolicy(["s"], script=[["x" * length]])  # type: ignore[list-item]
+            answers = measured(policy, ["s"], lambda states, actions: [1.0], num_actions_per_state=1).answers
+            assert answers[0].text == kept
 
 
 def test_differences_from_rounding_count_as_unchanged() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo import WeightedRewards, compare_policies
+from grpo import ConfigError, WeightedRewards, compare_policies
+from grpo.evaluation import ComparisonReport
 from tests.support.comparisons import (
     AFTER,
     BEFORE,
@@ -46,13 +47,47 @@ def test_the_json_of_a_report_is_complete_and_strict(tmp_path: Path) -> None:
 
     found = json.loads(text, parse_constant=refuse)
     assert found["states"] == [
-        {"label": "up", "before": 0.0, "after": 0.5, "difference": 0.5, "outcome": "improved"},
+        {
+            "label": "up",
+            "before": 0.0,
+            "after": 0.5,
+            "difference": 0.5,
+            "outcome": "improved",
+            "answer_before": {"text": "0", "reward": 0.0},
+            "answer_after": {"text": "1", "reward": 1.0},
+        },
     ]
     assert found["improvement_percent"] is None
     assert found["components_after"] == {"part": 0.5}
     assert found == {**asdict(report), "states": found["states"]}
     interval = json.loads(compared(BEFORE, AFTER).to_json())["confidence_interval"]
     assert interval == pytest.approx([-0.5, 0.5])  # all three resampled alike: 1/27, more than 2.5 %
+
+
+def test_a_report_is_read_back_from_its_json(subtests: pytest.Subtests) -> None:
+    for report in [compared(BEFORE, AFTER), compared([[0]], [[1]], WeightedRewards({"part": action_itself}))]:
+        with subtests.test(num_states=len(report.states)):
+            assert ComparisonReport.from_json(report.to_json()) == report
+
+
+def test_text_that_is_no_report_is_refused(subtests: pytest.Subtests) -> None:
+    whole = json.loads(compared(BEFORE, AFTER).to_json())
+    old_states = [{**whole["states"][0], "answer_before": "0"}]
+    cases = [
+        ("report.json", r"needs the JSON text that to_json wrote; got 'report.json'.* and not its path"),
+        ("[]", "ComparisonReport needs mean_reward_before, .* got a list"),
+        ('{"seed": 0}', "ComparisonReport needs .* got seed. Pass what to_json wrote"),
+        (json.dumps({**whole, "states": [{"label": "up"}]}), "StateComparison needs label, .* got label"),
+        (json.dumps({**whole, "states": old_states}), "Answer needs text, reward; got a str"),
+    ]
+    for text, message in cases:
+        with subtests.test(message=message), pytest.raises(ConfigError, match=message):
+            ComparisonReport.from_json(text)
+
+
+def test_a_mean_before_that_is_not_positive_is_printed_without_a_percentage() -> None:
+    first = str(compared([[0]], [[1]], paying(-2.0, 1.0))).splitlines()[0]
+    assert first == "Mean reward: -2.0000 -> 1.0000, +3.0000 (no percentage: the mean before is not above 0)"
 
 
 def test_the_printed_table_equals_the_expected_lines() -> None:
