@@ -1,0 +1,107 @@
+"""A plot of any run's metrics. Requires matplotlib (`pip install "model-agnostic-grpo[notebooks]"`)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo.errors import ConfigError
+
+TRAINING, EVALUATION, BAND = "#1f6fb4", "#d1495b", "#1f6fb4"
+"""One colour for what training measures, and one for evaluations."""
+
+PANELS = {
+    "Reward": ("rewards/mean", "eval/avg_reward"),
+    "KL to the reference": ("train/kl_mean",),
+    "Entropy": ("train/entropy",),
+    "Steps that are clipped": ("train/clip_fraction",),
+    "Groups with equal rewards": ("group_stats/zero_variance_fraction",),
+    "Gradient norm": ("train/grad_norm",),
+    "Decisions per row": ("steps/mean", "eval/steps_mean"),
+    "Seconds per iteration": ("time/iteration",),
+}
+"""The title of each panel, and the metrics that it shows. A panel whose metrics never change from 0, or are absent, is left
+out."""
+
+
+def plot_history(history: Sequence[Mapping[str, float]], path: str | Path | None = None) -> Any:
+    """Plot the metrics of a run of any domain: reward, evaluation, KL, entropy, clipping, dead groups, gradient, time.
+
+    Args:
+        history: what `train` returns and `trainer.history` holds: one dict of metrics per iteration.
+        path: the picture to write, such as "run.png"; its folder is created. None: only return the figure.
+
+    Returns:
+        The matplotlib figure.
+
+    Raises:
+        ConfigError: the history is empty.
+        ImportError: matplotlib is not installed.
+
+    Example:
+        >>> history = trainer.train(states, num_iterations=100)  # doctest: +SKIP
+        >>> plot_history(history, "run.png")  # doctest: +SKIP
+    """
+    if not history:
+        raise ConfigError("plot_history needs at least one iteration; the history is empty. Train first.")
+    plt = _pyplot()
+    shown = {title: lines for title, names in PANELS.items() if (lines := _lines_of(history, names))}
+    num_columns = min(len(shown), 3)
+    num_rows = math.ceil(len(shown) / num_columns)
+    figure, axes = plt.subplots(
+        num_rows, num_columns, figsize=(4.2 * num_columns, 2.7 * num_rows), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[len(shown) :]:
+        axis.remove()
+    for axis, (title, lines) in zip(axes.flat, shown.items(), strict=False):
+        if title == "Reward":
+            _fill_quartiles(axis, history)
+        for name, values in lines.items():
+            _plot_line(axis, name, values)
+        axis.set_title(title, loc="left", fontsize=11)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlabel("iteration", fontsize=9)
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+    return figure
+
+
+def _lines_of(history: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, np.ndarray]:
+    """The values of each metric, [S], NaN where it was not measured. A metric that is always absent or 0 is left out."""
+    lines = {name: np.array([metrics.get(name, math.nan) for metrics in history]) for name in names}
+    return {name: values for name, values in lines.items() if np.nan_to_num(values).any() or name == "rewards/mean"}
+
+
+def _plot_line(axis: Any, name: str, values: np.ndarray) -> None:
+    """Plot one metric, with its last value at the line's end. Evaluations are dots."""
+    is_evaluation = name.startswith("eval/")
+    colour = EVALUATION if is_evaluation else TRAINING
+    known = np.flatnonzero(np.isfinite(values))
+    if not len(known):
+        return
+    axis.plot(known + 1, values[known], color=colour, linewidth=1.6, marker="o" if is_evaluation else None, markersize=3)
+    label = f" {'evaluation ' if is_evaluation else ''}{values[known[-1]]:.3g}"
+    axis.annotate(
+        label, (known[-1] + 1, values[known[-1]]), color=colour, va="center", fontsize=9, annotation_clip=False
+    )
+
+
+def _fill_quartiles(axis: Any, history: Sequence[Mapping[str, float]]) -> None:
+    """Shade the middle half of the rewards of each iteration."""
+    low, high = (_lines_of(history, [name]).get(name) for name in ("rewards/q25", "rewards/q75"))
+    if low is not None or high is not None:
+        zeros = np.zeros(len(history))
+        low, high = (zeros if values is None else values for values in (low, high))
+        axis.fill_between(np.arange(1, len(history) + 1), low, high, color=BAND, alpha=0.15, linewidth=0)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError('Plots need matplotlib: pip install "model-agnostic-grpo[notebooks]"') from error
+    return plt

@@ -1,0 +1,1 @@
+"""HTML and SVG: escaped markup, charts and the style of a page."""

@@ -1,0 +1,96 @@
+"""The style of a page. One colour has one meaning: blue is the reward in training, and green is the reward in evaluations."""
+
+COLOURS = """
+:root {
+  color-scheme: light dark;
+  --page: #fafaf8; --card: #ffffff; --ink: #1d2430; --soft: #5b6675; --faint: #e6e8eb; --middle: #9aa4b1;
+  --reward: #2563c9; --evaluation: #12805c; --plain: #55606f; --good: #12805c; --problem: #b3361b; --note: #8a6100;
+  --part0: #7a3fb0; --part1: #b85c00; --part2: #0b7285; --part3: #b0307a; --part4: #6b7300; --part5: #55606f;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #14171c; --card: #1c2027; --ink: #e8ebef; --soft: #a3adba; --faint: #323943; --middle: #7f8a98;
+    --reward: #74a9ff; --evaluation: #4fc79a; --plain: #b4bdc9; --good: #4fc79a; --problem: #ff8f73; --note: #e3b341;
+    --part0: #c79bf2; --part1: #ffae5c; --part2: #58c4d6; --part3: #f58ac5; --part4: #c6cf5a; --part5: #b4bdc9;
+  }
+}
+"""
+
+PAGE = """
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", sans-serif; }
+main { max-width: 1140px; margin: 0 auto; padding: 36px 24px 64px; }
+h1 { font-size: 26px; line-height: 1.25; margin: 0 0 6px; letter-spacing: -.01em; overflow-wrap: anywhere; }
+h2 { font-size: 19px; margin: 40px 0 12px; }
+h3 { font-size: 15px; margin: 0 0 4px; }
+p { margin: 0 0 12px; max-width: 90ch; overflow-wrap: anywhere; }
+.lead { font-size: 17px; }
+.small, figcaption, footer { color: var(--soft); font-size: 13px; }
+footer { margin-top: 40px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin: 22px 0 8px; }
+.tile, figure, .finding { background: var(--card); border: 1px solid var(--faint); border-radius: 10px; padding: 14px 16px; }
+.tile b { display: block; font-size: 22px; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tile span { color: var(--soft); font-size: 13px; }
+.grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; margin-bottom: 16px; }
+@media (max-width: 860px) { .grid { grid-template-columns: minmax(0, 1fr); } }
+figure { margin: 0 0 16px; min-width: 0; }
+.grid figure { margin: 0; }
+.finding { margin: 0 0 10px; border-left: 4px solid var(--note); }
+.finding p { margin: 2px 0 0; max-width: none; }
+.finding.good { border-left-color: var(--good); }
+.finding.problem { border-left-color: var(--problem); }
+details { margin: 0 0 10px; }
+summary { cursor: pointer; color: var(--soft); padding: 4px 0; }
+"""
+
+TABLES = """
+.scroll { overflow-x: auto; margin: 6px 0 16px; }
+table { border-collapse: collapse; width: 100%; font-size: 14px; }
+th, td { text-align: left; vertical-align: top; padding: 7px 14px 7px 0; border-bottom: 1px solid var(--faint); }
+td { overflow-wrap: anywhere; unicode-bidi: isolate; }
+th { color: var(--soft); font-weight: 600; font-size: 13px; }
+.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.text { min-width: 130px; }
+table.answers { table-layout: fixed; }
+table.answers th { width: 29%; }
+table.answers th:last-child { width: 13%; }
+td.improved { color: var(--good); }
+td.worse { color: var(--problem); }
+.answer { white-space: pre-wrap; max-height: 13em; overflow-y: auto; font: 13px/1.45 ui-monospace, Consolas, monospace; }
+.dot { display: inline-block; width: 9px; height: 9px; border-radius: 50%; margin: 0 5px 0 8px; }
+.dot.before { background: var(--middle); }
+.dot.after { background: var(--reward); }
+"""
+
+CHARTS = """
+svg { display: block; width: 100%; height: auto; }
+svg text { fill: var(--soft); font: 11.5px system-ui, "Segoe UI", sans-serif; }
+svg .end { text-anchor: end; }
+svg .middle { text-anchor: middle; }
+svg .name { fill: var(--ink); font-size: 12.5px; }
+svg .label { font-weight: 600; font-size: 12.5px; }
+svg .grid { stroke: var(--faint); }
+svg .zero { stroke: var(--middle); }
+svg .line { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; }
+svg .band { fill: currentColor; opacity: .16; }
+svg circle { fill: currentColor; }
+svg .reward { color: var(--reward); fill: var(--reward); }
+svg .evaluation { color: var(--evaluation); fill: var(--evaluation); }
+svg .plain { color: var(--plain); fill: var(--plain); }
+svg .bar { fill: var(--plain); }
+svg .span { stroke: var(--middle); stroke-width: 2; }
+svg .span.improved { stroke: var(--good); }
+svg .span.worse { stroke: var(--problem); }
+svg .before { fill: var(--middle); }
+svg .after { fill: var(--reward); }
+svg .at * { visibility: hidden; }
+svg .at rect { visibility: visible; fill: transparent; }
+svg .at:hover * { visibility: visible; }
+svg .at line { stroke: var(--middle); stroke-dasharray: 3 3; }
+"""
+
+PARTS = "\n".join(f"svg .part{k} {{ color: var(--part{k}); fill: var(--part{k}); }}" for k in range(6))
+"""Colours of several lines in one chart, in the order of the lines."""
+
+STYLE = COLOURS + PAGE + TABLES + CHARTS + PARTS
+"""CSS of the page, for light and dark screens."""

@@ -1,0 +1,159 @@
+"""The page: its head line, its sections, and the file that they are written to."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from adapters.tracking.run_folder import REPORT
+from grpo.errors import ConfigError
+from grpo.evaluation import ComparisonReport
+
+from .comparison import comparison_section
+from .diagnosis import diagnose, reward_change
+from .drawing.markup import Html, element, joined
+from .drawing.style import STYLE
+from .panels import always_zero, grid, reward_charts, time_chart, training_charts
+from .run_data import RunData, read_run
+from .series import share_of
+from .tables import sample_tables, settings_section
+from .words import counted, duration, number
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""Content security policy of the page: nothing is loaded, and no script runs."""
+
+
+def write_report(
+    folder: str | Path, path: str | Path | None = None, *, comparison: ComparisonReport | None = None
+) -> Path:
+    """Write one HTML page about a run. It opens without a network, and contains no script.
+
+    The page has the course of the rewards and evaluations, the signs of training, a diagnosis in words, samples, settings, and
+    a comparison of the policies before and after training if the folder has a `comparison.json`. A metric that was not
+    measured has no chart. Long runs are thinned: a point is then the mean of several iterations.
+
+    Args:
+        folder: the folder that a `RunFolder` wrote to. Only its `metrics.jsonl` must exist, which `JSONLSink` writes too.
+        path: the file to write. None: `report.html` in the folder.
+        comparison: replaces the folder's `comparison.json`, which `ComparisonReport.to_json` writes.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ConfigError: the folder is missing, empty or damaged. The message says what to do.
+
+    Example:
+        >>> trainer.train(states, num_iterations=100, sinks=[RunFolder("run")])  # doctest: +SKIP
+        >>> write_report("run")  # doctest: +SKIP
+        PosixPath('run/report.html')
+    """
+    run = read_run(folder, comparison)
+    return _written(Path(folder) / REPORT if path is None else Path(path), *_run_page(run))
+
+
+def write_comparison(report: ComparisonReport, path: str | Path) -> Path:
+    """Write one HTML page about a comparison alone: means, interval, each state, and the answers side by side.
+
+    Args:
+        report: the result of `compare_policies`.
+        path: the file to write.
+
+    Returns:
+        The path of the page.
+    """
+    title = "Before and after training"
+    return _written(Path(path), title, joined(element("h1", title), comparison_section(report)))
+
+
+def _written(path: Path, title: str, body: Html) -> Path:
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("link", rel="icon", href="data:,"),
+        element("title", title),
+        Html(f"<style>{STYLE}</style>"),
+    )
+    page = "<!doctype html>\n" + element("html", head, element("body", element("main", body)), lang="en") + "\n"
+    if path.is_dir():
+        raise ConfigError(f"A report is a file; {path} is a folder. Pass the path of an HTML file, or no path.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(page, encoding="utf-8")
+    new.replace(path)  # a reader never sees half a page
+    return path
+
+
+def _run_page(run: RunData) -> tuple[str, Html]:
+    title = f"{run.settings.get('policy') or run.name}: {counted(int(run.iterations[-1]), 'iteration')}"
+    findings = [
+        element("div", element("b", finding.title), element("p", finding.text), class_=f"finding {finding.kind}")
+        for finding in diagnose(run)
+    ]
+    rewards, samples, times = reward_charts(run), sample_tables(run), time_chart(run)
+    training = [*rewards[2:], *training_charts(run), *([] if times is None else [times])]
+    zeros = always_zero(run)
+    zero_words = [element("p", f"0 in every iteration, and not drawn: {', '.join(zeros)}.", class_="small")]
+    parts = [
+        element("header", element("h1", title), element("p", head_line(run), class_="lead"), _tiles(run)),
+        _section("What the numbers say", findings),
+        _section("Reward", [grid(rewards[:2])] if rewards else []),
+        _section("Before and after training", [] if run.comparison is None else [comparison_section(run.comparison)]),
+        _section("Training", [grid(training)] * bool(training) + zero_words * bool(zeros)),
+        _section("Samples", [] if samples is None else [samples]),
+        _section("Settings", [settings_section(run.starts)]),
+        _footer(run),
+    ]
+    return title, joined(*parts)
+
+
+def _section(title: str, content: list[Html]) -> Html:
+    return element("section", element("h2", title), *content) if content else joined()
+
+
+def head_line(run: RunData) -> str:
+    """What was trained, how long, and from what to what the reward went."""
+    settings = run.settings
+    who = str(settings.get("policy") or "A policy")
+    reward = f" on the reward {settings['reward_model']}" if settings.get("reward_model") else ""
+    length = counted(int(run.iterations[-1]), "iteration")
+    seconds = share_of(run.of("time/iteration")) * float(run.iterations[-1])
+    time = f", about {duration(seconds)}" if np.isfinite(seconds) else ""
+    change = reward_change(run)
+    if change is None:
+        return f"{who} was trained{reward} for {length}{time}."
+    verb = ("rose" if change.difference > 0 else "fell") if change.is_clear else "went"
+    means = f" (means of the first and the last {change.window} iterations)" if change.window > 1 else ""
+    numbers = f"from {number(change.first)} to {number(change.last)}{means}"
+    return f"{who} was trained{reward} for {length}{time}. The mean reward {verb} {numbers}."
+
+
+def _tiles(run: RunData) -> Html:
+    """A few large numbers."""
+    tiles: list[tuple[str, str]] = []
+    change = reward_change(run)
+    if change is not None:
+        tiles.append((f"{number(change.first)} → {number(change.last)}", "reward in training"))
+    evaluation = run.of("eval/avg_reward")
+    evaluation = evaluation[np.isfinite(evaluation)]
+    if len(evaluation):
+        ends = evaluation[[0, -1]] if len(evaluation) > 1 else evaluation
+        tiles.append((" → ".join(map(number, ends.tolist())), "reward in the evaluation"))
+        tiles.append((number(float(evaluation.max())), "best evaluation"))
+    if run.has("time/iteration"):
+        tiles.append((duration(share_of(run.of("time/iteration"))), "per iteration"))
+    rows = share_of(run.of("group_stats/num_groups")) * share_of(run.of("group_stats/avg_group_size"))
+    if np.isfinite(rows):
+        tiles.append((number(round(rows)), "rows per iteration"))
+    return element(
+        "div", *(element("div", element("b", a), element("span", b), class_="tile") for a, b in tiles), class_="tiles"
+    )
+
+
+def _footer(run: RunData) -> Html:
+    every: Any = np.diff(run.iterations)
+    thin = f" {len(run.iterations):,} iterations were logged." if len(every) and every.max() > 1 else ""
+    bad = f" {counted(run.num_bad_lines, 'line')} of its files could not be read." if run.num_bad_lines else ""
+    return element("footer", f"Made from the folder {run.name}.{thin}{bad}")

@@ -1,0 +1,201 @@
+"""Which charts a run has. A metric that was never measured has no chart, and a metric that was always 0 has a sentence."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from .drawing.bars import time_bars
+from .drawing.charts import Chart, Line, line_chart
+from .drawing.markup import Html, element, joined
+from .run_data import RunData
+
+MAX_PARTS = 6
+"""Number of parts of the reward in a chart."""
+
+INTERVAL = 1.96
+"""Standard errors on each side of a mean: 95 % of a normal distribution."""
+
+EVALUATION_NOTE = (
+    "Mean reward of newly sampled actions, without training. The band is mean ± 1.96 std / √rows: an interval with at least "
+    "95 % confidence for these states. It does not say how much other states would differ."
+)
+"""What the interval of an evaluation means. The rows of one state are alike, so that for fixed states it is rather too wide."""
+
+PHASES = {"sample": "sampling", "reward": "reward", "score": "scoring", "update": "update"}
+"""Maps the name of a phase in `time/NAME` to its name in the page."""
+
+SINGLE: dict[str, tuple[str, str, str, str]] = {
+    "train/kl_mean": (
+        "KL divergence",
+        "KL",
+        "nats per step",
+        "How far the policy is from its reference, as a mean over the steps of the rows.",
+    ),
+    "train/entropy": (
+        "Entropy",
+        "entropy",
+        "nats per step",
+        "How random the policy is. Near 0 it always takes the same action.",
+    ),
+    "group_stats/zero_variance_fraction": (
+        "Dead groups",
+        "dead groups",
+        "fraction of groups",
+        "Groups in which all rewards are equal, so that nothing is learned from them.",
+    ),
+    "train/grad_norm": ("Gradient norm", "norm", "norm", "Before clipping. 0: the iteration changed nothing."),
+    "train/sampler_divergence": (
+        "Sampler and policy",
+        "divergence",
+        "nats per step",
+        "KL between the distribution that sampled the actions and the policy. Rounding alone gives nearly 0.",
+    ),
+    "steps/mean": (
+        "Length",
+        "length",
+        "steps per row",
+        "Decisions in a row: tokens of a response, or steps of an episode.",
+    ),
+}
+"""Maps a metric to its title, the label of its line, its unit and its meaning."""
+
+
+def reward_charts(run: RunData) -> list[Html]:
+    """Rewards, evaluations and the parts of the reward."""
+    found = [chart for chart in (_rewards(run), _evaluation(run), _parts(run)) if chart is not None]
+    return [line_chart(chart) for chart in found]
+
+
+def training_charts(run: RunData) -> list[Html]:
+    """KL, entropy, clip fraction, dead groups and other signs of how training goes."""
+    charts = {name: _single(run, name) for name in SINGLE}
+    ordered = [
+        charts["train/kl_mean"],
+        charts["train/entropy"],
+        _clip_fraction(run),
+        *list(charts.values())[2:],
+    ]
+    return [line_chart(chart) for chart in ordered if chart is not None]
+
+
+def always_zero(run: RunData) -> list[str]:
+    """Metrics that the page would draw, but that were 0 in every iteration."""
+    return [name for name in [*SINGLE, "train/clip_fraction"] if run.has(name) and not _is_ever_nonzero(run, name)]
+
+
+def time_chart(run: RunData) -> Html | None:
+    """The mean time of each phase of an iteration. None: no time was measured."""
+    means = {name: _mean(run.of(f"time/{key}")) for key, name in PHASES.items()}
+    measured = {name: value for name, value in means.items() if value > 0}
+    rest = _mean(run.of("time/iteration")) - sum(measured.values())
+    if measured and rest > 0.02 * sum(measured.values()):
+        measured["other"] = rest
+    if not measured:
+        return None
+    largest = max(measured, key=lambda name: measured[name])
+    note = f"Mean time of each phase of an iteration. The largest part is {largest}. Evaluations are not included."
+    return element("figure", element("h3", "Time per iteration"), time_bars(measured), element("figcaption", note))
+
+
+def _rewards(run: RunData) -> Chart | None:
+    if not run.has("rewards/mean"):
+        return None
+    has_band = run.has("rewards/q25") and run.has("rewards/q75")
+    line = Line(
+        label="mean",
+        y=run.of("rewards/mean"),
+        colour="reward",
+        band=(run.of("rewards/q25"), run.of("rewards/q75")) if has_band else None,
+        band_label="quartiles" if has_band else "",
+    )
+    band = " The band contains the middle half of the rows." if has_band else ""
+    note = f"Mean reward of the sampled rows of each iteration.{band}"
+    return Chart(title="Reward in training", note=note, y_label="reward", x=run.iterations, lines=[line])
+
+
+def evaluation_interval(run: RunData) -> tuple[np.ndarray, np.ndarray] | None:
+    """The 95 % interval of each evaluation's mean: mean -+ 1.96 std / sqrt(rows). None: the number of rows is not known."""
+    rows = np.array([run.eval_rows.get(round(number), math.nan) for number in run.iterations])
+    half = INTERVAL * run.of("eval/avg_reward_std") / np.sqrt(rows)
+    if not np.isfinite(half).any():
+        return None
+    return run.of("eval/avg_reward") - half, run.of("eval/avg_reward") + half
+
+
+def _evaluation(run: RunData) -> Chart | None:
+    if not run.has("eval/avg_reward"):
+        return None
+    band = evaluation_interval(run)
+    line = Line(
+        label="evaluation",
+        y=run.of("eval/avg_reward"),
+        colour="evaluation",
+        band=band,
+        band_label="" if band is None else "interval",
+        has_dots=True,
+    )
+    without = (
+        "Mean reward of newly sampled actions, without training. No interval: the number of rows was not recorded."
+    )
+    note = without if band is None else EVALUATION_NOTE
+    title = "Reward in evaluations"
+    return Chart(title=title, note=note, y_label="reward", x=run.iterations, lines=[line])
+
+
+def _parts(run: RunData) -> Chart | None:
+    names = [
+        name
+        for name in run.metrics
+        if name.startswith("rewards/") and name.endswith("/mean") and name.count("/") >= 2 and run.has(name)
+    ]
+    if len(names) < 2:
+        return None
+    lines = [
+        Line(label=name.removeprefix("rewards/").removesuffix("/mean")[:14], y=run.of(name), colour=f"part{place}")
+        for place, name in enumerate(names[:MAX_PARTS])
+    ]
+    left_out = f" {len(names) - MAX_PARTS} further parts are not drawn." if len(names) > MAX_PARTS else ""
+    note = f"Mean of each named part of the reward, before weighting, over the rows that it applies to.{left_out}"
+    return Chart(title="Parts of the reward", note=note, y_label="reward", x=run.iterations, lines=lines)
+
+
+def _clip_fraction(run: RunData) -> Chart | None:
+    sides = {"low": "train/clip_fraction_low", "high": "train/clip_fraction_high"}
+    measured = {"clipped": "train/clip_fraction", **sides}
+    lines = [
+        Line(label=label, y=run.of(name), colour=colour)
+        for (label, name), colour in zip(measured.items(), ("plain", "part1", "part2"), strict=True)
+        if run.has(name)
+    ]
+    if not lines or not _is_ever_nonzero(run, *measured.values()):
+        return None
+    note = (
+        "Fraction of the steps whose gradient is stopped: the ratio has left its bounds, below (low) or above (high)."
+    )
+    return Chart(
+        title="Clip fraction", note=note, y_label="fraction of steps", x=run.iterations, lines=lines, from_zero=True
+    )
+
+
+def _single(run: RunData, name: str) -> Chart | None:
+    title, label, y_label, note = SINGLE[name]
+    is_constant_length = name == "steps/mean" and len(set(run.of(name)[np.isfinite(run.of(name))].tolist())) == 1
+    if not _is_ever_nonzero(run, name) or is_constant_length:
+        return None
+    line = Line(label=label, y=run.of(name))
+    return Chart(title=title, note=note, y_label=y_label, x=run.iterations, lines=[line], from_zero=True)
+
+
+def _is_ever_nonzero(run: RunData, *names: str) -> bool:
+    return any(bool((np.nan_to_num(run.of(name), posinf=0.0, neginf=0.0) != 0).any()) for name in names)
+
+
+def _mean(values: np.ndarray) -> float:
+    measured = values[np.isfinite(values)]
+    return float(measured.mean()) if len(measured) else 0.0
+
+
+def grid(figures: Sequence[Html]) -> Html:
+    """Figures side by side, two in a row."""
+    return element("div", joined(*figures), class_="grid")

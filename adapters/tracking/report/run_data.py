@@ -1,0 +1,240 @@
+"""Read what a run has left in its folder: metrics, samples, settings and a comparison."""
+
+import json
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64
+
+from adapters.tracking.run_folder import COMPARISON, METRICS, SAMPLES, SETTINGS
+from grpo.errors import ConfigError
+from grpo.evaluation import ComparisonReport
+
+TABLES_PER_KIND = 3
+"""Number of sample tables to show of training and of evaluations, each."""
+
+HOW = "Pass sinks=[RunFolder(folder)] to trainer.train, and give its folder to the report."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleTable:
+    """The samples of one iteration or of one evaluation."""
+
+    iteration: int
+    """Number of the iteration, from 1."""
+    kind: str
+    """`train` or `eval`."""
+    rows: list[dict[str, Any]]
+    """One dict per row, with the columns of `Samples.table`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of the run: the first one, or a resume."""
+
+    iteration: int
+    """Number of the first iteration after the start."""
+    settings: Mapping[str, Any]
+    """What `train` was called with, as plain values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """What the files of one run say."""
+
+    name: str
+    """The name of the folder."""
+    iterations: Float64[np.ndarray, " I"]
+    """Numbers of the logged iterations, ascending."""
+    metrics: Mapping[str, Float64[np.ndarray, " I"]]
+    """Each metric at each logged iteration. NaN: it was not measured there, or was not finite."""
+    eval_rows: Mapping[int, int] = field(default_factory=dict)
+    """The number of rows of the evaluation after an iteration."""
+    tables: tuple[SampleTable, ...] = ()
+    """Sample tables from the beginning, the middle and the end of the run."""
+    starts: tuple[Start, ...] = ()
+    """The starts of the run. Empty: the folder has no settings."""
+    comparison: ComparisonReport | None = None
+    """The comparison of the policies before and after training."""
+    num_bad_lines: int = 0
+    """Number of lines that could not be read."""
+
+    def of(self, name: str) -> Float64[np.ndarray, " I"]:
+        """A metric at each logged iteration. NaN everywhere if it was never measured."""
+        found = self.metrics.get(name)
+        return np.full(len(self.iterations), math.nan) if found is None else found
+
+    def has(self, name: str) -> bool:
+        """Whether a metric was measured at least once."""
+        return bool(np.isfinite(self.of(name)).any())
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of the first start."""
+        return self.starts[0].settings if self.starts else {}
+
+
+def read_run(folder: str | Path, comparison: ComparisonReport | None = None) -> RunData:
+    """Read a run's folder.
+
+    Args:
+        folder: the folder that a `RunFolder` wrote to. Only `metrics.jsonl` must exist.
+        comparison: replaces the folder's `comparison.json`.
+
+    Raises:
+        ConfigError: the folder is missing, has no metrics, or has a file that cannot be read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"A report needs the folder of a run; {folder} is {_what_is(folder)}. {HOW}")
+    if not (folder / METRICS).is_file():
+        names = sorted(path.name for path in folder.iterdir())
+        content = f"has {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}" if names else "is empty"
+        raise ConfigError(f"A report needs {METRICS} in the folder of a run; {folder} {content}. {HOW}")
+    iterations, metrics, num_bad = _read_metrics(folder / METRICS)
+    index, num_bad_samples = _index_of_samples(folder / SAMPLES)
+    return RunData(
+        name=folder.resolve().name,
+        iterations=iterations,
+        metrics=metrics,
+        eval_rows={place.iteration: place.num_rows for place in index if place.kind == "eval" and place.num_rows},
+        tables=_read_tables(folder / SAMPLES, index),
+        starts=_read_starts(folder / SETTINGS),
+        comparison=_read_comparison(folder / COMPARISON) if comparison is None else comparison,
+        num_bad_lines=num_bad + num_bad_samples,
+    )
+
+
+def _what_is(path: Path) -> str:
+    return "a file" if path.exists() else "missing"
+
+
+def _read_metrics(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray], int]:
+    """Read one array per metric. An iteration that occurs twice counts as its last line says."""
+    iterations, num_bad = array("d"), 0
+    columns: dict[str, array[float]] = {}
+    for line in _lines(path):
+        values = line.values
+        if values is None or not _is_count(values.get("iteration")):
+            num_bad += 1
+            continue
+        for name, value in values.items():
+            if name not in columns and _is_number(value):
+                columns[name] = array("d", [math.nan]) * len(iterations)
+        iterations.append(values["iteration"])
+        for name, column in columns.items():
+            measured: Any = values.get(name)
+            column.append(float(measured) if _is_number(measured) else math.nan)
+    columns.pop("iteration", None)
+    if not iterations:
+        raise ConfigError(
+            f"A report needs at least one iteration; {path} has {num_bad} lines, and none of them can be read. If the run was "
+            "stopped before its first iteration, start it again. Otherwise the file is damaged, or another program wrote it."
+        )
+    numbers = np.array(iterations)
+    _, last_first = np.unique(numbers[::-1], return_index=True)  # the last line of each iteration, in their order
+    places = len(numbers) - 1 - last_first
+    return numbers[places], {name: np.array(column)[places] for name, column in columns.items()}, num_bad
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    offset: int
+    values: dict[str, Any] | None
+
+
+def _lines(path: Path) -> Iterator[_Line]:
+    """The lines of a file of JSON objects, with their places. None: the line is damaged or unfinished."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        offset = 0
+        for line in file:
+            yield _Line(offset=offset, values=_object(line))
+            offset += len(line)
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line. None: the line is damaged, unfinished, or another JSON value; the caller counts it."""
+    try:
+        value = json.loads(line)
+    except ValueError:  # recovery: the caller counts the line
+        return None
+    return value if isinstance(value, dict) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    iteration: int
+    kind: str
+    num_rows: int
+    offset: int
+
+
+def _index_of_samples(path: Path) -> tuple[list[_Place], int]:
+    """Where the tables are in the file, so that only the shown tables are kept in memory."""
+    places, num_bad = list[_Place](), 0
+    for line in _lines(path):
+        found = line.values or {}
+        kind, rows = found.get("kind"), found.get("samples")
+        if not _is_count(found.get("iteration")) or kind not in ("train", "eval") or not isinstance(rows, list):
+            num_bad += 1
+            continue
+        num_rows = found["rows"] if _is_count(found.get("rows")) else 0
+        places.append(_Place(iteration=found["iteration"], kind=kind, num_rows=num_rows, offset=line.offset))
+    return places, num_bad
+
+
+def _read_tables(path: Path, index: list[_Place]) -> tuple[SampleTable, ...]:
+    """Read tables from the beginning, the middle and the end of the run."""
+    chosen = [
+        of_kind[place]
+        for kind in ("eval", "train")
+        if (of_kind := [place for place in index if place.kind == kind])
+        for place in dict.fromkeys(np.linspace(0, len(of_kind) - 1, TABLES_PER_KIND).round().astype(int).tolist())
+    ]
+    tables = []
+    for place in chosen:
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            rows = [row for row in json.loads(file.readline())["samples"] if isinstance(row, dict)]
+        tables.append(SampleTable(iteration=place.iteration, kind=place.kind, rows=rows))
+    return tuple(tables)
+
+
+def _read_starts(path: Path) -> tuple[Start, ...]:
+    if not path.is_file():
+        return ()
+    try:
+        starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+        return tuple(Start(iteration=int(one["iteration"]), settings=dict(one["settings"])) for one in starts)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"A report needs {SETTINGS} as RunFolder writes it; {path} cannot be read ({type(error).__name__}: {error}). "
+            "Delete this file to get the report without settings."
+        ) from error
+
+
+def _read_comparison(path: Path) -> ComparisonReport | None:
+    if not path.is_file():
+        return None
+    try:
+        return ComparisonReport.from_json(path.read_text(encoding="utf-8"))
+    except (ConfigError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"A report needs {COMPARISON} as ComparisonReport.to_json writes it; {path} cannot be read. {error} Write the file "
+            "again, or delete it to get the report without the comparison."
+        ) from error

@@ -1,0 +1,111 @@
+"""Which charts a page has, and what the interval of an evaluation means."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from adapters.tracking.report.panels import (
+    always_zero,
+    evaluation_interval,
+    reward_charts,
+    time_chart,
+    training_charts,
+)
+from adapters.tracking.report.run_data import RunData
+from tests.support.run_folders import constant, healthy, ramp, run_of
+
+
+def titles(figures: list[str]) -> list[str]:
+    return [title for figure in figures for title in re.findall("<h3>(.*?)</h3>", figure)]
+
+
+def test_a_metric_that_was_not_measured_has_no_chart(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[dict[str, object], list[str]]] = [
+        ({"rewards/mean": 0.5}, ["Reward in training"]),
+        ({"eval/avg_reward": 0.5}, ["Reward in evaluations"]),
+        ({"rewards/right/mean": 0.5, "rewards/short/mean": 0.1}, ["Parts of the reward"]),
+        ({"rewards/right/mean": 0.5}, []),  # the only part is the reward itself
+        ({"train/kl_mean": 0.1}, ["KL divergence"]),
+        ({"train/entropy": 0.1}, ["Entropy"]),
+        ({"train/clip_fraction": 0.1}, ["Clip fraction"]),
+        (
+            {"train/clip_fraction": 0.1, "train/clip_fraction_low": 0.1, "train/clip_fraction_high": 0.0},
+            ["Clip fraction"],
+        ),
+        ({"group_stats/zero_variance_fraction": 0.1}, ["Dead groups"]),
+        ({"train/grad_norm": 0.1}, ["Gradient norm"]),
+        ({"train/sampler_divergence": 0.1}, ["Sampler and policy"]),
+        ({"steps/mean": ramp(1, 9)}, ["Length"]),
+        ({"steps/mean": 1.0}, []),  # always the same
+        ({"anything": 1.0, "train/entropy": math.nan}, []),
+    ]
+    for metrics, expected in cases:
+        with subtests.test(metrics=list(metrics)):
+            run = run_of(metrics)
+            assert titles([*reward_charts(run), *training_charts(run)]) == expected
+
+
+def test_a_metric_that_was_always_0_has_a_sentence_instead_of_a_chart() -> None:
+    run = run_of({"train/kl_mean": 0.0, "train/clip_fraction": 0.0, "train/entropy": 1.0})
+    assert titles(training_charts(run)) == ["Entropy"]
+    assert always_zero(run) == ["train/kl_mean", "train/clip_fraction"]
+
+
+def test_at_most_six_parts_of_the_reward_are_drawn() -> None:
+    run = run_of({f"rewards/part{k}/mean": 0.1 * k for k in range(8)})
+    (figure,) = reward_charts(run)
+    assert figure.count("<polyline") == 6
+    assert "2 further parts are not drawn." in figure
+
+
+def test_the_reward_has_a_band_only_if_its_quartiles_were_measured() -> None:
+    (plain,) = reward_charts(run_of({"rewards/mean": ramp(0, 1)}))
+    (banded,) = reward_charts(
+        run_of({"rewards/mean": ramp(0, 1), "rewards/q25": ramp(-1, 0), "rewards/q75": ramp(1, 2)})
+    )
+    assert ("<polygon" in plain, "middle half" in plain) == (False, False)
+    assert ("<polygon" in banded, "middle half" in banded) == (True, True)
+
+
+def evaluated(rows: dict[int, int]) -> RunData:
+    values, spread = constant(math.nan), constant(math.nan)
+    values[[9, 19]], spread[[9, 19]] = 0.5, 0.4
+    return run_of({"eval/avg_reward": values, "eval/avg_reward_std": spread}, eval_rows=rows)
+
+
+def test_the_interval_is_196_standard_errors_on_each_side() -> None:
+    """At iteration 10, 64 rows: 0.5 -+ 1.96 x 0.4 / 8 = 0.402 ... 0.598. At iteration 20 the rows were not recorded."""
+    interval = evaluation_interval(evaluated({10: 64}))
+    assert interval is not None
+    assert [values[9] for values in interval] == pytest.approx([0.402, 0.598])
+    assert all(math.isnan(values[19]) for values in interval)
+    (figure,) = reward_charts(evaluated({10: 64}))
+    assert "mean ± 1.96 std / √rows" in figure
+    assert "interval 0.402 to 0.598" in figure
+
+
+def test_without_the_number_of_rows_there_is_no_interval_and_the_page_says_so() -> None:
+    assert evaluation_interval(evaluated({})) is None
+    (figure,) = reward_charts(evaluated({}))
+    assert "No interval: the number of rows was not recorded." in figure
+    assert "<polygon" not in figure
+
+
+def test_the_interval_contains_the_mean_of_these_states_at_least_95_times_out_of_100() -> None:
+    """Eight states whose success rates differ, 16 actions in each: the page says "at least 95 %"."""
+    generator = np.random.default_rng(0)
+    rates = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 0.9])
+    rewards = (generator.random((4000, 8, 16)) < rates[:, None]).reshape(4000, 128).astype(float)
+    half = 1.96 * rewards.std(1) / math.sqrt(128)
+    assert (np.abs(rewards.mean(1) - rates.mean()) <= half).mean() >= 0.95
+
+
+def test_the_time_chart_shows_each_phase_and_what_is_left() -> None:
+    figure = time_chart(healthy(time__iteration=1.25))
+    assert figure is not None
+    for words in ("400 ms, 32 %", "100 ms, 8 %", "other", "250 ms, 20 %", "The largest part is sampling"):
+        assert words in figure
+    assert "other" not in (time_chart(healthy()) or "")
+    assert time_chart(run_of({"rewards/mean": 1.0})) is None
