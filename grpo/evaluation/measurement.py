@@ -20,11 +20,9 @@ from grpo.config import RewardConfig
 from grpo.errors import CheckpointError, ConfigError, ContractError, RewardError
 from grpo.experience_collector import ExperienceCollector
 from grpo.policy_base import SyncsSampler
+from grpo.sinks import as_text
 from grpo.types import Rows, row_totals, select_rows
 from grpo.writing import preserved_mode, preserved_random_state, seed_everything
-
-MAX_ANSWER = 4_000
-"""Number of characters of an action's text that a measurement keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +30,7 @@ class Answer:
     """One action that a policy took in a state, as text, and the reward of this action."""
 
     text: str
-    """`str(action)`. A text of more than 4,000 characters is cut and ends in "..."."""
+    """The action as `str`, or a tensor's values as a list. More than 2,000 characters are cut in the middle."""
     reward: float
     """The reward of this action. Rewards per step are added up."""
 
@@ -194,13 +192,9 @@ def _first_answers(row_actions: Rows, rewards: Float64[Tensor, "B G"]) -> tuple[
     num_actions = rewards.shape[1]
     firsts = (~rewards.isnan()).int().argmax(1).tolist()  # the first of equal maxima
     return tuple(
-        Answer(text=_cut(str(row_actions[state * num_actions + first])), reward=float(rewards[state, first]))
+        Answer(text=as_text(row_actions[state * num_actions + first]), reward=float(rewards[state, first]))
         for state, first in enumerate(firsts)
     )
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_ANSWER else text[: MAX_ANSWER - 3] + "..."
 
 
 def _joined_components(batches: Sequence[_MeasuredBatch]) -> dict[str, Tensor]:

@@ -103,12 +103,17 @@ def test_the_answer_is_the_first_action_that_has_a_reward() -> None:
     assert found.answers == (Answer(text="2", reward=3.0), Answer(text="1", reward=2.0))
 
 
-def test_a_long_answer_is_cut_to_4000_characters(subtests: pytest.Subtests) -> None:
-    for length, kept in [(4_000, "x" * 4_000), (4_001, "x" * 3_997 + "...")]:
-        with subtests.test(length=length):
-            policy = TablePolicy(["s"], script=[["x" * length]])  # type: ignore[list-item]
+def test_answers_are_text_for_people(subtests: pytest.Subtests) -> None:
+    cases: list[tuple[Any, str]] = [
+        ("x" * 2_000, "x" * 2_000),
+        ("x" * 1_500 + "y" * 1_500, "x" * 1_000 + " [... 1000 more ...] " + "y" * 1_000),
+        (torch.tensor([0.5, 1.0]), "[0.5, 1.0]"),
+    ]
+    for action, text in cases:
+        with subtests.test(text=text):
+            policy = TablePolicy(["s"], script=[[action]])
             answers = measured(policy, ["s"], lambda states, actions: [1.0], num_actions_per_state=1).answers
-            assert answers[0].text == kept
+            assert answers[0].text == text
 
 
 def test_differences_from_rounding_count_as_unchanged() -> None:
