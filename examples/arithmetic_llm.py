@@ -9,8 +9,8 @@ times, and right answers become more likely. Answers are written with the last d
 it: 17+25=24 means 42.
 
 Some sums are held out: neither phase trains on them, or on the same sums with the numbers swapped. All printed accuracies are
-measured on held-out sums. The script writes learning_curve.png, comparison.json, metrics.jsonl and the model to
-runs/arithmetic_llm/seed-0/.
+measured on held-out sums. The script writes report.html, learning_curve.png, the run's metrics and samples, comparison.json and
+the model to runs/arithmetic_llm/seed-0/.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig
-from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, JSONLSink, compare_policies, measure_policy
+from adapters.tracking import RunFolder, write_report
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, compare_policies, measure_policy
 
 CHARACTERS = ["<end>", *"0123456789+="]
 PROMPT_LENGTH, MAX_NEW_TOKENS = len("12+34="), len("134") + 1
@@ -153,8 +154,7 @@ def main() -> None:
         advantage=AdvantageConfig(scale="group"),
     )
     trainer = GRPOTrainer(config=config, policy=policy, reward_model=reward)
-    (folder / "metrics.jsonl").unlink(missing_ok=True)  # left by an earlier run
-    with JSONLSink(folder / "metrics.jsonl") as sink:
+    with RunFolder(folder) as sink:
         history = trainer.train(train, num_iterations=args.iterations, eval_states=held_out[:100], sinks=[sink])
 
     report = compare_policies(before, policy, held_out, reward, **shown)
@@ -163,6 +163,7 @@ def main() -> None:
     print(f"held-out sums right, likeliest: {likeliest_before:.1%} -> {accuracy(policy, held_out):.1%}")
     print(f"{time.perf_counter() - start:.0f} s, processor time {time.process_time() - cpu_start:.0f} s")
     report.to_json(folder / "comparison.json")
+    write_report(folder)
     plot(history, report.mean_reward_before, folder / "learning_curve.png")
     policy.save_pretrained(folder / "model")
     print(f"written: {folder}/")

@@ -2,7 +2,8 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from adapters.control.environments.requirements import require_integers
 from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo import GRPOTrainer
 from grpo.errors import ConfigError
-from grpo.sinks import GuardedSinks, MetricSink
+from grpo.sinks import GuardedSinks, MetricSink, Samples
 
 from .evaluation import EVALUATION_SEED, Evaluation, evaluate_policy
 
@@ -66,7 +67,7 @@ def train_control(
         eval_seed: Seed of the first evaluation reset.
         max_eval_steps: Maximum length of evaluation episodes, in addition to the environment's own limit.
         stop_at: Stop when an evaluation reaches this return. None never stops early.
-        sinks: Receive the metrics of each iteration, with `eval/return` after evaluations.
+        sinks: Receive the metrics of each iteration, with `eval/return` after evaluations, and samples of its episodes.
         folder: Folder for the `best` and `last` checkpoints and `curve.json`, written after evaluations. None writes nothing.
             If the folder has a `last` checkpoint of the same settings, the run resumes from it.
         progress: Whether to show a progress bar.
@@ -85,7 +86,8 @@ def train_control(
         {"config": trainer.config.to_dict(), "policy": type(policy).__name__, "total_steps": total_steps},
         trainer.iteration + 1,
     )
-    with tqdm(total=total_steps, initial=run.steps, desc="control", unit="step", disable=not progress) as bar:
+    bar = tqdm(total=total_steps, initial=run.steps, desc="control", unit="step", disable=not progress)
+    with bar, _recorded(trainer, guarded) as samples:
         due = (run.steps // evaluate_every + 1) * evaluate_every
         is_over = run.steps >= total_steps or run.curve.ends_at(stop_at)
         while not is_over:
@@ -105,8 +107,20 @@ def train_control(
                 bar.set_postfix(eval_return=f"{result.mean_return:.1f}", refresh=False)
                 is_over = is_over or run.curve.ends_at(stop_at)
             metrics["episodes/total_steps"] = float(run.steps)
-            guarded.log(metrics, trainer.iteration, always=is_over or "eval/return" in metrics)
+            guarded.log(metrics, trainer.iteration, samples, always=is_over or "eval/return" in metrics)
+            samples.clear()
     return run.curve
+
+
+@contextmanager
+def _recorded(trainer: GRPOTrainer, sinks: GuardedSinks) -> Iterator[list[Samples]]:
+    """The samples of the current iteration. The list stays empty if no sink records samples."""
+    samples: list[Samples] = []
+    trainer.samples = samples if sinks.take_samples else None
+    try:
+        yield samples
+    finally:
+        trainer.samples = None
 
 
 class _Run:

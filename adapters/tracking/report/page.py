@@ -87,7 +87,7 @@ def _written(path: Path, title: str, body: Html) -> Path:
 
 
 def _run_page(run: RunData) -> tuple[str, Html]:
-    title = f"{run.settings.get('policy') or run.name}: {counted(int(run.iterations[-1]), 'iteration')}"
+    title = title_of(run)
     findings = [
         element("div", element("b", finding.title), element("p", finding.text), class_=f"finding {finding.kind}")
         for finding in diagnose(run)
@@ -113,21 +113,25 @@ def _section(title: str, content: list[Html]) -> Html:
     return element("section", element("h2", title), *content) if content else joined()
 
 
-def head_line(run: RunData) -> str:
-    """What was trained, how long, and from what to what the reward went."""
-    settings = run.settings
-    who = str(settings.get("policy") or "A policy")
-    reward = f" on the reward {settings['reward_model']}" if settings.get("reward_model") else ""
-    length = counted(int(run.iterations[-1]), "iteration")
-    seconds = share_of(run.of("time/iteration")) * float(run.iterations[-1])
-    time = f", about {duration(seconds)}" if np.isfinite(seconds) else ""
-    change = reward_change(run)
+def title_of(run: RunData) -> str:
+    """Who was trained, and from what to what the mean reward went."""
+    who, change = str(run.settings.get("policy") or run.name), reward_change(run)
     if change is None:
-        return f"{who} was trained{reward} for {length}{time}."
+        return f"{who}: {counted(int(run.iterations[-1]), 'iteration')}"
     verb = ("rose" if change.difference > 0 else "fell") if change.is_clear else "went"
-    means = f" (means of the first and the last {change.window} iterations)" if change.window > 1 else ""
-    numbers = f"from {number(change.first)} to {number(change.last)}{means}"
-    return f"{who} was trained{reward} for {length}{time}. The mean reward {verb} {numbers}."
+    return f"{who}: the mean reward {verb} from {number(change.first)} to {number(change.last)}"
+
+
+def head_line(run: RunData) -> str:
+    """On what the policy was trained, how long, and what the title's numbers are."""
+    reward = str(run.settings.get("reward_model") or "").removesuffix(".compute_rewards")
+    on = f" on the reward {reward}" if reward else ""
+    seconds = share_of(run.of("time/iteration")) * float(run.iterations[-1])
+    time = f", in about {duration(seconds)}" if np.isfinite(seconds) else ""
+    change = reward_change(run)
+    means = f" The rewards above are means of the first and the last {change.window} iterations." if change else ""
+    means = means if change and change.window > 1 else ""
+    return f"Trained{on} for {counted(int(run.iterations[-1]), 'iteration')}{time}.{means}"
 
 
 def _tiles(run: RunData) -> Html:
@@ -136,7 +140,7 @@ def _tiles(run: RunData) -> Html:
     change = reward_change(run)
     if change is not None:
         tiles.append((f"{number(change.first)} → {number(change.last)}", "reward in training"))
-    evaluation = run.of("eval/avg_reward")
+    evaluation = run.of(run.evaluation or "")
     evaluation = evaluation[np.isfinite(evaluation)]
     if len(evaluation):
         ends = evaluation[[0, -1]] if len(evaluation) > 1 else evaluation

@@ -16,9 +16,9 @@ MAX_PARTS = 6
 INTERVAL = 1.96
 """Standard errors on each side of a mean: 95 % of a normal distribution."""
 
-EVALUATION_NOTE = (
-    "Mean reward of newly sampled actions, without training. The band is mean ± 1.96 std / √rows: an interval with at least "
-    "95 % confidence for these states. It does not say how much other states would differ."
+INTERVAL_NOTE = (
+    "The band is mean ± 1.96 std / √rows: an interval with at least 95 % confidence for these states. It does not say how much "
+    "other states would differ."
 )
 """What the interval of an evaluation means. The rows of one state are alike, so that for fixed states it is rather too wide."""
 
@@ -64,7 +64,7 @@ SINGLE: dict[str, tuple[str, str, str, str]] = {
 def reward_charts(run: RunData) -> list[Html]:
     """Rewards, evaluations and the parts of the reward."""
     found = [chart for chart in (_rewards(run), _evaluation(run), _parts(run)) if chart is not None]
-    return [line_chart(chart) for chart in found]
+    return [line_chart(chart, is_wide=len(found) == 1) for chart in found]
 
 
 def training_charts(run: RunData) -> list[Html]:
@@ -115,7 +115,7 @@ def _rewards(run: RunData) -> Chart | None:
 
 
 def evaluation_interval(run: RunData) -> tuple[np.ndarray, np.ndarray] | None:
-    """The 95 % interval of each evaluation's mean: mean -+ 1.96 std / sqrt(rows). None: the number of rows is not known."""
+    """The 95 % interval of each evaluation's mean: mean -+ 1.96 std / sqrt(rows). None: std or rows are not known."""
     rows = np.array([run.eval_rows.get(round(number), math.nan) for number in run.iterations])
     half = INTERVAL * run.of("eval/avg_reward_std") / np.sqrt(rows)
     if not np.isfinite(half).any():
@@ -124,21 +124,22 @@ def evaluation_interval(run: RunData) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _evaluation(run: RunData) -> Chart | None:
-    if not run.has("eval/avg_reward"):
+    if run.evaluation is None:
         return None
-    band = evaluation_interval(run)
+    band = evaluation_interval(run) if run.evaluation == "eval/avg_reward" else None
     line = Line(
         label="evaluation",
-        y=run.of("eval/avg_reward"),
+        y=run.of(run.evaluation),
         colour="evaluation",
         band=band,
         band_label="" if band is None else "interval",
         has_dots=True,
     )
-    without = (
-        "Mean reward of newly sampled actions, without training. No interval: the number of rows was not recorded."
-    )
-    note = without if band is None else EVALUATION_NOTE
+    if run.evaluation == "eval/return":
+        note = "Mean return of new episodes, without training and without exploration."
+    else:
+        note = "No interval: the number of rows was not recorded." if band is None else INTERVAL_NOTE
+        note = f"Mean reward of newly sampled actions, without training. {note}"
     title = "Reward in evaluations"
     return Chart(title=title, note=note, y_label="reward", x=run.iterations, lines=[line])
 
@@ -197,5 +198,5 @@ def _mean(values: np.ndarray) -> float:
 
 
 def grid(figures: Sequence[Html]) -> Html:
-    """Figures side by side, two in a row."""
-    return element("div", joined(*figures), class_="grid")
+    """Figures side by side, two in a row. A single figure has the whole row."""
+    return element("div", joined(*figures), class_="grid" if len(figures) > 1 else None)

@@ -18,6 +18,9 @@ from grpo.evaluation import ComparisonReport
 TABLES_PER_KIND = 3
 """Number of sample tables to show of training and of evaluations, each."""
 
+EVALUATIONS = ("eval/avg_reward", "eval/return")
+"""Metrics of evaluations: of `trainer.evaluate`, and of `train_control`."""
+
 HOW = "Pass sinks=[RunFolder(folder)] to trainer.train, and give its folder to the report."
 
 
@@ -72,6 +75,11 @@ class RunData:
     def has(self, name: str) -> bool:
         """Whether a metric was measured at least once."""
         return bool(np.isfinite(self.of(name)).any())
+
+    @property
+    def evaluation(self) -> str | None:
+        """The metric of the evaluations. None: there was no evaluation."""
+        return next((name for name in EVALUATIONS if self.has(name)), None)
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -63,7 +63,7 @@ def fell_again(run: RunData) -> Finding | None:
 
 
 def evaluation_lags(run: RunData) -> Finding | None:
-    training, evaluation = reward_change(run), run.of("eval/avg_reward")
+    training, evaluation = reward_change(run), run.of(run.evaluation or "")
     evaluation = evaluation[np.isfinite(evaluation)]
     if training is None or not training.is_clear or training.difference <= 0 or len(evaluation) < 3:
         return None

@@ -16,6 +16,8 @@ FAR_SAMPLER = 0.01
 """Divergence in nats per step between sampler and policy that rounding cannot explain."""
 FAR_RATIO = 1e-3
 """Distance of the mean ratio from 1 that rounding cannot explain if there is one update per iteration."""
+MOST = 0.9
+"""Fraction of the iterations that must show a sign which is normal now and then."""
 TINY = 1e-6
 """A metric below this size counts as 0."""
 
@@ -35,7 +37,8 @@ def entropy(run: RunData) -> Finding | None:
 
 def kl_is_zero(run: RunData) -> Finding | None:
     updated = (run.of("train/kl_coef") > 0) & (run.of("train/num_updates") > 0)
-    if longest_streak(updated & (np.abs(run.of("train/kl_mean")) < TINY)) < PATIENCE:
+    is_zero = np.abs(run.of("train/kl_mean")[updated]) < TINY
+    if len(is_zero) < PATIENCE or is_zero.mean() < MOST:
         return None
     return Finding(
         kind="problem",
@@ -118,6 +121,8 @@ def memory(run: RunData) -> Finding | None:
     )
 
 
+SLOW = 0.5
+"""Seconds per iteration below which nobody waits."""
 PHASE = {"sample": "sampling", "reward": "rewards", "score": "scoring", "update": "updates"}
 ADVICE_ON_TIME = {
     "sample": "To be faster, sample for all states in one call, take shorter rows, or use a faster sampler.",
@@ -131,7 +136,7 @@ def slow_part(run: RunData) -> Finding | None:
     total = share_of(run.of("time/iteration"))
     parts = {name: share_of(run.of(f"time/{name}")) for name in ADVICE_ON_TIME}
     largest = max(parts, key=lambda name: np.nan_to_num(parts[name]))
-    if not total > 0 or not parts[largest] > total / 2:
+    if not total > SLOW or not parts[largest] > total / 2:
         return None
     return Finding(
         kind="note",

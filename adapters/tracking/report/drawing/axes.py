@@ -7,8 +7,8 @@ from adapters.tracking.report.words import number
 
 from .markup import Html, element, joined
 
-WIDTH, HEIGHT = 540, 250
-"""Size of a chart in its own units. The page scales it to its column."""
+WIDTH, WIDE, HEIGHT = 540, 1096, 250
+"""Width of a chart in half the page, its width in the whole page, and its height. The page scales charts to their column."""
 LEFT, RIGHT, TOP, BOTTOM = 58, 96, 14, 40
 """Room around the plot for the axes' words, and for the lines' labels on the right."""
 NUM_TICKS = 5
@@ -52,10 +52,10 @@ def tick_step(span: float) -> float:
     return factor * power if power >= 1 else factor / (1 / power)
 
 
-def iteration_scale(first: float, last: float) -> Scale:
-    """The horizontal axis. A single iteration is in the middle."""
+def iteration_scale(first: float, last: float, width: float) -> Scale:
+    """The horizontal axis of a chart. A single iteration is in the middle."""
     margin = 0.5 if first == last else 0.0
-    return Scale(low=first - margin, high=last + margin, start=LEFT, end=WIDTH - RIGHT)
+    return Scale(low=first - margin, high=last + margin, start=LEFT, end=width - RIGHT)
 
 
 def value_scale(low: float, high: float, *, from_zero: bool) -> Scale:
@@ -75,7 +75,7 @@ def frame(x: Scale, y: Scale, x_label: str, y_label: str) -> Html:
     middle = (TOP + HEIGHT - BOTTOM) / 2
     rows = [
         joined(
-            element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y(tick), y2=y(tick), class_="zero" if tick == 0 else "grid"),
+            element("line", x1=LEFT, x2=x.end, y1=y(tick), y2=y(tick), class_="zero" if tick == 0 else "grid"),
             element("text", number(tick), x=LEFT - 8, y=y(tick) + 4, class_="tick end"),
         )
         for tick in y.ticks
@@ -88,6 +88,6 @@ def frame(x: Scale, y: Scale, x_label: str, y_label: str) -> Html:
     return joined(
         *rows,
         *columns,
-        element("text", x_label, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, class_="axis middle"),
+        element("text", x_label, x=(LEFT + x.end) / 2, y=HEIGHT - 6, class_="axis middle"),
         element("text", y_label, transform=f"translate(12 {middle}) rotate(-90)", class_="axis middle"),
     )

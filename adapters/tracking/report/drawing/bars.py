@@ -46,7 +46,9 @@ def time_bars(seconds: dict[str, float]) -> Html:
 
 def before_after(states: Sequence[StateComparison]) -> Html:
     """One row per state: a dot for the mean reward before, a dot for the mean after, and a line between them."""
-    row, names, width, top = 22, 230, 1080, 26
+    row, width, top = 22, 1080, 26
+    labels = [_one_line(state.label) for state in states]
+    names = 24 + 6.6 * max(map(len, labels))
     values = [value for state in states for value in (state.before, state.after)]
     step = tick_step((max(values) - min(values)) or abs(max(values)) or 1.0)
     low, high = min(values) - step / 2, max(values) + step / 2
@@ -60,10 +62,10 @@ def before_after(states: Sequence[StateComparison]) -> Html:
         for tick in x.ticks
     ]
     rows = []
-    for place, state in enumerate(states):
+    for place, (state, label) in enumerate(zip(states, labels, strict=True)):
         y = top + row * place + row / 2
         rows += [
-            element("text", _one_line(state.label), x=names - 12, y=y + 4, class_="name end"),
+            element("text", label, x=names - 12, y=y + 4, class_="name end"),
             element("line", x1=x(state.before), x2=x(state.after), y1=y, y2=y, class_=f"span {state.outcome}"),
             element("circle", cx=x(state.before), cy=y, r=4.5, class_="before"),
             element("circle", cx=x(state.after), cy=y, r=4.5, class_="after"),

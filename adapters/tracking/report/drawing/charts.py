@@ -10,7 +10,7 @@ from jaxtyping import Float64
 from adapters.tracking.report.series import MAX_POINTS, thinned
 from adapters.tracking.report.words import number
 
-from .axes import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Scale, frame, iteration_scale, value_scale
+from .axes import BOTTOM, HEIGHT, LEFT, TOP, WIDE, WIDTH, Scale, frame, iteration_scale, value_scale
 from .markup import Html, element, joined
 
 LABEL_HEIGHT = 15
@@ -65,10 +65,11 @@ class _Drawn:
     per_point: int
 
 
-def line_chart(chart: Chart) -> Html:
-    """Draw a chart as a `<figure>`."""
+def line_chart(chart: Chart, *, is_wide: bool = False) -> Html:
+    """Draw a chart as a `<figure>`, for half the page or for all of it."""
+    width = WIDE if is_wide else WIDTH
     drawn = [_drawn(chart.x, line, max(MAX_POINTS // len(chart.lines), 40)) for line in chart.lines]
-    x = iteration_scale(float(chart.x.min()), float(chart.x.max()))
+    x = iteration_scale(float(chart.x.min()), float(chart.x.max()), width)
     low, high = min(float(one.low.min()) for one in drawn), max(float(one.high.max()) for one in drawn)
     y = value_scale(low, high, from_zero=chart.from_zero)
     per_point = max(one.per_point for one in drawn)
@@ -81,9 +82,9 @@ def line_chart(chart: Chart) -> Html:
             "svg",
             frame(x, y, "iteration", chart.y_label),
             *(_shape(one, x, y) for one in drawn),
-            _end_labels(drawn, y),
+            _end_labels(drawn, x, y),
             *(_pointer_values(one, x, y) for one in drawn if len(drawn) == 1),
-            viewBox=f"0 0 {WIDTH} {HEIGHT}",
+            viewBox=f"0 0 {width} {HEIGHT}",
             role="img",
             aria_label=f"{chart.title}: {ends}",
         ),
@@ -118,7 +119,7 @@ def _points(x: Sequence[float], y: Sequence[float]) -> str:
     return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
 
 
-def _end_labels(drawn: Sequence[_Drawn], y: Scale) -> Html:
+def _end_labels(drawn: Sequence[_Drawn], x: Scale, y: Scale) -> Html:
     """The label of each line beside its last value. Labels that would overlap are moved apart."""
     wanted = sorted(((y(float(one.y[-1])), one) for one in drawn), key=lambda pair: pair[0])
     places: list[float] = []
@@ -126,7 +127,9 @@ def _end_labels(drawn: Sequence[_Drawn], y: Scale) -> Html:
         places.append(max(place, places[-1] + LABEL_HEIGHT) if places else place)
     overflow = max(places[-1] - (HEIGHT - BOTTOM), 0.0)
     labels = [
-        element("text", one.line.label, x=WIDTH - RIGHT + 7, y=place - overflow + 4, class_=f"label {one.line.colour}")
+        element(
+            "text", one.line.label, x=x(float(one.x[-1])) + 7, y=place - overflow + 4, class_=f"label {one.line.colour}"
+        )
         for place, (_, one) in zip(places, wanted, strict=True)
     ]
     return joined(*labels)
@@ -135,14 +138,14 @@ def _end_labels(drawn: Sequence[_Drawn], y: Scale) -> Html:
 def _pointer_values(one: _Drawn, x: Scale, y: Scale) -> Html:
     """For each point an invisible column, which shows the values at this iteration while the pointer is over it."""
     places = [x(value) for value in one.x]
-    edges = [LEFT, *((a + b) / 2 for a, b in pairwise(places)), WIDTH - RIGHT]
+    edges = [LEFT, *((a + b) / 2 for a, b in pairwise(places)), x.end]
     columns = [
         element(
             "g",
             element("rect", x=edges[i], width=max(edges[i + 1] - edges[i], 0.5), y=TOP, height=HEIGHT - TOP - BOTTOM),
             element("line", x1=places[i], x2=places[i], y1=TOP, y2=HEIGHT - BOTTOM),
             element("circle", cx=places[i], cy=y(float(one.y[i])), r=3.5, class_=one.line.colour),
-            element("text", _values(one, i), x=WIDTH - RIGHT, y=TOP - 3, class_="tick end"),
+            element("text", _values(one, i), x=x.end, y=TOP - 3, class_="tick end"),
             class_="at",
         )
         for i in range(len(places))

@@ -13,6 +13,7 @@ from adapters.control.environments.pools import SerialPool
 from adapters.control.training.evaluation import EVALUATION_SEED
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer
 from grpo.errors import ConfigError
+from grpo.sinks import Samples
 from tests.support.control_environments import Chance, Watched
 
 
@@ -27,6 +28,9 @@ class Sink:
         self.metrics.append((step, dict(metrics)))
         if len(self.metrics) >= self.interrupt_after:
             raise KeyboardInterrupt
+
+    def close(self) -> None:
+        pass
 
 
 def trainer_of(environment: Any, **options: Any) -> GRPOTrainer:
@@ -195,3 +199,18 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     train_control(of_five_steps(), episode_starts(2), total_steps=40, evaluate_every=20, **QUIET)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sinks_that_record_samples_get_the_episodes_of_each_iteration() -> None:
+    class Recorder(Sink):
+        def __init__(self) -> None:
+            super().__init__()
+            self.samples: list[tuple[int, str, int]] = []
+
+        def log_samples(self, samples: Samples, iteration: int) -> None:
+            self.samples.append((iteration, samples.kind, len(samples.rewards)))
+
+    sink, trainer = Recorder(), of_five_steps()
+    train_control(trainer, episode_starts(2), total_steps=40, evaluate_every=40, sinks=[sink], **QUIET)
+    assert sink.samples == [(1, "train", 4), (2, "train", 4)]
+    assert trainer.samples is None  # so that later iterations are not kept

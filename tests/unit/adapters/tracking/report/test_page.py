@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from adapters.tracking import write_comparison, write_report
-from adapters.tracking.report.page import head_line
+from adapters.tracking.report.page import head_line, title_of
 from grpo import ConfigError
 from tests.support.comparisons import AFTER, BEFORE, compared
 from tests.support.run_folders import constant, healthy, lines_of, ramp, run_of, sample, settings, start_of, write_run
@@ -36,7 +36,7 @@ def test_a_full_run_has_all_sections(tmp_path: Path) -> None:
     compared(BEFORE, AFTER).to_json(folder / "comparison.json")
     page = write_report(folder).read_text(encoding="utf-8")
     assert headings(page) == [
-        "TablePolicy: 100 iterations",
+        "TablePolicy: the mean reward rose from 0.227 to 0.773",
         "What the numbers say",
         "Reward",
         "Before and after training",
@@ -46,33 +46,33 @@ def test_a_full_run_has_all_sections(tmp_path: Path) -> None:
     ]
     assert "The reward rose" in page
     assert "Time per iteration" in page
-    assert "<title>TablePolicy: 100 iterations</title>" in page
+    assert "<title>TablePolicy: the mean reward rose from 0.227 to 0.773</title>" in page
 
 
 def test_a_run_of_one_metric_has_a_page(tmp_path: Path) -> None:
     page = report_of(tmp_path, [{"iteration": 1, "rewards/mean": 0.5}])
     assert headings(page) == ["run: 1 iteration", "Reward", "Settings"]
-    assert "A policy was trained for 1 iteration." in page
+    assert "Trained for 1 iteration." in page
     nothing = report_of(tmp_path, [{"iteration": 1}])
     assert headings(nothing) == ["run: 1 iteration", "Settings"]
 
 
-def test_the_head_line_says_what_was_trained_how_long_and_from_what_to_what(subtests: pytest.Subtests) -> None:
-    who = "TablePolicy was trained on the reward right for 100 iterations"
-    means = "(means of the first and the last 10 iterations)"
+def test_the_first_lines_say_what_was_trained_how_long_and_from_what_to_what(subtests: pytest.Subtests) -> None:
     cases = [
-        (ramp(0.2, 0.8), f"{who}, about 50 s. The mean reward rose from 0.227 to 0.773 {means}."),
-        (ramp(0.8, 0.2), f"{who}, about 50 s. The mean reward fell from 0.773 to 0.227 {means}."),
-        (ramp(0.5, 0.5), f"{who}, about 50 s. The mean reward went from 0.5 to 0.5 {means}."),
+        (ramp(0.2, 0.8), "TablePolicy: the mean reward rose from 0.227 to 0.773"),
+        (ramp(0.8, 0.2), "TablePolicy: the mean reward fell from 0.773 to 0.227"),
+        (ramp(0.5, 0.5), "TablePolicy: the mean reward went from 0.5 to 0.5"),
     ]
-    for rewards, line in cases:
-        with subtests.test(line=line):
+    for rewards, title in cases:
+        with subtests.test(title=title):
             run = run_of({"rewards/mean": rewards, "time/iteration": 0.5}, starts=(start_of(100),))
-            assert head_line(run) == line
-    assert (
-        head_line(run_of({"rewards/mean": [0.0, 1.0]}))
-        == "A policy was trained for 2 iterations. The mean reward went from 0 to 1."
-    )
+            assert title_of(run) == title
+            assert head_line(run) == (
+                "Trained on the reward right for 100 iterations, in about 50 s. The rewards above are means of the first and "
+                "the last 10 iterations."
+            )
+    short = run_of({"rewards/mean": [0.0, 1.0]})
+    assert (title_of(short), head_line(short)) == ("run: the mean reward went from 0 to 1", "Trained for 2 iterations.")
 
 
 class Elements(HTMLParser):
@@ -142,7 +142,7 @@ def test_a_page_of_100_000_iterations_is_below_2_megabytes(tmp_path: Path) -> No
     path = write_report(tmp_path)
     assert path.stat().st_size < 2_000_000
     page = path.read_text(encoding="utf-8")
-    assert "TablePolicy: 100,000 iterations" in page
+    assert "for 100,000 iterations" in page
     assert "Each point is the mean of 625 iterations." in page
 
 

@@ -93,6 +93,18 @@ def test_without_the_number_of_rows_there_is_no_interval_and_the_page_says_so() 
     assert "<polygon" not in figure
 
 
+def test_returns_of_control_are_evaluations_too() -> None:
+    (figure,) = reward_charts(run_of({"eval/return": ramp(10, 200)}))
+    assert titles([figure]) == ["Reward in evaluations"]
+    assert "Mean return of new episodes" in figure
+
+
+def test_a_chart_that_is_alone_has_the_width_of_the_page() -> None:
+    alone = reward_charts(run_of({"rewards/mean": ramp(0, 1)}))
+    both = reward_charts(run_of({"rewards/mean": ramp(0, 1), "eval/avg_reward": 0.5}))
+    assert [re.findall('viewBox="0 0 (.*?) 250"', figure) for figure in [*alone, *both]] == [["1096"], ["540"], ["540"]]
+
+
 def test_the_interval_contains_the_mean_of_these_states_at_least_95_times_out_of_100() -> None:
     """Eight states whose success rates differ, 16 actions in each: the page says "at least 95 %"."""
     generator = np.random.default_rng(0)
