@@ -69,7 +69,9 @@ class Conversation:
 
     def __str__(self) -> str:
         """A short transcript: who said what, from the policy's first message on, and why the conversation ended."""
-        first = next((place for place, one in enumerate(self.messages) if one["role"] == "assistant"), len(self.messages))
+        first = next(
+            (place for place, one in enumerate(self.messages) if one["role"] == "assistant"), len(self.messages)
+        )
         return "\n".join([*map(_line, self.messages[first:]), f"({self.ended_by})"])
 
     def __len__(self) -> int:

@@ -45,4 +45,6 @@ class OptunaPruning:
             return
         self.trial.report(metrics[self.metric], trainer.iteration)
         if self.trial.should_prune():
-            raise module("optuna").TrialPruned(f"{self.metric} = {metrics[self.metric]:.6g} at iteration {trainer.iteration}")
+            raise module("optuna").TrialPruned(
+                f"{self.metric} = {metrics[self.metric]:.6g} at iteration {trainer.iteration}"
+            )

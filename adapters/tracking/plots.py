@@ -9,21 +9,21 @@ import numpy as np
 
 from grpo.errors import ConfigError
 
-TRAINING, EVALUATION, BAND = "#1f6fb4", "#d1495b", "#1f6fb4"
+TRAINING, EVALUATION = "#1f6fb4", "#d1495b"
 """One colour for what training measures, and one for evaluations."""
 
 PANELS = {
     "Reward": ("rewards/mean", "eval/avg_reward"),
     "KL to the reference": ("train/kl_mean",),
     "Entropy": ("train/entropy",),
-    "Steps that are clipped": ("train/clip_fraction",),
-    "Groups with equal rewards": ("group_stats/zero_variance_fraction",),
+    "Fraction of steps that are clipped": ("train/clip_fraction",),
+    "Fraction of groups with equal rewards": ("group_stats/zero_variance_fraction",),
     "Gradient norm": ("train/grad_norm",),
     "Decisions per row": ("steps/mean", "eval/steps_mean"),
     "Seconds per iteration": ("time/iteration",),
 }
-"""The title of each panel, and the metrics that it shows. A panel whose metrics never change from 0, or are absent, is left
-out."""
+"""The title of each panel, and the metrics that it shows. A panel is left out if its metrics are absent or never
+change."""
 
 
 def plot_history(history: Sequence[Mapping[str, float]], path: str | Path | None = None) -> Any:
@@ -58,8 +58,10 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path | None
     for axis, (title, lines) in zip(axes.flat, shown.items(), strict=False):
         if title == "Reward":
             _fill_quartiles(axis, history)
-        for name, values in lines.items():
-            _plot_line(axis, name, values)
+        ends = {name: values[np.isfinite(values)][-1] for name, values in lines.items() if np.isfinite(values).any()}
+        upward = sorted(ends, key=lambda name: ends[name])
+        for name in upward:
+            _plot_line(axis, name, lines[name], is_higher=name == upward[-1] if len(upward) > 1 else None)
         axis.set_title(title, loc="left", fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_xlabel("iteration", fontsize=9)
@@ -71,32 +73,46 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path | None
 
 
 def _lines_of(history: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """The values of each metric, [S], NaN where it was not measured. A metric that is always absent or 0 is left out."""
-    lines = {name: np.array([metrics.get(name, math.nan) for metrics in history]) for name in names}
-    return {name: values for name, values in lines.items() if np.nan_to_num(values).any() or name == "rewards/mean"}
+    """The values of each metric, [S], NaN where it was not measured. Metrics that never change are left out, but rewards."""
+    lines = {name: np.array([metrics.get(name, math.nan) for metrics in history], dtype=np.float64) for name in names}
+    return {name: values for name, values in lines.items() if name == "rewards/mean" or _changes(values)}
 
 
-def _plot_line(axis: Any, name: str, values: np.ndarray) -> None:
-    """Plot one metric, with its last value at the line's end. Evaluations are dots."""
+def _changes(values: np.ndarray) -> bool:
+    known = values[np.isfinite(values)]
+    return bool((known != known[:1]).any())
+
+
+def _plot_line(axis: Any, name: str, values: np.ndarray, *, is_higher: bool | None) -> None:
+    """Plot one metric, with its last value at the line's end. Evaluations are dots.
+
+    Args:
+        axis: where to plot.
+        name: the metric.
+        values: [S].
+        is_higher: whether this line ends above the other one, so that their labels do not overlap. None: there is no other.
+    """
     is_evaluation = name.startswith("eval/")
     colour = EVALUATION if is_evaluation else TRAINING
     known = np.flatnonzero(np.isfinite(values))
-    if not len(known):
-        return
-    axis.plot(known + 1, values[known], color=colour, linewidth=1.6, marker="o" if is_evaluation else None, markersize=3)
-    label = f" {'evaluation ' if is_evaluation else ''}{values[known[-1]]:.3g}"
+    axis.plot(
+        known + 1, values[known], color=colour, linewidth=1.6, marker="o" if is_evaluation else None, markersize=3
+    )
+    kind = "" if is_higher is None else "evaluation " if is_evaluation else "training "
     axis.annotate(
-        label, (known[-1] + 1, values[known[-1]]), color=colour, va="center", fontsize=9, annotation_clip=False
+        f" {kind}{values[known[-1]]:.3g}",
+        (known[-1] + 1, values[known[-1]]),
+        color=colour,
+        va="center" if is_higher is None else "bottom" if is_higher else "top",
+        fontsize=9,
+        annotation_clip=False,
     )
 
 
 def _fill_quartiles(axis: Any, history: Sequence[Mapping[str, float]]) -> None:
     """Shade the middle half of the rewards of each iteration."""
-    low, high = (_lines_of(history, [name]).get(name) for name in ("rewards/q25", "rewards/q75"))
-    if low is not None or high is not None:
-        zeros = np.zeros(len(history))
-        low, high = (zeros if values is None else values for values in (low, high))
-        axis.fill_between(np.arange(1, len(history) + 1), low, high, color=BAND, alpha=0.15, linewidth=0)
+    low, high = ([metrics.get(name, math.nan) for metrics in history] for name in ("rewards/q25", "rewards/q75"))
+    axis.fill_between(np.arange(1, len(history) + 1), low, high, color=TRAINING, alpha=0.15, linewidth=0)
 
 
 def _pyplot() -> Any:

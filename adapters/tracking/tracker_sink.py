@@ -42,7 +42,9 @@ class TrackerSink(ABC):
         self.name = name or self.folder.resolve().name
         self.log_every = require_count("log_every", log_every)
         self._is_open = self._is_broken = False
-        self._num_repeated = self._last = 0  # iterations up to these numbers were in the tracker at `start`, and are now
+        self._num_repeated = self._last = (
+            0  # iterations up to these numbers were in the tracker at `start`, and are now
+        )
 
     def start(self, settings: Mapping[str, Any], iteration: int) -> None:
         """Open or continue the tracker's run, and write the settings.
@@ -76,7 +78,9 @@ class TrackerSink(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._finish(failed=kind is not None)
 
     def _begin(self, iteration: int) -> None:

@@ -77,7 +77,9 @@ class TrackioSink(TrackerSink):
 
     def _log_samples(self, samples: Samples, iteration: int) -> None:
         table = self._trackio.Table(data=[dict(row) for row in samples.table()])
-        charts = {name: self._trackio.Histogram(np_histogram=(one.counts, one.edges)) for name, one in histograms(samples)}
+        charts = {
+            name: self._trackio.Histogram(np_histogram=(one.counts, one.edges)) for name, one in histograms(samples)
+        }
         self._run.log({f"{samples.kind}/samples": table, **charts}, step=iteration)
 
     def _close(self, *, failed: bool, broken: bool) -> None:

@@ -16,7 +16,6 @@ from .plain_data import pack, unpack
 from .requirements import require_instance, require_integers
 from .snapshots import Snapshot
 
-
 NUM_SHOWN = 5
 """Number of actions that `str(episode)` shows."""
 

@@ -116,6 +116,9 @@ def test_every_metric_name_is_accepted(tmp_path: Path, store: str) -> None:
 def test_a_store_that_fails_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     uri = f"sqlite:///{tmp_path}/file/mlflow.db"
-    with pytest.warns(GRPOWarning, match="MLflowSink.start raised"), MLflowSink(tmp_path / "run", tracking_uri=uri) as sink:
+    with (
+        pytest.warns(GRPOWarning, match="MLflowSink.start raised"),
+        MLflowSink(tmp_path / "run", tracking_uri=uri) as sink,
+    ):
         trained = train([sink], 2)
     assert len(trained.history) == 2

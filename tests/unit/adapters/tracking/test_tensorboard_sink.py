@@ -149,6 +149,9 @@ def test_a_disk_that_is_full_is_reported_once_and_the_run_goes_on(tmp_path: Path
 
 def test_a_folder_that_cannot_be_made_is_reported_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.warns(GRPOWarning, match="TensorBoardSink.start raised"), TensorBoardSink(tmp_path / "file/run") as sink:
+    with (
+        pytest.warns(GRPOWarning, match="TensorBoardSink.start raised"),
+        TensorBoardSink(tmp_path / "file/run") as sink,
+    ):
         trained: Any = train([sink], 2)
     assert len(trained.history) == 2
