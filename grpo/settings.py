@@ -144,12 +144,21 @@ def _require_setting(settings: Settings, name: str) -> None:
     if _is_setting(settings, name.split(".")):
         return
     known = list(_dotted_names(settings))
+    raise ConfigError(f"{type(settings).__name__} has no setting {name!r}. {nearest_name(name, known)}")
+
+
+def nearest_name(name: str, known: Sequence[str]) -> str:
+    """A sentence with the known name that is nearest to `name`, also by its last part, or with all known names.
+
+    Example:
+        >>> nearest_name("groupsize", ["group_size", "seed"])
+        "Did you mean 'group_size'?"
+    """
     by_last = {each.rpartition(".")[2]: each for each in reversed(known)}
     near = difflib.get_close_matches(name, known, n=1) or [
         by_last[last] for last in difflib.get_close_matches(name.rpartition(".")[2], by_last, n=1)
     ]
-    advice = f"Did you mean {near[0]!r}?" if near else f"Its settings are {', '.join(known)}."
-    raise ConfigError(f"{type(settings).__name__} has no setting {name!r}. {advice}")
+    return f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(known)}."
 
 
 def _dotted_names(settings: Settings, prefix: str = "") -> Iterator[str]:

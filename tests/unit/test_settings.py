@@ -64,7 +64,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(subtests: pytest.Subtes
         ("kl_control.targt", "Did you mean 'kl_control.target'?"),
         ("group_size.x", "Did you mean 'group_size'?"),
         ("objective.sampler_correction.high", "Did you mean "),
-        ("q", "Its settings are group_size, "),
+        ("q", "There are group_size, "),
     ]:
         with subtests.test(name=name), pytest.raises(ConfigError) as caught:
             GRPOConfig().updated({name: 1})

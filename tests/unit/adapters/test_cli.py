@@ -1,0 +1,232 @@
+"""The command line: settings, tasks, and what each command writes and prints."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters.cli import RECIPES, main, settings_of
+from grpo import ConfigError, GRPOConfig, presets
+from grpo.surrogates import Cispo
+
+TASKS = """
+import torch
+from grpo import WeightedRewards
+
+class Softmax(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.zeros(4))
+
+    def generate_actions(self, states, num_actions_per_state):
+        return torch.multinomial(self.logits.softmax(0).expand(len(states), 4), num_actions_per_state, replacement=True)
+
+    def get_log_probabilities(self, states, actions):
+        return self.logits.log_softmax(0)[actions]
+
+    def get_parameters(self):
+        return dict(self.named_parameters())
+
+class Wrong(Softmax):
+    def get_log_probabilities(self, states, actions):
+        return self.logits[actions]
+
+def reward(states, actions):
+    return (actions == 3).float()
+
+STATES = ["one", "two"]
+
+def task():
+    return Softmax(), reward, STATES
+
+def wrong():
+    return Wrong(), reward, STATES
+
+def evaluated():
+    return Softmax(), WeightedRewards({"right": reward}), STATES, ["three"]
+
+def pair():
+    return 1, 2
+
+def interrupted():
+    import os, signal
+    def stops(states, actions):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return reward(states, actions)
+    return Softmax(), stops, STATES
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module of tasks, which is the current one."""
+    (tmp_path / "own_tasks.py").write_text(TASKS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own_tasks", raising=False)
+    return tmp_path
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message of a command that ends with exit code 2."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+# Settings
+
+
+def test_a_file_of_settings_starts_from_a_preset_and_is_changed_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(
+        "preset: dapo\n"
+        "config:\n  learning_rate: 1e-5\n  objective: {surrogate: {kind: cispo, high: 4.0}, kl_coef: 0.1}\n"
+        "train: {num_iterations: 20, eval_every: 5}\n"
+    )
+    config, options = settings_of(path, ["objective.kl_coef=.2", "train.num_iterations=7", "seed=3"])
+    expected = presets.dapo().updated({"learning_rate": 1e-5, "objective.kl_coef": 0.2, "seed": 3})
+    assert config == expected.updated({"objective.surrogate": {"kind": "cispo", "high": 4.0}})
+    assert config.objective.surrogate == Cispo(high=4.0)
+    assert options == {"num_iterations": 7, "eval_every": 5}
+
+
+def test_json_says_the_same_and_no_file_means_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text('{"config": {"group_size": 4}}')
+    assert settings_of(path, []) == (GRPOConfig(group_size=4), {"num_iterations": 100})
+    assert settings_of(None, []) == (GRPOConfig(), {"num_iterations": 100})
+
+
+def test_values_of_the_command_line_are_numbers_words_and_json() -> None:
+    changes = [
+        "learning_rate=1e-4", "max_grad_norm=none", "compile_objective=true", "lr_schedule=cosine", "seed=7",
+        'objective={"kl_coef": 0.5}',
+    ]  # fmt: skip
+    config, _ = settings_of(None, changes)
+    assert config == GRPOConfig(
+        learning_rate=1e-4, max_grad_norm=None, compile_objective=True, lr_schedule="cosine", seed=7
+    ).updated({"objective.kl_coef": 0.5})
+
+
+def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for text, changes, message in [
+        ("confg: {}", [], r"the file of settings has no setting 'confg'. Did you mean 'config'"),
+        ("config: {groupsize: 4}", [], r"no setting 'groupsize'. Did you mean 'group_size'"),
+        ("train: {iterations: 4}", [], r"train has no setting 'iterations'. Did you mean 'num_iterations'"),
+        ("preset: dapoo", [], r"no preset 'dapoo'. Did you mean 'dapo'"),
+        ("{}", ["objective.surogate.high=1"], r"Did you mean 'objective.surrogate.high'"),
+        ("{}", ["train.keeplast=1"], r"Did you mean 'keep_last'"),
+        ("{}", ["seed"], r"--set needs NAME=VALUE; got 'seed'"),
+        ("- 3", [], r"must hold settings by name; got list"),
+        ("{", [], r"is not YAML"),
+        ("config: !!python/object/apply:os.system ['true']", [], r"is not YAML"),
+    ]:
+        path = tmp_path / "settings.yaml"
+        path.write_text(text)
+        with subtests.test(text=text, changes=changes), pytest.raises(ConfigError, match=message):
+            settings_of(path, changes)
+
+
+# Commands
+
+
+def test_train_keeps_a_run_that_can_be_resumed_compared_and_reported(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = ["--out", "run", "--set", "learning_rate=0.1", "--set", "seed=0"]
+    main(["train", "own_tasks:evaluated", *how, "--set", "train.num_iterations=10"])
+    assert "10 iterations; the mean reward went from" in capsys.readouterr().out
+    main(["train", "own_tasks:evaluated", *how, "--set", "train.num_iterations=60", "--resume"])
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(1, 61))
+    assert "eval/right/mean" in lines[-1]
+    main(["compare", "own_tasks:evaluated", "run"])
+    printed = capsys.readouterr().out
+    comparison = json.loads((folder / "run" / "comparison.json").read_text())
+    assert comparison["mean_reward_after"] > 0.8 > 0.5 > comparison["mean_reward_before"]
+    assert "three" in printed
+    main(["report", "run", "--out", "page.html"])
+    assert "answers" in (folder / "page.html").read_text().lower()
+
+
+def test_a_second_run_in_the_same_folder_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "own_tasks:task", "--set", "train.num_iterations=1"])
+    assert (folder / "runs" / "task" / "report.html").exists()
+    message = fails(capsys, "train", "own_tasks:task")
+    assert "has a run already. Pass --resume to continue it, or --out with another folder." in message
+
+
+def test_check_tests_a_policy_and_its_reward(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", "own_tasks:task"])
+    printed = capsys.readouterr().out
+    assert "check_policy(Softmax): " in printed
+    assert "check_reward_model(reward): " in printed
+    main(["check", "own_tasks:Softmax", "--states", "own_tasks:STATES"])
+    assert "check_reward_model" not in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main(["check", "own_tasks:wrong"])
+    assert caught.value.code == 1
+    assert "generated samples" in capsys.readouterr().out
+
+
+def test_presets_are_listed_and_printed_as_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    main(["presets"])
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == list(RECIPES)
+    assert "Decoupled clip, dynamic sampling" in "\n".join(listed)
+    for name, recipe in RECIPES.items():
+        main(["presets", name])
+        printed = capsys.readouterr().out
+        path = tmp_path / "recipe.json"
+        settings = "\n".join(line for line in printed.splitlines() if not line.startswith("#"))
+        path.write_text(json.dumps({"config": json.loads(settings)}))
+        assert settings_of(path, [])[0] == recipe()
+
+
+def test_names_that_lead_nowhere_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    cases: list[tuple[list[str], str]] = [
+        (["train", "own_tasks"], "A task is named as MODULE:FUNCTION"),
+        (["train", "own_tasks:tsk"], "own_tasks has no 'tsk'. Did you mean 'task'?"),
+        (["train", "no_such_module:task"], "No module named 'no_such_module'"),
+        (["train", "own_tasks:pair"], "must return (policy, reward_model, states)"),
+        (["train", "own_tasks:task", "missing.yaml"], "No such file"),
+        (["compare", "own_tasks:task", "nowhere"], "nowhere"),
+        (["report", "nowhere"], "nowhere"),
+        (["presets", "grpo"], "There is no preset 'grpo'"),
+    ]
+    for arguments, message in cases:
+        with subtests.test(arguments=arguments):
+            assert message in fails(capsys, *arguments)
+    assert not (folder / "runs").exists()
+
+
+def test_a_signal_ends_a_run_with_its_exit_code(folder: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "own_tasks:interrupted"])
+    assert caught.value.code == 143
+
+
+@pytest.mark.slow
+def test_the_command_finds_tasks_in_the_current_folder_and_plots_the_demo(folder: Path) -> None:
+    def grpo(*arguments: str) -> str:
+        root = Path(__file__).resolve().parents[3]
+        environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+        command = [sys.executable, "-c", "from adapters.cli import main; main()", *arguments]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "check_policy(Softmax)" in grpo("check", "own_tasks:task")
+    assert "With the tuned settings" in grpo("demo", "--plot", "demo.png")
+    assert (folder / "demo.png").exists()
+    help_text: Any = grpo("--help")
+    for command in ("demo", "train", "check", "compare", "report", "presets"):
+        assert f"    {command} " in help_text
