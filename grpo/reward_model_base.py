@@ -1,6 +1,7 @@
 """The reward model: a protocol of four methods, and no base class. Plain functions and weighted sums are reward models, too."""
 
 import copy
+import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ._processes.reward_models import ComponentsInProcess, RewardsInProcess, gpus_of
 from .deadlines import MAX_CONCURRENT, Call, await_all, call_in_process, is_async
-from .errors import ConfigError
+from .errors import ConfigError, ProtocolError
 from .policy_base import HasState, require_methods
 from .writing import as_rewards, describe, reward_name
 
@@ -310,9 +311,47 @@ def restore_state(value: Any, state: dict[str, Any]) -> None:
         )
 
 
+def is_function(value: Any) -> bool:
+    """Whether `value` is called as it is: a function or a callable object without `compute_rewards`, and not a class."""
+    return callable(value) and not isinstance(value, type) and not hasattr(value, "compute_rewards")
+
+
 def as_reward_model(value: Any) -> Any:
-    """Return `value` if it is a reward model, and wrap a plain callable in `RewardFunction`. Else raise a ProtocolError."""
-    if not hasattr(value, "compute_rewards") and callable(value) and not isinstance(value, type):
+    """Return `value` if it is a reward model, and wrap a plain `(states, actions) -> rewards` in `RewardFunction`.
+
+    Raises:
+        ProtocolError: `value` is neither, such as a list of functions, or a function with the arguments of another library.
+    """
+    if isinstance(value, Mapping | list | tuple):
+        raise ProtocolError(
+            f"reward_model must be one reward; got {describe(value)}. Pass the sum of several, WeightedRewards({{'name': "
+            "function, ...}, weights), or for language models adapters.llm.CompletionRewards(functions, weights)."
+        )
+    if is_function(value):
+        _require_states_and_actions(value)
         return RewardFunction(value)
     require_methods(value, ("compute_rewards", "train", "eval", "to"), "reward_model", "RewardModel")
     return value
+
+
+def _require_states_and_actions(function: Callable[..., Any]) -> None:
+    """Refuse a function that cannot be called as `function(states, actions)`, and one that takes TRL's arguments by name."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # recovery: a function without a readable signature is called as it is
+        return
+    is_of_trl = "completions" in signature.parameters and any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()
+    )
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        pass
+    else:
+        if not is_of_trl:
+            return
+    raise ProtocolError(
+        f"reward_model must be a function of (states, actions); got {reward_name(RewardFunction(function))}{signature}. "
+        "A function of prompts, completions and columns by name, as in TRL, belongs in "
+        "adapters.llm.CompletionRewards(function). Give any other function these two arguments."
+    )

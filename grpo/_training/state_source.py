@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from grpo.errors import ConfigError, ContractError
 from grpo.types import Rows, select_rows
@@ -18,7 +19,8 @@ class StateSource:
     """Returns the states of each iteration. They depend only on the seed and the iteration, so that a run can resume.
 
     A sequence, tensor or array is drawn in shuffled epochs without replacement. If `num_per_iteration` is None, each iteration
-    has all states in order. An iterable is read in order, and from the start again at its end. A function
+    has all states in order. An iterable is read in order, and from the start again at its end. It yields single states: a
+    `torch.utils.data.DataLoader` needs `batch_size=None`. A function
     `iteration -> states` is called in each iteration; a run resumes exactly if the result depends only on the iteration.
     """
 
@@ -38,8 +40,12 @@ class StateSource:
             self._epoch = lru_cache(2)(lambda k: np.random.default_rng((seed, k)).permutation(len(states)))
             self._draw, self.first = self._from_sequence, states[0]
         elif isinstance(states, Iterable):
+            _require_no_batches(states)
             if num_per_iteration is None:
-                raise ConfigError("states is an iterable without a length: set GRPOConfig.num_states_per_iteration.")
+                raise ConfigError(
+                    f"GRPOConfig.num_states_per_iteration must be set, because a {type(states).__name__} of states has no "
+                    "entries by number, and the whole of it may be endless. Set it, or pass list(states)."
+                )
             self._endless, self._num_taken = _repeated(states), 0
             self._draw = self._from_iterable
         elif callable(states) and not isinstance(states, type):
@@ -72,6 +78,16 @@ class StateSource:
                 "iterating again yields nothing. Pass a list, an iterable that can be iterated again, or fewer iterations."
             )
         return taken
+
+
+def _require_no_batches(states: Any) -> None:
+    """Refuse a `DataLoader` that joins states to batches, because each of its batches would count as one state."""
+    if isinstance(states, DataLoader) and states.batch_sampler is not None:
+        raise ConfigError(
+            "states must hold one entry per state; this DataLoader yields batches, and each batch would count as one state. "
+            f"Pass its data set, loader.dataset, with GRPOConfig.num_states_per_iteration={states.batch_size or '...'}: "
+            "`train` shuffles the states itself. Or build the loader with batch_size=None, which yields single states."
+        )
 
 
 def _repeated(states: Iterable[Any]) -> Iterator[Any]:

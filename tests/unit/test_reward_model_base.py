@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import ConfigError, ProtocolError, RewardConfig, RewardError, WeightedRewards
+from grpo import ConfigError, GRPOConfig, GRPOTrainer, ProtocolError, RewardConfig, RewardError, WeightedRewards
 from grpo._collecting.reward_calls import RewardCalls
 from grpo.checks import check_reward_model
 from grpo.reward_model_base import (
@@ -21,6 +21,7 @@ from grpo.reward_model_base import (
     with_limits,
 )
 from grpo.writing import reward_name
+from tests.support.bad_input_places import Plain
 
 
 class Counting:
@@ -177,6 +178,42 @@ def test_an_object_with_any_method_of_a_reward_model_is_no_reward_function() -> 
             as_reward_model(wrong)
     with pytest.raises(ProtocolError, match=r"^reward_model must be an instance; got the class Counting"):
         as_reward_model(Counting)
+
+
+def of_trl(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def test_several_rewards_and_functions_of_another_library_are_told_what_to_use(subtests: pytest.Subtests) -> None:
+    def answers(completions: Any, **columns: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    several = (
+        r"must be one reward; got {}.*WeightedRewards\(\{{'name': function, ...\}}, weights\).*CompletionRewards\("
+    )
+    one = r"must be a function of \(states, actions\); got {}.*adapters\.llm\.CompletionRewards\(function\)"
+    cases = [
+        ([length, length], several.format("a list of 2")),
+        ((length,), several.format("a tuple of 1")),
+        ({"a": length}, several.format("dict")),
+        (of_trl, one.format(r"of_trl\(prompts")),
+        (answers, one.format(r"answers\(completions")),
+        (lambda action: [1.0], one.format(r"<lambda>\(action\)")),
+    ]
+    for wrong, message in cases:
+        with subtests.test(message=message), pytest.raises(ProtocolError, match=message):
+            GRPOTrainer(config=GRPOConfig(), policy=Plain(), reward_model=wrong)
+
+
+def test_functions_that_take_states_and_actions_under_any_name_are_accepted() -> None:
+    for function in (
+        lambda prompts, completions: [1.0],
+        lambda *rows: [1.0],
+        lambda states, actions, **options: [1.0],
+        functools.partial(lambda states, actions, scale: [scale], scale=1.0),
+        max,  # without a signature that Python can read
+    ):
+        assert isinstance(as_reward_model(function), RewardFunction)
 
 
 # Limits

@@ -12,7 +12,7 @@ from adapters.llm.prompts import PromptState
 from grpo import WeightedRewards
 from grpo.deadlines import Call, await_all, call_in_process
 from grpo.errors import ConfigError
-from grpo.reward_model_base import RewardFunction
+from grpo.reward_model_base import RewardFunction, is_function
 from grpo.writing import as_rewards, describe, reward_name
 
 from .reward_functions import CompletionFunction, Offer, function_name
@@ -75,13 +75,9 @@ class CompletionRewards(WeightedRewards):
             if len(weights) != len(named):
                 raise ConfigError(f"CompletionRewards needs one weight per function, {len(named)}; got {len(weights)}.")
             weights = dict(zip(named, weights, strict=True))
-        super().__init__(named, weights)
+        self._functions = {name: CompletionFunction(name, part) for name, part in named.items() if is_function(part)}
+        super().__init__({n: RewardFunction(f) if n in self._functions else f for n, f in named.items()}, weights)
         self.prompt_column = prompt_column
-        self._functions = {
-            name: CompletionFunction(name, reward.function)
-            for name, reward in self.rewards.items()
-            if isinstance(reward, RewardFunction) and reward is not named[name]
-        }
 
     def compute_components(
         self, states: Sequence[PromptState], actions: Sequence[Completion]

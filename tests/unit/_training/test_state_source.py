@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from grpo import ConfigError, ContractError
 from grpo._training.state_source import StateSource
@@ -128,3 +129,31 @@ def test_values_that_are_no_container_of_states_are_refused(subtests):
     for states in [None, 5, 1.5]:
         with subtests.test(states=states), pytest.raises(ConfigError, match=f"got {type(states).__name__}"):
             StateSource(states, None, seed=0)
+
+
+def test_a_loader_of_batches_is_refused_and_what_the_error_advises_works(subtests):
+    states = ["a", "b", "c", "d", "e"]
+    for loader in [
+        DataLoader(states, batch_size=2),
+        DataLoader(states, batch_size=2, shuffle=True),
+        DataLoader(torch.zeros(5, 2), batch_size=2),
+    ]:
+        with (
+            subtests.test(loader=loader),
+            pytest.raises(
+                ConfigError,
+                match=r"yields batches.*loader\.dataset, with GRPOConfig\.num_states_per_iteration=2.*batch_size=None",
+            ),
+        ):
+            StateSource(loader, 2, seed=0)
+    of_dataset = StateSource(DataLoader(states, batch_size=2).dataset, 2, seed=0)
+    assert sorted(of_dataset(0) + of_dataset(1) + of_dataset(2)[:1]) == states
+    one_by_one = StateSource(DataLoader(states, batch_size=None), 2, seed=0)
+    assert [one_by_one(i) for i in range(3)] == [["a", "b"], ["c", "d"], ["e", "a"]]
+
+
+def test_an_iterable_with_a_length_is_not_said_to_have_none():
+    with pytest.raises(
+        ConfigError, match=r"must be set, because a set of states has no entries by number.*list\(states\)"
+    ):
+        StateSource({"a", "b"}, None, seed=0)
