@@ -36,7 +36,8 @@ from .policy_base import (
     SplitsSteps,
     SyncsSampler,
 )
-from .reward_model_base import RewardModel, WeightedRewards
+from .reward_model_base import ComparesActions, RewardModel
+from .rewards import PairwiseRewards, WeightedRewards
 from .sinks import JSONLSink, MetricSink, Samples
 from .trainer import GRPOTrainer
 from .types import ActionScores, ExperienceBatch, ObjectiveInputs, ObjectiveOutput, SampledActions
@@ -53,6 +54,7 @@ __all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
     "PolicyModel",
     "RewardModel",
     "WeightedRewards",
+    "PairwiseRewards",
     "load_weights",
     # write a domain
     "ActionScores",
@@ -67,6 +69,7 @@ __all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
     "SplitsSteps",
     "KeysStates",
     "HasState",
+    "ComparesActions",
     # watch a run
     "MetricSink",
     "JSONLSink",

@@ -95,7 +95,7 @@ class ExperienceCollector:
 
         scored_at = time.perf_counter()
         with torch.no_grad():
-            rewards = self._ask_for_rewards(row_states, row_actions, mask, keep_counts=True)
+            rewards = self._ask_for_rewards(row_states, row_actions, mask, group_ids=group_ids, keep_counts=True)
         if rewards.kept is not None:  # rows without a reward leave the batch
             kept = rewards.kept.nonzero().squeeze(1)
             row_states, row_actions = select_rows(row_states, kept), select_rows(row_actions, kept)
@@ -153,7 +153,7 @@ class ExperienceCollector:
         group_ids = torch.arange(len(states)).repeat_interleave(num_actions_per_state)
         with torch.no_grad():
             mask = None if sampled is None else sampled.mask
-            rewards = self._ask_for_rewards(row_states, row_actions, mask, keep_counts=True)
+            rewards = self._ask_for_rewards(row_states, row_actions, mask, group_ids=group_ids, keep_counts=True)
         kept = slice(None) if rewards.kept is None else rewards.kept.nonzero().squeeze(1)
         return Samples(
             kind="eval",

@@ -1,22 +1,19 @@
-"""The reward model: a protocol of four methods, and no base class. Plain functions and weighted sums are reward models, too."""
+"""The reward model: a protocol of four methods, and no base class. A plain function is a reward model, too."""
 
-import copy
 import inspect
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Int
 from torch import Tensor
 
 from ._processes.reward_models import ComponentsInProcess, RewardsInProcess, gpus_of
-from .deadlines import MAX_CONCURRENT, Call, await_all, call_in_process, is_async
+from .deadlines import Call, await_all, call_in_process, is_async
 from .errors import ConfigError, ProtocolError
 from .policy_base import HasState, require_methods
-from .writing import as_rewards, describe, reward_name
+from .writing import describe, reward_name
 
 StateT = TypeVar("StateT", contravariant=True)
 ActionT = TypeVar("ActionT", contravariant=True)
@@ -65,6 +62,17 @@ class LosesRewards(Protocol):
 
 
 @runtime_checkable
+class ComparesActions(Protocol):
+    """A reward that depends on the other actions of its group, such as a win rate. The trainer says which rows are a group."""
+
+    compares_actions: bool
+    """Whether any part of the reward depends on the group."""
+
+    def in_groups(self, group_ids: Int[Tensor, " N"]) -> Any:
+        """Return a reward model with the same parts and the same state, for N rows of these groups. Change nothing."""
+
+
+@runtime_checkable
 class LimitsCalls(Protocol):
     """A reward model that passes the limits of `RewardConfig` on to its parts. Any other reward model is one part."""
 
@@ -85,7 +93,7 @@ class RewardFunction:
         timeout: seconds per call, see `RewardConfig.timeout`.
     """
 
-    def __init__(self, function: Callable[[Any, Any], Any], *, timeout: float | None = None) -> None:
+    def __init__(self, function: Callable[..., Any], *, timeout: float | None = None) -> None:
         self.function = function
         self.timeout = timeout
         self.is_async = is_async(function)
@@ -94,7 +102,11 @@ class RewardFunction:
 
     def compute_rewards(self, states: Any, actions: Any) -> Any:
         """Call the function, and return its result. The collector checks the result."""
-        call = Call(name=self.__name__, function=self.function, arguments=(states, actions))
+        return self.call(states, actions)
+
+    def call(self, *arguments: Any) -> Any:
+        """Call the function within the deadline, with any arguments."""
+        call = Call(name=self.__name__, function=self.function, arguments=arguments)
         if self.is_async:
             return await_all([call], timeout=self.timeout)[0]
         return call() if self.timeout is None else call_in_process([call], timeout=self.timeout)[0]
@@ -127,134 +139,9 @@ class RewardFunction:
         return self.__name__
 
 
-class WeightedRewards:
-    """A weighted sum of named rewards: R = sum_k weight_k R_k. The trainer reports each part under its name.
-
-    A part that returns NaN for a row does not apply to the row: R is the sum of the other parts. A row without any part has no
-    reward, which `RewardConfig.non_finite` handles. `rewards/NAME/applies` is the fraction of rows to which a part applies.
-
-    Args:
-        rewards: name -> reward model, or plain `(states, actions) -> rewards`.
-        weights: name -> weight. None: all weights are 1.
-
-    Raises:
-        ConfigError: there is no reward, or the names of rewards and weights differ.
-
-    Example:
-        >>> parts = {"right": lambda s, a: [1.0, 0.0], "short": lambda s, a: [2.0, 4.0]}
-        >>> both = WeightedRewards(parts, {"right": 1, "short": 0.5})
-        >>> both.compute_rewards(["s", "s"], ["a", "b"]).tolist()
-        [2.0, 2.0]
-    """
-
-    timeout: float | None = None
-    """Seconds per call of a part. `limit_calls` returns a copy with another value."""
-    max_concurrent: int = MAX_CONCURRENT
-    """Largest number of parts that are awaited at the same time. `limit_calls` returns a copy with another value."""
-
-    def __init__(self, rewards: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> None:
-        for argument, value in (("rewards", rewards), ("weights", {} if weights is None else weights)):
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"WeightedRewards: {argument} must be a dict by name; got {describe(value)}.")
-        self.rewards = {name: as_reward_model(reward) for name, reward in rewards.items()}
-        self.weights = dict.fromkeys(rewards, 1.0) if weights is None else dict(weights)
-        if not rewards or set(self.weights) != set(self.rewards):
-            raise ConfigError(
-                "WeightedRewards needs at least one reward and one weight for each; "
-                f"got rewards {sorted(self.rewards)}, weights {sorted(self.weights)}. "
-                "Use the same names for both."
-            )
-        of_parts: Mapping[str, Any] = self.weights
-        for name, weight in of_parts.items():
-            if not isinstance(weight, int | float | np.number) or not math.isfinite(weight):
-                raise ConfigError(
-                    f"WeightedRewards: the weight of {name!r} must be a finite number; got {describe(weight)}."
-                )
-
-    def compute_components(self, states: Any, actions: Any) -> dict[str, Float[Tensor, "N *T"]]:
-        """Map the name of each part to its rewards, before weighting. NaN: the part does not apply there, and adds nothing."""
-        awaited = {
-            name: Call(name=part.__name__, function=part.function, arguments=(states, actions))
-            for name, part in self.rewards.items()
-            if isinstance(part, RewardFunction) and part.is_async
-        }
-        answers = {
-            name: part.compute_rewards(states, actions) for name, part in self.rewards.items() if name not in awaited
-        }
-        if awaited:  # together
-            several = await_all([*awaited.values()], timeout=self.timeout, max_concurrent=self.max_concurrent)
-            answers |= dict(zip(awaited, several, strict=True))
-        is_one_row = len(states) == 1  # the rewards of a single row may have the shape [1, 1], which the caller checks
-        return {
-            name: as_rewards(reward_name(part), answers[name], len(states), one_step_is_a_step=is_one_row)
-            for name, part in self.rewards.items()
-        }
-
-    def combine(self, components: Mapping[str, Float[Tensor, "N *T"]]) -> Float[Tensor, "N *T"]:
-        """Return sum_k weight_k R_k over the parts that apply. It is NaN where no part applies.
-
-        The sum is added in float64, and the result has the dtype of the least precise part.
-        """
-        absent = {name: part.isnan() for name, part in components.items()}
-        weighted = [
-            self.weights[name] * part.double().masked_fill(absent[name], 0.0) for name, part in components.items()
-        ]
-        total = torch.stack(weighted).sum(0).masked_fill(torch.stack([*absent.values()]).all(0), torch.nan)
-        return total.to(min((part.dtype for part in components.values()), key=lambda dtype: dtype.itemsize))
-
-    def compute_rewards(self, states: Any, actions: Any) -> Float[Tensor, "N *T"]:
-        """Return the weighted sum of all rewards, sum_k weight_k R_k."""
-        return self.combine(self.compute_components(states, actions))
-
-    def lost_rewards(self) -> dict[str, Tensor]:
-        """Map the name of a metric to the rows [N] whose reward the last call lost for that reason, over all parts."""
-        found: dict[str, Tensor] = {}
-        for part in self.rewards.values():
-            if isinstance(part, LosesRewards):
-                for name, rows in part.lost_rewards().items():
-                    found[name] = rows | found[name] if name in found else rows
-        return found
-
-    def limit_calls(self, *, timeout: float | None, max_concurrent: int) -> "WeightedRewards":
-        """Return a copy that holds the same parts within these limits. `async def` parts are awaited together.
-
-        Raises:
-            ConfigError: a part is not async, and cannot run in another process.
-        """
-        limited = copy.copy(self)
-        limited.timeout, limited.max_concurrent = timeout, max_concurrent
-        limited.rewards = {
-            name: with_limits(part, timeout=timeout, max_concurrent=max_concurrent)
-            for name, part in self.rewards.items()
-        }
-        return limited
-
-    def train(self) -> "WeightedRewards":
-        """Switch every part to training mode."""
-        for reward in self.rewards.values():
-            reward.train()
-        return self
-
-    def eval(self) -> "WeightedRewards":
-        """Switch every part to evaluation mode."""
-        for reward in self.rewards.values():
-            reward.eval()
-        return self
-
-    def to(self, device: torch.device | str) -> "WeightedRewards":
-        """Move every part to a device."""
-        for reward in self.rewards.values():
-            reward.to(device)
-        return self
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of each part, by name."""
-        return {name: kept_state(reward) for name, reward in self.rewards.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        for name, reward in self.rewards.items():
-            restore_state(reward, state[name])
+def compares_actions(reward_model: Any) -> bool:
+    """Whether a reward model depends on the other actions of the group."""
+    return isinstance(reward_model, ComparesActions) and reward_model.compares_actions
 
 
 def with_limits(reward_model: Any, *, timeout: float | None, max_concurrent: int) -> Any:

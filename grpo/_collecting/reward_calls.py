@@ -10,18 +10,19 @@ from itertools import count
 from typing import Any, NoReturn, assert_never
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo.config import RewardConfig
 from grpo.distributed import OneProcess
-from grpo.errors import DeadlineError, RewardError, RewardRaisedError, RewardTimeoutError
-from grpo.reward_model_base import LosesRewards, WeightedRewards, as_reward_model, with_limits
-from grpo.types import Rows, select_rows, zero_outside
+from grpo.errors import ConfigError, DeadlineError, RewardError, RewardRaisedError, RewardTimeoutError
+from grpo.reward_model_base import LosesRewards, as_reward_model, with_limits
+from grpo.rewards import WeightedRewards
+from grpo.types import Rows, zero_outside
 from grpo.writing import describe, reward_name
 
 from .circuit_breaker import CircuitBreaker
-from .reward_answers import Answer, CheckedCall, is_failed_call, kind_of, spread
+from .reward_answers import Answer, AskedRows, CheckedCall, is_failed_call, kind_of, spread
 
 NUM_TRIALS = 3
 """Number of failed trials in a row after which training stops."""
@@ -96,7 +97,13 @@ class RewardCalls:
         """Failures, by metric name, that have not been reported yet."""
 
     def __call__(
-        self, states: Rows, actions: Rows, mask: Bool[Tensor, "N T"] | None = None, *, keep_counts: bool = False
+        self,
+        states: Rows,
+        actions: Rows,
+        mask: Bool[Tensor, "N T"] | None = None,
+        *,
+        group_ids: Int[Tensor, " N"] | None = None,
+        keep_counts: bool = False,
     ) -> Rewards:
         """The rewards of N rows. Rewards per step are set to 0 outside `mask`, if the valid steps are known.
 
@@ -104,14 +111,21 @@ class RewardCalls:
             states: N states.
             actions: N actions.
             mask: the valid steps. None: they are not known.
+            group_ids: the group of each row, for a reward model that compares the actions of a group. None: not known.
             keep_counts: go on counting. If False, the next call counts from 0, unless this call raises.
 
         Raises:
+            ConfigError: the reward model compares actions, and there are no group ids.
             RewardError: the reward model raised (the error is chained), returned a wrong shape, or returned NaN or infinity,
                 and `config` does not allow it.
         """
         self.reward_model.eval()
-        total, components, kept = self._ask_with_breaker(states, actions, None if mask is None else mask.cpu())
+        if self._call.compares_actions and group_ids is None:
+            raise ConfigError(
+                f"{self._name} compares the actions of a group, so the call needs group_ids=...; got None."
+            )
+        rows = AskedRows(states=states, actions=actions, mask=None if mask is None else mask.cpu(), group_ids=group_ids)
+        total, components, kept = self._ask_with_breaker(rows)
         if not bool(kept.any()):
             raise RewardError(
                 f"{self._name} must give at least one row a reward; it lost those of all {len(kept)} rows. Look at what it "
@@ -137,16 +151,14 @@ class RewardCalls:
         """Count from 0 again, because the counts have been reported."""
         self.counts = dict.fromkeys(COUNTED, 0.0)
 
-    def _ask_with_breaker(
-        self, states: Rows, actions: Rows, mask: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def _ask_with_breaker(self, rows: AskedRows) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Get the total rewards, their parts, and the rows that have them. Wait while the breaker is open."""
         num_trials = 0
         while True:
             is_trial = self._breaker.is_open
             self._breaker.wait()
             try:
-                return self._ask(states, actions, mask, () if is_trial else retry_delays(self.config))
+                return self._ask(rows, () if is_trial else retry_delays(self.config))
             except RewardError as error:
                 if not is_trial and not isinstance(error, _OutageError):
                     raise
@@ -157,13 +169,11 @@ class RewardCalls:
                         f"{NUM_TRIALS} trials {self.config.breaker_seconds:g} s apart (reward.breaker_seconds)."
                     ) from error.__cause__ or error
 
-    def _ask(
-        self, states: Rows, actions: Rows, mask: Tensor | None, delays: Iterable[float]
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def _ask(self, rows: AskedRows, delays: Iterable[float]) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Get the rewards with a call for all rows, or else as `on_failure` says."""
         try:
-            total, components = self._ask_all_rows(states, actions, mask, delays)
-            return _without(self._lost_rows(len(states)), total, components)
+            total, components = self._ask_all_rows(rows, delays)
+            return _without(self._lost_rows(len(rows)), total, components)
         except _OutageError:
             raise
         except RewardError as failure:
@@ -171,33 +181,33 @@ class RewardCalls:
                 case "raise":
                     raise
                 case "drop":
-                    return self._ask_row_by_row(states, actions, mask, failure)
+                    return self._ask_part_by_part(rows, failure)
                 case _:
                     assert_never(self.config.on_failure)
 
-    def _ask_all_rows(self, states: Rows, actions: Rows, mask: Tensor | None, delays: Iterable[float]) -> Answer:
+    def _ask_all_rows(self, rows: AskedRows, delays: Iterable[float]) -> Answer:
         """Get the rewards with one call for all rows, with a retry after each delay."""
         left = iter(delays)
         for num_calls in count(1):
             try:
-                return self._attempt(states, actions, mask)
+                return self._attempt(rows)
             except Exception as error:
                 if not is_failed_call(error):
                     raise
                 delay = next(left, None)
                 if delay is None:
-                    self._raise_for(error, len(states), num_calls)
+                    self._raise_for(error, len(rows), num_calls)
                 if self._breaker.is_open:  # trials take the place of the retries that are left
                     raise _OutageError(str(error)) from error
             self._pause(delay, f"{self._name} failed, and is called again later (reward.num_retries)")
             self.counts["rewards/retries"] += 1
         raise AssertionError  # count() never ends
 
-    def _attempt(self, states: Rows, actions: Rows, mask: Tensor | None, *, is_single: bool = False) -> Answer:
+    def _attempt(self, rows: AskedRows, *, is_part: bool = False) -> Answer:
         """Make one call, and count it if it fails."""
         try:
-            with self._limited(len(states)):
-                answer = self._call(states, actions, mask, is_single=is_single)
+            with self._limited(len(rows)):
+                answer = self._call(rows, is_part=is_part)
         except Exception as error:
             if is_failed_call(error):
                 self.counts["rewards/failed_calls"] += 1
@@ -230,45 +240,43 @@ class RewardCalls:
             "reward.on_failure='drop'."
         ) from error
 
-    def _ask_row_by_row(
-        self, states: Rows, actions: Rows, mask: Tensor | None, failure: RewardError
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Get the total rewards and their parts with one call per row, and mark the rows whose call did not fail."""
+    def _ask_part_by_part(self, rows: AskedRows, failure: RewardError) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Get the total rewards and their parts with one call per row, or per group if the reward compares actions.
+
+        Also returns which rows have a reward: those whose call did not fail.
+        """
+        parts = self._call.smallest_parts(rows)
         answers: dict[int, Answer] = {}
-        lost = torch.zeros(len(states), dtype=torch.bool)
+        lost = torch.zeros(len(rows), dtype=torch.bool)
         last: Exception = failure
         start = self._clock()
-        for row in spread(len(states)):
-            one = slice(row, row + 1)
+        for place in spread(len(parts)):
             try:
-                answers[row] = self._attempt(
-                    select_rows(states, one),
-                    select_rows(actions, one),
-                    None if mask is None else mask[one],
-                    is_single=True,
-                )
-                lost[one] = self._lost_rows(1)
-            except Exception as error:  # on_failure="drop" leaves the row out; the caller counts it as dropped
+                answers[place] = self._attempt(rows.part(parts[place]), is_part=True)
+                lost[parts[place]] = self._lost_rows(len(parts[place]))
+            except Exception as error:  # on_failure="drop" leaves the rows out; the caller counts them as dropped
                 if not is_failed_call(error):
                     raise
                 last = error
             if not answers and self._breaker.is_open and self._clock() - start >= SECONDS_WITHOUT_ANSWER:
-                break  # rows that hang one after another
+                break  # parts that hang one after another
         if not answers:
+            what = "group" if self._call.compares_actions else "row"
             raise _OutageError(
-                f"{failure} When the rows were asked one by one, {self._name} failed for every one of {len(states)} rows, "
+                f"{failure} When the rows were asked {what} by {what}, {self._name} failed for every one of {len(rows)} rows, "
                 f"the last time with {type(last).__name__}: {last}"
             ) from last
         self._breaker.succeed()  # rows that fail at the end do not make the next iteration wait
         kinds = Counter(map(kind_of, answers.values()))
-        answers = {row: answer for row, answer in answers.items() if kind_of(answer) == kinds.most_common(1)[0][0]}
-        self.counts["rewards/failed_calls"] += kinds.total() - len(answers)  # rows unlike the others
-        answered = torch.zeros(len(states), dtype=torch.bool)
-        answered[sorted(answers)] = True
-        total, components, _ = _without(
-            lost[answered], *self._call.join([answers[row] for row in sorted(answers)], mask)
+        answers = {place: answer for place, answer in answers.items() if kind_of(answer) == kinds.most_common(1)[0][0]}
+        self.counts["rewards/failed_calls"] += kinds.total() - len(answers)  # parts unlike the others
+        answered = torch.cat([parts[place] for place in sorted(answers)])
+        total, components = self._call.join([answers[place] for place in sorted(answers)], rows.mask)
+        answered, order = answered.sort()
+        total, components, kept = _without(
+            lost[answered], total[order], {name: part[order] for name, part in components.items()}
         )
-        return total, components, answered & ~lost
+        return total, components, torch.zeros(len(rows), dtype=torch.bool).index_fill_(0, answered[kept], True)
 
     def _lost_rows(self, num_rows: int) -> Bool[Tensor, " N"]:
         """Mark the rows whose reward the last call lost, and count them by reason."""

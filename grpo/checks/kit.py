@@ -12,7 +12,7 @@ from torch import Tensor
 
 from grpo.errors import ConfigError, ContractError
 from grpo.policy_base import POLICY_METHODS
-from grpo.reward_model_base import ReportsComponents, as_reward_model
+from grpo.reward_model_base import ReportsComponents, as_reward_model, compares_actions
 from grpo.types import Rows, select_rows
 from grpo.writing import as_rewards, describe, preserved_random_state, require_lengths, reward_name
 
@@ -139,10 +139,21 @@ class RewardProbe:
 
     def ask(self, states: Rows, actions: Rows) -> Tensor:
         """Return the rewards of the given rows, converted as in training."""
-        model = as_reward_model(self.given)
+        model = self.model_for(states)
         model.eval()
         with torch.no_grad():
             return as_rewards(reward_name(model), model.compute_rewards(states, actions), len(states))
+
+    def model_for(self, states: Rows) -> Any:
+        """The reward model. If it compares actions, rows of equal states are a group."""
+        model = as_reward_model(self.given)
+        return model.in_groups(_groups_of(states)) if compares_actions(model) else model
+
+
+def _groups_of(states: Rows) -> Tensor:
+    """The place of the first equal state, for each row."""
+    rows = range(len(states))
+    return torch.tensor([next(first for first in rows if _same(states[first], states[row])) for row in rows])
 
 
 def _check_reward_methods(probe: RewardProbe) -> Verdict:
@@ -202,7 +213,7 @@ def _check_reward_inputs(probe: RewardProbe) -> Verdict:
             f"States and actions cannot be copied ({type(error).__name__}: {error}), so they cannot be compared."
         )
     given = copy.deepcopy(before)
-    model = as_reward_model(probe.given)
+    model = probe.model_for(given[0])
     model.eval()
     with torch.no_grad():
         model.compute_rewards(*given)
@@ -218,7 +229,7 @@ def _check_reward_inputs(probe: RewardProbe) -> Verdict:
 
 
 def _check_reward_components(probe: RewardProbe) -> Verdict:
-    model: Any = as_reward_model(probe.given)
+    model: Any = probe.model_for(probe.states)
     model.eval()
     if not isinstance(model, ReportsComponents):
         return absent("compute_components")

@@ -168,8 +168,9 @@ def _measure_batch(collector: ExperienceCollector, calls: RewardCalls, states: R
     """Sample actions. Return their rewards and the parts of the rewards, each [B, G], and one action per state as text."""
     row_states, row_actions, sampled = collector.sample(states, collector.group_size)
     mask = None if sampled is None else sampled.mask.cpu()
+    group_ids = torch.arange(len(states)).repeat_interleave(collector.group_size)
     with torch.no_grad():
-        found = calls(row_states, row_actions, mask)
+        found = calls(row_states, row_actions, mask, group_ids=group_ids)
     kept = torch.ones(len(row_states), dtype=torch.bool) if found.kept is None else found.kept
     mask = None if mask is None else mask[kept]
 

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
+from grpo import WeightedRewards
 from grpo.checks import check_reward_model
 from grpo.checks.kit import REWARD_RULES
 from grpo.errors import ContractError
-from grpo.reward_model_base import WeightedRewards
 from tests.support.checked_policies import raising, statuses
 
 

@@ -1,0 +1,345 @@
+"""Reward models that are made of functions: weighted sums of rewards, and win rates from preferences."""
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Float64, Int
+from torch import Tensor
+
+from .deadlines import MAX_CONCURRENT, Call, await_all
+from .errors import ConfigError, RewardError
+from .reward_model_base import (
+    LosesRewards,
+    RewardFunction,
+    as_reward_model,
+    compares_actions,
+    is_function,
+    kept_state,
+    restore_state,
+    with_limits,
+)
+from .types import select_rows
+from .writing import as_rewards, as_tensor, describe, require_lengths, reward_name
+
+
+class WeightedRewards:
+    """A weighted sum of named rewards: R = sum_k weight_k R_k. The trainer reports each part under its name.
+
+    A part that returns NaN for a row does not apply to the row: R is the sum of the other parts. A row without any part has no
+    reward, which `RewardConfig.non_finite` handles. `rewards/NAME/applies` is the fraction of rows to which a part applies.
+
+    Args:
+        rewards: name -> reward model, or plain `(states, actions) -> rewards`.
+        weights: name -> weight. None: all weights are 1.
+
+    Raises:
+        ConfigError: there is no reward, or the names of rewards and weights differ.
+
+    Example:
+        >>> parts = {"right": lambda s, a: [1.0, 0.0], "short": lambda s, a: [2.0, 4.0]}
+        >>> both = WeightedRewards(parts, {"right": 1, "short": 0.5})
+        >>> both.compute_rewards(["s", "s"], ["a", "b"]).tolist()
+        [2.0, 2.0]
+    """
+
+    timeout: float | None = None
+    """Seconds per call of a part. `limit_calls` returns a copy with another value."""
+    max_concurrent: int = MAX_CONCURRENT
+    """Largest number of parts that are awaited at the same time. `limit_calls` returns a copy with another value."""
+
+    def __init__(self, rewards: Mapping[str, Any], weights: Mapping[str, float] | None = None) -> None:
+        for argument, value in (("rewards", rewards), ("weights", {} if weights is None else weights)):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"WeightedRewards: {argument} must be a dict by name; got {describe(value)}.")
+        self.rewards = {name: as_reward_model(reward) for name, reward in rewards.items()}
+        self.weights = dict.fromkeys(rewards, 1.0) if weights is None else dict(weights)
+        if not rewards or set(self.weights) != set(self.rewards):
+            raise ConfigError(
+                "WeightedRewards needs at least one reward and one weight for each; "
+                f"got rewards {sorted(self.rewards)}, weights {sorted(self.weights)}. "
+                "Use the same names for both."
+            )
+        of_parts: Mapping[str, Any] = self.weights
+        for name, weight in of_parts.items():
+            if not isinstance(weight, int | float | np.number) or not math.isfinite(weight):
+                raise ConfigError(
+                    f"WeightedRewards: the weight of {name!r} must be a finite number; got {describe(weight)}."
+                )
+
+    def compute_components(self, states: Any, actions: Any) -> dict[str, Float[Tensor, "N *T"]]:
+        """Map the name of each part to its rewards, before weighting. NaN: the part does not apply there, and adds nothing."""
+        awaited = {
+            name: Call(name=part.__name__, function=part.function, arguments=(states, actions))
+            for name, part in self.rewards.items()
+            if isinstance(part, RewardFunction) and part.is_async
+        }
+        answers = {
+            name: part.compute_rewards(states, actions) for name, part in self.rewards.items() if name not in awaited
+        }
+        if awaited:  # together
+            several = await_all([*awaited.values()], timeout=self.timeout, max_concurrent=self.max_concurrent)
+            answers |= dict(zip(awaited, several, strict=True))
+        is_one_row = len(states) == 1  # the rewards of a single row may have the shape [1, 1], which the caller checks
+        return {
+            name: as_rewards(reward_name(part), answers[name], len(states), one_step_is_a_step=is_one_row)
+            for name, part in self.rewards.items()
+        }
+
+    def combine(self, components: Mapping[str, Float[Tensor, "N *T"]]) -> Float[Tensor, "N *T"]:
+        """Return sum_k weight_k R_k over the parts that apply. It is NaN where no part applies.
+
+        The sum is added in float64, and the result has the dtype of the least precise part.
+        """
+        absent = {name: part.isnan() for name, part in components.items()}
+        weighted = [
+            self.weights[name] * part.double().masked_fill(absent[name], 0.0) for name, part in components.items()
+        ]
+        total = torch.stack(weighted).sum(0).masked_fill(torch.stack([*absent.values()]).all(0), torch.nan)
+        return total.to(min((part.dtype for part in components.values()), key=lambda dtype: dtype.itemsize))
+
+    def compute_rewards(self, states: Any, actions: Any) -> Float[Tensor, "N *T"]:
+        """Return the weighted sum of all rewards, sum_k weight_k R_k."""
+        return self.combine(self.compute_components(states, actions))
+
+    def lost_rewards(self) -> dict[str, Tensor]:
+        """Map the name of a metric to the rows [N] whose reward the last call lost for that reason, over all parts."""
+        found: dict[str, Tensor] = {}
+        for part in self.rewards.values():
+            if isinstance(part, LosesRewards):
+                for name, rows in part.lost_rewards().items():
+                    found[name] = rows | found[name] if name in found else rows
+        return found
+
+    @property
+    def compares_actions(self) -> bool:
+        """Whether any part depends on the other actions of the group."""
+        return any(compares_actions(part) for part in self.rewards.values())
+
+    def in_groups(self, group_ids: Int[Tensor, " N"]) -> "WeightedRewards":
+        """Return a copy that holds the same parts, for N rows of these groups."""
+        grouped = copy.copy(self)
+        grouped.rewards = {
+            name: part.in_groups(group_ids) if compares_actions(part) else part for name, part in self.rewards.items()
+        }
+        return grouped
+
+    def limit_calls(self, *, timeout: float | None, max_concurrent: int) -> "WeightedRewards":
+        """Return a copy that holds the same parts within these limits. `async def` parts are awaited together.
+
+        Raises:
+            ConfigError: a part is not async, and cannot run in another process.
+        """
+        limited = copy.copy(self)
+        limited.timeout, limited.max_concurrent = timeout, max_concurrent
+        limited.rewards = {
+            name: with_limits(part, timeout=timeout, max_concurrent=max_concurrent)
+            for name, part in self.rewards.items()
+        }
+        return limited
+
+    def train(self) -> "WeightedRewards":
+        """Switch every part to training mode."""
+        for reward in self.rewards.values():
+            reward.train()
+        return self
+
+    def eval(self) -> "WeightedRewards":
+        """Switch every part to evaluation mode."""
+        for reward in self.rewards.values():
+            reward.eval()
+        return self
+
+    def to(self, device: torch.device | str) -> "WeightedRewards":
+        """Move every part to a device."""
+        for reward in self.rewards.values():
+            reward.to(device)
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each part, by name."""
+        return {name: kept_state(reward) for name, reward in self.rewards.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        for name, reward in self.rewards.items():
+            restore_state(reward, state[name])
+
+
+class PairwiseRewards:
+    """The win rate of each action among the actions of its group, from preferences between two actions of one state.
+
+        r[i] = mean over the opponents j of row i of p[i, j],    p[j, i] = 1 - p[i, j]
+
+    `compare(states, first_actions, second_actions)` gets P pairs, and returns P numbers: the probability that the first action
+    is better, or 1, 0 and 0.5 for better, worse and equally good. NaN leaves a pair out. A row with opponents and without a
+    comparison has no reward, which `RewardConfig.non_finite` handles. An action without an opponent has the reward 0.5.
+
+    The opponents of an action are the `num_opponents / 2` actions before it and after it in its group, in a circle, or all
+    others. The actions of a group are independent samples, so fewer opponents give the same expected reward with more noise.
+    An action comes first in half of its comparisons, so a judge that favours the first action favours nobody. If all pairs of
+    an even number of actions are compared, one comparison of each action has no counterpart.
+
+    The mean reward of a group is 1/2 if all of its pairs are compared, for a good policy too. Evaluate with another reward.
+
+    Args:
+        compare: the function, which may be `async def`. It gets lists, tensors or arrays of P rows, as the policy makes them.
+        num_opponents: an even number of opponents per action. Larger: less noise, and more comparisons, `num_opponents / 2` per
+            action. None: all others, (G - 1) / 2 comparisons per action of a group of G.
+
+    Raises:
+        ConfigError: `compare` is no function of three arguments, or `num_opponents` is not even.
+
+    Example:
+        >>> longer = PairwiseRewards(lambda states, first, second: [len(a) > len(b) for a, b in zip(first, second)])
+        >>> longer.in_groups(torch.tensor([0, 0, 0])).compute_rewards(["s"] * 3, ["abc", "a", "ab"]).tolist()
+        [1.0, 0.0, 0.5]
+
+    Source:
+        Swamy et al. 2024 (SPO), arXiv:2401.04056, algorithm 2.
+    """
+
+    compares_actions = True
+
+    def __init__(self, compare: Callable[[Any, Any, Any], Any], *, num_opponents: int | None = None) -> None:
+        if not is_function(compare) or not _takes_three(compare):
+            raise ConfigError(
+                "PairwiseRewards: compare must be a function of (states, first_actions, second_actions); got "
+                f"{describe(compare)}. It returns one preference per pair, from 0 to 1."
+            )
+        is_count = isinstance(num_opponents, int) and not isinstance(num_opponents, bool)
+        if num_opponents is not None and (not is_count or num_opponents < 2 or num_opponents % 2):
+            raise ConfigError(
+                f"PairwiseRewards: num_opponents must be an even number from 2 on, or None; got {describe(num_opponents)}. "
+                "A comparison gives both of its actions an opponent."
+            )
+        self.num_opponents = num_opponents
+        self._function = RewardFunction(compare)
+        self._group_ids: Tensor | None = None
+        self.__name__ = self._function.__name__
+
+    def in_groups(self, group_ids: Int[Tensor, " N"]) -> "PairwiseRewards":
+        """Return a copy that compares N rows within these groups. Groups may have different sizes."""
+        grouped = copy.copy(self)
+        grouped._group_ids = group_ids.cpu()
+        return grouped
+
+    def compute_rewards(self, states: Any, actions: Any) -> Float64[Tensor, " N"]:
+        """The win rate of each row. Call `in_groups` first; the trainer does so.
+
+        Raises:
+            ConfigError: the groups are not known.
+            RewardError: `compare` did not return one number from 0 to 1, or NaN, per pair.
+        """
+        if self._group_ids is None:
+            raise ConfigError(
+                f"PairwiseRewards({self.__name__}) must know which rows are a group. Call in_groups(group_ids) and use its "
+                "result; GRPOTrainer, measure_policy and compare_policies do so."
+            )
+        num_rows = len(self._group_ids)
+        require_lengths("PairwiseRewards.in_groups(group_ids)", num_rows, states=states, actions=actions)
+        first, second, has_opponent = pairs_within_groups(self._group_ids, self.num_opponents)
+        if not len(first):
+            return torch.full((num_rows,), 0.5, dtype=torch.float64)
+        answer = self._function.call(
+            *(select_rows(rows, i) for rows, i in ((states, first), (actions, first), (actions, second)))
+        )
+        preferences = self._checked(answer, first, second)
+        is_known = ~preferences.isnan()
+        first, second, preferences = first[is_known], second[is_known], preferences[is_known]
+        wins, num_met = torch.zeros(2, num_rows, dtype=torch.float64)
+        wins.index_add_(0, first, preferences).index_add_(0, second, 1 - preferences)
+        num_met += torch.cat([first, second]).bincount(minlength=num_rows)
+        return torch.where(has_opponent, wins / num_met, 0.5)
+
+    def _checked(self, answer: Any, first: Tensor, second: Tensor) -> Float64[Tensor, " P"]:
+        """The preferences as a tensor of one number from 0 to 1, or NaN, per pair."""
+        required = f"{self.__name__} must return one preference per pair, [P] = [{len(first)}], from 0 to 1"
+        values = as_tensor(required, answer, RewardError)
+        if values.shape != first.shape or values.is_complex():
+            raise RewardError(
+                f"{required}; got {describe(answer)}. Return 1 if the first action is better, else 0 or 0.5."
+            )
+        preferences = values.detach().cpu().double()
+        wrong = ((preferences < 0) | (preferences > 1)).nonzero().squeeze(1)
+        if len(wrong):
+            shown = preferences[wrong[:4]].tolist()
+            rows = [(int(first[pair]), int(second[pair])) for pair in wrong[:4]]
+            raise RewardError(f"{required}; got {shown} for the rows {rows}. Return probabilities, not scores.")
+        return preferences
+
+    def limit_calls(self, *, timeout: float | None, max_concurrent: int) -> "PairwiseRewards":
+        """Return a copy whose calls of `compare` have a deadline. There is one call at a time.
+
+        Raises:
+            ConfigError: `compare` is not async, and cannot run in another process.
+        """
+        limited = copy.copy(self)
+        limited._function = self._function.limit_calls(timeout=timeout, max_concurrent=max_concurrent)
+        return limited
+
+    def train(self, *_: Any) -> "PairwiseRewards":
+        """Do nothing. `train`, `eval` and `to` do nothing, because a function has no mode and no device."""
+        return self
+
+    eval = to = train
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the function's own `state_dict()` if it has one, else an empty dict."""
+        return self._function.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._function.load_state_dict(state)
+
+
+def pairs_within_groups(
+    group_ids: Int[Tensor, " N"], num_opponents: int | None = None
+) -> tuple[Int[Tensor, " P"], Int[Tensor, " P"], Bool[Tensor, " N"]]:
+    """The pairs of rows that are compared: each row with the next ones of its group, in a circle.
+
+    Args:
+        group_ids: the group of each row.
+        num_opponents: an even number of opponents per row. None, or as many as the group has: all others.
+
+    Returns:
+        The first rows of the pairs, the second rows, and whether a row has an opponent. A group's pairs are adjacent.
+
+    Example:
+        >>> first, second, _ = pairs_within_groups(torch.tensor([0, 0, 0, 0]))
+        >>> list(zip(first.tolist(), second.tolist()))
+        [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3), (3, 0)]
+    """
+    by_group = group_ids.argsort(stable=True)  # the rows of a group in order, group after group
+    counts = group_ids.unique(return_counts=True)[1]
+    sizes = counts.repeat_interleave(counts)
+    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    places = torch.arange(len(group_ids)) - starts
+    pairs = []
+    for distance in range(1, int(sizes.max()) // 2 + 1):
+        is_chosen = (2 * distance < sizes) | (
+            (2 * distance == sizes) & (places < distance)
+        )  # the half circle counts once
+        if num_opponents is not None:
+            is_chosen &= (2 * distance <= num_opponents) | (num_opponents >= sizes - 1)
+        partners = starts + (places + distance) % sizes
+        pairs.append(torch.stack([is_chosen.nonzero().squeeze(1), partners[is_chosen]]))
+    first, second = torch.cat(pairs, dim=1) if pairs else torch.zeros(2, 0, dtype=torch.int64)
+    order = first.argsort(stable=True)
+    has_opponent = torch.zeros(len(group_ids), dtype=torch.bool)
+    has_opponent[by_group[sizes > 1]] = True
+    return by_group[first[order]], by_group[second[order]], has_opponent
+
+
+def _takes_three(function: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(function).bind(None, None, None)
+    except TypeError:
+        return False
+    except ValueError:  # recovery: a function without a readable signature is called as it is
+        return True
+    return True
