@@ -33,6 +33,7 @@ from .rewards.completion_rewards import CompletionRewards
 from .rewards.gsm8k import extract_answer, gsm8k_prompt, load_gsm8k
 from .rewards.gsm8k_rewards import correctness_first, hybrid_reward
 from .rewards.json_schema import JSONSchemaMatch
+from .rewards.math_answers import MathMatch
 from .rewards.verifiers import Between, ExactMatch, OverlongPunishment, PerToken, RegexMatch, tags_pattern
 from .sampling.samplers import SampledTokens, Sampler
 from .sampling.sampling_config import SamplingConfig
@@ -47,6 +48,7 @@ __all__ = [
     "FinishReason",
     "HFPolicy",
     "JSONSchemaMatch",
+    "MathMatch",
     "OverlongPunishment",
     "PerToken",
     "RegexMatch",

@@ -62,7 +62,7 @@ class ExactMatch(Settings):
 
     def __call__(self, completion: str, state: object) -> float | None:
         """Compare the completion with its row's column."""
-        expected = _expected(state, self.column, self)
+        expected = expected_text(state, self.column, self)
         if expected is None:
             return None
         found = completion if self.extract is None else self.extract(completion)
@@ -118,7 +118,7 @@ class RegexMatch(Settings):
 
     def __call__(self, completion: str, state: object = None) -> float | None:
         """Match the completion, and compare the captured group with the row's column."""
-        expected = None if self.column is None else _expected(state, self.column, self)
+        expected = None if self.column is None else expected_text(state, self.column, self)
         if self.column is not None and expected is None:
             return None
         match = self._match(completion)
@@ -217,7 +217,7 @@ class PerToken(Settings):
         return self.amount * (len(action) if self.max_tokens is None else min(len(action), self.max_tokens))
 
 
-def _expected(state: object, column: str, owner: object) -> str | None:
+def expected_text(state: object, column: str, owner: object) -> str | None:
     """The value of a row's column as text, or None if the value is None.
 
     Raises:

@@ -1,0 +1,88 @@
+"""A reward for answers that are numbers or formulas. Requires math-verify (`pip install "model-agnostic-grpo[math]"`)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from adapters.llm.completions import Completion
+from grpo.deadlines import Call, call_in_process
+from grpo.errors import CallError, DeadlineError
+from grpo.writing import Settings, setting
+
+from .verifiers import expected_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MathMatch(Settings):
+    r"""1 if the completion's answer equals a column of its row as mathematics, else 0: `0.5`, `1/2` and `\boxed{\frac{1}{2}}`.
+
+    math-verify finds the answer in the text (the last `\boxed{...}`, else the last formula or number), parses it with SymPy,
+    and compares. The column is LaTeX, a number as text, or a text that contains the answer in `$...$` or `\boxed{...}`. A row
+    whose column is None, or is no mathematics, gets None ("does not apply").
+
+    All rows of a call are verified in one process that can be killed, because a completion such as `9^{9^{9^{9}}}` may take for
+    ever, and math-verify's own time limit works in the main thread only and cannot stop compiled code. An answer that takes too
+    long, or that ends the process, gets 0. This works in every thread, on systems with `os.fork`.
+
+    Example:
+        >>> rewards = MathMatch()
+        >>> half = Completion(token_ids=(1,), text=r"So it is $\frac{2}{4}$.", finish_reason="end")
+        >>> rewards(actions=[half, half], states=[{"answer": "0.5"}, {"answer": "2"}])
+        [1.0, 0.0]
+
+    Raises:
+        ImportError: math-verify is not installed.
+    """
+
+    column: str = "answer"
+    """Column with the right answer."""
+    extract: Callable | None = None
+    """Maps the text to the part with the answer, or to None for reward 0. If `extract` is None, the whole text is read."""
+    timeout: int = setting(5, at_least=1)
+    """Seconds for parsing a text, and for a comparison. Larger: fewer difficult answers get 0, and hanging ones take longer."""
+
+    def __post_init__(self) -> None:
+        """Check the values, and import math-verify here, so that no process has to."""
+        super(MathMatch, self).__post_init__()  # slots=True creates a new class, so super() needs arguments
+        _require_math_verify()
+
+    def __call__(self, actions: Sequence[Completion], states: Sequence[Any]) -> list[float | None]:
+        """Compare each completion with its row's column. `CompletionRewards` calls this once with all rows."""
+        expected = [expected_text(state, self.column, self) for state in states]
+        found = [action.text if self.extract is None else self.extract(action.text) for action in actions]
+        calls = [
+            Call(name=f"MathMatch at row {row}", function=_verdict, arguments=(*pair, self.timeout))
+            for row, pair in enumerate(zip(expected, found, strict=True))
+        ]
+        return verdicts(calls, seconds=4.0 * self.timeout) if calls else []  # two texts, a comparison, and some room
+
+
+def verdicts(calls: Sequence[Call], *, seconds: float) -> list[float | None]:
+    """Make all calls in one process. If it hangs or dies, make each call in its own process; 0 if that hangs or dies, too."""
+    try:
+        return call_in_process(calls, timeout=seconds)
+    except (DeadlineError, CallError):
+        if len(calls) == 1:
+            return [0.0]
+        return [verdict for call in calls for verdict in verdicts([call], seconds=seconds)]
+
+
+def _verdict(expected: str | None, found: str | None, timeout: int) -> float | None:
+    """Whether a text has the expected answer. None: nothing is expected. It runs in the main thread of its own process."""
+    parse, verify = _require_math_verify()
+    if expected is None:
+        return None
+    is_marked = "$" in expected or "\\boxed" in expected
+    truth = parse(expected if is_marked else f"${expected}$", parsing_timeout=timeout)
+    if not truth:
+        return None
+    answer = parse(found or "", parsing_timeout=timeout)
+    return float(verify(truth, answer, timeout_seconds=timeout))
+
+
+def _require_math_verify() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ImportError('MathMatch needs math-verify: pip install "model-agnostic-grpo[math]"') from error
+    return parse, verify
