@@ -17,6 +17,7 @@ from grpo.writing import describe, require_lengths
 
 from .completions import Completion, completion_mask, padded
 from .micro_batches import plan_by_tokens
+from .model.cards import save_with_card
 from .model.causal_lm import CausalLM
 from .model.loading import keep_differentiable, load_model, save_model
 from .model.value_head import VALUE_HEAD_FILE, ValueHead
@@ -191,18 +192,51 @@ class HFPolicy:
             options["value_head"] = ValueHead.load(name_or_folder)
         return cls(model, tokenizer, **options)
 
-    def save_pretrained(self, folder: str | Path, *, merge: bool = False) -> None:
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        merge: bool = False,
+        trainer: Any = None,
+        push_to_hub: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+    ) -> None:
         """Save the model (or only its adapter) and the tokenizer in Hugging Face's format, and the value head if there is one.
 
-        `from_pretrained` loads them. It loads the value head with `value_head=True`.
+        `from_pretrained` loads them. It loads the value head with `value_head=True`. A model card, `README.md`, says what was
+        trained and how. A card that somebody has changed is kept, if its line "Written when ..." was removed.
 
         Args:
             folder: Folder to write to. It is created if it does not exist.
             merge: Whether to save the whole model with the adapter merged into its weights.
+            trainer: The `GRPOTrainer` of the run. The card then has the run's settings, rewards and last metrics.
+            push_to_hub: Repository on the Hugging Face Hub, `user/name`, to which the written files are uploaded. It is created
+                if it does not exist.
+            private: Whether a new repository is private. None uses the default of the account.
+            token: Token of the account. None uses the token of `hf auth login`.
+
+        Raises:
+            ConfigError: An argument is of the wrong kind.
+            HfHubHTTPError: The Hub refused the upload. The files are saved.
         """
-        save_model(self.model, self.tokenizer, folder, merge=merge)
-        if self.value_head is not None:
-            self.value_head.save(folder)
+
+        def save() -> None:
+            save_model(self.model, self.tokenizer, folder, merge=merge)
+            if self.value_head is not None:
+                self.value_head.save(folder)
+
+        save_with_card(
+            save,
+            folder,
+            model=self._lm.plain,
+            sampling=self.sampling.to_dict(),
+            trainer=trainer,
+            is_adapter=hasattr(self.model, "get_base_model") and not merge,
+            push_to_hub=push_to_hub,
+            private=private,
+            token=token,
+        )
 
     def generate_actions(
         self, states: Sequence[PromptState], num_actions_per_state: int, **sampling: Any

@@ -1,0 +1,188 @@
+"""Model cards of saved policies, and uploads by the real huggingface_hub to a server in this process."""
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from peft import LoraConfig
+
+from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig, add_lora
+from grpo import ConfigError, GRPOConfig, GRPOTrainer
+from tests.support.llm_models import character_tokenizer, tiny_model
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*gradient_checkpointing.*:FutureWarning",  # PEFT uses the old name
+)
+
+
+def policy(**options: Any) -> HFPolicy:
+    model = add_lora(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    return HFPolicy(model, character_tokenizer(), sampling=SamplingConfig(max_new_tokens=3, temperature=0.7), **options)
+
+
+def short(completion: str) -> float:
+    return float(len(completion) < 3)
+
+
+def section(card: str, title: str) -> str:
+    return card.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def settings_in(text: str) -> Any:
+    return json.loads(text.split("```json\n")[1].split("```")[0])
+
+
+def test_the_card_has_the_run_and_its_settings_can_be_loaded(tmp_path: Path) -> None:
+    config = GRPOConfig(group_size=2, learning_rate=3e-4, seed=0)
+    trained = policy()
+    rewards = CompletionRewards({"short": short}, weights={"short": 0.5})
+    trainer = GRPOTrainer(config=config, policy=trained, reward_model=rewards)
+    trainer.train(["1+1="], num_iterations=2, progress=False)
+    trained.save_pretrained(tmp_path, trainer=trainer)
+    card = (tmp_path / "README.md").read_text()
+    assert GRPOConfig.from_dict(settings_in(section(card, "Training"))) == config
+    assert settings_in(section(card, "Sampling in training"))["temperature"] == 0.7
+    assert "| iterations | 2 |" in card
+    assert "| reward | `short` (weight 0.5) |" in card
+    assert f"| `rewards/short/mean` | {trainer.history[-1]['rewards/short/mean']:.4g} |" in card
+    assert f"| torch | {torch.__version__} |" in card
+    data = ModelCard.load(tmp_path / "README.md").data
+    assert (data.library_name, data.pipeline_tag) == ("peft", "text-generation")
+    assert {"grpo", "lora"} <= set(data.tags)
+
+
+def test_a_card_without_a_run_names_the_base_model_unless_it_is_a_local_folder(tmp_path: Path) -> None:
+    trained = policy()
+    trained.model.get_base_model().config._name_or_path = "someone/base"
+    trained.save_pretrained(tmp_path / "hub")
+    card = ModelCard.load(tmp_path / "hub" / "README.md")
+    assert card.data.base_model == "someone/base"
+    assert "An adapter of [someone/base](https://huggingface.co/someone/base)" in card.text
+    assert "## Training" not in card.text.replace("## Sampling in training", "")
+    trained.model.get_base_model().config._name_or_path = str(tmp_path / "hub")
+    trained.save_pretrained(tmp_path / "merged", merge=True)
+    card = ModelCard.load(tmp_path / "merged" / "README.md")
+    assert card.data.base_model is None
+    assert card.data.library_name == "transformers"
+
+
+def test_a_card_that_somebody_has_changed_is_kept(tmp_path: Path) -> None:
+    trained = policy()
+    trained.save_pretrained(tmp_path)
+    card = tmp_path / "README.md"
+    first = card.read_text()
+    card.write_text(first + "added")
+    trained.save_pretrained(tmp_path)
+    assert card.read_text() == first
+    marked, mark, rest = first.partition("<!-- Written when the model was saved.")
+    assert mark
+    own = marked + rest.partition("\n")[2] + "\nWhat this model is for."
+    card.write_text(own)
+    trained.save_pretrained(tmp_path)
+    assert card.read_text() == own
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The part of the Hub's API that an upload uses. The token "wrong" is refused."""
+
+    def do_POST(self) -> None:
+        length = self.headers.get("Content-Length")
+        body = self.rfile.read(int(length)) if length else self._chunks()
+        self.server.asked.append((self.path, body))  # type: ignore[attr-defined]
+        if self.headers.get("Authorization") == "Bearer wrong":
+            return self._answer(401, {"error": "Invalid credentials"})
+        page = f"http://{self.headers['Host']}/someone/name"
+        answer: dict[str, Any] = {
+            "url": page,
+            "commitUrl": f"{page}/commit/1",
+            "commitOid": "1",
+            "name": "someone/name",
+        }
+        if self.path.startswith("/api/models/someone/name/preupload"):
+            files = [file["path"] for file in json.loads(body)["files"]]
+            answer["files"] = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in files]
+        return self._answer(200, answer | {"warnings": [], "errors": []})
+
+    def _chunks(self) -> bytes:
+        found = b""
+        while size := int(self.rfile.readline(), 16):
+            found += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return found
+
+    def _answer(self, status: int, value: Any) -> None:
+        text = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bytes]]]:
+    """The requests that a server got. huggingface_hub uploads to it, and reaches nothing else."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked = []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    yield server.asked  # type: ignore[attr-defined]
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_the_saved_files_are_uploaded_in_one_commit(hub: list[tuple[str, bytes]], tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text("not of the model")
+    (tmp_path / "iteration-00000001").mkdir()
+    (tmp_path / "iteration-00000001" / "state.safetensors").write_text("a checkpoint")
+    policy(value_head=True).save_pretrained(tmp_path, push_to_hub="someone/name", private=True, token="right")
+    path, body = hub[0]
+    assert path == "/api/repos/create"
+    assert json.loads(body)["name"] == "name"
+    assert "private" in body.decode()
+    (commit,) = [body for path, body in hub if path.startswith("/api/models/someone/name/commit/main")]
+    files = {}
+    for line in map(json.loads, commit.splitlines()):
+        if line["key"] == "file":
+            files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+    assert {"README.md", "adapter_model.safetensors", "adapter_config.json", "tokenizer.json"} < set(files)
+    assert any("value_head" in name for name in files)
+    assert not any("other" in name or "iteration" in name for name in files)
+    for name, content in files.items():
+        assert content == (tmp_path / name).read_bytes()
+    assert b'HFPolicy.from_pretrained("someone/name")' in files["README.md"]
+
+
+def test_a_refusal_is_passed_on_and_says_that_the_files_are_saved(hub: list[tuple[str, bytes]], tmp_path: Path) -> None:
+    with pytest.raises(huggingface_hub.errors.HfHubHTTPError, match="401") as caught:
+        policy().save_pretrained(tmp_path, push_to_hub="someone/name", token="wrong")
+    assert len(hub) == 1
+    (note,) = caught.value.__notes__
+    assert f"the model is saved in {tmp_path}, and it is not uploaded to 'someone/name'" in note
+    assert "hf auth login" in note
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    trained = policy()
+    with pytest.raises(
+        ConfigError, match=r"push_to_hub must be the name of a repository, 'user/name', or None; got bool"
+    ):
+        trained.save_pretrained(tmp_path / "x", push_to_hub=True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"trainer must be the run's GRPOTrainer, or None; got int 3"):
+        trained.save_pretrained(tmp_path / "x", trainer=3)
+    assert not (tmp_path / "x").exists()
