@@ -29,6 +29,7 @@ from .model.merged_weights import merged_weights
 from .model.token_log_probs import token_log_probs
 from .model.value_head import ValueHead
 from .policy import HFPolicy
+from .presets import lora_start
 from .rewards.completion_rewards import CompletionRewards
 from .rewards.gsm8k import extract_answer, gsm8k_prompt, load_gsm8k
 from .rewards.gsm8k_rewards import correctness_first, hybrid_reward
@@ -65,6 +66,7 @@ __all__ = [
     "hybrid_reward",
     "load_gsm8k",
     "load_model",
+    "lora_start",
     "merged_weights",
     "tags_pattern",
     "token_log_probs",
