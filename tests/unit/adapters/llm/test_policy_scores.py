@@ -51,6 +51,7 @@ def test_the_log_probability_of_a_completion_is_the_sum_over_its_tokens() -> Non
     torch.testing.assert_close(policy.get_log_probabilities(STATES, ROWS), expected, atol=4 * FLOAT32_LOG_PROB, rtol=0)
 
 
+@torch.no_grad()
 def test_a_head_in_float32_beside_half_precision_gives_float32_logits_in_sampling_and_scoring() -> None:
     """As TRL's `cast_lm_head_to_fp32`: the expected log-probs come from the model's hidden states and a product in float32."""
     model = tiny_model(dtype=torch.bfloat16)
