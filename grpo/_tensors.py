@@ -14,11 +14,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
-from jaxtyping import AbstractArray
+from jaxtyping import AbstractArray, Int
 from torch import Tensor
 
 from .errors import ContractError, GRPOError
-from .writing import describe, is_dense, require_rows
+from .writing import as_tensor, describe, is_dense, require_rows
 
 Sizes = dict[str, int]
 """The size of each axis by its letter."""
@@ -45,6 +45,25 @@ class _Rule:
     """Whether a value is that: (its name in messages, the value, sizes of axes). Sizes that were not known are added."""
     dims: tuple[str, ...] = ()
     """The axes of a tensor."""
+
+
+def as_group_ids(owner: str, value: Any) -> Int[Tensor, " N"]:
+    """Convert group ids to integers [N]. Integers stay as they are; texts, tuples and the like are numbered as they appear.
+
+    Raises:
+        ContractError: the ids are not one integer, or one other hashable value, per row. Floats are refused.
+    """
+    required = f"{owner}: group_ids must be [N], one integer or text per row, at least one"
+    entries = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
+    not_names = (float, complex, np.generic, Tensor, types.NoneType)
+    are_names = isinstance(entries, list | tuple) and any(not isinstance(entry, int) for entry in entries)
+    if are_names and all(isinstance(x, collections.abc.Hashable) and not isinstance(x, not_names) for x in entries):
+        numbers_of: dict[Any, int] = {}
+        return torch.tensor([numbers_of.setdefault(entry, len(numbers_of)) for entry in entries])
+    ids = as_tensor(required, value).cpu()
+    if ids.dim() != 1 or len(ids) == 0 or ids.is_floating_point() or ids.is_complex():
+        raise ContractError(f"{required}; got {describe(ids)}. Pass a list of integers or texts.")
+    return ids.to(torch.int64)
 
 
 def require_tensors(function: Callable[..., Any], **values: Any) -> None:

@@ -1,13 +1,15 @@
 """Collect experience: sample a group of actions per state, check the actions, get their rewards, and score them."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Hashable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from ._collecting.batches import add_metrics
@@ -19,10 +21,11 @@ from ._collecting.scoring import Autocast, ReferenceScorer, Scorer, batch_fields
 from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, planned_parts
 from .config import RewardConfig
 from .distributed import Engine
+from .errors import ConfigError
 from .policy_base import POLICY_METHODS, KeysStates, PlansMicroBatches, require_methods
 from .sinks import Samples
 from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, row_totals, select_rows
-from .writing import pad_steps
+from .writing import describe, pad_steps
 
 
 class ExperienceCollector:
@@ -38,6 +41,7 @@ class ExperienceCollector:
         reward: what to do when the reward model raises, or returns NaN or infinity.
         autocast: returns a context manager in which policy and reference compute.
         waiting: tells the other ranks that a failing reward makes this rank wait, as `Engine.waiting`. None: no other ranks.
+        group_by: maps a state to a key; equal keys share a group. None: each position of `states` has a group of its own.
         needs: the optional batch fields that training reads: any of "old_log_probs", "entropy", "values", "state_keys".
 
     Raises:
@@ -57,6 +61,7 @@ class ExperienceCollector:
         reward: RewardConfig | None = None,
         autocast: Autocast = nullcontext,
         waiting: Waiting | None = None,
+        group_by: Callable[[Any], Hashable] | None = None,
         needs: Collection[str] = (),
     ) -> None:
         require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
@@ -72,6 +77,7 @@ class ExperienceCollector:
         self.scores_itself = self.sample.sampler is None
         """True: the scores before any update come from scoring the policy. False: they come from its `sample_actions`."""
         self._reference = ReferenceScorer(policy, reference_policy, autocast) if use_reference else None
+        self._group_by = group_by
         self._ask_for_rewards = RewardCalls(reward_model, reward or RewardConfig(), waiting=waiting)
 
     def collect(self, states: Rows) -> ExperienceBatch:
@@ -83,7 +89,7 @@ class ExperienceCollector:
         """
         start = time.perf_counter()
         row_states, row_actions, sampled = self.sample(states, self.group_size)
-        group_ids = torch.arange(len(states)).repeat_interleave(self.group_size)
+        group_ids = self.groups_of(states).repeat_interleave(self.group_size)
 
         sampled_at = time.perf_counter()
         if sampled is None:
@@ -119,6 +125,25 @@ class ExperienceCollector:
             **known,
         )
 
+    def groups_of(self, states: Rows) -> Int[Tensor, " B"]:
+        """The group of each state: its position, or the position of the first state with the same key of `group_by`.
+
+        Raises:
+            ConfigError: a key cannot be compared, such as a list.
+        """
+        if self._group_by is None:
+            return torch.arange(len(states))
+        first: dict[Hashable, int] = {}
+        keys = [self._group_by(states[position]) for position in range(len(states))]
+        for position, key in enumerate(keys):
+            if isinstance(key, Tensor | np.ndarray) or not isinstance(key, Hashable):
+                raise ConfigError(
+                    f"group_by must return a hashable value, such as a text or a number; got {describe(key)} for state "
+                    f"{position}. Return str(...), tuple(...) or .item()."
+                )
+            first.setdefault(key, position)
+        return torch.tensor([first[key] for key in keys])
+
     def complete(self, batch: ExperienceBatch, *, several_updates: bool) -> ExperienceBatch:
         """Add the fields that training reads and `batch` lacks: scores before any update, reference log-probs, state keys.
 
@@ -150,7 +175,7 @@ class ExperienceCollector:
     def evaluate(self, states: Rows, num_actions_per_state: int) -> Samples:
         """Sample actions and ask for their rewards, for an evaluation. The next iteration reports the failures of calls."""
         row_states, row_actions, sampled = self.sample(states, num_actions_per_state)
-        group_ids = torch.arange(len(states)).repeat_interleave(num_actions_per_state)
+        group_ids = self.groups_of(states).repeat_interleave(num_actions_per_state)
         with torch.no_grad():
             mask = None if sampled is None else sampled.mask
             rewards = self._ask_for_rewards(row_states, row_actions, mask, group_ids=group_ids, keep_counts=True)

@@ -1,7 +1,7 @@
 """The trainer. An iteration collects rows, estimates their advantages and updates the policy. A run has many iterations."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -61,6 +61,9 @@ class GRPOTrainer:
         objective: replaces `grpo_objective`: any `ObjectiveInputs -> ObjectiveOutput`.
         advantages: replaces `AdvantageEstimator`: any `ExperienceBatch -> [N] or [N, T]`. On several ranks, it gets the rows of
             its own rank only.
+        group_by: maps a state to a key, such as its text. States of one iteration with equal keys share a group, so their
+            rewards are compared with one another. Such states must be the same for the policy, too. Each rank and each draw of
+            dynamic sampling has its own groups. None: each position of `states` has a group of its own.
         engine: joins several processes (`grpo.distributed.Replicated`). Each rank passes its own states to `step`, and takes
             its share of the states in `train`. `batch_size` is per rank. None: one process.
 
@@ -81,11 +84,12 @@ class GRPOTrainer:
         lr_scheduler: Any = None,
         objective: Objective | None = None,
         advantages: Callable[[ExperienceBatch], Tensor] | None = None,
+        group_by: Callable[[Any], Hashable] | None = None,
         engine: Engine | None = None,
     ) -> None:
         require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
         given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "objective": objective, "advantages": advantages}
-        require_consistent(config, policy, **given)
+        require_consistent(config, policy, **given, group_by=group_by)
         self.config, self.policy, self.reference_policy = config, policy, reference_policy
         self.reward_model = as_reward_model(reward_model)
         self.engine: Engine = OneProcess() if engine is None else engine
@@ -105,6 +109,7 @@ class GRPOTrainer:
             reward=config.reward,
             autocast=lambda: autocast(config, self.optimizer_step.device),
             waiting=self.engine.waiting,
+            group_by=group_by,
             needs=required_scores(config, has_own_loss=has_own_loss),
         )
         self.advantages = AdvantageEstimator(config.advantage) if advantages is None else advantages

@@ -21,14 +21,13 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ._tensors import TensorFields, require_finite_values
+from ._tensors import TensorFields, as_group_ids, require_finite_values
 from .errors import ContractError, RewardError
 from .writing import (
     as_log_probs,
     as_mask,
     as_rewards,
     as_state_keys,
-    as_tensor,
     describe,
     require_lengths,
     require_rows,
@@ -178,7 +177,7 @@ class ExperienceBatch(TensorFields):
             states: N states, one per row.
             actions: N actions.
             rewards: [N], or [N, T] for rewards per step; anything `torch.as_tensor` takes.
-            group_ids: [N] integers; rows with the same number were sampled for the same state.
+            group_ids: [N] integers, texts, or other hashable values; rows with equal ids were sampled for the same state.
             behaviour_log_probs: [N] or [N, T], the log-probs that the actions were sampled with, for
                 `objective.sampler_correction`. None: the policy itself sampled.
             mask: [N, T] bool, the policy's own steps. None: one step per row, or every step of `behaviour_log_probs`.
@@ -189,10 +188,7 @@ class ExperienceBatch(TensorFields):
             RewardError: a reward is not a finite number.
         """
         owner = "ExperienceBatch.from_rows"
-        required = f"{owner}: group_ids must be [N], one integer per row, at least one"
-        group_ids = as_tensor(required, group_ids).cpu()
-        if group_ids.dim() != 1 or len(group_ids) == 0 or group_ids.is_floating_point() or group_ids.is_complex():
-            raise ContractError(f"{required}; got {describe(group_ids)}. Pass a list of integers.")
+        group_ids = as_group_ids(owner, group_ids)
         count = len(group_ids)
         require_rows(f"{owner}: states", states)
         require_rows(f"{owner}: actions", actions)
@@ -215,7 +211,7 @@ class ExperienceBatch(TensorFields):
         return cls(
             states=states,
             actions=actions,
-            group_ids=group_ids.to(torch.int64),
+            group_ids=group_ids,
             rewards=rewards,
             mask=mask,
             behaviour_log_probs=behaviour_log_probs,

@@ -19,7 +19,14 @@ from grpo.writing import describe, require_lengths
 
 
 def require_consistent(
-    config: GRPOConfig, policy: Any, *, optimizer: Any = None, lr_scheduler: Any, objective: Any, advantages: Any
+    config: GRPOConfig,
+    policy: Any,
+    *,
+    optimizer: Any = None,
+    lr_scheduler: Any,
+    objective: Any,
+    advantages: Any,
+    group_by: Any = None,
 ) -> None:
     """Raise an error if an argument of the trainer contradicts the settings, or is not what it is called."""
     if not isinstance(config, GRPOConfig):
@@ -53,6 +60,10 @@ def require_consistent(
             "Remove advantages=..., or use another credit."
         )
     _require_kinds(optimizer, lr_scheduler, objective=objective, advantages=advantages)
+    if group_by is not None and not callable(group_by):
+        raise ConfigError(
+            f"group_by must be a function of a state, or None; got {describe(group_by)}. Leave group_by out."
+        )
 
 
 def _require_kinds(optimizer: Any, lr_scheduler: Any, **functions: Any) -> None:

@@ -170,10 +170,19 @@ def test_a_path_is_text_or_a_path(path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "group_ids", [[0.0, 0.0, 1.0, 1.0], torch.tensor([0.5, 0.5, 1, 1]), np.zeros(4), ["a"] * 4, [1j] * 4]
+    "group_ids",
+    [
+        [0.0, 0.0, 1.0, 1.0],
+        torch.tensor([0.5, 0.5, 1, 1]),
+        np.zeros(4),
+        ["a", 0.0, "a", 0.0],
+        [None, "a", "a", "a"],
+        [{"a"}, {"a"}, {"b"}, {"b"}],
+        [1j] * 4,
+    ],
 )
 def test_group_ids_that_are_no_integers_are_refused(group_ids: Any) -> None:
-    with pytest.raises(ContractError, match=r"group_ids must be \[N\], one integer per row"):
+    with pytest.raises(ContractError, match=r"group_ids must be \[N\], one integer or text per row"):
         ExperienceBatch.from_rows([0] * 4, [0] * 4, [0.0, 1, 0, 1], group_ids)
     with pytest.raises(ContractError, match="group_ids must be"):
         group_relative_advantages(torch.arange(4.0), group_ids)
