@@ -209,6 +209,10 @@ class RewardConfig(Settings):
     non_finite: Literal["raise", "drop", "zero"] = "raise"
     """What happens to a NaN or infinite reward. `raise`: training stops with an error. `drop`: the row is removed from the
     batch and from its group's statistics. `zero`: the reward counts as 0."""
+    not_applicable: Literal["raise", "drop", "zero"] | None = None
+    """What happens to a row to which no part of the reward applies: every part is NaN, or every function of
+    `CompletionRewards` returned None. `raise`, `drop`, `zero`: as for `non_finite`. None: `non_finite` decides. Set
+    `not_applicable="drop"` and leave `non_finite="raise"` to skip such rows and still find bugs."""
     on_failure: Literal["raise", "drop"] = "raise"
     """What happens if a call of the reward model fails, and every retry fails. `raise`: training stops with an error. `drop`:
     the reward model is called for each row separately, and rows that still fail are removed from the batch."""

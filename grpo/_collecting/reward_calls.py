@@ -22,6 +22,7 @@ from grpo.types import Rows, zero_outside
 from grpo.writing import describe, reward_name
 
 from .circuit_breaker import CircuitBreaker
+from .missing_rewards import without_missing
 from .reward_answers import Answer, AskedRows, CheckedCall, is_failed_call, kind_of, spread
 
 NUM_TRIALS = 3
@@ -135,7 +136,7 @@ class RewardCalls:
         if total.dim() == 2 and mask is not None:
             total = zero_outside(total, mask.cpu()[kept])
         if not bool(total.isfinite().all()):
-            total, components, kept = self._without_non_finite(total, components, kept)
+            total, components, kept = without_missing(self._name, (total, components, kept), self.config, self.counts)
         metrics = dict(self.counts)
         if not keep_counts:
             self.forget_counts()
@@ -290,41 +291,6 @@ class RewardCalls:
             self.counts[name] = self.counts.get(name, 0.0) + int(rows.sum())
             lost |= rows
         return lost
-
-    def _without_non_finite(
-        self, total: Tensor, components: dict[str, Tensor], kept: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Apply `config.non_finite` to NaN and infinite rewards. `kept` marks which of the N rows `total` has."""
-        count = len(kept)
-        finite = total.isfinite() if total.dim() == 1 else total.isfinite().all(1)
-        match self.config.non_finite:
-            case "raise":
-                rows = kept.nonzero().squeeze(1)[~finite].tolist()
-                shown = total[~finite][:4].tolist()
-                parts = [name for name, part in components.items() if not bool(part[~finite].isfinite().all())]
-                whose = f", from {', '.join(parts)}" if parts else ""
-                raise RewardError(
-                    f"{self._name} must return finite numbers; got {shown} at rows {rows[:16]}"
-                    f"{' ...' if len(rows) > 16 else ''} of {count}{whose}. "
-                    f"Fix the reward, or set reward.non_finite to 'drop' or 'zero'."
-                )
-            case "drop":
-                if not finite.any():
-                    raise RewardError(
-                        f"{self._name}: no row of {count} has a reward, so there is nothing to learn from. Fix the reward."
-                    )
-                self.counts["rows/dropped"] += int((~finite).sum())
-                components = {name: part[finite] for name, part in components.items()}
-                return total[finite], components, kept.masked_scatter(kept, finite)
-            case "zero":
-                self.counts["rewards/zeroed"] += int((~finite).sum())
-                components = {
-                    name: part.index_put((~finite,), part[~finite].nan_to_num(0.0, 0.0, 0.0))
-                    for name, part in components.items()
-                }
-                return total.nan_to_num(0.0, 0.0, 0.0), components, kept
-            case _:
-                assert_never(self.config.non_finite)
 
 
 def _without(lost: Tensor, total: Tensor, components: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], Tensor]:

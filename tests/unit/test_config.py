@@ -173,6 +173,7 @@ FIELDS = {
     },
     RewardConfig: {
         "non_finite": choice("raise", "drop", "zero"),
+        "not_applicable": choice("raise", "drop", "zero", optional=True),
         "on_failure": choice("raise", "drop"),
         "num_retries": integer(-1, allowed=NATURAL),
         "timeout": number(0.0, *BELOW_ZERO, 1.1e9, optional=True, allowed=ABOVE_0),

@@ -90,6 +90,8 @@ class Scene:
     nan_gradients: bool = False
     per_step: bool = False
     """Rewards per step."""
+    one_part: bool = False
+    """The reward is a sum of a single part."""
     several_rewards: bool = False
     dead_group: bool = False
     """All rewards in state 0 are equal."""
@@ -159,6 +161,8 @@ def outcome(config: GRPOConfig, scene: Scene) -> str:
     if scene.nan_gradients:
         policy.head.weight.register_hook(lambda gradient: gradient * math.nan)
     rewards: Any = Rewards(scene)
+    if scene.one_part:
+        rewards = WeightedRewards({"ones": rewards})
     if scene.several_rewards:
         rewards = WeightedRewards({"ones": rewards, "lengths": lengths})
     if scene.awaited:
@@ -250,6 +254,7 @@ CASES: dict[type[Settings], dict[str, Case]] = {
     },
     RewardConfig: {
         "non_finite": ({"non_finite": "drop"}, {"non_finite": "zero"}, NAN),
+        "not_applicable": ({"non_finite": "drop"}, {"not_applicable": "zero"}, Scene(first_is_nan=True, one_part=True)),
         "on_failure": ({}, {"on_failure": "drop"}, RAISES),
         "num_retries": ({}, {"num_retries": 1}, RAISES),
         "timeout": ({}, {"timeout": 0.01}, AWAITED),

@@ -90,6 +90,7 @@ SETTINGS = {
     ),
     "objective.fixed_length": Setting(trl="max_completion_length", note="equal to it"),
     "reward.non_finite": Setting(only=("raise", "zero"), note="TRL keeps rows without a reward in the loss"),
+    "reward.not_applicable": Setting(only=(None,), note="TRL leaves such rows out of the group's statistics"),
     "reward.on_failure": Setting(only=("raise",), note="TRL keeps rows without a reward in the loss"),
     "reward.timeout": Setting(trl="reward_funcs", note="our calls have this limit"),
     "reward.max_concurrent": Setting(trl="reward_funcs", note="our calls have this limit"),

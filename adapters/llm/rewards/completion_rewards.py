@@ -30,8 +30,7 @@ class CompletionRewards(WeightedRewards):
 
     Both kinds may be `async def`. All async calls are awaited together, in one event loop that lives as long as the process,
     so clients that the functions keep open stay usable. A function returns `None` for a row to which it does not apply, and is
-    then excluded from the row's sum. If no function applies to a row, its reward is NaN, and `reward.non_finite` decides what
-    happens.
+    then excluded from the row's sum. If no function applies to a row, `reward.not_applicable` decides what happens.
 
     `RewardConfig.timeout` limits each call, so a function that is called once per row has this time for each row. With a
     timeout, a function that is not async runs in a process that can be killed, which makes its calls for all rows.
