@@ -26,7 +26,7 @@ from ._training.requirements import (
     required_scores,
 )
 from ._training.restoring import load_into
-from ._training.run import Run, RunProgress, at_least_one, opened_folder, tells_callbacks
+from ._training.run import Run, RunProgress, at_least_one, iterations_of, opened_folder, tells_callbacks
 from ._training.safe_points import SafePoints
 from ._training.state_source import StateSource
 from ._training.trainer_state import capture
@@ -253,7 +253,8 @@ class GRPOTrainer:
         self,
         states: Any,
         *,
-        num_iterations: int,
+        num_iterations: int | None = None,
+        num_epochs: float | None = None,
         eval_states: Rows | None = None,
         eval_every: int | None = None,
         sinks: Sequence[MetricSink] = (),
@@ -272,6 +273,9 @@ class GRPOTrainer:
         Args:
             states: a sequence or tensor of states, an iterable, or a sampler `iteration -> states`; see `StateSource`.
             num_iterations: number of iterations of the whole run. A learning rate schedule covers them; `step` has no schedule.
+            num_epochs: passes over the states of the whole run, instead of `num_iterations`. One pass takes
+                `len(states) / config.num_states_per_iteration` iterations; the last iteration may begin another pass. States
+                that dynamic sampling draws in addition are not counted.
             eval_states: states for evaluations, every `eval_every` iterations and after the last.
             eval_every: iterations between evaluations. None: ten evaluations in the run.
             sinks: receive the metrics of every iteration, on the first rank. See `MetricSink`.
@@ -297,9 +301,11 @@ class GRPOTrainer:
             tells_callbacks(self),
             opened_folder(self, checkpoint_dir, keep_last, resume, asynchronous=checkpoint_async) as folder,
         ):
+            source = StateSource(states, self.config.num_states_per_iteration, self.data_seed)
+            num_iterations = iterations_of(source, num_iterations, num_epochs)
             run = Run(
                 progress=self.progress,
-                source=StateSource(states, self.config.num_states_per_iteration, self.data_seed),
+                source=source,
                 engine=self.engine,
                 num_iterations=num_iterations,
                 evaluates=eval_states is not None,

@@ -283,6 +283,16 @@ def opened_folder(
         yield folder
 
 
+def iterations_of(source: StateSource, num_iterations: int | None, num_epochs: float | None) -> int:
+    """The number of iterations of a run, from its iterations or its passes over the states. Exactly one of them is given."""
+    if (num_iterations is None) == (num_epochs is None):
+        given = f"num_iterations={num_iterations!r}, num_epochs={num_epochs!r}"
+        raise ConfigError(f"train needs either num_iterations or num_epochs; got {given}. Pass exactly one of them.")
+    return (
+        source.num_iterations(num_epochs) if num_epochs is not None else require_count("num_iterations", num_iterations)
+    )
+
+
 def at_least_one(name: str, value: int | None, default: int) -> int:
     """Return `value`, or the default (at least 1) if `value` is None. Refuse anything else but an integer from 1."""
     return max(default, 1) if value is None else require_count(name, value)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from grpo.errors import ConfigError, ContractError
 from grpo.types import Rows, select_rows
-from grpo.writing import require_rows
+from grpo.writing import describe, require_rows
 
 
 class StateSource:
@@ -58,6 +58,25 @@ class StateSource:
     def __call__(self, iteration: int) -> Rows:
         """The states of one iteration. Iterations count from 0."""
         return self._draw(iteration)
+
+    def num_iterations(self, num_epochs: float) -> int:
+        """The number of iterations in which each state is drawn `num_epochs` times, rounded up.
+
+        Raises:
+            ConfigError: `num_epochs` is not above 0, or nobody knows how many states there are.
+        """
+        given: Any = num_epochs
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
+            raise ConfigError(
+                f"num_epochs must be a number above 0; got {describe(given)}. Pass the passes over the states."
+            )
+        if not hasattr(self._states, "__len__"):
+            raise ConfigError(
+                f"num_epochs counts passes over the states, and a {type(self._states).__name__} has no length. Pass "
+                "num_iterations=..., or a list of states."
+            )
+        num_states = len(self._states)
+        return math.ceil(num_epochs * num_states / (self._num or num_states))
 
     def _from_sequence(self, iteration: int) -> Rows:
         if self._num is None:

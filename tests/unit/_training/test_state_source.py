@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from grpo import ConfigError, ContractError
+from grpo import ConfigError, ContractError, GRPOConfig, GRPOTrainer
 from grpo._training.state_source import StateSource
+from tests.support.bad_input_places import Plain
+from tests.support.objective_inputs import as_users_run_it
 
 
 def test_without_a_number_every_iteration_gets_all_states_in_order():
@@ -157,3 +159,47 @@ def test_an_iterable_with_a_length_is_not_said_to_have_none():
         ConfigError, match=r"must be set, because a set of states has no entries by number.*list\(states\)"
     ):
         StateSource({"a", "b"}, None, seed=0)
+
+
+def test_epochs_are_counted_in_iterations_rounded_up(subtests):
+    cases = [(6, 2, 1, 3), (6, 4, 1, 2), (6, 4, 2, 3), (6, None, 3, 3), (5, 16, 1, 1), (8, 2, 0.5, 2)]
+    for num_states, num, epochs, expected in cases:
+        with subtests.test(num_states=num_states, num=num, epochs=epochs):
+            source = StateSource(list(range(num_states)), num, seed=0)
+            assert source.num_iterations(epochs) == expected
+            drawn = [state for iteration in range(expected) for state in source(iteration)]
+            counts = [drawn.count(state) for state in range(num_states)]
+            assert min(counts) >= int(epochs)
+    assert StateSource({"a", "b", "c"}, 1, seed=0).num_iterations(2) == 6
+    assert StateSource(DataLoader(["a", "b"], batch_size=None), 2, seed=0).num_iterations(3) == 3
+
+
+def test_epochs_of_states_without_a_length_and_wrong_epochs_are_refused(subtests):
+    for states, name in [(iter([1]), "list_iterator"), (Counting(3), "Counting"), (lambda iteration: [1], "function")]:
+        with (
+            subtests.test(name=name),
+            pytest.raises(ConfigError, match=rf"num_epochs counts passes over the states, and a {name} has no length"),
+        ):
+            StateSource(states, 1, seed=0).num_iterations(1)
+    for epochs in (0, -1, float("nan"), float("inf"), True, "1"):
+        with (
+            subtests.test(epochs=epochs),
+            as_users_run_it(),
+            pytest.raises(ConfigError, match="num_epochs must be a number above 0; got"),
+        ):
+            StateSource([1], 1, seed=0).num_iterations(epochs)
+
+
+def test_a_run_takes_either_iterations_or_epochs():
+    config = GRPOConfig(group_size=2, num_states_per_iteration=2, seed=0)
+
+    def trained(states, **length):
+        trainer = GRPOTrainer(config=config, policy=Plain(), reward_model=lambda s, a: [float(x) for x in a])
+        return len(trainer.train(states, progress=False, **length))
+
+    states = ["a", "b", "c", "d", "e"]
+    assert trained(states, num_epochs=2) == 5
+    assert trained(states, num_iterations=3) == 3
+    for both_or_none in ({}, {"num_iterations": 3, "num_epochs": 1}):
+        with pytest.raises(ConfigError, match=r"train needs either num_iterations or num_epochs; got .* exactly one"):
+            trained(states, **both_or_none)

@@ -353,8 +353,8 @@ OTHER: dict[str, Any] = {
     "kl_control": KLControl(), "entropy_control": EntropyControl(), "advantage.credit": "gae",
     "advantage.baseline": "leave_one_out", "advantage.scale": "beta", "advantage.std_ddof": 0, "advantage.positive_weight": 0.5,
     "advantage.clip": 1.0, "advantage.reward_clip": 1.0, "objective.sampler_correction": Mask(),
-    "objective.aggregation": "group_mean", "reward.non_finite": "drop", "reward.on_failure": "drop", "reward.not_applicable": "zero",
-    "sampling.stop": ("x",), "sampling.xtc_probability": 0.5,
+    "objective.aggregation": "group_mean", "reward.non_finite": "drop", "reward.on_failure": "drop",
+    "reward.not_applicable": "zero", "sampling.stop": ("x",), "sampling.xtc_probability": 0.5,
 }  # fmt: skip
 """A value that TRL cannot have, for each setting whose values are limited. True or 1 for the others."""
 
