@@ -1,40 +1,48 @@
 """Time of `import grpo` compared with `import torch, numpy`, measured as interleaved processes.
 
+It measures CPU time, which other programs disturb less than wall time. Each process has one thread and finds compiled
+bytecode, as after an installation with pip.
+
 python -m benchmarks.import_time
 """
 
-import statistics
+import argparse
+import os
+import resource
 import subprocess
 import sys
-import time
+
+from benchmarks._timing import time_pairs
 
 BASE = "import torch, numpy"
-OURS = "import torch, numpy, grpo"
+OURS = ("import torch, numpy, grpo", "import torch, numpy; from grpo import GRPOConfig, GRPOTrainer")
 HEAVY = ("transformers", "gymnasium", "matplotlib", "wandb", "adapters")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | {
+    "OMP_NUM_THREADS": "1"
+}
 
 
-def seconds(code: str) -> float:
-    """Wall time of one interpreter that runs `code`."""
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", code], check=True)
-    return time.perf_counter() - start
+def run(code: str) -> str:
+    """The output of an interpreter that runs `code`."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, check=True, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True).stdout
+
+
+def cpu_seconds() -> float:
+    """CPU time of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:
-    """Print the medians, the ratio, and the heavy packages that were imported."""
-    for code in (BASE, OURS):
-        seconds(code)
-    pairs = [(seconds(OURS), seconds(BASE)) for _ in range(15)]
-    ours, base = (statistics.median(times) for times in zip(*pairs, strict=True))
-    ratio = statistics.median(a / b for a, b in pairs)
-    print(f"{BASE:28s}{base:.2f} s\n{OURS:28s}{ours:.2f} s   ratio {ratio:.3f} (median of {len(pairs)} pairs)")
-    listing = subprocess.run(
-        [sys.executable, "-c", "import grpo, sys; print(' '.join(sys.modules))"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    loaded = {name.partition(".")[0] for name in listing.stdout.split()}
+    """Print the medians, the ratios, and the heavy packages that were imported."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=31, help="number of pairs of processes (default: 31)")
+    pairs = parser.parse_args().pairs
+    for ours in OURS:
+        times = time_pairs(lambda: run(ours), lambda: run(BASE), repeats=pairs, warmup=2, clock=cpu_seconds)  # noqa: B023
+        print(f"{ours}\n  {times} to {BASE}, {pairs} pairs of processes")
+    loaded = {name.partition(".")[0] for name in run("import grpo, sys; print(*sys.modules)").split()}
     print("imported by grpo: " + (", ".join(name for name in HEAVY if name in loaded) or f"none of {', '.join(HEAVY)}"))
 
 

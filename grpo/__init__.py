@@ -5,10 +5,10 @@ Surrogates, KL estimators and `Steps` are imported from `grpo.surrogates` and `g
 `grpo.writing`, buffers from `grpo.buffers`, engines for several processes from `grpo.distributed`.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ._objective.sampler import Mask, Truncate
-from .advantage_estimator import AdvantageEstimator, group_relative_advantages, group_relative_returns
-from .callbacks import Callback, EarlyStopping, KeepBestPolicy, TimeBudget
-from .checkpoint import load_weights
 from .config import AdvantageConfig, EntropyControl, GRPOConfig, KLControl, ObjectiveConfig, RewardConfig
 from .errors import (
     CheckpointError,
@@ -22,7 +22,6 @@ from .errors import (
     RewardError,
     TrainingInterrupted,
 )
-from .evaluation import compare_policies, measure_policy
 from .grpo_objective import grpo_objective, step_weights
 from .policy_base import (
     HasState,
@@ -36,11 +35,52 @@ from .policy_base import (
     SplitsSteps,
     SyncsSampler,
 )
-from .reward_model_base import ComparesActions, RewardModel
-from .rewards import PairwiseRewards, WeightedRewards
-from .sinks import JSONLSink, MetricSink, Samples
-from .trainer import GRPOTrainer
 from .types import ActionScores, ExperienceBatch, ObjectiveInputs, ObjectiveOutput, SampledActions
+
+if TYPE_CHECKING:
+    from .advantage_estimator import AdvantageEstimator, group_relative_advantages, group_relative_returns
+    from .callbacks import Callback, EarlyStopping, KeepBestPolicy, TimeBudget
+    from .checkpoint import load_weights
+    from .evaluation import compare_policies, measure_policy
+    from .reward_model_base import ComparesActions, RewardModel
+    from .rewards import PairwiseRewards, WeightedRewards
+    from .sinks import JSONLSink, MetricSink, Samples
+    from .trainer import GRPOTrainer
+else:  # these modules take half of the time of all imports, and a program may use few of them, or use them later
+    _IMPORTED_AT_FIRST_USE = {
+        "AdvantageEstimator": "advantage_estimator",
+        "group_relative_advantages": "advantage_estimator",
+        "group_relative_returns": "advantage_estimator",
+        "Callback": "callbacks",
+        "EarlyStopping": "callbacks",
+        "KeepBestPolicy": "callbacks",
+        "TimeBudget": "callbacks",
+        "load_weights": "checkpoint",
+        "compare_policies": "evaluation",
+        "measure_policy": "evaluation",
+        "RewardModel": "reward_model_base",
+        "ComparesActions": "reward_model_base",
+        "PairwiseRewards": "rewards",
+        "WeightedRewards": "rewards",
+        "JSONLSink": "sinks",
+        "MetricSink": "sinks",
+        "Samples": "sinks",
+        "GRPOTrainer": "trainer",
+    }
+
+    def __getattr__(name: str) -> Any:
+        """Import a name of the table when it is first used."""
+        if name not in _IMPORTED_AT_FIRST_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f".{_IMPORTED_AT_FIRST_USE[name]}", __name__), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_IMPORTED_AT_FIRST_USE})
+
+
+__version__ = "0.1.0"
 
 __all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
     # start here
