@@ -1,0 +1,62 @@
+"""What needs no extra runs where only the core's six dependencies, and their own dependencies, can be imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.try_wheel import CORE, blocks
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONAL = ["gymnasium", "matplotlib", "transformers", "pytest", "scipy.stats"]
+
+
+def run(code: str, folder: Path) -> str:
+    """The output of a new interpreter that finds no other package."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", f"import tests.support.core_only\n{code}"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_the_core_its_bandits_and_the_readme_need_six_packages(tmp_path: Path) -> None:
+    """In one process. First it tells that other packages cannot be imported, although this environment has them."""
+    codes = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(codes) >= 3
+    assert len(CORE) == 6
+    code = f"""
+import contextlib, importlib.util, io, json
+from tools.try_wheel import core_distributions, import_all_modules, imported_distributions
+missing = [name for name in {OPTIONAL} if importlib.util.find_spec(name.partition(".")[0]) is None]
+num_modules = import_all_modules()
+with contextlib.redirect_stdout(io.StringIO()):
+    for block in {codes!r}:
+        exec(block, {{"__name__": "__main__"}})
+print(json.dumps([missing, num_modules, sorted(imported_distributions() - core_distributions())]))
+"""
+    missing, num_modules, others = json.loads(run(code, tmp_path))
+    assert missing == OPTIONAL
+    assert num_modules > 100
+    assert others == []
+
+
+@pytest.mark.slow
+def test_all_runs_of_the_bandit_example_need_six_packages(tmp_path: Path) -> None:
+    """Only its plot needs matplotlib."""
+    code = """
+from examples import dynamic_bandit as demo
+trainings = [getattr(demo, name) for name in dir(demo) if name.startswith("train_")]
+print(len([train(0) for train in trainings]), len(demo.play_classics(0)))
+"""
+    assert run(code, tmp_path).split() == ["2", "7"]
+
+
+@pytest.mark.slow
+def test_the_example_of_a_custom_domain_needs_six_packages(tmp_path: Path) -> None:
+    assert "new targets" in run(
+        "import runpy; runpy.run_module('examples.custom_domain', run_name='__main__')", tmp_path
+    )
