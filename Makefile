@@ -15,7 +15,7 @@ VLLM := .venv-vllm/.installed
 
 BENCHMARKS := $(patsubst benchmarks/%.py,benchmarks.%,$(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-.PHONY: help demo test test-slow test-faults test-all test-vllm coverage mutants lint fix types layers notebooks bench clean
+.PHONY: help demo test test-slow test-faults test-all test-vllm coverage mutants lint fix types layers notebooks package bench clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -61,6 +61,9 @@ layers: $(DEV)  ## Check that modules import only from layers below them
 
 notebooks: $(DEV)  ## Execute every notebook, and compare what it prints with the committed file (ARGS=--update: write it)
 	@.venv/bin/python tools/notebooks.py $(ARGS)
+
+package: $(DEV)  ## Build wheel and sdist into dist/, and try the wheel in a new environment without extras
+	@$(RUN) tools.package
 
 bench: $(DEV)  ## Run every benchmark
 	@for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(RUN) "$$benchmark"; done
