@@ -100,6 +100,26 @@ def try_in_a_new_environment(wheel: Path, folder: Path) -> None:
     for name in ("README.md", "tools/try_wheel.py", "examples/custom_domain.py"):
         shutil.copy(ROOT / name, elsewhere)
     subprocess.run([python, "-I", "try_wheel.py", "README.md", "custom_domain.py"], cwd=elsewhere, check=True)
+    try_the_cure(python, wheel)
+
+
+def try_the_cure(python: Path, wheel: Path) -> None:
+    """Install the two projects with the same import names, and then run the commands that the README recommends.
+
+    Raises:
+        SystemExit: there is nothing to cure any more, so that the README says too much.
+    """
+    pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    code = "from adapters.bandits import SoftmaxPolicy; from grpo import GRPOTrainer"
+    imports = [python, "-I", "-c", code]
+    for other in ("grpo", "adapters"):
+        subprocess.run([*pip, "install", "--no-deps", other], check=True)
+        if subprocess.run(imports, check=False, capture_output=True).returncode == 0:
+            sys.exit(f"{other!r} on PyPI overwrites nothing any more. Correct the README's section on installing.")
+        subprocess.run([*pip, "uninstall", "--yes", "grpo", "adapters"], check=True)
+        subprocess.run([*pip, "install", "--force-reinstall", "--no-deps", wheel], check=True)
+        subprocess.run(imports, check=True)
+    print("The README's commands repair an environment with PyPI's grpo or adapters.")
 
 
 def main() -> None:

@@ -14,11 +14,15 @@ import subprocess
 import sys
 import sysconfig
 from importlib.metadata import distribution, packages_distributions, requires
+from importlib.util import find_spec
 from pathlib import Path
 
 DISTRIBUTION = "model-agnostic-grpo"
 CORE = {"torch", "numpy", "typing-extensions", "jaxtyping", "safetensors", "tqdm"}
-NEEDS_GYMNASIUM = "adapters.bandits.environments"
+NOT_IMPORTED = {"adapters.bandits.environments", "grpo.__main__"}
+"""The first needs Gymnasium. The second is a program."""
+PROGRAMS = ("grpo", "adapters.bandits.demo")
+"""Run as `python -m`, if the wheel has them."""
 BLOCK = re.compile(r"(?P<above>[^\n]*)\n+^```python\n(?P<code>.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- (not run|needs [\w-]+) -->")
 """Stands above a block that is an excerpt, or needs an extra."""
@@ -66,18 +70,21 @@ def import_all_modules() -> int:
     names = ["grpo", "adapters.bandits"]
     for package in list(names):
         found = pkgutil.walk_packages(importlib.import_module(package).__path__, prefix=f"{package}.")
-        names += [module.name for module in found if module.name != NEEDS_GYMNASIUM]
+        names += [module.name for module in found if module.name not in NOT_IMPORTED]
     for name in names:
         importlib.import_module(name)
     return len(names)
 
 
 def run_commands() -> list[str]:
-    """Let each command that the wheel installs print its help. Returns the commands."""
-    names = [entry.name for entry in distribution(DISTRIBUTION).entry_points if entry.group == "console_scripts"]
-    for name in names:
+    """Let each command and each program of the wheel print its help. Returns their names."""
+    scripts = [entry.name for entry in distribution(DISTRIBUTION).entry_points if entry.group == "console_scripts"]
+    programs = [name for name in PROGRAMS if find_spec(f"{name}.__main__" if name == "grpo" else name) is not None]
+    for name in scripts:
         subprocess.run([Path(sysconfig.get_path("scripts")) / name, "--help"], check=True, stdout=subprocess.DEVNULL)
-    return names
+    for name in programs:
+        subprocess.run([sys.executable, "-I", "-m", name, "--help"], check=True, stdout=subprocess.DEVNULL)
+    return scripts + [f"python -m {name}" for name in programs]
 
 
 def main(page: Path, *examples: Path) -> None:

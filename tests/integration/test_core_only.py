@@ -45,10 +45,10 @@ print(json.dumps([missing, num_modules, sorted(imported_distributions() - core_d
 
 
 @pytest.mark.slow
-def test_all_runs_of_the_bandit_example_need_six_packages(tmp_path: Path) -> None:
+def test_all_runs_of_the_bandit_demo_need_six_packages(tmp_path: Path) -> None:
     """Only its plot needs matplotlib."""
     code = """
-from examples import dynamic_bandit as demo
+from adapters.bandits import demo
 trainings = [getattr(demo, name) for name in dir(demo) if name.startswith("train_")]
 print(len([train(0) for train in trainings]), len(demo.play_classics(0)))
 """

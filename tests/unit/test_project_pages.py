@@ -1,0 +1,129 @@
+"""Pages about the package say what pyproject.toml and the installed packages say."""
+
+import re
+import tomllib
+from importlib.metadata import PackageMetadata, PackageNotFoundError, metadata, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import grpo
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+PROJECT = tomllib.loads(PYPROJECT)["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+REQUIREMENTS = [
+    requirement
+    for entries in (PROJECT["dependencies"], *EXTRAS.values())
+    for requirement in map(Requirement, entries)
+    if requirement.name != PROJECT["name"]
+]
+CVE = re.compile(r"CVE-\d{4}-\d+")
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """The cells of the table below a header that begins with `heading`, without code marks."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (table,) = re.findall(rf"^\| {re.escape(heading)} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def test_the_version_has_one_source() -> None:
+    assert "version" in PROJECT["dynamic"]
+    assert version(PROJECT["name"]) == grpo.__version__
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.search(r"^version: (.+)$", citation, re.MULTILINE)[1] == grpo.__version__  # type: ignore[index]
+
+
+def test_the_readme_names_each_extra_with_its_packages() -> None:
+    written = {name: packages for names, _, packages in rows("README.md", "extra") for name in names.split(", ")}
+    assert set(written) == set(EXTRAS)
+    for extra, packages in written.items():
+        if packages:
+            assert packages.split(", ") == list(dict.fromkeys(Requirement(entry).name for entry in EXTRAS[extra])), (
+                extra
+            )
+
+
+def test_each_direct_dependency_has_a_line_with_its_extras() -> None:
+    lines = rows("docs/licences.md", "package")
+    assert [name for name, _, _ in lines] == list(dict.fromkeys(requirement.name for requirement in REQUIREMENTS))
+    for name, _, why in lines:
+        extras = [extra for extra, entries in EXTRAS.items() if name in {Requirement(entry).name for entry in entries}]
+        assert why.startswith(", ".join(extras)), name
+
+
+WORDS = {"Apache-2.0": "apache", "BSD-2-Clause": "bsd", "BSD-3-Clause": "bsd", "PSF-2.0": "python software foundation"}
+"""What a licence is called where metadata has no SPDX expression. Others are called by their id."""
+
+
+def says(found: PackageMetadata, licence: str) -> bool:
+    """Whether metadata say that a package has the licence, in any of their three forms."""
+    if found.get("License-Expression"):
+        return found["License-Expression"] == licence
+    classifiers = [each for each in found.get_all("Classifier") or [] if each.startswith("License")]
+    said = " ".join([found.get("License") or "", *classifiers]).lower()
+    return all(WORDS.get(name, name.lower()) in said for name in licence.split(" AND "))
+
+
+def test_licences_are_those_of_the_installed_packages(subtests: pytest.Subtests) -> None:
+    """vllm has its own environment, and the metadata of torchrl name no licence: its file LICENSE has MIT's text."""
+    for name, licence, _ in rows("docs/licences.md", "package"):
+        with subtests.test(name=name):
+            try:
+                found = metadata(name)
+            except PackageNotFoundError:
+                assert name == "vllm"
+                continue
+            assert says(found, licence) or name == "torchrl", (
+                licence,
+                found.get("License-Expression"),
+                found.get("License"),
+            )
+
+
+def test_the_lowest_versions_in_the_table_are_those_of_pyproject(subtests: pytest.Subtests) -> None:
+    lines = rows("SECURITY.md", "package")
+    assert {cve for line in lines for cve in CVE.findall(line[2])} == set(CVE.findall(PYPROJECT))
+    for name, lowest, why in lines:
+        with subtests.test(name=name):
+            found = [each for each in REQUIREMENTS if canonicalize_name(each.name) == name]
+            assert found
+            for requirement in found:
+                (floor,) = (each.version for each in requirement.specifier if each.operator == ">=")
+                assert floor == lowest
+                assert all(Version(fixed) <= Version(lowest) for fixed in re.findall(r"below ([\d.]+\d)", why))
+                assert not any(requirement.specifier.contains(last) for last in re.findall(r"up to ([\d.]+\d)", why))
+
+
+def test_classifiers_name_the_versions_of_python_that_are_tested() -> None:
+    classified = {name.rsplit(" ", 1)[1] for name in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", name)}
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    assert classified == {"3.11", "3.12", "3.13"} == set(re.findall(r'"(3\.\d+)"', workflow))
+
+
+def test_the_hosted_checks_run_ours_with_pinned_actions_of_github() -> None:
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    uses = re.findall(r"uses: (\S+)@(\S+)", workflow)
+    assert {name for name, _ in uses} == {"actions/checkout", "actions/setup-python"}
+    assert all(re.fullmatch(r"[0-9a-f]{40}", commit) for _, commit in uses)
+    assert "run: .ci/run\n" in workflow
+
+
+def test_our_checks_include_every_target_that_can_fail_a_release() -> None:
+    script = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    (targets,) = re.findall(r"for target in (.*); do", script)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert {"test", "test-slow", "lint", "types", "layers", "notebooks", "package"} <= set(targets.split())
+    assert all(re.search(rf"^{target}(?: [\w-]+)*:", makefile, re.MULTILINE) for target in targets.split())
+
+
+def test_the_address_of_the_project_stands_in_one_file() -> None:
+    address = PROJECT["urls"]["Repository"]
+    assert all(url.startswith(address) for url in PROJECT["urls"].values())
+    for page in ("README.md", "CITATION.cff", "SECURITY.md", "CONTRIBUTING.md"):
+        assert address not in (ROOT / page).read_text(encoding="utf-8"), page
