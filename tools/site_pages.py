@@ -1,0 +1,156 @@
+"""The pages of the site that are not in docs/, and the links to them. `mkdocs.yml` names this file as a hook.
+
+Pages in docs/ link to files elsewhere in the repository, which works where a repository is browsed. The site has a page for each
+of these files: Markdown as it is, programs as code, notebooks with their pictures. Links are rewritten to these pages.
+"""
+
+import ast
+import base64
+import json
+import os
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MARKDOWN = {
+    "README.md": "index.md",
+    "grpo/README.md": "core.md",
+    "adapters/README.md": "adapters/index.md",
+    "adapters/control/README.md": "adapters/control.md",
+    "adapters/llm/README.md": "adapters/llm.md",
+    "benchmarks/README.md": "benchmarks/index.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+}
+"""Files that are pages of the site as they are, and where. docs/index.md stands for README.md."""
+
+FOUND = {
+    "examples": "Examples",
+    "notebooks": "Notebooks",
+    "benchmarks": "Benchmarks",
+    "decisions": "Decisions",
+    "project": "Project",
+}
+"""Folders of the site whose pages `mkdocs.yml` does not list, and the title of each in the menu."""
+
+LINK_OR_FENCE = re.compile(r"^```.*?^```|(?P<before>\]\()(?P<target>[^)\s]+)\)", re.MULTILINE | re.DOTALL)
+INCLUDED = re.compile(r"^<!-- section (?P<heading>[^,]+), from (?P<path>\S+) -->$", re.MULTILINE)
+
+
+def sources() -> dict[str, str]:
+    """Each file of the repository that has a page outside docs/, and the page's place on the site."""
+    pages = dict(MARKDOWN)
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
+        pages[f"benchmarks/results/{path.name}"] = f"benchmarks/{path.name}"
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        pages[f"notebooks/{path.name}"] = f"notebooks/{path.stem}.md"
+    for path in sorted((ROOT / "examples").iterdir()):
+        if path.suffix == ".py" and path.stem != "__init__" or (path / "__main__.py").exists():
+            pages[f"examples/{path.name}"] = f"examples/{path.stem}.md"
+    return pages
+
+
+SOURCES = sources()
+ORIGINS = {page: source for source, page in SOURCES.items() if source != "README.md"}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages, and the pictures of the notebooks."""
+    for page, source in ORIGINS.items():
+        path = ROOT / source
+        if path.suffix == ".md":
+            files.append(File.generated(config, page, abs_src_path=str(path)))
+        elif path.suffix == ".ipynb":
+            text, pictures = notebook_page(path)
+            files.append(File.generated(config, page, content=text))
+            for name, picture in pictures.items():
+                files.append(File.generated(config, f"notebooks/{name}", content=picture))
+        else:
+            files.append(File.generated(config, page, content=program_page(path)))
+    config.nav += [{title: listed(folder, files)} for folder, title in FOUND.items()]
+    return files
+
+
+def listed(folder: str, files: Files) -> list[str]:
+    """The pages of a folder, its index first."""
+    pages = [file for file in files.documentation_pages() if file.src_uri.startswith(f"{folder}/")]
+    return [file.src_uri for file in sorted(pages, key=lambda file: (file.name != "index", file.src_uri))]
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Insert sections of other files, and let links to files of the repository lead to their pages."""
+    here = page.file.src_uri
+    origin = PurePosixPath(ORIGINS.get(here, f"docs/{here}"))
+
+    def linked(found: re.Match[str], folder: PurePosixPath) -> str:
+        target = found["target"]
+        if target is None or "://" in target or target.startswith(("#", "mailto:")):
+            return found[0]
+        name, hash_mark, anchor = target.partition("#")
+        uri = page_of(os.path.normpath(folder / name), files)
+        relative = os.path.relpath(uri, PurePosixPath(here).parent) if uri else name  # mkdocs reports what has no page
+        return f"]({relative}{hash_mark}{anchor})"
+
+    def included(found: re.Match[str]) -> str:
+        text = section_of(ROOT / found["path"], found["heading"])
+        return LINK_OR_FENCE.sub(lambda link: linked(link, PurePosixPath(found["path"]).parent), text)
+
+    markdown = LINK_OR_FENCE.sub(lambda link: linked(link, origin.parent), markdown)
+    return INCLUDED.sub(included, markdown)
+
+
+def page_of(path: str, files: Files) -> str | None:
+    """The page or picture of the site that shows a file or folder of the repository."""
+    if path in SOURCES:
+        return SOURCES[path]
+    candidates = [path.removeprefix("docs/"), f"{path.removeprefix('docs/')}/README.md"] if path.startswith("docs/") else []
+    return next((uri for uri in candidates if files.get_file_from_path(uri)), None)
+
+
+def section_of(path: Path, heading: str) -> str:
+    """The text below a heading of the second level, up to the next heading of that level."""
+    text = path.read_text(encoding="utf-8")
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise ValueError(f"{path} has no section {heading!r}: correct the comment that includes it.")
+    return found[1].strip()
+
+
+def program_page(path: Path) -> str:
+    """A program, or the files of a package, as code below their names."""
+    parts = sorted(path.glob("*.py"), key=lambda part: (part.stem != "__main__", part.name)) if path.is_dir() else [path]
+    module = f"examples.{path.stem}"
+    first = (ast.get_docstring(ast.parse(parts[0].read_text(encoding="utf-8"))) or module).split("\n")[0]
+    text = f"# {path.stem.replace('_', ' ').capitalize()}\n\n{first}\n\nRun it with `python -m {module}`.\n"
+    for part in parts:
+        text += f"\n## `{part.relative_to(ROOT)}`\n\n```python\n{part.read_text(encoding='utf-8')}```\n"
+    return text
+
+
+def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown, with what its cells printed, and its pictures by name."""
+    parts: list[str] = []
+    pictures: dict[str, bytes] = {}
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            picture = output.get("data", {}).get("image/png")
+            if picture:
+                name = f"{path.stem}-{len(pictures) + 1}.png"
+                pictures[name] = base64.b64decode("".join(picture))
+                parts.append(f"![Output of the cell above]({name})")
+            elif printed := printed_text(output):
+                parts.append(f"```text\n{printed}\n```")
+    return "\n\n".join(parts) + "\n", pictures
+
+
+def printed_text(output: dict[str, Any]) -> str:
+    """What a cell printed or returned, as text."""
+    return "".join(output.get("text") or output.get("data", {}).get("text/plain", "")).rstrip()
