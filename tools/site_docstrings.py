@@ -1,11 +1,13 @@
 """How the site shows docstrings: examples and formulas as code. `mkdocs.yml` names this file as an extension of griffe.
 
 Griffe knows the section "Examples:", and the docstrings here have "Example:". A formula in a docstring is a paragraph of its own,
-which Markdown would join to one line.
+which Markdown would join to one line. An example that is not in a docstring stands on a page of docs/api, below the line that
+names the object; the site shows it with the docstring, before the members.
 """
 
 import re
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import griffe
@@ -15,13 +17,34 @@ FORMULA = re.compile(r"^\S+.*(?: = | <- |<= ).*[^.:;,]$")
 PROSE = re.compile(r"\b(?:is|are|has|have|the|a|an|of)\b (?:\w+ ){2}|https?:")
 
 
+API = Path(__file__).resolve().parents[1] / "docs" / "api"
+BLOCK = r"```python\n.*?^```\n(?:\n```text\n.*?^```\n)?"
+DOCUMENTED = re.compile(rf"^::: (?P<name>\S+)\n(?:\n(?P<example>{BLOCK}))?", re.MULTILINE | re.DOTALL)
+"""The line that documents an object, and the example below it."""
+
+
+def examples_on_pages() -> dict[tuple[str, str], str]:
+    """The examples on the pages of docs/api, by package and name."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(API.glob("*.md"))]
+    found = [match for text in texts for match in DOCUMENTED.finditer(text) if match["example"]]
+    return {tuple(match["name"].rsplit(".", 1)): match["example"] for match in found}  # type: ignore[misc]
+
+
 class SiteDocstrings(griffe.Extension):
     """Rewrites each docstring before griffe parses it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.examples = examples_on_pages()
+
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called for every module, class, function and attribute."""
-        if obj.docstring:
-            obj.docstring.value = for_the_site(obj.docstring.value)
+        text = for_the_site(obj.docstring.value) if obj.docstring else ""
+        for (package, name), example in self.examples.items():
+            if name == obj.name and obj.parent and obj.parent.is_module and obj.path.startswith(f"{package}."):
+                text += f"\n\nExamples:\n{textwrap.indent(example, '    ')}"
+        if text:
+            obj.docstring = griffe.Docstring(text, parent=obj)
 
 
 def for_the_site(docstring: str) -> str:

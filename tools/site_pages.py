@@ -9,12 +9,16 @@ import base64
 import json
 import os
 import re
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))  # a hook is loaded by its path
+from site_docstrings import DOCUMENTED
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -101,6 +105,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         text = section_of(ROOT / found["path"], found["heading"])
         return LINK_OR_FENCE.sub(lambda link: linked(link, PurePosixPath(found["path"]).parent), text)
 
+    if here.startswith("api/"):  # docstrings show these examples
+        markdown = DOCUMENTED.sub(r"::: \g<name>\n", markdown)
     markdown = LINK_OR_FENCE.sub(lambda link: linked(link, origin.parent), markdown)
     return INCLUDED.sub(included, markdown)
 
