@@ -17,8 +17,12 @@ FORMULA = re.compile(r"^\S+.*(?: = | <- |<= ).*[^.:;,]$")
 PROSE = re.compile(r"\b(?:is|are|has|have|the|a|an|of)\b (?:\w+ ){2}|https?:")
 
 
+SECTION = re.compile(r"^[A-Z][a-z]+:$")
+SHARED = re.compile(r"^(?P<indent>    )(?P<names>\w+(?:, \w+)+): (?P<text>.*\n?(?:^     +\S.*\n?)*)", re.MULTILINE)
+"""A line below "Args:" that describes several parameters."""
+
 API = Path(__file__).resolve().parents[1] / "docs" / "api"
-BLOCK = r"```python\n.*?^```\n(?:\n```text\n.*?^```\n)?"
+BLOCK = r"(?:<!-- not run -->\n)?```python\n.*?^```\n(?:\n```text\n.*?^```\n)?"
 DOCUMENTED = re.compile(rf"^::: (?P<name>\S+)\n(?:\n(?P<example>{BLOCK}))?", re.MULTILINE | re.DOTALL)
 """The line that documents an object, and the example below it."""
 
@@ -48,22 +52,32 @@ class SiteDocstrings(griffe.Extension):
 
 
 def for_the_site(docstring: str) -> str:
-    """The docstring with its examples and formulas as blocks of code."""
+    """The docstring with its examples and formulas as blocks of code, and with one line per parameter."""
     docstring = EXAMPLE.sub(_as_examples, docstring + "\n").rstrip()
+    docstring = SHARED.sub(_one_by_one, docstring)
     return "\n\n".join(_as_code(paragraph) for paragraph in docstring.split("\n\n"))
 
 
 def _as_examples(found: re.Match[str]) -> str:
     body = textwrap.dedent(found["body"]).strip("\n")
     if body.startswith(">>>"):
-        return f"Examples:\n{textwrap.indent(body, '    ')}\n"
-    text, _, code = body.partition("::\n")  # a sentence, and code that is indented below it
-    block = f"{text}:\n\n```python\n{textwrap.dedent(code).strip()}\n```"
+        block = f"```pycon\n{body}\n```"
+    else:
+        text, _, code = body.partition("::\n")  # a sentence, and code that is indented below it
+        block = f"{text}:\n\n```python\n{textwrap.dedent(code).strip()}\n```"
     return f"Examples:\n{textwrap.indent(block, '    ')}\n"
 
 
+def _one_by_one(found: re.Match[str]) -> str:
+    """A line that describes several parameters, once for each of them."""
+    return "".join(f"{found['indent']}{name}: {found['text']}" for name in found["names"].split(", "))
+
+
 def _as_code(paragraph: str) -> str:
-    """A paragraph of formulas, as a block of code."""
+    """A paragraph of formulas, or a table, as a block of code."""
     lines = paragraph.split("\n")
+    if SECTION.match(lines[0]):
+        return paragraph
+    is_table = any(re.match(r" {2,}\S+ {2,}", line) for line in lines[1:])
     is_formula = FORMULA.match(lines[0]) and not PROSE.search(paragraph) and not re.search(r"[:`]|>>>", paragraph)
-    return f"```text\n{paragraph}\n```" if is_formula else paragraph
+    return f"```text\n{paragraph}\n```" if is_table or is_formula else paragraph
