@@ -13,7 +13,8 @@ from typing import Any
 import griffe
 
 EXAMPLE = re.compile(r"^Example:\n(?P<body>(?:[ \t]+\S.*\n?|\s*\n)+)", re.MULTILINE)
-FORMULA = re.compile(r"^\S+.*(?: = | <- |<= ).*[^.:;,]$")
+FORMULA = re.compile(r"^\S+.*(?: = | <- |<= ).*[^.:;]$", re.DOTALL)
+SOURCE = re.compile(r"^Source:\n(?P<text>(?:[ \t]+\S.*(?:\n|\Z))+)", re.MULTILINE)
 PROSE = re.compile(r"\b(?:is|are|has|have|the|a|an|of)\b (?:\w+ ){2}|https?:")
 
 
@@ -44,17 +45,32 @@ class SiteDocstrings(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called for every module, class, function and attribute."""
         text = for_the_site(obj.docstring.value) if obj.docstring else ""
+        if obj.is_class:
+            text += fields_of(obj)
         for (package, name), example in self.examples.items():
             if name == obj.name and obj.parent and obj.parent.is_module and obj.path.startswith(f"{package}."):
                 text += f"\n\nExamples:\n{textwrap.indent(example, '    ')}"
-        if text:
-            obj.docstring = griffe.Docstring(text, parent=obj)
+        if obj.docstring:
+            obj.docstring.value = text
+        elif text:
+            obj.docstring = griffe.Docstring(text, parent=obj, parser="google")
+
+
+def fields_of(cls: griffe.Object) -> str:
+    """A list of a class's fields, with what their docstrings say. The fields are not documented one by one any more."""
+    fields = [member for name, member in cls.members.items() if member.is_attribute and not name.startswith("_")]
+    documented = [field for field in fields if not field.is_alias and field.docstring]
+    lines = [f"    {field.name}: {' '.join(field.docstring.value.split())}" for field in documented]  # type: ignore[union-attr]
+    for field in documented:
+        field.docstring = None
+    return "\n\nAttributes:\n" + "\n".join(lines) if lines else ""
 
 
 def for_the_site(docstring: str) -> str:
     """The docstring with its examples and formulas as blocks of code, and with one line per parameter."""
     docstring = EXAMPLE.sub(_as_examples, docstring + "\n").rstrip()
     docstring = SHARED.sub(_one_by_one, docstring)
+    docstring = SOURCE.sub(lambda found: f"Source: {' '.join(found['text'].split())}\n", docstring)
     return "\n\n".join(_as_code(paragraph) for paragraph in docstring.split("\n\n"))
 
 
@@ -76,8 +92,8 @@ def _one_by_one(found: re.Match[str]) -> str:
 def _as_code(paragraph: str) -> str:
     """A paragraph of formulas, or a table, as a block of code."""
     lines = paragraph.split("\n")
-    if SECTION.match(lines[0]):
+    if SECTION.match(lines[0]) or paragraph.startswith(" "):
         return paragraph
     is_table = any(re.match(r" {2,}\S+ {2,}", line) for line in lines[1:])
-    is_formula = FORMULA.match(lines[0]) and not PROSE.search(paragraph) and not re.search(r"[:`]|>>>", paragraph)
+    is_formula = FORMULA.match(paragraph) and not PROSE.search(paragraph) and not re.search(r"[:`]|>>>", paragraph)
     return f"```text\n{paragraph}\n```" if is_table or is_formula else paragraph
