@@ -15,7 +15,7 @@ VLLM := .venv-vllm/.installed
 
 BENCHMARKS := $(patsubst benchmarks/%.py,benchmarks.%,$(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-.PHONY: help demo test test-slow test-faults test-all test-vllm coverage mutants lint fix types layers notebooks package bench clean
+.PHONY: help demo test test-slow test-faults test-all test-vllm coverage mutants lint fix types layers notebooks site package bench clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -65,11 +65,17 @@ notebooks: $(DEV)  ## Execute every notebook, and compare what it prints with th
 package: $(DEV)  ## Build wheel and sdist into dist/, and try the wheel in a new environment without extras
 	@$(RUN) tools.package
 
+# The theme announces MkDocs 2, which pyproject.toml excludes. The variable is the theme's own switch for this notice.
+site: export NO_MKDOCS_2_WARNING := 1
+site: $(DEV)  ## Build the documentation into site/, without a warning (to read it: python -m http.server -d site)
+	@$(RUN) mkdocs build --strict --quiet
+	@echo "site/index.html is the first page"
+
 bench: $(DEV)  ## Run every benchmark
 	@for benchmark in $(BENCHMARKS); do echo "== $$benchmark"; $(RUN) "$$benchmark"; done
 
 clean:  ## Remove caches and build outputs (to start over: rm -rf .venv)
-	@rm -rf build dist *.egg-info htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@rm -rf build dist site *.egg-info htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 .venv/pyvenv.cfg:

@@ -1,8 +1,8 @@
 """How the site shows docstrings: examples and formulas as code. `mkdocs.yml` names this file as an extension of griffe.
 
-Griffe knows the section "Examples:", and the docstrings here have "Example:". A formula in a docstring is a paragraph of its own,
-which Markdown would join to one line. An example that is not in a docstring stands on a page of docs/api, below the line that
-names the object; the site shows it with the docstring, before the members.
+Griffe knows the section "Examples:", and the docstrings here have "Example:". A formula in a docstring is a paragraph of its
+own, which Markdown would join to one line. An example that is not in a docstring stands on a page of docs/api, below the line
+that names the object; the site shows it with the docstring, before the members.
 """
 
 import re

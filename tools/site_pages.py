@@ -1,7 +1,7 @@
 """The pages of the site that are not in docs/, and the links to them. `mkdocs.yml` names this file as a hook.
 
-Pages in docs/ link to files elsewhere in the repository, which works where a repository is browsed. The site has a page for each
-of these files: Markdown as it is, programs as code, notebooks with their pictures. Links are rewritten to these pages.
+Pages in docs/ link to files elsewhere in the repository, which works where a repository is browsed. The site has a page for
+each of these files: Markdown as it is, programs as code, notebooks with their pictures. Links are rewritten to these pages.
 """
 
 import ast
@@ -55,7 +55,7 @@ def sources() -> dict[str, str]:
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         pages[f"notebooks/{path.name}"] = f"notebooks/{path.stem}.md"
     for path in sorted((ROOT / "examples").iterdir()):
-        if path.suffix == ".py" and path.stem != "__init__" or (path / "__main__.py").exists():
+        if (path.suffix == ".py" and path.stem != "__init__") or (path / "__main__.py").exists():
             pages[f"examples/{path.name}"] = f"examples/{path.stem}.md"
     return pages
 
@@ -87,7 +87,7 @@ def listed(folder: str, files: Files) -> list[str]:
     return [file.src_uri for file in sorted(pages, key=lambda file: (file.name != "index", file.src_uri))]
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
     """Insert sections of other files, and let links to files of the repository lead to their pages."""
     here = page.file.src_uri
     origin = PurePosixPath(ORIGINS.get(here, f"docs/{here}"))
@@ -115,7 +115,9 @@ def page_of(path: str, files: Files) -> str | None:
     """The page or picture of the site that shows a file or folder of the repository."""
     if path in SOURCES:
         return SOURCES[path]
-    candidates = [path.removeprefix("docs/"), f"{path.removeprefix('docs/')}/README.md"] if path.startswith("docs/") else []
+    candidates = (
+        [path.removeprefix("docs/"), f"{path.removeprefix('docs/')}/README.md"] if path.startswith("docs/") else []
+    )
     return next((uri for uri in candidates if files.get_file_from_path(uri)), None)
 
 
@@ -130,7 +132,9 @@ def section_of(path: Path, heading: str) -> str:
 
 def program_page(path: Path) -> str:
     """A program, or the files of a package, as code below their names."""
-    parts = sorted(path.glob("*.py"), key=lambda part: (part.stem != "__main__", part.name)) if path.is_dir() else [path]
+    parts = (
+        sorted(path.glob("*.py"), key=lambda part: (part.stem != "__main__", part.name)) if path.is_dir() else [path]
+    )
     module = f"examples.{path.stem}"
     first = (ast.get_docstring(ast.parse(parts[0].read_text(encoding="utf-8"))) or module).split("\n")[0]
     text = f"# {path.stem.replace('_', ' ').capitalize()}\n\n{first}\n\nRun it with `python -m {module}`.\n"

@@ -66,12 +66,14 @@ def browser() -> str:
     return found
 
 
-def walked(folder: Path, pages: Sequence[str], searches: Sequence[str] = (), *, seconds: float = 240.0) -> dict[str, Any]:
+def walked(
+    folder: Path, pages: Sequence[str], searches: Sequence[str] = (), *, seconds: float = 240.0
+) -> dict[str, Any]:
     """Open pages in windows of 1,280 px, without a network, and search the site.
 
     Returns:
-        `pages`: for each page its title, its width if it is too wide, the texts of boxes in it that scroll sideways, and what it
-        loads from other hosts. `found`: for each search the links of its results.
+        `pages`: for each page its title, its width if it is too wide, the texts of boxes in it that scroll sideways, and what
+        it loads from other hosts. `found`: for each search the links of its results.
     """
     script = WALK.replace("PAGES", json.dumps(list(pages))).replace("SEARCHES", json.dumps(list(searches)))
     with served(folder, script) as (address, answer), tempfile.TemporaryDirectory() as profile:
