@@ -13,6 +13,12 @@ from .run_data import RunData
 MAX_PARTS = 6
 """Number of parts of the reward in a chart."""
 
+MAX_LABEL = 12
+"""Number of characters of a part's name that fit beside a chart."""
+
+FEW_VALUES = 0.9
+"""Fraction of the iterations whose quartiles are extremes, above which quartiles are not drawn."""
+
 INTERVAL = 1.96
 """Standard errors on each side of a mean: 95 % of a normal distribution."""
 
@@ -102,16 +108,26 @@ def _rewards(run: RunData) -> Chart | None:
     if not run.has("rewards/mean"):
         return None
     has_band = run.has("rewards/q25") and run.has("rewards/q75")
+    has_values = has_band and not _are_extremes(run, "rewards/q25", "rewards/q75")
     line = Line(
         label="mean",
         y=run.of("rewards/mean"),
         colour="reward",
-        band=(run.of("rewards/q25"), run.of("rewards/q75")) if has_band else None,
-        band_label="quartiles" if has_band else "",
+        band=(run.of("rewards/q25"), run.of("rewards/q75")) if has_values else None,
+        band_label="quartiles" if has_values else "",
     )
-    band = " The band contains the middle half of the rows." if has_band else ""
-    note = f"Mean reward of the sampled rows of each iteration.{band}"
+    note = "Mean reward of the sampled rows of each iteration."
+    if has_band:
+        few = "There is no band of quartiles, because the rewards of an iteration take few values."
+        note = f"{note} {'The band contains the middle half of the rows.' if has_values else few}"
     return Chart(title="Reward in training", note=note, y_label="reward", x=run.iterations, lines=[line])
+
+
+def _are_extremes(run: RunData, *names: str) -> bool:
+    """Whether quartiles are nearly always the smallest or the largest reward, as for rewards of 0 and 1."""
+    low, high = run.of("rewards/min"), run.of("rewards/max")
+    is_extreme = np.logical_and.reduce([(run.of(name) == low) | (run.of(name) == high) for name in names])
+    return float(is_extreme.mean()) >= FEW_VALUES
 
 
 def evaluation_interval(run: RunData) -> tuple[np.ndarray, np.ndarray] | None:
@@ -153,7 +169,9 @@ def _parts(run: RunData) -> Chart | None:
     if len(names) < 2:
         return None
     lines = [
-        Line(label=name.removeprefix("rewards/").removesuffix("/mean")[:14], y=run.of(name), colour=f"part{place}")
+        Line(
+            label=name.removeprefix("rewards/").removesuffix("/mean")[:MAX_LABEL], y=run.of(name), colour=f"part{place}"
+        )
         for place, name in enumerate(names[:MAX_PARTS])
     ]
     left_out = f" {len(names) - MAX_PARTS} further parts are not drawn." if len(names) > MAX_PARTS else ""

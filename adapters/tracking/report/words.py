@@ -10,7 +10,7 @@ def number(value: float | None, *, signed: bool = False) -> str:
     """A number with about three digits: 0.124, 12.3, 123.5, 1,235 or 1.2e-07. "-" if there is none."""
     if value is None or not math.isfinite(value):
         return "-"
-    sign = "+" if signed else ""
+    sign = "+" if signed and value else ""
     size = abs(value)
     if size and (size < 1e-4 or size >= 1e7):
         return f"{value:{sign}.2g}"

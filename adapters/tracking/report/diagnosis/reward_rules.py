@@ -63,12 +63,14 @@ def fell_again(run: RunData) -> Finding | None:
 
 
 def evaluation_lags(run: RunData) -> Finding | None:
-    training, evaluation = reward_change(run), run.of(run.evaluation or "")
-    evaluation = evaluation[np.isfinite(evaluation)]
-    if training is None or not training.is_clear or training.difference <= 0 or len(evaluation) < 3:
+    """Since the first evaluation, the training reward rose, and the evaluation did not, and is now below it."""
+    evaluation = run.of(run.evaluation or "")
+    places = np.flatnonzero(np.isfinite(evaluation))
+    training = change_of(run.of("rewards/mean")[places[0] :]) if len(places) >= 3 else None
+    if training is None or not training.is_clear or training.difference <= 0:
         return None
-    first, last = float(evaluation[0]), float(evaluation[-1])
-    if last - first > 0.1 * training.difference:
+    first, last = float(evaluation[places[0]]), float(evaluation[places[-1]])
+    if last >= training.last or last - first > 0.1 * training.difference:
         return None
     return Finding(
         kind="problem",

@@ -48,7 +48,7 @@ def before_after(states: Sequence[StateComparison]) -> Html:
     """One row per state: a dot for the mean reward before, a dot for the mean after, and a line between them."""
     row, width, top = 22, 1080, 26
     labels = [_one_line(state.label) for state in states]
-    names = 24 + 6.6 * max(map(len, labels))
+    names = 24 + 7.5 * max(map(len, labels))
     values = [value for state in states for value in (state.before, state.after)]
     step = tick_step((max(values) - min(values)) or abs(max(values)) or 1.0)
     low, high = min(values) - step / 2, max(values) + step / 2

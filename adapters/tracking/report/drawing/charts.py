@@ -70,7 +70,8 @@ def line_chart(chart: Chart, *, is_wide: bool = False) -> Html:
     width = WIDE if is_wide else WIDTH
     drawn = [_drawn(chart.x, line, max(MAX_POINTS // len(chart.lines), 40)) for line in chart.lines]
     x = iteration_scale(float(chart.x.min()), float(chart.x.max()), width)
-    low, high = min(float(one.low.min()) for one in drawn), max(float(one.high.max()) for one in drawn)
+    low = min(float(min(one.low.min(), one.y.min())) for one in drawn)
+    high = max(float(max(one.high.max(), one.y.max())) for one in drawn)
     y = value_scale(low, high, from_zero=chart.from_zero)
     per_point = max(one.per_point for one in drawn)
     means = f" Each point is the mean of {per_point} iterations." if per_point > 1 else ""

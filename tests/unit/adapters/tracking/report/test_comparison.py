@@ -15,7 +15,7 @@ def test_the_words_have_means_difference_percentage_interval_and_counts() -> Non
     )
     means, counts = comparison_words(report)
     assert means == (
-        "The mean reward went from 0.875 to 1.38: +0.5 (+57.1 %). With 95 % confidence, the difference is between +0 and +1, "
+        "The mean reward went from 0.875 to 1.38: +0.5 (+57.1 %). With 95 % confidence, the difference is between 0 and +1, "
         "if other states are like these. "
     )
     assert counts == "Of 2 states: 1 improved, 0 worse, 1 unchanged. 2 actions of each policy in each state."
@@ -48,7 +48,7 @@ def test_both_answers_of_a_state_stand_side_by_side_with_their_rewards() -> None
 def test_parts_of_the_reward_have_a_table_of_their_own() -> None:
     page = comparison_section(compared(BEFORE, AFTER, WeightedRewards({"right": action_itself})))
     first = re.findall("<tbody>(.*?)</tbody>", page, re.S)[0]
-    assert re.findall("<td[^>]*>(.*?)</td>", first) == ["right", "0.583", "0.583", "+0"]
+    assert re.findall("<td[^>]*>(.*?)</td>", first) == ["right", "0.583", "0.583", "0"]
     assert "part of the reward" not in comparison_section(compared(BEFORE, AFTER))
 
 

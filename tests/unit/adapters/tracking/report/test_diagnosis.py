@@ -36,6 +36,8 @@ def quick(**changed: Any) -> RunData:
 
 RISE_AND_FALL = np.concatenate([ramp(0.2, 0.9, 50), ramp(0.9, 0.3, 50)])
 RISE_AND_STAY = np.concatenate([ramp(0.2, 0.9, 50), ramp(0.9, 0.85, 50)])
+EARLY_RISE = np.concatenate([ramp(0.2, 0.8, 8), ramp(0.8, 0.8, 92)])
+LATE_RISE = np.concatenate([ramp(0.2, 0.2, 92), ramp(0.2, 0.8, 8)])
 FLAT = ramp(0.5, 0.5)
 
 Case = tuple[str, str, RunData, RunData]
@@ -56,6 +58,18 @@ CASES: list[Case] = [
         "Training rewards rise, the evaluation does not",
         healthy(eval__avg_reward=evaluations(0.3, 0.32)),
         healthy(eval__avg_reward=evaluations(0.3, 0.7)),
+    ),
+    (
+        "evaluation_lags",
+        "Training rewards rise, the evaluation does not",
+        healthy(eval__return=evaluations(0.7, 0.7)),
+        healthy(eval__return=evaluations(0.8, 0.8)),  # it is already at the best that training reaches
+    ),
+    (
+        "evaluation_lags",
+        "Training rewards rise, the evaluation does not",
+        healthy(rewards__mean=LATE_RISE, eval__avg_reward=evaluations(0.3, 0.3)),
+        healthy(rewards__mean=EARLY_RISE, eval__avg_reward=evaluations(0.3, 0.3)),  # before the first evaluation
     ),
     (
         "dead_groups",

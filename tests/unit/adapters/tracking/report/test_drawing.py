@@ -106,6 +106,12 @@ def test_a_band_runs_along_its_upper_edge_and_back_along_the_lower() -> None:
     assert "iteration 3: 2, quartiles 0 to 4" in texts(figure)
 
 
+def test_a_mean_outside_its_quartiles_is_inside_the_chart() -> None:
+    figure = chart(Line(label="mean", y=np.array([9.0, 0.0, 9.0, 0.0, 9.0]), band=(np.full(5, 4.0), np.full(5, 5.0))))
+    (line,) = figure.iter("polyline")
+    assert {y for _, y in coordinates(line.attrib["points"])} == {210.0, 14.0}  # the axis goes from 0 to 9
+
+
 def test_places_that_were_not_measured_are_left_out() -> None:
     figure = chart(Line(label="eval", y=np.array([math.nan, 1.0, math.nan, 3.0, math.nan]), has_dots=True))
     (line,) = figure.iter("polyline")

@@ -69,6 +69,16 @@ def test_the_reward_has_a_band_only_if_its_quartiles_were_measured() -> None:
     assert ("<polygon" in banded, "middle half" in banded) == (True, True)
 
 
+def test_quartiles_that_only_jump_between_the_extremes_are_not_drawn() -> None:
+    jumps, extremes = np.tile([0.0, 1.0], 50), {"rewards/min": 0.0, "rewards/max": 1.0, "rewards/mean": ramp(0, 1)}
+    (figure,) = reward_charts(run_of({**extremes, "rewards/q25": 0.0, "rewards/q75": jumps}))
+    assert "<polygon" not in figure
+    assert "There is no band of quartiles, because the rewards of an iteration take few values." in figure
+    some = np.where(np.arange(100) < 11, 0.5, jumps)  # 11 of 100 quartiles are in between
+    (figure,) = reward_charts(run_of({**extremes, "rewards/q25": 0.0, "rewards/q75": some}))
+    assert "<polygon" in figure
+
+
 def evaluated(rows: dict[int, int]) -> RunData:
     values, spread = constant(math.nan), constant(math.nan)
     values[[9, 19]], spread[[9, 19]] = 0.5, 0.4

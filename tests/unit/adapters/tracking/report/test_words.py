@@ -32,7 +32,7 @@ def test_a_number_has_about_three_digits(value: float | None, text: str) -> None
 
 
 def test_a_signed_number_shows_its_sign() -> None:
-    assert [number(value, signed=True) for value in (0.5, -0.5, 1500.0, 0.0)] == ["+0.5", "-0.5", "+1,500", "+0"]
+    assert [number(value, signed=True) for value in (0.5, -0.5, 1500.0, 0.0)] == ["+0.5", "-0.5", "+1,500", "0"]
 
 
 @pytest.mark.parametrize(
