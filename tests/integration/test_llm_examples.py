@@ -62,7 +62,10 @@ def test_arithmetic_writes_metrics_a_comparison_a_plot_and_the_model(run: Run, t
     folder = tmp_path / "runs" / "arithmetic_llm" / "seed-3"
     assert {path.name for path in folder.iterdir()} == {
         "metrics.jsonl",
+        "samples.jsonl",
+        "settings.json",
         "comparison.json",
+        "report.html",
         "learning_curve.png",
         "model",
     }
@@ -76,6 +79,7 @@ def test_arithmetic_writes_metrics_a_comparison_a_plot_and_the_model(run: Run, t
     comparison = json.loads((folder / "comparison.json").read_text())
     assert comparison["mean_reward_before"] == pytest.approx(before, abs=6e-4)
     assert comparison["mean_reward_after"] == pytest.approx(after, abs=6e-4)
+    assert "Answers side by side" in (folder / "report.html").read_text(encoding="utf-8")
     pixels = image.imread(folder / "learning_curve.png")[..., :3]
     assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 100, "an empty canvas has one colour"
     saved = AutoModelForCausalLM.from_pretrained(folder / "model")
