@@ -46,6 +46,7 @@ class RunAdvisor:
         self._in_a_row: dict[str, int] = {}
         self._first_entropy = self._entropy = math.nan
         self._has_clipped = False
+        self._highest, self._lowest = -math.inf, math.inf
 
     def check(self, metrics: Mapping[str, float], *, measured: Collection[str], several_updates: bool) -> None:
         """Check one iteration's metrics. `measured` names the metrics that the loss reported. Other metrics are ignored."""
@@ -54,7 +55,10 @@ class RunAdvisor:
         no_advantage = metrics["train/advantages_std"] == 0.0 == metrics["train/advantages_mean"]
         dead = metrics["group_stats/zero_variance_fraction"] == 1.0
         single_rows = metrics["group_stats/avg_group_size"] == 1.0
-        self._count("all groups are dead", no_advantage and dead, patience=1 if single_rows else PATIENCE)
+        is_solved = self._all_are_the_highest(metrics) and not single_rows
+        self._count("every reward is the highest one", is_solved, level=logging.INFO)  # a normal end
+        is_dead = no_advantage and dead and not is_solved
+        self._count("all groups are dead", is_dead, patience=1 if single_rows else PATIENCE)
         self._count("all advantages are 0", no_advantage and not dead, patience=1)
         if metrics["train/num_updates"] == 0 or no_advantage:
             return
@@ -73,6 +77,12 @@ class RunAdvisor:
         differs = uncorrected and metrics["train/sampler_divergence"] > FAR_SAMPLER
         self._count("the sampler is not the policy", differs)
         self._watch_entropy(metrics.get("train/entropy", math.nan))
+
+    def _all_are_the_highest(self, metrics: Mapping[str, float]) -> bool:
+        """Whether all rewards are the highest one so far, and there were lower ones before."""
+        low, high = metrics["rewards/min"], metrics["rewards/max"]
+        self._highest, self._lowest = max(self._highest, high), min(self._lowest, low)
+        return self._lowest < low == high == self._highest
 
     def _watch_entropy(self, entropy: float) -> None:
         """Watch a moving average of the entropy, because the entropy of a single iteration may be a noisy estimate."""
@@ -109,6 +119,10 @@ ADVICE = {
         "the policy equals its reference, so the KL term has no effect. If the policy is copied to the reference at every "
         "iteration, use a larger reference_sync_every or a smaller reference_mix. If the reference is frozen, the policy has "
         "not changed: see train/grad_norm and train/learning_rate."
+    ),
+    "every reward is the highest one": (
+        "all rewards are the highest one that was seen so far, so there is nothing left to learn from them. Stop, or draw "
+        "harder states."
     ),
     "all groups are dead": (
         "iterations have nothing to learn from: in every group all rewards are equal, or there is only one row. Make rewards "

@@ -106,6 +106,31 @@ def test_ten_iterations_whose_groups_are_all_dead_are_reported(caplog: pytest.Lo
     assert caplog.records[0].levelno == logging.WARNING
 
 
+def test_a_policy_that_earns_the_highest_reward_everywhere_is_no_problem(
+    caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
+    """Rewards differ in the first iteration, and are equal afterwards."""
+    caplog.set_level(logging.INFO, logger="grpo")
+    for later, expected in [
+        (1.0, "every reward is the highest one"),
+        (0.5, "all groups are dead"),
+        (0.0, "all groups are dead"),
+    ]:
+        with subtests.test(later=later):
+            caplog.clear()
+            rewards = iter([[1.0, 0.0, 0.0, 1.0], *([[later] * 4] * 10)])
+            trainer = GRPOTrainer(
+                config=GRPOConfig(group_size=2),
+                policy=TablePolicy(),
+                reward_model=lambda states, actions: next(rewards),
+            )
+            for _ in range(11):
+                trainer.step(["a", "b"])
+            assert [sign for sign in said(caplog) if sign != "the loss is 0"] == [expected]
+            level = logging.INFO if later == 1.0 else logging.WARNING
+            assert caplog.records[-1].levelno == level
+
+
 def test_advantages_scaled_to_0_are_reported_apart_from_dead_groups(caplog: pytest.LogCaptureFixture) -> None:
     run(2, rewards=(-1.0, 0.0, -2.0, -3.0), advantage=AdvantageConfig(scale="mean"))
     assert said(caplog) == ["all advantages are 0"]
