@@ -3,18 +3,22 @@
 import json
 import math
 import os
+import platform
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO, runtime_checkable
 
+import numpy as np
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from .errors import ConfigError, GRPOWarning
 from .types import Rows
-from .writing import describe, require_count
+from .writing import describe, require_count, reward_name
 
 LONGEST_TEXT = 2_000
 """Characters of a state or an action in a table. Longer texts are cut in the middle."""
@@ -175,6 +179,25 @@ class GuardedSinks:
             )
             return False
         return True
+
+
+def run_settings(trainer: Any) -> dict[str, Any]:
+    """What a sink's `start` is told about a `GRPOTrainer`: its config, the kinds of its parts, and versions."""
+    try:
+        own = metadata.version("model-agnostic-grpo")
+    except metadata.PackageNotFoundError:
+        own = "not installed"
+    return {
+        "config": trainer.config.to_dict(),
+        "policy": type(trainer.policy).__name__,
+        "reward_model": reward_name(trainer.reward_model),
+        "versions": {
+            "model-agnostic-grpo": own,
+            "torch": str(torch.__version__),
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+    }
 
 
 class JSONLSink:

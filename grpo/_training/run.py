@@ -1,18 +1,15 @@
 """A run of many iterations: which states it draws, when it evaluates, what it records, and where its checkpoints go."""
 
 import math
-import platform
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -20,9 +17,9 @@ from grpo.callbacks import Callbacks
 from grpo.checkpoint import CheckpointFolder, require_encodable
 from grpo.distributed import Engine
 from grpo.errors import ConfigError, ContractError, GRPOWarning, TrainingInterrupted
-from grpo.sinks import GuardedSinks, MetricSink, Samples
+from grpo.sinks import GuardedSinks, MetricSink, Samples, run_settings
 from grpo.types import Rows, select_rows
-from grpo.writing import require_count, reward_name
+from grpo.writing import require_count
 
 from .advisor import beside_the_bar
 from .restoring import load_into
@@ -154,14 +151,7 @@ class Run:
 
     def start(self, trainer: Any) -> None:
         """Tell the sinks what is run."""
-        settings = {
-            "config": trainer.config.to_dict(),
-            "policy": type(trainer.policy).__name__,
-            "reward_model": reward_name(trainer.reward_model),
-            "num_iterations": self.num_iterations,
-            "versions": versions(),
-        }
-        self._sinks.start(settings, trainer.iteration + 1)
+        self._sinks.start(run_settings(trainer) | {"num_iterations": self.num_iterations}, trainer.iteration + 1)
 
     def draw(self) -> Rows:
         """Draw the next states, and return this rank's share of them."""
@@ -227,20 +217,6 @@ class Run:
         path = self.folder.save(capture(trainer), iteration=trainer.iteration, score=score)
         self._saved_at = time.monotonic()
         self.progress.callbacks.on_checkpoint(trainer, path)
-
-
-def versions() -> dict[str, str]:
-    """The versions that a run depends on."""
-    try:
-        own = metadata.version("model-agnostic-grpo")
-    except metadata.PackageNotFoundError:
-        own = "not installed"
-    return {
-        "model-agnostic-grpo": own,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -13,8 +14,9 @@ from adapters.control.environments.episodes import EpisodeStart
 from adapters.control.environments.requirements import require_integers
 from adapters.control.policy.episode_policy import EpisodePolicy
 from grpo import GRPOTrainer
+from grpo.callbacks import Callbacks
 from grpo.errors import ConfigError
-from grpo.sinks import GuardedSinks, MetricSink, Samples
+from grpo.sinks import GuardedSinks, MetricSink, Samples, run_settings
 
 from .evaluation import EVALUATION_SEED, Evaluation, evaluate_policy
 
@@ -53,6 +55,7 @@ def train_control(
     max_eval_steps: int | None = None,
     stop_at: float | None = None,
     sinks: Sequence[MetricSink] = (),
+    callbacks: Sequence[Any] = (),
     folder: str | Path | None = None,
     progress: bool = True,
 ) -> LearningCurve:
@@ -68,6 +71,7 @@ def train_control(
         max_eval_steps: Maximum length of evaluation episodes, in addition to the environment's own limit.
         stop_at: Stop when an evaluation reaches this return. None never stops early.
         sinks: Receive the metrics of each iteration, with `eval/return` after evaluations, and samples of its episodes.
+        callbacks: Called after each iteration, and may stop the run; see `grpo.callbacks`. `trainer.history` is this run's.
         folder: Folder for the `best` and `last` checkpoints and `curve.json`, written after evaluations. None writes nothing.
             If the folder has a `last` checkpoint of the same settings, the run resumes from it.
         progress: Whether to show a progress bar.
@@ -80,12 +84,10 @@ def train_control(
     """
     require_integers("train_control", 1, total_steps=total_steps, evaluate_every=evaluate_every)
     policy: EpisodePolicy = trainer.policy
-    guarded = GuardedSinks(sinks)
+    guarded, asked = GuardedSinks(sinks), Callbacks(callbacks)
+    trainer.history = []
     run = _Run(trainer, None if folder is None else Path(folder))
-    guarded.start(
-        {"config": trainer.config.to_dict(), "policy": type(policy).__name__, "total_steps": total_steps},
-        trainer.iteration + 1,
-    )
+    guarded.start(run_settings(trainer) | {"total_steps": total_steps}, trainer.iteration + 1)
     bar = tqdm(total=total_steps, initial=run.steps, desc="control", unit="step", disable=not progress)
     with bar, _recorded(trainer, guarded) as samples:
         due = (run.steps // evaluate_every + 1) * evaluate_every
@@ -109,6 +111,8 @@ def train_control(
             metrics["episodes/total_steps"] = float(run.steps)
             guarded.log(metrics, trainer.iteration, samples, always=is_over or "eval/return" in metrics)
             samples.clear()
+            trainer.history.append(metrics)
+            is_over = asked.on_iteration(trainer, metrics) or is_over
     return run.curve
 
 

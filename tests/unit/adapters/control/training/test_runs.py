@@ -214,3 +214,25 @@ def test_sinks_that_record_samples_get_the_episodes_of_each_iteration() -> None:
     train_control(trainer, episode_starts(2), total_steps=40, evaluate_every=40, sinks=[sink], **QUIET)
     assert sink.samples == [(1, "train", 4), (2, "train", 4)]
     assert trainer.samples is None  # so that later iterations are not kept
+
+
+def test_callbacks_see_each_iteration_and_stop_the_run() -> None:
+    """An iteration has 2 x 2 episodes of five steps."""
+
+    class Stops:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def on_iteration(self, trainer: Any, metrics: Any) -> str | None:
+            self.calls.append(f"iteration {trainer.iteration}")
+            assert metrics is trainer.history[-1]
+            return "stop" if trainer.iteration == 3 else None
+
+        def on_evaluation(self, trainer: Any, metrics: Any) -> None:
+            self.calls.append(f"evaluation {metrics['eval/return']}")
+
+    callback, trainer = Stops(), of_five_steps()
+    curve = train_control(trainer, episode_starts(2), total_steps=400, evaluate_every=40, callbacks=[callback], **QUIET)
+    assert [call for call in callback.calls if call.startswith("iteration")] == [f"iteration {n}" for n in (1, 2, 3)]
+    assert callback.calls[1] == f"evaluation {curve.returns[0]}"
+    assert len(trainer.history) == 3
