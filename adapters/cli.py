@@ -28,7 +28,7 @@ from grpo.errors import ConfigError, GRPOError, TrainingInterrupted
 from grpo.experience_collector import ExperienceCollector
 from grpo.settings import nearest_name
 
-TRAIN = ("num_iterations", "eval_every", "checkpoint_every", "keep_last")
+TRAIN = ("num_iterations", "num_epochs", "eval_every", "checkpoint_every", "keep_last")
 """The arguments of `train` that a file of settings may have."""
 SECTIONS = ("preset", "config", "train")
 CHECKPOINTS = "checkpoints"
@@ -217,7 +217,7 @@ def settings_of(path: Path | None, changes: Sequence[str]) -> tuple[GRPOConfig, 
             named_changes[name] = _parsed(text)
     _require_known("train", options, TRAIN)
     config = config.updated(given.get("config") or {}).updated(named_changes)
-    return config, {"num_iterations": 100} | options
+    return config, options if "num_epochs" in options else {"num_iterations": 100} | options
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -101,6 +101,7 @@ def test_json_says_the_same_and_no_file_means_the_defaults(tmp_path: Path) -> No
     path.write_text('{"config": {"group_size": 4}}')
     assert settings_of(path, []) == (GRPOConfig(group_size=4), {"num_iterations": 100})
     assert settings_of(None, []) == (GRPOConfig(), {"num_iterations": 100})
+    assert settings_of(None, ["train.num_epochs=2"]) == (GRPOConfig(), {"num_epochs": 2})
 
 
 def test_values_of_the_command_line_are_numbers_words_and_json() -> None:
