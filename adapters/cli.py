@@ -7,7 +7,7 @@ A task is a function of your own that returns what is trained. Its name is given
 
 A file of settings has plain values only, in YAML or JSON, so that reading it runs no code:
 
-    preset: balanced                                   # a recipe of grpo.presets to start from; left out: the defaults
+    preset: bnpo                                       # a recipe of grpo.presets to start from; left out: the defaults
     config: {group_size: 16, objective: {kl_coef: 0.0}}
     train: {num_iterations: 200, eval_every: 20}       # numbers that GRPOTrainer.train takes
 """

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,9 @@ import pytest
 from adapters.cli import RECIPES, main, settings_of
 from grpo import ConfigError, GRPOConfig, presets
 from grpo.surrogates import Cispo
+
+ROOT = Path(__file__).resolve().parents[3]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
 
 TASKS = """
 import torch
@@ -216,12 +221,35 @@ def test_a_signal_ends_a_run_with_its_exit_code(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_commands_of_the_guide_work_as_typed(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+    (code,), (settings,), (commands,) = (
+        re.findall(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("python", "yaml", "bash")
+    )
+    (tmp_path / "my_task.py").write_text(code)
+    (tmp_path / "settings.yaml").write_text(settings)
+    printed = {}
+    for command in commands.strip().splitlines():
+        assert command.startswith("grpo ")
+        done = subprocess.run(
+            [sys.executable, "-c", "from adapters.cli import main; main()", *shlex.split(command)[1:]],
+            cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+        printed[command.split()[1]] = done.stdout
+    assert "50 iterations; the mean reward went from" in printed["train"]
+    assert "dynamic_sampling_rounds" in printed["presets"]
+    files = {path.name for path in (tmp_path / "runs" / "task").iterdir()}
+    assert files == {
+        "metrics.jsonl", "samples.jsonl", "settings.json", "checkpoints", "report.html", "comparison.json",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
 def test_the_command_finds_tasks_in_the_current_folder_and_plots_the_demo(folder: Path) -> None:
     def grpo(*arguments: str) -> str:
-        root = Path(__file__).resolve().parents[3]
-        environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
         command = [sys.executable, "-c", "from adapters.cli import main; main()", *arguments]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
