@@ -29,10 +29,11 @@ MARKDOWN = {
     "adapters/control/README.md": "adapters/control.md",
     "adapters/llm/README.md": "adapters/llm.md",
     "benchmarks/README.md": "benchmarks/index.md",
-    "CHANGELOG.md": "project/changelog.md",
-    "CONTRIBUTING.md": "project/contributing.md",
 }
 """Files that are pages of the site as they are, and where. docs/index.md stands for README.md."""
+
+PLAIN = ("LICENSE", "CITATION.cff")
+"""Files at the top that are shown as plain text."""
 
 FOUND = {
     "examples": "Examples",
@@ -41,7 +42,8 @@ FOUND = {
     "decisions": "Decisions",
     "project": "Project",
 }
-"""Folders of the site whose pages `mkdocs.yml` does not list, and the title of each in the menu."""
+"""Folders of the site whose pages `mkdocs.yml` does not list, and the title of each in the menu. The project's pages are the
+documents at the top of the repository, and each page of docs/ that is not listed."""
 
 LINK_OR_FENCE = re.compile(r"^```.*?^```|(?P<before>\]\()(?P<target>[^)\s]+)\)", re.MULTILINE | re.DOTALL)
 INCLUDED = re.compile(r"^<!-- section (?P<heading>[^,]+), from (?P<path>\S+) -->$", re.MULTILINE)
@@ -49,7 +51,8 @@ INCLUDED = re.compile(r"^<!-- section (?P<heading>[^,]+), from (?P<path>\S+) -->
 
 def sources() -> dict[str, str]:
     """Each file of the repository that has a page outside docs/, and the page's place on the site."""
-    pages = dict(MARKDOWN)
+    top = [path.name for path in sorted(ROOT.glob("*.md")) if path.name not in MARKDOWN]
+    pages = {**MARKDOWN, **{name: f"project/{name.partition('.')[0].lower()}.md" for name in (*top, *PLAIN)}}
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
         pages[f"benchmarks/results/{path.name}"] = f"benchmarks/{path.name}"
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
@@ -75,16 +78,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, page, content=text))
             for name, picture in pictures.items():
                 files.append(File.generated(config, f"notebooks/{name}", content=picture))
+        elif source in PLAIN:
+            files.append(File.generated(config, page, content=plain_page(path)))
         else:
             files.append(File.generated(config, page, content=program_page(path)))
-    config.nav += [{title: listed(folder, files)} for folder, title in FOUND.items()]
+    unlisted = [file.src_uri for file in files.documentation_pages() if f"'{file.src_uri}'" not in str(config.nav)]
+    folders = {folder: [page for page in unlisted if page.startswith(f"{folder}/")] for folder in FOUND}
+    folders["project"] += [page for page in unlisted if PurePosixPath(page).parts[0] not in FOUND]
+    config.nav += [{FOUND[folder]: sorted(pages, key=index_first)} for folder, pages in folders.items()]
     return files
 
 
-def listed(folder: str, files: Files) -> list[str]:
-    """The pages of a folder, its index first."""
-    pages = [file for file in files.documentation_pages() if file.src_uri.startswith(f"{folder}/")]
-    return [file.src_uri for file in sorted(pages, key=lambda file: (file.name != "index", file.src_uri))]
+def index_first(page: str) -> tuple[bool, str]:
+    """Sorts the pages of a folder by name, after its index."""
+    return PurePosixPath(page).stem not in ("index", "README"), page
 
 
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
@@ -141,6 +148,11 @@ def program_page(path: Path) -> str:
     for part in parts:
         text += f"\n## `{part.relative_to(ROOT)}`\n\n```python\n{part.read_text(encoding='utf-8')}```\n"
     return text
+
+
+def plain_page(path: Path) -> str:
+    """A text as it is."""
+    return f"# {path.name}\n\n```text\n{path.read_text(encoding='utf-8')}```\n"
 
 
 def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
