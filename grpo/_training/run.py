@@ -151,7 +151,9 @@ class Run:
 
     def start(self, trainer: Any) -> None:
         """Tell the sinks what is run."""
-        self._sinks.start(run_settings(trainer) | {"num_iterations": self.num_iterations}, trainer.iteration + 1)
+        is_recorded = self.progress.unrecorded is None  # else the resumed run first records the iteration that is done
+        settings = run_settings(trainer) | {"num_iterations": self.num_iterations}
+        self._sinks.start(settings, trainer.iteration + is_recorded)
 
     def draw(self) -> Rows:
         """Draw the next states, and return this rank's share of them."""

@@ -72,7 +72,7 @@ def test_samples_are_a_table_with_escaped_texts_and_histograms_of_the_finite_val
         "| --- | --- | --- | --- | --- | --- |",
         "| 1 + 1 = ? | 2 | 1 | 0.5 | 0.5 | 1 |",
         "| 1 + 1 = ? | three | 0 | 0.25 | -0.5 | 5 |",
-        r"| a \| b<br>c | \_x\_ |  | 0.125 | 0 | 3 |",
+        r"| a \| b<br>c | \_x\_? |  | 0.125 | 0 | 3 |",
         r"| a \| b<br>c | \<y\> | 0.5 | 0 | 0.25 | 3 |",
     ]
     assert set(events.Tags()["histograms"]) == {"train/rewards", "train/advantages", "eval/rewards"}
@@ -107,6 +107,20 @@ def test_a_resumed_run_shows_repeated_iterations_once_with_their_new_values(tmp_
     assert [found[number] for number in range(4, 9)] == [row["rewards/mean"] for row in resumed.history]
     assert events.Scalars("mark") == []
     assert list(text(events, "settings")) == [1, 4]
+
+
+def test_an_iteration_that_a_callback_stopped_is_recorded_again_and_shown_once(tmp_path: Path) -> None:
+    class Failing:
+        def on_iteration(self, trainer: Any, metrics: Any) -> None:
+            if trainer.iteration == 2:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), TensorBoardSink(tmp_path / "run") as sink:
+        train([sink], 4, tmp_path / "checkpoints", callbacks=[Failing()])
+    with TensorBoardSink(tmp_path / "run") as sink:
+        resumed = train([sink], 4, tmp_path / "checkpoints")
+    assert len(resumed.history) == 3
+    assert list(scalars(read(tmp_path / "run"), "rewards/mean")) == [1, 2, 3, 4]
 
 
 def test_a_trainer_that_goes_back_within_one_process_replaces_iterations(tmp_path: Path) -> None:
