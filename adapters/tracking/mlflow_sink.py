@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from grpo import Samples
 
 from .tracker_sink import TrackerSink, module
-from .values import Row, flat
+from .values import Row, flat, table
 
 MAX_METRICS, MAX_PARAMS, MAX_NAME, MAX_VALUE = 1_000, 100, 250, 6_000
 """MLflow's limits: metrics and params of one call, and characters of a name and of a param's value."""
@@ -97,7 +97,7 @@ class MLflowSink(TrackerSink):
         file = f"{samples.kind}_samples.json"
         if file not in self._tables:
             self._tables[file] = self._saved_rows(file)
-        rows = [{"iteration": iteration, **row} for row in samples.table()]
+        rows = [{"iteration": iteration, **row} for row in table(samples)]
         self._tables[file] = [*self._tables[file], *rows][-MAX_ROWS:]
         self._changed.add(file)
 
@@ -107,8 +107,8 @@ class MLflowSink(TrackerSink):
             self._show_table(file)
             return []
         with tempfile.TemporaryDirectory() as folder:
-            table = json.loads(Path(self._client.download_artifacts(self._id, file, folder)).read_text("utf-8"))
-        rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+            saved = json.loads(Path(self._client.download_artifacts(self._id, file, folder)).read_text("utf-8"))
+        rows = [dict(zip(saved["columns"], row, strict=True)) for row in saved["data"]]
         return [row for row in rows if row["iteration"] <= self._num_repeated]
 
     def _show_table(self, file: str) -> None:
@@ -124,8 +124,8 @@ class MLflowSink(TrackerSink):
         changed, self._changed = self._changed, set()
         for file in changed:
             columns = list(dict.fromkeys(name for row in self._tables[file] for name in row))
-            table = {"columns": columns, "data": [[row.get(name) for name in columns] for row in self._tables[file]]}
-            self._client.log_text(self._id, json.dumps(table), file)
+            data = [[row.get(name) for name in columns] for row in self._tables[file]]
+            self._client.log_text(self._id, json.dumps({"columns": columns, "data": data}), file)
         self._save_run(id=self._id, iteration=iteration)
         self._written_at = time.monotonic()
 

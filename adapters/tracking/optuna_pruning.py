@@ -32,7 +32,7 @@ class OptunaPruning:
     """
 
     def __init__(self, trial: Any, metric: str = "eval/avg_reward") -> None:
-        require_installed("optuna", by="OptunaPruning")
+        require_installed("optuna", by="OptunaPruning", install="optuna")
         self.trial, self.metric = trial, metric
 
     def on_iteration(self, trainer: Any, metrics: Mapping[str, float]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from grpo import Samples
 
 from .tracker_sink import TrackerSink, module
-from .values import Histogram, flat, histograms, markdown_table
+from .values import Histogram, flat, histograms, markdown_table, table
 
 
 class TensorBoardSink(TrackerSink):
@@ -20,9 +20,9 @@ class TensorBoardSink(TrackerSink):
     Look at the runs with `tensorboard --logdir runs`. Settings are a text, and values in the tab HPARAMS. Samples are a table
     in the tab TEXT. Each iteration is written at once, by the thread that trains. TensorFlow is not needed.
 
-    A folder is one run in TensorBoard. A resumed run writes a new event file into the same folder, which begins with a mark at
-    the first new iteration: TensorBoard then shows each repeated iteration once, with its new values. A new run in the folder of
-    an old one replaces it in TensorBoard.
+    A folder is one run in TensorBoard. A resumed run writes a new event file into the same folder. The file begins with a mark
+    at the first new iteration, so that TensorBoard shows each repeated iteration once, with its new values. A new run in
+    the folder of an old one replaces it in TensorBoard.
 
     Args:
         folder: the run's folder, `runs/first`.
@@ -62,8 +62,8 @@ class TensorBoardSink(TrackerSink):
         self._add_values(iteration, [value(tag=name, simple_value=number) for name, number in metrics.items()])
 
     def _log_samples(self, samples: Samples, iteration: int) -> None:
-        table = self._text(f"{samples.kind}/samples", markdown_table(samples.table()))
-        self._add_values(iteration, [table, *(self._histogram(name, one) for name, one in histograms(samples))])
+        text = self._text(f"{samples.kind}/samples", markdown_table(table(samples)))
+        self._add_values(iteration, [text, *(self._histogram(name, one) for name, one in histograms(samples))])
 
     def _close(self, *, failed: bool, broken: bool) -> None:
         self._file.close()

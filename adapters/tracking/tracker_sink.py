@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,8 @@ class TrackerSink(ABC):
     """A `MetricSink` that writes to one tracker.
 
     The tracker's run is opened by the first `start` or `log`. Iteration 1 opens a new run. A later iteration continues the run
-    whose id is in the folder, so a resumed run has one id. The trainer calls sinks on rank 0 only: the other ranks open nothing.
+    whose id is in the folder, so a resumed run has one id. The trainer calls sinks on rank 0 only, so the other ranks open
+    nothing.
 
     Args:
         folder: the run's folder. It is made if it is missing. A file `PACKAGE.json` in it keeps the id of the tracker's run.
@@ -119,7 +119,7 @@ class TrackerSink(ABC):
         """Write the id of the tracker's run, and what else a resume needs, to the folder: completely or not at all."""
         new = self._run_file.with_suffix(".json.new")
         new.write_text(json.dumps(values), "utf-8")
-        os.replace(new, self._run_file)
+        new.replace(self._run_file)
 
     @abstractmethod
     def _open(self, run: Mapping[str, Any], iteration: int) -> None:
@@ -139,7 +139,11 @@ class TrackerSink(ABC):
         """Finish the run. `failed`: an error ended it. `broken`: the sink raised an error, so write nothing more."""
 
 
-def require_installed(package: str, *, by: str) -> None:
+TRACKING = '"model-agnostic-grpo[tracking]"'
+"""What to install for the sinks."""
+
+
+def require_installed(package: str, *, by: str, install: str = TRACKING) -> None:
     """Check that a package can be imported, without importing it.
 
     Raises:
@@ -148,8 +152,7 @@ def require_installed(package: str, *, by: str) -> None:
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise ConfigError(
-            f"{by} needs the package {package}, which is not installed. Install it: "
-            'pip install "model-agnostic-grpo[tracking]".'
+            f"{by} needs the package {package}, which is not installed. Install it: pip install {install}."
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from grpo import Samples
 
 from .tracker_sink import TrackerSink, module
-from .values import histograms
+from .values import histograms, table
 
 
 class TrackioSink(TrackerSink):
@@ -76,11 +76,11 @@ class TrackioSink(TrackerSink):
         self._run.log(dict(metrics), step=iteration)
 
     def _log_samples(self, samples: Samples, iteration: int) -> None:
-        table = self._trackio.Table(data=[dict(row) for row in samples.table()])
+        rows = self._trackio.Table(data=[dict(row) for row in table(samples)])
         charts = {
             name: self._trackio.Histogram(np_histogram=(one.counts, one.edges)) for name, one in histograms(samples)
         }
-        self._run.log({f"{samples.kind}/samples": table, **charts}, step=iteration)
+        self._run.log({f"{samples.kind}/samples": rows, **charts}, step=iteration)
 
     def _close(self, *, failed: bool, broken: bool) -> None:
         self._trackio.finish()

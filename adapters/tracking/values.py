@@ -31,6 +31,17 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int 
     return plain
 
 
+def table(samples: Samples) -> list[dict[str, str | float | None]]:
+    """`samples.table()`, with `?` for halves of surrogate pairs, which have no encoding."""
+    return [
+        {
+            name: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+            for name, value in row.items()
+        }
+        for row in samples.table()
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Histogram:
     """How many of the finite values lie in each bin."""

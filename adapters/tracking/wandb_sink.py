@@ -10,7 +10,10 @@ from uuid import uuid4
 from grpo import Samples
 
 from .tracker_sink import TrackerSink, module
-from .values import histograms
+from .values import histograms, table
+
+FLUSH_INTERVAL = "x_transaction_log_flush_interval"
+"""W&B's setting: seconds between writes of the file that it keeps on this machine."""
 
 
 class WandbSink(TrackerSink):
@@ -23,7 +26,7 @@ class WandbSink(TrackerSink):
 
     A resumed run continues under its id (`wandb.init(id=..., resume="allow")`). W&B cannot replace what was logged, so an
     iteration that it has already is not logged again: its first values stay. Offline, each resume writes one more folder
-    `wandb/offline-run-...-ID` with the same id.
+    `wandb/offline-run-...-ID` with the same id. W&B writes its file once per second, so a killed process loses up to a second.
 
     Args:
         folder: the run's folder. W&B writes to `wandb/` in it, and `wandb.json` keeps the run's id.
@@ -60,6 +63,8 @@ class WandbSink(TrackerSink):
         self._wandb = module("wandb")
         self._id = run.get("id") or uuid4().hex[:8]
         options = {"id": self._id, "name": self.name, "dir": self.folder, "resume": "allow"} | self._options
+        if FLUSH_INTERVAL in self._wandb.Settings.model_fields:  # 15 seconds by default; old versions do not have it
+            options = {"settings": self._wandb.Settings(**{FLUSH_INTERVAL: 1.0})} | options
         self._run = self._wandb.init(**options)
         self._save_run(id=self._id, iteration=self._last)
 
@@ -68,17 +73,19 @@ class WandbSink(TrackerSink):
 
     def _log_metrics(self, metrics: Mapping[str, float], iteration: int) -> None:
         self._run.log(dict(metrics), step=iteration)
-        self._save_run(id=self._id, iteration=iteration)
+        self._save_run(id=self._id, iteration=self._last)  # W&B keeps an iteration open until the next one comes
 
     def _log_samples(self, samples: Samples, iteration: int) -> None:
         shown = {name: self._wandb.Histogram(np_histogram=(one.counts, one.edges)) for name, one in histograms(samples)}
         now = time.monotonic()
         if now - self._table_at.get(samples.kind, -math.inf) >= self._tables_every:
             self._table_at[samples.kind] = now
-            rows = samples.table()
+            rows = table(samples)
             columns = list(rows[0]) if rows else []
             shown[f"{samples.kind}/samples"] = self._wandb.Table(columns, [list(row.values()) for row in rows])
         self._run.log(shown, step=iteration)
 
     def _close(self, *, failed: bool, broken: bool) -> None:
         self._run.finish(exit_code=int(failed))
+        if not broken:
+            self._save_run(id=self._id, iteration=self._last)
