@@ -57,7 +57,7 @@ def samples(kind: Any = "train", *, offset: float = 0.0) -> Samples:
     return Samples(
         kind=kind,
         states=["1 + 1 = ?", "1 + 1 = ?", "a | b\nc", "a | b\nc"],
-        actions=["2", "three", "_x_", "<y>"],
+        actions=["2", "three", "_x_\ud800", "<y>"],
         group_ids=torch.tensor([0, 0, 1, 1]),
         rewards=torch.tensor([1.0, 0.0, float("nan"), 0.5]) + offset,
         reward_components={"style": torch.tensor([0.5, 0.25, 0.125, 0.0])},
@@ -73,8 +73,9 @@ FIRST_ROW = {"state": "1 + 1 = ?", "action": "2", "reward": 1.0, "reward/style":
 class WandbFiles:
     """What W&B wrote offline into a folder: one file per start of the run, read with wandb's own messages.
 
-    wandb has no public reader, and its own process writes the files, until `wandb.teardown` has waited for it. The files are LevelDB logs: blocks of 32 KiB with records, each of which is one message or a part
-    of it (checksum, 4 bytes; length, 2; kind, 1).
+    wandb has no public reader, and its own process writes the files, until `wandb.teardown` has waited for it. The files are
+    LevelDB logs: blocks of 32 KiB with records, each of which is one message or a part of it (checksum, 4 bytes; length, 2;
+    kind, 1).
     """
 
     def __init__(self, folder: Path) -> None:

@@ -12,7 +12,10 @@ from adapters.tracking.mlflow_sink import accepted_name
 from grpo import GRPOWarning
 from tests.support.tracked_runs import FIRST_ROW, STATES, crash_after, samples, train
 
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")  # MLflow's use of SQLAlchemy
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy"),
+]  # MLflow takes seconds, most of them for a new database
 
 
 @pytest.fixture(scope="module")
