@@ -55,7 +55,7 @@ def as_group_ids(owner: str, value: Any) -> Int[Tensor, " N"]:
     """
     required = f"{owner}: group_ids must be [N], one integer or text per row, at least one"
     entries = value.tolist() if isinstance(value, np.ndarray) and value.ndim == 1 else value
-    not_names = (float, complex, np.generic, Tensor, types.NoneType)
+    not_names = (float, complex, np.number, np.bool_, Tensor, types.NoneType)
     are_names = isinstance(entries, list | tuple) and any(not isinstance(entry, int) for entry in entries)
     if are_names and all(isinstance(x, collections.abc.Hashable) and not isinstance(x, not_names) for x in entries):
         numbers_of: dict[Any, int] = {}

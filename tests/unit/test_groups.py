@@ -25,6 +25,7 @@ def test_integers_stay_as_they_are_and_other_ids_are_numbered_as_they_appear() -
         np.array(["b", "a", "b", "a"], dtype=object),
         [("q", 1), ("q", 2), ("q", 1), ("q", 2)],
         ["b", 1, "b", 1],
+        list(np.array(["b", "a", "b", "a"])),
     ):
         assert group_ids_of(ids) == [0, 1, 0, 1]
 
