@@ -106,8 +106,14 @@ CASES: list[Case] = [
     (
         "kl_is_zero",
         "The KL is 0, although it has a coefficient",
-        healthy(train__kl_mean=0.0),
+        healthy(train__kl_mean=0.0, train__num_updates=1.0),
         healthy(train__kl_mean=0.0, train__kl_coef=0.0),
+    ),
+    (
+        "kl_is_zero",
+        "The KL is 0, although it has a coefficient",
+        healthy(train__kl_mean=0.0),
+        healthy(train__kl_mean=0.0, train__num_updates=0.0),
     ),
     (
         "clipping",

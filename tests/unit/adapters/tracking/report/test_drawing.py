@@ -62,6 +62,7 @@ def test_a_scale_maps_its_ends_to_its_places() -> None:
         (0.0, 0.0, False, (-1.0, 1.0)),
         (0.0, 0.0, True, (0.0, 1.0)),
         (-3.0, -1.0, True, (-3.0, 0.0)),
+        (1.00, 1.05, False, (1.00, 1.05)),
     ],
 )
 def test_the_vertical_axis_contains_the_numbers(low: float, high: float, from_zero: bool, ends: object) -> None:
@@ -104,6 +105,14 @@ def test_a_band_runs_along_its_upper_edge_and_back_along_the_lower() -> None:
     (polygon,) = figure.iter("polygon")
     assert [y for _, y in coordinates(polygon.attrib["points"])] == [14.0] * 5 + [210.0] * 5
     assert "iteration 3: 2, quartiles 0 to 4" in texts(figure)
+
+
+def test_ticks_of_iterations_are_whole_numbers_from_1(subtests: pytest.Subtests) -> None:
+    for num_points, ticks in [(1, ["1"]), (3, ["1", "2", "3"]), (12, ["5", "10"])]:
+        with subtests.test(num_points=num_points):
+            figure = chart(Line(label="mean", y=np.full(num_points, 0.5)), num_points=num_points)
+            found = [text.text for text in figure.iter("text") if text.attrib.get("class") == "tick middle"]
+            assert found == ticks
 
 
 def test_a_mean_outside_its_quartiles_is_inside_the_chart() -> None:

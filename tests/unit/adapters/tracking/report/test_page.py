@@ -75,6 +75,21 @@ def test_the_first_lines_say_what_was_trained_how_long_and_from_what_to_what(sub
     assert (title_of(short), head_line(short)) == ("run: the mean reward went from 0 to 1", "Trained for 2 iterations.")
 
 
+def test_tiles_show_the_ends_of_both_rewards_the_best_evaluation_and_the_size_of_an_iteration(tmp_path: Path) -> None:
+    evaluation = constant(np.nan)
+    evaluation[[9, 49, 99]] = 0.25, 0.9, 0.75
+    rows = {"group_stats__num_groups": 4.0, "group_stats__avg_group_size": 8.0}
+    run = healthy(eval__avg_reward=evaluation, **rows)
+    page = report_of(tmp_path, [{k: v for k, v in line.items() if v == v} for line in lines_of(run)])
+    assert re.findall('<div class="tile"><b>(.*?)</b><span>(.*?)</span></div>', page) == [
+        ("0.227 → 0.773", "reward in training"),
+        ("0.25 → 0.75", "reward in the evaluation"),
+        ("0.9", "best evaluation"),
+        ("1.0 s", "per iteration"),
+        ("32", "rows per iteration"),
+    ]
+
+
 class Elements(HTMLParser):
     """Collects the elements of a page, and the addresses that it would load."""
 

@@ -48,6 +48,7 @@ def test_a_percentage_never_hides_that_something_is_left(fraction: float, text: 
     [
         (0.0032, "3.2 ms"),
         (0.32, "320 ms"),
+        (0.9994, "999 ms"),
         (4.14, "4.1 s"),
         (59.4, "59 s"),
         (59.7, "1 min"),
