@@ -6,7 +6,7 @@ import numpy as np
 
 from adapters.tracking.report.run_data import RunData
 from adapters.tracking.report.series import Change, change_of, share_of
-from adapters.tracking.report.words import number, percent
+from adapters.tracking.report.words import counted, number, percent
 
 from .findings import LATE, Finding
 
@@ -96,6 +96,19 @@ def dead_groups(run: RunData) -> Finding | None:
         title="Nearly all groups are dead",
         text=f"{end} Does the reward read the action? If rewards are rare, use larger groups, intermediate rewards, "
         "or easier states first. config.dynamic_sampling_rounds draws other states in place of dead groups.",
+    )
+
+
+def no_advantages(run: RunData) -> Finding | None:
+    is_zero = (run.of("train/advantages_std") == 0) & (run.of("train/advantages_mean") == 0)
+    count = int((is_zero & (run.of("group_stats/zero_variance_fraction") < 1)).sum())
+    if not count:
+        return None
+    return Finding(
+        kind="problem",
+        title="All advantages are 0",
+        text=f"In {counted(count, 'iteration')}, rewards differed within groups, and no row had an advantage. A setting "
+        "removes the differences: advantage.scale='mean', negative_only, or a reward_clip that makes rewards equal.",
     )
 
 

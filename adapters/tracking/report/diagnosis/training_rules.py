@@ -3,11 +3,13 @@
 import numpy as np
 
 from adapters.tracking.report.run_data import RunData
-from adapters.tracking.report.series import change_of, longest_streak, share_of
+from adapters.tracking.report.series import longest_streak, share_of
 from adapters.tracking.report.words import counted, number, percent
 
 from .findings import LATE, PATIENCE, Finding
 
+NUM_FIRST = 3
+"""Number of iterations whose mean entropy is the entropy at the beginning, because it may collapse within a few more."""
 LOW_ENTROPY = 0.05
 """Fraction of the entropy at the beginning below which the entropy counts as collapsed."""
 MANY_CLIPPED = 0.3
@@ -23,13 +25,17 @@ TINY = 1e-6
 
 
 def entropy(run: RunData) -> Finding | None:
-    change = change_of(run.of("train/entropy"))
-    if change is None or change.first <= 0 or change.last >= LOW_ENTROPY * change.first:
+    measured = run.of("train/entropy")
+    measured = measured[np.isfinite(measured)]
+    if len(measured) < PATIENCE:
+        return None
+    first, last = float(measured[:NUM_FIRST].mean()), share_of(measured, LATE)
+    if first <= 0 or last >= LOW_ENTROPY * first:
         return None
     return Finding(
         kind="problem",
         title="The entropy has collapsed",
-        text=f"It fell from {number(change.first)} to {number(change.last)} nats per step: the policy is nearly deterministic. "
+        text=f"It fell from {number(first)} to {number(last)} nats per step: the policy is nearly deterministic. "
         "That is normal if each state has one right action and the reward is at its best. Otherwise lower the learning rate, "
         "raise the upper clip bound, or add an entropy bonus or a KL penalty.",
     )
@@ -93,6 +99,18 @@ def ratio(run: RunData) -> Finding | None:
         text="With one update per iteration, the policy that is updated is the policy that sampled, so every ratio is 1. The "
         "policy scores differently in train() and in eval(), for example because of dropout, or its scores are wrong: run "
         "grpo.checks.check_policy.",
+    )
+
+
+def extreme_ratios(run: RunData) -> Finding | None:
+    count = int((run.of("train/ratio_clamped_fraction") > 0).sum())
+    if not count:
+        return None
+    return Finding(
+        kind="problem",
+        title="Ratios are extreme",
+        text=f"In {counted(count, 'iteration')}, ratios of the new to the old policy were so far from 1 that they were bounded "
+        "to stay finite. The policy moves too far in one iteration: lower the learning rate or the number of epochs.",
     )
 
 

@@ -158,6 +158,30 @@ CASES: list[Case] = [
         healthy(train__ratio_mean=1.0005, train__num_updates=1.0),
     ),
     (
+        "extreme_ratios",
+        "Ratios are extreme",
+        healthy(train__ratio_clamped_fraction=burst(0.01, 1)),
+        healthy(train__ratio_clamped_fraction=0.0),
+    ),
+    (
+        "no_advantages",
+        "All advantages are 0",
+        healthy(train__advantages_std=0.0, train__advantages_mean=0.0),
+        healthy(train__advantages_std=0.0, train__advantages_mean=0.0, group_stats__zero_variance_fraction=1.0),
+    ),
+    (
+        "no_advantages",
+        "All advantages are 0",
+        healthy(train__advantages_std=0.0, train__advantages_mean=0.0),
+        healthy(train__advantages_std=0.0, train__advantages_mean=-0.5),  # with negative_only
+    ),
+    (
+        "entropy",
+        "The entropy has collapsed",
+        healthy(train__entropy=np.geomspace(1.0, 1e-6, 100).clip(0.01)),  # within the first tenth of a long run
+        run_of({"train/entropy": np.geomspace(1.0, 0.01, 9)}),  # too short to tell
+    ),
+    (
         "lost_updates",
         "Updates were skipped",
         healthy(group_stats__zero_variance_fraction=0.0, train__skipped_updates=burst(1, 2)),
@@ -231,6 +255,8 @@ def test_findings_tell_the_numbers_behind_them(subtests: pytest.Subtests) -> Non
             run_of({"group_stats/zero_variance_fraction": 0.0, "train/skipped_updates": burst(2, 2)}),
             "4 updates",
         ),
+        ("extreme_ratios", healthy(train__ratio_clamped_fraction=burst(0.01, 2)), "In 2 iterations"),
+        ("entropy", healthy(train__entropy=np.geomspace(1.0, 0.01, 100)), "from 0.955 to 0.0124 nats"),
         ("memory", healthy(train__out_of_memory=burst(1, 3)), "3 times"),
         ("slow_part", healthy(time__sample=0.6), "60 %"),
         ("stopped_early", run_of({"a": FLAT}, starts=(start_of(101),)), "100 of 101 iterations"),

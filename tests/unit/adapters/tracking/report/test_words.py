@@ -37,7 +37,15 @@ def test_a_signed_number_shows_its_sign() -> None:
 
 @pytest.mark.parametrize(
     ("fraction", "text"),
-    [(0.0, "0 %"), (0.123, "12 %"), (0.004, "0.4 %"), (0.996, "99.6 %"), (1.0, "100 %"), (0.95, "95 %")],
+    [
+        (0.0, "0 %"),
+        (0.123, "12 %"),
+        (0.014, "1 %"),
+        (0.004, "0.4 %"),
+        (0.996, "99.6 %"),
+        (1.0, "100 %"),
+        (0.95, "95 %"),
+    ],
 )
 def test_a_percentage_never_hides_that_something_is_left(fraction: float, text: str) -> None:
     assert percent(fraction) == text
