@@ -122,7 +122,7 @@ def test_a_policy_that_earns_the_highest_reward_everywhere_is_no_problem(
             trainer = GRPOTrainer(
                 config=GRPOConfig(group_size=2),
                 policy=TablePolicy(),
-                reward_model=lambda states, actions: next(rewards),
+                reward_model=lambda states, actions, rewards=rewards: next(rewards),
             )
             for _ in range(11):
                 trainer.step(["a", "b"])
