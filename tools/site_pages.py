@@ -60,6 +60,8 @@ def sources() -> dict[str, str]:
     for path in sorted((ROOT / "examples").iterdir()):
         if (path.suffix == ".py" and path.stem != "__init__") or (path / "__main__.py").exists():
             pages[f"examples/{path.name}"] = f"examples/{path.stem}.md"
+    for path in sorted((ROOT / "examples" / "migration").glob("*.py")):
+        pages[f"examples/migration/{path.name}"] = f"examples/migration_{path.stem}.md"
     return pages
 
 
@@ -142,7 +144,7 @@ def program_page(path: Path) -> str:
     parts = (
         sorted(path.glob("*.py"), key=lambda part: (part.stem != "__main__", part.name)) if path.is_dir() else [path]
     )
-    module = f"examples.{path.stem}"
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     first = (ast.get_docstring(ast.parse(parts[0].read_text(encoding="utf-8"))) or module).split("\n")[0]
     text = f"# {path.stem.replace('_', ' ').capitalize()}\n\n{first}\n\nRun it with `python -m {module}`.\n"
     for part in parts:
