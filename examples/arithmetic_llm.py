@@ -165,7 +165,7 @@ def main() -> None:
     report.to_json(folder / "comparison.json")
     write_report(folder)
     plot(history, report.mean_reward_before, folder / "learning_curve.png")
-    policy.save_pretrained(folder / "model")
+    policy.save_pretrained(folder / "model", trainer=trainer)
     print(f"written: {folder}/")
 
 

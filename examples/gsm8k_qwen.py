@@ -170,7 +170,7 @@ def main() -> None:
             checkpoint_dir=args.folder / "checkpoints",
             resume="auto" if args.resume else None,
         )
-    policy.save_pretrained(args.folder / "model")
+    policy.save_pretrained(args.folder / "model", trainer=trainer)
     report = compare_policies(before, policy, unseen, reward, **question)
     report.to_json(args.folder / "comparison.json")
     print(report)

@@ -181,6 +181,7 @@ def test_gsm8k_trains_an_adapter_and_compares_it_on_held_out_problems(run: Run, 
 
     config = json.loads((runs / "model" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (16, 32)
+    assert '"group_size": ' in (runs / "model" / "README.md").read_text(), "the card has the run's settings"
     policy = HFPolicy.from_pretrained(runs / "model")
     learned = [part for name, part in policy.get_parameters().items() if "lora_B" in name]
     assert len(learned) == 2 * 7, "of all linear layers"

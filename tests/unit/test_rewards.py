@@ -251,6 +251,7 @@ def test_preferences_alone_train_the_contextual_bandit() -> None:
         config = GRPOConfig(group_size=8, learning_rate=0.02, seed=0)
         rewards = PairwiseRewards(prefer, num_opponents=num_opponents)
         trainer = GRPOTrainer(config=config, policy=policy, reward_model=rewards)
-        trainer.train(states, num_iterations=30, progress=False)
+        with as_users_run_it():  # the type checks would take most of the time
+            trainer.train(states, num_iterations=30, progress=False)
         best = torch.stack([value(states, torch.full((64,), arm)) for arm in range(4)], dim=1).argmax(1)
         assert float((policy.action_log_probs(states).argmax(1) == best).float().mean()) >= 0.9, num_opponents
