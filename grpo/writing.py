@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from .errors import ConfigError, ContractError, GRPOError, RewardError
 from .settings import Settings as Settings
@@ -94,9 +95,12 @@ def require_rows(owner: str, value: Any) -> None:
         ContractError: they are not.
     """
     if not are_rows(value):
+        remedy = "list(...), or the values of a table: frame.to_numpy(), frame.to_dict('records')"
+        if isinstance(value, DataLoader):
+            remedy = "its data set, loader.dataset, because its entries are batches"
         raise ContractError(
             f"{owner} must be a list with one entry per row, or a tensor or array with the rows on its first axis; "
-            f"got {describe(value)}. Pass list(...), or the values of a table: frame.to_numpy(), frame.to_dict('records')."
+            f"got {describe(value)}. Pass {remedy}."
         )
 
 

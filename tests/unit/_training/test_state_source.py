@@ -154,6 +154,16 @@ def test_a_loader_of_batches_is_refused_and_what_the_error_advises_works(subtest
     assert [one_by_one(i) for i in range(3)] == [["a", "b"], ["c", "d"], ["e", "a"]]
 
 
+def test_a_loader_of_batches_is_refused_for_a_step_and_an_evaluation_too():
+    trainer = GRPOTrainer(config=GRPOConfig(), policy=Plain(), reward_model=lambda s, a: [0.0] * len(a))
+    for use in (trainer.step, trainer.evaluate):
+        with (
+            as_users_run_it(),
+            pytest.raises(ContractError, match=r"Pass its data set, loader\.dataset, because its entries"),
+        ):
+            use(DataLoader(["a", "b"], batch_size=2))
+
+
 def test_an_iterable_with_a_length_is_not_said_to_have_none():
     with pytest.raises(
         ConfigError, match=r"must be set, because a set of states has no entries by number.*list\(states\)"
