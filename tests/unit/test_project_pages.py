@@ -50,7 +50,7 @@ def test_the_readme_names_each_extra_with_its_packages() -> None:
 
 
 def test_each_direct_dependency_has_a_line_with_its_extras() -> None:
-    lines = rows("docs/licences.md", "package")
+    lines = rows("docs/project/licences.md", "package")
     assert [name for name, _, _ in lines] == list(dict.fromkeys(requirement.name for requirement in REQUIREMENTS))
     for name, _, why in lines:
         extras = [extra for extra, entries in EXTRAS.items() if name in {Requirement(entry).name for entry in entries}]
@@ -72,7 +72,7 @@ def says(found: PackageMetadata, licence: str) -> bool:
 
 def test_licences_are_those_of_the_installed_packages(subtests: pytest.Subtests) -> None:
     """vllm has its own environment, and the metadata of torchrl name no licence: its file LICENSE has MIT's text."""
-    for name, licence, _ in rows("docs/licences.md", "package"):
+    for name, licence, _ in rows("docs/project/licences.md", "package"):
         with subtests.test(name=name):
             try:
                 found = metadata(name)
