@@ -135,9 +135,9 @@ def block(trainer: GRPOTrainer, states: Any, num_iterations: int, sinks: list[An
     return clock.per_iteration()
 
 
-def cost(task: str, sink: str, log_every: int, folder: Path) -> str:
+def cost(task: str, sink: str, log_every: int, folder: Path, num_pairs: int) -> str:
     """One line: wall time of an iteration, cost in calls and in CPU time."""
-    make, num_iterations, num_pairs, _ = TASKS[task]
+    make, num_iterations, *_ = TASKS[task]
     torch.manual_seed(0)
     trainer, states = make()
     timed = Timed(sink=SINKS[sink](folder / f"{task}-{sink}-{log_every}", log_every=log_every))
@@ -167,6 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--sinks", nargs="+", choices=SINKS, default=list(SINKS))
+    parser.add_argument("--pairs", type=int, help="pairs of blocks; default: 12 of the bandit, 3 of the language model")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
@@ -179,7 +180,7 @@ def main() -> None:
             for sink in args.sinks:
                 for log_every in TASKS[task][3]:
                     with contextlib.redirect_stdout(None):
-                        line = cost(task, sink, log_every, Path(name))
+                        line = cost(task, sink, log_every, Path(name), args.pairs or TASKS[task][2])
                     print(line, flush=True)
 
 

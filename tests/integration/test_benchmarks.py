@@ -74,6 +74,7 @@ TYPED = {
     "overhead": ["--rows", "64", "128", "--repeats", "3"],
     "tool_speed": ["--quick"],
     "tools": ["--seeds", "1", "--iterations", "3"],
+    "tracking": ["--tasks", "bandit", "--sinks", "jsonl", "tensorboard", "--pairs", "2"],
 }
 """A short run of each benchmark, as typed; `llm_vs_trl` has a file of its own."""
 
