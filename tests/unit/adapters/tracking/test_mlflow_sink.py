@@ -83,6 +83,17 @@ def test_tables_are_mlflows_own(tmp_path: Path, store: str) -> None:
     assert dict(loaded.iloc[0]) == {"iteration": 1, **FIRST_ROW}
 
 
+def test_a_table_keeps_its_newest_rows(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapters.tracking.mlflow_sink.MAX_ROWS", 6)
+    for start in (1, 3):  # the second is a resume
+        with MLflowSink(tmp_path / "run", experiment="newest", tracking_uri=store) as sink:
+            for iteration in range(start, start + 2):
+                sink.log({}, iteration)
+                sink.log_samples(samples(), iteration)
+    rows = table(store, only_run(store, "newest"), "train_samples.json")
+    assert [row["iteration"] for row in rows] == [3, 3, 4, 4, 4, 4]
+
+
 def test_metrics_wait_and_are_written_together_but_the_first_at_once(tmp_path: Path, store: str) -> None:
     with MLflowSink(tmp_path / "run", experiment="waiting", tracking_uri=store) as sink:
         for iteration in (1, 2, 3):

@@ -143,6 +143,20 @@ def test_a_sink_that_raised_writes_nothing_more_when_it_is_closed(tmp_path: Path
     assert sink.told == [("open", 0), ("close", False, True)]
 
 
+def test_a_sink_that_raised_opens_its_run_again_when_the_next_training_starts(tmp_path: Path) -> None:
+    sink = Recorder(tmp_path)
+    sink.log({}, 1)
+    sink.fails = True
+    with pytest.raises(OSError, match="full"):
+        sink.log({}, 2)
+    sink.fails = False
+    sink.start({}, 2)
+    sink.log({}, 2)
+    sink.close()
+    opened = [("open", 0), ("settings", {}, 2), ("metrics", 2), ("close", False, False)]
+    assert sink.told == [("open", 0), ("metrics", 1), ("close", False, True), *opened]
+
+
 def test_an_error_in_the_block_is_passed_on_as_a_failed_run(tmp_path: Path) -> None:
     def fails() -> None:
         raise ZeroDivisionError

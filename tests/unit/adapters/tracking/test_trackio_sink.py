@@ -1,11 +1,13 @@
 """trackio's own interface finds in its database what was logged, each iteration once."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from adapters.tracking import TrackioSink
+from grpo import GRPOWarning
 from tests.support.tracked_runs import FIRST_ROW, STATES, crash_after, samples, train
 
 QUIET = {"auto_log_cpu": False, "auto_log_gpu": False}
@@ -57,6 +59,28 @@ def test_tables_have_every_column(tmp_path: Path) -> None:
     (run,) = runs("tables")
     table = values(rows("tables", run), "train/samples")[1]
     assert table["_value"][0] == FIRST_ROW
+
+
+def test_a_database_that_cannot_be_opened_is_reported_and_the_run_goes_on(tmp_path: Path, trackio_folder: Path) -> None:
+    (trackio_folder / "closed.db").mkdir()
+    sink = TrackioSink(tmp_path, project="closed", **QUIET)
+    with pytest.warns(GRPOWarning, match="TrackioSink.start raised OperationalError"), sink:
+        trained = train([sink], 2)
+    assert len(trained.history) == 2
+
+
+def test_trackio_warns_if_it_cannot_write_and_the_run_goes_on(tmp_path: Path, trackio_folder: Path) -> None:
+    class Breaking:
+        def on_iteration(self, trainer: Any, metrics: Any) -> None:
+            if trainer.iteration == 1:
+                time.sleep(0.7)  # trackio has written
+                (trackio_folder / "broken.db").unlink()
+                (trackio_folder / "broken.db").mkdir()
+
+    sink = TrackioSink(tmp_path, project="broken", **QUIET)
+    with pytest.warns(UserWarning, match="trackio"), sink:
+        trained = train([sink], 3, callbacks=[Breaking()])
+    assert len(trained.history) == 3
 
 
 def test_runs_with_the_same_name_stay_apart_when_one_is_resumed(tmp_path: Path) -> None:

@@ -51,8 +51,9 @@ def test_a_run_and_its_resume_are_one_run_with_every_iteration_once(tmp_path: Pa
     assert set(tables(folder, "eval/samples")) == {2, 6}
 
 
-def test_tables_have_every_column_and_may_come_with_each_log(tmp_path: Path) -> None:
-    with WandbSink(tmp_path, tables_every=0) as sink:
+def test_tables_have_every_column_and_may_come_with_each_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    with WandbSink(tmp_path, mode="offline", tables_every=0) as sink:
         for iteration in (1, 2):
             sink.log({"nan": float("nan"), "infinity": float("inf")}, iteration)
             sink.log_samples(samples(), iteration)
