@@ -84,7 +84,7 @@ class TrackerSink(ABC):
         self._finish(failed=kind is not None)
 
     def _begin(self, iteration: int) -> None:
-        """Open the tracker's run: a new one at iteration 1, else the run that the folder names. After an error, open it again."""
+        """Open a new run at iteration 1, else the run that the folder names. After an error, open the run again."""
         if self._is_open and (iteration == 1 or self._is_broken):
             self.close()
         if not self._is_open:
