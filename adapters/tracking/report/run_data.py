@@ -21,6 +21,9 @@ TABLES_PER_KIND = 3
 EVALUATIONS = ("eval/avg_reward", "eval/return")
 """Metrics of evaluations: of `trainer.evaluate`, and of `train_control`."""
 
+LARGEST = 1e100
+"""Size above which a number counts as infinite, so that sums and squares stay finite."""
+
 HOW = "Pass sinks=[RunFolder(folder)] to trainer.train, and give its folder to the report."
 
 
@@ -55,7 +58,7 @@ class RunData:
     iterations: Float64[np.ndarray, " I"]
     """Numbers of the logged iterations, ascending."""
     metrics: Mapping[str, Float64[np.ndarray, " I"]]
-    """Each metric at each logged iteration. NaN: it was not measured there, or was not finite."""
+    """Each metric at each logged iteration. NaN: it was not measured there, or was not finite, or was above 1e100."""
     eval_rows: Mapping[int, int] = field(default_factory=dict)
     """The number of rows of the evaluation after an iteration."""
     tables: tuple[SampleTable, ...] = ()
@@ -137,7 +140,8 @@ def _read_metrics(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray], int]:
         iterations.append(values["iteration"])
         for name, column in columns.items():
             measured: Any = values.get(name)
-            column.append(float(measured) if _is_number(measured) else math.nan)
+            is_finite = _is_number(measured) and abs(measured) <= LARGEST
+            column.append(float(measured) if is_finite else math.nan)
     columns.pop("iteration", None)
     if not iterations:
         raise ConfigError(

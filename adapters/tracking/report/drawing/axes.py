@@ -11,6 +11,8 @@ WIDTH, WIDE, HEIGHT = 540, 1096, 250
 """Width of a chart in half the page, its width in the whole page, and its height. The page scales charts to their column."""
 LEFT, RIGHT, TOP, BOTTOM = 58, 96, 14, 40
 """Room around the plot for the axes' words, and for the lines' labels on the right."""
+SMALLEST = 1e-100
+"""Length of an axis below which it is drawn as a constant."""
 NUM_TICKS = 5
 """Number of ticks of an axis, about."""
 
@@ -62,8 +64,8 @@ def value_scale(low: float, high: float, *, from_zero: bool) -> Scale:
     """The vertical axis, which ends near the numbers and leaves a little room. A constant is in the middle."""
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
-        margin = abs(high) / 2 or 1.0
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), SMALLEST):
+        margin = abs(high) / 2 if abs(high) > SMALLEST else 1.0
         low, high = (0.0 if from_zero else low - margin), high + margin
     step = tick_step(high - low)
     low, high = math.floor(2 * low / step + 1e-9) * step / 2, math.ceil(2 * high / step - 1e-9) * step / 2

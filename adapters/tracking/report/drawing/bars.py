@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from adapters.tracking.report.words import duration, number, percent
 from grpo.evaluation import StateComparison
 
-from .axes import Scale, tick_step
+from .axes import Scale, value_scale
 from .markup import Html, element, joined
 
 WIDTH = 540
 """Width of a chart in its own units."""
+LARGEST = 1e100
+"""Size above which a reward is drawn at the edge, so that differences of rewards stay finite."""
 ROW = 30
 """Height of a bar with its room."""
 NAMES = 150
@@ -49,10 +51,9 @@ def before_after(states: Sequence[StateComparison]) -> Html:
     row, width, top = 22, 1080, 26
     labels = [_one_line(state.label) for state in states]
     names = 24 + 7.5 * max(map(len, labels))
-    values = [value for state in states for value in (state.before, state.after)]
-    step = tick_step((max(values) - min(values)) or abs(max(values)) or 1.0)
-    low, high = min(values) - step / 2, max(values) + step / 2
-    x = Scale(low=low, high=high, start=names, end=width - 90)
+    values = [max(-LARGEST, min(value, LARGEST)) for state in states for value in (state.before, state.after)]
+    ends = value_scale(min(values), max(values), from_zero=False)
+    x = Scale(low=ends.low, high=ends.high, start=names, end=width - 90)
     bottom = top + row * len(states)
     grid = [
         joined(

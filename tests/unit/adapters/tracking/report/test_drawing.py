@@ -1,7 +1,6 @@
 """Markup is escaped, and charts have the numbers that they show in the right places."""
 
 import math
-import re
 import xml.etree.ElementTree as ElementTree
 from xml.etree.ElementTree import Element
 
@@ -62,6 +61,7 @@ def test_a_scale_maps_its_ends_to_its_places() -> None:
         (0.0, 0.0, False, (-1.0, 1.0)),
         (0.0, 0.0, True, (0.0, 1.0)),
         (-3.0, -1.0, True, (-3.0, 0.0)),
+        (0.0, 1e-310, False, (-1.0, 1.0)),
         (1.00, 1.05, False, (1.00, 1.05)),
     ],
 )
@@ -189,6 +189,11 @@ def test_each_state_has_a_dot_before_and_a_dot_after() -> None:
 
 
 def test_states_that_did_not_change_at_all_can_be_drawn() -> None:
-    for value in (0.0, 3.0):
+    for value in (0.0, 3.0, 1e-310):
         figure = ElementTree.fromstring(before_after([state("same", value, value)]))
-        assert all(re.fullmatch(r"-?[\d.]+", dot.attrib["cx"]) for dot in figure.iter("circle"))
+        assert {dot.attrib["cx"] for dot in figure.iter("circle")} == {"522"}  # in the middle of 54 and 990
+
+
+def test_absurd_rewards_can_be_drawn() -> None:
+    figure = ElementTree.fromstring(before_after([state("far", -1e308, 1e308)]))
+    assert len(list(figure.iter("circle"))) == 2

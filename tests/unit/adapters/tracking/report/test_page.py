@@ -49,6 +49,14 @@ def test_a_full_run_has_all_sections(tmp_path: Path) -> None:
     assert "<title>TablePolicy: the mean reward rose from 0.227 to 0.773</title>" in page
 
 
+def test_rewards_stand_alone_and_their_parts_with_the_signs_of_training(tmp_path: Path) -> None:
+    parts = {"eval/avg_reward": 0.5, "rewards/right/mean": 0.5, "rewards/short/mean": 0.1}
+    page = report_of(tmp_path, [{**line, **parts} for line in lines_of(healthy())])
+    rewards, training = page.split("<h2>Training</h2>")
+    assert re.findall("<h3>(.*?)</h3>", rewards) == ["Reward in training", "Reward in evaluations"]
+    assert re.findall("<h3>(.*?)</h3>", training)[:2] == ["Parts of the reward", "KL divergence"]
+
+
 def test_a_run_of_one_metric_has_a_page(tmp_path: Path) -> None:
     page = report_of(tmp_path, [{"iteration": 1, "rewards/mean": 0.5}])
     assert headings(page) == ["run: 1 iteration", "Reward", "Settings"]

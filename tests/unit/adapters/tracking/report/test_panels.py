@@ -115,6 +115,12 @@ def test_a_chart_that_is_alone_has_the_width_of_the_page() -> None:
     assert [re.findall('viewBox="0 0 (.*?) 250"', figure) for figure in [*alone, *both]] == [["1096"], ["540"], ["540"]]
 
 
+def test_the_parts_of_the_reward_come_third() -> None:
+    parts = {"rewards/right/mean": 0.5, "rewards/short/mean": 0.1}
+    run = run_of({"rewards/mean": 0.5, "eval/avg_reward": 0.5, **parts})
+    assert titles(reward_charts(run)) == ["Reward in training", "Reward in evaluations", "Parts of the reward"]
+
+
 def test_the_interval_contains_the_mean_of_these_states_at_least_95_times_out_of_100() -> None:
     """Eight states whose success rates differ, 16 actions in each: the page says "at least 95 %"."""
     generator = np.random.default_rng(0)

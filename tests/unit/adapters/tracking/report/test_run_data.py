@@ -35,6 +35,12 @@ def test_metrics_become_one_array_each_with_nan_where_they_are_absent(tmp_path: 
     assert (run.num_bad_lines, run.starts, run.tables, run.comparison, dict(run.settings)) == (0, (), (), None, {})
 
 
+def test_numbers_that_are_not_finite_or_absurdly_large_count_as_not_measured(tmp_path: Path) -> None:
+    values = [1e100, -1e100, 1.1e100, -1e300, math.inf, math.nan, 10**400, 7]
+    run = read_run(write_run(tmp_path, [{"iteration": k, "a": value} for k, value in enumerate(values, start=1)]))
+    assert [value for value in run.of("a").tolist() if not math.isnan(value)] == [1e100, -1e100, 7.0]
+
+
 def test_an_iteration_that_was_written_twice_counts_as_its_last_line_says(tmp_path: Path) -> None:
     lines = [{"iteration": k, "a": float(value)} for k, value in [(1, 10), (2, 20), (3, 30), (2, 21), (3, 31)]]
     run = read_run(write_run(tmp_path, lines))
