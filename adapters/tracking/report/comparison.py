@@ -12,6 +12,9 @@ from .words import counted, number, percent
 MAX_STATES = 30
 """Number of states in the chart and the tables: half from the largest gains, half from the largest losses."""
 
+FEW_STATES = 20
+"""Number of states below which a bootstrap interval is too narrow: see `grpo.evaluation.paired_interval`."""
+
 MAX_OPEN = 10
 """Number of states whose answers are not behind a fold."""
 
@@ -80,6 +83,8 @@ def comparison_words(report: ComparisonReport) -> list[str]:
         else f"With {percent(report.confidence)} confidence, the difference is between {number(interval[0], signed=True)} and "
         f"{number(interval[1], signed=True)}, if other states are like these."
     )
+    if interval is not None and len(report.states) < FEW_STATES:
+        bounds += f" From fewer than {FEW_STATES} states, the interval is too narrow."
     counts = f"{report.num_improved:,} improved, {report.num_worse:,} worse, {report.num_unchanged:,} unchanged"
     means = f"The mean reward went from {number(report.mean_reward_before)} to {number(report.mean_reward_after)}"
     actions = counted(report.num_actions_per_state, "action")

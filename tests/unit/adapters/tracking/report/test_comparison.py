@@ -16,9 +16,18 @@ def test_the_words_have_means_difference_percentage_interval_and_counts() -> Non
     means, counts = comparison_words(report)
     assert means == (
         "The mean reward went from 0.875 to 1.38: +0.5 (+57.1 %). With 95 % confidence, the difference is between 0 and +1, "
-        "if other states are like these. "
+        "if other states are like these. From fewer than 20 states, the interval is too narrow. "
     )
     assert counts == "Of 2 states: 1 improved, 0 worse, 1 unchanged. 2 actions of each policy in each state."
+
+
+def test_few_states_are_said_to_give_a_narrow_interval() -> None:
+    assert ["too narrow" in comparison_words(of_many(count))[0] for count in (1, 2, 19, 20)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_there_is_no_percentage_if_the_mean_before_is_not_positive() -> None:
