@@ -57,11 +57,13 @@ def sources() -> dict[str, str]:
         pages[f"benchmarks/results/{path.name}"] = f"benchmarks/{path.name}"
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         pages[f"notebooks/{path.name}"] = f"notebooks/{path.stem}.md"
-    for path in sorted((ROOT / "examples").iterdir()):
-        if (path.suffix == ".py" and path.stem != "__init__") or (path / "__main__.py").exists():
-            pages[f"examples/{path.name}"] = f"examples/{path.stem}.md"
-    for path in sorted((ROOT / "examples" / "migration").glob("*.py")):
-        pages[f"examples/migration/{path.name}"] = f"examples/migration_{path.stem}.md"
+    examples = ROOT / "examples"
+    for path in sorted(examples.rglob("*.py")):
+        whole = path if path.parent == examples or path.stem != "__main__" else path.parent
+        is_part = (path.parent / "__main__.py").exists() and whole == path  # shown on the page of its package
+        if path.stem != "__init__" and not is_part:
+            name = whole.relative_to(examples)
+            pages[f"examples/{name}"] = f"examples/{name.with_suffix('.md')}"
     return pages
 
 
