@@ -132,7 +132,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         try_in_a_new_environment(wheel, Path(folder))
     if "example.org" in repository_url():
-        print("Do not upload these files: pyproject.toml has no real address of the project. See docs/project/release.md.")
+        print(
+            "Do not upload these files: pyproject.toml has no real address of the project. See docs/project/release.md."
+        )
 
 
 if __name__ == "__main__":

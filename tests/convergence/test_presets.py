@@ -209,6 +209,7 @@ def test_a_preset_learns_from_rewards_of_0_and_1(name: str) -> None:
     assert_learns_from_rewards_of_0_and_1(name, seed=0)
 
 
+@pytest.mark.slow
 def test_the_conversation_presets_learn_more_without_the_kl() -> None:
     """0.1 for each step keeps them uncertain, against rewards in [0, 1] that no standard deviation scales up."""
     assert_learns_more_without_the_kl(seed=0)

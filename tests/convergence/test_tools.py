@@ -161,6 +161,7 @@ def test_the_example_learns_tools_and_added_tools_with_five_seeds(seed: int, sub
         assert_an_added_tool_is_found_at_once_and_learned_in_20_iterations(learned)
 
 
+@pytest.mark.slow
 def test_an_added_tool_is_found_at_once_and_learned_without_harming_the_others() -> None:
     """The other tools are still being learned after a quarter of the iterations, so that theirs can only rise."""
     learned = run(0, FEW)

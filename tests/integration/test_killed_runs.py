@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,5 +25,6 @@ def assert_nothing_is_lost(folder: Path, num_kills: int, num_signals: int, seed:
     assert signals["longest"] < 25
 
 
+@pytest.mark.slow
 def test_killed_and_stopped_runs_continue_from_their_newest_checkpoint(tmp_path: Path) -> None:
     assert_nothing_is_lost(tmp_path, 8, 8, seed=2)

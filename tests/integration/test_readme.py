@@ -24,8 +24,11 @@ DOCUMENTS = [
     )
     if "```py" in path.read_text(encoding="utf-8")
 ]
-DAILY = [path for path in DOCUMENTS if path.parent.name != "api"]
-"""The pages of docs/api have an example for each public name. There is time for them in the slow tests only."""
+DAILY = [
+    README,
+    *(ROOT / name for name in ("grpo/README.md", "docs/index.md", "docs/your_domain.md", "docs/tracking.md")),
+]
+"""What people read first. The slow tests run every page."""
 NOT_RUN = "<!-- not run -->"
 
 FENCE = re.compile(

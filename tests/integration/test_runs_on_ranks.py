@@ -30,6 +30,7 @@ def assert_same_ends(ranks: list[dict[str, Any]], subtests: pytest.Subtests) -> 
                 assert str(found[name]["metrics"]) == str(found["unbroken"]["metrics"])
 
 
+@pytest.mark.slow
 def test_a_run_stopped_on_one_rank_continues_on_both(subtests: pytest.Subtests, tmp_path: Path) -> None:
     assert_same_ends(run_on_ranks("stops", tmp_path, 3, "reward", "loss"), subtests)
 

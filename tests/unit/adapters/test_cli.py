@@ -142,6 +142,7 @@ def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path, subtests
 # Commands
 
 
+@pytest.mark.slow
 def test_train_keeps_a_run_that_can_be_resumed_compared_and_reported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -114,6 +114,7 @@ def test_the_gradient_is_the_sum_over_contexts_one_by_one() -> None:
     assert relative_difference(found, expected) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_small_budget_of_tokens_changes_no_score() -> None:
     wide, narrow = (
         language_model(tokenizer=chat_tokenizer(FORGETFUL), max_new_tokens=40, max_tokens_per_forward=budget)
@@ -158,6 +159,7 @@ def test_what_the_environment_said_has_no_loss() -> None:
     assert relative_difference(gradients(policy.model, loss), by_hand) < 1e-6
 
 
+@pytest.mark.slow
 def test_concurrency_changes_no_token() -> None:
     policy = language_model(max_new_tokens=30)
     found = []

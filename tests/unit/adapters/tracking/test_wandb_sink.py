@@ -18,6 +18,7 @@ def tables(folder: Path, name: str) -> dict[int, dict[str, Any]]:
     return {int(file.name.split("_")[1]): json.loads(file.read_text()) for file in files}
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resume_are_one_run_with_every_iteration_once(tmp_path: Path) -> None:
     folder, checkpoints = tmp_path / "run", tmp_path / "checkpoints"
     options: dict[str, Any] = {"eval_states": STATES, "eval_every": 2}
