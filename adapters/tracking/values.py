@@ -82,5 +82,6 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 def _cell(value: str | float | None) -> str:
     if isinstance(value, str):
-        return re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", value).replace("\n", "<br>")
+        plain = value.replace("&", "&amp;").replace("<", "&lt;")
+        return re.sub(r"([\\`*_{}\[\]>#|])", r"\\\1", plain).replace("\n", "<br>")
     return "" if value is None else f"{value:.6g}"

@@ -1,6 +1,8 @@
 """TensorBoard's own reader finds in the event files what was logged, each iteration once."""
 
+import html
 import json
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from tensorboard.plugins.hparams import metadata
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from adapters.tracking import TensorBoardSink
+from adapters.tracking.values import markdown_table
 from grpo import GRPOWarning, Samples
 from tests.support.tracked_runs import STATES, crash_after, samples, train
 
@@ -73,7 +76,7 @@ def test_samples_are_a_table_with_escaped_texts_and_histograms_of_the_finite_val
         "| 1 + 1 = ? | 2 | 1 | 0.5 | 0.5 | 1 |",
         "| 1 + 1 = ? | three | 0 | 0.25 | -0.5 | 5 |",
         r"| a \| b<br>c | \_x\_? |  | 0.125 | 0 | 3 |",
-        r"| a \| b<br>c | \<y\> | 0.5 | 0 | 0.25 | 3 |",
+        r"| a \| b<br>c | &lt;y\> | 0.5 | 0 | 0.25 | 3 |",
     ]
     assert set(events.Tags()["histograms"]) == {"train/rewards", "train/advantages", "eval/rewards"}
     histogram = events.Histograms("eval/rewards")[0].histogram_value
@@ -169,3 +172,13 @@ def test_a_folder_that_cannot_be_made_is_reported_and_the_run_goes_on(tmp_path: 
     ):
         trained: Any = train([sink], 2)
     assert len(trained.history) == 2
+
+
+@pytest.mark.filterwarnings("ignore:html5lib's sanitizer is deprecated")  # in TensorBoard
+def test_tensorboard_shows_a_text_of_a_table_as_it_is() -> None:
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    text = r"\ ` * _ { } [ ] ( ) > # + - . ! | ~ & < <b>x</b> &lt; **bold** [a](b)"
+    page = markdown_to_safe_html(markdown_table([{"state": text}]))
+    (cell,) = re.findall(r"<td>(.*?)</td>", page)
+    assert html.unescape(cell) == text
