@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError
+from .policy_base import SyncsSampler
+from .settings import nearest_name
 from .writing import describe, require_count
 
 Decision: TypeAlias = Literal["stop"] | None
@@ -99,6 +101,16 @@ class Callbacks:
         for method, args in self._calls("on_interrupt", trainer, error):
             method(*args)
 
+    def require_evaluations(self) -> None:
+        """Refuse callbacks that wait for an evaluation, because the run has none."""
+        for callback in self._callbacks:
+            if isinstance(callback, _Best) and callback.metric.startswith("eval/"):
+                name = type(callback).__name__
+                raise ConfigError(
+                    f"{name} waits for {callback.metric}, and this run has no evaluations. Pass eval_states, or "
+                    f'{name}("rewards/mean").'
+                )
+
     def _calls(self, name: str, *args: Any) -> list[tuple[Any, tuple[Any, ...]]]:
         return [(getattr(callback, name), args) for callback in self._callbacks if hasattr(callback, name)]
 
@@ -159,8 +171,13 @@ class _Best:
         """Number of measurements since the best value."""
 
     def improves(self, iteration: int, metrics: Mapping[str, float]) -> bool:
-        """Note one measurement. Returns whether it is the best."""
+        """Note one measurement. Returns whether it is the best. A ConfigError if evaluations do not have the metric."""
         value = metrics.get(self.metric, math.nan)
+        measured = [name for name in metrics if name.startswith("eval/")]
+        if self.metric.startswith("eval/") and measured and self.metric not in measured:
+            raise ConfigError(
+                f"{type(self).__name__}: evaluations have no {self.metric!r}. {nearest_name(self.metric, measured)}"
+            )
         if math.isnan(value):
             return False
         gain = math.inf if self.best is None else value - self.best if self.mode == "max" else self.best - value
@@ -243,7 +260,7 @@ class KeepBestPolicy(_Best):
         return None
 
     def restore(self, policy: Any) -> None:
-        """Copy the best weights into a policy.
+        """Copy the best weights into a policy, and into its separate sampler if there is one.
 
         Raises:
             ConfigError: nothing was measured, or the policy has other parameters.
@@ -263,6 +280,8 @@ class KeepBestPolicy(_Best):
         with torch.no_grad():
             for name, value in parameters.items():
                 value.copy_(self.weights[name])
+        if isinstance(policy, SyncsSampler):
+            policy.sync_sampler()
 
     def state_dict(self) -> dict[str, Any]:
         """The best value and its weights."""

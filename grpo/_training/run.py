@@ -111,6 +111,8 @@ class Run:
         sinks = GuardedSinks(self.sinks)
         self._sinks = sinks if self.engine.rank == 0 else GuardedSinks([])
         callbacks = Callbacks(self.callbacks)
+        if not self.evaluates:
+            callbacks.require_evaluations()
         self._eval_every = at_least_one("eval_every", self.eval_every, self.num_iterations // 10)
         every = self.checkpoint_every
         if isinstance(every, timedelta) and every <= timedelta(0):

@@ -22,6 +22,7 @@ from grpo import (
     TrainingInterrupted,
 )
 from grpo.callbacks import Callbacks
+from tests.support.imitated_ranks import ImitatedRank, on_ranks
 from tests.support.policies import TablePolicy
 
 QUIET: dict[str, Any] = {"progress": False}
@@ -237,6 +238,14 @@ def test_iterations_without_the_metric_do_not_count() -> None:
     assert callback.best is None
 
 
+def test_a_metric_that_will_never_be_measured_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"EarlyStopping waits for eval/avg_reward, and this run has no evaluations"):
+        trainer_of().train(["a"], num_iterations=1, callbacks=[EarlyStopping()], **QUIET)
+    callbacks = [KeepBestPolicy("eval/avg_rewrd")]
+    with pytest.raises(ConfigError, match=r"no 'eval/avg_rewrd'. Did you mean 'eval/avg_reward'"):
+        trainer_of().train(["a"], num_iterations=1, eval_states=["a"], callbacks=callbacks, **QUIET)
+
+
 def test_settings_of_early_stopping_are_checked(subtests: pytest.Subtests) -> None:
     for options, message in [
         ({"patience": 0}, "patience must be >= 1"),
@@ -313,6 +322,19 @@ def test_weights_that_do_not_fit_or_do_not_exist_are_not_restored() -> None:
         best.restore(TablePolicy(num_actions=3))
 
 
+def test_restored_weights_reach_a_separate_sampler() -> None:
+    class Synced(TablePolicy):
+        def sync_sampler(self) -> None:
+            self.synced = self.logits.detach().clone()
+
+    policy, best = Synced(), KeepBestPolicy("rewards/mean")
+    best.on_iteration(Told(1, policy), {"rewards/mean": 1.0})
+    with torch.no_grad():
+        policy.logits += 1.0
+    best.restore(policy)
+    assert torch.equal(policy.synced, best.weights["logits"])
+
+
 # TimeBudget
 
 
@@ -337,3 +359,32 @@ def test_a_budget_that_is_no_time_is_refused(subtests: pytest.Subtests) -> None:
     for limit in (timedelta(0), timedelta(seconds=-1)):
         with subtests.test(limit=limit), pytest.raises(ConfigError, match=r"TimeBudget.limit must be a timedelta"):
             TimeBudget(limit)
+
+
+# Several ranks
+
+
+def test_stop_on_one_rank_stops_all_and_only_the_first_rank_records() -> None:
+    """Random generators are shared by the threads, and only counts are compared."""
+
+    class Notes:
+        def __init__(self) -> None:
+            self.iterations: list[int] = []
+
+        def log(self, metrics: Any, iteration: int) -> None:
+            self.iterations.append(iteration)
+
+        def close(self) -> None: ...
+
+    def run(engine: ImitatedRank) -> tuple[int, list[int], int]:
+        sink, callback = Notes(), Recorder(stop_at=3 if engine.rank == 1 else None)
+        trainer = GRPOTrainer(
+            config=GRPOConfig(group_size=2),
+            policy=TablePolicy(),
+            reward_model=lambda states, actions: [float(action) for action in actions],
+            engine=engine,
+        )
+        history = trainer.train(["a", "b"], num_iterations=9, sinks=[sink], callbacks=[callback], **QUIET)
+        return len(history), sink.iterations, len(callback.calls)
+
+    assert on_ranks(2, run) == [(3, [1, 2, 3], 3), (3, [], 3)]
