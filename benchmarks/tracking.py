@@ -67,7 +67,7 @@ def language_model() -> tuple[GRPOTrainer, Any]:
 
 TASKS: dict[str, tuple[Callable[[], tuple[GRPOTrainer, Any]], int, int, list[int]]] = {
     "bandit": (bandit, 60, 12, [1, 10]),
-    "language model": (language_model, 4, 3, [1]),
+    "language model": (language_model, 2, 15, [1]),
 }
 """Task -> what makes it, iterations per block, pairs of blocks, values of `log_every`."""
 SINKS: dict[str, Callable[..., Any]] = {
@@ -167,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--sinks", nargs="+", choices=SINKS, default=list(SINKS))
-    parser.add_argument("--pairs", type=int, help="pairs of blocks; default: 12 of the bandit, 3 of the language model")
+    parser.add_argument("--pairs", type=int, help="pairs of blocks; default: 12 of the bandit, 15 of the language model")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
