@@ -167,7 +167,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--sinks", nargs="+", choices=SINKS, default=list(SINKS))
-    parser.add_argument("--pairs", type=int, help="pairs of blocks; default: 12 of the bandit, 15 of the language model")
+    parser.add_argument(
+        "--pairs", type=int, help="pairs of blocks; default: 12 of the bandit, 15 of the language model"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
