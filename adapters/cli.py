@@ -27,6 +27,7 @@ from grpo.checks import check_policy, check_reward_model
 from grpo.errors import ConfigError, GRPOError, TrainingInterrupted
 from grpo.experience_collector import ExperienceCollector
 from grpo.settings import nearest_name
+from grpo.writing import describe, seed_everything
 
 TRAIN = ("num_iterations", "num_epochs", "eval_every", "checkpoint_every", "keep_last")
 """The arguments of `train` that a file of settings may have."""
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.run(args)
     except TrainingInterrupted as error:
         raise SystemExit(128 + error.signal_number) from None
-    except (GRPOError, OSError, ImportError) as error:
+    except GRPOError as error:
         print(f"grpo {args.command}: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -118,12 +119,13 @@ def _demo(args: argparse.Namespace) -> None:
 
 def _train(args: argparse.Namespace) -> None:
     from .tracking import RunFolder, write_report
+    from .tracking.run_folder import METRICS
 
     config, options = settings_of(args.settings, args.changes)
+    policy, reward_model, states, eval_states = task_of(args.task, seed=config.seed)
     folder = args.out or Path("runs") / args.task.partition(":")[2]
-    if (folder / CHECKPOINTS).exists() and not args.resume:
+    if not args.resume and ((folder / METRICS).exists() or any((folder / CHECKPOINTS).glob("iteration-*"))):
         raise ConfigError(f"{folder} has a run already. Pass --resume to continue it, or --out with another folder.")
-    policy, reward_model, states, eval_states = task_of(args.task)
     trainer = GRPOTrainer(config=config, policy=policy, reward_model=reward_model)
     with RunFolder(folder) as sink:
         history = trainer.train(
@@ -136,23 +138,24 @@ def _train(args: argparse.Namespace) -> None:
         )
     if history:
         first, last = history[0]["rewards/mean"], history[-1]["rewards/mean"]
-        print(f"{trainer.iteration} iterations; the mean reward went from {first:.3f} to {last:.3f}.")
+        start = trainer.iteration - len(history) + 1
+        print(f"Iterations {start} to {trainer.iteration}: the mean reward went from {first:.3f} to {last:.3f}.")
     print(f"Report: {write_report(folder)}")
 
 
 def _check(args: argparse.Namespace) -> None:
-    found = named(args.policy)
     reward_model = None
     if args.states is None:
         policy, reward_model, states, _ = task_of(args.policy)
     else:
-        policy, states = _made(found), _made(named(args.states))
-    report = check_policy(policy, states[:8], num_samples=args.num_samples)
+        policy, states = _made(named(args.policy)), named(args.states)
+    states = drawn(states)[:8]
+    report = check_policy(policy, states, num_samples=args.num_samples)
     print(report)
     is_sound = not report.failures
     if reward_model is not None:
         collector = ExperienceCollector(policy=policy, reward_model=reward_model, group_size=1)
-        row_states, actions, _ = collector.sample(states[:8], 1)
+        row_states, actions, _ = collector.sample(states, 1)
         of_rewards = check_reward_model(reward_model, states=row_states, actions=actions)
         print(f"\n{of_rewards}")
         is_sound = is_sound and not of_rewards.failures
@@ -164,8 +167,13 @@ def _compare(args: argparse.Namespace) -> None:
     from .tracking import write_report
     from .tracking.run_folder import COMPARISON
 
-    policy, reward_model, states, eval_states = task_of(args.task)
-    states = states if eval_states is None else eval_states
+    config = settings_in(args.folder)
+    policy, reward_model, states, eval_states = task_of(args.task, seed=config.get("seed"))
+    states = drawn(states) if eval_states is None else eval_states
+    if config.get("seed") is None:
+        print(
+            "The run has no seed, so the policy before training is not the run's, but another one that the task makes."
+        )
     before = measure_policy(policy, states, reward_model, num_actions_per_state=args.num_actions)
     load_weights(args.folder / CHECKPOINTS, policy)
     report = compare_policies(before, policy, states, reward_model)
@@ -204,6 +212,10 @@ def settings_of(path: Path | None, changes: Sequence[str]) -> tuple[GRPOConfig, 
     """
     given = {} if path is None else _read(path)
     _require_known("the file of settings", given, SECTIONS)
+    kinds = {"preset": (str, "a name"), "config": (dict, "settings by name"), "train": (dict, "settings by name")}
+    for section, (kind, words) in kinds.items():
+        if not isinstance(given.get(section) or kind(), kind):
+            raise ConfigError(f"{section} must hold {words}; got {describe(given[section])}.")
     config = _recipe(given["preset"])() if given.get("preset") else GRPOConfig()
     options = dict(given.get("train") or {})
     named_changes: dict[str, Any] = {}
@@ -214,7 +226,7 @@ def settings_of(path: Path | None, changes: Sequence[str]) -> tuple[GRPOConfig, 
         if name.startswith("train."):
             options[name.removeprefix("train.")] = _parsed(text)
         else:
-            named_changes[name] = _parsed(text)
+            named_changes[name.removeprefix("config.")] = _parsed(text)
     _require_known("train", options, TRAIN)
     config = config.updated(given.get("config") or {}).updated(named_changes)
     return config, options if "num_epochs" in options else {"num_iterations": 100} | options
@@ -222,7 +234,11 @@ def settings_of(path: Path | None, changes: Sequence[str]) -> tuple[GRPOConfig, 
 
 def _read(path: Path) -> dict[str, Any]:
     """Read YAML or JSON. Numbers such as 1e-5, which YAML takes for text, become numbers."""
-    values = _load(path.read_text(encoding="utf-8"), path.suffix == ".json", str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The file of settings {path} cannot be read: {error}") from error
+    values = _load(text, path.suffix == ".json", str(path))
     if values is not None and not isinstance(values, Mapping):
         raise ConfigError(f"{path} must hold settings by name; got {type(values).__name__}.")
     plain: dict[str, Any] = _with_numbers(values or {})
@@ -238,7 +254,7 @@ def _load(text: str, is_json: bool, where: str) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError(
+        raise ConfigError(
             'Settings in YAML need pip install "model-agnostic-grpo[cli]". JSON needs nothing.'
         ) from error
     try:
@@ -298,20 +314,32 @@ def named(name: str) -> Any:
     module, sign, attribute = name.partition(":")
     if not (module and sign and attribute):
         raise ConfigError(f"A task is named as MODULE:FUNCTION, such as my_project.tasks:task; got {name!r}.")
-    found = importlib.import_module(module)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and imports one that is not
+        raise ConfigError(f"There is no module {error.name!r} for {name}. Run grpo where the module is.") from error
     if not hasattr(found, attribute):
         public = [each for each in vars(found) if not each.startswith("_")]
         raise ConfigError(f"{module} has no {attribute!r}. {nearest_name(attribute, public)}")
     return getattr(found, attribute)
 
 
-def task_of(name: str) -> tuple[Any, Any, Any, Any]:
+def task_of(name: str, *, seed: int | None = None) -> tuple[Any, Any, Any, Any]:
     """Call a task: its policy, reward model, states, and the states of evaluations or None.
+
+    Args:
+        name: MODULE:FUNCTION.
+        seed: seeds the generators first, so that the task makes the same policy again. None: they are not seeded.
 
     Raises:
         ConfigError: the task returns something else.
     """
-    made = _made(named(name))
+    task = named(name)
+    if seed is not None:
+        seed_everything(seed)
+    made = _made(task)
     if not isinstance(made, tuple) or len(made) not in (3, 4):
         kind = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
         raise ConfigError(
@@ -319,6 +347,23 @@ def task_of(name: str) -> tuple[Any, Any, Any, Any]:
         )
     policy, reward_model, states, eval_states = (*made, None)[:4]
     return policy, reward_model, states, eval_states
+
+
+def drawn(states: Any) -> Any:
+    """The states themselves, or the first ones that a function of the iteration returns."""
+    return states(0) if callable(states) else states
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    """The config of the run in a folder, as it was started last."""
+    from .tracking.run_folder import SETTINGS
+
+    try:
+        starts = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))["starts"]
+        config: dict[str, Any] = starts[-1]["settings"]["config"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{folder} is not a folder that `grpo train` wrote: {error}") from error
+    return config
 
 
 def _made(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from difflib import get_close_matches
@@ -11,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from .errors import ConfigError
+from .errors import ConfigError, GRPOWarning
 from .policy_base import SyncsSampler
 from .settings import nearest_name
 from .writing import describe, require_count
@@ -46,7 +47,7 @@ class Callback(Protocol):
     """
 
     def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
-        """After each iteration and its evaluation. `metrics` are those that sinks receive."""
+        """After each iteration and its evaluation. `metrics` are those that sinks have received: a change reaches no sink."""
         ...
 
     def on_evaluation(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
@@ -84,22 +85,32 @@ class Callbacks:
             _require_methods(callback)
         self._callbacks = list(callbacks)
 
-    def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> bool:
-        """Call `on_evaluation`, if the iteration had an evaluation, and `on_iteration`. Returns whether to stop."""
+    def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> list[str]:
+        """Call `on_evaluation`, if the iteration had an evaluation, and `on_iteration`.
+
+        Returns:
+            The names of the callbacks that stop the run.
+        """
         has_evaluation = any(name.startswith("eval/") for name in metrics)
         names = ("on_evaluation", "on_iteration") if has_evaluation else ("on_iteration",)
-        decisions = [_decides_to_stop(*call) for name in names for call in self._calls(name, trainer, metrics)]
-        return any(decisions)  # after all of them were called
+        return [
+            type(callback).__name__
+            for name in names
+            for callback in self._callbacks
+            if _decides_to_stop(callback, name, trainer, metrics)
+        ]
 
     def on_checkpoint(self, trainer: RunningTrainer, path: Path) -> None:
         """Tell the callbacks that a checkpoint was written."""
-        for method, args in self._calls("on_checkpoint", trainer, path):
-            method(*args)
+        for callback in self._callbacks:
+            if hasattr(callback, "on_checkpoint"):
+                callback.on_checkpoint(trainer, path)
 
     def on_interrupt(self, trainer: RunningTrainer, error: BaseException) -> None:
         """Tell the callbacks that the run was stopped."""
-        for method, args in self._calls("on_interrupt", trainer, error):
-            method(*args)
+        for callback in self._callbacks:
+            if hasattr(callback, "on_interrupt"):
+                callback.on_interrupt(trainer, error)
 
     def require_evaluations(self) -> None:
         """Refuse callbacks that wait for an evaluation, because the run has none."""
@@ -111,27 +122,44 @@ class Callbacks:
                     f'{name}("rewards/mean").'
                 )
 
-    def _calls(self, name: str, *args: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-        return [(getattr(callback, name), args) for callback in self._callbacks if hasattr(callback, name)]
-
     def state_dict(self) -> dict[str, Any]:
-        """The states of the callbacks that have one."""
-        return {
-            f"{number} {type(callback).__name__}": callback.state_dict()
-            for number, callback in enumerate(self._callbacks)
-            if hasattr(callback, "state_dict")
-        }
+        """The states of the callbacks that have one, by class. Several of one class are numbered in their order."""
+        return {name: callback.state_dict() for name, callback in self._with_state().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the states. A callback that the saved run did not have at this place of the list starts anew."""
-        for number, callback in enumerate(self._callbacks):
-            key = f"{number} {type(callback).__name__}"
-            if key in state:
-                callback.load_state_dict(state[key])
+        """Restore the states. A callback that the saved run did not have starts anew, and a state without a callback is lost;
+        a `GRPOWarning` names both."""
+        present = self._with_state()
+        for name in present.keys() & state.keys():
+            present[name].load_state_dict(state[name])
+        new, lost = sorted(present.keys() - state.keys()), sorted(state.keys() - present.keys())
+        if state and (new or lost):
+            warnings.warn(
+                f"The run is resumed with other callbacks. New: {', '.join(new) or 'none'}. Missing, so that their state is "
+                f"lost: {', '.join(lost) or 'none'}.",
+                GRPOWarning,
+                stacklevel=2,
+            )
+
+    def _with_state(self) -> dict[str, Any]:
+        named: dict[str, Any] = {}
+        for callback in self._callbacks:
+            if hasattr(callback, "state_dict"):
+                kind = type(callback).__name__
+                count = sum(name.partition(" ")[0] == kind for name in named)
+                named[kind if not count else f"{kind} {count + 1}"] = callback
+        return named
+
+    def ended_by(self) -> str | None:
+        """The name of a callback that has ended the run already, before it was saved. None: there is none."""
+        names = [type(one).__name__ for one in self._callbacks if isinstance(one, EarlyStopping) and one.has_ended]
+        return names[0] if names else None
 
 
 def _require_methods(callback: Any) -> None:
     name = type(callback).__name__
+    if isinstance(callback, type):
+        raise ConfigError(f"callbacks: {callback.__name__} is a class. Pass an object: {callback.__name__}(...).")
     own = [attribute for attribute in dir(callback) if attribute.startswith("on_")]
     unknown = [attribute for attribute in own if attribute not in METHODS]
     if unknown:
@@ -141,10 +169,11 @@ def _require_methods(callback: Any) -> None:
         raise ConfigError(f"callbacks: {name} must have at least one of the methods {', '.join(METHODS)}.")
 
 
-def _decides_to_stop(method: Any, args: tuple[Any, ...]) -> bool:
-    decision = method(*args)
+def _decides_to_stop(callback: Any, name: str, trainer: RunningTrainer, metrics: Mapping[str, float]) -> bool:
+    """Call a method of a callback, if the callback has it."""
+    decision = getattr(callback, name)(trainer, metrics) if hasattr(callback, name) else None
     if decision is not None and decision != "stop":
-        raise ConfigError(f'{method.__qualname__} must return "stop" or None; got {describe(decision)}.')
+        raise ConfigError(f'{type(callback).__name__}.{name} must return "stop" or None; got {describe(decision)}.')
     return decision is not None
 
 
@@ -226,7 +255,12 @@ class EarlyStopping(_Best):
     def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
         """Note the metric. Stop after `patience` measurements without a better one."""
         self.improves(trainer.iteration, metrics)
-        return "stop" if self.num_since_best >= self.patience else None
+        return "stop" if self.has_ended else None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the patience is used up."""
+        return self.num_since_best >= self.patience
 
 
 class KeepBestPolicy(_Best):

@@ -129,6 +129,9 @@ class GuardedSinks:
 
     def __init__(self, sinks: Sequence[MetricSink]) -> None:
         given: Any = sinks
+        for sink in given if isinstance(given, list | tuple) else ():
+            if isinstance(sink, type):
+                raise ConfigError(f"sinks: {sink.__name__} is a class. Pass an object: {sink.__name__}(...).")
         if not isinstance(given, list | tuple) or not all(callable(getattr(sink, "log", None)) for sink in given):
             raise ConfigError(
                 f"sinks must be a list of MetricSink, which have log(); got {describe(given)}. Pass [sink]."
@@ -172,8 +175,8 @@ class GuardedSinks:
         except Exception as error:  # a tracker that fails is no reason to lose a run
             self._every = [(other, every) for other, every in self._every if other is not sink]
             warnings.warn(
-                f"{type(sink).__name__}.{method} raised {type(error).__name__}: {error} The sink is switched off, and "
-                "training goes on without it.",
+                f"{type(sink).__name__}.{method} raised {type(error).__name__} in iteration {args[-1]}: "
+                f"{str(error).rstrip('.')}. The sink is switched off, and training goes on without it.",
                 GRPOWarning,
                 stacklevel=2,
             )

@@ -30,7 +30,9 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path | None
     """Plot the metrics of a run of any domain: reward, evaluation, KL, entropy, clipping, dead groups, gradient, time.
 
     Args:
-        history: what `train` returns and `trainer.history` holds: one dict of metrics per iteration.
+        history: what `train` returns and `trainer.history` holds: one dict of metrics per iteration, counted from 1. Or the
+            lines of a `JSONLSink`, which have the number of the iteration and all iterations of a resumed run:
+            `[json.loads(line) for line in open("metrics.jsonl")]`.
         path: the picture to write, such as "run.png"; its folder is created. None: only return the figure.
 
     Returns:
@@ -47,6 +49,7 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path | None
     if not history:
         raise ConfigError("plot_history needs at least one iteration; the history is empty. Train first.")
     plt = _pyplot()
+    iterations = np.array([metrics.get("iteration", place) for place, metrics in enumerate(history, start=1)])
     shown = {title: lines for title, names in PANELS.items() if (lines := _lines_of(history, names))}
     num_columns = min(len(shown), 3)
     num_rows = math.ceil(len(shown) / num_columns)
@@ -57,11 +60,11 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path | None
         axis.remove()
     for axis, (title, lines) in zip(axes.flat, shown.items(), strict=False):
         if title == "Reward":
-            _fill_quartiles(axis, history)
+            _fill_quartiles(axis, iterations, history)
         ends = {name: values[np.isfinite(values)][-1] for name, values in lines.items() if np.isfinite(values).any()}
         upward = sorted(ends, key=lambda name: ends[name])
         for name in upward:
-            _plot_line(axis, name, lines[name], is_higher=name == upward[-1] if len(upward) > 1 else None)
+            _plot_line(axis, name, iterations, lines[name], is_higher=name == upward[-1] if len(upward) > 1 else None)
         axis.set_title(title, loc="left", fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_xlabel("iteration", fontsize=9)
@@ -74,8 +77,14 @@ def plot_history(history: Sequence[Mapping[str, float]], path: str | Path | None
 
 def _lines_of(history: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, np.ndarray]:
     """The values of each metric, [S], NaN where it was not measured. Metrics that never change are left out, but rewards."""
-    lines = {name: np.array([metrics.get(name, math.nan) for metrics in history], dtype=np.float64) for name in names}
+    lines = {name: np.array([_known(metrics, name) for metrics in history]) for name in names}
     return {name: values for name, values in lines.items() if name == "rewards/mean" or _changes(values)}
+
+
+def _known(metrics: Mapping[str, float], name: str) -> float:
+    """A metric, or NaN if it is missing. A file has None in place of NaN."""
+    value = metrics.get(name)
+    return math.nan if value is None else float(value)
 
 
 def _changes(values: np.ndarray) -> bool:
@@ -83,25 +92,25 @@ def _changes(values: np.ndarray) -> bool:
     return bool((known != known[:1]).any())
 
 
-def _plot_line(axis: Any, name: str, values: np.ndarray, *, is_higher: bool | None) -> None:
-    """Plot one metric, with its last value at the line's end. Evaluations are dots.
+def _plot_line(axis: Any, name: str, iterations: np.ndarray, values: np.ndarray, *, is_higher: bool | None) -> None:
+    """Plot one metric, with its last value at the line's end. Evaluations, and a single value, are dots.
 
     Args:
         axis: where to plot.
         name: the metric.
+        iterations: [S].
         values: [S].
         is_higher: whether this line ends above the other one, so that their labels do not overlap. None: there is no other.
     """
     is_evaluation = name.startswith("eval/")
     colour = EVALUATION if is_evaluation else TRAINING
     known = np.flatnonzero(np.isfinite(values))
-    axis.plot(
-        known + 1, values[known], color=colour, linewidth=1.6, marker="o" if is_evaluation else None, markersize=3
-    )
+    marker = "o" if is_evaluation or len(known) == 1 else None
+    axis.plot(iterations[known], values[known], color=colour, linewidth=1.6, marker=marker, markersize=3)
     kind = "" if is_higher is None else "evaluation " if is_evaluation else "training "
     axis.annotate(
         f" {kind}{values[known[-1]]:.3g}",
-        (known[-1] + 1, values[known[-1]]),
+        (iterations[known[-1]], values[known[-1]]),
         color=colour,
         va="center" if is_higher is None else "bottom" if is_higher else "top",
         fontsize=9,
@@ -109,10 +118,10 @@ def _plot_line(axis: Any, name: str, values: np.ndarray, *, is_higher: bool | No
     )
 
 
-def _fill_quartiles(axis: Any, history: Sequence[Mapping[str, float]]) -> None:
+def _fill_quartiles(axis: Any, iterations: np.ndarray, history: Sequence[Mapping[str, float]]) -> None:
     """Shade the middle half of the rewards of each iteration."""
-    low, high = ([metrics.get(name, math.nan) for metrics in history] for name in ("rewards/q25", "rewards/q75"))
-    axis.fill_between(np.arange(1, len(history) + 1), low, high, color=TRAINING, alpha=0.15, linewidth=0)
+    low, high = ([_known(metrics, name) for metrics in history] for name in ("rewards/q25", "rewards/q75"))
+    axis.fill_between(iterations, low, high, color=TRAINING, alpha=0.15, linewidth=0)
 
 
 def _pyplot() -> Any:

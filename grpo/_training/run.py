@@ -1,5 +1,6 @@
 """A run of many iterations: which states it draws, when it evaluates, what it records, and where its checkpoints go."""
 
+import logging
 import math
 import time
 import warnings
@@ -26,6 +27,8 @@ from .restoring import load_into
 from .state_source import StateSource
 from .trainer_state import capture
 from .update_rows import UpdateRows
+
+logger = logging.getLogger("grpo")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,6 +135,15 @@ class Run:
         self.samples: list[Samples] | None = [] if self._sinks.take_samples else None
         """The rows of the current iteration that sinks record. None: no sink records rows."""
         self.progress.begin(callbacks)
+        ended_by = callbacks.ended_by()
+        if ended_by is not None:
+            self._is_stopped = True
+            warnings.warn(
+                f"{ended_by} has ended the loaded run already, so there is nothing left to do. Leave it out, or raise its "
+                "patience, to continue.",
+                GRPOWarning,
+                stacklevel=5,
+            )
         if self.progress.position >= self.num_iterations:
             warnings.warn(
                 f"The loaded run is at iteration {self.progress.position}, and num_iterations={self.num_iterations} includes "
@@ -203,9 +215,14 @@ class Run:
 
     def _ask_callbacks(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Call the callbacks. The run stops if one of them says so, on any rank."""
-        callbacks = self.progress.callbacks
-        decisions = self.engine.gather_objects(callbacks.on_iteration(trainer, metrics)) if self.callbacks else []
-        self._is_stopped = any(decisions)
+        if not self.callbacks:
+            return
+        of_ranks = self.engine.gather_objects(self.progress.callbacks.on_iteration(trainer, metrics))
+        names = sorted({name for of_rank in of_ranks for name in of_rank})
+        self._is_stopped = bool(names)
+        is_last = self.progress.position + 1 == self.num_iterations
+        if names and not is_last and self.engine.rank == 0:
+            logger.warning("Stopped by %s after iteration %d.", " and ".join(names), trainer.iteration)
 
     def _checkpoint_is_due(self) -> bool:
         if not isinstance(self._checkpoint_every, timedelta):

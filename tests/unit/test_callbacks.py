@@ -17,6 +17,7 @@ from grpo import (
     EarlyStopping,
     GRPOConfig,
     GRPOTrainer,
+    GRPOWarning,
     KeepBestPolicy,
     TimeBudget,
     TrainingInterrupted,
@@ -160,6 +161,7 @@ def test_objects_that_are_no_callbacks_are_refused(subtests: pytest.Subtests) ->
 
     for value, message in [
         ([Misspelled()], r"Misspelled.on_iterations is never called. Did you mean on_iteration\?"),
+        ([Misspelled], r"Misspelled is a class. Pass an object: Misspelled"),
         ([print], r"must have at least one of the methods on_iteration, on_evaluation, on_checkpoint, on_interrupt"),
     ]:
         with subtests.test(message=message), pytest.raises(ConfigError, match=message):
@@ -274,16 +276,38 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     assert second.best_iteration == 1
 
 
-def test_the_states_of_other_callbacks_are_not_restored() -> None:
-    saved = Callbacks([EarlyStopping("a"), Recorder(), KeepBestPolicy("b")])
+def test_states_are_restored_by_class_and_number() -> None:
+    saved = Callbacks([EarlyStopping("a"), KeepBestPolicy("b"), EarlyStopping("c")])
     state = saved.state_dict()
-    assert list(state) == ["0 EarlyStopping", "2 KeepBestPolicy"]
-    state["0 EarlyStopping"]["best"] = 7.0
-    other, same = KeepBestPolicy("b"), EarlyStopping("a")
-    Callbacks([other]).load_state_dict(state)
-    Callbacks([same]).load_state_dict(state)
-    assert other.best is None
-    assert same.best == 7.0
+    assert list(state) == ["EarlyStopping", "KeepBestPolicy", "EarlyStopping 2"]
+    for number, name in enumerate(state):
+        state[name]["best"] = float(number)
+    one, two, best = EarlyStopping("a"), EarlyStopping("c"), KeepBestPolicy("b")
+    Callbacks([best, Recorder(), one, two]).load_state_dict(state)  # in another order, with another one between
+    assert (one.best, best.best, two.best) == (0.0, 1.0, 2.0)
+
+
+def test_a_resume_with_other_callbacks_names_what_is_new_and_what_is_lost() -> None:
+    state = Callbacks([EarlyStopping("a")]).state_dict()
+    with pytest.warns(
+        GRPOWarning, match=r"New: KeepBestPolicy\. Missing, so that their state is lost: EarlyStopping\."
+    ):
+        Callbacks([KeepBestPolicy("b")]).load_state_dict(state)
+    Callbacks([KeepBestPolicy("b")]).load_state_dict({})  # a run without callbacks has no states to lose
+
+
+def test_a_run_that_early_stopping_has_ended_stays_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"num_iterations": 9, "checkpoint_dir": tmp_path, "resume": "auto", **QUIET}
+
+    def stopping(patience: int) -> list[Any]:
+        return [EarlyStopping("group_stats/num_groups", patience=patience)]  # it never changes
+
+    assert len(trainer_of().train(["a", "b"], callbacks=stopping(2), **options)) == 3
+    assert "Stopped by EarlyStopping after iteration 3." in caplog.text
+    again = trainer_of()
+    with pytest.warns(GRPOWarning, match=r"EarlyStopping has ended the loaded run already"):
+        assert again.train(["a", "b"], callbacks=stopping(2), **options) == []
+    assert len(trainer_of().train(["a", "b"], callbacks=stopping(4), **options)) == 2
 
 
 # KeepBestPolicy

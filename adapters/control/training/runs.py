@@ -112,7 +112,7 @@ def train_control(
             guarded.log(metrics, trainer.iteration, samples, always=is_over or "eval/return" in metrics)
             samples.clear()
             trainer.history.append(metrics)
-            is_over = asked.on_iteration(trainer, metrics) or is_over
+            is_over = bool(asked.on_iteration(trainer, metrics)) or is_over
     return run.curve
 
 

@@ -66,6 +66,14 @@ def write_comparison(report: ComparisonReport, path: str | Path) -> Path:
     return _written(Path(path), title, joined(element("h1", title), comparison_section(report)))
 
 
+def _comparison_of(run: RunData) -> list[Html]:
+    if run.comparison is None:
+        return []
+    words = "The run went on after this comparison was made: 'after' is an earlier policy than the last one."
+    note = [element("p", words, class_="small")] if run.comparison_is_older else []
+    return [*note, comparison_section(run.comparison)]
+
+
 def _written(path: Path, title: str, body: Html) -> Path:
     head = element(
         "head",
@@ -100,7 +108,7 @@ def _run_page(run: RunData) -> tuple[str, Html]:
         element("header", element("h1", title), element("p", head_line(run), class_="lead"), _tiles(run)),
         _section("What the numbers say", findings),
         _section("Reward", [grid(rewards[:2])] if rewards else []),
-        _section("Before and after training", [] if run.comparison is None else [comparison_section(run.comparison)]),
+        _section("Before and after training", _comparison_of(run)),
         _section("Training", [grid(training)] * bool(training) + zero_words * bool(zeros)),
         _section("Samples", [] if samples is None else [samples]),
         _section("Settings", [settings_section(run.starts)]),

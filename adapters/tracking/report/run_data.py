@@ -67,6 +67,8 @@ class RunData:
     """The starts of the run. Empty: the folder has no settings."""
     comparison: ComparisonReport | None = None
     """The comparison of the policies before and after training."""
+    comparison_is_older: bool = False
+    """Whether the run went on after the comparison was written."""
     num_bad_lines: int = 0
     """Number of lines that could not be read."""
 
@@ -117,8 +119,13 @@ def read_run(folder: str | Path, comparison: ComparisonReport | None = None) -> 
         tables=_read_tables(folder / SAMPLES, index),
         starts=_read_starts(folder / SETTINGS),
         comparison=_read_comparison(folder / COMPARISON) if comparison is None else comparison,
+        comparison_is_older=comparison is None and _is_older(folder / COMPARISON, folder / METRICS),
         num_bad_lines=num_bad + num_bad_samples,
     )
+
+
+def _is_older(path: Path, other: Path) -> bool:
+    return path.exists() and path.stat().st_mtime < other.stat().st_mtime
 
 
 def _what_is(path: Path) -> str:

@@ -57,6 +57,17 @@ def evaluated():
 def pair():
     return 1, 2
 
+def drawn():
+    return Softmax(), reward, lambda iteration: STATES
+
+def random_start():
+    policy = Softmax()
+    torch.nn.init.normal_(policy.logits)
+    return policy, reward, STATES
+
+def broken():
+    return open("cities.csv")
+
 def interrupted():
     import os, signal
     def stops(states, actions):
@@ -111,7 +122,7 @@ def test_json_says_the_same_and_no_file_means_the_defaults(tmp_path: Path) -> No
 
 def test_values_of_the_command_line_are_numbers_words_and_json() -> None:
     changes = [
-        "learning_rate=1e-4", "max_grad_norm=none", "compile_objective=true", "lr_schedule=cosine", "seed=7",
+        "config.learning_rate=1e-4", "max_grad_norm=none", "compile_objective=true", "lr_schedule=cosine", "seed=7",
         'objective={"kl_coef": 0.5}',
     ]  # fmt: skip
     config, _ = settings_of(None, changes)
@@ -130,6 +141,10 @@ def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path, subtests
         ("{}", ["train.keeplast=1"], r"Did you mean 'keep_last'"),
         ("{}", ["seed"], r"--set needs NAME=VALUE; got 'seed'"),
         ("- 3", [], r"must hold settings by name; got list"),
+        ("config: [1, 2]", [], r"config must hold settings by name; got a list of 2"),
+        ("config: 3", [], r"config must hold settings by name; got int 3"),
+        ("train: [1]", [], r"train must hold settings by name"),
+        ("preset: 3", [], r"preset must hold a name; got int 3"),
         ("{", [], r"is not YAML"),
         ("config: !!python/object/apply:os.system ['true']", [], r"is not YAML"),
     ]:
@@ -142,13 +157,51 @@ def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path, subtests
 # Commands
 
 
+def test_a_seed_makes_the_same_policy_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how = ["--set", "seed=3", "--set", "train.num_iterations=2"]
+    for out in ("one", "two"):
+        main(["train", "own_tasks:random_start", *how, "--out", out])
+    lines = [json.loads((folder / out / "metrics.jsonl").read_text().splitlines()[0]) for out in ("one", "two")]
+    assert lines[0]["rewards/mean"] == lines[1]["rewards/mean"]
+    assert lines[0]["train/grad_norm"] == lines[1]["train/grad_norm"]
+    means = []
+    for _ in range(2):
+        main(["compare", "own_tasks:random_start", "one"])
+        means.append(json.loads((folder / "one" / "comparison.json").read_text())["mean_reward_before"])
+    assert means[0] == means[1]
+    assert "has no seed" not in capsys.readouterr().out
+    main(["train", "own_tasks:task", "--set", "train.num_iterations=1"])
+    main(["compare", "own_tasks:task", "runs/task"])
+    assert "The run has no seed" in capsys.readouterr().out
+
+
+def test_states_may_be_a_function_of_the_iteration(folder: Path) -> None:
+    main(["check", "own_tasks:drawn"])
+    main(["train", "own_tasks:drawn", "--set", "train.num_iterations=1"])
+    main(["compare", "own_tasks:drawn", "runs/drawn"])
+
+
+def test_errors_of_the_tasks_own_code_keep_their_traceback(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"cities\.csv"):
+        main(["train", "own_tasks:broken"])
+    (folder / "importing.py").write_text("import no_such_package")
+    with pytest.raises(ModuleNotFoundError, match=r"no_such_package"):
+        main(["train", "importing:task"])
+
+
+def test_a_start_that_failed_leaves_the_folder_free(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "num_iterations" in fails(capsys, "train", "own_tasks:task", "--set", "train.num_iterations=0")
+    main(["train", "own_tasks:task", "--set", "train.num_iterations=1"])
+    assert "has no 'tsk'" in fails(capsys, "train", "own_tasks:tsk")
+
+
 @pytest.mark.slow
 def test_train_keeps_a_run_that_can_be_resumed_compared_and_reported(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     how = ["--out", "run", "--set", "learning_rate=0.1", "--set", "seed=0"]
     main(["train", "own_tasks:evaluated", *how, "--set", "train.num_iterations=10"])
-    assert "10 iterations; the mean reward went from" in capsys.readouterr().out
+    assert "Iterations 1 to 10: the mean reward went from" in capsys.readouterr().out
     main(["train", "own_tasks:evaluated", *how, "--set", "train.num_iterations=60", "--resume"])
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == list(range(1, 61))
@@ -202,9 +255,10 @@ def test_names_that_lead_nowhere_are_refused(
     cases: list[tuple[list[str], str]] = [
         (["train", "own_tasks"], "A task is named as MODULE:FUNCTION"),
         (["train", "own_tasks:tsk"], "own_tasks has no 'tsk'. Did you mean 'task'?"),
-        (["train", "no_such_module:task"], "No module named 'no_such_module'"),
+        (["train", "no_such_module:task"], "There is no module 'no_such_module' for no_such_module:task"),
         (["train", "own_tasks:pair"], "must return (policy, reward_model, states)"),
-        (["train", "own_tasks:task", "missing.yaml"], "No such file"),
+        (["train", "own_tasks:task", "missing.yaml"], "The file of settings missing.yaml cannot be read: "),
+        (["train", "own_tasks:task", "."], "The file of settings . cannot be read: "),
         (["compare", "own_tasks:task", "nowhere"], "nowhere"),
         (["report", "nowhere"], "nowhere"),
         (["presets", "grpo"], "There is no preset 'grpo'"),
@@ -238,7 +292,7 @@ def test_the_commands_of_the_guide_work_as_typed(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, f"{command}: {done.stderr}"
         printed[command.split()[1]] = done.stdout
-    assert "50 iterations; the mean reward went from" in printed["train"]
+    assert "Iterations 31 to 50: the mean reward went from" in printed["train"]
     assert "dynamic_sampling_rounds" in printed["presets"]
     files = {path.name for path in (tmp_path / "runs" / "task").iterdir()}
     assert files == {

@@ -40,6 +40,16 @@ def test_each_panel_shows_the_metrics_that_were_measured() -> None:
     }
 
 
+def test_lines_of_a_file_are_drawn_at_their_iterations() -> None:
+    lines = [
+        {"iteration": 10 * n, "rewards/mean": float(n), "train/entropy": None if n == 2 else 1.0 / n} for n in (1, 2, 3)
+    ]
+    figure = plot_history(lines)
+    panels = panels_of(figure)
+    plt.close(figure)
+    assert panels == {"Reward": {"3": ([10, 20, 30], [1, 2, 3])}, "Entropy": {"0.333": ([10, 30], [1.0, 1 / 3])}}
+
+
 def test_labels_of_two_lines_are_above_and_below_their_ends() -> None:
     figure = plot_history(HISTORY)
     assert [text.get_va() for text in figure.axes[0].texts] == ["top", "bottom"]

@@ -1,6 +1,7 @@
 """The whole page: its head line and sections, what it must not contain, and its size."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -196,3 +197,15 @@ def test_a_comparison_is_passed_or_has_a_page_of_its_own(tmp_path: Path) -> None
     alone = write_comparison(report, tmp_path / "comparison.html").read_text(encoding="utf-8")
     assert headings(alone) == ["Before and after training"]
     assert "Answers side by side" in alone
+
+
+def test_a_comparison_that_is_older_than_the_run_is_said_to_be(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, lines_of(healthy()))
+    path = folder / "comparison.json"
+    compared(BEFORE, AFTER).to_json(path)
+    words = "The run went on after this comparison was made"
+    assert words not in write_report(folder).read_text(encoding="utf-8")
+    earlier = (folder / "metrics.jsonl").stat().st_mtime - 60
+    os.utime(path, (earlier, earlier))
+    assert words in write_report(folder).read_text(encoding="utf-8")
+    assert words not in write_report(folder, comparison=compared(BEFORE, AFTER)).read_text(encoding="utf-8")
