@@ -53,6 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.run(args)
     except TrainingInterrupted as error:
         raise SystemExit(128 + error.signal_number) from None
+    except (
+        BrokenPipeError
+    ):  # the reader of a pipe, such as `head`, has ended; Python would complain once more at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
     except GRPOError as error:
         print(f"grpo {args.command}: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -227,8 +227,10 @@ def _require_states_and_actions(function: Callable[..., Any]) -> None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # recovery: a function without a readable signature is called as it is
         return
-    is_of_trl = "completions" in signature.parameters and any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()
+    names = list(signature.parameters)
+    is_of_trl = "completions" in names and (
+        names != ["prompts", "completions"]  # these two are states and actions
+        or any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     )
     try:
         signature.bind(None, None)

@@ -30,7 +30,7 @@ from grpo.surrogates import Clip
 from .baselines import EXP3S, GradientBandit, ThompsonSampling
 from .metrics import best_arm_probability, mean_by_regime, pull_fractions, structured_reward, time_to_reach
 from .play import Baseline, play
-from .plots import plot_dynamic_runs
+from .plots import plot_dynamic_runs, pyplot
 from .policies import SoftmaxPolicy
 from .rewards import BanditReward
 from .testbeds import dynamic_regimes, dynamic_testbed
@@ -188,8 +188,8 @@ def print_table(runs: list[Run], classics: list[Run]) -> None:
     print(
         "\narm 3, arm 0: share of pulls on this arm in the 20 steps in which it was the best one.\n"
         f"structured reward: mean reward of these 40 steps; chance {CHANCE}, best possible {BEST_POSSIBLE}.\n"
-        "steps to 50 %: steps until half of the pulls are on the new best arm; 20 means never.\n\n"
-        f"With the tuned settings, GRPO puts half of its pulls on the new best arm {tuned['steps to 50 %']:.0f} steps after a "
+        "steps to 50 %: steps until half of the pulls are on the new best arm, mean of both changes; never counts as 20.\n\n"
+        f"With the tuned settings, GRPO puts half of its pulls on the new best arm {tuned['steps to 50 %']:.1f} steps after a "
         f"change, and earns {tuned['structured reward']:.2f}.\nWith the naive settings, {naive['arm 0']:.0%} of its pulls are "
         f"on arm 0 while it is the best, and it earns {naive['structured reward']:.2f}.\n"
         "Sliding-window UCB is best: it knows that this is a bandit, and keeps one mean per arm. GRPO trains any policy, and\n"
@@ -214,9 +214,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(
         "A bandit has five arms, and the best one changes every 20 steps. GRPO trains a policy that picks 32 arms per step."
     )
-    print("Training with naive settings ...", flush=True)
+    pyplot()  # before the training, because without matplotlib there is no plot
+    print(
+        "Training with naive settings: learning rate .005, advantages divided by their deviation, no pull to all arms ..."
+    )
     naive = train_naive(args.seed, progress=True)
-    print("Training with tuned settings ...", flush=True)
+    print("Training with tuned settings: learning rate .05, advantages not divided, a penalty for leaving arms out ...")
     tuned = train_tuned(args.seed, progress=True)
     print_table([naive, tuned], play_classics(args.seed))
     plot_dynamic_runs([naive, tuned], args.plot, dynamic_regimes(NUM_STEPS), dynamic_testbed().means[0])

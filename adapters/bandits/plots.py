@@ -65,7 +65,7 @@ def plot_dynamic_runs(
     Returns:
         The matplotlib figure.
     """
-    plt = _pyplot()
+    plt = pyplot()
     with plt.rc_context(STYLE):
         figure = plt.figure(figsize=(12, 6.6), layout="constrained")
         above, below = figure.subfigures(2, 1, height_ratios=(1.15, 1), hspace=0.06)
@@ -73,7 +73,7 @@ def plot_dynamic_runs(
             plot_arm_probabilities(axis, run.probabilities[:-1], regimes, title=f"{run.name}: probability of each arm")
         by_reward, by_best, by_loss = below.subplots(1, 3)
         structured = np.isin(regimes, (1, 3))
-        by_reward.plot(means.max(1), color="#555555", linewidth=0.9, linestyle=":", drawstyle="steps-post")
+        by_reward.plot(means.max(1), color="#d1495b", linewidth=1.3, linestyle=":", drawstyle="steps-post")
         best = [best_arm_probability(run.probabilities[:-1], means) for run in runs]
         _plot_lines(by_reward, {run.name: run.rewards for run in runs}, "Reward (dotted: what the best arm pays)")
         _plot_lines(
@@ -178,7 +178,8 @@ def _plot_lines(axis: Any, lines: Mapping[str, np.ndarray], title: str) -> None:
     label_ends(axis, ends, stop, distance=0.09)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Import matplotlib's pyplot, or say how to install it."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:

@@ -37,7 +37,7 @@ def without_missing(name: str, found: Kept, config: RewardConfig, counts: Mutabl
     if not bool(missing.any()):
         return found
     if config.non_finite == "raise":
-        _raise_for_missing(name, found, missing)
+        _raise_for_missing(name, found, missing, is_unanswered=bool(unanswered.any()) and rule == "raise")
     return _without(name, found, missing, config.non_finite, counts)
 
 
@@ -89,7 +89,7 @@ def _without(
             assert_never(rule)
 
 
-def _raise_for_missing(name: str, found: Kept, missing: Bool[Tensor, " K"]) -> None:
+def _raise_for_missing(name: str, found: Kept, missing: Bool[Tensor, " K"], *, is_unanswered: bool) -> None:
     total, components, kept = found
     shown = total[missing][:4].tolist()
     parts = [key for key, part in components.items() if not bool(part[missing].isfinite().all())]
@@ -97,6 +97,7 @@ def _raise_for_missing(name: str, found: Kept, missing: Bool[Tensor, " K"]) -> N
     raise RewardError(
         f"{name} must return finite numbers; got {shown} at {_rows(kept, missing)}{whose}. "
         "Fix the reward, or set reward.non_finite to 'drop' or 'zero'."
+        + (" For rows to which no part applies, set reward.not_applicable." if is_unanswered else "")
     )
 
 

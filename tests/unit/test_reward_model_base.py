@@ -198,6 +198,8 @@ def test_several_rewards_and_functions_of_another_library_are_told_what_to_use(s
         ({"a": length}, several.format("dict")),
         (of_trl, one.format(r"of_trl\(prompts")),
         (answers, one.format(r"answers\(completions")),
+        (lambda completions, answer: [1.0], one.format(r".*lambda.*\(completions, answer")),
+        (lambda completions, prompts: [1.0], one.format(r".*lambda.*\(completions, prompts")),
         (lambda action: [1.0], one.format(r"<lambda>\(action\)")),
     ]
     for wrong, message in cases:

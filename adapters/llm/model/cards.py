@@ -136,8 +136,8 @@ def _run(trainer: Any) -> str:
     ]
     return (
         f"## Training\n\n{_table(('fact', 'value'), facts)}\n\n"
-        f"The last iteration's metrics:\n\n{_table(('metric', 'value'), metrics)}\n\n"
-        f"The settings, for `GRPOConfig.from_dict`:\n\n{_as_json(trainer.config.to_dict())}\n"
+        + (f"The last iteration's metrics:\n\n{_table(('metric', 'value'), metrics)}\n\n" if metrics else "")
+        + f"The settings, for `GRPOConfig.from_dict`:\n\n{_as_json(trainer.config.to_dict())}\n"
     )
 
 

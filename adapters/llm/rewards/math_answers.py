@@ -18,7 +18,7 @@ class MathMatch(Settings):
 
     math-verify finds the answer in the text (the last `\boxed{...}`, else the last formula or number), parses it with SymPy,
     and compares. The column is LaTeX, a number as text, or a text that contains the answer in `$...$` or `\boxed{...}`. A row
-    whose column is None, or is no mathematics, gets None ("does not apply").
+    whose column is None or empty gets None ("does not apply"); a column of words alone equals nothing.
 
     All rows of a call are verified in one process that can be killed, because a completion such as `9^{9^{9^{9}}}` may take for
     ever, and math-verify's own time limit works in the main thread only and cannot stop compiled code. An answer that takes too

@@ -38,8 +38,10 @@ def test_a_row_without_any_part_is_dropped_or_0_while_bugs_still_stop_the_run() 
 def test_without_a_setting_of_its_own_it_follows_non_finite() -> None:
     assert asked(X, Y, non_finite="zero").values.tolist() == [11.0, 20.0, 0.0, 44.0]
     assert asked(X, Y, non_finite="drop").values.tolist() == [11.0, 20.0, 44.0]
-    with pytest.raises(RewardError, match=r"must return finite numbers; got \[nan\] at rows \[2\] of 4, from x, y"):
+    with pytest.raises(RewardError, match=r"got \[nan\] at rows \[2\] of 4, from x, y.* set reward.not_applicable"):
         asked(X, Y)
+    with pytest.raises(RewardError, match=r"'drop' or 'zero'\.$"):  # a bug, and no row without parts
+        asked([1.0, 2.0, 3.0, INF], [1.0] * 4)
 
 
 def test_the_two_settings_are_independent() -> None:

@@ -269,6 +269,14 @@ def test_names_that_lead_nowhere_are_refused(
     assert not (folder / "runs").exists()
 
 
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    command = f"{sys.executable} -c 'from adapters.cli import main; main()' presets dapo | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 141)
+    assert done.stdout.startswith("# ")
+    assert done.stderr == ""
+
+
 def test_a_signal_ends_a_run_with_its_exit_code(folder: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["train", "own_tasks:interrupted"])
