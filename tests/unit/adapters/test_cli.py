@@ -270,7 +270,9 @@ def test_names_that_lead_nowhere_are_refused(
 
 
 def test_a_reader_that_ends_early_is_no_error() -> None:
-    command = f"{sys.executable} -c 'from adapters.cli import main; main()' presets dapo | head -1; exit ${{PIPESTATUS[0]}}"
+    command = (
+        f"{sys.executable} -c 'from adapters.cli import main; main()' presets dapo | head -1; exit ${{PIPESTATUS[0]}}"
+    )
     done = subprocess.run(["bash", "-c", command], env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 141)
     assert done.stdout.startswith("# ")

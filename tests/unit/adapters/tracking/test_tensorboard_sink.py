@@ -154,7 +154,9 @@ def test_values_that_are_not_finite_or_do_not_fit_float32_are_no_error(tmp_path:
 
 def test_a_disk_that_is_full_is_reported_once_and_the_run_goes_on(tmp_path: Path) -> None:
     with (
-        pytest.warns(GRPOWarning, match=r"TensorBoardSink\.log\w* raised OSError in iteration \d+: .* switched off") as warned,
+        pytest.warns(
+            GRPOWarning, match=r"TensorBoardSink\.log\w* raised OSError in iteration \d+: .* switched off"
+        ) as warned,
         TensorBoardSink(tmp_path / "run") as sink,
         files_at_most(20_000),
     ):
