@@ -172,6 +172,7 @@ def test_a_sink_that_raises_is_reported_and_switched_off_and_the_run_goes_on(sub
             assert calls == [method]
             assert sound.iterations == [1, 2, 3]
             assert broken.iterations == ([1] if method == "log_samples" else [])
+            assert broken.samples == []
 
 
 def test_an_interrupt_in_a_sink_is_not_a_failure_of_the_sink() -> None:
