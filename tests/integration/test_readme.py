@@ -97,6 +97,14 @@ def test_the_minimal_example_runs_as_typed_and_says_that_nothing_was_updated(tmp
     assert all(math.isfinite(value) for value in metrics.values())
 
 
+def test_the_readme_opens_with_a_policy_that_learns(tmp_path: Path) -> None:
+    """It prints the probabilities of five arms, and arm 3 has nearly all."""
+    first = python_blocks(README.read_text(encoding="utf-8"))[0].code
+    assert first != minimal_example()
+    printed = run(first, folder=tmp_path)
+    assert float(re.findall(r"[0-9.]+", printed[printed.index("[") :])[3]) > 0.9
+
+
 RUN_IN_ORDER = """
 import contextlib, io, json, os, sys, tempfile, traceback
 results = {}
