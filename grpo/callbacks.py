@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import ConfigError, GRPOWarning
-from .policy_base import SyncsSampler
+from .policy_base import HasState, SyncsSampler
 from .settings import nearest_name
 from .writing import describe, require_count
 
@@ -144,7 +144,7 @@ class Callbacks:
     def _with_state(self) -> dict[str, Any]:
         named: dict[str, Any] = {}
         for callback in self._callbacks:
-            if hasattr(callback, "state_dict"):
+            if isinstance(callback, HasState):
                 kind = type(callback).__name__
                 count = sum(name.partition(" ")[0] == kind for name in named)
                 named[kind if not count else f"{kind} {count + 1}"] = callback

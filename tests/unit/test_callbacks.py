@@ -287,6 +287,14 @@ def test_states_are_restored_by_class_and_number() -> None:
     assert (one.best, best.best, two.best) == (0.0, 1.0, 2.0)
 
 
+def test_a_callback_that_cannot_take_its_state_back_has_none() -> None:
+    class Half(Recorder):
+        def state_dict(self) -> dict[str, Any]:
+            raise AssertionError
+
+    assert Callbacks([Half()]).state_dict() == {}
+
+
 def test_a_resume_with_other_callbacks_names_what_is_new_and_what_is_lost() -> None:
     state = Callbacks([EarlyStopping("a")]).state_dict()
     with pytest.warns(
