@@ -228,10 +228,9 @@ def _require_states_and_actions(function: Callable[..., Any]) -> None:
     except (TypeError, ValueError):  # recovery: a function without a readable signature is called as it is
         return
     names = list(signature.parameters)
-    is_of_trl = "completions" in names and (
-        names != ["prompts", "completions"]  # these two are states and actions
-        or any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    )
+    takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    # The second argument may be called `completions`: these are our actions. TRL also gives columns by name.
+    is_of_trl = "completions" in names and (takes_any_name or names[1:2] != ["completions"])
     try:
         signature.bind(None, None)
     except TypeError:

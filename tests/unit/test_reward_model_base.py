@@ -210,6 +210,7 @@ def test_several_rewards_and_functions_of_another_library_are_told_what_to_use(s
 def test_functions_that_take_states_and_actions_under_any_name_are_accepted() -> None:
     for function in (
         lambda prompts, completions: [1.0],
+        lambda states, completions: [1.0],  # TRL would give `completion_ids` too
         lambda *rows: [1.0],
         lambda states, actions, **options: [1.0],
         functools.partial(lambda states, actions, scale: [scale], scale=1.0),
