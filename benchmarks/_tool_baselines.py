@@ -19,10 +19,10 @@ from adapters.tools import (
     ToolSelectionPolicy,
     ToolTask,
 )
-from adapters.tools.catalogue import ABSENT, ParameterChoices, Tool
-from adapters.tools.choice_tables import ChoiceTables
-from adapters.tools.encoders import CachedEncoder
-from adapters.tools.rewards import RIGHT_TOOL, RunsCalls, call_key
+from adapters.tools.catalogue.tools import ABSENT, ParameterChoices, Tool
+from adapters.tools.learning.rewards import RIGHT_TOOL, RunsCalls, call_key
+from adapters.tools.policy.choice_tables import ChoiceTables
+from adapters.tools.policy.encoders import CachedEncoder
 
 BASELINE_STEP = 0.1
 """Step size of REINFORCE's running mean and mean square, per update."""

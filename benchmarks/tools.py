@@ -30,8 +30,7 @@ from adapters.tools import (
     evaluate_tools,
     standard_rewards,
 )
-from adapters.tools.evaluation import PredictsCalls
-from adapters.tools.workbench import ADDED_LATER, make_workbench_files, workbench_catalogue, workbench_split
+from adapters.tools.learning.evaluation import PredictsCalls
 from benchmarks._tool_baselines import (
     Counted,
     LinUCB,
@@ -42,6 +41,7 @@ from benchmarks._tool_baselines import (
     train_supervised,
 )
 from examples.tool_routing import CONFIG, NUM_HELD_OUT, NUM_MORE_ITERATIONS, NUM_TRAIN, learn_added_tools
+from examples.tool_workbench import ADDED_LATER, make_workbench_files, workbench_catalogue, workbench_split
 from grpo import GRPOTrainer
 
 REINFORCE_RATE, REINFORCE_ENTROPY, SUPERVISED_RATE, LINUCB_ALPHA = 0.02, 0.03, 0.05, 1.0

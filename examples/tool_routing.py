@@ -36,7 +36,7 @@ from adapters.tools import (
     plot_confusion,
     standard_rewards,
 )
-from adapters.tools.workbench import ADDED_LATER, make_workbench_files, workbench_catalogue, workbench_split
+from examples.tool_workbench import ADDED_LATER, make_workbench_files, workbench_catalogue, workbench_split
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, JSONLSink, ObjectiveConfig
 
 NUM_TRAIN, NUM_HELD_OUT = 8_000, 660

@@ -24,15 +24,16 @@ Example:
             trainer.train(["add two and two", "say it louder"], num_iterations=100)
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 try:
     import jsonschema as _jsonschema  # noqa: F401  # only to raise the error below
 except ImportError as error:
     raise ImportError('adapters.tools needs jsonschema: pip install "model-agnostic-grpo[tools]"') from error
 
-from .calls import ToolCall, ToolResult
-from .catalogue import Tool, ToolCatalogue
-from .commands import Command, CommandFailedError
-from .encoders import HashingEncoder
+from .catalogue.calls import ToolCall, ToolResult
+from .catalogue.tools import Tool, ToolCatalogue
 from .errors import (
     InvalidArgumentsError,
     InvalidOutputError,
@@ -49,12 +50,8 @@ from .errors import (
     WorkerDiedError,
     WorkerLostError,
 )
-from .evaluation import Accuracy, ToolReport, evaluate_tools
-from .executor import ToolExecutor
-from .mcp_tools import MCPServer
-from .plots import plot_accuracy, plot_confusion
-from .policies import ToolSelectionPolicy
-from .rewards import (
+from .learning.evaluation import Accuracy, ToolReport, evaluate_tools
+from .learning.rewards import (
     ToolRewards,
     call_cost,
     executed,
@@ -63,11 +60,38 @@ from .rewards import (
     right_tool,
     standard_rewards,
 )
-from .sample_batches import batch_from_groups, groups_from_batch
-from .samples import SampleError, ToolGroup, ToolSample
-from .task_errors import classify_error, make_erroneous_call
-from .tasks import TaskError, ToolTask, load_tasks, save_tasks, split_tasks
-from .workers import WorkerLimits
+from .learning.sample_batches import batch_from_groups, groups_from_batch
+from .learning.samples import SampleError, ToolGroup, ToolSample
+from .learning.task_errors import classify_error, make_erroneous_call
+from .learning.tasks import TaskError, ToolTask, load_tasks, save_tasks, split_tasks
+from .policy.encoders import HashingEncoder
+from .policy.policy import ToolSelectionPolicy
+
+if TYPE_CHECKING:
+    from .execution.commands import Command, CommandFailedError
+    from .execution.executor import ToolExecutor
+    from .execution.mcp_tools import MCPServer
+    from .execution.workers import WorkerLimits
+else:  # a policy needs no executor: a service that only chooses tools does not import it
+    _IMPORTED_AT_FIRST_USE = {
+        "Command": "commands",
+        "CommandFailedError": "commands",
+        "MCPServer": "mcp_tools",
+        "ToolExecutor": "executor",
+        "WorkerLimits": "workers",
+    }
+
+    def __getattr__(name: str) -> Any:
+        """Import a name of the table when it is first used."""
+        if name not in _IMPORTED_AT_FIRST_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f".execution.{_IMPORTED_AT_FIRST_USE[name]}", __name__), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_IMPORTED_AT_FIRST_USE})
+
 
 __all__ = [
     "Accuracy",
@@ -112,8 +136,6 @@ __all__ = [
     "latency_cost",
     "load_tasks",
     "make_erroneous_call",
-    "plot_accuracy",
-    "plot_confusion",
     "right_parameters",
     "right_tool",
     "save_tasks",

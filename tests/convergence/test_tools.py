@@ -22,9 +22,9 @@ from adapters.tools import (
     evaluate_tools,
     standard_rewards,
 )
-from adapters.tools.evaluation import Accuracy
-from adapters.tools.workbench import ADDED_LATER, workbench_catalogue, workbench_split
+from adapters.tools.learning.evaluation import Accuracy
 from examples.tool_routing import CONFIG, NUM_HELD_OUT, NUM_TRAIN, learn_added_tools
+from examples.tool_workbench import ADDED_LATER, workbench_catalogue, workbench_split
 from grpo import GRPOTrainer
 from tests.support.objective_inputs import as_users_run_it
 

@@ -19,7 +19,6 @@ import torch
 
 from adapters.control import LearningCurve
 from adapters.tools import ToolCall, ToolCatalogue, ToolResult, ToolTask
-from adapters.tools.workbench import workbench_catalogue
 from benchmarks import (
     agent_vs_trl,
     bandits,
@@ -37,6 +36,7 @@ from benchmarks._tool_baselines import LinearArms, LinUCB, NearestDescription, R
 from benchmarks.objective import CASES, HAS_TRL, INSTALL, TOLERANCE, Batch, largest_difference, our_run, their_run
 from benchmarks.overhead import check_same
 from examples import tool_routing
+from examples.tool_workbench import workbench_catalogue
 from tests.support.example_runs import STRICT
 from tests.support.objective_inputs import as_users_run_it
 

@@ -1,4 +1,4 @@
-"""Import this first in a subprocess: then `adapters.tools.executor` and `mcp_tools` can be imported without torch.
+"""Import this first in a subprocess: then `adapters.tools.execution.executor` and `mcp_tools` can be imported without torch.
 
 The packages' own modules import everything that they export, which takes seconds. Here they are empty packages of the same
 folders.

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from adapters.tools.catalogue import Tool
-from adapters.tools.mcp_tools import MCPServer
+from adapters.tools.catalogue.tools import Tool
+from adapters.tools.execution.mcp_tools import MCPServer
 
 FOLDER = Path(__file__).resolve().parent
 REAL = [sys.executable, str(FOLDER / "mcp_server.py")]

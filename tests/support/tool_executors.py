@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from adapters.tools.calls import ToolCall, ToolResult
-from adapters.tools.catalogue import Tool, ToolCatalogue
-from adapters.tools.executor import ToolExecutor
+from adapters.tools.catalogue.calls import ToolCall, ToolResult
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.execution.executor import ToolExecutor
 from tests.support import hostile_tools, tool_functions
 
 OWN_USERS = sys.platform == "linux" and os.geteuid() == 0

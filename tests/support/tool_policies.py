@@ -4,11 +4,11 @@ from typing import Any, Literal
 
 import torch
 
-from adapters.tools.calls import ToolCall
-from adapters.tools.catalogue import Tool, ToolCatalogue
-from adapters.tools.encoders import HashingEncoder
-from adapters.tools.policies import ToolSelectionPolicy
-from adapters.tools.tasks import ToolTask
+from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.learning.tasks import ToolTask
+from adapters.tools.policy.encoders import HashingEncoder
+from adapters.tools.policy.policy import ToolSelectionPolicy
 
 
 def ping() -> str:

@@ -1,0 +1,1 @@
+"""Tools, their catalogue, and calls of them."""

@@ -1,0 +1,1 @@
+"""The executor of calls, its workers, programs and MCP servers."""

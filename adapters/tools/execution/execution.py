@@ -1,0 +1,250 @@
+"""The executor's event loop: scheduling, timeouts and results. No tool runs in this loop, so that deadlines are met."""
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArgumentsError, encode_arguments
+from adapters.tools.catalogue.calls import ToolCall, ToolResult
+from adapters.tools.catalogue.tools import Tool
+from adapters.tools.errors import LoopBlockedError, ToolError, ToolRaisedError, ToolTimeoutError
+from grpo.errors import ConfigError
+
+from .call_log import CallLog
+from .remote_loop import RemoteLoop
+from .worker_calls import described, encode_output, message_of
+from .worker_pool import ERRORS, WorkerPool
+from .workers import WorkerSource
+
+_GRACE_SECONDS = 1.0
+"""Time for a cancelled remote tool to end. After that, the executor stops waiting for it."""
+_LOOK_SECONDS = 1.0
+"""Time between two looks at whether the loop of the remote tools is stuck."""
+CLEAN_UP_SECONDS = 10.0
+"""Time for cancelled work to end when the executor is closed."""
+
+
+class Engine:
+    """Schedules all calls in one event loop on one thread.
+
+    Args:
+        source: Creates the fork server of the workers.
+        checkers: Argument checkers of the remote tools. If a checker `is_slow`, a worker checks the arguments instead, by
+            a call of a substitute tool with the same name and schema.
+        num_workers: Maximum number of worker processes.
+        max_output_bytes: Size limit of one output as JSON.
+        max_concurrency: Maximum number of concurrent remote calls.
+        timeout: Time limit of one call in seconds, for tools without their own limit.
+        log: Log of the calls, or None. A cancelled call is logged too, with the error `CancelledError`.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[], WorkerSource],
+        checkers: Mapping[str, ArgumentChecker],
+        *,
+        num_workers: int,
+        max_output_bytes: int,
+        max_concurrency: int,
+        timeout: float,
+        log: CallLog | None,
+    ) -> None:
+        self._checkers = checkers
+        self._num_workers = num_workers
+        self._max_concurrency = max_concurrency
+        self._max_output_bytes = max_output_bytes
+        self._timeout = timeout
+        self._log = log
+        self._loop = asyncio.new_event_loop()
+        self._pool = WorkerPool(source, num_workers)
+        self._turns = asyncio.Semaphore(max_concurrency)
+        self._runs: set[asyncio.Task[Any]] = set()
+        self._remotes: list[RemoteLoop] = []
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ToolExecutor", daemon=True)
+        self._lock = threading.Lock()
+        self._closing = False
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is the engine's thread, or the thread of the remote tools."""
+        return threading.current_thread() is self._thread or any(remote.is_current for remote in self._remotes)
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        """Run a coroutine in the loop.
+
+        Raises:
+            ConfigError: The executor is closed or closing.
+        """
+        with self._lock:
+            if not self._closing:
+                return asyncio.run_coroutine_threadsafe(work, self._loop)
+        work.close()
+        raise ConfigError("ToolExecutor is closed. Create another executor.")
+
+    async def start(self) -> list[str]:
+        """Start the first worker. Returns the restrictions that could not be applied to it."""
+        await self._pool.start()
+        return self._pool.problems
+
+    async def run(self, calls: list[tuple[ToolCall, Tool | ToolError]], ended: threading.Event) -> list[ToolResult]:
+        """Run all calls, then set `ended`."""
+        results = [ToolResult()] * len(calls)
+        remote = [isinstance(tool, Tool) and tool.remote for _, tool in calls]
+        turns = {kind: iter([i for i, its in enumerate(remote) if its is kind]) for kind in (False, True)}
+
+        async def take(mine: Iterator[int]) -> None:
+            for i in mine:
+                results[i] = await self._result(*calls[i])
+
+        task = asyncio.current_task()
+        assert task is not None
+        self._runs.add(task)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for kind, at_once in ((False, self._num_workers), (True, self._max_concurrency)):
+                    for _ in range(min(at_once, remote.count(kind))):
+                        group.create_task(take(turns[kind]))
+        except BaseException:
+            for i in itertools.chain(*turns.values()):  # calls that have not started
+                self._give_up(calls[i][0], None, 0.0)
+            raise
+        finally:
+            self._runs.discard(task)
+            ended.set()
+        return results
+
+    async def _result(self, call: ToolCall, tool: Tool | ToolError) -> ToolResult:
+        clock = _Clock()
+        text, size = None, 0
+        try:
+            if isinstance(tool, ToolError):
+                raise tool
+            try:
+                text = encode_arguments(call.arguments)
+                output, size = await (self._await(tool, text, clock) if tool.remote else self._ask(tool, text, clock))
+            except RefusedArgumentsError as error:
+                raise ERRORS[error.error](f"{tool.name}: {error}") from None
+            result = ToolResult(output=output, seconds=clock.seconds)
+        except ToolError as error:
+            result = ToolResult(error=error, seconds=clock.seconds)
+        except asyncio.CancelledError:
+            self._give_up(call, text, clock.seconds)
+            raise
+        if self._log is not None:
+            self._log.write(call, text, result.error, result.seconds, size)
+        return result
+
+    def _give_up(self, call: ToolCall, text: str | None, seconds: float) -> None:
+        if self._log is not None:
+            given_up = asyncio.CancelledError("given up: the executor was closed, or whoever waited was interrupted.")
+            self._log.write(call, text, given_up, seconds)
+
+    async def _ask(self, tool: Tool, text: str, clock: "_Clock") -> tuple[Any, int]:
+        timeout = tool.timeout if tool.timeout is not None else self._timeout
+        try:
+            return await self._pool.call(f'["{tool.name}",{text}]'.encode(), timeout, clock.begin)
+        except ToolError as error:
+            raise type(error)(f"{tool.name}: {error}") from None
+
+    async def _await(self, tool: Tool, text: str, clock: "_Clock") -> tuple[Any, int]:
+        check = self._checkers[tool.name]
+        if check.is_slow:  # a slow check here would block the loop
+            await self._ask(tool, text, clock)
+        async with self._turns:
+            clock.begin()
+            arguments = check.convert(json.loads(text)) if check.is_slow else check(json.loads(text))
+            timeout = tool.timeout if tool.timeout is not None else self._timeout
+            fits, content = await self._in_time(tool, arguments, timeout, clock)
+        answer = json.loads(content)
+        if not fits:
+            raise ERRORS[answer[0]](f"{tool.name}: {answer[1]}")
+        return answer, len(content)
+
+    async def _in_time(
+        self, tool: Tool, arguments: dict[str, Any], timeout: float, clock: "_Clock"
+    ) -> tuple[bool, bytes]:
+        """Await a remote tool. A call that ignores its cancellation is abandoned."""
+        if not self._remotes or self._remotes[-1].is_stuck():
+            self._remotes.append(RemoteLoop())
+        remote = self._remotes[-1]
+        call = remote.start(_outcome(tool, arguments, self._max_output_bytes), timeout)
+        clock.read = lambda: call.seconds
+        ended = asyncio.wrap_future(call.future)
+        try:
+            while not ended.done() and (left := timeout - call.seconds) > 0 and not remote.is_stuck():
+                await asyncio.wait([ended], timeout=min(left, _LOOK_SECONDS))
+        finally:
+            is_late = call.seconds >= timeout
+            is_blocked = not ended.done() and not is_late
+            if not ended.done():
+                call.cancel()
+                await asyncio.wait([ended], timeout=_GRACE_SECONDS)
+        if is_late:
+            raise ToolTimeoutError(f"{tool.name}: no answer within {timeout:g} s; the call was cancelled.")
+        if is_blocked:
+            raise LoopBlockedError(
+                f"{tool.name}: another remote tool blocks the event loop, so this call could not go on. A remote tool must "
+                "await, and not block: make the other tool a function that runs in a worker."
+            )
+        fits, content, error = ended.result()
+        if isinstance(error, ToolError) and type(error).__module__ == ToolError.__module__:
+            # A client may raise a ToolError itself, for example when its server is gone.
+            raise type(error)(f"{tool.name}: {message_of(error)}") from error
+        if error is not None:
+            raise ToolRaisedError(f"{tool.name}: {described(error)}") from error
+        return fits, content
+
+    def close(self) -> None:
+        """Cancel the running calls, end the workers, and stop the loop."""
+        with self._lock:
+            self._closing = True
+        if threading.current_thread() is self._thread:  # garbage collected in the engine's own thread
+            self._pool.close()
+            self._loop.stop()
+            return
+        try:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(2 * CLEAN_UP_SECONDS)
+        finally:
+            for remote in self._remotes:
+                remote.close()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLEAN_UP_SECONDS)
+        self._loop.close()
+
+    async def _end(self) -> None:
+        runs = list(self._runs)
+        for task in runs:
+            task.cancel()
+        if runs:
+            await asyncio.wait(runs, timeout=CLEAN_UP_SECONDS / 2)
+        self._pool.close()
+        await asyncio.sleep(0)  # transports close in the next turn of the loop
+
+
+async def _outcome(tool: Tool, arguments: dict[str, Any], max_bytes: int) -> tuple[bool, bytes, BaseException | None]:
+    """Return a remote tool's encoded output (see `encode_output`) and None, or its exception."""
+    try:
+        return *encode_output(await tool.function(**arguments), max_bytes), None
+    except BaseException as error:  # an uncaught `SystemExit` would end the loop
+        return False, b"", error
+
+
+class _Clock:
+    """Seconds since a call started."""
+
+    def __init__(self) -> None:
+        self.read: Callable[[], float] = lambda: 0.0
+
+    def begin(self) -> None:
+        begun = time.perf_counter()
+        self.read = lambda: time.perf_counter() - begun
+
+    @property
+    def seconds(self) -> float:
+        return self.read()

@@ -1,0 +1,339 @@
+"""Tools of MCP servers, called through the official SDK. The SDK is imported when the first server is created."""
+
+import asyncio
+import contextlib
+import re
+import shlex
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+from adapters.tools.catalogue.inputs import require_real, require_type
+from adapters.tools.catalogue.tools import Tool
+from adapters.tools.errors import ServerLostError, ToolRaisedError
+from grpo.errors import ConfigError, GRPOWarning
+
+from .mcp_support import StderrTail, plain_schema, text_of
+
+if TYPE_CHECKING:
+    from anyio import CancelScope
+    from mcp import types
+    from mcp.client.client import Client
+
+
+class MCPServer:
+    """An MCP server and one session with it, open within the `with` block.
+
+    The session runs on its own thread and event loop, so the tools can be awaited concurrently from any loop. Leaving the
+    block ends the server: its stdin is closed, then it gets SIGTERM, then its process group is killed.
+
+    Args:
+        command: Program and arguments that start a server over stdio. It is not a shell command line.
+        url: URL of a running server (streamable HTTP), instead of `command`.
+        env: Environment variables for the server, added to the few variables that the SDK passes on (PATH, HOME, ...).
+        cwd: The server's working directory. None uses the current directory.
+        start_timeout: Time limit in seconds for the start, the handshake and the list of tools.
+
+    Raises:
+        ImportError: The SDK is not installed.
+        ConfigError: The arguments contradict each other, or, on entering the block, the server did not start.
+
+    Example:
+        >>> with MCPServer(["uvx", "mcp-server-time"]) as server:  # doctest: +SKIP
+        ...     catalogue = ToolCatalogue(server.tools())
+
+    Source:
+        Model Context Protocol, https://modelcontextprotocol.io/specification.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str] | None = None,
+        *,
+        url: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        start_timeout: float = 30.0,
+    ) -> None:
+        if (command is None) == (url is None):
+            raise ConfigError(
+                f"MCPServer needs either the command that starts a server, or the url of a running server, and not both; "
+                f"got command={command!r}, url={url!r}."
+            )
+        require_real("MCPServer", start_timeout=start_timeout)
+        require_type("MCPServer", (str, NoneType), "a text, or None", url=url)
+        require_type("MCPServer", (Mapping, NoneType), "a dict of texts, or None", env=env)
+        require_type("MCPServer", (str, Path, NoneType), "a path, or None", cwd=cwd)
+        is_list = isinstance(command, Sequence) and not isinstance(command, str)
+        if command is not None and not (is_list and all(isinstance(word, str) for word in command)):
+            raise ConfigError(
+                f"MCPServer.command must be a list of strings such as ['uvx', 'a-server']; got {command!r}."
+            )
+        if command is not None and not command:
+            raise ConfigError("MCPServer.command must name a program; got an empty list.")
+        if url is not None and (env is not None or cwd is not None):
+            raise ConfigError(
+                "MCPServer: env and cwd apply only to a server that `command` starts; got url. Leave out env and cwd."
+            )
+        if not start_timeout > 0:
+            raise ConfigError(f"MCPServer.start_timeout must be > 0 seconds; got {start_timeout!r}.")
+        _require_sdk()
+        self._command, self._url, self._env, self._cwd = command, url, env, cwd
+        self._start_timeout = start_timeout
+        self._where = textwrap.shorten(url or shlex.join(command or ()), 120)
+        self._stderr: StderrTail | None = None
+        self._loss = ""
+        self._session: _Session | None = None
+
+    def __enter__(self) -> "MCPServer":
+        if self._session is not None:
+            raise ConfigError(
+                f"MCPServer {self._where} is already running. Create another MCPServer for another session."
+            )
+        session = _Session(self._run)
+        try:
+            session.started.result()
+        except BaseException:  # includes an interrupt, which must not leave the server running
+            session.end()
+            raise
+        self._session = session
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.end()
+
+    @property
+    def name(self) -> str:
+        """The server's own name, or the command or URL if the server has none."""
+        info = self._running().client.server_info
+        return info.name if info is not None and info.name else self._where
+
+    def tools(self, category: str | Callable[[str], str] | None = None, *, skip: Collection[str] = ()) -> list[Tool]:
+        """The server's tools for a catalogue, as the server listed them at its start.
+
+        Names: a character that `Tool` does not allow becomes `_`, and names are cut to 64 characters. Calls use the server's
+        original name. If two servers have tools of the same name, rename one: `dataclasses.replace(tool, name=...)`.
+
+        Descriptions: a tool without a description uses its title, or its name.
+
+        Schemas are read as JSON Schema 2020-12 with Python's regular expressions; a `$schema` keyword is ignored. A tool whose
+        definition is invalid is left out with a `GRPOWarning`.
+
+        Args:
+            category: Category of all tools, or a function from the server's tool name to a category. None uses the server's
+                name.
+            skip: The server's names of tools to leave out without a warning.
+
+        Returns:
+            Remote tools. A tool returns the server's structured content if there is any (the SDK wraps a plain value as
+            {"result": value}), otherwise the content as text, with one line per image, audio clip or resource. A tool raises
+            ToolRaisedError with the server's text if the call failed, and ServerLostError if the server is gone.
+
+        Raises:
+            ConfigError: Two tools get the same name, or the server lacks a name in `skip`.
+        """
+        session = self._running()
+        unknown = sorted(set(skip) - {listed.name for listed in session.listed})
+        if unknown:
+            raise ConfigError(
+                f"MCP server {self.name}: skip must name tools of the server; the server has no {', '.join(unknown)}. "
+                f"Its tools are {', '.join(listed.name for listed in session.listed)}."
+            )
+        found: dict[str, str] = {}
+        tools = []
+        for listed in session.listed:
+            if listed.name in skip:
+                continue
+            try:
+                tool = self._tool(listed, category)
+            except ConfigError as error:
+                warnings.warn(
+                    f"MCP server {self.name}: its tool {listed.name!r} is left out: {error} Change the tool at the server, or "
+                    "pass its name in skip=.",
+                    GRPOWarning,
+                    stacklevel=2,
+                )
+                continue
+            if tool.name in found:
+                raise ConfigError(
+                    f"MCP server {self.name}: {found[tool.name]!r} and {listed.name!r} would both be called {tool.name!r} "
+                    "here. Rename one of these tools at the server, or pass its name in skip=."
+                )
+            found[tool.name] = listed.name
+            tools.append(tool)
+        return tools
+
+    def _tool(self, listed: "types.Tool", category: str | Callable[[str], str] | None) -> Tool:
+        said = [text for text in (listed.description, listed.title, listed.name) if text and text.strip()]
+        own = self.name if category is None else category
+        return Tool(
+            name=re.sub(r"[^A-Za-z0-9_.-]", "_", listed.name)[:64],
+            description=said[0] if said else "",
+            function=self._caller(listed.name),
+            category=own(listed.name) if callable(own) else own,
+            parameters=plain_schema(listed.input_schema),
+            remote=True,
+        )
+
+    def _caller(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        async def call(**arguments: Any) -> Any:
+            session = self._session
+            if session is None or session.loop.is_closed():
+                why = "is closed" if session is None else f"is lost: {self._loss}"
+                raise ServerLostError(f"MCP server {self._where} {why}. Call its tools inside its `with` block.")
+            forwarded = asyncio.run_coroutine_threadsafe(self._call(session.client, name, arguments), session.loop)
+            return await asyncio.wrap_future(forwarded)  # a cancellation is forwarded, and the SDK notifies the server
+
+        call.__name__ = call.__qualname__ = name
+        return call
+
+    async def _call(self, client: "Client", name: str, arguments: dict[str, Any]) -> Any:
+        """Call a tool. Runs on the session's loop."""
+        from mcp import MCPError
+        from mcp_types import CONNECTION_CLOSED
+
+        try:
+            result = await client.call_tool(name, arguments)
+        except MCPError as error:
+            if error.code == CONNECTION_CLOSED:
+                said = await asyncio.to_thread(self._last_words)
+                raise ServerLostError(
+                    f"the connection to MCP server {self._where} ended{said}. The server is not restarted: leave its "
+                    "`with` block, and enter a new one."
+                ) from error
+            raise ToolRaisedError(error.message) from error
+        except (RuntimeError, ValueError) as error:  # the output does not match the tool's output schema
+            raise ToolRaisedError(str(error)) from error
+        if result.is_error:
+            raise ToolRaisedError(text_of(result.content))
+        return text_of(result.content) if result.structured_content is None else result.structured_content
+
+    def _running(self) -> "_Session":
+        if self._session is None:
+            raise ConfigError(
+                f"MCPServer {self._where} is not running. Use it in a block `with MCPServer(...) as server:`."
+            )
+        return self._session
+
+    async def _run(self, session: "_Session") -> None:
+        """Run the whole session in one task, as the SDK's context managers require."""
+        import anyio
+        from mcp.client.client import Client
+
+        session.starting = scope = anyio.CancelScope(deadline=anyio.current_time() + self._start_timeout)
+        try:
+            with scope:
+                async with Client(self._target()) as client:
+                    if self._stderr is not None:
+                        self._stderr.stream.close()  # the server has inherited it
+                    session.client, session.listed = client, await _listed(client)
+                    scope.deadline = float("inf")
+                    session.started.set_result(None)
+                    await session.ending.wait()
+        except Exception as error:
+            self._loss = _innermost(error)
+        finally:
+            if self._stderr is not None:
+                self._stderr.stream.close()
+        if session.started.done():
+            in_flight = asyncio.all_tasks() - {asyncio.current_task()}
+            if in_flight:  # let each call raise its own error; the end of the loop would cancel the call and its caller
+                await asyncio.wait(in_flight, timeout=5.0)
+            return
+        late = f"was not ready within {self._start_timeout:g} s; if it is only slow, raise start_timeout"
+        reason = late if scope.cancelled_caught else f"could not be started: {self._loss}"
+        session.started.set_exception(
+            ConfigError(f"MCP server {self._where} {reason}{self._last_words()}. {self._advice()}")
+        )
+
+    def _target(self) -> Any:
+        """The connection target for the SDK."""
+        from mcp import StdioServerParameters, stdio_client
+
+        if self._command is None:
+            return self._url
+        parameters = StdioServerParameters(
+            command=self._command[0],
+            args=list(self._command[1:]),
+            env=None if self._env is None else dict(self._env),
+            cwd=None if self._cwd is None else str(self._cwd),
+        )
+        self._stderr = StderrTail()
+        return stdio_client(parameters, errlog=self._stderr.stream)
+
+    def _last_words(self) -> str:
+        said = "" if self._stderr is None else self._stderr.last_lines()
+        return f"; on stderr it said last: {said}" if said else ""
+
+    def _advice(self) -> str:
+        if self._command is None:
+            return "Check that the server runs, and that the url has the path that the server expects, often /mcp."
+        return "Run the command in a terminal: it must wait for JSON on stdin, and write only JSON to stdout."
+
+
+class _Session:
+    """A thread with an event loop that runs one MCP session, and the session's shared state."""
+
+    client: "Client"
+    listed: "list[types.Tool]"
+    starting: "CancelScope | None" = None
+
+    def __init__(self, run: Callable[["_Session"], Coroutine[Any, Any, None]]) -> None:
+        self.started: Future[None] = Future()
+        self.ending = asyncio.Event()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True, name="MCP session")
+        self._thread.start()
+
+    def _work(self, run: Callable[["_Session"], Coroutine[Any, Any, None]]) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # cancels remaining tasks and closes the loop
+            runner.run(run(self))
+
+    def end(self) -> None:
+        """End the session and wait until the server is gone. The SDK limits the time of each wait."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed because the session already ended
+            self.loop.call_soon_threadsafe(self._leave)
+        self._thread.join()
+
+    def _leave(self) -> None:
+        self.ending.set()
+        if self.starting is not None and not self.started.done():  # do not wait for a slow start
+            self.starting.cancel()
+
+
+async def _listed(client: "Client") -> "list[types.Tool]":
+    """List all tools, page by page."""
+    found: list[types.Tool] = []
+    cursor, number = None, 0
+    while number == 0 or cursor is not None:
+        try:
+            page = await client.list_tools(cursor=cursor)
+        except ValueError as error:  # pydantic's error, which gives the tool's index only
+            last = f" (after {found[-1].name!r})" if found else ""
+            raise ConfigError(
+                f"page {number} of its list of tools{last} does not follow the MCP specification: {error}"
+            ) from error
+        found += page.tools
+        cursor, number = page.next_cursor, number + 1
+    return found
+
+
+def _require_sdk() -> None:
+    try:
+        import mcp.client.client  # noqa: F401
+    except ImportError as error:
+        raise ImportError('MCPServer needs mcp: pip install "model-agnostic-grpo[tools]"') from error
+
+
+def _innermost(error: BaseException) -> str:
+    """Type and message of the first error in an exception group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,1 @@
+"""Tasks, rewards, recorded samples and evaluation."""

@@ -1,0 +1,195 @@
+"""Text encoders: requests, tools and parameter values as vectors."""
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import pairwise
+from threading import Lock
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from adapters.tools.catalogue.inputs import require_real, require_whole
+from grpo.errors import ConfigError, ContractError
+
+Encoder: TypeAlias = Callable[[Sequence[str]], Any]
+"""A function from N texts to N vectors [N, F] (a tensor, an array or lists): `HashingEncoder`, or a model's `encode`."""
+
+_STOP_WORDS = """
+a about above after again all also am an and another any anything are as at be been before being below between both but by
+can could did do does doing done down during each either else every everything few for from further get gets getting give
+given gives giving had has have having he her here hers him his how i if in into is it its itself just let like make makes
+making may me might mine more most much must my need needs neither no nor not nothing now of off on once one ones only or
+other others our out over own please put same shall she should so some something such than that the their them then there
+these they this those through to too under until up us use used using very want was we were what whatever when where
+whether which while who whom whose why will with within without would yet you your yours
+"""
+STOP_WORDS = frozenset(_STOP_WORDS.split())
+"""English words that are ignored as content words."""
+
+_WORD = re.compile(r"[^\W\d_]+|\d+")
+_MAX_WORD = 64
+
+
+class HashingEncoder:
+    """Feature hashing of words, word pairs and word pieces. It needs no training and no download, and is for English.
+
+    x = h / |h|, where h_j is the sum of weight(f) sign(f) over the features f of the text that hash to j. All numbers count as
+    the same word. Two texts without a common feature have a cosine near 0, up to collisions. A text without any feature is the
+    zero vector.
+
+    Args:
+        num_features: Vector length F. Larger values give fewer collisions and use more memory.
+        pair_weight: Weight of two adjacent words, relative to 1 for a word. Word pairs distinguish "a to z" from "z to a".
+        piece_weight: Total weight of a word's four-letter pieces. Pieces make "converting" similar to "convert".
+
+    Example:
+        >>> encoder = HashingEncoder(256)
+        >>> convert, converting, sort = encoder(["convert", "converting", "sort"])
+        >>> bool(convert @ converting > convert @ sort)
+        True
+
+    Source:
+        Weinberger et al. 2009, Feature Hashing for Large Scale Multitask Learning, arXiv:0902.2206, sec. 2.
+    """
+
+    def __init__(self, num_features: int = 1024, *, pair_weight: float = 1.0, piece_weight: float = 0.3) -> None:
+        require_whole("HashingEncoder", num_features=num_features)
+        require_real("HashingEncoder", pair_weight=pair_weight, piece_weight=piece_weight)
+        if pair_weight < 0 or piece_weight < 0:
+            raise ConfigError(
+                f"HashingEncoder: pair_weight and piece_weight must be >= 0; got {pair_weight} and {piece_weight}."
+            )
+        self.num_features = num_features
+        self.pair_weight = pair_weight
+        self.piece_weight = piece_weight
+
+    def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
+        """Encode each text as one unit vector."""
+        vectors = np.zeros((len(texts), self.num_features), dtype=np.float32)
+        for vector, text in zip(vectors, texts, strict=True):
+            places, weights = self._features(text)
+            np.add.at(vector, places % self.num_features, weights)
+            vector /= max(float(np.linalg.norm(vector)), 1e-12)
+        return torch.from_numpy(vectors)
+
+    def _features(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Hashes and signed weights of a text's features."""
+        words = [("0" if word.isdigit() else word)[:_MAX_WORD] for word in _WORD.findall(text.lower())]
+        found: list[tuple[int, float]] = []
+        for word in words:
+            if word not in STOP_WORDS:
+                found.append(_hashed(f"word {word}", 1.0))
+                pieces = _pieces(word)
+                found += (_hashed(f"piece {piece}", self.piece_weight / len(pieces) ** 0.5) for piece in pieces)
+        if self.pair_weight:
+            found += (_hashed(f"pair {a} {b}", self.pair_weight) for a, b in pairwise(words))
+        places, weights = zip(*found, strict=True) if found else ((), ())
+        return np.asarray(places, dtype=np.int64), np.asarray(weights, dtype=np.float32)
+
+
+def _pieces(word: str) -> list[str]:
+    """Split a word into four-letter pieces, with its ends marked: "sort" -> "<sor", "sort", "ort>"."""
+    marked = f"<{word}>"
+    return [marked[i : i + 4] for i in range(max(len(marked) - 3, 1))]
+
+
+def _hashed(feature: str, weight: float) -> tuple[int, float]:
+    place = _hash(feature)
+    return place >> 1, weight if place & 1 else -weight
+
+
+@lru_cache(maxsize=100_000)
+def _hash(feature: str) -> int:
+    """Hash of a text that is the same in every process, unlike `hash`."""
+    return int.from_bytes(blake2b(feature.encode(errors="surrogatepass"), digest_size=6).digest(), "little")
+
+
+def with_own_feature(texts: Sequence[str], vectors: Float[Tensor, "N F"], weight: float) -> Float[Tensor, "N F"]:
+    """Add to each vector a feature that is specific to its text, and normalise: (e + weight u) / |e + weight u|.
+
+    u has one nonzero entry, +1 or -1, at a position that depends on the whole text. Two texts that differ in one word have
+    nearly the same e. u lets a policy learn something about one of the two texts only.
+    """
+    places, signs = zip(*(_hashed(f"text {text}", 1.0) for text in texts), strict=True)
+    own = vectors.clone()
+    own[torch.arange(len(texts)), torch.tensor(places) % vectors.shape[1]] += weight * torch.tensor(signs)
+    return own / own.norm(dim=1, keepdim=True).clamp(min=1e-12)
+
+
+class CachedEncoder:
+    """A least-recently-used cache of an encoder's vectors.
+
+    The cache is thread-safe. Threads that encode the same new text at the same time may each call the encoder for it.
+
+    Args:
+        encoder: A frozen encoder. Its vectors are cached.
+        capacity: Number of cached texts. Larger values use more memory and call the encoder less often.
+    """
+
+    def __init__(self, encoder: Encoder, capacity: int = 10_000) -> None:
+        self.encoder = encoder
+        self.capacity = capacity
+        self._known: OrderedDict[str, Tensor] = OrderedDict()
+        self._num_features: int | None = None
+        self._lock = Lock()
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
+        """Encode each text as one vector, float32, on the CPU.
+
+        Raises:
+            ContractError: The encoder did not return one finite vector per text, or the first call has no text.
+        """
+        if len(texts) == 0:
+            return self._of_no_texts()
+        with self._lock:
+            found = {text: self._known[text] for text in texts if text in self._known}
+            for text in found:
+                self._known.move_to_end(text)
+        new = [text for text in dict.fromkeys(texts) if text not in found]
+        if new:
+            # Copy each row: a view would keep the whole batch in memory.
+            encoded = {text: vector.clone() for text, vector in zip(new, self._encode(new), strict=True)}
+            found |= encoded
+            with self._lock:
+                self._known.update(encoded)
+                while len(self._known) > self.capacity:
+                    self._known.popitem(last=False)
+        return torch.stack([found[text] for text in texts])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State without the lock, so that a policy can be copied and pickled while it is used."""
+        with self._lock:
+            return {name: value for name, value in self.__dict__.items() if name != "_lock"} | {
+                "_known": self._known.copy()
+            }
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Restore the state and create a new lock."""
+        self.__dict__.update(state, _lock=Lock())
+
+    def _of_no_texts(self) -> Tensor:
+        if self._num_features is None:
+            raise ContractError(
+                "CachedEncoder: the first call must have at least one text, from which it learns the vector length F; got none."
+            )
+        return torch.zeros(0, self._num_features)
+
+    def _encode(self, texts: list[str]) -> Tensor:
+        answer = self.encoder(texts)
+        vectors = torch.as_tensor(np.asarray(answer) if isinstance(answer, list) else answer)
+        vectors = vectors.detach().to("cpu", torch.float32)
+        if vectors.dim() != 2 or len(vectors) != len(texts) or not bool(vectors.isfinite().all()):
+            raise ContractError(
+                f"The encoder must return finite vectors [N, F] for N = {len(texts)} texts; got {list(vectors.shape)}"
+                f"{'' if bool(vectors.isfinite().all()) else ' with NaN or infinity'}."
+            )
+        self._num_features = vectors.shape[1]
+        return vectors

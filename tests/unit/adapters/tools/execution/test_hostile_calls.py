@@ -1,0 +1,452 @@
+"""Hostile calls: each is refused or ends with an error that says why, and calls at the same time and later work.
+
+Paths, options, sizes and shapes come from whoever writes arguments, and so are hostile. In some cases a tool misbehaves
+(`hostile_tools.misbehave`), as a tool does whose code a hostile argument has turned against it.
+"""
+
+import asyncio
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters.tools.catalogue.calls import ToolCall, ToolResult
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.errors import (
+    InvalidArgumentsError,
+    InvalidOutputError,
+    OutputTooLargeError,
+    PathOutsideRootError,
+    ToolNotAllowedError,
+    ToolRaisedError,
+    ToolTimeoutError,
+    UnknownToolError,
+    WorkerDiedError,
+    WorkerLostError,
+)
+from adapters.tools.execution.commands import Command
+from adapters.tools.execution.executor import ToolExecutor
+from adapters.tools.execution.workers import WorkerLimits
+from adapters.tools.learning.rewards import ToolRewards, call_cost, latency_cost, standard_rewards
+from adapters.tools.learning.tasks import ToolTask
+from tests.support import hostile_tools, tool_functions
+from tests.support.tool_executors import LINUX, LONG, OWN_USERS, PATH, exists, output_of, soon
+
+pytestmark = LINUX
+
+TEXT = {"type": "string"}
+LIMITS = WorkerLimits(memory_bytes=2**27, file_bytes=5 * 2**20, open_files=64, processes=16)
+MAX_OUTPUT = 100_000
+SHORT = 0.4
+"""Timeout of the calls that must not end by themselves. The others have all the time that a busy machine may take."""
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _tool(tool: str, function: Any, timeout: float | None = None, /, **properties: Any) -> Tool:
+    return Tool(name=tool, description=tool, function=function, parameters=_object(**properties), timeout=timeout)
+
+
+CATALOGUE = ToolCatalogue(
+    [
+        Tool.from_function(tool_functions.add),
+        Tool.from_function(tool_functions.read),
+        Tool.from_function(tool_functions.who),
+        Tool.from_function(tool_functions.kill),
+        Tool.from_function(hostile_tools.misbehave),
+        Tool.from_function(hostile_tools.misbehave, name="hang", timeout=SHORT),
+        Tool.from_function(tool_functions.nap),
+        _tool("where", tool_functions.where, path=PATH),
+        _tool("wheres", tool_functions.wheres, paths={"type": "array", "items": {"anyOf": [PATH, _object(file=PATH)]}}),
+        _tool("pattern", tool_functions.echo, SHORT, value={"type": "string", "pattern": "^(a|aa)+$"}),
+        _tool("print", Command(("printf", "%s|%s", "{text}", "--a={text}")), text=TEXT),
+        _tool("cat", Command(("cat", "{name}")), name=TEXT),
+        _tool("find", Command(("find", "{name}", "-maxdepth", "0")), name=TEXT),
+        _tool("sort", Command(("sort", "--", "{name}")), name=TEXT),
+        _tool("count", Command(("wc", "-c", "--", "{path}")), path=PATH),
+        _tool("endless", Command(("yes", "{text}")), text=TEXT),
+        _tool("follow", Command(("tail", "-f", "{path}")), SHORT, path=PATH),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, and how it must end."""
+
+    name: str
+    tool: Any
+    arguments: Any
+    ends: type[Exception] | Callable[[Any], bool]
+    """An error's type, or a test of the output."""
+    own_user: bool = False
+    """Harmless only where workers are not the program's user."""
+
+
+def _misbehaving(ends: Any, *names: str, own_user: bool = False) -> list[Case]:
+    return [Case(f"misbehave {name}", "misbehave", {"how": name}, ends, own_user) for name in names]
+
+
+def _hanging(*names: str) -> list[Case]:
+    return [Case(f"hang {name}", "hang", {"how": name}, ToolTimeoutError) for name in names]
+
+
+def _cases(group: str, tool: str, parameter: str, ends: Any, *values: Any) -> list[Case]:
+    return [Case(f"{group} {ascii(value)[:30]}", tool, {parameter: value}, ends) for value in values]
+
+
+NESTED: Any = 0
+for _ in range(100):
+    NESTED = [NESTED]
+CIRCLE: dict[str, Any] = {}
+CIRCLE["a"] = CIRCLE
+LAUGHS: Any = "ha"
+for _ in range(20):
+    LAUGHS = [LAUGHS] * 10
+
+
+class Raises(Mapping[str, Any]):
+    """Arguments that raise while they are read."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __getitem__(self, key: str) -> Any:
+        raise self.error
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a"])
+
+    def __len__(self) -> int:
+        raise self.error
+
+    def __repr__(self) -> str:
+        raise self.error
+
+
+class Endless(Mapping[str, Any]):
+    """Arguments that never end."""
+
+    def __getitem__(self, key: str) -> Any:
+        return 1
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, itertools.count())
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Name(str):
+    """A name that raises when it is looked up."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        raise RuntimeError
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError
+
+    __str__ = __repr__ = __hash__  # type: ignore[assignment]
+
+
+def gone(pid: Any) -> bool:
+    """Whether this was the number of a process that has ended."""
+    return isinstance(pid, int) and pid > 1 and soon(lambda: not exists(pid))
+
+
+KINDS: dict[str, list[Case]] = {
+    "paths": [
+        *_cases(
+            "path", "read", "path", PathOutsideRootError, "../secret", "../../../../../../../../etc/passwd",
+            "/etc/passwd", "//etc/passwd", "/../etc/passwd", "a/../../secret", "./.././secret", "..", "../", "/", "/.",
+            "a/b/c/../../../../secret", "/proc/self/environ", "/proc/self/mem", "/proc/1/environ", "/dev/zero",
+            "/dev/tty", "inside/../../secret", "missing/../../../etc/passwd", "../" * 500 + "etc/passwd",
+            "....//../..//etc/passwd", " /../../etc/passwd", "\t/../../etc/passwd", "\n/../../../etc/passwd",
+            "a\\..\\/../../secret", "out_file", "out_folder/secret", "out_chain", "out_dangling", "proc", "proc/environ",
+            "proc_root/etc/passwd", "inside/up/../../secret", "proc_cwd/../../etc/passwd", "proc_fd/0", "absolute/passwd",
+        ),
+        # paths that are none
+        *_cases("no path", "read", "path", InvalidArgumentsError, "a\0b", "\0", "../\0", "loop", "loop/x", "a\ud800", 5,
+        None, ["a"], {}),
+        # paths that look as though they led outside, and are names of files that do not exist
+        *_cases(
+            "odd name", "read", "path", ToolRaisedError, "..\\..\\etc\\passwd", "%2e%2e%2fetc%2fpasswd", "..%2f..%2fetc",
+            "\u2025/etc/passwd", "\uff0e\uff0e/secret", "..\u2215secret", "..\u200b/secret", "~/secret", "~root/x",
+            "$HOME/x", "$(cat /etc/passwd)", "file:///etc/passwd", "C:\\Windows", "con", "...", ".. /secret", "a\nb",
+            "x" * 5000, "missing", "{0}", "-rf", "*",
+        ),
+        # paths that stay inside
+        Case("path inside by a link", "read", {"path": "in_file"}, "PosixPath:harmless".__eq__),
+        Case("path inside by a chain", "read", {"path": "in_chain"}, "PosixPath:harmless".__eq__),
+        Case("path inside by dots", "read", {"path": "inside/../harmless"}, "PosixPath:harmless".__eq__),
+        Case("path inside by links and dots", "read", {"path": "inside/up/harmless"}, "PosixPath:harmless".__eq__),
+        Case("path inside by /proc", "read", {"path": "proc_cwd/harmless"}, "PosixPath:harmless".__eq__),
+        # paths within lists and objects
+        Case("path in a list", "wheres", {"paths": ["harmless", "/etc/passwd"]}, PathOutsideRootError),
+        Case("path in an object in a list", "wheres", {"paths": ["harmless", {"file": "../secret"}]}, PathOutsideRootError),
+        Case("object that is no path", "wheres", {"paths": [{"file": "harmless", "other": 5, "more": {}}, 3]},
+        InvalidArgumentsError),
+    ],
+    "commands": [
+        *(
+            Case(f"shell {ascii(text)[:30]}", "print", {"text": text}, f"{text}|--a={text}".__eq__)
+            for text in (
+                "; touch owned", "$(touch owned)", "`touch owned`", "| sh", "&& touch owned", "|| touch owned", "> owned",
+                "\ntouch owned\n", "'; touch owned; '", '"; touch owned; "', "${IFS}touch${IFS}owned", "$HOME", "*",
+                "a\\", "%s%n%s", "{text}", "é \u202e", "# x",
+            )
+        ),
+        *_cases("option", "cat", "name", InvalidArgumentsError, "-n", "--help", "-", "--", "-\n", "--show-all=x"),
+        *_cases("option", "find", "name", InvalidArgumentsError, "-delete", "-exec", "-fprintf"),
+        *_cases("no option", "sort", "name", ToolRaisedError, "-oowned", "--output=owned", "--compress-program=sh", "-T/"),
+        *_cases("no argument", "cat", "name", InvalidArgumentsError, "a\0b", ["a", "b"], {"a": 1}, 1, None),
+        *_cases("command path", "count", "path", PathOutsideRootError, "/etc/passwd", "../secret", "out_file",
+        "--files0-from=/../../etc/x"),
+        Case("command endless", "endless", {"text": "y"}, OutputTooLargeError),
+        Case("command follows", "follow", {"path": "harmless"}, ToolTimeoutError),
+    ],
+    "arguments": [
+        *(
+            Case(f"arguments {name}", "add", arguments, InvalidArgumentsError)
+            for name, arguments in {
+                "list": [1, 2], "none": None, "text": '{"a": 1}', "bytes": b"{}", "number": 3, "missing": {},
+                "wrong name": {"A": 1}, "text for a number": {"a": "1"}, "boolean": {"a": True}, "null": {"a": None},
+                "fraction": {"a": 1.5}, "nan": {"a": math.nan}, "infinity": {"a": -math.inf},
+                "list for a number": {"a": [1]}, "object for a number": {"a": {"$ref": "#"}},
+                "additional": {"a": 1, "c": 2}, "self": {"a": 1, "self": 2}, "dunder": {"a": 1, "__class__": "x"},
+                "bytes within": {"a": b"1"}, "set": {"a": {1}}, "complex": {"a": 1j}, "object": {"a": object()},
+                "class": {"a": int}, "number as key": {1: 1}, "none as key": {None: 1}, "bytes as key": {b"a": 1},
+                "tuple as key": {(1, 2): 1}, "boolean as key": {"a": {True: 1}}, "huge integer": {"a": 10**5000},
+                "long text": {"a": "x" * 10**7}, "long key": {"x" * 10**7: 1}, "wide": {"a": [0] * 10**6},
+                "deep": {"a": NESTED}, "circle": CIRCLE, "laughs": {"a": LAUGHS},
+                "many keys": {str(i): i for i in range(50_000)}, "raising": Raises(KeyError("a")),
+                "raising an exit": Raises(SystemExit()), "raising at depth": {"a": Raises(OSError())},
+                "cancelling": Raises(asyncio.CancelledError()), "endless": Endless(),
+                "endless at depth": {"a": Endless()}, "surrogates": {"\ud800": 1},
+                "number as text": {"a": 1, "b": "1e400"},
+            }.items()
+        ),
+    ],
+    "tools that there are not, or not for everyone": [
+        *(
+            Case(f"unknown {ascii(name)[:30]}", name, {}, UnknownToolError)
+            for name in (
+                "no_such_tool", "", "ADD", "add ", " add", "add\n", "add\0", "../add", "__init__", "os.system", "eval",
+                "аdd", "x" * 10**6, None, 5, b"add", ["add"], {"a": 1}, ("add",), "\x1b[2J",
+                "tests.support.tool_functions.add", "misbehave.how",
+            )
+        ),
+        *(
+            Case(f"unknown {name}", tool, {}, UnknownToolError)
+            for name, tool in {
+                "huge integer": 10**5000, "laughs": LAUGHS, "circle": CIRCLE, "raising": Raises(KeyError("a")),
+                "object": object(), "raising name": Name("nope"),
+            }.items()
+        ),
+        Case("a known name of a class of its own", Name("add"), {"a": 1}, (2).__eq__),
+        Case("not allowed", "nap", {"seconds": 60.0}, ToolNotAllowedError),
+        Case("not allowed, with nonsense", "nap", {"seconds": b""}, ToolNotAllowedError),
+    ],
+    "outputs": [
+        *_misbehaving(OutputTooLargeError, "long_text", "many_items", "wide_text", "liar"),
+        *_misbehaving(
+            InvalidOutputError, "deep", "deep_beyond_limit", "circle", "infinity", "bytes", "tuple_keys", "generator",
+            "huge_integer",
+        ),
+    ],
+    "ends": [
+        *_misbehaving(
+            WorkerDiedError, "os_exit", "os_exit_7", "segfault", "replace_program",
+        ),
+        *_misbehaving(WorkerLostError, "kill_self", "terminate_self", "kill_group"),  # as if killed from outside
+        *_misbehaving(
+            ToolRaisedError, "sys_exit", "recursion", "raise_without_message", "raise_long", "raise_base", "raise_interrupt",
+            "raise_stop", "interrupt_self",
+        ),
+    ],
+    "hangs": [
+        Case("pattern", "pattern", {"value": "a" * 60 + "!"}, ToolTimeoutError),
+        *_hanging(
+            "sleep", "busy", "busy_in_c", "ignore_signals", "block_signals", "stop", "deadlock", "join_forever",
+            "child_of_sleeper", "escaped_child", "escaped_grandchild", "reader_of_requests", "drip",
+        ),
+    ],
+    "bombs": [
+        *_misbehaving(
+            ToolRaisedError, "memory_bomb", "slow_memory_bomb", "private_map_bomb", "file_bomb",
+            "sparse_file_bomb", "descriptor_bomb",
+        ),
+        *_misbehaving(ToolRaisedError, "fork_bomb", "thread_bomb", "many_background_children", "raise_limits",
+        own_user=True),
+    ],
+    "the executor's socket": [
+        *_misbehaving(
+            WorkerDiedError, "garbage", "zeros", "fake_frame", "huge_frame", "flood", "close_socket",
+            "shut_socket", "pass_descriptors",
+        ),
+    ],
+    "what does not belong to a worker": [
+        *_misbehaving(
+            ToolRaisedError, "kill_parent", "stop_parent", "become_root", "read_shadow",
+            "read_parent_memory", "read_parent_environment", "write_etc", "remove_own_folder", "mount", "change_root",
+            "trace_parent", "raise_priority", own_user=True,
+        ),
+        Case("kill the program", "kill", {"pid": os.getpid()}, ToolRaisedError, own_user=True),
+    ],
+    "what is left for the next call": [
+        *_misbehaving((10).__eq__, "zombies"),
+        *_misbehaving(gone, "daemon", "background_child"),
+        *_misbehaving("left".__eq__, "thread_left", "late_writer"),
+        *_misbehaving("changed".__eq__, "change_everything", "signal_handlers"),
+        Case("print", "misbehave", {"how": "print"}, "printed".__eq__),
+        Case("no output", "misbehave", {"how": "close_output"}, "closed".__eq__),
+        Case("no input", "misbehave", {"how": "read_input"}, "".__eq__),
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def others() -> frozenset[int]:
+    """Processes below this one that earlier tests have left: the resource tracker of multiprocessing, for one."""
+    return frozenset(number for number, _ in descendants(os.getpid()))
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The log of all calls."""
+    return tmp_path_factory.mktemp("log") / "calls.jsonl"
+
+
+@pytest.fixture(scope="module")
+def executor(others: frozenset[int], log: Path) -> Iterator[ToolExecutor]:
+    """An executor whose folder holds files to attack, with a secret file next to it."""
+    allow = [name for name in CATALOGUE if name != "nap"]
+    with ToolExecutor(
+        CATALOGUE, allow=allow, num_workers=4, timeout=LONG, max_output_bytes=MAX_OUTPUT, limits=LIMITS, log_path=log
+    ) as made:
+        root = made.root
+        (root / "harmless").write_text("harmless")
+        (root / "inside").mkdir()
+        links = {
+            "in_file": "harmless", "in_chain": "in_file", "inside/up": "..", "out_file": "/etc/passwd", "out_folder": "..",
+            "out_chain": "out_folder/../etc/passwd", "out_dangling": "/no/such/file", "loop": "loop", "proc": "/proc/self",
+            "proc_root": "/proc/self/root", "proc_cwd": "/proc/self/cwd", "proc_fd": "/proc/self/fd", "absolute": "/etc",
+        }  # fmt: skip
+        for name, target in links.items():
+            (root / name).symlink_to(target)
+        yield made
+
+
+def descendants(pid: int) -> list[tuple[int, str]]:
+    """Number and state of each process below one, of all users."""
+    below: dict[int, list[tuple[int, str]]] = {}
+    for number, parent, _, state in tool_functions.processes():
+        below.setdefault(parent, []).append((number, state))
+    found, ahead = [], [pid]
+    while ahead:
+        for number, state in below.get(ahead.pop(), []):
+            found.append((number, state))
+            ahead.append(number)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_hostile_call_ends_as_required_and_harms_no_other_call(
+    executor: ToolExecutor, others: frozenset[int], log: Path, kind: str, subtests: pytest.Subtests
+) -> None:
+    cases = [case for case in KINDS[kind] if OWN_USERS or not case.own_user]
+    if not cases:
+        pytest.skip("harmless only where workers have user ids of their own: as root on Linux")
+    lines = log.read_bytes().count(b"\n")
+    calls = []
+    for i, case in enumerate(cases):
+        calls += [ToolCall(tool=case.tool, arguments=case.arguments), ToolCall(tool="add", arguments={"a": i})]
+    results = executor.run(calls)
+    for case, result in zip(cases, results[::2], strict=True):
+        with subtests.test(case.name):
+            if isinstance(case.ends, type):
+                assert type(result.error) is case.ends, result
+                assert result.output is None
+                assert len(str(result.error)) < 4000
+            else:
+                assert result.ok, result
+                assert case.ends(result.output), result
+    assert [result.output for result in results[1::2]] == list(range(1, len(cases) + 1))
+    logged = log.read_bytes().splitlines()[lines:]
+    assert max(map(len, logged)) < 20_000
+    assert sorted(str(json.loads(line)["error"]) for line in logged) == sorted(
+        str(result.error and type(result.error).__name__) for result in results
+    )
+
+    def at_rest() -> bool:
+        """Only the fork server and its workers are left, and no process waits for its parent."""
+        below = {number: state for number, state in descendants(os.getpid()) if number not in others}
+        return len(below) <= 5 and "Z" not in below.values()
+
+    assert soon(at_rest)
+
+
+def test_hostile_calls_leave_no_process_file_or_descriptor_behind(executor: ToolExecutor) -> None:
+    """No process, no file and no descriptor is left, and the program is as it was."""
+
+    def program() -> tuple[Any, ...]:
+        umask = os.umask(0)
+        os.umask(umask)
+        return Path.cwd(), dict(os.environ), umask, len(list(Path("/proc/self/fd").iterdir()))
+
+    executor.run([ToolCall(tool="add", arguments={"a": i}) for i in range(50)])  # starts all four workers
+    before = program()
+    for how in ("garbage", "segfault", "daemon", "change_everything"):
+        executor.run([ToolCall(tool="misbehave", arguments={"how": how})])
+    executor.run([ToolCall(tool="hang", arguments={"how": "sleep"})])
+    seen = output_of(executor, "who")
+    assert seen["pid"] in {number for number, _ in descendants(seen["parent"])}
+    assert soon(lambda: len(descendants(seen["parent"])) <= 4)
+    for outside in ("/owned", "/etc/owned", "/tmp/owned", executor.root.parent / "owned", Path.cwd() / "owned"):
+        assert not Path(outside).exists()
+    assert not (executor.root / "owned").exists()
+    assert (executor.root / "harmless").read_text() == "harmless"
+    *unchanged, descriptors = program()
+    assert unchanged == list(before[:-1])
+    assert descriptors <= before[-1] + 4  # one for each worker
+    if OWN_USERS:
+        mine = {number for number, _, user, _ in tool_functions.processes() if user == seen["uid"][0]}
+        assert mine == {seen["pid"]}
+
+
+class Answers:
+    """An executor that answers every call in the same way."""
+
+    def __init__(self, result: ToolResult) -> None:
+        self.result = result
+
+    def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        return [self.result] * len(calls)
+
+
+@pytest.mark.parametrize("reuse_results", [False, True])
+def test_every_hostile_call_is_rewarded_less_than_the_right_one(reuse_results: bool) -> None:
+    """Rewards read the same hostile tools and arguments. They neither raise nor hang."""
+    right = ToolCall(tool="add", arguments={"a": 1, "b": 2})
+    fields: dict[str, Any] = {"text": "", "category": "", "difficulty": "easy", "slots": {}, "shares_words": False}
+    task = ToolTask(tool=right.tool, arguments=right.arguments, **fields)
+    parts = standard_rewards(CATALOGUE) | {"cost": call_cost(CATALOGUE), "latency": latency_cost(0.01)}
+    failed, worked = (
+        ToolRewards(Answers(result), parts, reuse_results=reuse_results)
+        for result in (ToolResult(error=ToolRaisedError("no")), ToolResult(output=3))
+    )
+    hostile = [ToolCall(tool=case.tool, arguments=case.arguments) for cases in KINDS.values() for case in cases]
+    rewards = failed.compute_rewards([task] * len(hostile), hostile)
+    assert rewards.isfinite().all()
+    assert worked.compute_rewards([task], [right]).item() == pytest.approx(1.0)
+    assert rewards.max() <= 0.65  # 0.5 for the tool, 0.15 for one of two arguments

@@ -1,0 +1,100 @@
+"""Main programs that make an executor: their own functions as tools, and the cleanup when a program ends or is killed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.tool_executors import LINUX, LONG, OWN_USERS, exists, soon
+
+pytestmark = LINUX
+
+ROOT = Path(__file__).resolve().parents[4]
+
+SCRIPT = """
+import os, sys, time
+import tests.support.light_packages
+from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.execution.executor import ToolExecutor
+
+def pids(a: int) -> list:
+    "Return the numbers of processes."
+    return [os.getpid(), os.getppid(), a]
+
+print("imported", __name__, flush=True)
+"""
+
+MAIN = """
+if __name__ == "__main__":
+    executor = ToolExecutor(ToolCatalogue([Tool.from_function(pids)]))
+    numbers = executor.run([ToolCall(tool="pids", arguments={"a": 5})])[0].output
+    print(*numbers, executor.root, flush=True)
+    time.sleep(float(sys.argv[1]))
+"""
+
+
+def start(folder: Path, ending: str, *command: str) -> "subprocess.Popen[str]":
+    """Run the script with this ending, as a file or as `command`."""
+    file = folder / "script_with_tools.py"
+    file.write_text(SCRIPT + ending)
+    return subprocess.Popen(
+        [sys.executable, *(command or [str(file), "0"])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])},
+        cwd=folder,
+    )
+
+
+def seen_in(lines: list[str]) -> tuple[int, int, Path]:
+    """The worker, the fork server and the tools' folder that `MAIN` prints."""
+    imported, numbers = lines
+    assert imported.strip() == "imported __main__", "not a second time, in the fork server"
+    worker, server, five, root = numbers.split()
+    assert five == "5"
+    return int(worker), int(server), Path(root)
+
+
+def test_tools_may_be_defined_in_the_main_program_and_end_with_it(tmp_path: Path) -> None:
+    process = start(tmp_path, MAIN, "-m", "script_with_tools", "0")
+    out, errors = process.communicate(timeout=LONG)
+    assert process.returncode == 0
+    assert not OWN_USERS or all("cannot read all of Python" in line for line in errors.splitlines()[::2])
+    worker, server, root = seen_in(out.splitlines())
+    assert soon(lambda: not exists(worker) and not exists(server) and not root.exists())
+
+
+def test_a_program_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    process = start(tmp_path, MAIN, str(tmp_path / "script_with_tools.py"), "1000")
+    assert process.stdout is not None
+    worker, server, root = seen_in([process.stdout.readline(), process.stdout.readline()])
+    assert exists(worker)
+    assert exists(server)
+    assert root.is_dir()
+    process.kill()
+    process.communicate()
+    assert soon(lambda: not exists(worker) and not exists(server) and not root.exists())
+
+
+def test_a_main_program_with_tools_but_no_guard_is_refused(tmp_path: Path) -> None:
+    process = start(tmp_path, MAIN.replace('if __name__ == "__main__":', "if True:"))
+    _, errors = process.communicate(timeout=LONG)
+    assert process.returncode == 1
+    assert "Create it under `if __name__ == '__main__':`" in errors.splitlines()[-1]
+
+    process = start(tmp_path, """
+from tests.support.tool_functions import add
+executor = ToolExecutor(ToolCatalogue([Tool.from_function(add)]))
+print(executor.run([ToolCall(tool="add", arguments={"a": 5})])[0].output)
+""")  # fmt: skip
+    out, _ = process.communicate(timeout=LONG)
+    assert (process.returncode, out.splitlines()) == (0, ["imported __main__", "6"])
+
+
+def test_a_main_program_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    process = start(tmp_path, "", "-c", SCRIPT + MAIN, "0")
+    _, errors = process.communicate(timeout=LONG)
+    assert process.returncode == 1
+    assert "Move the functions to a module, and import them" in errors.splitlines()[-1]

@@ -1,0 +1,229 @@
+"""Kinds of error: which one a call has, by hand; and that calls made to have one do, on all of the workbench's tasks."""
+
+from dataclasses import replace
+from random import Random
+from typing import Literal, get_args
+
+import pytest
+
+from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.learning.task_errors import ErrorKind, classify_error, make_erroneous_call
+from adapters.tools.learning.tasks import ToolTask
+from examples.tool_workbench import make_workbench_tasks, workbench_catalogue
+
+KINDS = get_args(ErrorKind)
+
+
+def scale(number: float, unit: Literal["m", "km"], digits: int = 2, sign: bool = False, note: str | None = None) -> str:
+    """Scale a number."""
+    return f"{number} {unit} {digits} {sign} {note}"
+
+
+def shout(text: str) -> str:
+    """Shout a text."""
+    return text.upper()
+
+
+def wait() -> None:
+    """Wait a little."""
+
+
+CATALOGUE = ToolCatalogue([Tool.from_function(function, category="a") for function in (scale, shout, wait)])
+TASK = ToolTask(
+    text="Scale 3 as m",
+    tool="scale",
+    arguments={"number": 3, "unit": "m", "sign": False},
+    category="a",
+    difficulty="easy",
+    slots={"number": 3},
+    shares_words=True,
+)
+WAIT = replace(TASK, tool="wait", arguments={}, slots={})
+
+
+def test_the_first_kind_of_error_that_holds_is_named(subtests: pytest.Subtests) -> None:
+    for tool, arguments, kind in (
+        ("scale", {"number": 3, "unit": "m", "sign": False}, None),
+        ("scale", {"number": 3.0, "unit": "m", "sign": False}, None),
+        ("scale", {"number": 3, "unit": "m"}, None),  # sign is at its default
+        ("scale", {"number": 3, "unit": "m", "sign": False, "digits": 2}, None),  # a default spelled out
+        ("scales", {"number": 3, "unit": "m", "sign": False}, "invalid"),  # there is no such tool
+        ("scale", {"number": "3", "unit": "m"}, "invalid"),
+        ("scale", {"number": 3, "unit": "mile"}, "invalid"),
+        ("scale", {"number": 3, "unit": "m", "extra": 1}, "invalid"),
+        ("scale", {"number": "3"}, "invalid"),  # comes before missing
+        ("shout", {"text": 3}, "invalid"),  # comes before wrong_tool
+        ("shout", {"text": "hey"}, "wrong_tool"),
+        ("shout", {}, "wrong_tool"),  # what it lacks is not held against it
+        ("scale", {"number": 3, "sign": False}, "missing"),
+        ("scale", {"unit": "km"}, "missing"),  # comes before wrong_parameter
+        ("scale", {"unit": "m", "note": "x"}, "missing"),  # comes before redundant
+        ("scale", {"number": 3, "unit": "m", "note": "x"}, "redundant"),
+        ("scale", {"number": 3, "unit": "m", "digits": 3}, "redundant"),
+        ("scale", {"number": 4, "unit": "m", "note": "x"}, "redundant"),  # comes before wrong_parameter
+        ("scale", {"number": 3, "unit": "km"}, "wrong_parameter"),
+        ("scale", {"number": 4, "unit": "m"}, "wrong_parameter"),
+        ("scale", {"number": 3, "unit": "m", "sign": True}, "wrong_parameter"),
+    ):
+        with subtests.test(kind, tool=tool, arguments=arguments):
+            assert classify_error(TASK, ToolCall(tool=tool, arguments=arguments), CATALOGUE) == kind
+
+
+def test_an_optional_argument_that_the_task_has_counts_as_missing() -> None:
+    task = replace(TASK, arguments={"number": 3, "unit": "m", "note": "x", "digits": 1})
+    for lacking in ("note", "digits"):
+        arguments = {name: value for name, value in task.arguments.items() if name != lacking}
+        kind = classify_error(task, ToolCall(tool="scale", arguments=arguments), CATALOGUE)
+        # digits: an absent argument means the default, 2, not 1
+        assert kind == {"note": "missing", "digits": "wrong_parameter"}[lacking]
+
+
+def test_true_and_1_differ_at_any_depth() -> None:
+    anything = Tool(
+        name="t", description="Take anything.", function=wait, parameters={"type": "object", "properties": {"x": {}}}
+    )
+    catalogue = ToolCatalogue([anything])
+    task = replace(TASK, tool="t", arguments={"x": [1, {"y": 0}]}, slots={})
+    for value, kind in (
+        ([1.0, {"y": 0}], None),
+        ([True, {"y": 0}], "wrong_parameter"),
+        ([1, {"y": False}], "wrong_parameter"),
+    ):
+        assert classify_error(task, ToolCall(tool="t", arguments={"x": value}), catalogue) == kind
+
+
+def test_a_remote_schema_reference_makes_a_call_invalid() -> None:
+    schema = {"type": "object", "properties": {"x": {"$ref": "https://example.com/schema"}}}
+    catalogue = ToolCatalogue([Tool(name="t", description="Follow.", function=wait, parameters=schema)])
+    task = replace(TASK, tool="t", arguments={"x": 1})
+    assert classify_error(task, ToolCall(tool="t", arguments={"x": 1}), catalogue) == "invalid"
+
+
+def test_a_schema_that_cannot_be_applied_makes_a_call_invalid(subtests: pytest.Subtests) -> None:
+    for schema, value in (
+        ({"type": "number", "multipleOf": 0.1}, 10**400),
+        ({"$ref": "#/properties/x"}, 1),
+        ({"$ref": "#/required"}, 1),
+        ({"$ref": "#/nowhere"}, 1),
+    ):
+        with subtests.test(str(schema)):
+            parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+            catalogue = ToolCatalogue([Tool(name="t", description="Odd.", function=wait, parameters=parameters)])
+            task = replace(TASK, tool="t", arguments={"x": 1})
+            assert classify_error(task, ToolCall(tool="t", arguments={"x": value}), catalogue) == "invalid"
+
+
+def test_arguments_that_cannot_be_passed_are_invalid(subtests: pytest.Subtests) -> None:
+    for arguments in (None, 3, "text", [("number", 3)], {1: 2}, {"number": {3}}, {"number": float("nan")}):
+        with subtests.test(str(arguments)):
+            anything = Tool(
+                name="t",
+                description="Take anything.",
+                function=wait,
+                parameters={"type": "object", "additionalProperties": True},
+            )
+            catalogue = ToolCatalogue([anything])
+            assert (
+                classify_error(replace(TASK, tool="t"), ToolCall(tool="t", arguments=arguments), catalogue) == "invalid"
+            )
+
+
+def test_a_tool_that_is_no_text_is_invalid(subtests: pytest.Subtests) -> None:
+    for name in (None, 3, ["scale"], {"scale": 1}):
+        with subtests.test(str(name)):
+            assert classify_error(TASK, ToolCall(tool=name, arguments=TASK.arguments), CATALOGUE) == "invalid"
+
+
+def test_boolean_property_schemas_are_respected() -> None:
+    schema = {"type": "object", "properties": {"any": True, "never": False}, "required": ["any"]}
+    catalogue = ToolCatalogue([Tool(name="t", description="Take anything.", function=wait, parameters=schema)])
+    task = replace(TASK, tool="t", arguments={"any": (1, 2)}, slots={"never": 1})
+    for arguments, kind in (
+        ({"any": [1.0, 2]}, None),
+        ({"any": 3}, "wrong_parameter"),
+        ({}, "missing"),
+        ({"any": [1, 2], "never": 1}, "invalid"),
+    ):
+        assert classify_error(task, ToolCall(tool="t", arguments=arguments), catalogue) == kind
+    made = {kind: make_erroneous_call(task, kind, catalogue, Random(0)) for kind in KINDS}
+    assert {kind for kind, call in made.items() if call is not None} == {"wrong_parameter", "missing", "invalid"}
+
+
+def test_no_erroneous_call_is_made_if_no_error_is_possible() -> None:
+    possible = {kind: make_erroneous_call(WAIT, kind, CATALOGUE, Random(0)) is not None for kind in KINDS}
+    assert possible == {
+        "wrong_tool": True, "invalid": True, "wrong_parameter": False, "missing": False, "redundant": False,
+    }  # fmt: skip
+    assert make_erroneous_call(WAIT, "wrong_tool", ToolCatalogue([CATALOGUE["wait"]]), Random(0)) is None
+
+
+def test_an_erroneous_call_is_wrong_in_exactly_one_way() -> None:
+    seen = {kind: [make_erroneous_call(TASK, kind, CATALOGUE, Random(seed)) for seed in range(60)] for kind in KINDS}
+    assert {call.tool for call in seen["wrong_tool"]} == {"shout", "wait"}
+    for call in seen["missing"]:
+        assert dict(TASK.arguments) | call.arguments == TASK.arguments
+        assert len(call.arguments) == 2
+    assert {tuple(call.arguments) for call in seen["missing"]} == {("number", "sign"), ("unit", "sign")}
+    for call in seen["wrong_parameter"]:
+        assert call.arguments.keys() == TASK.arguments.keys()
+        assert sum(call.arguments[name] != TASK.arguments[name] for name in call.arguments) == 1
+    for call in seen["redundant"]:
+        assert dict(call.arguments) | dict(TASK.arguments) == call.arguments
+        assert len(call.arguments) == 4
+    assert {"digits", "note"} == {(call.arguments.keys() - TASK.arguments.keys()).pop() for call in seen["redundant"]}
+    # a value of a wrong type, an unknown argument, an unknown tool
+    assert {(call.tool in CATALOGUE, "extra" in call.arguments) for call in seen["invalid"]} == {
+        (True, False), (True, True), (False, False),
+    }  # fmt: skip
+
+
+def test_an_erroneous_call_of_another_tool_keeps_the_values_of_the_request() -> None:
+    other = Tool.from_function(lambda number, unit="in": number, name="other", description="Other.", parameters={
+        "type": "object", "properties": {"number": {"type": "number"}, "unit": {"enum": ["in", "ft"]}},
+    })  # fmt: skip
+    catalogue = ToolCatalogue([CATALOGUE["scale"], other])
+    calls = [make_erroneous_call(TASK, "wrong_tool", catalogue, Random(seed)) for seed in range(20)]
+    assert {call.tool for call in calls} == {"other"}
+    assert {call.arguments["number"] for call in calls} == {3}
+    assert {call.arguments.get("unit") for call in calls} == {"in", "ft", None}  # it may be left out
+
+
+def test_a_task_whose_tool_the_catalogue_lacks_is_refused() -> None:
+    catalogue = CATALOGUE.without("scale")
+    with pytest.raises(ValueError, match="must have the task's tool 'scale'; it has shout, wait"):
+        classify_error(TASK, ToolCall(tool="shout"), catalogue)
+    with pytest.raises(ValueError, match="must have the task's tool 'scale'"):
+        make_erroneous_call(TASK, "invalid", catalogue, Random(0))
+
+
+def test_every_kind_of_error_can_be_made_on_the_workbenchs_tasks(subtests: pytest.Subtests) -> None:
+    for kind in KINDS:
+        with subtests.test(kind):
+            catalogue, rng = workbench_catalogue(), Random(0)
+            impossible = set()
+            for task in make_workbench_tasks(350, seed=0):
+                call = make_erroneous_call(task, kind, catalogue, rng)
+                if call is None:
+                    impossible.add(task.tool)
+                else:
+                    assert classify_error(task, call, catalogue) == kind
+            # redundant needs a parameter that a task may leave out: `digits`, `kind` of files, `quotes`
+            with_options = {
+                "convert_length",
+                "convert_weight",
+                "convert_temperature",
+                "convert_duration",
+                "round_number",
+            }
+            with_options |= {"join_items", "list_files"}
+            if kind != "redundant":
+                assert not impossible
+            else:  # some of those ask for all they can
+                assert impossible >= catalogue.keys() - with_options
+
+
+def test_right_calls_have_no_error() -> None:
+    catalogue = workbench_catalogue()
+    for task in make_workbench_tasks(350, seed=1):
+        assert classify_error(task, ToolCall(tool=task.tool, arguments=task.arguments), catalogue) is None

@@ -1,0 +1,168 @@
+"""Tasks: files that come back as they were written, splits, and which words count as the same."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from adapters.tools.learning.tasks import TaskError, ToolTask, load_tasks, save_tasks, split_tasks
+from examples.tool_workbench.words import content_words, words
+from grpo.errors import ConfigError
+from tests.support.plain_states import assert_same, through_checkpoint
+
+TASK = ToolTask(
+    text='Sort "b, a", downwards.',
+    tool="sort",
+    arguments={"items": ["b", "a"], "down": True},
+    category="lists",
+    difficulty="medium",
+    slots={"items": ["b", "a"]},
+    shares_words=True,
+)
+
+
+def tasks_of(tool: str, count: int) -> list[ToolTask]:
+    return [replace(TASK, tool=tool, text=f"{tool} {number}") for number in range(count)]
+
+
+def test_a_file_of_tasks_is_read_back_as_it_was_written(tmp_path) -> None:
+    tasks = [
+        TASK,
+        replace(TASK, text="Grüße,\u2028two\nlines", arguments={}, slots={"number": 2.5}, shares_words=False),
+    ]
+    save_tasks(tmp_path / "tasks.jsonl", tasks)
+
+    assert load_tasks(tmp_path / "tasks.jsonl") == tasks
+    lines = (tmp_path / "tasks.jsonl").read_text("utf-8").split("\n")
+    assert [bool(line) for line in lines] == [True, True, False]
+    assert json.loads(lines[0]) == {
+        "text": 'Sort "b, a", downwards.',
+        "tool": "sort",
+        "arguments": {"items": ["b", "a"], "down": True},
+        "category": "lists",
+        "difficulty": "medium",
+        "slots": {"items": ["b", "a"]},
+        "shares_words": True,
+    }
+
+
+def test_a_failed_write_keeps_the_previous_file(tmp_path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    save_tasks(path, [TASK])
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        save_tasks(path, [TASK, replace(TASK, arguments={"number": math.nan})])
+
+    assert load_tasks(path) == [TASK]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_invalid_field_is_named_with_its_line(tmp_path, subtests: pytest.Subtests) -> None:
+    for change, message in (
+        ({"colour": 1}, "unknown colour"),
+        ({"tool": 3}, "tool must be of type str; got 3"),
+        ({"arguments": [1]}, r"arguments must be of type Mapping; got \[1\]"),
+        ({"shares_words": 1}, "shares_words must be of type bool; got 1"),
+        ({"difficulty": "extreme"}, "difficulty must be one of .*; got 'extreme'"),
+    ):
+        with subtests.test(message):
+            path = tmp_path / "tasks.jsonl"
+            path.write_text(json.dumps(TASK.to_dict()) + "\n\n" + json.dumps(TASK.to_dict() | change) + "\n", "utf-8")
+            with pytest.raises(TaskError, match=f"line 3: .*{message}"):
+                load_tasks(path)
+
+
+def test_a_line_that_is_no_task_is_refused_with_its_number(tmp_path, subtests: pytest.Subtests) -> None:
+    for line, message in (
+        (b'{"text": "', "each line must be JSON"),
+        (b'"\xff"', "each line must be JSON"),
+        (b"[]", "must be an object"),
+        (b'{"text": "x", "tool": "t"}', "lacks arguments, category, difficulty, shares_words, slots"),
+    ):
+        with subtests.test(message, line=line):
+            path = tmp_path / "tasks.jsonl"
+            path.write_bytes(json.dumps(TASK.to_dict()).encode() + b"\n" + line + b"\n")
+            with pytest.raises(TaskError, match=f"tasks.jsonl, line 2: .*{message}"):
+                load_tasks(path)
+
+
+def test_each_tool_gives_its_share_to_the_held_out_tasks() -> None:
+    tasks = [task for pair in zip(tasks_of("a", 10), tasks_of("b", 10), strict=True) for task in pair]
+    train, held_out = split_tasks(tasks, 0.3, seed=0)
+
+    assert [sum(task.tool == tool for task in held_out) for tool in "ab"] == [3, 3]
+    assert sorted(train + held_out, key=tasks.index) == tasks  # each once
+    assert train == sorted(train, key=tasks.index)
+    assert held_out == sorted(held_out, key=tasks.index)
+
+
+def test_a_split_depends_on_the_seed_but_not_on_other_tools() -> None:
+    tasks = tasks_of("a", 10)
+    assert split_tasks(tasks, 0.3, seed=0) == split_tasks(tasks, 0.3, seed=0)
+    assert len({tuple(task.text for task in split_tasks(tasks, 0.3, seed=seed)[1]) for seed in range(10)}) > 5
+    with_others = split_tasks(tasks_of("b", 4) + tasks, 0.3, seed=0)[1]
+    assert [task for task in with_others if task.tool == "a"] == split_tasks(tasks, 0.3, seed=0)[1]
+
+
+def test_tasks_with_one_key_are_not_split() -> None:
+    tasks = tasks_of("a", 12)  # keys 0 to 3, three tasks each
+
+    def key(task: ToolTask) -> int:
+        return int(task.text.removeprefix("a ")) % 4
+
+    train, held_out = split_tasks(tasks, 0.5, seed=1, key=key)
+    assert len(held_out) == 6
+    assert not {key(task) for task in train} & {key(task) for task in held_out}
+
+
+def test_all_tasks_or_none_can_be_held_out(subtests: pytest.Subtests) -> None:
+    for fraction, num_held_out in ((0, 0), (1, 4)):
+        with subtests.test(fraction=fraction):
+            train, held_out = split_tasks(tasks_of("a", 4), fraction, seed=0)
+            assert (len(train), len(held_out)) == (4 - num_held_out, num_held_out)
+
+
+def test_an_invalid_held_out_fraction_is_refused(subtests: pytest.Subtests) -> None:
+    for fraction in (-0.1, 1.1, math.nan):
+        with subtests.test(fraction=fraction), pytest.raises(ConfigError, match="held_out_fraction"):
+            split_tasks([TASK], fraction, seed=0)
+
+
+def test_values_in_a_request_do_not_count_as_words() -> None:
+    text = 'Swap "the fox" for "dog" in notes/a.txt (line 3), on 2024-05-06: now, in data/.'
+    assert words(text) == ["swap", "for", "in", "line", "on", "now", "in"]
+    assert content_words(text) == {"swap", "lin"}
+    assert words("A well-known sort_items, 12.5 km!") == ["a", "well", "known", "sort", "items", "km"]
+
+
+def test_variants_of_a_word_count_as_one(subtests: pytest.Subtests) -> None:
+    for alike in (
+        "convert converts converted converting conversion conversions",
+        "sort sorts sorted sorting sorter",
+        "add adds added adding",
+        "split splits splitting",
+        "sum sums summing summed",
+        "summary summaries summarise summarizes summarizing",
+        "divide divides dividing division",
+        "calculate calculates calculating calculated calculation",
+        "replace replaced replacement",
+        "encode encoding encoded encodes",
+        "compute computing computation",
+        "large larger largest",
+        "different differences",
+        "search searches searching",
+        "multiply multiplies multiplying",
+    ):
+        with subtests.test(alike):
+            assert len(content_words(alike)) == 1
+
+
+def test_different_words_stay_different() -> None:
+    different = "day date text test list length line unit unique size sort number name case count column"
+    assert len(content_words(different)) == len(different.split())
+    assert content_words("could you please do this for me with the one that I have?") == frozenset()
+
+
+def test_tasks_come_back_from_a_checkpoint(tmp_path) -> None:
+    task = replace(TASK, text="Grüße,\u2028two\nlines", slots={"number": math.nan, "pair": (1, 1.0)})
+    assert_same(through_checkpoint(task, tmp_path), task)

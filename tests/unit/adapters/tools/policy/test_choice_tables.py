@@ -1,0 +1,133 @@
+"""A catalogue as tensors, and calls as steps and back: worked by hand."""
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.policy.choice_tables import ChoiceTables
+from grpo.errors import ContractError
+
+UNIT = {"enum": ["mile", "foot"]}
+
+
+def nothing() -> None:
+    """A placeholder for a function that is not called here."""
+
+
+def tool(name: str, properties: dict, required: tuple[str, ...]) -> Tool:
+    schema = {"type": "object", "properties": properties, "required": list(required)}
+    return Tool(name=name, description=f"Do {name}.", function=nothing, parameters=schema)
+
+
+CATALOGUE = ToolCatalogue(
+    [
+        tool("ping", {}, ()),
+        tool(
+            "convert",
+            {"value": {"type": "number"}, "unit": UNIT, "version": {"const": 2}, "exact": {"type": "boolean"}},
+            ("value", "unit", "version"),
+        ),
+        tool("measure", {"unit": UNIT}, ("unit",)),
+    ]
+)
+TABLES = ChoiceTables(CATALOGUE)
+
+
+def call(name: str, **arguments: object) -> ToolCall:
+    return ToolCall(tool=name, arguments=arguments)
+
+
+def test_the_tables_of_a_small_catalogue_equal_hand_worked_ones() -> None:
+    assert TABLES.names == ("ping", "convert", "measure")
+    assert TABLES.tool_texts == ["ping: Do ping.", "convert: Do convert.", "measure: Do measure."]
+    # "mile unit" belongs to two tools and is listed once
+    assert TABLES.value_texts == ["mile unit", "foot unit", "false exact", "true exact", "left out exact"]
+    assert TABLES.max_choices == 2
+    assert TABLES.values.tolist() == [[[0, 0, 0], [0, 0, 0]], [[0, 1, 0], [2, 3, 4]], [[0, 1, 0], [0, 0, 0]]]
+    yes, no = True, False
+    assert TABLES.exists.tolist() == [
+        [[no, no, no], [no, no, no]],
+        [[yes, yes, no], [yes, yes, yes]],
+        [[yes, yes, no], [no, no, no]],
+    ]
+    assert TABLES.decides.tolist() == [[yes, no, no], [yes, yes, yes], [yes, yes, no]]
+
+
+def test_a_catalogue_without_decisions_has_tables_without_columns() -> None:
+    tables = ChoiceTables(CATALOGUE.without("convert", "measure"))
+    assert tables.value_texts == []
+    assert tables.values.shape == (1, 0, 0)
+    assert tables.decides.tolist() == [[True]]
+    assert tables.steps_of("policy", [call("ping"), call("ping")]).tolist() == [[0], [0]]
+    assert tables.call([0], {"value": 1}) == call("ping")
+
+
+def test_calls_and_steps_convert_into_each_other(subtests: pytest.Subtests) -> None:
+    for made, steps in (
+        (call("ping"), [0, 0, 0]),
+        (call("convert", value=3.0, version=2, unit="foot", exact=True), [1, 1, 1]),
+        (call("convert", value=3.0, version=2, unit="mile"), [1, 0, 2]),  # left out
+        (call("measure", unit="foot"), [2, 1, 0]),
+    ):
+        with subtests.test(made.tool, steps=steps):
+            assert TABLES.steps_of("policy", [made]).tolist() == [steps]
+            assert TABLES.call(steps, {"value": 3.0}) == made
+
+
+def test_the_steps_of_no_calls_are_an_empty_integer_tensor() -> None:
+    assert TABLES.steps_of("policy", []).shape == (0, 3)
+    assert TABLES.steps_of("policy", []).dtype == torch.int64
+
+
+def test_given_values_fill_only_parameters_without_a_decision_or_constant() -> None:
+    """`unit` is decided, `version` constant, and there is no `tone`."""
+    given = {"value": 3.0, "unit": "foot", "version": 9, "tone": "loud", "exact": True}
+    assert TABLES.call([1, 0, 2], given) == call("convert", value=3.0, version=2, unit="mile")
+    assert TABLES.call([1, 0, 0], {}) == call("convert", version=2, unit="mile", exact=False)
+
+
+def test_calls_the_policy_cannot_have_made_are_refused_by_name(subtests: pytest.Subtests) -> None:
+    for wrong, message in (
+        (call("fly"), r"^policy: a call must name one of the tools ping, convert, measure; got 'fly'\.$"),
+        (call("measure", unit="yard"), r"^policy: measure\.unit must be one of \['mile', 'foot'\]; got 'yard'\.$"),
+        (call("measure"), r"^policy: measure\.unit must be one of \['mile', 'foot'\]; got nothing\.$"),
+        (call("convert", unit="mile", exact=1), r"convert\.exact must be one of \[False, True\] or left out; got 1\.$"),
+    ):
+        with subtests.test(message), pytest.raises(ContractError, match=message):
+            TABLES.steps_of("policy", [call("ping"), wrong])
+
+
+class Interrupted(list):
+    """Calls; another thread draws as soon as the last of them is looked at."""
+
+    def __init__(self, calls: Sequence[ToolCall], draw: threading.Thread) -> None:
+        super().__init__(calls)
+        self.draw = draw
+
+    def __getitem__(self, place):
+        call = super().__getitem__(place)
+        if place == len(self) - 1 and not self.draw.ident:
+            self.draw.start()
+            self.draw.join()
+        return call
+
+
+def test_drawing_in_another_thread_does_not_change_the_steps_of_a_call(subtests: pytest.Subtests) -> None:
+    """Fewer calls than these left no such place; as many gave the steps of the others."""
+    for num_others in (1, 4):
+        with subtests.test(num_others=num_others):
+            tables = ChoiceTables(CATALOGUE)
+            steps = [[1, 0, 2], [2, 1, 0], [1, 1, 0], [0, 0, 0]]
+            others = [call("ping") for _ in range(num_others)]
+            draw = threading.Thread(
+                target=tables.remember, args=(others, torch.zeros(num_others, 1, dtype=torch.int64))
+            )
+            calls = [TABLES.call(taken, {}) for taken in steps]
+            tables.remember(Interrupted(calls, draw), torch.tensor(steps))
+            assert tables.steps_of("policy", calls).tolist() == steps
+            assert draw.ident, "the other thread had its turn"
+            assert tables.steps_of("policy", calls).tolist() == steps, "read back, since others were drawn since"

@@ -1,0 +1,366 @@
+"""The policy that chooses tools, against its formulas, against enumeration, and through the conformance kit."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.policy.encoders import HashingEncoder, with_own_feature
+from grpo.checks import check_policy
+from grpo.errors import ContractError
+from grpo.types import ActionScores
+from tests.support.tool_policies import (
+    ALL_CALLS,
+    CATALOGUE,
+    TEXTS,
+    VECTORS,
+    by_first_letter,
+    call,
+    ping,
+    policy,
+    task,
+    without_ping,
+)
+
+# --- conformance
+
+KINDS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "texts": lambda: (policy(), TEXTS),
+    "tasks": lambda: (policy(), [task("loud", text="a"), task("a longer text, soft", text="b", value=2.0)]),
+    "a tensor": lambda: (policy(num_features=3), torch.tensor(VECTORS)),
+    "hidden layers over vectors": lambda: (policy(num_features=3, hidden=[8]), VECTORS),
+    "masks": lambda: (policy(available=by_first_letter), TEXTS),
+    "no parameters": lambda: (policy(ToolCatalogue([CATALOGUE["ping"], Tool.from_function(ping, name="again")])), TEXTS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_policy_passes_the_conformance_kit(kind: str) -> None:
+    made, states = KINDS[kind]()
+    report = check_policy(made, states, strict=True)
+    looked_at = ("score_actions", "score_groups", "sample_actions", "generated samples", "sampled samples", "entropy")
+    assert {name: report[name].status for name in (*looked_at, "gradient", "deepcopy")} == dict.fromkeys(
+        (*looked_at, "gradient", "deepcopy"), "passed"
+    ), report
+
+
+# --- probabilities
+
+
+def test_an_untrained_policy_is_uniform_over_tools_and_values() -> None:
+    for options, states in (({}, TEXTS[:1]), ({"hidden": [6]}, TEXTS[:1]), ({"num_features": 3}, VECTORS[:1])):
+        scores = policy(random=False, **options).score_actions(states * len(ALL_CALLS), ALL_CALLS)
+        for row, made in zip(scores.log_probs, ALL_CALLS, strict=True):
+            later = {"ping": [0, 0], "shout": [3, 0], "convert": [2, 3], "whisper": [2, 0]}[made.tool]
+            expected = [-math.log(4), *(-math.log(count) if count else 0.0 for count in later)]
+            torch.testing.assert_close(row, torch.tensor(expected), rtol=0, atol=1e-6)
+
+
+def test_log_probs_equal_the_documented_formula() -> None:
+    """Written out for one call of one state: softmax(e . (W h + b + 20 s x)), and the same with e' for each parameter."""
+    made, encoder = policy(), HashingEncoder(48)
+    x = encoder([TEXTS[2]])[0]
+    s = made.similarity
+    query = made.tool_query.weight @ x + made.tool_query.bias + 20 * s[0] * x
+    logits = encoder([tool.text for tool in CATALOGUE.values()]) @ query
+    value_query = made.value_query.weight @ x + made.value_query.bias + s[1] * x
+
+    def values(*texts: str) -> Tensor:
+        return (with_own_feature(texts, encoder(texts), 3.0) @ value_query).log_softmax(0)
+
+    units, exact = values("mile unit", "foot unit"), values("false exact", "true exact", "left out exact")
+    expected = torch.stack([logits.log_softmax(0)[2], units[1], exact[2]])
+    found = made.score_actions([TEXTS[2]], [call("convert", unit="foot")]).log_probs[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(made.tool_probabilities([TEXTS[2]])[0], logits.softmax(0), rtol=1e-5, atol=1e-6)
+
+
+def test_hidden_layers_are_tanh_networks_over_the_vector() -> None:
+    made = policy(num_features=3, hidden=[5])
+    h = torch.tanh(made.body[0].weight @ torch.tensor(VECTORS[0]) + made.body[0].bias)
+    logits = made.tool_vectors @ (made.tool_query.weight @ h + made.tool_query.bias)
+    torch.testing.assert_close(made.tool_probabilities(VECTORS[:1])[0], logits.softmax(0), rtol=1e-5, atol=1e-6)
+    assert made.similarity is None, "a vector cannot be held against a text"
+
+
+def test_the_probabilities_of_all_calls_add_up_to_one(subtests: pytest.Subtests) -> None:
+    for options in ({}, {"hidden": [8]}, {"available": without_ping}):
+        with subtests.test(str(list(options))):
+            made = policy(**options).double()
+            calls = [call for call in ALL_CALLS if "available" not in options or call.tool != "ping"]
+            for text in TEXTS:
+                log_probs = made.get_log_probabilities([text] * len(calls), calls).detach()
+                assert float(log_probs.exp().sum()) == pytest.approx(1, abs=1e-12)
+
+
+def test_the_entropy_equals_that_of_the_enumerated_calls() -> None:
+    """- sum p log p over all calls = H(tool) + sum_k p(k) sum_j H(parameter j of k)."""
+    made = policy().double()
+    for text in TEXTS:
+        scores = made.score_actions([text] * len(ALL_CALLS), ALL_CALLS)
+        log_probs = scores.log_probs.sum(1)
+        enumerated = -(log_probs.exp() * log_probs).sum()
+        # each call has its tool's entropies, and the calls of one tool have its probability in all
+        exact = scores.entropy[0, 0] + (log_probs.exp() * scores.entropy[:, 1:].sum(1)).sum()
+        torch.testing.assert_close(exact, enumerated, rtol=0, atol=1e-12)
+        assert bool((scores.entropy[:, 0] == scores.entropy[0, 0]).all())
+
+
+def test_the_entropy_of_each_step_equals_hand_worked_values() -> None:
+    made = policy(random=False)
+    entropy = made.score_actions(
+        TEXTS[:3], [call("ping"), call("convert", unit="mile"), call("shout", tone="soft")]
+    ).entropy
+    log = math.log
+    expected = torch.tensor([[log(4), 0, 0], [log(4), log(2), log(3)], [log(4), log(3), 0]])
+    torch.testing.assert_close(entropy, expected, rtol=0, atol=1e-6)
+
+
+def test_log_probs_of_samples_equal_the_scored_ones() -> None:
+    for options, states in (
+        ({}, TEXTS), ({"hidden": [8]}, TEXTS), ({"available": by_first_letter}, TEXTS), ({"num_features": 3}, VECTORS),
+    ):  # fmt: skip
+        made = policy(**options)
+        sampled = made.sample_actions(states, 25)
+        assert [len(group) for group in sampled.actions] == [25] * 4
+        flat = [one for group in sampled.actions for one in group]
+        repeated = [state for state in states for _ in range(25)]
+        by_row, by_group = made.score_actions(repeated, flat), made.score_groups(states, sampled.actions)
+        for scores in (by_row, by_group):
+            for name in ("log_probs", "entropy"):
+                given, wanted = getattr(sampled.scores, name), getattr(scores, name)
+                torch.testing.assert_close(given, wanted, rtol=0, atol=1e-6)
+            assert torch.equal(sampled.mask, scores.mask)
+        assert torch.equal(sampled.behaviour_log_probs, sampled.scores.log_probs)
+
+
+def test_groups_may_differ_in_length() -> None:
+    made = policy()
+    groups = [ALL_CALLS[:1], ALL_CALLS[3:9], [], ALL_CALLS[9:]]
+    rows = [text for text, group in zip(TEXTS, groups, strict=True) for _ in group]
+    flat = [one for group in groups for one in group]
+    found, expected = made.score_groups(TEXTS, groups), made.score_actions(rows, flat)
+    torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.entropy, expected.entropy, rtol=0, atol=1e-6)
+    assert torch.equal(found.mask, expected.mask)
+
+
+def frequencies(made: Any, text: str, seed: int, num_draws: int = 20_000) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = made.generate_actions([text], num_draws, generator=generator)[0]
+    place = {(one.tool, *sorted(one.arguments.items())): i for i, one in enumerate(ALL_CALLS)}
+    return torch.bincount(
+        torch.tensor([place[one.tool, *sorted(one.arguments.items())] for one in drawn]), minlength=len(ALL_CALLS)
+    )
+
+
+def test_sampled_calls_are_as_frequent_as_their_probabilities() -> None:
+    made = policy().double()
+    with torch.no_grad():
+        expected = made.get_log_probabilities([TEXTS[1]] * len(ALL_CALLS), ALL_CALLS).exp().numpy() * 20_000
+        elsewhere = made.get_log_probabilities([TEXTS[3]] * len(ALL_CALLS), ALL_CALLS).exp().numpy() * 20_000
+    assert expected.min() > 5, "or the test is not valid"
+    p_values = []
+    for seed in range(3):
+        counts = frequencies(made, TEXTS[1], seed).numpy()
+        p_values.append(stats.chisquare(counts, expected, sum_check=False).pvalue)
+        assert stats.chisquare(counts, elsewhere, sum_check=False).pvalue < 1e-9, "it tells two states apart"
+    assert min(p_values) > 1e-3, p_values
+    assert stats.combine_pvalues(p_values).pvalue > 1e-2, p_values
+
+
+def test_the_same_generator_draws_the_same_calls() -> None:
+    made = policy()
+    one, again, other = (
+        made.generate_actions(TEXTS, 20, generator=torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)
+    )
+    assert one == again
+    assert one != other
+
+
+def test_predict_takes_the_likeliest_tool_then_the_likeliest_values() -> None:
+    made = policy(scale=1.0)
+    for text in TEXTS:
+        tool = list(CATALOGUE)[int(made.tool_probabilities([text]).argmax())]
+        calls = [one for one in ALL_CALLS if one.tool == tool]
+        best = made.get_log_probabilities([text] * len(calls), calls).argmax()
+        assert made.predict([text]) == [calls[int(best)]]
+    assert made.predict(TEXTS) == [made.predict([text])[0] for text in TEXTS]
+
+
+def test_equal_calls_are_equal_and_hashable() -> None:
+    """The conformance kit counts calls, and so may users."""
+    assert len({*ALL_CALLS, *ALL_CALLS}) == len(ALL_CALLS)
+    one, same = (call("sort", items=["b", {"a": [1]}], number=number, ending=None) for number in (1, 1.0))
+    assert one == same
+    assert hash(one) == hash(same)
+
+
+# --- steps
+
+
+def test_steps_are_padded_to_the_longest_call_of_the_batch() -> None:
+    made = policy()
+    scores = made.score_actions(TEXTS[:3], [call("ping"), call("shout", tone="soft"), call("convert", unit="mile")])
+    yes, no = True, False
+    assert scores.mask.tolist() == [[yes, no, no], [yes, yes, no], [yes, yes, yes]]
+    assert bool((scores.log_probs[~scores.mask] == 0).all())
+    assert bool((scores.entropy[~scores.mask] == 0).all())
+    short = made.score_actions(TEXTS[:2], [call("ping"), call("ping")])
+    assert short.log_probs.shape == short.mask.shape == short.entropy.shape == (2, 1)
+
+
+def test_nan_gradients_of_padding_reach_no_weight() -> None:
+    """The gradient of masked log-probs is set to NaN."""
+    made = policy(hidden=[4])
+    calls = [call("ping"), call("shout", tone="soft"), call("convert", unit="mile")]
+
+    def gradients(of_padding: float) -> list[Tensor]:
+        made.zero_grad()
+        scores = made.score_actions(TEXTS[:3], calls)
+        upstream = torch.ones_like(scores.log_probs).masked_fill(~scores.mask, of_padding)
+        torch.autograd.backward([scores.log_probs, scores.entropy], [upstream, upstream])
+        return [value.grad.clone() for value in made.parameters()]
+
+    for clean, poisoned in zip(gradients(0.0), gradients(math.nan), strict=True):
+        assert torch.equal(clean, poisoned)
+        assert bool(clean.isfinite().all())
+
+
+# --- gradients
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"hidden": [6]}, {"available": without_ping}, {"num_features": 3, "hidden": [6, 4]}]
+)
+def test_gradients_agree_with_finite_differences(options: dict[str, Any]) -> None:
+    made = policy(**options).double()
+    calls = ALL_CALLS[1:]
+    states = (VECTORS if "num_features" in options else TEXTS)[:1] * len(calls)
+    weights = torch.randn(2, len(calls), 3, dtype=torch.float64)
+
+    def loss() -> Tensor:
+        scores = made.score_actions(states, calls)
+        return (weights[0] * scores.log_probs).sum() + (weights[1] * scores.entropy).sum()
+
+    loss().backward()
+    for name, value in made.named_parameters():
+        direction = torch.randn_like(value)
+        slopes = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                value += sign * 1e-5 * direction
+                slopes.append(float(loss()))
+                value -= sign * 1e-5 * direction
+        numeric = (slopes[0] - slopes[1]) / 2e-5
+        exact = float((value.grad * direction).sum())
+        assert abs(exact) > 1e-6, f"{name}: zero would agree with anything broken"
+        assert exact == pytest.approx(numeric, rel=1e-5, abs=1e-7), name
+
+
+def test_the_gradient_of_a_strongly_weighted_entropy_is_finite() -> None:
+    """The log-prob of an unavailable tool is near the smallest float, so doubling it would give -inf."""
+    made = policy(available=without_ping)
+    scores = made.score_actions(TEXTS[:1], [call("convert", unit="mile")])
+    (1e6 * scores.entropy.sum()).backward()
+    for name, value in made.named_parameters():
+        assert bool(value.grad.isfinite().all()), name
+
+
+def gradient_of_vectors(made: Any, states: Sequence[Any], calls: Sequence[ToolCall]) -> tuple[Tensor, Tensor]:
+    """What comes back to the texts of tools and of values."""
+    made.tool_vectors.requires_grad_()
+    made.value_vectors.requires_grad_()
+    scores: ActionScores = made.score_actions(states, calls)
+    (scores.log_probs.sum() + scores.entropy.sum()).backward()
+    return made.tool_vectors.grad, made.value_vectors.grad
+
+
+def test_values_of_other_tools_get_exactly_no_gradient() -> None:
+    made = policy()
+    _, values = gradient_of_vectors(made, TEXTS[:2], [call("convert", unit="mile", exact=True), call("ping")])
+    texts = made._tables.value_texts
+    of_convert = [text.endswith((" unit", " exact")) for text in texts]
+    assert sum(of_convert) == 5
+    assert sum(not of for of in of_convert) == 3
+    for text, of, gradient in zip(texts, of_convert, values, strict=True):
+        assert bool(gradient.isfinite().all())
+        assert bool((gradient != 0).any()) == of, text
+
+
+# --- masks
+
+
+def test_an_unavailable_tool_is_never_drawn() -> None:
+    """Although it is by far the likeliest of all."""
+    made = policy(random=False, available=without_ping)
+    with torch.no_grad():
+        made.tool_query.bias += 20 * made.tool_vectors[0]
+    drawn = made.generate_actions(TEXTS[:1], 10_000)[0]
+    assert {one.tool for one in drawn} == {"shout", "convert", "whisper"}
+    assert made.predict(TEXTS)[0].tool != "ping"
+    made.available = None
+    assert sum(one.tool == "ping" for one in made.generate_actions(TEXTS[:1], 1_000)[0]) > 900
+
+
+def test_available_tools_share_the_probability_of_unavailable_ones() -> None:
+    made = policy()
+    everything = made.tool_probabilities(TEXTS)
+    made.available = without_ping
+    masked = made.tool_probabilities(TEXTS)
+    assert bool((masked[:, 0] == 0).all())
+    torch.testing.assert_close(masked[:, 1:], everything[:, 1:] / everything[:, 1:].sum(1, keepdim=True))
+    with torch.no_grad():
+        scores = made.score_actions(TEXTS[1:2], [call("shout", tone="soft")])
+    p = masked[1, 1:]
+    assert float(scores.entropy[0, 0]) == pytest.approx(float(-(p * p.log()).sum()), abs=1e-6), "among three"
+
+
+def test_availability_is_decided_per_state() -> None:
+    made = policy(available=by_first_letter)
+    positive = made.tool_probabilities(TEXTS) > 0
+    yes, no = True, False
+    assert positive.tolist() == [[yes, no, no, no], [no, yes, yes, no], [yes] * 4, [yes] * 4]
+    alone = made.score_actions(TEXTS[:1], [call("ping")])
+    assert alone.log_probs.tolist() == [[0.0]]
+    assert alone.entropy.tolist() == [[0.0]]
+
+
+def test_no_gradient_flows_through_unavailable_tools() -> None:
+    made = policy(available=without_ping)
+    tools, _ = gradient_of_vectors(made, TEXTS[:2], [call("shout", tone="soft"), call("convert", unit="mile")])
+    assert bool((tools[0] == 0).all())
+    for gradient in tools[1:]:
+        assert bool((gradient != 0).any())
+    for gradient in (tools, *(value.grad for value in made.parameters())):
+        assert bool(gradient.isfinite().all())
+
+
+def test_a_state_without_any_available_tool_is_refused() -> None:
+    made = policy(available=lambda state: ["ping"] if state == TEXTS[0] else ["fly", "swim"])
+    with pytest.raises(
+        ContractError, match=r"must name at least one tool of the catalogue; for state 1 it named \['fly', 'swim'\]"
+    ):
+        made.tool_probabilities(TEXTS[:2])
+    made.available = lambda state: []
+    with pytest.raises(ContractError, match=r"for state 0 it named \[\]"):
+        made.sample_actions(TEXTS, 2)
+
+
+def test_unavailable_tools_stay_impossible_in_half_precision(subtests: pytest.Subtests) -> None:
+    """The smallest float16 number is -65504, which could be an ordinary log-prob."""
+    for dtype in (torch.bfloat16, torch.float16):
+        with subtests.test(str(dtype)):
+            made = policy(available=without_ping, scale=0.05).to(dtype)
+            with pytest.raises(ContractError, match="ping must be available in the state of row 0 to be scored"):
+                made.score_actions(TEXTS[:1], [call("ping")])
+            assert made.tool_probabilities(TEXTS[:1])[0, 0] == 0
+            tools, _ = gradient_of_vectors(made, TEXTS[:2], [call("shout", tone="soft"), call("convert", unit="mile")])
+            assert bool((tools[0] == 0).all())
+            assert bool((tools[1] != 0).any())

@@ -1,0 +1,346 @@
+"""What a policy that chooses tools reads and fills in, and that it is copied, extended and shared without harm."""
+
+import copy
+import itertools
+import math
+import pickle
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.policy.encoders import HashingEncoder
+from adapters.tools.policy.policy import ToolSelectionPolicy
+from grpo.checks import check_policy
+from grpo.errors import ConfigError, ContractError
+from tests.support.tool_policies import (
+    CATALOGUE,
+    TEXTS,
+    VECTORS,
+    call,
+    ping,
+    policy,
+    pong,
+    task,
+    without_ping,
+)
+
+# --- what cannot be scored or read
+
+
+def test_calls_the_policy_cannot_have_made_are_refused_by_name(subtests: pytest.Subtests) -> None:
+    for wrong, message in (
+        (call("fly"), "one of the tools ping, shout, convert, whisper; got 'fly'"),
+        (call("shout", tone="shrill"), r"shout\.tone must be one of \['loud', 'soft', 'plain'\]; got 'shrill'"),
+        (call("whisper", tone="plain"), r"whisper\.tone must be one of \['loud', 'soft'\]; got 'plain'"),
+        (call("convert", exact=True), r"convert\.unit must be one of \['mile', 'foot'\]; got nothing"),
+    ):
+        with subtests.test(message):
+            made = policy()
+            with pytest.raises(ContractError, match=message):
+                made.score_actions(TEXTS[:2], [call("ping"), wrong])
+            with pytest.raises(ContractError, match=message):
+                made.score_groups(TEXTS[:1], [[call("ping"), wrong]])
+
+
+def test_states_that_are_no_texts_are_refused_by_default() -> None:
+    with pytest.raises(
+        ContractError, match=r"states must be texts; got list\. Pass num_features=\.\.\. if states are vectors"
+    ):
+        policy().predict([TEXTS[0], [1.0, 2.0]])
+    with pytest.raises(ContractError, match="states must be texts; got dict"):
+        policy(describe=lambda state: state | {}).predict([{"text": TEXTS[0]}])
+
+
+def test_state_vectors_of_another_length_are_refused(subtests: pytest.Subtests) -> None:
+    for states, got in (
+        ([[1.0, 2.0]], r"\[2\]"),
+        ([VECTORS[0], [1.0] * 4], r"\[4\]"),
+        ([1.0], r"\[\]"),
+        (["a"], "'a'"),
+        ([""], "''"),
+    ):
+        with (
+            subtests.test(got),
+            pytest.raises(ContractError, match=rf"states must be vectors of num_features = 3; got {got}\."),
+        ):
+            policy(num_features=3).predict(states)
+
+
+def test_sizes_below_one_are_refused(subtests: pytest.Subtests) -> None:
+    for options in ({"num_features": 0}, {"num_features": -1}, {"hidden": [0]}, {"hidden": [3, -2]}):
+        with subtests.test(str(options)), pytest.raises(ConfigError, match="must be a whole number >= 1; got"):
+            policy(**options)
+
+
+# --- no states
+
+
+def test_no_states_give_no_calls_and_no_scores(subtests: pytest.Subtests) -> None:
+    for options in (
+        {},
+        {"num_features": 3},
+        {"hidden": [4]},
+        {"available": without_ping},
+        {"catalogue": CATALOGUE.without("shout", "convert", "whisper")},
+    ):
+        with subtests.test(str(list(options))):
+            made = policy(**options)
+            sampled = made.sample_actions([], 3)
+            assert (sampled.actions, made.generate_actions([], 3), made.predict([])) == ([], [], [])
+            assert sampled.mask.shape == sampled.behaviour_log_probs.shape == (0, 1)
+            assert made.tool_probabilities([]).shape == (0, len(made.catalogue))
+            for scores in (
+                sampled.scores,
+                made.score_actions([], []),
+                made.score_groups([], []),
+                made.score_groups(TEXTS[:0], []),
+            ):
+                assert scores.log_probs.shape == scores.mask.shape == scores.entropy.shape == (0, 1)
+                assert scores.mask.dtype == torch.bool
+            assert made.get_log_probabilities([], []).shape == (0,)
+            made.score_actions([], []).log_probs.sum().backward()
+
+
+def test_groups_may_all_be_empty() -> None:
+    assert policy().score_groups(TEXTS, [[], [], [], []]).log_probs.shape == (0, 1)
+
+
+# --- what is read and filled in
+
+
+def test_a_task_is_its_text_and_its_slots_fill_what_is_free() -> None:
+    made = policy()
+    asked = task(TEXTS[1], text="hello", value=2.0, unit="mile", colour="red")
+    assert torch.equal(made.tool_probabilities([asked]), made.tool_probabilities(TEXTS[1:2]))
+    for one in made.generate_actions([asked], 200)[0]:
+        free = {"ping": {}, "shout": {"text": "hello"}, "convert": {"value": 2.0}, "whisper": {"text": "hello"}}[
+            one.tool
+        ]
+        assert {name: value for name, value in one.arguments.items() if name in ("text", "value", "colour")} == free
+        if one.tool == "convert":
+            assert one.arguments["unit"] in ("mile", "foot"), "decided, not filled in"
+
+
+def test_arguments_filled_in_do_not_change_the_log_prob() -> None:
+    made = policy()
+    bare, filled = call("shout", tone="soft"), call("shout", tone="soft", text="hello")
+    scores = made.score_actions(TEXTS[:1] * 2, [bare, filled])
+    assert torch.equal(scores.log_probs[0], scores.log_probs[1])
+
+
+def test_describe_and_fill_can_be_replaced_by_the_user() -> None:
+    made = policy(
+        describe=lambda state: state["asked"], fill=lambda state, tool: {"text": f"{state['name']} to {tool.name}"}
+    )
+    state = {"asked": TEXTS[1], "name": "Ann"}
+    assert torch.equal(made.tool_probabilities([state]), made.tool_probabilities([state | {"name": "Bob"}]))
+    texts = {one.tool: one.arguments.get("text") for one in made.generate_actions([state], 200)[0]}
+    assert texts == {"ping": None, "convert": None, "shout": "Ann to shout", "whisper": "Ann to whisper"}
+
+
+def test_the_encoder_is_called_once_per_text() -> None:
+    asked: list[str] = []
+
+    def encode(texts: Sequence[str]) -> Tensor:
+        asked.extend(texts)
+        return HashingEncoder(16)(texts)
+
+    made = policy(encoder=encode)
+    for _ in range(2):
+        sampled = made.sample_actions(TEXTS, 3)
+        made.score_groups(TEXTS, sampled.actions)
+    assert len(asked) == len(set(asked))
+    assert asked[-4:] == TEXTS
+
+
+# --- one more tool, a copy, a file, another precision
+
+
+def test_a_tool_that_is_added_changes_no_weight_and_no_ratio() -> None:
+    made = policy()
+    weights = {name: value.detach().clone() for name, value in made.get_parameters().items()}
+    identities = [id(value) for value in made.parameters()]
+    before = made.tool_probabilities(TEXTS)
+    given = made.score_actions(TEXTS[:1], [call("convert", unit="foot")]).log_probs[:, 1:]
+
+    made.add_tools(Tool.from_function(pong))
+    after = made.tool_probabilities(TEXTS)
+    assert list(made.catalogue) == ["ping", "shout", "convert", "whisper", "pong"]
+    assert bool((after[:, 4] > 0).all())
+    torch.testing.assert_close(after[:, :4] / after[:, :4].sum(1, keepdim=True), before)
+    torch.testing.assert_close(made.score_actions(TEXTS[:1], [call("convert", unit="foot")]).log_probs[:, 1:], given)
+    assert [id(value) for value in made.parameters()] == identities, "an optimizer can go on"
+    assert all(torch.equal(value, weights[name]) for name, value in made.get_parameters().items())
+    check_policy(made, TEXTS, strict=True)
+
+
+def test_an_added_tool_is_likely_for_requests_with_words_of_its_description() -> None:
+    """With s alone (W = 0), a new tool is likely where the request has its words."""
+    made = policy(random=False)
+    with torch.no_grad():
+        made.similarity[0] = 1.0
+    made.add_tools(Tool.from_function(pong))
+    assert int(made.tool_probabilities(["please answer this greeting"])[0].argmax()) == 4
+
+
+def test_adding_a_tool_with_a_used_name_is_refused_and_changes_nothing() -> None:
+    made = policy()
+    before = made.tool_probabilities(TEXTS)
+    with pytest.raises(ConfigError, match="several have ping"):
+        made.add_tools(CATALOGUE["ping"])
+    assert torch.equal(made.tool_probabilities(TEXTS), before)
+
+
+def test_the_shapes_of_weights_do_not_depend_on_the_tools() -> None:
+    shapes = [
+        {name: value.shape for name, value in policy(catalogue).get_parameters().items()}
+        for catalogue in (CATALOGUE, CATALOGUE.without("convert", "whisper"))
+    ]
+    assert shapes[0] == shapes[1]
+    assert set(shapes[0]) == {
+        "tool_query.weight",
+        "tool_query.bias",
+        "value_query.weight",
+        "value_query.bias",
+        "similarity",
+    }
+
+
+def test_a_copied_policy_is_independent_of_the_original() -> None:
+    """A reference policy is a copy. The copy also recognises arguments that were left out."""
+    made = policy()
+    other = copy.deepcopy(made)
+    calls = [call("convert", unit="mile"), call("convert", unit="foot", exact=False)]
+    assert torch.equal(made.score_actions(TEXTS[:2], calls).log_probs, other.score_actions(TEXTS[:2], calls).log_probs)
+    one, same = (each.generate_actions(TEXTS, 50, generator=torch.Generator().manual_seed(1)) for each in (made, other))
+    assert one == same
+    before = made.tool_probabilities(TEXTS)
+    with torch.no_grad():
+        other.tool_query.weight += 1
+    other.add_tools(Tool.from_function(pong))
+    assert torch.equal(made.tool_probabilities(TEXTS), before)
+
+
+def test_a_policy_works_in_double_precision(subtests: pytest.Subtests) -> None:
+    for options, states in (({}, TEXTS), ({"num_features": 3, "hidden": [4]}, VECTORS)):
+        with subtests.test(str(options)):
+            single = policy(**options)
+            double = copy.deepcopy(single).double()
+            double.add_tools(Tool.from_function(pong))
+            single.add_tools(Tool.from_function(pong))
+            probabilities = double.tool_probabilities(states)
+            assert probabilities.dtype == torch.float64
+            assert bool(((probabilities.sum(1) - 1).abs() < 1e-12).all())
+            torch.testing.assert_close(probabilities.float(), single.tool_probabilities(states), rtol=0, atol=1e-5)
+            assert double.sample_actions(states, 3).behaviour_log_probs.dtype == torch.float64
+
+
+def test_log_probs_of_a_policy_in_half_precision_are_single_precision(subtests: pytest.Subtests) -> None:
+    """bfloat16 has -1.1016 for log(1/3), which is -1.0986."""
+    for dtype in (torch.bfloat16, torch.float16):
+        with subtests.test(str(dtype)):
+            made = policy(CATALOGUE.without("ping"), random=False).to(dtype)
+            scores = made.score_actions(TEXTS[:1], [call("shout", tone="soft")])
+            assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
+            torch.testing.assert_close(scores.log_probs, torch.full((1, 2), -math.log(3)), rtol=0, atol=1e-6)
+            torch.testing.assert_close(scores.entropy, torch.full((1, 2), math.log(3)), rtol=0, atol=1e-6)
+            torch.testing.assert_close(made.tool_probabilities(TEXTS).sum(1), torch.ones(4), rtol=0, atol=1e-6)
+            scores.log_probs.sum().backward()
+            assert {value.grad.dtype for value in made.parameters() if value.grad is not None} == {dtype}
+
+
+def test_lookup_tables_move_with_the_policy_to_a_device() -> None:
+    made = policy().to("meta")
+    assert {value.device.type for value in itertools.chain(made.buffers(), made.parameters())} == {"meta"}
+    made.add_tools(Tool.from_function(pong))
+    assert {value.device.type for value in made.buffers()} == {"meta"}
+    assert made.tool_vectors.shape[0] == 5
+
+
+def test_a_batch_may_hold_fewer_decisions_than_the_longest_tool_has():
+    """Tools of 1, 2 and 3 decisions: drawn with the longest unavailable, calls and scores are narrower, and agree."""
+
+    def tool(name, parameters):
+        properties = {parameter: {"enum": ["a", "b"]} for parameter in parameters}
+        schema = {"type": "object", "properties": properties, "required": list(properties)}
+        return Tool(name=name, description=f"Do {name}.", function=len, parameters=schema)
+
+    catalogue = ToolCatalogue([tool("one", "x"), tool("two", "xy"), tool("three", "xyz")])
+    policy = ToolSelectionPolicy(catalogue, available=lambda state: {"one", "two"} if state == "short" else None)
+    torch.manual_seed(0)
+    for state, widths in (("short", {2, 3}), ("long", {4})):
+        sampled = policy.sample_actions([state], 64)
+        assert sampled.mask.shape[1] in widths
+        [calls] = sampled.actions
+        assert all(set(call.arguments) == set(catalogue[call.tool].properties) for call in calls)
+        assert set(sampled.mask.sum(1).tolist()) == {1 + len(catalogue[call.tool].properties) for call in calls}
+        remembered = policy.score_groups([state], [calls])
+        read_back = policy.score_groups([state], [[replace(call) for call in calls]])  # equal, and not the same objects
+        for scores in (remembered, read_back):
+            torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs)
+            assert torch.equal(scores.mask, sampled.mask)
+
+
+def test_a_call_similar_to_a_drawn_one_is_scored_by_its_own_values():
+    """The policy remembers the calls it has just drawn by identity. It reads the values of any other call."""
+    policy = ToolSelectionPolicy(ToolCatalogue([Tool.from_function(ping), Tool.from_function(pong)]))
+    torch.manual_seed(0)
+    [calls] = policy.sample_actions(["any"], 16).actions
+    drawn = next(call for call in calls if call.tool == "pong")
+    other = call("pong", sure=not drawn.arguments["sure"])
+    with torch.no_grad():
+        policy.value_query.bias.copy_(policy.value_vectors[int(drawn.arguments["sure"])])
+    likely, unlikely = policy.get_log_probabilities(["any", "any"], [drawn, other]).tolist()
+    assert likely > unlikely
+    assert policy.get_log_probabilities(["any"], [replace(drawn)]).item() == pytest.approx(likely)
+
+
+def test_scoring_a_call_of_an_unavailable_tool_is_refused():
+    policy = ToolSelectionPolicy(CATALOGUE, available=lambda state: {"ping"} if state == "closed" else None)
+    calls = [call("ping"), call("shout", tone="loud")]
+    policy.score_actions(["closed", "open"], calls)
+    with pytest.raises(ContractError, match=r"shout must be available in the state of row 1 to be scored"):
+        policy.score_actions(["open", "closed"], calls)
+
+
+# --- threads
+
+
+def test_threads_that_draw_from_one_policy_score_their_own_calls():
+    """A service draws in several threads. A call drawn in one thread must not be scored with the choices of another."""
+    made = policy()
+    wrong: list[object] = []
+
+    def serve(text: str) -> None:
+        for _ in range(40):
+            try:
+                sampled = made.sample_actions([text], 64)
+                scores = made.score_groups([text], sampled.actions)
+                if not torch.equal(scores.log_probs, sampled.behaviour_log_probs):
+                    wrong.append(text)
+            except Exception as error:
+                wrong.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=serve, args=(text,)) for text in TEXTS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert wrong == []
+
+
+def test_a_policy_survives_pickle():
+    made = policy()
+    again = pickle.loads(pickle.dumps(made))
+    assert torch.equal(again.tool_probabilities(TEXTS), made.tool_probabilities(TEXTS))

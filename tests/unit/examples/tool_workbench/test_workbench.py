@@ -1,0 +1,392 @@
+"""The workbench: hand-worked outputs of its tools, and the documented properties of its requests."""
+
+import re
+from collections import Counter, defaultdict
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from adapters.tools.catalogue.tools import ABSENT, Tool, ToolCatalogue
+from examples.tool_workbench import scalars
+from examples.tool_workbench.phrases import OPENINGS, PHRASES
+from examples.tool_workbench.tasks import make_workbench_tasks, workbench_split
+from examples.tool_workbench.tools import (
+    ADDED_LATER,
+    WORKBENCH_FILES,
+    chunk_items,
+    combine_lists,
+    csv_column,
+    file_checksum,
+    file_size,
+    join_items,
+    list_files,
+    make_workbench_files,
+    pick_items,
+    read_lines,
+    search_file,
+    sort_items,
+    unique_items,
+    workbench_catalogue,
+)
+from examples.tool_workbench.values import VALUES
+from examples.tool_workbench.words import content_words, words
+from grpo.errors import ConfigError
+
+CATALOGUE = workbench_catalogue()
+
+
+# --- the tools ----------------------------------------------------------------------------------------------------------
+
+
+def test_tools_for_single_values_return_hand_worked_outputs(subtests: pytest.Subtests) -> None:
+    for name, arguments, output in (
+        ("change_case", ("one day. Two", "upper"), "ONE DAY. TWO"),
+        ("change_case", ("One Day. Two", "lower"), "one day. two"),
+        ("change_case", ("one day. two", "title"), "One Day. Two"),
+        ("change_case", ("one Day. two", "sentence"), "One day. two"),
+        ("count_text", ("Go on. It is 3.5 km!",), 6),
+        ("count_text", ("Go on. It is 3.5 km!", "characters"), 20),
+        ("count_text", ("Go on. It is 3.5 km!", "sentences"), 2),
+        ("extract_matches", ("a@b.org, 4.5 #x http://b.org/y.", "emails"), ["a@b.org"]),
+        ("extract_matches", ("a@b.org, 4.5 #x http://b.org/y.", "numbers"), ["4.5"]),
+        ("extract_matches", ("a@b.org, 4.5 #x http://b.org/y.", "links"), ["http://b.org/y"]),
+        ("extract_matches", ("a@b.org, 4.5 #x http://b.org/y.", "hashtags"), ["#x"]),
+        ("pad_text", ("ab", 5), "ab   "),
+        ("pad_text", ("ab", 5, "right"), "   ab"),
+        ("pad_text", ("ab", 6, "center"), "  ab  "),
+        ("encode_text", ("a b", "base64"), "YSBi"),
+        ("encode_text", ("a b", "hex"), "612062"),
+        ("encode_text", ("a b", "url"), "a%20b"),
+        ("encode_text", ("a b", "rot13"), "n o"),
+        ("replace_text", ("x y x x", "x", "z"), "z y z z"),
+        ("replace_text", ("x y x x", "x", "z", "first"), "z y x x"),
+        ("replace_text", ("x y x x", "x", "z", "last"), "x y x z"),
+        ("calculate", (6, 4, "add"), 10),
+        ("calculate", (6, 4, "subtract"), 2),
+        ("calculate", (6, 4, "multiply"), 24),
+        ("calculate", (6, 4, "divide"), 1.5),
+        ("calculate", (6, 0, "multiply"), 0),
+        ("round_number", (2.71828, 2), 2.72),
+        ("round_number", (2.71828, 2, "down"), 2.71),
+        ("round_number", (2.2, None, "up"), 3),
+        ("round_number", (-2.2, None, "down"), -3),
+        ("summarize_numbers", ([1, 2, 6], "mean"), 3),
+        ("summarize_numbers", ([6, 1, 2], "median"), 2),
+        ("summarize_numbers", ([2, 4, 6], "deviation"), 2),
+        ("summarize_numbers", ([6, 1, 2], "range"), 5),
+        ("percentage", (20, 80, "share"), 25),
+        ("percentage", (20, 80, "change"), 300),
+        ("factor_number", (60,), [2, 2, 3, 5]),
+        ("factor_number", (60, False), [2, 3, 5]),
+        ("factor_number", (97,), [97]),
+        ("shift_date", ("2024-02-28", 2, "days"), "2024-03-01"),
+        ("shift_date", ("2024-03-15", 2, "weeks", "earlier"), "2024-03-01"),
+        ("shift_date", ("2024-01-31", 1, "months"), "2024-02-29"),
+        ("shift_date", ("2024-01-31", 2, "months", "earlier"), "2023-11-30"),
+        ("shift_date", ("2024-02-29", 1, "years"), "2025-02-28"),
+        ("date_difference", ("2024-03-01", "2024-02-01"), 29),
+        ("date_difference", ("2024-02-01", "2024-02-15", "weeks"), 2),
+        ("date_difference", ("2023-12-15", "2024-03-14", "months"), 2),
+        ("weekday_of", ("2024-01-01",), "Monday"),
+        ("weekday_of", ("2024-01-02", "short"), "Tue"),
+        ("weekday_of", ("2024-01-07", "digit"), "7"),
+        ("format_date", ("2024-03-05", "american"), "03/05/2024"),
+        ("format_date", ("2024-03-05", "european"), "05.03.2024"),
+        ("format_date", ("2024-03-05", "long"), "5 March 2024"),
+        ("format_date", ("2024-03-05", "compact"), "20240305"),
+        ("closest_workday", ("2024-01-01", "monday"), "2024-01-08"),
+        ("closest_workday", ("2024-01-01", "friday", "before"), "2023-12-29"),
+        ("period_edge", ("2024-02-10", "month", "last"), "2024-02-29"),
+        ("period_edge", ("2024-05-10", "quarter", "first"), "2024-04-01"),
+        ("period_edge", ("2024-05-10", "quarter", "last"), "2024-06-30"),
+        ("period_edge", ("2024-05-10", "year", "last"), "2024-12-31"),
+        ("convert_length", (2.5, "kilometres", "metres"), 2500),
+        ("convert_length", (1, "miles", "feet", 3), 5280),
+        ("convert_weight", (3, "pounds", "ounces", 6), 48),
+        ("convert_weight", (1500, "grams", "kilograms"), 1.5),
+        ("convert_temperature", (100, "celsius", "fahrenheit", 6), 212),
+        ("convert_temperature", (0, "celsius", "kelvin"), 273.15),
+        ("convert_duration", (90, "minutes", "hours"), 1.5),
+        ("convert_duration", (2, "days", "seconds"), 172800),
+        ("number_base", (10, "binary"), "1010"),
+        ("number_base", (10, "octal"), "12"),
+        ("number_base", (255, "hexadecimal", True), "0xff"),
+        ("roman_numeral", (1994,), "MCMXCIV"),
+        ("roman_numeral", (48, "small"), "xlviii"),
+    ):  # fmt: skip
+        with subtests.test(name, arguments=arguments):
+            assert getattr(scalars, name)(*arguments) == output
+
+
+def test_tools_for_lists_return_hand_worked_outputs() -> None:
+    items = ["kiwi", "Fig", "date", "fig"]
+    assert sort_items(items) == ["date", "Fig", "fig", "kiwi"]
+    assert sort_items(items, order="descending") == ["kiwi", "Fig", "fig", "date"]
+    assert sort_items(items, key="length") == ["Fig", "fig", "kiwi", "date"]
+    assert unique_items(["a", "A", "a"]) == ["a", "A"]
+    assert unique_items(["A", "a", "b"], ignore_case=True) == ["A", "b"]
+    assert chunk_items(items, 3) == [["kiwi", "Fig", "date"], ["fig"]]
+    assert chunk_items(items, 3, "drop") == [["kiwi", "Fig", "date"]]
+    assert join_items(["a", "b"]) == "a, b"
+    assert [join_items(["a", "b"], mark) for mark in ("semicolon", "dash", "slash")] == ["a; b", "a-b", "a/b"]
+    assert join_items(["a", "b"], quotes="single") == "'a', 'b'"
+    assert join_items(["a", "b"], "slash", "double") == '"a"/"b"'
+    assert pick_items(items, 1) == ["kiwi"]
+    assert pick_items(items, 2, "back") == ["date", "fig"]
+    assert pick_items(items, 0, "back") == []
+    assert combine_lists(["a", "b"], ["b", "c"], "union") == ["a", "b", "c"]
+    assert combine_lists(["a", "b", "b"], ["b", "c"], "intersection") == ["b"]
+    assert combine_lists(["a", "b"], ["b", "c"], "difference") == ["a"]
+
+
+def test_tools_for_files_return_hand_worked_outputs(tmp_path) -> None:
+    make_workbench_files(tmp_path)
+    (tmp_path / "abc.txt").write_bytes(b"abc")
+    stock, notes = tmp_path / "data/stock.csv", tmp_path / "notes.txt"
+
+    assert read_lines(stock, 2) == ["item,units,price", "lamp,40,12.5"]
+    assert read_lines(stock, 1, "tail") == ["shelf,9,35.75"]
+    assert read_lines(stock, 0, "tail") == []
+    assert file_size(tmp_path / "abc.txt") == 3
+    assert file_size(tmp_path / "abc.txt", "kilobytes") == 0.003
+    assert file_size(stock, "lines") == 5
+    assert list_files(tmp_path / "data") == ["orders.csv", "readme.txt", "stock.csv"]
+    assert list_files(tmp_path / "data", "size") == ["readme.txt", "stock.csv", "orders.csv"]
+    assert list_files(tmp_path / "data", kind="text") == ["readme.txt"]
+    assert list_files(tmp_path / "data", kind="table") == ["orders.csv", "stock.csv"]
+    assert list_files(tmp_path) == ["abc.txt", "journal.txt", "notes.txt"]  # files, not folders
+    assert search_file(notes, "Call") == ["Call the printer.", "Call Anna about the budget."]
+    assert search_file(notes, "BUDGET") == []
+    assert search_file(notes, "BUDGET", ignore_case=True) == ["Call Anna about the budget."]
+    assert csv_column(stock, "units", "sum") == 68
+    assert csv_column(stock, "units", "mean") == 17
+    assert csv_column(stock, "price", "max") == 120
+    assert csv_column(stock, "price", "min") == 12.5
+    # published test vectors of "abc"
+    assert file_checksum(tmp_path / "abc.txt", "crc32") == "352441c2"
+    assert file_checksum(tmp_path / "abc.txt", "md5") == "900150983cd24fb0d6963f7d28e17f72"
+    assert file_checksum(tmp_path / "abc.txt") == sha256(b"abc").hexdigest()
+
+
+def test_invalid_arguments_of_tools_are_refused_with_a_reason(tmp_path, subtests: pytest.Subtests) -> None:
+    make_workbench_files(tmp_path)
+    (tmp_path / "empty.csv").touch()
+    for call, message in (
+        (lambda root: scalars.pad_text("a", 10**6), "width must be 0 to 1000; got 1000000"),
+        (lambda root: scalars.replace_text("a", "", "b"), "old must not be empty"),
+        (lambda root: scalars.calculate(1, 0, "divide"), "other_number must not be 0"),
+        (lambda root: scalars.summarize_numbers([1], "deviation"), "at least two numbers; got 1"),
+        (lambda root: scalars.percentage(1, 0, "share"), "must not be 0"),
+        (lambda root: scalars.percentage(0, 1, "change"), "must not be 0"),
+        (lambda root: scalars.factor_number(10**12), "number must be 2 to 1,000,000,000"),
+        (lambda root: scalars.weekday_of("5 March 2024"), "written YYYY-MM-DD and exist; got '5 March 2024'"),
+        (lambda root: scalars.weekday_of("2023-02-29"), "exist; got '2023-02-29'"),
+        (lambda root: scalars.shift_date("2024-01-01", 10**9, "days"), "number must be -10,000 to 10,000"),
+        (lambda root: scalars.shift_date("2024-01-01", 9999, "years"), "the year must be 1 to 9999; got 12023"),
+        (lambda root: scalars.convert_temperature(-1, "kelvin", "celsius"), "absolute zero; got -1 kelvin"),
+        (lambda root: scalars.roman_numeral(4000), "number must be 1 to 3999; got 4000"),
+        (lambda root: chunk_items(["a"], 0), "number must be at least 1; got 0"),
+        (lambda root: pick_items(["a"], 2), "number must be 0 to 1"),
+        (lambda root: read_lines(root / "notes.txt", -1), "must not be negative; got -1"),
+        (lambda root: read_lines(root / "none.txt", 1), "a file that exists; got 'none.txt'"),
+        (lambda root: file_size(root / "data"), "a file that exists; got 'data'"),
+        (lambda root: list_files(root / "notes.txt"), "must be a folder; got 'notes.txt'"),
+        (
+            lambda root: csv_column(root / "data/stock.csv", "colour", "sum"),
+            r"columns \(item, units, price\); got 'colour'",
+        ),
+        (lambda root: csv_column(root / "empty.csv", "colour", "sum"), r"columns \(none\)"),
+    ):
+        with subtests.test(message), pytest.raises(ValueError, match=message):
+            call(tmp_path)
+
+
+def test_the_catalogue_has_six_categories_and_real_decisions() -> None:
+    sizes = Counter(tool.category for tool in CATALOGUE.values())
+    assert sizes == {"text": 6, "arithmetic": 5, "dates": 6, "conversion": 6, "lists": 6, "files": 6}
+    assert sum(bool(tool.choices) for tool in CATALOGUE.values()) == 35
+    assert sum(len(tool.choices) >= 2 for tool in CATALOGUE.values()) >= 10
+    for tool in CATALOGUE.values():
+        assert tool.description.endswith(".")
+        assert len(tool.description) < 80
+    shared = Counter(name for tool in CATALOGUE.values() for name in tool.properties)
+    assert {"text", "number", "date", "items", "path"} <= {name for name, count in shared.items() if count >= 5}
+
+
+# --- the phrases --------------------------------------------------------------------------------------------------------
+
+
+def said(phrase: str) -> frozenset[str]:
+    return content_words(re.sub(r"\{\w+\}", " ", phrase))
+
+
+def test_only_plain_phrases_have_words_of_the_description(subtests: pytest.Subtests) -> None:
+    for name in CATALOGUE:
+        with subtests.test(name):
+            phrases, described = PHRASES[name], content_words(CATALOGUE[name].text)
+            for wording, shares in ((phrases.plain, True), (phrases.oblique, False)):
+                requests = {f"{one} {noun}" for one in wording.constructions for noun in wording.objects}
+                assert len(wording.constructions) >= 4
+                assert len(requests) >= 12
+                assert all(bool(said(request) & described) == shares for request in requests)
+            cues = [one for values in phrases.cues.values() for wordings in values.values() for one in wordings]
+            cues += [one for wordings in phrases.extras.values() for one in wordings]
+            openings = [f"{opening} {ending}" for opening, ending in OPENINGS]
+            assert not any(said(phrase) & described for phrase in cues + openings)
+
+
+def test_every_value_of_every_decision_has_its_own_cues(subtests: pytest.Subtests) -> None:
+    for name in CATALOGUE:
+        with subtests.test(name):
+            choices = {choice.name: choice.values for choice in CATALOGUE[name].choices}
+            assert PHRASES[name].cues.keys() == choices.keys()
+            for parameter, values in choices.items():
+                cues = PHRASES[name].cues[parameter]
+                assert set(cues) == {value for value in values if value is not ABSENT}
+                wordings = [one for several in cues.values() for one in several]
+                assert len(set(wordings)) == len(wordings)
+
+
+def test_phrases_and_values_exist_for_every_tool() -> None:
+    assert PHRASES.keys() == VALUES.keys() == CATALOGUE.keys()
+
+
+# --- the tasks ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def patterns(tool: str, shares_words: bool) -> list[tuple[re.Pattern, str, str]]:
+    wording = PHRASES[tool].plain if shares_words else PHRASES[tool].oblique
+    found = []
+    for construction in wording.constructions:
+        for noun in wording.objects:
+            pattern = re.escape(construction.replace("{object}", noun))
+            pattern = re.sub(r"\\\{\w+\\\}", '("[^"]*"|[^",]+?|[0-9., and]+)', pattern)
+            found.append((re.compile(rf"(^|\s){pattern}([,.?]|$)", re.IGNORECASE), construction, noun))
+    return found
+
+
+def combination(task) -> tuple[str, bool, str, str]:
+    """The construction and object that a request is made of: the longest that match it."""
+    found = [
+        (len(construction) + len(noun), construction, noun)
+        for pattern, construction, noun in patterns(task.tool, task.shares_words)
+        if pattern.search(task.text)
+    ]
+    assert found, task.text
+    _, construction, noun = max(found)
+    return task.tool, task.shares_words, construction, noun
+
+
+def test_held_out_requests_are_new_combinations_of_training_words() -> None:
+    train, held_out = workbench_split(1400, 700, seed=0)
+    seen = {combination(task) for task in train}
+    new = {combination(task) for task in held_out}
+    assert not seen & new
+    assert len(new) == 35 * 2 * 4  # of each tool and kind, a quarter of 16 or a third of 12
+    for part in (2, 3):  # but each construction and each object is known
+        assert {(*one[:2], one[part]) for one in new} <= {(*one[:2], one[part]) for one in seen}
+    known = {word for task in train for word in words(task.text)}
+    assert all(known.issuperset(words(task.text)) for task in held_out)
+
+
+def test_tools_and_kinds_are_balanced(subtests: pytest.Subtests) -> None:
+    for num_train, num_held_out, seed in ((350, 71, 3), (703, 106, 2)):
+        with subtests.test(num_train=num_train):
+            for tasks, count in zip(
+                workbench_split(num_train, num_held_out, seed), (num_train, num_held_out), strict=True
+            ):
+                assert len(tasks) == count
+                assert sum(not task.shares_words for task in tasks) in {count // 2, (count + 1) // 2}
+                per_tool = Counter(task.tool for task in tasks).values()
+                assert max(per_tool) - min(per_tool) <= 1
+
+
+def test_a_split_depends_on_its_seed_alone() -> None:
+    split = workbench_split(350, 70, seed=5)
+    assert split == workbench_split(350, 70, seed=5)
+    assert split != workbench_split(350, 70, seed=6)
+    tasks = make_workbench_tasks(70, seed=5)
+    assert tasks == make_workbench_tasks(70, seed=5)
+    assert tasks != make_workbench_tasks(70, seed=6)
+
+
+def test_the_held_out_tasks_of_a_tool_do_not_depend_on_other_tools() -> None:
+    fewer, _ = workbench_split(660, 66, 0, CATALOGUE.without(*ADDED_LATER))
+    _, held_out = workbench_split(700, 700, 0)
+    assert not {task.tool for task in fewer} & set(ADDED_LATER)
+    assert not {combination(task) for task in fewer} & {combination(task) for task in held_out}
+
+
+def test_too_few_training_tasks_and_foreign_tools_are_refused() -> None:
+    with pytest.raises(ConfigError, match="Use more training tasks: at least 10 for each of the 35 tools"):
+        workbench_split(35, 700, seed=0)
+    foreign = Tool(name="foreign", description="Do something.", function=print)
+    with pytest.raises(ConfigError, match=r"it also has foreign\. Leave these tools out with catalogue.without"):
+        make_workbench_tasks(10, seed=0, catalogue=ToolCatalogue([foreign]))
+
+
+def test_every_request_contains_the_arguments_of_its_call() -> None:
+    tasks = make_workbench_tasks(700, seed=2)
+    calls = defaultdict(set)
+    for task in tasks:
+        tool = CATALOGUE[task.tool]
+        described, asked = content_words(tool.text), content_words(task.text)
+        assert bool(described & asked) == task.shares_words
+        assert task.category == tool.category
+        assert {name: task.arguments[name] for name in task.slots} == task.slots
+        enumerated = {choice.name: choice for choice in tool.choices}
+        assert not enumerated.keys() & task.slots.keys()
+        decided = set()
+        for name, choice in enumerated.items():
+            assert choice.index(task.arguments) is not None
+            cues = PHRASES[task.tool].cues[name]
+            if name in task.arguments and any(one in task.text for one in cues[task.arguments[name]]):
+                decided.add(name)
+            else:  # what is not said is the default
+                assert task.arguments.get(name, ABSENT) == tool.properties[name].get("default", ABSENT)
+        assert task.difficulty == {0: "easy", 1: "medium", 2: "hard"}[(not task.shares_words) + bool(decided)]
+        for value in task.slots.values():
+            for part in value if isinstance(value, list) else [value]:
+                assert str(part) in task.text
+        assert re.fullmatch(r"[^{}]+[.?]", task.text)
+        assert not task.text[0].islower()
+        assert not re.search(r"  |, ,| [,.?]|\b1 places", re.sub(r'"[^"]*"', '""', task.text))
+        calls[task.text].add((task.tool, str(task.arguments)))
+    assert max(map(len, calls.values())) == 1
+    assert {task.difficulty for task in tasks} == {"easy", "medium", "hard"}
+
+
+def test_right_calls_are_valid_and_return_a_value(tmp_path) -> None:
+    make_workbench_files(tmp_path)
+    for task in make_workbench_tasks(700, seed=3):
+        tool = CATALOGUE[task.tool]
+        jsonschema.Draft202012Validator(tool.parameters).validate(dict(task.arguments))
+        arguments = {name: tmp_path / value if name == "path" else value for name, value in task.arguments.items()}
+        output = tool.function(**arguments)
+        assert output is not None
+        assert output not in ("", []), task.text
+        assert output != task.arguments.get("text") or task.tool in ("pad_text", "change_case"), task.text
+
+
+def test_files_stay_below_their_root(tmp_path) -> None:
+    make_workbench_files(tmp_path / "new/root")
+    written = {path.relative_to(tmp_path / "new/root") for path in tmp_path.rglob("*") if path.is_file()}
+    assert written == set(map(Path, WORKBENCH_FILES))
+
+
+def test_tools_to_add_later_are_recognisable_from_plain_requests() -> None:
+    """The description of the right tool is the only one with the largest share of its words in the request."""
+    described = {name: content_words(tool.text) for name, tool in CATALOGUE.items()}
+    later = CATALOGUE.without(*(CATALOGUE.keys() - set(ADDED_LATER)))
+    tasks = make_workbench_tasks(128, seed=0, catalogue=later)
+    plain = [task for task in tasks if task.shares_words]
+    assert len(plain) == 64
+    for task in plain:
+        asked = content_words(task.text)
+        shares = {name: len(asked & own) / len(own) for name, own in described.items()}
+        assert [name for name, share in shares.items() if share == max(shares.values())] == [task.tool]
+        assert shares[task.tool] >= 0.5
