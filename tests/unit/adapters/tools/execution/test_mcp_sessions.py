@@ -22,7 +22,7 @@ from grpo.errors import ConfigError, GRPOWarning
 from tests.support.mcp_servers import REAL, ask, by_hand, by_name, is_gone, listing, process_of
 from tests.support.tool_executors import LONG, soon
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 
 
 # --- start and end

@@ -9,7 +9,7 @@ from tests.support.tool_executors import LINUX, LONG, OWN_USERS, exists, soon
 
 pytestmark = LINUX
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 
 SCRIPT = """
 import os, sys, time

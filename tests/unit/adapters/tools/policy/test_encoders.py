@@ -17,7 +17,7 @@ from adapters.tools.policy.encoders import CachedEncoder, HashingEncoder, with_o
 from examples.tool_workbench import workbench_catalogue
 from grpo.errors import ConfigError, ContractError
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 TEXTS = ["sort these items", "what is 17 percent of 230?", "größer als zwei"]
 
 
