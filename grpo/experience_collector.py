@@ -23,6 +23,7 @@ from .config import RewardConfig
 from .distributed import Engine
 from .errors import ConfigError
 from .policy_base import POLICY_METHODS, KeysStates, PlansMicroBatches, require_methods
+from .reward_model_base import add_call_metrics
 from .sinks import Samples
 from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, row_totals, select_rows
 from .writing import describe, pad_steps
@@ -210,11 +211,13 @@ class ExperienceCollector:
         return cut_parts(planned_parts(f"{self._name}.plan_micro_batches", plan, count), num_halvings)
 
     def take_counts(self, engine: Engine) -> dict[str, float]:
-        """Failures of the reward model on all ranks, by metric name, since the last call. The next iteration
+        """Failures and own metrics of the reward model on all ranks, by metric name, since the last call. The next iteration
         reports those of an iteration that fails."""
-        counts = add_metrics(engine.gather_objects(self._ask_for_rewards.counts))
+        own = (self._ask_for_rewards.counts, self._ask_for_rewards.measured)
+        counts, measured = zip(*engine.gather_objects(own), strict=True)
         self._ask_for_rewards.forget_counts()
-        return counts
+        means = {name: total / count if count else total for name, (count, total) in add_call_metrics(measured).items()}
+        return add_metrics(counts) | means
 
     def agree_on_sizes(self, engine: Engine) -> int:
         """Go on with the fewest rows per call that any rank came to, so that all ranks make the same calls.
@@ -238,6 +241,7 @@ class ExperienceCollector:
             "num_halvings": [self.scoring.num_halvings, self.updating.num_halvings],
             "num_repeated": [self.sample.num_repeated, self.scoring.num_repeated, self.updating.num_repeated],
             "reward_counts": dict(self._ask_for_rewards.counts),
+            "reward_metrics": dict(self._ask_for_rewards.measured),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -246,6 +250,7 @@ class ExperienceCollector:
         self.scoring.num_halvings, self.updating.num_halvings = state["num_halvings"]
         self.sample.num_repeated, self.scoring.num_repeated, self.updating.num_repeated = state["num_repeated"]
         self._ask_for_rewards.counts = dict(state["reward_counts"])
+        self._ask_for_rewards.measured = dict(state.get("reward_metrics", {}))  # older checkpoints have none
 
     def _find_steps(self, states: Rows, actions: Rows, group_ids: Tensor) -> SampledActions:
         """Find the steps of each row by scoring the actions. A policy that returns log-probs [N] is scored only once."""

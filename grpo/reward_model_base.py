@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -58,6 +58,18 @@ class LosesRewards(Protocol):
         """Map the name of a metric to a mask [N] of the rows whose reward the last call lost for that reason.
 
         Every call returns the same names. The lost rewards themselves are NaN.
+        """
+
+
+@runtime_checkable
+class MeasuresCalls(Protocol):
+    """A reward model that measures its work, such as the seconds of each tool. The trainer reports the measurements."""
+
+    def call_metrics(self) -> dict[str, tuple[float, float]]:
+        """Map the name of each metric to (count, sum) over the rows of the last call. Names may differ from call to call.
+
+        The trainer adds up counts and sums over the calls and ranks of an iteration, and reports sum / count. A count of 0
+        marks a total: the sum itself is reported.
         """
 
 
@@ -137,6 +149,16 @@ class RewardFunction:
 
     def __repr__(self) -> str:
         return self.__name__
+
+
+def add_call_metrics(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
+    """Add up the counts and the sums of several `call_metrics()`."""
+    total: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for name, (count, value) in part.items():
+            known_count, known_value = total.get(name, (0.0, 0.0))
+            total[name] = (known_count + count, known_value + value)
+    return total
 
 
 def compares_actions(reward_model: Any) -> bool:

@@ -15,7 +15,9 @@ from .deadlines import MAX_CONCURRENT, Call, await_all
 from .errors import ConfigError, RewardError
 from .reward_model_base import (
     LosesRewards,
+    MeasuresCalls,
     RewardFunction,
+    add_call_metrics,
     as_reward_model,
     compares_actions,
     is_function,
@@ -114,6 +116,12 @@ class WeightedRewards:
                 for name, rows in part.lost_rewards().items():
                     found[name] = rows | found[name] if name in found else rows
         return found
+
+    def call_metrics(self) -> dict[str, tuple[float, float]]:
+        """Map each metric of the parts to (count, sum) over the last call."""
+        return add_call_metrics(
+            part.call_metrics() for part in self.rewards.values() if isinstance(part, MeasuresCalls)
+        )
 
     @property
     def compares_actions(self) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from grpo.config import RewardConfig
 from grpo.distributed import OneProcess
 from grpo.errors import ConfigError, DeadlineError, RewardError, RewardRaisedError, RewardTimeoutError
-from grpo.reward_model_base import LosesRewards, as_reward_model, with_limits
+from grpo.reward_model_base import LosesRewards, MeasuresCalls, add_call_metrics, as_reward_model, with_limits
 from grpo.rewards import WeightedRewards
 from grpo.types import Rows, zero_outside
 from grpo.writing import describe, reward_name
@@ -84,6 +84,7 @@ class RewardCalls:
         self._name = reward_name(reward_model)
         self._call = CheckedCall(self.reward_model, self._name)
         self._losses = self.reward_model if isinstance(self.reward_model, LosesRewards) else None
+        self._measures = self.reward_model if isinstance(self.reward_model, MeasuresCalls) else None
         self._weights = reward_model.weights if isinstance(reward_model, WeightedRewards) else {}
         self._clock, self._sleep = clock or time.monotonic, sleep or time.sleep
         self._waiting = waiting or OneProcess().waiting
@@ -96,6 +97,8 @@ class RewardCalls:
         )
         self.counts = dict.fromkeys(COUNTED, 0.0)
         """Failures, by metric name, that have not been reported yet."""
+        self.measured: dict[str, tuple[float, float]] = {}
+        """(count, sum) of the reward model's own metrics, by name, that have not been reported yet."""
 
     def __call__(
         self,
@@ -151,6 +154,7 @@ class RewardCalls:
     def forget_counts(self) -> None:
         """Count from 0 again, because the counts have been reported."""
         self.counts = dict.fromkeys(COUNTED, 0.0)
+        self.measured = {}
 
     def _ask_with_breaker(self, rows: AskedRows) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Get the total rewards, their parts, and the rows that have them. Wait while the breaker is open."""
@@ -216,6 +220,8 @@ class RewardCalls:
                 self._breaker.fail(error)
             raise
         self._breaker.succeed()
+        if self._measures is not None:
+            self.measured = add_call_metrics([self.measured, self._measures.call_metrics()])
         return answer
 
     def _limited(self, num_rows: int) -> AbstractContextManager[object]:

@@ -375,6 +375,7 @@ def test_the_state_restores_every_size_and_count() -> None:
         "num_halvings": [0, 0],
         "num_repeated": [0, 0, 0],
         "reward_counts": dict.fromkeys(COUNTED, 0.0),
+        "reward_metrics": {},
     }
     collector.sample.rows_per_call = 6
     collector.scoring.num_halvings, collector.updating.num_halvings = 1, 2

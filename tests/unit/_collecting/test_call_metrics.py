@@ -1,0 +1,151 @@
+"""A reward model's own metrics: means over the rows of an iteration, totals, and what failures and ranks do to them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from grpo import GRPOConfig, GRPOTrainer, RewardConfig, WeightedRewards
+from grpo.distributed import OneProcess
+from grpo.experience_collector import ExperienceCollector
+from grpo.reward_model_base import add_call_metrics
+
+
+class Measuring:
+    """Each action is a number of seconds. Negative actions fail."""
+
+    def compute_rewards(self, states: Any, actions: Sequence[int]) -> list[float]:
+        self.seconds = list(actions)
+        if min(actions) < 0:
+            raise ValueError("negative")
+        return [float(action) for action in actions]
+
+    def call_metrics(self) -> dict[str, tuple[float, float]]:
+        return {"judge/calls": (0, len(self.seconds)), "judge/seconds": (len(self.seconds), sum(self.seconds))}
+
+    def train(self, *_: Any) -> Any:
+        return self
+
+    eval = to = train
+
+
+class Draws:
+    """A policy that gives every state the actions it was made with."""
+
+    def __init__(self, *actions: int) -> None:
+        self.actions = actions
+
+    def generate_actions(self, states: Sequence[Any], num_actions_per_state: int, **_: Any) -> list[list[int]]:
+        return [list(self.actions) for _ in states]
+
+    def get_log_probabilities(self, states: Sequence[Any], actions: Sequence[int]) -> torch.Tensor:
+        return torch.zeros(len(actions))
+
+    def get_parameters(self) -> dict[str, Any]:
+        return {}
+
+    def train(self, *_: Any) -> "Draws":
+        return self
+
+    eval = to = train
+
+
+class Ranks(OneProcess):
+    """This rank and another one, which has measured a call of 10 s."""
+
+    def gather_objects(self, own: Any) -> list[Any]:
+        return [own, ({"rows/dropped": 2.0}, {"judge/calls": (0, 1), "judge/seconds": (1, 10.0)})]
+
+
+def collector(reward_model: Any, *actions: int, **settings: Any) -> ExperienceCollector:
+    reward = RewardConfig(**settings)
+    return ExperienceCollector(
+        policy=Draws(*actions), reward_model=reward_model, group_size=len(actions), reward=reward
+    )
+
+
+def taken(found: ExperienceCollector) -> dict[str, float]:
+    engine = GRPOTrainer(config=GRPOConfig(), policy=Draws(1), reward_model=Measuring()).engine
+    return {name: value for name, value in found.take_counts(engine).items() if name.startswith("judge/")}
+
+
+def test_metrics_are_means_over_all_calls_of_an_iteration_or_totals() -> None:
+    """Two calls with 1, 2 and 6 s each: 6 calls of 3 s on average. The next iteration starts anew."""
+    found = collector(Measuring(), 1, 2, 6)
+    for _ in range(2):
+        found.collect(["state"])
+    assert taken(found) == {"judge/calls": 6, "judge/seconds": 3.0}
+    assert taken(found) == {}
+
+
+def test_metrics_are_joined_over_ranks() -> None:
+    """Calls of 1 and 4 s here and of 10 s on the other rank: 5 s on average."""
+    found = collector(Measuring(), 1, 4)
+    found.collect(["state"])
+    metrics = found.take_counts(Ranks())
+    assert {name: metrics[name] for name in ("judge/calls", "judge/seconds", "rows/dropped")} == {
+        "judge/calls": 3,
+        "judge/seconds": 5.0,
+        "rows/dropped": 2.0,
+    }
+
+
+def test_a_call_that_fails_is_not_measured() -> None:
+    """All rows, then each by itself: the calls with 1 and 5 s succeed."""
+    found = collector(Measuring(), 1, -3, 5, on_failure="drop")
+    found.collect(["state"])
+    assert taken(found) == {"judge/calls": 2, "judge/seconds": 3.0}
+
+
+def test_the_parts_of_a_weighted_reward_are_measured() -> None:
+    parts = WeightedRewards({"judge": Measuring(), "one": lambda s, a: [1.0] * len(a), "again": Measuring()})
+    found = collector(parts, 1, 2)
+    found.collect(["state"])
+    assert taken(found) == {"judge/calls": 4, "judge/seconds": 1.5}
+
+
+def test_metrics_that_no_iteration_has_reported_are_in_the_checkpoint() -> None:
+    found, again = collector(Measuring(), 1, 2), collector(Measuring(), 1, 2)
+    found.collect(["state"])
+    state = found.state_dict()
+    again.load_state_dict(state)
+    assert taken(again) == taken(found) == {"judge/calls": 2, "judge/seconds": 1.5}
+    again.load_state_dict({name: value for name, value in state.items() if name != "reward_metrics"})
+    assert taken(again) == {}, "a checkpoint of an earlier version has no such metrics"
+
+
+def test_a_trainer_reports_the_metrics_of_each_iteration() -> None:
+    class Learns(torch.nn.Linear):
+        """Draws the actions 1 and 3."""
+
+        def generate_actions(self, states: Any, num_actions_per_state: int, **_: Any) -> list[list[int]]:
+            return [[1, 3] for _ in states]
+
+        def get_log_probabilities(self, states: Any, actions: Sequence[int]) -> torch.Tensor:
+            return self(torch.tensor(actions).view(-1, 1).float()).squeeze(1)
+
+        def get_parameters(self) -> dict[str, Any]:
+            return dict(self.named_parameters())
+
+    trainer = GRPOTrainer(config=GRPOConfig(group_size=2), policy=Learns(1, 1), reward_model=Measuring())
+    for _ in range(2):
+        metrics = trainer.step(["a", "b"])
+        assert (metrics["judge/calls"], metrics["judge/seconds"]) == (4, 2.0)
+
+
+def test_counts_and_sums_are_added_by_name() -> None:
+    assert add_call_metrics([]) == {}
+    found = add_call_metrics([{"a": (1, 2.0), "b": (0, 1.0)}, {"a": (3, 0.5)}])
+    assert found == {"a": (4, 2.5), "b": (0, 1.0)}
+
+
+@pytest.mark.parametrize("metrics", [{}, {"judge/seconds": (0, 0.0)}])
+def test_a_model_without_measurements_reports_what_it_gives(metrics: dict[str, Any]) -> None:
+    class Idle(Measuring):
+        def call_metrics(self) -> dict[str, tuple[float, float]]:
+            return metrics
+
+    found = collector(Idle(), 1)
+    found.collect(["state"])
+    assert taken(found) == {name: value for name, (_, value) in metrics.items()}
