@@ -41,7 +41,13 @@ from benchmarks._tool_baselines import (
     train_supervised,
 )
 from examples.tool_routing import CONFIG, NUM_HELD_OUT, NUM_MORE_ITERATIONS, NUM_TRAIN, learn_added_tools
-from examples.tool_workbench import ADDED_LATER, make_workbench_files, workbench_catalogue, workbench_split
+from examples.tool_workbench import (
+    ADDED_LATER,
+    make_workbench_files,
+    shares_words,
+    workbench_catalogue,
+    workbench_split,
+)
 from grpo import GRPOTrainer
 
 REINFORCE_RATE, REINFORCE_ENTROPY, SUPERVISED_RATE, LINUCB_ALPHA = 0.02, 0.03, 0.05, 1.0
@@ -210,7 +216,7 @@ def measure(method: Method, setting: Setting) -> tuple[Learned, Outcome]:
 def shares_of_added(policy: ToolSelectionPolicy, held_out: Sequence[ToolTask]) -> dict[str, float]:
     """Share of the tasks for the added tools in which the policy chooses the right tool."""
     added = [task for task in held_out if task.tool in ADDED_LATER]
-    parts = {ADDED: added, CLOSE: [t for t in added if t.shares_words], FAR: [t for t in added if not t.shares_words]}
+    parts = {ADDED: added, CLOSE: [t for t in added if shares_words(t)], FAR: [t for t in added if not shares_words(t)]}
     return {name: evaluate_tools(policy, part, policy.catalogue).overall.right_tool for name, part in parts.items()}
 
 
@@ -256,7 +262,7 @@ def print_methods(outcomes: dict[str, list[Outcome]]) -> None:
     print(f"| {' | '.join(columns)} | seconds | CPU seconds |\n|{'---|' * 8}")
     for name, several in outcomes.items():
         of_all = [outcome.report.overall for outcome in several]
-        hard = [outcome.report.by_words["no shared word"] for outcome in several]
+        hard = [outcome.report.by_label["words"]["no shared word"] for outcome in several]
         shares = [
             share([getattr(a, part) for a in of]) for of in (of_all, hard) for part in ("right_tool", "right_call")
         ]
@@ -294,7 +300,7 @@ def check_targets(
         ("right call >= 90 %", min(r.overall.right_call for r in reports) >= 0.90),
         (
             "right tool without shared words >= 90 %",
-            min(r.by_words["no shared word"].right_tool for r in reports) >= 0.90,
+            min(r.by_label["words"]["no shared word"].right_tool for r in reports) >= 0.90,
         ),
         ("under 120 s", max(outcome.seconds for outcome in outcomes) < 120.0),
         (

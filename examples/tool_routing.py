@@ -32,11 +32,16 @@ from adapters.tools import (
     ToolSelectionPolicy,
     ToolTask,
     evaluate_tools,
-    plot_accuracy,
-    plot_confusion,
     standard_rewards,
 )
-from examples.tool_workbench import ADDED_LATER, make_workbench_files, workbench_catalogue, workbench_split
+from examples.tool_workbench import (
+    ADDED_LATER,
+    make_workbench_files,
+    shares_words,
+    workbench_catalogue,
+    workbench_split,
+)
+from examples.tool_workbench.plots import plot_accuracy, plot_confusion
 from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, JSONLSink, ObjectiveConfig
 
 NUM_TRAIN, NUM_HELD_OUT = 8_000, 660
@@ -74,7 +79,7 @@ class LearningCurve:
 
 def share_right(report: ToolReport) -> str:
     """One line of text: the accuracies on all tasks, and on the tasks that share no word with their tool's description."""
-    hard = report.by_words["no shared word"]
+    hard = report.by_label["words"]["no shared word"]
     overall = report.overall
     return (
         f"right tool {overall.right_tool:6.1%}, right call {overall.right_call:6.1%}; "
@@ -108,8 +113,8 @@ def add_tools(trainer: GRPOTrainer, tasks: Sequence[ToolTask], held_out: Sequenc
     policy, everything = trainer.policy, workbench_catalogue()
     policy.add_tools(*(everything[name] for name in ADDED_LATER))
     parts = {
-        "new tools, description's words": [t for t in held_out if t.tool in ADDED_LATER and t.shares_words],
-        "new tools, other words": [t for t in held_out if t.tool in ADDED_LATER and not t.shares_words],
+        "new tools, description's words": [t for t in held_out if t.tool in ADDED_LATER and shares_words(t)],
+        "new tools, other words": [t for t in held_out if t.tool in ADDED_LATER and not shares_words(t)],
         "known tools": [t for t in held_out if t.tool not in ADDED_LATER],
     }
 
@@ -141,7 +146,7 @@ def main() -> None:
     train, held_out = workbench_split(NUM_TRAIN, NUM_HELD_OUT, args.seed, catalogue)
     random.Random(args.seed).shuffle(train)
     print(f"{len(catalogue)} tools in {len(catalogue.categories)} categories; a request of each kind:")
-    for task in (train[0], next(task for task in train if not task.shares_words)):
+    for task in (train[0], next(task for task in train if not shares_words(task))):
         print(f"  {task.text}\n    -> {task.tool} {dict(task.arguments)}")
 
     policy = ToolSelectionPolicy(catalogue)
@@ -162,7 +167,9 @@ def main() -> None:
     plot_confusion({"before": before, "after": after}, folder / "confusion.png")
     lines = {
         "right tool": [report.overall.right_tool for report in curve.reports],
-        "right tool, no word shared": [report.by_words["no shared word"].right_tool for report in curve.reports],
+        "right tool, no word shared": [
+            report.by_label["words"]["no shared word"].right_tool for report in curve.reports
+        ],
         "right call": [report.overall.right_call for report in curve.reports],
     }
     plot_accuracy({name: (curve.calls, shares) for name, shares in lines.items()}, folder / "accuracy.png")

@@ -50,7 +50,7 @@ from .errors import (
     WorkerDiedError,
     WorkerLostError,
 )
-from .learning.evaluation import Accuracy, ToolReport, evaluate_tools
+from .learning.evaluation import Abstention, Accuracy, ToolReport, evaluate_tools
 from .learning.rewards import (
     ToolRewards,
     call_cost,
@@ -94,6 +94,7 @@ else:  # a policy needs no executor: a service that only chooses tools does not 
 
 
 __all__ = [
+    "Abstention",
     "Accuracy",
     "Command",
     "CommandFailedError",

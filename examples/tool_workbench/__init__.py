@@ -3,7 +3,7 @@
 Every tool can be executed. The categories are text, arithmetic, dates, conversion, lists, and files in a folder.
 """
 
-from .tasks import make_workbench_tasks, workbench_split
+from .tasks import make_workbench_tasks, shares_words, workbench_split
 from .tools import ADDED_LATER, WORKBENCH_FILES, make_workbench_files, workbench_catalogue
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "WORKBENCH_FILES",
     "make_workbench_files",
     "make_workbench_tasks",
+    "shares_words",
     "workbench_catalogue",
     "workbench_split",
 ]

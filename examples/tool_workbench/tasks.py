@@ -4,8 +4,8 @@ from itertools import chain, cycle
 from random import Random
 from typing import Any
 
+from adapters.tools import ToolTask
 from adapters.tools.catalogue.tools import ABSENT, Tool, ToolCatalogue
-from adapters.tools.learning.tasks import Difficulty, ToolTask
 from examples.tool_workbench.words import content_words, words
 from grpo.errors import ConfigError
 
@@ -19,6 +19,10 @@ Combination = tuple[str, str]
 
 def make_workbench_tasks(num_tasks: int, seed: int, catalogue: ToolCatalogue | None = None) -> list[ToolTask]:
     """Make tasks for every tool equally often. Half of the requests share no content word with the tool's description.
+
+    Labels: `words` is `shared words` or `no shared word`. `difficulty` is `easy` if the request uses the description's words
+    and every enumerated parameter keeps its default, `medium` if it uses other words or asks for a parameter value, and `hard`
+    if it does both.
 
     Args:
         num_tasks: Number of tasks. Tools alternate.
@@ -59,6 +63,11 @@ def workbench_split(
     train = _make(num_train, tools, known, Random(f"train {seed}"))
     vocabulary = frozenset(word for task in train for word in words(task.text))
     return train, _make(num_held_out, tools, new, Random(f"held out {seed}"), vocabulary)
+
+
+def shares_words(task: ToolTask) -> bool:
+    """Whether the request shares a content word with the name or description of its tool."""
+    return task.labels["words"] == "shared words"
 
 
 def _tools(catalogue: ToolCatalogue | None) -> list[Tool]:
@@ -145,17 +154,12 @@ def _compose(tool: Tool, combination: Combination, oblique: bool, generator: Ran
         text=text,
         tool=tool.name,
         arguments=slots | choices,
-        category=tool.category,
-        difficulty=_difficulty(oblique, decided),
         slots=slots,
-        shares_words=bool(content_words(text) & content_words(tool.text)),
+        labels={
+            "difficulty": ("easy", "medium", "hard")[oblique + decided],
+            "words": "shared words" if content_words(text) & content_words(tool.text) else "no shared word",
+        },
     )
-
-
-def _difficulty(oblique: bool, decided: bool) -> Difficulty:
-    if oblique and decided:
-        return "hard"
-    return "medium" if oblique or decided else "easy"
 
 
 def _choose_values(tool: Tool, core: str, generator: Random) -> dict[str, tuple[Any, bool]]:

@@ -24,7 +24,7 @@ from adapters.tools import (
 )
 from adapters.tools.learning.evaluation import Accuracy
 from examples.tool_routing import CONFIG, NUM_HELD_OUT, NUM_TRAIN, learn_added_tools
-from examples.tool_workbench import ADDED_LATER, workbench_catalogue, workbench_split
+from examples.tool_workbench import ADDED_LATER, shares_words, workbench_catalogue, workbench_split
 from grpo import GRPOTrainer
 from tests.support.objective_inputs import as_users_run_it
 
@@ -95,7 +95,7 @@ def run(seed: int, num_iterations: int) -> Run:
         others = evaluate_tools(policy, for_others, policy.catalogue).overall
         policy.add_tools(*(EVERYTHING[name] for name in ADDED_LATER))
         for_new = [task for task in held_out if task.tool in ADDED_LATER]
-        close = [task for task in for_new if task.shares_words]
+        close = [task for task in for_new if shares_words(task)]
 
         def shares() -> tuple[float, float]:
             reports = (evaluate_tools(policy, some, EVERYTHING) for some in (close, for_new))
@@ -123,7 +123,7 @@ def assert_the_tool_is_learned_from_chance(learned: Run, right_call: float) -> N
 
 
 def assert_more_is_learned_than_the_words_of_the_descriptions(learned: Run) -> None:
-    without_words = learned.after.by_words["no shared word"]
+    without_words = learned.after.by_label["words"]["no shared word"]
     assert without_words.num_tasks == NUM_HELD_OUT // 2
     assert without_words.right_tool >= 0.90
 

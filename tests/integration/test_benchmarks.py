@@ -378,6 +378,4 @@ def test_the_benchmark_of_the_executor_prints_each_figure(run: Run) -> None:
 
 
 def _task(text: str, *, tool: str = "t", slots: dict[str, object] | None = None, **arguments: object) -> ToolTask:
-    return ToolTask(
-        text=text, tool=tool, arguments=arguments, category="c", difficulty="easy", slots=slots or {}, shares_words=True
-    )
+    return ToolTask(text=text, tool=tool, arguments=arguments, slots=slots or {})

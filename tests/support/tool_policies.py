@@ -56,9 +56,7 @@ ALL_CALLS = [
 
 
 def task(asked: str, **slots: Any) -> ToolTask:
-    return ToolTask(
-        text=asked, tool="shout", arguments={}, category="general", difficulty="easy", slots=slots, shares_words=True
-    )
+    return ToolTask(text=asked, tool="shout", slots=slots)
 
 
 def policy(catalogue: ToolCatalogue = CATALOGUE, *, random: bool = True, scale: float = 0.4, **options: Any) -> Any:

@@ -1,27 +1,39 @@
-"""Accuracy of a policy's most likely calls, by category and difficulty, with a confusion matrix."""
+"""Accuracy of a policy's most likely calls, by category and label, with a confusion matrix."""
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, assert_never
+from typing import Any, Literal, Protocol, assert_never, runtime_checkable
 
 import numpy as np
+from jaxtyping import Bool, Float
 
-from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.catalogue.calls import ToolCall, plain_name
 from adapters.tools.catalogue.tools import ToolCatalogue
 from grpo.errors import ConfigError
 
-from .task_errors import classify_error
+from .task_errors import classify_error, require_tools
 from .tasks import ToolTask
+
+NO_TOOL, UNKNOWN = "no tool", "?"
 
 
 class PredictsCalls(Protocol):
     """A `ToolSelectionPolicy`, or any other object that predicts calls for tasks."""
 
-    def predict(self, states: Any) -> list[ToolCall]:
-        """Return one call per task."""
+    def predict(self, states: Any) -> Sequence[ToolCall | None]:
+        """Return one call per task. None: no tool."""
+        ...
+
+
+@runtime_checkable
+class PredictsConfidences(Protocol):
+    """A policy that knows how likely its calls are."""
+
+    def predict_top(self, states: Any, k: int) -> Sequence[Sequence[Any]]:
+        """Return the k most likely calls per task, each with its `confidence`."""
         ...
 
 
@@ -32,9 +44,24 @@ class Accuracy:
     num_tasks: int
     """Number of tasks."""
     right_tool: float
-    """Share of the tasks for which the right tool was called."""
+    """Share of the tasks for which a right tool was called, or rightly none."""
     right_call: float
     """Share of the tasks for which the whole call was right: the tool and every argument."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abstention:
+    """How well a policy separates requests that need a tool from requests that need none."""
+
+    num_tasks: int
+    """Number of tasks for which only no tool is right."""
+    rightly: float
+    """Share of these tasks for which the policy called no tool."""
+    wrongly: float
+    """Share of the tasks that need a tool for which the policy called none. 0 if no task needs a tool."""
+    auroc: float | None
+    """Probability that the policy is more confident of its call for a task that needs a tool than for a task that needs none,
+    where equal confidences count half. None: the policy has no `predict_top`, or no task needs a tool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +70,40 @@ class ToolReport:
 
     overall: Accuracy
     """Accuracy on all tasks."""
-    by_category: Mapping[str, Accuracy]
-    """Accuracy by the category of the right tool."""
-    by_difficulty: Mapping[str, Accuracy]
-    """Accuracy by difficulty: `easy`, `medium`, `hard`."""
-    by_words: Mapping[str, Accuracy]
-    """Accuracy of tasks that share a content word with their tool's name or description (`shared words`), and of tasks that
-    do not (`no shared word`)."""
+    by_label: Mapping[str, Mapping[str, Accuracy]]
+    """Accuracy by each label of the tasks, such as `by_label["difficulty"]["hard"]`. `by_label["category"]` is the category of
+    the right tool."""
+    abstention: Abstention | None
+    """How well the policy calls no tool where none is right. None: every task needs a tool."""
     errors: Mapping[str, int]
     """Number of wrong calls by kind of error (`ErrorKind`)."""
     tools: tuple[str, ...]
-    """Names of the catalogue's tools, then `?` for calls of a tool that the catalogue lacks."""
-    categories: tuple[str, ...]
-    """The catalogue's categories, then `?` for calls of a tool that the catalogue lacks."""
+    """Names of the catalogue's tools, then `no tool`, and `?` for calls of a tool that the catalogue lacks."""
     category_of: tuple[str, ...]
-    """Category of each entry of `tools`."""
+    """Category of each entry of `tools`. `no tool` and `?` are their own categories."""
     confusion: tuple[tuple[int, ...], ...]
     """Confusion matrix over `tools`: entry [i, j] is the number of tasks with right tool i for which tool j was called."""
+
+    def __post_init__(self) -> None:
+        """Convert JSON values."""
+        labels = {key: {name: _accuracy(one) for name, one in part.items()} for key, part in self.by_label.items()}
+        abstention: Any = self.abstention
+        converted = {
+            "overall": _accuracy(self.overall),
+            "by_label": labels,
+            "abstention": Abstention(**abstention) if isinstance(abstention, Mapping) else abstention,
+            "errors": dict(self.errors),
+            "tools": tuple(self.tools),
+            "category_of": tuple(self.category_of),
+            "confusion": tuple(map(tuple, self.confusion)),
+        }
+        for name, value in converted.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def categories(self) -> tuple[str, ...]:
+        """The different categories, in the catalogue's order."""
+        return tuple(dict.fromkeys(self.category_of))
 
     def confusion_matrix(self, of: Literal["tool", "category"] = "tool") -> np.ndarray:
         """Number of tasks by right tool (row) and called tool (column), or by the categories of these tools."""
@@ -74,13 +118,17 @@ class ToolReport:
                 assert_never(of)
 
     def __str__(self) -> str:
-        return self.table()
-
-    def table(self) -> str:
-        """Table of accuracies by category, difficulty and words, then the kinds of errors and the most confused pairs."""
+        """Table of accuracies by label, then the use of no tool, the kinds of errors and the most confused pairs."""
         lines = [f"{'':24s}{'tasks':>8s}{'right tool':>12s}{'right call':>12s}", _line("all", self.overall)]
-        for parts in (self.by_category, self.by_difficulty, self.by_words):
+        for parts in self.by_label.values():
             lines += ["", *(_line(name, accuracy) for name, accuracy in parts.items())]
+        if self.abstention is not None:
+            auroc = self.abstention.auroc
+            lines += [
+                "",
+                f"no tool: rightly {self.abstention.rightly:.1%}, wrongly {self.abstention.wrongly:.1%}"
+                + ("" if auroc is None else f", AUROC {auroc:.3f}"),
+            ]
         lines += ["", "errors: " + (", ".join(f"{kind} {count}" for kind, count in self.errors.items()) or "none")]
         matrix = self.confusion_matrix()
         np.fill_diagonal(matrix, 0)
@@ -91,7 +139,7 @@ class ToolReport:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields by name, as plain numbers, strings, lists and dicts."""
+        """Fields by name, as plain numbers, strings, sequences and dicts."""
         return asdict(self)
 
     def to_json(self, path: str | Path) -> None:
@@ -106,23 +154,8 @@ class ToolReport:
         Raises:
             ConfigError: The values do not come from `to_dict`.
         """
-        names = {each.name for each in fields(cls)}
         try:
-            if set(values) != names:
-                raise ConfigError(
-                    f"fields must be {', '.join(sorted(names))}; got {', '.join(sorted(map(str, values)))}"
-                )
-            return cls(
-                overall=Accuracy(**values["overall"]),
-                by_category=_accuracies(values["by_category"]),
-                by_difficulty=_accuracies(values["by_difficulty"]),
-                by_words=_accuracies(values["by_words"]),
-                errors=dict(values["errors"]),
-                tools=tuple(values["tools"]),
-                categories=tuple(values["categories"]),
-                category_of=tuple(values["category_of"]),
-                confusion=tuple(tuple(counts) for counts in values["confusion"]),
-            )
+            return cls(**values)
         except (TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"ToolReport.from_dict: {error}. Pass the result of to_dict().") from error
 
@@ -143,64 +176,96 @@ class ToolReport:
 def evaluate_tools(policy: PredictsCalls, tasks: Sequence[ToolTask], catalogue: ToolCatalogue) -> ToolReport:
     """Compare the policy's most likely calls with the right calls. No tool is executed.
 
+    A call is right if it equals any of the task's right calls. A prediction of None is right if `tool=None` is.
+
     Args:
-        policy: The policy to evaluate. `predict` is called once.
+        policy: The policy to evaluate. `predict` is called once, and `predict_top` once if the policy has it and both kinds of
+            tasks exist: tasks that need a tool, and tasks that need none.
         tasks: Tasks with their right calls.
         catalogue: Catalogue that holds the tasks' tools.
 
     Raises:
-        ConfigError: There is no task, or the catalogue lacks a task's tool.
+        ConfigError: There is no task, or the catalogue lacks a tool of a task.
     """
     if not tasks:
         raise ConfigError("evaluate_tools needs at least one task; got none.")
-    unknown = sorted({task.tool for task in tasks} - set(catalogue))
-    if unknown:
-        raise ConfigError(
-            f"evaluate_tools: the catalogue must have the right tool of every task; it lacks {', '.join(unknown)}. Add these "
-            "tools, or leave out their tasks."
-        )
+    for task in tasks:
+        require_tools(task, catalogue)
     calls = policy.predict(tasks)
     errors = [classify_error(task, call, catalogue) for task, call in zip(tasks, calls, strict=True)]
-    tools = (*catalogue, "?")
+    tools = (*catalogue, NO_TOOL, UNKNOWN)
     place = {name: i for i, name in enumerate(tools)}
+    called = np.array([place[_name(call, catalogue)] for call in calls])
+    answers = [[place[_name(call, catalogue)] for call in task.right_calls] for task in tasks]
+    # A right call of one of the other right tools counts for that tool.
+    right = np.array([own if own in several else several[0] for own, several in zip(called, answers, strict=True)])
     confusion = np.zeros((len(tools), len(tools)), dtype=int)
-    right = np.array([place[task.tool] for task in tasks])
-    called = np.array([place[call.tool] if call.tool in catalogue else len(catalogue) for call in calls])
     np.add.at(confusion, (right, called), 1)
-    right_tool = right == called
-    right_call = np.array([error is None for error in errors])
+    right_tool, right_call = right == called, np.array([error is None for error in errors])
 
-    def accuracy(chosen: np.ndarray) -> Accuracy:
+    def accuracy(chosen: Bool[np.ndarray, " N"]) -> Accuracy:
         return Accuracy(
             num_tasks=int(chosen.sum()),
             right_tool=float(right_tool[chosen].mean()),
             right_call=float(right_call[chosen].mean()),
         )
 
-    def by(key: Callable[[ToolTask], str], order: Sequence[str]) -> dict[str, Accuracy]:
-        keys = np.array([key(task) for task in tasks])
-        return {name: accuracy(keys == name) for name in order if (keys == name).any()}
-
-    counts = Counter(error for error in errors if error is not None)
+    category_of = (*(tool.category for tool in catalogue.values()), NO_TOOL, UNKNOWN)
+    labels = [
+        {"category": category_of[several[0]], **task.labels} for task, several in zip(tasks, answers, strict=True)
+    ]
+    by_label: dict[str, dict[str, Accuracy]] = {}
+    for key in dict.fromkeys(key for own in labels for key in own):
+        values = np.array([own.get(key) for own in labels], dtype=object)
+        order = dict.fromkeys(category_of if key == "category" else ()) | dict.fromkeys(values)
+        by_label[key] = {
+            name: accuracy(values == name) for name in order if name is not None and (values == name).any()
+        }
     return ToolReport(
         overall=accuracy(np.ones(len(tasks), dtype=bool)),
-        by_category=by(lambda task: task.category, catalogue.categories),
-        by_difficulty=by(lambda task: task.difficulty, ("easy", "medium", "hard")),
-        by_words=by(_words_shared, ("shared words", "no shared word")),
-        errors=dict(counts.most_common()),
+        by_label=by_label,
+        abstention=_abstention(policy, tasks, called == place[NO_TOOL]),
+        errors=dict(Counter(error for error in errors if error is not None).most_common()),
         tools=tools,
-        categories=(*catalogue.categories, "?"),
-        category_of=(*(tool.category for tool in catalogue.values()), "?"),
-        confusion=tuple(tuple(row) for row in confusion.tolist()),
+        category_of=category_of,
+        confusion=tuple(map(tuple, confusion.tolist())),
     )
 
 
-def _accuracies(values: Mapping[str, Any]) -> dict[str, Accuracy]:
-    return {name: Accuracy(**accuracy) for name, accuracy in values.items()}
+def _abstention(
+    policy: PredictsCalls, tasks: Sequence[ToolTask], without_tool: Bool[np.ndarray, " N"]
+) -> Abstention | None:
+    needs_none = np.array([set(task.right_calls) == {None} for task in tasks])
+    needs_tool = np.array([None not in task.right_calls for task in tasks])
+    if not needs_none.any():
+        return None
+    auroc = None
+    if needs_tool.any() and isinstance(policy, PredictsConfidences):
+        confidences = np.array([best[0].confidence for best in policy.predict_top(tasks, 1)])
+        auroc = _auroc(confidences[needs_tool], confidences[needs_none])
+    return Abstention(
+        num_tasks=int(needs_none.sum()),
+        rightly=float(without_tool[needs_none].mean()),
+        wrongly=float(without_tool[needs_tool].mean()) if needs_tool.any() else 0.0,
+        auroc=auroc,
+    )
 
 
-def _words_shared(task: ToolTask) -> str:
-    return "shared words" if task.shares_words else "no shared word"
+def _auroc(higher: Float[np.ndarray, " N"], lower: Float[np.ndarray, " M"]) -> float:
+    """Probability that a random entry of `higher` exceeds a random entry of `lower`. Equal entries count half."""
+    ordered = np.sort(lower)
+    below = np.searchsorted(ordered, higher, "left") + np.searchsorted(ordered, higher, "right")
+    return float(below.mean() / (2 * len(lower)))
+
+
+def _name(call: ToolCall | None, catalogue: ToolCatalogue) -> str:
+    if call is None:
+        return NO_TOOL
+    return plain_name(call.tool) or UNKNOWN if call.tool in catalogue else UNKNOWN
+
+
+def _accuracy(value: Any) -> Accuracy:
+    return value if isinstance(value, Accuracy) else Accuracy(**value)
 
 
 def _line(name: str, accuracy: Accuracy) -> str:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from adapters.tools.catalogue.arguments import RefusedArgumentsError, bounded_text, encode_arguments, json_arguments
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name, same_json
-from adapters.tools.catalogue.inputs import require_real, require_whole
+from adapters.tools.catalogue.inputs import require_real, require_type, require_whole
 from adapters.tools.catalogue.tools import ToolCatalogue
 from adapters.tools.errors import LOST_CALLS, LostCallError
 from grpo import WeightedRewards
 from grpo.errors import ConfigError, ContractError, GRPOError
+from grpo.reward_model_base import add_call_metrics
 
 from .tasks import ToolTask
 
@@ -48,6 +49,11 @@ class ToolRewards(WeightedRewards):
             saves much work when the calls of a group agree.
         max_lost_in_a_row: Number of executed calls of one tool that may be lost in a row. The last of them ends the run with a
             `LostCallError`. A larger number survives longer outages, and drops more rows before it reports one.
+        per_tool: Catalogue of the tools to log metrics for: `tools/TOOL/calls` is the number of calls, and `tools/TOOL/errors`,
+            `tools/TOOL/seconds` and `tools/TOOL/cost` are the share of calls with an error, the mean duration and the mean
+            `Tool.cost`. Tools that were not called are left out, and so are lost calls. None logs no metrics per tool.
+
+    An action of None is no call: nothing is executed, and the reward functions get None with an empty `ToolResult`.
 
     Raises:
         ConfigError: There is no function, `weights` names other functions, or an argument has the wrong type.
@@ -67,16 +73,20 @@ class ToolRewards(WeightedRewards):
         *,
         reuse_results: bool = False,
         max_lost_in_a_row: int = 32,
+        per_tool: ToolCatalogue | None = None,
     ) -> None:
-        _check_arguments(executor, functions, max_lost_in_a_row)
+        _check_arguments(executor, functions, max_lost_in_a_row, per_tool)
         super().__init__({name: _of_rows(name, function) for name, function in functions.items()}, weights)
         self.executor = executor
         self.reuse_results = reuse_results
         self.max_lost_in_a_row = max_lost_in_a_row
+        self.per_tool = per_tool
         self._lost_in_a_row: Counter[str | None] = Counter()
-        self._results: list[ToolResult] = []
+        self._executed: list[tuple[ToolCall | None, ToolResult]] = []
 
-    def compute_components(self, states: Sequence[Any], actions: Sequence[ToolCall]) -> dict[str, Float[Tensor, " N"]]:
+    def compute_components(
+        self, states: Sequence[Any], actions: Sequence[ToolCall | None]
+    ) -> dict[str, Float[Tensor, " N"]]:
         """Execute all calls, then apply each reward function. The rewards of lost calls are NaN.
 
         Raises:
@@ -85,18 +95,32 @@ class ToolRewards(WeightedRewards):
             RuntimeError: A function raised. The message names the function and the call, and the cause is chained.
         """
         run = self._run_once if self.reuse_results else self._run
-        self._results = run(list(actions))
-        while self._results and all(isinstance(result.error, LostCallError) for result in self._results):
-            self._results = run(list(actions))  # ends at `max_lost_in_a_row`
-        return super().compute_components(states, list(zip(actions, self._results, strict=True)))
+        calls = [call for call in actions if call is not None]
+        results = run(calls)
+        while results and all(isinstance(result.error, LostCallError) for result in results):
+            results = run(calls)  # ends at `max_lost_in_a_row`
+        left = iter(results)
+        self._executed = [(call, ToolResult() if call is None else next(left)) for call in actions]
+        return super().compute_components(states, self._executed)
 
     def lost_rewards(self) -> dict[str, Tensor]:
         """Map each metric `tools/errors/KIND` to the rows [N] of the last call that were lost for this reason."""
-        errors = [result.error for result in self._results]
+        errors = [result.error for _, result in self._executed]
         return {
             f"tools/errors/{name}": torch.tensor([isinstance(error, kind) for error in errors], dtype=torch.bool)
             for name, kind in LOST_CALLS.items()
         }
+
+    def call_metrics(self) -> dict[str, tuple[float, float]]:
+        """Map each metric of a tool to (count, sum) over the last call. A count of 0 marks a total. See `per_tool`."""
+        parts = []
+        for call, result in self._executed:
+            tool = None if call is None or self.per_tool is None else self.per_tool.get(call.tool)
+            if tool is not None and not isinstance(result.error, LostCallError):
+                values = {"errors": not result.ok, "seconds": result.seconds, "cost": tool.cost}
+                means = {f"tools/{tool.name}/{name}": (1.0, float(value)) for name, value in values.items()}
+                parts.append({f"tools/{tool.name}/calls": (0.0, 1.0)} | means)
+        return add_call_metrics(parts)
 
     def _run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         """Execute all calls, and count for each tool how many calls were lost in a row."""
@@ -119,7 +143,7 @@ class ToolRewards(WeightedRewards):
         return [results[key] for key in keys]
 
 
-def _check_arguments(executor: Any, functions: Any, max_lost_in_a_row: Any) -> None:
+def _check_arguments(executor: Any, functions: Any, max_lost_in_a_row: Any, per_tool: Any) -> None:
     if not callable(getattr(executor, "run", None)):
         raise ConfigError(
             f"ToolRewards.executor must have a method run(calls); got {type(executor).__name__}. Pass a ToolExecutor."
@@ -129,6 +153,8 @@ def _check_arguments(executor: Any, functions: Any, max_lost_in_a_row: Any) -> N
             f"ToolRewards.functions must map names to functions (task, call, result) -> reward; got {functions!r}."
         )
     require_whole("ToolRewards", max_lost_in_a_row=max_lost_in_a_row)
+    if per_tool is not None:
+        require_type("ToolRewards", ToolCatalogue, "a ToolCatalogue", per_tool=per_tool)
 
 
 def call_key(call: ToolCall) -> str | None:
@@ -143,7 +169,7 @@ def call_key(call: ToolCall) -> str | None:
 def _of_rows(name: str, function: CallReward) -> Callable[[Any, Any], list[float]]:
     """Convert a function of one row to a function of all rows, where an action is a pair of a call and its result."""
 
-    def ask(states: Sequence[Any], executed: Sequence[tuple[ToolCall, ToolResult]]) -> list[float]:
+    def ask(states: Sequence[Any], executed: Sequence[tuple[Any, ToolResult]]) -> list[float]:
         answers = []
         for task, (call, result) in zip(states, executed, strict=True):
             try:
@@ -152,7 +178,11 @@ def _of_rows(name: str, function: CallReward) -> Callable[[Any, Any], list[float
             except GRPOError:
                 raise
             except Exception as error:
-                shown = f"{bounded_text(call.tool, 100)}({bounded_text(call.arguments, 300)})"
+                shown = (
+                    "no call"
+                    if call is None
+                    else f"{bounded_text(call.tool, 100)}({bounded_text(call.arguments, 300)})"
+                )
                 raise RuntimeError(f"The reward {name} raised {type(error).__name__} for {shown}: {error}") from error
         return answers
 
@@ -163,7 +193,8 @@ def _of_rows(name: str, function: CallReward) -> Callable[[Any, Any], list[float
 def standard_rewards(catalogue: ToolCatalogue) -> dict[str, CallReward]:
     """The standard rewards: `tool` 0.5 or 0.2, `parameters` up to 0.3, `executed` 0.2. A fully right call gets 1.
 
-    States must be `ToolTask`s, which hold the right call.
+    States must be `ToolTask`s, which hold the right calls. If a task has several, the best comparison counts. Where no tool is
+    right, no call (None) gets 1.
     """
     return {
         "tool": right_tool(catalogue),
@@ -173,44 +204,53 @@ def standard_rewards(catalogue: ToolCatalogue) -> dict[str, CallReward]:
 
 
 def right_tool(catalogue: ToolCatalogue) -> CallReward:
-    """Reward 0.5 for the right tool, 0.2 for another tool of the same category, and 0 otherwise."""
+    """Reward 0.5 for a right tool, 0.2 for another tool of the same category, and 0 otherwise."""
 
-    def tool(task: ToolTask, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
-        _require_task(task)
-        if plain_name(call.tool) == task.tool:
+    def compare(name: str | None, right: ToolCall | None) -> float:
+        if right is None or name is None:
+            return 0.0
+        called, wanted = catalogue.get(name), catalogue.get(right.tool)
+        if name == right.tool:
             return RIGHT_TOOL
-        called = catalogue.get(call.tool)
-        return SAME_CATEGORY if called is not None and called.category == task.category else 0.0
+        return SAME_CATEGORY if called and wanted and called.category == wanted.category else 0.0
+
+    def tool(task: ToolTask, call: ToolCall | None, result: ToolResult) -> float:  # noqa: ARG001
+        if call is None:
+            return RIGHT_TOOL * (None in _right_calls(task))
+        return max(compare(plain_name(call.tool), right) for right in _right_calls(task))
 
     return tool
 
 
-def right_parameters(task: ToolTask, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
+def right_parameters(task: ToolTask, call: ToolCall | None, result: ToolResult) -> float:  # noqa: ARG001
     """Reward 0.3 times the share of right arguments among the expected and the given arguments, and 0 for another tool.
 
     Example:
-        >>> rest = {"text": "", "category": "c", "difficulty": "easy", "slots": {}, "shares_words": True}
-        >>> task = ToolTask(tool="t", arguments={"a": 1, "b": 2}, **rest)
+        >>> task = ToolTask(text="", tool="t", arguments={"a": 1, "b": 2})
         >>> call = ToolCall(tool="t", arguments={"a": 1, "b": 3, "d": 4})
         >>> round(right_parameters(task, call, ToolResult()), 9)  # one of a, b, d
         0.1
     """
-    _require_task(task)
+    if call is None:
+        return RIGHT_PARAMETERS * (None in _right_calls(task))
     given: Any = call.arguments
     if type(given) is not dict:  # reading another mapping could run arbitrary code
         given = json_arguments(given)
-    if given is None or plain_name(call.tool) != task.tool:
-        return 0.0
-    names = given.keys() | task.arguments.keys()
-    if not names:
-        return RIGHT_PARAMETERS
-    right = [name for name in given if name in task.arguments and same_json(given[name], task.arguments[name])]
-    return RIGHT_PARAMETERS * len(right) / len(names)
+    name = plain_name(call.tool)
+    rights = [right.arguments for right in _right_calls(task) if right is not None and right.tool == name]
+    return RIGHT_PARAMETERS * max((_share_right(given, right) for right in rights if given is not None), default=0.0)
 
 
-def executed(task: Any, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
-    """Reward 0.2 if the tool was executed and returned an output."""
-    return EXECUTED if result.ok else 0.0
+def _share_right(given: Mapping[str, Any], expected: Mapping[str, Any]) -> float:
+    names = given.keys() | expected.keys()
+    right = [name for name in given if name in expected and same_json(given[name], expected[name])]
+    return len(right) / len(names) if names else 1.0
+
+
+def executed(task: Any, call: ToolCall | None, result: ToolResult) -> float:
+    """Reward 0.2 if the tool was executed and returned an output. No call is rewarded where a `ToolTask` needs no tool."""
+    is_right = result.ok if call is not None else isinstance(task, ToolTask) and None in task.right_calls
+    return EXECUTED if is_right else 0.0
 
 
 def latency_cost(per_second: float) -> CallReward:
@@ -219,7 +259,7 @@ def latency_cost(per_second: float) -> CallReward:
     if per_second < 0:
         raise ConfigError(f"latency_cost: per_second must be >= 0; got {per_second}.")
 
-    def latency(task: Any, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
+    def latency(task: Any, call: ToolCall | None, result: ToolResult) -> float:  # noqa: ARG001
         return -per_second * result.seconds
 
     return latency
@@ -228,15 +268,17 @@ def latency_cost(per_second: float) -> CallReward:
 def call_cost(catalogue: ToolCatalogue, per_unit: float = 1.0) -> CallReward:
     """Subtract `per_unit` for each unit of `Tool.cost`. A larger value avoids costly tools even where they are right."""
 
-    def cost(task: Any, call: ToolCall, result: ToolResult) -> float:  # noqa: ARG001
-        return -per_unit * catalogue[call.tool].cost if call.tool in catalogue else 0.0
+    def cost(task: Any, call: ToolCall | None, result: ToolResult) -> float:  # noqa: ARG001
+        tool = None if call is None else catalogue.get(call.tool)
+        return 0.0 if tool is None else -per_unit * tool.cost
 
     return cost
 
 
-def _require_task(task: Any) -> None:
+def _right_calls(task: Any) -> tuple[ToolCall | None, ...]:
     if not isinstance(task, ToolTask):
         raise ContractError(
             f"The standard rewards require states that are ToolTasks, which hold the right call; got {type(task).__name__}. "
             "Pass ToolTasks, or your own reward functions (state, call, result) -> float to ToolRewards."
         )
+    return task.right_calls

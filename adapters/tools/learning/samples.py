@@ -2,12 +2,14 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from adapters.tools.catalogue.calls import ToolCall
 from grpo.errors import GRPOError
+
+from .records import Record
 
 Steps = tuple[float, ...]
 """One number per decision: the tool, then each enumerated parameter of the tool."""
@@ -18,7 +20,7 @@ class SampleError(GRPOError, ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolSample:
+class ToolSample(Record):
     """One tool choice with its reward: a row of an `ExperienceBatch`.
 
     Numbers are converted to `float` and sequences to tuples, so a sample equals its copy read from JSON.
@@ -26,6 +28,8 @@ class ToolSample:
     Raises:
         SampleError: A field has an invalid value.
     """
+
+    error: ClassVar[type[GRPOError]] = SampleError
 
     state: str | Steps
     """The request: a text or a vector."""
@@ -81,50 +85,25 @@ class ToolSample:
         """The action as a `ToolCall`."""
         return ToolCall(tool=self.tool, arguments=self.arguments)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Fields by name, as JSON values."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-    @classmethod
-    def from_dict(cls, values: Any) -> "ToolSample":
-        """The inverse of `to_dict`.
-
-        Raises:
-            SampleError: A field is missing, unknown or invalid.
-        """
-        return cls(**_named_fields(cls, values, needed=("state", "tool", "log_prob", "reward")))
-
     def to_state(self) -> dict[str, Any]:
         """Fields by name, for checkpoints."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return self.to_dict()
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "ToolSample":
         """The inverse of `to_state`."""
-        return cls(**state)
-
-    def to_json(self) -> str:
-        """The sample as one line of JSON. Floats are read back bit for bit."""
-        return json.dumps(self.to_dict(), allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> "ToolSample":
-        """The inverse of `to_json`.
-
-        Raises:
-            SampleError: The text is not JSON, or not a sample.
-        """
-        return cls.from_dict(_parsed(cls, text))
+        return cls.from_dict(state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolGroup:
+class ToolGroup(Record):
     """Samples of one task. Advantages compare the samples of a group with each other.
 
     Raises:
         SampleError: There is no sample, the id is neither text nor an integer, or JSON cannot represent the context.
     """
+
+    error: ClassVar[type[GRPOError]] = SampleError
 
     id: str | int
     """Identifier of the group. Two groups with the same id are not merged."""
@@ -137,7 +116,9 @@ class ToolGroup:
         """Check and convert the fields."""
         if type(self.id) not in (str, int):
             raise SampleError(f"ToolGroup.id must be a text or an integer; got {self.id!r}.")
-        samples = tuple(self.samples)
+        if not isinstance(self.samples, list | tuple):
+            raise SampleError(f"ToolGroup.samples must be a list; got {self.samples!r:.120}.")
+        samples = tuple(ToolSample.from_dict(one) if isinstance(one, Mapping) else one for one in self.samples)
         if not samples or not all(isinstance(sample, ToolSample) for sample in samples):
             raise SampleError(
                 f"ToolGroup {self.id}: samples must be ToolSamples, and at least one; got {samples!r:.120}."
@@ -145,44 +126,14 @@ class ToolGroup:
         object.__setattr__(self, "samples", samples)
         object.__setattr__(self, "context", _json_object("ToolGroup.context", self.context))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Fields by name, as JSON values."""
-        return {"id": self.id, "context": self.context, "samples": [sample.to_dict() for sample in self.samples]}
-
-    @classmethod
-    def from_dict(cls, values: Any) -> "ToolGroup":
-        """The inverse of `to_dict`.
-
-        Raises:
-            SampleError: A field is missing, unknown or invalid.
-        """
-        named = _named_fields(cls, values, needed=("id", "samples"))
-        if not isinstance(named["samples"], list):
-            raise SampleError(f"ToolGroup.samples must be a list; got {named['samples']!r:.120}.")
-        return cls(**{**named, "samples": tuple(map(ToolSample.from_dict, named["samples"]))})
-
     def to_state(self) -> dict[str, Any]:
         """Fields by name, for checkpoints."""
-        samples = tuple(sample.to_state() for sample in self.samples)
-        return {"id": self.id, "context": self.context, "samples": samples}
+        return self.to_dict()
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "ToolGroup":
         """The inverse of `to_state`."""
-        return cls(**state | {"samples": tuple(map(ToolSample.from_state, state["samples"]))})
-
-    def to_json(self) -> str:
-        """The group as one line of JSON."""
-        return json.dumps(self.to_dict(), allow_nan=False)
-
-    @classmethod
-    def from_json(cls, text: str) -> "ToolGroup":
-        """The inverse of `to_json`.
-
-        Raises:
-            SampleError: The text is not JSON, or not a group.
-        """
-        return cls.from_dict(_parsed(cls, text))
+        return cls.from_dict(state)
 
 
 def _number(name: str, value: Any) -> float:
@@ -209,21 +160,3 @@ def _json_object(name: str, value: Any) -> dict[str, Any]:
             f"{name} must hold only values that JSON can represent: {error}; got {value!r:.120}."
         ) from error
     raise SampleError(f"{name} must be a mapping; got {value!r:.120}.")
-
-
-def _parsed(cls: type, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SampleError(f"{cls.__name__}.from_json: the text must be JSON: {error}.") from error
-
-
-def _named_fields(cls: Any, values: Any, *, needed: Sequence[str]) -> Mapping[str, Any]:
-    names = [each.name for each in fields(cls)]
-    if not isinstance(values, Mapping):
-        raise SampleError(f"a {cls.__name__} must be an object with {', '.join(names)}; got {values!r:.120}.")
-    for what, wrong in (("lacks", set(needed) - set(values)), ("has unknown", set(values) - set(names))):
-        if wrong:
-            listed = ", ".join(map(repr, sorted(wrong)))
-            raise SampleError(f"a {cls.__name__} {what} {listed}; its fields are {', '.join(names)}.")
-    return values

@@ -1,16 +1,16 @@
 """Tasks for training and evaluating tool-selection policies: requests with their right calls."""
 
-import json
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar
 
+from adapters.tools.catalogue.calls import ToolCall
 from grpo.errors import ConfigError, GRPOError
 
-Difficulty = Literal["easy", "medium", "hard"]
+from .records import Record
 
 
 class TaskError(GRPOError, ValueError):
@@ -18,71 +18,70 @@ class TaskError(GRPOError, ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolTask:
+class ToolTask(Record):
     """A request and its right call.
 
     Raises:
-        TaskError: A field is of the wrong type.
+        TaskError: A field is of the wrong type, or a task without a tool has arguments.
+
+    Example:
+        >>> ToolTask(text="add 2 and 3", tool="add", arguments={"a": 2, "b": 3}).right_calls
+        (ToolCall(tool='add', arguments={'a': 2, 'b': 3}),)
+        >>> ToolTask(text="how are you?", tool=None).right_calls
+        (None,)
     """
+
+    error: ClassVar[type[GRPOError]] = TaskError
 
     text: str
     """The request."""
-    tool: str
-    """Name of the right tool."""
-    arguments: Mapping[str, Any]
+    tool: str | None
+    """Name of the right tool. None: the right answer is to call no tool."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     """The right arguments. Enumerated parameters are included even if they have their default value, except where the
     right call omits them."""
-    category: str
-    """Category of the right tool."""
-    difficulty: Difficulty
-    """`easy`: the request uses the description's words, and every enumerated parameter keeps its default. `medium`: the request
-    uses other words, or asks for a parameter value. `hard`: it does both."""
-    slots: Mapping[str, Any]
-    """Values in the request for parameters that are not enumerated, by parameter. They fill the call's free parameters."""
-    shares_words: bool
-    """Whether the request shares a content word with the tool's name or description."""
+    other_calls: tuple[ToolCall, ...] = ()
+    """Other calls that are right too."""
+    slots: Mapping[str, Any] = field(default_factory=dict)
+    """Values in the request for parameters that are not enumerated, by parameter. They fill the call's free parameters. Empty:
+    the policy's `fill` has to find the values."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Kinds of this task, such as `{"difficulty": "hard"}`. `evaluate_tools` reports the accuracy for each label."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        for name, kind in _TYPES.items():
+        kinds = {"text": str, "tool": str | None, "arguments": Mapping, "slots": Mapping, "labels": Mapping}
+        for name, kind in (kinds | {"other_calls": tuple | list}).items():
             value = getattr(self, name)
             if not isinstance(value, kind):
-                raise TaskError(f"a task's {name} must be of type {kind.__name__}; got {value!r}.")
-        if self.difficulty not in get_args(Difficulty):
-            raise TaskError(f"a task's difficulty must be one of {get_args(Difficulty)}; got {self.difficulty!r}.")
+                raise TaskError(
+                    f"a task's {name} must be of type {getattr(kind, '__name__', kind)}; got {value!r:.120}."
+                )
+        if not all(isinstance(part, str) for pair in self.labels.items() for part in pair):
+            raise TaskError(f"a task's labels must map texts to texts; got {self.labels!r:.120}.")
+        if self.tool is None and self.arguments:
+            raise TaskError(f"a task without a tool must have no arguments; got {self.arguments!r:.120}.")
+        given: Iterable[Any] = self.other_calls
+        try:
+            others = (one if isinstance(one, ToolCall) else ToolCall.from_dict(one) for one in given)
+            object.__setattr__(self, "other_calls", tuple(others))
+        except ConfigError as error:
+            raise TaskError(f"a task's other_calls must be ToolCalls: {error}") from error
 
-    def to_dict(self) -> dict[str, Any]:
-        """Fields by name, as JSON values."""
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return fields | {"arguments": dict(self.arguments), "slots": dict(self.slots)}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> "ToolTask":
-        """The inverse of `to_dict`.
-
-        Raises:
-            TaskError: A field is missing, unknown or of the wrong type.
-        """
-        if not isinstance(fields, Mapping):
-            raise TaskError(f"a task must be an object with the fields {', '.join(_TYPES)}; got {fields!r}.")
-        for what, names in (("lacks", _TYPES.keys() - fields.keys()), ("has unknown", fields.keys() - _TYPES.keys())):
-            if names:
-                raise TaskError(f"a task {what} {', '.join(sorted(names))}; its fields are {', '.join(_TYPES)}.")
-        return cls(**fields)
+    @property
+    def right_calls(self) -> tuple[ToolCall | None, ...]:
+        """All right answers, the task's own first. None: no call."""
+        own = None if self.tool is None else ToolCall(tool=self.tool, arguments=self.arguments)
+        return (own, *self.other_calls)
 
     def to_state(self) -> dict[str, Any]:
         """Fields by name, for checkpoints."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return self.to_dict()
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "ToolTask":
         """The inverse of `to_state`."""
-        return cls(**state)
-
-
-_TYPES: Mapping[str, type] = {
-    "text": str, "tool": str, "arguments": Mapping, "category": str, "difficulty": str, "slots": Mapping, "shares_words": bool,
-}  # fmt: skip
+        return cls.from_dict(state)
 
 
 def save_tasks(path: str | os.PathLike[str], tasks: Iterable[ToolTask]) -> None:
@@ -95,8 +94,7 @@ def save_tasks(path: str | os.PathLike[str], tasks: Iterable[ToolTask]) -> None:
     unfinished = target.with_name(target.name + ".unfinished")
     try:
         with unfinished.open("w", encoding="utf-8") as file:
-            for task in tasks:
-                file.write(json.dumps(task.to_dict(), ensure_ascii=False, allow_nan=False) + "\n")
+            file.writelines(task.to_json() + "\n" for task in tasks)
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -111,16 +109,10 @@ def load_tasks(path: str | os.PathLike[str]) -> list[ToolTask]:
     tasks = []
     # Not splitlines: a JSON string may contain other line separators unescaped.
     for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
         try:
-            tasks.append(ToolTask.from_dict(json.loads(line)))
+            tasks += [ToolTask.from_json(line)] if line.strip() else []
         except TaskError as error:
             raise TaskError(f"{path}, line {number}: {error}") from error
-        except ValueError as error:  # neither JSON nor UTF-8
-            raise TaskError(
-                f"{path}, line {number}: each line must be JSON: {error}. Write one object per line."
-            ) from error
     return tasks
 
 
@@ -144,7 +136,7 @@ def split_tasks(
     """
     if not 0 <= held_out_fraction <= 1:
         raise ConfigError(f"split_tasks: held_out_fraction must be from 0 to 1; got {held_out_fraction}.")
-    bundles: dict[str, dict[Hashable, list[int]]] = {}
+    bundles: dict[str | None, dict[Hashable, list[int]]] = {}
     for index, task in enumerate(tasks):
         bundles.setdefault(task.tool, {}).setdefault(index if key is None else key(task), []).append(index)
     held_out: set[int] = set()

@@ -27,12 +27,10 @@ def report(confusion: list[list[int]], right_tool: float) -> ToolReport:
     accuracy = Accuracy(num_tasks=10, right_tool=right_tool, right_call=0.0)
     return ToolReport(
         overall=accuracy,
-        by_category={},
-        by_difficulty={},
-        by_words={},
+        by_label={},
+        abstention=None,
         errors={},
         tools=("a", "b", "c", "d", "?"),
-        categories=("first", "second", "?"),
         category_of=("first", "first", "second", "second", "?"),
         confusion=tuple(tuple(row) for row in confusion),
     )

@@ -12,7 +12,7 @@ import pytest
 from adapters.tools.catalogue.tools import ABSENT, Tool, ToolCatalogue
 from examples.tool_workbench import scalars
 from examples.tool_workbench.phrases import OPENINGS, PHRASES
-from examples.tool_workbench.tasks import make_workbench_tasks, workbench_split
+from examples.tool_workbench.tasks import make_workbench_tasks, shares_words, workbench_split
 from examples.tool_workbench.tools import (
     ADDED_LATER,
     WORKBENCH_FILES,
@@ -258,8 +258,8 @@ def test_phrases_and_values_exist_for_every_tool() -> None:
 
 
 @cache
-def patterns(tool: str, shares_words: bool) -> list[tuple[re.Pattern, str, str]]:
-    wording = PHRASES[tool].plain if shares_words else PHRASES[tool].oblique
+def patterns(tool: str, plain: bool) -> list[tuple[re.Pattern, str, str]]:
+    wording = PHRASES[tool].plain if plain else PHRASES[tool].oblique
     found = []
     for construction in wording.constructions:
         for noun in wording.objects:
@@ -273,12 +273,12 @@ def combination(task) -> tuple[str, bool, str, str]:
     """The construction and object that a request is made of: the longest that match it."""
     found = [
         (len(construction) + len(noun), construction, noun)
-        for pattern, construction, noun in patterns(task.tool, task.shares_words)
+        for pattern, construction, noun in patterns(task.tool, shares_words(task))
         if pattern.search(task.text)
     ]
     assert found, task.text
     _, construction, noun = max(found)
-    return task.tool, task.shares_words, construction, noun
+    return task.tool, shares_words(task), construction, noun
 
 
 def test_held_out_requests_are_new_combinations_of_training_words() -> None:
@@ -300,7 +300,7 @@ def test_tools_and_kinds_are_balanced(subtests: pytest.Subtests) -> None:
                 workbench_split(num_train, num_held_out, seed), (num_train, num_held_out), strict=True
             ):
                 assert len(tasks) == count
-                assert sum(not task.shares_words for task in tasks) in {count // 2, (count + 1) // 2}
+                assert sum(not shares_words(task) for task in tasks) in {count // 2, (count + 1) // 2}
                 per_tool = Counter(task.tool for task in tasks).values()
                 assert max(per_tool) - min(per_tool) <= 1
 
@@ -335,8 +335,7 @@ def test_every_request_contains_the_arguments_of_its_call() -> None:
     for task in tasks:
         tool = CATALOGUE[task.tool]
         described, asked = content_words(tool.text), content_words(task.text)
-        assert bool(described & asked) == task.shares_words
-        assert task.category == tool.category
+        assert bool(described & asked) == shares_words(task)
         assert {name: task.arguments[name] for name in task.slots} == task.slots
         enumerated = {choice.name: choice for choice in tool.choices}
         assert not enumerated.keys() & task.slots.keys()
@@ -348,7 +347,9 @@ def test_every_request_contains_the_arguments_of_its_call() -> None:
                 decided.add(name)
             else:  # what is not said is the default
                 assert task.arguments.get(name, ABSENT) == tool.properties[name].get("default", ABSENT)
-        assert task.difficulty == {0: "easy", 1: "medium", 2: "hard"}[(not task.shares_words) + bool(decided)]
+        assert (
+            task.labels["difficulty"] == {0: "easy", 1: "medium", 2: "hard"}[(not shares_words(task)) + bool(decided)]
+        )
         for value in task.slots.values():
             for part in value if isinstance(value, list) else [value]:
                 assert str(part) in task.text
@@ -357,7 +358,7 @@ def test_every_request_contains_the_arguments_of_its_call() -> None:
         assert not re.search(r"  |, ,| [,.?]|\b1 places", re.sub(r'"[^"]*"', '""', task.text))
         calls[task.text].add((task.tool, str(task.arguments)))
     assert max(map(len, calls.values())) == 1
-    assert {task.difficulty for task in tasks} == {"easy", "medium", "hard"}
+    assert {task.labels["difficulty"] for task in tasks} == {"easy", "medium", "hard"}
 
 
 def test_right_calls_are_valid_and_return_a_value(tmp_path) -> None:
@@ -383,7 +384,7 @@ def test_tools_to_add_later_are_recognisable_from_plain_requests() -> None:
     described = {name: content_words(tool.text) for name, tool in CATALOGUE.items()}
     later = CATALOGUE.without(*(CATALOGUE.keys() - set(ADDED_LATER)))
     tasks = make_workbench_tasks(128, seed=0, catalogue=later)
-    plain = [task for task in tasks if task.shares_words]
+    plain = [task for task in tasks if shares_words(task)]
     assert len(plain) == 64
     for task in plain:
         asked = content_words(task.text)

@@ -438,8 +438,7 @@ class Answers:
 def test_every_hostile_call_is_rewarded_less_than_the_right_one(reuse_results: bool) -> None:
     """Rewards read the same hostile tools and arguments. They neither raise nor hang."""
     right = ToolCall(tool="add", arguments={"a": 1, "b": 2})
-    fields: dict[str, Any] = {"text": "", "category": "", "difficulty": "easy", "slots": {}, "shares_words": False}
-    task = ToolTask(tool=right.tool, arguments=right.arguments, **fields)
+    task = ToolTask(text="", tool=right.tool, arguments=right.arguments)
     parts = standard_rewards(CATALOGUE) | {"cost": call_cost(CATALOGUE), "latency": latency_cost(0.01)}
     failed, worked = (
         ToolRewards(Answers(result), parts, reuse_results=reuse_results)

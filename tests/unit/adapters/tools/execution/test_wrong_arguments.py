@@ -26,9 +26,7 @@ async def rest() -> None:
 
 
 CATALOGUE = ToolCatalogue([Tool.from_function(rest, remote=True)])
-TASK = {
-    "text": "", "tool": "t", "arguments": {}, "category": "c", "difficulty": "easy", "slots": {}, "shares_words": True,
-}  # fmt: skip
+TASK = {"text": "", "tool": "t", "arguments": {}, "slots": {}, "labels": {}, "other_calls": []}
 RIGHT: dict[Any, dict[str, Any]] = {
     Tool: {"name": "t", "description": "d", "function": rest, "category": "c", "parameters": {"type": "object"},
            "remote": True, "timeout": 1.0, "cost": 0.0},
@@ -45,7 +43,7 @@ RIGHT: dict[Any, dict[str, Any]] = {
 }  # fmt: skip
 ALSO_RIGHT: list[tuple[str, Any]] = [
     ("name", "abc"), ("description", "abc"), ("category", "abc"), ("text", "abc"), ("tool", "abc"), ("arguments", {}),
-    ("slots", {}), ("env", {}), ("cwd", "abc"), ("cost", -1), ("allow", {}),
+    ("slots", {}), ("labels", {}), ("env", {}), ("cwd", "abc"), ("cost", -1), ("allow", {}),
 ]  # fmt: skip
 """Arguments that are right for some class, though they are wrong for others."""
 

@@ -1,6 +1,8 @@
 """An evaluation report with hand-worked numbers."""
 
+import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.learning.evaluation import Accuracy, ToolReport, evaluate_tools
+from adapters.tools.learning.evaluation import Abstention, Accuracy, ToolReport, evaluate_tools
 from adapters.tools.learning.tasks import ToolTask
 from grpo.errors import ConfigError
 
@@ -41,10 +43,7 @@ def row(
         text=f"{tool} {difficulty}",
         tool=tool,
         arguments=arguments,
-        category=CATALOGUE[tool].category,
-        difficulty=difficulty,
-        slots={},
-        shares_words=shares_words,
+        labels={"difficulty": difficulty, "words": "shared words" if shares_words else "no shared word"},
     )
     return task, made
 
@@ -94,21 +93,19 @@ def test_overall_shares_equal_hand_counted_values(report: ToolReport) -> None:
 
 
 def test_shares_by_category_follow_the_order_of_the_catalogue(report: ToolReport) -> None:
-    assert list(report.by_category.items()) == [
+    assert list(report.by_label["category"].items()) == [
         ("lists", Accuracy(num_tasks=4, right_tool=0.75, right_call=0.5)),
         ("arithmetic", Accuracy(num_tasks=6, right_tool=0.5, right_call=0.0)),
     ]
 
 
-def test_shares_by_difficulty_go_from_easy_to_hard_without_empty_levels(report: ToolReport) -> None:
-    assert list(report.by_difficulty.items()) == [
+def test_each_label_has_its_shares_in_the_order_of_the_tasks(report: ToolReport) -> None:
+    assert list(report.by_label) == ["category", "difficulty", "words"]
+    assert list(report.by_label["difficulty"].items()) == [
         ("easy", Accuracy(num_tasks=6, right_tool=1.0, right_call=2 / 6)),
         ("hard", Accuracy(num_tasks=4, right_tool=0.0, right_call=0.0)),
     ]
-
-
-def test_shares_are_split_by_words_shared_with_the_description(report: ToolReport) -> None:
-    assert list(report.by_words.items()) == [
+    assert list(report.by_label["words"].items()) == [
         ("shared words", Accuracy(num_tasks=5, right_tool=1.0, right_call=0.4)),
         ("no shared word", Accuracy(num_tasks=5, right_tool=0.2, right_call=0.0)),
     ]
@@ -120,16 +117,16 @@ def test_errors_are_counted_by_kind_with_the_most_frequent_first(report: ToolRep
 
 
 def test_the_confusion_matrix_counts_called_tools_per_asked_tool(report: ToolReport) -> None:
-    """Rows: sort, shuffle, add, ?; columns: what was called."""
-    assert report.tools == ("sort", "shuffle", "add", "?")
-    assert report.confusion == ((2, 1, 0, 0), (0, 1, 0, 0), (0, 2, 3, 1), (0, 0, 0, 0))
+    """Rows: sort, shuffle, add, no tool, ?; columns: what was called."""
+    assert report.tools == ("sort", "shuffle", "add", "no tool", "?")
+    assert report.confusion == ((2, 1, 0, 0, 0), (0, 1, 0, 0, 0), (0, 2, 3, 0, 1), (0,) * 5, (0,) * 5)
     assert report.confusion_matrix().tolist() == [list(counts) for counts in report.confusion]
 
 
 def test_the_confusion_matrix_of_categories_sums_over_their_tools(report: ToolReport) -> None:
-    assert report.categories == ("lists", "arithmetic", "?")
-    assert report.category_of == ("lists", "lists", "arithmetic", "?")
-    assert report.confusion_matrix("category").tolist() == [[4, 0, 0], [2, 3, 1], [0, 0, 0]]
+    assert report.categories == ("lists", "arithmetic", "no tool", "?")
+    assert report.category_of == ("lists", "lists", "arithmetic", "no tool", "?")
+    assert report.confusion_matrix("category").tolist() == [[4, 0, 0, 0], [2, 3, 0, 1], [0] * 4, [0] * 4]
 
 
 def test_the_diagonal_is_the_share_of_right_tools(report: ToolReport) -> None:
@@ -159,7 +156,6 @@ errors: wrong_tool 3, invalid 2, wrong_parameter 1, missing 1, redundant 1
 
 
 def test_the_report_prints_the_expected_table(report: ToolReport) -> None:
-    assert report.table() == TABLE
     assert str(report) == TABLE
 
 
@@ -167,7 +163,7 @@ def test_a_report_survives_a_json_round_trip(report: ToolReport, tmp_path) -> No
     report.to_json(tmp_path / "new" / "report.json")
     again = ToolReport.from_json(tmp_path / "new" / "report.json")
     assert again == report
-    assert again.table() == TABLE
+    assert str(again) == TABLE
     assert ToolReport.from_dict(report.to_dict()) == report
 
 
@@ -178,7 +174,8 @@ def test_json_that_is_no_report_is_refused(report: ToolReport, tmp_path) -> None
         lacking,
         whole | {"mood": 1},
         whole | {"overall": {"num_tasks": 1}},
-        whole | {"by_words": 3},
+        whole | {"by_label": 3},
+        whole | {"by_label": {"category": {"lists": 3}}},
         [],
         None,
     ):
@@ -195,7 +192,7 @@ def test_a_called_tool_that_is_no_text_counts_as_unknown() -> None:
     found = evaluate_tools(Answers(odd), TASKS[:3], CATALOGUE)
     assert found.overall == Accuracy(num_tasks=3, right_tool=0.0, right_call=0.0)
     assert found.errors == {"invalid": 3}
-    assert found.confusion[0] == (0, 0, 0, 3)
+    assert found.confusion[0] == (0, 0, 0, 0, 3)
 
 
 def test_right_calls_have_full_shares_and_no_errors() -> None:
@@ -203,16 +200,89 @@ def test_right_calls_have_full_shares_and_no_errors() -> None:
     report = evaluate_tools(Answers(calls), TASKS, CATALOGUE)
     assert report.overall == Accuracy(num_tasks=10, right_tool=1.0, right_call=1.0)
     assert report.errors == {}
-    assert report.table().endswith("\nerrors: none")
+    assert str(report).endswith("\nerrors: none")
 
 
 def test_missing_tasks_and_tasks_of_unknown_tools_are_refused() -> None:
     with pytest.raises(ConfigError, match="evaluate_tools needs at least one task"):
         evaluate_tools(Answers([]), [], CATALOGUE)
-    with pytest.raises(ConfigError, match="the right tool of every task; it lacks add, shuffle"):
-        evaluate_tools(Answers([]), TASKS, CATALOGUE.without("add", "shuffle"))
+    with pytest.raises(ConfigError, match="must have the task's tool 'shuffle'; it has sort, add"):
+        evaluate_tools(Answers([]), TASKS, CATALOGUE.without("shuffle"))
 
 
 def test_fewer_calls_than_tasks_are_refused() -> None:
     with pytest.raises(ValueError, match="shorter"):
         evaluate_tools(Answers([call("sort")]), TASKS, CATALOGUE)
+
+
+# --- several right answers, and no tool
+
+
+NEEDS_NONE = ToolTask(text="how are you?", tool=None)
+EITHER = ToolTask(text="mix it", tool="shuffle", other_calls=(call("sort", order="down"), call("sort", order="up")))
+OPTIONAL = ToolTask(text="one?", tool="add", arguments={"number": 1}, labels={"category": "own"})
+SEVERAL = [
+    (NEEDS_NONE, None),  # right
+    (NEEDS_NONE, call("add", number=1)),  # wrong tool
+    (NEEDS_NONE, None),  # right
+    (EITHER, call("sort", order="up")),  # right, as the third answer; the category is the first answer's
+    (EITHER, call("add", number=1)),  # wrong tool
+    (OPTIONAL, None),  # wrong tool
+    (OPTIONAL, call("add", number=1)),  # right
+]
+
+
+class Confident(Answers):
+    """Answers whose confidences are given, too."""
+
+    def __init__(self, calls: Sequence[Any], confidences: Sequence[float]) -> None:
+        super().__init__(calls)
+        self.confidences = confidences
+
+    def predict_top(self, states: Any, k: int) -> list[list[Any]]:
+        assert k == 1
+        return [[SimpleNamespace(confidence=one)] for one in self.confidences]
+
+
+def test_a_call_is_right_if_it_equals_any_right_answer() -> None:
+    """4 of 7 calls are right. The row of the matrix is the called tool if it is right, and else the first answer."""
+    report = evaluate_tools(Answers([made for _, made in SEVERAL]), [one for one, _ in SEVERAL], CATALOGUE)
+    assert report.overall == Accuracy(num_tasks=7, right_tool=4 / 7, right_call=4 / 7)
+    assert report.errors == {"wrong_tool": 3}
+    assert report.confusion == ((1, 0, 0, 0, 0), (0, 0, 1, 0, 0), (0, 0, 1, 1, 0), (0, 0, 1, 2, 0), (0,) * 5)
+    assert report.by_label == {
+        "category": {
+            "lists": Accuracy(num_tasks=2, right_tool=0.5, right_call=0.5),
+            "no tool": Accuracy(num_tasks=3, right_tool=2 / 3, right_call=2 / 3),
+            "own": Accuracy(num_tasks=2, right_tool=0.5, right_call=0.5),
+        }
+    }
+    assert list(report.by_label["category"]) == ["lists", "no tool", "own"]
+
+
+def test_abstention_counts_rightly_and_wrongly_left_requests_and_ranks_confidences() -> None:
+    """Pairs of a confidence with a tool (.9, .4, .1, .2) and without (.4, .1, .3).
+
+    .9 wins 3; .4 wins 2 and draws 1; .1 draws 1; .2 wins 1: (3 + 2.5 + .5 + 1) / 12.
+    """
+    confidences = [0.4, 0.1, 0.3, 0.9, 0.4, 0.1, 0.2]
+    policy = Confident([made for _, made in SEVERAL], confidences)
+    report = evaluate_tools(policy, [one for one, _ in SEVERAL], CATALOGUE)
+    assert report.abstention == Abstention(num_tasks=3, rightly=2 / 3, wrongly=0.25, auroc=pytest.approx(7 / 12))
+    assert "\nno tool: rightly 66.7%, wrongly 25.0%, AUROC 0.583\n" in str(report)
+    assert ToolReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_a_task_that_may_be_left_without_a_tool_is_right_both_ways_and_not_ranked() -> None:
+    both = ToolTask(text="hm", tool=None, other_calls=(call("shuffle"),))
+    policy = Confident([None, call("shuffle"), None], [0.9, 0.5, 0.1])
+    report = evaluate_tools(policy, [both, both, NEEDS_NONE], CATALOGUE)
+    assert report.overall.right_call == 1.0
+    assert report.abstention == Abstention(num_tasks=1, rightly=1.0, wrongly=0.0, auroc=None)
+
+
+def test_abstention_has_no_auroc_without_confidences_and_is_absent_without_its_tasks(report: ToolReport) -> None:
+    found = evaluate_tools(Answers([None, call("shuffle")]), [NEEDS_NONE, EITHER], CATALOGUE)
+    assert found.abstention == Abstention(num_tasks=1, rightly=1.0, wrongly=0.0, auroc=None)
+    assert "\nno tool: rightly 100.0%, wrongly 0.0%\n" in str(found)
+    assert report.abstention is None

@@ -52,15 +52,8 @@ FAILED = ToolResult(error=ToolRaisedError("it did not work"), seconds=1.5)
 
 
 def task(tool: str, category: str, **arguments: Any) -> ToolTask:
-    return ToolTask(
-        text="sort it",
-        tool=tool,
-        arguments=arguments,
-        category=category,
-        difficulty="easy",
-        slots={},
-        shares_words=True,
-    )
+    assert CATALOGUE[tool].category == category
+    return ToolTask(text="sort it", tool=tool, arguments=arguments)
 
 
 def call(tool: str, **arguments: Any) -> ToolCall:
@@ -122,6 +115,44 @@ def test_each_row_is_rewarded_by_its_own_task_call_and_result() -> None:
     found = rewards.compute_rewards([row[0] for row in rows], [row[1] for row in rows])
     assert found.tolist() == pytest.approx([sum(row[3:]) for row in rows], abs=1e-6)
     assert float(found.max()) == pytest.approx(1.0)
+
+
+def test_the_best_comparison_counts_where_several_calls_are_right(subtests: pytest.Subtests) -> None:
+    """.5 for a right tool, .2 for its category, .3 times the largest share of right parameters, .2 if executed."""
+    several = ToolTask(
+        text="", tool="sort", arguments={"order": "up", "count": 3},
+        other_calls=(call("sort", order="down", count=4), call("add", number=1)),
+    )  # fmt: skip
+    no_tool = ToolTask(text="", tool=None)
+    either = ToolTask(text="", tool=None, other_calls=(call("add", number=1),))
+    for asked, made, tool, parameters, ran in (
+        (several, call("sort", order="down", count=4), 0.5, 0.3, 0.2),
+        (several, call("sort", order="down", count=3), 0.5, 0.15, 0.2),
+        (several, call("sort", order="down", count=4, extra=1), 0.5, 0.2, 0.2),  # 2 of 3, and 0 of 3
+        (several, call("add", number=1), 0.5, 0.3, 0.2),
+        (several, call("shuffle"), 0.2, 0.0, 0.2),
+        (several, None, 0.0, 0.0, 0.0),
+        (no_tool, None, 0.5, 0.3, 0.2),
+        (no_tool, call("sort"), 0.0, 0.0, 0.2),
+        (either, None, 0.5, 0.3, 0.2),
+        (either, call("add", number=1), 0.5, 0.3, 0.2),
+        (either, call("shuffle"), 0.0, 0.0, 0.2),
+    ):
+        with subtests.test(str(made), task=asked.right_calls):
+            executor = Answers(OK)
+            rewards = ToolRewards(executor, standard_rewards(CATALOGUE) | {"cost": call_cost(CATALOGUE)})
+            found = {name: float(part) for name, part in rewards.compute_components([asked], [made]).items()}
+            cost = {"sort": -0.5, "add": -2.0}.get(made.tool, 0.0) if made else 0.0
+            expected = {"tool": tool, "parameters": parameters, "executed": ran, "cost": cost}
+            assert found == pytest.approx(expected, abs=1e-7)
+            assert executor.asked == [[] if made is None else [made]], "no call executes nothing"
+
+
+def test_rows_without_a_call_keep_the_results_of_the_other_rows_in_place() -> None:
+    results = (ToolResult(seconds=1.0), ToolResult(seconds=2.0))
+    rewards = ToolRewards(Answers(*results), {"slow": latency_cost(1.0)})
+    made = [None, call("sort"), None, call("add")]
+    assert rewards.compute_rewards([SORT] * 4, made).tolist() == [0.0, -1.0, 0.0, -2.0]
 
 
 def test_an_argument_is_right_exactly_if_it_equals_the_tasks_as_json(subtests: pytest.Subtests) -> None:

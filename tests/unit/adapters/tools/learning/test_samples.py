@@ -24,10 +24,8 @@ TASK = ToolTask(
     text="paint it black",
     tool="paint",
     arguments={"colour": "black"},
-    category="art",
-    difficulty="easy",
-    slots={},
-    shares_words=True,
+    other_calls=(ToolCall(tool="dye", arguments={"colour": "black"}),),
+    labels={"art": "easy"},
 )
 
 
@@ -174,7 +172,7 @@ def test_invalid_fields_of_a_sample_are_refused(subtests: pytest.Subtests) -> No
 
 def test_json_that_is_no_sample_or_group_is_refused(subtests: pytest.Subtests) -> None:
     for read, text in (
-        (lambda: ToolSample.from_json("{"), "ToolSample.from_json: the text must be JSON"),
+        (lambda: ToolSample.from_json("{"), "a ToolSample must be JSON"),
         (lambda: ToolSample.from_json("[]"), "a ToolSample must be an object with state, tool"),
         (lambda: ToolSample.from_json('{"state": "s", "tool": "t", "reward": 1}'), "lacks 'log_prob'"),
         (lambda: ToolSample.from_dict({**sample().to_dict(), "mood": 1}), "has unknown 'mood'"),

@@ -34,10 +34,7 @@ TASK = ToolTask(
     text="Scale 3 as m",
     tool="scale",
     arguments={"number": 3, "unit": "m", "sign": False},
-    category="a",
-    difficulty="easy",
     slots={"number": 3},
-    shares_words=True,
 )
 WAIT = replace(TASK, tool="wait", arguments={}, slots={})
 
@@ -150,6 +147,35 @@ def test_boolean_property_schemas_are_respected() -> None:
     assert {kind for kind, call in made.items() if call is not None} == {"wrong_parameter", "missing", "invalid"}
 
 
+def test_the_mildest_error_counts_where_several_calls_are_right(subtests: pytest.Subtests) -> None:
+    task = replace(TASK, other_calls=(ToolCall(tool="shout", arguments={"text": "3"}), ToolCall(tool="wait")))
+    for call, kind in (
+        (ToolCall(tool="scale", arguments=TASK.arguments), None),
+        (ToolCall(tool="wait"), None),
+        (ToolCall(tool="shout", arguments={"text": "3"}), None),
+        (ToolCall(tool="shout", arguments={"text": "4"}), "wrong_parameter"),
+        (ToolCall(tool="shout"), "missing"),
+        (ToolCall(tool="wait", arguments={"text": "3"}), "invalid"),
+        (ToolCall(tool="fly"), "invalid"),
+        (None, "wrong_tool"),
+    ):
+        with subtests.test(str(call)):
+            assert classify_error(task, call, CATALOGUE) == kind
+    twice = replace(TASK, other_calls=(ToolCall(tool="scale", arguments={"number": 3, "unit": "km"}),))
+    call = ToolCall(tool="scale", arguments={"number": 3, "unit": "km", "sign": True})
+    assert classify_error(twice, call, CATALOGUE) == "wrong_parameter"  # and redundant compared with the other call
+
+
+def test_only_no_call_is_right_for_a_task_without_a_tool() -> None:
+    task = ToolTask(text="how are you?", tool=None)
+    assert classify_error(task, None, CATALOGUE) is None
+    assert classify_error(task, ToolCall(tool="wait"), CATALOGUE) == "wrong_tool"
+    assert classify_error(task, ToolCall(tool="fly"), CATALOGUE) == "invalid"
+    assert classify_error(replace(task, other_calls=(ToolCall(tool="wait"),)), ToolCall(tool="wait"), CATALOGUE) is None
+    with pytest.raises(ValueError, match=r"the task must have a tool; got tool=None"):
+        make_erroneous_call(task, "wrong_tool", CATALOGUE, Random(0))
+
+
 def test_no_erroneous_call_is_made_if_no_error_is_possible() -> None:
     possible = {kind: make_erroneous_call(WAIT, kind, CATALOGUE, Random(0)) is not None for kind in KINDS}
     assert possible == {
@@ -193,6 +219,8 @@ def test_a_task_whose_tool_the_catalogue_lacks_is_refused() -> None:
     catalogue = CATALOGUE.without("scale")
     with pytest.raises(ValueError, match="must have the task's tool 'scale'; it has shout, wait"):
         classify_error(TASK, ToolCall(tool="shout"), catalogue)
+    with pytest.raises(ValueError, match="must have the task's tool 'scale'"):
+        classify_error(replace(WAIT, other_calls=(ToolCall(tool="scale"),)), ToolCall(tool="wait"), catalogue)
     with pytest.raises(ValueError, match="must have the task's tool 'scale'"):
         make_erroneous_call(TASK, "invalid", catalogue, Random(0))
 

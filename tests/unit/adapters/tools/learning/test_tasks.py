@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.learning.tasks import TaskError, ToolTask, load_tasks, save_tasks, split_tasks
 from examples.tool_workbench.words import content_words, words
 from grpo.errors import ConfigError
@@ -15,11 +16,20 @@ TASK = ToolTask(
     text='Sort "b, a", downwards.',
     tool="sort",
     arguments={"items": ["b", "a"], "down": True},
-    category="lists",
-    difficulty="medium",
+    other_calls=(ToolCall(tool="order", arguments={"items": ["b", "a"]}),),
     slots={"items": ["b", "a"]},
-    shares_words=True,
+    labels={"difficulty": "medium"},
 )
+
+
+def test_text_tool_and_arguments_suffice_and_every_right_call_is_listed() -> None:
+    least = ToolTask(text="add 2 and 3", tool="add", arguments={"a": 2, "b": 3})
+    own = ToolCall(tool="add", arguments={"a": 2, "b": 3})
+    assert (least.slots, least.labels, least.right_calls) == ({}, {}, (own,))
+    other = ToolCall(tool="add", arguments={"a": 3, "b": 2})
+    assert replace(least, other_calls=[other]).right_calls == (own, other)  # type: ignore[arg-type]
+    assert ToolTask(text="hello", tool=None).right_calls == (None,)
+    assert ToolTask(text="hello", tool=None, other_calls=(other,)).right_calls == (None, other)
 
 
 def tasks_of(tool: str, count: int) -> list[ToolTask]:
@@ -29,7 +39,7 @@ def tasks_of(tool: str, count: int) -> list[ToolTask]:
 def test_a_file_of_tasks_is_read_back_as_it_was_written(tmp_path) -> None:
     tasks = [
         TASK,
-        replace(TASK, text="Grüße,\u2028two\nlines", arguments={}, slots={"number": 2.5}, shares_words=False),
+        replace(TASK, text="Grüße,\u2028two\nlines", arguments={}, slots={"number": 2.5}),
     ]
     save_tasks(tmp_path / "tasks.jsonl", tasks)
 
@@ -40,10 +50,9 @@ def test_a_file_of_tasks_is_read_back_as_it_was_written(tmp_path) -> None:
         "text": 'Sort "b, a", downwards.',
         "tool": "sort",
         "arguments": {"items": ["b", "a"], "down": True},
-        "category": "lists",
-        "difficulty": "medium",
+        "other_calls": [{"tool": "order", "arguments": {"items": ["b", "a"]}}],
         "slots": {"items": ["b", "a"]},
-        "shares_words": True,
+        "labels": {"difficulty": "medium"},
     }
 
 
@@ -59,11 +68,15 @@ def test_a_failed_write_keeps_the_previous_file(tmp_path) -> None:
 
 def test_an_invalid_field_is_named_with_its_line(tmp_path, subtests: pytest.Subtests) -> None:
     for change, message in (
-        ({"colour": 1}, "unknown colour"),
-        ({"tool": 3}, "tool must be of type str; got 3"),
+        ({"colour": 1}, "has unknown 'colour'"),
+        ({"tool": 3}, r"tool must be of type str \| None; got 3"),
         ({"arguments": [1]}, r"arguments must be of type Mapping; got \[1\]"),
-        ({"shares_words": 1}, "shares_words must be of type bool; got 1"),
-        ({"difficulty": "extreme"}, "difficulty must be one of .*; got 'extreme'"),
+        ({"labels": [1]}, r"labels must be of type Mapping; got \[1\]"),
+        ({"labels": {"difficulty": 1}}, "labels must map texts to texts; got {'difficulty': 1}"),
+        ({"slots": None}, "slots must be of type Mapping; got None"),
+        ({"other_calls": {}}, r"other_calls must be of type tuple \| list; got {}"),
+        ({"other_calls": [{"tool": 3, "arguments": {}}]}, "other_calls must be ToolCalls: .*tool"),
+        ({"tool": None}, "a task without a tool must have no arguments; got {'items'"),
     ):
         with subtests.test(message):
             path = tmp_path / "tasks.jsonl"
@@ -74,10 +87,10 @@ def test_an_invalid_field_is_named_with_its_line(tmp_path, subtests: pytest.Subt
 
 def test_a_line_that_is_no_task_is_refused_with_its_number(tmp_path, subtests: pytest.Subtests) -> None:
     for line, message in (
-        (b'{"text": "', "each line must be JSON"),
-        (b'"\xff"', "each line must be JSON"),
+        (b'{"text": "', "a ToolTask must be JSON"),
+        (b'"\xff"', "a ToolTask must be JSON"),
         (b"[]", "must be an object"),
-        (b'{"text": "x", "tool": "t"}', "lacks arguments, category, difficulty, shares_words, slots"),
+        (b"{}", "lacks 'text', 'tool'; its fields are text, tool, arguments, other_calls, slots, labels"),
     ):
         with subtests.test(message, line=line):
             path = tmp_path / "tasks.jsonl"
