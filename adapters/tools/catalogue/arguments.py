@@ -1,21 +1,30 @@
 """Validation of tool arguments: JSON values that match the tool's schema, with paths confined to one folder.
 
-This module imports only `schemas` from this package, because a worker process loads these two files without the package.
+This module imports only `hints` and `schemas` from this package, because a worker process loads these files without it.
 """
 
+import contextlib
 import json
 import math
 import os
 import threading
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import referencing
 
-from .schemas import has_integers_only, kinds, names_path_format, slow_keyword, without_drafts
+from .hints import are_json, import_pydantic, named_hints
+from .schemas import (
+    check_path_formats,
+    describing,
+    has_integers_only,
+    plain_schema,
+    schema_of_items,
+    schema_of_value,
+    slow_keyword,
+)
 
 MAX_BYTES = 100_000
 """Maximum size of one call's arguments as JSON."""
@@ -103,13 +112,14 @@ class ArgumentChecker:
     rejected unless the schema sets `additionalProperties`. A `$ref` is never fetched. A `default` is not filled in; the
     function's own default applies.
 
-    Paths: every string that the schema marks with `"format": "path"`, at any depth, is resolved relative to `root` with links
-    followed. The resolved path must lie in `root`, and it replaces the string. The function receives a `Path` if the
-    parameter's annotation contains `Path`, otherwise a `str`. Call `check_path_formats` on the schema first: if it raises,
-    this class could let paths through unchecked.
+    Paths: every string that the schema marks with `"format": "path"` is resolved relative to `root` with links followed. The
+    resolved path must lie in `root`, and it replaces the string.
 
     Integers: where the schema allows integers and no other numbers, 2.0 is converted to 2, because JSON does not distinguish
-    the two and Python does. Schemas behind a `$ref` are not inspected for this.
+    the two and Python does.
+
+    Annotations: the function receives what its annotation says, for example a `Path`, an Enum member or a `date`. pydantic
+    converts the values. It is only imported for annotations that are not `Path` and not types of JSON.
 
     A tool that can create links can change a path's target after the check. Such a tool has to be trusted.
 
@@ -117,19 +127,21 @@ class ArgumentChecker:
         function: The tool's function. Its annotations are read.
         parameters: The tool's JSON Schema.
         root: Existing folder that paths are resolved against.
+
+    Raises:
+        ValueError: It is not certain which strings are paths (see `check_path_formats`).
     """
 
     def __init__(self, function: Callable[..., Any], parameters: Mapping[str, Any], root: str) -> None:
-        self._schema = without_drafts(parameters)
-        self._schema.setdefault("additionalProperties", False)
+        check_path_formats(parameters)
+        self._schema = {"additionalProperties": False} | plain_schema(parameters)
         self._root = os.path.realpath(root)
-        self._paths: set[int] | None = set() if names_path_format(parameters) else None
-        formats = jsonschema.FormatChecker(formats=())
-        formats.checks("path")(self._note)
-        self._validator = jsonschema.Draft202012Validator(
-            self._schema, registry=referencing.Registry(), format_checker=formats if self._paths is not None else None
-        )
-        self._as_path = _path_parameters(function) if self._paths is not None else frozenset()
+        self._validator = jsonschema.Draft202012Validator(self._schema, registry=referencing.Registry())
+        hints: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):  # the function receives JSON values
+            hints = {name: hint for name, hint in named_hints(function).items() if not are_json(hint)}
+        self._paths = {name for name, hint in hints.items() if are_json(hint, Path)}
+        self._converters = {name: _converter(hint) for name, hint in hints.items() if name not in self._paths}
         self.is_slow = slow_keyword(parameters) is not None
 
     def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -138,20 +150,6 @@ class ArgumentChecker:
         Raises:
             RefusedArgumentsError: The arguments are invalid. `error` is `InvalidArgumentsError` or `PathOutsideRootError`.
         """
-        if self._paths is None:
-            self._validate(arguments)
-            return self.convert(arguments)
-        # Make each string a distinct object, so that the validator can report by identity which strings are paths.
-        marked = {name: _marked(value) for name, value in arguments.items()}
-        self._paths.clear()
-        self._validate(marked)
-        return self.convert({name: self._confined(value, name in self._as_path) for name, value in marked.items()})
-
-    def convert(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Convert arguments that were already validated against this schema. The schema must have no paths."""
-        return _with_integers(arguments, self._schema)
-
-    def _validate(self, arguments: dict[str, Any]) -> None:
         try:
             error = jsonschema.exceptions.best_match(self._validator.iter_errors(arguments))
             where = "" if error is None else f"at {_cut(error.json_path)}: {_cut(error.message)}."
@@ -159,23 +157,59 @@ class ArgumentChecker:
             raise RefusedArgumentsError(f"the tool's schema cannot be applied: {_cut(repr(problem))}") from problem
         if error is not None:
             raise RefusedArgumentsError(where)
+        return self.convert(arguments)
 
-    def _note(self, value: object) -> bool:
-        if isinstance(value, _Text) and self._paths is not None:
-            self._paths.add(id(value))
-        return True
+    def convert(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Convert arguments that were already validated against this schema.
 
-    def _confined(self, value: Any, as_path: bool) -> Any:
+        Raises:
+            RefusedArgumentsError: A path leaves `root`, or a value does not fit its annotation.
+        """
+        for part in describing(self._schema, "object"):
+            arguments = {
+                name: self._confined(value, schema_of_value(part, name), Path if name in self._paths else str)
+                for name, value in arguments.items()
+            }
+        return {
+            name: self._converters[name](name, value) if name in self._converters else value
+            for name, value in arguments.items()
+        }
+
+    def _confined(self, value: Any, schema: Any, path_type: type) -> Any:
+        """Copy a value that matches a schema, with its paths confined and its integral numbers converted."""
+        if isinstance(value, str):
+            is_path = any(part.get("format") == "path" for part in describing(schema, "string"))
+            return path_type(confine(value, self._root)) if is_path else value
+        if isinstance(value, float):
+            return int(value) if value.is_integer() and has_integers_only(schema) else value
         if isinstance(value, list):
-            return [self._confined(item, as_path) for item in value]
+            for items in map(schema_of_items, describing(schema, "array")):
+                value = [self._confined(item, items, path_type) for item in value]
         if isinstance(value, dict):
-            return {key: self._confined(item, as_path) for key, item in value.items()}
-        if not isinstance(value, _Text):
-            return value
-        if id(value) not in (self._paths or ()):
-            return str(value)
-        path = confine(str(value), self._root)
-        return path if as_path else str(path)
+            for part in describing(schema, "object"):
+                value = {name: self._confined(v, schema_of_value(part, name), path_type) for name, v in value.items()}
+        return value
+
+
+def _converter(hint: Any) -> Callable[[str, Any], Any]:
+    """Function from a parameter's name and JSON value to the value of the annotated type."""
+    pydantic = import_pydantic()
+
+    def convert(name: str, value: Any) -> Any:
+        try:
+            return validate(_ENCODE(value))
+        except pydantic.ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            where = "".join(f"[{part!r}]" for part in first["loc"])
+            raise RefusedArgumentsError(f"at $.{name}{_cut(where)}: {_cut(first['msg'])}.") from error
+        except Exception as error:  # the annotated class may raise anything
+            raise RefusedArgumentsError(f"at $.{name}: the value cannot be converted: {_cut(repr(error))}.") from error
+
+    try:
+        validate = pydantic.TypeAdapter(hint).validate_json
+    except pydantic.PydanticUserError:  # not a type of JSON values; the schema was written by hand
+        validate = json.loads
+    return convert
 
 
 def confine(value: str, root: str) -> Path:
@@ -195,56 +229,6 @@ def confine(value: str, root: str) -> Path:
             f"the path {_cut(ascii(value))} must lie in the tools' folder.", "PathOutsideRootError"
         )
     return path
-
-
-class _Text(str):
-    """A copy of a string, with an identity of its own. It can be told apart from an equal string elsewhere in the arguments."""
-
-    __slots__ = ()
-
-
-def _marked(value: Any) -> Any:
-    if isinstance(value, str):
-        return _Text(value)
-    if isinstance(value, list):
-        return [_marked(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _marked(item) for key, item in value.items()}
-    return value
-
-
-def _with_integers(value: Any, schema: Any) -> Any:
-    """Copy a value, with floats converted to integers where the schema allows integers only."""
-    if isinstance(value, float):
-        return int(value) if value.is_integer() and has_integers_only(schema) else value
-    if not isinstance(value, list | dict) or not isinstance(schema, dict):
-        return value
-    kind = "array" if isinstance(value, list) else "object"
-    branches = [part for key in ("anyOf", "oneOf") for part in schema.get(key, ()) if kind in kinds(part)]
-    if len(branches) == 1:  # for example `list[int] | None`
-        value = _with_integers(value, branches[0])
-    if isinstance(value, list):
-        return [_with_integers(item, schema.get("items")) for item in value] if "items" in schema else value
-    properties, others = schema.get("properties", {}), schema.get("additionalProperties")
-    return {name: _with_integers(item, properties.get(name, others)) for name, item in value.items()}
-
-
-def _path_parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """Names of the parameters with `Path` in their annotation."""
-    try:
-        hints = typing.get_type_hints(function)
-    except (
-        TypeError,
-        NameError,
-        AttributeError,
-        SyntaxError,
-    ):  # no annotations, or annotations under TYPE_CHECKING
-        return frozenset()
-    return frozenset(name for name, hint in hints.items() if _holds_path([hint]))
-
-
-def _holds_path(hints: Iterable[Any]) -> bool:
-    return any(hint is Path or _holds_path(typing.get_args(hint)) for hint in hints)
 
 
 def bounded_text(value: Any, max_length: int) -> str:

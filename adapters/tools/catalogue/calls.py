@@ -38,7 +38,7 @@ class ToolCall:
         Raises:
             ConfigError: A field is missing, unknown or of the wrong type.
         """
-        _check_fields("ToolCall.from_dict", fields, {"tool": str, "arguments": Mapping})
+        _check_fields("ToolCall.from_dict", fields, tool=str, arguments=Mapping)
         return cls(**fields)
 
     def to_state(self) -> dict[str, Any]:
@@ -79,8 +79,7 @@ class ToolResult:
         Raises:
             ConfigError: A field is missing, unknown or of the wrong type, or the error's type is not a `ToolError`.
         """
-        kinds = {"output": object, "error": Mapping | None, "seconds": int | float}
-        _check_fields("ToolResult.from_dict", fields, kinds)
+        _check_fields("ToolResult.from_dict", fields, output=object, error=Mapping | None, seconds=int | float)
         return cls(output=fields["output"], error=_error_from_dict(fields["error"]), seconds=fields["seconds"])
 
 
@@ -118,7 +117,7 @@ def _same(one: Any, other: Any) -> bool:
     return False
 
 
-def _check_fields(owner: str, fields: Any, kinds: Mapping[str, Any]) -> None:
+def _check_fields(owner: str, fields: Any, **kinds: Any) -> None:
     if not isinstance(fields, Mapping) or set(fields) != set(kinds):
         came = ", ".join(map(str, fields)) if isinstance(fields, Mapping) else type(fields).__name__
         raise ConfigError(f"{owner} needs {', '.join(kinds)}; got {came}. Pass the result of to_dict().")
@@ -130,8 +129,8 @@ def _check_fields(owner: str, fields: Any, kinds: Mapping[str, Any]) -> None:
 def _error_from_dict(fields: Mapping[str, Any] | None) -> ToolError | None:
     if fields is None:
         return None
-    known = {kind.__name__: kind for kind in _kinds(ToolError)}
-    _check_fields("The error in ToolResult.from_dict", fields, {"type": str, "message": str})
+    _check_fields("The error in ToolResult.from_dict", fields, type=str, message=str)
+    known = {kind.__name__: kind for kind in _with_subclasses(ToolError)}
     if fields["type"] not in known:
         raise ConfigError(
             f"ToolResult.from_dict: the error must be one of {', '.join(known)}; got {fields['type']!r}. "
@@ -140,6 +139,5 @@ def _error_from_dict(fields: Mapping[str, Any] | None) -> ToolError | None:
     return known[fields["type"]](fields["message"])
 
 
-def _kinds(kind: type[ToolError]) -> list[type[ToolError]]:
-    """The type and all its subclasses."""
-    return [kind, *(found for derived in kind.__subclasses__() for found in _kinds(derived))]
+def _with_subclasses(kind: type[ToolError]) -> list[type[ToolError]]:
+    return [kind, *(found for derived in kind.__subclasses__() for found in _with_subclasses(derived))]

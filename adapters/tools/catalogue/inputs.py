@@ -17,8 +17,16 @@ def require_whole(owner: str, **values: Any) -> None:
 def require_real(owner: str, **values: Any) -> None:
     """Raise a ConfigError that names the argument, unless each value is a finite number."""
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        if not is_finite(value):
             raise ConfigError(f"{owner}.{name} must be a finite number; got {value!r}.")
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a finite number within the range of floats."""
+    try:
+        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
 
 
 def require_type(owner: str, kind: type | tuple[type, ...], what: str, **values: Any) -> None:

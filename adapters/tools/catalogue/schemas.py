@@ -1,73 +1,128 @@
-"""Static analysis of a JSON Schema (draft 2020-12): path formats, slow keywords, and possible types.
+"""Reading of JSON Schemas (draft 2020-12): references, paths, slow keywords, and possible types.
 
 This module imports nothing from this package, because worker processes load it without the package.
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import combinations
 from typing import Any
-
-import referencing
-from referencing.jsonschema import DRAFT202012
+from urllib.parse import unquote
 
 _NUMBER = frozenset({"integer", "fraction"})
 _KINDS = _NUMBER | {"null", "boolean", "string", "array", "object"}
-_MAX_DEPTH = 16
-_CHOICES = ("anyOf", "oneOf")
-_APPLIED = ("items", "additionalProperties", "prefixItems", "allOf")
-_APPLIED_BY_NAME = ("properties", "patternProperties", "dependentSchemas")
-"""Keywords whose subschemas are always applied to the values they describe."""
-_INSTEAD = {
-    "not": "remove it there",
-    "if": "write it in `then` or `else`",
-    "contains": "write it in `items`",
-    "propertyNames": "keys are not checked as paths, so take paths as values",
-    "unevaluatedProperties": "write it in `additionalProperties`",
-    "unevaluatedItems": "write it in `items`",
-}
-"""Keywords whose subschemas are not always applied, each with an alternative to suggest."""
-_NO_SCHEMAS = frozenset({"$defs", "definitions", "default", "examples", "enum", "const"})
-"""Keywords whose values are not applied as schemas, unless a `$ref` points to them."""
+_BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
+"""Keywords whose values are schemas by name."""
+_DATA = frozenset({"default", "examples", "enum", "const"})
+"""Keywords whose values are not schemas."""
+_ANNOTATIONS = _DATA - {"enum", "const"} | {"title", "description", "deprecated", "readOnly", "writeOnly", "$comment"}
+"""Keywords that do not affect validation."""
+_REFERENCES = ("$ref", "$dynamicRef")
+_MAX_PARTS = 10_000
+"""Maximum number of parts of a schema whose references are replaced."""
 
 
-def without_drafts(schema: Any) -> Any:
-    """Copy a schema to dicts and lists, without any `$schema` keyword."""
-    if isinstance(schema, Mapping):
-        kept = {key: part for key, part in schema.items() if key != "$schema" or not isinstance(part, str)}
-        return {key: part if key in ("const", "enum") else without_drafts(part) for key, part in kept.items()}
-    return [without_drafts(part) for part in schema] if isinstance(schema, list | tuple) else schema
+def plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a schema to an equivalent one without `$schema`, with each `$ref` replaced by the part that it points to.
+
+    A `$ref` stays if it is recursive, or points to nothing in the schema. Every `$ref` stays if a part has an `$id`, or if the
+    result would have more than 10,000 parts. Definitions are left out if no reference is left.
+    """
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    body = {key: part for key, part in schema.items() if key not in definitions}
+    has_ids = any(isinstance(part.get("$id"), str) for _, part in parts_of([*body.values(), definitions]))
+    try:
+        plain = _Copy(None if has_ids else schema).of(body)
+    except OverflowError:
+        plain = _Copy(None).of(body)
+    return plain | _Copy(None).of(definitions) if _remaining_reference(plain) else plain
+
+
+class _Copy:
+    """Copies parts of a schema. References are replaced if they point into `root`."""
+
+    def __init__(self, root: Mapping[str, Any] | None) -> None:
+        self.root = root
+        self.num_parts = 0
+
+    def of(self, part: Any, inside: frozenset[str] = frozenset()) -> Any:
+        """Copy a part, within the targets `inside`."""
+        if isinstance(part, list):
+            return [self.of(each, inside) for each in part]
+        if not isinstance(part, Mapping):
+            return part
+        self.num_parts += 1
+        if self.root is not None and self.num_parts > _MAX_PARTS:
+            raise OverflowError
+        reference: Any = part.get("$ref")
+        target = None if reference in inside else self._target(reference)
+        copied = {}
+        for key, value in part.items():
+            if key in _BY_NAME and isinstance(value, Mapping):
+                copied[key] = {name: self.of(each, inside) for name, each in value.items()}
+            elif not (key == "$schema" and isinstance(value, str)) and not (key == "$ref" and target is not None):
+                copied[key] = value if key in _DATA else self.of(value, inside)
+        if target is None:
+            return copied
+        found = self.of(target, inside | {reference})
+        if isinstance(found, dict) and copied.keys() <= _ANNOTATIONS:
+            return found | copied
+        return copied | {"allOf": [*copied.get("allOf", ()), found]}
+
+    def _target(self, reference: Any) -> Any:
+        if self.root is None or not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
+            return None
+        found: Any = self.root
+        for name in unquote(reference).split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                found = found.get(name) if isinstance(found, Mapping) else None
+        return found if isinstance(found, Mapping | bool) else None
+
+
+def parts_of(schema: Any, where: str = "$") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object within a schema that is not a value by name or data, the schema itself included, and where it is."""
+    if isinstance(schema, list):
+        for i, part in enumerate(schema):
+            yield from parts_of(part, f"{where}[{i}]")
+    if isinstance(schema, dict):
+        yield where, schema
+        for key, value in schema.items():
+            if key in _BY_NAME and isinstance(value, Mapping):
+                for name, part in value.items():
+                    yield from parts_of(part, f"{where}.{key}.{name}")
+            elif key not in _DATA:
+                yield from parts_of(value, f"{where}.{key}")
 
 
 def names_path_format(schema: Any) -> bool:
     """Whether `"format": "path"` occurs anywhere in the schema."""
-    return any(part.get("format") == "path" for part in _objects(schema))
+    return any(part.get("format") == "path" for _, part in parts_of(schema))
 
 
-def slow_keyword(schema: Any) -> str | None:
+def slow_keyword(schema: Mapping[str, Any]) -> str | None:
     """A keyword in the schema that can be very slow to check, or None.
 
     A pattern can backtrack, `uniqueItems` compares all pairs, and a recursive `$ref` can try several branches at each level.
     """
-    for part in _objects(schema):
+    plain = plain_schema(schema)
+    for _, part in parts_of(plain):
         if isinstance(part.get("pattern"), str):
             return "pattern"
         if part.get("patternProperties"):
             return "patternProperties"
         if part.get("uniqueItems") is True:
             return "uniqueItems"
-        if isinstance(part.get("$dynamicRef"), str):
-            return "$dynamicRef"
-    return "$ref" if _leads_back(schema) else None
+    return _remaining_reference(plain)
 
 
-def kinds(schema: Any, resolver: Any = None, depth: int = _MAX_DEPTH) -> frozenset[str]:
-    """JSON types that a schema may accept. A `number` counts as `integer` or `fraction`.
+def _remaining_reference(schema: Mapping[str, Any]) -> str | None:
+    found = (key for _, part in parts_of(schema) for key in _REFERENCES if isinstance(part.get(key), str))
+    return next(found, None)
 
-    Args:
-        schema: The schema.
-        resolver: Resolver of `$ref`. None assumes that a reference accepts every type.
-        depth: Maximum number of nested references and `allOf`, `anyOf` or `oneOf` to follow.
-    """
+
+def kinds(schema: Any) -> frozenset[str]:
+    """JSON types that a schema may accept. A `number` counts as `integer` or `fraction`."""
     if not isinstance(schema, Mapping):
         return _KINDS if schema else frozenset()
     found = _KINDS
@@ -78,15 +133,11 @@ def kinds(schema: Any, resolver: Any = None, depth: int = _MAX_DEPTH) -> frozens
         found &= _kinds_of(schema["const"])
     if "enum" in schema:
         found &= frozenset().union(*map(_kinds_of, schema["enum"]))
-    if depth > 0:
-        for part in schema.get("allOf", ()):
-            found &= kinds(part, resolver, depth - 1)
-        for choice in _CHOICES:
-            if choice in schema:
-                found &= frozenset().union(*(kinds(part, resolver, depth - 1) for part in schema[choice]))
-        target = None if resolver is None else _target(schema, resolver)
-        if target is not None:
-            found &= kinds(target.contents, target.resolver, depth - 1)
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            found &= frozenset().union(*map(kinds, schema[key]))
+    for part in schema.get("allOf", ()):
+        found &= kinds(part)
     return found
 
 
@@ -95,143 +146,62 @@ def has_integers_only(schema: Any) -> bool:
     return kinds(schema) & _NUMBER == {"integer"}
 
 
-def check_path_formats(parameters: Any) -> None:
-    """Check that every string that `"format": "path"` describes is checked as a path before arguments are accepted.
+def describing(schema: Any, kind: str) -> list[Mapping[str, Any]]:
+    """Parts of a schema that every value of a kind must match: the schema, `allOf`, and the only branch for the kind."""
+    if not isinstance(schema, Mapping):
+        return []
+    parts = list(schema.get("allOf", ()))
+    for key in ("anyOf", "oneOf"):
+        accepting = [part for part in schema.get(key, ()) if kind in kinds(part)]
+        parts += accepting if len(accepting) == 1 else []
+    return [schema, *(found for part in parts for found in describing(part, kind))]
 
-    The validator may skip a subschema. For example, it stops at the first branch of `anyOf` that matches.
+
+def schema_of_value(part: Mapping[str, Any], name: str) -> Any:
+    """Schema that `part` gives the value `name` of an object. None if there is no schema, or if a pattern decides."""
+    others = None if part.get("patternProperties") else part.get("additionalProperties")
+    return part.get("properties", {}).get(name, others)
+
+
+def schema_of_items(part: Mapping[str, Any]) -> Any:
+    """Schema that `part` gives the items of a list. None if there is no schema, or if the first items have their own."""
+    return None if "prefixItems" in part else part.get("items")
+
+
+def check_path_formats(parameters: Mapping[str, Any]) -> None:
+    """Check that it is certain which strings are paths, so that each of them is confined (see `ArgumentChecker`).
 
     Raises:
-        ValueError: A path might be skipped. The message says what to write instead.
+        ValueError: `"format": "path"` occurs in another place. The message says what to write instead.
     """
-    if not names_path_format(parameters):
+    schema = plain_schema(parameters)
+    if not names_path_format(schema):
         return
-    schema = without_drafts(parameters)
-    if any(isinstance(part.get("$dynamicRef"), str) for part in _objects(schema)):
+    reference = _remaining_reference(schema)
+    if reference is not None:
         raise ValueError(
-            '"format": "path" must not be in a schema with `$dynamicRef`, which is not supported; write `$ref`.'
+            f'"format": "path" must not be in a schema with a recursive or unknown `{reference}`. Write the schema without it.'
         )
-    resource = DRAFT202012.create_resource(schema)
-    applied: set[int] = set()
-    try:
-        _apply(schema, referencing.Registry().resolver_with_root(resource), applied)
-    except (AttributeError, TypeError) as error:
-        raise ValueError(f"every `$ref` must point to a schema; one of them does not ({error}).") from error
-    for part in _objects(schema, _NO_SCHEMAS):
-        if part.get("format") == "path" and id(part) not in applied:
+    certain = {id(part) for part in _certain(schema)}
+    for where, part in parts_of(schema):
+        if part.get("format") == "path" and id(part) not in certain:
             raise ValueError(
-                '"format": "path" must not be inside a keyword that JSON Schema draft 2020-12 does not define; remove it there.'
+                f'"format": "path" must not be at {where}, because it is not certain that every such text is a path. Write it '
+                "at a parameter, in `items`, in `properties`, in `additionalProperties`, or in the only branch of `anyOf` or "
+                "`oneOf` that accepts texts. Give each branch a type that no other branch has, or use two parameters or two "
+                "tools."
             )
 
 
-def _apply(schema: Any, resolver: Any, applied: set[int]) -> None:
-    """Collect the parts of a schema that are always applied.
-
-    Raises:
-        ValueError: `"format": "path"` occurs in a part that may be skipped.
-    """
-    if not isinstance(schema, dict) or id(schema) in applied:
-        return
-    applied.add(id(schema))
-    resolver = _within(schema, resolver)
-    for key, instead in _INSTEAD.items():
-        if key in schema and _leads_to_path(schema[key], resolver):
-            raise ValueError(f'"format": "path" must not be in `{key}`, which also accepts other strings; {instead}.')
-    if schema.get("patternProperties") and _leads_to_path(schema.get("additionalProperties"), resolver):
-        raise ValueError(
-            '"format": "path" must not be in `additionalProperties` of a schema with `patternProperties`; add a pattern.'
-        )
-    for key in _CHOICES:
-        for one, other in combinations(schema.get(key, ()), 2):
-            shared = kinds(one, resolver) & kinds(other, resolver)
-            if shared and (_leads_to_path(one, resolver) or _leads_to_path(other, resolver)):
-                raise ValueError(
-                    f'"format": "path" must not be in a branch of `{key}` if another branch may accept the same value (both '
-                    f"accept {', '.join(sorted(shared - {'fraction'}))}), because the path might then not be checked. Give "
-                    'each branch a "type" that no other branch has, or use two parameters or two tools.'
-                )
-    parts = [schema[key] for key in _APPLIED if key in schema]
-    parts += [schema[key] for key in ("then", "else") if key in schema and "if" in schema]
-    parts += [part for key in _APPLIED_BY_NAME for part in schema.get(key, {}).values()]
-    parts += [part for key in _CHOICES for part in schema.get(key, ())]
-    for part in parts:
-        for each in part if isinstance(part, list) else [part]:
-            _apply(each, resolver, applied)
-    target = _target(schema, resolver)
-    if target is not None:
-        _apply(target.contents, target.resolver, applied)
-
-
-def _leads_to_path(schema: Any, resolver: Any, seen: set[int] | None = None) -> bool:
-    """Whether `"format": "path"` occurs in the schema or in the target of a reference."""
-    seen = set() if seen is None else seen
-    if isinstance(schema, list):
-        return any(_leads_to_path(part, resolver, seen) for part in schema)
-    if not isinstance(schema, dict) or id(schema) in seen:
-        return False
-    seen.add(id(schema))
-    resolver = _within(schema, resolver)
-    target = _target(schema, resolver)
-    return (
-        schema.get("format") == "path"
-        or any(_leads_to_path(part, resolver, seen) for part in schema.values())
-        or (target is not None and _leads_to_path(target.contents, target.resolver, seen))
-    )
-
-
-def _leads_back(schema: Any) -> bool:
-    """Whether a reference leads to a schema that contains the reference."""
-    above: set[int] = set()
-    done: set[int] = set()
-
-    def comes_back(part: Any, resolver: Any) -> bool:
-        if not isinstance(part, dict | list) or id(part) in done:
-            return False
-        if id(part) in above:
-            return True
-        above.add(id(part))
-        if isinstance(part, list):
-            found = any(comes_back(each, resolver) for each in part)
-        else:
-            resolver = _within(part, resolver)
-            target = _target(part, resolver)
-            found = any(comes_back(each, resolver) for each in part.values()) or (
-                target is not None and comes_back(target.contents, target.resolver)
-            )
-        above.discard(id(part))
-        done.add(id(part))
-        return found
-
-    plain = without_drafts(schema)
-    return comes_back(plain, referencing.Registry().resolver_with_root(DRAFT202012.create_resource(plain)))
-
-
-def _target(schema: Mapping[str, Any], resolver: Any) -> Any:
-    """Target of the schema's `$ref`. None without a `$ref`, or if it cannot be resolved (then all arguments are rejected)."""
-    if not isinstance(schema.get("$ref"), str):
-        return None
-    try:
-        return resolver.lookup(schema["$ref"])
-    except Exception:  # the library's errors, or any error from a pointer into a non-schema
-        return None
-
-
-def _within(schema: Mapping[str, Any], resolver: Any) -> Any:
-    """Resolver for the schema's parts."""
-    return (
-        resolver.in_subresource(DRAFT202012.create_resource(schema)) if isinstance(schema.get("$id"), str) else resolver
-    )
-
-
-def _objects(schema: Any, passed_over: frozenset[str] = frozenset()) -> Iterator[Mapping[str, Any]]:
-    """All objects within a schema, itself included."""
-    if isinstance(schema, Mapping):
-        yield schema
-        for key, part in schema.items():
-            if key not in passed_over:
-                yield from _objects(part, passed_over)
-    elif isinstance(schema, list | tuple):
-        for part in schema:
-            yield from _objects(part, passed_over)
+def _certain(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """Parts that describe strings which `ArgumentChecker` finds."""
+    yield from describing(schema, "string")
+    for part in describing(schema, "array"):
+        yield from _certain(schema_of_items(part))
+    for part in describing(schema, "object"):
+        for name in part.get("properties", {}):
+            yield from _certain(schema_of_value(part, name))
+        yield from _certain(schema_of_value(part, ""))
 
 
 def _kinds_of(value: Any) -> frozenset[str]:

@@ -3,7 +3,7 @@
 import inspect
 import json
 import re
-import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,9 +13,11 @@ import jsonschema
 
 from grpo.errors import ConfigError
 
-from .annotations import schema_of, written
+from .annotations import schema_of
 from .calls import plain_name, same_json
-from .inputs import require_type
+from .hints import unwrapped
+from .inputs import is_finite, require_type
+from .schemas import check_path_formats, plain_schema
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 
@@ -96,50 +98,54 @@ class Tool:
                 f"Tool {self.name}: a remote tool's function must be `async def`, because this process awaits it; got "
                 f"{self.function!r}. Make the function async, or leave out remote=True."
             )
-        if self.timeout is not None and not (_is_finite(self.timeout) and self.timeout > 0):
+        if self.timeout is not None and not (is_finite(self.timeout) and self.timeout > 0):
             raise ConfigError(
                 f"Tool {self.name}: timeout must be a positive, finite number of seconds, or None; got {self.timeout!r}."
             )
-        if not _is_finite(self.cost):
+        if not is_finite(self.cost):
             raise ConfigError(f"Tool {self.name}: cost must be a finite number; got {self.cost!r}.")
-        try:
-            require_type("Tool", (Mapping, bool), "a JSON Schema", parameters=self.parameters)
-            jsonschema.Draft202012Validator.check_schema(self.parameters)
-        except jsonschema.SchemaError as error:
-            raise ConfigError(
-                f"Tool {self.name}: parameters must be a valid JSON Schema; at {error.json_path}: {error.message}."
-            ) from error
-        except RecursionError as error:
-            raise ConfigError(
-                f"Tool {self.name}: parameters are nested too deeply to be checked. Use a flatter schema."
-            ) from error
+        object.__setattr__(self, "parameters", self._checked_schema())
+
+    def _checked_schema(self) -> dict[str, Any]:
+        owner = f"Tool {self.name}: parameters"
         schema: Any = self.parameters  # `true` is a schema too
-        if not isinstance(schema, Mapping) or schema.get("type") != "object":
-            raise ConfigError(
-                f'Tool {self.name}: parameters must be a JSON Schema with "type": "object"; got {str(self.parameters)[:80]}.'
-            )
+        require_type("Tool", (Mapping, bool), "a JSON Schema", parameters=schema)
+        try:
+            jsonschema.Draft202012Validator.check_schema(schema)
+            if isinstance(schema, Mapping) and schema.get("type") == "object":
+                check_path_formats(schema)
+                return plain_schema(schema)
+        except jsonschema.SchemaError as error:
+            raise ConfigError(f"{owner} must be a valid JSON Schema; at {error.json_path}: {error.message}.") from error
+        except RecursionError as error:
+            raise ConfigError(f"{owner} are nested too deeply to be checked. Use a flatter schema.") from error
+        except ValueError as error:
+            raise ConfigError(f"{owner}: {error}") from error
+        raise ConfigError(f'{owner} must be a JSON Schema with "type": "object"; got {str(schema)[:80]}.')
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], **fields: Any) -> "Tool":
         """Create a tool from a Python function: its name, its docstring, and a schema built from its annotations.
 
-        Supported annotations: `str`, `int`, `float`, `bool`, `Path` (confined to the executor's root), `Literal[...]` of
-        strings, numbers and None (an enumeration), `list[...]` and `dict[str, ...]` of these, plain `list` and `dict`, and
-        `... | None`. A parameter with a default is optional.
+        An annotation may be any type that pydantic converts to JSON Schema: `str`, `int`, `float`, `bool`, `Literal`, Enum
+        classes, `date`, `datetime`, `Path` (confined to the executor's root), lists, dicts, TypedDicts, dataclasses, pydantic
+        models, unions, and `Annotated[..., pydantic.Field(description=...)]`. The function receives what its annotation says.
+        A parameter with a default is optional, and a default of None means that the parameter is omitted.
 
         Args:
             function: Function with an annotation on every parameter. A `functools.partial` has no name and needs `name=`.
             fields: Fields of the tool that replace the values read from the function.
 
         Raises:
-            ConfigError: A parameter has no supported annotation, or the function has no name.
+            ConfigError: A parameter has no annotation that can be converted, or the function has no name.
+            ImportError: pydantic is not installed.
         """
         name = fields.get("name", getattr(function, "__name__", None))
         if name is None:
             raise ConfigError(
                 f"Tool.from_function: the function must have a name; {function!r} has none. Pass name=..."
             )
-        described: dict[str, Any] = {"name": name, "description": inspect.getdoc(written(function)) or ""}
+        described: dict[str, Any] = {"name": name, "description": inspect.getdoc(unwrapped(function)) or ""}
         if "parameters" not in fields:
             described["parameters"] = schema_of(name, function)
         return cls(function=function, **described | fields)
@@ -178,6 +184,18 @@ class Tool:
         """The only allowed value of each required parameter that has exactly one, by name."""
         allowed = {name: _enumerated(self.properties.get(name, {})) for name in self.parameters.get("required", ())}
         return {name: values[0][0] for name, values in allowed.items() if values is not None and len(values) == 1}
+
+    @property
+    def free_parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that the policy does not decide. It decides no values within lists and objects."""
+        decided = {choice.name for choice in self.choices} | self.constants.keys()
+        names = dict.fromkeys((*self.properties, *self.parameters.get("required", ())))
+        return tuple(name for name in names if name not in decided)
+
+    @property
+    def required_free(self) -> tuple[str, ...]:
+        """Names of the required parameters that the policy does not decide. `fill` must give their values."""
+        return tuple(name for name in self.free_parameters if name in self.parameters.get("required", ()))
 
     @property
     def text(self) -> str:
@@ -244,49 +262,53 @@ def _words(name: str) -> str:
     return re.sub(r"[_.-]+", " ", name)
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
 def _enumerated(schema: Any) -> list[tuple[Any, str]] | None:
     """The different values that a schema enumerates, each with its text. None if the schema enumerates no values.
 
-    A schema enumerates values by `enum`, `const`, type boolean, or `oneOf` or `anyOf` of constants. Each constant may have a
-    `title` and a `description`.
+    A schema enumerates values by `enum`, `const`, type boolean or null, or `oneOf` or `anyOf` of constants. Each constant may
+    have a `title` and a `description`. Values that JSON cannot represent are left out.
     """
     if isinstance(schema, bool):
         return None if schema else []
     for key in ("oneOf", "anyOf"):
         parts = [_enumerated(part) for part in schema.get(key, ())]
         if parts and all(part is not None for part in parts):
-            found = [value for part in parts if part for value in part]
-            return _different(found, drop_repeated=key == "oneOf")
+            found = [pair for part in parts if part for pair in part]
+            times = Counter(_json_key(value) for value, _ in found)
+            # `oneOf` rejects a value that two branches accept.
+            return _different(pair for pair in found if key == "anyOf" or times[_json_key(pair[0])] == 1)
     if "enum" in schema:
-        values = list(schema["enum"])
+        values = schema["enum"]
     elif "const" in schema:
         values = [schema["const"]]
-    elif schema.get("type") == "boolean":
-        values = [False, True]
+    elif schema.get("type") in ("boolean", "null"):
+        values = [False, True] if schema["type"] == "boolean" else [None]
     else:
         return None
     about = " ".join(str(schema[key]) for key in ("title", "description") if key in schema)
-    values = [value for value in values if same_json(value, value)]  # drop values that JSON cannot represent
-    texts = (f"{value if isinstance(value, str) else json.dumps(value)} {about}".strip() for value in values)
-    return _different(list(zip(values, texts, strict=True)))
+    values = [value for value in values if _json_key(value) is not None]
+    return _different((v, f"{v if isinstance(v, str) else json.dumps(v)} {about}".strip()) for v in values)
 
 
-def _different(found: list[tuple[Any, str]], *, drop_repeated: bool = False) -> list[tuple[Any, str]]:
-    """Keep the first of equal values, or none if `drop_repeated`: `oneOf` rejects a value that two branches accept."""
-    alike: dict[Any, list[tuple[Any, str]]] = {}  # hashed, so that long enumerations stay fast
-    for pair in found:
-        alike.setdefault(_hashable(pair[0]), []).append(pair)
-    kept = []
-    for pair in found:
-        same = [other for other in alike[_hashable(pair[0])] if same_json(other[0], pair[0])]
-        if same[0] is pair and not (drop_repeated and len(same) > 1):
-            kept.append(pair)
-    return kept
+def _different(pairs: Iterable[tuple[Any, str]]) -> list[tuple[Any, str]]:
+    """The first pair of each value."""
+    first: dict[str | None, tuple[Any, str]] = {}
+    for pair in pairs:
+        first.setdefault(_json_key(pair[0]), pair)
+    return list(first.values())
 
 
-def _hashable(value: Any) -> Any:
-    return value if isinstance(value, str | int | float) else None
+def _json_key(value: Any) -> str | None:
+    """A text that is the same for values that are equal as JSON. None if JSON cannot represent the value."""
+    try:
+        return json.dumps(_with_integers(value), allow_nan=False, sort_keys=True)
+    except (TypeError, ValueError):
+        return None
+
+
+def _with_integers(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_integers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_integers(item) for key, item in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value

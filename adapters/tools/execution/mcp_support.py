@@ -1,20 +1,15 @@
-"""Helpers for MCP servers: the end of the server's stderr, content as text, and schemas in the form that `Tool` reads."""
+"""Helpers for MCP servers: the end of the server's stderr, and content as text."""
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mcp import types
 
 KEPT_BYTES = 2_000
 """Number of bytes kept from the end of stderr."""
-
-ANNOTATIONS = frozenset(
-    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
-)
-"""Schema keywords that do not affect validation."""
 
 
 class StderrTail:
@@ -55,36 +50,3 @@ def _described(block: "types.ContentBlock") -> str:
         case "resource":
             text = getattr(block.resource, "text", None)
             return f"[resource {block.resource.uri}]" if text is None else text
-
-
-def plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Rewrite an argument schema to an equivalent schema in which `Tool.choices` finds the enumerated values.
-
-    A parameter's `$ref` into `$defs` or `definitions` is replaced by its target, unless the target is recursive.
-    `{"type": "null"}` in `anyOf` or `oneOf` becomes the constant null.
-    """
-    definitions = {
-        f"#/{key}/{name}": definition
-        for key in ("$defs", "definitions")
-        for name, definition in _mapping(schema.get(key)).items()
-    }
-
-    def said(part: Any, inside: frozenset[str] = frozenset()) -> Any:
-        target = _mapping(part).get("$ref")
-        if target in definitions and target not in inside and set(part) - {"$ref"} <= ANNOTATIONS:
-            own = {key: value for key, value in part.items() if key != "$ref"}
-            return said({**_mapping(definitions[target]), **own}, inside | {target})
-        if part == {"type": "null"}:
-            return {"const": None}
-        if not isinstance(part, Mapping):
-            return part
-        lists = {key: part[key] for key in ("anyOf", "oneOf") if isinstance(part.get(key), list)}
-        return {**part, **{key: [said(each, inside) for each in parts] for key, parts in lists.items()}}
-
-    properties = {name: said(part) for name, part in _mapping(schema.get("properties")).items()}
-    return {**schema, "properties": properties} if properties else dict(schema)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    """The value if it is a mapping, otherwise an empty mapping; `Tool` reports invalid values."""
-    return value if isinstance(value, Mapping) else {}

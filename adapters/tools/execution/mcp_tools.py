@@ -18,7 +18,7 @@ from adapters.tools.catalogue.tools import Tool
 from adapters.tools.errors import ServerLostError, ToolRaisedError
 from grpo.errors import ConfigError, GRPOWarning
 
-from .mcp_support import StderrTail, plain_schema, text_of
+from .mcp_support import StderrTail, text_of
 
 if TYPE_CHECKING:
     from anyio import CancelScope
@@ -178,7 +178,7 @@ class MCPServer:
             description=said[0] if said else "",
             function=self._caller(listed.name),
             category=own(listed.name) if callable(own) else own,
-            parameters=plain_schema(listed.input_schema),
+            parameters=listed.input_schema,
             remote=True,
         )
 

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArgumentsError
-from adapters.tools.catalogue.schemas import check_path_formats, kinds, slow_keyword
-from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.execution.executor import ToolExecutor
+from adapters.tools.catalogue.schemas import check_path_formats, kinds, plain_schema, slow_keyword
+from adapters.tools.catalogue.tools import Tool
 from grpo.errors import ConfigError
 from tests.support import tool_functions
 
@@ -22,17 +21,18 @@ DEFINED: dict[str, Any] = {
     "text": TEXT,
     "file": FILE,
     "list": {"type": "array", "items": {"$ref": "#/$defs/path"}},
+    "whole": {"type": "integer"},
 }
 OUTSIDE = "../../etc/passwd"
 
 
 def schema_of(x: Any, **more: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": {"x": x}, "$defs": DEFINED, **more}
+    return {"type": "object", "properties": {"x": x, "y": PATH}, "$defs": DEFINED, **more}
 
 
 UNCERTAIN: list[Any] = [
     {"anyOf": [URI, PATH]}, {"anyOf": [PATH, URI]}, {"oneOf": [URI, PATH]}, {"anyOf": [{}, PATH]}, {"anyOf": [True, PATH]},
-    {"anyOf": [{"minLength": 1}, PATH]}, {"anyOf": [TEXT, {"format": "path"}]}, {"oneOf": [{"format": "path"}, NONE]},
+    {"anyOf": [{"minLength": 1}, PATH]}, {"anyOf": [TEXT, {"format": "path"}]}, {"oneOf": [{"format": "path"}, TEXT]},
     {"anyOf": [{"type": ["null", "string"]}, PATH]}, {"anyOf": [{"enum": ["a", 1]}, PATH]}, {"anyOf": [{"const": "a"}, PATH]},
     {"anyOf": [{"$ref": "#/$defs/text"}, {"$ref": "#/$defs/path"}]}, {"anyOf": [{"allOf": [TEXT]}, {"allOf": [PATH]}]},
     {"anyOf": [{"type": "object"}, FILE]}, {"anyOf": [{"type": "object"}, {"$ref": "#/$defs/file"}]},
@@ -52,23 +52,35 @@ UNCERTAIN: list[Any] = [
     {"anyOf": [TEXT, {"$ref": "#/$defs/list/items"}]}, {"anyOf": [TEXT, {"$ref": "#/$defs/file/properties/file"}]},
     {"allOf": [{"$ref": "#/$defs/text"}, {"anyOf": [TEXT, PATH]}]},
     {"$schema": "http://json-schema.org/draft-07/schema#", "anyOf": [TEXT, PATH]},
+    {"prefixItems": [TEXT, PATH]}, {"prefixItems": [TEXT], "items": PATH}, {"patternProperties": {"^k": PATH}},
+    {"dependentSchemas": {"k": FILE}}, {"if": TEXT, "then": PATH}, {"if": NONE, "then": NONE, "else": PATH},
+    {"type": "array", "items": {"prefixItems": [PATH]}}, {"anyOf": [FILE, {"not": FILE}]}, {"items": [TEXT, PATH]},
+    {"properties": {"default": {"not": PATH}}}, {"properties": {"enum": {"contains": PATH}}}, {"x-anything": [PATH]},
+    {"$ref": "#/properties/x/$defs/p", "$defs": {"p": {"anyOf": [TEXT, PATH]}}}, {"$ref": "#/x", **PATH},
+    {"properties": {"file": PATH, "next": {"$ref": "#/properties/x"}}}, {"$ref": "#/$defs/lost", "$defs": {"p": PATH}},
+    {"items": {"$id": "http://a/b", **PATH}, "additionalProperties": {"$ref": "#/$defs/text"}},
+    {"anyOf": [{"type": "array", "format": "path"}, TEXT]},
 ]  # fmt: skip
 
 
 def test_a_schema_that_may_leave_a_path_unconfined_is_refused(subtests: pytest.Subtests) -> None:
     for x in UNCERTAIN:
-        with subtests.test(str(x)[:60]), pytest.raises(ValueError, match=r'"format": "path"'):
-            check_path_formats(schema_of(x))
+        with subtests.test(str(x)[:60]):
+            with pytest.raises(ValueError, match=r'^"format": "path" must not be '):
+                check_path_formats(schema_of(x))
+            with pytest.raises(ValueError, match='"format": "path"'):
+                ArgumentChecker(tool_functions.echo, schema_of(x), "/usr")
 
 
-def test_the_executor_refuses_an_unconfined_path_schema_before_it_starts() -> None:
+def test_a_tool_with_an_uncertain_path_is_refused_with_its_place_and_what_to_write() -> None:
     schema = schema_of({"anyOf": [URI, PATH]})
+    message = (
+        r'^Tool fetch: parameters: "format": "path" must not be at \$\.properties\.x\.anyOf\[1\], because it is not certain .* '
+        "Give each branch a type that no other branch has, or use two parameters or two tools"
+    )
     for remote, function in ((False, tool_functions.echo), (True, tool_functions.async_raise)):
-        tool = Tool(name="fetch", description="Fetch.", function=function, parameters=schema, remote=remote)
-        with pytest.raises(
-            ConfigError, match=r'Tool fetch: parameters: .* Give each branch a "type" that no other branch has'
-        ):
-            ToolExecutor(ToolCatalogue([tool]))
+        with pytest.raises(ConfigError, match=message):
+            Tool(name="fetch", description="Fetch.", function=function, parameters=schema, remote=remote)
 
 
 def around(text: str) -> Any:
@@ -80,17 +92,17 @@ def around(text: str) -> Any:
         ({"anyOf": [{"enum": [1, None]}, PATH]}, text), ({"anyOf": [{"const": 1}, {"$ref": "#/$defs/path"}]}, text),
         ({"anyOf": [PATH, FILE]}, text), ({"anyOf": [PATH, FILE]}, {"file": text}), ({"anyOf": [FILE, PATH]}, {"file": text}),
         ({"anyOf": [PATH, {"$ref": "#/$defs/list"}]}, [text]), ({"anyOf": [URI, NONE], "format": "path"}, text),
-        ({"type": "array", "items": PATH}, ["a", text]), ({"prefixItems": [TEXT, PATH]}, ["a", text]),
-        ({"prefixItems": [TEXT], "items": PATH}, ["a", "a", text]), ({"additionalProperties": PATH}, {"k": text}),
-        ({"patternProperties": {"^k": PATH}}, {"k": text}), ({"dependentSchemas": {"k": FILE}}, {"k": 1, "file": text}),
-        ({"if": TEXT, "then": PATH}, text), ({"if": NONE, "then": NONE, "else": PATH}, text),
+        ({"type": "array", "items": PATH}, ["a", text]), ({"additionalProperties": PATH}, {"k": text}),
+        ({"properties": {"k": PATH}, "patternProperties": {"^a": TEXT}}, {"k": text}),
+        ({"oneOf": [{"format": "path"}, NONE]}, text),
         ({"additionalProperties": {"items": FILE}}, nested),
         ({"$schema": "http://json-schema.org/draft-04/schema#", **PATH}, text),
         ({"$ref": "#/$defs/text", "format": "path"}, text),
         ({"$schema": "http://json-schema.org/draft-07/schema#", "$ref": "#/$defs/text", "format": "path"}, text),
         ({"not": NONE, **PATH}, text), ({"allOf": [{"anyOf": [URI, NONE]}, {"format": "path"}]}, text),
         ({"anyOf": [{"type": "array", "items": TEXT}, {"type": "object", "additionalProperties": PATH}]}, {"k": text}),
-        ({"type": "array", "contains": TEXT, "items": PATH}, [text]),
+        ({"type": "array", "contains": TEXT, "items": PATH}, [text]), ({"$ref": "#/$defs/list/items"}, text),
+        ({"$ref": "#/properties/y"}, text), ({"$ref": "#/$defs/path", "minLength": 1}, text),
         ({"type": "array", "items": {"oneOf": [NONE, {"$ref": "#/$defs/file"}]}}, [None, {"file": text}]),
     ]  # fmt: skip
 
@@ -140,37 +152,87 @@ def test_unused_path_formats_and_choices_without_paths_are_accepted() -> None:
     check_path_formats(schema_of({"anyOf": [URI, TEXT]}))
     check_path_formats(schema_of(TEXT, propertyNames=TEXT, default={"format": "path"}))
     check_path_formats({"type": "object", "properties": {"format": {"enum": ["path"]}, "$id": PATH, "default": PATH}})
+    check_path_formats({"type": "object", "properties": {"x": {"const": {"format": "path"}}}})
 
 
-def test_a_recursive_schema_is_accepted() -> None:
-    tree = {
-        "type": "object",
-        "properties": {"file": PATH, "inner": {"type": "array", "items": {"$ref": "#/$defs/tree"}}},
-    }
+def test_a_recursive_schema_is_accepted_unless_it_has_paths() -> None:
+    inner = {"type": "array", "items": {"$ref": "#/$defs/tree"}}
+    tree: dict[str, Any] = {"type": "object", "properties": {"n": {"type": "integer"}, "inner": inner}}
     schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": tree}}
-    check_path_formats(schema)
-    with pytest.raises(RefusedArgumentsError) as caught:
-        ArgumentChecker(tool_functions.echo, schema, "/usr")({"x": {"inner": [{"inner": [{"file": OUTSIDE}]}]}})
-    assert caught.value.error == "PathOutsideRootError"
+    check = ArgumentChecker(tool_functions.echo, schema, "/usr")
+    assert check({"x": {"n": 1.0, "inner": [{"n": 2}]}}) == {"x": {"n": 1, "inner": [{"n": 2}]}}
+    with pytest.raises(RefusedArgumentsError, match="'a' is not of type 'integer'"):
+        check({"x": {"inner": [{"inner": [{"n": "a"}]}]}})
+    tree["properties"]["file"] = PATH
+    with pytest.raises(ValueError, match="must not be in a schema with a recursive or unknown `\\$ref`"):
+        check_path_formats(schema)
     for circle in ({"$ref": "#/$defs/tree"}, {"anyOf": [{"$ref": "#/$defs/tree"}, PATH]}):
         with pytest.raises(ValueError, match="format"):
-            check_path_formats({**schema_of({"anyOf": [TEXT, PATH]}), "$defs": {"tree": circle}})
+            check_path_formats({**schema_of({"$ref": "#/$defs/tree"}), "$defs": {"tree": circle}})
 
 
 def test_an_unresolvable_reference_makes_each_call_fail(subtests: pytest.Subtests) -> None:
-    for reference in (
-        "#/required",
-        "#/required/x",
-        "#/no",
-        "http://127.0.0.1:1/x",
-        "#nowhere",
-    ):
+    for reference in ("#/required", "#/required/x", "#/required/0", "#/no", "http://127.0.0.1:1/x", "#nowhere"):
         with subtests.test(reference):
-            schema = {**schema_of({"$ref": reference}), "required": ["x"]}
-            check_path_formats({**schema, "properties": {"x": {"$ref": reference}, "y": PATH}})
+            schema = {"type": "object", "properties": {"x": {"$ref": reference}}, "required": ["x"]}
             with pytest.raises(RefusedArgumentsError, match="the tool's schema cannot be applied") as caught:
                 ArgumentChecker(tool_functions.echo, schema, "/usr")({"x": 1})
             assert caught.value.error == "InvalidArgumentsError"
+
+
+# --- references
+
+
+def plain(x: Any, **definitions: Any) -> Any:
+    return plain_schema({"type": "object", "properties": {"x": x}, "$defs": definitions})
+
+
+def test_a_reference_is_replaced_by_its_target(subtests: pytest.Subtests) -> None:
+    odd = {"a/b~c d": TEXT}
+    for x, expected in (
+        ({"$ref": "#/$defs/a"}, TEXT), ({"$ref": "#/$defs/a", "description": "d"}, {**TEXT, "description": "d"}),
+        ({"$ref": "#/$defs/a", "enum": [1]}, {"enum": [1], "allOf": [TEXT]}), ({"$ref": "#/$defs/b"}, {"items": TEXT}),
+        ({"$ref": "#/$defs/a", "allOf": [True]}, {"allOf": [True, TEXT]}), ({"$ref": "#/$defs/b/items"}, TEXT),
+        ({"$ref": "#/$defs/any"}, {"allOf": [True]}), ({"anyOf": [{"$ref": "#/$defs/list/anyOf/1"}]}, {"anyOf": [TEXT]}),
+        ({"$ref": "#/$defs/odd/properties/a~1b~0c%20d"}, TEXT), ({"default": {"$ref": "#/$defs/a"}},) * 2,
+        ({"properties": {"$ref": {"$ref": "#/$defs/a"}}}, {"properties": {"$ref": TEXT}}),
+        ({"const": {"$schema": "kept"}, "$schema": "http://json-schema.org/draft-07/schema#"}, {"const": {"$schema": "kept"}}),
+    ):  # fmt: skip
+        with subtests.test(str(x)):
+            found = plain(
+                x,
+                a=TEXT,
+                b={"items": {"$ref": "#/$defs/a"}},
+                any=True,
+                list={"anyOf": [NONE, TEXT]},
+                odd={"properties": odd},
+            )
+            assert found == {"type": "object", "properties": {"x": expected}}
+
+
+def test_a_reference_that_cannot_be_replaced_stays_with_the_definitions(subtests: pytest.Subtests) -> None:
+    tree = {"anyOf": [{"$ref": "#/$defs/tree"}, NONE]}
+    for x, definitions, expected in (
+        ({"$ref": "#/$defs/tree"}, {"tree": tree}, tree), ({"$ref": "#/$defs/no"}, {}, {"$ref": "#/$defs/no"}),
+        ({"$ref": "#/$defs/a"}, {"a": {"$id": "http://a/b"}}, {"$ref": "#/$defs/a"}),
+        ({"$ref": "#/type"}, {}, {"$ref": "#/type"}), ({"$ref": "http://a/b"}, {}, {"$ref": "http://a/b"}),
+    ):  # fmt: skip
+        with subtests.test(str(x)):
+            found = plain(x, **definitions)
+            assert found == {"type": "object", "properties": {"x": expected}, "$defs": definitions}
+
+
+def test_references_that_would_make_a_schema_huge_are_not_replaced() -> None:
+    """Each of 40 definitions names the next one twice: 2 ** 40 parts."""
+    doubled = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/d0"}}, "$defs": doubled | {"d40": NONE}}
+    assert plain_schema(schema) == schema
+    assert slow_keyword(schema) == "$ref"
+    with pytest.raises(ValueError, match="recursive or unknown"):
+        check_path_formats(schema | {"properties": {"x": {"$ref": "#/$defs/d0"}, "y": PATH}})
+
+
+# --- types
 
 
 def test_integral_floats_become_integers_where_the_schema_asks_for_them(subtests: pytest.Subtests) -> None:
@@ -179,6 +241,9 @@ def test_integral_floats_become_integers_where_the_schema_asks_for_them(subtests
         ({"type": "integer"}, 2, 2), ({"type": "number"}, 2.0, 2.0), ({}, 2.0, 2.0), ({"type": ["integer", "null"]}, 2.0, 2),
         ({"type": ["integer", "number"]}, 2.0, 2.0), ({"anyOf": [{"type": "integer"}, NONE]}, 2.0, 2),
         ({"anyOf": [{"type": "integer"}, {"type": "number"}]}, 2.0, 2.0), ({"enum": [1, 2]}, 2.0, 2),
+        ({"enum": [2, 1.5]}, 2.0, 2.0), ({"allOf": [{"type": "number"}, {"type": "integer"}]}, 2.0, 2),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}, [2.0], [2]),
+        ({"additionalProperties": {"type": "integer"}}, {"n": 2.0}, {"n": 2}), ({"$ref": "#/$defs/whole"}, 2.0, 2),
         ({"type": "array", "items": {"type": "integer"}}, [1.0, 2], [1, 2]),
         ({"type": "array", "items": {"type": "number"}}, [1.0, 2], [1.0, 2]),
         ({"anyOf": [NONE, {"type": "array", "items": {"type": "integer"}}]}, [1.0], [1]),
@@ -202,9 +267,10 @@ def test_slow_keywords_of_a_schema_are_found(subtests: pytest.Subtests) -> None:
     for schema, keyword in (
         (schema_of({"pattern": "a"}), "pattern"), (schema_of(TEXT, patternProperties={"a": {}}), "patternProperties"),
         (schema_of({"anyOf": [{"items": {"uniqueItems": True}}]}), "uniqueItems"),
-        (schema_of({"$ref": "#/$defs/list"}), None), (schema_of({"$ref": "#/nowhere"}), None),
+        (schema_of({"$ref": "#/$defs/list"}), None), (schema_of({"$ref": "#/nowhere"}), "$ref"),
         (schema_of({"$ref": "#"}), "$ref"),
-        ({"$defs": {"a": {"items": {"$ref": "#/$defs/b"}}, "b": {"anyOf": [TEXT, {"$ref": "#/$defs/a"}]}}}, "$ref"),
+        ({"properties": {"x": {"$ref": "#/$defs/a"}},
+          "$defs": {"a": {"items": {"$ref": "#/$defs/b"}}, "b": {"anyOf": [TEXT, {"$ref": "#/$defs/a"}]}}}, "$ref"),
         ({"properties": {"a": {"$dynamicRef": "#a"}}}, "$dynamicRef"), ({"properties": {"a": {"uniqueItems": False}}}, None),
         ({"type": "object", "properties": {"pattern": TEXT, "uniqueItems": TEXT, "$ref": TEXT}}, None),
     ):  # fmt: skip

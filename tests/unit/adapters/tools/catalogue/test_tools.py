@@ -248,6 +248,42 @@ def test_properties_with_the_schema_true_are_free_and_with_false_are_removed() -
     assert tool({"properties": {"x": {"anyOf": [False]}}}).choices == ()
 
 
+def test_the_parameters_that_the_policy_does_not_decide_are_told() -> None:
+    unit = {"enum": ["m", "km"]}
+    properties = {
+        "unit": unit, "sure": {"type": "boolean"}, "version": {"const": 2}, "maybe": {"const": 2}, "text": {"type": "string"},
+        "note": {"type": "string"},
+        "units": {"type": "array", "items": unit}, "range": {"properties": {"unit": unit}}, "any": True,
+        "either": {"anyOf": [unit, {"type": "string"}]}, "never": False,
+    }  # fmt: skip
+    made = tool({"properties": properties, "required": ["unit", "version", "text", "units", "undescribed"]})
+    assert made.free_parameters == ("text", "note", "units", "range", "any", "either", "undescribed")
+    assert made.required_free == ("text", "units", "undescribed"), "values within a list are not decided"
+    assert {choice.name for choice in made.choices} == {"unit", "sure", "maybe"}
+    assert (tool().free_parameters, tool().required_free) == ((), ())
+
+
+def test_choices_behind_references_and_beside_null_are_decisions() -> None:
+    made = tool(
+        {
+            "properties": {
+                "unit": {"$ref": "#/$defs/unit", "description": "A unit."},
+                "other": {"anyOf": [{"$ref": "#/$defs/unit"}, {"type": "null"}]},
+                "none": {"type": "null"},
+            },
+            "required": ["unit", "other", "none"],
+            "$defs": {"unit": {"enum": ["m", "km"]}},
+        }
+    )
+    assert [(choice.name, choice.values) for choice in made.choices] == [
+        ("unit", ("m", "km")),
+        ("other", ("m", "km", None)),
+    ]
+    assert made.choices[0].texts == ("m A unit. unit", "km A unit. unit")
+    assert made.constants == {"none": None}
+    assert "$defs" not in made.parameters
+
+
 # --- catalogues
 
 
