@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
+import math
 import re
 import shlex
 import textwrap
-import threading
 import warnings
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,11 @@ from grpo.errors import ConfigError, GRPOWarning
 from .mcp_support import StderrTail, text_of
 
 if TYPE_CHECKING:
-    from anyio import CancelScope
+    from anyio.from_thread import BlockingPortal
     from mcp import types
     from mcp.client.client import Client
+
+_RESTART = "The server is not restarted: leave its `with` block, and enter it again."
 
 
 class MCPServer:
@@ -70,12 +72,11 @@ class MCPServer:
         require_type("MCPServer", (Mapping, NoneType), "a dict of texts, or None", env=env)
         require_type("MCPServer", (str, Path, NoneType), "a path, or None", cwd=cwd)
         is_list = isinstance(command, Sequence) and not isinstance(command, str)
-        if command is not None and not (is_list and all(isinstance(word, str) for word in command)):
+        if command is not None and not (is_list and command and all(isinstance(word, str) for word in command)):
             raise ConfigError(
-                f"MCPServer.command must be a list of strings such as ['uvx', 'a-server']; got {command!r}."
+                "MCPServer.command must be a list of strings that begins with a program, such as ['uvx', 'a-server']; got "
+                f"{command!r}."
             )
-        if command is not None and not command:
-            raise ConfigError("MCPServer.command must name a program; got an empty list.")
         if url is not None and (env is not None or cwd is not None):
             raise ConfigError(
                 "MCPServer: env and cwd apply only to a server that `command` starts; got url. Leave out env and cwd."
@@ -87,32 +88,32 @@ class MCPServer:
         self._start_timeout = start_timeout
         self._where = textwrap.shorten(url or shlex.join(command or ()), 120)
         self._stderr: StderrTail | None = None
-        self._loss = ""
-        self._session: _Session | None = None
+        self._open: contextlib.ExitStack | None = None
 
     def __enter__(self) -> "MCPServer":
-        if self._session is not None:
+        from anyio.from_thread import start_blocking_portal
+
+        if self._open is not None:
             raise ConfigError(
                 f"MCPServer {self._where} is already running. Create another MCPServer for another session."
             )
-        session = _Session(self._run)
-        try:
-            session.started.result()
-        except BaseException:  # includes an interrupt, which must not leave the server running
-            session.end()
-            raise
-        self._session = session
+        with contextlib.ExitStack() as stack:  # an interrupt at the start ends the server
+            self._portal: BlockingPortal = stack.enter_context(start_blocking_portal(name="MCP session"))
+            self._client: Client = stack.enter_context(self._portal.wrap_async_context_manager(self._session()))
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.end()
+        stack, self._open = self._open, None
+        if stack is not None:
+            with contextlib.suppress(CancelledError):  # the session ended before
+                stack.close()
 
     @property
     def name(self) -> str:
         """The server's own name, or the command or URL if the server has none."""
-        info = self._running().client.server_info
+        self._require_open()
+        info = self._client.server_info
         return info.name if info is not None and info.name else self._where
 
     def tools(self, category: str | Callable[[str], str] | None = None, *, skip: Collection[str] = ()) -> list[Tool]:
@@ -139,18 +140,17 @@ class MCPServer:
         Raises:
             ConfigError: Two tools get the same name, or the server lacks a name in `skip`.
         """
-        session = self._running()
-        unknown = sorted(set(skip) - {listed.name for listed in session.listed})
+        self._require_open()
+        names = [listed.name for listed in self._listed]
+        unknown = sorted(set(skip).difference(names))
         if unknown:
             raise ConfigError(
                 f"MCP server {self.name}: skip must name tools of the server; the server has no {', '.join(unknown)}. "
-                f"Its tools are {', '.join(listed.name for listed in session.listed)}."
+                f"Its tools are {', '.join(names)}."
             )
         found: dict[str, str] = {}
         tools = []
-        for listed in session.listed:
-            if listed.name in skip:
-                continue
+        for listed in [each for each in self._listed if each.name not in skip]:
             try:
                 tool = self._tool(listed, category)
             except ConfigError as error:
@@ -184,30 +184,28 @@ class MCPServer:
 
     def _caller(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         async def call(**arguments: Any) -> Any:
-            session = self._session
-            if session is None or session.loop.is_closed():
-                why = "is closed" if session is None else f"is lost: {self._loss}"
-                raise ServerLostError(f"MCP server {self._where} {why}. Call its tools inside its `with` block.")
-            forwarded = asyncio.run_coroutine_threadsafe(self._call(session.client, name, arguments), session.loop)
-            return await asyncio.wrap_future(forwarded)  # a cancellation is forwarded, and the SDK notifies the server
+            if self._open is None:
+                raise ServerLostError(f"MCP server {self._where} is closed. Call its tools inside its `with` block.")
+            try:
+                answer = self._portal.start_task_soon(self._call, name, arguments)
+            except RuntimeError as error:  # the session's loop has ended
+                raise ServerLostError(f"MCP server {self._where} is lost. {_RESTART}") from error
+            return await asyncio.wrap_future(answer)  # a cancellation is forwarded, and the SDK notifies the server
 
         call.__name__ = call.__qualname__ = name
         return call
 
-    async def _call(self, client: "Client", name: str, arguments: dict[str, Any]) -> Any:
+    async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Call a tool. Runs on the session's loop."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
         try:
-            result = await client.call_tool(name, arguments)
+            result = await self._client.call_tool(name, arguments)
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 said = await asyncio.to_thread(self._last_words)
-                raise ServerLostError(
-                    f"the connection to MCP server {self._where} ended{said}. The server is not restarted: leave its "
-                    "`with` block, and enter a new one."
-                ) from error
+                raise ServerLostError(f"the connection to MCP server {self._where} ended{said}. {_RESTART}") from error
             raise ToolRaisedError(error.message) from error
         except (RuntimeError, ValueError) as error:  # the output does not match the tool's output schema
             raise ToolRaisedError(str(error)) from error
@@ -215,43 +213,35 @@ class MCPServer:
             raise ToolRaisedError(text_of(result.content))
         return text_of(result.content) if result.structured_content is None else result.structured_content
 
-    def _running(self) -> "_Session":
-        if self._session is None:
+    def _require_open(self) -> None:
+        if self._open is None:
             raise ConfigError(
                 f"MCPServer {self._where} is not running. Use it in a block `with MCPServer(...) as server:`."
             )
-        return self._session
 
-    async def _run(self, session: "_Session") -> None:
-        """Run the whole session in one task, as the SDK's context managers require."""
+    @contextlib.asynccontextmanager
+    async def _session(self) -> "AsyncIterator[Client]":
+        """The session, from the server's start to its end. Runs in one task, as the SDK requires."""
         import anyio
         from mcp.client.client import Client
 
-        session.starting = scope = anyio.CancelScope(deadline=anyio.current_time() + self._start_timeout)
+        reason = f"was not ready within {self._start_timeout:g} s; if it is only slow, raise start_timeout"
+        is_ready = False
         try:
-            with scope:
+            with anyio.CancelScope(deadline=anyio.current_time() + self._start_timeout) as scope:
                 async with Client(self._target()) as client:
                     if self._stderr is not None:
                         self._stderr.stream.close()  # the server has inherited it
-                    session.client, session.listed = client, await _listed(client)
-                    scope.deadline = float("inf")
-                    session.started.set_result(None)
-                    await session.ending.wait()
-        except Exception as error:
-            self._loss = _innermost(error)
+                    self._listed = await _listed(client)
+                    is_ready, scope.deadline = True, math.inf
+                    yield client
+        except Exception as error:  # after the start, each call raises its own error
+            reason = f"could not be started: {_innermost(error)}"
         finally:
             if self._stderr is not None:
                 self._stderr.stream.close()
-        if session.started.done():
-            in_flight = asyncio.all_tasks() - {asyncio.current_task()}
-            if in_flight:  # let each call raise its own error; the end of the loop would cancel the call and its caller
-                await asyncio.wait(in_flight, timeout=5.0)
-            return
-        late = f"was not ready within {self._start_timeout:g} s; if it is only slow, raise start_timeout"
-        reason = late if scope.cancelled_caught else f"could not be started: {self._loss}"
-        session.started.set_exception(
-            ConfigError(f"MCP server {self._where} {reason}{self._last_words()}. {self._advice()}")
-        )
+        if not is_ready:
+            raise ConfigError(f"MCP server {self._where} {reason}{self._last_words()}. {self._advice()}")
 
     def _target(self) -> Any:
         """The connection target for the SDK."""
@@ -276,36 +266,6 @@ class MCPServer:
         if self._command is None:
             return "Check that the server runs, and that the url has the path that the server expects, often /mcp."
         return "Run the command in a terminal: it must wait for JSON on stdin, and write only JSON to stdout."
-
-
-class _Session:
-    """A thread with an event loop that runs one MCP session, and the session's shared state."""
-
-    client: "Client"
-    listed: "list[types.Tool]"
-    starting: "CancelScope | None" = None
-
-    def __init__(self, run: Callable[["_Session"], Coroutine[Any, Any, None]]) -> None:
-        self.started: Future[None] = Future()
-        self.ending = asyncio.Event()
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._work, args=(run,), daemon=True, name="MCP session")
-        self._thread.start()
-
-    def _work(self, run: Callable[["_Session"], Coroutine[Any, Any, None]]) -> None:
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # cancels remaining tasks and closes the loop
-            runner.run(run(self))
-
-    def end(self) -> None:
-        """End the session and wait until the server is gone. The SDK limits the time of each wait."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed because the session already ended
-            self.loop.call_soon_threadsafe(self._leave)
-        self._thread.join()
-
-    def _leave(self) -> None:
-        self.ending.set()
-        if self.starting is not None and not self.started.done():  # do not wait for a slow start
-            self.starting.cancel()
 
 
 async def _listed(client: "Client") -> "list[types.Tool]":
