@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from adapters.tools.catalogue.inputs import require_whole
 from adapters.tools.catalogue.tools import Tool
@@ -29,32 +29,21 @@ _LAUNCHERS = {
 _EXECUTES = frozenset({"-exec", "-execdir", "-ok", "-okdir"})
 
 
-class _Interpreter(NamedTuple):
-    """A program that runs code given in its arguments."""
-
-    names: str
-    """Pattern that matches the program's name."""
-    code: str
-    """Pattern of the options that take code, or a file of code."""
-    skips: frozenset[str] = frozenset()
-    """Options that take a value other than code."""
-    data: frozenset[str] = frozenset()
-    """Options that take data. A parameter is allowed in their value."""
-    code_anywhere: bool = False
-    """Whether options that take code are also recognised after the first file."""
-
-
-_INTERPRETERS = (
-    _Interpreter(r"(?:python|pypy)[\d.]*", r"-[A-Za-z]*c", frozenset({"-W", "-X"})),
-    _Interpreter(r"perl[\d.]*", r"-[A-Za-z0-9]*[eE]", frozenset({"-I"})),
-    _Interpreter(r"ruby[\d.]*", r"-[A-Za-z0-9]*e", frozenset({"-I", "-C", "-r"})),
-    _Interpreter(r"node(?:js)?", r"-e|-pe?|--eval|--print", frozenset({"-r", "--require", "--import", "--loader"})),
-    _Interpreter(r"lua(?:jit)?[\d.]*", r"-e", frozenset({"-l"})),
-    _Interpreter(r"php[\d.]*", r"-[rBRE]|--run", frozenset({"-d"})),
-    _Interpreter(r"rscript|tclsh[\d.]*", r"-e"),
-    _Interpreter(r"[gmn]?awk", r"-f|-e|--file|--source", data=frozenset({"-v", "-F", "--assign"}), code_anywhere=True),
-    _Interpreter(r"sed", r"-[A-Za-z]*[ef]|--expression|--file", code_anywhere=True),
-)
+_INTERPRETERS = {
+    r"(?:python|pypy)[\d.]*": (r"-[A-Za-z]*c", "-W -X"),
+    r"perl[\d.]*": (r"-[A-Za-z0-9]*[eE]", "-I"),
+    r"ruby[\d.]*": (r"-[A-Za-z0-9]*e", "-I -C -r"),
+    r"node(?:js)?": (r"-e|-pe?|--eval|--print", "-r --require --import --loader"),
+    r"lua(?:jit)?[\d.]*": (r"-e", "-l"),
+    r"php[\d.]*": (r"-[rBRE]|--run", "-d"),
+    r"rscript|tclsh[\d.]*": (r"-e", ""),
+    r"[gmn]?awk": (r"-f|-e|--file|--source", ""),
+    r"sed": (r"-[A-Za-z]*[ef]|--expression|--file", ""),
+}  # fmt: skip
+"""Programs that run code given in their arguments: their names, their options that take code, and their options that take
+something else. After the first file, awk and sed still read options."""
+_AWK_DATA = ("-v", "-F", "--assign")
+"""Options of awk that take data, in which a parameter is allowed."""
 _STDERR_BYTES = 2_000
 
 
@@ -70,15 +59,13 @@ class Command:
     by the value of that parameter: text as it is, numbers in decimal, booleans as `true` and `false`. Write `{{` and `}}` for
     literal braces. If a call omits a parameter, every element with that parameter is omitted.
 
-    A value at the start of an element must not begin with `-`, because the program could read it as an option. This also
-    applies to negative numbers; use an element such as `--by={number}` for them. The check is off after an element `--`,
-    where POSIX programs read no more options.
+    A value at the start of an element must not begin with `-`, because the program could read it as an option. For negative
+    numbers, use an element such as `--by={number}`. The check is off after an element `--`, which ends the options.
 
-    Some unsafe commands are rejected. `argv` must not start a shell. A parameter must not be at the place where an interpreter
-    (`python`, `perl`, `ruby`, `node`, `lua`, `php`, `awk`, `sed`, ...) reads its code, or before that place. Both rules also
-    apply after launchers (`env`, `xargs`, `timeout`, `sudo`, ...) and after `-exec`. The rules prevent mistakes, but not a
-    malicious author of `argv`. Other programs that run their arguments (`make`, `ssh`, `docker`, `git -c`) are not
-    recognised: do not put a parameter there.
+    `argv` must not start a shell. A parameter must not be at the place where an interpreter (`python`, `perl`, `node`, `awk`,
+    `sed`, ...) reads its code, or before that place. Both rules also apply after launchers (`env`, `xargs`, `timeout`, `sudo`,
+    ...) and after `-exec`. They prevent mistakes, but not a malicious author of `argv`. Other programs that run their
+    arguments (`make`, `ssh`, `docker`, `git -c`) are not recognised: do not put a parameter there.
 
     Args:
         argv: The program, found in PATH, and its arguments.
@@ -102,25 +89,21 @@ class Command:
         """Check the fields."""
         require_whole("Command", max_output_bytes=self.max_output_bytes)
         argv: Any = self.argv
-        if not isinstance(argv, list | tuple) or not argv or not all(isinstance(element, str) for element in self.argv):
-            raise ConfigError(
-                f"Command.argv must be a list of strings that begins with the program; got {self.argv!r}."
-            )
-        if any("\0" in element for element in self.argv) or not self.argv[0]:
-            raise ConfigError(f"Command.argv must have a nonempty program and no null character; got {self.argv!r}.")
-        if any(name is not None for _, name in _parts(self.argv[0])):
-            raise ConfigError(
-                f"Command.argv: the program must not contain a parameter of the call; got {self.argv[0]!r}."
-            )
-        for element in self.argv:
-            _parts(element)
-        programs = _programs(self.argv)
+        got = f"got {argv!r}."
+        if not isinstance(argv, list | tuple) or not argv or not all(isinstance(element, str) for element in argv):
+            raise ConfigError(f"Command.argv must be a list of strings that begins with the program; {got}")
+        if any("\0" in element for element in argv) or not argv[0]:
+            raise ConfigError(f"Command.argv must have a nonempty program and no null character; {got}")
+        has_parameter = [_has_parameter(element) for element in argv]
+        if has_parameter[0]:
+            raise ConfigError(f"Command.argv: the program must not contain a parameter of the call; {got}")
+        programs = _programs(argv)
         if any(_SHELLS.fullmatch(_program(part[0])) for part in programs if part):
-            raise ConfigError(f"Command.argv must not name a shell; got {self.argv!r}. Name the program itself.")
+            raise ConfigError(f"Command.argv must not name a shell; {got} Name the program itself.")
         if not all(part and not _runs_a_parameter(part) for part in programs):
             raise ConfigError(
-                f"Command.argv: parameters must not decide which code is run; got {self.argv!r}. Put parameters after the name "
-                "of a script, not after options such as -c and -e, or name an executable script as the program."
+                f"Command.argv: parameters must not decide which code is run; {got} Put parameters after the name of a "
+                "script, not after options such as -c and -e, or name an executable script as the program."
             )
 
     @property
@@ -247,19 +230,21 @@ def _launched(argv: Sequence[str]) -> int:
 
 def _runs_a_parameter(argv: Sequence[str]) -> bool:
     """Whether a parameter is at the place where an interpreter reads its code, or before that place."""
-    kind = next((kind for kind in _INTERPRETERS if re.fullmatch(kind.names, _program(argv[0]))), None)
-    if kind is None:
+    program = _program(argv[0])
+    name = next((pattern for pattern in _INTERPRETERS if re.fullmatch(pattern, program)), None)
+    if name is None:
         return False
+    code, skipped = _INTERPRETERS[name]
+    reads_on = "awk" in program or program == "sed"
     is_known = False
     for before, element in pairwise(argv):
-        is_code = bool(re.fullmatch(kind.code, before))
-        if before in kind.data:
+        is_code = re.fullmatch(code, before) is not None
+        if "awk" in program and before in _AWK_DATA:
             continue
         if _has_parameter(element):
-            attached = re.match(kind.code, element) is not None
-            if not is_known or (kind.code_anywhere and (is_code or attached)):
+            if not is_known or (reads_on and (is_code or re.match(code, element))):
                 return True
-        elif before not in kind.skips:
+        elif before not in skipped.split():
             is_known = is_known or is_code or not element.startswith("-")
     return False
 
