@@ -129,7 +129,7 @@ class ArgumentChecker:
         root: Existing folder that paths are resolved against.
 
     Raises:
-        ValueError: It is not certain which strings are paths (see `check_path_formats`).
+        UncertainPathError: It is not certain which strings are paths (see `check_path_formats`).
     """
 
     def __init__(self, function: Callable[..., Any], parameters: Mapping[str, Any], root: str) -> None:

@@ -1,11 +1,17 @@
-"""Reading of JSON Schemas (draft 2020-12): references, paths, slow keywords, and possible types.
+"""Reading of JSON Schemas (draft 2020-12): validity, references, paths, slow keywords, and possible types.
 
 This module imports nothing from this package, because worker processes load it without the package.
 """
 
+import functools
+import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urljoin
+
+import jsonschema
+from jsonschema_specifications import REGISTRY
 
 _NUMBER = frozenset({"integer", "fraction"})
 _KINDS = _NUMBER | {"null", "boolean", "string", "array", "object"}
@@ -18,6 +24,29 @@ _ANNOTATIONS = _DATA - {"enum", "const"} | {"title", "description", "deprecated"
 _REFERENCES = ("$ref", "$dynamicRef")
 _MAX_PARTS = 10_000
 """Maximum number of parts of a schema whose references are replaced."""
+
+
+def schema_problem(schema: Any) -> str | None:
+    """Why a value is not a JSON Schema. None if it is one."""
+    error = jsonschema.exceptions.best_match(_validator_of_schemas().iter_errors(schema))
+    return None if error is None else f"at {error.json_path}: {error.message}."
+
+
+@functools.cache
+def _validator_of_schemas() -> jsonschema.Draft202012Validator:
+    """jsonschema's validator of schemas, with the parts of the metaschema joined: six times as fast as following references."""
+    draft = jsonschema.Draft202012Validator
+    parts = [REGISTRY.contents(urljoin(draft.META_SCHEMA["$id"], part["$ref"])) for part in draft.META_SCHEMA["allOf"]]
+    joined: dict[str, Any] = {"type": ["object", "boolean"], "properties": {}, "$defs": {}}
+    for part in (draft.META_SCHEMA, *parts):
+        joined["properties"].update(part["properties"])
+        joined["$defs"].update(part.get("$defs", {}))
+    text = json.dumps(joined).replace('"$dynamicRef": "#meta"', '"$ref": "#"')
+    return draft(json.loads(re.sub(r"meta/\w+#", "#", text)), format_checker=draft.FORMAT_CHECKER)
+
+
+class UncertainPathError(ValueError):
+    """It is not certain that a string that the schema marks as a path is a path."""
 
 
 def plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,20 +201,20 @@ def check_path_formats(parameters: Mapping[str, Any]) -> None:
     """Check that it is certain which strings are paths, so that each of them is confined (see `ArgumentChecker`).
 
     Raises:
-        ValueError: `"format": "path"` occurs in another place. The message says what to write instead.
+        UncertainPathError: `"format": "path"` occurs in another place. The message says what to write instead.
     """
-    schema = plain_schema(parameters)
-    if not names_path_format(schema):
+    if not names_path_format(parameters):
         return
+    schema = plain_schema(parameters)
     reference = _remaining_reference(schema)
     if reference is not None:
-        raise ValueError(
+        raise UncertainPathError(
             f'"format": "path" must not be in a schema with a recursive or unknown `{reference}`. Write the schema without it.'
         )
     certain = {id(part) for part in _certain(schema)}
     for where, part in parts_of(schema):
         if part.get("format") == "path" and id(part) not in certain:
-            raise ValueError(
+            raise UncertainPathError(
                 f'"format": "path" must not be at {where}, because it is not certain that every such text is a path. Write it '
                 "at a parameter, in `items`, in `properties`, in `additionalProperties`, or in the only branch of `anyOf` or "
                 "`oneOf` that accepts texts. Give each branch a type that no other branch has, or use two parameters or two "

@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import jsonschema
-
 from grpo.errors import ConfigError
 
 from .annotations import schema_of
 from .calls import plain_name, same_json
 from .hints import unwrapped
 from .inputs import is_finite, require_type
-from .schemas import check_path_formats, plain_schema
+from .schemas import UncertainPathError, check_path_formats, plain_schema, schema_problem
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 
@@ -111,17 +109,17 @@ class Tool:
         schema: Any = self.parameters  # `true` is a schema too
         require_type("Tool", (Mapping, bool), "a JSON Schema", parameters=schema)
         try:
-            jsonschema.Draft202012Validator.check_schema(schema)
-            if isinstance(schema, Mapping) and schema.get("type") == "object":
-                check_path_formats(schema)
-                return plain_schema(schema)
-        except jsonschema.SchemaError as error:
-            raise ConfigError(f"{owner} must be a valid JSON Schema; at {error.json_path}: {error.message}.") from error
+            problem = schema_problem(schema)
+            if problem is not None:
+                raise ConfigError(f"{owner} must be a valid JSON Schema; {problem}")
+            if not isinstance(schema, Mapping) or schema.get("type") != "object":
+                raise ConfigError(f'{owner} must be a JSON Schema with "type": "object"; got {str(schema)[:80]}.')
+            check_path_formats(schema)
+            return plain_schema(schema)
         except RecursionError as error:
             raise ConfigError(f"{owner} are nested too deeply to be checked. Use a flatter schema.") from error
-        except ValueError as error:
+        except UncertainPathError as error:
             raise ConfigError(f"{owner}: {error}") from error
-        raise ConfigError(f'{owner} must be a JSON Schema with "type": "object"; got {str(schema)[:80]}.')
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], **fields: Any) -> "Tool":
