@@ -86,6 +86,21 @@ def test_vllm_is_tested_with_versions_that_are_declared() -> None:
         assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), requirement
 
 
+def test_the_servers_of_the_tests_are_pinned_and_make_installs_them_before_the_slow_tests() -> None:
+    folder = ROOT / "tests/support/real_servers"
+    python = pins("tests/support/real_servers/requirements.txt")
+    assert [(pin.name, [each.operator for each in pin.specifier]) for pin in python] == [
+        ("mcp-server-git", ["=="]), ("mcp-server-time", ["=="]),
+    ]  # fmt: skip
+    versions = json.loads((folder / "package.json").read_text(encoding="utf-8"))["dependencies"]
+    assert set(versions) == {f"@modelcontextprotocol/server-{name}" for name in ("everything", "filesystem", "memory")}
+    assert all(str(Version(version)) == version for version in versions.values()), "not a range"
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "\ntest-slow: $(DEV) $(MCP_SERVERS)" in makefile
+    assert "\nmcp-servers: $(MCP_SERVERS)" in makefile
+    assert ".mcp-servers/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+
+
 def test_importing_grpo_imports_no_domain_and_no_optional_dependency() -> None:
     """In a process of its own: here pytest and other tests have imported much already."""
     script = "import sys, json, grpo; print(json.dumps([grpo.__file__, *sys.modules]))"

@@ -56,8 +56,8 @@ class Tool:
     """A tool that a policy can call.
 
     Raises:
-        ConfigError: The name is invalid, the description is empty, the schema is not the schema of an object, or a number is
-            out of range.
+        ConfigError: The name is invalid, the description is empty, the schema is not the schema of an object, it is not certain
+            which of its strings are paths, or a number is out of range.
     """
 
     name: str
@@ -70,7 +70,8 @@ class Tool:
     category: str = "general"
     """Group of similar tools. `right_tool` gives partial reward for another tool of the same category."""
     parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMETERS)
-    """JSON Schema of the arguments, with type object. Strings with `"format": "path"` are confined to the executor's root."""
+    """JSON Schema (draft 2020-12) of the arguments, with type object. Each `$ref` is replaced by the part that it points to,
+    unless it is recursive. Strings with `"format": "path"` are confined to the executor's root."""
     remote: bool = False
     """Whether `function` is an `async def` that this process awaits, such as a client of another process or machine."""
     timeout: float | None = None
