@@ -43,7 +43,7 @@ class ToolCall:
 
     def to_state(self) -> dict[str, Any]:
         """Fields by name, for checkpoints."""
-        return {"tool": self.tool, "arguments": self.arguments}
+        return self.to_dict()
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "ToolCall":

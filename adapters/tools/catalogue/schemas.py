@@ -110,7 +110,7 @@ class _Copy:
 
 
 def parts_of(schema: Any, where: str = "$") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every object within a schema that is not a value by name or data, the schema itself included, and where it is."""
+    """Every part of a schema that is an object, with its place; the first is the schema itself. Data are no parts."""
     if isinstance(schema, list):
         for i, part in enumerate(schema):
             yield from parts_of(part, f"{where}[{i}]")

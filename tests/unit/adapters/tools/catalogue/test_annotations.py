@@ -465,10 +465,21 @@ def test_pydantic_is_imported_only_where_annotations_need_it() -> None:
     code = """
 import sys
 import tests.support.light_packages
+from pathlib import Path
+from typing import Any, Dict, Literal
 from adapters.tools.catalogue.arguments import ArgumentChecker
 import tests.support.tool_functions as functions
-ArgumentChecker(functions.read, {"type": "object", "properties": {"path": {"type": "string", "format": "path"}}}, "/")
+
+def plain(a: list[int] | None, b: dict[str, Any], c: Literal["x", 2], d: Dict, e: list[dict[str, Path]], f: object) -> None: ...
+
+path = {"type": "string", "format": "path"}
+schema = {"type": "object", "properties": {"e": {"type": "array", "items": {"type": "object", "additionalProperties": path}}}}
+assert ArgumentChecker(plain, schema, "/usr")({"e": [{"k": "lib"}]}) == {"e": [{"k": Path("/usr/lib").resolve()}]}
 assert "pydantic" not in sys.modules
+for hint in (set[int], dict[int, str], list[set[int]]):
+    plain.__annotations__ = {"a": hint}
+    ArgumentChecker(plain, schema, "/usr")
+    assert sys.modules.pop("pydantic")
 sys.modules["pydantic"] = None
 from adapters.tools.catalogue.annotations import schema_of
 try:

@@ -15,7 +15,7 @@ import pytest
 
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import ToolCatalogue
-from adapters.tools.errors import InvalidArgumentsError, ServerLostError
+from adapters.tools.errors import InvalidArgumentsError, PathOutsideRootError, ServerLostError
 from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.mcp_tools import MCPServer
 from grpo.errors import ConfigError, GRPOWarning
@@ -219,6 +219,11 @@ def test_an_unusable_tool_is_left_out_with_a_warning(subtests: pytest.Subtests) 
             r"Tool letters: parameters must be a valid JSON Schema; at \$\.properties\.x\.pattern",
         ),
         ("odd", {"type": "nonsense"}, r"Tool odd: parameters must be a valid JSON Schema; at \$\.properties\.x\.type"),
+        (
+            "either",
+            {"anyOf": [{"type": "string", "format": "path"}, {"type": "string"}]},
+            r'Tool either: parameters: "format": "path" must not be at \$\.properties\.x\.anyOf\[0\]',
+        ),
         ("", {}, r"Tool\.name must be 1 to 64"),
     ):
         with subtests.test(name, reason=reason):
@@ -247,6 +252,23 @@ def test_tools_with_boolean_property_schemas_can_be_called() -> None:
             right, wrong = executor.run([ToolCall(tool="free", arguments={name: 1}) for name in ("any", "never")])
     assert right.output == '"free"'
     assert isinstance(wrong.error, InvalidArgumentsError)
+
+
+def test_a_servers_schema_may_mark_paths_and_name_definitions_of_an_older_draft() -> None:
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "object",
+        "properties": {"file": {"$ref": "#/definitions/file"}, "unit": {"$ref": "#/definitions/unit"}},
+        "definitions": {"file": {"type": "string", "format": "path"}, "unit": {"enum": ["m", "km"]}},
+    }
+    with by_hand({"name": "open", "inputSchema": schema}) as server:
+        (tool,) = server.tools()
+        assert [choice.name for choice in tool.choices] == ["unit"]
+        with ToolExecutor(ToolCatalogue([tool])) as executor:
+            calls = [ToolCall(tool="open", arguments={"file": file, "unit": "m"}) for file in ("a", "../a")]
+            inside, outside = executor.run(calls)
+    assert inside.output == '"open"'
+    assert isinstance(outside.error, PathOutsideRootError)
 
 
 def test_skipped_tools_are_left_out_and_unknown_ones_refused() -> None:
