@@ -57,7 +57,7 @@ def plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     body = {key: part for key, part in schema.items() if key not in definitions}
-    has_ids = any(isinstance(part.get("$id"), str) for _, part in parts_of([*body.values(), definitions]))
+    has_ids = any(isinstance(part.get("$id"), str) for where, part in parts_of(schema) if where != "$")
     try:
         plain = _Copy(None if has_ids else schema).of(body)
     except OverflowError:
@@ -101,11 +101,9 @@ class _Copy:
             return None
         found: Any = self.root
         for name in unquote(reference).split("/")[1:]:
-            name = name.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-                found = found[int(name)]
-            else:
-                found = found.get(name) if isinstance(found, Mapping) else None
+            if isinstance(found, list):
+                found = {str(i): part for i, part in enumerate(found)}
+            found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
         return found if isinstance(found, Mapping | bool) else None
 
 

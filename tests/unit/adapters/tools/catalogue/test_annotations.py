@@ -1,27 +1,21 @@
 """Tools from functions: schemas read from annotations, names and descriptions."""
 
-import dataclasses
 import datetime
 import enum
 import functools
 import math
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, Optional
+from typing import Any, Literal, Optional
 
 import pydantic
 import pytest
-from pydantic_core import core_schema
-from typing_extensions import TypedDict
 
 from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArgumentsError
 from adapters.tools.catalogue.tools import ABSENT, Tool
 from grpo.errors import ConfigError
-
-ROOT = Path(__file__).resolve().parents[5]
+from tests.support.annotated import Colour, Order, Row, typed
 
 
 def ping() -> str:
@@ -103,44 +97,6 @@ def test_each_annotation_becomes_its_schema() -> None:
     }  # fmt: skip
 
 
-class Colour(enum.Enum):
-    RED = "red"
-    BLUE = "blue"
-
-
-class Row(TypedDict):
-    colour: Colour
-    file: NotRequired[Path]
-
-
-@dataclasses.dataclass
-class Size:
-    width: int
-    height: int = 3
-
-
-class Order(pydantic.BaseModel):
-    number: int = pydantic.Field(description="Which one.", title="No.")
-    parts: "list[Order]" = []
-
-
-def typed(
-    colour: Colour,
-    day: datetime.date,
-    row: Row,
-    size: Size | str,
-    pages: Annotated[int, pydantic.Field(ge=1, description="Number of pages.", title="Pages")],
-    tags: set[str],
-    by_number: dict[int, str],
-    folder: pydantic.DirectoryPath,
-    shade: Annotated[Colour | None, pydantic.Field(description="A shade.")] = None,
-    tint: Colour = Colour.BLUE,
-    until: datetime.datetime | datetime.date | None = None,
-    never: None = None,
-) -> None:
-    """Take types."""
-
-
 def test_classes_dates_unions_and_descriptions_become_schemas_without_references() -> None:
     colour = {"type": "string", "enum": ["red", "blue"]}
     path, text, whole = {"type": "string", "format": "path"}, {"type": "string"}, {"type": "integer"}
@@ -197,51 +153,6 @@ def test_the_policy_decides_the_members_of_an_enum() -> None:
     assert made.choices[1].texts[0] == "red A shade. shade"
 
 
-def test_a_function_receives_what_its_annotation_says() -> None:
-    check = ArgumentChecker(typed, Tool.from_function(typed).parameters, "/")
-    arguments = {
-        "colour": "red", "day": "2024-02-29", "row": {"colour": "blue", "file": "usr"}, "size": {"width": 2}, "tint": "red",
-        "pages": 3, "tags": ["a"], "by_number": {"7": "x"},
-        "folder": "usr", "until": "2024-02-29T10:00:00Z",
-    }  # fmt: skip
-    assert check(arguments) == {
-        "colour": Colour.RED,
-        "day": datetime.date(2024, 2, 29),
-        "row": {"colour": Colour.BLUE, "file": Path("/usr").resolve()},
-        "size": Size(2, 3),
-        "tint": Colour.RED,
-        "pages": 3,
-        "tags": {"a"},
-        "by_number": {7: "x"},
-        "folder": Path("/usr").resolve(),
-        "until": datetime.datetime(2024, 2, 29, 10, tzinfo=datetime.UTC),
-    }
-    assert check(arguments | {"size": "large"})["size"] == "large"
-    for wrong, message in (
-        ({"colour": "green"}, r"at \$\.colour: 'green' is not one of"),
-        ({"day": "2023-02-29"}, r"at \$\.day: Input should be a"),
-        ({"by_number": {"x": "y"}}, r"at \$\.by_number\['x'\].*: Input should be a valid integer"),
-        ({"folder": "no/such/folder"}, r"at \$\.folder: Path does not point to a directory"),
-        ({"folder": "../../x" * 3}, "does not point"), ({"row": {"colour": "red", "file": 3}}, "3 is not of type 'string'"),
-    ):  # fmt: skip
-        with pytest.raises(RefusedArgumentsError, match=message) as caught:
-            check(arguments | wrong)
-        assert caught.value.error == "InvalidArgumentsError"
-
-
-def test_paths_within_classes_are_confined(tmp_path: Path) -> None:
-    def keep(row: Row, rows: list[Row], folder: pydantic.DirectoryPath) -> None:
-        """Keep rows."""
-
-    check = ArgumentChecker(keep, Tool.from_function(keep).parameters, str(tmp_path))
-    inside, outside = {"colour": "red", "file": "a"}, {"colour": "red", "file": "../a"}
-    assert check({"row": inside, "rows": [inside], "folder": "."})["rows"][0]["file"] == tmp_path.resolve() / "a"
-    for wrong in ({"row": outside}, {"rows": [inside, outside]}, {"folder": ".."}):
-        with pytest.raises(RefusedArgumentsError) as caught:
-            check({"row": inside, "rows": [inside], "folder": "."} | wrong)
-        assert caught.value.error == "PathOutsideRootError"
-
-
 def test_annotations_that_leave_a_path_uncertain_are_refused(subtests: pytest.Subtests) -> None:
     for hint in (
         Path | str, tuple[int, Path], dict[Path, int], pydantic.Json[Path], Path | datetime.date, Row | dict[str, str],
@@ -256,42 +167,6 @@ def test_annotations_that_leave_a_path_uncertain_are_refused(subtests: pytest.Su
             pytest.raises(ConfigError, match='Tool read: parameters: "format": "path" must not be'),
         ):
             Tool.from_function(read)
-
-
-class Even(int):
-    """A class with a validator of its own, which raises whatever it likes."""
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
-        def check(value: int) -> int:
-            if value % 2:
-                raise KeyError(value)
-            return cls(value)
-
-        return core_schema.no_info_after_validator_function(check, handler(int))
-
-
-def test_a_validator_that_raises_refuses_the_arguments() -> None:
-    def halve(number: Even) -> int:
-        """Halve a number."""
-        return number // 2
-
-    check = ArgumentChecker(halve, Tool.from_function(halve).parameters, "/")
-    assert type(check({"number": 4})["number"]) is Even
-    with pytest.raises(RefusedArgumentsError, match=r"at \$\.number: the value cannot be converted: KeyError\(3\)\.$"):
-        check({"number": 3})
-
-
-def test_a_function_with_a_schema_of_its_own_receives_what_its_annotations_say() -> None:
-    def mix(colour: Colour, other: object, path: Path, odd: threading.Lock) -> None:
-        """Mix colours."""
-
-    free = {"type": "object", "properties": {name: {} for name in ("colour", "other", "path", "odd")}}
-    check = ArgumentChecker(mix, free, "/")
-    given = {"colour": "red", "other": "red", "path": "a", "odd": 1}
-    assert check(given) == {"colour": Colour.RED, "other": "red", "path": "a", "odd": 1}, (
-        "only confined texts become paths"
-    )
 
 
 def test_a_function_gives_its_name_and_its_docstring() -> None:
@@ -390,19 +265,6 @@ def test_a_default_that_json_cannot_hold_leaves_the_parameter_optional() -> None
     assert Tool.from_function(share).properties == {"part": {"type": "number"}, "lock": {}}
 
 
-def test_paths_in_a_dict_are_confined(tmp_path: Path) -> None:
-    def read(files: dict[str, Path]) -> str:
-        """Read files."""
-        return "".join(path.read_text() for path in files.values())
-
-    check = ArgumentChecker(read, Tool.from_function(read).parameters, str(tmp_path))
-    assert check({"files": {"a": "b.txt"}}) == {"files": {"a": tmp_path.resolve() / "b.txt"}}
-    with pytest.raises(RefusedArgumentsError, match="must lie in the tools' folder"):
-        check({"files": {"a": "b.txt", "c": "../../etc/passwd"}})
-    with pytest.raises(RefusedArgumentsError, match="is not of type 'string'"):
-        check({"files": {"a": 1}})
-
-
 def add(a: int, b: int = 2) -> int:
     """Add two numbers."""
     return a + b
@@ -459,33 +321,3 @@ def test_a_function_without_docstring_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="Tool silent: description must not be empty"):
         Tool.from_function(silent)
-
-
-def test_pydantic_is_imported_only_where_annotations_need_it() -> None:
-    code = """
-import sys
-import tests.support.light_packages
-from pathlib import Path
-from typing import Any, Dict, Literal
-from adapters.tools.catalogue.arguments import ArgumentChecker
-import tests.support.tool_functions as functions
-
-def plain(a: list[int] | None, b: dict[str, Any], c: Literal["x", 2], d: Dict, e: list[dict[str, Path]], f: object) -> None: ...
-
-path = {"type": "string", "format": "path"}
-schema = {"type": "object", "properties": {"e": {"type": "array", "items": {"type": "object", "additionalProperties": path}}}}
-assert ArgumentChecker(plain, schema, "/usr")({"e": [{"k": "lib"}]}) == {"e": [{"k": Path("/usr/lib").resolve()}]}
-assert "pydantic" not in sys.modules
-for hint in (set[int], dict[int, str], list[set[int]]):
-    plain.__annotations__ = {"a": hint}
-    ArgumentChecker(plain, schema, "/usr")
-    assert sys.modules.pop("pydantic")
-sys.modules["pydantic"] = None
-from adapters.tools.catalogue.annotations import schema_of
-try:
-    schema_of("add", functions.add)
-except ImportError as error:
-    print(error)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert run.stdout.strip() == 'Annotations of tools need pydantic: pip install "model-agnostic-grpo[tools]"'

@@ -215,6 +215,9 @@ def test_a_reference_that_cannot_be_replaced_stays_with_the_definitions(subtests
     for x, definitions, expected in (
         ({"$ref": "#/$defs/tree"}, {"tree": tree}, tree), ({"$ref": "#/$defs/no"}, {}, {"$ref": "#/$defs/no"}),
         ({"$ref": "#/$defs/a"}, {"a": {"$id": "http://a/b"}}, {"$ref": "#/$defs/a"}),
+        ({"$ref": f"#/$defs/l/anyOf/{'9' * 5000}"}, {"l": {"anyOf": [TEXT]}}, {"$ref": f"#/$defs/l/anyOf/{'9' * 5000}"}),
+        ({"properties": {"default": {"$id": "b"}, "a": {"$ref": "#/$defs/a"}}}, {"a": TEXT},
+         {"properties": {"default": {"$id": "b"}, "a": {"$ref": "#/$defs/a"}}}),
         ({"$ref": "#/type"}, {}, {"$ref": "#/type"}), ({"$ref": "http://a/b"}, {}, {"$ref": "http://a/b"}),
     ):  # fmt: skip
         with subtests.test(str(x)):
