@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import math
 import re
 import shlex
@@ -83,7 +84,10 @@ class MCPServer:
             )
         if not start_timeout > 0:
             raise ConfigError(f"MCPServer.start_timeout must be > 0 seconds; got {start_timeout!r}.")
-        _require_sdk()
+        try:
+            import mcp.client.client  # noqa: F401
+        except ImportError as error:
+            raise ImportError('MCPServer needs mcp: pip install "model-agnostic-grpo[tools]"') from error
         self._command, self._url, self._env, self._cwd = command, url, env, cwd
         self._start_timeout = start_timeout
         self._where = textwrap.shorten(url or shlex.join(command or ()), 120)
@@ -106,7 +110,7 @@ class MCPServer:
     def __exit__(self, *_: object) -> None:
         stack, self._open = self._open, None
         if stack is not None:
-            with contextlib.suppress(CancelledError):  # the session ended before
+            with contextlib.suppress(CancelledError, RuntimeError):  # the session ended by itself
                 stack.close()
 
     @property
@@ -148,8 +152,7 @@ class MCPServer:
                 f"MCP server {self.name}: skip must name tools of the server; the server has no {', '.join(unknown)}. "
                 f"Its tools are {', '.join(names)}."
             )
-        found: dict[str, str] = {}
-        tools = []
+        tools: dict[str, tuple[str, Tool]] = {}
         for listed in [each for each in self._listed if each.name not in skip]:
             try:
                 tool = self._tool(listed, category)
@@ -161,14 +164,13 @@ class MCPServer:
                     stacklevel=2,
                 )
                 continue
-            if tool.name in found:
+            if tool.name in tools:
                 raise ConfigError(
-                    f"MCP server {self.name}: {found[tool.name]!r} and {listed.name!r} would both be called {tool.name!r} "
+                    f"MCP server {self.name}: {tools[tool.name][0]!r} and {listed.name!r} would both be called {tool.name!r} "
                     "here. Rename one of these tools at the server, or pass its name in skip=."
                 )
-            found[tool.name] = listed.name
-            tools.append(tool)
-        return tools
+            tools[tool.name] = listed.name, tool
+        return [tool for _, tool in tools.values()]
 
     def _tool(self, listed: "types.Tool", category: str | Callable[[str], str] | None) -> Tool:
         said = [text for text in (listed.description, listed.title, listed.name) if text and text.strip()]
@@ -235,8 +237,10 @@ class MCPServer:
                     self._listed = await _listed(client)
                     is_ready, scope.deadline = True, math.inf
                     yield client
-        except Exception as error:  # after the start, each call raises its own error
+        except Exception as error:
             reason = f"could not be started: {_innermost(error)}"
+            if is_ready:
+                await self._portal.stop()  # the calls raise ServerLostError
         finally:
             if self._stderr is not None:
                 self._stderr.stream.close()
@@ -271,8 +275,8 @@ class MCPServer:
 async def _listed(client: "Client") -> "list[types.Tool]":
     """List all tools, page by page."""
     found: list[types.Tool] = []
-    cursor, number = None, 0
-    while number == 0 or cursor is not None:
+    cursor = None
+    for number in itertools.count():
         try:
             page = await client.list_tools(cursor=cursor)
         except ValueError as error:  # pydantic's error, which gives the tool's index only
@@ -281,15 +285,10 @@ async def _listed(client: "Client") -> "list[types.Tool]":
                 f"page {number} of its list of tools{last} does not follow the MCP specification: {error}"
             ) from error
         found += page.tools
-        cursor, number = page.next_cursor, number + 1
+        cursor = page.next_cursor
+        if cursor is None:
+            break
     return found
-
-
-def _require_sdk() -> None:
-    try:
-        import mcp.client.client  # noqa: F401
-    except ImportError as error:
-        raise ImportError('MCPServer needs mcp: pip install "model-agnostic-grpo[tools]"') from error
 
 
 def _innermost(error: BaseException) -> str:

@@ -75,6 +75,20 @@ def test_a_server_that_dies_is_reported_with_its_stderr_and_its_calls_fail() -> 
             ask(tools["waits"])
 
 
+def test_a_session_that_ends_by_itself_loses_its_calls_and_is_left_quietly() -> None:
+    with by_hand() as server:
+        tools = by_name(server)
+        process = process_of(tools)
+        server._portal.call(server._portal.stop, True)
+        assert soon(lambda: is_gone(process))
+        with pytest.raises(
+            ServerLostError, match=r"MCP server .* is lost\. The server is not restarted: leave its `with`"
+        ):
+            ask(tools["waits"])
+    with server:
+        assert ask(tools["waits"]) == "0"
+
+
 def test_killing_one_server_does_not_affect_the_others() -> None:
     with by_hand() as other, by_hand() as server:
         own = by_name(server)
