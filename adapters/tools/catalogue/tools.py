@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -228,8 +229,8 @@ class ToolCatalogue(Mapping[str, Tool]):
         self._tools = {tool.name: tool for tool in listed}
         if not listed:
             raise ConfigError("ToolCatalogue.tools must have at least one tool; got none.")
-        if len(self._tools) < len(listed):
-            twice = sorted({tool.name for tool in listed if sum(other.name == tool.name for other in listed) > 1})
+        twice = sorted(name for name, times in Counter(tool.name for tool in listed).items() if times > 1)
+        if twice:
             raise ConfigError(f"ToolCatalogue: tools must have different names; several have {', '.join(twice)}.")
 
     def __getitem__(self, name: object) -> Tool:

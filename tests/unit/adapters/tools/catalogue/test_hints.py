@@ -1,6 +1,7 @@
 """What a tool's function receives: what its annotations say."""
 
 import datetime
+import functools
 import subprocess
 import sys
 import threading
@@ -85,6 +86,26 @@ def test_a_validator_that_raises_refuses_the_arguments() -> None:
     assert type(check({"number": 4})["number"]) is Even
     with pytest.raises(RefusedArgumentsError, match=r"at \$\.number: the value cannot be converted: KeyError\(3\)\.$"):
         check({"number": 3})
+
+
+class Diary:
+    """Keep days."""
+
+    def __call__(self, day: datetime.date, note: Path) -> None: ...
+
+    def keep(self, day: datetime.date, note: Path) -> None: ...
+
+
+def write(text: str, day: datetime.date, note: Path) -> None:
+    """Write a note."""
+
+
+def test_objects_methods_and_partial_functions_receive_what_their_annotations_say() -> None:
+    for function in (Diary(), Diary().keep, functools.partial(write, "text"), functools.partial(write, text="text")):
+        tool = Tool.from_function(function, name="write", description="Write.")
+        assert tool.required_free == ("day", "note")
+        found = ArgumentChecker(function, tool.parameters, "/")({"day": "2024-02-29", "note": "a"})
+        assert found == {"day": datetime.date(2024, 2, 29), "note": Path("/a")}
 
 
 def test_a_function_with_a_schema_of_its_own_receives_what_its_annotations_say() -> None:
