@@ -1,0 +1,239 @@
+"""`fill_from_request`: values are read from the request and go to the parameter that they fit."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.tools import Tool, ToolTask
+from adapters.tools.policy.fill import MAX_CHARACTERS, fill_from_request
+
+NUMBER, INTEGER, TEXT = {"type": "number"}, {"type": "integer"}, {"type": "string"}
+NUMBERS, TEXTS = {"type": "array", "items": NUMBER}, {"type": "array", "items": TEXT}
+
+
+def tool(required: str = "", description: str = "Do it.", **schemas: Any) -> Tool:
+    parameters = {"type": "object", "properties": schemas, "required": required.split()}
+    return Tool(name="f", description=description, function=print, parameters=parameters)
+
+
+def read(text: str, schema: dict[str, Any], name: str = "x") -> Any:
+    """The value of the only parameter, which is required."""
+    return fill_from_request(text, tool(name, **{name: schema})).get(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("it is 3", 3.0), ("-2.5 it is", -2.5), ("pay $1,000.50 now", 1000.5), ("half is 1/2", 0.5), ("1e3 of them", 1000.0),
+        ("about 5k", 5000.0), ("a 2.5 million loan", 2_500_000.0), ("$1.2M", 1_200_000.0), ("two hundred and five", 205.0),
+        ("twenty-one", 21.0), ("three thousand four hundred", 3400.0), ("at 40%", 0.4), ("five percent", 0.05), (".5 l", 0.5),
+        ("6cm wide", 6.0), ("€7", 7.0), ("nothing", None), ("1e999 is too much", None), ("\u22124 degrees", -4.0),
+        ("one of 9", 9.0), ("1-2", 1.0), ("298K", 298.0), ("twelve million", 12_000_000.0), ("hundred", None),
+    ],
+)  # fmt: skip
+def test_numbers_are_read_as_people_write_them(text: str, number: float | None) -> None:
+    assert read(text, NUMBER) == number
+
+
+def test_a_number_has_the_type_and_the_bounds_of_the_schema() -> None:
+    assert repr(read("3 or 4", NUMBER)) == "3.0"
+    assert repr(read("2.5 of 4.0", INTEGER)) == "4"
+    assert read("1, 50 or 7", {"type": "integer", "minimum": 5, "maximum": 10}) == 7
+    assert read("1 and 2", {"type": "number", "exclusiveMinimum": 1}) == 2
+    assert read("999", {"type": "integer", "maximum": 10}) is None
+    assert read("at 40%", {"type": "number", "description": "Share in percent."}) == 40
+    assert read("at 40%", INTEGER) == 40
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "on 2023-05-02", "2023/5/2", "2023 .05.02", "05/02/2023", "May 2nd, 2023", "may 2 2023", "2 May 2023",
+        "2nd of May, 2023", "the 2nd of may 2023?", "May 2 of 2023", "13 people on 05-02-2023",
+    ],
+)  # fmt: skip
+def test_dates_are_read_in_the_usual_forms_and_written_as_the_schema_asks(text: str) -> None:
+    assert read(text, TEXT | {"format": "date"}) == "2023-05-02"
+    assert read(text, TEXT | {"description": "Day as MM/DD/YYYY."}) == "05/02/2023"
+    assert read(text, TEXT | {"description": "Start, formatted as 'YYYY-MM-DD HH:mm:ss'."}) == "2023-05-02 00:00:00"
+
+
+def test_a_date_is_written_as_the_description_and_the_request_say() -> None:
+    iso = TEXT | {"format": "date"}
+    assert read("20/3/2024", iso) == "2024-03-20"
+    assert read("July 2022", iso) == "2022-07-01"
+    assert read("on 2023-04-02 at 7:30 pm", TEXT | {"description": "dd-mm-yyyy hh:mm"}) == "02-04-2023 19:30"
+    assert read("May 2nd", TEXT | {"description": "Such as '2021-12-31'."}) == "2021-05-02"
+    assert read("May 2nd, this year is 2019", iso) == "2019-05-02"
+    assert read("May 2nd", iso) is None
+    assert read("May 2nd", TEXT, "date") == "May 2nd"
+    assert read("99/99/2023", iso) is None
+    both = tool("start_date end_date", start_date=iso, end_date=iso)
+    assert fill_from_request("from April 3rd to April 5th 2023", both) == {
+        "start_date": "2023-04-03",
+        "end_date": "2023-04-05",
+    }
+
+
+def test_times_are_written_with_24_hours_where_the_description_asks_for_it() -> None:
+    clock = TEXT | {"description": "In the format 'HH:MM'."}
+    times = {"7:30": "07:30", "at 7:30 pm": "19:30", "2pm": "14:00", "12 a.m. sharp": "00:00", "12 pm": "12:00"}
+    assert {text: read(text, clock, "time") for text in times} == times
+    assert read("2pm sharp", TEXT, "time") == "2pm"
+    assert read("25:00", clock, "time") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("play 'Toy Story 4' now", "title", "Toy Story 4"), ('say "it\'s on" please', "message", "it's on"),
+        ("write to bob.smith@x.org today", "email", "bob.smith@x.org"), ("open https://x.org/a?b=1.", "url", "https://x.org/a?b=1"),
+        ("read /tmp/notes.txt", "path", "/tmp/notes.txt"), ("read the report.pdf", "file", "report.pdf"),
+        ("weather in New York City", "place", "New York City"),
+        ("show Leonardo da Vinci's works", "artist", "Leonardo da Vinci"),
+        ("my user ID is U123456", "user_id", "U123456"), ("Web ID 0012345", "id", "0012345"),
+        ("release 1.2.3", "version", "1.2.3"),
+        ("call 555-123-4567", "phone", "555-123-4567"), ("integrate x^3 + 2", "function", "x^3 + 2"),
+        ("Find vegan brownies", "dish", "vegan brownies"), ("I've seen Paris", "city", "Paris"),
+        ("row my_table", "table", "my_table"),
+        ("go to 12 Elm Street now", "address", "12 Elm Street"), ("the season 2019-2020", "season", "2019-2020"),
+    ],
+)  # fmt: skip
+def test_texts_are_read_by_their_kind(text: str, name: str, value: str) -> None:
+    assert read(text, TEXT, name) == value
+
+
+def test_a_name_has_commas_where_the_descriptions_example_has_them() -> None:
+    state = TEXT | {"description": "The city, e.g. Seattle, WA"}
+    assert read("weather in Portland, OR today", state) == "Portland, OR"
+    assert read("weather in Portland, OR today", TEXT) == "Portland"
+    assert read("weather in Seattle", state) == "Seattle, WA"
+    assert (
+        read("a spa in Berkeley", TEXT | {"description": "Such as 'New York, NY' or 'Berkeley, CA'."}) == "Berkeley, CA"
+    )
+    assert read("food, thai please", TEXT | {"description": "e.g., Italian, Thai, etc."}) == "Thai"
+
+
+def test_lists_are_values_with_commas_or_and_between_them() -> None:
+    assert read("sort [3, 1, 2] up", NUMBERS) == [3.0, 1.0, 2.0]
+    assert read("sort 3, 1 and -2.5", NUMBERS) == [3.0, 1.0, -2.5]
+    assert read("5 times 2, 4", {"type": "array", "items": INTEGER}) == [2, 4]
+    assert read("buy milk, brown bread and eggs", TEXTS) == ["milk", "brown bread", "eggs"]
+    assert read("for 'a b', 'c' or 'd'", TEXTS) == ["a b", "c", "d"]
+    assert read("only Paris", TEXTS) == ["Paris"]
+    assert read("the matrix [[1, 2], [3, 4]]", {"type": "array", "items": NUMBERS}) == [[1, 2], [3, 4]]
+    assert read("take 1, 2", {"type": "array", "items": INTEGER, "minItems": 3}) is None
+    assert read("[[1, 'a'], {]", {"type": "array", "items": NUMBERS}) is None
+
+
+def test_objects_are_read_as_json_or_property_by_property() -> None:
+    assert read("with {'a': 1, \"b\": [2]}", {"type": "object"}) == {"a": 1, "b": [2]}
+    person = {"type": "object", "properties": {"name": TEXT, "age": INTEGER}, "required": ["name", "age"]}
+    assert read("add Ann Lee, age 41", person) == {"name": "Ann Lee", "age": 41}
+    assert read("add Ann Lee", person) is None  # an object without what it requires is invalid
+    optional = fill_from_request("their age is 41", tool(person=person | {"required": []}))
+    assert optional == {"person": {"age": 41}}
+
+
+def test_values_go_to_the_parameters_whose_names_stand_next_to_them() -> None:
+    area = tool("base height", base=INTEGER, height=INTEGER)
+    assert fill_from_request("with height 4 and a base of 9", area) == {"base": 9, "height": 4}
+    assert fill_from_request("use 4 and 9", area) == {"base": 4, "height": 9}  # in order where no word decides
+    rooms = tool("numBeds numBaths", numBeds=INTEGER, numBaths=INTEGER)
+    assert fill_from_request("2 baths, 3 beds", rooms) == {"numBeds": 3, "numBaths": 2}
+    trip = tool("origin destination", origin=TEXT, destination=TEXT)
+    assert fill_from_request("fly to Rome from Oslo", trip) == {"origin": "Oslo", "destination": "Rome"}
+    play = tool("game league", game=TEXT, league=TEXT)
+    assert fill_from_request("who leads the Premier League in 'Chess'", play) == {
+        "game": "Chess",
+        "league": "Premier League",
+    }
+    mixed = tool("id name", id=TEXT, name=TEXT)
+    assert fill_from_request("set Bob 77", mixed) == {"id": "77", "name": "Bob"}
+
+
+def test_the_tools_own_words_are_seldom_values() -> None:
+    """`recipe` and `search` describe the tool, so the phrase between them is the dish."""
+    cook = tool("dish", description="Search for a recipe.", dish=TEXT)
+    assert fill_from_request("A recipe soup recipe", cook) == {"dish": "soup"}
+    assert fill_from_request("the Recipe for Goulash", cook) == {"dish": "Goulash"}
+
+
+def test_an_optional_parameter_needs_a_word_of_its_name_next_to_the_value() -> None:
+    shop = tool("item", item=TEXT, color=TEXT, quantity=INTEGER, day=TEXT | {"format": "date"})
+    assert fill_from_request("buy 'shoes' for 90 on 2024-05-06", shop) == {"item": "shoes", "day": "2024-05-06"}
+    assert fill_from_request("'shoes', quantity 2", shop) == {"item": "shoes", "quantity": 2}
+    far = "'shoes' with a quantity that is most certainly larger still than 2"
+    assert fill_from_request(far, shop) == {"item": "shoes"}
+
+
+def test_parameters_that_the_policy_decides_and_defaults_are_left_alone() -> None:
+    decided = tool(
+        "a b c d", a={"enum": ["x", "y"]}, b={"type": "boolean"}, c={"const": 3}, d={"type": "integer", "default": 7}
+    )
+    assert fill_from_request("x true 3", decided) == {"d": 3}
+    assert fill_from_request("x true", decided) == {}
+
+
+def test_a_value_that_may_be_null_is_filled_and_other_unions_are_left_out() -> None:
+    null = {"type": "null"}
+    assert read("it is 3", {"anyOf": [INTEGER, null], "default": None}) == 3
+    assert read("it is 3", {"type": ["null", "integer"]}) == 3
+    assert read("it is 3", {"type": ["integer", "null"]}) == 3
+    assert read("it is 3", {"anyOf": [INTEGER, TEXT]}) is None
+    assert read("it is 3", {"$ref": "#/$defs/a"}) is None
+    assert read("it is [[3]]", {"type": "array", "items": {"$ref": "#/$defs/a"}}) is None
+    assert read("see Rome", {}) == "Rome"
+
+
+def test_a_task_gives_its_slots_and_other_states_their_text() -> None:
+    fields: dict[str, Any] = {"tool": "f", "arguments": {}, "category": "c", "difficulty": "easy", "shares_words": True}
+    count = tool("x", x=INTEGER)
+    assert fill_from_request(ToolTask(text="it is 3", slots={"x": 5, "y": 1}, **fields), count) == {"x": 5, "y": 1}
+    assert fill_from_request(ToolTask(text="it is 3", slots={}, **fields), count) == {"x": 3}
+    assert fill_from_request(SimpleNamespace(text="it is 3"), count) == {"x": 3}
+    assert fill_from_request(3, count) == fill_from_request(SimpleNamespace(text=3), count) == {}
+
+
+def test_only_the_first_characters_are_read() -> None:
+    assert read("." * (MAX_CHARACTERS - 2) + " 3", INTEGER) == 3
+    assert read("." * (MAX_CHARACTERS - 1) + " 3", INTEGER) is None
+
+
+SCHEMAS = st.fixed_dictionaries(
+    {},
+    optional={
+        "seats": st.sampled_from([INTEGER, INTEGER | {"minimum": 2}, {"type": ["integer", "null"]}]),
+        "share": st.sampled_from([NUMBER, NUMBER | {"maximum": 1}]),
+        "date": st.sampled_from([TEXT, TEXT | {"pattern": "^[0-9-]+$"}, TEXT | {"description": "YYYY-MM-DD HH:mm:ss"}]),
+        "city": st.just(TEXT | {"description": "e.g. Seattle, WA"}),
+        "user_id": st.sampled_from([TEXT, TEXT | {"maxLength": 4}, {}]),
+        "numbers": st.sampled_from([NUMBERS, NUMBERS | {"minItems": 2}]),
+        "names": st.just(TEXTS),
+        "person": st.just({"type": "object", "properties": {"time": TEXT, "age": INTEGER}, "required": ["age"]}),
+        "data": st.just({"type": "object"}),
+    },
+)
+PIECES = st.sampled_from(
+    ["3", "-4.5", "1,000", "40%", "two", "May 5th", "2023-02-30", "7:30 pm", "'a b'", "Rome", "Seattle", ", ", " and ", "of",
+     "[[1]]", "{'a': 1}", "[1, 2]", "seats", "share", "age", "a@b.co", "x^2", "U12", "é", "0/0", "1e400", "one hundred",
+     "\n", "."]
+)  # fmt: skip
+REQUESTS = st.one_of(st.text(max_size=60), st.lists(PIECES, max_size=12).map(" ".join))
+
+
+@settings(deadline=None, max_examples=150)
+@given(text=REQUESTS, schemas=SCHEMAS, data=st.data())
+def test_any_request_gives_values_that_the_schemas_allow(
+    text: str, schemas: dict[str, Any], data: st.DataObject
+) -> None:
+    required = data.draw(st.sets(st.sampled_from(sorted(schemas)))) if schemas else set()
+    filled = fill_from_request(text, tool(" ".join(sorted(required)), **schemas))
+    assert filled.keys() <= schemas.keys()
+    for name, value in filled.items():
+        jsonschema.validate(value, schemas[name])
+    assert filled == fill_from_request(text, tool(" ".join(sorted(required)), **schemas))
