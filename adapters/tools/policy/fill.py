@@ -209,7 +209,7 @@ def _candidates(
                 yield [item for item, _ in read], sum(fit for _, fit in read) / len(run) + 3 * (len(run) > 1), run
     for i, one in enumerate(found):
         if one.kind == "json" and isinstance(one.value, {"array": list, "object": dict}.get(str(kind), ())):
-            yield one.value, 9, range(i, i + 1)
+            yield one.value, 0, range(i, i + 1)
         single = _read(schema, parameter, one, found, own)
         if single is not None:
             yield *single, range(i, i + 1)
@@ -298,6 +298,8 @@ def _date(parameter: _Parameter, one: Found, found: Sequence[Found]) -> str | No
         year = years[0] if years else None
     is_iso = example or parameter.schema.get("format") == "date"
     form = written[0] if written else "yyyy-mm-dd" if is_iso else None
+    if "T" in one.text[8:11] and parameter.schema.get("format") != "date":  # an ISO timestamp
+        return one.text
     if year is None or form is None:
         return None if "format" in parameter.schema else one.text
     if written and written["time"]:

@@ -1,5 +1,6 @@
 """Values in a request's text: numbers, dates, times, quoted text, addresses, names and phrases. For English."""
 
+import contextlib
 import json
 import math
 import re
@@ -76,7 +77,6 @@ def _number(match: re.Match[str]) -> float | int | None:
     number = number / int(match["divisor"]) if match["divisor"] else number
     if not math.isfinite(number):
         return None
-    number = int(number) if scale > 1 and number == int(number) else number  # 2.5 million
     return -number if match["sign"] else number
 
 
@@ -95,15 +95,13 @@ def _number_in_words(match: re.Match[str]) -> int:
 
 def _json(match: re.Match[str]) -> Any:
     for text in (match[0], match[0].replace("'", '"')):
-        try:
+        with contextlib.suppress(ValueError):
             return json.loads(text)
-        except ValueError:  # not JSON: its parts are read one by one
-            continue
-    return None
+    return None  # its parts are read one by one
 
 
 def _quoted(match: re.Match[str]) -> str:
-    return next(group for group in match.groups() if group is not None).strip(" .,")
+    return next(group for group in match.groups() if group is not None)
 
 
 def _text(match: re.Match[str]) -> str:
@@ -141,12 +139,13 @@ _WORDS = rf"\b(?P<words>(?:{_SMALL})(?:[\s-](?:and\s)?(?:{_SMALL}|hundred|thousa
 _READERS: tuple[tuple[Kind, Callable[[re.Match[str]], Any], str], ...] = (
     ("json", _json, r"\[\s*(?=[\[{])(?:[^\[\]]|\[[^\[\]]*\])*\]|\{[^{}]*\}"),
     ("quoted", _quoted, r"(?<!\w)'([^'\n]+(?:'\w[^'\n]*)*)'(?!\w)|\"([^\"\n]+)\"|“([^”\n]+)”|‘([^’\n]+)’|`([^`\n]+)`"),
-    ("address", _text, r"https?://[^\s'\"<>]*[\w/]|[\w.+-]+@[\w-]+(?:\.[\w-]+)+"),
+    ("address", _text, r"https?://[^\s'\"<>]*[\w/]|[\w.+-]{1,64}@[\w-]+(?:\.[\w-]+)+"),
     (
         "address",
         _text,
-        r"(?:\b[a-z]:\\|(?<!\w)(?:~|\.\.?)?/)[\w./\\-]*\w|\b[\w-]+(?:/[\w-]+)*\.(?=[a-z])[a-z0-9]{2,4}\b",
+        r"(?:\b[a-z]:\\|(?<!\w)(?:~|\.\.?)?/)[\w./\\-]*\w|\b[\w-]{1,64}(?:[./][\w-]{1,64}){0,9}\.(?=[a-z])[a-z0-9]{2,4}\b",
     ),
+    ("date", _date, rf"\b{_YEAR}-{_MONTH_NUMBER}-{_DAY_NUMBER}T\d\d:\d\d(?::[\d.]+)?(?:Z|[-+]\d\d:\d\d)?"),
     ("date", _date, rf"(?<![\w.-]){_YEAR}\s?[-/.]\s?{_MONTH_NUMBER}\s?[-/.]\s?{_DAY_NUMBER}(?![\w-])"),
     ("date", _date, rf"(?<![\w.-]){_MONTH_NUMBER}[-/.]{_DAY_NUMBER}[-/.]{_YEAR}(?![\w-])"),
     ("date", _date, rf"\b{_MONTH}\s+{_DAY}\b(?:,?\s*(?:of\s+)?{_YEAR})?(?!\w)"),
