@@ -170,8 +170,13 @@ def is_right(question: Question, call: ToolCall) -> bool:
         call.tool == question.tool
         and needed <= arguments.keys()
         and arguments.keys() <= parameters["properties"].keys() & question.allowed.keys()
-        and all(_is_allowed(parameters["properties"][n], v, question.allowed[n]) for n, v in arguments.items())
+        and all(allows(question, name, value) for name, value in arguments.items())
     )
+
+
+def allows(question: Question, name: str, value: Any) -> bool:
+    """Whether a value is right for one parameter. A parameter without allowed values has no right value."""
+    return name in question.allowed and _is_allowed(question.offered.properties[name], value, question.allowed[name])
 
 
 def _is_allowed(schema: Mapping[str, Any], value: Any, allowed: Sequence[Any]) -> bool:
@@ -191,8 +196,8 @@ def _is_allowed(schema: Mapping[str, Any], value: Any, allowed: Sequence[Any]) -
     if item is dict:
         return any(len(value) == len(option) and all(map(_object_fits, value, option)) for option in allowed)
     if wanted is list:
-        return _standard(value) in [_standard(list(option)) for option in allowed]
-    return _standard(value) in map(_standard, allowed) if wanted is str else value in allowed
+        return standard_text(value) in [standard_text(list(option)) for option in allowed]
+    return standard_text(value) in map(standard_text, allowed) if wanted is str else value in allowed
 
 
 def _items_fit(item: type, value: list[Any], option: Any) -> bool:
@@ -206,15 +211,15 @@ def _object_fits(value: Any, option: Any) -> bool:
         isinstance(value, dict)
         and isinstance(option, dict)
         and value.keys() <= option.keys()
-        and all(_standard(one) in map(_standard, option[key]) for key, one in value.items())
+        and all(standard_text(one) in map(standard_text, option[key]) for key, one in value.items())
         and all(key in value for key, allowed in option.items() if "" not in allowed)
     )
 
 
-def _standard(value: Any) -> Any:
+def standard_text(value: Any) -> Any:
     """A text without case, spaces and punctuation; a list with such texts; any other value unchanged."""
     if isinstance(value, list):
-        return [_standard(one) if isinstance(one, str) else one for one in value]
+        return [standard_text(one) if isinstance(one, str) else one for one in value]
     return re.sub(r"[ ,./\-_*^]", "", value).lower().replace("'", '"') if isinstance(value, str) else value
 
 

@@ -72,6 +72,7 @@ TYPED = {
     "control_speed": ["--quick"],
     "objective": ["--rows", "64", "--steps", "32", "--repeats", "3"],
     "overhead": ["--rows", "64", "128", "--repeats", "3"],
+    "tool_fill": [],
     "tool_speed": ["--quick"],
     "tools": ["--seeds", "1", "--iterations", "3"],
     "tracking": ["--tasks", "bandit", "--sinks", "jsonl", "tensorboard", "--pairs", "2"],
