@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolTask
 from adapters.tools.catalogue.tools import ABSENT
-from examples.tool_workbench.words import content_words
 
 SINGLE_CALL = ("simple_python", "multiple", "live_simple", "live_multiple")
 """BFCL's files of requests with one right call. `simple_java` and `simple_javascript` ask for code of those languages."""
@@ -72,12 +71,8 @@ class Question:
 
     @property
     def task(self) -> ToolTask:
-        """The question as a task without slots, so that `fill` reads values from the text. BFCL has no difficulties."""
-        shares_words = bool(content_words(self.text) & content_words(self.offered.text))
-        return ToolTask(
-            text=self.text, tool=self.tool, arguments=self.arguments, category="general", difficulty="medium", slots={},
-            shares_words=shares_words,
-        )  # fmt: skip
+        """The question as a task without slots, so that `fill` reads values from the text."""
+        return ToolTask(text=self.text, tool=self.tool, arguments=self.arguments)
 
 
 @functools.cache

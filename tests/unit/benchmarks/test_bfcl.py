@@ -92,7 +92,6 @@ def test_a_task_has_a_right_call_and_no_slots() -> None:
         {"base": 10, "height": 5},
     )
     assert task.slots == {}
-    assert task.shares_words
 
 
 def test_a_right_call_decides_what_the_policy_decides_and_leaves_out_what_may_be_left_out() -> None:
