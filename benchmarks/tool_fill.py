@@ -24,12 +24,6 @@ PARTS = ("train", "validation", "held_out")
 Fill = Callable[[str, Tool], Mapping[str, Any]]
 
 
-def free_parameters(tool: Tool) -> list[str]:
-    """Names of the parameters whose values `fill` gives."""
-    decided = {choices.name for choices in tool.choices} | tool.constants.keys()
-    return [name for name in tool.properties if name not in decided]
-
-
 def outcomes(question: Question, filled: Mapping[str, Any]) -> dict[str, bool]:
     """Whether each free parameter is right: it has an allowed value, or it is left out where that is allowed."""
     required = question.offered.parameters["required"]
@@ -37,13 +31,13 @@ def outcomes(question: Question, filled: Mapping[str, Any]) -> dict[str, bool]:
         name: allows(question, name, filled[name])
         if name in filled
         else name not in required and "" in question.allowed.get(name, [""])
-        for name in free_parameters(question.offered)
+        for name in question.offered.free_parameters
     }
 
 
 def right_call(question: Question, filled: Mapping[str, Any]) -> bool:
     """Whether the call is right in all, with the filled values and the right values of the other parameters."""
-    free = free_parameters(question.offered)
+    free = question.offered.free_parameters
     decided = {name: value for name, value in question.arguments.items() if name not in free}
     return is_right(question, ToolCall(tool=question.tool, arguments={**decided, **filled}))
 

@@ -11,7 +11,7 @@ import jsonschema
 from adapters.tools.catalogue.tools import Tool
 
 from .encoders import STOP_WORDS
-from .request_values import Found, Kind, find_values
+from .request_values import DATE_EXAMPLE, DATE_FORMAT, Found, Kind, find_values, written_date
 
 _FITS: Mapping[Kind, float] = {"quoted": 3, "address": 2, "name": 2, "code": 1.5, "phrase": 0, "number": -1}
 """How well each kind of value fits a text. A word of the parameter's name next to the value counts 2."""
@@ -40,8 +40,6 @@ _EXAMPLES = re.compile(
     r"""(?<!\w)['"]([^'"]{1,60})['"](?!\w)|(?:e\.g\.|such as|for example|like)[,:]? ([^.;)('"]{1,60})""", re.IGNORECASE
 )
 _NEXT_EXAMPLE = re.compile(r",\s(?![A-Z]{2}\b)(?:or |and )?| or | and ")  # not within "Seattle, WA"
-_DATE_FORMAT = re.compile(r"\b(?:yyyy|mm|dd)(?:[-/. ](?:yyyy|mm|dd)){2}\b(?P<time>[ t]hh:mm(?::ss)?)?")
-_DATE_EXAMPLE = re.compile(r"\b(?:(\d{4})-\d\d-\d\d|\d\d/\d\d/(\d{4}))\b")
 _TIME_FORMAT, _PERCENT = re.compile(r"hh:mm|\b\d\d:\d\d"), re.compile(r"percent|%")
 _UNCHECKED = {"type", "title", "description", "default", "examples", "format"}
 
@@ -66,7 +64,7 @@ class _Parameter:
     def wants_date(self) -> bool:
         """Whether its values are dates."""
         is_date = self.schema.get("format") in ("date", "date-time") or "date" in self.names
-        return is_date or (_DATE_FORMAT.search(self.about) or _DATE_EXAMPLE.search(self.about)) is not None
+        return is_date or (DATE_FORMAT.search(self.about) or DATE_EXAMPLE.search(self.about)) is not None
 
 
 class _Match(NamedTuple):
@@ -108,8 +106,10 @@ def fill_from_request(state: Any, tool: Tool) -> dict[str, Any]:
     if not isinstance(text, str):
         return {}
     text = text[:MAX_CHARACTERS]
-    parameters = list(_parameters(tool.properties, tool.parameters.get("required", ())))
-    own = _stems(tool.text).union(*(parameter.names for parameter in parameters))
+    free = frozenset(tool.free_parameters)
+    schemas = {name: schema for name, schema in tool.properties.items() if name in free}
+    parameters = list(_parameters(schemas, tool.parameters.get("required", ())))
+    own = _stems(" ".join((tool.text, *tool.properties)))
     found = [_trimmed(value, own) if value.kind == "phrase" else value for value in find_values(text)]
     filled = _assigned(parameters, _matches(parameters, found, text, own))
     return {name: value for name, value in filled.items() if _is_valid(tool.properties[name], value)}
@@ -247,7 +247,9 @@ def _read(
     if kind != "string" and not schema.keys() <= _UNCHECKED - {"type"}:
         return None
     if parameter.wants_date:
-        written = _date(parameter, one, found) if one.kind == "date" else None
+        written = (
+            written_date(one, found, parameter.about, parameter.schema.get("format")) if one.kind == "date" else None
+        )
         return None if written is None else (written, 5)
     if "time" in parameter.names and _TIME_FORMAT.search(parameter.about):
         return ("{:02d}:{:02d}".format(*one.value), 5) if one.kind == "time" else None
@@ -280,33 +282,6 @@ def _text(parameter: _Parameter, one: Found, own: frozenset[str]) -> tuple[str, 
             return value, fit - 3  # the parameter's own words are seldom its value
         return value, fit + 3 * bool(stems & parameter.names)
     return value, fit
-
-
-def _date(parameter: _Parameter, one: Found, found: Sequence[Found]) -> str | None:
-    """A date in the format that the schema or the description asks for, or as the request has it if neither asks for one.
-
-    A date without a year has the year of another date of the request, or of the description's example.
-    """
-    year, month, day = one.value
-    written, example = _DATE_FORMAT.search(parameter.about), _DATE_EXAMPLE.search(parameter.about)
-    if year is None:
-        years = [other.value[0] for other in found if other.kind == "date" and other.value[0]]
-        years += [
-            int(other.text) for other in found if other.kind == "number" and re.fullmatch("[12][0-9]{3}", other.text)
-        ]
-        years += [int(example[1] or example[2])] if example else []
-        year = years[0] if years else None
-    is_iso = example or parameter.schema.get("format") == "date"
-    form = written[0] if written else "yyyy-mm-dd" if is_iso else None
-    if "T" in one.text[8:11] and parameter.schema.get("format") != "date":  # an ISO timestamp
-        return one.text
-    if year is None or form is None:
-        return None if "format" in parameter.schema else one.text
-    if written and written["time"]:
-        times = [other.value for other in found if other.kind == "time" and other.start >= one.end]
-        hour, minute, second = times[0] if times else (0, 0, 0)
-        form = form.replace("hh:mm", f"{hour:02d}:{minute:02d}").replace("ss", f"{second:02d}").replace("t", "T")
-    return form.replace("yyyy", f"{year:04d}").replace("mm", f"{month:02d}").replace("dd", f"{day:02d}")
 
 
 def _nearness(text: str, one: Found) -> dict[str, float]:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -136,6 +136,11 @@ _DIGITS = (
 )
 _WORDS = rf"\b(?P<words>(?:{_SMALL})(?:[\s-](?:and\s)?(?:{_SMALL}|hundred|thousand|million|billion))*)\b{_PERCENT}"
 
+DATE_FORMAT = re.compile(r"\b(?:yyyy|mm|dd)(?:[-/. ](?:yyyy|mm|dd)){2}\b(?P<time>[ t]hh:mm(?::ss)?)?")
+"""A format that a description asks for, in lower case."""
+DATE_EXAMPLE = re.compile(r"\b(?:(\d{4})-\d\d-\d\d|\d\d/\d\d/(\d{4}))\b")
+"""A date in a description."""
+
 _READERS: tuple[tuple[Kind, Callable[[re.Match[str]], Any], str], ...] = (
     ("json", _json, r"\[\s*(?=[\[{])(?:[^\[\]]|\[[^\[\]]*\])*\]|\{[^{}]*\}"),
     ("quoted", _quoted, r"(?<!\w)'([^'\n]+(?:'\w[^'\n]*)*)'(?!\w)|\"([^\"\n]+)\"|“([^”\n]+)”|‘([^’\n]+)’|`([^`\n]+)`"),
@@ -195,7 +200,7 @@ def _names(text: str) -> Iterator[tuple[int, int]]:
                 del words[0]
             if len(words) == 1 and words[0][0] == match.start() and match[0][1:].islower():
                 del words[0]
-        elif match[0].title() == match[0] and match[0].partition("'")[0].lower() in STOP_WORDS:
+        elif not match[0][1:].isupper() and match[0].partition("'")[0].lower() in STOP_WORDS:
             continue
         if words:
             yield words[0][0], words[-1][1] - 2 * match[0].endswith(("'s", "’s"))
@@ -214,3 +219,31 @@ def _phrases(text: str) -> Iterator[tuple[int, int]]:
 
 def _is_request_word(word: str) -> bool:
     return word.partition("'")[0].strip(",").lower() in REQUEST_WORDS
+
+
+def written_date(one: Found, found: Sequence[Found], about: str, schema_format: str | None) -> str | None:
+    """A date in the format that the schema or the description asks for, or as the request has it if neither asks for one.
+
+    `about` is the parameter's description in lower case. A date without a year has the year of another date of the request, or
+    of the description's example.
+    """
+    year, month, day = one.value
+    written, example = DATE_FORMAT.search(about), DATE_EXAMPLE.search(about)
+    if year is None:
+        years = [other.value[0] for other in found if other.kind == "date" and other.value[0]]
+        years += [
+            int(other.text) for other in found if other.kind == "number" and re.fullmatch("[12][0-9]{3}", other.text)
+        ]
+        years += [int(example[1] or example[2])] if example else []
+        year = years[0] if years else None
+    is_iso = example or schema_format == "date"
+    form = written[0] if written else "yyyy-mm-dd" if is_iso else None
+    if "T" in one.text[8:11] and schema_format != "date":  # an ISO timestamp
+        return one.text
+    if year is None or form is None:
+        return None if schema_format is not None else one.text
+    if written and written["time"]:
+        times = [other.value for other in found if other.kind == "time" and other.start >= one.end]
+        hour, minute, second = times[0] if times else (0, 0, 0)
+        form = form.replace("hh:mm", f"{hour:02d}:{minute:02d}").replace("ss", f"{second:02d}").replace("t", "T")
+    return form.replace("yyyy", f"{year:04d}").replace("mm", f"{month:02d}").replace("dd", f"{day:02d}")

@@ -34,7 +34,8 @@ def read(text: str, schema: dict[str, Any], name: str = "x") -> Any:
         ("twenty-one", 21.0), ("three thousand four hundred", 3400.0), ("at 40%", 0.4), ("five percent", 0.05), (".5 l", 0.5),
         ("6cm wide", 6.0), ("€7", 7.0), ("nothing", None), ("1e999 is too much", None), ("\u22124 degrees", -4.0),
         ("one of 9", 9.0), ("1-2", 1.0), ("298K", 298.0), ("twelve million", 12_000_000.0), ("forty-two", 42.0),
-        ("ninety", 90.0), ("nineteen", 19.0), ("hundred", None),
+        ("ninety", 90.0), ("123,456,789", 123_456_789.0),
+        ("1 trillion", 1e12), ("3 hundred", 300.0), ("4 billion", 4e9), ("nineteen", 19.0), ("hundred", None),
     ],
 )  # fmt: skip
 def test_numbers_are_read_as_people_write_them(text: str, number: float | None) -> None:
@@ -67,6 +68,9 @@ def test_dates_are_read_in_the_usual_forms_and_written_as_the_schema_asks(text: 
 def test_a_date_is_written_as_the_description_and_the_request_say() -> None:
     iso = TEXT | {"format": "date"}
     assert read("20/3/2024", iso) == "2024-03-20"
+    assert read("13/1/2024", iso) == "2024-01-13"
+    assert read("12/1/2024", iso) == "2024-12-01"
+    assert read("1/32/2024", iso) is None
     assert read("July 2022", iso) == "2022-07-01"
     assert read("on 2023-04-02 at 7:30 pm", TEXT | {"description": "dd-mm-yyyy hh:mm"}) == "02-04-2023 19:30"
     assert read("May 2nd", TEXT | {"description": "Such as '2021-12-31'."}) == "2021-05-02"
@@ -106,6 +110,7 @@ def test_times_are_written_with_24_hours_where_the_description_asks_for_it() -> 
         ("my user ID is U123456", "user_id", "U123456"), ("Web ID 0012345", "id", "0012345"),
         ("release 1.2.3", "version", "1.2.3"),
         ("call 555-123-4567", "phone", "555-123-4567"), ("integrate x^3 + 2", "function", "x^3 + 2"),
+        ("integrate (1+x+y)^2 now", "function", "(1+x+y)^2"), ("Compose for Rome", "x", "Rome"),
         ("Find vegan brownies", "dish", "vegan brownies"), ("I've seen Paris", "city", "Paris"),
         ("row my_table", "table", "my_table"),
         ("go to 12 Elm Street now", "address", "12 Elm Street"), ("the season 2019-2020", "season", "2019-2020"),
@@ -145,6 +150,8 @@ def test_lists_are_values_with_commas_or_and_between_them() -> None:
 
 def test_objects_are_read_as_json_or_property_by_property() -> None:
     assert read("with {'a': 1, \"b\": [2]}", {"type": "object"}) == {"a": 1, "b": [2]}
+    both = tool("data x", data={"type": "object"}, x=INTEGER)
+    assert fill_from_request("with {'a': 1} 3 times", both) == {"data": {"a": 1}, "x": 3}
     person = {"type": "object", "properties": {"name": TEXT, "age": INTEGER}, "required": ["name", "age"]}
     assert read("add Ann Lee, age 41", person) == {"name": "Ann Lee", "age": 41}
     assert read("add Ann Lee", person) is None  # an object without what it requires is invalid
@@ -169,6 +176,7 @@ def test_values_go_to_the_parameters_whose_names_stand_next_to_them() -> None:
         "game": "Chess",
         "league": "Premier League",
     }
+    assert read("maybe I'm with Ann", TEXT) == "Ann"
     mixed = tool("id name", id=TEXT, name=TEXT)
     assert fill_from_request("set Bob 77", mixed) == {"id": "77", "name": "Bob"}
 
