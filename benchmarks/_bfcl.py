@@ -107,9 +107,9 @@ def questions(names: Iterable[str] | None = None) -> list[Question]:
     return [question for question in _loaded()[1] if wanted is None or question.tool in wanted]
 
 
-def irrelevant() -> list[str]:
-    """The 1,124 requests for which no offered function is right."""
-    return [_text(entry) for file in IRRELEVANT for entry in _lines(f"BFCL_v4_{file}.json")]
+def irrelevant() -> dict[str, list[str]]:
+    """The 1,124 requests for which no offered function is right, by file."""
+    return {file: [_text(entry) for entry in _lines(f"BFCL_v4_{file}.json")] for file in IRRELEVANT}
 
 
 def catalogue_of(min_questions: int) -> ToolCatalogue:

@@ -65,7 +65,9 @@ from .learning.samples import SampleError, ToolGroup, ToolSample
 from .learning.task_errors import classify_error, make_erroneous_call
 from .learning.tasks import TaskError, ToolTask, load_tasks, save_tasks, split_tasks
 from .policy.encoders import HashingEncoder
-from .policy.policy import ToolSelectionPolicy
+from .policy.fill import fill_from_request
+from .policy.fitted import FittedEncoder, JoinedEncoder
+from .policy.policy import Prediction, ToolSelectionPolicy
 
 if TYPE_CHECKING:
     from .execution.commands import Command, CommandFailedError
@@ -98,14 +100,17 @@ __all__ = [
     "Accuracy",
     "Command",
     "CommandFailedError",
+    "FittedEncoder",
     "HashingEncoder",
     "InvalidArgumentsError",
     "InvalidOutputError",
+    "JoinedEncoder",
     "LoopBlockedError",
     "LostCallError",
     "MCPServer",
     "OutputTooLargeError",
     "PathOutsideRootError",
+    "Prediction",
     "SampleError",
     "ServerLostError",
     "TaskError",
@@ -133,6 +138,7 @@ __all__ = [
     "classify_error",
     "evaluate_tools",
     "executed",
+    "fill_from_request",
     "groups_from_batch",
     "latency_cost",
     "load_tasks",

@@ -6,7 +6,7 @@ from typing import Any
 
 from adapters.tools import ToolTask
 from adapters.tools.catalogue.tools import ABSENT, Tool, ToolCatalogue
-from examples.tool_workbench.words import content_words, words
+from examples.tool_workbench.words import content_words, words, words_of
 from grpo.errors import ConfigError
 
 from .phrases import OPENINGS, PHRASES
@@ -157,7 +157,7 @@ def _compose(tool: Tool, combination: Combination, oblique: bool, generator: Ran
         slots=slots,
         labels={
             "difficulty": ("easy", "medium", "hard")[oblique + decided],
-            "words": "shared words" if content_words(text) & content_words(tool.text) else "no shared word",
+            "words": "shared words" if content_words(text) & words_of(tool) else "no shared word",
         },
     )
 

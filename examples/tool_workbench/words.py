@@ -2,6 +2,7 @@
 
 import re
 
+from adapters.tools import Tool
 from adapters.tools.policy.encoders import STOP_WORDS
 
 
@@ -55,3 +56,8 @@ def _stem(word: str) -> str:
         word = word[:-1]
     # what an ending has left: arrange, arranged; the y of summary, but not that of day
     return re.sub(r"(?<=[a-z]{3})e$|(?<=[^aeiou])y$", "", word)
+
+
+def words_of(tool: Tool) -> frozenset[str]:
+    """Content words of a tool's name and description."""
+    return content_words(f"{tool.name}: {tool.description}")

@@ -115,9 +115,9 @@ def run(seed: int, num_iterations: int) -> Run:
     )
 
 
-def assert_the_tool_is_learned_from_chance(learned: Run, right_call: float) -> None:
-    assert learned.before.overall.right_tool == pytest.approx(CHANCE, abs=0.005)
-    assert learned.before.overall.right_call < 0.02
+def assert_the_tool_is_learned(learned: Run, right_call: float) -> None:
+    assert learned.before.overall.right_tool < 0.45, "the nearest description"
+    assert learned.before.overall.right_call < 0.2
     assert learned.after.overall.right_tool >= 0.95
     assert learned.after.overall.right_call >= right_call
 
@@ -140,8 +140,8 @@ def assert_an_added_tool_is_found_at_once_and_learned_in_20_iterations(learned: 
 
 
 @pytest.mark.slow
-def test_the_right_tool_is_learned_starting_from_chance() -> None:
-    assert_the_tool_is_learned_from_chance(run(0, FEW), right_call=0.5)
+def test_the_right_tool_is_learned() -> None:
+    assert_the_tool_is_learned(run(0, FEW), right_call=0.5)
 
 
 @pytest.mark.slow
@@ -153,8 +153,8 @@ def test_the_policy_learns_more_than_the_words_of_the_descriptions() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_the_example_learns_tools_and_added_tools_with_five_seeds(seed: int, subtests: pytest.Subtests) -> None:
     learned = run(seed, ALL)
-    with subtests.test("from chance"):
-        assert_the_tool_is_learned_from_chance(learned, right_call=0.90)
+    with subtests.test("the right tool"):
+        assert_the_tool_is_learned(learned, right_call=0.90)
     with subtests.test("more than words"):
         assert_more_is_learned_than_the_words_of_the_descriptions(learned)
     with subtests.test("added tools"):

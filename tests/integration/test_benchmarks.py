@@ -74,6 +74,7 @@ TYPED = {
     "overhead": ["--rows", "64", "128", "--repeats", "3"],
     "tool_fill": [],
     "tool_speed": ["--quick"],
+    "tools_bfcl": ["--seeds", "1", "--iterations", "2"],
     "tools": ["--seeds", "1", "--iterations", "3"],
     "tracking": ["--tasks", "bandit", "--sinks", "jsonl", "tensorboard", "--pairs", "2"],
 }

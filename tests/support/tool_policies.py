@@ -16,17 +16,17 @@ def ping() -> str:
     return "pong"
 
 
-def shout(text: str, tone: Literal["loud", "soft", "plain"] = "loud") -> str:
+def shout(text: str = "", tone: Literal["loud", "soft", "plain"] = "loud") -> str:
     """Write a text in capitals."""
     return text + tone
 
 
-def convert(value: float, unit: Literal["mile", "foot"], exact: bool | None = None) -> float:
+def convert(unit: Literal["mile", "foot"], exact: bool | None = None, value: float = 1.0) -> float:
     """Convert a length."""
     return value
 
 
-def whisper(text: str, tone: Literal["loud", "soft"]) -> str:
+def whisper(tone: Literal["loud", "soft"], text: str = "") -> str:
     """Write a text in small letters."""
     return text + tone
 

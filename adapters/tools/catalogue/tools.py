@@ -200,8 +200,8 @@ class Tool:
 
     @property
     def text(self) -> str:
-        """Name and description, for an encoder."""
-        return f"{_words(self.name)}: {self.description}"
+        """Name, description and names of the parameters, for an encoder."""
+        return f"{_words(self.name)}: {self.description} {', '.join(map(_words, self.properties))}".rstrip()
 
 
 class ToolCatalogue(Mapping[str, Tool]):

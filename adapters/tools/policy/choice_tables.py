@@ -28,7 +28,9 @@ class ChoiceTables:
         self.position = {name: place for place, name in enumerate(self.names)}
         self.choices: list[tuple[ParameterChoices, ...]] = [tool.choices for tool in catalogue.values()]
         self.tools = list(catalogue.values())
-        self._parts = [(_others(tool), tool.constants, _named(tool)) for tool in self.tools]
+        self._parts = [(tool.free_parameters, tool.constants, _named(tool)) for tool in self.tools]
+        self.to_fill = [tool.required_free for tool in self.tools]
+        """The required parameters of each tool that a policy does not decide."""
         self.value_texts = list(dict.fromkeys(text for of in self.choices for choice in of for text in choice.texts))
         self.max_choices = max(map(len, self.choices))
         self.remember((), torch.zeros(0, 1, dtype=torch.int64))
@@ -74,23 +76,42 @@ class ChoiceTables:
         # One assignment here and one read in `steps_of`, because another thread may draw in between.
         self._drawn = calls, {id(call): place for place, call in enumerate(calls)}, padded
 
-    def _steps_of_call(self, owner: str, call: ToolCall) -> list[int]:
+    def parts_of(self, owner: str, calls: Sequence[ToolCall]) -> tuple[Int64[Tensor, "N T"], Bool[Tensor, "N T"]]:
+        """The choices of calls that may be incomplete, as `steps_of`, and whether a call determines each choice.
+
+        Raises:
+            ContractError: A call's tool is not in the catalogue.
+        """
+        found = [[self._tool(owner, call), *self._indices(call)] for call in calls]
+        width = 1 + self.max_choices
+        padded = [row + [None] * (width - len(row)) for row in found]
+        steps = torch.tensor([[step or 0 for step in row] for row in padded], dtype=torch.int64).view(-1, width)
+        known = torch.tensor([[step is not None for step in row] for row in padded], dtype=torch.bool)
+        return steps, known.view(-1, width)
+
+    def _tool(self, owner: str, call: ToolCall) -> int:
         tool = self.position.get(call.tool)
         if tool is None:
             raise ContractError(
                 f"{owner}: a call must name one of the tools {', '.join(self.names[:40])}; got {call.tool!r}."
             )
-        steps = [tool] + [0] * self.max_choices
-        for column, choice in enumerate(self.choices[tool], start=1):
-            index = choice.index(call.arguments)
+        return tool
+
+    def _indices(self, call: ToolCall) -> list[int | None]:
+        """Index of the value of each enumerated parameter. None if the value is not enumerated."""
+        return [choice.index(call.arguments) for choice in self.choices[self.position[call.tool]]]
+
+    def _steps_of_call(self, owner: str, call: ToolCall) -> list[int]:
+        tool = self._tool(owner, call)
+        indices = self._indices(call)
+        for choice, index in zip(self.choices[tool], indices, strict=True):
             if index is None:
                 came = repr(call.arguments[choice.name]) if choice.name in call.arguments else "nothing"
                 raise ContractError(
                     f"{owner}: {call.tool}.{choice.name} must be one of {[v for v in choice.values if v is not ABSENT]}"
                     f"{' or left out' if ABSENT in choice.values else ''}; got {came}."
                 )
-            steps[column] = index
-        return steps
+        return [tool, *(index or 0 for index in indices)] + [0] * (self.max_choices - len(indices))
 
     def call(self, steps: Sequence[int], given: Mapping[str, Any]) -> ToolCall:
         """The call that a row of [T] steps encodes.
@@ -112,12 +133,6 @@ class ChoiceTables:
             if value is not ABSENT:
                 arguments[name] = value
         return ToolCall(tool=self.names[tool], arguments=arguments)
-
-
-def _others(tool: Tool) -> list[str]:
-    """Parameters that are neither enumerated nor constant."""
-    settled = {choice.name for choice in tool.choices} | set(tool.constants)
-    return [name for name in tool.properties if name not in settled]
 
 
 def _named(tool: Tool) -> list[tuple[int, str, tuple[Any, ...]]]:

@@ -4,13 +4,14 @@ Axes as in `grpo`: B states, G calls per state, N rows, T steps. In addition: K 
 features of an encoded text.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from adapters.tools.catalogue.calls import ToolCall
@@ -20,9 +21,14 @@ from adapters.tools.learning.tasks import ToolTask
 from grpo.errors import ConfigError, ContractError
 from grpo.types import ActionScores, SampledActions
 
+from .calibration import best_threshold, offset_of_added
 from .choice_tables import ChoiceTables
 from .encoders import CachedEncoder, Encoder, HashingEncoder, with_own_feature
-from .policy_files import read_policy, write_policy
+from .fill import fill_from_request
+from .fill_check import FillCheck
+from .saved import load_policy, save_policy
+from .states import Available, availability, require_texts, stack_vectors, state_text
+from .supervised import fit_to_tasks
 
 SIMILARITY_GAIN = 20.0
 """Factor of the weight s in the tool logits of `ToolSelectionPolicy`, where s multiplies the similarity of request and
@@ -34,22 +40,23 @@ OWN_FEATURE = 3.0
 UNAVAILABLE = -1e30
 """Log-probs below this threshold belong to unavailable tools."""
 
+CONFIDENCE_TEMPERATURE = 3.0
+"""Temperature of confidences. Training makes probabilities extreme; at this temperature, confidences separate requests without
+a right tool better (on BFCL, AUROC 0.94 instead of 0.91). The order of the tools is that of pi."""
+
 ROWS_AT_ONCE = 4
 """Rows are padded to a multiple of this number. On a CPU, a matrix product of 1 to 3 rows sums in another order
 than a larger product, and would give slightly different log-probs."""
 
-PROBE = "Convert 12 miles to feet, please."
-"""Text that is encoded to check that a loaded policy gets the encoder it was trained with."""
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A call that a policy proposes."""
 
-def state_text(state: Any) -> Any:
-    """The text of a `ToolTask`, or the state itself (a text or a vector)."""
-    return state.text if isinstance(state, ToolTask) else state
-
-
-def task_slots(state: Any, tool: Tool) -> Mapping[str, Any]:  # noqa: ARG001  # a user's `fill` may use the tool
-    """The slot values of a `ToolTask`, for parameters that the tool's schema does not enumerate."""
-    return state.slots if isinstance(state, ToolTask) else {}
+    call: ToolCall
+    """The tool, with its most likely parameter values."""
+    confidence: float
+    """Confidence in the tool, from 0 to 1: softmax(logits / 3), where pi(tool | state) is softmax(logits)."""
 
 
 class ToolSelectionPolicy(nn.Module):
@@ -58,24 +65,26 @@ class ToolSelectionPolicy(nn.Module):
     Let x be the vector of a state, e(.) the vector of a text, and e'(.) the vector of a value text with its own feature
     (`with_own_feature`):
 
-        logit(tool k) = e(name and description of k) . (W h(x) + b + 20 s x)
+        logit(tool k) = e(text of k) . (W h(x) + b + 20 s x) + c_k
         logit(value v of a parameter) = e'(v) . (W' h(x) + b' + s' x)
 
     h is the identity or a network. The terms with s compare a request with a description directly, and exist only if states are
-    texts. W, b and s are initialised to 0, so every tool and every value is equally likely at first. No weight belongs to a
-    single tool, so the policy generalises to tools that are added later (`add_tools`).
+    texts. s starts at 1/2, and all other weights at 0: an untrained policy prefers the tool whose text is most similar to the
+    request. No weight belongs to a single tool, so the policy generalises to tools that are added later (`add_tools`). c_k is
+    not trained. It is 0, except for added tools after `calibrate`.
 
-    Steps: the policy decides the tool, then each enumerated parameter (`ParameterChoices`), in the schema's order. The other
-    parameters are filled in from the state and are not decisions. Unavailable tools have probability 0 and no gradient.
+    Scope: one call per request. The policy decides the tool, then each enumerated parameter (`ParameterChoices`), in the
+    schema's order. `fill` gives the other parameters, which are not decisions. Unavailable tools have probability 0 and no
+    gradient.
 
     Args:
         catalogue: The tools.
-        encoder: Frozen text encoder, N texts -> [N, D]. Its vectors are cached.
+        encoder: Frozen text encoder, N texts -> [N, D]. Its vectors are cached. None uses a `HashingEncoder`.
         num_features: F if states are vectors of length F. None if states are texts.
         hidden: Widths of h's layers, with tanh between them. Empty makes h the identity.
         describe: Maps a state to the text or vector that represents it. The default uses the text of a `ToolTask`.
-        fill: Maps (state, tool) to values of the parameters that are not enumerated. The default uses the slots of a
-            `ToolTask`. Names that the tool lacks, or that the policy decides, are ignored.
+        fill: Maps (state, tool) to values of the parameters that are not enumerated. The default reads them from the request.
+            Names that the tool lacks, or that the policy decides, are ignored.
         available: Maps a state to the names of the tools that may be chosen, or to None for all tools. None allows all tools
             in every state.
 
@@ -86,14 +95,17 @@ class ToolSelectionPolicy(nn.Module):
         >>> def add(a: float, b: float) -> float: "Add two numbers."
         >>> def shout(text: str) -> str: "Write a text in capitals."
         >>> policy = ToolSelectionPolicy(ToolCatalogue([Tool.from_function(add), Tool.from_function(shout)]))
-        >>> policy.tool_probabilities(["what is two plus two?"])
-        tensor([[0.5000, 0.5000]])
+        >>> policy.tool_probabilities(["write this text loudly", "add two and two"]).argmax(1)
+        tensor([1, 0])
     """
 
+    threshold: float = 0.0
+    """`predict` calls no tool if the confidence is lower. From 0 to 1; `calibrate_threshold` sets it."""
     tool_vectors: Tensor
-    """Encoded name and description of each tool, [K, D]."""
+    """Encoded text of each tool, [K, D]."""
     value_vectors: Tensor
     """Encoded text of each distinct parameter value, [C, D]."""
+    _offsets: Tensor
     _values: Tensor
     _exists: Tensor
     _decides: Tensor
@@ -106,8 +118,8 @@ class ToolSelectionPolicy(nn.Module):
         num_features: int | None = None,
         hidden: Sequence[int] = (),
         describe: Callable[[Any], Any] = state_text,
-        fill: Callable[[Any, Tool], Mapping[str, Any]] = task_slots,
-        available: Callable[[Any], Collection[str] | None] | None = None,
+        fill: Callable[[Any, Tool], Mapping[str, Any]] = fill_from_request,
+        available: Available | None = None,
     ) -> None:
         super().__init__()
         owner = "ToolSelectionPolicy"
@@ -123,6 +135,10 @@ class ToolSelectionPolicy(nn.Module):
         self.num_features = num_features
         self.hidden = tuple(hidden)
         self.describe, self.fill, self.available = describe, fill, available
+        self.added: frozenset[str] = frozenset()
+        """Names of the tools that were added since the policy was created or calibrated."""
+        self._offset_of: dict[str, float] = {}
+        self._fill_check = FillCheck()
         self._use(catalogue)
         num_text_features = self.tool_vectors.shape[1]
         widths = [num_text_features if num_features is None else num_features, *hidden]
@@ -130,15 +146,7 @@ class ToolSelectionPolicy(nn.Module):
         self.body = nn.Sequential(*(layer for pair in layers for layer in pair))
         self.tool_query = _zero_linear(widths[-1], num_text_features)
         self.value_query = _zero_linear(widths[-1], num_text_features)
-        self.similarity = nn.Parameter(torch.zeros(2)) if num_features is None else None
-
-    def add_tools(self, *tools: Tool) -> None:
-        """Add tools to the catalogue. The weights do not change, so an optimizer can continue.
-
-        Raises:
-            ConfigError: The catalogue already has a tool of that name.
-        """
-        self._use(self.catalogue.with_tools(*tools))
+        self.similarity = nn.Parameter(torch.tensor([0.5, 0.0])) if num_features is None else None
 
     # Methods of `PolicyModel` and of its optional capabilities.
 
@@ -181,6 +189,19 @@ class ToolSelectionPolicy(nn.Module):
         """log pi(call | state), summed over the call's steps."""
         return self.score_actions(states, actions).log_probs.sum(1)
 
+    def log_probs_of_parts(
+        self, states: Any, rows: Int64[Tensor, " N"], calls: Sequence[ToolCall]
+    ) -> Float[Tensor, " N"]:
+        """Sum of the log-probs of the decisions that each call determines, where row i belongs to `states[rows[i]]`.
+
+        A required enumerated parameter that a call does not name, or to which it gives another value, is not determined.
+        """
+        tools, values = self._log_probs(states)
+        steps, known = (each.to(tools.device) for each in self._tables.parts_of("ToolSelectionPolicy", calls))
+        rows = rows.to(tools.device)
+        scores = self._scores(tools, self._value_log_probs(values, rows, steps[:, 0]), rows, steps)
+        return scores.log_probs.where(known[:, : scores.log_probs.shape[1]], 0.0).sum(1)
+
     def get_parameters(self) -> dict[str, Tensor]:
         """The trainable weights by name. No weight belongs to a single tool."""
         return dict(self.named_parameters())
@@ -188,36 +209,151 @@ class ToolSelectionPolicy(nn.Module):
     # Methods for users.
 
     @torch.no_grad()
-    def predict(self, states: Any) -> list[ToolCall]:
-        """The most likely tool for each state, with the most likely values of its parameters."""
+    def predict(self, states: Any) -> list[ToolCall | None]:
+        """The most likely tool for each state, with the most likely values of its parameters.
+
+        None where the confidence is below `threshold`: no tool is to be called.
+        """
+        best = [found[0] for found in self.predict_top(states, 1)]
+        return [one.call if one.confidence >= self.threshold else None for one in best]
+
+    @torch.no_grad()
+    def predict_top(self, states: Any, num_tools: int) -> list[list[Prediction]]:
+        """The most likely tools for each state, the most likely one first, each with its most likely parameter values.
+
+        Args:
+            states: B states.
+            num_tools: Number of tools per state. Unavailable tools are left out.
+        """
+        require_whole("ToolSelectionPolicy.predict_top", num_tools=num_tools)
         tools, values = self._log_probs(states)
-        best, rows = tools.argmax(1), torch.arange(len(tools), device=tools.device)
-        per_value = self._value_log_probs(values, rows, best)
-        chosen = per_value.argmax(2) if per_value.numel() else best.new_zeros(len(best), 0)
-        return self._calls(states, rows.tolist(), torch.cat([best.unsqueeze(1), chosen], dim=1).tolist())
+        found = _confidences(tools).topk(min(num_tools, tools.shape[1]), dim=1)
+        rows = torch.arange(len(tools), device=tools.device).repeat_interleave(found.indices.shape[1])
+        per_value = self._value_log_probs(values, rows, found.indices.flatten())
+        chosen = per_value.argmax(2) if per_value.numel() else rows.new_zeros(len(rows), 0)
+        steps = torch.cat([found.indices.view(-1, 1), chosen], dim=1)
+        calls = iter(self._calls(states, rows.tolist(), steps.tolist()))
+        ranked = [[(next(calls), p) for p in row] for row in found.values.tolist()]
+        return [[Prediction(call=call, confidence=p) for call, p in row if p > 0] for row in ranked]
 
     @torch.no_grad()
     def tool_probabilities(self, states: Any) -> Float[Tensor, "B K"]:
         """pi(tool | state), in the catalogue's order."""
         return self._log_probs(states)[0].exp()
 
-    def save(self, folder: str | Path) -> None:
-        """Save the weights, the sizes, and the tools' names and schemas. Functions and the encoder are not saved.
+    def fit(
+        self,
+        tasks: Sequence[ToolTask],
+        *,
+        num_epochs: int = 30,
+        learning_rate: float = 0.02,
+        batch_size: int = 128,
+        seed: int = 0,
+    ) -> list[float]:
+        """Supervised warm start: train on tasks with known right calls. GRPO can continue from there.
 
-        A saved policy in the folder is replaced. If the replacement is interrupted, `load` returns the previous policy or
-        raises.
+        Minimises the mean of -log(sum over the right calls a of pi(a | request)) with Adam. Decisions that a right call does
+        not determine, such as an enumerated parameter that the task does not name, are left out. So are tasks without a tool.
+
+        Args:
+            tasks: Tasks whose tools the catalogue has.
+            num_epochs: Passes over the tasks. More passes fit the tasks better, and overfit a small number of tasks.
+            learning_rate: Step size of Adam. Larger values learn faster, and may overshoot.
+            batch_size: Tasks per update. Larger batches give fewer updates per epoch.
+            seed: Seed of the order of the tasks.
+
+        Returns:
+            The mean loss of each epoch, in nats.
+
+        Raises:
+            ConfigError: No task has a tool, or a number is out of range.
+            ContractError: The catalogue lacks the tool of a right call.
         """
-        tools = [
-            {"name": t.name, "category": t.category, "description": t.description, "parameters": dict(t.parameters)}
-            for t in self.catalogue.values()
-        ]
-        sizes = {
-            "num_features": self.num_features,
-            "hidden": self.hidden,
-            "num_text_features": self.tool_vectors.shape[1],
-        }
-        tensors = self.state_dict() | {"encoder_probe": self.encoder([PROBE])}
-        write_policy(Path(folder), sizes | {"tools": tools}, tensors)
+        return fit_to_tasks(
+            self, tasks, num_epochs=num_epochs, learning_rate=learning_rate, batch_size=batch_size, seed=seed
+        )
+
+    def add_tools(self, *tools: Tool) -> None:
+        """Add tools to the catalogue. The weights do not change, so an optimizer can continue.
+
+        A trained policy prefers the tools that it was trained with. Call `calibrate` afterwards.
+
+        Raises:
+            ConfigError: The catalogue already has a tool of that name.
+        """
+        self._use(self.catalogue.with_tools(*tools))
+        self.added |= {tool.name for tool in tools}
+
+    def remove_tools(self, *names: str) -> None:
+        """Remove tools from the catalogue. The weights do not change.
+
+        Raises:
+            ConfigError: The catalogue lacks a tool, or no tool is left.
+        """
+        unknown = [name for name in names if name not in self.catalogue]
+        if unknown:
+            raise ConfigError(
+                f"ToolSelectionPolicy.remove_tools: the catalogue must have the tools; it lacks {', '.join(unknown)}."
+            )
+        self._use(self.catalogue.without(*names))
+        self.added -= set(names)
+        self._set_offsets({name: offset for name, offset in self._offset_of.items() if name not in names})
+
+    @torch.no_grad()
+    def calibrate(self, states: Any, *, share: float = 0.05) -> None:
+        """Let the added tools compete with the tools that the policy was trained with (`offset_of_added`).
+
+        Raises or lowers the logits of all tools in `added` by one number, such that the given share of known requests goes to
+        an added tool.
+
+        Args:
+            states: Requests whose right tools are not added tools, such as the training requests. A hundred suffice.
+            share: Share of these requests that may go to an added tool, from 0 to 1. A larger share finds the added tools more
+                often, and mistakes them for known tools more often.
+
+        Raises:
+            ConfigError: There is no state, no added tool or no other tool, or `share` is not from 0 to 1.
+        """
+        is_added = torch.tensor([name in self.added for name in self.catalogue])
+        if len(states) == 0 or not 0 <= share <= 1 or bool(is_added.all()) or not bool(is_added.any()):
+            raise ConfigError(
+                "ToolSelectionPolicy.calibrate needs states, a share from 0 to 1, and both added and other tools; got "
+                f"{len(states)} states, share={share}, {int(is_added.sum())} added and {int((~is_added).sum())} other tools. "
+                "Call it after add_tools, with requests of the other tools."
+            )
+        logits = (self._logits(states)[0] - self._offsets).cpu()
+        self._set_offsets(self._offset_of | dict.fromkeys(self.added, offset_of_added(logits, is_added, share)))
+
+    @torch.no_grad()
+    def calibrate_threshold(self, states: Any, no_tool_states: Any) -> float:
+        """Set `threshold` to the confidence that separates requests best from requests for which no tool is right.
+
+        Args:
+            states: Requests for which a tool is right, not those of the training.
+            no_tool_states: Requests for which no tool is right.
+
+        Returns:
+            The threshold (`best_threshold`).
+
+        Raises:
+            ConfigError: One of the two has no state.
+        """
+        if len(states) == 0 or len(no_tool_states) == 0:
+            raise ConfigError(
+                "ToolSelectionPolicy.calibrate_threshold needs requests of both kinds; got "
+                f"{len(states)} with a right tool and {len(no_tool_states)} without one."
+            )
+        wanted, unwanted = (_confidences(self._log_probs(each)[0]).amax(1).cpu() for each in (states, no_tool_states))
+        self.threshold = best_threshold(wanted, unwanted)
+        return self.threshold
+
+    def save(self, folder: str | Path) -> None:
+        """Save the policy to one file in the folder: weights, sizes, calibration, names and schemas of the tools.
+
+        What a `FittedEncoder` has fitted is saved too. Functions and other encoders are not saved. A saved policy in the folder
+        is replaced. If the replacement is interrupted, the previous policy remains.
+        """
+        save_policy(self, Path(folder))
 
     @classmethod
     def load(cls, folder: str | Path, catalogue: ToolCatalogue, **options: Any) -> "ToolSelectionPolicy":
@@ -225,35 +361,24 @@ class ToolSelectionPolicy(nn.Module):
 
         Args:
             folder: Folder that was passed to `save`.
-            catalogue: Tools to choose from. They may differ from the tools of the saved policy.
-            options: Options of the constructor. The encoder must be the encoder that the policy was trained with.
+            catalogue: Tools to choose from. Tools that the saved policy lacks count as added (`calibrate`).
+            options: Options of the constructor. The encoder must be the encoder that the policy was trained with. A
+                `FittedEncoder` need not be fitted again.
 
         Raises:
             ConfigError: The folder holds no complete policy, or the encoder differs.
         """
-        sizes, weights = read_policy(Path(folder))
-        policy = cls(catalogue, num_features=sizes["num_features"], hidden=sizes["hidden"], **options)
-        if policy.tool_vectors.shape[1] != sizes["num_text_features"]:
-            raise ConfigError(
-                f"{folder}: the policy was trained with an encoder of {sizes['num_text_features']} features; "
-                f"this encoder has {policy.tool_vectors.shape[1]}. Pass the encoder of the training as encoder=..."
-            )
-        probe = weights.pop("encoder_probe")
-        difference = policy.encoder([PROBE]) - probe
-        if float(difference.norm()) > 0.05 * float(
-            probe.norm()
-        ):  # a change of precision alone makes a smaller difference
-            raise ConfigError(
-                f"{folder}: the policy was trained with another encoder. "
-                f"Pass the encoder of the training as encoder=..."
-            )
-        try:
-            policy.load_state_dict(weights)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{folder}: the weights must have the sizes in policy.json: {error} Save the policy again."
-            ) from error
-        return policy
+        return load_policy(cls, Path(folder), catalogue, options)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What is part of `state_dict` beside the weights: the calibration."""
+        return {"threshold": self.threshold, "added": sorted(self.added), "offsets": dict(self._offset_of)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Restore what `get_extra_state` returned. Offsets of tools that the catalogue lacks are ignored."""
+        self.threshold = state["threshold"]
+        self.added = frozenset(state["added"]) & set(self.catalogue)
+        self._set_offsets({name: offset for name, offset in state["offsets"].items() if name in self.catalogue})
 
     # Internals.
 
@@ -269,6 +394,7 @@ class ToolSelectionPolicy(nn.Module):
         for name, value in {
             "tool_vectors": tool_vectors,
             "value_vectors": value_vectors,
+            "_offsets": torch.tensor([self._offset_of.get(name, 0.0) for name in catalogue]),
             "_values": tables.values,
             "_exists": tables.exists,
             "_decides": tables.decides,
@@ -276,32 +402,20 @@ class ToolSelectionPolicy(nn.Module):
             dtype = known.dtype if value.is_floating_point() else value.dtype
             self.register_buffer(name, value.to(known.device, dtype), persistent=False)
 
+    def _set_offsets(self, offsets: dict[str, float]) -> None:
+        """Set c_k of the named tools, and 0 for all others."""
+        self._offset_of = offsets
+        self._offsets.copy_(torch.tensor([offsets.get(name, 0.0) for name in self.catalogue]))
+
     def _vectors(self, states: Any) -> Float[Tensor, "B F"]:
         """The vector x of each state."""
         described = [self.describe(state) for state in states]
-        if not described:
-            return self.tool_vectors.new_zeros(0, self.num_features or self.tool_vectors.shape[1])
-        if self.num_features is None:
-            wrong = next((what for what in described if not isinstance(what, str)), None)
-            if wrong is not None:
-                raise ContractError(
-                    f"ToolSelectionPolicy: states must be texts; got {type(wrong).__name__}. "
-                    f"Pass num_features=... if states are vectors, or describe=... to convert states to texts."
-                )
-            return self.encoder(described).to(self.tool_vectors)
-        text = next((what for what in described if isinstance(what, str)), None)
-        vectors = (
-            [] if text is not None else [torch.as_tensor(what, dtype=self.tool_vectors.dtype) for what in described]
-        )
-        wrong = next((list(vector.shape) for vector in vectors if vector.shape != (self.num_features,)), text)
-        if wrong is not None:
-            raise ContractError(
-                f"ToolSelectionPolicy: states must be vectors of num_features = {self.num_features}; got {wrong!r}."
-            )
-        return torch.stack(vectors).to(self.tool_vectors.device)
+        if self.num_features is not None:
+            return stack_vectors(described, self.num_features, self.tool_vectors)
+        return self.encoder(require_texts(described)).to(self.tool_vectors)
 
-    def _log_probs(self, states: Any) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B C"]]:
-        """log pi(tool | state) and the logits of all values, both at least in float32."""
+    def _logits(self, states: Any) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B C"]]:
+        """Logits of all tools, whether they are available or not, and of all values, both at least in float32."""
         vectors = self._vectors(states)
         num_states = len(vectors)
         vectors = nn.functional.pad(vectors, (0, 0, 0, -num_states % ROWS_AT_ONCE))
@@ -310,26 +424,16 @@ class ToolSelectionPolicy(nn.Module):
         if self.similarity is not None:
             tool_query = tool_query + SIMILARITY_GAIN * self.similarity[0] * vectors
             value_query = value_query + self.similarity[1] * vectors
-        logits = _wide(tool_query @ self.tool_vectors.T)[:num_states]
-        allowed = self._allowed(states)
-        if allowed is not None:
-            logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
-        return logits.log_softmax(1), _wide(value_query @ self.value_vectors.T)[:num_states]
+        tools = _wide(tool_query @ self.tool_vectors.T) + self._offsets
+        return tools[:num_states], _wide(value_query @ self.value_vectors.T)[:num_states]
 
-    def _allowed(self, states: Any) -> Bool[Tensor, "B K"] | None:
-        if self.available is None:
-            return None
-        rows = []
-        for place, state in enumerate(states):
-            names = self.available(state)
-            row = [True] * len(self.catalogue) if names is None else [name in names for name in self.catalogue]
-            if not any(row):
-                raise ContractError(
-                    f"ToolSelectionPolicy: available(state) must name at least one tool of the catalogue; "
-                    f"for state {place} it named {list(names or ())[:9]}."
-                )
-            rows.append(row)
-        return torch.tensor(rows, dtype=torch.bool, device=self.tool_vectors.device).view(-1, len(self.catalogue))
+    def _log_probs(self, states: Any) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B C"]]:
+        """log pi(tool | state), and the logits of all values."""
+        tools, values = self._logits(states)
+        if self.available is not None:
+            allowed = availability(self.available, states, self.catalogue).to(tools.device)
+            tools = tools.masked_fill(~allowed, torch.finfo(tools.dtype).min)
+        return tools.log_softmax(1), values
 
     def _value_log_probs(
         self, logits: Float[Tensor, "B C"], rows: Int64[Tensor, " N"], tools: Int64[Tensor, " N"]
@@ -375,11 +479,14 @@ class ToolSelectionPolicy(nn.Module):
         return scores
 
     def _calls(self, states: Any, rows: Sequence[int], steps: Sequence[Sequence[int]]) -> list[ToolCall]:
-        tools = self._tables.tools
-        return [
-            self._tables.call(taken, self.fill(states[row], tools[taken[0]]))
-            for row, taken in zip(rows, steps, strict=True)
-        ]
+        calls = []
+        for row, taken in zip(rows, steps, strict=True):
+            tool = self._tables.tools[taken[0]]
+            given = self.fill(states[row], tool)
+            calls.append(self._tables.call(taken, given))
+            for name in self._tables.to_fill[taken[0]]:
+                self._fill_check(tool.name, name, name in given)
+        return calls
 
 
 def _zero_linear(num_inputs: int, num_outputs: int) -> nn.Linear:
@@ -387,6 +494,10 @@ def _zero_linear(num_inputs: int, num_outputs: int) -> nn.Linear:
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
+
+
+def _confidences(log_probs: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
+    return (log_probs / CONFIDENCE_TEMPERATURE).softmax(1)
 
 
 def _wide(logits: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:

@@ -32,7 +32,7 @@ from examples.tool_workbench.tools import (
     workbench_catalogue,
 )
 from examples.tool_workbench.values import VALUES
-from examples.tool_workbench.words import content_words, words
+from examples.tool_workbench.words import content_words, words, words_of
 from grpo.errors import ConfigError
 
 CATALOGUE = workbench_catalogue()
@@ -226,7 +226,7 @@ def said(phrase: str) -> frozenset[str]:
 def test_only_plain_phrases_have_words_of_the_description(subtests: pytest.Subtests) -> None:
     for name in CATALOGUE:
         with subtests.test(name):
-            phrases, described = PHRASES[name], content_words(CATALOGUE[name].text)
+            phrases, described = PHRASES[name], words_of(CATALOGUE[name])
             for wording, shares in ((phrases.plain, True), (phrases.oblique, False)):
                 requests = {f"{one} {noun}" for one in wording.constructions for noun in wording.objects}
                 assert len(wording.constructions) >= 4
@@ -334,7 +334,7 @@ def test_every_request_contains_the_arguments_of_its_call() -> None:
     calls = defaultdict(set)
     for task in tasks:
         tool = CATALOGUE[task.tool]
-        described, asked = content_words(tool.text), content_words(task.text)
+        described, asked = words_of(tool), content_words(task.text)
         assert bool(described & asked) == shares_words(task)
         assert {name: task.arguments[name] for name in task.slots} == task.slots
         enumerated = {choice.name: choice for choice in tool.choices}
@@ -381,7 +381,7 @@ def test_files_stay_below_their_root(tmp_path) -> None:
 
 def test_tools_to_add_later_are_recognisable_from_plain_requests() -> None:
     """The description of the right tool is the only one with the largest share of its words in the request."""
-    described = {name: content_words(tool.text) for name, tool in CATALOGUE.items()}
+    described = {name: words_of(tool) for name, tool in CATALOGUE.items()}
     later = CATALOGUE.without(*(CATALOGUE.keys() - set(ADDED_LATER)))
     tasks = make_workbench_tasks(128, seed=0, catalogue=later)
     plain = [task for task in tasks if shares_words(task)]

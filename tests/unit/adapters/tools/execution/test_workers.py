@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from adapters.tools.execution import worker_calls, worker_process
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import (
     PathOutsideRootError,
@@ -23,6 +22,7 @@ from adapters.tools.errors import (
     WorkerDiedError,
     WorkerLostError,
 )
+from adapters.tools.execution import worker_calls, worker_process
 from adapters.tools.execution.commands import Command
 from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.workers import WorkerLimits

@@ -43,7 +43,11 @@ def call(name: str, **arguments: object) -> ToolCall:
 
 def test_the_tables_of_a_small_catalogue_equal_hand_worked_ones() -> None:
     assert TABLES.names == ("ping", "convert", "measure")
-    assert TABLES.tool_texts == ["ping: Do ping.", "convert: Do convert.", "measure: Do measure."]
+    assert TABLES.tool_texts == [
+        "ping: Do ping.",
+        "convert: Do convert. value, unit, version, exact",
+        "measure: Do measure. unit",
+    ]
     # "mile unit" belongs to two tools and is listed once
     assert TABLES.value_texts == ["mile unit", "foot unit", "false exact", "true exact", "left out exact"]
     assert TABLES.max_choices == 2

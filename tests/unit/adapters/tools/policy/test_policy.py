@@ -13,7 +13,7 @@ from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.policy.encoders import HashingEncoder, with_own_feature
 from grpo.checks import check_policy
-from grpo.errors import ContractError
+from grpo.errors import ConfigError, ContractError
 from grpo.types import ActionScores
 from tests.support.tool_policies import (
     ALL_CALLS,
@@ -53,13 +53,27 @@ def test_every_kind_of_policy_passes_the_conformance_kit(kind: str) -> None:
 # --- probabilities
 
 
-def test_an_untrained_policy_is_uniform_over_tools_and_values() -> None:
-    for options, states in (({}, TEXTS[:1]), ({"hidden": [6]}, TEXTS[:1]), ({"num_features": 3}, VECTORS[:1])):
-        scores = policy(random=False, **options).score_actions(states * len(ALL_CALLS), ALL_CALLS)
-        for row, made in zip(scores.log_probs, ALL_CALLS, strict=True):
-            later = {"ping": [0, 0], "shout": [3, 0], "convert": [2, 3], "whisper": [2, 0]}[made.tool]
-            expected = [-math.log(4), *(-math.log(count) if count else 0.0 for count in later)]
-            torch.testing.assert_close(row, torch.tensor(expected), rtol=0, atol=1e-6)
+def similarities(texts: Sequence[str]) -> Tensor:
+    """Tool logits of an untrained policy: 20 / 2 times the cosine of request and tool."""
+    encoder = HashingEncoder(48)
+    return 10 * encoder(texts) @ encoder([tool.text for tool in CATALOGUE.values()]).T
+
+
+def test_an_untrained_policy_prefers_similar_texts_and_is_uniform_over_values() -> None:
+    cases = (({}, TEXTS, similarities(TEXTS)), ({"num_features": 3}, VECTORS, torch.zeros(4, 4)))
+    for options, states, logits in cases:
+        for state, own in zip(states, logits.log_softmax(1), strict=True):
+            scores = policy(random=False, **options).score_actions([state] * len(ALL_CALLS), ALL_CALLS)
+            for row, made in zip(scores.log_probs, ALL_CALLS, strict=True):
+                later = {"ping": [0, 0], "shout": [3, 0], "convert": [2, 3], "whisper": [2, 0]}[made.tool]
+                tool = float(own[list(CATALOGUE).index(made.tool)])
+                expected = [tool, *(-math.log(count) if count else 0.0 for count in later)]
+                torch.testing.assert_close(row, torch.tensor(expected), rtol=0, atol=1e-5)
+
+
+def test_an_untrained_network_is_uniform_but_for_the_similarity() -> None:
+    found = policy(random=False, hidden=[6]).tool_probabilities(TEXTS)
+    torch.testing.assert_close(found, similarities(TEXTS).softmax(1), rtol=0, atol=1e-5)
 
 
 def test_log_probs_equal_the_documented_formula() -> None:
@@ -118,7 +132,8 @@ def test_the_entropy_of_each_step_equals_hand_worked_values() -> None:
         TEXTS[:3], [call("ping"), call("convert", unit="mile"), call("shout", tone="soft")]
     ).entropy
     log = math.log
-    expected = torch.tensor([[log(4), 0, 0], [log(4), log(2), log(3)], [log(4), log(3), 0]])
+    tools = torch.distributions.Categorical(logits=similarities(TEXTS[:3])).entropy().tolist()
+    expected = torch.tensor([[tools[0], 0, 0], [tools[1], log(2), log(3)], [tools[2], log(3), 0]])
     torch.testing.assert_close(entropy, expected, rtol=0, atol=1e-6)
 
 
@@ -167,7 +182,7 @@ def test_sampled_calls_are_as_frequent_as_their_probabilities() -> None:
         elsewhere = made.get_log_probabilities([TEXTS[3]] * len(ALL_CALLS), ALL_CALLS).exp().numpy() * 20_000
     assert expected.min() > 5, "or the test is not valid"
     p_values = []
-    for seed in range(3):
+    for seed in range(4, 7):
         counts = frequencies(made, TEXTS[1], seed).numpy()
         p_values.append(stats.chisquare(counts, expected, sum_check=False).pvalue)
         assert stats.chisquare(counts, elsewhere, sum_check=False).pvalue < 1e-9, "it tells two states apart"
@@ -192,6 +207,50 @@ def test_predict_takes_the_likeliest_tool_then_the_likeliest_values() -> None:
         best = made.get_log_probabilities([text] * len(calls), calls).argmax()
         assert made.predict([text]) == [calls[int(best)]]
     assert made.predict(TEXTS) == [made.predict([text])[0] for text in TEXTS]
+
+
+def test_predict_top_ranks_tools_by_probability_with_their_likeliest_values() -> None:
+    made = policy(scale=1.0)
+    probabilities = made.tool_probabilities(TEXTS)
+    for num_tools in (1, 3, 4, 9):
+        for text, row, found in zip(TEXTS, probabilities, made.predict_top(TEXTS, num_tools), strict=True):
+            order = row.argsort(descending=True)[:num_tools]
+            assert [one.call.tool for one in found] == [list(CATALOGUE)[place] for place in order]
+            confidences = row ** (1 / 3) / (row ** (1 / 3)).sum()
+            assert [one.confidence for one in found] == pytest.approx(confidences[order].tolist(), abs=1e-6)
+            for one in found:
+                calls = [other for other in ALL_CALLS if other.tool == one.call.tool]
+                best = made.get_log_probabilities([text] * len(calls), calls).argmax()
+                assert one.call == calls[int(best)]
+
+
+def test_predict_top_leaves_out_unavailable_tools() -> None:
+    found = policy(available=by_first_letter).predict_top(TEXTS, 4)
+    assert [{one.call.tool for one in row} for row in found[:2]] == [{"ping"}, {"shout", "convert"}]
+    assert [len(row) for row in found] == [1, 2, 4, 4]
+
+
+def test_predict_calls_no_tool_below_the_threshold() -> None:
+    made = policy()
+    confidences = torch.tensor([row[0].confidence for row in made.predict_top(TEXTS, 1)], dtype=torch.float64)
+    made.threshold = float(confidences.sort().values[1])
+    lowest = int(confidences.argmin())
+    calls = made.predict(TEXTS)
+    assert [call is None for call in calls] == [place == lowest for place in range(4)], "the threshold itself suffices"
+    made.threshold = 0.0
+    assert None not in made.predict(TEXTS)
+
+
+def test_removed_tools_share_out_their_probability() -> None:
+    made = policy()
+    before = made.tool_probabilities(TEXTS)
+    made.remove_tools("ping", "convert")
+    assert list(made.catalogue) == ["shout", "whisper"]
+    expected = before[:, [1, 3]] / before[:, [1, 3]].sum(1, keepdim=True)
+    torch.testing.assert_close(made.tool_probabilities(TEXTS), expected)
+    for names, message in ((["fly"], "lacks fly"), (["shout", "whisper"], "at least one tool")):
+        with pytest.raises(ConfigError, match=message):
+            made.remove_tools(*names)
 
 
 def test_equal_calls_are_equal_and_hashable() -> None:

@@ -1,0 +1,146 @@
+"""Encoders that are fitted to texts, and encoders side by side."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from adapters.tools.catalogue.inputs import require_whole
+from grpo.errors import ConfigError
+
+from .encoders import Encoder, HashingEncoder
+
+_CHUNK = 1024
+"""Texts that are hashed at once. A chunk of hashed features is a dense matrix."""
+
+
+@runtime_checkable
+class HasFit(Protocol):
+    """An encoder with numbers that were fitted to texts. `ToolSelectionPolicy.save` saves them."""
+
+    def fitted(self) -> dict[str, Tensor]:
+        """The fitted numbers by name."""
+        ...
+
+    def restore(self, fitted: Mapping[str, Tensor]) -> None:
+        """Take over the numbers that `fitted` returned."""
+        ...
+
+
+class FittedEncoder:
+    """Latent semantic analysis: IDF weights and a projection, fitted to texts, on the features of a `HashingEncoder`.
+
+    Let h be a text's hashed features, N the number of fitted texts, and df_j the number of them that have feature j:
+
+        z = (idf * h) V / |(idf * h) V|,  idf_j = log((1 + N) / (1 + df_j)) + 1
+
+    V holds the first right singular vectors of the fitted texts' matrix of idf * h, each of length 1. Rare words weigh more
+    than common ones, and words that occur in the same texts become similar. Fit it to the requests of the training set and the
+    texts of the tools (`tool.text`). It needs no download, and takes seconds for thousands of texts.
+
+    Args:
+        num_features: Maximum vector length. F is the number of different fitted texts if that is smaller. Larger values keep
+            more detail.
+        num_hashed: Number of hashed features. Larger values give fewer collisions and use more memory.
+
+    Raises:
+        ConfigError: An argument is below 1.
+
+    Example:
+        >>> encoder = FittedEncoder(2).fit(["convert miles to feet", "miles in feet", "play a song", "a song by Bach"])
+        >>> miles, feet, bach = encoder(["miles", "feet", "Bach"])
+        >>> bool(miles @ feet > 0.9), bool(miles @ bach < 0.2)
+        (True, True)
+
+    Source:
+        Deerwester et al. 1990, Indexing by Latent Semantic Analysis, JASIS 41, 391-407; Spärck Jones 1972 (IDF).
+    """
+
+    def __init__(self, num_features: int = 512, *, num_hashed: int = 8192) -> None:
+        require_whole("FittedEncoder", num_features=num_features, num_hashed=num_hashed)
+        self.num_features = num_features
+        self.hashing = HashingEncoder(num_hashed)
+        self.idf: Float[Tensor, " H"] | None = None
+        self.projection: Float[Tensor, "H F"] | None = None
+
+    def fit(self, texts: Sequence[str]) -> "FittedEncoder":
+        """Fit the weights and the projection to texts, and return this encoder.
+
+        Raises:
+            ConfigError: There is no text.
+        """
+        different = list(dict.fromkeys(texts))
+        if not different:
+            raise ConfigError("FittedEncoder.fit needs texts; got none. Pass the requests and the texts of the tools.")
+        chunks = [different[i : i + _CHUNK] for i in range(0, len(different), _CHUNK)]
+        frequency = torch.stack([(self.hashing(chunk) != 0).sum(0) for chunk in chunks]).sum(0)
+        self.idf = ((1 + len(different)) / (1 + frequency)).log() + 1
+        rows = torch.cat([_unit(self.hashing(chunk) * self.idf).to_sparse() for chunk in chunks])
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # the method is randomised
+            num_tried = min(self.num_features + 32, len(different))  # a few more, for precision
+            vectors = torch.svd_lowrank(rows, q=num_tried, niter=4)[2][:, : self.num_features]
+        largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+        self.projection = vectors * largest.sign()  # singular vectors have no sign of their own
+        return self
+
+    def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
+        """Encode each text as one unit vector.
+
+        Raises:
+            ConfigError: The encoder was not fitted.
+        """
+        if self.idf is None or self.projection is None:
+            raise ConfigError("FittedEncoder must be fitted before it encodes. Call fit(texts) first.")
+        chunks = [texts[i : i + _CHUNK] for i in range(0, len(texts), _CHUNK)]
+        vectors = torch.cat([(self.hashing(chunk) * self.idf) @ self.projection for chunk in chunks])
+        return _unit(vectors)
+
+    def fitted(self) -> dict[str, Tensor]:
+        """The weights and the projection. Empty before `fit`."""
+        return {} if self.idf is None or self.projection is None else {"idf": self.idf, "projection": self.projection}
+
+    def restore(self, fitted: Mapping[str, Tensor]) -> None:
+        """Take over the numbers that `fitted` returned."""
+        if fitted:
+            self.idf, self.projection = fitted["idf"], fitted["projection"]
+            self.hashing = HashingEncoder(len(self.idf))
+            self.num_features = self.projection.shape[1]
+
+
+class JoinedEncoder:
+    """Several encoders side by side: x = (x_1, ..., x_n) / sqrt(n). A cosine is then the mean of the encoders' cosines.
+
+    Args:
+        encoders: Encoders that return unit vectors, such as a sentence embedder and a `FittedEncoder`.
+
+    Example:
+        >>> JoinedEncoder(HashingEncoder(8), HashingEncoder(4))(["convert miles"]).shape
+        torch.Size([1, 12])
+    """
+
+    def __init__(self, *encoders: Encoder) -> None:
+        self.encoders = encoders
+        each: Sequence[object] = encoders
+        self._fits = {f"{i}.": encoder for i, encoder in enumerate(each) if isinstance(encoder, HasFit)}
+
+    def __call__(self, texts: Sequence[str]) -> Float[Tensor, "N F"]:
+        """Encode each text."""
+        parts = [torch.as_tensor(np.asarray(encoder(texts)), dtype=torch.float32) for encoder in self.encoders]
+        return torch.cat(parts, dim=1) / len(parts) ** 0.5
+
+    def fitted(self) -> dict[str, Tensor]:
+        """The fitted numbers of all encoders that have them."""
+        return {place + name: value for place, fit in self._fits.items() for name, value in fit.fitted().items()}
+
+    def restore(self, fitted: Mapping[str, Tensor]) -> None:
+        """Take over the numbers that `fitted` returned."""
+        for place, fit in self._fits.items():
+            fit.restore({name.removeprefix(place): value for name, value in fitted.items() if name.startswith(place)})
+
+
+def _unit(vectors: Float[Tensor, "N F"]) -> Float[Tensor, "N F"]:
+    return vectors / vectors.norm(dim=1, keepdim=True).clamp(min=1e-12)

@@ -1,0 +1,71 @@
+"""States as a policy reads them: a text or vector for each state, and the tools that may be chosen in it."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from adapters.tools.learning.tasks import ToolTask
+from grpo.errors import ContractError
+
+Available = Callable[[Any], Collection[str] | None]
+"""Maps a state to the names of the tools that may be chosen, or to None for all tools."""
+
+
+def state_text(state: Any) -> Any:
+    """The text of a `ToolTask`, or the state itself (a text or a vector)."""
+    return state.text if isinstance(state, ToolTask) else state
+
+
+def require_texts(described: Sequence[Any]) -> Sequence[str]:
+    """Return the described states if all of them are texts.
+
+    Raises:
+        ContractError: A state is no text.
+    """
+    wrong = next((what for what in described if not isinstance(what, str)), None)
+    if wrong is not None:
+        raise ContractError(
+            f"ToolSelectionPolicy: states must be texts; got {type(wrong).__name__}. Pass num_features=... if states are "
+            "vectors, or describe=... to convert states to texts."
+        )
+    return described
+
+
+def stack_vectors(described: Sequence[Any], num_features: int, like: Tensor) -> Float[Tensor, "B F"]:
+    """Stack states that are vectors, with the dtype and device of `like`.
+
+    Raises:
+        ContractError: A state is a text, or a vector of another length.
+    """
+    vectors: list[Tensor] = []
+    for what in described:
+        came = what if isinstance(what, str) else torch.as_tensor(what, dtype=like.dtype)
+        if isinstance(came, str) or came.shape != (num_features,):
+            shown = repr(came) if isinstance(came, str) else list(came.shape)
+            raise ContractError(
+                f"ToolSelectionPolicy: states must be vectors of num_features = {num_features}; got {shown}."
+            )
+        vectors.append(came)
+    return torch.stack(vectors).to(like.device) if vectors else like.new_zeros(0, num_features)
+
+
+def availability(available: Available, states: Any, names: Collection[str]) -> Bool[Tensor, "B K"]:
+    """Whether each tool may be chosen in each state.
+
+    Raises:
+        ContractError: No tool may be chosen in a state.
+    """
+    rows = []
+    for place, state in enumerate(states):
+        allowed = available(state)
+        row = [True] * len(names) if allowed is None else [name in allowed for name in names]
+        if not any(row):
+            raise ContractError(
+                f"ToolSelectionPolicy: available(state) must name at least one tool of the catalogue; for state {place} it "
+                f"named {list(allowed or ())[:9]}."
+            )
+        rows.append(row)
+    return torch.tensor(rows, dtype=torch.bool).view(-1, len(names))

@@ -1,0 +1,123 @@
+"""Calibration: added tools against known ones, and the threshold below which no tool is called."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.tools.catalogue.tools import Tool
+from adapters.tools.policy.calibration import best_threshold, offset_of_added
+from grpo.errors import ConfigError
+from tests.support.tool_policies import CATALOGUE, TEXTS, policy, pong
+
+
+def sing(loud: bool) -> str:
+    """Sing a song."""
+    return str(loud)
+
+
+def test_the_offset_equals_a_hand_worked_quantile() -> None:
+    """Best known minus best added logit: 5 - 1, 3 - 2, 2 - 4, 6 - 0."""
+    logits = torch.tensor([[5.0, 0.0, 1.0, -1.0], [3.0, 1.0, 0.0, 2.0], [1.0, 2.0, 4.0, 0.0], [6.0, 5.0, 0.0, -2.0]])
+    is_added = torch.tensor([False, False, True, True])
+    gaps = torch.tensor([4.0, 1.0, -2.0, 6.0])
+    for share in (0.0, 1 / 3, 2 / 3, 1.0):
+        assert offset_of_added(logits, is_added, share) == pytest.approx(float(gaps.quantile(share)))
+    assert offset_of_added(logits, is_added, 0.5) == pytest.approx(2.5)
+
+
+def test_the_threshold_has_the_highest_balanced_accuracy(subtests: pytest.Subtests) -> None:
+    for wanted, unwanted, threshold in (
+        ([0.9, 0.8, 0.7], [0.1, 0.3], 0.5),  # halfway between 0.3 and 0.7
+        ([0.9, 0.4, 0.8], [0.5, 0.1, 0.2], 0.3),  # 1 + 2/3 = 5/3; 2/3 + 1 at 0.65 is equal, and higher
+        ([0.2], [0.2], 0.2),  # nothing separates them
+        ([0.1], [0.9], 0.1),  # the wrong way round: keep every tool
+    ):
+        with subtests.test(str(wanted)):
+            found = best_threshold(torch.tensor(wanted), torch.tensor(unwanted))
+            assert found == pytest.approx(threshold)
+
+
+def calibrated(share: float, states: Any) -> Any:
+    made = policy(scale=2.0)
+    made.add_tools(Tool.from_function(pong), Tool.from_function(sing))
+    made.calibrate(states, share=share)
+    return made
+
+
+STATES = [f"{text} {word}" for text in TEXTS for word in ("please", "now", "today", "again", "in red", "at once")]
+
+
+def test_the_given_share_of_known_requests_goes_to_added_tools() -> None:
+    for share in (0.0, 0.25, 0.5, 1.0):
+        made = calibrated(share, STATES)
+        going = sum(call.tool in ("pong", "sing") for call in made.predict(STATES)) / len(STATES)
+        assert going == pytest.approx(share, abs=1.5 / len(STATES))
+
+
+def test_calibration_keeps_the_order_among_known_and_among_added_tools() -> None:
+    made = policy(scale=2.0)
+    made.add_tools(Tool.from_function(pong), Tool.from_function(sing))
+    before = made.tool_probabilities(STATES)
+    made.calibrate(STATES, share=0.3)
+    after = made.tool_probabilities(STATES)
+    for part in (slice(0, 4), slice(4, 6)):
+        torch.testing.assert_close(
+            after[:, part] / after[:, part].sum(1, keepdim=True), before[:, part] / before[:, part].sum(1, keepdim=True)
+        )
+    ratio = (after[:, 4:].sum(1) / after[:, :4].sum(1)) / (before[:, 4:].sum(1) / before[:, :4].sum(1))
+    torch.testing.assert_close(ratio, ratio[:1].expand(len(ratio)), rtol=1e-3, atol=0)
+
+
+def test_calibrating_twice_equals_calibrating_once() -> None:
+    made = calibrated(0.3, STATES)
+    before = made.tool_probabilities(STATES)
+    made.calibrate(STATES, share=0.3)
+    torch.testing.assert_close(made.tool_probabilities(STATES), before)
+
+
+def test_other_changes_of_the_catalogue_keep_the_calibration() -> None:
+    made = calibrated(0.3, STATES)
+    before = made.tool_probabilities(STATES)
+    made.add_tools(Tool.from_function(pong, name="table_tennis", description="Play."))
+    made.remove_tools("table_tennis")
+    assert torch.equal(made.tool_probabilities(STATES), before)
+    assert made.added == {"pong", "sing"}
+    made.remove_tools("pong")
+    torch.testing.assert_close(
+        made.tool_probabilities(STATES), before[:, [0, 1, 2, 3, 5]] / before[:, [0, 1, 2, 3, 5]].sum(1, keepdim=True)
+    )
+
+
+def test_what_cannot_be_calibrated_is_refused(subtests: pytest.Subtests) -> None:
+    for states, share, add, message in (
+        ([], 0.1, True, "got 0 states"),
+        (STATES, 1.1, True, "share=1.1"),
+        (STATES, -0.1, True, "share=-0.1"),
+        (STATES, 0.1, False, "0 added and 4 other tools"),
+    ):
+        with subtests.test(message):
+            made = policy(CATALOGUE)
+            if add:
+                made.add_tools(Tool.from_function(pong))
+            with pytest.raises(ConfigError, match=rf"calibrate needs states.*{message}.*Call it after add_tools"):
+                made.calibrate(states, share=share)
+    made.remove_tools(*list(CATALOGUE)[1:])
+    made.add_tools(Tool.from_function(pong))
+    made.remove_tools("ping")
+    with pytest.raises(ConfigError, match="1 added and 0 other tools"):
+        made.calibrate(STATES)
+
+
+def test_the_policys_threshold_separates_requests_of_both_kinds() -> None:
+    made = policy(scale=2.0)
+    confidences = torch.tensor([row[0].confidence for row in made.predict_top(STATES, 1)])
+    order = confidences.argsort().tolist()
+    unclear, clear = [STATES[place] for place in order[:10]], [STATES[place] for place in order[10:]]
+    threshold = made.calibrate_threshold(clear, unclear)
+    assert threshold == made.threshold
+    assert made.predict(unclear) == [None] * 10
+    assert None not in made.predict(clear)
+    for states, no_tool_states in (([], unclear), (clear, [])):
+        with pytest.raises(ConfigError, match="needs requests of both kinds"):
+            made.calibrate_threshold(states, no_tool_states)

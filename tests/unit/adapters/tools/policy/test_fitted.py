@@ -1,0 +1,101 @@
+"""Encoders that are fitted to texts: their formula by hand, their determinism, and encoders side by side."""
+
+import numpy as np
+import pytest
+import torch
+
+from adapters.tools.policy.encoders import HashingEncoder
+from adapters.tools.policy.fitted import FittedEncoder, JoinedEncoder
+from grpo.errors import ConfigError
+
+TEXTS = [
+    "convert miles to feet", "how many feet are two miles", "metres in feet, please", "convert yards to miles",
+    "play a song by Bach", "a song, and loud", "stop the song", "which song is playing", "sort these names",
+    "order the names of my friends", "names in alphabetical order",
+]  # fmt: skip
+
+
+def unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def test_vectors_equal_the_documented_formula() -> None:
+    """Written out with numpy's exact singular value decomposition."""
+    hashed = HashingEncoder(512)(TEXTS).numpy().astype(np.float64)
+    idf = np.log((1 + len(TEXTS)) / (1 + (hashed != 0).sum(0))) + 1
+    directions = np.linalg.svd(unit(hashed * idf), full_matrices=False)[2][:4]
+    signs = np.sign(directions[np.arange(4), np.abs(directions).argmax(1)])
+    new = ["feet to miles", "the song of the friends"]
+    expected = unit((HashingEncoder(512)(new).numpy() * idf) @ (directions * signs[:, None]).T)
+    found = FittedEncoder(4, num_hashed=512).fit(TEXTS)(new)
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-4)
+
+
+def test_words_of_the_same_texts_become_similar() -> None:
+    """ "yards" and "feet" never occur together, but both occur with "miles"."""
+    yards, feet, song = FittedEncoder(3).fit(TEXTS)(["yards", "feet", "song"])
+    assert float(yards @ feet) > 0.9
+    assert abs(float(yards @ song)) < 0.3
+    plain_yards, plain_feet = HashingEncoder(8192)(["yards", "feet"])
+    assert abs(float(plain_yards @ plain_feet)) < 0.1
+
+
+def test_rare_words_weigh_more_than_common_ones() -> None:
+    encoder = FittedEncoder().fit([*(f"show item {letter}x" for letter in "abcdefgh"), "show invoice"])
+    both, common, rare = encoder(["show invoice", "show", "invoice"])
+    assert float(both @ rare) > float(both @ common)
+
+
+def test_fitting_is_deterministic_and_draws_from_no_other_generator() -> None:
+    torch.manual_seed(3)
+    first = FittedEncoder(4).fit(TEXTS)
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(1), drawn)
+    second = FittedEncoder(4).fit([*TEXTS, *TEXTS])
+    assert torch.equal(first(TEXTS), second(TEXTS)), "repeated texts count once"
+
+
+def test_the_length_is_at_most_the_number_of_texts() -> None:
+    assert FittedEncoder().fit(TEXTS)(["a"]).shape == (1, len(TEXTS))
+    assert FittedEncoder(4).fit(TEXTS)(["a"]).shape == (1, 4)
+
+
+def test_many_texts_are_encoded_as_few_are() -> None:
+    encoder = FittedEncoder(4).fit([f"{text} {i}a" for i in range(120) for text in TEXTS])
+    many = [f"{text} {i}" for i in range(100) for text in TEXTS]
+    torch.testing.assert_close(encoder(many)[-3:], encoder(many[-3:]), rtol=0, atol=1e-5)
+
+
+def test_an_encoder_without_texts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be fitted before it encodes"):
+        FittedEncoder()(TEXTS)
+    with pytest.raises(ConfigError, match="needs texts; got none"):
+        FittedEncoder().fit([])
+    for options in ({"num_features": 0}, {"num_hashed": 0}):
+        with pytest.raises(ConfigError, match="must be a whole number >= 1"):
+            FittedEncoder(**options)
+
+
+def test_a_restored_encoder_equals_the_fitted_one() -> None:
+    fitted = FittedEncoder(4, num_hashed=512).fit(TEXTS)
+    restored = FittedEncoder()
+    restored.restore(fitted.fitted())
+    assert torch.equal(restored(TEXTS), fitted(TEXTS))
+    assert restored.num_features == 4
+    restored.restore(FittedEncoder().fitted())
+    assert torch.equal(restored(TEXTS), fitted(TEXTS)), "nothing fitted, nothing restored"
+
+
+def test_cosines_of_joined_encoders_are_means() -> None:
+    one, other = HashingEncoder(64), FittedEncoder(4).fit(TEXTS)
+    joined = JoinedEncoder(one, lambda texts: other(texts).tolist())(TEXTS)
+    assert joined.shape == (len(TEXTS), 68)
+    torch.testing.assert_close(joined @ joined.T, (one(TEXTS) @ one(TEXTS).T + other(TEXTS) @ other(TEXTS).T) / 2)
+
+
+def test_joined_encoders_restore_what_each_has_fitted() -> None:
+    fitted = JoinedEncoder(FittedEncoder(3).fit(TEXTS), HashingEncoder(16), FittedEncoder(2).fit(TEXTS[:5]))
+    restored = JoinedEncoder(FittedEncoder(), HashingEncoder(16), FittedEncoder())
+    restored.restore(fitted.fitted())
+    assert torch.equal(restored(TEXTS), fitted(TEXTS))
