@@ -113,8 +113,12 @@ def right_tool(policy: ToolSelectionPolicy, asked: Sequence[Question]) -> float:
 
 
 def learn(
-    policy: ToolSelectionPolicy, asked: Sequence[Question], seed: int, config: GRPOConfig = CONFIG
-) -> GRPOTrainer:
+    policy: ToolSelectionPolicy,
+    asked: Sequence[Question],
+    seed: int,
+    num_iterations: int = NUM_ITERATIONS,
+    config: GRPOConfig = CONFIG,
+) -> None:
     """Train a policy from rewards alone."""
     trainer = GRPOTrainer(config=replace(config, seed=seed), policy=policy, reward_model=reward)
     shuffled = random.Random(seed).sample(list(asked), len(asked))
