@@ -294,10 +294,8 @@ def main() -> None:
         match part:
             case "requests":
                 for least, num_tools in ((4, 74), (2, 261)):
-                    title = (
-                        f"Right tool in % of held-out requests, {num_tools} tools, {8 * 64 * NUM_ITERATIONS:,} calls"
-                    )
-                    table(title, lambda seed, least=least: on_held_out_requests(least, seed), seeds)
+                    title = f"Right tool in % of held-out requests, {num_tools} tools, {512 * num_iterations:,} calls"
+                    table(title, partial(on_held_out_requests, least, num_iterations), seeds)
             case "added":
                 table("Right tool in %, 24 tools added to 50", partial(on_added_tools, num_iterations), seeds)
             case "no tool":
