@@ -1,0 +1,186 @@
+"""Estimate of the reward of any call, fitted to logged decisions."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.catalogue.tools import ToolCatalogue
+from grpo.errors import ConfigError
+
+from .samples import ToolSample
+from .tasks import ToolTask
+
+Estimate: TypeAlias = Callable[[Sequence[Any], Sequence[ToolCall]], Tensor]
+"""q(states, calls) -> [N], the expected reward of each call in its state."""
+FitsEstimate: TypeAlias = Callable[[Sequence[ToolSample]], Estimate]
+"""Fits an estimate to logged decisions."""
+
+
+def state_key(state: Any) -> str | tuple[float, ...]:
+    """What equal states have in common: the text, or the numbers of a vector."""
+    state = state.text if isinstance(state, ToolTask) else state
+    return state if isinstance(state, str) else tuple(torch.as_tensor(state).tolist())
+
+
+class Decisions:
+    """Numbers of all decisions that calls are made of: each tool, then each value of each enumerated parameter."""
+
+    def __init__(self, catalogue: ToolCatalogue) -> None:
+        self.catalogue = catalogue
+        self._choices = {name: tool.choices for name, tool in catalogue.items()}
+        self._tools = {name: number for number, name in enumerate(catalogue)}
+        self._values: dict[tuple[str, str], int] = {}
+        self.total = len(catalogue)
+        """Number of decisions."""
+        for name, choices in self._choices.items():
+            for choice in choices:
+                self._values[name, choice.name] = self.total
+                self.total += len(choice.values)
+
+    def of(self, call: ToolCall) -> tuple[int, ...]:
+        """The decisions of a call: its tool and its enumerated values. Empty: the catalogue lacks the tool."""
+        if call.tool not in self.catalogue:
+            return ()
+        chosen = ((choice, choice.index(call.arguments)) for choice in self._choices[call.tool])
+        values = (self._values[call.tool, choice.name] + place for choice, place in chosen if place is not None)
+        return (self._tools[call.tool], *values)
+
+    def matrix(self, calls: Sequence[tuple[int, ...]]) -> Float[Tensor, "A J"]:
+        """How much each decision counts in each call: 1 for its tool, `SMALL` for its values, 0 for other decisions."""
+        found = torch.zeros(len(calls), self.total)
+        for row, decisions in enumerate(calls):
+            found[row, list(decisions)] = SMALL
+            found[row, list(decisions[:1])] = 1.0
+        return found
+
+
+class RewardRegression:
+    """Logistic regression of the reward on the request and the call. An instance is a function: logs -> estimate.
+
+        q(x, a) = low + (high - low) sigmoid(b + sum over the decisions j of a of z[j])
+        z[j]    = x . u[j]                                  for a parameter value j
+        z[j]    = x . u[j] + x . (V e[j]) + s cos(x, e[j])  for a tool j
+
+    x is the request's vector with a 1 appended, e[j] the vector of the tool's name and description, and cos is taken after the
+    means over all requests and all tools are subtracted. u, V, s and b are fitted. u gives each decision weights of its own; V
+    and s carry what is learned over to tools that were rarely logged. low and high are the least and the largest logged reward.
+
+    Args:
+        catalogue: The tools.
+        encoder: Text encoder, N texts -> [N, D], for example `policy.encoder`. None: states are vectors; V and s are left out.
+        ridge: Weight of half the squared norm of u and V, added to the sum of the losses of all logged decisions. A larger
+            value trusts few decisions less.
+
+    Example:
+        >>> def add(a: float) -> float: "Add."
+        >>> logs = [ToolSample(state=[1.0], tool="add", log_prob=[0.0], reward=r) for r in (0, 1)]
+        >>> q = RewardRegression(ToolCatalogue([Tool.from_function(add)]))(logs)
+        >>> q([[1.0]], [ToolCall(tool="add")])
+        tensor([0.5000])
+    """
+
+    def __init__(
+        self,
+        catalogue: ToolCatalogue,
+        encoder: Callable[[Sequence[str]], Tensor] | None = None,
+        *,
+        ridge: float = 0.03,
+    ) -> None:
+        if not ridge > 0:
+            raise ConfigError(f"RewardRegression.ridge must be above 0; got {ridge}.")
+        self.encoder, self.ridge = encoder, ridge
+        self.decisions = Decisions(catalogue)
+
+    def __call__(self, logs: Sequence[ToolSample]) -> Estimate:
+        """Fit the regression."""
+        states = {state: number for number, state in enumerate(dict.fromkeys(state_key(row.state) for row in logs))}
+        made = [self.decisions.of(row.call) for row in logs]
+        calls = {call: number for number, call in enumerate(dict.fromkeys(made))}
+        rewards = torch.tensor([row.reward for row in logs], dtype=torch.float32)
+        low, high = float(rewards.min()), float(rewards.max())
+        scaled = (rewards - low) / (high - low) if high > low else torch.zeros_like(rewards)
+        cells = torch.tensor([states[state_key(row.state)] for row in logs]), torch.tensor([calls[one] for one in made])
+        counts, sums = torch.zeros(2, len(states), len(calls))
+        counts.index_put_(cells, torch.ones_like(scaled), accumulate=True)
+        sums.index_put_(cells, scaled, accumulate=True)
+
+        vectors = self._vectors(list(states))
+        model = _Scores(vectors.mean(0), self._tool_vectors, self.decisions.total)
+        matrix, features = self.decisions.matrix(list(calls)), model.features(vectors)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=50, line_search_fn="strong_wolfe")
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            logits = model.scores(*features) @ matrix.T + model.bias
+            total = (counts * nn.functional.softplus(logits) - sums * logits).sum() + self.ridge / 2 * model.norm()
+            total.backward()
+            return total
+
+        optimizer.step(loss)
+
+        @torch.no_grad()
+        def estimate(states: Sequence[Any], calls: Sequence[ToolCall]) -> Tensor:
+            scores = model.scores(*model.features(self._vectors([state_key(state) for state in states])))
+            matrix = self.decisions.matrix([self.decisions.of(call) for call in calls])
+            return low + (high - low) * ((scores * matrix).sum(1) + model.bias).sigmoid()
+
+        return estimate
+
+    def _vectors(self, states: Sequence[str | tuple[float, ...]]) -> Float[Tensor, "N F"]:
+        texts = [state for state in states if isinstance(state, str)]
+        if self.encoder is None and not texts:
+            return torch.tensor(states, dtype=torch.float32)
+        if self.encoder is None or len(texts) != len(states):
+            raise ConfigError(
+                "RewardRegression: states must be texts if there is an encoder, and vectors if there is none. "
+                "Pass encoder=policy.encoder, or leave it out."
+            )
+        return torch.as_tensor(self.encoder(texts)).detach().float().cpu()
+
+    @cached_property
+    def _tool_vectors(self) -> Float[Tensor, "K D"]:
+        tools = self.decisions.catalogue.values()
+        return torch.zeros(len(tools), 0) if self.encoder is None else self._vectors([tool.text for tool in tools])
+
+
+class _Scores(nn.Module):
+    """The scores z[j] of all decisions."""
+
+    def __init__(self, mean: Float[Tensor, " F"], tool_vectors: Float[Tensor, "K D"], num_decisions: int) -> None:
+        super().__init__()
+        self.mean, self.tool_vectors = mean, tool_vectors
+        self.own = nn.Parameter(torch.zeros(len(mean) + 1, num_decisions))
+        self.shared = nn.Parameter(torch.zeros(len(mean) + 1, tool_vectors.shape[1]))
+        self.similarity = nn.Parameter(torch.zeros(()))
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def features(self, vectors: Float[Tensor, "N F"]) -> tuple[Tensor, Tensor]:
+        """x with a 1 appended, and cos(x, e[j]) for each tool, 0 for each parameter value."""
+        cosines = torch.zeros(len(vectors), self.own.shape[1])
+        if self.tool_vectors.shape[1]:
+            tools = nn.functional.normalize(self.tool_vectors - self.tool_vectors.mean(0))
+            cosines[:, : len(tools)] = nn.functional.normalize(vectors - self.mean) @ tools.T
+        return nn.functional.pad(vectors, (0, 1), value=SMALL), cosines
+
+    def scores(self, vectors: Tensor, cosines: Tensor) -> Float[Tensor, "N J"]:
+        """z[j] for each row."""
+        shared = self.shared @ self.tool_vectors.T
+        weights = self.own + nn.functional.pad(shared, (0, self.own.shape[1] - shared.shape[1]))
+        return vectors @ weights + GAIN * self.similarity * cosines
+
+    def norm(self) -> Tensor:
+        """Squared norm of u and V."""
+        return self.own.square().sum() + self.shared.square().sum()
+
+
+SMALL = 0.3
+"""Size of what says little about the right tool: the constant feature of a request, and the values of parameters. The ridge
+holds their weights back."""
+
+GAIN = 3.0
+"""Factor of the similarity's weight s. Cosines are small, and without the factor s would be fitted slowly."""
