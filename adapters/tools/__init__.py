@@ -51,6 +51,8 @@ from .errors import (
     WorkerLostError,
 )
 from .learning.evaluation import Abstention, Accuracy, ToolReport, evaluate_tools
+from .learning.logs import LogEstimate, LoggedRewards, LogReport, evaluate_from_logs
+from .learning.reward_regression import RewardRegression
 from .learning.rewards import (
     ToolRewards,
     call_cost,
@@ -105,12 +107,16 @@ __all__ = [
     "InvalidArgumentsError",
     "InvalidOutputError",
     "JoinedEncoder",
+    "LogEstimate",
+    "LogReport",
+    "LoggedRewards",
     "LoopBlockedError",
     "LostCallError",
     "MCPServer",
     "OutputTooLargeError",
     "PathOutsideRootError",
     "Prediction",
+    "RewardRegression",
     "SampleError",
     "ServerLostError",
     "TaskError",
@@ -136,6 +142,7 @@ __all__ = [
     "batch_from_groups",
     "call_cost",
     "classify_error",
+    "evaluate_from_logs",
     "evaluate_tools",
     "executed",
     "fill_from_request",

@@ -223,7 +223,7 @@ def evaluate_from_logs(
         effective_decisions=(weights.sum().square() / weights.square().sum().clamp(min=1e-300)).item(),
         mean_weight=weights.mean().item(),
     )
-    if report.mean_weight + 2 * _mean(weights).standard_error < MIN_WEIGHT:
+    if report.mean_weight + 3 * _mean(weights).standard_error < MIN_WEIGHT:
         warnings.warn(
             f"evaluate_from_logs: the logging policy gave almost no probability to {1 - report.mean_weight:.0%} of what the "
             "policy chooses (mean weight far below 1), so the logs cannot say what these choices earn. Log more of them.",
@@ -234,7 +234,7 @@ def evaluate_from_logs(
 
 
 MIN_WEIGHT = 0.9
-"""Mean weight below which `evaluate_from_logs` warns, two standard errors included."""
+"""Mean weight below which `evaluate_from_logs` warns, with three standard errors added."""
 
 
 class _Rows:

@@ -66,14 +66,15 @@ class RewardRegression:
         z[j]    = x . u[j]                                  for a parameter value j
         z[j]    = x . u[j] + x . (V e[j]) + s cos(x, e[j])  for a tool j
 
-    x is the request's vector with a 1 appended, e[j] the vector of the tool's name and description, and cos is taken after the
-    means over all requests and all tools are subtracted. u, V, s and b are fitted. u gives each decision weights of its own; V
-    and s carry what is learned over to tools that were rarely logged. low and high are the least and the largest logged reward.
+    x is the request's vector with a constant appended, e[j] the vector of the tool's name and description, and cos is taken
+    after the means over all requests and all tools are subtracted. u, V, s and b are fitted. u gives each decision weights of
+    its own; V and s carry what is learned over to tools that were rarely logged. low and high are the least and the largest
+    logged reward.
 
     Args:
         catalogue: The tools.
         encoder: Text encoder, N texts -> [N, D], for example `policy.encoder`. None: states are vectors; V and s are left out.
-        ridge: Weight of half the squared norm of u and V, added to the sum of the losses of all logged decisions. A larger
+        ridge: Weight of half the squared norm of u, V and s, added to the sum of the losses of all logged decisions. A larger
             value trusts few decisions less.
 
     Example:
@@ -112,7 +113,7 @@ class RewardRegression:
         vectors = self._vectors(list(states))
         model = _Scores(vectors.mean(0), self._tool_vectors, self.decisions.total)
         matrix, features = self.decisions.matrix(list(calls)), model.features(vectors)
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=50, line_search_fn="strong_wolfe")
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=50, history_size=10, line_search_fn="strong_wolfe")
 
         def loss() -> Tensor:
             optimizer.zero_grad()
@@ -149,19 +150,26 @@ class RewardRegression:
 
 
 class _Scores(nn.Module):
-    """The scores z[j] of all decisions."""
+    """The scores z[j] of all decisions.
+
+    The weights of tool j are u[j] + V e[j]. Their ridge penalty, at the best u and V with these sums, is that of weights with
+    the covariance 1[i = j] + e[i] . e[j] between tools: weights = free L', L L' = 1 + E E', with the squared norm of `free`.
+    """
 
     def __init__(self, mean: Float[Tensor, " F"], tool_vectors: Float[Tensor, "K D"], num_decisions: int) -> None:
         super().__init__()
         self.mean, self.tool_vectors = mean, tool_vectors
-        self.own = nn.Parameter(torch.zeros(len(mean) + 1, num_decisions))
-        self.shared = nn.Parameter(torch.zeros(len(mean) + 1, tool_vectors.shape[1]))
+        num_tools = len(tool_vectors)
+        self.factor = torch.eye(num_decisions)
+        covariance = torch.eye(num_tools) + tool_vectors @ tool_vectors.T
+        self.factor[:num_tools, :num_tools] = torch.linalg.cholesky(covariance)
+        self.free = nn.Parameter(torch.zeros(len(mean) + 1, num_decisions))
         self.similarity = nn.Parameter(torch.zeros(()))
         self.bias = nn.Parameter(torch.zeros(()))
 
     def features(self, vectors: Float[Tensor, "N F"]) -> tuple[Tensor, Tensor]:
-        """x with a 1 appended, and cos(x, e[j]) for each tool, 0 for each parameter value."""
-        cosines = torch.zeros(len(vectors), self.own.shape[1])
+        """x with a constant appended, and cos(x, e[j]) for each tool, 0 for each parameter value."""
+        cosines = torch.zeros(len(vectors), self.free.shape[1])
         if self.tool_vectors.shape[1]:
             tools = nn.functional.normalize(self.tool_vectors - self.tool_vectors.mean(0))
             cosines[:, : len(tools)] = nn.functional.normalize(vectors - self.mean) @ tools.T
@@ -169,13 +177,11 @@ class _Scores(nn.Module):
 
     def scores(self, vectors: Tensor, cosines: Tensor) -> Float[Tensor, "N J"]:
         """z[j] for each row."""
-        shared = self.shared @ self.tool_vectors.T
-        weights = self.own + nn.functional.pad(shared, (0, self.own.shape[1] - shared.shape[1]))
-        return vectors @ weights + GAIN * self.similarity * cosines
+        return vectors @ (self.free @ self.factor.T) + GAIN * self.similarity * cosines
 
     def norm(self) -> Tensor:
-        """Squared norm of u and V."""
-        return self.own.square().sum() + self.shared.square().sum()
+        """Squared norm of u, V and s."""
+        return self.free.square().sum() + self.similarity.square()
 
 
 SMALL = 0.3

@@ -1,0 +1,148 @@
+"""The regression of rewards on requests and calls."""
+
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.learning.reward_regression import Decisions, RewardRegression, state_key
+from adapters.tools.learning.samples import ToolSample
+from adapters.tools.learning.tasks import ToolTask
+from grpo.errors import ConfigError
+
+
+def add(number: float = 0.0) -> None:
+    """Add."""
+
+
+def sort(order: Literal["up", "down"], sure: bool | None = None) -> None:
+    """Sort."""
+
+
+def wait() -> None:
+    """Wait."""
+
+
+CATALOGUE = ToolCatalogue(Tool.from_function(function) for function in (add, sort, wait))
+VECTORS = {"add: Add.": [1.0, 0, 0], "sort: Sort.": [0, 1.0, 0], "wait: Wait.": [0, 0, 1.0]}
+
+
+def encode(texts: Any) -> Any:
+    """Requests are named by the tool that they are near to."""
+    return [
+        VECTORS.get(text) or next(v for name, v in VECTORS.items() if text.startswith(name.split(":")[0]))
+        for text in texts
+    ]
+
+
+def call(tool: str, **arguments: Any) -> ToolCall:
+    return ToolCall(tool=tool, arguments=arguments)
+
+
+def row(state: Any, made: ToolCall, reward: float) -> ToolSample:
+    return ToolSample(state=state, tool=made.tool, arguments=made.arguments, log_prob=[-1.0], reward=reward)
+
+
+def estimated(q: Any, *pairs: tuple[Any, ToolCall]) -> list[float]:
+    found: list[float] = q([state for state, _ in pairs], [made for _, made in pairs]).tolist()
+    return found
+
+
+def test_decisions_are_numbered_tools_first_and_then_values() -> None:
+    """add 0, sort 1, wait 2; order: up 3, down 4; sure: false 5, true 6, left out 7."""
+    decisions = Decisions(CATALOGUE)
+    assert decisions.total == 8
+    assert decisions.of(call("add", number=7.0)) == (0,)
+    assert decisions.of(call("sort", order="down")) == (1, 4, 7)
+    assert decisions.of(call("sort", order="up", sure=True)) == (1, 3, 6)
+    assert decisions.of(call("sort", order="sideways", sure=1)) == (1,)
+    assert decisions.of(call("fly")) == decisions.of(ToolCall(tool=["add"])) == ()  # type: ignore[arg-type]
+    matrix = decisions.matrix([(1, 4, 7), (0,), ()])
+    assert matrix.tolist() == [
+        pytest.approx(values) for values in ([0, 1, 0, 0, 0.3, 0, 0, 0.3], [1] + [0] * 7, [0] * 8)
+    ]
+
+
+def test_equal_states_have_equal_keys() -> None:
+    assert state_key("x") == state_key(ToolTask(text="x", tool=None)) == "x"
+    assert state_key([1, 2.5]) == state_key(torch.tensor([1.0, 2.5])) == (1.0, 2.5)
+
+
+def test_with_many_decisions_the_estimate_is_the_mean_reward_of_each_call() -> None:
+    """Two vectors, two tools and two values, each pair with its own mean between -1 and 3."""
+    means = {
+        ("a", "add"): -1.0,
+        ("a", "up"): 2.0,
+        ("a", "down"): 0.0,
+        ("b", "add"): 1.0,
+        ("b", "up"): 0.5,
+        ("b", "down"): 3.0,
+    }
+    states, calls = (
+        {"a": (1.0, 0.0), "b": (0.0, 1.0)},
+        {"add": call("add"), "up": call("sort", order="up"), "down": call("sort", order="down")},
+    )
+    logs = [
+        row(states[state], calls[name], mean + shift)
+        for (state, name), mean in means.items()
+        for shift in 2000 * (0.0,)
+    ]
+    q = RewardRegression(CATALOGUE)(logs)
+    found = estimated(q, *((states[state], calls[name]) for state, name in means))
+    assert found == pytest.approx(list(means.values()), abs=0.1)
+
+
+def test_estimates_stay_between_the_least_and_the_largest_logged_reward() -> None:
+    logs = [row("add 1", call("add"), 5.0), row("add 2", call("add"), 5.0), row("wait 1", call("add"), 2.0)]
+    q = RewardRegression(CATALOGUE, encode)(logs)
+    low, high = estimated(q, ("wait 5", call("add")), ("add 5", call("add")))
+    assert 2.0 < low < 3.0
+    assert 4.0 < high < 5.0
+
+
+def test_a_larger_ridge_keeps_estimates_closer_to_each_other() -> None:
+    logs = [row((1.0, 0.0), call("add"), 1.0), row((0.0, 1.0), call("add"), 0.0)]
+    gaps = []
+    for ridge in (0.01, 0.1, 1.0, 100.0):
+        one, other = estimated(
+            RewardRegression(CATALOGUE, ridge=ridge)(logs), ((1.0, 0.0), call("add")), ((0.0, 1.0), call("add"))
+        )
+        gaps.append(one - other)
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[0] > 0.8
+    assert 0 < gaps[-1] < 0.02
+
+
+def test_similarity_carries_over_to_a_tool_that_was_never_logged() -> None:
+    """A request that is near to its tool earns 1. `wait` is in no decision, and only its description speaks for it."""
+    requests = [f"{name} {number}" for name in ("add", "sort", "wait") for number in range(4)]
+    logs = [row(text, call(tool), float(text.startswith(tool))) for text in requests for tool in ("add", "sort")]
+    right, wrong = estimated(
+        RewardRegression(CATALOGUE, encode)(logs), ("wait 9", call("wait")), ("add 9", call("wait"))
+    )
+    assert right > 0.8
+    assert wrong < 0.2
+
+
+def test_a_tool_that_the_catalogue_lacks_has_the_estimate_of_no_decision() -> None:
+    logs = [row("add 1", call("fly"), 1.0), row("add 1", call("fly"), 0.0), row("add 1", call("fly"), 1.0)]
+    assert estimated(RewardRegression(CATALOGUE, encode)(logs), ("sort 1", call("sing"))) == pytest.approx(
+        [2 / 3], abs=1e-3
+    )
+
+
+def test_equal_rewards_are_their_own_estimate() -> None:
+    assert estimated(
+        RewardRegression(CATALOGUE, encode)([row("add 1", call("add"), 0.7)]), ("wait 1", call("wait"))
+    ) == (pytest.approx([0.7]))
+
+
+def test_texts_need_an_encoder_and_vectors_none() -> None:
+    with pytest.raises(ConfigError, match="states must be texts if there is an encoder, and vectors if there is none"):
+        RewardRegression(CATALOGUE)([row("add 1", call("add"), 0.7)])
+    with pytest.raises(ConfigError, match=r"Pass encoder=policy\.encoder, or leave it out"):
+        RewardRegression(CATALOGUE, encode)([row([1.0], call("add"), 0.7)])
+    with pytest.raises(ConfigError, match="ridge must be above 0; got 0"):
+        RewardRegression(CATALOGUE, encode, ridge=0)
