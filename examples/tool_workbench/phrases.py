@@ -257,7 +257,7 @@ PHRASES: Mapping[str, Phrases] = {
     ),
     "weekday_of": Phrases(
         plain=_wording("name the weekday of | give me the weekday of | find the weekday for | look up the weekday of", _DATES),
-        oblique=_wording("tell me which day of the week {object} falls on | check what kind of day {object} is | "
+        oblique=_wording("tell me which of the seven days {object} falls on | check what kind of day {object} is | "
                          "look up in the calendar which day {object} is | say if {object} falls on a Monday or another day",
                          _OBLIQUE_DATES),
         cues={"form": _cues(

@@ -216,6 +216,42 @@ def test_the_catalogue_has_six_categories_and_real_decisions() -> None:
     assert {"text", "number", "date", "items", "path"} <= {name for name, count in shared.items() if count >= 5}
 
 
+# --- words -------------------------------------------------------------------------------------------------------------
+
+
+def test_values_in_a_request_do_not_count_as_words() -> None:
+    text = 'Swap "the fox" for "dog" in notes/a.txt (line 3), on 2024-05-06: now, in data/.'
+    assert words(text) == ["swap", "for", "in", "line", "on", "now", "in"]
+    assert content_words(text) == {"swap", "line"}
+    assert words("A well-known sort_items, 12.5 km!") == ["a", "well", "known", "sort", "items", "km"]
+
+
+def test_variants_of_a_word_count_as_one(subtests: pytest.Subtests) -> None:
+    for alike in (
+        "convert converts converted converting conversion conversions",
+        "sort sorts sorted sorting sorter",
+        "split splits splitting",
+        "summary summaries summarise summarizes summarizing",
+        "divide divides dividing division",
+        "calculate calculates calculating calculated calculation",
+        "replace replaced replacement",
+        "encode encoding encoded encodes",
+        "compute computing computation",
+        "large larger largest",
+        "different differences",
+        "search searches searching",
+        "multiply multiplies multiplying",
+    ):
+        with subtests.test(alike):
+            assert len(content_words(alike)) == 1
+
+
+def test_different_words_stay_different() -> None:
+    different = "day date text test list length line unit unique size sort number name case count column"
+    assert len(content_words(different)) == len(different.split())
+    assert content_words("could you please do this for me with the one that I have?") == frozenset()
+
+
 # --- the phrases --------------------------------------------------------------------------------------------------------
 
 

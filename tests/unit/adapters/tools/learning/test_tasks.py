@@ -1,4 +1,4 @@
-"""Tasks: files that come back as they were written, splits, and which words count as the same."""
+"""Tasks: files that come back as they were written, and splits."""
 
 import json
 import math
@@ -8,7 +8,6 @@ import pytest
 
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.learning.tasks import TaskError, ToolTask, load_tasks, save_tasks, split_tasks
-from examples.tool_workbench.words import content_words, words
 from grpo.errors import ConfigError
 from tests.support.plain_states import assert_same, through_checkpoint
 
@@ -139,41 +138,6 @@ def test_an_invalid_held_out_fraction_is_refused(subtests: pytest.Subtests) -> N
     for fraction in (-0.1, 1.1, math.nan):
         with subtests.test(fraction=fraction), pytest.raises(ConfigError, match="held_out_fraction"):
             split_tasks([TASK], fraction, seed=0)
-
-
-def test_values_in_a_request_do_not_count_as_words() -> None:
-    text = 'Swap "the fox" for "dog" in notes/a.txt (line 3), on 2024-05-06: now, in data/.'
-    assert words(text) == ["swap", "for", "in", "line", "on", "now", "in"]
-    assert content_words(text) == {"swap", "lin"}
-    assert words("A well-known sort_items, 12.5 km!") == ["a", "well", "known", "sort", "items", "km"]
-
-
-def test_variants_of_a_word_count_as_one(subtests: pytest.Subtests) -> None:
-    for alike in (
-        "convert converts converted converting conversion conversions",
-        "sort sorts sorted sorting sorter",
-        "add adds added adding",
-        "split splits splitting",
-        "sum sums summing summed",
-        "summary summaries summarise summarizes summarizing",
-        "divide divides dividing division",
-        "calculate calculates calculating calculated calculation",
-        "replace replaced replacement",
-        "encode encoding encoded encodes",
-        "compute computing computation",
-        "large larger largest",
-        "different differences",
-        "search searches searching",
-        "multiply multiplies multiplying",
-    ):
-        with subtests.test(alike):
-            assert len(content_words(alike)) == 1
-
-
-def test_different_words_stay_different() -> None:
-    different = "day date text test list length line unit unique size sort number name case count column"
-    assert len(content_words(different)) == len(different.split())
-    assert content_words("could you please do this for me with the one that I have?") == frozenset()
 
 
 def test_tasks_come_back_from_a_checkpoint(tmp_path) -> None:
