@@ -51,7 +51,8 @@ from .errors import (
     WorkerLostError,
 )
 from .learning.evaluation import Abstention, Accuracy, ToolReport, evaluate_tools
-from .learning.logs import LogEstimate, LoggedRewards, LogReport, evaluate_from_logs
+from .learning.log_evaluation import LogEstimate, LogReport, evaluate_from_logs
+from .learning.logs import LoggedRewards
 from .learning.reward_regression import RewardRegression
 from .learning.rewards import (
     ToolRewards,
