@@ -7,7 +7,7 @@ import torch
 
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.learning.reward_regression import Decisions, RewardRegression, state_key
+from adapters.tools.learning.reward_regression import Decisions, RewardRegression, _Scores, state_key
 from adapters.tools.learning.samples import ToolSample
 from adapters.tools.learning.tasks import ToolTask
 from grpo.errors import ConfigError
@@ -146,3 +146,18 @@ def test_texts_need_an_encoder_and_vectors_none() -> None:
         RewardRegression(CATALOGUE, encode)([row([1.0], call("add"), 0.7)])
     with pytest.raises(ConfigError, match="ridge must be above 0; got 0"):
         RewardRegression(CATALOGUE, encode, ridge=0)
+
+
+def test_the_penalty_is_the_least_that_own_and_shared_weights_with_these_sums_can_have() -> None:
+    """The sum W = U + V E' leaves V free. Its best value solves a ridge regression: V = W E (1 + E' E)^-1."""
+    tools = torch.tensor([[0.6, 0.8], [1.0, -0.5], [0.0, 2.0]])
+    model = _Scores(torch.zeros(4), tools, num_decisions=5)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_(generator=torch.Generator().manual_seed(0))
+    weights = model.scores(torch.eye(5), torch.zeros(5, 5)).detach()
+    of_tools = weights[:, :3]
+    shared = of_tools @ tools @ torch.linalg.inv(torch.eye(2) + tools.T @ tools)
+    own = of_tools - shared @ tools.T
+    least = own.square().sum() + shared.square().sum() + weights[:, 3:].square().sum() + model.similarity.square()
+    assert model.norm().item() == pytest.approx(least.item(), rel=1e-5)
