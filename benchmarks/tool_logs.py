@@ -4,7 +4,7 @@ A logging policy has decided 50,000 times, in one of three ways. `LoggedRewards`
 would earn, and GRPO trains on the estimates. Figures are the share of the held-out requests for which the right function is
 chosen, in percent.
 
-    python -m benchmarks.tool_logs                    # about twenty minutes
+    python -m benchmarks.tool_logs                    # about fifteen minutes
     python -m benchmarks.tool_logs --seeds 1
 """
 
