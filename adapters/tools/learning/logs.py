@@ -32,7 +32,8 @@ class LoggedRewards:
     Two calls are equal if they have the same tool and the same enumerated values, because the policy decides nothing else.
 
     Args:
-        logs: Decisions with their rewards. Decisions of tools that the catalogue lacks lower no estimate.
+        logs: Decisions with their rewards. Keep decisions of tools that the catalogue lacks: without them, every estimate
+            would be too high, because the probabilities of the other decisions would no longer add up to 1.
         catalogue: The policy's tools.
         fit: Fits q to decisions, for example `RewardRegression(catalogue, policy.encoder)`. None: q is 0.
         max_weight: Largest w. A larger value has less bias and more variance. math.inf: no bound.
