@@ -1,11 +1,10 @@
 """Execution of tool calls. Every call returns a result, whatever the policy asks for and whatever the tool does."""
 
 import asyncio
-import contextlib
 import functools
 import os
 import pickle
-import shutil
+import re
 import tempfile
 import threading
 import warnings
@@ -15,7 +14,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import asdict
 from pathlib import Path
 from types import NoneType
-from typing import NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 from adapters.tools.catalogue.arguments import ArgumentChecker, bounded_text
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name
@@ -25,29 +24,35 @@ from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import ToolError, ToolNotAllowedError, UnknownToolError
 from grpo.errors import ConfigError, GRPOWarning
 
-from .call_log import CallLog
+from .call_log import SECRET_NAMES, CallLog, Redact
 from .commands import Command
-from .execution import CLEAN_UP_SECONDS, Engine
-from .worker_main import INSIDE
-from .workers import WorkerLimits, WorkerSource
+from .confinement import Kind, choose
+from .confinement.process import why_no_own_users
+from .engine import CLEAN_UP_SECONDS, Engine
+from .fork_server import INSIDE
+from .links import ForkServerLink
+from .worker import remove_folder
+from .workers import WorkerLimits
+
+_FOLDER = re.compile(r"[A-Za-z0-9_-]{1,100}")
+"""Names of the folders of calls."""
 
 
 class ToolExecutor:
     """Executes tool calls in worker processes, and awaits remote tools in this process. Made for Linux; workers need Unix.
 
     Trust: arguments are treated as hostile, and tools are trusted. A call is rejected before anything runs if its tool is not
-    in the catalogue or not allowed, if its arguments do not match the schema, or if a path leaves `root` (see
+    in the catalogue or not allowed, if its arguments do not match the schema, or if a path leaves its folder (see
     `ArgumentChecker`). A call runs in a worker process that shares no memory, open files, environment or terminal with this
-    program (see `WorkerLimits` for its user and limits). A worker that times out, dies or sends an invalid answer is killed
-    with every process that it started, and then replaced.
+    program. A worker that times out, dies or sends an invalid answer is killed with its processes, and replaced.
 
     Between two calls of one worker, processes started by the first call are killed. The worker's folder, umask, environment,
     timer, recursion limit and handlers of the common signals are reset. A worker with a leftover thread, or with half of its
-    allowed files open, is replaced. Module-level state of a tool persists.
+    allowed files open, is replaced. Calls share files in `root`, unless they have folders, and a worker's modules.
 
     Imports: functions are imported by name, once, in a process that receives only a few environment variables, such as PATH.
-    Import modules at the top of the tool's module, because the workers' user may not be able to read them later. In a script
-    that defines a tool, put everything but definitions under `if __name__ == "__main__":`.
+    Import modules at the top of the tool's module, because workers may not be able to read them later. In a script that
+    defines a tool, put everything but definitions under `if __name__ == "__main__":`.
 
     Remote tools: all remote tools run in one thread, so a tool that blocks delays every other call. The timeout cancels a
     remote tool; a tool that ignores its cancellation is abandoned. Some schemas can be very slow to check: with `pattern`,
@@ -65,15 +70,22 @@ class ToolExecutor:
             call that hangs.
         max_output_bytes: Size limit of one output as JSON. A larger limit lets more data into this process.
         max_concurrency: Maximum number of concurrent remote calls. A larger limit puts more load on the servers.
-        root: The tools' folder: their working directory, and the folder that paths must not leave. Files that tools change
-            must be writable for the workers' user. None creates a new folder, which `close` removes.
-        log_path: File to which one JSON line per call is appended, cancelled calls included. None writes no log.
+        root: The tools' folder: their working directory, and the folder that paths must not leave. It must stay in place. Files
+            that tools change must be writable for the workers' user. None creates a new folder, which `close` removes.
+        fresh_folder: Whether each call in a worker runs in an empty folder within `root`, which is removed after the call.
+        confinement: How workers are kept from other files and processes: "bubblewrap" (mount and process namespaces),
+            "landlock" (file rules of Linux 6.2), or "user" (their user id alone). "auto" takes the first of these that works.
+        readable: Files and folders that tools may read, in addition to `root`, the system's programs and libraries, Python,
+            `sys.path` and imported packages. With "user", tools read what their user may read.
+        log_path: File, readable by its owner only, to which one JSON line per call is appended, cancelled calls included. None
+            writes no log.
+        redact: Which arguments the log leaves out. See `CallLog`.
         limits: Resource limits of each worker.
 
     Raises:
         ConfigError: `allow` has a name that the catalogue lacks, workers cannot import a function, a `Command` does not match
             its tool, a schema does not determine which strings are paths, workers cannot read `root`, the log cannot be
-            written, or a number is out of range.
+            written, the confinement does not work here, or a number is out of range.
 
     Example:
         >>> def upper(text: str) -> str:
@@ -97,58 +109,67 @@ class ToolExecutor:
         max_output_bytes: int = 100_000,
         max_concurrency: int = 32,
         root: Path | str | None = None,
+        fresh_folder: bool = False,
+        confinement: Literal["auto"] | Kind = "auto",
+        readable: Collection[Path | str] = (),
         log_path: Path | str | None = None,
+        redact: Redact = SECRET_NAMES,
         limits: WorkerLimits | None = None,
     ) -> None:
         require_type("ToolExecutor", ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
-        require_whole(
-            "ToolExecutor", num_workers=num_workers, max_output_bytes=max_output_bytes, max_concurrency=max_concurrency
-        )
+        numbers = {"num_workers": num_workers, "max_output_bytes": max_output_bytes, "max_concurrency": max_concurrency}
+        require_whole("ToolExecutor", **numbers)
         require_real("ToolExecutor", timeout=timeout)
+        if timeout <= 0:
+            raise ConfigError(f"ToolExecutor.timeout must be > 0 seconds; got {timeout}.")
         require_type("ToolExecutor", (WorkerLimits, NoneType), "WorkerLimits, or None", limits=limits)
         require_type("ToolExecutor", (str, Path, NoneType), "a path, or None", root=root, log_path=log_path)
-        if isinstance(allow, str) or not (allow is None or isinstance(allow, Collection)):
-            raise ConfigError(f"ToolExecutor.allow must be a list of tool names, or None; got {allow!r}.")
-        if not hasattr(os, "fork") and any(_needs_worker(tool) for tool in catalogue.values()):
+        require_type("ToolExecutor", bool, "True or False", fresh_folder=fresh_folder)
+        if not callable(redact):
+            _require_texts("redact", redact, str, "a list of argument names, or a function")
+        _require_texts("readable", readable, (str, Path), "a list of paths")
+        if allow is not None:
+            _require_texts("allow", allow, object, "a list of tool names, or None")
+        if confinement not in ("auto", *get_args(Kind)):
             raise ConfigError(
-                "ToolExecutor needs Unix for its worker processes. On this system, tools must be `remote`. Schemas "
-                "must not have `pattern`, `patternProperties`, `uniqueItems` or a recursive `$ref`: workers check these."
+                f"ToolExecutor.confinement must be 'auto' or one of {get_args(Kind)}; got {confinement!r}."
             )
+        if root is not None and not Path(root).is_dir():
+            raise ConfigError(f"ToolExecutor.root must be a folder that exists; got {root}.")
         if INSIDE in os.environ:
             raise ConfigError(
                 "ToolExecutor was created while a worker imported the tools. Create it under `if __name__ == '__main__':`, or "
                 "in a function, so that importing the tools' module does not create it."
             )
-        unknown = [str(name) for name in allow or () if name not in catalogue]
-        if unknown:
-            raise ConfigError(
-                f"ToolExecutor.allow must name tools of the catalogue; the catalogue has no {', '.join(sorted(unknown))}."
-            )
-        numbers = {"num_workers": num_workers, "max_output_bytes": max_output_bytes, "max_concurrency": max_concurrency}
-        if timeout <= 0:
-            raise ConfigError(f"ToolExecutor.timeout must be > 0 seconds; got {timeout}.")
-        allowed = [tool for name, tool in catalogue.items() if allow is None or name in allow]
-        for tool in allowed:
-            _check_schema(tool)
+        allowed = _allowed(catalogue, allow)
         in_workers = [(tool, _pickled(tool)) for tool in allowed if _needs_worker(tool)]
+        kind, reasons = choose(confinement) if in_workers else ("user", [])
+        if kind is None:
+            raise ConfigError(f"ToolExecutor.confinement={confinement!r} must work on this machine; {reasons[0]}.")
+        self._confinement: Kind = kind
         self._catalogue = catalogue
         self._allowed = frozenset(tool.name for tool in allowed)
         self._process = os.getpid()
-        if root is not None and not Path(root).is_dir():
-            raise ConfigError(f"ToolExecutor.root must be a folder that exists; got {root}.")
-        log = CallLog(log_path) if log_path is not None else None
+        log = CallLog(log_path, redact) if log_path is not None else None
         own_root = root is None
         self._root = Path(tempfile.mkdtemp(prefix="grpo-tools-") if root is None else root).resolve()
-        remote = [tool for tool in allowed if tool.remote]
-        checkers = {t.name: ArgumentChecker(t.function, t.parameters, str(self._root)) for t in remote}
+        limits = limits or WorkerLimits()
         setup = {
             "root": str(self._root),
             "own_root": own_root,
+            "kind": kind,
+            "readable": [os.fspath(path) for path in readable],
+            "no_own_users": why_no_own_users(limits.first_uid),
             "max_output_bytes": max_output_bytes,
-            "limits": asdict(limits or WorkerLimits()),
+            "limits": asdict(limits),
         }
         self._engine = Engine(
-            functools.partial(WorkerSource, in_workers, setup), checkers, timeout=timeout, log=log, **numbers
+            functools.partial(ForkServerLink, in_workers, setup),
+            {t.name: ArgumentChecker(t.function, t.parameters, str(self._root)) for t in allowed if t.remote},
+            timeout=timeout,
+            fresh_in=self._root if fresh_folder else None,
+            log=log,
+            **numbers,
         )
         # The finalizer holds no reference to `self`, so it also cleans up after an executor that was never closed.
         self._finish = weakref.finalize(
@@ -156,27 +177,42 @@ class ToolExecutor:
         )
         if in_workers:
             try:
-                for problem in self._engine.submit(self._engine.start()).result():
-                    warnings.warn(f"ToolExecutor's workers {problem}.", GRPOWarning, 2)
+                problems = self._engine.submit(self._engine.start()).result()
             except BaseException:
                 self.close()
                 raise
+            if kind == "user" and reasons:
+                problems = [f"are confined by their user only: {'; '.join(reasons)}", *problems]
+            for problem in problems:
+                warnings.warn(f"ToolExecutor's workers {problem}.", GRPOWarning, 2)
+
+    @property
+    def confinement(self) -> Kind:
+        """The kind of confinement of the workers."""
+        return self._confinement
 
     @property
     def root(self) -> Path:
         """The tools' folder."""
         return self._root
 
-    def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+    def run(self, calls: Sequence[ToolCall], folders: Sequence[str | None] | None = None) -> list[ToolResult]:
         """Execute calls concurrently and return their results in the order of the calls.
 
         A failing call does not raise: its error is in its result. An interrupt cancels the unfinished calls.
 
+        Args:
+            calls: The calls.
+            folders: For each call, the name of its folder within `root`, for example one name per group; None is `root` itself,
+                or an empty folder with `fresh_folder`. A folder is created when its first call runs, shared by all calls with
+                its name, and kept. It is the working directory, and the folder that paths must not leave. Remote tools have
+                no folders: their paths are in `root`.
+
         Raises:
-            ConfigError: The executor is closed, or belongs to another process.
+            ConfigError: The executor is closed, or belongs to another process, or a folder is not the name of a folder.
         """
         ended = threading.Event()
-        future = self._start(calls, ended)
+        future = self._start(calls, folders, ended)
         try:
             return future.result()
         except CancelledError:
@@ -186,10 +222,12 @@ class ToolExecutor:
             ended.wait(CLEAN_UP_SECONDS)
             raise
 
-    async def run_async(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+    async def run_async(
+        self, calls: Sequence[ToolCall], folders: Sequence[str | None] | None = None
+    ) -> list[ToolResult]:
         """Asynchronous version of `run`."""
         try:
-            return await asyncio.wrap_future(self._start(calls, threading.Event()))
+            return await asyncio.wrap_future(self._start(calls, folders, threading.Event()))
         except asyncio.CancelledError:
             if self._finish.alive:  # the caller was cancelled
                 raise
@@ -210,7 +248,9 @@ class ToolExecutor:
             "A ToolExecutor owns processes, so it cannot be pickled or copied. Create an executor where it is used."
         )
 
-    def _start(self, calls: Sequence[ToolCall], ended: threading.Event) -> "Future[list[ToolResult]]":
+    def _start(
+        self, calls: Sequence[ToolCall], folders: Sequence[str | None] | None, ended: threading.Event
+    ) -> "Future[list[ToolResult]]":
         if os.getpid() != self._process:
             raise ConfigError(
                 "ToolExecutor belongs to the process that created it. Create another executor after a fork."
@@ -219,7 +259,14 @@ class ToolExecutor:
             raise ConfigError(
                 "ToolExecutor.run must not be called in a remote tool, where it would wait for itself; await run_async."
             )
-        return self._engine.submit(self._engine.run([(call, self._find(call)) for call in calls], ended))
+        named = [None] * len(calls) if folders is None else list(folders)
+        if len(named) != len(calls) or not all(name is None or _FOLDER.fullmatch(name) for name in named):
+            raise ConfigError(
+                f"ToolExecutor.run: folders must give each of the {len(calls)} calls None, or a name of letters, digits, "
+                f"'_' and '-'; got {named!r}."
+            )
+        given = [(call, self._find(call), name) for call, name in zip(calls, named, strict=True)]
+        return self._engine.submit(self._engine.run(given, ended))
 
     def _find(self, call: ToolCall) -> Tool | ToolError:
         """The tool of a call, or the error if the call has no allowed tool."""
@@ -232,23 +279,42 @@ class ToolExecutor:
         return self._catalogue[name]
 
 
+def _require_texts(name: str, given: Any, kind: Any, required: str) -> None:
+    if isinstance(given, str) or not isinstance(given, Collection) or not all(isinstance(each, kind) for each in given):
+        raise ConfigError(f"ToolExecutor.{name} must be {required}; got {given!r}.")
+
+
 def _needs_worker(tool: Tool) -> bool:
     """Whether a worker is needed to execute the tool, or to check its arguments where the check may be slow."""
     return not tool.remote or slow_keyword(tool.parameters) is not None
 
 
-def _check_schema(tool: Tool) -> None:
-    slow = slow_keyword(tool.parameters)
-    if tool.remote and slow is not None and names_path_format(tool.parameters):
+def _allowed(catalogue: ToolCatalogue, allow: Collection[str] | None) -> list[Tool]:
+    """The allowed tools. Their schemas are checked."""
+    unknown = [str(name) for name in allow or () if name not in catalogue]
+    if unknown:
         raise ConfigError(
-            f'Tool {tool.name}: parameters of a remote tool must not have both "format": "path" and `{slow}`: this '
-            f"process checks paths, and a check of `{slow}` could block all other calls. Remove one of the two from the "
-            "schema, or leave the tool out of `allow`."
+            f"ToolExecutor.allow must name tools of the catalogue; the catalogue has no {', '.join(sorted(unknown))}."
         )
-    try:
-        check_path_formats(tool.parameters)
-    except ValueError as error:
-        raise ConfigError(f"Tool {tool.name}: parameters: {error} Or leave the tool out of `allow`.") from error
+    if not hasattr(os, "fork") and any(_needs_worker(tool) for tool in catalogue.values()):
+        raise ConfigError(
+            "ToolExecutor needs Unix for its worker processes. On this system, tools must be `remote`. Schemas "
+            "must not have `pattern`, `patternProperties`, `uniqueItems` or a recursive `$ref`: workers check these."
+        )
+    allowed = [tool for name, tool in catalogue.items() if allow is None or name in allow]
+    for tool in allowed:
+        slow = slow_keyword(tool.parameters)
+        if tool.remote and slow is not None and names_path_format(tool.parameters):
+            raise ConfigError(
+                f'Tool {tool.name}: parameters of a remote tool must not have both "format": "path" and `{slow}`: this '
+                f"process checks paths, and a check of `{slow}` could block all other calls. Remove one of the two from the "
+                "schema, or leave the tool out of `allow`."
+            )
+        try:
+            check_path_formats(tool.parameters)
+        except ValueError as error:
+            raise ConfigError(f"Tool {tool.name}: parameters: {error} Or leave the tool out of `allow`.") from error
+    return allowed
 
 
 def _pickled(tool: Tool) -> bytes:
@@ -274,15 +340,4 @@ def _finish(process: int, engine: Engine, folder: Path | None, log: CallLog | No
         if log is not None:
             log.close()
         if folder is not None:
-            _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder, with permissions restored first: a tool may have made a folder inaccessible."""
-    if os.geteuid() != 0:
-        for parent, names, _ in os.walk(folder):
-            for inner in (Path(parent) / name for name in names):
-                if not inner.is_symlink():
-                    inner.chmod(0o700)
-    with contextlib.suppress(FileNotFoundError):  # a tool has removed it
-        shutil.rmtree(folder)
+            remove_folder(str(folder))

@@ -1,31 +1,17 @@
-"""Limits, start and end of the executor's workers. Everything here runs in one event loop."""
+"""The pool of workers, and their limits."""
 
 import asyncio
-import contextlib
-import json
 import os
-import shutil
 import signal
-import socket
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from adapters.tools.catalogue.tools import Tool
+from adapters.tools.errors import ToolError, ToolTimeoutError, WorkerDiedError, WorkerLostError
 from grpo.errors import ConfigError
 
-from .commands import Command
-from .worker_connection import Frames, LinkLostError, Worker
-from .worker_main import BOOT, INSIDE, KILL, ORDER, QUIT, SPAWN
-
-_ALLOWANCE = 65_536
-"""Maximum size in bytes of a message from a worker, beyond the size of the tool's output."""
-_START_SECONDS = 120.0
-"""Time limit for the import of the tools' modules."""
-_FORK_SECONDS = 30.0
+from .links import ERRORS, ForkServerLink, LinkLostError, Worker
+from .worker import OK, RETIRE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +36,7 @@ class WorkerLimits:
     user id. A larger limit lets a fork bomb use more of the machine until it is killed."""
     first_uid: int | None = 61_000
     """First user id for workers, if this program runs as root on Linux. Each worker takes the first free of the 1,000 user
-    ids from this id on. No other account may have these ids. With None, workers keep the program's user and permissions."""
+    ids from this id on. No other account may have these ids. With None, workers keep the program's user."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -59,185 +45,127 @@ class WorkerLimits:
                 raise ConfigError(f"WorkerLimits.{name} must be a positive integer, or None; got {value!r}.")
 
 
-class WorkerSource:
-    """The executor's handle of the fork server.
+class WorkerPool:
+    """Workers that are started on demand. Each call takes the next free worker.
 
     Args:
-        tools: The tools that workers run, with their pickled functions.
-        setup: The other settings of the fork server.
+        make_server: Creates a fork server: the first one, and a replacement if a fork server died.
+        num_workers: Maximum number of concurrent workers.
     """
 
-    def __init__(self, tools: Sequence[tuple[Tool, bytes]], setup: dict[str, Any]) -> None:
-        self._setup = setup | {
-            "sys_path": [str(Path(entry).absolute()) for entry in sys.path],
-            "main": _main_module(tools),
-            "programs": {
-                tool.name: (program, path)
-                for tool, _ in tools
-                if isinstance(tool.function, Command)
-                and (path := shutil.which(program := tool.function.argv[0])) is not None
-            },
-            "tools": {tool.name: (pickled.hex(), tool.parameters) for tool, pickled in tools},
-        }
-        self._max_bytes = setup["max_output_bytes"] + _ALLOWANCE
-        self._free: list[int] = []
-        self._next_slot = 0
-        self._ended: dict[int, asyncio.Future[int | None]] = {}
-        self._ready: asyncio.Future[dict[str, Any]] | None = None
-        self._control: socket.socket | None = None
-        self._frames: Frames | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self.lost: str | None = None
+    def __init__(self, make_server: Callable[[], ForkServerLink], num_workers: int) -> None:
+        self._make_server = make_server
+        self._server: ForkServerLink | None = None
+        self._starting = asyncio.Lock()
+        self._turns = asyncio.Semaphore(num_workers)
+        self._idle: list[Worker] = []
+        self.problems: list[str] = []
 
     async def start(self) -> None:
-        """Start the fork server, which imports the tools.
+        """Start the fork server and one worker.
 
         Raises:
-            ConfigError: The tools could not be imported.
+            ConfigError: The worker processes cannot import the tools' modules, or cannot read the folder.
         """
-        loop = asyncio.get_running_loop()
-        if self._setup["own_root"]:
-            Path(self._setup["root"]).mkdir(mode=0o700, exist_ok=True)  # a tool may have removed it
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), str(Path(__file__).parents[1])],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=_environment(self._setup["root"]),
-                cwd=self._setup["root"],
-                start_new_session=True,  # Ctrl-C goes to the main program, which shuts the fork server down
-            )
-        self._ready = loop.create_future()
-        frames = self._frames = Frames(self._receive, self._lose, 2**20)
-        self._control = ours
-        await loop.create_unix_connection(lambda: frames, sock=ours)
-        frames.send(json.dumps(self._setup).encode())
-        try:
-            async with asyncio.timeout(_START_SECONDS):
-                answer = await self._ready
-        except TimeoutError:
-            self._process.kill()  # it has no workers yet
-            answer = {"error": f"their modules were not imported within {_START_SECONDS:g} s"}
-        if "error" in answer:
-            self.close()
-            raise ConfigError(f"ToolExecutor could not start its workers: {answer['error']}")
-
-    async def spawn(self) -> tuple[Worker, list[str]]:
-        """Start a worker. Returns the worker and the restrictions that could not be applied to it.
-
-        Raises:
-            LinkLostError: The fork failed.
-            ConfigError: The worker reported that it cannot run.
-        """
-        slot = self._free.pop() if self._free else self._next_slot
-        self._next_slot = max(self._next_slot, slot + 1)
-        worker = Worker(slot, self, self._max_bytes)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            loop = asyncio.get_running_loop()
-            await loop.create_unix_connection(lambda: worker.frames, sock=ours)
-            self._order(SPAWN, slot, theirs)
-        try:
-            async with asyncio.timeout(_FORK_SECONDS):
-                hello = json.loads(await worker.answer())
-        except TimeoutError:
-            hello = {"error": f"no worker came within {_FORK_SECONDS:g} s"}
-        except BaseException:
-            await asyncio.shield(self.kill(worker))
-            raise
-        if "error" in hello:
-            await asyncio.shield(self.kill(worker))
-            raise ConfigError(f"ToolExecutor could not start a worker: {hello['error']}.")
-        return worker, hello["problems"]
-
-    async def kill(self, worker: Worker) -> str:
-        """Kill a worker with every process that it started. Returns how the worker had ended, in words."""
-        worker.frames.close()
-        if self.lost is not None:
-            return self.lost
-        ended = self._ended[worker.slot] = asyncio.get_running_loop().create_future()
-        try:
-            self._order(KILL, worker.slot)
-        except LinkLostError as error:  # the fork server is gone, and its workers with it
-            return str(error)
-        status = await ended
-        self._free.append(worker.slot)
-        return _in_words(status)
+        self._idle.append(await self._spawn())
 
     def close(self) -> None:
-        """End the fork server, which ends its workers, and wait for it."""
-        if self._control is not None and self._process is not None:
-            with contextlib.suppress(OSError, LinkLostError):
-                self._order(QUIT, 0)
-            with contextlib.suppress(OSError):
-                self._control.shutdown(socket.SHUT_RDWR)
-            try:
-                self._process.wait(10.0)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        self._lose("it was closed")
-        if self._frames is not None:
-            self._frames.close()
+        """End the workers and the fork server."""
+        for worker in self._idle:
+            worker.link.lose(LinkLostError("the executor was closed"))
+        if self._server is not None:
+            self._server.close()
 
-    def _order(self, kind: bytes, slot: int, *passed: socket.socket) -> None:
-        if self.lost is not None or self._control is None:
-            raise LinkLostError(f"the fork server is gone: {self.lost}")
+    async def call(self, request: bytes, timeout: float, begin: Callable[[], None]) -> tuple[Any, int]:
+        """Run a call on the next free worker. Returns the output and its size in bytes.
+
+        A worker may send data that does not answer the call. If earlier calls ran on that worker, the data may be theirs, so
+        the call runs again on a new worker.
+
+        Args:
+            request: The tool's name, the arguments and the folder, as JSON.
+            timeout: Time limit in seconds, starting when `begin` is called.
+            begin: Called when a worker is available.
+
+        Raises:
+            ToolError: The call failed.
+        """
+        async with self._turns:
+            while self._idle and not self._idle[-1].fit:
+                await self._idle.pop().kill()
+            worker = self._idle.pop() if self._idle else await self._new_worker()
+            begin()
+            answer = await self._ask(worker, request, timeout)
+            if answer is None:
+                worker = await self._new_worker()
+                begin()
+                answer = await self._ask(worker, request, timeout)
+            assert answer is not None
+        flags, content, value = answer
+        if flags & OK:
+            return value, len(content)
+        raise ERRORS[value[0]](str(value[1]))
+
+    async def _ask(self, worker: Worker, request: bytes, timeout: float) -> tuple[int, bytes, Any] | None:
+        """Run a call on this worker. Returns None if it sent invalid data, which an earlier call may have caused."""
+        is_new, worker.is_new = worker.is_new, False
         try:
-            # An order is a few bytes, and the buffer holds thousands of orders, so this does not block.
-            socket.send_fds(self._control, [ORDER.pack(kind, slot)], [end.fileno() for end in passed])
-        except OSError as error:
-            raise LinkLostError(f"the fork server is gone: {error}") from error
+            async with asyncio.timeout(timeout):
+                answer = await worker.ask(request)
+        except TimeoutError:
+            is_garbled = worker.link.has_unread_data
+            await worker.kill()
+            if is_garbled and not is_new:
+                return None
+            raise ToolTimeoutError(f"no answer within {timeout:g} s; the worker was killed.") from None
+        except LinkLostError as error:
+            status = await worker.kill()
+            if not error.has_ended and not is_new:
+                return None
+            raise _died(error, status) from None
+        except BaseException:  # the call was cancelled
+            await worker.kill()
+            raise
+        if answer[0] & RETIRE:
+            await worker.kill()
+        else:
+            self._idle.append(worker)
+        return answer
 
-    def _receive(self, frame: bytes) -> None:
-        answer = json.loads(frame)
-        if "killed" in answer:
-            ended = self._ended.pop(answer["killed"], None)
-            if ended is not None and not ended.done():
-                ended.set_result(answer["status"])
-        elif self._ready is not None and not self._ready.done():
-            self._ready.set_result(answer)
+    async def _new_worker(self) -> Worker:
+        try:
+            return await self._spawn()
+        except (LinkLostError, ConfigError) as error:
+            raise WorkerLostError(f"no worker could be started: {error}") from error
 
-    def _lose(self, why: str) -> None:
-        self.lost = self.lost or f"the fork server: {why}"
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_result({"error": self.lost})
-        for ended in self._ended.values():
-            if not ended.done():
-                ended.set_result(None)
-        self._ended.clear()
-
-
-def _main_module(tools: Sequence[tuple[Tool, bytes]]) -> tuple[str, str] | None:
-    """How to import `__main__`, if a tool's function is defined there."""
-    inside = [tool.name for tool, pickled in tools if b"__main__" in pickled]
-    if not inside:
-        return None
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        return "module", spec.name
-    file = getattr(main, "__file__", None)
-    if file is None or not Path(file).is_file():
-        raise ConfigError(
-            f"Tools {', '.join(inside)}: a worker process cannot import their functions, which are defined in a notebook or an "
-            "interactive session. Move the functions to a module, and import them."
-        )
-    return "file", str(Path(file).resolve())
+    async def _spawn(self) -> Worker:
+        async with self._starting:
+            if self._server is None or self._server.is_lost:
+                if self._server is not None:
+                    self._server.close()
+                self._server = self._make_server()
+                await self._server.start()
+        worker, self.problems = await self._server.spawn()
+        return worker
 
 
-def _environment(root: str) -> dict[str, str]:
-    """Environment variables of the workers: no secrets, one thread each."""
-    passed_on = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ") if name in os.environ}
-    return passed_on | {"LANG": "C.UTF-8", "HOME": root, "OMP_NUM_THREADS": "1", INSIDE: "1"}
-
-
-def _in_words(status: int | None) -> str:
+def _died(error: LinkLostError, status: int | None) -> ToolError:
+    """The error of a call whose worker ended. A call is lost if something else ended its worker."""
     if status is None:
-        return "how is not known"
+        return WorkerLostError(f"the worker ended during the call: {error} (how is not known).")
     code = os.waitstatus_to_exitcode(status)
-    if code >= 0:
-        return f"exit status {code}"
-    return "killed" if -code == signal.SIGKILL else f"signal {signal.Signals(-code).name}"
+    if code == -signal.SIGXCPU:
+        return ToolTimeoutError(
+            "the call used more processor time than WorkerLimits.cpu_seconds; the worker was killed."
+        )
+    killed = code in (-signal.SIGKILL, -signal.SIGTERM)
+    words = (
+        f"exit status {code}"
+        if code >= 0
+        else "killed"
+        if code == -signal.SIGKILL
+        else f"signal {signal.Signals(-code).name}"
+    )
+    return (WorkerLostError if killed and error.has_ended else WorkerDiedError)(
+        f"the worker ended during the call: {error} ({words})."
+    )

@@ -140,7 +140,7 @@ CASES: list[tuple[str, Any, Any]] = [
 def test_each_hostile_remote_call_ends_as_required_while_another_is_answered(
     tmp_path: Path, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.tools.execution.execution._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("adapters.tools.execution.engine._GRACE_SECONDS", 0.1)
     log = tmp_path / "calls.jsonl"
     beside, num_answered = ToolCall(tool="echo", arguments={"value": "here"}), 0
     found: list[ToolResult] = []
@@ -189,6 +189,6 @@ def test_quick_argument_checks_start_no_worker(monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("adapters.tools.execution.workers.WorkerSource.start", refuse)
+    monkeypatch.setattr("adapters.tools.execution.links.ForkServerLink.start", refuse)
     with ToolExecutor(CATALOGUE, allow=["echo", "whole", "misbehave"]) as made:
         assert made.run([ToolCall(tool="whole", arguments={"value": 3.0})])[0].output == 3

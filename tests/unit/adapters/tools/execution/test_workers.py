@@ -22,8 +22,9 @@ from adapters.tools.errors import (
     WorkerDiedError,
     WorkerLostError,
 )
-from adapters.tools.execution import worker_calls, worker_process
+from adapters.tools.execution import worker_start
 from adapters.tools.execution.commands import Command
+from adapters.tools.execution.confinement import process
 from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.workers import WorkerLimits
 from grpo.errors import ConfigError, GRPOWarning
@@ -193,6 +194,8 @@ import warnings
 import tests.support.light_packages
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.execution import worker, worker_start
+from adapters.tools.execution.confinement import process
 from adapters.tools.execution.executor import ToolExecutor
 from tests.support.tool_functions import add
 
@@ -211,7 +214,7 @@ with warnings.catch_warnings(record=True) as said:
                 [sys.executable, "-c", code],
                 capture_output=True,
                 text=True,
-                preexec_fn=lambda lacking=lacking: [worker_process.prctl(PR_CAPBSET_DROP, each) for each in lacking],
+                preexec_fn=lambda lacking=lacking: [process.prctl(PR_CAPBSET_DROP, each) for each in lacking],
                 check=True,
             )
             assert run.stdout.startswith("2 ToolExecutor's workers are less confined than intended: they run as user 0")
@@ -259,9 +262,9 @@ def test_a_command_that_would_run_another_program_for_the_workers_is_refused(
 
 def test_the_program_of_a_command_is_compared_with_what_this_user_finds() -> None:
     python = str(Path(sys.executable))
-    worker_process.check_programs({"by_name": ("sh", str(shutil.which("sh"))), "by_path": (python, python)})
+    worker_start.check_programs({"by_name": ("sh", str(shutil.which("sh"))), "by_path": (python, python)})
     with pytest.raises(PermissionError, match=r"the program /no/such must be /no/such .*; got no program"):
-        worker_process.check_programs({"gone": ("/no/such", "/no/such")})
+        worker_start.check_programs({"gone": ("/no/such", "/no/such")})
 
 
 def test_a_module_imported_during_a_call_is_refused_with_advice(executor: ToolExecutor) -> None:

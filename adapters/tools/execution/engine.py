@@ -3,10 +3,12 @@
 import asyncio
 import itertools
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArgumentsError, encode_arguments
@@ -16,10 +18,13 @@ from adapters.tools.errors import LoopBlockedError, ToolError, ToolRaisedError, 
 from grpo.errors import ConfigError
 
 from .call_log import CallLog
+from .links import ERRORS, ForkServerLink
 from .remote_loop import RemoteLoop
-from .worker_calls import described, encode_output, message_of
-from .worker_pool import ERRORS, WorkerPool
-from .workers import WorkerSource
+from .worker import described, encode_output, message_of, remove_folder
+from .workers import WorkerPool
+
+Given = tuple[ToolCall, Tool | ToolError, str | None]
+"""A call, its tool or the error if it has none, and the name of its folder."""
 
 _GRACE_SECONDS = 1.0
 """Time for a cancelled remote tool to end. After that, the executor stops waiting for it."""
@@ -33,25 +38,27 @@ class Engine:
     """Schedules all calls in one event loop on one thread.
 
     Args:
-        source: Creates the fork server of the workers.
+        make_server: Creates the fork server of the workers.
         checkers: Argument checkers of the remote tools. If a checker `is_slow`, a worker checks the arguments instead, by
             a call of a substitute tool with the same name and schema.
         num_workers: Maximum number of worker processes.
         max_output_bytes: Size limit of one output as JSON.
         max_concurrency: Maximum number of concurrent remote calls.
         timeout: Time limit of one call in seconds, for tools without their own limit.
+        fresh_in: Folder in which each call in a worker gets an empty folder. None gives it none.
         log: Log of the calls, or None. A cancelled call is logged too, with the error `CancelledError`.
     """
 
     def __init__(
         self,
-        source: Callable[[], WorkerSource],
+        make_server: Callable[[], ForkServerLink],
         checkers: Mapping[str, ArgumentChecker],
         *,
         num_workers: int,
         max_output_bytes: int,
         max_concurrency: int,
         timeout: float,
+        fresh_in: Path | None,
         log: CallLog | None,
     ) -> None:
         self._checkers = checkers
@@ -59,9 +66,10 @@ class Engine:
         self._max_concurrency = max_concurrency
         self._max_output_bytes = max_output_bytes
         self._timeout = timeout
+        self._fresh_in = fresh_in
         self._log = log
         self._loop = asyncio.new_event_loop()
-        self._pool = WorkerPool(source, num_workers)
+        self._pool = WorkerPool(make_server, num_workers)
         self._turns = asyncio.Semaphore(max_concurrency)
         self._runs: set[asyncio.Task[Any]] = set()
         self._remotes: list[RemoteLoop] = []
@@ -92,10 +100,10 @@ class Engine:
         await self._pool.start()
         return self._pool.problems
 
-    async def run(self, calls: list[tuple[ToolCall, Tool | ToolError]], ended: threading.Event) -> list[ToolResult]:
+    async def run(self, calls: list[Given], ended: threading.Event) -> list[ToolResult]:
         """Run all calls, then set `ended`."""
         results = [ToolResult()] * len(calls)
-        remote = [isinstance(tool, Tool) and tool.remote for _, tool in calls]
+        remote = [isinstance(tool, Tool) and tool.remote for _, tool, _ in calls]
         turns = {kind: iter([i for i, its in enumerate(remote) if its is kind]) for kind in (False, True)}
 
         async def take(mine: Iterator[int]) -> None:
@@ -112,45 +120,53 @@ class Engine:
                         group.create_task(take(turns[kind]))
         except BaseException:
             for i in itertools.chain(*turns.values()):  # calls that have not started
-                self._give_up(calls[i][0], None, 0.0)
+                self._give_up(calls[i][0], 0.0)
             raise
         finally:
             self._runs.discard(task)
             ended.set()
         return results
 
-    async def _result(self, call: ToolCall, tool: Tool | ToolError) -> ToolResult:
+    async def _result(self, call: ToolCall, tool: Tool | ToolError, folder: str | None) -> ToolResult:
         clock = _Clock()
-        text, size = None, 0
+        size = 0
         try:
             if isinstance(tool, ToolError):
                 raise tool
             try:
                 text = encode_arguments(call.arguments)
-                output, size = await (self._await(tool, text, clock) if tool.remote else self._ask(tool, text, clock))
+                output, size = await (
+                    self._await(tool, text, clock) if tool.remote else self._ask(tool, text, clock, folder)
+                )
             except RefusedArgumentsError as error:
                 raise ERRORS[error.error](f"{tool.name}: {error}") from None
             result = ToolResult(output=output, seconds=clock.seconds)
         except ToolError as error:
             result = ToolResult(error=error, seconds=clock.seconds)
         except asyncio.CancelledError:
-            self._give_up(call, text, clock.seconds)
+            self._give_up(call, clock.seconds)
             raise
         if self._log is not None:
-            self._log.write(call, text, result.error, result.seconds, size)
+            self._log.write(call, result.error, result.seconds, size)
         return result
 
-    def _give_up(self, call: ToolCall, text: str | None, seconds: float) -> None:
+    def _give_up(self, call: ToolCall, seconds: float) -> None:
         if self._log is not None:
             given_up = asyncio.CancelledError("given up: the executor was closed, or whoever waited was interrupted.")
-            self._log.write(call, text, given_up, seconds)
+            self._log.write(call, given_up, seconds)
 
-    async def _ask(self, tool: Tool, text: str, clock: "_Clock") -> tuple[Any, int]:
+    async def _ask(self, tool: Tool, text: str, clock: "_Clock", folder: str | None = None) -> tuple[Any, int]:
+        """Run a call in a worker."""
         timeout = tool.timeout if tool.timeout is not None else self._timeout
+        fresh = None if self._fresh_in is None or folder is not None else self._fresh_in / f"call-{os.urandom(8).hex()}"
+        folder = folder if fresh is None else fresh.name
         try:
-            return await self._pool.call(f'["{tool.name}",{text}]'.encode(), timeout, clock.begin)
+            return await self._pool.call(f'["{tool.name}",{text},{json.dumps(folder)}]'.encode(), timeout, clock.begin)
         except ToolError as error:
             raise type(error)(f"{tool.name}: {error}") from None
+        finally:
+            if fresh is not None:
+                await asyncio.shield(asyncio.to_thread(remove_folder, str(fresh)))
 
     async def _await(self, tool: Tool, text: str, clock: "_Clock") -> tuple[Any, int]:
         check = self._checkers[tool.name]

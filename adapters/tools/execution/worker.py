@@ -1,27 +1,30 @@
 """The call loop of a worker process: run one call, answer with JSON, clean up, repeat.
 
-A frame is a 4-byte length followed by the content.
+A frame is a 4-byte length followed by the content. A fork server loads this module without `adapters.tools`.
 """
 
 import contextlib
 import inspect
 import json
 import os
+import shutil
 import signal
 import socket
 import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from .worker_process import children, enter_root
+from .confinement.process import children
 
 LENGTH = struct.Struct(">I")
 TOKEN_BYTES = 8
-"""Length of the random token that precedes a request and its reply. An answer forged before the request lacks the token."""
+"""Length of the random token that precedes a request and its answer. An answer forged before the request lacks the token."""
 OK, RETIRE = 1, 2
-"""Flags in the byte after a reply's token. OK: the reply is an output, not an error. RETIRE: the worker must be replaced."""
+"""Flags in the byte after an answer's token. OK: the answer is an output, not an error. RETIRE: the worker must be replaced."""
 PASSED_ON = (
     "InvalidArgumentsError",
     "PathOutsideRootError",
@@ -30,6 +33,8 @@ PASSED_ON = (
     "ServerLostError",
 )
 """Names of this package's errors that a tool may raise. The result then has an error of the same type."""
+REPORTED = (*PASSED_ON, "ToolRaisedError", "WorkerLostError")
+"""Names of the errors that a worker may report."""
 
 _MAX_MESSAGE = 1000
 _ENCODE = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would build a new encoder per call
@@ -37,6 +42,8 @@ _SIGNALS = [
     getattr(signal, name) for name in ("SIGCHLD", "SIGPIPE", "SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
 ]
 """Signals whose handlers are reset after each call. A program that ignores SIGCHLD cannot read its children's status."""
+_THREAD_SECONDS = 0.05
+"""Time for a thread that a tool has joined to leave the list of Linux."""
 
 
 def receive(connection: socket.socket) -> bytes | None:
@@ -63,22 +70,30 @@ class Worker:
 
     Args:
         answers: Socket to the executor.
-        setup: Settings from `workers.WorkerSource`.
-        tools: (function, checker) by tool name.
-        alone: Whether this process has its own user id, so that it started every other process of that user.
+        setup: Settings from `workers.ForkServerLink`.
+        checker: Gives the argument checker of a tool, for a folder that paths must not leave.
+        functions: The tools' functions by name.
     """
 
-    def __init__(self, answers: socket.socket, setup: dict[str, Any], tools: dict[str, Any], *, alone: bool) -> None:
+    def __init__(
+        self,
+        answers: socket.socket,
+        setup: dict[str, Any],
+        functions: dict[str, Callable[..., Any]],
+        checker: Callable[[str, str], Callable[[dict[str, Any]], dict[str, Any]]],
+    ) -> None:
         self.answers = answers
         self.setup = setup
         self.max_output_bytes = setup["max_output_bytes"]
         self.cpu_seconds = setup["limits"]["cpu_seconds"]
         self.open_files = setup["limits"]["open_files"]
-        self.tools = tools
-        self.alone = alone
+        self.functions = functions
+        self.checker = checker
+        self.alone = setup["no_own_users"] is None  # this process started every other process of its user
         self.environment = dict(os.environ)
         self.handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         self.recursion_limit = sys.getrecursionlimit()
+        self.misplaced = False
 
     def serve(self) -> None:
         """Answer requests until the socket is closed."""
@@ -88,32 +103,29 @@ class Worker:
             flags = (OK if ok else 0) | (0 if self._tidy() else RETIRE)
             send(self.answers, request[:TOKEN_BYTES] + bytes([flags]) + content)
 
-    def _call(self, name: str, arguments: dict[str, Any]) -> tuple[bool, bytes]:
+    def _call(self, name: str, arguments: dict[str, Any], folder: str | None) -> tuple[bool, bytes]:
         """Run one call. Returns (True, output) or (False, error), as JSON."""
-        function, check = self.tools[name]
         try:
-            enter_root(self.setup)
+            root = enter(self.setup, folder)
         except OSError as error:
+            self.misplaced = True
             return _error("WorkerLostError", message_of(error))
         try:
-            arguments = check(arguments)
+            arguments = self.checker(name, root)(arguments)
         except ValueError as error:
             return _error(getattr(error, "error", "InvalidArgumentsError"), str(error))
         except BaseException as error:
             return _error("InvalidArgumentsError", f"the schema cannot be applied: {described(error)}")
         try:
-            value = function(**arguments)
+            value = self.functions[name](**arguments)
             if inspect.iscoroutine(value):
                 import asyncio
 
                 value = asyncio.run(value)
         except BaseException as error:  # includes SystemExit and MemoryError: a tool must not end its worker by raising
-            passed_on = type(error).__name__ in PASSED_ON and type(error).__module__ == "adapters.tools.errors"
-            return (
-                _error(type(error).__name__, message_of(error))
-                if passed_on
-                else _error("ToolRaisedError", described(error))
-            )
+            if type(error).__name__ in PASSED_ON and type(error).__module__ == "adapters.tools.errors":
+                return _error(type(error).__name__, message_of(error))
+            return _error("ToolRaisedError", described(error))
         sys.setrecursionlimit(self.recursion_limit)  # the executor can only read this depth
         return encode_output(value, self.max_output_bytes)
 
@@ -141,7 +153,8 @@ class Worker:
             os.close(free)
         except Exception:
             return False
-        return threading.active_count() == 1 and (self.open_files is None or free <= self.open_files / 2)
+        may_open = self.open_files is None or free <= self.open_files / 2
+        return may_open and not self.misplaced and _has_one_thread()
 
     def _end_children(self) -> None:
         """Kill every process that the call started."""
@@ -160,14 +173,66 @@ class Worker:
                     os.waitpid(-1, 0)
 
 
+def enter(setup: dict[str, Any], folder: str | None) -> str:
+    """Make the call's folder the working directory, and return it. A folder within the tools' folder is created if missing.
+
+    Raises:
+        OSError: The folder cannot be entered, for example because the tools' folder is gone.
+    """
+    root: str = setup["root"]
+    try:
+        os.chdir(root)
+    except FileNotFoundError:
+        if not setup["own_root"] or setup["no_own_users"] is None:
+            raise FileNotFoundError(
+                f"root={root} must exist, but it is gone: a tool or another program removed it. Create it again"
+            ) from None
+        Path(root).mkdir(mode=0o700)  # a tool has removed the executor's folder
+        os.chdir(root)
+    if folder is not None:
+        root = str(Path(root, folder))
+        Path(root).mkdir(mode=0o770, exist_ok=True)  # the workers share a group
+        os.chdir(root)
+    return root
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder. Its permissions are restored first, because a tool may have made a folder inaccessible."""
+    if os.geteuid() != 0:
+        for parent, names, _ in os.walk(folder):
+            for inner in (Path(parent, name) for name in names):
+                if not inner.is_symlink():
+                    inner.chmod(0o700)
+    with contextlib.suppress(FileNotFoundError):  # a tool has removed it
+        shutil.rmtree(folder)
+
+
+def _has_one_thread() -> bool:
+    """Whether all threads but this one have ended, threads of `_thread` and of C libraries included."""
+    until = time.monotonic() + _THREAD_SECONDS
+    while _num_threads() > 1:
+        if threading.active_count() > 1 or time.monotonic() > until:
+            return False
+        time.sleep(0.0005)
+    return True
+
+
+def _num_threads() -> int:
+    try:
+        return Path("/proc/self/task").stat().st_nlink - 2  # one folder per thread, which has a link to this folder
+    except OSError:  # not Linux
+        return threading.active_count()
+
+
 def encode_output(value: Any, max_bytes: int) -> tuple[bool, bytes]:
     """Encode an output. Returns (True, output) or (False, error), as JSON."""
+    too_large = f"output must take at most {max_bytes} bytes as JSON; "
     if isinstance(value, str) and len(value) > max_bytes:
-        return _error("OutputTooLargeError", f"output must take at most {max_bytes} bytes as JSON; got more.")
+        return _error("OutputTooLargeError", f"{too_large}got more.")
     try:
         content = _ENCODE(value).encode()
     except MemoryError:
-        return _error("OutputTooLargeError", f"output must take at most {max_bytes} bytes as JSON; memory ran out.")
+        return _error("OutputTooLargeError", f"{too_large}memory ran out.")
     except RecursionError:
         return _error(
             "InvalidOutputError", "output must be a value that JSON can represent; got one nested too deeply."
@@ -175,7 +240,7 @@ def encode_output(value: Any, max_bytes: int) -> tuple[bool, bytes]:
     except Exception as error:  # includes errors that a value's own methods raise
         return _error("InvalidOutputError", f"output must be a value that JSON can represent: {described(error)}")
     if len(content) > max_bytes:
-        return _error("OutputTooLargeError", f"output must take at most {max_bytes} bytes as JSON; got {len(content)}.")
+        return _error("OutputTooLargeError", f"{too_large}got {len(content)}.")
     return True, content
 
 
@@ -185,12 +250,8 @@ def _error(name: str, message: str) -> tuple[bool, bytes]:
 
 def described(error: BaseException) -> str:
     """Type and message of an error, of bounded length."""
-    hint = (
-        ". A worker may run as a user who cannot read that file: import it at the top of the tool's module"
-        if isinstance(error, ImportError)
-        else ""
-    )
-    return f"{type(error).__name__[:_MAX_MESSAGE]}: {message_of(error)}{hint}"
+    hint = ". A worker may be unable to read that file: import it at the top of the tool's module, or see ToolExecutor.readable"
+    return f"{type(error).__name__[:_MAX_MESSAGE]}: {message_of(error)}{hint if isinstance(error, ImportError) else ''}"
 
 
 def message_of(error: BaseException) -> str:

@@ -1,0 +1,60 @@
+"""Confinement by bubblewrap (`bwrap`): the workers see a few mounted folders and their own processes, and nothing else."""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+_TMP_BYTES = str(256 * 2**20)
+"""Size of the workers' own `/tmp`, and of their `/dev/shm`. Both are in memory."""
+_NAMESPACES = ("bwrap", "--unshare-pid", "--unshare-ipc", "--as-pid-1")
+
+
+class Bubblewrap:
+    """The process that starts the workers runs in mount, process and IPC namespaces of its own. The network is shared.
+
+    It is process 1 of its namespace, so Linux ends all of its workers with it, and no worker can signal it.
+    Where the program is not root, bubblewrap also makes a user namespace, and the workers keep the program's user id.
+    """
+
+    def unavailable(self) -> str | None:
+        """Try to start a program."""
+        if shutil.which("bwrap") is None:
+            return "the program bwrap is missing; install the package bubblewrap"
+        trial = [
+            *_NAMESPACES,
+            "--ro-bind",
+            "/",
+            "/",
+            *_mounted("--tmpfs", "/tmp"),
+            "--proc",
+            "/proc",
+            "--dev",
+            "/dev",
+            "true",
+        ]
+        run = subprocess.run(
+            trial, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, check=False
+        )
+        return None if run.returncode == 0 else f"bwrap does not work here ({run.stderr.strip()[:200]})"
+
+    def prefix(self, root: str, readable: Sequence[str]) -> list[str]:
+        """Mount the readable paths read-only and `root` writable, each under its own name, and parents before children."""
+        mounts = {
+            "/dev": ["--dev", "/dev"],
+            "/dev/shm": _mounted("--tmpfs", "/dev/shm"),
+            "/proc": ["--proc", "/proc"],
+            "/tmp": _mounted("--tmpfs", "/tmp"),
+        }
+        mounts = {path: ["--ro-bind", path, path] for path in readable if not Path(path).is_relative_to(root)} | mounts
+        if "/tmp" in readable:  # a module of the program may be there
+            mounts["/tmp"] = ["--ro-bind", "/tmp", "/tmp", "--setenv", "TMPDIR", root]
+        mounts[root] = ["--bind", root, root]
+        return [*_NAMESPACES, *(word for path in sorted(mounts) for word in mounts[path]), "--"]
+
+    def enter(self, root: str, readable: Sequence[str]) -> None:
+        """Do nothing: a worker is in the namespaces of the process that forks it."""
+
+
+def _mounted(kind: str, path: str) -> list[str]:
+    return ["--perms", "1777", "--size", _TMP_BYTES, kind, path]

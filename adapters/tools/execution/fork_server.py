@@ -1,0 +1,268 @@
+"""The fork server of `ToolExecutor`. It imports the tools once, and forks and ends the workers.
+
+    executor --- control socket ---> fork server --- fork ---> worker 0, 1, ...
+        `------------- one socket for each worker --------------'
+
+The fork server and the workers send JSON and no pickles, because the executor does not trust them.
+
+This module and its imports are loaded as a separate package (`BOOT`), so that neither `adapters.tools` nor the user's
+`__main__` is imported, unless the tools import them.
+"""
+
+import contextlib
+import gc
+import inspect
+import json
+import os
+import pickle
+import runpy
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..catalogue.arguments import ArgumentChecker, RefusedArgumentsError  # noqa: TID252  # `BOOT` loads this file in another package
+from .confinement.process import NUM_UIDS, PR_SET_CHILD_SUBREAPER, children, prctl, take_user
+from .worker import Worker, described, receive, send
+from .worker_start import confine
+
+BOOT = """
+import sys, types
+package = types.ModuleType("tool_worker")
+package.__path__ = [sys.argv[2]]
+sys.modules["tool_worker"] = package
+from tool_worker.execution.fork_server import main
+main(int(sys.argv[1]))
+"""
+"""Code that starts the fork server. Its arguments are the control socket's descriptor and the folder of `adapters.tools`."""
+ORDER = struct.Struct(">cI")
+"""Format of an order to the fork server: the kind, then the worker's number (its slot). `SPAWN` also passes a socket."""
+SPAWN, KILL, QUIT = b"s", b"k", b"q"
+INSIDE = "MODEL_AGNOSTIC_GRPO_TOOL_WORKER"
+"""Environment variable of the fork server. While it is set, creating an executor raises ConfigError, so that importing a tool's
+module cannot start workers that import the module again."""
+
+_SOCKET = 3
+
+
+class ForkServer:
+    """Forks workers, and ends workers with every process that they started.
+
+    Args:
+        control: Socket for orders from the executor.
+        setup: Settings from `workers.ForkServerLink`.
+        functions: The tools' functions by name.
+        checkers: The tools' argument checkers by name, for `setup["root"]`.
+    """
+
+    def __init__(
+        self,
+        control: socket.socket,
+        setup: dict[str, Any],
+        functions: dict[str, Callable[..., Any]],
+        checkers: dict[str, ArgumentChecker],
+    ) -> None:
+        self.control = control
+        self.setup = setup
+        self.functions = functions
+        self.checkers = checkers
+        self.workers: dict[int, int] = {}
+        self.uids: dict[int, int] = {}
+        self.locks: list[socket.socket] = []
+        self._make_root()
+
+    def _make_root(self) -> None:
+        """Create the executor's folder if it is missing, for the workers' group if they have user ids of their own."""
+        if self.setup["own_root"]:
+            root = Path(self.setup["root"])
+            root.mkdir(mode=0o700, exist_ok=True)
+            if self.setup["no_own_users"] is None:
+                os.chown(root, 0, self._uid(0))
+                root.chmod(0o2770)
+
+    def serve(self) -> None:
+        """Carry out orders until `QUIT`, or until the executor is gone.
+
+        If the executor is gone, also remove the folder that the executor created.
+        """
+        told = False
+        prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a worker become children of this process, which reaps them
+        while order := self._order():
+            (kind, slot), connection = order
+            if kind == SPAWN and connection is not None:
+                self._spawn(slot, connection)
+            elif kind == KILL:
+                send(self.control, json.dumps(self._end(slot)).encode())
+            elif kind == QUIT:
+                told = True
+                break
+        for slot in list(self.workers):
+            self._end(slot)
+        if self.setup["own_root"] and not told:  # nobody is left to report errors to
+            shutil.rmtree(self.setup["root"], ignore_errors=True)
+            with contextlib.suppress(
+                OSError
+            ):  # bubblewrap has mounted the folder, so it is removed from its real parent
+                os.rmdir(Path(self.setup["root"]).name, dir_fd=self.setup["parent"])
+
+    def _order(self) -> tuple[Any, socket.socket | None] | None:
+        data, passed = b"", []
+        while len(data) < ORDER.size:
+            part, descriptors, _, _ = socket.recv_fds(self.control, ORDER.size - len(data), 1)
+            if not part:
+                return None
+            data += part
+            passed += descriptors
+        return ORDER.unpack(data), socket.socket(fileno=passed[0]) if passed else None
+
+    def _spawn(self, slot: int, connection: socket.socket) -> None:
+        """Fork a worker. A failure closes the socket, which tells the executor."""
+        with connection, contextlib.suppress(OSError):  # no user id, no memory, or too many processes
+            self._make_root()  # a tool may have removed it
+            user = (self._uid(slot), self._uid(0)) if self.setup["no_own_users"] is None else None
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    self._become_worker(connection, user)
+                finally:
+                    os._exit(70)
+            self.workers[slot] = pid
+
+    def _uid(self, slot: int) -> int:
+        """A user id that no other executor uses. A socket's name marks the id as used until this process ends."""
+        if slot in self.uids:
+            return self.uids[slot]
+        first = self.setup["limits"]["first_uid"]
+        for uid in range(first, first + NUM_UIDS):
+            lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                lock.bind(f"\0model-agnostic-grpo tool worker {uid}")
+            except OSError:
+                lock.close()
+                continue
+            self.locks.append(lock)
+            self.uids[slot] = uid
+            return uid
+        raise OSError(
+            f"other executors use all {NUM_UIDS} user ids from {first} on; close one, or change WorkerLimits.first_uid"
+        )
+
+    def _become_worker(self, connection: socket.socket, user: tuple[int, int] | None) -> None:
+        for held in (self.control, *self.locks):
+            held.detach()  # closed by number below, so Python must not close it again
+        os.dup2(connection.detach(), _SOCKET)
+        os.closerange(_SOCKET + 1, os.sysconf("SC_OPEN_MAX"))
+        answers = socket.socket(fileno=_SOCKET)
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1, 2):
+            os.dup2(null, standard)
+        os.close(null)
+        try:
+            problems = confine(self.setup, user)
+        except BaseException as error:
+            send(answers, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+            return
+        send(answers, json.dumps({"problems": problems}).encode())
+        Worker(answers, self.setup, self.functions, self._checker).serve()
+
+    def _checker(self, tool: str, root: str) -> ArgumentChecker:
+        if root == self.setup["root"]:
+            return self.checkers[tool]
+        return ArgumentChecker(self.functions[tool], self.setup["tools"][tool][1], root)
+
+    def _end(self, slot: int) -> int | None:
+        """Kill the worker with this number, and every process that it started. Returns its status from `os.waitpid`."""
+        pid = self.workers.pop(slot, None)
+        if pid is None:  # the fork had failed
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        if slot in self.uids:
+            _kill_user(self.uids[slot])
+        status = os.waitpid(pid, 0)[1]
+        until = time.monotonic() + 1.0
+        while (strays := set(children()) - set(self.workers.values())) and time.monotonic() < until:
+            for stray in strays:
+                os.kill(stray, signal.SIGKILL)
+                os.waitpid(stray, os.WNOHANG)
+            time.sleep(0.0005)
+        return status
+
+
+def _kill_user(uid: int) -> None:
+    """Kill all processes of a user at once, from a child process that takes the user's id."""
+    for _ in range(10):  # a process of the user may kill the child first
+        pid = os.fork()
+        if pid == 0:
+            try:
+                take_user((uid, uid))
+                if uid > 0 and os.getresuid() == (uid, uid, uid):
+                    os.kill(-1, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            finally:
+                os._exit(0)
+        if os.waitpid(pid, 0)[1] == 0:
+            return
+
+
+def load_functions(setup: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Import the functions, once for all workers.
+
+    Raises:
+        RuntimeError: An import failed. The message names the tool.
+    """
+    sys.path[:] = setup["sys_path"]
+    if setup["main"] is not None:
+        _import_main(*setup["main"])
+    functions: dict[str, Callable[..., Any]] = {}
+    for name, (function, _) in setup["tools"].items():
+        try:
+            functions[name] = pickle.loads(bytes.fromhex(function))
+        except BaseException as error:
+            raise RuntimeError(f"tool {name} cannot be imported: {described(error)}") from error
+    if any(inspect.iscoroutinefunction(function) for function in functions.values()):
+        import asyncio  # noqa: F401
+    return functions
+
+
+def _import_main(kind: str, where: str) -> None:
+    """Import the executor's `__main__` as `__mp_main__`, so that its `if __name__ == "__main__":` block does not run."""
+    run = runpy.run_module if kind == "module" else runpy.run_path
+    module = types.ModuleType("__mp_main__")
+    module.__dict__.update(run(where, run_name="__mp_main__"))
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+
+
+def main(descriptor: int) -> None:
+    """Import the tools and serve the executor's orders."""
+    control = socket.socket(fileno=descriptor)
+    received = receive(control)
+    if received is None:
+        return
+    setup = json.loads(received)
+    try:
+        functions = load_functions(setup)
+        checkers = {
+            name: ArgumentChecker(functions[name], schema, setup["root"])
+            for name, (_, schema) in setup["tools"].items()
+        }
+        for checker in checkers.values():
+            with contextlib.suppress(RefusedArgumentsError):
+                checker({})  # libraries read files at first use; a worker's user might not be able to
+        server = ForkServer(control, setup, functions, checkers)
+    except BaseException as error:  # an import may raise anything; the executor reports it
+        send(control, json.dumps({"error": described(error)}).encode())
+        return
+    gc.collect()
+    gc.freeze()  # memory pages that the collector does not touch stay shared
+    send(control, json.dumps({"ready": os.getpid()}).encode())
+    server.serve()

@@ -1,0 +1,300 @@
+"""The executor's ends of its sockets, to the workers and to the fork server. Everything here runs in one event loop."""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from adapters.tools import errors
+from adapters.tools.catalogue.tools import Tool
+from grpo.errors import ConfigError
+
+from .commands import Command
+from .confinement import confinement_of, readable_paths
+from .confinement.process import PR_SET_DUMPABLE, prctl
+from .fork_server import BOOT, INSIDE, KILL, ORDER, QUIT, SPAWN
+from .worker import LENGTH, OK, REPORTED, TOKEN_BYTES
+
+ERRORS: dict[str, type[errors.ToolError]] = {name: getattr(errors, name) for name in REPORTED}
+"""Errors that a worker may report, by name."""
+
+_ALLOWANCE = 65_536
+"""Maximum size in bytes of a message from a worker, beyond the size of the tool's output."""
+_START_SECONDS = 120.0
+"""Time limit for the import of the tools' modules."""
+_FORK_SECONDS = 30.0
+_END_SECONDS = 10.0
+
+
+class LinkLostError(Exception):
+    """A socket cannot be used any more. `has_ended`: the other side closed it, and did not send invalid data."""
+
+    def __init__(self, message: str, *, has_ended: bool = False) -> None:
+        super().__init__(message)
+        self.has_ended = has_ended
+
+
+class Link(asyncio.Protocol):
+    """One socket, whose data is split into frames of bounded size. A frame that nobody waits for is invalid data."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._buffer = bytearray()
+        self._answer: asyncio.Future[bytes] | None = None
+        self._transport: asyncio.Transport | None = None
+        self.lost: LinkLostError | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= LENGTH.size and self.lost is None:
+            size = LENGTH.size + LENGTH.unpack_from(self._buffer)[0]
+            if size > self._max_bytes:
+                self.lose(LinkLostError(f"it wrote a frame of {size} bytes; at most {self._max_bytes} are read"))
+            elif len(self._buffer) < size:
+                return
+            elif self._answer is None or self._answer.done():
+                self.lose(LinkLostError("it wrote without having been asked"))
+            else:
+                self._answer.set_result(bytes(self._buffer[LENGTH.size : size]))
+                del self._buffer[:size]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lose(LinkLostError("it ended" if exc is None else f"it ended: {exc}", has_ended=True))
+
+    @property
+    def has_unread_data(self) -> bool:
+        """Whether a part of a frame has arrived."""
+        return bool(self._buffer)
+
+    async def answer(self, content: bytes | None = None) -> bytes:
+        """Write a frame, unless it is None, and wait for the next frame.
+
+        Raises:
+            LinkLostError: There is no next frame.
+        """
+        if self.lost is not None:
+            raise self.lost
+        assert self._transport is not None
+        self._answer = asyncio.get_running_loop().create_future()
+        if content is not None:
+            self._transport.write(LENGTH.pack(len(content)) + content)
+        return await self._answer
+
+    def lose(self, why: LinkLostError) -> None:
+        """Close the socket immediately."""
+        self.lost = self.lost or why
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(self.lost)
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class Worker:
+    """The executor's handle of one worker process, which runs one call at a time."""
+
+    def __init__(self, slot: int, server: "ForkServerLink", link: Link) -> None:
+        self.slot = slot
+        self.server = server
+        self.link = link
+        self.is_new = True
+
+    @property
+    def fit(self) -> bool:
+        """Whether the worker can take a call."""
+        return self.link.lost is None and not self.link.has_unread_data
+
+    async def ask(self, request: bytes) -> tuple[int, bytes, Any]:
+        """Send a request as JSON. Returns the flags, and the output or error as JSON and as a value.
+
+        Raises:
+            LinkLostError: The worker is lost, or its answer does not belong to this request.
+        """
+        token = os.urandom(TOKEN_BYTES)
+        frame = await self.link.answer(token + request)
+        flags, content = frame[TOKEN_BYTES : TOKEN_BYTES + 1], frame[TOKEN_BYTES + 1 :]
+        if frame[:TOKEN_BYTES] != token or not flags:
+            raise LinkLostError("it sent data that does not answer this call")
+        try:
+            answer = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise LinkLostError(f"it sent data that cannot be read: {error}") from error
+        if not flags[0] & OK and not (isinstance(answer, list) and len(answer) == 2 and answer[0] in ERRORS):
+            raise LinkLostError("it reported an error of an unknown type")
+        return flags[0], content, answer
+
+    async def kill(self) -> int | None:
+        """End the worker with every process that it started. Returns its wait status. None if the fork server is gone too."""
+        return await asyncio.shield(self.server.kill(self))
+
+
+class ForkServerLink:
+    """The executor's handle of the fork server.
+
+    Args:
+        tools: The tools that workers run, with their pickled functions.
+        setup: The other settings of the fork server.
+    """
+
+    def __init__(self, tools: Sequence[tuple[Tool, bytes]], setup: dict[str, Any]) -> None:
+        programs = {tool.name: tool.function.argv[0] for tool, _ in tools if isinstance(tool.function, Command)}
+        paths = {
+            tool: (program, path) for tool, program in programs.items() if (path := shutil.which(program)) is not None
+        }
+        self._home = str(Path(__file__).parents[1])
+        homes = {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+        self._setup = setup | {
+            "sys_path": [str(Path(entry).absolute()) for entry in sys.path],
+            "python": [sys.executable, *(p for p in sys.path if any(Path(p).is_relative_to(home) for home in homes))],
+            "readable": readable_paths([*setup["readable"], self._home, *(path for _, path in paths.values())]),
+            "main": _main_module(tools),
+            "programs": paths,
+            "tools": {tool.name: (pickled.hex(), tool.parameters) for tool, pickled in tools},
+        }
+        self._max_bytes = setup["max_output_bytes"] + _ALLOWANCE
+        self._link = Link(2**20)
+        self._orders = asyncio.Lock()
+        self._free: list[int] = []
+        self._num_slots = 0
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the fork server has ended."""
+        return self._link.lost is not None
+
+    async def start(self) -> None:
+        """Start the fork server, which imports the tools.
+
+        Raises:
+            ConfigError: The tools could not be imported.
+        """
+        root = self._setup["root"]
+        if self._setup["own_root"]:
+            Path(root).mkdir(mode=0o700, exist_ok=True)  # a tool may have removed it
+        self._control, theirs = socket.socketpair()
+        parent = os.open(Path(root).parent, os.O_PATH) if self._setup["own_root"] else os.dup(theirs.fileno())
+        command = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), self._home]
+        if self._setup["kind"] == "user" and self._setup["no_own_users"] is not None:
+            prctl(PR_SET_DUMPABLE, 0)  # nothing else keeps the workers from this program's memory and environment
+        with theirs:
+            self._process = subprocess.Popen(
+                [*confinement_of(self._setup["kind"]).prefix(root, self._setup["readable"]), *command],
+                pass_fds=[theirs.fileno(), parent],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=_environment(root),
+                cwd=root,
+                start_new_session=True,  # Ctrl-C goes to the main program, which shuts the fork server down
+            )
+        os.close(parent)
+        await asyncio.get_running_loop().create_unix_connection(lambda: self._link, sock=self._control)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                answer = json.loads(await self._link.answer(json.dumps(self._setup | {"parent": parent}).encode()))
+        except TimeoutError:
+            os.killpg(self._process.pid, signal.SIGKILL)  # it has no workers yet
+            answer = {"error": f"their modules were not imported within {_START_SECONDS:g} s"}
+        except LinkLostError as error:
+            answer = {"error": f"the fork server: {error}"}
+        if "error" in answer:
+            self.close()
+            raise ConfigError(f"ToolExecutor could not start its workers: {answer['error']}")
+
+    async def spawn(self) -> tuple[Worker, list[str]]:
+        """Start a worker. Returns the worker and the restrictions that could not be applied to it.
+
+        Raises:
+            LinkLostError: The fork failed.
+            ConfigError: The worker reported that it cannot run.
+        """
+        if not self._free:
+            self._free.append(self._num_slots)
+            self._num_slots += 1
+        worker = Worker(self._free.pop(), self, Link(self._max_bytes))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            await asyncio.get_running_loop().create_unix_connection(lambda: worker.link, sock=ours)
+            self._order(SPAWN, worker.slot, theirs)
+        try:
+            async with asyncio.timeout(_FORK_SECONDS):
+                hello = json.loads(await worker.link.answer())
+        except TimeoutError:
+            hello = {"error": f"no worker came within {_FORK_SECONDS:g} s"}
+        except BaseException:
+            await worker.kill()
+            raise
+        if "error" in hello:
+            await worker.kill()
+            raise ConfigError(f"ToolExecutor could not start a worker: {hello['error']}.")
+        return worker, hello["problems"]
+
+    async def kill(self, worker: Worker) -> int | None:
+        """See `Worker.kill`."""
+        worker.link.lose(LinkLostError("it was killed"))
+        try:
+            async with self._orders:
+                self._order(KILL, worker.slot)
+                status: int | None = json.loads(await self._link.answer())
+        except LinkLostError:  # the fork server is gone, and its workers with it
+            return None
+        self._free.append(worker.slot)
+        return status
+
+    def close(self) -> None:
+        """End the fork server, which ends its workers, and wait for it."""
+        if self._control is not None and self._process is not None:
+            with contextlib.suppress(OSError, LinkLostError):
+                self._order(QUIT, 0)
+            with contextlib.suppress(OSError):
+                self._control.shutdown(socket.SHUT_RDWR)
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._link.lose(LinkLostError("it was closed"))
+
+    def _order(self, kind: bytes, slot: int, *passed: socket.socket) -> None:
+        assert self._control is not None
+        try:
+            # An order is a few bytes, and the buffer holds thousands of orders, so this does not block.
+            socket.send_fds(self._control, [ORDER.pack(kind, slot)], [end.fileno() for end in passed])
+        except OSError as error:
+            raise LinkLostError(f"the fork server is gone: {error}") from error
+
+
+def _main_module(tools: Sequence[tuple[Tool, bytes]]) -> tuple[str, str] | None:
+    """How to import `__main__`, if a tool's function is defined there."""
+    inside = [tool.name for tool, pickled in tools if b"__main__" in pickled]
+    if not inside:
+        return None
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return "module", spec.name
+    file = getattr(main, "__file__", None)
+    if file is None or not Path(file).is_file():
+        raise ConfigError(
+            f"Tools {', '.join(inside)}: a worker process cannot import their functions, which are defined in a notebook or an "
+            "interactive session. Move the functions to a module, and import them."
+        )
+    return "file", str(Path(file).resolve())
+
+
+def _environment(root: str) -> dict[str, str]:
+    """Environment variables of the workers: no secrets, one thread each."""
+    passed_on = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ") if name in os.environ}
+    return passed_on | {"LANG": "C.UTF-8", "HOME": root, "OMP_NUM_THREADS": "1", INSIDE: "1"}
