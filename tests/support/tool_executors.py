@@ -1,5 +1,6 @@
 """What the tests of `ToolExecutor` share: a catalogue, calls, and looks at processes."""
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import pytest
 
 from adapters.tools.catalogue.calls import ToolCall, ToolResult
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.execution.confinement.landlock import Landlock
 from adapters.tools.execution.executor import ToolExecutor
 from tests.support import hostile_tools, tool_functions
 
@@ -24,6 +26,18 @@ LINUX = [
     pytest.mark.filterwarnings("ignore:ToolExecutor's workers"),
 ]
 """Marks of the tests of executors."""
+
+CONFINEMENTS = [
+    "bubblewrap",
+    pytest.param(
+        "landlock",
+        marks=pytest.mark.skipif(
+            Landlock().unavailable() is not None, reason="this Linux has no Landlock of version 3"
+        ),
+    ),
+    "user",
+]
+"""Kinds of confinement. A machine without bubblewrap fails the tests: apt has it."""
 
 LONG = 60.0
 """Seconds that a condition may take to hold on a busy machine, and that a call takes which must not end by itself."""
@@ -113,9 +127,23 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
+def number_here(executor: ToolExecutor, pid: int) -> int | None:
+    """This machine's number of the executor's process with the number `pid` in its namespace. None if it has ended."""
+    server = executor._engine._pool._server
+    assert server is not None
+    assert server._process is not None
+    started = server._process.pid
+    for number in (started, *(number for number, _ in tool_functions.descendants(started))):
+        with contextlib.suppress(OSError):
+            numbers = Path(f"/proc/{number}/status").read_text().partition("NSpid:")[2].split("\n")[0].split()
+            if int(numbers[-1]) == pid and (len(numbers) > 1 or executor.confinement != "bubblewrap"):
+                return number
+    return None
+
+
 def worker_processes(executor: ToolExecutor) -> list[tuple[int, int]]:
     """User and number of each worker process of the executor."""
-    server = output_of(executor, "who")["parent"]
+    server = number_here(executor, output_of(executor, "who")["parent"])
     return [(user, number) for number, parent, user, _ in tool_functions.processes() if parent == server]
 
 

@@ -114,14 +114,16 @@ def who() -> dict[str, Any]:
         "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         "alarm": signal.getitimer(signal.ITIMER_REAL)[0],
         "threads": threading.active_count(),
+        "capabilities": _own("status").partition("CapEff:")[2].split()[0],
+        "temporary": os.environ.get("TMPDIR"),
     }
 
 
-def _own(name: str) -> str | None:
+def _own(name: str) -> str:
     try:
         return Path(f"/proc/self/{name}").read_text()
     except OSError:
-        return None
+        return ""
 
 
 def _umask() -> int:
@@ -177,6 +179,19 @@ def processes() -> list[tuple[int, int, int, str]]:
         except OSError:  # it has ended
             continue
         found.append((int(folder.name), int(parent), int(user.split()[1]), state))
+    return found
+
+
+def descendants(pid: int) -> list[tuple[int, str]]:
+    """Number and state of each process below one, of all users."""
+    below: dict[int, list[tuple[int, str]]] = {}
+    for number, parent, _, state in processes():
+        below.setdefault(parent, []).append((number, state))
+    found, ahead = [], [pid]
+    while ahead:
+        for number, state in below.get(ahead.pop(), []):
+            found.append((number, state))
+            ahead.append(number)
     return found
 
 

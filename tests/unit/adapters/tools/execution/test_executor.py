@@ -29,10 +29,12 @@ from tests.support.tool_executors import (
     error_of,
     exists,
     has_begun,
+    number_here,
     output_of,
     soon,
     worker_processes,
 )
+from tests.support.tool_functions import descendants
 
 pytestmark = LINUX
 
@@ -171,7 +173,8 @@ def given_up(tmp_path: Path, give_up: Callable[[ToolExecutor, list[Any], Callabl
     catalogue = CATALOGUE.with_tools(Tool.from_function(linger, remote=True))
     log = tmp_path / "calls.jsonl"
     made = ToolExecutor(catalogue, num_workers=1, max_concurrency=2, timeout=10 * LONG, log_path=log)
-    pid = output_of(made, "who")["pid"]
+    pid = number_here(made, output_of(made, "who")["pid"])
+    assert pid is not None
     calls = [call("nap", seconds=500), call("add", a=1), call("linger", seconds=500), call("no_such")] * 3
     give_up(made, calls, lambda: has_begun(made) and len(lingering) == 2)
     assert soon(lambda: len(log.read_text().splitlines()) == 1 + len(calls))
@@ -250,23 +253,24 @@ def test_close_leaves_no_process_and_no_folder() -> None:
     before = set(threading.enumerate())
     made = ToolExecutor(CATALOGUE, num_workers=2)
     assert all(result.ok for result in made.run([call("meet", number=2)] * 2))
-    server = output_of(made, "who")["parent"]
-    workers = [number for _, number in worker_processes(made)]
-    assert len(workers) == 2
+    running = [number for number, _ in descendants(os.getpid())]
+    assert len(worker_processes(made)) == 2
     made.close()
     made.close()
-    assert not any(exists(pid) for pid in [server, *workers])
+    assert not any(exists(pid) for pid in running)
     assert set(threading.enumerate()) == before
     assert not made.root.exists()
 
 
 def test_a_garbage_collected_executor_ends_its_processes() -> None:
     made = ToolExecutor(CATALOGUE, num_workers=1)
-    seen = output_of(made, "who")
+    output_of(made, "add", a=1)
+    running = [number for number, _ in descendants(os.getpid())]
+    assert len(running) >= 2
     root = made.root
     del made
     gc.collect()
-    assert soon(lambda: not exists(seen["parent"]) and not exists(seen["pid"]) and not root.exists())
+    assert soon(lambda: not any(exists(pid) for pid in running) and not root.exists())
 
 
 def test_an_executor_cannot_be_pickled_or_copied(executor: ToolExecutor) -> None:

@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.tool_executors import LINUX, LONG, OWN_USERS, exists, soon
+import pytest
+
+from tests.support.tool_executors import CONFINEMENTS, LINUX, LONG, OWN_USERS, exists, soon
 
 pytestmark = LINUX
 
@@ -17,19 +19,20 @@ import tests.support.light_packages
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.execution.executor import ToolExecutor
+from tests.support.tool_functions import descendants
 
-def pids(a: int) -> list:
-    "Return the numbers of processes."
-    return [os.getpid(), os.getppid(), a]
+def five(a: int) -> int:
+    "Return a number."
+    return a
 
 print("imported", __name__, flush=True)
 """
 
 MAIN = """
 if __name__ == "__main__":
-    executor = ToolExecutor(ToolCatalogue([Tool.from_function(pids)]))
-    numbers = executor.run([ToolCall(tool="pids", arguments={"a": 5})])[0].output
-    print(*numbers, executor.root, flush=True)
+    executor = ToolExecutor(ToolCatalogue([Tool.from_function(five)]), confinement=sys.argv[2])
+    print(executor.run([ToolCall(tool="five", arguments={"a": 5})])[0].output)
+    print(executor.root, *(number for number, _ in descendants(os.getpid())), flush=True)
     time.sleep(float(sys.argv[1]))
 """
 
@@ -39,7 +42,7 @@ def start(folder: Path, ending: str, *command: str) -> "subprocess.Popen[str]":
     file = folder / "script_with_tools.py"
     file.write_text(SCRIPT + ending)
     return subprocess.Popen(
-        [sys.executable, *(command or [str(file), "0"])],
+        [sys.executable, *(command or [str(file), "0", "auto"])],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -48,34 +51,37 @@ def start(folder: Path, ending: str, *command: str) -> "subprocess.Popen[str]":
     )
 
 
-def seen_in(lines: list[str]) -> tuple[int, int, Path]:
-    """The worker, the fork server and the tools' folder that `MAIN` prints."""
-    imported, numbers = lines
+def seen_in(lines: list[str]) -> tuple[list[int], Path]:
+    """The processes that the program has started, and the tools' folder, as `MAIN` prints them."""
+    imported, output, printed = lines
     assert imported.strip() == "imported __main__", "not a second time, in the fork server"
-    worker, server, five, root = numbers.split()
-    assert five == "5"
-    return int(worker), int(server), Path(root)
+    assert output.strip() == "5"
+    root, *numbers = printed.split()
+    return [int(number) for number in numbers], Path(root)
 
 
-def test_tools_may_be_defined_in_the_main_program_and_end_with_it(tmp_path: Path) -> None:
-    process = start(tmp_path, MAIN, "-m", "script_with_tools", "0")
+@pytest.mark.parametrize("kind", CONFINEMENTS)
+def test_tools_may_be_defined_in_the_main_program_and_end_with_it(tmp_path: Path, kind: str) -> None:
+    process = start(tmp_path, MAIN, "-m", "script_with_tools", "0", kind)
     out, errors = process.communicate(timeout=LONG)
     assert process.returncode == 0
     assert not OWN_USERS or all("cannot read all of Python" in line for line in errors.splitlines()[::2])
-    worker, server, root = seen_in(out.splitlines())
-    assert soon(lambda: not exists(worker) and not exists(server) and not root.exists())
+    started, root = seen_in(out.splitlines())
+    assert len(started) >= 2, "a fork server and a worker"
+    assert soon(lambda: not any(exists(pid) for pid in started) and not root.exists())
 
 
-def test_a_program_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
-    process = start(tmp_path, MAIN, str(tmp_path / "script_with_tools.py"), "1000")
+@pytest.mark.parametrize("kind", CONFINEMENTS)
+def test_a_program_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path, kind: str) -> None:
+    process = start(tmp_path, MAIN, str(tmp_path / "script_with_tools.py"), "1000", kind)
     assert process.stdout is not None
-    worker, server, root = seen_in([process.stdout.readline(), process.stdout.readline()])
-    assert exists(worker)
-    assert exists(server)
+    started, root = seen_in([process.stdout.readline() for _ in range(3)])
+    assert len(started) >= 2
+    assert all(exists(pid) for pid in started)
     assert root.is_dir()
     process.kill()
     process.communicate()
-    assert soon(lambda: not exists(worker) and not exists(server) and not root.exists())
+    assert soon(lambda: not any(exists(pid) for pid in started) and not root.exists())
 
 
 def test_a_main_program_with_tools_but_no_guard_is_refused(tmp_path: Path) -> None:
@@ -94,7 +100,7 @@ print(executor.run([ToolCall(tool="add", arguments={"a": 5})])[0].output)
 
 
 def test_a_main_program_that_is_no_file_is_refused(tmp_path: Path) -> None:
-    process = start(tmp_path, "", "-c", SCRIPT + MAIN, "0")
+    process = start(tmp_path, "", "-c", SCRIPT + MAIN, "0", "auto")
     _, errors = process.communicate(timeout=LONG)
     assert process.returncode == 1
     assert "Move the functions to a module, and import them" in errors.splitlines()[-1]

@@ -36,7 +36,18 @@ from adapters.tools.execution.workers import WorkerLimits
 from adapters.tools.learning.rewards import ToolRewards, call_cost, latency_cost, standard_rewards
 from adapters.tools.learning.tasks import ToolTask
 from tests.support import hostile_tools, tool_functions
-from tests.support.tool_executors import LINUX, LONG, OWN_USERS, PATH, exists, output_of, soon
+from tests.support.tool_executors import (
+    CONFINEMENTS,
+    LINUX,
+    LONG,
+    OWN_USERS,
+    PATH,
+    number_here,
+    output_of,
+    soon,
+    worker_processes,
+)
+from tests.support.tool_functions import descendants
 
 pytestmark = LINUX
 
@@ -85,8 +96,8 @@ class Case:
     name: str
     tool: Any
     arguments: Any
-    ends: type[Exception] | Callable[[Any], bool]
-    """An error's type, or a test of the output."""
+    ends: type[Exception] | Callable[[Any], bool] | None
+    """An error's type, or a test of the output. None: the output is the number of a process that has ended."""
     own_user: bool = False
     """Harmless only where workers are not the program's user."""
 
@@ -157,11 +168,6 @@ class Name(str):
         raise RuntimeError
 
     __str__ = __repr__ = __hash__  # type: ignore[assignment]
-
-
-def gone(pid: Any) -> bool:
-    """Whether this was the number of a process that has ended."""
-    return isinstance(pid, int) and pid > 1 and soon(lambda: not exists(pid))
 
 
 KINDS: dict[str, list[Case]] = {
@@ -305,7 +311,7 @@ KINDS: dict[str, list[Case]] = {
     ],
     "what is left for the next call": [
         *_misbehaving((10).__eq__, "zombies"),
-        *_misbehaving(gone, "daemon", "background_child"),
+        *_misbehaving(None, "daemon", "background_child"),
         *_misbehaving("left".__eq__, "thread_left", "late_writer"),
         *_misbehaving("changed".__eq__, "change_everything", "signal_handlers"),
         Case("print", "misbehave", {"how": "print"}, "printed".__eq__),
@@ -327,12 +333,19 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("log") / "calls.jsonl"
 
 
-@pytest.fixture(scope="module")
-def executor(others: frozenset[int], log: Path) -> Iterator[ToolExecutor]:
+@pytest.fixture(scope="module", params=CONFINEMENTS)
+def executor(request: pytest.FixtureRequest, others: frozenset[int], log: Path) -> Iterator[ToolExecutor]:
     """An executor whose folder holds files to attack, with a secret file next to it."""
     allow = [name for name in CATALOGUE if name != "nap"]
     with ToolExecutor(
-        CATALOGUE, allow=allow, num_workers=4, timeout=LONG, max_output_bytes=MAX_OUTPUT, limits=LIMITS, log_path=log
+        CATALOGUE,
+        allow=allow,
+        num_workers=4,
+        timeout=LONG,
+        max_output_bytes=MAX_OUTPUT,
+        limits=LIMITS,
+        log_path=log,
+        confinement=request.param,
     ) as made:
         root = made.root
         (root / "harmless").write_text("harmless")
@@ -345,19 +358,6 @@ def executor(others: frozenset[int], log: Path) -> Iterator[ToolExecutor]:
         for name, target in links.items():
             (root / name).symlink_to(target)
         yield made
-
-
-def descendants(pid: int) -> list[tuple[int, str]]:
-    """Number and state of each process below one, of all users."""
-    below: dict[int, list[tuple[int, str]]] = {}
-    for number, parent, _, state in tool_functions.processes():
-        below.setdefault(parent, []).append((number, state))
-    found, ahead = [], [pid]
-    while ahead:
-        for number, state in below.get(ahead.pop(), []):
-            found.append((number, state))
-            ahead.append(number)
-    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -380,7 +380,11 @@ def test_each_hostile_call_ends_as_required_and_harms_no_other_call(
                 assert len(str(result.error)) < 4000
             else:
                 assert result.ok, result
-                assert case.ends(result.output), result
+                if case.ends is None:
+                    assert result.output > 1
+                    assert soon(lambda pid=result.output: number_here(executor, pid) is None), result
+                else:
+                    assert case.ends(result.output), result
     assert [result.output for result in results[1::2]] == list(range(1, len(cases) + 1))
     logged = log.read_bytes().splitlines()[lines:]
     assert max(map(len, logged)) < 20_000
@@ -391,7 +395,7 @@ def test_each_hostile_call_ends_as_required_and_harms_no_other_call(
     def at_rest() -> bool:
         """Only the fork server and its workers are left, and no process waits for its parent."""
         below = {number: state for number, state in descendants(os.getpid()) if number not in others}
-        return len(below) <= 5 and "Z" not in below.values()
+        return len(below) <= 5 + (executor.confinement == "bubblewrap") and "Z" not in below.values()
 
     assert soon(at_rest)
 
@@ -410,8 +414,7 @@ def test_hostile_calls_leave_no_process_file_or_descriptor_behind(executor: Tool
         executor.run([ToolCall(tool="misbehave", arguments={"how": how})])
     executor.run([ToolCall(tool="hang", arguments={"how": "sleep"})])
     seen = output_of(executor, "who")
-    assert seen["pid"] in {number for number, _ in descendants(seen["parent"])}
-    assert soon(lambda: len(descendants(seen["parent"])) <= 4)
+    assert len(worker_processes(executor)) <= 4
     for outside in ("/owned", "/etc/owned", "/tmp/owned", executor.root.parent / "owned", Path.cwd() / "owned"):
         assert not Path(outside).exists()
     assert not (executor.root / "owned").exists()
@@ -420,8 +423,8 @@ def test_hostile_calls_leave_no_process_file_or_descriptor_behind(executor: Tool
     assert unchanged == list(before[:-1])
     assert descriptors <= before[-1] + 4  # one for each worker
     if OWN_USERS:
-        mine = {number for number, _, user, _ in tool_functions.processes() if user == seen["uid"][0]}
-        assert mine == {seen["pid"]}
+        mine = [number for number, _, user, _ in tool_functions.processes() if user == seen["uid"][0]]
+        assert mine == [number_here(executor, seen["pid"])]
 
 
 class Answers:
