@@ -127,13 +127,17 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def number_here(executor: ToolExecutor, pid: int) -> int | None:
-    """This machine's number of the executor's process with the number `pid` in its namespace. None if it has ended."""
+def processes_of(executor: ToolExecutor) -> list[int]:
+    """Numbers of the executor's processes on this machine: the fork server, or what it runs in, and all below."""
     server = executor._engine._pool._server
     assert server is not None
     assert server._process is not None
-    started = server._process.pid
-    for number in (started, *(number for number, _ in tool_functions.descendants(started))):
+    return [server._process.pid, *(number for number, _ in tool_functions.descendants(server._process.pid))]
+
+
+def number_here(executor: ToolExecutor, pid: int) -> int | None:
+    """This machine's number of the executor's process with the number `pid` in its namespace. None if it has ended."""
+    for number in processes_of(executor):
         with contextlib.suppress(OSError):
             numbers = Path(f"/proc/{number}/status").read_text().partition("NSpid:")[2].split("\n")[0].split()
             if int(numbers[-1]) == pid and (len(numbers) > 1 or executor.confinement != "bubblewrap"):
@@ -144,6 +148,7 @@ def number_here(executor: ToolExecutor, pid: int) -> int | None:
 def worker_processes(executor: ToolExecutor) -> list[tuple[int, int]]:
     """User and number of each worker process of the executor."""
     server = number_here(executor, output_of(executor, "who")["parent"])
+    assert server is not None
     return [(user, number) for number, parent, user, _ in tool_functions.processes() if parent == server]
 
 

@@ -116,6 +116,11 @@ class ToolExecutor:
         redact: Redact = SECRET_NAMES,
         limits: WorkerLimits | None = None,
     ) -> None:
+        if INSIDE in os.environ:
+            raise ConfigError(
+                "ToolExecutor was created while a worker imported the tools. Create it under `if __name__ == '__main__':`, or "
+                "in a function, so that importing the tools' module does not create it."
+            )
         require_type("ToolExecutor", ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
         numbers = {"num_workers": num_workers, "max_output_bytes": max_output_bytes, "max_concurrency": max_concurrency}
         require_whole("ToolExecutor", **numbers)
@@ -136,11 +141,6 @@ class ToolExecutor:
             )
         if root is not None and not Path(root).is_dir():
             raise ConfigError(f"ToolExecutor.root must be a folder that exists; got {root}.")
-        if INSIDE in os.environ:
-            raise ConfigError(
-                "ToolExecutor was created while a worker imported the tools. Create it under `if __name__ == '__main__':`, or "
-                "in a function, so that importing the tools' module does not create it."
-            )
         allowed = _allowed(catalogue, allow)
         in_workers = [(tool, _pickled(tool)) for tool in allowed if _needs_worker(tool)]
         kind, reasons = choose(confinement) if in_workers else ("user", [])

@@ -33,7 +33,7 @@ def test_each_call_is_one_line_of_the_log(tmp_path: Path) -> None:
              "output_bytes": len(json.dumps(odd))},
             {"tool": "add", "arguments": {"a": "x"}, "ok": False, "error": "InvalidArgumentsError",
              "message": "add: at $.a: 'x' is not of type 'integer'.", "output_bytes": 0},
-            {"tool": "no\nsuch", "arguments": "{}", "ok": False, "error": "UnknownToolError",
+            {"tool": "no\nsuch", "arguments": {}, "ok": False, "error": "UnknownToolError",
              "message": r"'no\nsuch' must be a tool of the catalogue.", "output_bytes": 0},
             {"tool": "echo", "arguments": "{'value': b'x'}", "ok": False, "error": "InvalidArgumentsError",
              "message": "echo: arguments must be values that JSON can represent; got bytes.", "output_bytes": 0},

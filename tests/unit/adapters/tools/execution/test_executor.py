@@ -31,10 +31,10 @@ from tests.support.tool_executors import (
     has_begun,
     number_here,
     output_of,
+    processes_of,
     soon,
     worker_processes,
 )
-from tests.support.tool_functions import descendants
 
 pytestmark = LINUX
 
@@ -253,7 +253,7 @@ def test_close_leaves_no_process_and_no_folder() -> None:
     before = set(threading.enumerate())
     made = ToolExecutor(CATALOGUE, num_workers=2)
     assert all(result.ok for result in made.run([call("meet", number=2)] * 2))
-    running = [number for number, _ in descendants(os.getpid())]
+    running = processes_of(made)
     assert len(worker_processes(made)) == 2
     made.close()
     made.close()
@@ -265,7 +265,7 @@ def test_close_leaves_no_process_and_no_folder() -> None:
 def test_a_garbage_collected_executor_ends_its_processes() -> None:
     made = ToolExecutor(CATALOGUE, num_workers=1)
     output_of(made, "add", a=1)
-    running = [number for number, _ in descendants(os.getpid())]
+    running = processes_of(made)
     assert len(running) >= 2
     root = made.root
     del made
