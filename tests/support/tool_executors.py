@@ -119,6 +119,17 @@ def soon(condition: Callable[[], Any]) -> bool:
     return bool(condition())
 
 
+def as_nobody(command: list[str]) -> list[str]:
+    """The command of a program that is not root. It can read this Python and this repository even if /root is closed."""
+    if not OWN_USERS:
+        return command
+    folders = (sys.prefix, sys.base_prefix, str(Path(__file__).resolve().parents[2]))
+    below = {f"/root/{Path(folder).parts[2]}" for folder in folders if folder.startswith("/root/")}
+    mounts = [word for folder in sorted(below) for word in ("--ro-bind", folder, folder)]
+    sandbox = ["bwrap", "--dev-bind", "/", "/", "--perms", "0755", "--tmpfs", "/root", *mounts]
+    return [*sandbox, "setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", *command]
+
+
 @contextmanager
 def open_folder() -> Iterator[Path]:
     """A folder that workers can read; pytest's folders are closed to them."""

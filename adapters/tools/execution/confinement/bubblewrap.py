@@ -50,6 +50,11 @@ class Bubblewrap:
         if "/tmp" in readable:  # a module of the program may be there
             mounts["/tmp"] = ["--ro-bind", "/tmp", "/tmp", "--setenv", "TMPDIR", root]
         mounts[root] = ["--bind", root, root]
+        for folder in {
+            folder for path in mounts for folder in Path(path).parents
+        }:  # bwrap would make these for root only
+            if not any(folder.is_relative_to(path) for path in (*readable, root)) and folder != Path("/"):
+                mounts.setdefault(str(folder), ["--perms", "0755", "--dir", str(folder)])
         return [*_NAMESPACES, *(word for path in sorted(mounts) for word in mounts[path]), "--"]
 
     def enter(self, root: str, readable: Sequence[str]) -> None:

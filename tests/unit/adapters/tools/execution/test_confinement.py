@@ -1,0 +1,300 @@
+"""What workers can reach with each kind of confinement, and which kind an executor takes."""
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.execution.confinement import readable_paths
+from adapters.tools.execution.confinement.bubblewrap import Bubblewrap
+from adapters.tools.execution.confinement.landlock import Landlock
+from adapters.tools.execution.executor import ToolExecutor
+from adapters.tools.execution.workers import WorkerLimits
+from grpo.errors import ConfigError, GRPOWarning
+from tests.support import confined_tools, tool_functions
+from tests.support.tool_executors import CONFINEMENTS, LINUX, LONG, OWN_USERS, as_nobody, call, open_folder, output_of
+
+pytestmark = LINUX
+
+CATALOGUE = ToolCatalogue(
+    [
+        Tool.from_function(function)
+        for function in (
+            confined_tools.outcome_of, confined_tools.visible_processes, confined_tools.outcome_of_signal,
+            confined_tools.temporary, tool_functions.who, tool_functions.add,
+        )
+    ]
+)  # fmt: skip
+ROOT_USER = WorkerLimits(first_uid=None)
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that every user can read and write, with a file in it."""
+    with open_folder() as folder:
+        folder.chmod(0o777)
+        (folder / "file").write_text("content")
+        (folder / "file").chmod(0o666)
+        yield folder
+
+
+def outcomes(executor: ToolExecutor, *asked: tuple[str, Path]) -> list[str]:
+    results = executor.run([call("outcome_of", what=what, path=str(path)) for what, path in asked])
+    return [result.output for result in results]
+
+
+# --- files
+
+
+@pytest.mark.parametrize("kind", CONFINEMENTS[:2])
+def test_tools_read_and_write_nothing_outside_their_folder(shared: Path, kind: Any) -> None:
+    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind) as made:
+        read, write, truncate, new, listed = outcomes(
+            made, ("read", shared / "file"), ("write", shared / "file"), ("truncate", shared / "file"),
+            ("write", shared / "new"), ("list", shared),
+        )  # fmt: skip
+        assert {read, write, truncate, new, listed} <= {"PermissionError", "FileNotFoundError"}
+        assert outcomes(made, ("write", made.root / "mine"), ("read", made.root / "mine")) == ["done", "written"]
+        assert outcomes(made, ("read", Path("/etc/passwd")))[0].startswith("root:")
+        assert outcomes(made, ("write", Path("/dev/null"))) == ["done"]
+    assert (shared / "file").read_text() == "content"
+    assert [each.name for each in shared.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("kind", CONFINEMENTS[:2])
+def test_readable_folders_can_be_read_and_not_written(shared: Path, kind: Any) -> None:
+    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind, readable=[shared]) as made:
+        read, write, truncate, new, listed = outcomes(
+            made, ("read", shared / "file"), ("write", shared / "file"), ("truncate", shared / "file"),
+            ("write", shared / "new"), ("list", shared),
+        )  # fmt: skip
+        assert (read, listed) == ("content", "file")
+        assert {write, truncate, new} <= {"PermissionError", "OSError"}
+    assert (shared / "file").read_text() == "content"
+
+
+def test_with_the_user_kind_tools_reach_what_their_user_reaches(shared: Path) -> None:
+    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement="user") as made:
+        assert outcomes(made, ("read", shared / "file"), ("write", shared / "file")) == ["content", "done"]
+
+
+@pytest.mark.parametrize("kind", CONFINEMENTS)
+def test_temporary_files_work_and_locks_where_shared_memory_is_private(kind: Any) -> None:
+    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind) as made:
+        used = output_of(made, "temporary")
+        assert used["folder"] == (str(made.root) if kind == "landlock" else "/tmp")
+        assert used["locked"] is (kind != "landlock")
+        assert kind == "user" or not list(Path("/tmp").glob("tmp-of-a-tool-*"))
+
+
+def test_packages_that_were_not_found_by_the_path_are_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An editable installation finds its packages by a hook, and not by `sys.path`."""
+    with open_folder() as folder, monkeypatch.context() as patch:
+        (folder / "hooked").mkdir()
+        (folder / "hooked" / "__init__.py").write_text("")
+        patch.syspath_prepend(folder)
+        import hooked  # type: ignore[import-not-found]  # noqa: F401
+
+        patch.undo()
+        found = readable_paths(["/no/such/folder"])
+        assert str(folder / "hooked") in found
+        assert "/no/such/folder" not in found
+        assert not any(Path(path).is_relative_to(other) for path in found for other in found if path != other)
+    assert str(folder / "hooked") not in readable_paths([])
+
+
+# --- processes
+
+
+def test_bubblewrap_shows_a_worker_only_its_own_processes() -> None:
+    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement="bubblewrap") as made:
+        assert output_of(made, "visible_processes") == [1, 2], "the fork server and the worker"
+        assert output_of(made, "outcome_of_signal", pid=os.getpid()) == "ProcessLookupError"
+
+
+@pytest.mark.skipif(Landlock().unavailable() is not None, reason="this Linux has no Landlock of version 3")
+def test_landlock_refuses_signals_to_processes_of_the_same_user() -> None:
+    from adapters.tools.execution.confinement import landlock
+
+    if landlock._version() < 6:
+        pytest.skip("Linux 6.12 refuses signals")
+    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement="landlock", limits=ROOT_USER) as made:
+        assert output_of(made, "outcome_of_signal", pid=os.getpid()) == "PermissionError"
+
+
+@pytest.mark.parametrize("limits", [WorkerLimits(), ROOT_USER], ids=["own users", "the program's user"])
+@pytest.mark.parametrize("kind", CONFINEMENTS)
+def test_workers_have_no_capabilities(kind: Any, limits: WorkerLimits) -> None:
+    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind, limits=limits) as made:
+        assert int(output_of(made, "who")["capabilities"], 16) == 0
+
+
+SECRETS = """
+import os, sys, warnings
+import tests.support.light_packages
+from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.execution.executor import ToolExecutor
+from adapters.tools.execution.workers import WorkerLimits
+from tests.support.confined_tools import core_can_be_dumped, secrets
+
+warnings.simplefilter("ignore")
+assert os.environ["API_KEY"] == "hunter" + "2"
+limits = WorkerLimits(first_uid=61_000 if sys.argv[1] == "own" else None)
+call = ToolCall(tool="secrets", arguments={"secret": "hunter" + "2", "program": os.getpid()})
+for kind in sys.argv[2:]:
+    with ToolExecutor(ToolCatalogue([Tool.from_function(secrets)]), num_workers=1, confinement=kind, limits=limits) as executor:
+        print(kind, executor.run([call])[0].output, core_can_be_dumped())
+"""
+
+
+@pytest.mark.parametrize("user", ["own", "same", "nobody"])
+def test_a_secret_in_the_programs_environment_is_seen_by_no_worker(user: str) -> None:
+    """Root with workers of their own users, root with workers of its own user, and a user who is not root."""
+    if user == "own" and not OWN_USERS:
+        pytest.skip("only root on Linux can give workers user ids of their own")
+    kinds = ["bubblewrap", *(["landlock"] if Landlock().unavailable() is None else []), "user"]
+    command = [sys.executable, "-c", SECRETS, user, *kinds]
+    run = subprocess.run(
+        as_nobody(command) if user == "nobody" else command,
+        capture_output=True, text=True, env=os.environ | {"API_KEY": "hunter2"}, check=False,
+    )  # fmt: skip
+    expected = [f"{kind} [] {kind != 'user' or user == 'own'}" for kind in kinds]
+    assert run.stdout.splitlines() == expected, run.stderr
+
+
+# --- which kind
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *kinds: Any) -> None:
+    for kind in kinds:
+        monkeypatch.setattr(kind, "unavailable", lambda self: f"{type(self).__name__} is not here")
+
+
+def test_auto_takes_the_first_kind_that_works_and_warns_if_only_the_user_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def taken() -> tuple[str, list[str]]:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with ToolExecutor(CATALOGUE, num_workers=1) as made:
+                assert output_of(made, "add", a=1) == 2
+        return made.confinement, [str(each.message) for each in said if "confined by their user" in str(each.message)]
+
+    assert taken() == ("bubblewrap", [])
+    without(monkeypatch, Bubblewrap)
+    if Landlock().unavailable() is None:
+        assert taken() == ("landlock", [])
+    without(monkeypatch, Landlock)
+    kind, said = taken()
+    assert kind == "user"
+    reasons = "bubblewrap: Bubblewrap is not here; landlock: Landlock is not here"
+    assert said == [f"ToolExecutor's workers are confined by their user only: {reasons}."]
+
+
+def test_a_kind_that_does_not_work_here_is_refused_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, Landlock)
+    with pytest.raises(
+        ConfigError, match=r"confinement='landlock' must work on this machine; landlock: Landlock is not here"
+    ):
+        ToolExecutor(CATALOGUE, confinement="landlock")
+    with pytest.raises(
+        ConfigError, match=r"confinement must be 'auto' or one of \('bubblewrap', 'landlock', 'user'\); got 'no'"
+    ):
+        ToolExecutor(CATALOGUE, confinement="no")  # type: ignore[arg-type]
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert Bubblewrap().unavailable() == "the program bwrap is missing; install the package bubblewrap"
+
+
+def test_bubblewrap_without_its_rights_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that may not make namespaces."""
+    fails = tmp_path / "bwrap"
+    fails.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
+    fails.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert Bubblewrap().unavailable() == "bwrap does not work here (No permissions to create new namespace)"
+
+
+def test_an_old_landlock_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("adapters.tools.execution.confinement.landlock._version", lambda: 2)
+    assert Landlock().unavailable() == "version 3 of Landlock is needed (Linux 6.2); this Linux has version 2"
+
+
+# --- programs without the rights of root, and a Python that others cannot read
+
+ADDS = """
+import sys, warnings
+import tests.support.light_packages
+from adapters.tools.catalogue.calls import ToolCall
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.execution.executor import ToolExecutor
+from tests.support.tool_functions import add
+
+for kind in sys.argv[1:]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with ToolExecutor(ToolCatalogue([Tool.from_function(add)]), num_workers=1, confinement=kind) as executor:
+            results = executor.run([ToolCall(tool="add", arguments={"a": 1})] * 2)
+        print(executor.confinement, [result.output for result in results], *(each.message for each in said))
+"""
+
+
+def lines_of(command: Sequence[str], *kinds: str) -> list[str]:
+    run = subprocess.run([*command, *kinds], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
+@pytest.mark.skipif(not OWN_USERS, reason="only root can lack the rights of root")
+def test_root_without_any_capability_gets_landlock_and_is_told() -> None:
+    command = ["setpriv", "--bounding-set", "-all", sys.executable, "-c", ADDS]
+    automatic, by_user = lines_of(command, "auto", "user")
+    expected = "user" if Landlock().unavailable() else "landlock"
+    assert automatic.startswith(
+        f"{expected} [2, 2] ToolExecutor's workers are less confined than intended: they run as user 0"
+    )
+    assert "root lacks CAP_CHOWN, CAP_KILL, CAP_SETGID, CAP_SETUID" in automatic
+    assert by_user.startswith(
+        "user [2, 2] ToolExecutor's workers are less confined than intended: they run as user 0, like the"
+    )
+
+
+def test_an_ordinary_user_gets_bubblewrap_and_is_told_what_is_not_limited() -> None:
+    *confined, by_user = lines_of(as_nobody([sys.executable, "-c", ADDS]), "auto", "user")
+    user = 65534 if OWN_USERS else os.geteuid()
+    said = f"[2, 2] ToolExecutor's workers are less confined than intended: they run as user {user},"
+    for line in confined:
+        assert line.startswith(
+            f"bubblewrap {said} and the number of their processes is not limited; run the program as root"
+        )
+    assert by_user.startswith(
+        f"user {said} like the program itself: tools can read and change what it can, and the number"
+    )
+
+
+@pytest.mark.skipif(not OWN_USERS, reason="only root's workers have another user")
+@pytest.mark.parametrize("kind", CONFINEMENTS)
+def test_a_python_that_the_workers_user_cannot_read_is_mounted_by_bubblewrap_and_named_by_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    assert tmp_path.stat().st_mode & 0o077 == 0, "closed to other users"
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind) as made:
+            assert output_of(made, "add", a=1) == 2
+    told = [str(each.message) for each in said if each.category is GRPOWarning]
+    if kind == "bubblewrap":
+        assert told == []
+    else:
+        [message] = told
+        assert f"the workers' user, must be able to read {python}. " in message
+        assert "chmod o+rx" in message
