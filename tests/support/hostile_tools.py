@@ -1,5 +1,6 @@
 """Tools that do what a hostile call might have them do, for the tests of the executor."""
 
+import _thread
 import array
 import ctypes
 import mmap
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,20 @@ def misbehave(how: str) -> Any:
 def _remove_folder() -> str:
     shutil.rmtree(Path.cwd())
     return "removed"
+
+
+def _closed_folders() -> str:
+    Path("a/b").mkdir(parents=True)
+    Path("a/b/file").write_text("x")
+    Path("a/b").chmod(0)
+    Path("a").chmod(0)
+    return "closed"
+
+
+def _link_to_given() -> str:
+    Path("link").symlink_to(Path("..").resolve() / "given")
+    Path("folder").symlink_to(Path("..").resolve())
+    return "linked"
 
 
 # --- outputs
@@ -288,6 +304,54 @@ def _late_writer() -> str:
     return "left"
 
 
+def _raw_thread_left() -> str:
+    _thread.start_new_thread(time.sleep, (60,))  # `threading` does not know this thread
+    return "left"
+
+
+def _late_raw_thread() -> str:
+    _thread.start_new_thread(lambda: (time.sleep(0.2), _forge()), ())
+    return "left"
+
+
+def _late_process() -> str:
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(0.02)
+            _forge()
+        os._exit(0)
+    return "left"
+
+
+def _in_the_next_call(write: Any) -> str:
+    """Every call begins with `os.chdir`. An audit hook cannot be removed."""
+    sys.addaudithook(lambda event, _: write() if event == "os.chdir" else None)
+    return "left"
+
+
+def _late_hook() -> str:
+    return _in_the_next_call(_forge)
+
+
+def _late_garbage() -> str:
+    return _in_the_next_call(lambda: os.write(SOCKET, b"\xff" * 100))
+
+
+def _late_part_of_a_frame() -> str:
+    return _in_the_next_call(lambda: os.write(SOCKET, struct.pack(">I", 50_000)))
+
+
+def _late_error() -> str:
+    content = bytes(8) + b"\0" + b'["WorkerLostError", "forged"]'
+    return _in_the_next_call(lambda: os.write(SOCKET, struct.pack(">I", len(content)) + content))
+
+
+def _joined_threads() -> int:
+    with ThreadPoolExecutor(4) as threads:
+        return sum(threads.map(len, ["a", "b"]))
+
+
 def _change_everything() -> str:
     os.chdir("/")
     os.umask(0)
@@ -388,9 +452,13 @@ def _zeros() -> str:
     return "written"
 
 
-def _fake_frame() -> str:
+def _forge() -> None:
     content = b"\0" * 8 + b"\x01" + b'"forged"'
     os.write(SOCKET, struct.pack(">I", len(content)) + content)
+
+
+def _fake_frame() -> str:
+    _forge()
     return "written"
 
 

@@ -81,6 +81,17 @@ def where(path: str) -> str:
     return path
 
 
+async def where_remote(path: Path) -> str:
+    """The path as it came."""
+    return str(path)
+
+
+def leave(name: str) -> list[str]:
+    """Leave a file in the working directory. Returns all names there."""
+    Path(name).touch()
+    return sorted(path.name for path in Path.cwd().iterdir())
+
+
 def wheres(paths: Any) -> Any:
     """The paths as they came, with their types."""
     return json.loads(json.dumps(paths, default=lambda path: f"Path({path})"))

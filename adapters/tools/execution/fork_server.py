@@ -43,12 +43,14 @@ main(int(sys.argv[1]))
 """Code that starts the fork server. Its arguments are the control socket's descriptor and the folder of `adapters.tools`."""
 ORDER = struct.Struct(">cI")
 """Format of an order to the fork server: the kind, then the worker's number (its slot). `SPAWN` also passes a socket."""
-SPAWN, KILL, QUIT = b"s", b"k", b"q"
+SPAWN, KILL, REAP, QUIT = b"s", b"k", b"r", b"q"
+"""`KILL` ends a worker. `REAP` first gives a worker whose socket has ended a moment to end by itself."""
 INSIDE = "MODEL_AGNOSTIC_GRPO_TOOL_WORKER"
 """Environment variable of the fork server. While it is set, creating an executor raises ConfigError, so that importing a tool's
 module cannot start workers that import the module again."""
 
 _SOCKET = 3
+_REAP_SECONDS = 0.5
 
 
 class ForkServer:
@@ -97,8 +99,8 @@ class ForkServer:
             (kind, slot), connection = order
             if kind == SPAWN and connection is not None:
                 self._spawn(slot, connection)
-            elif kind == KILL:
-                send(self.control, json.dumps(self._end(slot)).encode())
+            elif kind in (KILL, REAP):
+                send(self.control, json.dumps(self._end(slot, _REAP_SECONDS if kind == REAP else 0.0)).encode())
             elif kind == QUIT:
                 told = True
                 break
@@ -176,11 +178,18 @@ class ForkServer:
             return self.checkers[tool]
         return ArgumentChecker(self.functions[tool], self.setup["tools"][tool][1], root)
 
-    def _end(self, slot: int) -> int | None:
-        """Kill the worker with this number, and every process that it started. Returns its status from `os.waitpid`."""
+    def _end(self, slot: int, seconds: float = 0.0) -> int | None:
+        """End the worker with this number, and every process that it started.
+
+        Returns:
+            Its status from `os.waitpid`, or None if it did not end by itself within `seconds`.
+        """
         pid = self.workers.pop(slot, None)
         if pid is None:  # the fork had failed
             return None
+        until = time.monotonic() + seconds
+        while not (has_ended := _has_ended(pid)) and time.monotonic() < until:
+            time.sleep(0.0005)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -194,7 +203,12 @@ class ForkServer:
                 os.kill(stray, signal.SIGKILL)
                 os.waitpid(stray, os.WNOHANG)
             time.sleep(0.0005)
-        return status
+        return status if has_ended else None
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended. It is not reaped yet, so that its number stays its own."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _kill_user(uid: int) -> None:

@@ -20,7 +20,7 @@ from grpo.errors import ConfigError
 from .commands import Command
 from .confinement import confinement_of, readable_paths
 from .confinement.process import PR_SET_DUMPABLE, prctl
-from .fork_server import BOOT, INSIDE, KILL, ORDER, QUIT, SPAWN
+from .fork_server import BOOT, INSIDE, KILL, ORDER, QUIT, REAP, SPAWN
 from .worker import LENGTH, OK, REPORTED, TOKEN_BYTES
 
 ERRORS: dict[str, type[errors.ToolError]] = {name: getattr(errors, name) for name in REPORTED}
@@ -135,7 +135,7 @@ class Worker:
         return flags[0], content, answer
 
     async def kill(self) -> int | None:
-        """End the worker with every process that it started. Returns its wait status. None if the fork server is gone too."""
+        """End the worker with every process that it started. Returns its wait status, or None if it did not end by itself."""
         return await asyncio.shield(self.server.kill(self))
 
 
@@ -243,12 +243,14 @@ class ForkServerLink:
 
     async def kill(self, worker: Worker) -> int | None:
         """See `Worker.kill`."""
+        has_ended = worker.link.lost is not None and worker.link.lost.has_ended
         worker.link.lose(LinkLostError("it was killed"))
         try:
             async with self._orders:
-                self._order(KILL, worker.slot)
+                self._order(REAP if has_ended else KILL, worker.slot)
                 status: int | None = json.loads(await self._link.answer())
-        except LinkLostError:  # the fork server is gone, and its workers with it
+        except LinkLostError as error:  # the fork server is gone, and its workers with it
+            self._link.lose(error)
             return None
         self._free.append(worker.slot)
         return status

@@ -122,7 +122,7 @@ class WorkerPool:
             status = await worker.kill()
             if not error.has_ended and not is_new:
                 return None
-            raise _died(error, status) from None
+            raise _died(worker, error, status) from None
         except BaseException:  # the call was cancelled
             await worker.kill()
             raise
@@ -149,23 +149,19 @@ class WorkerPool:
         return worker
 
 
-def _died(error: LinkLostError, status: int | None) -> ToolError:
-    """The error of a call whose worker ended. A call is lost if something else ended its worker."""
-    if status is None:
-        return WorkerLostError(f"the worker ended during the call: {error} (how is not known).")
-    code = os.waitstatus_to_exitcode(status)
-    if code == -signal.SIGXCPU:
-        return ToolTimeoutError(
-            "the call used more processor time than WorkerLimits.cpu_seconds; the worker was killed."
-        )
-    killed = code in (-signal.SIGKILL, -signal.SIGTERM)
-    words = (
-        f"exit status {code}"
-        if code >= 0
-        else "killed"
-        if code == -signal.SIGKILL
-        else f"signal {signal.Signals(-code).name}"
-    )
-    return (WorkerLostError if killed and error.has_ended else WorkerDiedError)(
-        f"the worker ended during the call: {error} ({words})."
-    )
+def _died(worker: Worker, error: LinkLostError, status: int | None) -> ToolError:
+    """The error of a call whose worker ended. The call is lost if something else ended the worker."""
+    how = "it did not end by itself"
+    kind: type[ToolError] = WorkerDiedError
+    if worker.server.is_lost:
+        how, kind = "the fork server ended too", WorkerLostError
+    elif status is not None:
+        code = os.waitstatus_to_exitcode(status)
+        if code == -signal.SIGXCPU:
+            return ToolTimeoutError(
+                "the call used more processor time than WorkerLimits.cpu_seconds; the worker was killed."
+            )
+        how = f"exit status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        if error.has_ended and code in (-signal.SIGKILL, -signal.SIGTERM):
+            how, kind = "killed", WorkerLostError
+    return kind(f"the worker ended during the call: {error} ({how}).")

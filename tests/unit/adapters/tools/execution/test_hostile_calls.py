@@ -51,6 +51,7 @@ from tests.support.tool_functions import descendants
 
 pytestmark = LINUX
 
+SLOW = pytest.mark.slow
 TEXT = {"type": "string"}
 LIMITS = WorkerLimits(memory_bytes=2**27, file_bytes=5 * 2**20, open_files=64, processes=16)
 MAX_OUTPUT = 100_000
@@ -181,6 +182,12 @@ KINDS: dict[str, list[Case]] = {
             "a\\..\\/../../secret", "out_file", "out_folder/secret", "out_chain", "out_dangling", "proc", "proc/environ",
             "proc_root/etc/passwd", "inside/up/../../secret", "proc_cwd/../../etc/passwd", "proc_fd/0", "absolute/passwd",
         ),
+        *_cases(
+            "climb", "read", "path", PathOutsideRootError,
+            *("../" * levels + target for levels in (1, 2, 3, 8, 64) for target in (
+                "etc/passwd", "root/.ssh/id_rsa", "proc/self/environ", "dev/mem", "var/run/docker.sock", "tmp",
+            )),
+        ),
         # paths that are none
         *_cases("no path", "read", "path", InvalidArgumentsError, "a\0b", "\0", "../\0", "loop", "loop/x", "a\ud800", 5,
         None, ["a"], {}),
@@ -209,7 +216,8 @@ KINDS: dict[str, list[Case]] = {
             for text in (
                 "; touch owned", "$(touch owned)", "`touch owned`", "| sh", "&& touch owned", "|| touch owned", "> owned",
                 "\ntouch owned\n", "'; touch owned; '", '"; touch owned; "', "${IFS}touch${IFS}owned", "$HOME", "*",
-                "a\\", "%s%n%s", "{text}", "é \u202e", "# x",
+                "a\\", "%s%n%s", "{text}", "é \u202e", "# x", "\x1b]0;owned\x07", "\x9b31m", "\r\n", "{{}}", "%00", "!!",
+                "$((1/0))", "a;b", "<(id)", ">&2", "2>&1", "&", "\t", "${0}", "=cmd|' /C calc'!A0", "\u2028",
             )
         ),
         *_cases("option", "cat", "name", InvalidArgumentsError, "-n", "--help", "-", "--", "-\n", "--show-all=x"),
@@ -312,13 +320,29 @@ KINDS: dict[str, list[Case]] = {
     "what is left for the next call": [
         *_misbehaving((10).__eq__, "zombies"),
         *_misbehaving(None, "daemon", "background_child"),
-        *_misbehaving("left".__eq__, "thread_left", "late_writer"),
+        *_misbehaving(
+            "left".__eq__, "thread_left", "raw_thread_left", "late_writer", "late_raw_thread", "late_process", "late_hook",
+            "late_garbage", "late_error",
+        ),
+        *_misbehaving((2).__eq__, "joined_threads"),
+        *_misbehaving("closed".__eq__, "closed_folders"),
         *_misbehaving("changed".__eq__, "change_everything", "signal_handlers"),
         Case("print", "misbehave", {"how": "print"}, "printed".__eq__),
         Case("no output", "misbehave", {"how": "close_output"}, "closed".__eq__),
         Case("no input", "misbehave", {"how": "read_input"}, "".__eq__),
     ],
 }  # fmt: skip
+
+
+DAILY = ("what does not belong to a worker", "the executor's socket", "what is left for the next call")
+"""What depends on the kind of confinement the most. The rest is a slow test for all kinds but the first."""
+RUNS = [
+    pytest.param(
+        name, kind, id=f"{name}, {kind}", marks=[*marks, *([] if name == "bubblewrap" or kind in DAILY else [SLOW])]
+    )
+    for name, marks in ((each, ()) if isinstance(each, str) else (each.values[0], each.marks) for each in CONFINEMENTS)
+    for kind in KINDS
+]
 
 
 @pytest.fixture(scope="module")
@@ -333,9 +357,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("log") / "calls.jsonl"
 
 
-@pytest.fixture(scope="module", params=CONFINEMENTS)
+@pytest.fixture(scope="module")
 def executor(request: pytest.FixtureRequest, others: frozenset[int], log: Path) -> Iterator[ToolExecutor]:
-    """An executor whose folder holds files to attack, with a secret file next to it."""
+    """An executor with this kind of confinement, whose folder holds files to attack."""
     allow = [name for name in CATALOGUE if name != "nap"]
     with ToolExecutor(
         CATALOGUE,
@@ -360,7 +384,7 @@ def executor(request: pytest.FixtureRequest, others: frozenset[int], log: Path) 
         yield made
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("executor", "kind"), RUNS, indirect=["executor"])
 def test_each_hostile_call_ends_as_required_and_harms_no_other_call(
     executor: ToolExecutor, others: frozenset[int], log: Path, kind: str, subtests: pytest.Subtests
 ) -> None:
@@ -400,6 +424,7 @@ def test_each_hostile_call_ends_as_required_and_harms_no_other_call(
     assert soon(at_rest)
 
 
+@pytest.mark.parametrize("executor", CONFINEMENTS, indirect=True)
 def test_hostile_calls_leave_no_process_file_or_descriptor_behind(executor: ToolExecutor) -> None:
     """No process, no file and no descriptor is left, and the program is as it was."""
 
