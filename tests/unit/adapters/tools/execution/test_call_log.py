@@ -1,14 +1,21 @@
-"""The log of calls: one line of ASCII per call, whatever the call holds."""
+"""The log of calls: one line of ASCII per call, whatever the call holds, for its owner only, and without secrets."""
 
 import json
+import os
+import re
 import warnings
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
+from adapters.tools.errors import ToolRaisedError
+from adapters.tools.execution.call_log import SECRET_NAMES, CallLog
 from adapters.tools.execution.executor import ToolExecutor
+from grpo.errors import ConfigError
 from tests.support.tool_executors import CATALOGUE, LONG, call, on_linux
 
 
@@ -60,3 +67,148 @@ def test_calls_return_results_even_if_the_log_cannot_be_written() -> None:
         warnings.simplefilter("always")
         assert [result.output for result in made.run([call("hello")] * 3)] == ["hello"] * 3
     assert len([warning for warning in caught if "cannot be written" in str(warning.message)]) == 1
+
+
+def logged(path: Path, redact: Any, *calls: ToolCall, error: Exception | None = None) -> list[dict[str, Any]]:
+    """The lines of a new log of these calls."""
+    log = CallLog(path, redact)
+    for each in calls:
+        log.write(each, error, 0.0)
+    log.close()
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# --- who can read it
+
+
+def test_a_log_is_private_and_an_existing_one_is_made_private(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        CallLog(tmp_path / "new").close()
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "old").write_text("{}\n")
+    (tmp_path / "old").chmod(0o664)
+    CallLog(tmp_path / "old").close()
+    assert (tmp_path / "old").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "old").read_text() == "{}\n"
+    before = Path("/dev/null").stat().st_mode
+    CallLog("/dev/null").close()
+    assert Path("/dev/null").stat().st_mode == before, "no file, so nothing that others could read later"
+
+
+def test_a_log_that_cannot_be_made_private_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with the file of another user."""
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    with pytest.raises(
+        ConfigError, match=r"log_path must be a file that can be written and made private; .*not permitted"
+    ):
+        CallLog(tmp_path / "log")
+
+
+# --- what terminals would obey
+
+
+CONTROLS = "".join(map(chr, [*range(32), *range(127, 160)])) + "\u2028\u2029\u202e\ud800x\udfff\U000e0001"
+BYTES = CONTROLS.encode("utf-8", "surrogatepass")
+
+
+def test_a_line_holds_printable_ascii_only_wherever_the_controls_are(tmp_path: Path) -> None:
+    calls = [
+        call(f"tool{CONTROLS}", a=1), call("tool", **{CONTROLS: CONTROLS}), call("tool", a=[{"b": CONTROLS}]),
+        call("tool", a=BYTES), ToolCall(tool=BYTES, arguments={}),  # type: ignore[arg-type]
+        ToolCall(tool=[CONTROLS], arguments=CONTROLS),  # type: ignore[arg-type]
+    ]  # fmt: skip
+    lines = logged(tmp_path / "log", (), *calls, error=ToolRaisedError(CONTROLS))
+    assert re.fullmatch(rb"(?:[ -~]+\n){6}", (tmp_path / "log").read_bytes())
+    assert lines[0]["tool"] == f"tool{CONTROLS}", "nothing is lost"
+    assert lines[1]["arguments"] == {CONTROLS: CONTROLS}
+    assert {line["message"] for line in lines} == {CONTROLS}
+
+
+# --- what it leaves out
+
+
+def test_values_with_secret_names_are_left_out_at_any_depth(tmp_path: Path) -> None:
+    for i, name in enumerate(
+        (*SECRET_NAMES, "Password", "API-Key", "apiKey", "X-Auth-Token", "client_secret", "Authorization", "db_passwd")
+    ):
+        given = {"a": 1, name: "hunter2", "inner": [{name: ["hunter2"], "b": {"c": "kept"}}]}
+        [line] = logged(tmp_path / str(i), SECRET_NAMES, call("login", **given))
+        assert line["arguments"] == {"a": 1, name: "[redacted]", "inner": [{name: "[redacted]", "b": {"c": "kept"}}]}
+    for harmless in ("a", "user", "key", "author", "words"):
+        [line] = logged(tmp_path / harmless, SECRET_NAMES, call("login", **{harmless: "kept"}))
+        assert line["arguments"] == {harmless: "kept"}
+
+
+def test_the_message_of_a_call_with_a_secret_is_left_out(tmp_path: Path) -> None:
+    error = ToolRaisedError("login: 'hunter2' is wrong")
+    secret, plain = logged(
+        tmp_path / "log", SECRET_NAMES, call("login", password="hunter2"), call("login", user="me"), error=error
+    )
+    assert (secret["message"], secret["error"], secret["ok"]) == ("[redacted]", "ToolRaisedError", False)
+    assert plain["message"] == "login: 'hunter2' is wrong"
+
+
+def test_arguments_that_are_no_json_are_left_out_if_a_secret_name_is_among_them(tmp_path: Path) -> None:
+    secret, plain = logged(
+        tmp_path / "log",
+        SECRET_NAMES,
+        call("login", API_KEY=b"hunter2"),
+        call("login", user=b"me"),
+        error=ToolRaisedError("hunter2"),
+    )
+    assert (secret["arguments"], secret["message"]) == ("[redacted]", "[redacted]")
+    assert (plain["arguments"], plain["message"]) == ("{'user': b'me'}", "hunter2")
+
+
+def test_a_secret_is_left_out_before_a_long_line_is_cut(tmp_path: Path) -> None:
+    [line] = logged(tmp_path / "log", SECRET_NAMES, call("login", password="hunter2", text="x" * 5000))
+    assert line["arguments"].startswith('{"password": "[redacted]", "text": "xxx')
+    assert len(line["arguments"]) == 2000
+
+
+def test_other_names_or_a_function_may_decide_what_is_left_out(tmp_path: Path) -> None:
+    given = call("pay", card="4111", password="hunter2", amount=5)
+    [line] = logged(tmp_path / "names", ["card"], given)
+    assert line["arguments"] == {"card": "[redacted]", "password": "hunter2", "amount": 5}
+    [line] = logged(tmp_path / "none", [], given)
+    assert line["arguments"] == given.arguments
+
+    def amount_only(tool: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {"amount": arguments.pop("amount"), "tool": tool}
+
+    [line] = logged(tmp_path / "function", amount_only, given, error=ToolRaisedError("4111"))
+    assert (line["arguments"], line["message"]) == ({"amount": 5, "tool": "pay"}, "[redacted]")
+    [line] = logged(tmp_path / "same", lambda tool, arguments: arguments, given, error=ToolRaisedError("4111"))
+    assert (line["arguments"], line["message"]) == (given.arguments, "4111")
+    [line] = logged(tmp_path / "no_json", amount_only, call("pay", card=b"4111"))
+    assert line["arguments"] == "[redacted]"
+
+
+def test_a_function_that_fails_leaves_out_everything_and_fails_no_call(tmp_path: Path) -> None:
+    def fails(tool: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        raise KeyError(arguments["card"])
+
+    [line] = logged(tmp_path / "raises", fails, call("pay", card="4111"))
+    assert line["arguments"] == {"[redacted]": "redact raised KeyError"}
+    [line] = logged(tmp_path / "no_json", lambda tool, arguments: {"x": object()}, call("pay", card="4111"))
+    assert line["arguments"] is None
+
+
+@on_linux
+def test_the_executor_redacts_by_default_and_as_told(tmp_path: Path) -> None:
+    catalogue = ToolCatalogue([CATALOGUE["echo"]])
+    for name, settings, expected in (("default", {}, "[redacted]"), ("none", {"redact": ()}, "hunter2")):
+        log = tmp_path / name
+        with ToolExecutor(catalogue, num_workers=1, timeout=LONG, log_path=log, **settings) as made:  # type: ignore[arg-type]
+            assert made.run([call("echo", value={"password": "hunter2"})])[0].output == {"password": "hunter2"}
+        assert json.loads(log.read_text())["arguments"] == {"value": {"password": expected}}
+        assert log.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="redact must be a list of argument names, or a function; got 'password'"):
+        ToolExecutor(catalogue, redact="password")

@@ -16,6 +16,7 @@ from adapters.tools.errors import (
     InvalidOutputError,
     LoopBlockedError,
     OutputTooLargeError,
+    ServerLostError,
     ToolRaisedError,
     ToolTimeoutError,
     WorkerDiedError,
@@ -234,6 +235,32 @@ def test_a_loop_that_a_remote_tool_never_gives_back_is_replaced(monkeypatch: pyt
         assert "another remote tool blocks the event loop" in str(resting.error)
         assert output_of(made, "rest", seconds=0.05) == "rested"
         enough.set()
+
+
+def test_a_server_that_dies_in_mid_run_loses_its_own_calls_and_no_others() -> None:
+    """The calls that wait for the server end at once, and those after it, while other tools go on."""
+    alive = asyncio.Event()
+
+    async def ask(number: int) -> int:
+        """Ask a server, which dies at the third question."""
+        if number == 3:
+            alive.set()
+        if number > 0:
+            await alive.wait()
+            raise ServerLostError("the connection was closed")
+        return number
+
+    catalogue = ToolCatalogue(
+        [Tool.from_function(ask, remote=True, timeout=LONG), Tool.from_function(rest, remote=True), CATALOGUE["add"]]
+    )
+    with ToolExecutor(catalogue, num_workers=1) as made:
+        assert output_of(made, "ask", number=0) == 0
+        calls = [call("ask", number=1), call("rest", seconds=0.05), call("ask", number=2), call("add", a=1)]
+        results = made.run([*calls, call("ask", number=3), call("rest", seconds=0.05), call("ask", number=4)])
+        lost = ServerLostError
+        assert [error_of(result) for result in results] == [lost, None, lost, None, lost, None, lost]
+        assert {str(result.error) for result in results if not result.ok} == {"ask: the connection was closed"}
+        assert made.run([call("ask", number=5), call("add", a=2)])[1].output == 3
 
 
 def test_a_task_left_running_by_a_remote_tool_ends_no_other_call() -> None:

@@ -5,11 +5,12 @@ Paths, options, sizes and shapes come from whoever writes arguments, and so are 
 """
 
 import asyncio
-import itertools
+import contextlib
+import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from adapters.tools.execution.workers import WorkerLimits
 from adapters.tools.learning.rewards import ToolRewards, call_cost, latency_cost, standard_rewards
 from adapters.tools.learning.tasks import ToolTask
 from tests.support import hostile_tools, tool_functions
+from tests.support.hostile_arguments import CIRCLE, LAUGHS, NESTED, Endless, Name, Raises
 from tests.support.tool_executors import (
     CONFINEMENTS,
     LINUX,
@@ -44,6 +46,7 @@ from tests.support.tool_executors import (
     PATH,
     number_here,
     output_of,
+    processes_of,
     soon,
     worker_processes,
 )
@@ -113,62 +116,6 @@ def _hanging(*names: str) -> list[Case]:
 
 def _cases(group: str, tool: str, parameter: str, ends: Any, *values: Any) -> list[Case]:
     return [Case(f"{group} {ascii(value)[:30]}", tool, {parameter: value}, ends) for value in values]
-
-
-NESTED: Any = 0
-for _ in range(100):
-    NESTED = [NESTED]
-CIRCLE: dict[str, Any] = {}
-CIRCLE["a"] = CIRCLE
-LAUGHS: Any = "ha"
-for _ in range(20):
-    LAUGHS = [LAUGHS] * 10
-
-
-class Raises(Mapping[str, Any]):
-    """Arguments that raise while they are read."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def __getitem__(self, key: str) -> Any:
-        raise self.error
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(["a"])
-
-    def __len__(self) -> int:
-        raise self.error
-
-    def __repr__(self) -> str:
-        raise self.error
-
-
-class Endless(Mapping[str, Any]):
-    """Arguments that never end."""
-
-    def __getitem__(self, key: str) -> Any:
-        return 1
-
-    def __iter__(self) -> Iterator[str]:
-        return map(str, itertools.count())
-
-    def __len__(self) -> int:
-        return 1
-
-
-class Name(str):
-    """A name that raises when it is looked up."""
-
-    __slots__ = ()
-
-    def __hash__(self) -> int:
-        raise RuntimeError
-
-    def __eq__(self, other: object) -> bool:
-        raise RuntimeError
-
-    __str__ = __repr__ = __hash__  # type: ignore[assignment]
 
 
 KINDS: dict[str, list[Case]] = {
@@ -346,48 +293,50 @@ RUNS = [
 
 
 @pytest.fixture(scope="module")
-def others() -> frozenset[int]:
-    """Processes below this one that earlier tests have left: the resource tracker of multiprocessing, for one."""
-    return frozenset(number for number, _ in descendants(os.getpid()))
-
-
-@pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The log of all calls."""
     return tmp_path_factory.mktemp("log") / "calls.jsonl"
 
 
 @pytest.fixture(scope="module")
-def executor(request: pytest.FixtureRequest, others: frozenset[int], log: Path) -> Iterator[ToolExecutor]:
-    """An executor with this kind of confinement, whose folder holds files to attack."""
-    allow = [name for name in CATALOGUE if name != "nap"]
-    with ToolExecutor(
-        CATALOGUE,
-        allow=allow,
-        num_workers=4,
-        timeout=LONG,
-        max_output_bytes=MAX_OUTPUT,
-        limits=LIMITS,
-        log_path=log,
-        confinement=request.param,
-    ) as made:
-        root = made.root
-        (root / "harmless").write_text("harmless")
-        (root / "inside").mkdir()
-        links = {
-            "in_file": "harmless", "in_chain": "in_file", "inside/up": "..", "out_file": "/etc/passwd", "out_folder": "..",
-            "out_chain": "out_folder/../etc/passwd", "out_dangling": "/no/such/file", "loop": "loop", "proc": "/proc/self",
-            "proc_root": "/proc/self/root", "proc_cwd": "/proc/self/cwd", "proc_fd": "/proc/self/fd", "absolute": "/etc",
-        }  # fmt: skip
-        for name, target in links.items():
-            (root / name).symlink_to(target)
-        yield made
+def executors(log: Path) -> Iterator[Callable[[Any], ToolExecutor]]:
+    """Gives one executor for each kind of confinement, whose folder holds files to attack."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def executor_of(confinement: Any) -> ToolExecutor:
+            made = stack.enter_context(
+                ToolExecutor(
+                    CATALOGUE,
+                    allow=[name for name in CATALOGUE if name != "nap"],
+                    num_workers=4,
+                    timeout=LONG,
+                    max_output_bytes=MAX_OUTPUT,
+                    limits=LIMITS,
+                    log_path=log,
+                    confinement=confinement,
+                )
+            )
+            root = made.root
+            (root / "harmless").write_text("harmless")
+            (root / "inside").mkdir()
+            links = {
+                "in_file": "harmless", "in_chain": "in_file", "inside/up": "..", "out_file": "/etc/passwd", "out_folder": "..",
+                "out_chain": "out_folder/../etc/passwd", "out_dangling": "/no/such/file", "loop": "loop", "proc": "/proc/self",
+                "proc_root": "/proc/self/root", "proc_cwd": "/proc/self/cwd", "proc_fd": "/proc/self/fd", "absolute": "/etc",
+            }  # fmt: skip
+            for name, target in links.items():
+                (root / name).symlink_to(target)
+            return made
+
+        yield executor_of
 
 
-@pytest.mark.parametrize(("executor", "kind"), RUNS, indirect=["executor"])
+@pytest.mark.parametrize(("confinement", "kind"), RUNS)
 def test_each_hostile_call_ends_as_required_and_harms_no_other_call(
-    executor: ToolExecutor, others: frozenset[int], log: Path, kind: str, subtests: pytest.Subtests
+    executors: Callable[[Any], ToolExecutor], log: Path, confinement: str, kind: str, subtests: pytest.Subtests
 ) -> None:
+    executor = executors(confinement)
     cases = [case for case in KINDS[kind] if OWN_USERS or not case.own_user]
     if not cases:
         pytest.skip("harmless only where workers have user ids of their own: as root on Linux")
@@ -418,15 +367,19 @@ def test_each_hostile_call_ends_as_required_and_harms_no_other_call(
 
     def at_rest() -> bool:
         """Only the fork server and its workers are left, and no process waits for its parent."""
-        below = {number: state for number, state in descendants(os.getpid()) if number not in others}
-        return len(below) <= 5 + (executor.confinement == "bubblewrap") and "Z" not in below.values()
+        server, *below = processes_of(executor)
+        states = [state for _, state in descendants(server)]
+        return len(below) <= 4 + (confinement == "bubblewrap") and "Z" not in states
 
     assert soon(at_rest)
 
 
-@pytest.mark.parametrize("executor", CONFINEMENTS, indirect=True)
-def test_hostile_calls_leave_no_process_file_or_descriptor_behind(executor: ToolExecutor) -> None:
+@pytest.mark.parametrize("confinement", CONFINEMENTS)
+def test_hostile_calls_leave_no_process_file_or_descriptor_behind(
+    executors: Callable[[Any], ToolExecutor], confinement: str
+) -> None:
     """No process, no file and no descriptor is left, and the program is as it was."""
+    executor = executors(confinement)
 
     def program() -> tuple[Any, ...]:
         umask = os.umask(0)
