@@ -16,7 +16,7 @@ MCP_SERVERS := .mcp-servers/.installed
 
 BENCHMARKS := $(patsubst benchmarks/%.py,benchmarks.%,$(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
-.PHONY: help demo test test-slow test-faults test-all test-vllm mcp-servers coverage mutants lint fix types layers notebooks site package bench clean
+.PHONY: help bwrap demo test test-slow test-faults test-all test-vllm mcp-servers coverage mutants lint fix types layers notebooks site package bench clean
 
 help:  ## Show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 18
@@ -26,6 +26,7 @@ demo: $(DEMO)  ## Train a policy on a bandit whose best arm moves
 
 # Test files run in parallel, one process per core; more threads in each process would only compete for the cores.
 test test-slow test-faults coverage: export OMP_NUM_THREADS ?= 1
+test test-slow coverage: | bwrap
 test: $(DEV)  ## Run the daily tests, all but the slow ones (more options: ARGS="-k name")
 	@$(RUN) pytest -n auto --dist loadfile -m "not slow and not faults" $(ARGS)
 
@@ -80,6 +81,12 @@ bench: $(DEV)  ## Run every benchmark
 clean:  ## Remove caches and build outputs (to start over: rm -rf .venv)
 	@rm -rf build dist site *.egg-info htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# Tests of adapters.tools confine processes with bubblewrap, and fail without it.
+bwrap:
+	@if ! command -v bwrap > /dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "Installing bubblewrap ..."; apt-get update -qq; \
+	    apt-get install -qq --yes --no-install-recommends bubblewrap > /dev/null; fi
 
 .venv/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'

@@ -4,7 +4,7 @@ import ctypes
 import multiprocessing
 import multiprocessing.synchronize
 import os
-import signal
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,16 @@ def outcome_of_signal(pid: int) -> str:
     return "sent"
 
 
+def outcome_of_connection(path: str) -> str:
+    """Connect to a socket in a file."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(path)
+        except OSError as error:
+            return type(error).__name__
+    return "connected"
+
+
 def temporary() -> dict[str, Any]:
     """Use a temporary file, and a lock in shared memory."""
     with tempfile.NamedTemporaryFile() as file:
@@ -78,9 +88,3 @@ def temporary() -> dict[str, Any]:
 def core_can_be_dumped() -> bool:
     """Whether other processes of this user may look into this process (PR_GET_DUMPABLE)."""
     return bool(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))
-
-
-def leave_and_wait() -> str:
-    """Wait for a signal that does not come."""
-    signal.pause()
-    return "left"

@@ -1,6 +1,7 @@
 """What workers can reach with each kind of confinement, and which kind an executor takes."""
 
 import os
+import socket
 import subprocess
 import sys
 import warnings
@@ -27,6 +28,7 @@ CATALOGUE = ToolCatalogue(
         Tool.from_function(function)
         for function in (
             confined_tools.outcome_of, confined_tools.visible_processes, confined_tools.outcome_of_signal,
+            confined_tools.outcome_of_connection,
             confined_tools.temporary, tool_functions.who, tool_functions.add,
         )
     ]
@@ -126,6 +128,26 @@ def test_landlock_refuses_signals_to_processes_of_the_same_user() -> None:
         pytest.skip("Linux 6.12 refuses signals")
     with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement="landlock", limits=ROOT_USER) as made:
         assert output_of(made, "outcome_of_signal", pid=os.getpid()) == "PermissionError"
+
+
+@pytest.mark.parametrize("kind", CONFINEMENTS[1:])
+def test_the_other_kinds_show_all_processes(kind: Any) -> None:
+    with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind) as made:
+        assert os.getpid() in output_of(made, "visible_processes")
+        assert "pytest" in outcomes(made, ("read", Path(f"/proc/{os.getpid()}/cmdline")))[0]
+
+
+@pytest.mark.parametrize("kind", CONFINEMENTS)
+def test_only_bubblewrap_hides_sockets_in_files(shared: Path, kind: Any) -> None:
+    with (
+        socket.socket(socket.AF_UNIX) as server,
+        ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind) as made,
+    ):
+        server.bind(str(shared / "socket"))
+        (shared / "socket").chmod(0o777)
+        server.listen()
+        expected = "FileNotFoundError" if kind == "bubblewrap" else "connected"
+        assert output_of(made, "outcome_of_connection", path=str(shared / "socket")) == expected
 
 
 @pytest.mark.parametrize("limits", [WorkerLimits(), ROOT_USER], ids=["own users", "the program's user"])
