@@ -67,14 +67,7 @@ class CallLog:
             ) from error
 
     def write(self, call: ToolCall, error: BaseException | None, seconds: float, output_bytes: int = 0) -> None:
-        """Write one line immediately.
-
-        Args:
-            call: The call.
-            error: The call's error. None if the call returned an output.
-            seconds: Duration of the call.
-            output_bytes: Size of the output as JSON.
-        """
+        """Write one line immediately. `error` is None if the call returned an output, of `output_bytes` as JSON."""
         if self._file is None:
             return
         name: object = call.tool

@@ -35,16 +35,12 @@ CLEAN_UP_SECONDS = 10.0
 
 
 class Engine:
-    """Schedules all calls in one event loop on one thread.
+    """Schedules all calls in one event loop on one thread. See `ToolExecutor` for the arguments that it has too.
 
     Args:
         make_server: Creates the fork server of the workers.
         checkers: Argument checkers of the remote tools. If a checker `is_slow`, a worker checks the arguments instead, by
             a call of a substitute tool with the same name and schema.
-        num_workers: Maximum number of worker processes.
-        max_output_bytes: Size limit of one output as JSON.
-        max_concurrency: Maximum number of concurrent remote calls.
-        timeout: Time limit of one call in seconds, for tools without their own limit.
         fresh_in: Folder in which each call in a worker gets an empty folder. None gives it none.
         log: Log of the calls, or None. A cancelled call is logged too, with the error `CancelledError`.
     """

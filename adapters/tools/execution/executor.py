@@ -42,32 +42,28 @@ class ToolExecutor:
     """Executes tool calls in worker processes, and awaits remote tools in this process. Made for Linux; workers need Unix.
 
     Trust: arguments are treated as hostile, and tools are trusted. A call is rejected before anything runs if its tool is not
-    in the catalogue or not allowed, if its arguments do not match the schema, or if a path leaves its folder (see
-    `ArgumentChecker`). A call runs in a worker process that shares no memory, open files, environment or terminal with this
-    program. A worker that times out, dies or sends an invalid answer is killed with its processes, and replaced.
+    in the catalogue or not allowed, if its arguments do not match the schema, or if a path leaves its folder. A call runs in a
+    worker process that shares no memory, open files, environment or terminal with this program. A worker that times out, dies
+    or sends an invalid answer is killed with its processes, and replaced.
 
-    Between two calls of one worker, processes started by the first call are killed. The worker's folder, umask, environment,
-    timer, recursion limit and handlers of the common signals are reset. A worker with a leftover thread, or with half of its
-    allowed files open, is replaced. Calls share files in `root`, unless they have folders, and a worker's modules.
+    Between two calls of one worker, its process state is restored, but not the state of modules. Calls share files in `root`,
+    unless they have folders.
 
     Imports: functions are imported by name, once, in a process that receives only a few environment variables, such as PATH.
     Import modules at the top of the tool's module, because workers may not be able to read them later. In a script that
     defines a tool, put everything but definitions under `if __name__ == "__main__":`.
 
-    Remote tools: all remote tools run in one thread, so a tool that blocks delays every other call. The timeout cancels a
-    remote tool; a tool that ignores its cancellation is abandoned. Some schemas can be very slow to check: with `pattern`,
-    `patternProperties`, `uniqueItems` or a recursive `$ref`. A worker checks the arguments of such a remote tool within the
-    tool's timeout, and its schema must not contain `"format": "path"`.
+    Remote tools run in one thread. The timeout cancels a remote tool; a tool that ignores its cancellation is abandoned. If its
+    schema can be slow to check (`pattern`, `patternProperties`, `uniqueItems` or a recursive `$ref`), a worker checks the
+    arguments within the tool's timeout, and the schema must not contain `"format": "path"`.
 
     An executor is thread-safe. It cannot be pickled, and cannot be used in a child process after `os.fork`.
 
     Args:
         catalogue: The tools.
         allow: Names of the tools that may be called. None allows the whole catalogue.
-        num_workers: Maximum number of worker processes, started on demand. More workers run more calls at once and use more
-            memory.
-        timeout: Time limit of one call in seconds, for tools without their own limit. A larger limit waits longer for a
-            call that hangs.
+        num_workers: Maximum number of worker processes, started on demand. More workers use more memory.
+        timeout: Time limit of one call in seconds, for tools without their own limit. A larger limit waits longer for hangs.
         max_output_bytes: Size limit of one output as JSON. A larger limit lets more data into this process.
         max_concurrency: Maximum number of concurrent remote calls. A larger limit puts more load on the servers.
         root: The tools' folder: their working directory, and the folder that paths must not leave. It must stay in place. Files

@@ -54,13 +54,9 @@ _REAP_SECONDS = 0.5
 
 
 class ForkServer:
-    """Forks workers, and ends workers with every process that they started.
+    """Forks workers, and ends workers with every process that they started, as the socket `control` orders.
 
-    Args:
-        control: Socket for orders from the executor.
-        setup: Settings from `workers.ForkServerLink`.
-        functions: The tools' functions by name.
-        checkers: The tools' argument checkers by name, for `setup["root"]`.
+    `setup` has the settings of `links.ForkServerLink`. `checkers` has argument checkers for `setup["root"]`.
     """
 
     def __init__(

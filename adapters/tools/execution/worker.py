@@ -42,6 +42,8 @@ _SIGNALS = [
     getattr(signal, name) for name in ("SIGCHLD", "SIGPIPE", "SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name)
 ]
 """Signals whose handlers are reset after each call. A program that ignores SIGCHLD cannot read its children's status."""
+_THREADS = Path("/proc/self/task")
+"""One folder for each thread. Its number of links counts them, and two more."""
 _THREAD_SECONDS = 0.05
 """Time for a thread that a tool has joined to leave the list of Linux."""
 
@@ -66,13 +68,9 @@ def send(connection: socket.socket, content: bytes) -> None:
 
 
 class Worker:
-    """Runs tool calls in a worker process.
+    """Runs tool calls in a worker process, for the executor at the other end of the socket `answers`.
 
-    Args:
-        answers: Socket to the executor.
-        setup: Settings from `workers.ForkServerLink`.
-        checker: Gives the argument checker of a tool, for a folder that paths must not leave.
-        functions: The tools' functions by name.
+    `setup` has the settings of `links.ForkServerLink`. `checker` gives a tool's argument checker for a folder.
     """
 
     def __init__(
@@ -219,7 +217,7 @@ def _has_one_thread() -> bool:
 
 def _num_threads() -> int:
     try:
-        return Path("/proc/self/task").stat().st_nlink - 2  # one folder per thread, which has a link to this folder
+        return _THREADS.stat().st_nlink - 2
     except OSError:  # not Linux
         return threading.active_count()
 

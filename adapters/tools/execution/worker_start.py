@@ -12,13 +12,10 @@ from .worker import enter
 def confine(setup: dict[str, Any], user: tuple[int, int] | None) -> list[str]:
     """Confine this process, a new worker. Returns what does not work as intended, as ends of a sentence.
 
-    Args:
-        setup: Settings from `workers.ForkServerLink`.
-        user: User id and group id to change to. None keeps the current user.
+    `user` has the user id and group id to change to. None keeps the current user.
 
     Raises:
-        PermissionError: The process cannot read the tools' folder, or would run another program than the executor's user.
-        OSError: The tools' folder is gone, or the kind of confinement does not work.
+        OSError: The tools' folder is gone or unreadable, a program is another one, or the kind of confinement does not work.
     """
     parent = os.getppid()
     os.setsid()
@@ -57,13 +54,9 @@ def confine(setup: dict[str, Any], user: tuple[int, int] | None) -> list[str]:
 
 
 def check_programs(programs: dict[str, tuple[str, str]]) -> None:
-    """Check that this process's user runs the same programs as the executor's user.
+    """Raise PermissionError if this process would run another program than the executor's user, or none.
 
-    Args:
-        programs: Name and path of each tool's program, as the executor's user finds it, by tool.
-
-    Raises:
-        PermissionError: This user would run another program, or none.
+    `programs` has the name and the path of each tool's program, as the executor's user finds it, by tool.
     """
     for tool, (program, path) in programs.items():
         found = shutil.which(program)

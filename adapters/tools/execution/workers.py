@@ -80,12 +80,7 @@ class WorkerPool:
         """Run a call on the next free worker. Returns the output and its size in bytes.
 
         A worker may send data that does not answer the call. If earlier calls ran on that worker, the data may be theirs, so
-        the call runs again on a new worker.
-
-        Args:
-            request: The tool's name, the arguments and the folder, as JSON.
-            timeout: Time limit in seconds, starting when `begin` is called.
-            begin: Called when a worker is available.
+        the call runs again on a new worker. `begin` is called when a worker is available. The timeout in seconds starts then.
 
         Raises:
             ToolError: The call failed.
