@@ -32,10 +32,12 @@ def _remove_folder() -> str:
 
 
 def _closed_folders() -> str:
-    Path("a/b").mkdir(parents=True)
-    Path("a/b/file").write_text("x")
-    Path("a/b").chmod(0)
-    Path("a").chmod(0)
+    outer = Path(f"closed-{os.urandom(8).hex()}")
+    inner = outer / "inner"
+    inner.mkdir(parents=True)
+    (inner / "file").write_text("x")
+    inner.chmod(0)
+    outer.chmod(0)
     return "closed"
 
 

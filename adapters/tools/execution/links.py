@@ -42,63 +42,57 @@ class LinkLostError(Exception):
         self.has_ended = has_ended
 
 
-class Link(asyncio.Protocol):
-    """One socket, whose data is split into frames of bounded size. A frame that nobody waits for is invalid data."""
+class Link:
+    """One socket, whose data is frames of bounded size. A frame is read when it is asked for."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, connection: socket.socket, max_bytes: int) -> None:
+        connection.setblocking(False)
+        self.socket = connection
         self._max_bytes = max_bytes
-        self._buffer = bytearray()
-        self._answer: asyncio.Future[bytes] | None = None
-        self._transport: asyncio.Transport | None = None
-        self.lost: LinkLostError | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while len(self._buffer) >= LENGTH.size and self.lost is None:
-            size = LENGTH.size + LENGTH.unpack_from(self._buffer)[0]
-            if size > self._max_bytes:
-                self.lose(LinkLostError(f"it wrote a frame of {size} bytes; at most {self._max_bytes} are read"))
-            elif len(self._buffer) < size:
-                return
-            elif self._answer is None or self._answer.done():
-                self.lose(LinkLostError("it wrote without having been asked"))
-            else:
-                self._answer.set_result(bytes(self._buffer[LENGTH.size : size]))
-                del self._buffer[:size]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.lose(LinkLostError("it ended" if exc is None else f"it ended: {exc}", has_ended=True))
+        self._data = bytearray()
 
     @property
     def has_unread_data(self) -> bool:
-        """Whether a part of a frame has arrived."""
-        return bool(self._buffer)
+        """Whether a part of a frame has been read."""
+        return bool(self._data)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the other side has neither ended nor sent data that nobody asked for."""
+        try:
+            self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return not self._data
+        except OSError:
+            pass
+        return False
 
     async def answer(self, content: bytes | None = None) -> bytes:
-        """Write a frame, unless it is None, and wait for the next frame.
+        """Write a frame, unless it is None, and wait for a frame.
 
         Raises:
-            LinkLostError: There is no next frame.
+            LinkLostError: The other side has ended, or has sent a frame that is too long, or more than one.
         """
-        if self.lost is not None:
-            raise self.lost
-        assert self._transport is not None
-        self._answer = asyncio.get_running_loop().create_future()
-        if content is not None:
-            self._transport.write(LENGTH.pack(len(content)) + content)
-        return await self._answer
-
-    def lose(self, why: LinkLostError) -> None:
-        """Close the socket immediately."""
-        self.lost = self.lost or why
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(self.lost)
-        if self._transport is not None:
-            self._transport.abort()
+        loop, size = asyncio.get_running_loop(), LENGTH.size
+        try:
+            if content is not None:
+                await loop.sock_sendall(self.socket, LENGTH.pack(len(content)) + content)
+            while len(self._data) < size:
+                part = await loop.sock_recv(self.socket, 65_536)
+                if not part:
+                    raise LinkLostError("it ended", has_ended=True)
+                self._data += part
+                if len(self._data) >= LENGTH.size:
+                    size = LENGTH.size + LENGTH.unpack_from(self._data)[0]
+                if size > self._max_bytes:
+                    raise LinkLostError(f"it wrote a frame of {size} bytes; at most {self._max_bytes} are read")
+        except OSError as error:
+            raise LinkLostError(f"it ended: {error}", has_ended=True) from error
+        if len(self._data) > size:
+            raise LinkLostError("it wrote without having been asked")
+        frame = bytes(self._data[LENGTH.size :])
+        self._data.clear()
+        return frame
 
 
 class Worker:
@@ -109,11 +103,6 @@ class Worker:
         self.server = server
         self.link = link
         self.is_new = True
-
-    @property
-    def fit(self) -> bool:
-        """Whether the worker can take a call."""
-        return self.link.lost is None and not self.link.has_unread_data
 
     async def ask(self, request: bytes) -> tuple[int, bytes, Any]:
         """Send a request as JSON. Returns the flags, and the output or error as JSON and as a value.
@@ -134,9 +123,13 @@ class Worker:
             raise LinkLostError("it reported an error of an unknown type")
         return flags[0], content, answer
 
-    async def kill(self) -> int | None:
-        """End the worker with every process that it started. Returns its wait status, or None if it did not end by itself."""
-        return await asyncio.shield(self.server.kill(self))
+    async def kill(self, *, has_ended: bool = False) -> int | None:
+        """End the worker with every process that it started.
+
+        `has_ended` gives it a moment to end by itself. Returns its wait status, or None if it did not end by itself.
+        """
+        self.link.socket.close()
+        return await asyncio.shield(self.server.end(self.slot, has_ended=has_ended))
 
 
 class ForkServerLink:
@@ -163,17 +156,16 @@ class ForkServerLink:
             "tools": {tool.name: (pickled.hex(), tool.parameters) for tool, pickled in tools},
         }
         self._max_bytes = setup["max_output_bytes"] + _ALLOWANCE
-        self._link = Link(2**20)
         self._orders = asyncio.Lock()
         self._free: list[int] = []
         self._num_slots = 0
-        self._control: socket.socket | None = None
+        self._link: Link | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def is_lost(self) -> bool:
-        """Whether the fork server has ended."""
-        return self._link.lost is not None
+        """Whether the fork server has ended, or has not been started."""
+        return self._link is None or not self._link.is_quiet
 
     async def start(self) -> None:
         """Start the fork server, which imports the tools.
@@ -184,7 +176,8 @@ class ForkServerLink:
         root = self._setup["root"]
         if self._setup["own_root"]:
             Path(root).mkdir(mode=0o700, exist_ok=True)  # a tool may have removed it
-        self._control, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        self._link = Link(ours, 2**20)
         parent = os.open(Path(root).parent, os.O_PATH) if self._setup["own_root"] else os.dup(theirs.fileno())
         command = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), self._home]
         if self._setup["kind"] == "user" and self._setup["no_own_users"] is not None:
@@ -200,7 +193,6 @@ class ForkServerLink:
                 start_new_session=True,  # Ctrl-C goes to the main program, which shuts the fork server down
             )
         os.close(parent)
-        await asyncio.get_running_loop().create_unix_connection(lambda: self._link, sock=self._control)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 answer = json.loads(await self._link.answer(json.dumps(self._setup | {"parent": parent}).encode()))
@@ -223,12 +215,11 @@ class ForkServerLink:
         if not self._free:
             self._free.append(self._num_slots)
             self._num_slots += 1
-        worker = Worker(self._free.pop(), self, Link(self._max_bytes))
         ours, theirs = socket.socketpair()
-        with theirs:
-            await asyncio.get_running_loop().create_unix_connection(lambda: worker.link, sock=ours)
-            self._order(SPAWN, worker.slot, theirs)
+        worker = Worker(self._free.pop(), self, Link(ours, self._max_bytes))
         try:
+            with theirs:
+                self._order(SPAWN, worker.slot, theirs)
             async with asyncio.timeout(_FORK_SECONDS):
                 hello = json.loads(await worker.link.answer())
         except TimeoutError:
@@ -241,39 +232,36 @@ class ForkServerLink:
             raise ConfigError(f"ToolExecutor could not start a worker: {hello['error']}.")
         return worker, hello["problems"]
 
-    async def kill(self, worker: Worker) -> int | None:
+    async def end(self, slot: int, *, has_ended: bool) -> int | None:
         """See `Worker.kill`."""
-        has_ended = worker.link.lost is not None and worker.link.lost.has_ended
-        worker.link.lose(LinkLostError("it was killed"))
+        assert self._link is not None
         try:
             async with self._orders:
-                self._order(REAP if has_ended else KILL, worker.slot)
+                self._order(REAP if has_ended else KILL, slot)
                 status: int | None = json.loads(await self._link.answer())
-        except LinkLostError as error:  # the fork server is gone, and its workers with it
-            self._link.lose(error)
+        except LinkLostError:  # the fork server is gone, and its workers with it
             return None
-        self._free.append(worker.slot)
+        self._free.append(slot)
         return status
 
     def close(self) -> None:
         """End the fork server, which ends its workers, and wait for it."""
-        if self._control is not None and self._process is not None:
-            with contextlib.suppress(OSError, LinkLostError):
-                self._order(QUIT, 0)
-            with contextlib.suppress(OSError):
-                self._control.shutdown(socket.SHUT_RDWR)
-            try:
-                self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
-        self._link.lose(LinkLostError("it was closed"))
+        if self._link is None or self._process is None:
+            return
+        with contextlib.suppress(LinkLostError):
+            self._order(QUIT, 0)
+        self._link.socket.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def _order(self, kind: bytes, slot: int, *passed: socket.socket) -> None:
-        assert self._control is not None
+        assert self._link is not None
         try:
             # An order is a few bytes, and the buffer holds thousands of orders, so this does not block.
-            socket.send_fds(self._control, [ORDER.pack(kind, slot)], [end.fileno() for end in passed])
+            socket.send_fds(self._link.socket, [ORDER.pack(kind, slot)], [end.fileno() for end in passed])
         except OSError as error:
             raise LinkLostError(f"the fork server is gone: {error}") from error
 

@@ -72,7 +72,7 @@ class WorkerPool:
     def close(self) -> None:
         """End the workers and the fork server."""
         for worker in self._idle:
-            worker.link.lose(LinkLostError("the executor was closed"))
+            worker.link.socket.close()
         if self._server is not None:
             self._server.close()
 
@@ -86,7 +86,7 @@ class WorkerPool:
             ToolError: The call failed.
         """
         async with self._turns:
-            while self._idle and not self._idle[-1].fit:
+            while self._idle and not self._idle[-1].link.is_quiet:
                 await self._idle.pop().kill()
             worker = self._idle.pop() if self._idle else await self._new_worker()
             begin()
@@ -114,7 +114,7 @@ class WorkerPool:
                 return None
             raise ToolTimeoutError(f"no answer within {timeout:g} s; the worker was killed.") from None
         except LinkLostError as error:
-            status = await worker.kill()
+            status = await worker.kill(has_ended=error.has_ended)
             if not error.has_ended and not is_new:
                 return None
             raise _died(worker, error, status) from None

@@ -355,7 +355,7 @@ def test_a_worker_that_dies_between_calls_is_replaced_silently(executor: ToolExe
     assert pid is not None
     [idle] = executor._engine._pool._idle
     os.kill(pid, signal.SIGKILL)
-    assert soon(lambda: not idle.fit), "the executor has read the end of the worker's socket"
+    assert soon(lambda: not idle.link.is_quiet), "the executor has read the end of the worker's socket"
     assert output_of(executor, "add", a=1) == 2
     assert not exists(pid)
 
