@@ -82,7 +82,8 @@ def temporary() -> dict[str, Any]:
             locked = True
     except OSError:
         locked = False
-    return {"folder": folder, "locked": locked}
+    sizes = [os.statvfs(path).f_blocks * os.statvfs(path).f_frsize for path in ("/tmp", "/dev/shm")]
+    return {"folder": folder, "locked": locked, "sizes": sizes}
 
 
 def core_can_be_dumped() -> bool:

@@ -204,6 +204,8 @@ class ForkServer:
 
 def _has_ended(pid: int) -> bool:
     """Whether a child has ended. It is not reaped yet, so that its number stays its own."""
+    if not hasattr(os, "waitid"):  # not Linux
+        return True
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

@@ -57,15 +57,23 @@ class Link:
         return bool(self._data)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether this side or the other side has closed the socket."""
+        return self._next_byte() == b""
+
+    @property
     def is_quiet(self) -> bool:
-        """Whether the other side has neither ended nor sent data that nobody asked for."""
+        """Whether the socket is open, and the other side has sent nothing that nobody asked for."""
+        return self._next_byte() is None and not self._data
+
+    def _next_byte(self) -> bytes | None:
+        """The next byte that has arrived, which stays unread. Empty at the end of the data, and None if there is none yet."""
         try:
-            self.socket.recv(1, socket.MSG_PEEK)
+            return self.socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
-            return not self._data
+            return None
         except OSError:
-            pass
-        return False
+            return b""
 
     async def answer(self, content: bytes | None = None) -> bytes:
         """Write a frame, unless it is None, and wait for a frame.
@@ -165,7 +173,7 @@ class ForkServerLink:
     @property
     def is_lost(self) -> bool:
         """Whether the fork server has ended, or has not been started."""
-        return self._link is None or not self._link.is_quiet
+        return self._link is None or self._link.has_ended
 
     async def start(self) -> None:
         """Start the fork server, which imports the tools.
@@ -178,7 +186,7 @@ class ForkServerLink:
             Path(root).mkdir(mode=0o700, exist_ok=True)  # a tool may have removed it
         ours, theirs = socket.socketpair()
         self._link = Link(ours, 2**20)
-        parent = os.open(Path(root).parent, os.O_PATH) if self._setup["own_root"] else os.dup(theirs.fileno())
+        parent = os.open(Path(root).parent, getattr(os, "O_PATH", os.O_RDONLY)) if self._setup["own_root"] else os.dup(theirs.fileno())
         command = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), self._home]
         if self._setup["kind"] == "user" and self._setup["no_own_users"] is not None:
             prctl(PR_SET_DUMPABLE, 0)  # nothing else keeps the workers from this program's memory and environment
@@ -240,6 +248,7 @@ class ForkServerLink:
                 self._order(REAP if has_ended else KILL, slot)
                 status: int | None = json.loads(await self._link.answer())
         except LinkLostError:  # the fork server is gone, and its workers with it
+            self._link.socket.close()
             return None
         self._free.append(slot)
         return status
@@ -250,7 +259,10 @@ class ForkServerLink:
             return
         with contextlib.suppress(LinkLostError):
             self._order(QUIT, 0)
-        self._link.socket.close()
+        with contextlib.suppress(OSError):
+            self._link.socket.shutdown(socket.SHUT_RDWR)
+        if not self._orders.locked():  # otherwise `end` waits for an answer, and closes the socket
+            self._link.socket.close()
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:

@@ -43,6 +43,7 @@ from tests.support.tool_executors import (
     number_here,
     open_folder,
     output_of,
+    processes_of,
     soon,
     worker_processes,
 )
@@ -388,3 +389,12 @@ def test_a_fork_server_that_dies_is_replaced(kind: Any) -> None:
         results = made.run([call("add", a=i) for i in range(10)])
         assert [result.output for result in results] == list(range(1, 11))
         assert number_here(made, output_of(made, "who")["parent"]) not in (None, server)
+
+
+def test_many_workers_that_end_at_once_leave_the_fork_server_in_place() -> None:
+    with ToolExecutor(CATALOGUE, num_workers=4, timeout=LONG) as made:
+        server, *_ = processes_of(made)
+        calls = [call("misbehave", how=how) for how in ("os_exit", "garbage", "raw_thread_left", "kill_self")]
+        ended = [WorkerDiedError, WorkerDiedError, None, WorkerLostError]
+        assert [error_of(result) for result in made.run(calls * 40)] == ended * 40
+        assert processes_of(made)[0] == server
