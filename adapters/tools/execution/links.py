@@ -186,7 +186,7 @@ class ForkServerLink:
             Path(root).mkdir(mode=0o700, exist_ok=True)  # a tool may have removed it
         ours, theirs = socket.socketpair()
         self._link = Link(ours, 2**20)
-        parent = os.open(Path(root).parent, getattr(os, "O_PATH", os.O_RDONLY)) if self._setup["own_root"] else os.dup(theirs.fileno())
+        parent = os.open(Path(root).parent, getattr(os, "O_PATH", os.O_RDONLY))
         command = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), self._home]
         if self._setup["kind"] == "user" and self._setup["no_own_users"] is not None:
             prctl(PR_SET_DUMPABLE, 0)  # nothing else keeps the workers from this program's memory and environment
@@ -208,7 +208,8 @@ class ForkServerLink:
             os.killpg(self._process.pid, signal.SIGKILL)  # it has no workers yet
             answer = {"error": f"their modules were not imported within {_START_SECONDS:g} s"}
         except LinkLostError as error:
-            answer = {"error": f"the fork server: {error}"}
+            hint = "; bwrap may have written why, and confinement='landlock' mounts nothing"
+            answer = {"error": f"the fork server: {error}{hint if self._setup['kind'] == 'bubblewrap' else ''}"}
         if "error" in answer:
             self.close()
             raise ConfigError(f"ToolExecutor could not start its workers: {answer['error']}")
