@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,7 +16,7 @@ from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArguments
 from adapters.tools.catalogue.calls import ToolCall, ToolResult
 from adapters.tools.catalogue.tools import Tool
 from adapters.tools.errors import LoopBlockedError, ToolError, ToolRaisedError, ToolTimeoutError
-from grpo.errors import ConfigError
+from grpo.errors import ConfigError, GRPOWarning
 
 from .call_log import CallLog
 from .links import ERRORS, ForkServerLink
@@ -162,7 +163,7 @@ class Engine:
             raise type(error)(f"{tool.name}: {error}") from None
         finally:
             if fresh is not None:
-                await asyncio.shield(asyncio.to_thread(remove_folder, str(fresh)))
+                await asyncio.shield(asyncio.to_thread(_remove, fresh))
 
     async def _await(self, tool: Tool, text: str, clock: "_Clock") -> tuple[Any, int]:
         check = self._checkers[tool.name]
@@ -236,7 +237,15 @@ class Engine:
         if runs:
             await asyncio.wait(runs, timeout=CLEAN_UP_SECONDS / 2)
         self._pool.close()
-        await asyncio.sleep(0)  # transports close in the next turn of the loop
+        await self._loop.shutdown_default_executor()
+
+
+def _remove(folder: Path) -> None:
+    """Remove a call's folder. The call has its result in any case."""
+    try:
+        remove_folder(str(folder))
+    except OSError as error:
+        warnings.warn(f"ToolExecutor could not remove the folder of a call: {error}.", GRPOWarning, stacklevel=2)
 
 
 async def _outcome(tool: Tool, arguments: dict[str, Any], max_bytes: int) -> tuple[bool, bytes, BaseException | None]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import PathOutsideRootError, ToolRaisedError, ToolTimeoutError, WorkerDiedError
 from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.workers import WorkerLimits
-from grpo.errors import ConfigError
+from grpo.errors import ConfigError, GRPOWarning
 from tests.support import tool_functions
 from tests.support.tool_executors import CATALOGUE, CONFINEMENTS, LINUX, LONG, call, error_of, output_of, soon
 
@@ -71,13 +72,27 @@ def test_a_given_up_call_leaves_no_fresh_folder() -> None:
         assert soon(lambda: not list(made.root.iterdir()))
 
 
+def test_a_fresh_folder_that_cannot_be_removed_is_said_and_fails_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: str) -> None:
+        raise OSError(16, "Device or resource busy", folder)
+
+    before = set(threading.enumerate())
+    with ToolExecutor(MORE, num_workers=1, timeout=LONG, fresh_folder=True) as made:
+        monkeypatch.setattr("adapters.tools.execution.engine.remove_folder", refuse)
+        with pytest.warns(GRPOWarning, match="could not remove the folder of a call: .*busy"):
+            assert output_of(made, "leave", name="a") == ["a"]
+            assert output_of(made, "add", a=1) == 2
+    assert set(threading.enumerate()) == before
+
+
 @pytest.mark.parametrize("fresh_folder", [False, True])
 def test_calls_with_the_same_name_of_a_folder_share_it(fresh_folder: bool) -> None:
     with ToolExecutor(MORE, num_workers=2, timeout=LONG, fresh_folder=fresh_folder) as made:
         assert all(result.ok for result in made.run([call("meet", number=2)] * 2, folders=["group-1"] * 2)), (
             "two workers"
         )
-        first, second = made.run([call("leave", name="a"), call("leave", name="b")], folders=["g", None])
+        [first] = made.run([call("leave", name="a")], folders=["g"])
+        [second] = made.run([call("leave", name="b")], folders=[None])
         assert (first.output, second.output) == (["a"], ["b"] if fresh_folder else ["b", "g", "group-1"])
         [again] = made.run([call("leave", name="c")], folders=["g"])
         assert again.output == ["a", "c"]
