@@ -16,6 +16,7 @@ from adapters.tools.catalogue.calls import ToolCall, ToolResult
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.execution.confinement.landlock import Landlock
 from adapters.tools.execution.executor import ToolExecutor
+from adapters.tools.execution.workers import WorkerLimits
 from tests.support import hostile_tools, tool_functions
 
 OWN_USERS = sys.platform == "linux" and os.geteuid() == 0
@@ -38,6 +39,21 @@ CONFINEMENTS = [
     "user",
 ]
 """Kinds of confinement. A machine without bubblewrap fails the tests: apt has it."""
+BUBBLEWRAP_DAILY = [
+    "bubblewrap",
+    *(
+        pytest.param(each, marks=pytest.mark.slow)
+        if isinstance(each, str)
+        else pytest.param(*each.values, marks=[*each.marks, pytest.mark.slow])
+        for each in CONFINEMENTS[1:]
+    ),
+]
+"""The same kinds. All but the first are slow tests."""
+USERS = [
+    pytest.param(WorkerLimits(), id="own users"),
+    pytest.param(WorkerLimits(first_uid=None), id="one user", marks=pytest.mark.slow),
+]
+"""Limits of workers with user ids of their own, and of workers with the user id of the program, as a slow test."""
 
 LONG = 60.0
 """Seconds that a condition may take to hold on a busy machine, and that a call takes which must not end by itself."""

@@ -185,7 +185,7 @@ def enter(setup: dict[str, Any], folder: str | None) -> str:
             raise FileNotFoundError(
                 f"root={root} must exist, but it is gone: a tool or another program removed it. Create it again"
             ) from None
-        Path(root).mkdir(mode=0o700)  # a tool has removed the executor's folder
+        Path(root).mkdir(mode=0o700, exist_ok=True)  # a tool has removed the executor's folder
         os.chdir(root)
     if folder is not None:
         root = str(Path(root, folder))

@@ -19,7 +19,17 @@ from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.workers import WorkerLimits
 from grpo.errors import ConfigError, GRPOWarning
 from tests.support import confined_tools, tool_functions
-from tests.support.tool_executors import CONFINEMENTS, LINUX, LONG, OWN_USERS, as_nobody, call, open_folder, output_of
+from tests.support.tool_executors import (
+    CONFINEMENTS,
+    LINUX,
+    LONG,
+    OWN_USERS,
+    USERS,
+    as_nobody,
+    call,
+    open_folder,
+    output_of,
+)
 
 pytestmark = LINUX
 
@@ -150,7 +160,7 @@ def test_only_bubblewrap_hides_sockets_in_files(shared: Path, kind: Any) -> None
         assert output_of(made, "outcome_of_connection", path=str(shared / "socket")) == expected
 
 
-@pytest.mark.parametrize("limits", [WorkerLimits(), ROOT_USER], ids=["own users", "the program's user"])
+@pytest.mark.parametrize("limits", USERS)
 @pytest.mark.parametrize("kind", CONFINEMENTS)
 def test_workers_have_no_capabilities(kind: Any, limits: WorkerLimits) -> None:
     with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, confinement=kind, limits=limits) as made:

@@ -7,13 +7,12 @@ import pytest
 
 from adapters.tools.errors import ToolTimeoutError, WorkerDiedError
 from adapters.tools.execution.executor import ToolExecutor
-from adapters.tools.execution.workers import WorkerLimits
-from tests.support.tool_executors import CATALOGUE, LINUX, LONG, call, error_of, output_of
+from tests.support.tool_executors import CATALOGUE, LINUX, LONG, USERS, call, error_of, output_of
 
 pytestmark = LINUX
 
 
-@pytest.fixture(scope="module", params=[WorkerLimits(), WorkerLimits(first_uid=None)], ids=["own users", "one user"])
+@pytest.fixture(scope="module", params=USERS)
 def executor(request: pytest.FixtureRequest) -> Iterator[ToolExecutor]:
     with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, limits=request.param) as made:
         yield made
@@ -23,7 +22,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[ToolExecutor]:
     "how", ["late_raw_thread", "late_process", "late_hook", "late_garbage", "late_error", "late_writer"]
 )
 def test_the_call_after_a_forged_answer_runs_on_another_worker(executor: ToolExecutor, how: str) -> None:
-    for _ in range(3):
+    for _ in range(2):
         before = output_of(executor, "who")["pid"]
         assert output_of(executor, "misbehave", how=how) == "left"
         results = executor.run([call("add", a=1), call("who")])

@@ -14,7 +14,7 @@ from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.workers import WorkerLimits
 from grpo.errors import ConfigError, GRPOWarning
 from tests.support import tool_functions
-from tests.support.tool_executors import CATALOGUE, CONFINEMENTS, LINUX, LONG, call, error_of, output_of, soon
+from tests.support.tool_executors import CATALOGUE, CONFINEMENTS, LINUX, LONG, USERS, call, error_of, output_of, soon
 
 pytestmark = LINUX
 
@@ -31,7 +31,7 @@ def test_calls_share_files_and_a_worker_keeps_the_state_of_modules() -> None:
         assert [output_of(made, "remember", text=text) for text in "ab"] == [["a"], ["a", "b"]]
 
 
-@pytest.mark.parametrize("limits", [WorkerLimits(), WorkerLimits(first_uid=None)], ids=["own users", "one user"])
+@pytest.mark.parametrize("limits", USERS)
 @pytest.mark.parametrize("kind", CONFINEMENTS)
 def test_a_fresh_folder_is_empty_holds_the_calls_paths_and_is_removed(kind: Any, limits: WorkerLimits) -> None:
     with ToolExecutor(MORE, num_workers=2, timeout=LONG, fresh_folder=True, confinement=kind, limits=limits) as made:
@@ -80,8 +80,8 @@ def test_a_fresh_folder_that_cannot_be_removed_is_said_and_fails_no_call(monkeyp
     with ToolExecutor(MORE, num_workers=1, timeout=LONG, fresh_folder=True) as made:
         monkeypatch.setattr("adapters.tools.execution.engine.remove_folder", refuse)
         with pytest.warns(GRPOWarning, match="could not remove the folder of a call: .*busy"):
-            assert output_of(made, "leave", name="a") == ["a"]
-            assert output_of(made, "add", a=1) == 2
+            results = made.run([call("leave", name="a"), call("add", a=1)])
+        assert [result.output for result in results] == [["a"], 2]
     assert set(threading.enumerate()) == before
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tool_executors import CONFINEMENTS, LINUX, LONG, OWN_USERS, exists, soon
+from tests.support.tool_executors import BUBBLEWRAP_DAILY, LINUX, LONG, OWN_USERS, exists, soon
 
 pytestmark = LINUX
 
@@ -60,7 +60,7 @@ def seen_in(lines: list[str]) -> tuple[list[int], Path]:
     return [int(number) for number in numbers], Path(root)
 
 
-@pytest.mark.parametrize("kind", CONFINEMENTS)
+@pytest.mark.parametrize("kind", BUBBLEWRAP_DAILY)
 def test_tools_may_be_defined_in_the_main_program_and_end_with_it(tmp_path: Path, kind: str) -> None:
     process = start(tmp_path, MAIN, "-m", "script_with_tools", "0", kind)
     out, errors = process.communicate(timeout=LONG)
@@ -71,7 +71,7 @@ def test_tools_may_be_defined_in_the_main_program_and_end_with_it(tmp_path: Path
     assert soon(lambda: not any(exists(pid) for pid in started) and not root.exists())
 
 
-@pytest.mark.parametrize("kind", CONFINEMENTS)
+@pytest.mark.parametrize("kind", BUBBLEWRAP_DAILY)
 def test_a_program_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path, kind: str) -> None:
     process = start(tmp_path, MAIN, str(tmp_path / "script_with_tools.py"), "1000", kind)
     assert process.stdout is not None

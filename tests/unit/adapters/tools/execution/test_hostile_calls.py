@@ -281,7 +281,7 @@ KINDS: dict[str, list[Case]] = {
 }  # fmt: skip
 
 
-DAILY = ("what does not belong to a worker", "the executor's socket", "what is left for the next call")
+DAILY = ("what does not belong to a worker", "what is left for the next call")
 """What depends on the kind of confinement the most. The rest is a slow test for all kinds but the first."""
 RUNS = [
     pytest.param(

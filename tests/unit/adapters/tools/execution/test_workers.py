@@ -30,8 +30,8 @@ from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.workers import WorkerLimits
 from grpo.errors import ConfigError, GRPOWarning
 from tests.support.tool_executors import (
+    BUBBLEWRAP_DAILY,
     CATALOGUE,
-    CONFINEMENTS,
     LINUX,
     LONG,
     OWN_USERS,
@@ -169,7 +169,7 @@ def test_workers_have_user_ids_of_their_own(executor: ToolExecutor) -> None:
     assert 0 not in users
 
 
-@pytest.mark.parametrize("kind", CONFINEMENTS)
+@pytest.mark.parametrize("kind", BUBBLEWRAP_DAILY)
 def test_without_own_user_ids_there_is_a_warning_and_strays_are_still_killed(kind: Any) -> None:
     limits = WorkerLimits(first_uid=None)
     with pytest.warns(GRPOWarning, match=r"less confined than intended: they run as user"):
@@ -374,7 +374,7 @@ def test_a_worker_that_is_killed_during_a_call_is_lost_and_replaced() -> None:
         assert output_of(made, "add", a=1) == 2
 
 
-@pytest.mark.parametrize("kind", CONFINEMENTS)
+@pytest.mark.parametrize("kind", BUBBLEWRAP_DAILY)
 def test_a_fork_server_that_dies_is_replaced(kind: Any) -> None:
     with ToolExecutor(CATALOGUE, num_workers=2, timeout=LONG, confinement=kind) as made:
         seen = output_of(made, "who")
@@ -396,5 +396,5 @@ def test_many_workers_that_end_at_once_leave_the_fork_server_in_place() -> None:
         server, *_ = processes_of(made)
         calls = [call("misbehave", how=how) for how in ("os_exit", "garbage", "raw_thread_left", "kill_self")]
         ended = [WorkerDiedError, WorkerDiedError, None, WorkerLostError]
-        assert [error_of(result) for result in made.run(calls * 40)] == ended * 40
+        assert [error_of(result) for result in made.run(calls * 10)] == ended * 10
         assert processes_of(made)[0] == server
