@@ -21,18 +21,7 @@ class Bubblewrap:
         """Try to start a program."""
         if shutil.which("bwrap") is None:
             return "the program bwrap is missing; install the package bubblewrap"
-        trial = [
-            *_NAMESPACES,
-            "--ro-bind",
-            "/",
-            "/",
-            *_mounted("--tmpfs", "/tmp"),
-            "--proc",
-            "/proc",
-            "--dev",
-            "/dev",
-            "true",
-        ]
+        trial = [*_NAMESPACES, "--ro-bind", "/", "/", *_tmpfs("/tmp"), "--proc", "/proc", "--dev", "/dev", "true"]  # fmt: skip
         run = subprocess.run(
             trial, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, check=False
         )
@@ -42,18 +31,17 @@ class Bubblewrap:
         """Mount the readable paths read-only and `root` writable, each under its own name, and parents before children."""
         mounts = {
             "/dev": ["--dev", "/dev"],
-            "/dev/shm": _mounted("--tmpfs", "/dev/shm"),
+            "/dev/shm": _tmpfs("/dev/shm"),
             "/proc": ["--proc", "/proc"],
-            "/tmp": _mounted("--tmpfs", "/tmp"),
+            "/tmp": _tmpfs("/tmp"),
         }
         mounts = {path: ["--ro-bind", path, path] for path in readable if not Path(path).is_relative_to(root)} | mounts
         if "/tmp" in readable:  # a module of the program may be there
             mounts["/tmp"] = ["--ro-bind", "/tmp", "/tmp", "--setenv", "TMPDIR", root]
         mounts[root] = ["--bind", root, root]
-        for folder in {
-            folder for path in mounts for folder in Path(path).parents
-        }:  # bwrap would make these for root only
-            if not any(folder.is_relative_to(path) for path in (*readable, root)) and folder != Path("/"):
+        above = {folder for path in mounts for folder in Path(path).parents[:-1]}
+        for folder in above:  # bwrap would make these folders for root only
+            if not any(folder.is_relative_to(path) for path in (*readable, root) if path != "/"):
                 mounts.setdefault(str(folder), ["--perms", "0755", "--dir", str(folder)])
         return [*_NAMESPACES, *(word for path in sorted(mounts) for word in mounts[path]), "--"]
 
@@ -61,5 +49,5 @@ class Bubblewrap:
         """Do nothing: a worker is in the namespaces of the process that forks it."""
 
 
-def _mounted(kind: str, path: str) -> list[str]:
-    return ["--perms", "1777", "--size", _TMP_BYTES, kind, path]
+def _tmpfs(path: str) -> list[str]:
+    return ["--perms", "1777", "--size", _TMP_BYTES, "--tmpfs", path]

@@ -56,7 +56,7 @@ def shared() -> Iterator[Path]:
         yield folder
 
 
-def outcomes(executor: ToolExecutor, *asked: tuple[str, Path]) -> list[str]:
+def outcomes(executor: ToolExecutor, *asked: tuple[str, Path | str]) -> list[str]:
     results = executor.run([call("outcome_of", what=what, path=str(path)) for what, path in asked])
     return [result.output for result in results]
 
@@ -119,6 +119,23 @@ def test_packages_that_were_not_found_by_the_path_are_readable(monkeypatch: pyte
         assert "/no/such/folder" not in found
         assert not any(Path(path).is_relative_to(other) for path in found for other in found if path != other)
     assert str(folder / "hooked") not in readable_paths([])
+
+
+@pytest.mark.parametrize("kind", CONFINEMENTS[:2])
+def test_readable_folders_may_be_above_the_tools_folder_or_within_it(shared: Path, kind: Any) -> None:
+    root = shared / "root"
+    (root / "inner").mkdir(parents=True)
+    for folder in (root, root / "inner"):
+        folder.chmod(0o777)
+    for readable in (["/tmp"], ["/"], [root / "inner"], [shared, root]):
+        settings: Any = {"root": root, "readable": readable, "confinement": kind}
+        with ToolExecutor(CATALOGUE, num_workers=1, timeout=LONG, **settings) as made:
+            written = outcomes(made, ("write", root / "inner" / "file"), ("write", shared / "new"), ("write", "/etc/x"))
+            assert written[0] == "done"
+            assert not {"done"} & set(written[1:])
+            expected = str(root) if readable == ["/tmp"] or kind == "landlock" else "/tmp"
+            assert output_of(made, "temporary")["folder"] == expected
+            (root / "inner" / "file").unlink()
 
 
 # --- processes
