@@ -141,12 +141,7 @@ class Worker:
 
 
 class ForkServerLink:
-    """The executor's handle of the fork server.
-
-    Args:
-        tools: The tools that workers run, with their pickled functions.
-        setup: The other settings of the fork server.
-    """
+    """The executor's handle of the fork server. `tools` have their pickled functions; `setup` has the other settings."""
 
     def __init__(self, tools: Sequence[tuple[Tool, bytes]], setup: dict[str, Any]) -> None:
         programs = {tool.name: tool.function.argv[0] for tool, _ in tools if isinstance(tool.function, Command)}
