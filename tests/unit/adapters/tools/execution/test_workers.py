@@ -337,11 +337,11 @@ def test_four_workers_at_most_are_started_when_needed_and_stay_warm() -> None:
         assert len({output_of(made, "who")["pid"] for _ in range(5)}) == 1
 
 
-def test_a_call_has_ten_seconds_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_has_ten_seconds_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr("adapters.tools.execution.executor.Engine", lambda *_, timeout, **__: asked.append(timeout))
     monkeypatch.setattr("adapters.tools.execution.executor._finish", lambda *_: None)
-    ToolExecutor(CATALOGUE, allow=["async_nap"])
+    ToolExecutor(CATALOGUE, allow=["async_nap"], root=tmp_path)
     assert asked == [10.0]
 
 
