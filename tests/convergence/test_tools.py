@@ -28,6 +28,9 @@ from examples.tool_workbench import ADDED_LATER, shares_words, workbench_catalog
 from grpo import GRPOTrainer
 from tests.support.objective_inputs import as_users_run_it
 
+# Policies in training also call tools for which the request has no values.
+pytestmark = pytest.mark.filterwarnings("ignore:ToolSelectionPolicy. fill gave no value")
+
 EVERYTHING = workbench_catalogue()
 CHANCE = 1 / 33
 FEW, ALL, FIRST = 100, 400, 25

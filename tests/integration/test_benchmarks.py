@@ -95,7 +95,7 @@ def test_a_benchmark_runs_as_typed_without_a_warning(name: str, tmp_path: Path) 
 
 def test_every_benchmark_has_a_short_run() -> None:
     names = {path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py")}
-    assert names == {*TYPED, "llm_vs_trl", "agent_vs_trl", "trl_curves", "import_time"}
+    assert names == {*TYPED, "llm_vs_trl", "agent_vs_trl", "trl_curves", "tool_logs", "import_time"}
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ class ToolSelectionPolicy(nn.Module):
         hidden: Widths of h's layers, with tanh between them. Empty makes h the identity.
         describe: Maps a state to the text or vector that represents it. The default uses the text of a `ToolTask`.
         fill: Maps (state, tool) to values of the parameters that are not enumerated. The default reads them from the request.
-            Names that the tool lacks, or that the policy decides, are ignored.
+            Names that the tool lacks, or that the policy decides, are ignored. Calls of one tool for one state share the values.
         available: Maps a state to the names of the tools that may be chosen, or to None for all tools. None allows all tools
             in every state.
 
@@ -480,9 +480,12 @@ class ToolSelectionPolicy(nn.Module):
 
     def _calls(self, states: Any, rows: Sequence[int], steps: Sequence[Sequence[int]]) -> list[ToolCall]:
         calls = []
+        filled: dict[tuple[int, int], Mapping[str, Any]] = {}  # the calls of a group often agree
         for row, taken in zip(rows, steps, strict=True):
-            tool = self._tables.tools[taken[0]]
-            given = self.fill(states[row], tool)
+            tool, key = self._tables.tools[taken[0]], (row, taken[0])
+            if key not in filled:
+                filled[key] = self.fill(states[row], tool)
+            given = filled[key]
             calls.append(self._tables.call(taken, given))
             for name in self._tables.to_fill[taken[0]]:
                 self._fill_check(tool.name, name, name in given)
