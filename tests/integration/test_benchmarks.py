@@ -237,8 +237,7 @@ def test_the_benchmark_of_tools_gives_every_method_the_same_tasks_and_calls(
         name: [float(cell.split()[0]) for cell in row[1:5]] for name, row in methods.items() if name != "method"
     }
 
-    # without weights every task has the call of the first tool, which is right for 20 of 660 (10 of 330)
-    assert right_tool["untrained policy"][::2] == [3.0, 3.0]
+    assert right_tool["untrained policy"][::2] == right_tool["nearest description"][::2], "what it starts from"
     # a description is of use only where words are shared
     assert right_tool["nearest description"][0] > 30.0
     assert right_tool["nearest description"][2] < 10.0

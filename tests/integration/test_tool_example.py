@@ -43,7 +43,7 @@ def test_tool_routing_reaches_its_documented_accuracy(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_iterations", "learned", "right_call", "without_words"),
-    [(20, 0.40, 0.10, 0.25), (60, 0.80, 0.25, 0.70)],
+    [(20, 0.50, 0.20, 0.25), (60, 0.80, 0.25, 0.70)],
 )
 def test_tool_routing_learns_from_the_rewards_of_executed_calls(
     num_iterations: int, learned: float, right_call: float, without_words: float, tmp_path: Path
@@ -55,9 +55,9 @@ def test_tool_routing_learns_from_the_rewards_of_executed_calls(
     assert re.search(r"^33 tools in 6 categories", printed, re.MULTILINE), printed
     shares = shares_of_tools(printed)
     right_tool, right_in_all, *where_no_word_is_shared = shares["before"]
-    assert right_tool < 0.04, "chance is 1/33"
-    assert right_in_all < 0.03
-    assert where_no_word_is_shared[0] < 0.06
+    assert 0.3 < right_tool < 0.4, "the nearest description"
+    assert right_in_all < 0.2
+    assert where_no_word_is_shared[0] < 0.1
     right_tool, right_in_all, *where_no_word_is_shared = shares["after"]
     assert right_tool > learned
     assert right_in_all > right_call
