@@ -84,7 +84,7 @@ class ToolSelectionPolicy(nn.Module):
         hidden: Widths of h's layers, with tanh between them. Empty makes h the identity.
         describe: Maps a state to the text or vector that represents it. The default uses the text of a `ToolTask`.
         fill: Maps (state, tool) to values of the parameters that are not enumerated. The default reads them from the request.
-            Names that the tool lacks, or that the policy decides, are ignored. Calls of one tool for one state share the values.
+            Names that the tool lacks, or that the policy decides, are ignored. Equal tools of one state share the values.
         available: Maps a state to the names of the tools that may be chosen, or to None for all tools. None allows all tools
             in every state.
 
