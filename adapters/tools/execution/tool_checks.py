@@ -4,7 +4,7 @@ import os
 import pickle
 from collections.abc import Collection
 
-from adapters.tools.catalogue.schemas import check_path_formats, names_path_format, slow_keyword
+from adapters.tools.catalogue.schemas import names_path_format, slow_keyword
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from grpo.errors import ConfigError
 
@@ -37,10 +37,6 @@ def allowed_tools(catalogue: ToolCatalogue, allow: Collection[str] | None) -> li
                 f"process checks paths, and a check of `{slow}` could block all other calls. Remove one of the two from the "
                 "schema, or leave the tool out of `allow`."
             )
-        try:
-            check_path_formats(tool.parameters)
-        except ValueError as error:
-            raise ConfigError(f"Tool {tool.name}: parameters: {error} Or leave the tool out of `allow`.") from error
     return allowed
 
 
