@@ -1,0 +1,62 @@
+"""`examples.scale` runs unchanged on one process and on two ranks."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.example_runs import NUMBER, ROOT, STRICT, run_example
+
+SAID = re.compile(
+    rf"(\d+) ranks on cpu.*\ndigits right on held-out prompts: ({NUMBER}) before, ({NUMBER}) after (\d+) iterations\n"
+    r"weights of each rank: ([0-9a-f ]+)\n"
+)
+
+
+def figures(printed: str) -> tuple[int, float, float, int, list[str]]:
+    """Ranks, shares of right digits before and after, iterations, and a hash of each rank's weights."""
+    found = SAID.search(printed)
+    assert found is not None, printed
+    ranks, before, after, iterations, hashes = found.groups()
+    return int(ranks), float(before), float(after), int(iterations), hashes.split()
+
+
+def on_two_ranks(*arguments: object, folder: Path) -> str:
+    """What `torchrun --nproc-per-node 2 -m examples.scale.train` prints."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.run(
+        [sys.executable, *launcher, "-m", "examples.scale.train", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": STRICT[1]},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    return process.stdout
+
+
+@pytest.mark.slow
+def test_one_process_and_two_ranks_learn_the_same(tmp_path: Path) -> None:
+    """Ranks draw other samples than one process, so the curves differ by their noise."""
+    one = figures(run_example("scale.train", "--iterations", "60", folder=tmp_path))
+    two = figures(on_two_ranks("--iterations", 60, "--folder", "two", folder=tmp_path))
+    assert (one[0], two[0]) == (1, 2)
+    for _, before, after, iterations, hashes in (one, two):
+        assert before < 0.15
+        assert after > 0.45
+        assert iterations == 60
+        assert len(set(hashes)) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "two"}
+
+
+@pytest.mark.slow
+def test_a_run_on_two_ranks_that_is_continued_ends_with_the_weights_of_an_unbroken_run(tmp_path: Path) -> None:
+    whole = figures(on_two_ranks("--iterations", 4, "--folder", "whole", folder=tmp_path))
+    on_two_ranks("--iterations", 2, "--folder", "parts", folder=tmp_path)
+    continued = figures(on_two_ranks("--iterations", 4, "--folder", "parts", folder=tmp_path))
+    assert continued[2:] == whole[2:]
