@@ -1,7 +1,7 @@
 """All settings of training. Surrogates and sampler corrections hold their own settings."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ._advantages.groups import Baseline, Credit, Scale
@@ -18,6 +18,9 @@ DEFAULT_KL_COEF = 0.04
 
 CORRECTIONS: dict[str, type[Settings]] = {"truncate": Truncate, "mask": Mask}
 """Maps the name of a sampler correction in the settings to its class. A name means the class with its defaults."""
+
+NO_CORRECTION = "none"
+"""The name that switches the sampler correction off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +121,8 @@ class ObjectiveConfig(Settings):
     [N, T]` of your own. A name becomes the object with its defaults."""
     sampler_correction: SamplerCorrection | str | None = None
     """Importance weights for actions that another distribution sampled (`behaviour_log_probs`): `Truncate(...)`, `Mask(...)`,
-    the name of one, or a callable of your own. The weights multiply the surrogate only. None: no correction."""
+    the name of one, or a callable of your own. The weights multiply the surrogate only. `"none"`: no correction. None:
+    `Truncate()` if `iterations_ahead` is above 0, else no correction."""
     top_entropy_fraction: float = setting(1.0, above=0.0, at_most=1.0)
     """The surrogate counts only this fraction of the update's steps, the steps with the highest entropy. Smaller learns from
     the most uncertain decisions only. The policy must return an exact entropy."""
@@ -152,8 +156,8 @@ class ObjectiveConfig(Settings):
     def __post_init__(self) -> None:
         """Check every value, and replace names by objects."""
         object.__setattr__(self, "surrogate", _as_object("surrogate", self.surrogate, SURROGATES))
-        if self.sampler_correction is not None:
-            correction = _as_object("sampler_correction", self.sampler_correction, CORRECTIONS)
+        if self.sampler_correction not in (None, NO_CORRECTION):
+            correction = _as_object("sampler_correction", self.sampler_correction, CORRECTIONS, NO_CORRECTION)
             object.__setattr__(self, "sampler_correction", correction)
         Settings.__post_init__(self)
         traits_of(self.surrogate)
@@ -164,6 +168,12 @@ class ObjectiveConfig(Settings):
                 "fixed_length=(the largest number of steps of a row), and the other aggregations need fixed_length=None."
             )
 
+    @property
+    def correction(self) -> SamplerCorrection | None:
+        """The sampler correction. None: no correction."""
+        correction = self.sampler_correction
+        return None if correction is None or isinstance(correction, str) else correction
+
     def kl_coef_with(self, *, has_reference: bool) -> float:
         """The KL coefficient. If it is not set: `DEFAULT_KL_COEF` with a reference, 0 without one."""
         return self.kl_coef if self.kl_coef is not None else DEFAULT_KL_COEF if has_reference else 0.0
@@ -171,11 +181,11 @@ class ObjectiveConfig(Settings):
     def to_dict(self) -> dict[str, Any]:
         """Convert the settings to plain values for JSON and `from_dict`. A callable of your own becomes {"kind": "custom",
         "name": ...}."""
-        correction = self.sampler_correction
+        correction = self.correction
         return {
             **Settings.to_dict(self),
             "surrogate": _as_dict(self.surrogate, SURROGATES),
-            "sampler_correction": None if correction is None else _as_dict(correction, CORRECTIONS),
+            "sampler_correction": self.sampler_correction if correction is None else _as_dict(correction, CORRECTIONS),
         }
 
     @classmethod
@@ -339,6 +349,10 @@ class GRPOConfig(Settings):
     replay_iterations: int = setting(0, at_least=0)
     """Number of earlier iterations whose rows are used again together with the new rows. Larger learns more from each sample,
     but the samples come from older policies. 0: every row is used in its own iteration only."""
+    iterations_ahead: int = setting(0, at_least=0)
+    """Asynchrony of `train`: the rows of iteration n are sampled by the policy after iteration n - 1 - `iterations_ahead`, and
+    their rewards are asked for beside the updates in between. Larger hides slower rewards, and the samples come from older
+    policies. The result does not depend on the timing. 0: sample, reward and update take turns."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     """How rewards become advantages."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -347,16 +361,28 @@ class GRPOConfig(Settings):
     """What happens when a reward model raises, hangs, or returns rubbish or NaN."""
 
     def __post_init__(self) -> None:
-        """Check every value, and check that `group_size` is at least `advantage.k`."""
+        """Check every value, and check that settings do not contradict one another."""
         Settings.__post_init__(self)
+        if self.iterations_ahead > 0 and self.dynamic_sampling_rounds > 0:
+            raise ConfigError(
+                f"GRPOConfig.iterations_ahead={self.iterations_ahead} samples an iteration before the rewards of earlier ones "
+                f"are known, and dynamic_sampling_rounds={self.dynamic_sampling_rounds} waits for them: set one of them to 0."
+            )
         if self.advantage.k is not None and self.advantage.k > self.group_size:
             raise ConfigError(
                 f"GRPOConfig.group_size={self.group_size} must be at least advantage.k={self.advantage.k}, because the "
                 "baseline 'max_at_k' compares k rows of a group: raise group_size, or lower k."
             )
 
+    @property
+    def loss(self) -> ObjectiveConfig:
+        """The settings of the loss that training uses: `objective`, with the sampler correction that None stands for."""
+        if self.iterations_ahead > 0 and self.objective.sampler_correction is None:
+            return replace(self.objective, sampler_correction=Truncate())
+        return self.objective
 
-def _as_object(name: str, value: Any, choices: Mapping[str, type[Settings]]) -> Callable[..., Any]:
+
+def _as_object(name: str, value: Any, choices: Mapping[str, type[Settings]], *others: str) -> Callable[..., Any]:
     """Turn a name into an object with its defaults. A callable is returned unchanged."""
     if isinstance(value, str) and value in choices:
         value = choices[value]()
@@ -366,8 +392,8 @@ def _as_object(name: str, value: Any, choices: Mapping[str, type[Settings]]) -> 
         )
     if not callable(value):
         raise ConfigError(
-            f"ObjectiveConfig.{name} must be one of {', '.join(map(repr, choices))}, an object of their kind, or a callable; "
-            f"got {describe(value)}."
+            f"ObjectiveConfig.{name} must be one of {', '.join(map(repr, (*choices, *others)))}, an object of their kind, or a "
+            f"callable; got {describe(value)}."
         )
     found: Callable[..., Any] = value
     return found

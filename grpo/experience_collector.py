@@ -1,8 +1,9 @@
 """Collect experience: sample a group of actions per state, check the actions, get their rewards, and score them."""
 
+import threading
 import time
-from collections.abc import Callable, Collection, Hashable
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,10 +16,12 @@ from torch import Tensor
 from ._collecting.batches import add_metrics
 from ._collecting.contract import fit_state_keys, require_finite, require_same_steps
 from ._collecting.out_of_memory import PassSizes
-from ._collecting.reward_calls import RewardCalls, Waiting
+from ._collecting.reward_calls import RewardCalls, Rewards, Waiting
+from ._collecting.sampled_rows import SampledRows
 from ._collecting.sampling import SampleCalls
 from ._collecting.scoring import Autocast, ReferenceScorer, Scorer, batch_fields, score_in_parts
 from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, planned_parts
+from ._processes.gate import fork_gate
 from .config import RewardConfig
 from .distributed import Engine
 from .errors import ConfigError
@@ -80,6 +83,7 @@ class ExperienceCollector:
         self._reference = ReferenceScorer(policy, reference_policy, autocast) if use_reference else None
         self._group_by = group_by
         self._ask_for_rewards = RewardCalls(reward_model, reward or RewardConfig(), waiting=waiting)
+        self._one_asks = threading.Lock()
 
     def collect(self, states: Rows) -> ExperienceBatch:
         """Sample `group_size` actions per state and ask for their rewards; no gradient.
@@ -88,6 +92,19 @@ class ExperienceCollector:
             ContractError: there are no states, or the policy returned a wrong number of actions or wrong scores.
             RewardError: the reward model raised or returned NaN, and `RewardConfig` does not allow it.
         """
+        rows = self.sample_rows(states)
+        start = time.perf_counter()
+        rewards = self.rewards_of(rows, self._ask_for_rewards)
+        return rows.with_rewards(rewards, {"time/reward": time.perf_counter() - start})
+
+    def sample_rows(self, states: Rows, *, ahead: bool = False) -> SampledRows:
+        """The first half of `collect`: sample `group_size` actions per state.
+
+        Args:
+            states: B states.
+            ahead: whether the policy changes before the rows are used. The rows then have the log-probs under the policy that
+                sampled them, and no other scores, because `complete` scores them when they are used.
+        """
         start = time.perf_counter()
         row_states, row_actions, sampled = self.sample(states, self.group_size)
         group_ids = self.groups_of(states).repeat_interleave(self.group_size)
@@ -95,36 +112,29 @@ class ExperienceCollector:
         sampled_at = time.perf_counter()
         if sampled is None:
             sampled = self._find_steps(row_states, row_actions, group_ids)
-        mask, known = sampled.mask, batch_fields(sampled.scores, self._needs)
+        known = {} if ahead else batch_fields(sampled.scores, self._needs)
         if sampled.behaviour_log_probs is not None:
             known["behaviour_log_probs"] = sampled.behaviour_log_probs
-        require_finite(self._name, mask, known)
-
-        scored_at = time.perf_counter()
-        with torch.no_grad():
-            rewards = self._ask_for_rewards(row_states, row_actions, mask, group_ids=group_ids, keep_counts=True)
-        if rewards.kept is not None:  # rows without a reward leave the batch
-            kept = rewards.kept.nonzero().squeeze(1)
-            row_states, row_actions = select_rows(row_states, kept), select_rows(row_actions, kept)
-            group_ids, mask = group_ids[kept], mask[kept]
-            known = {name: values[kept] for name, values in known.items()}
-
-        return ExperienceBatch(
+        elif ahead:
+            scores = sampled.scores or self._score(row_states, row_actions, group_ids)
+            require_same_steps(self._name, scores.mask, sampled.mask)
+            behaviour = pad_steps(scores.log_probs.detach().clone(), sampled.mask.shape[1], 0.0)
+            known["behaviour_log_probs"] = behaviour.to(sampled.mask.device)
+        require_finite(self._name, sampled.mask, known)
+        times = {"time/sample": sampled_at - start, "time/score": time.perf_counter() - sampled_at}
+        return SampledRows(
             states=row_states,
             actions=row_actions,
             group_ids=group_ids,
-            rewards=rewards.values,
-            reward_components=rewards.components,
-            reward_weights=rewards.weights,
-            mask=mask,
-            metrics={
-                **sampled.metrics,
-                "time/sample": sampled_at - start,
-                "time/score": scored_at - sampled_at,
-                "time/reward": time.perf_counter() - scored_at,
-            },
-            **known,
+            mask=sampled.mask,
+            known=known,
+            metrics={**sampled.metrics, **times},
         )
+
+    def rewards_of(self, rows: SampledRows, ask: RewardCalls) -> Rewards:
+        """Ask for the rewards of rows. Two threads never ask at the same time."""
+        with self._alone(), torch.no_grad():
+            return ask(rows.states, rows.actions, rows.mask, group_ids=rows.group_ids, keep_counts=True)
 
     def groups_of(self, states: Rows) -> Int[Tensor, " B"]:
         """The group of each state: its position, or the position of the first state with the same key of `group_by`.
@@ -177,7 +187,7 @@ class ExperienceCollector:
         """Sample actions and ask for their rewards, for an evaluation. The next iteration reports the failures of calls."""
         row_states, row_actions, sampled = self.sample(states, num_actions_per_state)
         group_ids = self.groups_of(states).repeat_interleave(num_actions_per_state)
-        with torch.no_grad():
+        with self._alone(), torch.no_grad():
             mask = None if sampled is None else sampled.mask
             rewards = self._ask_for_rewards(row_states, row_actions, mask, group_ids=group_ids, keep_counts=True)
         kept = slice(None) if rewards.kept is None else rewards.kept.nonzero().squeeze(1)
@@ -209,6 +219,11 @@ class ExperienceCollector:
             return parts_in_order(count, self.micro_batch_size, num_halvings)
         plan = self._planner.plan_micro_batches(select_rows(states, selected), select_rows(actions, selected))
         return cut_parts(planned_parts(f"{self._name}.plan_micro_batches", plan, count), num_halvings)
+
+    def add_counts(self, counts: Mapping[str, float], measured: Mapping[str, tuple[float, float]]) -> None:
+        """Count failures and own metrics of a reward model that `rewards_of` asked elsewhere. The next report has them."""
+        own = self._ask_for_rewards
+        own.counts, own.measured = add_metrics([own.counts, counts]), add_call_metrics([own.measured, measured])
 
     def take_counts(self, engine: Engine) -> dict[str, float]:
         """Failures and own metrics of the reward model on all ranks, by metric name, since the last call. The next iteration
@@ -251,6 +266,18 @@ class ExperienceCollector:
         self.sample.num_repeated, self.scoring.num_repeated, self.updating.num_repeated = state["num_repeated"]
         self._ask_for_rewards.counts = dict(state["reward_counts"])
         self._ask_for_rewards.measured = dict(state.get("reward_metrics", {}))  # older checkpoints have none
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Ask in the block, while no other thread does. The other thread may have to fork before it has its answer."""
+        is_alone = False
+        try:
+            with fork_gate.opened():
+                is_alone = self._one_asks.acquire()
+            yield
+        finally:
+            if is_alone:
+                self._one_asks.release()
 
     def _find_steps(self, states: Rows, actions: Rows, group_ids: Tensor) -> SampledActions:
         """Find the steps of each row by scoring the actions. A policy that returns log-probs [N] is scored only once."""

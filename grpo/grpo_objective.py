@@ -63,7 +63,7 @@ def unchecked_objective(inputs: ObjectiveInputs, config: ObjectiveConfig) -> Obj
     """The same loss for the trainer, which itself checks once per update, on any device, that what it passes is finite."""
     inputs = with_selections(inputs, config)
     traits = traits_of(config.surrogate)
-    steps = Steps(inputs, config.sampler_correction)  # type: ignore[arg-type]  # names became objects in the config
+    steps = Steps(inputs, config.correction)
     weights = steps.constant(inputs.weights)
     counted = counted_steps(inputs, steps, config)
     policy_weights = weights if counted is None else zero_outside(weights, counted)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._collecting.dynamic_sampling import collect_live_groups
+from ._training.ahead import Ahead
 from ._training.coefficients import Coefficients
 from ._training.environment import MovingReference, SamplerSync, autocast, prepare
 from ._training.interrupts import Interrupts
@@ -125,6 +126,7 @@ class GRPOTrainer:
         self.progress = RunProgress()
         self.interrupts = Interrupts()
         self.safe_points = SafePoints(self, self.interrupts)
+        self.ahead = Ahead(self)
         self.iteration = 0
         self.samples: list[Samples] | None = None
         """Rows of the current iteration, while a sink of `train` records them. None: no sink does."""
@@ -158,6 +160,7 @@ class GRPOTrainer:
     @on_all_ranks
     def collect(self, states: Rows, *, more_states: Callable[[], Rows] | None = None) -> ExperienceBatch:
         """The first half of `step`: sample actions, get their rewards and scores, without gradient."""
+        self.ahead.require_train("collect")
         self.sampler.sync()
         rounds, reward_clip = self.config.dynamic_sampling_rounds, self.config.advantage.reward_clip
         with self.interrupts.at_once():
@@ -175,6 +178,7 @@ class GRPOTrainer:
             batch: the rows. None: the rows of the iteration that was stopped, whose other updates are made now.
         """
         start = time.perf_counter()
+        self.ahead.require_train("update")
         rows = self.prepared(batch)
         self.policy.train()
         self.safe_points.reached()
@@ -318,7 +322,8 @@ class GRPOTrainer:
             )
             self.history, self.samples = run.history, run.samples
             run.start(self)
-            with self.safe_points.kept_in(folder):  # a signal or an error leaves a checkpoint of the last safe point
+            # a signal or an error leaves a checkpoint of the last safe point
+            with self.safe_points.kept_in(folder), self.ahead.running():
                 for position in run.positions():
                     self.optimizer_step.schedule(position, num_iterations)
                     metrics = self.progress.unrecorded or self._iteration(run)
@@ -336,7 +341,7 @@ class GRPOTrainer:
         """One iteration of a run, or the rest of an iteration that was stopped."""
         start = time.perf_counter()
         is_new = self.progress.unfinished is None
-        batch = self.collect(run.draw(), more_states=run.draw) if is_new else None
+        batch = self.ahead.next_batch(run) if is_new else None  # collected now, or sampled earlier
         metrics = {**self.update(batch), "time/iteration": time.perf_counter() - start}
         self.progress.unrecorded = metrics
         self.safe_points.reached()

@@ -22,6 +22,7 @@ import torch
 from grpo.errors import CallError, DeadlineError
 from grpo.writing import restore_random_state
 
+from .gate import fork_gate, keeps_generators
 from .supervisor import END_SECONDS, supervise
 from .worker import LENGTH, NamedCall, flush
 
@@ -62,9 +63,11 @@ class Process:
                 answers.append(answer)
             random_state = self._receive(calls[len(answers) - 1][0], timeout, START_SECONDS)
         except (DeadlineError, CallError):
-            _advance_generators()  # their state in the worker is not known, and a repeated call must draw other numbers
+            if not keeps_generators.get():
+                _advance_generators()  # their state in the worker is not known, and a repeated call must draw other numbers
             raise
-        restore_random_state(random_state)
+        if not keeps_generators.get():
+            restore_random_state(random_state)
         if error is not None:
             raise error
         return answers
@@ -87,6 +90,10 @@ class Process:
 
     def _start(self, calls: Sequence[NamedCall]) -> None:
         """Fork the supervisor. Signals are blocked meanwhile, because the child must not run the handlers of this process."""
+        with fork_gate.passed():
+            self._fork(calls)
+
+    def _fork(self, calls: Sequence[NamedCall]) -> None:
         self._answers, answers_end = self._pipe()
         self._status, status_end = self._pipe()
         order_end, self._order = self._pipe()

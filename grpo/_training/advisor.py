@@ -73,7 +73,7 @@ class RunAdvisor:
         self._count("nothing is ever clipped", clips and not self._has_clipped)
         penalised = "kl" in measured and metrics["train/kl_coef"] > 0
         self._count("the KL is 0", penalised and abs(metrics["train/kl_mean"]) < TINY)
-        uncorrected = "sampler_divergence" in measured and self._config.objective.sampler_correction is None
+        uncorrected = "sampler_divergence" in measured and self._config.loss.correction is None
         differs = uncorrected and metrics["train/sampler_divergence"] > FAR_SAMPLER
         self._count("the sampler is not the policy", differs)
         self._watch_entropy(metrics.get("train/entropy", math.nan))

@@ -35,10 +35,10 @@ class MeteredObjective:
     """
 
     def __init__(self, config: GRPOConfig, own: Objective | None, meter: Meter) -> None:
-        self._config, self._meter = config.objective, meter
+        self._config, self._meter = config.loss, meter
         self._is_own = own is not None
         self._has_named_dropped_terms = own is None
-        ours: Objective = partial(unchecked_objective, config=config.objective)
+        ours: Objective = partial(unchecked_objective, config=config.loss)
         self._objective = own if own is not None else torch.compile(ours) if config.compile_objective else ours
 
     def __call__(self, inputs: ObjectiveInputs) -> ObjectiveOutput:
@@ -65,6 +65,7 @@ class MeteredObjective:
         """Warn, once, about each configured term that the user's objective does not report."""
         self._has_named_dropped_terms = True
         asked = {name: getattr(self._config, name) for name in REPORTED_AS}
+        asked |= {"sampler_correction": self._config.correction}
         asked |= {"kl_coef": inputs.kl_coef or 0.0, "entropy_coef": inputs.entropy_coef or 0.0}
         asked["value_coef"] = 0.0 if inputs.returns is None else self._config.value_coef
         default = ObjectiveConfig(kl_coef=0.0, value_coef=0.0)

@@ -66,6 +66,8 @@ class IterationReport:
                 metrics |= {f"train/{name}_mean": mean, f"train/{name}_std": std}
             else:
                 metrics[f"train/{name}"] = mean
+        if "sampler_ratio" in measured:
+            metrics["train/effective_sample_size"] = effective_sample_size(*measured["sampler_ratio"])
         metrics |= {
             "train/num_updates": float(num_applied),
             "train/skipped_updates": float(rows.num_planned - num_applied),
@@ -80,6 +82,19 @@ class IterationReport:
         metrics |= self._coefficients.report("_next")
         self.advisor.check(metrics, measured=measured, several_updates=rows.num_planned > 1)
         return metrics
+
+
+def effective_sample_size(mean: float, std: float) -> float:
+    """The fraction of the steps that count, if steps have weights u of this mean and standard deviation.
+
+    (sum u)^2 / (n sum u^2) = mean^2 / (mean^2 + std^2)
+
+    It is 1 if all weights are equal, and 1/n if one step has all the weight.
+
+    Source:
+        Kish 1965, Survey Sampling, sec. 11.7.
+    """
+    return mean**2 / (mean**2 + std**2) if mean else 0.0
 
 
 def samples_of(rows: TrainingRows) -> Samples:

@@ -32,8 +32,8 @@ def require_consistent(
     if not isinstance(config, GRPOConfig):
         raise ConfigError(f"config must be a GRPOConfig; got {describe(config)}. Pass GRPOConfig(...), or a preset.")
     require_trainable(policy)
-    loss = config.objective
-    reads_rows = traits_of(loss.surrogate).reads_rows or getattr(loss.sampler_correction, "level", "step") == "row"
+    loss = config.loss
+    reads_rows = traits_of(loss.surrogate).reads_rows or getattr(loss.correction, "level", "step") == "row"
     if isinstance(policy, SplitsSteps) and objective is None and (reads_rows or loss.off_policy_threshold is not None):
         raise ConfigError(
             "A policy with split_steps() is updated step by step, but this loss needs whole rows: "

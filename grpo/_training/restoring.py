@@ -93,7 +93,7 @@ def restore(trainer: Any, state: Mapping[str, Any], load: Load = lambda part: pa
     Raises:
         CheckpointError: names the item that is missing, has another type, or has another shape. The trainer is unchanged.
     """
-    present = capture(trainer)
+    present, state = capture(trainer), {"ahead": [], **state}  # older checkpoints have no iterations ahead
     _require_fit(trainer, present, state)
     saved = load({name: state[name] for name in ("parameters", "reference")})
     weights = [dict(saved["parameters"]), dict(saved["reference"].get("parameters", {}))]
@@ -152,6 +152,7 @@ def put_passing(trainer: Any, state: Mapping[str, Any], load: Load = lambda part
     if unfinished is not None:
         progress.unfinished = UpdateRows.from_state_dict(unfinished["rows"], trainer.setup)
         trainer.meter.load_state_dict(unfinished["meter"])
+    progress.ahead = trainer.ahead.restored(load(state["ahead"]))
     generators = load({name: state[name] for name in ("row_order", "step_choice", "random")})
     trainer.setup.row_order.set_state(generators["row_order"])
     trainer.setup.step_choice.set_state(generators["step_choice"])

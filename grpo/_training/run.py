@@ -23,6 +23,7 @@ from grpo.types import Rows, select_rows
 from grpo.writing import require_count
 
 from .advisor import beside_the_bar
+from .pending import Pending
 from .restoring import load_into
 from .state_source import StateSource
 from .trainer_state import capture
@@ -43,6 +44,8 @@ class RunProgress:
     """The best evaluation so far."""
     unfinished: UpdateRows | None = None
     """The rows of the current iteration, while its updates are not finished. None: no updates are under way."""
+    ahead: list[Pending] = field(default_factory=list)
+    """The iterations after the current one that are sampled already, in order."""
     unrecorded: dict[str, float] | None = None
     """The metrics of an iteration after its updates, before it is evaluated and recorded. None: there is no such iteration."""
     callbacks: Callbacks = field(default_factory=lambda: Callbacks([]))
@@ -60,6 +63,7 @@ class RunProgress:
         else:
             self.position, self.num_draws, self.best_score = 0, 0, -math.inf
             self.unfinished = self.unrecorded = None
+            self.ahead = []
         self.is_loaded = False
 
     def stopped_rows(self) -> UpdateRows:

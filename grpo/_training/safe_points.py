@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from signal import SIGINT, SIGTERM, Signals
 from typing import Any
 
+from grpo._processes.gate import fork_gate
 from grpo.checkpoint import CheckpointFolder, require_encodable
 from grpo.distributed import same_error
 from grpo.errors import CheckpointError, NonFiniteGradientError, RankError, TrainingInterrupted
@@ -42,6 +43,7 @@ class SafePoints:
         Args:
             is_saved: whether a checkpoint holds this state, or nothing has been done yet, so that nothing can be lost.
         """
+        fork_gate.let_pass()
         if self._folder is not None:
             self._last = passing_state(self._trainer)
             self._require_rows_fit()

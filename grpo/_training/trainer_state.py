@@ -35,6 +35,7 @@ def capture(trainer: Any, passing: Mapping[str, Any] | None = None) -> dict[str,
         | {"reward_model": type(trainer.reward_model).__name__},
         "stateful": {**passing["stateful"], **lasting},
         "unfinished": None if unfinished is None else {**unfinished, "meter": unfinished["meter"].state_dict()},
+        "ahead": [pending.state_dict() for pending in passing["ahead"]],
     }
 
 
@@ -60,6 +61,7 @@ def passing_state(trainer: Any) -> dict[str, Any]:
             "decides_once_per_row": trainer.collector.scorer.one_step_device is not None,
         },
         "unfinished": None if rows is None else {"rows": rows.state_dict(), "meter": trainer.meter.copy()},
+        "ahead": [*progress.ahead],
         "best_score": progress.best_score,
         "unrecorded": progress.unrecorded,
         "callbacks": progress.loaded_callbacks if progress.is_loaded else progress.callbacks.state_dict(),

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -93,12 +93,13 @@ def part(config: Any, *, optional: bool = False) -> Field:
     return _field([{}, "default", 1, config], allowed, optional)
 
 
-def callable_of(choices: dict[str, Any], *, optional: bool = False) -> Field:
-    """A field that holds a surrogate or a correction: an object, or the name of its class."""
+def callable_of(choices: dict[str, Any], *, optional: bool = False, names: Sequence[str] = ()) -> Field:
+    """A field that holds a surrogate or a correction: an object, the name of its class, or another of its names."""
     first, *_ = choices
     objects = st.deferred(lambda: st.one_of([configs(kind) for kind in choices.values()]))
-    allowed = Range(st.sampled_from([*choices]) | objects, [*choices, *(kind() for kind in choices.values()), print])
-    wrong = ["", "none", "no_such_choice", first.upper(), 0, 1.0, True, [first], {}, {"kind": first}]
+    edges = [*choices, *names, *(kind() for kind in choices.values()), print]
+    allowed = Range(st.sampled_from([*choices, *names]) | objects, edges)
+    wrong = ["", "None", "no_such_choice", first.upper(), 0, 1.0, True, [first], {}, {"kind": first}]
     return _field([*wrong, *choices.values()], allowed, optional)
 
 
@@ -145,7 +146,7 @@ FIELDS = {
     },
     ObjectiveConfig: {
         "surrogate": callable_of(SURROGATES),
-        "sampler_correction": callable_of(CORRECTIONS, optional=True),
+        "sampler_correction": callable_of(CORRECTIONS, optional=True, names=["none"]),
         "top_entropy_fraction": FRACTION,
         "off_policy_threshold": number(*BELOW_ZERO, optional=True, allowed=AT_LEAST_0),
         "kl_coef": number(*BELOW_ZERO, optional=True, allowed=AT_LEAST_0),
@@ -204,6 +205,7 @@ FIELDS = {
         "reference_mix": number(0.0, *BELOW_ZERO, *ABOVE_1, allowed=ABOVE_0_TO_1),
         "dynamic_sampling_rounds": integer(-1, allowed=NATURAL),
         "replay_iterations": integer(-1, allowed=NATURAL),
+        "iterations_ahead": integer(-1, allowed=NATURAL),
         "advantage": part(AdvantageConfig),
         "objective": part(ObjectiveConfig),
         "reward": part(RewardConfig),
@@ -282,7 +284,13 @@ APART: dict[type, Callable[[dict[str, Any]], dict[str, Any]]] = {
     AdvantageConfig: advantages_apart,
     KLControl: lambda values: in_order("coef_min", "coef_max", values),
     EntropyControl: lambda values: in_order("coef_min", "coef_max", values),
-    GRPOConfig: lambda values: values | {"group_size": max(values["group_size"], values["advantage"].k or 1)},
+    GRPOConfig: lambda values: (
+        values
+        | {
+            "group_size": max(values["group_size"], values["advantage"].k or 1),
+            "iterations_ahead": 0 if values["dynamic_sampling_rounds"] else values["iterations_ahead"],
+        }
+    ),
     Clip: lambda values: values | {"delta": values["delta"] and values["delta"] + values["high"]},
     ClipCov: lambda values: in_order("cov_low", "cov_high", values),
     Truncate: lambda values: in_order("low", "high", values),

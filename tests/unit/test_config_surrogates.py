@@ -95,6 +95,25 @@ def test_a_dict_may_hold_only_the_name_or_some_of_the_settings():
     assert ObjectiveConfig.from_dict({"sampler_correction": None}).sampler_correction is None
 
 
+def test_none_in_quotes_switches_the_correction_off_and_none_leaves_it_to_the_iterations_ahead() -> None:
+    for ahead, given, found in (
+        (0, None, None),
+        (0, "none", None),
+        (0, "mask", Mask()),
+        (1, None, Truncate()),
+        (1, "none", None),
+        (1, Truncate(high=2.0), Truncate(high=2.0)),
+    ):
+        config = GRPOConfig(iterations_ahead=ahead, objective=ObjectiveConfig(sampler_correction=given))
+        assert config.loss.correction == found
+        again = GRPOConfig.from_dict(config.to_dict())
+        assert again == config
+        assert again.objective.sampler_correction == config.objective.sampler_correction
+    assert GRPOConfig(iterations_ahead=1).loss == ObjectiveConfig(sampler_correction=Truncate())
+    with pytest.raises(ConfigError, match="sampler_correction must be one of 'truncate', 'mask', 'none', an object"):
+        ObjectiveConfig(sampler_correction="off")
+
+
 @dataclasses.dataclass(frozen=True)
 class Own:
     """A surrogate, or a correction, of a user's own."""

@@ -218,6 +218,7 @@ CASES: dict[type[Settings], dict[str, Case]] = {
         "reference_mix": ({"reference_sync_every": 1}, {"reference_mix": 0.5}, PLAIN),
         "dynamic_sampling_rounds": ({}, {"dynamic_sampling_rounds": 1}, DEAD),
         "replay_iterations": ({}, {"replay_iterations": 1}, PLAIN),
+        "iterations_ahead": ({}, {"iterations_ahead": 1}, PLAIN),
     },
     AdvantageConfig: {
         "credit": ({}, {"credit": "row"}, STEPS),

@@ -242,6 +242,7 @@ LEFT_ALONE: dict[str, Any] = {
     "reference_sync_every": None,
     "dynamic_sampling_rounds": 0,
     "replay_iterations": 0,
+    "iterations_ahead": 0,
     "advantage": {
         "credit": None,
         "baseline": "group_mean",

@@ -49,6 +49,7 @@ SETTINGS = {
     "reference_mix": Setting(trl="ref_model_mixup_alpha"),
     "dynamic_sampling_rounds": Setting(only=(0,), note="TRL keeps all groups"),
     "replay_iterations": Setting(only=(0,), note="TRL keeps no earlier rows"),
+    "iterations_ahead": Setting(only=(0,), note="TRL's trainer takes turns"),
     "advantage.credit": Setting(only=(None, "row"), note="TRL has one reward per row"),
     "advantage.baseline": Setting(only=("group_mean",), note="TRL has no other baseline"),
     "advantage.scale": Setting(trl="scale_rewards", only=("none", "group", "batch"), note="TRL has no other scale"),
@@ -69,7 +70,7 @@ SETTINGS = {
         trl="loss_type, epsilon, epsilon_high, delta, importance_sampling_level, sapo_*, vespo_*",
         note="`Clip` without `dual`, `Cispo(low=1)`, `Sapo` and `Vespo`, of level `step` or `row`",
     ),
-    "objective.sampler_correction": Setting(only=(None,), note="in TRL for vLLM only"),
+    "objective.sampler_correction": Setting(only=(None, "none"), note="in TRL for vLLM only"),
     "objective.top_entropy_fraction": Setting(
         trl="top_entropy_quantile", note="below 1: " + ONE_BATCH + " and forward pass"
     ),

@@ -1,0 +1,213 @@
+"""Sampling ahead: the rows of iteration n come from the policy after iteration n - 1 - K, their rewards come beside updates.
+
+The lag K (`config.iterations_ahead`) decides every number. Threads decide only when the work is done:
+
+    for n in 0, 1, 2, ...:
+        sample the rows of every iteration up to n + K that has none     # in this thread, from generators of its own
+        ask for their rewards                                            # in a second thread
+        wait for the rewards of iteration n
+        update the policy on iteration n
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo._collecting.reward_calls import RewardCalls
+from grpo._collecting.sampled_rows import SampledRows
+from grpo._processes.gate import fork_gate
+from grpo.errors import ConfigError
+from grpo.reward_model_base import kept_state
+from grpo.types import ExperienceBatch
+from grpo.writing import (
+    capture_random_state,
+    preserved_random_state,
+    restore_random_state,
+    reward_name,
+    seed_everything,
+)
+
+from .background import Background, Task
+from .pending import Answer, Pending, asked
+
+LOGGER = logging.getLogger("grpo")
+
+IN_ORDER = "GRPO_AHEAD_IN_ORDER"
+"""The environment variable that makes a run do everything in one thread. Its value is not empty and not "0"."""
+
+WAIT_SECONDS = 0.2
+"""Longest wait at a time, before this thread looks at what the second thread does."""
+FORK_SECONDS = 0.02
+"""How long this thread waits for the first fork of a call that has a deadline."""
+
+
+class Ahead:
+    """The iterations of a run that are sampled before the policy is updated on them.
+
+    Args:
+        trainer: the trainer that samples and updates.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._num_ahead = trainer, trainer.config.iterations_ahead
+        self._first_thread: int | None = None
+        self._calls: Any = None
+        self._rewards: Any = None
+        self._asks_in_order: bool | None = None
+        self._forks = False
+        self._busy: tuple[float, str] | None = None
+
+    def require_train(self, method: str) -> None:
+        """Refuse a call of a method that makes one iteration by hand."""
+        if self._num_ahead > 0 and self._first_thread is None:
+            raise ConfigError(
+                f"config.iterations_ahead={self._num_ahead} samples iterations before the updates of earlier ones, and "
+                f"{method}() knows one iteration only. Call train(), or set iterations_ahead=0."
+            )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A run of `train`, in the block. Ask again for the rewards that a loaded run was waiting for."""
+        if self._num_ahead == 0 and not self._pending:
+            yield
+            return
+        in_order = os.environ.get(IN_ORDER, "") not in ("", "0")
+        self._rewards = Background("rewards of later iterations", in_order=in_order)
+        self._calls = RewardCalls(self._trainer.reward_model, self._trainer.config.reward, waiting=self._waiting)
+        self._first_thread, is_complete = threading.get_ident(), False
+        try:
+            with fork_gate.closed():
+                with self._trainer.interrupts.at_once():
+                    for pending in self._pending:
+                        self._ask(pending)
+                yield
+            is_complete = True
+        finally:
+            self._first_thread = None
+            self._rewards.close(waits=is_complete)
+
+    def next_batch(self, run: Any) -> ExperienceBatch:
+        """The rows of the next iteration. Before it waits for them, it samples the iterations whose policy this is."""
+        trainer = self._trainer
+        if self._num_ahead == 0 and not self._pending:
+            batch: ExperienceBatch = trainer.collect(run.draw(), more_states=run.draw)
+            return batch
+        trainer.sampler.sync()
+        num_left = run.num_iterations - trainer.progress.position
+        with trainer.interrupts.at_once():
+            while len(self._pending) < min(self._num_ahead + 1, num_left):
+                self._pending.append(self._sampled(run))
+                self._ask(self._pending[-1])
+            pending = self._pending[0]
+            self._wait(pending)
+            rows, answer = pending.rows.result(), pending.answer.result()
+        del self._pending[0]
+        trainer.collector.add_counts(answer.counts, answer.measured)
+        hidden = max(answer.seconds - pending.waited, 0.0)
+        times = {"time/reward": answer.seconds, "time/waited": pending.waited, "time/hidden": hidden}
+        return rows.with_rewards(answer.rewards, times)
+
+    def restored(self, states: list[dict[str, Any]]) -> list[Pending]:
+        """The iterations that a checkpoint holds."""
+        return [Pending.from_state_dict(state, self._answer) for state in states]
+
+    @property
+    def _pending(self) -> list[Pending]:
+        pending: list[Pending] = self._trainer.progress.ahead
+        return pending
+
+    def _sampled(self, run: Any) -> Pending:
+        """Sample the rows of an iteration. Every iteration has its own random numbers, whatever was drawn before."""
+        trainer, iteration = self._trainer, self._trainer.iteration + len(self._pending)
+        states = run.draw()
+        with preserved_random_state():
+            seed_everything(seed_of(trainer.data_seed, iteration, trainer.engine.rank))
+            rows = trainer.collector.sample_rows(states, ahead=True)
+        return Pending(Task.of(rows), self._answer)
+
+    def _answer(self, rows: SampledRows) -> Answer:
+        return asked(self._calls, lambda calls: self._trainer.collector.rewards_of(rows, calls))
+
+    def _ask(self, pending: Pending) -> None:
+        """Ask for the rewards of an iteration: beside the next updates, if this cannot change a number."""
+        if pending.answer.done.is_set():
+            return
+        start = time.perf_counter()
+        if self._asks_in_order is None:
+            self._ask_first(pending.answer)
+        elif self._asks_in_order:
+            pending.answer.run()
+        else:
+            is_next = all(earlier.answer.done.is_set() for earlier in self._pending[:-1])
+            self._rewards.submit(pending.answer)
+            if self._forks and is_next:
+                fork_gate.wait_for_fork(FORK_SECONDS)
+        pending.waited += time.perf_counter() - start
+
+    def _ask_first(self, answer: Task[Answer]) -> None:
+        """Ask in this thread, and find out whether the reward model has to be asked in this thread."""
+        reward_model, before = self._trainer.reward_model, capture_random_state()
+        num_forks, has_state = fork_gate.num_forks, _has_entries(kept_state(reward_model))
+        answer.run()
+        has_state = has_state or _has_entries(kept_state(reward_model))
+        self._forks = fork_gate.num_forks > num_forks
+        if not answer.is_well or answer.result().counts["rewards/timeouts"]:
+            restore_random_state(before)  # a call that was ended leaves the generators anywhere: the next call tells
+            return
+        draws = not _same_random_state(before, capture_random_state())
+        self._asks_in_order = draws or has_state
+        if self._asks_in_order:
+            LOGGER.warning(
+                "%s %s, so it is called between the updates and not beside them, and iterations_ahead=%d hides no time.",
+                reward_name(reward_model),
+                "draws from the global random generators" if draws else "keeps a state",
+                self._num_ahead,
+            )
+
+    def _wait(self, pending: Pending) -> None:
+        """Wait for the rewards of an iteration. The other ranks learn from this thread why the second thread takes long."""
+        start, done = time.perf_counter(), pending.answer.done
+        with fork_gate.opened():
+            while not done.wait(WAIT_SECONDS):
+                busy = self._busy
+                if busy is not None and (seconds := busy[0] - time.monotonic()) > 0:
+                    with self._trainer.engine.waiting(seconds, busy[1]):
+                        done.wait(seconds)
+        pending.waited += time.perf_counter() - start
+
+    @contextmanager
+    def _waiting(self, seconds: float, reason: str) -> Iterator[None]:
+        """A block that may take long. The second thread only notes it, because it must not talk to the other ranks."""
+        if threading.get_ident() == self._first_thread:
+            with self._trainer.engine.waiting(seconds, reason):
+                yield
+            return
+        self._busy = time.monotonic() + seconds, reason
+        try:
+            yield
+        finally:
+            self._busy = None
+
+
+def seed_of(seed: int, iteration: int, rank: int) -> int:
+    """The seed of the random numbers with which a rank samples an iteration."""
+    return int(np.random.SeedSequence((seed, iteration, rank)).generate_state(1, np.uint64)[0])
+
+
+def _same_random_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the global random generators are where they were."""
+    same_numpy = all(np.array_equal(a, b) for a, b in zip(one["numpy"], other["numpy"], strict=True))
+    same_cuda = all(map(torch.equal, one["cuda"], other["cuda"]))
+    return one["python"] == other["python"] and same_numpy and torch.equal(one["torch"], other["torch"]) and same_cuda
+
+
+def _has_entries(state: Mapping[str, Any]) -> bool:
+    """Whether a nested state holds anything. A sum of rewards without a state has an empty dict for each of them."""
+    return any(not isinstance(value, Mapping) or _has_entries(value) for value in state.values())

@@ -1,0 +1,111 @@
+"""Work beside the updates: tasks that a second thread does in order."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import Any, Generic, TypeVar
+
+from grpo._processes.gate import keeps_generators
+
+Result = TypeVar("Result")
+
+
+class Task(Generic[Result]):
+    """One piece of work, done once, in any thread.
+
+    Args:
+        work: returns the result.
+    """
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self.done = threading.Event()
+        """Set when the work has ended, with or without an error."""
+        self.seconds = 0.0
+        """How long the work took."""
+        self.error: BaseException | None = None
+        """What the work raised. None: nothing."""
+        self._work: Callable[[], Result] | None = work
+        self._result: list[Result] = []
+
+    @classmethod
+    def of(cls, result: Result) -> "Task[Result]":
+        """A task that is done already."""
+        task = cls(lambda: result)
+        task.run()
+        return task
+
+    def run(self) -> None:
+        """Do the work, and keep its result or its error. An interrupt of this thread is raised at once."""
+        start = time.perf_counter()
+        assert self._work is not None
+        try:
+            self._result.append(self._work())
+        except Exception as error:
+            self.fail(error)
+        self.seconds = time.perf_counter() - start
+        self._work = None
+        self.done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error."""
+        self.error = error
+        self.done.set()
+
+    @property
+    def is_well(self) -> bool:
+        """Whether the work is done, without an error."""
+        return self.done.is_set() and self.error is None
+
+    def result(self) -> Result:
+        """The result. Wait for it, and raise what the work raised."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+        return self._result[0]
+
+
+class Background:
+    """Does tasks one after another, in a thread that ends with the process.
+
+    Args:
+        name: the name of the thread.
+        in_order: do each task at once, in the thread that submits it. The results are the same.
+    """
+
+    def __init__(self, name: str, *, in_order: bool) -> None:
+        self._name, self._in_order = name, in_order
+        self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def submit(self, task: Task[Any]) -> None:
+        """Do a task after those that were submitted before."""
+        if self._in_order:
+            copy_context().run(_do, task)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+            self._thread.start()
+        self._tasks.put(task)
+
+    def close(self, *, waits: bool) -> None:
+        """Begin no other task. If `waits` is set, wait for the end of the current task."""
+        self._is_closed = True
+        self._tasks.put(None)
+        if waits and self._thread is not None:
+            self._thread.join()
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None and not self._is_closed:
+            try:
+                _do(task)
+            except BaseException as error:  # the thread that waits for the task raises it
+                task.fail(error)
+
+
+def _do(task: Task[Any]) -> None:
+    """Do a task that must not change the random generators of this process, because updates draw from them."""
+    keeps_generators.set(True)
+    task.run()
