@@ -144,6 +144,7 @@ class Ahead:
             self._ask_first(pending.answer)
         elif self._asks_in_order:
             pending.answer.run()
+            pending.answer.result()  # an error ends the run here, before a later call draws or changes the state
         else:
             is_next = all(earlier.answer.done.is_set() for earlier in self._pending[:-1])
             self._rewards.submit(pending.answer)
@@ -160,6 +161,7 @@ class Ahead:
         self._forks = fork_gate.num_forks > num_forks
         if not answer.is_well or answer.result().counts["rewards/timeouts"]:
             restore_random_state(before)  # a call that was ended leaves the generators anywhere: the next call tells
+            answer.result()
             return
         draws = not _same_random_state(before, capture_random_state())
         self._asks_in_order = draws or has_state

@@ -109,6 +109,11 @@ class DrawsToScore(ManyGenerators):
         return super().get_log_probabilities(states, actions) + 0.1 * torch.randn(len(actions))
 
 
+def certain_reward(states: Any, actions: Any) -> list[float]:
+    """A reward that draws nothing, so that it is asked for beside the updates if `iterations_ahead` is above 0."""
+    return [float(action == 2) + 0.1 * float(state[0]) for state, action in zip(states, actions, strict=True)]
+
+
 def plain_reward(states: Any, actions: Any) -> list[float]:
     """Some groups have no differences."""
     return [float(action == 2) + float(action == 1) * random.random() for action in actions]
@@ -150,6 +155,27 @@ CASES: dict[str, dict[str, Any]] = {
     "replay": {"replay_iterations": 2, "batch_size": 6},
     "replay of lists": {"exact": True, "replay_iterations": 2},
     "dynamic sampling": {"dynamic_sampling_rounds": 2},
+    "one iteration ahead, dropout": {
+        "iterations_ahead": 1,
+        "reward": lambda seed: certain_reward,
+        "dropout": 0.5,
+        "batch_size": 4,
+    },
+    "four iterations ahead, evaluated": {
+        "iterations_ahead": 4,
+        "reward": lambda seed: certain_reward,
+        "evaluated": True,
+    },
+    "ahead, replay, random rewards": {"iterations_ahead": 2, "exact": True, "replay_iterations": 1},
+    "ahead, reward with a state": {"iterations_ahead": 2, "reward": NoisyModel},
+    "ahead, reference that follows, adaptive KL": {
+        "iterations_ahead": 2,
+        "with_reference": True,
+        "reference_sync_every": 2,
+        "num_epochs_per_update": 2,
+        "kl_control": KLControl(target=1e-3),
+        "objective": ObjectiveConfig(kl_coef=0.01),
+    },
     "reference that follows, adaptive KL": {
         "with_reference": True,
         "reference_sync_every": 2,

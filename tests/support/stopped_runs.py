@@ -57,6 +57,8 @@ class Calls:
         match phase:
             case "reward":
                 self._wrap(trainer.collector, "_ask_for_rewards")
+                if trainer.config.iterations_ahead > 0:  # asks for rewards with calls of its own
+                    self._wrap(trainer.collector, "rewards_of")
             case "score":
                 self._wrap(trainer.collector, "scorer")
             case "loss":
@@ -94,9 +96,10 @@ Build = Callable[[int], tuple[GRPOTrainer, Any, dict[str, Any]]]
 
 
 def end_of(trainer: GRPOTrainer) -> str:
-    """A digest of everything that a run leaves, but times and settings."""
+    """A digest of everything that a run leaves, but times, settings, and which rewards of later iterations are there."""
     state = capture(trainer)
     del state["config"]
+    state["ahead"] = [{**pending["rows"], "metrics": None} for pending in state["ahead"]]
     for rows in state["stateful"]["replay"]["rows"]:
         rows["batch"]["metrics"] = without_times(rows["batch"]["metrics"])
     return digest(state)
