@@ -1,5 +1,6 @@
-"""A tiny model in a folder, and two vLLM samplers: an engine in this process, and a server."""
+"""A tiny model in a folder, and two vLLM samplers: an engine in this process, and servers."""
 
+import contextlib
 import importlib.util
 import os
 import signal
@@ -29,7 +30,7 @@ CHAT = (
 MAX_LENGTH = 256
 SERVER = (
     f"-m vllm.entrypoints.openai.api_server --host 127.0.0.1 --dtype float32 --enforce-eager "
-    f"--max-model-len {MAX_LENGTH} --logprobs-mode processed_logprobs"
+    f"--max-model-len {MAX_LENGTH} --logprobs-mode processed_logprobs --enable-scale-out"
 )
 
 if importlib.util.find_spec("vllm"):  # vLLM reads them when it is imported
@@ -83,42 +84,69 @@ def engine(folder: Path) -> Any:
     return sampler
 
 
-@pytest.fixture(scope="session")
-def server_url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a running server. Its process group ends with the tests."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, *SERVER.split(), "--model", str(folder), "--port", str(port)],
-            env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_for(url, process, log)
-        yield url
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
+class RunningServer:
+    """A vLLM server in a process group of its own, which can be killed and started again at the same address."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._model, self._log = model, log
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("a") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *SERVER.split(), "--model", str(self._model), "--port", str(self.port)],
+                env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self) -> None:
+        """Wait until the server answers."""
+        deadline = time.monotonic() + 400
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        pytest.fail(f"the vLLM server did not start:\n{self._log.read_text()[-4000:]}")
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
         try:
-            process.wait(20)
+            self.process.wait(20)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            self.kill()
 
 
-def wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
-    deadline = time.monotonic() + 400
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(url + "/health", timeout=5):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-    pytest.fail(f"the vLLM server did not start:\n{log.read_text()[-4000:]}")
+@pytest.fixture(scope="session")
+def servers(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningServer]]:
+    """Two running servers. They end with the tests."""
+    logs = tmp_path_factory.mktemp("servers")
+    servers = [RunningServer(folder, logs / str(number)) for number in range(2)]
+    try:
+        for server in servers:
+            server.wait()
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
+@pytest.fixture
+def server_url(servers: list[RunningServer]) -> str:
+    """Address of a running server."""
+    return servers[0].url
 
 
 @pytest.fixture(params=["engine", "server"])

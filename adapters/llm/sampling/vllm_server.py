@@ -1,6 +1,9 @@
-"""A sampler with a vLLM server, over HTTP."""
+"""A sampler with vLLM servers, over HTTP."""
 
+import time
 import uuid
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,34 +12,58 @@ from typing import Any
 from safetensors.torch import save_file
 
 from adapters.llm.model.merged_weights import merged_weights
-from grpo.errors import ConfigError
+from grpo.distributed import Engine, OneProcess, same_error
+from grpo.errors import ConfigError, GRPOWarning
 from grpo.writing import describe
 
 from .samplers import SampledTokens
 from .sampling_config import SamplingConfig
-from .vllm_http import START, VLLMServer
+from .vllm_http import ServerLostError, ServerTimeoutError
 from .vllm_requests import Answer, SamplerError, request_settings, require_room, sampled_tokens
+from .vllm_worker import FIRST_VERSION, VLLMWorker
+
+MAX_LOSSES = 3
+"""A server that is lost more often in one call of `sample` ends the call with an error."""
+
+SECONDS_BETWEEN_PROBES = 30.0
+"""While other servers work, a lost server is looked for so often."""
+
+SECONDS_BETWEEN_POLLS = 0.5
+"""While no server works, all servers are looked for so often."""
 
 
 class VLLMServerSampler:
-    """A vLLM server on other devices or another machine. Weights are transferred through a shared folder.
+    """vLLM servers on other devices or other machines. Weights are transferred through a shared folder.
 
-    Start the server with the model that is trained::
+    Start each server with the model that is trained::
 
-        VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --logprobs-mode processed_logprobs
+        VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --logprobs-mode processed_logprobs --enable-scale-out
 
-    In development mode, everyone who can reach the server's port can change the weights, so do not expose the port. vLLM's
+    The weights of each `sync` have a version. A server changes its weights while no request runs on it. It reports the version
+    with every completion, and a completion with another version is sampled again. All completions of a prompt are requested
+    from one server. A completion depends on its row's seed and, through rounding, on what the server computes at the same
+    time, so it does not matter which server answers.
+
+    A server that does not answer is named in a warning, and the other servers sample its rows again. It gets the weights when
+    it answers again. If no server answers, the sampler waits `restart_timeout` seconds for one.
+
+    With several ranks, pass the trainer's `engine`. Rank 0 writes the weights, each server loads them once, and no rank samples
+    before all ranks know their version.
+
+    In development mode, everyone who can reach a server's port can change the weights, so do not expose the port. vLLM's
     kernels round differently, so its log-probs differ slightly from the trainer's: set `objective.sampler_correction`.
 
     Args:
-        base_url: Address of the server, for example "http://localhost:8000".
-        weights_folder: Folder that `sync` writes the weights to. The server must see it under the same path.
+        base_url: Address of the server, for example "http://localhost:8000", or a list of addresses.
+        weights_folder: Folder that `sync` writes the weights to. The servers must see it under the same path.
         timeout: Time limit of one request in seconds. It includes the time that the request waits for earlier ones.
-        max_concurrency: Maximum number of concurrent requests. Each completion is one request. The value of the server's
-            `--max-num-seqs` is enough to keep the server busy.
+        max_concurrency: Maximum number of concurrent requests of this process to one server. Each completion is one request.
+            The value of the server's `--max-num-seqs` is enough to keep the server busy.
+        restart_timeout: How many seconds the sampler waits for a server if none answers.
+        engine: The engine of the trainer, if there are several ranks. Every rank uses the same servers.
 
     Raises:
-        ConfigError: `base_url` is not an HTTP address.
+        ConfigError: An argument is invalid.
 
     Example:
         >>> sampler = VLLMServerSampler("http://localhost:8000", weights_folder="/dev/shm/weights")  # doctest: +SKIP
@@ -44,7 +71,14 @@ class VLLMServerSampler:
     """
 
     def __init__(
-        self, base_url: str, *, weights_folder: str | Path, timeout: float = 600.0, max_concurrency: int = 256
+        self,
+        base_url: str | Sequence[str],
+        *,
+        weights_folder: str | Path,
+        timeout: float = 600.0,
+        max_concurrency: int = 256,
+        restart_timeout: float = 600.0,
+        engine: Engine | None = None,
     ) -> None:
         folder: Any = weights_folder
         if not isinstance(folder, str | Path) or type(max_concurrency) is not int or max_concurrency < 1:
@@ -52,11 +86,28 @@ class VLLMServerSampler:
                 "VLLMServerSampler: weights_folder must be a path, and max_concurrency an integer of at least 1; got "
                 f"{describe(folder)} and {describe(max_concurrency)}."
             )
-        self._server = VLLMServer(base_url, timeout=timeout)
+        seconds: Any = restart_timeout
+        if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+            raise ConfigError(
+                f"VLLMServerSampler: restart_timeout must be a number of seconds of at least 0; got {seconds!r}."
+            )
+        urls = [base_url] if isinstance(base_url, str) else base_url
+        self._workers = [VLLMWorker(url, timeout=timeout) for url in urls]
+        addresses = [worker.url for worker in self._workers]
+        if not addresses or len(set(addresses)) < len(addresses):
+            raise ConfigError(
+                f"VLLMServerSampler: base_url must name at least one server, each once; got {base_url!r}."
+            )
         self._folder = Path(weights_folder).resolve()
+        self._timeout = timeout
         self._max_concurrency = max_concurrency
-        self._max_length: int | None = None
+        self._restart_timeout = restart_timeout
+        self._engine: Engine = OneProcess() if engine is None else engine
         self._version: str | None = None
+        self._num_syncs = 0
+        self._run = uuid.uuid4().hex
+        self._next_probe: dict[VLLMWorker, float] = {}
+        """When to look for each lost server again. The other servers work."""
 
     def sample(
         self,
@@ -70,31 +121,54 @@ class VLLMServerSampler:
         """Sample completions; see `Sampler.sample`. Each row is a request, and vLLM's prefix cache shares the prompts.
 
         Raises:
-            ConfigError: vLLM does not support a setting, a prompt is too long, or the server was started with other options.
-            SamplerError: The server does not answer, rejects a request, or no longer has the weights of the last `sync`.
+            ConfigError: vLLM does not support a setting, a prompt is too long, or a server was started with other options.
+            SamplerError: No server answers, one rejects a request, or one has weights of another client.
         """
-        require_room(prompts, config, self._checked_max_length())
-        settings = request_settings(config, end_token_ids) | {"return_token_ids": True}
+        settings = request_settings(config, end_token_ids) | {"detokenize": bool(config.stop)}
         bodies = [
-            {"prompt": list(prompts[row // num_per_prompt]), "seed": seed, **settings} for row, seed in enumerate(seeds)
+            {"token_ids": list(prompts[row // num_per_prompt]), "sampling_params": settings | {"seed": seed}}
+            for row, seed in enumerate(seeds)
         ]
-        with ThreadPoolExecutor(min(self._max_concurrency, len(bodies))) as pool:
-            answers = list(pool.map(self._answer, bodies))
-        if self._version is not None and self._server.get("/weight_info")["weight_version"] != self._version:
-            raise SamplerError(
-                f"VLLMServerSampler: the vLLM server at {self._server.base_url} no longer has the weights of the last sync: it "
-                "was restarted, or another client changed them. Resume from the last checkpoint, which sends the weights again."
-            )
-        return sampled_tokens(answers, config)
+        answers: dict[int, Answer] = {}
+        losses: Counter[VLLMWorker] = Counter()
+        while len(answers) < len(bodies):
+            workers = self._ready_workers()
+            require_room(prompts, config, min(worker.max_length() for worker in workers))
+            shares: dict[VLLMWorker, list[int]] = {}
+            for row in range(len(bodies)):
+                if row not in answers:
+                    group = row // num_per_prompt + self._engine.rank
+                    shares.setdefault(workers[group % len(workers)], []).append(row)
+            answers |= self._answers(shares, bodies, losses)
+        return sampled_tokens([answers[row] for row in range(len(bodies))], config)
 
     def sync(self, model: Any) -> None:
-        """Send the weights of the trained model to the server, with its adapters merged.
+        """Send the weights of the trained model to the servers, with its adapters merged. All ranks call this method.
 
         Raises:
-            ConfigError: An adapter cannot be merged, or the server was started with other options.
-            SamplerError: The server does not answer, or did not load the weights.
+            ConfigError: An adapter cannot be merged, or a server was started with other options.
+            SamplerError: No server answers, or one did not load the weights.
         """
-        self._checked_max_length()
+        engine = self._engine
+        with same_error(engine, "sending weights to the vLLM servers"):
+            if engine.rank == 0:
+                with engine.waiting(self._timeout, "it writes the weights for the vLLM servers"):
+                    self._write(model)
+            self._num_syncs += 1
+            # when all ranks have met, the file is complete, and no rank waits for completions
+            self._run = engine.gather_objects(self._run)[0]
+            self._version = f"{self._run}.{self._num_syncs}"
+            with engine.waiting(self._timeout, "its vLLM servers load the weights"):
+                loaded = self._load_own()
+            loaded = {url for urls in engine.gather_objects(loaded) for url in urls}
+            later = time.monotonic() + SECONDS_BETWEEN_PROBES
+            self._next_probe = {worker: later for worker in self._workers if worker.url not in loaded}
+            if not loaded and engine.rank == 0:
+                self._ready_workers()
+            engine.agree()
+
+    def _write(self, model: Any) -> None:
+        """Write the weights to the folder. The file changes only when it is complete."""
         self._folder.mkdir(parents=True, exist_ok=True)
         unfinished = self._folder / "unfinished"
         # copies, because the format does not allow tensors that share memory
@@ -102,35 +176,114 @@ class VLLMServerSampler:
             {name: weight.to("cpu", copy=True).contiguous() for name, weight in merged_weights(model)}, unfinished
         )
         unfinished.replace(self._folder / "model.safetensors")
-        self._server.post(
-            "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
-        )
-        # the cache has keys and values of the old weights
-        if not self._server.post("/reset_prefix_cache")["success"]:
+
+    def _load_own(self) -> set[str]:
+        """Let this rank's share of the servers load the weights of the last sync. Return the addresses of those that did."""
+        own = self._workers[self._engine.rank :: self._engine.num_ranks]
+        with ThreadPoolExecutor(max(len(own), 1)) as pool:
+            failures = dict(zip(own, pool.map(self._load, own), strict=True))
+        for worker, failure in failures.items():
+            if failure is not None and worker not in self._next_probe:
+                self._lose(worker, failure, "It gets the weights when it answers again.")
+        return {worker.url for worker, failure in failures.items() if failure is None}
+
+    def _load(self, worker: VLLMWorker) -> ServerLostError | None:
+        """Let a server load the weights of the last sync. Return why that is not possible now."""
+        assert self._version is not None
+        try:
+            if worker in self._next_probe:
+                worker.version()  # a server that is still lost is not waited for
+            worker.load(self._folder, self._version, self._label_while_loading(self._engine.rank))
+        except ServerLostError as error:
+            return error
+        return None
+
+    def _answers(
+        self, shares: dict[VLLMWorker, list[int]], bodies: list[dict[str, Any]], losses: Counter[VLLMWorker]
+    ) -> dict[int, Answer]:
+        """The answers of all servers that were not lost, by row. The rows of a lost server have no answer."""
+        with ThreadPoolExecutor(len(shares)) as pool:
+            futures = {worker: pool.submit(self._completed, worker, rows, bodies) for worker, rows in shares.items()}
+        answers: dict[int, Answer] = {}
+        for worker, future in futures.items():
+            try:
+                answers |= future.result()
+            except ServerTimeoutError:
+                raise  # the server runs, and is too slow
+            except ServerLostError as error:
+                losses[worker] += 1
+                if losses[worker] > MAX_LOSSES:
+                    raise
+                self._lose(worker, error, f"Its {len(shares[worker])} rows are sampled again.")
+        return answers
+
+    def _completed(self, worker: VLLMWorker, rows: list[int], bodies: list[dict[str, Any]]) -> dict[int, Answer]:
+        """The answers of one server. If one request fails, those that have not begun are not sent."""
+        version = self._version
+        with ThreadPoolExecutor(min(self._max_concurrency, len(rows))) as pool:
+            return dict(zip(rows, pool.map(lambda row: worker.complete(bodies[row], version), rows), strict=True))
+
+    def _lose(self, worker: VLLMWorker, error: ServerLostError, consequence: str) -> None:
+        self._next_probe[worker] = time.monotonic() + SECONDS_BETWEEN_PROBES
+        warnings.warn(f"{error} {consequence}", GRPOWarning, stacklevel=3)
+
+    def _ready_workers(self) -> list[VLLMWorker]:
+        """The servers that have the weights of the last sync. If there is none, wait until there is one.
+
+        Raises:
+            SamplerError: No server answered in time, or one has weights of another client.
+        """
+        ready = self._probe(only_due=True)
+        if ready:
+            return ready
+        seconds = self._restart_timeout + self._timeout
+        with self._engine.waiting(seconds, "no vLLM server answers it, and it waits for one to be started again"):
+            deadline = time.monotonic() + self._restart_timeout
+            while not (ready := self._probe(only_due=False)):
+                if time.monotonic() >= deadline:
+                    raise SamplerError(
+                        f"VLLMServerSampler: none of the vLLM servers ({', '.join(w.url for w in self._workers)}) has answered "
+                        f"for {self._restart_timeout:g} s. Start one, and resume from the last checkpoint, or raise "
+                        "restart_timeout."
+                    )
+                time.sleep(SECONDS_BETWEEN_POLLS)
+        return ready
+
+    def _probe(self, *, only_due: bool) -> list[VLLMWorker]:
+        """The servers that answer and have the weights, in order. A restarted server gets them."""
+        ready = []
+        for worker in self._workers:
+            if only_due and time.monotonic() < self._next_probe.get(worker, 0.0):
+                continue
+            try:
+                is_ready = self._has_weights(worker)
+            except ServerLostError as error:
+                if worker in self._next_probe:
+                    self._next_probe[worker] = time.monotonic() + SECONDS_BETWEEN_PROBES
+                else:
+                    self._lose(worker, error, "The other servers sample its rows.")
+                continue
+            if is_ready:
+                self._next_probe.pop(worker, None)
+                ready.append(worker)
+        return ready
+
+    def _has_weights(self, worker: VLLMWorker) -> bool:
+        """Whether a server has the weights of the last sync. If not, it gets them, unless another rank sends them now."""
+        found = worker.version()
+        if self._version is None or found == self._version:
+            return True
+        if found in map(self._label_while_loading, range(self._engine.num_ranks)):
+            if found != self._label_while_loading(self._engine.rank):
+                return False
+        elif found != FIRST_VERSION and not found.startswith(self._run):
             raise SamplerError(
-                f"VLLMServerSampler.sync: the vLLM server at {self._server.base_url} must clear its prefix cache after new "
-                "weights, but requests of other clients are running on it. Use a server for training only."
+                f"VLLMServerSampler: the vLLM server at {worker.url} no longer has the weights of the last sync: another "
+                "client changed them. Use a server for one training run only, and resume from the last checkpoint, which sends "
+                "the weights again."
             )
-        self._version = uuid.uuid4().hex
-        self._server.post("/update_weight_version", {"new_version": self._version})
+        worker.load(self._folder, self._version, self._label_while_loading(self._engine.rank))
+        return True
 
-    def _checked_max_length(self) -> int:
-        """The server's maximum sequence length. The first call also checks the options of the server."""
-        if self._max_length is None:
-            settings = self._server.get("/server_info?config_format=json")["vllm_config"]["model_config"]
-            if settings["logprobs_mode"] != "processed_logprobs":
-                raise ConfigError(
-                    f"VLLMServerSampler: the vLLM server at {self._server.base_url} must report the log-probs of the sampling "
-                    f"distribution (processed_logprobs); it reports {settings['logprobs_mode']}. Start it with {START}"
-                )
-            self._max_length = int(settings["max_model_len"])
-        return self._max_length
-
-    def _answer(self, body: dict[str, Any]) -> Answer:
-        (choice,) = self._server.post("/v1/completions", body)["choices"]
-        return Answer(
-            token_ids=choice["token_ids"],
-            log_probs=choice["logprobs"]["token_logprobs"],
-            finish_reason=choice["finish_reason"],
-            stop_reason=choice["stop_reason"],
-        )
+    def _label_while_loading(self, rank: int) -> str:
+        return f"{self._version} is loaded by rank {rank}"

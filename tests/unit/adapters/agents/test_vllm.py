@@ -12,6 +12,7 @@ import torch
 from adapters.agents import AgentPolicy
 from adapters.llm import SamplingConfig, VLLMSampler, VLLMServerSampler
 from adapters.llm.sampling import vllm_server
+from adapters.llm.sampling.vllm_requests import Answer
 from tests.support.agents import CHATML, FORGETFUL, Echo, Tools, chat_tokenizer, language_model, says_call
 
 Asked = list[tuple[tuple[int, ...], int, str]]
@@ -57,21 +58,26 @@ def engine(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> VLLMSampler:
 def server(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> VLLMServerSampler:
     """A `VLLMServerSampler` with an imitated server."""
 
-    class Server:
+    class Worker:
+        url = "http://localhost"
+
         def __init__(self, base_url: str, *, timeout: float) -> None: ...
 
-        def get(self, path: str) -> Any:
-            settings = {"logprobs_mode": "processed_logprobs", "max_model_len": 4096}
-            return {"vllm_config": {"model_config": settings}}
+        def version(self) -> str:
+            return "default"
 
-        def post(self, path: str, body: Any) -> Any:
-            asked.append((tuple(body.pop("prompt")), body.pop("seed"), str(body)))
+        def max_length(self) -> int:
+            return 4096
+
+        def complete(self, body: Any, version: str | None) -> Answer:
+            settings = body["sampling_params"]
+            asked.append((tuple(body["token_ids"]), settings.pop("seed"), str(settings)))
             tokens = says(asked[-1][1])
-            log_probs = {"token_logprobs": [-1.0] * len(tokens)}
-            choice = {"token_ids": tokens, "logprobs": log_probs, "finish_reason": "stop", "stop_reason": tokens[-1]}
-            return {"choices": [choice]}
+            return Answer(
+                token_ids=tokens, log_probs=[-1.0] * len(tokens), finish_reason="stop", stop_reason=tokens[-1]
+            )
 
-    monkeypatch.setattr(vllm_server, "VLLMServer", Server)
+    monkeypatch.setattr(vllm_server, "VLLMWorker", Worker)
     return VLLMServerSampler("http://localhost", weights_folder=Path("unused"), max_concurrency=1)
 
 

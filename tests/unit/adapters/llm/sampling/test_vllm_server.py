@@ -1,12 +1,7 @@
-"""`VLLMServerSampler` over HTTP, with a small server that imitates vLLM and records the requests."""
+"""`VLLMServerSampler` with one server, over HTTP, with a small server that imitates vLLM and records the requests."""
 
-import contextlib
-import json
 import socket
-import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,86 +17,15 @@ from adapters.llm.sampling.vllm_http import VLLMServer
 from adapters.llm.sampling.vllm_requests import SamplerError
 from adapters.llm.sampling.vllm_server import VLLMServerSampler
 from grpo.errors import ConfigError, GRPOWarning
+from tests.support.vllm_stand import Stand, running_stand
 
 CONFIG = SamplingConfig(max_new_tokens=4)
 
 
-class Stand:
-    """The answers of the small server, and the requests that it received."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[str, Any]] = []
-        self.logprobs_mode = "processed_logprobs"
-        self.has_development_mode = True
-        self.can_forget = True
-        self.version = "default"
-        self.to_drop = 0
-        self.delay = 0.0
-
-    def reply(self, path: str, body: Any) -> tuple[int, Any]:
-        self.heard.append((path, body))
-        time.sleep(self.delay)
-        if path == "/v1/completions":
-            if body["seed"] == 666:
-                return 400, {"error": {"message": "a bad number"}}
-            choice = {
-                "token_ids": [body["seed"], 1],
-                "logprobs": {"token_logprobs": [-float(body["seed"]), -0.5]},
-                "finish_reason": "stop",
-                "stop_reason": 1,
-            }
-            return 200, {"choices": [choice]}
-        if not self.has_development_mode:
-            return 404, {"detail": "Not Found"}
-        match path:
-            case "/server_info?config_format=json":
-                settings = {"logprobs_mode": self.logprobs_mode, "max_model_len": 16}
-                return 200, {"vllm_config": {"model_config": settings}}
-            case "/collective_rpc":
-                return 200, {"results": [None]}
-            case "/reset_prefix_cache":
-                return 200, {"success": self.can_forget}
-            case "/update_weight_version":
-                self.version = body["new_version"]
-                return 200, {"success": True}
-            case "/weight_info":
-                return 200, {"weight_version": self.version}
-        return 404, {}
-
-
 @pytest.fixture
-def stand() -> Iterator[tuple[Stand, str]]:
-    """The small server and its address."""
-    state = Stand()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.do_POST()
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
-            if state.to_drop > 0:
-                state.to_drop -= 1
-                self.close_connection = True
-                return
-            code, answer = state.reply(self.path, body)
-            data = json.dumps(answer).encode()
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            with contextlib.suppress(ConnectionError):  # the client may have closed the connection
-                self.wfile.write(data)
-
-        def log_message(self, *parts: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield state, f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def stand() -> Iterator[Stand]:
+    with running_stand() as stand:
+        yield stand
 
 
 @pytest.fixture
@@ -118,90 +42,115 @@ def plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_server, "merged_weights", lambda model: model.named_parameters(remove_duplicate=False))
 
 
-def test_every_row_is_a_request_with_its_own_seed(stand: tuple[Stand, str], tmp_path: Path) -> None:
-    state, url = stand
-    sampler = VLLMServerSampler(url, weights_folder=tmp_path)
+def sample(sampler: VLLMServerSampler, *seeds: int) -> Any:
+    return sampler.sample([[7]], len(seeds), CONFIG, end_token_ids=[1], seeds=seeds)
+
+
+def test_every_row_is_a_request_with_its_own_seed(stand: Stand, tmp_path: Path) -> None:
+    sampler = VLLMServerSampler(stand.url, weights_folder=tmp_path)
     sampled = sampler.sample([[7, 8], [9]], 2, CONFIG, end_token_ids=[1], seeds=[20, 21, 22, 23])
     # the server answers with the seed, so this shows that rows keep their order
     assert sampled.token_ids == [[20, 1], [21, 1], [22, 1], [23, 1]]
-    assert sampled.behaviour_log_probs == [[-20.0, -0.5], [-21.0, -0.5], [-22.0, -0.5], [-23.0, -0.5]]
+    assert sampled.behaviour_log_probs == [[0.0, 0.0]] * 4
     assert sampled.finish_reasons == ["end"] * 4
-    bodies = [body for path, body in state.heard if path == "/v1/completions"]
-    prompts = {body["seed"]: body["prompt"] for body in bodies}
-    assert prompts == {20: [7, 8], 21: [7, 8], 22: [9], 23: [9]}
-    assert all(body["return_token_ids"] and body["stop_token_ids"] == [1] for body in bodies)
+    bodies = [body for path, body in stand.heard if path == "/inference/v1/generate"]
+    assert {body["sampling_params"]["seed"]: body["token_ids"] for body in bodies} == {
+        20: [7, 8],
+        21: [7, 8],
+        22: [9],
+        23: [9],
+    }
+    settings = bodies[0]["sampling_params"]
+    assert settings["stop_token_ids"] == [1]
+    assert settings["max_tokens"] == 4
+    assert settings["detokenize"] is False
+    stopping = SamplingConfig(max_new_tokens=4, stop=("x",))
+    sampler.sample([[7]], 1, stopping, end_token_ids=[1], seeds=[1])
+    assert stand.heard[-1][1]["sampling_params"]["detokenize"] is True
 
 
 @pytest.mark.usefixtures("plain_weights")
-def test_weights_are_sent_in_a_folder_and_the_prefix_cache_is_cleared(stand: tuple[Stand, str], tmp_path: Path) -> None:
-    state, url = stand
+def test_weights_are_sent_in_a_folder_while_no_request_runs(stand: Stand, tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     model.tied = model.weight
     folder = tmp_path / "weights"
-    sampler = VLLMServerSampler(url, weights_folder=folder)
+    sampler = VLLMServerSampler(stand.url, weights_folder=folder)
     sampler.sync(model)
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
     written = load_file(folder / "model.safetensors")
     assert written.keys() == {"weight", "bias", "tied"}
     assert torch.equal(written["tied"], model.weight)
-    reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-    assert [path for path, _ in state.heard] == [
+    assert stand.paths() == [
         "/server_info?config_format=json",
+        "/update_weight_version",
+        "/pause?mode=wait",
         "/collective_rpc",
         "/reset_prefix_cache",
         "/update_weight_version",
+        "/resume",
     ]
-    assert state.heard[1][1] == reload
-    sampler.sample([[7]], 1, CONFIG, end_token_ids=[1], seeds=[20])
+    assert stand.heard[3][1] == {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    while_loading, version = (body["new_version"] for path, body in stand.heard if path == "/update_weight_version")
+    assert while_loading == f"{version} is loaded by rank 0"
+    sampled = sample(sampler, 20)
+    expected = -sum(float(value.sum()) for value in written.values())
+    assert sampled.behaviour_log_probs[0] == pytest.approx([expected] * 2)
 
-    state.version = "default"  # as after a restart
-    with pytest.raises(SamplerError, match="no longer has the weights of the last sync"):
-        sampler.sample([[7]], 1, CONFIG, end_token_ids=[1], seeds=[20])
+    sampler.sync(model)
+    assert version.endswith(".1")
+    assert stand.version == version.removesuffix("1") + "2"
 
 
 @pytest.mark.usefixtures("plain_weights")
-def test_a_server_that_cannot_clear_its_cache_is_refused(stand: tuple[Stand, str], tmp_path: Path) -> None:
-    state, url = stand
-    state.can_forget = False
+def test_weights_of_another_client_are_an_error(stand: Stand, tmp_path: Path) -> None:
+    sampler = VLLMServerSampler(stand.url, weights_folder=tmp_path)
+    sampler.sync(nn.Linear(1, 1))
+    stand.version = "mine"
+    with pytest.raises(SamplerError, match="no longer has the weights of the last sync: another client changed them"):
+        sample(sampler, 20)
+
+
+@pytest.mark.usefixtures("plain_weights")
+def test_a_server_that_cannot_clear_its_cache_is_refused(stand: Stand, tmp_path: Path) -> None:
+    stand.can_forget = False
     with pytest.raises(SamplerError, match="requests of other clients are running on it"):
-        VLLMServerSampler(url, weights_folder=tmp_path).sync(nn.Linear(1, 1))
+        VLLMServerSampler(stand.url, weights_folder=tmp_path).sync(nn.Linear(1, 1))
+    assert stand.version.endswith("is loaded by rank 0")  # not the version of complete weights
 
 
-def test_a_server_with_raw_log_probs_is_refused(stand: tuple[Stand, str], tmp_path: Path) -> None:
-    state, url = stand
-    state.logprobs_mode = "raw_logprobs"
+def test_a_server_with_raw_log_probs_is_refused(stand: Stand, tmp_path: Path) -> None:
+    stand.options["logprobs_mode"] = "raw_logprobs"
     with pytest.raises(
         ConfigError, match=r"it reports raw_logprobs. Start it with .*--logprobs-mode processed_logprobs"
     ):
-        VLLMServerSampler(url, weights_folder=tmp_path).sample([[7]], 1, CONFIG, end_token_ids=[1], seeds=[1])
+        sample(VLLMServerSampler(stand.url, weights_folder=tmp_path), 1)
 
 
-def test_a_server_without_development_mode_is_refused(stand: tuple[Stand, str], tmp_path: Path) -> None:
-    state, url = stand
-    state.has_development_mode = False
-    with pytest.raises(SamplerError, match=r"has no /server_info.*VLLM_SERVER_DEV_MODE=1 vllm serve"):
-        VLLMServerSampler(url, weights_folder=tmp_path).sample([[7]], 1, CONFIG, end_token_ids=[1], seeds=[1])
+@pytest.mark.parametrize(
+    ("option", "path"), [("has_development_mode", "/weight_info"), ("has_scale_out", "/inference/v1/generate")]
+)
+def test_a_server_without_an_option_is_refused(stand: Stand, tmp_path: Path, option: str, path: str) -> None:
+    setattr(stand, option, False)
+    with pytest.raises(SamplerError, match=rf"answered {path} with 40\d.*VLLM_SERVER_DEV_MODE=1 .*--enable-scale-out"):
+        sample(VLLMServerSampler(stand.url, weights_folder=tmp_path), 1)
 
 
-def test_a_prompt_that_is_too_long_is_named(stand: tuple[Stand, str], tmp_path: Path) -> None:
-    _, url = stand
-    sampler = VLLMServerSampler(url, weights_folder=tmp_path)
+def test_a_prompt_that_is_too_long_is_named(stand: Stand, tmp_path: Path) -> None:
+    sampler = VLLMServerSampler(stand.url, weights_folder=tmp_path)
     with pytest.raises(ConfigError, match=r"at most 16 tokens .*; prompt 1 has 13"):
         sampler.sample([[7], [7] * 13], 1, CONFIG, end_token_ids=[1], seeds=[1, 2])
 
 
-def test_the_error_has_the_message_of_the_server(stand: tuple[Stand, str], tmp_path: Path) -> None:
-    _, url = stand
-    sampler = VLLMServerSampler(url, weights_folder=tmp_path)
-    with pytest.raises(SamplerError, match=r"/v1/completions with 400: .*a bad number"):
-        sampler.sample([[7]], 2, CONFIG, end_token_ids=[1], seeds=[1, 666])
+def test_the_error_has_the_message_of_the_server(stand: Stand, tmp_path: Path) -> None:
+    sampler = VLLMServerSampler(stand.url, weights_folder=tmp_path)
+    with pytest.raises(SamplerError, match=r"/inference/v1/generate with 400: .*Token id 666 is out of vocabulary"):
+        sampler.sample([[7], [666]], 1, CONFIG, end_token_ids=[1], seeds=[1, 2])
 
 
-def test_a_lost_connection_is_retried_with_a_warning(stand: tuple[Stand, str], impatient: list[float]) -> None:
-    state, url = stand
-    state.to_drop = 2
+def test_a_lost_connection_is_retried_with_a_warning(stand: Stand, impatient: list[float]) -> None:
+    stand.to_drop = 2
     with pytest.warns(GRPOWarning, match=r"failed .*; retrying") as said:
-        assert VLLMServer(url, timeout=10).get("/weight_info") == {"weight_version": "default"}
+        assert VLLMServer(stand.url, timeout=10).get("/weight_info") == {"weight_version": "default"}
     assert len(said) == 2
     assert impatient == [0.5, 1.0]
 
@@ -218,19 +167,38 @@ def test_the_error_for_a_missing_server_says_how_to_start_it(impatient: list[flo
     assert impatient == [0.5, 1.0, 2.0, 4.0]
 
 
-def test_a_request_that_times_out_is_not_repeated(stand: tuple[Stand, str]) -> None:
-    state, url = stand
-    state.delay = 0.5
+def test_a_request_that_times_out_is_not_repeated(stand: Stand) -> None:
+    stand.delay = 0.5
     with pytest.raises(SamplerError, match=r"did not answer /weight_info within 0\.1 s. Raise timeout"):
-        VLLMServer(url, timeout=0.1).get("/weight_info")
-    assert len(state.heard) == 1
+        VLLMServer(stand.url, timeout=0.1).get("/weight_info")
+    assert len(stand.heard) == 1
 
 
-def test_an_address_that_is_not_http_is_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    for address in ["localhost:8000", "file:///etc/hosts"]:
-        message = "must begin with http:// or https://; got"
-        with subtests.test(address=address), pytest.raises(ConfigError, match=message):
-            VLLMServerSampler(address, weights_folder=tmp_path)
+def test_a_slow_server_that_runs_is_not_lost(stand: Stand, tmp_path: Path) -> None:
+    """To repeat the request would take as long again."""
+    sampler = VLLMServerSampler(stand.url, weights_folder=tmp_path, timeout=0.1)
+    sample(sampler, 1)
+    stand.delay = 0.15
+    with pytest.raises(SamplerError, match=r"did not answer /inference/v1/generate within 0\.1 s. Raise timeout"):
+        sample(sampler, 1)
+    assert stand.paths().count("/inference/v1/generate") == 2
+
+
+def test_bad_arguments_are_refused(subtests: pytest.Subtests, tmp_path: Path) -> None:
+    url = "http://localhost:8000"
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ("localhost:8000", {}, "must begin with http:// or https://; got"),
+        ("file:///etc/hosts", {}, "must begin with http:// or https://; got"),
+        ([], {}, "at least one server"),
+        ([url, f"{url}/v1"], {}, "at least one server, each once"),
+        (url, {"timeout": 0}, "timeout must be a number of seconds above 0"),
+        (url, {"restart_timeout": -1}, "restart_timeout must be a number of seconds of at least 0; got -1"),
+        (url, {"restart_timeout": float("inf")}, "restart_timeout must be"),
+        (url, {"max_concurrency": 0}, "max_concurrency an integer of at least 1"),
+    ]
+    for address, options, message in cases:
+        with subtests.test(address=address, **options), pytest.raises(ConfigError, match=message):
+            VLLMServerSampler(address, weights_folder=tmp_path, **options)
 
 
 def test_the_address_may_end_in_v1() -> None:

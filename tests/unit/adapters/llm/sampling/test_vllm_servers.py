@@ -1,0 +1,315 @@
+"""`VLLMServerSampler` with several servers and several ranks: servers that die, and weights that change."""
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from adapters.llm.sampling import vllm_server
+from adapters.llm.sampling.sampling_config import SamplingConfig
+from adapters.llm.sampling.vllm_requests import SamplerError
+from adapters.llm.sampling.vllm_server import VLLMServerSampler
+from adapters.llm.sampling.vllm_worker import VLLMWorker
+from grpo.errors import ConfigError, GRPOWarning
+from tests.support.imitated_ranks import on_ranks
+from tests.support.vllm_stand import Stand, running_stand
+
+CONFIG = SamplingConfig(max_new_tokens=4)
+SEEDS = list(range(2, 14))
+"""Of twelve rows: six prompts with two rows each."""
+PROMPTS = [[7], [8], [9], [10], [11], [12]]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short waits, and the parameters of any module in place of `merged_weights`, which has its own tests."""
+    monkeypatch.setattr(vllm_server, "SECONDS_BETWEEN_POLLS", 0.01)
+    monkeypatch.setattr(vllm_server, "merged_weights", lambda model: model.named_parameters())
+
+
+@pytest.fixture
+def stands() -> Iterator[list[Stand]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(running_stand()) for _ in range(3)]
+
+
+def weights(value: float) -> nn.Module:
+    """A model whose weights sum to `value`. The log-probs of the small servers are minus this sum."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def sampler_of(stands: list[Stand], folder: Path, **options: Any) -> VLLMServerSampler:
+    return VLLMServerSampler([stand.url for stand in stands], weights_folder=folder, **options)
+
+
+def assert_sampled(sampler: VLLMServerSampler, value: float) -> None:
+    """All twelve rows are answered, in their order, by servers whose weights sum to `value`."""
+    sampled = sampler.sample(PROMPTS, 2, CONFIG, end_token_ids=[1], seeds=SEEDS)
+    assert [tokens[0] for tokens in sampled.token_ids] == SEEDS
+    assert sampled.behaviour_log_probs == [[-value] * 2] * 12
+
+
+def seeds_of(stand: Stand) -> list[int]:
+    return sorted(body["sampling_params"]["seed"] for path, body in stand.heard if path == "/inference/v1/generate")
+
+
+def loads_of(stand: Stand) -> int:
+    return stand.paths().count("/collective_rpc")
+
+
+def test_prompts_are_spread_over_the_servers_and_rows_of_a_prompt_stay_together(
+    stands: list[Stand], tmp_path: Path
+) -> None:
+    sampler = sampler_of(stands, tmp_path)
+    sampler.sync(weights(1.0))
+    assert_sampled(sampler, 1.0)
+    assert [seeds_of(stand) for stand in stands] == [[2, 3, 8, 9], [4, 5, 10, 11], [6, 7, 12, 13]]
+    assert [loads_of(stand) for stand in stands] == [1, 1, 1]
+
+
+def test_a_server_that_dies_is_named_and_its_rows_are_sampled_elsewhere(stands: list[Stand], tmp_path: Path) -> None:
+    sampler = sampler_of(stands, tmp_path)
+    sampler.sync(weights(1.0))
+    stands[1].dies_after = 1
+    with pytest.warns(GRPOWarning, match=rf"at {stands[1].url} .* Its 4 rows are sampled again") as said:
+        assert_sampled(sampler, 1.0)
+    assert len(said) == 1
+    again = sorted(seeds_of(stands[0]) + seeds_of(stands[2]))
+    assert again == SEEDS  # the answer that came before the death is not used
+
+    num_heard = len(stands[1].heard)
+    assert_sampled(sampler, 1.0)  # without another warning
+    assert len(stands[1].heard) == num_heard
+
+
+def test_a_dead_server_joins_again_at_the_next_sync(stands: list[Stand], tmp_path: Path) -> None:
+    sampler = sampler_of(stands, tmp_path)
+    sampler.sync(weights(1.0))
+    stands[1].die()
+    with pytest.warns(GRPOWarning, match=rf"at {stands[1].url}.* The other servers sample its rows"):
+        assert_sampled(sampler, 1.0)
+    sampler.sync(weights(2.0))  # it is known to be dead, so nothing is said
+    assert_sampled(sampler, 2.0)
+    stands[1].start_again()
+    sampler.sync(weights(3.0))
+    for stand in stands:
+        stand.heard.clear()
+    assert_sampled(sampler, 3.0)
+    assert all(len(seeds_of(stand)) == 4 for stand in stands)
+
+
+def test_a_server_that_dies_while_weights_are_sent_is_named(
+    stands: list[Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adapters.llm.sampling.vllm_http.time.sleep", lambda seconds: None)
+    sampler = sampler_of(stands, tmp_path)
+    stands[2].die()
+    with pytest.warns(GRPOWarning) as said:
+        sampler.sync(weights(1.0))
+    assert "It gets the weights when it answers again" in str(said[-1].message)
+    assert stands[2].url in str(said[-1].message)
+    assert_sampled(sampler, 1.0)
+
+
+def test_a_dead_server_is_looked_for_again_while_others_work(
+    stands: list[Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = sampler_of(stands, tmp_path)
+    sampler.sync(weights(1.0))
+    monkeypatch.setattr(vllm_server, "SECONDS_BETWEEN_PROBES", 0.0)
+    stands[1].die()
+    with pytest.warns(GRPOWarning, match="The other servers sample its rows"):
+        assert_sampled(sampler, 1.0)
+    stands[1].start_again()
+    stands[1].heard.clear()
+    assert_sampled(sampler, 1.0)
+    assert loads_of(stands[1]) == 1
+    assert len(seeds_of(stands[1])) == 4
+
+
+def test_a_server_that_was_started_again_between_two_batches_gets_the_weights(
+    stands: list[Stand], tmp_path: Path
+) -> None:
+    sampler = sampler_of(stands[:1], tmp_path)
+    sampler.sync(weights(1.0))
+    stands[0].start_again()
+    assert_sampled(sampler, 1.0)
+    assert loads_of(stands[0]) == 2
+
+
+def test_the_only_server_is_waited_for_and_gets_the_weights_again(stands: list[Stand], tmp_path: Path) -> None:
+    sampler = sampler_of(stands[:1], tmp_path)
+    sampler.sync(weights(1.0))
+    stands[0].dies_after = 5
+    threading.Timer(0.2, stands[0].start_again).start()
+    with pytest.warns(GRPOWarning, match="Its 12 rows are sampled again"):
+        assert_sampled(sampler, 1.0)
+    assert loads_of(stands[0]) == 2
+    assert seeds_of(stands[0])[-1] == SEEDS[-1]
+
+
+def test_rows_from_other_weights_are_not_used(stands: list[Stand], tmp_path: Path) -> None:
+    """No connection breaks, and the server has the weights before the batch."""
+    stand = stands[0]
+    sampler = sampler_of([stand], tmp_path, max_concurrency=1)
+    sampler.sync(weights(1.0))
+    answer = stand.answer
+
+    def forget_at_the_fifth(path: str, body: Any) -> Any:
+        if "generate" in path and len(seeds_of(stand)) == 4:
+            stand.version, stand.weights = "default", 0.0
+        return answer(path, body)
+
+    stand.answer = forget_at_the_fifth  # type: ignore[method-assign]
+    with pytest.warns(GRPOWarning, match=r"sampled with other weights \(version default\) .* Its 12 rows"):
+        assert_sampled(sampler, 1.0)
+    assert loads_of(stand) == 2
+
+
+@pytest.mark.filterwarnings("ignore:VLLMServerSampler. no vLLM server answers")
+def test_if_no_server_answers_in_time_the_error_names_all(stands: list[Stand], tmp_path: Path) -> None:
+    sampler = sampler_of(stands[:2], tmp_path, restart_timeout=0.05)
+    sampler.sync(weights(1.0))
+    for stand in stands:
+        stand.die()
+    message = rf"none of the vLLM servers \({stands[0].url}, {stands[1].url}\) has answered for 0.05 s. Start one"
+    with pytest.raises(SamplerError, match=message):
+        assert_sampled(sampler, 1.0)
+    with pytest.raises(SamplerError, match=message):
+        sampler.sync(weights(2.0))
+
+
+@pytest.mark.filterwarnings("ignore:VLLMServerSampler")
+def test_a_server_that_fails_again_and_again_ends_the_batch(stands: list[Stand], tmp_path: Path) -> None:
+    sampler = sampler_of(stands[:1], tmp_path)
+    sampler.sync(weights(1.0))
+    answer = stands[0].answer
+    stands[0].answer = lambda path, body: None if "generate" in path else answer(path, body)  # type: ignore[method-assign]
+    with pytest.raises(SamplerError, match=rf"no vLLM server answers at {stands[0].url}"):
+        assert_sampled(sampler, 1.0)
+    stands[0].answer = lambda path, body: (500, "") if "generate" in path else answer(path, body)  # type: ignore[method-assign]
+    with pytest.raises(SamplerError, match=r"answered /inference/v1/generate with 500.* Read the server's log"):
+        assert_sampled(sampler, 1.0)
+
+
+def test_no_request_runs_while_weights_change(stands: list[Stand], tmp_path: Path) -> None:
+    """A request that runs is finished with the old weights, and one that comes meanwhile waits for the new ones."""
+    stand = stands[0]
+    sampler_of([stand], tmp_path).sync(weights(1.0))
+    worker = VLLMWorker(stand.url, timeout=10)
+    found: list[float] = []
+
+    def complete() -> None:
+        body = {"token_ids": [7], "sampling_params": {"seed": 1}}
+        found.append(worker.complete(body, None).log_probs[0])
+
+    stand.delay = 0.1
+    threads = [threading.Thread(target=complete) for _ in range(2)]
+    threads[0].start()
+    time.sleep(0.05)
+    loading = threading.Thread(target=worker.load, args=(tmp_path, "new", "loading"))
+    loading.start()
+    while not stand.is_paused:
+        time.sleep(0.001)
+    threads[1].start()
+    for thread in (*threads, loading):
+        thread.join()
+    assert found == [-1.0, -1.0]
+    assert stand.changed_while_running == 0
+    assert stand.version == "new"
+
+
+def test_several_ranks_send_each_server_the_weights_once(stands: list[Stand], tmp_path: Path) -> None:
+    """Three ranks sample at the same time from two servers, over four versions."""
+
+    def run(engine: Any) -> list[str]:
+        sampler = sampler_of(stands[:2], tmp_path, engine=engine)
+        versions = []
+        for value in (1.0, 2.0, 3.0, 4.0):
+            sampler.sync(weights(value if engine.rank == 0 else 99.0))  # rank 0 writes
+            assert_sampled(sampler, value)
+            versions.append(stands[0].version)
+        return versions
+
+    found = on_ranks(3, run)
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 4
+    for stand in stands[:2]:
+        assert loads_of(stand) == 4
+        assert stand.changed_while_running == 0
+        assert len(seeds_of(stand)) == 3 * 4 * 6
+
+
+def test_ranks_begin_with_different_servers(stands: list[Stand], tmp_path: Path) -> None:
+    def run(engine: Any) -> None:
+        sampler = sampler_of(stands, tmp_path, engine=engine)
+        sampler.sync(weights(1.0))
+        sampler.sample([[7 + engine.rank]], 1, CONFIG, end_token_ids=[1], seeds=[engine.rank + 1])
+
+    on_ranks(3, run)
+    assert [seeds_of(stand) for stand in stands] == [[1], [2], [3]]
+
+
+@pytest.mark.filterwarnings("ignore:VLLMServerSampler. no vLLM server answers")
+def test_what_one_rank_finds_out_about_a_server_all_ranks_know(
+    stands: list[Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 sends the weights to the second server, which is dead. Rank 0 does not ask it."""
+    monkeypatch.setattr("adapters.llm.sampling.vllm_http.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("adapters.llm.sampling.vllm_http.warnings.warn", lambda *_, **__: None)
+    stands[1].die()
+
+    def run(engine: Any) -> set[str]:
+        sampler = sampler_of(stands[:2], tmp_path, engine=engine)
+        sampler.sync(weights(1.0))
+        assert_sampled(sampler, 1.0)
+        return {worker.url for worker in sampler._next_probe}
+
+    assert on_ranks(2, run) == [{stands[1].url}] * 2
+    assert len(seeds_of(stands[0])) == 24
+
+
+def test_an_error_in_sync_on_one_rank_is_raised_on_all(stands: list[Stand], tmp_path: Path) -> None:
+    stands[1].options["logprobs_mode"] = "raw_logprobs"
+    errors = on_ranks(2, lambda engine: sampler_of(stands[:2], tmp_path, engine=engine).sync(weights(1.0)))
+    assert all(isinstance(error, ConfigError) for error in errors), errors
+    assert all("it reports raw_logprobs" in str(error) for error in errors)
+
+
+def test_a_server_that_another_rank_loads_is_waited_for(stands: list[Stand], tmp_path: Path) -> None:
+    sampler = sampler_of(stands[:1], tmp_path)
+    sampler._engine.num_ranks = 2  # type: ignore[misc]
+    sampler.sync(weights(1.0))
+    version = stands[0].version
+    stands[0].version = f"{version} is loaded by rank 1"
+
+    def finish() -> None:
+        stands[0].version = version
+
+    threading.Timer(0.1, finish).start()
+    assert_sampled(sampler, 1.0)
+    assert loads_of(stands[0]) == 1
+    stands[0].version = f"{version} is loaded by rank 0"  # this rank began, and did not finish
+    assert_sampled(sampler, 1.0)
+    assert loads_of(stands[0]) == 2
+
+
+def test_the_samples_do_not_depend_on_the_number_of_servers(stands: list[Stand], tmp_path: Path) -> None:
+    found = []
+    for number in (1, 2, 3):
+        sampler = sampler_of(stands[:number], tmp_path)
+        sampler.sync(weights(1.5))
+        sampled = sampler.sample(PROMPTS, 2, CONFIG, end_token_ids=[1], seeds=SEEDS)
+        found.append((sampled.token_ids, sampled.behaviour_log_probs))
+    assert found[0] == found[1] == found[2]
+    assert torch.tensor(found[0][1]).eq(-1.5).all()
+    assert not re.search("unfinished", " ".join(path.name for path in tmp_path.iterdir()))
