@@ -1,7 +1,8 @@
-"""Training on several processes (ranks): the `Engine` protocol, and engines for one process and for data parallelism.
+"""Training on several processes (ranks): the `Engine` protocol, and engines for one process, for copies and for parts.
 
-Every rank holds the whole policy and samples actions for its own states, so that a group never spans two ranks. Losses
-are normalised by the counts of all ranks. The sum of the ranks' gradients is therefore the gradient of the whole batch.
+With `Replicated`, every rank holds the whole policy. With `Sharded`, every rank holds a part of it. Every rank samples actions
+for its own states, so that a group never spans two ranks. Losses are normalised by the counts of all ranks. The sum of the
+ranks' gradients is therefore the gradient of the whole batch.
 
 A rank that fails tells the others in the next exchange of values, so that all ranks raise the same error.
 """
@@ -9,83 +10,34 @@ A rank that fails tells the others in the next exchange of values, so that all r
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._ranks.equality import differing_values, differing_weights, fingerprints, printed
+from ._ranks.agreement import DOING, on_all_ranks, require_equal_weights, require_same_on_all_ranks, same_error
+from ._ranks.engine import Engine, OneProcess, ShardsWeights
 from ._ranks.meetings import Meetings
 from ._ranks.messages import PrintedOnce
-from ._ranks.shared_errors import error_for_all, is_shared, mark_as_shared, problem_of
-from .errors import ConfigError, RankError, TrainingInterrupted
+from ._ranks.shared_errors import error_for_all, problem_of
+from ._sharding.model import Plan, ShardedModel
+from .errors import ConfigError, RankError
+
+__all__ = [
+    "Engine",
+    "OneProcess",
+    "Replicated",
+    "Sharded",
+    "ShardsWeights",
+    "require_equal_weights",
+    "require_same_on_all_ranks",
+    "same_error",
+]
 
 MAX_INLINE_VALUES = 64
 """Tensors of at most so many values travel with the message that precedes every collective operation."""
-
-
-@runtime_checkable
-class Engine(Protocol):
-    """Combines values of several ranks for the trainer. Every rank makes the same calls in the same order."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process, from 0."""
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of processes."""
-
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, returned on every rank. All ranks pass tensors of the same shape."""
-
-    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        """The rows of all ranks in rank order, padded to the widest, and the index of this rank's first row."""
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Gather one small object from each rank, in rank order."""
-
-    def agree(self, error: BaseException | None = None) -> None:
-        """Raise the same error on every rank if any rank passes an error. Ranks in another operation raise it there."""
-
-    def waiting(self, seconds: float, reason: str) -> AbstractContextManager[None]:
-        """Inside the block, at most for so many seconds, the other ranks know that this rank is late, and wait for it.
-
-        Args:
-            seconds: the longest time that this rank waits for something else.
-            reason: what it waits for, as a sentence without a full stop. The other ranks log it.
-        """
-
-
-class OneProcess:
-    """The engine of a single process: every operation returns its argument."""
-
-    rank = 0
-    num_ranks = 1
-
-    def sum(self, values: Tensor) -> Tensor:
-        """Return `values` unchanged: there is one process."""
-        return values
-
-    def gather(self, rows: Tensor) -> tuple[Tensor, int]:
-        """Return `rows` unchanged, and 0 as the index of the first row."""
-        return rows, 0
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return `[value]`: there is one process."""
-        return [value]
-
-    def agree(self, error: BaseException | None = None) -> None:
-        """Raise `error`, if there is one."""
-        if error is not None:
-            raise error
-
-    def waiting(self, seconds: float, reason: str) -> AbstractContextManager[None]:
-        """Do nothing: nobody waits for this process."""
-        return nullcontext()
 
 
 class Replicated:
@@ -113,11 +65,11 @@ class Replicated:
 
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError(
-                "Replicated needs torch.distributed: call torch.distributed.init_process_group() first, and start the "
-                "script with `torchrun --nproc-per-node N script.py`."
+                f"{type(self).__name__} needs torch.distributed: call torch.distributed.init_process_group() first, and start "
+                "the script with `torchrun --nproc-per-node N script.py`."
             )
         if not 0.0 < timeout < float("inf"):
-            raise ConfigError(f"Replicated.timeout must be above 0 seconds and finite; got {timeout!r}.")
+            raise ConfigError(f"{type(self).__name__}.timeout must be above 0 seconds and finite; got {timeout!r}.")
         group = dist.group.WORLD if group is None else group
         self._dist, self._group = dist, group if dist.get_backend(group) == "nccl" else None
         self._device = torch.device("cpu" if self._group is None else "cuda")
@@ -130,13 +82,13 @@ class Replicated:
         self._meetings = Meetings(store, self.rank, self.num_ranks, timeout)
         self._printed = PrintedOnce(self.rank)
         weakref.finalize(self, self._printed.close)
-        require_same_on_all_ranks(self, "Replicated", {"timeout": timeout})
+        require_same_on_all_ranks(self, type(self).__name__, {"timeout": timeout})
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, as a new tensor."""
         kinds, inline = self._announce("sum", values)
         if len(set(kinds)) > 1:
-            raise _on_all_ranks(RankError(f"sum() needs one shape and dtype on all ranks. {_in_words(kinds)}"))
+            raise on_all_ranks(RankError(f"sum() needs one shape and dtype on all ranks. {_in_words(kinds)}"))
         if inline:
             first, *others = inline
             for other in others:  # in rank order, so that every rank gets the same bits
@@ -153,7 +105,7 @@ class Replicated:
         """The rows of all ranks in rank order, padded to the widest, and the index of this rank's first row."""
         kinds, parts = self._announce("gather", rows)
         if len({(len(shape), dtype) for shape, dtype in kinds}) > 1:
-            raise _on_all_ranks(RankError(f"gather() needs one number of axes and one dtype. {_in_words(kinds)}"))
+            raise on_all_ranks(RankError(f"gather() needs one number of axes and one dtype. {_in_words(kinds)}"))
         shapes = [shape for shape, _ in kinds]
         widest = [max(sizes) for sizes in zip(*shapes, strict=True)]
         parts = parts or self._gathered(_padded(rows, widest))
@@ -202,7 +154,7 @@ class Replicated:
 
     def _exchange(self, operation: str, value: Any, error: BaseException | None = None) -> list[Any]:
         """Send one object to all ranks, with what this rank is doing. Every operation begins with this."""
-        doing = _DOING.get()
+        doing = DOING.get()
         problem = None if error is None else problem_of(error)
         message = operation, doing, problem, self._printed.said(), value
         everyone = self._meetings.exchange(_place(operation, doing), message)
@@ -211,10 +163,10 @@ class Replicated:
         self._printed.printed_by_first(said[0])
         shared = error_for_all(problems, error)
         if shared is not None:
-            raise _on_all_ranks(shared)
+            raise on_all_ranks(shared)
         if len(set(zip(operations, doings, strict=True))) > 1:
             where = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
-            raise _on_all_ranks(
+            raise on_all_ranks(
                 RankError(
                     f"All ranks must make the same calls in the same order; {where}. If an error was caught, let every rank "
                     "continue in the same way."
@@ -223,56 +175,105 @@ class Replicated:
         return list(values)
 
 
-_ENGINES: Counter[str] = Counter()
-"""The number of engines of each process group. The engines of one group meet in the order in which they are built."""
+class Sharded(Replicated):
+    """The same as `Replicated`, with the weights, gradients and optimizer states divided among the ranks by torch's FSDP2.
 
-_DOING: ContextVar[str] = ContextVar("doing", default="")
-"""What the trainer is doing, for messages. Ranks that do different things must not exchange values."""
-
-
-@contextmanager
-def same_error(engine: Engine, doing: str = "") -> Iterator[None]:
-    """If an `Exception` or a `TrainingInterrupted` leaves the block on one rank, every rank raises the same error.
-
-    The other ranks raise it in their next operation of the engine. A block that ends well exchanges nothing. Blocks can be
-    nested: an error that all ranks raise is passed on.
+    A rank holds 1 / num_ranks of each tensor. Forward and backward passes gather the weights of one unit after another; see
+    `HasShardUnits`. Sampling gathers all of them (`whole`), unless the policy's sampler has weights of its own. The methods of
+    the policy that score, sample, read or save weights do this themselves, so all ranks call them together. `save_pretrained`
+    writes on rank 0. A forward pass that runs out of memory is an error on all ranks, and is not repeated with fewer rows.
 
     Args:
-        engine: joins the ranks.
-        doing: what the block does, in words. It must be the same on all ranks.
+        group: a process group. None: all processes.
+        timeout: seconds that a rank waits for the others; see `Replicated`.
+        mixed_precision: a `torch.distributed.fsdp.MixedPrecisionPolicy`: the dtype in which units compute, and gradients are
+            added up. None: the dtype of the weights.
+        cpu_offload: keep parts of weights, gradients and optimizer states in the host's memory, and step there. Needs less
+            memory of the device, and more time.
+
+    Raises:
+        ConfigError: `torch.distributed` is not initialised, the ranks have different arguments, or torch is too old.
+        RankError: a rank did not build its engine within the timeout.
+
+    Example:
+        >>> torch.distributed.init_process_group()  # doctest: +SKIP
+        >>> optimizer = functools.partial(torch.optim.AdamW, lr=1e-5)  # doctest: +SKIP
+        >>> trainer = GRPOTrainer(..., engine=Sharded(), optimizer=optimizer)  # doctest: +SKIP
     """
-    token = _DOING.set(doing or _DOING.get())
-    try:
-        yield
-    except (Exception, TrainingInterrupted) as error:
-        if not is_shared(error):
-            engine.agree(error)
-        raise
-    finally:
-        _DOING.reset(token)
 
+    def __init__(
+        self, group: Any = None, *, timeout: float = 60.0, mixed_precision: Any = None, cpu_offload: bool = False
+    ) -> None:
+        super().__init__(group, timeout=timeout)
+        from torch.distributed import fsdp
+        from torch.distributed.device_mesh import DeviceMesh
 
-def require_same_on_all_ranks(engine: Engine, owner: str, values: Mapping[str, Any]) -> None:
-    """Raise a `ConfigError` that names each value that is not the same on all ranks. Values are compared by their `repr`."""
-    if engine.num_ranks == 1:
-        return
-    differing = differing_values(engine.gather_objects(printed(values)))
-    if differing:
-        error = ConfigError(f"{owner} needs the same arguments on all ranks; {differing}. Pass the same values.")
-        raise _on_all_ranks(error)
-
-
-def require_equal_weights(engine: Engine, parameters: dict[str, Tensor]) -> None:
-    """Raise a ConfigError if the ranks start from different parameters, because training would never make them equal."""
-    if engine.num_ranks == 1:
-        return
-    differing = differing_weights(engine.gather_objects(fingerprints(parameters)))
-    if differing:
-        error = ConfigError(
-            f"Ranks must start from the same weights; {differing}. Build the policy after torch.manual_seed(the same number), "
-            "or load the same file on every rank."
+        if not hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ConfigError(
+                f"Sharded needs torch 2.13 or newer; this is {torch.__version__}. Update torch, or use Replicated."
+            )
+        if not isinstance(mixed_precision, fsdp.MixedPrecisionPolicy | None):
+            raise ConfigError(
+                "Sharded.mixed_precision must be a torch.distributed.fsdp.MixedPrecisionPolicy or None; got "
+                f"{mixed_precision!r}."
+            )
+        require_same_on_all_ranks(self, "Sharded", {"mixed_precision": mixed_precision, "cpu_offload": cpu_offload})
+        self._plan = Plan(
+            mesh=DeviceMesh.from_group(self._dist.group.WORLD if group is None else group, self._device.type),
+            precision=mixed_precision or fsdp.MixedPrecisionPolicy(),
+            offload=fsdp.CPUOffloadPolicy(pin_memory=self._group is not None) if cpu_offload else fsdp.OffloadPolicy(),
+            gather=self._gather_weights,
+            scatter=self._sum_gradients,
+            is_first=self.rank == 0,
         )
-        raise _on_all_ranks(error)
+        self._models: dict[int, tuple[Any, ShardedModel]] = {}
+
+    def shard(self, policy: Any) -> None:
+        """Divide the weights of a policy, in place. The trainer calls this before it builds the optimizer."""
+        if id(policy) not in self._models:
+            self._models[id(policy)] = policy, ShardedModel(policy, self._plan)
+
+    def whole(self, policy: Any) -> AbstractContextManager[None]:
+        """Inside the block, this rank has all weights of a policy. All ranks enter and leave it together."""
+        return self._models[id(policy)][1].whole() if id(policy) in self._models else nullcontext()
+
+    def equal_count(self, count: int) -> int:
+        """The largest count of any rank."""
+        counts: list[int] = self.gather_objects(count)
+        return max(counts)
+
+    def accompany(self, policy: Any, loss: Callable[[], Tensor]) -> None:
+        """Make a forward and a backward pass only because other ranks make one. The gradient is 0, and does not count."""
+        self._models[id(policy)][1].accompany(loss)
+
+    def take_reached(self) -> set[int]:
+        """The ids of the divided parameters that a gradient of this rank has reached since the last call."""
+        return {part for _, model in self._models.values() for part in model.take_reached()}
+
+    def _gather_weights(self, gathered: Tensor, own: Tensor) -> None:
+        self._require_alike("gather_weights", own)
+        if self._group is None:
+            self._meetings.all_gather_into(gathered, own)
+        else:
+            self._dist.all_gather_into_tensor(gathered, own, group=self._group)
+
+    def _sum_gradients(self, own: Tensor, gradients: Tensor) -> None:
+        self._require_alike("sum_gradients", gradients)
+        if self._group is None:
+            self._meetings.reduce_scatter(own, gradients)
+        else:
+            self._dist.reduce_scatter_tensor(own, gradients, group=self._group)
+
+    def _require_alike(self, operation: str, values: Tensor) -> None:
+        kinds = self._exchange(operation, (tuple(values.shape), values.dtype))
+        if len(set(kinds)) > 1:
+            raise on_all_ranks(
+                RankError(f"All ranks must run the same units in the same order; {operation}: {_in_words(kinds)}")
+            )
+
+
+_ENGINES: Counter[str] = Counter()
+"""The number of engines of each process group. The engines of one group meet in the order in which they are built."""
 
 
 def _padded(rows: Tensor, widest: Sequence[int]) -> Tensor:
@@ -285,11 +286,6 @@ def _padded(rows: Tensor, widest: Sequence[int]) -> Tensor:
 def _in_words(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
     of_ranks = ", ".join(f"rank {rank} passed {list(shape)} {dtype}" for rank, (shape, dtype) in enumerate(kinds))
     return f"{of_ranks}. Pass tensors of the same kind."
-
-
-def _on_all_ranks(error: BaseException) -> BaseException:
-    mark_as_shared(error)
-    return error
 
 
 def _place(operation: str, doing: str) -> str:

@@ -45,6 +45,8 @@ class ExperienceCollector:
         reward: what to do when the reward model raises, or returns NaN or infinity.
         autocast: returns a context manager in which policy and reference compute.
         waiting: tells the other ranks that a failing reward makes this rank wait, as `Engine.waiting`. None: no other ranks.
+        whole: returns a context in which this rank has all weights of the policy, as `Sharded.whole`.
+        equal_count: the number of forward passes of all ranks, as `Sharded.equal_count`. None: each rank makes its own number.
         group_by: maps a state to a key; equal keys share a group. None: each position of `states` has a group of its own.
         needs: the optional batch fields that training reads: any of "old_log_probs", "entropy", "values", "state_keys".
 
@@ -65,15 +67,17 @@ class ExperienceCollector:
         reward: RewardConfig | None = None,
         autocast: Autocast = nullcontext,
         waiting: Waiting | None = None,
+        whole: Autocast = nullcontext,
+        equal_count: Callable[[int], int] | None = None,
         group_by: Callable[[Any], Hashable] | None = None,
         needs: Collection[str] = (),
     ) -> None:
         require_methods(policy, POLICY_METHODS, "policy", "PolicyModel")
         self.policy, self.group_size, self.micro_batch_size = policy, group_size, micro_batch_size
         self.scorer = Scorer(policy, autocast)
-        self.sample = SampleCalls(policy, autocast)
+        self.sample = SampleCalls(policy, autocast, whole)
         """Samples actions: `sample(states, num_actions_per_state)`."""
-        self.scoring, self.updating = PassSizes("scoring"), PassSizes("an update")
+        self.scoring, self.updating = PassSizes("scoring", equal_count), PassSizes("an update", equal_count)
         """Rows per forward pass, halved when memory runs out: in passes without gradient, and in updates."""
         self._name, self._needs = type(policy).__name__, frozenset(needs)
         self._planner = policy if isinstance(policy, PlansMicroBatches) else None

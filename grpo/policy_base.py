@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import ContractError, ProtocolError
 from .types import ActionScores, SampledActions
@@ -127,6 +127,16 @@ class HasState(Protocol):
 
     def load_state_dict(self, state: Any) -> Any:
         """Restore what `state_dict` returned."""
+
+
+@runtime_checkable
+class HasShardUnits(Protocol):
+    """Names the modules whose weights `grpo.distributed.Sharded` gathers and drops one after another, such as layers."""
+
+    def shard_units(self) -> list[nn.Module]:
+        """Return modules with trained or frozen weights. A module may contain others; its remaining weights are gathered for
+        the whole pass. Each forward pass calls each inner module equally often, whatever its rows are. Weights in none of the
+        modules stay whole on every rank. A policy that is a module itself counts as the last of them."""
 
 
 POLICY_METHODS = ("generate_actions", "get_log_probabilities", "get_parameters", "train", "eval", "to")

@@ -29,6 +29,7 @@ from ._training.requirements import (
 from ._training.restoring import load_into
 from ._training.run import Run, RunProgress, at_least_one, iterations_of, opened_folder, tells_callbacks
 from ._training.safe_points import SafePoints
+from ._training.sharding import divided_weights
 from ._training.state_source import StateSource
 from ._training.trainer_state import capture
 from ._training.training_rows import ReplayBuffer, with_advantages
@@ -57,16 +58,17 @@ class GRPOTrainer:
         policy: a `PolicyModel`. Optional capabilities are looked up here, once.
         reward_model: a `RewardModel`, or a plain `(states, actions) -> rewards`.
         reference_policy: a frozen copy, `copy.deepcopy(policy)`. Switches on the KL term, which keeps the policy close to it.
-        optimizer: the optimizer that is stepped. None: AdamW without weight decay over `policy.get_parameters()`.
-        lr_scheduler: stepped once per applied update.
+        optimizer: the optimizer that is stepped, or a function that builds it from the list of trained tensors, such as
+            `functools.partial(torch.optim.SGD, lr=0.1)`. None: AdamW without weight decay over `policy.get_parameters()`.
+        lr_scheduler: stepped once per applied update, or a function that builds it from the optimizer.
         objective: replaces `grpo_objective`: any `ObjectiveInputs -> ObjectiveOutput`.
         advantages: replaces `AdvantageEstimator`: any `ExperienceBatch -> [N] or [N, T]`. On several ranks, it gets the rows of
             its own rank only.
         group_by: maps a state to a key, such as its text. States of one iteration with equal keys share a group, so their
             rewards are compared with one another. Such states must be the same for the policy, too. Each rank and each draw of
             dynamic sampling has its own groups. None: each position of `states` has a group of its own.
-        engine: joins several processes (`grpo.distributed.Replicated`). Each rank passes its own states to `step`, and takes
-            its share of the states in `train`. `batch_size` is per rank. None: one process.
+        engine: joins several processes (`Replicated` or `Sharded` of `grpo.distributed`). Each rank passes its own states to
+            `step`, and takes its share of the states in `train`. `batch_size` is per rank. None: one process.
 
     Raises:
         ProtocolError: the policy or the reward model lacks methods. The message names every missing method.
@@ -81,7 +83,7 @@ class GRPOTrainer:
         policy: Any,
         reward_model: Any,
         reference_policy: Any = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Callable[[list[Tensor]], torch.optim.Optimizer] | None = None,
         lr_scheduler: Any = None,
         objective: Objective | None = None,
         advantages: Callable[[ExperienceBatch], Tensor] | None = None,
@@ -99,6 +101,8 @@ class GRPOTrainer:
         require_equal_weights(self.engine, policy.get_parameters())
         has_own_loss = objective is not None
         kl_coef = first_kl_coef(config, policy, reference_policy, has_own_loss=has_own_loss)
+        built = {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        whole, equal_count = divided_weights(self.engine, policy, reference_policy, **built)
 
         self.collector = ExperienceCollector(
             policy=policy,
@@ -110,6 +114,8 @@ class GRPOTrainer:
             reward=config.reward,
             autocast=lambda: autocast(config, self.optimizer_step.device),
             waiting=self.engine.waiting,
+            whole=whole,
+            equal_count=equal_count,
             group_by=group_by,
             needs=required_scores(config, has_own_loss=has_own_loss),
         )

@@ -400,7 +400,8 @@ class HFPolicy:
     def plan_micro_batches(self, states: Sequence[PromptState], actions: Sequence[Completion]) -> list[Sequence[int]]:
         """Rows of each forward pass, within `max_tokens_per_forward` positions and with little padding."""
         # what rows share before their first fork counts once, as a prompt does
-        shared = [action.token_ids[: min(action.forks, default=0)] for action in actions]
+        shares_forks = not self._lm.has_equal_passes
+        shared = [action.token_ids[: min(action.forks, default=0) if shares_forks else 0] for action in actions]
         given = zip(self._encode(states), shared, strict=True)
         prompts, prompt_of_row = _distinct([[*prompt, *tokens] for prompt, tokens in given])
         own = zip(self._scored_tokens(actions), shared, strict=True)
@@ -411,6 +412,15 @@ class HFPolicy:
             self._max_tokens_per_forward,
             shares_prompts=self._shares_prompts,
         )
+
+    def shard_units(self) -> list[torch.nn.Module]:
+        """The layers, and the models around them. From now on, each pass calls each layer equally often: rows that fork are
+        scored without sharing what is behind their prompts."""
+        models = [lm for lm in (self._lm, self._reference) if lm is not None]
+        for lm in models:
+            lm.has_equal_passes = True
+        modules = [*self._trained_modules, *([] if self._reference is None else [self._reference.model])]
+        return [layer for lm in models for layer in lm.layers] + modules
 
     def sync_sampler(self) -> None:
         """Send the model's weights to the sampler, if the sampler has its own copy of them."""
@@ -533,7 +543,7 @@ class HFPolicy:
         }
         shares_prompts = self._shares_prompts if lm is self._lm else lm.shares_prompts
         forks = [action.forks for action in actions]
-        if shares_prompts and any(forks) and width > 0:
+        if shares_prompts and any(forks) and width > 0 and not lm.has_equal_passes:
             return score_forked_rows(lm, prompts, prompt_of_row, scored, mask, forks, **options)
         padding = [[*tokens, *[0] * (width - len(tokens))] for tokens in scored]
         return score_tokens(

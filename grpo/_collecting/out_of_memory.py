@@ -20,14 +20,16 @@ class PassSizes:
 
     Args:
         work: what is repeated, in messages: "an update".
+        equal_count: returns the number of forward passes that all ranks make, from the number that this rank needs. Work is
+            not repeated then, because other ranks wait in the failed forward pass. None: each rank makes its own number.
     """
 
-    def __init__(self, work: str) -> None:
+    def __init__(self, work: str, equal_count: Callable[[int], int] | None = None) -> None:
         self.num_halvings = 0
         """How often the rows of each forward pass have been halved."""
         self.num_repeated = 0
         """How often memory ran out in this process and the work was repeated."""
-        self._work = work
+        self._work, self._equal_count = work, equal_count
         self._largest = self._current = 0
 
     def passes(self, parts: Sequence[RowIndex]) -> Iterator[RowIndex]:
@@ -37,6 +39,10 @@ class PassSizes:
         for part, self._current in zip(parts, sizes, strict=True):
             yield part
         self._current = 0
+
+    def num_missing(self, num_passes: int) -> int:
+        """The number of forward passes that this rank makes only because other ranks make more than it needs."""
+        return 0 if self._equal_count is None else self._equal_count(num_passes) - num_passes
 
     def attempts(self, engine: Engine | None = None, put_back: Callable[[], None] | None = None) -> Iterator["Attempt"]:
         """Yield attempts at the same work until one attempt succeeds on every rank.
@@ -70,6 +76,12 @@ class PassSizes:
     def accept(self, error: torch.OutOfMemoryError) -> bool:
         """Return whether fewer rows per forward pass can help. If not, the error gets a note that says what to do."""
         if self._current == 0:  # memory ran out outside the forward passes
+            return False
+        if self._equal_count is not None:
+            error.add_note(
+                f"grpo: {self._work} ran out of memory. With divided weights it is not repeated with fewer rows per forward "
+                "pass. Lower micro_batch_size, or the policy's own limit."
+            )
             return False
         if self._current == 1:
             error.add_note(one_row_too_many(self._work))

@@ -34,16 +34,17 @@ class SampleCalls:
     Args:
         policy: a `PolicyModel`. Its capability is looked up here, once.
         autocast: returns the context manager in which the policy computes.
+        whole: returns the context manager in which this rank has all weights, if ranks divide them.
     """
 
-    def __init__(self, policy: Any, autocast: Autocast = nullcontext) -> None:
+    def __init__(self, policy: Any, autocast: Autocast = nullcontext, whole: Autocast = nullcontext) -> None:
         self.sampler = policy if isinstance(policy, SamplesWithScores) else None
         """The policy, if it samples with scores."""
         self.rows_per_call: int | None = None
         """The most rows of a call. None: all rows in one call, because memory has not run out."""
         self.num_repeated = 0
         """How often memory ran out in this process and a call was repeated."""
-        self._policy, self._autocast, self._name = policy, autocast, type(policy).__name__
+        self._policy, self._autocast, self._whole, self._name = policy, autocast, whole, type(policy).__name__
 
     def __call__(self, states: Rows, num_actions_per_state: int) -> tuple[Rows, Rows, SampledActions | None]:
         """Sample actions in evaluation mode. Return the states and actions of N rows, state by state.
@@ -54,7 +55,7 @@ class SampleCalls:
         if len(states) == 0:
             raise ContractError("No states to act in: pass at least one.")
         self._policy.eval()
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self._autocast(), self._whole():
             actions, sampled = _joined(self._sample(states, num_actions_per_state))
         return repeat_rows(states, num_actions_per_state), actions, sampled
 

@@ -123,17 +123,22 @@ def score_in_parts(
 ) -> ActionScores:
     """Score all N rows without gradient, with one forward pass per part of the plan. Scores are padded to the most steps.
 
-    If memory runs out, the parts are halved and all rows are scored again.
+    If memory runs out, the parts are halved and all rows are scored again. Where all ranks make equally many passes, a rank
+    with fewer parts scores its first row again.
     """
     parts: list[RowIndex] = []
     scored: list[ActionScores] = []
     for attempt in sizes.attempts():
         with attempt, torch.no_grad():
             parts = plan(sizes.num_halvings)
+            num_missing = sizes.num_missing(len(parts))
             scored = [
                 score(select_rows(states, part), select_rows(actions, part), group_ids[part])
                 for part in sizes.passes(parts)
             ]
+            for _ in range(num_missing):
+                first = slice(0, 1)
+                score(select_rows(states, first), select_rows(actions, first), group_ids[first])
     if len(scored) == 1 and isinstance(parts[0], slice):
         return scored[0]
     rows = torch.arange(len(group_ids))

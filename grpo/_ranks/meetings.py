@@ -104,6 +104,14 @@ class Meetings:
         """Replace the values by their sum over all ranks, in place. All have the same shape and dtype, and are on the CPU."""
         self._meet(lambda: self._gloo.allreduce([values]))
 
+    def all_gather_into(self, gathered: Tensor, values: Tensor) -> None:
+        """Fill one tensor with the tensors of all ranks, in rank order."""
+        self._meet(lambda: self._gloo._allgather_base(gathered, values))
+
+    def reduce_scatter(self, own: Tensor, values: Tensor) -> None:
+        """Fill a tensor with this rank's part of the sum over all ranks. The parts are in rank order."""
+        self._meet(lambda: self._gloo._reduce_scatter_base(own, values))
+
     def _gather_bytes(self, message: bytes) -> list[bytes]:
         own = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         return [part.numpy().tobytes() for part in self.all_gather(own)]

@@ -9,10 +9,14 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from grpo._sharding.tensors import in_parts, is_sharded
 from grpo.config import GRPOConfig
-from grpo.distributed import Engine
+from grpo.distributed import Engine, ShardsWeights
 from grpo.errors import ConfigError, ContractError, GRPOWarning, NonFiniteGradientError
 from grpo.metrics import Meter
+
+from .requirements import require_optimizer
+from .sharding import is_function
 
 
 class OptimizerStep:
@@ -21,8 +25,9 @@ class OptimizerStep:
     Args:
         config: learning rate, bound on the gradient norm, precision.
         policy: the policy whose parameters are trained.
-        optimizer: the user's optimizer. None: AdamW without weight decay.
-        lr_scheduler: stepped once per applied update.
+        optimizer: the user's optimizer, or a function that builds it from the list of trained tensors. None: AdamW without
+            weight decay.
+        lr_scheduler: stepped once per applied update. A function builds it from the optimizer.
         engine: adds up the gradients of several ranks.
         meter: records the gradient norm and the learning rate of each update.
 
@@ -34,7 +39,7 @@ class OptimizerStep:
         self,
         config: GRPOConfig,
         policy: Any,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Any,
         lr_scheduler: Any,
         engine: Engine,
         meter: Meter,
@@ -47,14 +52,18 @@ class OptimizerStep:
         """Number of latest updates in a row whose gradient was not finite."""
         self.is_stepping = False
         """Whether the optimizer is changing the weights. True after an error means that only some weights may have changed."""
-        self.lr_scheduler = lr_scheduler
         self._config, self._engine, self._meter = config, engine, meter
-        if optimizer is None and self.parameters:
-            tensors = list(self.parameters.values())
+        self._sharding = engine if isinstance(engine, ShardsWeights) else None
+        tensors = list(self.parameters.values())
+        if optimizer is None and tensors:
             # the fused AdamW is several times faster for small networks; it exists on these devices
             fused = all(value.is_floating_point() and value.device.type in ("cpu", "cuda") for value in tensors)
             optimizer = torch.optim.AdamW(tensors, lr=config.learning_rate, weight_decay=0.0, fused=fused)
-        self.optimizer = optimizer
+        elif is_function(optimizer):
+            optimizer = optimizer(tensors)
+            require_optimizer(optimizer)
+        self.optimizer: torch.optim.Optimizer | None = optimizer
+        self.lr_scheduler = lr_scheduler(optimizer) if is_function(lr_scheduler) else lr_scheduler
         self._require_parameters_in_optimizer()
         use_scaler = config.autocast_dtype == "float16"
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=use_scaler)
@@ -116,7 +125,8 @@ class OptimizerStep:
         self._meter.add_value("learning_rate", self.learning_rate)
         max_norm = self._config.max_grad_norm
         if max_norm is not None and norm > max_norm:
-            clip_grads_with_norm_(self._moved(), max_norm, total_norm)
+            for kind in (True, False):  # one call cannot scale both
+                clip_grads_with_norm_([t for t in self._moved() if is_sharded(t) == kind], max_norm, total_norm)
         self.is_stepping = True
         if self.optimizer is not None:
             self.scaler.step(self.optimizer)
@@ -159,7 +169,12 @@ class OptimizerStep:
             )
         if self.optimizer is not None:
             self.scaler.unscale_(self.optimizer)
-        return get_total_norm(gradients)
+        sharded, whole = in_parts(gradients)
+        norm = get_total_norm(whole)
+        if not sharded:
+            return norm
+        of_parts = self._engine.sum(get_total_norm(sharded).double().square())
+        return (of_parts + norm.double().square()).sqrt().to(of_parts.device, torch.float32)
 
     def _require_finite(self, sum_of_scores: float) -> None:
         if math.isfinite(sum_of_scores):
@@ -195,12 +210,24 @@ class OptimizerStep:
         return [] if self.optimizer is None else [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _add_up_ranks(self) -> None:
-        """Add up the gradients of all ranks, in one call per dtype. A rank without a gradient for a tensor adds zeros."""
-        if self._engine.num_ranks == 1:
+        """Add up the gradients of all ranks, in one call per dtype. A rank without a gradient for a tensor adds zeros.
+
+        Gradients of divided tensors are added up already. One that no rank has reached is dropped.
+        """
+        everything = {id(tensor): tensor for tensor in (*self.parameters.values(), *self._moved())}
+        if self._engine.num_ranks == 1 and self._sharding is None:
             return
-        everything = {id(tensor): tensor for tensor in (*self.parameters.values(), *self._moved())}.values()
-        reached = self._engine.sum(torch.tensor([float(tensor.grad is not None) for tensor in everything])).tolist()
-        tensors = [tensor for tensor, count in zip(everything, reached, strict=True) if count]
+        divided = set() if self._sharding is None else self._sharding.take_reached()
+        has_gradient = [
+            key in divided if is_sharded(tensor) else tensor.grad is not None for key, tensor in everything.items()
+        ]
+        reached = self._engine.sum(torch.tensor(has_gradient, dtype=torch.float32)).tolist()
+        tensors = []
+        for tensor, count in zip(everything.values(), reached, strict=True):
+            if not is_sharded(tensor):
+                tensors += [tensor] if count else []
+            elif not count:
+                tensor.grad = None
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = [torch.zeros_like(t).flatten() if t.grad is None else t.grad.flatten() for t in alike]

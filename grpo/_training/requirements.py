@@ -17,6 +17,8 @@ from grpo.surrogates import traits_of
 from grpo.types import ExperienceBatch
 from grpo.writing import describe, require_lengths
 
+from .sharding import is_function
+
 
 def require_consistent(
     config: GRPOConfig,
@@ -68,15 +70,20 @@ def require_consistent(
 
 def _require_kinds(optimizer: Any, lr_scheduler: Any, **functions: Any) -> None:
     """Check that each argument is what it is called. Only None means "not given": 0, "" and [] do not."""
-    if optimizer is not None:
-        require_methods(optimizer, ("step", "state_dict", "load_state_dict"), "optimizer", "torch.optim.Optimizer")
-        if not isinstance(getattr(optimizer, "param_groups", None), list):
-            raise ConfigError(f"optimizer must have param_groups; got {describe(optimizer)}. Pass a torch optimizer.")
-    if lr_scheduler is not None:
+    if optimizer is not None and not is_function(optimizer):
+        require_optimizer(optimizer)
+    if lr_scheduler is not None and not is_function(lr_scheduler):
         require_methods(lr_scheduler, ("step",), "lr_scheduler", "torch.optim.lr_scheduler.LRScheduler")
     for name, function in functions.items():
         if function is not None and (isinstance(function, type) or not callable(function)):
             raise ConfigError(f"{name} must be a function or None; got {describe(function)}. Leave {name} out.")
+
+
+def require_optimizer(optimizer: Any) -> None:
+    """Check that an object is a torch optimizer, or behaves as one."""
+    require_methods(optimizer, ("step", "state_dict", "load_state_dict"), "optimizer", "torch.optim.Optimizer")
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise ConfigError(f"optimizer must have param_groups; got {describe(optimizer)}. Pass a torch optimizer.")
 
 
 def require_batch(batch: Any) -> None:

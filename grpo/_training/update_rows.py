@@ -15,7 +15,7 @@ from grpo._collecting.update_plan import compose_index, epoch_of_updates, num_se
 from grpo._objective.selection import kept_by_entropy, selected_by
 from grpo._objective.weights import step_weights
 from grpo.config import GRPOConfig
-from grpo.distributed import Engine
+from grpo.distributed import Engine, ShardsWeights
 from grpo.errors import ConfigError, ContractError
 from grpo.experience_collector import ExperienceCollector
 from grpo.metrics import Meter
@@ -193,8 +193,25 @@ class UpdateRows:
         batch, collector = self.data.batch, self._setup.collector
         sizes = collector.updating
         chosen = compose_index(selected, positions)
-        for part in sizes.passes(collector.plan_parts(batch.states, batch.actions, chosen, sizes.num_halvings)):
+        parts = collector.plan_parts(batch.states, batch.actions, chosen, sizes.num_halvings)
+        num_missing = sizes.num_missing(len(parts))
+        for part in sizes.passes(parts):
             yield compose_index(positions, part)
+        for _ in range(num_missing):
+            self._accompany()
+
+    def _accompany(self) -> None:
+        """Make a forward and a backward pass of the first row with weight 0, because other ranks have more passes."""
+
+        def loss() -> Tensor:
+            first, batch, collector = slice(0, 1), self.data.batch, self._setup.collector
+            states, actions = select_rows(batch.states, first), select_rows(batch.actions, first)
+            scores = collector.scorer(states, actions, batch.group_ids[first])
+            return torch.stack([zero_outside(values, scores.mask).sum() for values in self._read(scores)]).sum()
+
+        engine = self._setup.engine
+        assert isinstance(engine, ShardsWeights)
+        engine.accompany(self._setup.collector.policy, loss)
 
     def attempts(self, optimizer_step: OptimizerStep, meter: Meter) -> Iterator[Attempt]:
         """Yield attempts at the forward and backward passes of an update, until memory suffices for one on every rank.
@@ -258,15 +275,19 @@ class UpdateRows:
 
     def _sum_of_scores(self, scores: ActionScores) -> Float[Tensor, ""]:
         """The sum of all scores that the loss or the metrics read. It is finite only if all of them are."""
+        dtype = widest_float(scores.mask.device)
+        sums = [zero_outside(values.detach(), scores.mask).sum(dtype=dtype) for values in self._read(scores)]
+        return torch.stack(sums).sum()
+
+    def _read(self, scores: ActionScores) -> list[Tensor]:
+        """The scores that the loss or the metrics read."""
         read = [
             scores.log_probs,
             scores.entropy,
             scores.kl if self._setup.config.objective.kl_estimator == "exact" else None,
             scores.values if self.data.returns is not None else None,
         ]
-        dtype = widest_float(scores.mask.device)
-        sums = [zero_outside(x.detach(), scores.mask).sum(dtype=dtype) for x in read if x is not None]
-        return torch.stack(sums).sum()
+        return [values for values in read if values is not None]
 
     def sum_of_scores(self) -> Float[Tensor, ""]:
         """Return the sum of all scores (log-probs, exact entropy and KL, values) since the last call."""

@@ -65,6 +65,15 @@ class CausalLM:
         """The part from token ids to hidden states: all layers except the output head."""
         self.value_head: ValueHead | None = None
         """The part from hidden states to values, if there is one. It is no part of the Hugging Face model."""
+        self.has_equal_passes = False
+        """Whether each scoring pass calls each layer equally often, whatever the rows are. Weights that are divided among ranks
+        need it."""
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder's layers, by the names of the classes that transformers keeps on one device."""
+        kinds = set(getattr(self.plain, "_no_split_modules", None) or ())
+        return [module for module in self.decoder.modules() if type(module).__name__ in kinds]
 
     @property
     def head(self) -> nn.Module:

@@ -72,8 +72,11 @@ def hidden_with_shared_prompts(
     prefilled = prefill(lm, prompts)
     rows = Rows(prompt_of_row, len(prompts), lm.device)
     first = rows.spread(prefilled.last_hidden)[:, None]
-    if completions.shape[1] < 2:
-        return first[:, : completions.shape[1]]
+    width = completions.shape[1]
+    if width < 2 and lm.has_equal_passes:
+        completions = torch.nn.functional.pad(completions, (0, 2 - width))  # a second pass, as the other ranks make
+    elif width < 2:
+        return first[:, :width]
     inputs = completions[:, :-1].to(lm.device)
     options: dict[str, Any] = {}
     if prefilled.mask is not None:
@@ -86,7 +89,7 @@ def hidden_with_shared_prompts(
     cache = DynamicCache()
     cache.layers = [SharedLayer(layer, rows) for layer in prefilled.cache.layers]
     rest = lm.decoder(input_ids=inputs, past_key_values=cache, use_cache=True, **options).last_hidden_state
-    return torch.cat([first, rest], 1)
+    return torch.cat([first, rest], 1)[:, :width]
 
 
 def hidden_of_whole_rows(

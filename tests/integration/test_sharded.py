@@ -1,0 +1,91 @@
+"""Ranks that divide the weights of a policy make the same updates as ranks with copies of it, and as one process.
+
+One launch runs `sharded_ranks.py`; the tests look at what each rank wrote. A rank that waits for ever fails the launch.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo.distributed import OneProcess
+from tests.support.sharded_ranks import CASES, ONLY_ON_RANKS, result_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+ROOT = Path(__file__).parents[2]
+SECONDS = 200
+WEIGHTS, NORMS = 5e-5, 1e-5
+"""Largest differences after the updates, in float32."""
+DAILY = ["module, a rank without rows", "qwen3 lora, reference without the adapter", "other numbers of forward passes"]
+
+
+def launched(folder: Path, num_ranks: int, names: Sequence[str]) -> list[dict[Any, Any]]:
+    """What each rank wrote."""
+    launch = [sys.executable, "-m", "tests.support.sharded_ranks", str(folder), str(num_ranks), *names]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            launch, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks too
+                process.wait()
+    said = (folder / "output").read_text()[-6000:]
+    assert code == 0, f"exit code {code} (None: the ranks wait for one another)\n{said}"
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(num_ranks)]
+
+
+@cache
+def in_one_process(name: str) -> dict[str, Any]:
+    return result_of(CASES[name], OneProcess())
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any], *, metrics: bool) -> None:
+    assert "error" not in found, found["error"]
+    assert found["weights"].keys() == expected["weights"].keys()
+    for name, value in expected["weights"].items():
+        assert found["weights"][name].shape == value.shape
+        assert (found["weights"][name] - value).abs().max() <= WEIGHTS, name
+    for got, wanted in zip(found["metrics"], expected["metrics"], strict=True):
+        assert got.get("train/grad_norm") == pytest.approx(wanted.get("train/grad_norm"), rel=NORMS)
+        if metrics:
+            assert got.keys() == wanted.keys()
+            for name, number in wanted.items():
+                assert got[name] == pytest.approx(number, rel=1e-3, abs=1e-4, nan_ok=True), name
+
+
+def assert_right(ranks: list[dict[Any, Any]], names: Sequence[str], subtests: pytest.Subtests) -> None:
+    for name in names:
+        with subtests.test(name=name, num_ranks=len(ranks)):
+            for found in ranks:
+                assert "error" not in found[name, "replicated"], found[name, "replicated"]["error"]
+                assert_equal(found[name, "sharded"], found[name, "replicated"], metrics=True)
+                assert str(found[name, "sharded"]["weights"]) == str(ranks[0][name, "sharded"]["weights"])
+            if name not in ONLY_ON_RANKS:
+                assert_equal(ranks[0][name, "sharded"], in_one_process(name), metrics=False)
+
+
+def test_two_ranks_with_divided_weights_make_the_updates_of_one_process(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    assert_right(launched(tmp_path, 2, DAILY), DAILY, subtests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_divided_weights_make_the_updates_of_one_process(
+    num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    assert_right(launched(tmp_path, num_ranks, list(CASES)), list(CASES), subtests)

@@ -1,0 +1,240 @@
+"""What ranks that divide the weights do: the same updates as `Replicated` and as one process, written to one file per rank.
+
+    python -m tests.support.sharded_ranks FOLDER NUM_RANKS CASE CASE ...
+
+The process imports everything once and forks the ranks. Nothing is judged here: a rank that stopped at an assertion would leave
+the others waiting.
+"""
+
+import copy
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+
+from adapters.llm import HFPolicy, SamplingConfig
+from adapters.llm.completions import completion_mask
+from adapters.llm.model.loading import add_lora
+from adapters.llm.model.value_head import ValueHead
+from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
+from grpo.distributed import Replicated, ShardsWeights
+from tests.support.llm_models import character_tokenizer, completion, tiny_model
+
+NUM_UPDATES = 5
+NUM_GROUPS, GROUP_SIZE = 8, 3
+LONGEST_WAIT = timedelta(minutes=3)
+
+
+class Layered(nn.Module):
+    """A policy over 3 actions with layers of sizes that no number of ranks divides, a scalar, and a branch for some states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)])
+        self.branch = nn.Linear(5, 3)
+        self.temperature = nn.Parameter(torch.tensor(0.7))
+
+    def shard_units(self) -> list[nn.Module]:
+        return list(self.layers)
+
+    def logits(self, states: Sequence[int]) -> Tensor:
+        inputs = torch.stack([torch.randn(5, generator=torch.Generator().manual_seed(s)) for s in states])
+        hidden = self.layers[1](self.layers[0](inputs).tanh()).tanh()
+        logits = self.layers[2](hidden)
+        if any(state % 2 for state in states):  # some ranks never reach the branch
+            logits = logits + self.branch(inputs) * torch.tensor([[float(state % 2)] for state in states])
+        return logits / self.temperature
+
+    def generate_actions(self, states: Sequence[int], num_actions_per_state: int, **kwargs: Any) -> list[list[int]]:
+        drawn = torch.distributions.Categorical(logits=self.logits(states)).sample((num_actions_per_state,))
+        return drawn.t().tolist()
+
+    def get_log_probabilities(self, states: Sequence[int], actions: Sequence[int]) -> Tensor:
+        return self.logits(states).log_softmax(1).gather(1, torch.tensor(list(actions))[:, None]).squeeze(1)
+
+    def get_parameters(self) -> dict[str, Tensor]:
+        return dict(self.named_parameters())
+
+
+def layered() -> Any:
+    return Layered()
+
+
+def language_model(
+    family: str = "llama",
+    *,
+    lora: bool = False,
+    checkpointing: bool = False,
+    has_critic: bool = False,
+    changes: Any = None,
+    **options: Any,
+) -> HFPolicy:
+    torch.manual_seed(0)
+    model = tiny_model(family, **(changes or {}))
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    if lora:
+        model = add_lora(model)
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                if "lora_B" in name:
+                    value.add_(0.01)  # at first it is 0, and the reference is the policy
+    if has_critic:
+        options["value_head"] = ValueHead(32, dropout=0.0)
+    return HFPolicy(model, character_tokenizer(), sampling=SamplingConfig(max_new_tokens=6), **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One policy, its settings, and which groups are whose."""
+
+    policy: Callable[[], Any]
+    config: dict[str, Any] = field(default_factory=dict)
+    objective: dict[str, Any] = field(default_factory=dict)
+    share: Callable[[int, int, int], bool] = lambda group, rank, num_ranks: group % num_ranks == rank
+    """Whether a group is a rank's."""
+    dead: Callable[[int], bool] = lambda group: False
+    """Whether all rewards of a group are equal."""
+    has_reference_policy: bool = False
+    samples: bool = False
+    """Whether rows are sampled by the policy, and not given."""
+
+
+def uneven(group: int, rank: int, num_ranks: int) -> bool:
+    """The first rank has all groups but one for each other rank."""
+    return rank == max(0, group - (NUM_GROUPS - num_ranks))
+
+
+CASES: dict[str, Case] = {
+    "module": Case(policy=layered),
+    "llama": Case(policy=language_model),
+    "qwen3": Case(policy=lambda: language_model("qwen3")),
+    "llama lora": Case(policy=lambda: language_model(lora=True)),
+    "qwen3 lora, reference without the adapter": Case(
+        policy=lambda: language_model("qwen3", lora=True, exact_entropy=True),
+        objective={"kl_coef": 0.1, "entropy_coef": 0.01},
+    ),
+    "reference policy": Case(policy=language_model, objective={"kl_coef": 0.1}, has_reference_policy=True),
+    "moving reference": Case(
+        policy=layered,
+        config={"reference_sync_every": 2, "reference_mix": 0.5},
+        objective={"kl_coef": 0.1},
+        has_reference_policy=True,
+    ),
+    "reference model": Case(
+        policy=lambda: language_model(reference_model=tiny_model("llama", hidden_size=16)), objective={"kl_coef": 0.1}
+    ),
+    "tied embeddings": Case(policy=lambda: language_model("qwen3", changes={"tie_word_embeddings": True})),
+    "gradient checkpointing": Case(policy=lambda: language_model(checkpointing=True)),
+    "gradient checkpointing, lora": Case(policy=lambda: language_model("qwen3", lora=True, checkpointing=True)),
+    "value head": Case(
+        policy=lambda: language_model(has_critic=True),
+        config={"advantage": AdvantageConfig(credit="gae", baseline="none")},
+    ),
+    "other numbers of forward passes": Case(
+        policy=lambda: language_model(max_tokens_per_forward=24), config={"num_epochs_per_update": 2}, share=uneven
+    ),
+    "a cache that cannot be shared": Case(policy=lambda: language_model("mistral"), config={"micro_batch_size": 2}),
+    "a rank without an advantage": Case(
+        policy=language_model, share=uneven, dead=lambda group: group == NUM_GROUPS - 1
+    ),
+    "no rank with an advantage": Case(policy=language_model, dead=lambda group: True),
+    "a rank without rows in an update": Case(policy=language_model, config={"batch_size": 6}, share=uneven),
+    "module, a rank without rows": Case(policy=layered, config={"batch_size": 3, "micro_batch_size": 2}, share=uneven),
+    "sampling": Case(policy=lambda: language_model("qwen3"), samples=True, config={"num_epochs_per_update": 2}),
+    "sampling, lora": Case(policy=lambda: language_model(lora=True), samples=True, objective={"kl_coef": 0.1}),
+    "module, sampling": Case(policy=layered, samples=True, config={"autocast_dtype": "bfloat16"}),
+}
+ONLY_ON_RANKS = [name for name, case in CASES.items() if case.samples or "batch_size" in case.config]
+"""Cases in which one process would draw other rows, or divide them into other updates."""
+
+
+def rows_of(case: Case, policy: Any, rank: int, num_ranks: int) -> ExperienceBatch:
+    """The rows of a rank: prompts and completions of different lengths, among them completions of one token only."""
+    generator = torch.Generator().manual_seed(3)
+    states, actions, rewards, groups = [], [], [], []
+    for group in range(NUM_GROUPS):
+        for _ in range(GROUP_SIZE):
+            length = int(torch.randint(1, 7, (1,), generator=generator)) if group < NUM_GROUPS - 1 else 1
+            tokens = torch.randint(2, 40, (length,), generator=generator).tolist()
+            reward = 0.5 if case.dead(group) else float(torch.rand(1, generator=generator))
+            if case.share(group, rank, num_ranks):
+                states.append("12+3="[: 2 + group % 3] if isinstance(policy, HFPolicy) else group)
+                actions.append(completion(*tokens) if isinstance(policy, HFPolicy) else tokens[0] % 3)
+                rewards.append(reward)
+                groups.append(group)
+    mask = completion_mask(actions) if isinstance(policy, HFPolicy) else None
+    return ExperienceBatch.from_rows(states, actions, rewards, torch.tensor(groups), mask=mask)
+
+
+def trained(case: Case, engine: Any) -> tuple[GRPOTrainer, list[dict[str, float]]]:
+    """A trainer after the updates of a case, and their metrics."""
+    policy = case.policy()
+    config = GRPOConfig(
+        group_size=GROUP_SIZE,
+        max_grad_norm=0.05,
+        seed=1,
+        objective=ObjectiveConfig(**{"kl_coef": 0.0} | case.objective),
+        **case.config,
+    )
+    trainer = GRPOTrainer(
+        config=config,
+        policy=policy,
+        reward_model=lambda states, actions: [float(len(str(action)) % 7) for action in actions],
+        reference_policy=copy.deepcopy(policy) if case.has_reference_policy else None,
+        optimizer=lambda tensors: torch.optim.AdamW(tensors, lr=0.01, weight_decay=0.0, eps=1e-3),
+        engine=engine,
+    )
+    metrics = []
+    for _ in range(NUM_UPDATES):
+        if case.samples:
+            states: list[Any] = ["1+2=", "3"] if isinstance(policy, HFPolicy) else [2, 3]
+            metrics.append(trainer.step(states[: 1 + trainer.engine.rank % 2]))
+        else:
+            metrics.append(trainer.update(rows_of(case, policy, trainer.engine.rank, trainer.engine.num_ranks)))
+    return trainer, metrics
+
+
+def whole_weights(trainer: Any) -> dict[str, Tensor]:
+    """All weights, on every rank. All ranks call this."""
+    engine, policy = trainer.engine, trainer.policy
+    with engine.whole(policy) if isinstance(engine, ShardsWeights) else nullcontext():
+        return {name: value.detach().clone() for name, value in policy.get_parameters().items()}
+
+
+def result_of(case: Case, engine: Any) -> dict[str, Any]:
+    try:
+        trainer, metrics = trained(case, engine)
+    except Exception:
+        return {"error": traceback.format_exc()}
+    kept = [{name: value for name, value in one.items() if not name.startswith("time/")} for one in metrics]
+    return {"weights": whole_weights(trainer), "metrics": kept}
+
+
+def main(rank: int, folder: Path, num_ranks: int, names: Sequence[str]) -> None:
+    from grpo.distributed import Sharded
+
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r".*gradient_checkpointing")
+    store = dist.FileStore(str(folder / "rendezvous"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=LONGEST_WAIT)
+    engines = {"sharded": Sharded(), "replicated": Replicated()}
+    results = {(name, kind): result_of(CASES[name], engine) for name in names for kind, engine in engines.items()}
+    torch.save(results, folder / f"rank{rank}.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    arguments = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    torch.multiprocessing.start_processes(main, arguments, nprocs=arguments[1], start_method="fork")
