@@ -35,6 +35,38 @@ CLEAN_UP_SECONDS = 10.0
 """Time for cancelled work to end when the executor is closed."""
 
 
+class Waiting:
+    """Somebody who waits for work in the loop. It exists before the work, so that an interrupt at any moment ends the work."""
+
+    def __init__(self) -> None:
+        self.future: Future[Any] = Future()
+        """The result of the work."""
+        self.ended = threading.Event()
+        """Whether no work is left in the loop."""
+        self.ended.set()
+
+    def begin(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> None:
+        """Begin the work in the loop. Work that is given up already takes its first step, in which it notes its end."""
+        task = loop.create_task(work)
+        task.add_done_callback(self._end)
+        self.future.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
+
+    def give_up(self) -> None:
+        """Cancel the work, and give it time to clean up."""
+        self.future.cancel()
+        self.ended.wait(CLEAN_UP_SECONDS)
+
+    def _end(self, task: "asyncio.Task[Any]") -> None:
+        error = None
+        if task.cancelled():
+            self.future.cancel()
+        else:
+            error = task.exception()
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_result(task.result()) if error is None else self.future.set_exception(error)
+        self.ended.set()
+
+
 class Engine:
     """Schedules all calls in one event loop on one thread. See `ToolExecutor` for the arguments that it has too.
 
@@ -80,15 +112,17 @@ class Engine:
         """Whether the calling thread is the engine's thread, or the thread of the remote tools."""
         return threading.current_thread() is self._thread or any(remote.is_current for remote in self._remotes)
 
-    def submit(self, work: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        """Run a coroutine in the loop.
+    def submit(self, work: Coroutine[Any, Any, Any], waiting: "Waiting") -> "Future[Any]":
+        """Run a coroutine in the loop. Returns the future of `waiting`, which gets the result.
 
         Raises:
             ConfigError: The executor is closed or closing.
         """
         with self._lock:
             if not self._closing:
-                return asyncio.run_coroutine_threadsafe(work, self._loop)
+                waiting.ended.clear()
+                self._loop.call_soon_threadsafe(waiting.begin, self._loop, work)
+                return waiting.future
         work.close()
         raise ConfigError("ToolExecutor is closed. Create another executor.")
 
@@ -97,8 +131,8 @@ class Engine:
         await self._pool.start()
         return self._pool.problems
 
-    async def run(self, calls: list[Given], ended: threading.Event) -> list[ToolResult]:
-        """Run all calls, then set `ended`."""
+    async def run(self, calls: list[Given]) -> list[ToolResult]:
+        """Run all calls."""
         results = [ToolResult()] * len(calls)
         remote = [isinstance(tool, Tool) and tool.remote for _, tool, _ in calls]
         turns = {kind: iter([i for i, its in enumerate(remote) if its is kind]) for kind in (False, True)}
@@ -121,7 +155,6 @@ class Engine:
             raise
         finally:
             self._runs.discard(task)
-            ended.set()
         return results
 
     async def _result(self, call: ToolCall, tool: Tool | ToolError, folder: str | None) -> ToolResult:

@@ -5,11 +5,10 @@ import functools
 import os
 import re
 import tempfile
-import threading
 import warnings
 import weakref
 from collections.abc import Collection, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import asdict
 from pathlib import Path
 from types import NoneType
@@ -25,7 +24,7 @@ from grpo.errors import ConfigError, GRPOWarning
 from .call_log import SECRET_NAMES, CallLog, Redact
 from .confinement import Kind, choose
 from .confinement.process import why_no_own_users
-from .engine import CLEAN_UP_SECONDS, Engine
+from .engine import Engine, Given, Waiting
 from .fork_server import INSIDE
 from .links import ForkServerLink
 from .tool_checks import allowed_tools, needs_worker, pickled
@@ -155,7 +154,7 @@ class ToolExecutor:
         )
         if in_workers:
             try:
-                problems = self._engine.submit(self._engine.start()).result()
+                problems = self._engine.submit(self._engine.start(), Waiting()).result()
             except BaseException:
                 self.close()
                 raise
@@ -189,23 +188,25 @@ class ToolExecutor:
         Raises:
             ConfigError: The executor is closed, or belongs to another process, or a folder is not the name of a folder.
         """
-        ended = threading.Event()
-        future = self._start(calls, folders, ended)
+        given = self._given(calls, folders)
+        waiting = Waiting()
         try:
-            return future.result()
+            self._engine.submit(self._engine.run(given), waiting)
+            return waiting.future.result()
         except CancelledError:
             raise ConfigError("ToolExecutor was closed while calls ran; their results are lost.") from None
-        except BaseException:
-            future.cancel()
-            ended.wait(CLEAN_UP_SECONDS)
+        except BaseException:  # an interrupt, maybe within `submit`
+            waiting.give_up()
             raise
 
     async def run_async(
         self, calls: Sequence[ToolCall], folders: Sequence[str | None] | None = None
     ) -> list[ToolResult]:
         """Asynchronous version of `run`."""
+        waiting = Waiting()
+        self._engine.submit(self._engine.run(self._given(calls, folders)), waiting)
         try:
-            return await asyncio.wrap_future(self._start(calls, folders, threading.Event()))
+            return await asyncio.wrap_future(waiting.future)
         except asyncio.CancelledError:
             if self._finish.alive:  # the caller was cancelled
                 raise
@@ -226,9 +227,7 @@ class ToolExecutor:
             "A ToolExecutor owns processes, so it cannot be pickled or copied. Create an executor where it is used."
         )
 
-    def _start(
-        self, calls: Sequence[ToolCall], folders: Sequence[str | None] | None, ended: threading.Event
-    ) -> "Future[list[ToolResult]]":
+    def _given(self, calls: Sequence[ToolCall], folders: Sequence[str | None] | None) -> list[Given]:
         if os.getpid() != self._process:
             raise ConfigError(
                 "ToolExecutor belongs to the process that created it. Create another executor after a fork."
@@ -243,8 +242,7 @@ class ToolExecutor:
                 f"ToolExecutor.run: folders must give each of the {len(calls)} calls None, or a name of letters, digits, "
                 f"'_' and '-'; got {named!r}."
             )
-        given = [(call, self._find(call), name) for call, name in zip(calls, named, strict=True)]
-        return self._engine.submit(self._engine.run(given, ended))
+        return [(call, self._find(call), name) for call, name in zip(calls, named, strict=True)]
 
     def _find(self, call: ToolCall) -> Tool | ToolError:
         """The tool of a call, or the error if the call has no allowed tool."""

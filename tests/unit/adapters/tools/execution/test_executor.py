@@ -18,6 +18,7 @@ import pytest
 from adapters.tools.catalogue.calls import ToolResult
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import ToolNotAllowedError, UnknownToolError
+from adapters.tools.execution.engine import Engine
 from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.workers import WorkerLimits
 from grpo.errors import ConfigError
@@ -199,6 +200,21 @@ def test_an_interrupt_ends_the_calls_and_the_executor_stays_usable(tmp_path: Pat
 
     with given_up(tmp_path, interrupt) as made:
         assert output_of(made, "add", a=1) == 2
+
+
+def test_an_interrupt_at_the_moment_of_the_start_ends_the_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ToolExecutor(CATALOGUE, num_workers=1, timeout=10 * LONG) as made:
+        submit = Engine.submit
+
+        def submit_and_be_interrupted(*arguments: Any) -> None:
+            submit(*arguments)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Engine, "submit", submit_and_be_interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                made.run([call("nap", seconds=500)] * 2)
+        assert output_of(made, "add", a=1) == 2, "the only worker is free"
 
 
 def test_cancelling_an_await_ends_its_calls_and_the_executor_stays_usable(tmp_path: Path) -> None:
