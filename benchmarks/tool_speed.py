@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from adapters.tools import Tool, ToolCall, ToolCatalogue, ToolExecutor, ToolSelectionPolicy
-from adapters.tools.policy.policy import SIMILARITY_GAIN
+from adapters.tools.policy.network import SIMILARITY_GAIN
 from benchmarks import _slow_tools
 from benchmarks._timing import keep_freed_memory, time_pairs
 from grpo import ActionScores
@@ -139,13 +139,13 @@ class BareLoop:
 
     def __init__(self, problem: Problem) -> None:
         policy = problem.policy
-        assert policy.similarity is not None
+        assert policy.network.similarity is not None
         self.chunks = policy.encoder(problem.texts).split(problem.batch_size)
         self.num_calls = problem.num_calls
-        self.tool_weight, self.tool_bias = policy.tool_query.weight, policy.tool_query.bias
-        self.value_weight, self.value_bias = policy.value_query.weight, policy.value_query.bias
-        self.similarity = policy.similarity
-        self.tools, self.values = policy.tool_vectors, policy.value_vectors
+        self.tool_weight, self.tool_bias = policy.network.tool_query.weight, policy.network.tool_query.bias
+        self.value_weight, self.value_bias = policy.network.value_query.weight, policy.network.value_query.bias
+        self.similarity = policy.network.similarity
+        self.tools, self.values = policy.menu.tool_vectors, policy.menu.value_vectors
         self.names = list(policy.catalogue)
         choices = [tool.choices[0] for tool in policy.catalogue.values()]
         self.value_names = [choice.values for choice in choices]

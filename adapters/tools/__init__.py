@@ -67,10 +67,11 @@ from .learning.sample_batches import batch_from_groups, groups_from_batch
 from .learning.samples import SampleError, ToolGroup, ToolSample
 from .learning.task_errors import classify_error, make_erroneous_call
 from .learning.tasks import TaskError, ToolTask, load_tasks, save_tasks, split_tasks
+from .policy.distribution import Prediction
 from .policy.encoders import HashingEncoder
 from .policy.fill import fill_from_request
 from .policy.fitted import FittedEncoder, JoinedEncoder
-from .policy.policy import Prediction, ToolSelectionPolicy
+from .policy.policy import ToolSelectionPolicy
 
 if TYPE_CHECKING:
     from .execution.commands import Command, CommandFailedError

@@ -50,7 +50,7 @@ class ChoiceTables:
         )
         """The decision steps of each tool: one to choose the tool, then one per enumerated parameter. T = 1 + J."""
 
-    def steps_of(self, owner: str, calls: Sequence[ToolCall]) -> Int64[Tensor, "N T"]:
+    def steps_of(self, calls: Sequence[ToolCall]) -> Int64[Tensor, "N T"]:
         """The choices of each call: the index of its tool, then the index of each enumerated value; 0 where there is no step.
 
         Raises:
@@ -60,8 +60,17 @@ class ChoiceTables:
         places = [place_of.get(id(call), -1) for call in calls]
         if all(place >= 0 and drawn[place] is call for place, call in zip(places, calls, strict=True)):
             return drawn_steps[places]
-        taken = [self._steps_of_call(owner, call) for call in calls]
-        return torch.tensor(taken, dtype=torch.int64).view(len(calls), 1 + self.max_choices)
+        steps, known = self.parts_of(calls)
+        for row, place in (~known).nonzero().tolist():
+            call = calls[row]
+            choice = self.choices[self.position[call.tool]][place - 1]
+            came = repr(call.arguments[choice.name]) if choice.name in call.arguments else "nothing"
+            listed = [value for value in choice.values if value is not ABSENT]
+            raise ContractError(
+                f"ToolSelectionPolicy: {call.tool}.{choice.name} must be one of {listed}"
+                f"{' or left out' if ABSENT in choice.values else ''}; got {came}."
+            )
+        return steps
 
     def remember(self, calls: Sequence[ToolCall], steps: Int64[Tensor, "N t"]) -> None:
         """Remember the steps of calls that were just drawn, and forget the previous calls.
@@ -76,42 +85,27 @@ class ChoiceTables:
         # One assignment here and one read in `steps_of`, because another thread may draw in between.
         self._drawn = calls, {id(call): place for place, call in enumerate(calls)}, padded
 
-    def parts_of(self, owner: str, calls: Sequence[ToolCall]) -> tuple[Int64[Tensor, "N T"], Bool[Tensor, "N T"]]:
+    def parts_of(self, calls: Sequence[ToolCall]) -> tuple[Int64[Tensor, "N T"], Bool[Tensor, "N T"]]:
         """The choices of calls that may be incomplete, as `steps_of`, and whether a call determines each choice.
 
         Raises:
             ContractError: A call's tool is not in the catalogue.
         """
-        found = [[self._tool(owner, call), *self._indices(call)] for call in calls]
         width = 1 + self.max_choices
-        padded = [row + [None] * (width - len(row)) for row in found]
-        steps = torch.tensor([[step or 0 for step in row] for row in padded], dtype=torch.int64).view(-1, width)
-        known = torch.tensor([[step is not None for step in row] for row in padded], dtype=torch.bool)
-        return steps, known.view(-1, width)
-
-    def _tool(self, owner: str, call: ToolCall) -> int:
-        tool = self.position.get(call.tool)
-        if tool is None:
-            raise ContractError(
-                f"{owner}: a call must name one of the tools {', '.join(self.names[:40])}; got {call.tool!r}."
-            )
-        return tool
-
-    def _indices(self, call: ToolCall) -> list[int | None]:
-        """Index of the value of each enumerated parameter. None if the value is not enumerated."""
-        return [choice.index(call.arguments) for choice in self.choices[self.position[call.tool]]]
-
-    def _steps_of_call(self, owner: str, call: ToolCall) -> list[int]:
-        tool = self._tool(owner, call)
-        indices = self._indices(call)
-        for choice, index in zip(self.choices[tool], indices, strict=True):
-            if index is None:
-                came = repr(call.arguments[choice.name]) if choice.name in call.arguments else "nothing"
+        steps, known = (
+            torch.zeros(len(calls), width, dtype=torch.int64),
+            torch.ones(len(calls), width, dtype=torch.bool),
+        )
+        for row, call in enumerate(calls):
+            if call.tool not in self.position:
                 raise ContractError(
-                    f"{owner}: {call.tool}.{choice.name} must be one of {[v for v in choice.values if v is not ABSENT]}"
-                    f"{' or left out' if ABSENT in choice.values else ''}; got {came}."
+                    f"ToolSelectionPolicy: a call must name one of the tools {', '.join(self.names[:40])}; got {call.tool!r}."
                 )
-        return [tool, *(index or 0 for index in indices)] + [0] * (self.max_choices - len(indices))
+            steps[row, 0] = tool = self.position[call.tool]
+            for column, choice in enumerate(self.choices[tool], start=1):
+                index = choice.index(call.arguments)
+                steps[row, column], known[row, column] = index or 0, index is not None
+        return steps, known
 
     def call(self, steps: Sequence[int], given: Mapping[str, Any]) -> ToolCall:
         """The call that a row of [T] steps encodes.

@@ -33,6 +33,9 @@ whether which while who whom whose why will with within without would yet you yo
 STOP_WORDS = frozenset(_STOP_WORDS.split())
 """English words that are ignored as content words."""
 
+OWN_FEATURE = 3.0
+"""Weight of the text-specific feature of a parameter value. It separates "feet" in `from_unit` from "feet" in `to_unit`."""
+
 _WORD = re.compile(r"[^\W\d_]+|\d+")
 _MAX_WORD = 64
 
@@ -111,7 +114,9 @@ def _hash(feature: str) -> int:
     return int.from_bytes(blake2b(feature.encode(errors="surrogatepass"), digest_size=6).digest(), "little")
 
 
-def with_own_feature(texts: Sequence[str], vectors: Float[Tensor, "N F"], weight: float) -> Float[Tensor, "N F"]:
+def with_own_feature(
+    texts: Sequence[str], vectors: Float[Tensor, "N F"], weight: float = OWN_FEATURE
+) -> Float[Tensor, "N F"]:
     """Add to each vector a feature that is specific to its text, and normalise: (e + weight u) / |e + weight u|.
 
     u has one nonzero entry, +1 or -1, at a position that depends on the whole text. Two texts that differ in one word have

@@ -81,7 +81,7 @@ _DAY, _YEAR = r"(?P<day>\d\d?)(?:st|nd|rd|th)?", r"(?P<year>[12]\d{3})"
 _MONTH, _MONTH_NUMBER = rf"(?P<month>{'|'.join(_MONTHS)})[a-z]*\.?", r"(?P<month>\d\d?)"
 _DIGITS = r"(?<![\w.])(?P<digits>[-\u2212]?[$€£]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d{1,40}(?:\.\d+)?|\.\d+))"
 _SCALE, _IN_WORDS = rf"\s?(?P<scale>{'|'.join(_SCALES)})\b", rf"(?i:\b(?P<word>{'|'.join(_ONES)})\b)"
-_CAPITALS = r"(?:[A-Z][\w.&’'-]*\w|[A-Z])"
+_NAME = r"(?:[A-Z][\w.&’'-]*\w|[A-Z])"
 _READERS: Sequence[tuple[Kind, Callable[[re.Match[str]], Any], str]] = (
     ("json", _json, r"\[\s*(?=[\[{])(?:[^\[\]]|\[[^\[\]]*\])*\]|\{[^{}]*\}"),
     ("quoted", _text, r"(?<!\w)'([^'\n]+(?:'\w[^'\n]*)*)'(?!\w)|\"([^\"\n]+)\"|“([^”\n]+)”|`([^`\n]+)`"),
@@ -95,7 +95,7 @@ _READERS: Sequence[tuple[Kind, Callable[[re.Match[str]], Any], str]] = (
     ("code", _text, r"(?<![\w.-])(?:0\d{4,}|\d+(?:[.-]\d+){2,})\b|\b[a-z]+(?:_[a-z\d]+)+\b"),
     ("code", _text, r"(?<![\w.-])(?=[\w-]{0,60}\d)(?=[\w-]{0,60}[A-Za-z])(?!\d+(?:[A-Za-z]{1,3}\b|-[a-z]))\w[\w-]*\w(?![\w-])"),
     ("number", _number, rf"{_DIGITS}(?:%|{_SCALE})?|{_IN_WORDS}"),
-    ("name", _text, rf"(?<!^)(?<![.?!:\n] )\b{_CAPITALS}(?:\s(?:(?:of|the|de|da|van)\s)?{_CAPITALS})*(?:, [A-Z]{{2}}\b)?(?<!['’]s)"),
+    ("name", _text, rf"(?<!^)(?<![.?!:\n] )\b{_NAME}(?:\s(?:(?:of|the|de|da|van)\s)?{_NAME})*(?:, [A-Z]{{2}}\b)?(?<!['’]s)"),
     ("phrase", _text, r"(?<!['’\w])[a-z][\w'-]*(?: [a-z][\w'-]*)*"),
 )  # fmt: skip
 """The kinds of values in the order in which they are read. No name starts at the first word of a sentence."""

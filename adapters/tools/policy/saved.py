@@ -72,7 +72,7 @@ def save_policy(policy: "ToolSelectionPolicy", folder: Path) -> None:
     description = {
         "num_features": policy.num_features,
         "hidden": policy.hidden,
-        "num_text_features": policy.tool_vectors.shape[1],
+        "num_text_features": policy.menu.tool_vectors.shape[1],
         "calibration": tensors.pop("_extra_state"),
         "tools": [
             {"name": t.name, "category": t.category, "description": t.description, "parameters": dict(t.parameters)}
@@ -102,5 +102,5 @@ def load_policy(
             f"has {found.shape[1]}. Pass the encoder of the training as encoder=..."
         )
     policy.load_state_dict(tensors | {"_extra_state": about["calibration"]})
-    policy.added |= set(catalogue) - {tool["name"] for tool in about["tools"]}
+    policy.menu.added |= set(catalogue) - {tool["name"] for tool in about["tools"]}
     return policy

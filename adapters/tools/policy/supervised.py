@@ -55,7 +55,12 @@ def negative_log_likelihood(policy: "ToolSelectionPolicy", tasks: Sequence[ToolT
     """
     answers = [(row, call) for row, task in enumerate(tasks) for call in task.right_calls if call is not None]
     rows = torch.tensor([row for row, _ in answers])
-    log_probs = policy.log_probs_of_parts(tasks, rows, [call for _, call in answers])
+    steps, known = policy.menu.tables.parts_of([call for _, call in answers])
+    per_step = (
+        policy.distribution(tasks).score(*(each.to(policy.menu.values.device) for each in (rows, steps))).log_probs
+    )
+    rows = rows.to(per_step.device)
+    log_probs = per_step.where(known[:, : per_step.shape[1]].to(per_step.device), 0.0).sum(1)
     # logsumexp over the answers of each task
     largest = log_probs.new_full((len(tasks),), -torch.inf).scatter_reduce(0, rows, log_probs.detach(), "amax")
     sums = log_probs.new_zeros(len(tasks)).index_add(0, rows, (log_probs - largest[rows]).exp())

@@ -414,7 +414,7 @@ def test_a_faulty_reward_function_stops_training_and_is_named() -> None:
 def test_training_makes_rewarded_calls_more_likely() -> None:
     training = trainer({"tool": right_tool(CATALOGUE)}, learning_rate=0.05)
     with torch.no_grad():
-        training.policy.similarity.zero_()  # every tool is equally likely
+        training.policy.network.similarity.zero_()  # every tool is equally likely
     for _ in range(10):
         training.step([SHUFFLE] * 8)
     probabilities = training.policy.tool_probabilities([SHUFFLE])[0]

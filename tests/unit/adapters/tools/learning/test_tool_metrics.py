@@ -48,7 +48,7 @@ def test_metrics_per_tool_are_off_unless_a_catalogue_is_given() -> None:
 def test_metrics_per_tool_are_logged_in_training() -> None:
     policy = ToolSelectionPolicy(CATALOGUE, encoder=HashingEncoder(16))
     with torch.no_grad():
-        policy.similarity.zero_()  # every tool is equally likely
+        policy.network.similarity.zero_()  # every tool is equally likely
     rewards = ToolRewards(Answers(OK), {"tool": right_tool(CATALOGUE)}, per_tool=CATALOGUE)
     metrics = GRPOTrainer(config=GRPOConfig(group_size=8), policy=policy, reward_model=rewards).step([SHUFFLE] * 8)
     assert sum(metrics[f"tools/{tool}/calls"] for tool in CATALOGUE) == 64

@@ -66,7 +66,7 @@ def test_a_catalogue_without_decisions_has_tables_without_columns() -> None:
     assert tables.value_texts == []
     assert tables.values.shape == (1, 0, 0)
     assert tables.decides.tolist() == [[True]]
-    assert tables.steps_of("policy", [call("ping"), call("ping")]).tolist() == [[0], [0]]
+    assert tables.steps_of([call("ping"), call("ping")]).tolist() == [[0], [0]]
     assert tables.call([0], {"value": 1}) == call("ping")
 
 
@@ -78,13 +78,13 @@ def test_calls_and_steps_convert_into_each_other(subtests: pytest.Subtests) -> N
         (call("measure", unit="foot"), [2, 1, 0]),
     ):
         with subtests.test(made.tool, steps=steps):
-            assert TABLES.steps_of("policy", [made]).tolist() == [steps]
+            assert TABLES.steps_of([made]).tolist() == [steps]
             assert TABLES.call(steps, {"value": 3.0}) == made
 
 
 def test_the_steps_of_no_calls_are_an_empty_integer_tensor() -> None:
-    assert TABLES.steps_of("policy", []).shape == (0, 3)
-    assert TABLES.steps_of("policy", []).dtype == torch.int64
+    assert TABLES.steps_of([]).shape == (0, 3)
+    assert TABLES.steps_of([]).dtype == torch.int64
 
 
 def test_given_values_fill_only_parameters_without_a_decision_or_constant() -> None:
@@ -96,13 +96,16 @@ def test_given_values_fill_only_parameters_without_a_decision_or_constant() -> N
 
 def test_calls_the_policy_cannot_have_made_are_refused_by_name(subtests: pytest.Subtests) -> None:
     for wrong, message in (
-        (call("fly"), r"^policy: a call must name one of the tools ping, convert, measure; got 'fly'\.$"),
-        (call("measure", unit="yard"), r"^policy: measure\.unit must be one of \['mile', 'foot'\]; got 'yard'\.$"),
-        (call("measure"), r"^policy: measure\.unit must be one of \['mile', 'foot'\]; got nothing\.$"),
+        (call("fly"), r"^ToolSelectionPolicy: a call must name one of the tools ping, convert, measure; got 'fly'\.$"),
+        (
+            call("measure", unit="yard"),
+            r"^ToolSelectionPolicy: measure\.unit must be one of \['mile', 'foot'\]; got 'yard'\.$",
+        ),
+        (call("measure"), r"^ToolSelectionPolicy: measure\.unit must be one of \['mile', 'foot'\]; got nothing\.$"),
         (call("convert", unit="mile", exact=1), r"convert\.exact must be one of \[False, True\] or left out; got 1\.$"),
     ):
         with subtests.test(message), pytest.raises(ContractError, match=message):
-            TABLES.steps_of("policy", [call("ping"), wrong])
+            TABLES.steps_of([call("ping"), wrong])
 
 
 class Interrupted(list):
@@ -132,6 +135,6 @@ def test_drawing_in_another_thread_does_not_change_the_steps_of_a_call(subtests:
             )
             calls = [TABLES.call(taken, {}) for taken in steps]
             tables.remember(Interrupted(calls, draw), torch.tensor(steps))
-            assert tables.steps_of("policy", calls).tolist() == steps
+            assert tables.steps_of(calls).tolist() == steps
             assert draw.ident, "the other thread had its turn"
-            assert tables.steps_of("policy", calls).tolist() == steps, "read back, since others were drawn since"
+            assert tables.steps_of(calls).tolist() == steps, "read back, since others were drawn since"

@@ -80,10 +80,10 @@ def test_log_probs_equal_the_documented_formula() -> None:
     """Written out for one call of one state: softmax(e . (W h + b + 20 s x)), and the same with e' for each parameter."""
     made, encoder = policy(), HashingEncoder(48)
     x = encoder([TEXTS[2]])[0]
-    s = made.similarity
-    query = made.tool_query.weight @ x + made.tool_query.bias + 20 * s[0] * x
+    s = made.network.similarity
+    query = made.network.tool_query.weight @ x + made.network.tool_query.bias + 20 * s[0] * x
     logits = encoder([tool.text for tool in CATALOGUE.values()]) @ query
-    value_query = made.value_query.weight @ x + made.value_query.bias + s[1] * x
+    value_query = made.network.value_query.weight @ x + made.network.value_query.bias + s[1] * x
 
     def values(*texts: str) -> Tensor:
         return (with_own_feature(texts, encoder(texts), 3.0) @ value_query).log_softmax(0)
@@ -97,10 +97,10 @@ def test_log_probs_equal_the_documented_formula() -> None:
 
 def test_hidden_layers_are_tanh_networks_over_the_vector() -> None:
     made = policy(num_features=3, hidden=[5])
-    h = torch.tanh(made.body[0].weight @ torch.tensor(VECTORS[0]) + made.body[0].bias)
-    logits = made.tool_vectors @ (made.tool_query.weight @ h + made.tool_query.bias)
+    h = torch.tanh(made.network.body[0].weight @ torch.tensor(VECTORS[0]) + made.network.body[0].bias)
+    logits = made.menu.tool_vectors @ (made.network.tool_query.weight @ h + made.network.tool_query.bias)
     torch.testing.assert_close(made.tool_probabilities(VECTORS[:1])[0], logits.softmax(0), rtol=1e-5, atol=1e-6)
-    assert made.similarity is None, "a vector cannot be held against a text"
+    assert made.network.similarity is None, "a vector cannot be held against a text"
 
 
 def test_the_probabilities_of_all_calls_add_up_to_one(subtests: pytest.Subtests) -> None:
@@ -334,17 +334,17 @@ def test_the_gradient_of_a_strongly_weighted_entropy_is_finite() -> None:
 
 def gradient_of_vectors(made: Any, states: Sequence[Any], calls: Sequence[ToolCall]) -> tuple[Tensor, Tensor]:
     """What comes back to the texts of tools and of values."""
-    made.tool_vectors.requires_grad_()
-    made.value_vectors.requires_grad_()
+    made.menu.tool_vectors.requires_grad_()
+    made.menu.value_vectors.requires_grad_()
     scores: ActionScores = made.score_actions(states, calls)
     (scores.log_probs.sum() + scores.entropy.sum()).backward()
-    return made.tool_vectors.grad, made.value_vectors.grad
+    return made.menu.tool_vectors.grad, made.menu.value_vectors.grad
 
 
 def test_values_of_other_tools_get_exactly_no_gradient() -> None:
     made = policy()
     _, values = gradient_of_vectors(made, TEXTS[:2], [call("convert", unit="mile", exact=True), call("ping")])
-    texts = made._tables.value_texts
+    texts = made.menu.tables.value_texts
     of_convert = [text.endswith((" unit", " exact")) for text in texts]
     assert sum(of_convert) == 5
     assert sum(not of for of in of_convert) == 3
@@ -360,7 +360,7 @@ def test_an_unavailable_tool_is_never_drawn() -> None:
     """Although it is by far the likeliest of all."""
     made = policy(random=False, available=without_ping)
     with torch.no_grad():
-        made.tool_query.bias += 20 * made.tool_vectors[0]
+        made.network.tool_query.bias += 20 * made.menu.tool_vectors[0]
     drawn = made.generate_actions(TEXTS[:1], 10_000)[0]
     assert {one.tool for one in drawn} == {"shout", "convert", "whisper"}
     assert made.predict(TEXTS)[0].tool != "ping"

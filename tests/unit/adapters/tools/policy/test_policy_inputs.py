@@ -202,11 +202,11 @@ def test_the_shapes_of_weights_do_not_depend_on_the_tools() -> None:
     ]
     assert shapes[0] == shapes[1]
     assert set(shapes[0]) == {
-        "tool_query.weight",
-        "tool_query.bias",
-        "value_query.weight",
-        "value_query.bias",
-        "similarity",
+        "network.tool_query.weight",
+        "network.tool_query.bias",
+        "network.value_query.weight",
+        "network.value_query.bias",
+        "network.similarity",
     }
 
 
@@ -220,7 +220,7 @@ def test_a_copied_policy_is_independent_of_the_original() -> None:
     assert one == same
     before = made.tool_probabilities(TEXTS)
     with torch.no_grad():
-        other.tool_query.weight += 1
+        other.network.tool_query.weight += 1
     other.add_tools(Tool.from_function(pong))
     assert torch.equal(made.tool_probabilities(TEXTS), before)
 
@@ -260,7 +260,7 @@ def test_lookup_tables_move_with_the_policy_to_a_device() -> None:
     assert {value.device.type for value in itertools.chain(made.buffers(), made.parameters())} == {"meta"}
     made.add_tools(Tool.from_function(pong))
     assert {value.device.type for value in made.buffers()} == {"meta"}
-    assert made.tool_vectors.shape[0] == 5
+    assert made.menu.tool_vectors.shape[0] == 5
 
 
 def test_a_batch_may_hold_fewer_decisions_than_the_longest_tool_has():
@@ -295,7 +295,7 @@ def test_a_call_similar_to_a_drawn_one_is_scored_by_its_own_values():
     drawn = next(call for call in calls if call.tool == "pong")
     other = call("pong", sure=not drawn.arguments["sure"])
     with torch.no_grad():
-        policy.value_query.bias.copy_(policy.value_vectors[int(drawn.arguments["sure"])])
+        policy.network.value_query.bias.copy_(policy.menu.value_vectors[int(drawn.arguments["sure"])])
     likely, unlikely = policy.get_log_probabilities(["any", "any"], [drawn, other]).tolist()
     assert likely > unlikely
     assert policy.get_log_probabilities(["any"], [replace(drawn)]).item() == pytest.approx(likely)

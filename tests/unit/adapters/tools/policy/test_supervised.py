@@ -89,7 +89,7 @@ def test_the_epochs_losses_are_means_over_all_tasks_in_an_order_of_the_seed() ->
         torch.manual_seed(0)
         made = policy()
         made.fit(TASKS, num_epochs=1, batch_size=1, seed=seed)
-        return made.tool_query.weight.detach()
+        return made.network.tool_query.weight.detach()
 
     assert torch.equal(learned(1), learned(1))
     assert not torch.equal(learned(1), learned(2))

@@ -5,13 +5,13 @@ import warnings
 import pytest
 
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.policy.fill_check import FillCheck
+from adapters.tools.policy.filled_calls import FilledCalls
 from adapters.tools.policy.policy import ToolSelectionPolicy
 from grpo.errors import GRPOWarning
 
 
 def test_the_hundredth_call_without_a_value_warns_once() -> None:
-    check = FillCheck()
+    check = FilledCalls()._note
     for _ in range(99):
         check("add", "a", False)
     with pytest.warns(GRPOWarning, match=r"no value for the required parameter a in 100 calls of add.*Pass fill="):
@@ -23,7 +23,7 @@ def test_the_hundredth_call_without_a_value_warns_once() -> None:
 
 
 def test_one_value_is_enough_for_silence() -> None:
-    check = FillCheck()
+    check = FilledCalls()._note
     check("add", "a", True)
     for _ in range(300):
         check("add", "a", False)
