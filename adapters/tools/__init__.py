@@ -1,6 +1,6 @@
 """GRPO for policies that choose tools and are rewarded for the tools' results.
 
-Requires jsonschema. Tools of MCP servers also require the MCP SDK (`pip install "model-agnostic-grpo[tools]"`).
+Requires jsonschema and pydantic. Tools of MCP servers also require the MCP SDK (`pip install "model-agnostic-grpo[tools]"`).
 
 Example:
     Train a policy on two tools of your own::
@@ -29,8 +29,11 @@ from typing import TYPE_CHECKING, Any
 
 try:
     import jsonschema as _jsonschema  # noqa: F401  # only to raise the error below
+    import pydantic as _pydantic  # noqa: F401
 except ImportError as error:
-    raise ImportError('adapters.tools needs jsonschema: pip install "model-agnostic-grpo[tools]"') from error
+    raise ImportError(
+        'adapters.tools needs jsonschema and pydantic: pip install "model-agnostic-grpo[tools]"'
+    ) from error
 
 from .catalogue.calls import ToolCall, ToolResult
 from .catalogue.tools import Tool, ToolCatalogue
@@ -65,7 +68,7 @@ from .learning.rewards import (
 )
 from .learning.sample_batches import batch_from_groups, groups_from_batch
 from .learning.samples import SampleError, ToolGroup, ToolSample
-from .learning.task_errors import classify_error, make_erroneous_call
+from .learning.task_errors import classify_error
 from .learning.tasks import TaskError, ToolTask, load_tasks, save_tasks, split_tasks
 from .policy.distribution import Prediction
 from .policy.encoders import HashingEncoder
@@ -151,7 +154,6 @@ __all__ = [
     "groups_from_batch",
     "latency_cost",
     "load_tasks",
-    "make_erroneous_call",
     "right_parameters",
     "right_tool",
     "save_tasks",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, assert_never, runtime_checkable
 
 import numpy as np
+import pydantic
 from jaxtyping import Bool, Float
 
 from adapters.tools.catalogue.calls import ToolCall, plain_name
@@ -84,22 +85,6 @@ class ToolReport:
     confusion: tuple[tuple[int, ...], ...]
     """Confusion matrix over `tools`: entry [i, j] is the number of tasks with right tool i for which tool j was called."""
 
-    def __post_init__(self) -> None:
-        """Convert JSON values."""
-        labels = {key: {name: _accuracy(one) for name, one in part.items()} for key, part in self.by_label.items()}
-        abstention: Any = self.abstention
-        converted = {
-            "overall": _accuracy(self.overall),
-            "by_label": labels,
-            "abstention": Abstention(**abstention) if isinstance(abstention, Mapping) else abstention,
-            "errors": dict(self.errors),
-            "tools": tuple(self.tools),
-            "category_of": tuple(self.category_of),
-            "confusion": tuple(map(tuple, self.confusion)),
-        }
-        for name, value in converted.items():
-            object.__setattr__(self, name, value)
-
     @property
     def categories(self) -> tuple[str, ...]:
         """The different categories, in the catalogue's order."""
@@ -138,26 +123,10 @@ class ToolReport:
                 lines.append(f"  {self.tools[called]} instead of {self.tools[right]}: {matrix[right, called]}")
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Fields by name, as plain numbers, strings, sequences and dicts."""
-        return asdict(self)
-
     def to_json(self, path: str | Path) -> None:
-        """Write `to_dict` to a file. The folder is created if it does not exist."""
+        """Write the report to a file. The folder is created if it does not exist."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "ToolReport":
-        """The inverse of `to_dict`.
-
-        Raises:
-            ConfigError: The values do not come from `to_dict`.
-        """
-        try:
-            return cls(**values)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"ToolReport.from_dict: {error}. Pass the result of to_dict().") from error
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def from_json(cls, path: str | Path) -> "ToolReport":
@@ -167,10 +136,9 @@ class ToolReport:
             ConfigError: The file does not exist or holds no report.
         """
         try:
-            values = json.loads(Path(path).read_text())
+            return pydantic.TypeAdapter(cls).validate_json(Path(path).read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} holds no report: {error}. Write a report with ToolReport.to_json.") from error
-        return cls.from_dict(values)
 
 
 def evaluate_tools(policy: PredictsCalls, tasks: Sequence[ToolTask], catalogue: ToolCatalogue) -> ToolReport:
@@ -262,10 +230,6 @@ def _name(call: ToolCall | None, catalogue: ToolCatalogue) -> str:
     if call is None:
         return NO_TOOL
     return plain_name(call.tool) or UNKNOWN if call.tool in catalogue else UNKNOWN
-
-
-def _accuracy(value: Any) -> Accuracy:
-    return value if isinstance(value, Accuracy) else Accuracy(**value)
 
 
 def _line(name: str, accuracy: Accuracy) -> str:

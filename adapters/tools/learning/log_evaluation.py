@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, assert_never
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float64
@@ -26,14 +26,6 @@ class DecidesCalls(Protocol):
 
     def predict(self, states: Any) -> Sequence[ToolCall | None]:
         """Return the most likely call for each state. None: no tool."""
-        ...
-
-    def generate_actions(self, states: Any, num_actions_per_state: int) -> Sequence[Sequence[ToolCall]]:
-        """Draw calls for each state."""
-        ...
-
-    def get_log_probabilities(self, states: Any, actions: Sequence[ToolCall]) -> Tensor:
-        """log pi(call | state), [N]."""
         ...
 
 
@@ -63,7 +55,7 @@ class LogReport:
     snips: LogEstimate | None
     """Self-normalised: sum of w r / sum of w. A small bias and less variance. None: all weights are 0."""
     dr: LogEstimate | None
-    """Doubly robust: mean of E[q(x, a)] + w (r - q(x, a_i)). Unbiased, with less variance if q is good. None: there is no q."""
+    """Doubly robust: mean of q(x, predict(x)) + w (r - q(x, a_i)). Unbiased, and varies less. None: there is no q."""
     effective_decisions: float
     """(sum of w)^2 / sum of w^2: the number of equally weighted decisions that would say as much about the policy."""
     mean_weight: float
@@ -82,14 +74,11 @@ def evaluate_from_logs(
     logs: Sequence[ToolSample],
     fit: FitsEstimate | None = None,
     *,
-    choose: Literal["predict", "sample"] = "predict",
-    num_samples: int = 16,
     num_folds: int = 5,
 ) -> LogReport:
     """Estimate what a policy would earn per request, from logged decisions of another policy. No tool is executed.
 
-        w_i = 1[a_i = predict(x_i)] / mu(a_i | x_i)     (choose="predict")
-        w_i = pi(a_i | x_i) / mu(a_i | x_i)             (choose="sample")
+        w_i = 1[a_i = predict(x_i)] / mu(a_i | x_i)
 
     A request for which `predict` returns None earns 0. The estimate for a policy that was trained on the same decisions is too
     high: keep some apart.
@@ -98,8 +87,6 @@ def evaluate_from_logs(
         policy: The policy to evaluate.
         logs: Decisions with their rewards and their log-probs under the logging policy.
         fit: Fits q, for the doubly robust estimate, as in `LoggedRewards`.
-        choose: Whether the policy would take its most likely call, or draw a call.
-        num_samples: Number of calls per request that are drawn for E[q(x, a)] with choose="sample".
         num_folds: Number of folds for q.
 
     Raises:
@@ -115,21 +102,13 @@ def evaluate_from_logs(
     """
     rows = LoggedRows(logs, policy.catalogue, fit, num_folds)
     states = list(rows.states)
-    match choose:
-        case "predict":
-            draws = [policy.predict(states)]
-            chosen = [rows.decisions.of(call) if call is not None else () for call in draws[0]]
-            hits = [chosen[place] == made != () for place, made in zip(rows.places.tolist(), rows.made, strict=True)]
-            weights = torch.tensor(hits).double() * (-rows.log_probs).exp()
-        case "sample":
-            draws = list(zip(*policy.generate_actions(states, num_samples), strict=True))
-            weights = _ratios(policy, logs, rows)
-        case _:
-            assert_never(choose)
+    calls = policy.predict(states)
+    chosen = [rows.decisions.of(call) if call is not None else () for call in calls]
+    hits = [chosen[place] == made != () for place, made in zip(rows.places.tolist(), rows.made, strict=True)]
+    weights = torch.tensor(hits).double() * (-rows.log_probs).exp()
     doubly_robust = None
     if fit is not None:
-        expected = torch.stack([rows.estimates_of(calls) for calls in draws]).mean(0)
-        doubly_robust = _mean(expected + weights * (rows.rewards - rows.logged_estimates()))
+        doubly_robust = _mean(rows.estimates_of(calls) + weights * (rows.rewards - rows.logged_estimates()))
     report = LogReport(
         num_decisions=len(logs),
         logged=_mean(rows.rewards),
@@ -151,17 +130,6 @@ def evaluate_from_logs(
 
 MIN_WEIGHT = 0.9
 """Mean weight below which `evaluate_from_logs` warns, with three standard errors added."""
-
-
-def _ratios(policy: DecidesCalls, logs: Sequence[ToolSample], rows: LoggedRows) -> Float64[Tensor, " N"]:
-    """pi(a | x) / mu(a | x) of each logged decision. 0 for a tool that the policy lacks."""
-    weights = torch.zeros(len(logs), dtype=torch.float64)
-    known = [row for row, made in enumerate(rows.made) if made]
-    if known:
-        with torch.no_grad():
-            found = policy.get_log_probabilities([logs[row].state for row in known], [logs[row].call for row in known])
-        weights[known] = (found.double().cpu() - rows.log_probs[known]).exp()
-    return weights
 
 
 def _mean(values: Float64[Tensor, " N"]) -> LogEstimate:

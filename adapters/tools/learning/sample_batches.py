@@ -12,7 +12,8 @@ from torch import Tensor
 from adapters.tools.catalogue.calls import ToolCall
 from grpo import ExperienceBatch
 
-from .samples import SampleError, Steps, ToolGroup, ToolSample
+from .records import Steps
+from .samples import SampleError, ToolGroup, ToolSample
 from .tasks import ToolTask
 
 

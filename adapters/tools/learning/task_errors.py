@@ -1,23 +1,19 @@
-"""Five kinds of error in a call for a task: classify the error of a call, or make a call with a given error."""
+"""Five kinds of error in a call for a task."""
 
-from random import Random
-from typing import Any, Literal, assert_never, get_args
+from typing import Any, Literal, get_args
 
 import jsonschema
 import referencing
 
 from adapters.tools.catalogue.arguments import json_arguments
 from adapters.tools.catalogue.calls import ToolCall, same_json
-from adapters.tools.catalogue.tools import ABSENT, Tool, ToolCatalogue
+from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from grpo.errors import ConfigError
 
 from .tasks import ToolTask
 
 ErrorKind = Literal["invalid", "wrong_tool", "missing", "redundant", "wrong_parameter"]
 """Kind of error in a call, in the order of `classify_error`, which defines each kind."""
-
-_OF_EVERY_TYPE: tuple[Any, ...] = ("?", 7, -0.5, True, None, ["?"], [7], {}, {"?": []})
-"""Values of every JSON type. Nearly every schema rejects one of them."""
 
 
 def classify_error(task: ToolTask, call: ToolCall | None, catalogue: ToolCatalogue) -> ErrorKind | None:
@@ -66,45 +62,6 @@ def _difference(called: Tool, arguments: dict[str, Any], right: ToolCall | None)
     return "wrong_parameter" if different else None
 
 
-def make_erroneous_call(task: ToolTask, kind: ErrorKind, catalogue: ToolCatalogue, rng: Random) -> ToolCall | None:
-    """Make a call with exactly one error, of the given kind as `classify_error` defines it.
-
-    A call of another tool gets the request's values for its parameters of the same name, and random values for its enumerated
-    parameters.
-
-    Args:
-        task: The task whose right call is changed.
-        kind: Kind of the error.
-        catalogue: Catalogue that holds the task's tools.
-        rng: Chooses among the possible calls.
-
-    Returns:
-        The call, or None if no call has this error: there is no other tool, no argument to omit or add, or no other value.
-
-    Raises:
-        ConfigError: The catalogue lacks a tool of the task, or the task has no tool.
-    """
-    require_tools(task, catalogue)
-    if task.tool is None:
-        raise ConfigError("make_erroneous_call: the task must have a tool; got tool=None. Leave out tasks without one.")
-    name, own, tool = task.tool, dict(task.arguments), catalogue[task.tool]
-    match kind:
-        case "wrong_tool":
-            ways = [[_any_call(task, other, rng) for other in catalogue.values()]]
-        case "missing":
-            ways = [[ToolCall(tool=name, arguments={key: own[key] for key in own if key != left}) for left in own]]
-        case "redundant" | "wrong_parameter":
-            ways = [_changed(task, tool)]
-        case "invalid":
-            unknown_argument = ToolCall(tool=name, arguments=own | {_unused("extra", tool.properties): 1})
-            unknown_tool = ToolCall(tool=_unused(name, catalogue), arguments=own)
-            ways = [_changed(task, tool), [unknown_argument], [unknown_tool]]  # each equally often
-        case _:
-            assert_never(kind)
-    candidates = (call for way in rng.sample(ways, len(ways)) for call in rng.sample(way, len(way)))
-    return next((call for call in candidates if classify_error(task, call, catalogue) == kind), None)
-
-
 def require_tools(task: ToolTask, catalogue: ToolCatalogue) -> None:
     """Check that the catalogue has every tool of a task's right calls."""
     lacking = [call.tool for call in task.right_calls if call is not None and call.tool not in catalogue]
@@ -124,36 +81,3 @@ def _refuses(tool: Tool, arguments: dict[str, Any]) -> bool:
         return not validator.is_valid(arguments)
     except Exception:  # the schema cannot be applied to these arguments; the executor rejects them too
         return True
-
-
-def _any_call(task: ToolTask, tool: Tool, rng: Random) -> ToolCall:
-    chosen = {choice.name: rng.choice(choice.values) for choice in tool.choices}
-    said = {name: value for name, value in task.slots.items() if name in tool.properties}
-    arguments = chosen | said | dict(tool.constants)
-    return ToolCall(tool=tool.name, arguments={name: value for name, value in arguments.items() if value is not ABSENT})
-
-
-def _changed(task: ToolTask, tool: Tool) -> list[ToolCall]:
-    """Calls with one changed or added argument, some of them invalid. `classify_error` tells which error each has."""
-    choices = {choice.name: choice.values for choice in tool.choices}
-    return [
-        ToolCall(tool=tool.name, arguments=dict(task.arguments) | {name: value})
-        for name in tool.properties
-        for value in (*choices.get(name, ()), *_near(task.arguments.get(name)), *_OF_EVERY_TYPE)
-        if value is not ABSENT
-    ]
-
-
-def _near(value: Any) -> list[Any]:
-    """Other values of the same type as this value."""
-    if isinstance(value, str):
-        return [value + " ?", value[:-1]]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return [value + 1, value - 1, value * 2]
-    return [value[:-1], value + value[:1]] if isinstance(value, list) else []
-
-
-def _unused(name: str, names: Any) -> str:
-    while name in names:
-        name += "_"
-    return name

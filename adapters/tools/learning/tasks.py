@@ -50,38 +50,15 @@ class ToolTask(Record):
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        kinds = {"text": str, "tool": str | None, "arguments": Mapping, "slots": Mapping, "labels": Mapping}
-        for name, kind in (kinds | {"other_calls": tuple | list}).items():
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise TaskError(
-                    f"a task's {name} must be of type {getattr(kind, '__name__', kind)}; got {value!r:.120}."
-                )
-        if not all(isinstance(part, str) for pair in self.labels.items() for part in pair):
-            raise TaskError(f"a task's labels must map texts to texts; got {self.labels!r:.120}.")
+        Record.__post_init__(self)
         if self.tool is None and self.arguments:
             raise TaskError(f"a task without a tool must have no arguments; got {self.arguments!r:.120}.")
-        given: Iterable[Any] = self.other_calls
-        try:
-            others = (one if isinstance(one, ToolCall) else ToolCall.from_dict(one) for one in given)
-            object.__setattr__(self, "other_calls", tuple(others))
-        except ConfigError as error:
-            raise TaskError(f"a task's other_calls must be ToolCalls: {error}") from error
 
     @property
     def right_calls(self) -> tuple[ToolCall | None, ...]:
         """All right answers, the task's own first. None: no call."""
         own = None if self.tool is None else ToolCall(tool=self.tool, arguments=self.arguments)
         return (own, *self.other_calls)
-
-    def to_state(self) -> dict[str, Any]:
-        """Fields by name, for checkpoints."""
-        return self.to_dict()
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "ToolTask":
-        """The inverse of `to_state`."""
-        return cls.from_dict(state)
 
 
 def save_tasks(path: str | os.PathLike[str], tasks: Iterable[ToolTask]) -> None:

@@ -177,22 +177,15 @@ def test_logs_that_say_nothing_are_refused(subtests: pytest.Subtests) -> None:
 
 
 class Chooses:
-    """A policy that is given by its calls and its log-probs."""
+    """A policy that is given by its calls."""
 
     catalogue = CATALOGUE
 
-    def __init__(self, calls: dict[Any, ToolCall | None], probabilities: Sequence[float] = ()) -> None:
-        self.calls, self.probabilities = calls, probabilities
+    def __init__(self, calls: dict[Any, ToolCall | None]) -> None:
+        self.calls = calls
 
     def predict(self, states: Sequence[Any]) -> list[ToolCall | None]:
         return [self.calls[state] for state in states]
-
-    def generate_actions(self, states: Sequence[Any], num_actions_per_state: int) -> list[list[Any]]:
-        return [[self.calls[state], WAIT] for state in states]
-
-    def get_log_probabilities(self, states: Sequence[Any], actions: Sequence[ToolCall]) -> Tensor:
-        assert "fly" not in [made.tool for made in actions]
-        return torch.tensor(self.probabilities).log()
 
 
 def value_of(report: LogReport, name: str) -> tuple[float, float]:
@@ -218,21 +211,6 @@ def test_the_value_of_a_policys_predictions_equals_hand_worked_numbers() -> None
         "4 decisions, 2 effective, mean weight 4.00",
     ]  # fmt: skip
     assert evaluate_from_logs(Chooses({"x": ADD, "y": WAIT}), LOGS).dr is None
-
-
-def test_the_value_of_a_policys_samples_weights_decisions_by_their_ratio() -> None:
-    """pi / mu = .25 / .5, .25 / .25, .1 / .2, .8 / .1, and 0 for a tool that the policy lacks. Two draws: q = (.2 + 1) / 2."""
-    logs = [*LOGS, row("y", call("fly"), 0.5, 7.0)]
-
-    def fit(rows: Sequence[ToolSample]) -> Any:
-        return lambda states, calls: torch.tensor([{"add": 0.2, "wait": 1.0}.get(made.tool, 0.0) for made in calls])
-
-    policy = Chooses({"x": ADD, "y": ADD}, [0.25, 0.25, 0.1, 0.8])
-    report = evaluate_from_logs(policy, logs, fit, choose="sample", num_samples=2, num_folds=2)
-    assert report.ips.value == pytest.approx((0.5 + 0 + 0.25 + 8) / 5)
-    assert report.dr is not None
-    assert report.dr.value == pytest.approx(0.6 + (0.5 * 0.8 + 1 * -0.2 + 0.5 * 0.5 + 8 * 0 + 0) / 5)
-    assert report.mean_weight == pytest.approx(2.0)
 
 
 def test_a_request_without_a_tool_earns_nothing() -> None:

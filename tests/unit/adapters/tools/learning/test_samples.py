@@ -148,23 +148,23 @@ def test_a_sample_copies_its_arguments() -> None:
 
 def test_invalid_fields_of_a_sample_are_refused(subtests: pytest.Subtests) -> None:
     for changes, text in (
-        ({"reward": math.nan}, r"ToolSample\.reward must be a finite number; got nan"),
-        ({"reward": True}, "reward must be a finite number; got True"),
-        ({"log_prob": [-math.inf, 0]}, "log_prob must be a finite number; got -inf"),
-        ({"log_prob": -0.5}, r"log_prob must be a list of numbers; got -0\.5"),
-        ({"ref_log_prob": [-0.5]}, "ref_log_prob must be a list of numbers of 2, as many as log_prob"),
-        ({"value": [1, 2, 3]}, "value must be a list of numbers of 2"),
-        ({"state": {"text": "x"}}, "state must be a list of numbers"),
-        ({"tool": 3}, "tool must be a string"),
-        ({"done": 1}, "done must be a bool"),
+        ({"reward": math.nan}, r"ToolSample\.reward: Input should be a finite number; got nan"),
+        ({"reward": True}, "reward: Input should be a valid number; got True"),
+        ({"log_prob": [-math.inf, 0]}, "log_prob: Input should be a finite number; got -inf"),
+        ({"log_prob": -0.5}, r"log_prob: Input should be a valid tuple; got -0\.5"),
+        ({"ref_log_prob": [-0.5]}, "ref_log_prob and value must be as long as log_prob"),
+        ({"value": [1, 2, 3]}, "ref_log_prob and value must be as long as log_prob"),
+        ({"state": {"text": "x"}}, "state: Input should be a valid string"),
+        ({"tool": 3}, "tool: Input should be a valid string; got 3"),
+        ({"done": 1}, "done: Input should be a valid boolean"),
         ({"done": True}, r"final_value must be None if done=True; got 0\.125\. Set done=False"),
         ({"done": True, "final_value": 0.0}, r"final_value must be None if done=True; got 0\.0"),
         ({"value": None}, r"both value and final_value, or neither; got value=None, final_value=0\.125\. Pass"),
         ({"final_value": None}, r"both value and final_value, or neither; got value=\(0\.5, 0\.25\), final_value=None"),
-        ({"final_value": math.nan}, "final_value must be a finite number; got nan"),
-        ({"arguments": {"x": math.inf}}, "arguments must hold only values that JSON can represent"),
-        ({"arguments": {"x": {1, 2}}}, "arguments must hold only values that JSON can represent"),
-        ({"arguments": [1]}, "arguments must be a mapping"),
+        ({"final_value": math.nan}, "final_value: Input should be a finite number; got nan"),
+        ({"arguments": {"x": math.inf}}, "arguments: .*not JSON compliant"),
+        ({"arguments": {"x": {1, 2}}}, "arguments: .*not JSON serializable"),
+        ({"arguments": [1]}, "arguments: Input should be a valid dictionary"),
     ):
         with subtests.test(text), pytest.raises(SampleError, match=text):
             sample(**changes)
@@ -176,17 +176,23 @@ def test_json_that_is_no_sample_or_group_is_refused(subtests: pytest.Subtests) -
         (lambda: ToolSample.from_json("[]"), "a ToolSample must be an object with state, tool"),
         (lambda: ToolSample.from_json('{"state": "s", "tool": "t", "reward": 1}'), "lacks 'log_prob'"),
         (lambda: ToolSample.from_dict({**sample().to_dict(), "mood": 1}), "has unknown 'mood'"),
-        (lambda: ToolSample.from_json(sample().to_json().replace("0.8", "NaN")), "reward must be a finite number"),
-        (lambda: ToolSample.from_json(sample().to_json().replace("0.8", "1" + "0" * 400)), "reward must be a finite"),
-        (lambda: ToolGroup.from_json('{"id": 1, "samples": []}'), "at least one"),
-        (lambda: ToolGroup.from_json('{"id": 1, "samples": {}}'), "must be a list"),
-        (lambda: ToolGroup.from_json('{"id": 1, "samples": [{}]}'), "a ToolSample lacks"),
+        (
+            lambda: ToolSample.from_json(sample().to_json().replace("0.8", "NaN")),
+            "reward: Input should be a finite number",
+        ),
+        (
+            lambda: ToolSample.from_json(sample().to_json().replace("0.8", "1" + "0" * 400)),
+            "reward: Input should be a valid number",
+        ),
+        (lambda: ToolGroup.from_json('{"id": 1, "samples": []}'), "at least 1 item"),
+        (lambda: ToolGroup.from_json('{"id": 1, "samples": {}}'), "samples: Input should be a valid tuple"),
+        (lambda: ToolGroup.from_json('{"id": 1, "samples": [{}]}'), "samples: Field required"),
         (lambda: ToolGroup.from_json('{"samples": []}'), "a ToolGroup lacks 'id'"),
-        (lambda: ToolGroup(id=1.5, samples=(sample(),)), "text or an integer"),  # type: ignore[arg-type]
-        (lambda: ToolGroup(id=1, samples=("no",)), "must be ToolSamples"),  # type: ignore[arg-type]
+        (lambda: ToolGroup(id=1.5, samples=(sample(),)), "id: Input should be a valid string"),  # type: ignore[arg-type]
+        (lambda: ToolGroup(id=1, samples=("no",)), "an instance of ToolSample"),  # type: ignore[arg-type]
         (
             lambda: ToolGroup(id=1, context={"x": math.nan}, samples=(sample(),)),
-            "ToolGroup.context must hold only values",
+            "ToolGroup.context: .*not JSON compliant",
         ),
     ):
         with subtests.test(text), pytest.raises(SampleError, match=text):
@@ -308,7 +314,7 @@ def test_a_batch_that_is_not_of_tool_calls_is_refused(subtests: pytest.Subtests)
         ({"rewards": torch.zeros(2, 2)}, r"rewards must be one per row, \[N\]; got \[2, 2\]"),
         ({"behaviour_log_probs": None}, "no behaviour_log_probs"),
         ({"mask": torch.tensor([[True, True], [False, True]])}, "without holes"),
-        ({"behaviour_log_probs": torch.full((2, 2), math.nan)}, "log_prob must be a finite number"),
+        ({"behaviour_log_probs": torch.full((2, 2), math.nan)}, "log_prob: Input should be a finite number"),
     ):
         with subtests.test(text), pytest.raises(SampleError, match=text):
             groups_from_batch(batch_with(**changes))

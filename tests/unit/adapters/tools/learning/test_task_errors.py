@@ -1,18 +1,15 @@
-"""Kinds of error: which one a call has, by hand; and that calls made to have one do, on all of the workbench's tasks."""
+"""Kinds of error: which one a call has, by hand. Right calls have none."""
 
 from dataclasses import replace
-from random import Random
-from typing import Literal, get_args
+from typing import Literal
 
 import pytest
 
 from adapters.tools.catalogue.calls import ToolCall
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
-from adapters.tools.learning.task_errors import ErrorKind, classify_error, make_erroneous_call
+from adapters.tools.learning.task_errors import classify_error
 from adapters.tools.learning.tasks import ToolTask
 from examples.tool_workbench import make_workbench_tasks, workbench_catalogue
-
-KINDS = get_args(ErrorKind)
 
 
 def scale(number: float, unit: Literal["m", "km"], digits: int = 2, sign: bool = False, note: str | None = None) -> str:
@@ -143,8 +140,6 @@ def test_boolean_property_schemas_are_respected() -> None:
         ({"any": [1, 2], "never": 1}, "invalid"),
     ):
         assert classify_error(task, ToolCall(tool="t", arguments=arguments), catalogue) == kind
-    made = {kind: make_erroneous_call(task, kind, catalogue, Random(0)) for kind in KINDS}
-    assert {kind for kind, call in made.items() if call is not None} == {"wrong_parameter", "missing", "invalid"}
 
 
 def test_the_mildest_error_counts_where_several_calls_are_right(subtests: pytest.Subtests) -> None:
@@ -172,47 +167,6 @@ def test_only_no_call_is_right_for_a_task_without_a_tool() -> None:
     assert classify_error(task, ToolCall(tool="wait"), CATALOGUE) == "wrong_tool"
     assert classify_error(task, ToolCall(tool="fly"), CATALOGUE) == "invalid"
     assert classify_error(replace(task, other_calls=(ToolCall(tool="wait"),)), ToolCall(tool="wait"), CATALOGUE) is None
-    with pytest.raises(ValueError, match=r"the task must have a tool; got tool=None"):
-        make_erroneous_call(task, "wrong_tool", CATALOGUE, Random(0))
-
-
-def test_no_erroneous_call_is_made_if_no_error_is_possible() -> None:
-    possible = {kind: make_erroneous_call(WAIT, kind, CATALOGUE, Random(0)) is not None for kind in KINDS}
-    assert possible == {
-        "wrong_tool": True, "invalid": True, "wrong_parameter": False, "missing": False, "redundant": False,
-    }  # fmt: skip
-    assert make_erroneous_call(WAIT, "wrong_tool", ToolCatalogue([CATALOGUE["wait"]]), Random(0)) is None
-
-
-def test_an_erroneous_call_is_wrong_in_exactly_one_way() -> None:
-    seen = {kind: [make_erroneous_call(TASK, kind, CATALOGUE, Random(seed)) for seed in range(60)] for kind in KINDS}
-    assert {call.tool for call in seen["wrong_tool"]} == {"shout", "wait"}
-    for call in seen["missing"]:
-        assert dict(TASK.arguments) | call.arguments == TASK.arguments
-        assert len(call.arguments) == 2
-    assert {tuple(call.arguments) for call in seen["missing"]} == {("number", "sign"), ("unit", "sign")}
-    for call in seen["wrong_parameter"]:
-        assert call.arguments.keys() == TASK.arguments.keys()
-        assert sum(call.arguments[name] != TASK.arguments[name] for name in call.arguments) == 1
-    for call in seen["redundant"]:
-        assert dict(call.arguments) | dict(TASK.arguments) == call.arguments
-        assert len(call.arguments) == 4
-    assert {"digits", "note"} == {(call.arguments.keys() - TASK.arguments.keys()).pop() for call in seen["redundant"]}
-    # a value of a wrong type, an unknown argument, an unknown tool
-    assert {(call.tool in CATALOGUE, "extra" in call.arguments) for call in seen["invalid"]} == {
-        (True, False), (True, True), (False, False),
-    }  # fmt: skip
-
-
-def test_an_erroneous_call_of_another_tool_keeps_the_values_of_the_request() -> None:
-    other = Tool.from_function(lambda number, unit="in": number, name="other", description="Other.", parameters={
-        "type": "object", "properties": {"number": {"type": "number"}, "unit": {"enum": ["in", "ft"]}},
-    })  # fmt: skip
-    catalogue = ToolCatalogue([CATALOGUE["scale"], other])
-    calls = [make_erroneous_call(TASK, "wrong_tool", catalogue, Random(seed)) for seed in range(20)]
-    assert {call.tool for call in calls} == {"other"}
-    assert {call.arguments["number"] for call in calls} == {3}
-    assert {call.arguments.get("unit") for call in calls} == {"in", "ft", None}  # it may be left out
 
 
 def test_a_task_whose_tool_the_catalogue_lacks_is_refused() -> None:
@@ -221,34 +175,6 @@ def test_a_task_whose_tool_the_catalogue_lacks_is_refused() -> None:
         classify_error(TASK, ToolCall(tool="shout"), catalogue)
     with pytest.raises(ValueError, match="must have the task's tool 'scale'"):
         classify_error(replace(WAIT, other_calls=(ToolCall(tool="scale"),)), ToolCall(tool="wait"), catalogue)
-    with pytest.raises(ValueError, match="must have the task's tool 'scale'"):
-        make_erroneous_call(TASK, "invalid", catalogue, Random(0))
-
-
-def test_every_kind_of_error_can_be_made_on_the_workbenchs_tasks(subtests: pytest.Subtests) -> None:
-    for kind in KINDS:
-        with subtests.test(kind):
-            catalogue, rng = workbench_catalogue(), Random(0)
-            impossible = set()
-            for task in make_workbench_tasks(350, seed=0):
-                call = make_erroneous_call(task, kind, catalogue, rng)
-                if call is None:
-                    impossible.add(task.tool)
-                else:
-                    assert classify_error(task, call, catalogue) == kind
-            # redundant needs a parameter that a task may leave out: `digits`, `kind` of files, `quotes`
-            with_options = {
-                "convert_length",
-                "convert_weight",
-                "convert_temperature",
-                "convert_duration",
-                "round_number",
-            }
-            with_options |= {"join_items", "list_files"}
-            if kind != "redundant":
-                assert not impossible
-            else:  # some of those ask for all they can
-                assert impossible >= catalogue.keys() - with_options
 
 
 def test_right_calls_have_no_error() -> None:

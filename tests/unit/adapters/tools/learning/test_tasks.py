@@ -68,13 +68,14 @@ def test_a_failed_write_keeps_the_previous_file(tmp_path) -> None:
 def test_an_invalid_field_is_named_with_its_line(tmp_path, subtests: pytest.Subtests) -> None:
     for change, message in (
         ({"colour": 1}, "has unknown 'colour'"),
-        ({"tool": 3}, r"tool must be of type str \| None; got 3"),
-        ({"arguments": [1]}, r"arguments must be of type Mapping; got \[1\]"),
-        ({"labels": [1]}, r"labels must be of type Mapping; got \[1\]"),
-        ({"labels": {"difficulty": 1}}, "labels must map texts to texts; got {'difficulty': 1}"),
-        ({"slots": None}, "slots must be of type Mapping; got None"),
-        ({"other_calls": {}}, r"other_calls must be of type tuple \| list; got {}"),
-        ({"other_calls": [{"tool": 3, "arguments": {}}]}, "other_calls must be ToolCalls: .*tool"),
+        ({"tool": 3}, "tool: Input should be a valid string; got 3"),
+        ({"arguments": [1]}, r"arguments: Input should be a valid dictionary; got \[1\]"),
+        ({"labels": [1]}, r"labels: Input should be a valid dictionary; got \[1\]"),
+        ({"labels": {"difficulty": 1}}, "labels: Input should be a valid string; got 1"),
+        ({"slots": None}, "slots: Input should be a valid dictionary; got None"),
+        ({"other_calls": {}}, "other_calls: Input should be a valid tuple; got {}"),
+        ({"other_calls": [{"tool": 3, "arguments": {}}]}, "other_calls: Input should be a valid string; got 3"),
+        ({"other_calls": [{"tool": "sort", "with": {}}]}, "other_calls: Unexpected keyword argument; got {}"),
         ({"tool": None}, "a task without a tool must have no arguments; got {'items'"),
     ):
         with subtests.test(message):
