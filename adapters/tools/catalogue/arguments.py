@@ -8,7 +8,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -232,43 +232,12 @@ def confine(value: str, root: str) -> Path:
 
 
 def bounded_text(value: Any, max_length: int) -> str:
-    """Render a value as ASCII, as `repr` would, truncated to `max_length`. Values that are not JSON types show their type.
-
-    This function calls no method of the value and reads only the part that is shown, so it terminates and does not raise.
-    """
-    text = ""
+    """A value as JSON in ASCII, truncated to `max_length`. A value that JSON cannot represent shows its type."""
     try:
-        for part in _written(value, max_length, MAX_DEPTH):
-            text += part
-            if len(text) > max_length:
-                return f"{text[:max_length]}..."
-    except RuntimeError:  # a dictionary that another thread changes
-        text += "..."
-    return text
-
-
-def _written(value: Any, max_length: int, depth: int) -> Iterator[str]:
-    kind = type(value)
-    if kind is str or kind is bytes:
-        yield ascii(value[: max_length + 1])
-    elif value is None or kind is bool or kind is float or (kind is int and value.bit_length() < 1024):
-        yield repr(value)
-    elif depth > 0 and kind in (list, tuple):
-        yield "["
-        for i, item in enumerate(value):
-            yield ", " if i else ""
-            yield from _written(item, max_length, depth - 1)
-        yield "]"
-    elif depth > 0 and kind is dict:
-        yield "{"
-        for i, (key, item) in enumerate(value.items()):
-            yield ", " if i else ""
-            yield from _written(key, max_length, depth - 1)
-            yield ": "
-            yield from _written(item, max_length, depth - 1)
-        yield "}"
-    else:
-        yield f"<{_kind(value)}>"
+        text = encode_arguments({"": value})[len('{"": ') : -1]
+    except RefusedArgumentsError:
+        text = f"<{_kind(value)}>"
+    return text if len(text) <= max_length else f"{text[:max_length]}..."
 
 
 def _kind(value: object) -> str:

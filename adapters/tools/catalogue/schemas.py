@@ -3,15 +3,11 @@
 This module imports nothing from this package, because worker processes load it without the package.
 """
 
-import functools
-import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import unquote, urljoin
+from urllib.parse import unquote
 
 import jsonschema
-from jsonschema_specifications import REGISTRY
 
 _NUMBER = frozenset({"integer", "fraction"})
 _KINDS = _NUMBER | {"null", "boolean", "string", "array", "object"}
@@ -22,27 +18,16 @@ _DATA = frozenset({"default", "examples", "enum", "const"})
 _ANNOTATIONS = _DATA - {"enum", "const"} | {"title", "description", "deprecated", "readOnly", "writeOnly", "$comment"}
 """Keywords that do not affect validation."""
 _REFERENCES = ("$ref", "$dynamicRef")
+_DRAFT = jsonschema.Draft202012Validator
+_SCHEMAS = _DRAFT(_DRAFT.META_SCHEMA, format_checker=_DRAFT.FORMAT_CHECKER)
 _MAX_PARTS = 10_000
 """Maximum number of parts of a schema whose references are replaced."""
 
 
 def schema_problem(schema: Any) -> str | None:
     """Why a value is not a JSON Schema. None if it is one."""
-    error = jsonschema.exceptions.best_match(_validator_of_schemas().iter_errors(schema))
+    error = jsonschema.exceptions.best_match(_SCHEMAS.iter_errors(schema))
     return None if error is None else f"at {error.json_path}: {error.message}."
-
-
-@functools.cache
-def _validator_of_schemas() -> jsonschema.Draft202012Validator:
-    """jsonschema's validator of schemas, with the parts of the metaschema joined: six times as fast as following references."""
-    draft = jsonschema.Draft202012Validator
-    parts = [REGISTRY.contents(urljoin(draft.META_SCHEMA["$id"], part["$ref"])) for part in draft.META_SCHEMA["allOf"]]
-    joined: dict[str, Any] = {"type": ["object", "boolean"], "properties": {}, "$defs": {}}
-    for part in (draft.META_SCHEMA, *parts):
-        joined["properties"].update(part["properties"])
-        joined["$defs"].update(part.get("$defs", {}))
-    text = json.dumps(joined).replace('"$dynamicRef": "#meta"', '"$ref": "#"')
-    return draft(json.loads(re.sub(r"meta/\w+#", "#", text)), format_checker=draft.FORMAT_CHECKER)
 
 
 class UncertainPathError(ValueError):

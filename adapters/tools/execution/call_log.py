@@ -38,7 +38,7 @@ class CallLog:
     """Appends one JSON line per call to a file that only its owner can read (mode 0600).
 
     Fields: time (ISO 8601, UTC), tool, arguments (the first 2,000 characters), ok, error (name of its type), message, seconds,
-    output_bytes. A tool name or arguments that JSON cannot represent are written as `repr` shows them. A line holds printable
+    output_bytes. Of a tool name or arguments that JSON cannot represent, the type is written. A line holds printable
     ASCII only, so it cannot control a terminal. Where arguments are redacted, so is the message, because it may quote them.
 
     Args:
@@ -105,9 +105,7 @@ class CallLog:
         """The arguments as they are logged, and whether something was left out."""
         given = json_arguments(arguments)
         if given is None:
-            text = bounded_text(arguments, _MAX_ARGUMENTS)
-            is_secret = callable(self._redact) or any(name in _plain(text) for name in self._names)
-            return (_REDACTED, True) if is_secret else (text, False)
+            return bounded_text(arguments, _MAX_ARGUMENTS), False  # its type
         if callable(self._redact):
             try:
                 shown = json_arguments(self._redact(tool, json_arguments(given) or {}))

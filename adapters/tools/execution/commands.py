@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
@@ -17,33 +16,14 @@ from adapters.tools.catalogue.tools import Tool
 from adapters.tools.errors import InvalidArgumentsError, OutputTooLargeError
 from grpo.errors import ConfigError
 
-_SHELLS = re.compile(
+_STARTS_PROGRAMS = re.compile(
     r"(?:sh|r?bash|dash|ash|r?zsh|r?ksh|[mlo]ksh|pdksh|yash|posh|t?csh|fish|elvish|xonsh|pwsh|powershell|cmd|busybox|toybox)"
-    r"[\d.]*"
+    r"[\d.]*|env|xargs|nohup|nice|timeout|setsid|stdbuf|sudo|doas|time|ionice"
 )
-_LAUNCHERS = {
-    "env": "uCS", "xargs": "nIPLdEsa", "nohup": "", "nice": "n", "timeout": "sk", "setsid": "", "stdbuf": "ioe",
-    "sudo": "ugChpDRT", "doas": "uC", "time": "fo", "ionice": "cnp",
-}  # fmt: skip
-"""Programs that start another program, and the letters of their options that take a value."""
 _EXECUTES = frozenset({"-exec", "-execdir", "-ok", "-okdir"})
-
-
-_INTERPRETERS = {
-    r"(?:python|pypy)[\d.]*": (r"-[A-Za-z]*c", "-W -X"),
-    r"perl[\d.]*": (r"-[A-Za-z0-9]*[eE]", "-I"),
-    r"ruby[\d.]*": (r"-[A-Za-z0-9]*e", "-I -C -r"),
-    r"node(?:js)?": (r"-e|-pe?|--eval|--print", "-r --require --import --loader"),
-    r"lua(?:jit)?[\d.]*": (r"-e", "-l"),
-    r"php[\d.]*": (r"-[rBRE]|--run", "-d"),
-    r"rscript|tclsh[\d.]*": (r"-e", ""),
-    r"[gmn]?awk": (r"-f|-e|--file|--source", ""),
-    r"sed": (r"-[A-Za-z]*[ef]|--expression|--file", ""),
-}  # fmt: skip
-"""Programs that run code given in their arguments: their names, their options that take code, and their options that take
-something else. After the first file, awk and sed still read options."""
-_AWK_DATA = ("-v", "-F", "--assign")
-"""Options of awk that take data, in which a parameter is allowed."""
+"""Options with which a program starts another."""
+_INTERPRETERS = re.compile(r"(?:python|pypy|perl|ruby|node|nodejs|lua|luajit|php|rscript|tclsh|[gmn]?awk|sed)[\d.]*")
+"""Programs that run code, which is their first argument or in a file that this names."""
 _STDERR_BYTES = 2_000
 
 
@@ -62,10 +42,10 @@ class Command:
     A value at the start of an element must not begin with `-`, because the program could read it as an option. For negative
     numbers, use an element such as `--by={number}`. The check is off after an element `--`, which ends the options.
 
-    `argv` must not start a shell. A parameter must not be at the place where an interpreter (`python`, `perl`, `node`, `awk`,
-    `sed`, ...) reads its code, or before that place. Both rules also apply after launchers (`env`, `xargs`, `timeout`, `sudo`,
-    ...) and after `-exec`. They prevent mistakes, but not a malicious author of `argv`. Other programs that run their
-    arguments (`make`, `ssh`, `docker`, `git -c`) are not recognised: do not put a parameter there.
+    `argv` must not start a shell, or a program that starts another one (`env`, `xargs`, `timeout`, `sudo`, `find -exec`, ...).
+    The first argument of an interpreter (`python`, `perl`, `node`, `awk`, `sed`, ...) must be its script, without a parameter
+    and without options before it. These rules prevent mistakes, but not a malicious author of `argv`. Other programs that run
+    their arguments (`make`, `ssh`, `docker`, `git -c`) are not recognised: do not put a parameter there.
 
     Args:
         argv: The program, found in PATH, and its arguments.
@@ -97,13 +77,15 @@ class Command:
         has_parameter = [_has_parameter(element) for element in argv]
         if has_parameter[0]:
             raise ConfigError(f"Command.argv: the program must not contain a parameter of the call; {got}")
-        programs = _programs(argv)
-        if any(_SHELLS.fullmatch(_program(part[0])) for part in programs if part):
-            raise ConfigError(f"Command.argv must not name a shell; {got} Name the program itself.")
-        if not all(part and not _runs_a_parameter(part) for part in programs):
+        program = PurePath(argv[0]).name.lower().removesuffix(".exe")
+        if _STARTS_PROGRAMS.fullmatch(program) or not _EXECUTES.isdisjoint(argv):
             raise ConfigError(
-                f"Command.argv: parameters must not decide which code is run; {got} Put parameters after the name of a "
-                "script, not after options such as -c and -e, or name an executable script as the program."
+                f"Command.argv must not name a shell or a program that starts another one; {got} Name the program itself."
+            )
+        if _INTERPRETERS.fullmatch(program) and any(has_parameter) and not _has_script(argv, has_parameter):
+            raise ConfigError(
+                f"Command.argv: parameters must not decide which code is run; {got} Put them after the name of a script, "
+                "with no options before it, or name an executable script as the program."
             )
 
     @property
@@ -200,53 +182,16 @@ def _parts(element: str) -> list[tuple[str, str | None]]:
     return [(literal, name) for literal, name, _, _ in parts]
 
 
-def _program(element: str) -> str:
-    return PurePath(element).name.lower().removesuffix(".exe")
-
-
 def _has_parameter(element: str) -> bool:
     return any(name is not None for _, name in _parts(element))
 
 
-def _programs(argv: Sequence[str]) -> list[Sequence[str]]:
-    """Command lines of a program and of the programs that it launches. [] stands for a program that a parameter decides."""
-    inner = [argv[i + 1 :] for i, element in enumerate(argv) if element in _EXECUTES]
-    if argv and _program(argv[0]) in _LAUNCHERS:
-        inner.append(argv[_launched(argv) :])
-    return [argv, *(found for part in inner for found in _programs(part))]
-
-
-def _launched(argv: Sequence[str]) -> int:
-    """Index of the program that a launcher starts, or `len(argv)` if a parameter comes first."""
-    takes_value = {f"-{letter}" for letter in _LAUNCHERS[_program(argv[0])]}
-    for i, element in enumerate(argv[1:], start=1):
-        if _has_parameter(element):
-            return len(argv)
-        # Skip options, their values, durations and variable assignments.
-        if not re.match(r"-|\d|\w+=", element) and argv[i - 1] not in takes_value:
-            return i
-    return len(argv)
-
-
-def _runs_a_parameter(argv: Sequence[str]) -> bool:
-    """Whether a parameter is at the place where an interpreter reads its code, or before that place."""
-    program = _program(argv[0])
-    name = next((pattern for pattern in _INTERPRETERS if re.fullmatch(pattern, program)), None)
-    if name is None:
+def _has_script(argv: Sequence[str], has_parameter: Sequence[bool]) -> bool:
+    """Whether an interpreter's code is fixed. awk and sed also read options after their script."""
+    if argv[1].startswith("-") or has_parameter[1]:
         return False
-    code, skipped = _INTERPRETERS[name]
-    reads_on = "awk" in program or program == "sed"
-    is_known = False
-    for before, element in pairwise(argv):
-        is_code = re.fullmatch(code, before) is not None
-        if "awk" in program and before in _AWK_DATA:
-            continue
-        if _has_parameter(element):
-            if not is_known or (reads_on and (is_code or re.match(code, element))):
-                return True
-        elif before not in skipped.split():
-            is_known = is_known or is_code or not element.startswith("-")
-    return False
+    has_options = any(element.startswith("-") and element != "--" for element in argv[2:])
+    return not (has_options and re.search("awk|sed", argv[0]))
 
 
 def _text(name: str, value: Any) -> str:

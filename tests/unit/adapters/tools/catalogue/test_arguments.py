@@ -217,11 +217,10 @@ def test_any_value_has_a_text_of_bounded_length(subtests: pytest.Subtests) -> No
             raise RuntimeError
 
     for value, text in (
-        ({"a": [1, (2.5, None)], b"b": True}, "{'a': [1, [2.5, None]], b'b': True}"), ("é\n", r"'\xe9\n'"), ({}, "{}"),
-        (10**5000, "<int>"), (object(), "<object>"), (Sneaky("a"), "<Sneaky>"), ({1: {2}}, "{1: <set>}"),
-        ("x" * 10**8, "'" + "x" * 39 + "..."), ([[]] * 10**6, "[" + "[], " * 9 + "[],..."),
-        (CIRCLE, "{'a': " * 6 + "{'a'..."), (LAUGHS, "[" * 32 + "<list>, ..."), (Kind("Odd", (), {})(), "<Odd>"),
+        ({"a": [1, (2.5, None)]}, '{"a": [1, [2.5, null]]}'), ("é\n", r'"\u00e9\n"'), ({}, "{}"), ({b"b": True}, "<dict>"),
+        (10**5000, "<int>"), (object(), "<object>"), (Sneaky("a"), '"a"'), ({1: {2}}, "<dict>"),
+        ("x" * 50, '"' + "x" * 39 + "..."), ("x" * 10**8, "<str>"), ([[]] * 10**6, "<list>"), (CIRCLE, "<dict>"),
+        (LAUGHS, "<list>"), (Kind("Odd", (), {})(), "<Odd>"),
     ):  # fmt: skip
         with subtests.test(text=text):
             assert bounded_text(value, 40) == text
-    assert len(bounded_text(LAUGHS, 2000)) == len("...") + 2000

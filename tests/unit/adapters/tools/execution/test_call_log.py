@@ -41,8 +41,8 @@ def test_each_call_is_one_line_of_the_log(tmp_path: Path) -> None:
             {"tool": "add", "arguments": {"a": "x"}, "ok": False, "error": "InvalidArgumentsError",
              "message": "add: at $.a: 'x' is not of type 'integer'.", "output_bytes": 0},
             {"tool": "no\nsuch", "arguments": {}, "ok": False, "error": "UnknownToolError",
-             "message": r"'no\nsuch' must be a tool of the catalogue.", "output_bytes": 0},
-            {"tool": "echo", "arguments": "{'value': b'x'}", "ok": False, "error": "InvalidArgumentsError",
+             "message": r'"no\nsuch" must be a tool of the catalogue.', "output_bytes": 0},
+            {"tool": "echo", "arguments": "<dict>", "ok": False, "error": "InvalidArgumentsError",
              "message": "echo: arguments must be values that JSON can represent; got bytes.", "output_bytes": 0},
             {"tool": "echo", "arguments": '{"value": "' + "y" * 1989, "ok": True, "error": None, "message": None,
              "output_bytes": 5002},
@@ -155,16 +155,9 @@ def test_the_message_of_a_call_with_a_secret_is_left_out(tmp_path: Path) -> None
     assert plain["message"] == "login: 'hunter2' is wrong"
 
 
-def test_arguments_that_are_no_json_are_left_out_if_a_secret_name_is_among_them(tmp_path: Path) -> None:
-    secret, plain = logged(
-        tmp_path / "log",
-        SECRET_NAMES,
-        call("login", API_KEY=b"hunter2"),
-        call("login", user=b"me"),
-        error=ToolRaisedError("hunter2"),
-    )
-    assert (secret["arguments"], secret["message"]) == ("[redacted]", "[redacted]")
-    assert (plain["arguments"], plain["message"]) == ("{'user': b'me'}", "hunter2")
+def test_of_arguments_that_are_no_json_only_the_type_is_logged(tmp_path: Path) -> None:
+    [line] = logged(tmp_path / "log", SECRET_NAMES, call("login", API_KEY=b"hunter2"), error=ToolRaisedError("no JSON"))
+    assert (line["arguments"], line["message"]) == ("<dict>", "no JSON")
 
 
 def test_a_secret_is_left_out_before_a_long_line_is_cut(tmp_path: Path) -> None:
@@ -188,7 +181,7 @@ def test_other_names_or_a_function_may_decide_what_is_left_out(tmp_path: Path) -
     [line] = logged(tmp_path / "same", lambda tool, arguments: arguments, given, error=ToolRaisedError("4111"))
     assert (line["arguments"], line["message"]) == (given.arguments, "4111")
     [line] = logged(tmp_path / "no_json", amount_only, call("pay", card=b"4111"))
-    assert line["arguments"] == "[redacted]"
+    assert line["arguments"] == "<dict>"
 
 
 def test_a_function_that_fails_leaves_out_everything_and_fails_no_call(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_tools_that_are_not_allowed_need_not_be_importable_and_reach_no_worker()
         assert not has_begun(some)
     assert [error_of(result) for result in results] == [None, ToolNotAllowedError, UnknownToolError, UnknownToolError]
     assert str(results[1].error) == "nap must be one of the allowed tools."
-    assert str(results[2].error) == "'no_such_tool' must be a tool of the catalogue."
+    assert str(results[2].error) == '"no_such_tool" must be a tool of the catalogue.'
 
 
 def test_invalid_settings_are_refused(subtests: pytest.Subtests) -> None:

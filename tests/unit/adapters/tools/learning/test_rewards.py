@@ -356,7 +356,7 @@ def test_an_error_in_a_reward_function_names_the_function_and_the_call() -> None
 
     rewards = ToolRewards(Answers(OK), {"lucky": executed, "unlucky part": unlucky})
     with pytest.raises(
-        RuntimeError, match=r"The reward unlucky part raised ZeroDivisionError for 'add'\({'number': 1}\)"
+        RuntimeError, match=r'The reward unlucky part raised ZeroDivisionError for "add"\({"number": 1}\)'
     ) as caught:
         rewards.compute_rewards([SORT, SORT], [call("add", number=3), call("add", number=1)])
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -404,7 +404,7 @@ def test_a_faulty_reward_function_stops_training_and_is_named() -> None:
     def broken(asked: Any, made: ToolCall, result: ToolResult) -> float:
         raise KeyError("price")
 
-    with pytest.raises(RewardError, match=r"The reward broken raised KeyError for 'sort'\(\{'order': 'down'\}\)"):
+    with pytest.raises(RewardError, match=r'The reward broken raised KeyError for "sort"\(\{"order": "down"\}\)'):
         trainer({"ran": executed, "broken": broken}).step([SORT])
     with pytest.raises(RewardError, match="odd"):
         trainer({"ran": executed, "odd": lambda asked, made, result: float("inf")}).step([SORT])
