@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from adapters.tools.catalogue.calls import ToolCall
-from adapters.tools.catalogue.tools import ABSENT, ParameterChoices, Tool, ToolCatalogue
+from adapters.tools.catalogue.tools import ABSENT, ParameterChoices, ToolCatalogue
 from grpo.errors import ContractError
 
 
@@ -28,12 +28,11 @@ class ChoiceTables:
         self.position = {name: place for place, name in enumerate(self.names)}
         self.choices: list[tuple[ParameterChoices, ...]] = [tool.choices for tool in catalogue.values()]
         self.tools = list(catalogue.values())
-        self._parts = [(tool.free_parameters, tool.constants, _named(tool)) for tool in self.tools]
+        self._parts = [(tool.free_parameters, tool.constants) for tool in self.tools]
         self.to_fill = [tool.required_free for tool in self.tools]
         """The required parameters of each tool that a policy does not decide."""
         self.value_texts = list(dict.fromkeys(text for of in self.choices for choice in of for text in choice.texts))
         self.max_choices = max(map(len, self.choices))
-        self.remember((), torch.zeros(0, 1, dtype=torch.int64))
         shape = (len(self.names), self.max_choices, max((len(c.values) for of in self.choices for c in of), default=0))
         place = {text: i for i, text in enumerate(self.value_texts)}
         values, exists = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
@@ -56,10 +55,6 @@ class ChoiceTables:
         Raises:
             ContractError: A call's tool is not in the catalogue, or a value is not enumerated in the tool's schema.
         """
-        drawn, place_of, drawn_steps = self._drawn
-        places = [place_of.get(id(call), -1) for call in calls]
-        if all(place >= 0 and drawn[place] is call for place, call in zip(places, calls, strict=True)):
-            return drawn_steps[places]
         steps, known = self.parts_of(calls)
         for row, place in (~known).nonzero().tolist():
             call = calls[row]
@@ -71,19 +66,6 @@ class ChoiceTables:
                 f"{' or left out' if ABSENT in choice.values else ''}; got {came}."
             )
         return steps
-
-    def remember(self, calls: Sequence[ToolCall], steps: Int64[Tensor, "N t"]) -> None:
-        """Remember the steps of calls that were just drawn, and forget the previous calls.
-
-        `steps_of` then looks up the remembered calls by identity and does not read their arguments.
-
-        Args:
-            calls: The drawn calls.
-            steps: The calls' choices, one row per call. Columns after the last step of the longest call may be left out.
-        """
-        padded = torch.nn.functional.pad(steps, (0, 1 + self.max_choices - steps.shape[1]))
-        # One assignment here and one read in `steps_of`, because another thread may draw in between.
-        self._drawn = calls, {id(call): place for place, call in enumerate(calls)}, padded
 
     def parts_of(self, calls: Sequence[ToolCall]) -> tuple[Int64[Tensor, "N T"], Bool[Tensor, "N T"]]:
         """The choices of calls that may be incomplete, as `steps_of`, and whether a call determines each choice.
@@ -115,20 +97,9 @@ class ChoiceTables:
             given: Values of the other parameters. Names that the tool lacks, or that `steps` decides, are ignored.
         """
         tool = steps[0]
-        free, constants, named = self._parts[tool]
-        arguments = {}
-        for name in free:
-            if name in given:
-                arguments[name] = given[name]
-        if constants:
-            arguments.update(constants)
-        for column, name, values in named:
-            value = values[steps[column]]
-            if value is not ABSENT:
-                arguments[name] = value
+        free, constants = self._parts[tool]
+        arguments = {name: given[name] for name in free if name in given} | dict(constants)
+        for choice, step in zip(self.choices[tool], steps[1:], strict=False):
+            if choice.values[step] is not ABSENT:
+                arguments[choice.name] = choice.values[step]
         return ToolCall(tool=self.names[tool], arguments=arguments)
-
-
-def _named(tool: Tool) -> list[tuple[int, str, tuple[Any, ...]]]:
-    """Step, name and values of each enumerated parameter."""
-    return [(column, choice.name, choice.values) for column, choice in enumerate(tool.choices, start=1)]

@@ -117,7 +117,6 @@ class ToolSelectionPolicy(nn.Module):
         rows, steps = distribution.draw(num_actions_per_state, generator)
         scores = distribution.score(rows, steps)
         calls = self._filled_calls(self.menu.tables, self.fill, states, rows.tolist(), steps.tolist())
-        self.menu.tables.remember(calls, steps)
         groups = [calls[i : i + num_actions_per_state] for i in range(0, len(calls), num_actions_per_state)]
         return SampledActions(actions=groups, mask=scores.mask, behaviour_log_probs=scores.log_probs, scores=scores)
 

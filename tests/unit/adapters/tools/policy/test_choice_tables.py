@@ -1,8 +1,5 @@
 """A catalogue as tensors, and calls as steps and back: worked by hand."""
 
-import threading
-from collections.abc import Sequence
-
 import pytest
 import torch
 
@@ -106,35 +103,3 @@ def test_calls_the_policy_cannot_have_made_are_refused_by_name(subtests: pytest.
     ):
         with subtests.test(message), pytest.raises(ContractError, match=message):
             TABLES.steps_of([call("ping"), wrong])
-
-
-class Interrupted(list):
-    """Calls; another thread draws as soon as the last of them is looked at."""
-
-    def __init__(self, calls: Sequence[ToolCall], draw: threading.Thread) -> None:
-        super().__init__(calls)
-        self.draw = draw
-
-    def __getitem__(self, place):
-        call = super().__getitem__(place)
-        if place == len(self) - 1 and not self.draw.ident:
-            self.draw.start()
-            self.draw.join()
-        return call
-
-
-def test_drawing_in_another_thread_does_not_change_the_steps_of_a_call(subtests: pytest.Subtests) -> None:
-    """Fewer calls than these left no such place; as many gave the steps of the others."""
-    for num_others in (1, 4):
-        with subtests.test(num_others=num_others):
-            tables = ChoiceTables(CATALOGUE)
-            steps = [[1, 0, 2], [2, 1, 0], [1, 1, 0], [0, 0, 0]]
-            others = [call("ping") for _ in range(num_others)]
-            draw = threading.Thread(
-                target=tables.remember, args=(others, torch.zeros(num_others, 1, dtype=torch.int64))
-            )
-            calls = [TABLES.call(taken, {}) for taken in steps]
-            tables.remember(Interrupted(calls, draw), torch.tensor(steps))
-            assert tables.steps_of(calls).tolist() == steps
-            assert draw.ident, "the other thread had its turn"
-            assert tables.steps_of(calls).tolist() == steps, "read back, since others were drawn since"

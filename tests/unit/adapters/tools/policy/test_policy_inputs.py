@@ -7,7 +7,6 @@ import pickle
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from tests.support.tool_policies import (
     TEXTS,
     VECTORS,
     call,
-    ping,
     policy,
     pong,
     task,
@@ -280,25 +278,9 @@ def test_a_batch_may_hold_fewer_decisions_than_the_longest_tool_has():
         [calls] = sampled.actions
         assert all(set(call.arguments) == set(catalogue[call.tool].properties) for call in calls)
         assert set(sampled.mask.sum(1).tolist()) == {1 + len(catalogue[call.tool].properties) for call in calls}
-        remembered = policy.score_groups([state], [calls])
-        read_back = policy.score_groups([state], [[replace(call) for call in calls]])  # equal, and not the same objects
-        for scores in (remembered, read_back):
-            torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs)
-            assert torch.equal(scores.mask, sampled.mask)
-
-
-def test_a_call_similar_to_a_drawn_one_is_scored_by_its_own_values():
-    """The policy remembers the calls it has just drawn by identity. It reads the values of any other call."""
-    policy = ToolSelectionPolicy(ToolCatalogue([Tool.from_function(ping), Tool.from_function(pong)]))
-    torch.manual_seed(0)
-    [calls] = policy.sample_actions(["any"], 16).actions
-    drawn = next(call for call in calls if call.tool == "pong")
-    other = call("pong", sure=not drawn.arguments["sure"])
-    with torch.no_grad():
-        policy.network.value_query.bias.copy_(policy.menu.value_vectors[int(drawn.arguments["sure"])])
-    likely, unlikely = policy.get_log_probabilities(["any", "any"], [drawn, other]).tolist()
-    assert likely > unlikely
-    assert policy.get_log_probabilities(["any"], [replace(drawn)]).item() == pytest.approx(likely)
+        scores = policy.score_groups([state], [calls])
+        torch.testing.assert_close(scores.log_probs, sampled.behaviour_log_probs)
+        assert torch.equal(scores.mask, sampled.mask)
 
 
 def test_scoring_a_call_of_an_unavailable_tool_is_refused():
