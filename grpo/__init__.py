@@ -24,6 +24,7 @@ from .errors import (
 )
 from .grpo_objective import grpo_objective, step_weights
 from .policy_base import (
+    BeginsSampling,
     HasState,
     KeysStates,
     PlansMicroBatches,
@@ -105,6 +106,7 @@ __all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
     "SamplesWithScores",
     "ScoresReference",
     "SyncsSampler",
+    "BeginsSampling",
     "PlansMicroBatches",
     "SplitsSteps",
     "KeysStates",

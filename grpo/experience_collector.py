@@ -1,9 +1,8 @@
 """Collect experience: sample a group of actions per state, check the actions, get their rewards, and score them."""
 
-import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,15 +16,15 @@ from ._collecting.batches import add_metrics
 from ._collecting.contract import fit_state_keys, require_finite, require_same_steps
 from ._collecting.out_of_memory import PassSizes
 from ._collecting.reward_calls import RewardCalls, Rewards, Waiting
-from ._collecting.sampled_rows import SampledRows
+from ._collecting.sampled_rows import SampledRows, sampled_with
 from ._collecting.sampling import SampleCalls
 from ._collecting.scoring import Autocast, ReferenceScorer, Scorer, batch_fields, score_in_parts
 from ._collecting.update_plan import cut_parts, num_selected, parts_in_order, planned_parts
-from ._processes.gate import fork_gate
+from ._processes.gate import Turns
 from .config import RewardConfig
 from .distributed import Engine
 from .errors import ConfigError
-from .policy_base import POLICY_METHODS, KeysStates, PlansMicroBatches, require_methods
+from .policy_base import POLICY_METHODS, BeginsSampling, KeysStates, PlansMicroBatches, require_methods
 from .reward_model_base import add_call_metrics
 from .sinks import Samples
 from .types import ActionScores, ExperienceBatch, RowIndex, Rows, SampledActions, row_totals, select_rows
@@ -80,6 +79,7 @@ class ExperienceCollector:
         self.scoring, self.updating = PassSizes("scoring", equal_count), PassSizes("an update", equal_count)
         """Rows per forward pass, halved when memory runs out: in passes without gradient, and in updates."""
         self._name, self._needs = type(policy).__name__, frozenset(needs)
+        self._beginner = policy if isinstance(policy, BeginsSampling) else None
         self._planner = policy if isinstance(policy, PlansMicroBatches) else None
         self._keyer = policy if "state_keys" in needs and isinstance(policy, KeysStates) else None
         self.scores_itself = self.sample.sampler is None
@@ -87,7 +87,7 @@ class ExperienceCollector:
         self._reference = ReferenceScorer(policy, reference_policy, autocast) if use_reference else None
         self._group_by = group_by
         self._ask_for_rewards = RewardCalls(reward_model, reward or RewardConfig(), waiting=waiting)
-        self._one_asks = threading.Lock()
+        self._turns = Turns()
 
     def collect(self, states: Rows) -> ExperienceBatch:
         """Sample `group_size` actions per state and ask for their rewards; no gradient.
@@ -135,9 +135,19 @@ class ExperienceCollector:
             metrics={**sampled.metrics, **times},
         )
 
+    def begin_rows(self, states: Rows) -> Callable[[], SampledRows] | None:
+        """Begin the same for a later iteration, with a sampler of its own. Return the function that samples, in any thread.
+
+        None: the policy cannot sample beside an update.
+        """
+        work = None if self._beginner is None else self._beginner.begin_sampling(states, self.group_size)
+        if work is None:
+            return None
+        return partial(sampled_with, self._name, work, states, self.groups_of(states), self.group_size)
+
     def rewards_of(self, rows: SampledRows, ask: RewardCalls) -> Rewards:
         """Ask for the rewards of rows. Two threads never ask at the same time."""
-        with self._alone(), torch.no_grad():
+        with self._turns.taken(), torch.no_grad():
             return ask(rows.states, rows.actions, rows.mask, group_ids=rows.group_ids, keep_counts=True)
 
     def groups_of(self, states: Rows) -> Int[Tensor, " B"]:
@@ -191,7 +201,7 @@ class ExperienceCollector:
         """Sample actions and ask for their rewards, for an evaluation. The next iteration reports the failures of calls."""
         row_states, row_actions, sampled = self.sample(states, num_actions_per_state)
         group_ids = self.groups_of(states).repeat_interleave(num_actions_per_state)
-        with self._alone(), torch.no_grad():
+        with self._turns.taken(), torch.no_grad():
             mask = None if sampled is None else sampled.mask
             rewards = self._ask_for_rewards(row_states, row_actions, mask, group_ids=group_ids, keep_counts=True)
         kept = slice(None) if rewards.kept is None else rewards.kept.nonzero().squeeze(1)
@@ -270,18 +280,6 @@ class ExperienceCollector:
         self.sample.num_repeated, self.scoring.num_repeated, self.updating.num_repeated = state["num_repeated"]
         self._ask_for_rewards.counts = dict(state["reward_counts"])
         self._ask_for_rewards.measured = dict(state.get("reward_metrics", {}))  # older checkpoints have none
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Ask in the block, while no other thread does. The other thread may have to fork before it has its answer."""
-        is_alone = False
-        try:
-            with fork_gate.opened():
-                is_alone = self._one_asks.acquire()
-            yield
-        finally:
-            if is_alone:
-                self._one_asks.release()
 
     def _find_steps(self, states: Rows, actions: Rows, group_ids: Tensor) -> SampledActions:
         """Find the steps of each row by scoring the actions. A policy that returns log-probs [N] is scored only once."""

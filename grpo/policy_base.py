@@ -4,7 +4,7 @@ There is no base class to inherit from. A class with the six methods is a policy
 can score rows of different lengths, and so on. The trainer looks for capabilities once, in its constructor.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -91,6 +91,21 @@ class SyncsSampler(Protocol):
     def sync_sampler(self) -> None:
         """Copy the weights to the engine. The trainer calls this method before the first collection, after iterations that
         changed weights, and after loading a checkpoint."""
+
+
+@runtime_checkable
+class BeginsSampling(Protocol):
+    """Samples with a separate engine that can work while the policy is updated, for `GRPOConfig.iterations_ahead`."""
+
+    def begin_sampling(self, states: Any, num_actions_per_state: int) -> Callable[[], SampledActions] | None:
+        """Draw every random number now, and return a function that samples G actions per state.
+
+        The trainer calls the function in a second thread, beside an update. So the function must not read the parameters, the
+        mode or the global random generators, and must change nothing of the policy. It returns the same samples whenever it is
+        called, with their `behaviour_log_probs`. The trainer calls `sync_sampler` only when the function has returned.
+
+        None: the engine that is in use cannot sample beside an update. The trainer samples with `sample_actions`.
+        """
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """A Hugging Face causal language model as a policy."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from .model.value_head import VALUE_HEAD_FILE, ValueHead
 from .prompts import Prompt, PromptEncoder, PromptState, prompt_of
 from .sampling.decoding import DecodingSampler
 from .sampling.kept_prefixes import KeptPrefixes
-from .sampling.samplers import SampledTokens, Sampler
+from .sampling.samplers import SampledTokens, Sampler, SamplesBeside
 from .sampling.sampling_config import SamplingConfig
 from .scoring import check_scores, score_forked_rows, score_tokens
 
@@ -149,6 +149,7 @@ class HFPolicy:
             loop="generate" if sampler == "generate" else "own",
         )
         self._sampler = own if isinstance(sampler, str) else sampler
+        self._samples_beside = isinstance(self._sampler, SamplesBeside) and self._sampler.samples_beside
         check_scores(self._lm, own if self._sampler is own else None)
         self._has_warned = False
 
@@ -258,7 +259,21 @@ class HFPolicy:
 
     def sample_actions(self, states: Sequence[PromptState], num_actions_per_state: int) -> SampledActions:
         """Completions with their log-probs under the sampling distribution and, for models in float32, their scores."""
-        completions, sampled = self._sample(states, num_actions_per_state, self.sampling)
+        return self._with_scores(*self._sample(states, num_actions_per_state, self.sampling), num_actions_per_state)
+
+    def begin_sampling(
+        self, states: Sequence[PromptState], num_actions_per_state: int
+    ) -> Callable[[], SampledActions] | None:
+        """Draw the seeds of the completions, and return the function that samples them. None: the sampler is in this process.
+
+        The function may be called in a second thread, while the model is updated; see `grpo.BeginsSampling`.
+        """
+        if not self._samples_beside:
+            return None
+        sample = self._begin(states, num_actions_per_state, self.sampling)
+        return lambda: self._with_scores(*sample(), num_actions_per_state)
+
+    def _with_scores(self, completions: list[Completion], sampled: SampledTokens, size: int) -> SampledActions:
         mask = completion_mask(completions, mask_truncated=self._mask_truncated).to(self._lm.device)
         width = mask.shape[1]
 
@@ -278,7 +293,7 @@ class HFPolicy:
             )
         num_tokens = sum(len(completion) for completion in completions)
         return SampledActions(
-            actions=_grouped(completions, num_actions_per_state),
+            actions=_grouped(completions, size),
             mask=mask,
             behaviour_log_probs=behaviour,
             scores=scores,
@@ -473,12 +488,22 @@ class HFPolicy:
     def _sample(
         self, states: Sequence[PromptState], size: int, config: SamplingConfig
     ) -> tuple[list[Completion], SampledTokens]:
+        return self._begin(states, size, config)()
+
+    def _begin(
+        self, states: Sequence[PromptState], size: int, config: SamplingConfig
+    ) -> Callable[[], tuple[list[Completion], SampledTokens]]:
+        """Check the request and draw the seeds. The function that is returned samples."""
         _require_request(states, size)
         prompts = self._encode(states)
         lengths = [len(prompt) + config.max_new_tokens for prompt in prompts]
         self._require_room(lengths, f"prompts with sampling.max_new_tokens={config.max_new_tokens}")
         seeds = torch.randint(2**62, (len(prompts) * size,)).tolist()
-        sampled = self._sampler.sample(prompts, size, config, end_token_ids=self._end_token_ids, seeds=seeds)
+        return lambda: self._completions(
+            self._sampler.sample(prompts, size, config, end_token_ids=self._end_token_ids, seeds=seeds), seeds
+        )
+
+    def _completions(self, sampled: SampledTokens, seeds: Sequence[int]) -> tuple[list[Completion], SampledTokens]:
         require_lengths("HFPolicy: the sampler", len(seeds), token_ids=sampled.token_ids)
         self._require_known(sampled.token_ids, "sampled")
         texts = self.tokenizer.batch_decode(sampled.token_ids, skip_special_tokens=True)

@@ -1,14 +1,18 @@
 """The rows of an iteration between sampling and rewards."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from grpo.types import ExperienceBatch, Rows, select_rows
+from grpo.errors import ContractError
+from grpo.types import ExperienceBatch, Rows, SampledActions, repeat_rows, select_rows
 
+from .contract import check_sampled, flatten_actions, require_finite
 from .reward_calls import Rewards
 
 
@@ -57,3 +61,38 @@ class SampledRows:
     def state_dict(self) -> dict[str, Any]:
         """All fields by name. No tensor is copied."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def sampled_with(
+    name: str, work: Callable[[], SampledActions], states: Rows, groups: Int[Tensor, " B"], group_size: int
+) -> SampledRows:
+    """The rows that a function of `BeginsSampling` samples, in any thread.
+
+    Args:
+        name: the name of the policy.
+        work: samples the actions.
+        states: B states.
+        groups: the group of each state.
+        group_size: actions per state.
+
+    Raises:
+        ContractError: the function returned something else, or no behaviour log-probs.
+    """
+    start, owner = time.perf_counter(), f"{name}.begin_sampling"
+    with torch.no_grad():
+        sampled = check_sampled(owner, work(), len(states) * group_size)
+    if sampled.behaviour_log_probs is None:
+        raise ContractError(
+            f"{owner}: the function must return behaviour_log_probs; got None. The policy changes before the rows are used, so "
+            "the log-probs cannot be computed later. Return them in SampledActions."
+        )
+    known = {"behaviour_log_probs": sampled.behaviour_log_probs}
+    require_finite(name, sampled.mask, known)
+    return SampledRows(
+        states=repeat_rows(states, group_size),
+        actions=flatten_actions(owner, sampled.actions, len(states), group_size),
+        group_ids=groups.repeat_interleave(group_size),
+        mask=sampled.mask,
+        known=known,
+        metrics={**sampled.metrics, "time/sample": time.perf_counter() - start, "time/score": 0.0},
+    )

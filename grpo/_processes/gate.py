@@ -81,3 +81,22 @@ class ForkGate:
 
 fork_gate = ForkGate()
 """The gate of this process."""
+
+
+class Turns:
+    """A lock. Other threads may fork while a thread waits for it, because the thread that holds it may have to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Only one thread is in the block."""
+        is_held = False
+        try:
+            with fork_gate.opened():
+                is_held = self._lock.acquire()
+            yield
+        finally:
+            if is_held:
+                self._lock.release()

@@ -59,7 +59,7 @@ class Ahead:
         self._trainer, self._num_ahead = trainer, trainer.config.iterations_ahead
         self._first_thread: int | None = None
         self._calls: Any = None
-        self._rewards: Any = None
+        self._sampling = self._rewards = Background("", in_order=True)
         self._asks_in_order: bool | None = None
         self._forks = False
         self._busy: tuple[float, str] | None = None
@@ -79,7 +79,10 @@ class Ahead:
             yield
             return
         in_order = os.environ.get(IN_ORDER, "") not in ("", "0")
+        self._sampling.wait()
+        self._sampling = Background("sampling of later iterations", in_order=in_order)
         self._rewards = Background("rewards of later iterations", in_order=in_order)
+        self._trainer.sampler.finish = self._finish_sampling
         self._calls = RewardCalls(self._trainer.reward_model, self._trainer.config.reward, waiting=self._waiting)
         self._first_thread, is_complete = threading.get_ident(), False
         try:
@@ -91,7 +94,8 @@ class Ahead:
             is_complete = True
         finally:
             self._first_thread = None
-            self._rewards.close(waits=is_complete)
+            self._sampling.close(drops=False, waits=is_complete)  # a checkpoint holds no iteration without rows
+            self._rewards.close(drops=True, waits=is_complete)
 
     def next_batch(self, run: Any) -> ExperienceBatch:
         """The rows of the next iteration. Before it waits for them, it samples the iterations whose policy this is."""
@@ -110,7 +114,7 @@ class Ahead:
             rows, answer = pending.rows.result(), pending.answer.result()
         del self._pending[0]
         trainer.collector.add_counts(answer.counts, answer.measured)
-        hidden = max(answer.seconds - pending.waited, 0.0)
+        hidden = max(pending.rows.seconds + answer.seconds - pending.waited, 0.0)
         times = {"time/reward": answer.seconds, "time/waited": pending.waited, "time/hidden": hidden}
         return rows.with_rewards(answer.rewards, times)
 
@@ -129,8 +133,23 @@ class Ahead:
         states = run.draw()
         with preserved_random_state():
             seed_everything(seed_of(trainer.data_seed, iteration, trainer.engine.rank))
-            rows = trainer.collector.sample_rows(states, ahead=True)
-        return Pending(Task.of(rows), self._answer)
+            begun = trainer.collector.begin_rows(states)
+            if begun is None:
+                return Pending(Task.of(trainer.collector.sample_rows(states, ahead=True)), self._answer)
+        pending = Pending(Task(begun), self._answer)
+        self._sampling.submit(pending.rows)
+        return pending
+
+    def _finish_sampling(self) -> None:
+        """Wait until all rows are sampled, because the sampler's weights may change now."""
+        late = [pending for pending in self._pending if not pending.rows.done.is_set()]
+        start = time.perf_counter()
+        with fork_gate.opened():
+            self._sampling.wait()
+        for pending in late:
+            pending.waited += (time.perf_counter() - start) / len(late)
+        for pending in self._pending:
+            pending.rows.result()  # raises what sampling raised
 
     def _answer(self, rows: SampledRows) -> Answer:
         return asked(self._calls, lambda calls: self._trainer.collector.rewards_of(rows, calls))

@@ -78,6 +78,7 @@ class Background:
         self._name, self._in_order = name, in_order
         self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._last: Task[Any] | None = None
         self._is_closed = False
 
     def submit(self, task: Task[Any]) -> None:
@@ -88,11 +89,22 @@ class Background:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
             self._thread.start()
+        self._last = task
         self._tasks.put(task)
 
-    def close(self, *, waits: bool) -> None:
-        """Begin no other task. If `waits` is set, wait for the end of the current task."""
-        self._is_closed = True
+    def wait(self) -> None:
+        """Wait until every task is done."""
+        if self._last is not None:
+            self._last.done.wait()
+
+    def close(self, *, drops: bool, waits: bool) -> None:
+        """End the thread after the tasks that were submitted.
+
+        Args:
+            drops: begin none of the tasks that have not begun.
+            waits: return when the thread has ended.
+        """
+        self._is_closed = drops
         self._tasks.put(None)
         if waits and self._thread is not None:
             self._thread.join()

@@ -1,5 +1,6 @@
 """Seeds, devices, precision, and updates of the sampler's and the reference's weights."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -43,9 +44,12 @@ class SamplerSync:
         self.is_stale = True
         """Whether the weights have changed since the last sync, or there was no sync yet."""
         self._syncer = policy if isinstance(policy, SyncsSampler) else None
+        self.finish: Callable[[], None] = lambda: None
+        """Waits until no actions are being sampled in another thread."""
 
     def sync(self) -> None:
-        """Copy the weights if they have changed."""
+        """Copy the weights if they have changed. No actions are being sampled then, and when this method returns."""
+        self.finish()
         if self.is_stale and self._syncer is not None:
             self._syncer.sync_sampler()
         self.is_stale = False

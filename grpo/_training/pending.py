@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo._collecting.reward_calls import RewardCalls, Rewards
 from grpo._collecting.sampled_rows import SampledRows
+from grpo.errors import CheckpointError
 
 from .background import Task
 
@@ -49,10 +50,19 @@ class Pending:
         self.answer = Task(lambda: ask(rows.result()))
         """Their rewards."""
         self.waited = 0.0
-        """Seconds for which the thread that updates the policy has waited for the rewards."""
+        """Seconds for which the thread that updates the policy has waited for the rows and the rewards."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows, and their rewards if they are there. Waits while the rows are being sampled."""
+        """The rows, and their rewards if they are there. Waits while the rows are being sampled.
+
+        Raises:
+            CheckpointError: the rows could not be sampled. The weights that should have sampled them may be gone.
+        """
+        self.rows.done.wait()
+        if self.rows.error is not None:
+            raise CheckpointError(
+                "An iteration that a checkpoint must hold could not be sampled. Continue from an earlier checkpoint."
+            ) from self.rows.error
         answer = self.answer.result().state_dict() if self.answer.is_well else None
         return {"rows": self.rows.result().state_dict(), "answer": answer}
 

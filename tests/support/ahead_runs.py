@@ -25,6 +25,7 @@ from grpo import GRPOConfig, GRPOTrainer, RewardConfig
 from grpo._training.ahead import IN_ORDER
 from tests.support.killed_runs import in_a_child
 from tests.support.policies import VectorPolicy, digest, weights_of
+from tests.support.separate_sampler import Separate
 
 NUM_ITERATIONS = 20
 AHEAD = (1, 4, 16)
@@ -55,6 +56,11 @@ def drawing(states: Any, actions: Any) -> list[float]:
     return [value + random.random() for value in slow(states, actions)]
 
 
+def of_sequences(states: Any, actions: Any) -> list[float]:
+    time.sleep(LONGEST_REWARD * CLOCK.random())
+    return [float(action[0] == 1 + state % 3) for state, action in zip(states, actions, strict=True)]
+
+
 class Unsteady:
     """A reward whose calls fail now and then, and succeed when they are repeated."""
 
@@ -71,6 +77,7 @@ KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "in other processes": (slow, {"reward": RewardConfig(timeout=60.0), "batch_size": 4}),
     "failing": (Unsteady(), {"reward": RewardConfig(num_retries=60, retry_delay=0.001, breaker_failures=100)}),
     "drawing": (drawing, {}),
+    "sampler of its own": (of_sequences, {"num_epochs_per_update": 2}),
 }
 """A reward, and settings."""
 
@@ -81,8 +88,12 @@ def made(kind: str, ahead: int) -> tuple[GRPOTrainer, Any]:
     config = GRPOConfig(
         group_size=4, num_states_per_iteration=2, learning_rate=0.05, seed=1, iterations_ahead=ahead, **settings
     )
-    states = torch.randn(5, 3, generator=torch.Generator().manual_seed(5))
-    return GRPOTrainer(config=config, policy=VectorPolicy(dropout=0.3), reward_model=reward), states
+    states: Any = torch.randn(5, 3, generator=torch.Generator().manual_seed(5))
+    policy: Any = VectorPolicy(dropout=0.3)
+    if reward is of_sequences:
+        states, policy = [0, 1, 2, 3], Separate()
+        policy.before = lambda: time.sleep(LONGEST_REWARD * CLOCK.random())
+    return GRPOTrainer(config=config, policy=policy, reward_model=reward), states
 
 
 def end(kind: str, ahead: int, **options: Any) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from adapters.llm.completions import FinishReason
 from grpo.errors import ContractError
@@ -85,3 +85,11 @@ class Sampler(Protocol):
     def sync(self, model: Any) -> None:
         """Copy the weights of the trained model, which is a plain model or a `PeftModel`."""
         ...
+
+
+@runtime_checkable
+class SamplesBeside(Protocol):
+    """A sampler that can sample in a second thread while the model is updated, such as a server."""
+
+    samples_beside: bool
+    """Whether this sampler reads neither the trained model nor the global random generators."""

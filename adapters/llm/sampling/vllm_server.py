@@ -70,6 +70,9 @@ class VLLMServerSampler:
         >>> policy = HFPolicy.from_pretrained("Qwen/Qwen3-0.6B", sampler=sampler)  # doctest: +SKIP
     """
 
+    samples_beside = True
+    """The server has its own weights, and each request its own seed."""
+
     def __init__(
         self,
         base_url: str | Sequence[str],
