@@ -33,9 +33,12 @@ def join_ranks() -> str:
     return device
 
 
-def make_engine(timeout: float) -> Engine:
-    """The engine for this number of processes."""
-    return Replicated(timeout=timeout) if dist.is_initialized() else OneProcess()
+ENGINES = {"replicated": Replicated}
+
+
+def make_engine(name: str, timeout: float) -> Engine:
+    """The engine of that name, or the one for a single process."""
+    return ENGINES[name](timeout=timeout) if dist.is_initialized() else OneProcess()
 
 
 def make_policy(hidden_size: int, num_layers: int, seed: int) -> HFPolicy:
@@ -53,7 +56,7 @@ def fingerprint(policy: HFPolicy) -> str:
 
 
 def train(args: argparse.Namespace, device: str) -> None:
-    engine = make_engine(args.timeout)
+    engine = make_engine(args.engine, args.timeout)
     policy = make_policy(args.hidden_size, args.layers, args.seed)
     prompts, held_out = make_prompts(args.seed)
     config = GRPOConfig(
@@ -82,6 +85,7 @@ def train(args: argparse.Namespace, device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=ENGINES, default="replicated", help="with torchrun (default: %(default)s)")
     parser.add_argument("--iterations", type=int, default=100, help="default: %(default)s")
     parser.add_argument("--hidden-size", type=int, default=64, help="a multiple of 32 (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="default: %(default)s")

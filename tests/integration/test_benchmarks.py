@@ -72,6 +72,7 @@ TYPED = {
     "control_speed": ["--quick"],
     "objective": ["--rows", "64", "--steps", "32", "--repeats", "3"],
     "overhead": ["--rows", "64", "128", "--repeats", "3"],
+    "scale": ["--ranks", "1", "2", "--hidden-size", "64", "--layers", "2", "--iterations", "2"],
     "tool_fill": [],
     "tool_speed": ["--quick"],
     "tools_bfcl": ["--seeds", "1", "--iterations", "2"],
