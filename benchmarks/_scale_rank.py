@@ -102,9 +102,9 @@ def make_trainer(engine: Any, hidden_size: int, num_layers: int) -> GRPOTrainer:
     return GRPOTrainer(config=config, policy=policy, reward_model=noise, engine=engine)
 
 
-def noise(states: Any, actions: Any) -> list[float]:
+def noise(states: Any, _actions: Any) -> list[float]:
     """Rewards of which no two are equal, so that every row is trained."""
-    return [random.random() for _ in actions]
+    return [random.random() for _ in states]
 
 
 def measured(name: EngineName, hidden_size: int, num_layers: int, num_iterations: int) -> dict[str, Any]:
