@@ -7,6 +7,7 @@ import torch
 
 from adapters.llm import HFPolicy, SampledTokens, SamplingConfig
 from adapters.llm.completions import Completion
+from adapters.llm.sampling.vllm_server import VLLMServerSampler
 from grpo.errors import ConfigError, ContractError
 from tests.support.llm_models import (
     CHARACTERS,
@@ -131,6 +132,37 @@ def test_another_sampler_gets_the_prompts_and_the_weights() -> None:
     ]
     policy.sync_sampler()
     assert sampler.synced == [policy.model]
+
+
+def test_a_sampler_of_this_process_does_not_begin_sampling() -> None:
+    assert policy_of().begin_sampling(STATES, 2) is None
+    sampler = Told(SampledTokens(token_ids=[], finish_reasons=[], behaviour_log_probs=[]))
+    assert policy_of(sampler=sampler).begin_sampling(STATES, 2) is None
+    sampler.samples_beside = False  # type: ignore[attr-defined]
+    assert policy_of(sampler=sampler).begin_sampling(STATES, 2) is None
+    assert VLLMServerSampler.samples_beside
+
+
+def test_seeds_are_drawn_when_sampling_begins_and_the_sampler_is_asked_later() -> None:
+    sampler = Told(
+        SampledTokens(token_ids=[[5, END], [6]], finish_reasons=["end", "stop"], behaviour_log_probs=[[-1, -2], [-3]])
+    )
+    sampler.samples_beside = True  # type: ignore[attr-defined]
+    policy = policy_of(sampler=sampler)
+    torch.manual_seed(3)
+    expected = policy.sample_actions(["1+1="], 2)
+    asked, after = sampler.asked, torch.get_rng_state()
+    torch.manual_seed(3)
+    sampler.asked = {}
+    sample = policy.begin_sampling(["1+1="], 2)
+    assert sample is not None
+    assert sampler.asked == {}
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(99)
+    sampled = sample()
+    assert sampler.asked == asked
+    assert sampled.actions == expected.actions
+    assert torch.equal(sampled.behaviour_log_probs, expected.behaviour_log_probs)
 
 
 # End tokens
