@@ -51,6 +51,7 @@ class Slow(nn.Module):
 
 def waiting(states: Any, actions: Tensor) -> Tensor:
     """Reward the fourth arm, after a wait."""
+    del states
     time.sleep(REWARD_SECONDS)
     return (actions == 3).float()
 
