@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import os
+import pickle
 import re
 import tempfile
 import warnings
@@ -17,17 +18,18 @@ from typing import Any, Literal, NoReturn, get_args
 from adapters.tools.catalogue.arguments import ArgumentChecker, bounded_text
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name
 from adapters.tools.catalogue.inputs import require_real, require_type, require_whole
+from adapters.tools.catalogue.schemas import names_path_format, slow_keyword
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import ToolError, ToolNotAllowedError, UnknownToolError
 from grpo.errors import ConfigError, GRPOWarning
 
 from .call_log import SECRET_NAMES, CallLog, Redact
+from .commands import Command
 from .confinement import Kind, choose
 from .confinement.process import why_no_own_users
 from .engine import Engine, Given, Waiting
 from .fork_server import INSIDE
 from .links import ForkServerLink
-from .tool_checks import allowed_tools, needs_worker, pickled
 from .worker import remove_folder
 from .workers import WorkerLimits
 
@@ -116,10 +118,12 @@ class ToolExecutor:
             )
         numbers = {"num_workers": num_workers, "max_output_bytes": max_output_bytes, "max_concurrency": max_concurrency}
         require_whole("ToolExecutor", **numbers)
-        _check_types(catalogue, timeout=timeout, root=root, log_path=log_path, fresh_folder=fresh_folder, limits=limits)
-        _check_choices(allow=allow, confinement=confinement, readable=readable, redact=redact)
-        allowed = allowed_tools(catalogue, allow)
-        in_workers = [(tool, pickled(tool)) for tool in allowed if needs_worker(tool)]
+        _check(
+            catalogue, allow, timeout, confinement, limits,
+            root=root, log_path=log_path, fresh_folder=fresh_folder, readable=readable, redact=redact,
+        )  # fmt: skip
+        allowed = _allowed_tools(catalogue, allow)
+        in_workers = [(tool, _pickled(tool)) for tool in allowed if _needs_worker(tool)]
         kind, reasons = choose(confinement) if in_workers else ("user", [])
         if kind is None:
             raise ConfigError(f"ToolExecutor.confinement={confinement!r} must work on this machine; {reasons[0]}.")
@@ -255,31 +259,73 @@ class ToolExecutor:
         return self._catalogue[name]
 
 
-def _check_types(catalogue: Any, *, timeout: Any, root: Any, log_path: Any, fresh_folder: Any, limits: Any) -> None:
-    require_type("ToolExecutor", ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
-    require_real("ToolExecutor", timeout=timeout)
+def _check(catalogue: Any, allow: Any, timeout: Any, confinement: Any, limits: Any, **settings: Any) -> None:
+    """Check the arguments of `ToolExecutor`."""
+    owner, paths = "ToolExecutor", (str, Path, NoneType)
+    require_type(owner, ToolCatalogue, "a ToolCatalogue", catalogue=catalogue)
+    require_real(owner, timeout=timeout)
     if timeout <= 0:
         raise ConfigError(f"ToolExecutor.timeout must be > 0 seconds; got {timeout}.")
-    require_type("ToolExecutor", (WorkerLimits, NoneType), "WorkerLimits, or None", limits=limits)
-    require_type("ToolExecutor", (str, Path, NoneType), "a path, or None", root=root, log_path=log_path)
-    require_type("ToolExecutor", bool, "True or False", fresh_folder=fresh_folder)
+    require_type(owner, (WorkerLimits, NoneType), "WorkerLimits, or None", limits=limits)
+    root, redact = settings["root"], settings["redact"]
+    require_type(owner, paths, "a path, or None", root=root, log_path=settings["log_path"])
+    require_type(owner, bool, "True or False", fresh_folder=settings["fresh_folder"])
     if root is not None and not Path(root).is_dir():
         raise ConfigError(f"ToolExecutor.root must be a folder that exists; got {root}.")
-
-
-def _check_choices(*, allow: Any, confinement: Any, readable: Any, redact: Any) -> None:
-    if not callable(redact):
-        _require_texts("redact", redact, str, "a list of argument names, or a function")
-    _require_texts("readable", readable, (str, Path), "a list of paths")
-    if allow is not None:
-        _require_texts("allow", allow, object, "a list of tool names, or None")
+    for name, given, kind, required in (
+        ("allow", () if allow is None else allow, object, "a list of tool names, or None"),
+        ("readable", settings["readable"], (str, Path), "a list of paths"),
+        ("redact", () if callable(redact) else redact, str, "a list of argument names, or a function"),
+    ):
+        is_list = isinstance(given, Collection) and not isinstance(given, str)
+        if not is_list or not all(isinstance(each, kind) for each in given):
+            raise ConfigError(f"ToolExecutor.{name} must be {required}; got {given!r}.")
     if confinement not in ("auto", *get_args(Kind)):
         raise ConfigError(f"ToolExecutor.confinement must be 'auto' or one of {get_args(Kind)}; got {confinement!r}.")
 
 
-def _require_texts(name: str, given: Any, kind: Any, required: str) -> None:
-    if isinstance(given, str) or not isinstance(given, Collection) or not all(isinstance(each, kind) for each in given):
-        raise ConfigError(f"ToolExecutor.{name} must be {required}; got {given!r}.")
+def _needs_worker(tool: Tool) -> bool:
+    """Whether a worker is needed to execute the tool, or to check its arguments where the check may be slow."""
+    return not tool.remote or slow_keyword(tool.parameters) is not None
+
+
+def _allowed_tools(catalogue: ToolCatalogue, allow: Collection[str] | None) -> list[Tool]:
+    """The allowed tools. Their schemas are checked."""
+    unknown = [str(name) for name in allow or () if name not in catalogue]
+    if unknown:
+        raise ConfigError(
+            f"ToolExecutor.allow must name tools of the catalogue; the catalogue has no {', '.join(sorted(unknown))}."
+        )
+    if not hasattr(os, "fork") and any(_needs_worker(tool) for tool in catalogue.values()):
+        raise ConfigError(
+            "ToolExecutor needs Unix for its worker processes. On this system, tools must be `remote`. Schemas "
+            "must not have `pattern`, `patternProperties`, `uniqueItems` or a recursive `$ref`: workers check these."
+        )
+    allowed = [tool for name, tool in catalogue.items() if allow is None or name in allow]
+    for tool in allowed:
+        slow = slow_keyword(tool.parameters)
+        if tool.remote and slow is not None and names_path_format(tool.parameters):
+            raise ConfigError(
+                f'Tool {tool.name}: parameters of a remote tool must not have both "format": "path" and `{slow}`: this '
+                f"process checks paths, and a check of `{slow}` could block all other calls. Remove one of the two from the "
+                "schema, or leave the tool out of `allow`."
+            )
+    return allowed
+
+
+def _pickled(tool: Tool) -> bytes:
+    """The tool's function, for the fork server."""
+    if tool.remote:
+        return pickle.dumps("".format)  # accepts any arguments and returns a text; the worker only checks the arguments
+    if isinstance(tool.function, Command):
+        tool.function.check(tool)
+    try:
+        return pickle.dumps(tool.function)
+    except Exception as error:  # pickle's errors, or anything that an object's own methods raise
+        raise ConfigError(
+            f"Tool {tool.name}: workers must be able to import its function by name; the import fails: {error}. Define the "
+            "function at the top level of a module, or make the tool `remote` with an `async def`."
+        ) from error
 
 
 def _finish(process: int, engine: Engine, folder: Path | None, log: CallLog | None) -> None:

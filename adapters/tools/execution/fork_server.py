@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from ..catalogue.arguments import ArgumentChecker, RefusedArgumentsError  # noqa: TID252  # `BOOT` loads this file in another package
+from .confinement import confine
 from .confinement.process import NUM_UIDS, PR_SET_CHILD_SUBREAPER, children, prctl, take_user
-from .worker import Worker, described, receive, send
-from .worker_start import confine
+from .worker import Worker, described, enter, receive, send
 
 BOOT = """
 import sys, types
@@ -162,6 +162,7 @@ class ForkServer:
             os.dup2(null, standard)
         os.close(null)
         try:
+            enter(self.setup, None)
             problems = confine(self.setup, user)
         except BaseException as error:
             send(answers, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())

@@ -23,9 +23,8 @@ from adapters.tools.errors import (
     WorkerLostError,
 )
 from adapters.tools.execution import worker as worker_loop
-from adapters.tools.execution import worker_start
 from adapters.tools.execution.commands import Command
-from adapters.tools.execution.confinement import process
+from adapters.tools.execution.confinement import check_programs, process
 from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.workers import WorkerLimits
 from grpo.errors import ConfigError, GRPOWarning
@@ -250,9 +249,9 @@ def test_a_command_that_would_run_another_program_for_the_workers_is_refused(
 
 def test_the_program_of_a_command_is_compared_with_what_this_user_finds() -> None:
     python = str(Path(sys.executable))
-    worker_start.check_programs({"by_name": ("sh", str(shutil.which("sh"))), "by_path": (python, python)})
+    check_programs({"by_name": ("sh", str(shutil.which("sh"))), "by_path": (python, python)})
     with pytest.raises(PermissionError, match=r"the program /no/such must be /no/such .*; got no program"):
-        worker_start.check_programs({"gone": ("/no/such", "/no/such")})
+        check_programs({"gone": ("/no/such", "/no/such")})
 
 
 def test_a_module_imported_during_a_call_is_refused_with_advice(executor: ToolExecutor) -> None:
