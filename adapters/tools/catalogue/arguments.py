@@ -19,7 +19,6 @@ from .hints import are_json, import_pydantic, named_hints
 from .schemas import (
     check_path_formats,
     describing,
-    has_integers_only,
     plain_schema,
     schema_of_items,
     schema_of_value,
@@ -31,6 +30,7 @@ MAX_BYTES = 100_000
 MAX_DEPTH = 32
 """Maximum nesting depth of lists and objects in the arguments."""
 _MAX_MESSAGE = 500
+_INTEGER: Any = ("integer", ["integer", "null"], ["null", "integer"])
 _ENCODE = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would build a new encoder per call
 
 
@@ -181,7 +181,10 @@ class ArgumentChecker:
             is_path = any(part.get("format") == "path" for part in describing(schema, "string"))
             return path_type(confine(value, self._root)) if is_path else value
         if isinstance(value, float):
-            return int(value) if value.is_integer() and has_integers_only(schema) else value
+            is_integer = value.is_integer() and any(
+                part.get("type") in _INTEGER for part in describing(schema, "integer")
+            )
+            return int(value) if is_integer else value
         if isinstance(value, list):
             for items in map(schema_of_items, describing(schema, "array")):
                 value = [self._confined(item, items, path_type) for item in value]

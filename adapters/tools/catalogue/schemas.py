@@ -9,8 +9,7 @@ from urllib.parse import unquote
 
 import jsonschema
 
-_NUMBER = frozenset({"integer", "fraction"})
-_KINDS = _NUMBER | {"null", "boolean", "string", "array", "object"}
+_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 """Keywords whose values are schemas by name."""
 _DATA = frozenset({"default", "examples", "enum", "const"})
@@ -133,40 +132,18 @@ def _remaining_reference(schema: Mapping[str, Any]) -> str | None:
     return next(found, None)
 
 
-def kinds(schema: Any) -> frozenset[str]:
-    """JSON types that a schema may accept. A `number` counts as `integer` or `fraction`."""
-    if not isinstance(schema, Mapping):
-        return _KINDS if schema else frozenset()
-    found = _KINDS
-    if "type" in schema:
-        stated = {schema["type"]} if isinstance(schema["type"], str) else set(schema["type"])
-        found &= stated | (_NUMBER if "number" in stated else set())
-    if "const" in schema:
-        found &= _kinds_of(schema["const"])
-    if "enum" in schema:
-        found &= frozenset().union(*map(_kinds_of, schema["enum"]))
-    for key in ("anyOf", "oneOf"):
-        if key in schema:
-            found &= frozenset().union(*map(kinds, schema[key]))
-    for part in schema.get("allOf", ()):
-        found &= kinds(part)
-    return found
-
-
-def has_integers_only(schema: Any) -> bool:
-    """Whether the only numbers that a schema accepts are integers."""
-    return kinds(schema) & _NUMBER == {"integer"}
-
-
 def describing(schema: Any, kind: str) -> list[Mapping[str, Any]]:
-    """Parts of a schema that every value of a kind must match: the schema, `allOf`, and the only branch for the kind."""
+    """Parts of a schema that every value of a JSON type must match: the schema, `allOf`, and its only branch for the type.
+
+    A choice (`anyOf` or `oneOf`) counts if each of its branches states one type, and no two branches state the same.
+    """
     if not isinstance(schema, Mapping):
         return []
-    parts = list(schema.get("allOf", ()))
-    for key in ("anyOf", "oneOf"):
-        accepting = [part for part in schema.get(key, ()) if kind in kinds(part)]
-        parts += accepting if len(accepting) == 1 else []
-    return [schema, *(found for part in parts for found in describing(part, kind))]
+    branches = [part for key in ("anyOf", "oneOf") for part in schema.get(key, ())]
+    types = [str(part.get("type")) if isinstance(part, Mapping) else "None" for part in branches]
+    is_certain = len(set(types)) == len(types) and set(types) <= _TYPES
+    chosen = [branches[types.index(kind)]] if is_certain and kind in types else []
+    return [schema, *(found for part in (*schema.get("allOf", ()), *chosen) for found in describing(part, kind))]
 
 
 def schema_of_value(part: Mapping[str, Any], name: str) -> Any:
@@ -199,9 +176,8 @@ def check_path_formats(parameters: Mapping[str, Any]) -> None:
         if part.get("format") == "path" and id(part) not in certain:
             raise UncertainPathError(
                 f'"format": "path" must not be at {where}, because it is not certain that every such text is a path. Write it '
-                "at a parameter, in `items`, in `properties`, in `additionalProperties`, or in the only branch of `anyOf` or "
-                "`oneOf` that accepts texts. Give each branch a type that no other branch has, or use two parameters or two "
-                "tools."
+                "at a parameter, in `items`, in `properties`, in `additionalProperties`, or in a branch of `anyOf` or `oneOf`. "
+                "Give each branch a type that no other branch has, or use two parameters or two tools."
             )
 
 
@@ -214,12 +190,3 @@ def _certain(schema: Any) -> Iterator[Mapping[str, Any]]:
         for name in part.get("properties", {}):
             yield from _certain(schema_of_value(part, name))
         yield from _certain(schema_of_value(part, ""))
-
-
-def _kinds_of(value: Any) -> frozenset[str]:
-    for kind, types in (("null", type(None)), ("boolean", bool), ("string", str), ("array", list | tuple)):
-        if isinstance(value, types):
-            return frozenset({kind})
-    if isinstance(value, int | float):
-        return frozenset({"integer" if value == value // 1 else "fraction"})
-    return frozenset({"object"})

@@ -1,4 +1,4 @@
-"""What workers may reach: one file per kind of confinement, all behind the interface `Confinement`.
+"""What workers may reach: one file per kind of confinement, each a class with the methods of `user.Confinement`.
 
 Every kind also has what `process` gives: a user id per worker where the program is root, resource limits, no capabilities.
 
@@ -10,42 +10,17 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, assert_never, get_args
+from typing import Any, Literal, assert_never, get_args
 
 from .bubblewrap import Bubblewrap
 from .landlock import Landlock
 from .process import drop_privileges, set_limits, take_user
-from .user import User
+from .user import Confinement
 
 Kind = Literal["bubblewrap", "landlock", "user"]
 """Kinds of confinement, the strictest first."""
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/nix/store", "/gnu/store")
-
-
-class Confinement(Protocol):
-    """One kind of confinement."""
-
-    def unavailable(self) -> str | None:
-        """Why this machine lacks this kind. None if it works here."""
-        ...
-
-    def prefix(self, root: str, readable: Sequence[str]) -> list[str]:
-        """Command that precedes the command of the process that starts the workers. Empty if there is none.
-
-        Args:
-            root: The tools' folder.
-            readable: Other files and folders that tools may read.
-        """
-        ...
-
-    def enter(self, root: str, readable: Sequence[str]) -> None:
-        """Confine a worker process, before its first call.
-
-        Raises:
-            OSError: The process is not confined.
-        """
-        ...
 
 
 def confinement_of(kind: Kind) -> Confinement:
@@ -56,7 +31,7 @@ def confinement_of(kind: Kind) -> Confinement:
         case "landlock":
             return Landlock()
         case "user":
-            return User()
+            return Confinement()
         case _:
             assert_never(kind)
 

@@ -5,12 +5,14 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from .user import Confinement
+
 _TMP_BYTES = str(256 * 2**20)
 """Size of the workers' own `/tmp`, and of their `/dev/shm`. Both are in memory."""
 _NAMESPACES = ("bwrap", "--unshare-pid", "--unshare-ipc", "--as-pid-1")
 
 
-class Bubblewrap:
+class Bubblewrap(Confinement):
     """The process that starts the workers runs in mount, process and IPC namespaces of its own. The network is shared.
 
     It is process 1 of its namespace, so Linux ends all of its workers with it, and no worker can signal it.
@@ -44,9 +46,6 @@ class Bubblewrap:
             if not any(folder.is_relative_to(path) for path in (*readable, root) if path != "/"):
                 mounts.setdefault(str(folder), ["--perms", "0755", "--dir", str(folder)])
         return [*_NAMESPACES, *(word for path in sorted(mounts) for word in mounts[path]), "--"]
-
-    def enter(self, root: str, readable: Sequence[str]) -> None:
-        """Do nothing: a worker is in the namespaces of the process that forks it."""
 
 
 def _tmpfs(path: str) -> list[str]:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .user import Confinement
+
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 """Numbers of the system calls, the same on all machines."""
 _PATH_BENEATH = 1
@@ -21,7 +23,7 @@ _ABSTRACT_SOCKETS, _SIGNALS = 1 << 0, 1 << 1
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 
 
-class Landlock:
+class Landlock(Confinement):
     """A worker reads the readable paths, `/proc` and a few devices, and writes in `root` only.
 
     Linux also refuses a worker the memory, the environment and the open files of processes outside. Signals to these processes
@@ -39,11 +41,6 @@ class Landlock:
         return (
             None if version >= 3 else f"version 3 of Landlock is needed (Linux 6.2); this Linux has version {version}"
         )
-
-    def prefix(self, root: str, readable: Sequence[str]) -> list[str]:
-        """Nothing precedes the command."""
-        del root, readable
-        return []
 
     def enter(self, root: str, readable: Sequence[str]) -> None:
         """Restrict this process and all that it starts. There is no way back. Requires PR_SET_NO_NEW_PRIVS."""

@@ -1,19 +1,27 @@
-"""Confinement by the workers' user alone: the fallback, which works everywhere."""
+"""Confinement by the workers' user alone: the fallback, which works everywhere. The other kinds are derived from it."""
 
 from collections.abc import Sequence
 
 
-class User:
+class Confinement:
     """Tools can reach what the workers' user can reach. A worker with a user id of its own can change only its own files."""
 
     def unavailable(self) -> str | None:
-        """This kind works everywhere."""
+        """Why this machine lacks this kind. None if it works here."""
         return None
 
     def prefix(self, root: str, readable: Sequence[str]) -> list[str]:
-        """Nothing precedes the command."""
-        del root, readable
+        """Command that precedes the command of the process that starts the workers.
+
+        Args:
+            root: The tools' folder.
+            readable: Other files and folders that tools may read.
+        """
         return []
 
     def enter(self, root: str, readable: Sequence[str]) -> None:
-        """Do nothing: `process` has changed the user."""
+        """Confine a worker process, before its first call. `process` has changed its user already.
+
+        Raises:
+            OSError: The process is not confined.
+        """
