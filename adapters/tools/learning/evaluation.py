@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, assert_never, runtime_checkable
+from typing import Any, Literal, Protocol, assert_never
 
 import numpy as np
 import pydantic
@@ -22,19 +22,11 @@ NO_TOOL, UNKNOWN = "no tool", "?"
 
 
 class PredictsCalls(Protocol):
-    """A `ToolSelectionPolicy`, or any other object that predicts calls for tasks."""
+    """A `ToolSelectionPolicy`, or any object that predicts calls for tasks. `predict_top` is optional: it returns the most
+    likely calls per task, each with its `confidence`."""
 
     def predict(self, states: Any) -> Sequence[ToolCall | None]:
         """Return one call per task. None: no tool."""
-        ...
-
-
-@runtime_checkable
-class PredictsConfidences(Protocol):
-    """A policy that knows how likely its calls are."""
-
-    def predict_top(self, states: Any, k: int) -> Sequence[Sequence[Any]]:
-        """Return the k most likely calls per task, each with its `confidence`."""
         ...
 
 
@@ -208,8 +200,9 @@ def _abstention(
     if not needs_none.any():
         return None
     auroc = None
-    if needs_tool.any() and isinstance(policy, PredictsConfidences):
-        confidences = np.array([best[0].confidence for best in policy.predict_top(tasks, 1)])
+    predict_top = getattr(policy, "predict_top", None)
+    if needs_tool.any() and predict_top is not None:
+        confidences = np.array([best[0].confidence for best in predict_top(tasks, 1)])
         auroc = _auroc(confidences[needs_tool], confidences[needs_none])
     return Abstention(
         num_tasks=int(needs_none.sum()),

@@ -3,7 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from types import NoneType
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -26,6 +27,7 @@ CallReward: TypeAlias = Callable[[Any, ToolCall, ToolResult], float]
 RIGHT_TOOL, SAME_CATEGORY, RIGHT_PARAMETERS, EXECUTED = 0.5, 0.2, 0.3, 0.2
 
 
+@runtime_checkable
 class RunsCalls(Protocol):
     """A `ToolExecutor`, or any other object that executes calls."""
 
@@ -75,7 +77,13 @@ class ToolRewards(WeightedRewards):
         max_lost_in_a_row: int = 32,
         per_tool: ToolCatalogue | None = None,
     ) -> None:
-        _check_arguments(executor, functions, max_lost_in_a_row, per_tool)
+        if not isinstance(functions, Mapping) or not all(callable(function) for function in functions.values()):
+            raise ConfigError(
+                f"ToolRewards.functions must map names to functions (task, call, result) -> reward; got {functions!r}."
+            )
+        require_type("ToolRewards", RunsCalls, "an object with a method run(calls)", executor=executor)
+        require_type("ToolRewards", (ToolCatalogue, NoneType), "a ToolCatalogue, or None", per_tool=per_tool)
+        require_whole("ToolRewards", max_lost_in_a_row=max_lost_in_a_row)
         super().__init__({name: _of_rows(name, function) for name, function in functions.items()}, weights)
         self.executor = executor
         self.reuse_results = reuse_results
@@ -143,20 +151,6 @@ class ToolRewards(WeightedRewards):
         return [results[key] for key in keys]
 
 
-def _check_arguments(executor: Any, functions: Any, max_lost_in_a_row: Any, per_tool: Any) -> None:
-    if not callable(getattr(executor, "run", None)):
-        raise ConfigError(
-            f"ToolRewards.executor must have a method run(calls); got {type(executor).__name__}. Pass a ToolExecutor."
-        )
-    if not isinstance(functions, Mapping) or not all(callable(function) for function in functions.values()):
-        raise ConfigError(
-            f"ToolRewards.functions must map names to functions (task, call, result) -> reward; got {functions!r}."
-        )
-    require_whole("ToolRewards", max_lost_in_a_row=max_lost_in_a_row)
-    if per_tool is not None:
-        require_type("ToolRewards", ToolCatalogue, "a ToolCatalogue", per_tool=per_tool)
-
-
 def call_key(call: ToolCall) -> str | None:
     """A text key that is equal only for calls that execute identically. None if the call is invalid."""
     name = plain_name(call.tool)
@@ -178,12 +172,12 @@ def _of_rows(name: str, function: CallReward) -> Callable[[Any, Any], list[float
             except GRPOError:
                 raise
             except Exception as error:
-                shown = (
+                what = (
                     "no call"
                     if call is None
                     else f"{bounded_text(call.tool, 100)}({bounded_text(call.arguments, 300)})"
                 )
-                raise RuntimeError(f"The reward {name} raised {type(error).__name__} for {shown}: {error}") from error
+                raise RuntimeError(f"The reward {name} raised {type(error).__name__} for {what}: {error}") from error
         return answers
 
     ask.__name__ = name

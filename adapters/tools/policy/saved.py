@@ -26,48 +26,8 @@ _FITTED = "encoder."
 _AGAIN = "Save the policy again, or copy the file again."
 
 
-def write_policy(folder: Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write the file under a temporary name, then rename it. If this is interrupted, the previous file remains.
-
-    Args:
-        folder: Target folder. It is created if it does not exist.
-        description: Values that JSON can represent.
-        tensors: The weights by name.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{FILE}.unfinished"
-    try:
-        with unfinished.open("wb") as file:
-            metadata = {"description": json.dumps(description)}
-            file.write(save({name: value.contiguous() for name, value in tensors.items()}, metadata))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(folder / FILE)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def read_policy(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read the description and the weights that `write_policy` wrote.
-
-    Raises:
-        ConfigError: The file is missing or truncated, or is no policy.
-    """
-    path = folder / FILE
-    if not path.is_file():
-        raise ConfigError(f"{folder} holds no policy: {FILE} is missing. Write a policy with ToolSelectionPolicy.save.")
-    try:
-        with safe_open(path, framework="pt") as file:
-            description = json.loads((file.metadata() or {})["description"])
-            return description, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-    except SafetensorError as error:
-        raise ConfigError(f"{path} is truncated or altered: {error}. {_AGAIN}") from error
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"{path} was not written by ToolSelectionPolicy.save. {_AGAIN}") from error
-
-
 def save_policy(policy: "ToolSelectionPolicy", folder: Path) -> None:
-    """Carry out `ToolSelectionPolicy.save`."""
+    """Carry out `ToolSelectionPolicy.save`. The file is written under a temporary name, then renamed."""
     tensors = policy.state_dict()
     description = {
         "num_features": policy.num_features,
@@ -82,14 +42,24 @@ def save_policy(policy: "ToolSelectionPolicy", folder: Path) -> None:
     encoder: object = policy.encoder.encoder
     fitted: Mapping[str, Tensor] = encoder.fitted() if isinstance(encoder, HasFit) else {}
     tensors |= {_FITTED + name: value for name, value in fitted.items()} | {"probe": policy.encoder([PROBE])}
-    write_policy(folder, description, tensors)
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f"{FILE}.unfinished"
+    try:
+        with unfinished.open("wb") as file:
+            metadata = {"description": json.dumps(description)}
+            file.write(save({name: value.contiguous() for name, value in tensors.items()}, metadata))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(folder / FILE)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def load_policy(
     kind: "type[ToolSelectionPolicy]", folder: Path, catalogue: ToolCatalogue, options: Mapping[str, Any]
 ) -> "ToolSelectionPolicy":
     """Carry out `ToolSelectionPolicy.load`."""
-    about, tensors = read_policy(folder)
+    about, tensors = _read(folder)
     fitted = {name.removeprefix(_FITTED): tensors.pop(name) for name in list(tensors) if name.startswith(_FITTED)}
     if fitted and isinstance(options.get("encoder"), HasFit):
         options["encoder"].restore(fitted)
@@ -104,3 +74,18 @@ def load_policy(
     policy.load_state_dict(tensors | {"_extra_state": about["calibration"]})
     policy.menu.added |= set(catalogue) - {tool["name"] for tool in about["tools"]}
     return policy
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description and the weights in the file."""
+    path = folder / FILE
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no policy: {FILE} is missing. Write a policy with ToolSelectionPolicy.save.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            description = json.loads((file.metadata() or {})["description"])
+            return description, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is truncated or altered: {error}. {_AGAIN}") from error
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{path} was not written by ToolSelectionPolicy.save. {_AGAIN}") from error
