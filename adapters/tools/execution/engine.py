@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
@@ -15,22 +14,18 @@ from typing import Any
 from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArgumentsError, encode_arguments
 from adapters.tools.catalogue.calls import ToolCall, ToolResult
 from adapters.tools.catalogue.tools import Tool
-from adapters.tools.errors import LoopBlockedError, ToolError, ToolRaisedError, ToolTimeoutError
+from adapters.tools.errors import ToolError
 from grpo.errors import ConfigError, GRPOWarning
 
 from .call_log import CallLog
 from .links import ERRORS, ForkServerLink
-from .remote_loop import RemoteLoop
-from .worker import described, encode_output, message_of, remove_folder
+from .remote_tools import Clock, RemoteTools
+from .worker import remove_folder
 from .workers import WorkerPool
 
 Given = tuple[ToolCall, Tool | ToolError, str | None]
 """A call, its tool or the error if it has none, and the name of its folder."""
 
-_GRACE_SECONDS = 1.0
-"""Time for a cancelled remote tool to end. After that, the executor stops waiting for it."""
-_LOOK_SECONDS = 1.0
-"""Time between two looks at whether the loop of the remote tools is stuck."""
 CLEAN_UP_SECONDS = 10.0
 """Time for cancelled work to end when the executor is closed."""
 
@@ -90,18 +85,15 @@ class Engine:
         fresh_in: Path | None,
         log: CallLog | None,
     ) -> None:
-        self._checkers = checkers
         self._num_workers = num_workers
         self._max_concurrency = max_concurrency
-        self._max_output_bytes = max_output_bytes
         self._timeout = timeout
         self._fresh_in = fresh_in
         self._log = log
         self._loop = asyncio.new_event_loop()
         self._pool = WorkerPool(make_server, num_workers)
-        self._turns = asyncio.Semaphore(max_concurrency)
+        self._remote = RemoteTools(checkers, max_output_bytes, max_concurrency)
         self._runs: set[asyncio.Task[Any]] = set()
-        self._remotes: list[RemoteLoop] = []
         self._thread = threading.Thread(target=self._loop.run_forever, name="ToolExecutor", daemon=True)
         self._lock = threading.Lock()
         self._closing = False
@@ -110,7 +102,7 @@ class Engine:
     @property
     def is_current(self) -> bool:
         """Whether the calling thread is the engine's thread, or the thread of the remote tools."""
-        return threading.current_thread() is self._thread or any(remote.is_current for remote in self._remotes)
+        return threading.current_thread() is self._thread or self._remote.is_current
 
     def submit(self, work: Coroutine[Any, Any, Any], waiting: "Waiting") -> "Future[Any]":
         """Run a coroutine in the loop. Returns the future of `waiting`, which gets the result.
@@ -158,7 +150,7 @@ class Engine:
         return results
 
     async def _result(self, call: ToolCall, tool: Tool | ToolError, folder: str | None) -> ToolResult:
-        clock = _Clock()
+        clock = Clock()
         size = 0
         try:
             if isinstance(tool, ToolError):
@@ -185,66 +177,28 @@ class Engine:
             given_up = asyncio.CancelledError("given up: the executor was closed, or whoever waited was interrupted.")
             self._log.write(call, given_up, seconds)
 
-    async def _ask(self, tool: Tool, text: str, clock: "_Clock", folder: str | None = None) -> tuple[Any, int]:
+    async def _ask(self, tool: Tool, text: str, clock: "Clock", folder: str | None = None) -> tuple[Any, int]:
         """Run a call in a worker."""
-        timeout = tool.timeout if tool.timeout is not None else self._timeout
         fresh = None if self._fresh_in is None or folder is not None else self._fresh_in / f"call-{os.urandom(8).hex()}"
         folder = folder if fresh is None else fresh.name
         try:
-            return await self._pool.call(f'["{tool.name}",{text},{json.dumps(folder)}]'.encode(), timeout, clock.begin)
+            return await self._pool.call(
+                f'["{tool.name}",{text},{json.dumps(folder)}]'.encode(), self._timeout_of(tool), clock.begin
+            )
         except ToolError as error:
             raise type(error)(f"{tool.name}: {error}") from None
         finally:
             if fresh is not None:
                 await asyncio.shield(asyncio.to_thread(_remove, fresh))
 
-    async def _await(self, tool: Tool, text: str, clock: "_Clock") -> tuple[Any, int]:
-        check = self._checkers[tool.name]
-        if check.is_slow:  # a slow check here would block the loop
+    async def _await(self, tool: Tool, text: str, clock: "Clock") -> tuple[Any, int]:
+        """Await a remote tool. A worker checks its arguments first if that can be slow: here, it would block the loop."""
+        if self._remote.is_slow(tool):
             await self._ask(tool, text, clock)
-        async with self._turns:
-            clock.begin()
-            arguments = check.convert(json.loads(text)) if check.is_slow else check(json.loads(text))
-            timeout = tool.timeout if tool.timeout is not None else self._timeout
-            fits, content = await self._in_time(tool, arguments, timeout, clock)
-        answer = json.loads(content)
-        if not fits:
-            raise ERRORS[answer[0]](f"{tool.name}: {answer[1]}")
-        return answer, len(content)
+        return await self._remote.call(tool, text, self._timeout_of(tool), clock)
 
-    async def _in_time(
-        self, tool: Tool, arguments: dict[str, Any], timeout: float, clock: "_Clock"
-    ) -> tuple[bool, bytes]:
-        """Await a remote tool. A call that ignores its cancellation is abandoned."""
-        if not self._remotes or self._remotes[-1].is_stuck():
-            self._remotes.append(RemoteLoop())
-        remote = self._remotes[-1]
-        call = remote.start(_outcome(tool, arguments, self._max_output_bytes), timeout)
-        clock.read = lambda: call.seconds
-        ended = asyncio.wrap_future(call.future)
-        try:
-            while not ended.done() and (left := timeout - call.seconds) > 0 and not remote.is_stuck():
-                await asyncio.wait([ended], timeout=min(left, _LOOK_SECONDS))
-        finally:
-            is_late = call.seconds >= timeout
-            is_blocked = not ended.done() and not is_late
-            if not ended.done():
-                call.cancel()
-                await asyncio.wait([ended], timeout=_GRACE_SECONDS)
-        if is_late:
-            raise ToolTimeoutError(f"{tool.name}: no answer within {timeout:g} s; the call was cancelled.")
-        if is_blocked:
-            raise LoopBlockedError(
-                f"{tool.name}: another remote tool blocks the event loop, so this call could not go on. A remote tool must "
-                "await, and not block: make the other tool a function that runs in a worker."
-            )
-        fits, content, error = ended.result()
-        if isinstance(error, ToolError) and type(error).__module__ == ToolError.__module__:
-            # A client may raise a ToolError itself, for example when its server is gone.
-            raise type(error)(f"{tool.name}: {message_of(error)}") from error
-        if error is not None:
-            raise ToolRaisedError(f"{tool.name}: {described(error)}") from error
-        return fits, content
+    def _timeout_of(self, tool: Tool) -> float:
+        return tool.timeout if tool.timeout is not None else self._timeout
 
     def close(self) -> None:
         """Cancel the running calls, end the workers, and stop the loop."""
@@ -257,8 +211,7 @@ class Engine:
         try:
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(2 * CLEAN_UP_SECONDS)
         finally:
-            for remote in self._remotes:
-                remote.close()
+            self._remote.close()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLEAN_UP_SECONDS)
         self._loop.close()
@@ -279,26 +232,3 @@ def _remove(folder: Path) -> None:
         remove_folder(str(folder))
     except OSError as error:
         warnings.warn(f"ToolExecutor could not remove the folder of a call: {error}.", GRPOWarning, stacklevel=2)
-
-
-async def _outcome(tool: Tool, arguments: dict[str, Any], max_bytes: int) -> tuple[bool, bytes, BaseException | None]:
-    """Return a remote tool's encoded output (see `encode_output`) and None, or its exception."""
-    try:
-        return *encode_output(await tool.function(**arguments), max_bytes), None
-    except BaseException as error:  # an uncaught `SystemExit` would end the loop
-        return False, b"", error
-
-
-class _Clock:
-    """Seconds since a call started."""
-
-    def __init__(self) -> None:
-        self.read: Callable[[], float] = lambda: 0.0
-
-    def begin(self) -> None:
-        begun = time.perf_counter()
-        self.read = lambda: time.perf_counter() - begun
-
-    @property
-    def seconds(self) -> float:
-        return self.read()

@@ -41,12 +41,10 @@ class ToolExecutor:
     """Executes tool calls in worker processes, and awaits remote tools in this process. Made for Linux; workers need Unix.
 
     Trust: arguments are treated as hostile, and tools are trusted. A call is rejected before anything runs if its tool is not
-    in the catalogue or not allowed, if its arguments do not match the schema, or if a path leaves its folder. A call runs in a
-    worker process that shares no memory, open files, environment or terminal with this program. A worker that times out, dies
-    or sends an invalid answer is killed with its processes, and replaced.
-
-    Between two calls of one worker, its process state is restored, but not the state of modules. Calls share files in `root`,
-    unless they have folders.
+    in the catalogue or not allowed, if its arguments do not match the schema, or if a path leaves its folder. A worker shares
+    no memory, open files, environment or terminal with this program. A worker that times out, dies or sends an invalid answer
+    is killed with its processes, and replaced. Between two calls, a worker's process state is restored, but not the state of
+    modules. Calls share files in `root`, unless they have folders.
 
     Imports: functions are imported by name, once, in a process that receives only a few environment variables, such as PATH.
     Import modules at the top of the tool's module, because workers may not be able to read them later. In a script that

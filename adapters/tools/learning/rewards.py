@@ -77,10 +77,10 @@ class ToolRewards(WeightedRewards):
         max_lost_in_a_row: int = 32,
         per_tool: ToolCatalogue | None = None,
     ) -> None:
-        if not isinstance(functions, Mapping) or not all(callable(function) for function in functions.values()):
-            raise ConfigError(
-                f"ToolRewards.functions must map names to functions (task, call, result) -> reward; got {functions!r}."
-            )
+        what = "a mapping of names to functions (task, call, result) -> reward"
+        require_type("ToolRewards", Mapping, what, functions=functions)
+        for function in functions.values():
+            require_type("ToolRewards", Callable, what, functions=function)  # type: ignore[arg-type]
         require_type("ToolRewards", RunsCalls, "an object with a method run(calls)", executor=executor)
         require_type("ToolRewards", (ToolCatalogue, NoneType), "a ToolCatalogue, or None", per_tool=per_tool)
         require_whole("ToolRewards", max_lost_in_a_row=max_lost_in_a_row)

@@ -81,7 +81,7 @@ def test_waiting_for_a_turn_counts_neither_as_time_nor_toward_the_timeout(execut
 
 
 def test_a_late_remote_tool_is_cancelled_and_abandoned_if_it_ignores_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.tools.execution.engine._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("adapters.tools.execution.remote_tools._GRACE_SECONDS", 0.1)
     ended = []
 
     async def polite() -> None:
@@ -219,9 +219,9 @@ def test_a_remote_tool_that_blocks_fails_only_its_own_call(blocking: str) -> Non
 
 
 def test_a_loop_that_a_remote_tool_never_gives_back_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("adapters.tools.execution.engine._GRACE_SECONDS", 0.05)
-    monkeypatch.setattr("adapters.tools.execution.engine._LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("adapters.tools.execution.remote_loop._STUCK_SECONDS", 0.2)
+    monkeypatch.setattr("adapters.tools.execution.remote_tools._GRACE_SECONDS", 0.05)
+    monkeypatch.setattr("adapters.tools.execution.remote_tools._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("adapters.tools.execution.remote_tools._STUCK_SECONDS", 0.2)
     enough = threading.Event()
 
     async def hang() -> None:

@@ -140,7 +140,7 @@ CASES: list[tuple[str, Any, Any]] = [
 def test_each_hostile_remote_call_ends_as_required_while_another_is_answered(
     tmp_path: Path, subtests: pytest.Subtests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("adapters.tools.execution.engine._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("adapters.tools.execution.remote_tools._GRACE_SECONDS", 0.1)
     log = tmp_path / "calls.jsonl"
     beside, num_answered = ToolCall(tool="echo", arguments={"value": "here"}), 0
     found: list[ToolResult] = []

@@ -1,20 +1,130 @@
-"""The event loop of the remote tools, on a thread of its own. A tool that blocks this loop fails no other call."""
+"""Remote tools: their event loop, on a thread of its own. A tool that blocks this loop fails no other call."""
 
 import asyncio
+import json
 import threading
 import time
 import types
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from typing import Any
 
+from adapters.tools.catalogue.arguments import ArgumentChecker
+from adapters.tools.catalogue.tools import Tool
+from adapters.tools.errors import LoopBlockedError, ToolError, ToolRaisedError, ToolTimeoutError
+
+from .links import ERRORS
+from .worker import described, encode_output, message_of
+
+_GRACE_SECONDS = 1.0
+"""Time for a cancelled remote tool to end. After that, the executor stops waiting for it."""
+_LOOK_SECONDS = 1.0
+"""Time between two looks at whether the loop of the remote tools is stuck."""
 _CALL: ContextVar["RemoteCall | None"] = ContextVar("remote call", default=None)
 """The call to which a task belongs. Tasks that a tool starts inherit it."""
 _STUCK_SECONDS = 10.0
 """How long a call may block the loop beyond its own timeout before the loop is given up."""
 _END_SECONDS = 1.0
 """Time for the thread to end when the loop is closed. A thread that a tool blocks is left behind."""
+
+
+class Clock:
+    """Seconds since a call started."""
+
+    def __init__(self) -> None:
+        self.read: Callable[[], float] = lambda: 0.0
+
+    def begin(self) -> None:
+        """Start now."""
+        begun = time.perf_counter()
+        self.read = lambda: time.perf_counter() - begun
+
+    @property
+    def seconds(self) -> float:
+        """0 before the start."""
+        return self.read()
+
+
+class RemoteTools:
+    """Awaits remote tools, and measures which of them holds their event loop. Everything here runs in the engine's loop.
+
+    Args:
+        checkers: Argument checkers by name.
+        max_bytes: Size limit of one output as JSON.
+        max_concurrency: Maximum number of concurrent calls.
+    """
+
+    def __init__(self, checkers: Mapping[str, ArgumentChecker], max_bytes: int, max_concurrency: int) -> None:
+        self._checkers, self._max_bytes = checkers, max_bytes
+        self._turns = asyncio.Semaphore(max_concurrency)
+        self._loops: list[RemoteLoop] = []
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is the thread of the remote tools."""
+        return any(loop.is_current for loop in self._loops)
+
+    def is_slow(self, tool: Tool) -> bool:
+        """Whether a check of the tool's arguments can be slow, so that a worker has to do it."""
+        return self._checkers[tool.name].is_slow
+
+    async def call(self, tool: Tool, text: str, timeout: float, clock: Clock) -> tuple[Any, int]:
+        """Check the arguments, unless `is_slow`, and await the tool. Returns the output and its size in bytes."""
+        async with self._turns:
+            clock.begin()
+            check, arguments = self._checkers[tool.name], json.loads(text)
+            arguments = check.convert(arguments) if check.is_slow else check(arguments)
+            fits, content = await self._in_time(tool, arguments, timeout, clock)
+        answer = json.loads(content)
+        if not fits:
+            raise ERRORS[answer[0]](f"{tool.name}: {answer[1]}")
+        return answer, len(content)
+
+    async def _in_time(self, tool: Tool, arguments: dict[str, Any], timeout: float, clock: Clock) -> tuple[bool, bytes]:
+        """Await a tool. A call that ignores its cancellation is abandoned."""
+        if not self._loops or self._loops[-1].is_stuck():
+            self._loops.append(RemoteLoop())
+        loop = self._loops[-1]
+        call = loop.start(_outcome(tool, arguments, self._max_bytes), timeout)
+        clock.read = lambda: call.seconds
+        ended = asyncio.wrap_future(call.future)
+        try:
+            while not ended.done() and (left := timeout - call.seconds) > 0 and not loop.is_stuck():
+                await asyncio.wait([ended], timeout=min(left, _LOOK_SECONDS))
+        finally:
+            is_late = call.seconds >= timeout
+            is_blocked = not ended.done() and not is_late
+            if not ended.done():
+                call.cancel()
+                await asyncio.wait([ended], timeout=_GRACE_SECONDS)
+        if is_late:
+            raise ToolTimeoutError(f"{tool.name}: no answer within {timeout:g} s; the call was cancelled.")
+        if is_blocked:
+            raise LoopBlockedError(
+                f"{tool.name}: another remote tool blocks the event loop, so this call could not go on. A remote tool must "
+                "await, and not block: make the other tool a function that runs in a worker."
+            )
+        fits, content, error = ended.result()
+        if isinstance(error, ToolError) and type(error).__module__ == ToolError.__module__:
+            # A client may raise a ToolError itself, for example when its server is gone.
+            raise type(error)(f"{tool.name}: {message_of(error)}") from error
+        if error is not None:
+            raise ToolRaisedError(f"{tool.name}: {described(error)}") from error
+        return fits, content
+
+    def close(self) -> None:
+        """End all loops."""
+        for loop in self._loops:
+            loop.close()
+
+
+async def _outcome(tool: Tool, arguments: dict[str, Any], max_bytes: int) -> tuple[bool, bytes, BaseException | None]:
+    """Return a remote tool's encoded output (see `encode_output`) and None, or its exception."""
+    try:
+        return *encode_output(await tool.function(**arguments), max_bytes), None
+    except BaseException as error:  # an uncaught `SystemExit` would end the loop
+        return False, b"", error
 
 
 class RemoteLoop:
