@@ -12,20 +12,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run_on_ranks(*arguments: Any) -> Any:
+def run_on_ranks(*arguments: Any, **variables: str) -> Any:
     command = [sys.executable, "-m", "tests.support.runs_on_ranks", *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
-def assert_same_ends(ranks: list[dict[str, Any]], subtests: pytest.Subtests) -> None:
+def assert_same_ends(ranks: list[dict[str, Any]], subtests: pytest.Subtests, num_stops: int = 2) -> None:
     for name in ranks[0].keys() - {"unbroken"}:
         for rank, found in enumerate(ranks):
             with subtests.test(name=name, rank=rank):
                 assert found[name]["end"] == found["unbroken"]["end"]
-                assert found[name]["stops"] >= 2
+                assert found[name]["stops"] >= num_stops
                 assert found[name]["errors"] == ["TrainingInterrupted" if "signal" in name else "RankError"]
                 assert str(found[name]["metrics"]) == str(found["unbroken"]["metrics"])
 
@@ -33,6 +33,19 @@ def assert_same_ends(ranks: list[dict[str, Any]], subtests: pytest.Subtests) -> 
 @pytest.mark.slow
 def test_a_run_stopped_on_one_rank_continues_on_both(subtests: pytest.Subtests, tmp_path: Path) -> None:
     assert_same_ends(run_on_ranks("stops", tmp_path, 3, "reward", "loss"), subtests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", ["1", "4"])
+def test_iterations_ahead_end_on_both_ranks_as_in_one_thread_and_after_stops(
+    ahead: str, subtests: pytest.Subtests, tmp_path: Path
+) -> None:
+    (tmp_path / "in order").mkdir()
+    expected = run_on_ranks("stops", tmp_path / "in order", 4, ITERATIONS_AHEAD=ahead, GRPO_AHEAD_IN_ORDER="1")
+    found = run_on_ranks("stops", tmp_path, 4, "reward", "loss", ITERATIONS_AHEAD=ahead)
+    assert_same_ends(found, subtests, num_stops=1)  # a resumed run has some rewards, and asks for fewer
+    for rank in range(2):
+        assert found[rank]["unbroken"] == expected[rank]["unbroken"]
 
 
 @pytest.mark.slow

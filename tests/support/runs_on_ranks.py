@@ -31,8 +31,15 @@ from tests.support.policies import VectorPolicy
 from tests.support.stopped_runs import Calls, by_exception, by_signal, end_of, without_times
 
 NUM_RANKS = 2
+AHEAD = int(os.environ.get("ITERATIONS_AHEAD", "0"))
+"""`GRPOConfig.iterations_ahead` of the runs."""
 LONGEST_WAIT = 20.0
 """Seconds that a rank waits for the other one."""
+
+
+def slow(states: Any, actions: Any) -> list[float]:
+    time.sleep(0.01 * random.SystemRandom().random())
+    return [float(action == 2) + 0.1 * float(state[0]) for state, action in zip(states, actions, strict=True)]
 
 
 def made(seed: int, engine: Any) -> tuple[GRPOTrainer, Any]:
@@ -40,9 +47,12 @@ def made(seed: int, engine: Any) -> tuple[GRPOTrainer, Any]:
     policy = VectorPolicy()
     with torch.no_grad():
         next(iter(policy.parameters())).mul_(seed)
-    config = GRPOConfig(group_size=4, batch_size=4, num_epochs_per_update=2, num_states_per_iteration=4, seed=seed)
+    settings = {"num_epochs_per_update": 2, "num_states_per_iteration": 4, "iterations_ahead": AHEAD}
+    config = GRPOConfig(group_size=4, batch_size=4, seed=seed, **settings)
     states = torch.randn(7, 3, generator=torch.Generator().manual_seed(5))
-    reward = lambda states, actions: [float(action == 2) + random.random() for action in actions]  # noqa: E731
+    reward: Any = lambda states, actions: [float(action == 2) + random.random() for action in actions]  # noqa: E731
+    if AHEAD:
+        reward = slow  # draws nothing, so it is asked for beside the updates
     return GRPOTrainer(config=config, policy=policy, reward_model=reward, engine=engine), states
 
 
