@@ -70,6 +70,7 @@ TYPED = {
     "checkpoints": ["--quick"],
     "control_learning": ["--envs", "CartPole-v1", "--seeds", "1", "--steps", "2000"],
     "control_speed": ["--quick"],
+    "iterations_ahead": ["--seeds", "1", "--iterations", "20", "--timed", "15"],
     "objective": ["--rows", "64", "--steps", "32", "--repeats", "3"],
     "overhead": ["--rows", "64", "128", "--repeats", "3"],
     "scale": ["--ranks", "1", "2", "--hidden-size", "64", "--layers", "2", "--iterations", "2"],

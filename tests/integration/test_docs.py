@@ -127,7 +127,15 @@ def test_every_documented_metric_is_measured(subtests: pytest.Subtests) -> None:
             assert not [name for name in runs["plain"] if "sampler" in name or "drawn" in name]
 
 
-RUN_OF = {"kl": "kl", "sampler": "sampler", "drawn": "drawn", "eval/steps": "sampler"}
+RUN_OF = {
+    "kl": "kl",
+    "sampler": "sampler",
+    "effective_sample_size": "sampler",
+    "drawn": "drawn",
+    "eval/steps": "sampler",
+    "waited": "ahead",
+    "hidden": "ahead",
+}
 """Part of a metric's name, and the run below that measures it. The policy of this run samples with a mask."""
 
 
@@ -141,6 +149,7 @@ def metrics_of_small_runs() -> dict[str, dict[str, float]]:
         "kl": metrics_of(TablePolicy([0, 1]), reference, objective=ObjectiveConfig(kl_coef=0.1)),
         "sampler": metrics_of(SoftmaxPolicy(num_actions=2, num_states=2), objective=truncate),
         "drawn": metrics_of(TablePolicy([0, 1], script=half_right), dynamic_sampling_rounds=1),
+        "ahead": metrics_of(TablePolicy([0, 1]), iterations_ahead=1),
     }
 
 
@@ -154,7 +163,8 @@ def metrics_of(policy: Any, reference: Any = None, **settings: Any) -> dict[str,
         reward_model=WeightedRewards({"right": right}),
         reference_policy=reference,
     )
-    return trainer.step([0, 1]) | trainer.evaluate([0, 1])
+    (metrics,) = trainer.train([0, 1], num_iterations=1, progress=False)
+    return metrics | trainer.evaluate([0, 1])
 
 
 def test_every_advice_in_the_log_is_explained_in_the_debugging_page() -> None:
