@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from ._sharding.tensors import copy_into, is_sharded
 from .errors import ConfigError, GRPOWarning
 from .policy_base import HasState, SyncsSampler
 from .settings import nearest_name
@@ -283,14 +284,12 @@ class KeepBestPolicy(_Best):
     ) -> None:
         super().__init__(metric, mode, min_delta)
         self.weights: dict[str, Tensor] = {}
-        """The best weights by name, on the CPU. Empty: nothing was measured."""
+        """The best weights by name, on the CPU, or divided among the ranks. Empty: nothing was measured."""
 
     def on_iteration(self, trainer: RunningTrainer, metrics: Mapping[str, float]) -> Decision:
         """Copy the weights if the metric is the best so far."""
         if self.improves(trainer.iteration, metrics):
-            self.weights = {
-                name: value.detach().to("cpu", copy=True) for name, value in trainer.policy.get_parameters().items()
-            }
+            self.weights = {name: _copy(value) for name, value in trainer.policy.get_parameters().items()}
         return None
 
     def restore(self, policy: Any) -> None:
@@ -313,7 +312,7 @@ class KeepBestPolicy(_Best):
             )
         with torch.no_grad():
             for name, value in parameters.items():
-                value.copy_(self.weights[name])
+                copy_into(value, self.weights[name])
         if isinstance(policy, SyncsSampler):
             policy.sync_sampler()
 
@@ -325,6 +324,11 @@ class KeepBestPolicy(_Best):
         """Restore what `state_dict` returned."""
         super().load_state_dict(state)
         self.weights = dict(state["weights"])
+
+
+def _copy(value: Tensor) -> Tensor:
+    """A copy on the CPU, or of this rank's rows where they are."""
+    return value.detach().clone() if is_sharded(value) else value.detach().to("cpu", copy=True)
 
 
 class TimeBudget:

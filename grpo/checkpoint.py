@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._sharding.tensors import copy_into
 from ._storage.commit import commit, require_finite, typed_errors
-from ._storage.decoding import SavedTensor
+from ._storage.decoding import SavedRows, SavedTensor
 from ._storage.encoding import encode, require_encodable
 from ._storage.files import as_path, make_folder
 from ._storage.folder import CheckpointFolder, best_of
@@ -30,6 +31,7 @@ from .policy_base import HasState, parameters_of, require_methods
 __all__ = [
     "Checkpoint",
     "CheckpointFolder",
+    "SavedRows",
     "SavedTensor",
     "best_checkpoint",
     "load_weights",
@@ -143,7 +145,7 @@ def load_weights(path: str | Path, policy: Any) -> None:
             ) from error
     with torch.no_grad():
         for name, value in parameters.items():
-            value.copy_(weights[name])
+            copy_into(value, weights[name])
 
 
 def _require_weights(found: Checkpoint, owner: str, policy: Any, parameters: Mapping[str, Tensor]) -> None:

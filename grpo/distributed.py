@@ -23,6 +23,7 @@ from ._ranks.meetings import Meetings
 from ._ranks.messages import PrintedOnce
 from ._ranks.shared_errors import error_for_all, problem_of
 from ._sharding.model import Plan, ShardedModel
+from ._sharding.tensors import sharded_like
 from .errors import ConfigError, RankError
 
 __all__ = [
@@ -218,6 +219,7 @@ class Sharded(Replicated):
                 f"{mixed_precision!r}."
             )
         require_same_on_all_ranks(self, "Sharded", {"mixed_precision": mixed_precision, "cpu_offload": cpu_offload})
+        self._offloads = cpu_offload
         self._plan = Plan(
             mesh=DeviceMesh.from_group(self._dist.group.WORLD if group is None else group, self._device.type),
             precision=mixed_precision or fsdp.MixedPrecisionPolicy(),
@@ -245,6 +247,10 @@ class Sharded(Replicated):
     def accompany(self, policy: Any, loss: Callable[[], Tensor]) -> None:
         """Make a forward and a backward pass only because other ranks make one. The gradient is 0, and does not count."""
         self._models[id(policy)][1].accompany(loss)
+
+    def divided(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        """A divided tensor of this shape, of which this rank has these rows."""
+        return sharded_like(rows.to("cpu" if self._offloads else self._device), shape, self._plan.mesh)
 
     def take_reached(self) -> set[int]:
         """The ids of the divided parameters that a gradient of this rank has reached since the last call."""

@@ -1,6 +1,6 @@
 """What the trainer asks of the processes of a run: two protocols, and the engine of a single process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -41,7 +41,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class ShardsWeights(Protocol):
+class ShardsWeights(Engine, Protocol):
     """An engine that divides the weights of policies among the ranks. The trainer looks for these methods once."""
 
     def shard(self, policy: Any) -> None:
@@ -55,6 +55,9 @@ class ShardsWeights(Protocol):
 
     def accompany(self, policy: Any, loss: Callable[[], Tensor]) -> None:
         """Make a forward and a backward pass only because other ranks make one. The gradient is 0, and does not count."""
+
+    def divided(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        """A divided tensor of this shape, of which this rank has these rows."""
 
     def take_reached(self) -> set[int]:
         """The ids of the divided parameters that a gradient of this rank has reached since the last call."""

@@ -17,6 +17,14 @@ def local(tensor: Any) -> Any:
     return tensor.detach().to_local() if is_sharded(tensor) else tensor
 
 
+def address_of(tensor: Tensor) -> int:
+    """The address of the first value that this rank holds. A part without rows has one, too, if it belongs to a weight."""
+    tensor = local(tensor)
+    if tensor.numel():
+        return tensor.data_ptr()
+    return tensor.untyped_storage().data_ptr()
+
+
 def own_rows(num_rows: int, rank: int, num_ranks: int) -> slice:
     """The rows of a rank: each rank has as many as `torch.chunk` gives it, so that the last ranks may have none."""
     size = -(-num_rows // num_ranks)
@@ -31,7 +39,7 @@ def in_parts(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return parts
 
 
-def put(target: Tensor, value: Tensor) -> None:
+def copy_into(target: Tensor, value: Tensor) -> None:
     """Copy a value into a tensor, in place. Into a sharded tensor, a whole value is copied by its rows of this rank."""
     if is_sharded(target) and not is_sharded(value):
         mesh: Any = target.device_mesh  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from grpo._sharding.tensors import local
 from grpo.distributed import Engine, same_error
 from grpo.errors import CheckpointError, DamagedCheckpointError
 
@@ -95,9 +96,11 @@ def require_finite(state: Mapping[str, Any]) -> None:
 
 
 def _is_finite(value: Tensor) -> bool:
-    if not value.requires_grad or not value.is_floating_point() or not value.numel():
+    if not value.requires_grad or not value.is_floating_point():
         return True
-    value = value.detach()
+    value = local(value).detach()
+    if not value.numel():
+        return True
     low, high = torch.aminmax(value.float() if value.element_size() == 1 else value)  # NaN makes both NaN
     return bool(torch.isfinite(low) & torch.isfinite(high))
 

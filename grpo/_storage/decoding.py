@@ -35,6 +35,11 @@ class SavedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRows(SavedTensor):
+    """Stands for a tensor of which the file of each rank has some rows. `shape` is the shape of the whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SavedArray:
     """Stands for a numpy array that has not been read yet."""
 
@@ -91,6 +96,8 @@ class _Decoder:
                 return value if all(type(entry) in SCALARS for entry in value) else [inner(entry) for entry in value]
             case {"$tensor": str(name), **rest} if not rest:
                 return SavedTensor(name=name, shape=self._places[name].shape, dtype=self._places[name].dtype)
+            case {"$rows_of": str(name), "shape": list(shape), **rest} if not rest:
+                return _saved_rows(name, tuple(shape), self._places[name])
             case {"$array": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if not rest:
                 return _saved_array(name, np.dtype(dtype), tuple(shape), self._places[name])
             case {"$object": str(name), "state": state, **rest} if not rest:
@@ -120,6 +127,13 @@ class _Decoder:
         return self._objects[number]
 
 
+def _saved_rows(name: str, shape: tuple[Any, ...], place: Place) -> SavedRows:
+    are_counts = all(type(size) is int and size >= 0 for size in shape)
+    if not shape or not are_counts or place.shape[1:] != shape[1:] or place.shape[0] > shape[0]:
+        raise ValueError(f"the rows of {name!r} do not fit its shape")
+    return SavedRows(name=name, shape=shape, dtype=place.dtype)
+
+
 def _saved_array(name: str, dtype: np.dtype[Any], shape: tuple[Any, ...], place: Place) -> SavedArray:
     are_counts = all(type(size) is int and size >= 0 for size in shape)
     if dtype.kind in "OV" or not are_counts or math.prod(shape) * dtype.itemsize != place.size:
@@ -127,18 +141,24 @@ def _saved_array(name: str, dtype: np.dtype[Any], shape: tuple[Any, ...], place:
     return SavedArray(name=name, shape=shape, dtype=dtype)
 
 
-def loaded(value: Any, read: Callable[[str], Tensor], objects: dict[int, Any]) -> Any:
+def loaded(
+    value: Any,
+    read: Callable[[str], Tensor],
+    objects: dict[int, Any],
+    read_rows: Callable[[SavedRows], Tensor] | None = None,
+) -> Any:
     """Return `value` with every placeholder replaced. Each stored tensor is read once, with `read(name)`.
 
     Args:
         value: what `decode` returned, or a part of it.
         read: reads a tensor.
+        read_rows: reads a tensor that is divided among the files of the ranks. None: there is none.
         objects: the objects that were restored for other parts, by their numbers. The objects of this part are added.
 
     Raises:
         CheckpointError: `from_state` of a class raised.
     """
-    return _Loader(read, objects).value(value)
+    return _Loader(read, objects, read_rows).value(value)
 
 
 class _Loader:
@@ -147,12 +167,16 @@ class _Loader:
     Nested functions that call themselves would be shorter, but keep the tensors until garbage is collected.
     """
 
-    def __init__(self, read: Callable[[str], Tensor], objects: dict[int, Any]) -> None:
-        self._read, self._objects = read, objects
+    def __init__(self, read: Callable[[str], Tensor], objects: dict[int, Any], read_rows: Any) -> None:
+        self._read, self._objects, self._read_rows = read, objects, read_rows
         self._tensors: dict[str, Tensor] = {}
 
     def value(self, value: Any) -> Any:
         match value:
+            case SavedRows():
+                if value.name not in self._tensors:
+                    self._tensors[value.name] = self._read_rows(value)
+                return self._tensors[value.name]
             case SavedTensor():
                 return self._tensor(value.name)
             case SavedArray():

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo._sharding.tensors import address_of, is_sharded, local
 from grpo.errors import CheckpointError
 
 from .restorable import restorable_name
@@ -102,7 +103,9 @@ class _Encoder:
         if depth > MAX_DEPTH:
             raise _too_deep(where)
         self._deepest = max(self._deepest, depth)
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and is_sharded(value):
+            self._write(json.dumps({"$rows_of": self._tensor(value, where, path), "shape": list(value.shape)}))
+        elif isinstance(value, Tensor):
             self._write(json.dumps({"$tensor": self._tensor(value, where, path)}))
         elif isinstance(value, np.ndarray) and value.dtype.kind not in "OV":
             name = self._store(value, path)
@@ -174,12 +177,13 @@ class _Encoder:
                 f"{where} is a tensor of {value.dtype}, {value.layout}, on {value.device}, which a checkpoint cannot hold. "
                 "Use a dense tensor of a usual dtype with values."
             )
-        value = value.detach()
+        # the whole shape is a part of the identity, so that all ranks give equal names, also to no rows
+        shape, value = tuple(value.shape), local(value).detach()
         identity = (
-            *(value.data_ptr(), value.device, value.dtype, tuple(value.shape), value.stride()),
+            *(address_of(value), value.device, value.dtype, shape, value.stride()),
             *(value.is_conj(), value.is_neg()),
         )
-        if value.numel() == 0 or identity not in self._seen:
+        if address_of(value) == 0 or identity not in self._seen:
             self._seen[identity] = self._store(value, path)
         return self._seen[identity]
 

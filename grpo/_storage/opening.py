@@ -10,7 +10,8 @@ from typing import Any
 from grpo.distributed import Engine, OneProcess, same_error
 from grpo.errors import CheckpointError, DamagedCheckpointError
 
-from .decoding import decode, loaded
+from .decoding import SavedRows, decode, loaded
+from .divided import DividedTensors
 from .files import as_path, opened, read_exactly, require_hash, require_size, unreadable
 from .manifest import MANIFEST, STATE, TENSORS, Manifest, rank_folder, read_manifest
 from .tensor_file import TensorFile
@@ -30,9 +31,12 @@ class Checkpoint:
     """The score that decides which checkpoint is the best. None: no score."""
     state: dict[str, Any]
     """The state of this rank. `SavedTensor(name, shape, dtype)` and other placeholders stand for what is not read yet."""
+    num_ranks: int
+    """Number of processes that wrote the checkpoint."""
     skipped: tuple[str, ...] = ()
     """What is wrong with each newer checkpoint of the folder."""
     _tensors: TensorFile = field(repr=False)
+    _divided: DividedTensors = field(repr=False)
     _objects: dict[int, Any] = field(default_factory=dict, repr=False)
     """Objects that were restored: one that occurs in several parts is the same object in all of them."""
 
@@ -43,7 +47,7 @@ class Checkpoint:
             CheckpointError: the file of tensors is missing or has changed, or an object's `from_state` raised.
         """
         try:
-            return loaded(part, self._tensors.read, self._objects)
+            return loaded(part, self._tensors.read, self._objects, self._divided.read)
         except (ValueError, TypeError, RecursionError) as error:
             raise DamagedCheckpointError(
                 f"{self.path} is intact, but not a checkpoint of this package: {error!r}. Use another checkpoint."
@@ -138,15 +142,13 @@ def require_intact(folder: Path, manifest: Manifest) -> None:
 def _opened(folder: Path, engine: Engine | None, skipped: tuple[str, ...], check: Check | None) -> Checkpoint:
     """Open the checkpoint for this rank. Sizes come first, then what is small, then `check`, and then the tensors' hash."""
     manifest = read_manifest(folder)
-    if engine is not None and engine.num_ranks != manifest.num_ranks:
-        raise CheckpointError(
-            f"{folder} was written by {manifest.num_ranks} ranks, and {engine.num_ranks} load it. Start as many ranks, or use "
-            "grpo.load_weights(path, policy), which loads the weights alone."
-        )
-    own = rank_folder(engine.rank if engine is not None else 0, manifest.generation)
-    state_name, tensors_name = f"{own}/{STATE}", f"{own}/{TENSORS}"
-    for name in (state_name, tensors_name):
-        require_size(folder, name, manifest.files[name])
+    # a rank beyond those that wrote the checkpoint begins with the state of one of them
+    own = (engine.rank if engine is not None else 0) % manifest.num_ranks
+    folders = [rank_folder(rank, manifest.generation) for rank in range(manifest.num_ranks)]
+    state_name, tensors_name = f"{folders[own]}/{STATE}", f"{folders[own]}/{TENSORS}"
+    if engine is None or engine.num_ranks == manifest.num_ranks:
+        require_size(folder, tensors_name, manifest.files[tensors_name])
+    require_size(folder, state_name, manifest.files[state_name])
     require_hash(folder, state_name, manifest.files[state_name])
     tensors = TensorFile(folder, tensors_name)
     try:
@@ -154,19 +156,42 @@ def _opened(folder: Path, engine: Engine | None, skipped: tuple[str, ...], check
     except DamagedCheckpointError:
         require_hash(folder, tensors_name, manifest.files[tensors_name])  # names in its header may be wrong
         raise
+    is_divided = _is_divided(state)
+    if engine is not None and engine.num_ranks != manifest.num_ranks and not is_divided:
+        raise _other_ranks(folder, manifest, engine)
+    read = [f"{name}/{TENSORS}" for name in folders] if is_divided else [tensors_name]
+    for name in read:
+        require_size(folder, name, manifest.files[name])
+    files = [tensors if name == tensors_name else TensorFile(folder, name) for name in read]
     checkpoint = Checkpoint(
         path=folder,
         iteration=manifest.iteration,
         update=manifest.update,
         score=manifest.score,
         state=state,
+        num_ranks=manifest.num_ranks,
         skipped=skipped,
         _tensors=tensors,
+        _divided=DividedTensors(files, engine),
     )
     if check is not None:
         check(checkpoint)
-    require_hash(folder, tensors_name, manifest.files[tensors_name])
+    for name in read:
+        require_hash(folder, name, manifest.files[name])
     return checkpoint
+
+
+def _is_divided(state: dict[str, Any]) -> bool:
+    """Whether each rank has written some rows of the weights."""
+    parameters = state.get("parameters")
+    return isinstance(parameters, dict) and any(isinstance(value, SavedRows) for value in parameters.values())
+
+
+def _other_ranks(folder: Path, manifest: Manifest, engine: Engine) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} was written by {manifest.num_ranks} ranks, and {engine.num_ranks} load it. Start as many ranks, or use "
+        "grpo.load_weights(path, policy), which loads the weights alone."
+    )
 
 
 def _state(folder: Path, name: str, size: int, tensors: TensorFile) -> dict[str, Any]:

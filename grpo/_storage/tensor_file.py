@@ -180,12 +180,22 @@ class TensorFile:
             DamagedCheckpointError: the file has changed, or is missing.
         """
         place = self.places[name]
+        return self._values(place, place.start, place.shape)
+
+    def read_rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Read the rows of one tensor from `begin` to `end` into new memory. Other rows are not read."""
+        place = self.places[name]
+        size_of_row = place.size // max(place.shape[0], 1)
+        return self._values(place, place.start + begin * size_of_row, (end - begin, *place.shape[1:]))
+
+    def _values(self, place: Place, start: int, shape: tuple[int, ...]) -> Tensor:
+        size = math.prod(shape) * place.dtype.itemsize
         with opened(self._folder, self._name) as file:
-            data = torch.empty(place.size, dtype=torch.uint8)
-            file.seek(place.start)
-            if place.size:
+            data = torch.empty(size, dtype=torch.uint8)
+            file.seek(start)
+            if size:
                 read_exactly(file, data.numpy().data, self._folder / self._name)
-        return data.view(place.dtype).reshape(place.shape)
+        return data.view(place.dtype).reshape(shape)
 
 
 def _places(header: Any, start: int, size: int) -> dict[str, Place]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo._sharding.tensors import local
 from grpo.config import GRPOConfig
 from grpo.distributed import Engine
 from grpo.policy_base import SyncsSampler
@@ -76,9 +77,10 @@ class MovingReference:
             return False
         parameters = self._policy.get_parameters()
         with torch.no_grad():
-            for name, value in self._reference.get_parameters().items():
+            for name, whole in self._reference.get_parameters().items():
+                value = local(whole)
                 average = self._average(name, value)
-                average.lerp_(parameters[name].detach().to(average), self._config.reference_mix)
+                average.lerp_(local(parameters[name]).detach().to(average), self._config.reference_mix)
                 if average is not value:
                     value.copy_(average)
         return True

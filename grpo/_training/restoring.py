@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo.checkpoint import Checkpoint, SavedTensor, open_checkpoint
+from grpo._sharding.tensors import copy_into, is_sharded
+from grpo.checkpoint import Checkpoint, SavedRows, SavedTensor, open_checkpoint
 from grpo.errors import CheckpointError, DamagedCheckpointError, GRPOWarning
 from grpo.reward_model_base import restore_state
 from grpo.writing import describe, restore_random_state
 
+from .other_ranks import for_other_ranks
 from .trainer_state import LASTING, capture, stateful_parts
 from .update_rows import UpdateRows
 
@@ -71,7 +73,7 @@ def load_into(trainer: Any, path: str | Path, *, at_least: int = 0) -> None:
             )
 
     checkpoint = open_checkpoint(path, trainer.engine, check)
-    restore(trainer, checkpoint.state, checkpoint.load)
+    restore(trainer, for_other_ranks(checkpoint, trainer.engine), checkpoint.load)
     trainer.progress.is_loaded = trainer.sampler.is_stale = True
     trainer.sampler.sync()
     trainer.engine.agree()  # no rank goes on if another could not load
@@ -117,7 +119,7 @@ def _exchange(trainer: Any, weights: Sequence[dict[str, Tensor]]) -> None:
         for policy, others in zip(policies, weights, strict=False):
             for name, value in policy.get_parameters().items():
                 before = value.detach().clone()
-                value.copy_(others[name])
+                copy_into(value, others[name])
                 others[name] = before
 
 
@@ -217,6 +219,13 @@ def _require_same_tensors(owner: str, present: Mapping[str, Tensor], saved: Mapp
             raise CheckpointError(
                 f"{owner}: {name} is a tensor of {value.dtype}, but {getattr(found, 'dtype', type(found).__name__)} in the "
                 "checkpoint. Build the policy as it was when it was saved."
+            )
+        if is_sharded(value) and not (
+            isinstance(found, SavedRows) or (isinstance(found, Tensor) and is_sharded(found))
+        ):
+            raise CheckpointError(
+                f"{owner}: {name} is divided among the ranks, and the checkpoint has it whole. Load the weights alone with "
+                "grpo.load_weights(path, policy), before the trainer is built."
             )
         if tuple(value.shape) != tuple(found.shape):
             raise CheckpointError(

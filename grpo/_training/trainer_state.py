@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo._sharding.tensors import address_of
 from grpo.policy_base import HasState
 from grpo.reward_model_base import kept_state
 from grpo.writing import capture_random_state, is_dense
@@ -98,13 +99,13 @@ def _addresses(trainer: Any) -> set[int]:
     """The addresses of all weights, which only an optimizer step changes."""
     modules = [value for value in (trainer.policy, trainer.reward_model) if isinstance(value, torch.nn.Module)]
     weights = [*trainer.policy.get_parameters().values(), *(w for module in modules for w in module.parameters())]
-    return {weight.data_ptr() for weight in weights}
+    return {address_of(weight) for weight in weights}
 
 
 def _copied(value: Any, weights: Container[int]) -> Any:
     """Copy nested state. Tensors at the addresses of `weights` are not copied, and neither are objects of other types."""
     if isinstance(value, Tensor):
-        is_weight = is_dense(value) and value.data_ptr() in weights
+        is_weight = is_dense(value) and address_of(value) in weights
         return value if is_weight else value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()

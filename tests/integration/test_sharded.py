@@ -15,20 +15,21 @@ from typing import Any
 import pytest
 import torch
 
+from grpo import load_weights
 from grpo.distributed import OneProcess
-from tests.support.sharded_ranks import CASES, ONLY_ON_RANKS, result_of
+from tests.support.sharded_ranks import CASES, KEPT, NUM_UPDATES, ONLY_ON_RANKS, hash_of, layered, loaded, result_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 ROOT = Path(__file__).parents[2]
 SECONDS = 200
 WEIGHTS, NORMS = 5e-5, 1e-5
 """Largest differences after the updates, in float32."""
-DAILY = ["module, a rank without rows", "qwen3 lora, reference without the adapter", "other numbers of forward passes"]
+DAILY = ["module, a rank without rows", "qwen3 lora, reference without the adapter"]
 
 
-def launched(folder: Path, num_ranks: int, names: Sequence[str]) -> list[dict[Any, Any]]:
+def launched(folder: Path, num_ranks: int, names: Sequence[str], source: str = "-") -> list[dict[Any, Any]]:
     """What each rank wrote."""
-    launch = [sys.executable, "-m", "tests.support.sharded_ranks", str(folder), str(num_ranks), *names]
+    launch = [sys.executable, "-m", "tests.support.sharded_ranks", str(folder), str(num_ranks), source, *names]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(
@@ -77,10 +78,32 @@ def assert_right(ranks: list[dict[Any, Any]], names: Sequence[str], subtests: py
                 assert_equal(ranks[0][name, "sharded"], in_one_process(name), metrics=False)
 
 
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[Any, Any]]]:
+    folder = tmp_path_factory.mktemp("two")
+    return folder, launched(folder, 2, DAILY)
+
+
 def test_two_ranks_with_divided_weights_make_the_updates_of_one_process(
-    tmp_path: Path, subtests: pytest.Subtests
+    two_ranks: tuple[Path, list[dict[Any, Any]]], subtests: pytest.Subtests
 ) -> None:
-    assert_right(launched(tmp_path, 2, DAILY), DAILY, subtests)
+    assert_right(two_ranks[1], DAILY, subtests)
+
+
+def test_one_process_loads_the_weights_and_moments_of_two_ranks(two_ranks: tuple[Path, list[dict[Any, Any]]]) -> None:
+    folder, (first, second) = two_ranks
+    found = loaded(CASES[DAILY[0]], OneProcess(), folder / DAILY[0])
+    assert found["hashes"] == first[DAILY[0], "saved"] == second[DAILY[0], "saved"]
+    assert found["iteration"] == NUM_UPDATES
+    (said,) = found["said"]
+    assert said.startswith(
+        f"{folder / DAILY[0]} was written by 2 ranks, and 1 load it. Exact: weights, optimizer, learning"
+    )
+    assert "states of policy and reward model of the ranks from 1 on are left out" in said
+    policy = layered()
+    load_weights(folder / DAILY[0], policy)
+    of_weights = {name: hash_of(value) for name, value in policy.get_parameters().items()}
+    assert of_weights.items() <= found["hashes"].items()
 
 
 @pytest.mark.slow
@@ -89,3 +112,25 @@ def test_divided_weights_make_the_updates_of_one_process(
     num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     assert_right(launched(tmp_path, num_ranks, list(CASES)), list(CASES), subtests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_any_number_of_ranks_loads_the_weights_and_moments_of_two_ranks(
+    num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    source, target = tmp_path / "two", tmp_path / "others"
+    source.mkdir()
+    target.mkdir()
+    written = launched(source, 2, KEPT)
+    ranks = launched(target, num_ranks, KEPT, str(source))
+    for name in KEPT:
+        with subtests.test(name=name):
+            for found in ranks:
+                assert found[name, "loaded"]["hashes"] == written[0][name, "saved"]
+                assert found[name, "loaded"]["num_distinct"] == num_ranks
+                assert found[name, "loaded"]["norm"] == ranks[0][name, "loaded"]["norm"]
+                assert len(found[name, "loaded"]["said"]) == (num_ranks != 2)
+    if num_ranks == 4:
+        (said,) = ranks[0][KEPT[0], "loaded"]["said"]
+        assert "the ranks from 2 on have new random generators and no replayed rows" in said

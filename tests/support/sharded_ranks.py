@@ -1,12 +1,15 @@
 """What ranks that divide the weights do: the same updates as `Replicated` and as one process, written to one file per rank.
 
-    python -m tests.support.sharded_ranks FOLDER NUM_RANKS CASE CASE ...
+    python -m tests.support.sharded_ranks FOLDER NUM_RANKS SAVED CASE CASE ...
+
+SAVED is the folder of another launch, whose checkpoints are loaded, or "-".
 
 The process imports everything once and forks the ranks. Nothing is judged here: a rank that stopped at an assertion would leave
 the others waiting.
 """
 
 import copy
+import hashlib
 import sys
 import traceback
 import warnings
@@ -156,6 +159,8 @@ CASES: dict[str, Case] = {
     "sampling, lora": Case(policy=lambda: language_model(lora=True), samples=True, objective={"kl_coef": 0.1}),
     "module, sampling": Case(policy=layered, samples=True, config={"autocast_dtype": "bfloat16"}),
 }
+KEPT = ["module, a rank without rows", "tied embeddings", "llama lora"]
+"""Cases whose checkpoints are loaded by other numbers of ranks."""
 ONLY_ON_RANKS = [name for name, case in CASES.items() if case.samples or "batch_size" in case.config]
 """Cases in which one process would draw other rows, or divide them into other updates."""
 
@@ -178,7 +183,7 @@ def rows_of(case: Case, policy: Any, rank: int, num_ranks: int) -> ExperienceBat
     return ExperienceBatch.from_rows(states, actions, rewards, torch.tensor(groups), mask=mask)
 
 
-def trained(case: Case, engine: Any) -> tuple[GRPOTrainer, list[dict[str, float]]]:
+def trained(case: Case, engine: Any, num_updates: int = NUM_UPDATES) -> tuple[GRPOTrainer, list[dict[str, float]]]:
     """A trainer after the updates of a case, and their metrics."""
     policy = case.policy()
     config = GRPOConfig(
@@ -197,7 +202,7 @@ def trained(case: Case, engine: Any) -> tuple[GRPOTrainer, list[dict[str, float]
         engine=engine,
     )
     metrics = []
-    for _ in range(NUM_UPDATES):
+    for _ in range(num_updates):
         if case.samples:
             states: list[Any] = ["1+2=", "3"] if isinstance(policy, HFPolicy) else [2, 3]
             metrics.append(trainer.step(states[: 1 + trainer.engine.rank % 2]))
@@ -222,7 +227,45 @@ def result_of(case: Case, engine: Any) -> dict[str, Any]:
     return {"weights": whole_weights(trainer), "metrics": kept}
 
 
-def main(rank: int, folder: Path, num_ranks: int, names: Sequence[str]) -> None:
+def hash_of(value: Any) -> str:
+    """The SHA-256 of a tensor. Of a divided tensor, all ranks compute it together from the whole."""
+    whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return hashlib.sha256(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def hashes_of(trainer: Any) -> dict[str, str]:
+    """The SHA-256 of each weight and of each tensor of the optimizer."""
+    moments = trainer.optimizer_step.optimizer.state_dict()["state"]
+    named = {f"{number} {name}": value for number, state in moments.items() for name, value in state.items()}
+    return {name: hash_of(value) for name, value in {**trainer.policy.get_parameters(), **named}.items()}
+
+
+def saved(case: Case, engine: Any, folder: Path) -> dict[str, str]:
+    """The hashes of what is saved."""
+    trainer, _ = trained(case, engine)
+    trainer.save_checkpoint(folder)
+    return hashes_of(trainer)
+
+
+def loaded(case: Case, engine: Any, folder: Path) -> dict[str, Any]:
+    """The hashes of what is loaded, what is said about it, and whether all ranks have different random numbers."""
+    trainer, _ = trained(case, engine, 0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.load_checkpoint(folder)
+    drawn = trainer.engine.gather_objects(float(torch.rand(())))
+    return {
+        "hashes": hashes_of(trainer),
+        "said": [str(warning.message) for warning in said],
+        "iteration": trainer.iteration,
+        "num_distinct": len(set(drawn)),
+        "norm": trainer.update(rows_of(case, trainer.policy, trainer.engine.rank, trainer.engine.num_ranks)).get(
+            "train/grad_norm"
+        ),
+    }
+
+
+def main(rank: int, folder: Path, num_ranks: int, source: str, names: Sequence[str]) -> None:
     from grpo.distributed import Sharded
 
     warnings.simplefilter("error")
@@ -230,11 +273,18 @@ def main(rank: int, folder: Path, num_ranks: int, names: Sequence[str]) -> None:
     store = dist.FileStore(str(folder / "rendezvous"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=LONGEST_WAIT)
     engines = {"sharded": Sharded(), "replicated": Replicated()}
-    results = {(name, kind): result_of(CASES[name], engine) for name in names for kind, engine in engines.items()}
+    results: dict[Any, Any] = {}
+    for name in names:
+        if source == "-":
+            results |= {(name, kind): result_of(CASES[name], engine) for kind, engine in engines.items()}
+            if name in KEPT:
+                results[name, "saved"] = saved(CASES[name], engines["sharded"], folder / name)
+        else:
+            results[name, "loaded"] = loaded(CASES[name], engines["sharded"], Path(source) / name)
     torch.save(results, folder / f"rank{rank}.pt")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    arguments = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    arguments = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
     torch.multiprocessing.start_processes(main, arguments, nprocs=arguments[1], start_method="fork")
