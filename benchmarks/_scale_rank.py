@@ -12,6 +12,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ PROMPT_LENGTH = 12
 NEW_TOKENS = 16
 CALIBRATION = 16, 32
 """Rows and positions of the forward pass that measures a rank's speed."""
+EXCHANGES = ("all_reduce", "all_gather_into", "reduce_scatter")
+"""Methods of the ranks' connections that exchange weights and gradients."""
 BYTES_SENT_AT = 200
 """Offset of `tcpi_bytes_sent` in the kernel's `struct tcp_info`."""
 
@@ -78,20 +81,42 @@ def median_time(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def measured_machine(policy: HFPolicy, engine: Any, gradient_bytes: int) -> Machine:
+def measured_machine(engine: Any, hidden_size: int, num_layers: int) -> Machine:
     """The speeds of this rank while all ranks measure theirs."""
-    model, (rows, length) = policy.model, CALIBRATION
+    model, (rows, length) = make_model(hidden_size, num_layers), CALIBRATION
+    num_parameters = sum(tensor.numel() for tensor in model.parameters())
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     with torch.no_grad():
         latency = median_time(lambda: model(input_ids=tokens[:1, :1]), 20)
         forward = median_time(lambda: model(input_ids=tokens), 10)
-    flops = 2 * rows * length * sum(tensor.numel() for tensor in policy.get_parameters().values()) / forward
+    flops = 2 * rows * length * num_parameters / forward
     link = float("inf")
     if engine.num_ranks > 1:
-        gradient = torch.randn(gradient_bytes // 4)
+        gradient = torch.randn(num_parameters)
         once = 2 * (engine.num_ranks - 1) / engine.num_ranks
-        link = once * gradient_bytes / median_time(lambda: engine.sum(gradient), 5)
+        link = once * gradient.nbytes / median_time(lambda: engine.sum(gradient), 5)
     return Machine(flops=flops, latency=latency, link=link)
+
+
+@contextmanager
+def timed_exchanges(engine: Any) -> Iterator[list[float]]:
+    """The seconds of each large exchange inside the block. Ranks meet before each, so no wait for slower ranks is counted."""
+    times: list[float] = []
+
+    def timed(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*tensors: Tensor) -> Any:
+            start = time.perf_counter()
+            result = exchange(*tensors)
+            times.append(time.perf_counter() - start)
+            return result
+
+        return call
+
+    for name in EXCHANGES:
+        setattr(engine._meetings, name, timed(getattr(engine._meetings, name)))
+    yield times
+    for name in EXCHANGES:
+        delattr(engine._meetings, name)
 
 
 def make_trainer(engine: Any, hidden_size: int, num_layers: int) -> GRPOTrainer:
@@ -125,24 +150,13 @@ def measured(name: EngineName, hidden_size: int, num_layers: int, num_iterations
     prompts = ["".join(draw.choices(CHARACTERS[1:11], k=PROMPT_LENGTH)) for _ in range(NUM_PROMPTS)]
 
     trainer.step(prompts)  # one-time costs
-    exchanged = 0.0
-    add_up = engine.sum
-
-    def timed_sum(values: Tensor) -> Tensor:
-        nonlocal exchanged
-        engine.agree()  # the wait for slower ranks is no part of the exchange
-        start = time.perf_counter()
-        total = add_up(values)
-        exchanged += time.perf_counter() - start
-        return total
-
     sent = bytes_of_sockets()
     history = [trainer.step(prompts) for _ in range(num_iterations)]
     sent = (bytes_of_sockets() - sent) // num_iterations
-    engine.sum = timed_sum  # type: ignore[method-assign]
-    for _ in range(3):
-        trainer.step(prompts)
-    engine.sum = add_up  # type: ignore[method-assign]
+    with timed_exchanges(engine) as times:
+        for _ in range(3):
+            trainer.step(prompts)
+    exchanged = sum(times) / 3
     grown = resident("VmHWM") - before
 
     moments = [value for state in trainer.optimizer_step.optimizer.state.values() for value in state.values()]
@@ -151,7 +165,7 @@ def measured(name: EngineName, hidden_size: int, num_layers: int, num_iterations
     sampling = peak_extra_memory(lambda: trainer.collect(prompts))
     weights, moment_bytes = num_bytes(iter(policy.get_parameters().values())), num_bytes(iter(moments))
 
-    machine = measured_machine(policy, engine, model.gradient_bytes)
+    machine = measured_machine(engine, hidden_size, num_layers)
     predicted = memory(model, run, name)
     times = seconds(model, run, machine, name)
     median = {part: statistics.median(metrics[f"time/{part}"] for metrics in history) for part in ("sample", "update")}
@@ -167,7 +181,7 @@ def measured(name: EngineName, hidden_size: int, num_layers: int, num_iterations
         "sent": (bytes_sent(model, run, name), sent),
         "seconds of sampling": (times["sampling"], median["sample"]),
         "seconds of the update": (times["update"] + times["exchange"], median["update"]),
-        "seconds of the exchange": (times["exchange"], exchanged / 3),
+        "seconds of the exchange": (times["exchange"], exchanged),
     }
 
 

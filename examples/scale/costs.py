@@ -67,6 +67,8 @@ class Run:
     num_updates: int = 1
     forwards_per_update: int = 1
     """Forward passes of an update: its rows divided by `micro_batch_size`."""
+    passes: int = 2
+    """How often a forward pass runs each layer. `HFPolicy` runs it for the prompts, and then for the completions."""
 
     @property
     def num_rows(self) -> int:
@@ -100,7 +102,7 @@ def memory(model: Model, run: Run, engine: EngineName) -> dict[str, float]:
     """Bytes of one rank, by what they are for.
 
     `update` and `sampling` are the two peaks. Moments are those of AdamW. While sampling, there are no gradients, and an engine
-    that shards holds all weights at once.
+    that shards holds all weights beside its part of them.
     """
     share = 1 if engine == "replicated" else 1 / run.num_ranks
     weights, gradients = model.weight_bytes * share, model.gradient_bytes * share
@@ -123,7 +125,7 @@ def memory(model: Model, run: Run, engine: EngineName) -> dict[str, float]:
         "moments": moments,
         "activations": activations,
         "update": weights + moments + max(backward + gathered, gradients + exchanged),
-        "sampling": max(weights, whole) + moments + cache,
+        "sampling": weights + whole + moments + cache,
     }
 
 
@@ -136,8 +138,8 @@ def bytes_sent(model: Model, run: Run, engine: EngineName) -> float:
     once = (run.num_ranks - 1) / run.num_ranks
     if engine == "replicated":
         return 2 * once * model.gradient_bytes * run.num_updates
-    forwards = run.num_updates * run.forwards_per_update
-    in_updates = forwards * (2 * model.weight_bytes + model.gradient_bytes)  # gathered for forward and for backward
+    passes = run.num_updates * run.forwards_per_update * run.passes
+    in_updates = passes * (2 * model.weight_bytes + model.gradient_bytes)  # gathered for forward and for backward
     return once * (model.weight_bytes + in_updates)  # gathered once for sampling
 
 
@@ -150,11 +152,11 @@ def seconds(model: Model, run: Run, machine: Machine, engine: EngineName) -> dic
     forward = 2 * model.num_parameters / machine.flops
     prompts = run.num_prompts * run.prompt_length * forward
     steps = run.new_tokens * (machine.latency + run.num_rows * forward)
-    passes = 3 if model.trained_fraction == 1 else 2 + model.trained_fraction
-    num_forwards = run.num_updates * run.forwards_per_update
+    operations = 3 if model.trained_fraction == 1 else 2 + model.trained_fraction  # times those of a forward pass
+    num_passes = run.num_updates * run.forwards_per_update * run.passes
     return {
         "sampling": prompts + steps,
-        "update": num_forwards * 3 * machine.latency + run.num_positions * passes * forward,
+        "update": num_passes * 3 * machine.latency + run.num_positions * operations * forward,
         "exchange": bytes_sent(model, run, engine) / machine.link,
     }
 

@@ -2,9 +2,11 @@
 
     python -m examples.scale.train                               # one process; ten seconds, nothing is downloaded
     torchrun --nproc-per-node 2 -m examples.scale.train          # two ranks; on CPUs, or on a GPU each
+    torchrun --nproc-per-node 2 -m examples.scale.train --engine sharded --iterations-ahead 1
 
 A tiny language model learns to repeat the digits of its prompt. Each rank samples for its share of the prompts, and an update
-uses the rows of all ranks. Checkpoints are in runs/scale. If the run is stopped, the same command continues it.
+uses the rows of all ranks. With --engine sharded, each rank holds a part of the weights, and writes no checkpoints. Otherwise
+checkpoints are in runs/scale, and if the run is stopped, the same command continues it.
 """
 
 import argparse
@@ -14,10 +16,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from adapters.llm import CompletionRewards, HFPolicy, SamplingConfig
 from grpo import GRPOConfig, GRPOTrainer
-from grpo.distributed import Engine, OneProcess, Replicated
+from grpo.distributed import Engine, OneProcess, Replicated, Sharded
 
 from .model import NUM_DIGITS, make_model, make_prompts, make_tokenizer, repeated
 
@@ -33,7 +36,7 @@ def join_ranks() -> str:
     return device
 
 
-ENGINES = {"replicated": Replicated}
+ENGINES = {"replicated": Replicated, "sharded": Sharded}
 
 
 def make_engine(name: str, timeout: float) -> Engine:
@@ -48,9 +51,10 @@ def make_policy(hidden_size: int, num_layers: int, seed: int) -> HFPolicy:
 
 
 def fingerprint(policy: HFPolicy) -> str:
-    """SHA-256 of the trained weights, shortened."""
+    """SHA-256 of the trained weights, shortened. Divided weights are gathered, so all ranks call this function."""
     found = hashlib.sha256()
     for value in policy.get_parameters().values():
+        value = value.full_tensor() if isinstance(value, DTensor) else value
         found.update(value.detach().cpu().contiguous().view(torch.uint8).numpy())
     return found.hexdigest()[:16]
 
@@ -64,14 +68,20 @@ def train(args: argparse.Namespace, device: str) -> None:
         num_states_per_iteration=32,  # on all ranks together
         batch_size=64 // engine.num_ranks,  # rows per update on one rank
         learning_rate=3e-3,
+        iterations_ahead=args.iterations_ahead,
         seed=args.seed,
         device=device,
     )
     trainer = GRPOTrainer(config=config, policy=policy, reward_model=CompletionRewards(repeated), engine=engine)
     own = held_out[engine.rank :: engine.num_ranks]  # the evaluation counts the rows of all ranks
     before = trainer.evaluate(own)["eval/avg_reward"]
+    folder = None if isinstance(engine, Sharded) else args.folder
     trainer.train(
-        prompts, num_iterations=args.iterations, checkpoint_dir=args.folder, resume="auto", progress=engine.rank == 0
+        prompts,
+        num_iterations=args.iterations,
+        checkpoint_dir=folder,
+        resume=folder and "auto",
+        progress=engine.rank == 0,
     )
     after = trainer.evaluate(own)["eval/avg_reward"]
     fingerprints = engine.gather_objects(fingerprint(policy))
@@ -87,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=ENGINES, default="replicated", help="with torchrun (default: %(default)s)")
     parser.add_argument("--iterations", type=int, default=100, help="default: %(default)s")
+    parser.add_argument("--iterations-ahead", type=int, default=0, help="sample so many iterations before the update")
     parser.add_argument("--hidden-size", type=int, default=64, help="a multiple of 32 (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that ranks wait for one another")

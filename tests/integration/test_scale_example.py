@@ -55,6 +55,26 @@ def test_one_process_and_two_ranks_learn_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_both_engines_end_with_the_same_weights(tmp_path: Path) -> None:
+    """The same samples, and sums in the same order: two ranks add up two numbers. Iterations ahead change the samples."""
+    of = {
+        ahead: [
+            figures(
+                on_two_ranks(
+                    "--iterations", 4, "--iterations-ahead", ahead, *engine, "--folder", f"{ahead}", folder=tmp_path
+                )
+            )
+            for engine in ((), ("--engine", "sharded"))
+        ]
+        for ahead in (0, 1)
+    }
+    for ahead, (copies, parts) in of.items():
+        assert copies == parts, ahead
+        assert len(set(parts[-1])) == 1
+    assert of[0][0][-1] != of[1][0][-1]
+
+
+@pytest.mark.slow
 def test_a_run_on_two_ranks_that_is_continued_ends_with_the_weights_of_an_unbroken_run(tmp_path: Path) -> None:
     whole = figures(on_two_ranks("--iterations", 4, "--folder", "whole", folder=tmp_path))
     on_two_ranks("--iterations", 2, "--folder", "parts", folder=tmp_path)
