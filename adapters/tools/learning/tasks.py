@@ -7,6 +7,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
+import pydantic
+
 from adapters.tools.catalogue.calls import ToolCall
 from grpo.errors import ConfigError, GRPOError
 
@@ -33,9 +35,9 @@ class ToolTask(Record):
 
     error: ClassVar[type[GRPOError]] = TaskError
 
-    text: str
+    text: pydantic.StrictStr
     """The request."""
-    tool: str | None
+    tool: pydantic.StrictStr | None
     """Name of the right tool. None: the right answer is to call no tool."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The right arguments. Enumerated parameters are included even if they have their default value, except where the

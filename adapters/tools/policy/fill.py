@@ -43,6 +43,8 @@ class Found(NamedTuple):
     end: int
 
 
+_OF_CODES = {"id", "code", "key", "phone", "versi", "zip"}
+"""Stems of the names of parameters whose values have digits."""
 _ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
 _SCALES = {"k": 1000, "thousand": 1000, "M": 10**6, "million": 10**6, "billion": 10**9}
 _NO_YEAR = 4
@@ -110,10 +112,10 @@ _AND = re.compile(r"\s*(?:,|;|&|,?\s*\b(?:and|or)\b)\s*")
 def fill_from_request(state: Any, tool: Tool) -> dict[str, Any]:
     """Values of the parameters that the policy does not decide, read from the request.
 
-    The slots of a task are returned as they are. From other requests the values are read: numbers, dates, quoted text,
+    The slots of a task are returned as they are. From other requests the values are read: numbers, dates, times, quoted text,
     addresses, names, identifiers, and lists of them. A parameter gets a value of its schema's type: the kind that fits best,
-    preferably next to a word of the parameter's name. An optional parameter only gets a value that is next to a word of its
-    name. A parameter without such a value is left out. Defaults are not filled in. The words are English.
+    preferably next to a word of the parameter's name. An optional parameter only gets a date, or a value that is next to a word
+    of its name. A parameter without such a value is left out. Defaults are not filled in. The words are English.
 
     Args:
         state: A `ToolTask`, a text, or a state with the text as its attribute `text`. Other states give no values.
@@ -184,13 +186,14 @@ def _candidates(
     """The values that a schema allows: each with how well it fits, and the found values that it consists of."""
     if schema.keys() & {"enum", "const"} or "$ref" in str(schema):  # only the tool's whole schema resolves a `$ref`
         return
-    is_list = schema.get("type") == "array"
+    is_list, items = schema.get("type") == "array", schema.get("items", {})
+    part = schema if not is_list else items if isinstance(items, Mapping) else {}
     has_commas = not is_list and any(", " in example for example in _examples(schema))
     is_valid = jsonschema.Draft202012Validator(schema).is_valid
     for used in _lists(found, text) if is_list else [range(i, i + 1) for i in range(len(found))]:
-        read = [_read(schema.get("items", {}) if is_list else schema, name, found[i], own) for i in used]
+        read = [_read(part, name, found[i], own) for i in used]
         value, fit = [one for one, _ in read] if is_list else read[0][0], sum(fit for _, fit in read) / len(read)
-        if is_valid(value):
+        if all(one is not None for one, _ in read) and is_valid(value):
             yield value, fit + 3 * (len(used) > 1), used
         two = found[used.start : used.stop + 1]  # "Sydney, Australia" is one name if the description writes such names
         if has_commas and [one.kind for one in two] == ["name"] * 2 and text[two[0].end : two[1].start] == ", ":
@@ -221,15 +224,16 @@ def _read(schema: Mapping[str, Any], name: str, one: Found, own: frozenset[str])
     for example in _examples(schema):
         if f"{example.lower()},".startswith(f"{value.lower()},"):  # "Seattle" may become "Seattle, WA"
             return example, _FITS[one.kind] + 4
-    if one.kind == "phrase":  # the tool's own words are seldom values
+    if one.kind == "phrase":
         words = value.split()
         mine = [i for i, word in enumerate(words) if _stem(word) not in own] or [0]
         value = " ".join(words[mine[0] : mine[-1] + 1])
-    if any(letter.isdigit() for letter in value) and _stems(name) & {"id", "code", "key", "phone", "versi", "zip"}:
+    stems, names, fit = _stems(value), _stems(name), _FITS[one.kind]
+    if names & _OF_CODES and any(letter.isdigit() for letter in value):
         return value, 4
-    stems, names = _stems(value), _stems(name)
-    bonus = 3 * (one.kind in ("name", "phrase")) * (-1 if stems <= names | own else bool(stems & names))
-    return value, _FITS[one.kind] + bonus
+    if one.kind in ("name", "phrase") and stems <= names | own:
+        return value, fit - 3  # the tool's own words are seldom values
+    return value, fit + 3 if one.kind in ("name", "phrase") and stems & names else fit
 
 
 def _examples(schema: Mapping[str, Any]) -> list[str]:

@@ -195,6 +195,10 @@ def test_a_value_that_may_be_null_is_filled_and_other_unions_are_left_out() -> N
     assert read("it is 3", {"$ref": "#/$defs/a"}) is None
     assert read("it is [[3]]", {"type": "array", "items": {"$ref": "#/$defs/a"}}) is None
     assert read("see Rome", {}) == "Rome"
+    assert read("it is 3", {"anyOf": [INTEGER, TEXT, null]}) is None
+    assert fill_from_request("it is 3", tool("x", x={"not": TEXT})) == {}, "null is no value of the request"
+    assert read("ask Ann, Bob", {"type": "array", "items": True}) == ["Ann", "Bob"]
+    assert fill_from_request("ask Ann, Bob", tool("x", x={"type": "array", "items": {"type": "null"}})) == {}
 
 
 def test_a_task_gives_its_slots_and_other_states_their_text() -> None:
@@ -219,7 +223,8 @@ SCHEMAS = st.fixed_dictionaries(
         "city": st.just(TEXT | {"description": "e.g. Seattle, WA"}),
         "user_id": st.sampled_from([TEXT, TEXT | {"maxLength": 4}, {}]),
         "numbers": st.sampled_from([NUMBERS, NUMBERS | {"minItems": 2}]),
-        "names": st.just(TEXTS),
+        "names": st.sampled_from([TEXTS, {"type": "array"}, {"type": "array", "items": True}]),
+        "any": st.sampled_from([{"type": ["integer", "string"]}, {"minLength": 2}, {"type": "null"}]),
         "person": st.just({"type": "object", "properties": {"time": TEXT, "age": INTEGER}, "required": ["age"]}),
         "data": st.just({"type": "object"}),
     },
