@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import os
-import pickle
 import re
 import tempfile
 import warnings
@@ -18,20 +17,18 @@ from typing import Any, Literal, NoReturn, get_args
 from adapters.tools.catalogue.arguments import ArgumentChecker, bounded_text
 from adapters.tools.catalogue.calls import ToolCall, ToolResult, plain_name
 from adapters.tools.catalogue.inputs import require_real, require_type, require_whole
-from adapters.tools.catalogue.schemas import names_path_format, slow_keyword
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import ToolError, ToolNotAllowedError, UnknownToolError
 from grpo.errors import ConfigError, GRPOWarning
 
 from .call_log import SECRET_NAMES, CallLog, Redact
-from .commands import Command
 from .confinement import Kind, choose
 from .confinement.process import why_no_own_users
 from .engine import Engine, Given, Waiting
 from .fork_server import INSIDE
 from .links import ForkServerLink
 from .worker import remove_folder
-from .workers import WorkerLimits
+from .workers import WorkerLimits, allowed_tools, needs_worker, pickled
 
 _FOLDER = re.compile(r"[A-Za-z0-9_-]{1,100}")
 """Names of the folders of calls."""
@@ -120,8 +117,8 @@ class ToolExecutor:
             catalogue, allow, timeout, confinement, limits,
             root=root, log_path=log_path, fresh_folder=fresh_folder, readable=readable, redact=redact,
         )  # fmt: skip
-        allowed = _allowed_tools(catalogue, allow)
-        in_workers = [(tool, _pickled(tool)) for tool in allowed if _needs_worker(tool)]
+        allowed = allowed_tools(catalogue, allow)
+        in_workers = [(tool, pickled(tool)) for tool in allowed if needs_worker(tool)]
         kind, reasons = choose(confinement) if in_workers else ("user", [])
         if kind is None:
             raise ConfigError(f"ToolExecutor.confinement={confinement!r} must work on this machine; {reasons[0]}.")
@@ -280,50 +277,6 @@ def _check(catalogue: Any, allow: Any, timeout: Any, confinement: Any, limits: A
             raise ConfigError(f"ToolExecutor.{name} must be {required}; got {given!r}.")
     if confinement not in ("auto", *get_args(Kind)):
         raise ConfigError(f"ToolExecutor.confinement must be 'auto' or one of {get_args(Kind)}; got {confinement!r}.")
-
-
-def _needs_worker(tool: Tool) -> bool:
-    """Whether a worker is needed to execute the tool, or to check its arguments where the check may be slow."""
-    return not tool.remote or slow_keyword(tool.parameters) is not None
-
-
-def _allowed_tools(catalogue: ToolCatalogue, allow: Collection[str] | None) -> list[Tool]:
-    """The allowed tools. Their schemas are checked."""
-    unknown = [str(name) for name in allow or () if name not in catalogue]
-    if unknown:
-        raise ConfigError(
-            f"ToolExecutor.allow must name tools of the catalogue; the catalogue has no {', '.join(sorted(unknown))}."
-        )
-    if not hasattr(os, "fork") and any(_needs_worker(tool) for tool in catalogue.values()):
-        raise ConfigError(
-            "ToolExecutor needs Unix for its worker processes. On this system, tools must be `remote`. Schemas "
-            "must not have `pattern`, `patternProperties`, `uniqueItems` or a recursive `$ref`: workers check these."
-        )
-    allowed = [tool for name, tool in catalogue.items() if allow is None or name in allow]
-    for tool in allowed:
-        slow = slow_keyword(tool.parameters)
-        if tool.remote and slow is not None and names_path_format(tool.parameters):
-            raise ConfigError(
-                f'Tool {tool.name}: parameters of a remote tool must not have both "format": "path" and `{slow}`: this '
-                f"process checks paths, and a check of `{slow}` could block all other calls. Remove one of the two from the "
-                "schema, or leave the tool out of `allow`."
-            )
-    return allowed
-
-
-def _pickled(tool: Tool) -> bytes:
-    """The tool's function, for the fork server."""
-    if tool.remote:
-        return pickle.dumps("".format)  # accepts any arguments and returns a text; the worker only checks the arguments
-    if isinstance(tool.function, Command):
-        tool.function.check(tool)
-    try:
-        return pickle.dumps(tool.function)
-    except Exception as error:  # pickle's errors, or anything that an object's own methods raise
-        raise ConfigError(
-            f"Tool {tool.name}: workers must be able to import its function by name; the import fails: {error}. Define the "
-            "function at the top level of a module, or make the tool `remote` with an `async def`."
-        ) from error
 
 
 def _finish(process: int, engine: Engine, folder: Path | None, log: CallLog | None) -> None:
