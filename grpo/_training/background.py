@@ -33,7 +33,9 @@ class Task(Generic[Result]):
     def of(cls, result: Result) -> "Task[Result]":
         """A task that is done already."""
         task = cls(lambda: result)
-        task.run()
+        task._work = None
+        task._result.append(result)
+        task.done.set()
         return task
 
     def run(self) -> None:

@@ -35,7 +35,7 @@ class MeteredObjective:
     """
 
     def __init__(self, config: GRPOConfig, own: Objective | None, meter: Meter) -> None:
-        self._config, self._meter = config.loss, meter
+        self._config, self._meter = config.objective, meter
         self._is_own = own is not None
         self._has_named_dropped_terms = own is None
         ours: Objective = partial(unchecked_objective, config=config.loss)

@@ -1,0 +1,94 @@
+"""Rows that were sampled ahead have log-probs of the policy that sampled them, and scores of the policy that uses them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo import AdvantageConfig, ObjectiveConfig, ObjectiveOutput
+from tests.support.objective_inputs import as_users_run_it
+from tests.support.policies import ExactSampling
+from tests.support.trainers import by_hand
+
+
+@pytest.fixture(autouse=True)
+def no_type_checks() -> Iterator[None]:
+    """beartype draws from Python's global generator, also in the second thread."""
+    with as_users_run_it():
+        yield
+
+
+@pytest.mark.parametrize("tells_scores", [True, False])
+def test_old_log_probs_are_those_at_the_start_of_the_iteration_that_uses_the_rows(tells_scores: bool) -> None:
+    """In the first update of an iteration the ratio is 1; the behaviour log-probs are those of the policy of long ago."""
+    seen: list[Any] = []
+    policy = ExactSampling()
+    policy.tells_scores = tells_scores
+    trainer, _ = by_hand(
+        policy=policy,
+        rewards=lambda states, actions: [float(len(action)) for action in actions],
+        config={"iterations_ahead": 1, "group_size": 4, "num_epochs_per_update": 2, "seed": 0},
+    )
+    objective = trainer.objective
+
+    def noting(inputs: Any) -> Any:
+        seen.append(inputs)
+        return objective(inputs)
+
+    trainer.objective = noting  # type: ignore[assignment]
+    trainer.train([0, 1], num_iterations=3, progress=False)
+    first, second, third = seen[::2]
+    for inputs in (first, second, third):
+        torch.testing.assert_close(inputs.old_log_probs[inputs.mask], inputs.log_probs.detach()[inputs.mask])
+    torch.testing.assert_close(first.behaviour_log_probs[first.mask], first.old_log_probs[first.mask])
+    for inputs in (second, third):
+        assert (inputs.behaviour_log_probs - inputs.old_log_probs)[inputs.mask].abs().max() > 1e-3
+
+
+def test_an_objective_of_your_own_gets_the_behaviour_log_probs_and_no_warning() -> None:
+    seen = []
+
+    def own(inputs: Any) -> ObjectiveOutput:
+        seen.append(inputs.behaviour_log_probs)
+        return ObjectiveOutput(loss=-(inputs.log_probs * inputs.weights).sum(), metrics={})
+
+    trainer, _ = by_hand(config={"iterations_ahead": 1}, objective=own)
+    trainer.train(["a", "b"], num_iterations=2, progress=False)
+    assert all(values is not None for values in seen)
+    assert len(seen) == 2
+
+
+def test_values_and_keys_are_those_at_the_start_of_the_iteration_that_uses_the_rows() -> None:
+    class Critic(ExactSampling):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = torch.nn.Parameter(torch.zeros(self.max_steps, dtype=self.head.weight.dtype))
+
+        def score_actions(self, states: Any, actions: Any) -> Any:
+            scores = super().score_actions(states, actions)
+            return replace(scores, values=self.value[: scores.mask.shape[1]].repeat(len(actions), 1))
+
+    trainer, policy = by_hand(
+        policy=Critic(),
+        rewards=lambda states, actions: [1.0 for _ in actions],
+        config={
+            "iterations_ahead": 1,
+            "group_size": 2,
+            "seed": 0,
+            "advantage": AdvantageConfig(credit="gae"),
+            "objective": ObjectiveConfig(sampler_correction="none"),
+        },
+    )
+    objective, old_values, now = trainer.objective, [], []
+
+    def noting(inputs: Any) -> Any:
+        old_values.append(inputs.old_values[:, 0])
+        now.append(float(policy.value[0].detach()))
+        return objective(inputs)
+
+    trainer.objective = noting  # type: ignore[assignment]
+    trainer.train([0, 1], num_iterations=3, progress=False)
+    assert now[0] != now[1] != now[2]
+    assert [values.unique().tolist() for values in old_values] == [[value] for value in now]
