@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.failing_ranks import FAULTS, PHASES, Case, launch, require_named, require_shared
+from tests.support.failing_ranks import DIVIDED_PHASES, FAULTS, PHASES, Case, launch, require_named, require_shared
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 RAISED = ["ContractError", "ZeroDivisionError", "TrainingInterrupted"]
@@ -33,6 +33,36 @@ def test_an_error_in_any_phase_is_raised_on_all_ranks(
     cases = [
         Case(phase=phase, fault=fault, culprit=culprit, num_ranks=num_ranks, timeout=20.0)
         for phase in PHASES[1:]  # before there is an engine, nothing can be told
+        for fault in RAISED
+        for culprit in range(num_ranks)
+    ]
+    for outcome in launch(cases, tmp_path):
+        with subtests.test(**outcome["case"]):
+            require_shared(outcome)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_with_a_part_of_the_weights_that_ends_or_hangs_is_named_on_all_others(
+    num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    cases = [
+        Case(phase=phase, fault=fault, culprit=culprit, num_ranks=num_ranks, engine="Sharded")
+        for phase in DIVIDED_PHASES
+        for fault in FAULTS
+        for culprit in range(num_ranks)
+    ]
+    for outcome in launch(cases, tmp_path):
+        with subtests.test(**outcome["case"]):
+            require_named(outcome)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_an_error_of_a_rank_with_a_part_of_the_weights_is_raised_on_all_ranks(
+    num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    cases = [
+        Case(phase=phase, fault=fault, culprit=culprit, num_ranks=num_ranks, timeout=20.0, engine="Sharded")
+        for phase in DIVIDED_PHASES[1:]
         for fault in RAISED
         for culprit in range(num_ranks)
     ]

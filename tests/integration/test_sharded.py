@@ -3,6 +3,7 @@
 One launch runs `sharded_ranks.py`; the tests look at what each rank wrote. A rank that waits for ever fails the launch.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -17,7 +18,9 @@ import torch
 
 from grpo import load_weights
 from grpo.distributed import OneProcess
-from tests.support.sharded_ranks import CASES, KEPT, NUM_UPDATES, ONLY_ON_RANKS, hash_of, layered, loaded, result_of
+from tests.support.layered import Layered
+from tests.support.sharded_ranks import CASES, KEPT, NUM_UPDATES, ONLY_ON_RANKS, loaded, result_of
+from tests.support.tensor_hashes import hash_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 ROOT = Path(__file__).parents[2]
@@ -100,7 +103,7 @@ def test_one_process_loads_the_weights_and_moments_of_two_ranks(two_ranks: tuple
         f"{folder / DAILY[0]} was written by 2 ranks, and 1 load it. Exact: weights, optimizer, learning"
     )
     assert "states of policy and reward model of the ranks from 1 on are left out" in said
-    policy = layered()
+    policy = Layered()
     load_weights(folder / DAILY[0], policy)
     of_weights = {name: hash_of(value) for name, value in policy.get_parameters().items()}
     assert of_weights.items() <= found["hashes"].items()
@@ -134,3 +137,28 @@ def test_any_number_of_ranks_loads_the_weights_and_moments_of_two_ranks(
     if num_ranks == 4:
         (said,) = ranks[0][KEPT[0], "loaded"]["said"]
         assert "the ranks from 2 on have new random generators and no replayed rows" in said
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_whose_rank_was_killed_and_ends_with_the_weights_of_an_unbroken_run(
+    tmp_path: Path,
+) -> None:
+    found = {}
+    for name, kill_at in (("unbroken", 0), ("killed", 4)):
+        (tmp_path / name).mkdir()
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+        launch += ["--monitor-interval", "0.2", "--standalone", "-m", "tests.support.restarted_run"]
+        # a restart that shares the launcher's store would find the keys of the first start
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
+        command = [*launch, str(tmp_path / name), str(kill_at)]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        found[name] = json.loads((tmp_path / name / "hashes.json").read_text())
+    assert found["killed"]["hashes"] == found["unbroken"]["hashes"]
+    assert (found["unbroken"]["restarts"], found["killed"]["restarts"]) == (0, 1)

@@ -27,12 +27,15 @@ import torch
 import torch.distributed as dist
 
 from grpo import ContractError, GRPOConfig, GRPOTrainer, GRPOWarning, RewardConfig
-from grpo.distributed import Engine, OneProcess, Replicated
+from grpo.distributed import Engine, OneProcess, Replicated, Sharded
 from grpo.errors import TrainingInterrupted
 
 PHASES = ["engine", "constructor", "sampling", "reward", "scoring", "advantages", "update", "apply", "report"]
 PHASES += ["evaluate", "save", "load"]
 """Where a rank can fail, in the order of a run."""
+
+DIVIDED_PHASES = [*PHASES, "forward", "backward"]
+"""Where a rank that holds a part of the weights can fail, too: while the other ranks gather or add up for a layer."""
 
 FAULTS = ["killed", "stopped", "asleep"]
 """How a rank disappears. It can also raise `ContractError`, `ZeroDivisionError` or `TrainingInterrupted`.
@@ -59,6 +62,8 @@ class Case:
     culprit: int
     num_ranks: int = 2
     timeout: float = 4.0
+    engine: str = "Replicated"
+    """The engine: "Replicated" or "Sharded"."""
     sigterm: bool = False
     """Send SIGTERM to the other ranks while they wait for the culprit."""
 
@@ -96,13 +101,34 @@ class Failing:
             raise TrainingInterrupted(signal.SIGTERM)
 
 
+class Scale(torch.nn.Module):
+    """A layer that says when its forward pass begins and when its backward pass begins."""
+
+    def __init__(self, failing: Failing) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(4))
+        self.failing = failing
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return logits * self.factor
+        self.failing.reached("forward")
+        scaled = logits * self.factor
+        scaled.register_hook(lambda gradient: self.failing.reached("backward"))
+        return scaled
+
+
 class Arms(torch.nn.Module):
     """A softmax over four arms that says which phase calls it."""
 
     def __init__(self, failing: Failing) -> None:
         super().__init__()
         self.logits = torch.nn.Parameter(torch.zeros(4))
+        self.scales = torch.nn.ModuleList([Scale(failing), Scale(failing)])
         self.failing, self.is_evaluating = failing, False
+
+    def shard_units(self) -> list[torch.nn.Module]:
+        return [*self.scales]
 
     def generate_actions(self, states: Any, num_actions_per_state: int, **kwargs: Any) -> list[list[int]]:
         self.failing.reached("evaluate" if self.is_evaluating else "sampling")
@@ -111,7 +137,8 @@ class Arms(torch.nn.Module):
 
     def get_log_probabilities(self, states: Any, actions: Any) -> torch.Tensor:
         self.failing.reached("update" if self.training else "scoring")
-        return self.logits.log_softmax(0)[torch.tensor(list(actions))]
+        scaled = self.scales[1](self.scales[0](self.logits))
+        return scaled.log_softmax(0)[torch.tensor(list(actions))]
 
     def get_parameters(self) -> dict[str, torch.Tensor]:
         self.failing.reached("constructor")
@@ -155,7 +182,7 @@ def run(case: Case, rank: int, folder: Path, engine: Engine | None = None) -> No
         def on_iteration(self, trainer: Any, metrics: Any) -> None:
             failing.reached("report")
 
-    engine = engine or Replicated(timeout=case.timeout)
+    engine = engine or {"Replicated": Replicated, "Sharded": Sharded}[case.engine](timeout=case.timeout)
     trainer = GRPOTrainer(
         config=GRPOConfig(
             group_size=8,
@@ -168,7 +195,7 @@ def run(case: Case, rank: int, folder: Path, engine: Engine | None = None) -> No
         ),
         policy=policy,
         reward_model=reward,
-        optimizer=Step(policy.parameters(), lr=0.1),
+        optimizer=lambda tensors: Step(tensors, lr=0.1),
         advantages=advantages,
         engine=engine,
     )
@@ -265,6 +292,8 @@ def play(case: Case, folder: Path) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     cases = [Case(**case) for case in json.load(sys.stdin)]
+    if any(case.engine == "Sharded" for case in cases):
+        import torch.distributed.fsdp  # noqa: F401  # slow, and each rank would do it
     (folder / "alone").mkdir()
     run(
         Case(phase="none", fault="none", culprit=0, num_ranks=1), 0, folder / "alone", OneProcess()

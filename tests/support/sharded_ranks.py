@@ -9,7 +9,6 @@ the others waiting.
 """
 
 import copy
-import hashlib
 import sys
 import traceback
 import warnings
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch import Tensor, nn
+from torch import Tensor
 
 from adapters.llm import HFPolicy, SamplingConfig
 from adapters.llm.completions import completion_mask
@@ -31,47 +30,13 @@ from adapters.llm.model.loading import add_lora
 from adapters.llm.model.value_head import ValueHead
 from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
 from grpo.distributed import Replicated, ShardsWeights
+from tests.support.layered import Layered
 from tests.support.llm_models import character_tokenizer, completion, tiny_model
+from tests.support.tensor_hashes import hashes_of
 
 NUM_UPDATES = 5
 NUM_GROUPS, GROUP_SIZE = 8, 3
 LONGEST_WAIT = timedelta(minutes=3)
-
-
-class Layered(nn.Module):
-    """A policy over 3 actions with layers of sizes that no number of ranks divides, a scalar, and a branch for some states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)])
-        self.branch = nn.Linear(5, 3)
-        self.temperature = nn.Parameter(torch.tensor(0.7))
-
-    def shard_units(self) -> list[nn.Module]:
-        return list(self.layers)
-
-    def logits(self, states: Sequence[int]) -> Tensor:
-        inputs = torch.stack([torch.randn(5, generator=torch.Generator().manual_seed(s)) for s in states])
-        hidden = self.layers[1](self.layers[0](inputs).tanh()).tanh()
-        logits = self.layers[2](hidden)
-        if any(state % 2 for state in states):  # some ranks never reach the branch
-            logits = logits + self.branch(inputs) * torch.tensor([[float(state % 2)] for state in states])
-        return logits / self.temperature
-
-    def generate_actions(self, states: Sequence[int], num_actions_per_state: int, **kwargs: Any) -> list[list[int]]:
-        drawn = torch.distributions.Categorical(logits=self.logits(states)).sample((num_actions_per_state,))
-        return drawn.t().tolist()
-
-    def get_log_probabilities(self, states: Sequence[int], actions: Sequence[int]) -> Tensor:
-        return self.logits(states).log_softmax(1).gather(1, torch.tensor(list(actions))[:, None]).squeeze(1)
-
-    def get_parameters(self) -> dict[str, Tensor]:
-        return dict(self.named_parameters())
-
-
-def layered() -> Any:
-    return Layered()
 
 
 def language_model(
@@ -120,7 +85,7 @@ def uneven(group: int, rank: int, num_ranks: int) -> bool:
 
 
 CASES: dict[str, Case] = {
-    "module": Case(policy=layered),
+    "module": Case(policy=Layered),
     "llama": Case(policy=language_model),
     "qwen3": Case(policy=lambda: language_model("qwen3")),
     "llama lora": Case(policy=lambda: language_model(lora=True)),
@@ -130,7 +95,7 @@ CASES: dict[str, Case] = {
     ),
     "reference policy": Case(policy=language_model, objective={"kl_coef": 0.1}, has_reference_policy=True),
     "moving reference": Case(
-        policy=layered,
+        policy=Layered,
         config={"reference_sync_every": 2, "reference_mix": 0.5},
         objective={"kl_coef": 0.1},
         has_reference_policy=True,
@@ -154,10 +119,10 @@ CASES: dict[str, Case] = {
     ),
     "no rank with an advantage": Case(policy=language_model, dead=lambda group: True),
     "a rank without rows in an update": Case(policy=language_model, config={"batch_size": 6}, share=uneven),
-    "module, a rank without rows": Case(policy=layered, config={"batch_size": 3, "micro_batch_size": 2}, share=uneven),
+    "module, a rank without rows": Case(policy=Layered, config={"batch_size": 3, "micro_batch_size": 2}, share=uneven),
     "sampling": Case(policy=lambda: language_model("qwen3"), samples=True, config={"num_epochs_per_update": 2}),
     "sampling, lora": Case(policy=lambda: language_model(lora=True), samples=True, objective={"kl_coef": 0.1}),
-    "module, sampling": Case(policy=layered, samples=True, config={"autocast_dtype": "bfloat16"}),
+    "module, sampling": Case(policy=Layered, samples=True, config={"autocast_dtype": "bfloat16"}),
 }
 KEPT = ["module, a rank without rows", "tied embeddings", "llama lora"]
 """Cases whose checkpoints are loaded by other numbers of ranks."""
@@ -225,19 +190,6 @@ def result_of(case: Case, engine: Any) -> dict[str, Any]:
         return {"error": traceback.format_exc()}
     kept = [{name: value for name, value in one.items() if not name.startswith("time/")} for one in metrics]
     return {"weights": whole_weights(trainer), "metrics": kept}
-
-
-def hash_of(value: Any) -> str:
-    """The SHA-256 of a tensor. Of a divided tensor, all ranks compute it together from the whole."""
-    whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return hashlib.sha256(whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def hashes_of(trainer: Any) -> dict[str, str]:
-    """The SHA-256 of each weight and of each tensor of the optimizer."""
-    moments = trainer.optimizer_step.optimizer.state_dict()["state"]
-    named = {f"{number} {name}": value for number, state in moments.items() for name, value in state.items()}
-    return {name: hash_of(value) for name, value in {**trainer.policy.get_parameters(), **named}.items()}
 
 
 def saved(case: Case, engine: Any, folder: Path) -> dict[str, str]:
