@@ -217,6 +217,10 @@ class AgentPolicy:
         """Send the model's weights to the sampler, if the sampler has its own copy of them."""
         self.policy.sync_sampler()
 
+    def shard_units(self) -> list[torch.nn.Module]:
+        """The units of the language model, for `grpo.distributed.Sharded`."""
+        return self.policy.shard_units()
+
     def get_parameters(self) -> dict[str, Tensor]:
         """The trained parameters by name."""
         return self.policy.get_parameters()

@@ -24,14 +24,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
-from adapters.llm import HFPolicy, SamplingConfig
-from adapters.llm.completions import completion_mask
-from adapters.llm.model.loading import add_lora
-from adapters.llm.model.value_head import ValueHead
 from grpo import AdvantageConfig, ExperienceBatch, GRPOConfig, GRPOTrainer, ObjectiveConfig
 from grpo.distributed import Replicated, ShardsWeights
 from tests.support.layered import Layered
-from tests.support.llm_models import character_tokenizer, completion, tiny_model
 from tests.support.tensor_hashes import hashes_of
 
 NUM_UPDATES = 5
@@ -45,10 +40,19 @@ def language_model(
     lora: bool = False,
     checkpointing: bool = False,
     has_critic: bool = False,
+    has_reference_model: bool = False,
     changes: Any = None,
     **options: Any,
-) -> HFPolicy:
+) -> Any:
+    """A tiny language model. What it needs is imported here, because modules need none of it and imports are slow."""
+    from adapters.llm import HFPolicy, SamplingConfig
+    from adapters.llm.model.loading import add_lora
+    from adapters.llm.model.value_head import ValueHead
+    from tests.support.llm_models import character_tokenizer, tiny_model
+
     torch.manual_seed(0)
+    if has_reference_model:
+        options["reference_model"] = tiny_model(family, hidden_size=16)
     model = tiny_model(family, **(changes or {}))
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -100,9 +104,7 @@ CASES: dict[str, Case] = {
         objective={"kl_coef": 0.1},
         has_reference_policy=True,
     ),
-    "reference model": Case(
-        policy=lambda: language_model(reference_model=tiny_model("llama", hidden_size=16)), objective={"kl_coef": 0.1}
-    ),
+    "reference model": Case(policy=lambda: language_model(has_reference_model=True), objective={"kl_coef": 0.1}),
     "tied embeddings": Case(policy=lambda: language_model("qwen3", changes={"tie_word_embeddings": True})),
     "gradient checkpointing": Case(policy=lambda: language_model(checkpointing=True)),
     "gradient checkpointing, lora": Case(policy=lambda: language_model("qwen3", lora=True, checkpointing=True)),
@@ -132,6 +134,10 @@ ONLY_ON_RANKS = [name for name, case in CASES.items() if case.samples or "batch_
 
 def rows_of(case: Case, policy: Any, rank: int, num_ranks: int) -> ExperienceBatch:
     """The rows of a rank: prompts and completions of different lengths, among them completions of one token only."""
+    speaks = not isinstance(policy, Layered)
+    if speaks:
+        from adapters.llm.completions import completion_mask
+        from tests.support.llm_models import completion
     generator = torch.Generator().manual_seed(3)
     states, actions, rewards, groups = [], [], [], []
     for group in range(NUM_GROUPS):
@@ -140,11 +146,11 @@ def rows_of(case: Case, policy: Any, rank: int, num_ranks: int) -> ExperienceBat
             tokens = torch.randint(2, 40, (length,), generator=generator).tolist()
             reward = 0.5 if case.dead(group) else float(torch.rand(1, generator=generator))
             if case.share(group, rank, num_ranks):
-                states.append("12+3="[: 2 + group % 3] if isinstance(policy, HFPolicy) else group)
-                actions.append(completion(*tokens) if isinstance(policy, HFPolicy) else tokens[0] % 3)
+                states.append("12+3="[: 2 + group % 3] if speaks else group)
+                actions.append(completion(*tokens) if speaks else tokens[0] % 3)
                 rewards.append(reward)
                 groups.append(group)
-    mask = completion_mask(actions) if isinstance(policy, HFPolicy) else None
+    mask = completion_mask(actions) if speaks else None
     return ExperienceBatch.from_rows(states, actions, rewards, torch.tensor(groups), mask=mask)
 
 
@@ -169,7 +175,7 @@ def trained(case: Case, engine: Any, num_updates: int = NUM_UPDATES) -> tuple[GR
     metrics = []
     for _ in range(num_updates):
         if case.samples:
-            states: list[Any] = ["1+2=", "3"] if isinstance(policy, HFPolicy) else [2, 3]
+            states: list[Any] = [2, 3] if isinstance(policy, Layered) else ["1+2=", "3"]
             metrics.append(trainer.step(states[: 1 + trainer.engine.rank % 2]))
         else:
             metrics.append(trainer.update(rows_of(case, policy, trainer.engine.rank, trainer.engine.num_ranks)))
@@ -183,13 +189,24 @@ def whole_weights(trainer: Any) -> dict[str, Tensor]:
         return {name: value.detach().clone() for name, value in policy.get_parameters().items()}
 
 
+def bytes_of(trainer: Any) -> int:
+    """The memory of weights, trained and frozen, and of the optimizer's tensors, each storage once."""
+    moments = trainer.optimizer_step.optimizer.state_dict()["state"].values()
+    model = getattr(trainer.policy, "model", trainer.policy)
+    storages = {}
+    for value in (*model.parameters(), *(value for state in moments for value in state.values())):
+        storage = (value.to_local() if hasattr(value, "to_local") else value).untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
 def result_of(case: Case, engine: Any) -> dict[str, Any]:
     try:
         trainer, metrics = trained(case, engine)
     except Exception:
         return {"error": traceback.format_exc()}
     kept = [{name: value for name, value in one.items() if not name.startswith("time/")} for one in metrics]
-    return {"weights": whole_weights(trainer), "metrics": kept}
+    return {"weights": whole_weights(trainer), "metrics": kept, "bytes": bytes_of(trainer)}
 
 
 def saved(case: Case, engine: Any, folder: Path) -> dict[str, str]:
