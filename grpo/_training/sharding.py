@@ -7,7 +7,6 @@ from typing import Any
 
 from grpo.distributed import Engine, ShardsWeights
 from grpo.errors import ConfigError
-from grpo.writing import describe
 
 
 def divided_weights(
@@ -22,8 +21,8 @@ def divided_weights(
         built: the user's optimizer and scheduler by name, or functions that build them, or None.
 
     Returns:
-        A function that returns a context in which this rank has all weights of the policy, and a function from a number of
-        forward passes to the number that all ranks make. None: each rank makes its own number.
+        A function that returns the context in which the policy samples, with all weights on this rank, and a function from a
+        number of forward passes to the number that all ranks make. None: each rank makes its own number.
 
     Raises:
         ConfigError: an optimizer or a scheduler was built before the weights were divided.
@@ -34,12 +33,13 @@ def divided_weights(
         if given is not None and not is_function(given):
             raise ConfigError(
                 f"{name} must be a function with {type(engine).__name__}, which replaces the policy's parameters by parts of "
-                f"them; got {describe(given)}. Pass a function, such as functools.partial(torch.optim.AdamW, lr=1e-5)."
+                f"them; got a {type(given).__name__}. Pass a function, such as functools.partial(torch.optim.AdamW, lr=1e-5)."
             )
     for model in (policy, reference_policy):
         if model is not None:
             engine.shard(model)
-    return partial(engine.whole, policy), engine.equal_count
+    samples_itself = getattr(policy, "samples_itself", True)
+    return partial(engine.whole, policy) if samples_itself else nullcontext, engine.equal_count
 
 
 def is_function(built: Any) -> bool:

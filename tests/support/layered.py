@@ -25,7 +25,9 @@ class Layered(nn.Module):
         hidden = self.layers[1](self.layers[0](inputs).tanh()).tanh()
         logits = self.layers[2](hidden)
         if any(state % 2 for state in states):  # some ranks never reach the branch
-            logits = logits + self.branch(inputs) * torch.tensor([[float(state % 2)] for state in states])
+            logits = logits + self.branch(inputs.to(self.branch.weight.dtype)) * torch.tensor(
+                [[float(state % 2)] for state in states]
+            )
         return logits / self.temperature
 
     def generate_actions(self, states: Sequence[int], num_actions_per_state: int, **kwargs: Any) -> list[list[int]]:

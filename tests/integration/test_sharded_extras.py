@@ -1,0 +1,107 @@
+"""What ranks that divide the weights of a policy refuse, and what they do besides updates. One launch plays all cases."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+
+
+def launched(folder: Path, *arguments: str) -> None:
+    command = [sys.executable, "-m", "tests.support.sharded_extras", str(folder), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("extras")
+    launched(folder)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_what_cannot_be_divided_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    beginnings = {
+        "optimizer": "ConfigError: optimizer must be a function with Sharded, which replaces the policy's parameters",
+        "no module": "ConfigError: Sharded divides the weights of modules, and Holder is no torch.nn.Module.",
+        "precision": "ConfigError: Sharded.mixed_precision must be a torch.distributed.fsdp.MixedPrecisionPolicy",
+        "function": "ProtocolError: optimizer must implement torch.optim.Optimizer; int lacks step()",
+        "words": "ContractError: Bad.shard_units must return a list of modules; got str 'layers'.",
+        "shared": "ConfigError: Sharded needs each weight in one unit; weight of Bad is in two of its shard_units().",
+        "quantised": "ConfigError: Sharded cannot divide quantised weights; codes of Bad is torch.uint8.",
+        "dtypes": "ConfigError: Sharded needs trained weights of one dtype in each unit of Bad; one unit has torch.float32,",
+    }
+    for found in ranks:
+        assert found["refused"].keys() == beginnings.keys()
+        for name, beginning in beginnings.items():
+            assert found["refused"][name].startswith(beginning), found["refused"][name]
+
+
+def test_memory_that_runs_out_in_a_forward_pass_is_an_error_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["out of memory"] == "RankError: Rank 1 raised OutOfMemoryError: no memory today"
+
+
+def test_ranks_that_make_other_calls_raise_the_same_error(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["other calls"].startswith(
+            "RankError: All ranks must make the same calls in the same order; rank 0 is at"
+        )
+        assert "gather_weights()" in found["other calls"]
+
+
+def test_a_function_builds_the_scheduler_from_the_optimizer(ranks: list[dict[str, Any]]) -> None:
+    assert [found["scheduled"] for found in ranks] == [[1.0, 0.1], [1.0, 0.1]]
+
+
+def test_sampling_gathers_nothing_if_the_sampler_has_weights_of_its_own(ranks: list[dict[str, Any]]) -> None:
+    assert [found["elsewhere"]["seen"] for found in ranks] == ["DTensor", "DTensor"]
+    assert [found["elsewhere"]["copied"] for found in ranks] == [[7, 5], [7, 5]]  # but its copy is of all weights
+    assert [found["elsewhere"]["parts"] for found in ranks] == [[4, 5], [3, 5]]
+
+
+def test_a_state_dict_has_all_weights_inside_whole_and_parts_outside(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["whole"]["inside"]["layers.0.weight"] == [7, 5]
+        assert found["whole"]["kinds"] == ["Tensor"]
+        assert found["whole"]["outside"] == ["DTensor", "Tensor"]  # the scalar is whole
+
+
+def test_offloaded_parts_make_the_same_updates_and_half_precision_similar_ones(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        for name, value in found["replicated"].items():
+            assert torch.allclose(found["plain"]["weights"][name], value, rtol=0, atol=5e-5), name
+            assert torch.equal(found["offloaded"]["weights"][name], found["plain"]["weights"][name]), name
+            assert torch.allclose(found["half"]["weights"][name].float(), value, rtol=0.02, atol=0.02), name
+        assert found["half"]["weights"]["layers.0.weight"].dtype == torch.bfloat16  # as it computes
+        assert not torch.allclose(
+            found["half"]["weights"]["layers.0.weight"].float(), found["plain"]["weights"]["layers.0.weight"]
+        )
+
+
+@pytest.mark.slow
+def test_a_language_model_is_saved_from_parts(tmp_path: Path) -> None:
+    launched(tmp_path, "llm")
+    first, second = (torch.load(tmp_path / f"llama {rank}.pt", weights_only=True) for rank in range(2))
+    saved = load_file(tmp_path / "llama" / "model.safetensors")
+    assert saved.keys() == first.keys()
+    for name, value in saved.items():
+        assert torch.equal(value, first[name])
+        assert torch.equal(value, second[name])
+    adapter = load_file(tmp_path / "llama lora" / "adapter_model.safetensors")
+    trained = torch.load(tmp_path / "llama lora 0.pt", weights_only=True)
+    assert adapter
+    for name, value in adapter.items():
+        assert torch.equal(value, trained[name.replace(".weight", ".default.weight")]), name
+    merged = load_file(tmp_path / "llama lora merged" / "model.safetensors")
+    layer = "model.layers.0.mlp.up_proj"
+    path = f"base_model.model.{layer}"
+    low_rank = trained[f"{path}.lora_B.default.weight"] @ trained[f"{path}.lora_A.default.weight"]
+    assert torch.allclose(merged[f"{layer}.weight"], trained[f"{path}.base_layer.weight"] + 2.0 * low_rank, atol=1e-6)
