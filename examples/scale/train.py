@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 -m examples.scale.train --engine sharded --iterations-ahead 1
 
 A tiny language model learns to repeat the digits of its prompt. Each rank samples for its share of the prompts, and an update
-uses the rows of all ranks. With --engine sharded, each rank holds a part of the weights, and writes no checkpoints. Otherwise
-checkpoints are in runs/scale, and if the run is stopped, the same command continues it.
+uses the rows of all ranks. With --engine sharded, each rank holds a part of the weights. Checkpoints are in runs/scale. If the
+run is stopped, the same command continues it.
 """
 
 import argparse
@@ -75,13 +75,8 @@ def train(args: argparse.Namespace, device: str) -> None:
     trainer = GRPOTrainer(config=config, policy=policy, reward_model=CompletionRewards(repeated), engine=engine)
     own = held_out[engine.rank :: engine.num_ranks]  # the evaluation counts the rows of all ranks
     before = trainer.evaluate(own)["eval/avg_reward"]
-    folder = None if isinstance(engine, Sharded) else args.folder
     trainer.train(
-        prompts,
-        num_iterations=args.iterations,
-        checkpoint_dir=folder,
-        resume=folder and "auto",
-        progress=engine.rank == 0,
+        prompts, num_iterations=args.iterations, checkpoint_dir=args.folder, resume="auto", progress=engine.rank == 0
     )
     after = trainer.evaluate(own)["eval/avg_reward"]
     fingerprints = engine.gather_objects(fingerprint(policy))

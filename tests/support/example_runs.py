@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,10 +18,12 @@ def run_example(name: str, *arguments: str, folder: Path) -> str:
     return example_process(name, *arguments, folder=folder).stdout
 
 
-def example_process(name: str, *arguments: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    """The same with what it writes to its standard error, where progress is shown."""
+def example_process(
+    name: str, *arguments: str, folder: Path, options: Sequence[str] = STRICT
+) -> "subprocess.CompletedProcess[str]":
+    """The same with what it writes to its standard error, where progress is shown. `options` are Python's."""
     process = subprocess.run(
-        [sys.executable, *STRICT, "-m", f"examples.{name}", *arguments],
+        [sys.executable, *options, "-m", f"examples.{name}", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"},
         capture_output=True,
