@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.scale import train
 from tests.support.example_runs import NUMBER, ROOT, STRICT, example_process, run_example
 
 SAID = re.compile(
@@ -38,6 +39,17 @@ def on_two_ranks(*arguments: object, folder: Path) -> str:
     )
     assert process.returncode == 0, process.stderr[-4000:]
     return process.stdout
+
+
+def test_one_process_trains_and_writes_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", "--iterations", "2", "--engine", "sharded"])  # one process has no parts
+    train.main()
+    ranks, _, _, iterations, hashes = figures(capsys.readouterr().out)
+    assert (ranks, iterations, len(hashes)) == (1, 2, 1)
+    assert (tmp_path / "runs" / "scale" / "iteration-00000002").is_dir()
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 torchrun --nproc-per-node 2 -m tests.support.ranks_with_vllm MODEL FOLDER URL URL
 """
 
-import hashlib
 import json
 import sys
 import time
@@ -13,11 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapters.llm import HFPolicy, SamplingConfig, VLLMServerSampler
 from grpo import GRPOConfig, GRPOTrainer, ObjectiveConfig
-from grpo.distributed import Replicated
+from grpo.distributed import Replicated, Sharded
 
 STATES = ["w1 w2 w3", "w4", "w5 w6", "w7 w8"]
 
@@ -47,23 +47,28 @@ def wait_for_the_test(engine: Replicated, folder: Path) -> None:
         (folder / "go on").unlink()
 
 
-def main(model: str, folder: Path, urls: list[str]) -> None:
-    dist.init_process_group("gloo")
-    engine = Replicated(timeout=120)
-    sampler = VLLMServerSampler(urls, weights_folder=folder / "weights", engine=engine)
-    sampling = SamplingConfig(max_new_tokens=6, temperature=0.7)
+def make_trainer(model: str, folder: Path, urls: list[str], engine: Replicated, num_ahead: int) -> GRPOTrainer:
     policy = HFPolicy(
         AutoModelForCausalLM.from_pretrained(model),
         AutoTokenizer.from_pretrained(model),
-        sampling=sampling,
-        sampler=sampler,
+        sampling=SamplingConfig(max_new_tokens=6, temperature=0.7),
+        sampler=VLLMServerSampler(urls, weights_folder=folder / "weights", engine=engine),
     )
     config = GRPOConfig(
-        seed=0, group_size=4, learning_rate=0.01, objective=ObjectiveConfig(sampler_correction="truncate")
+        seed=0,
+        group_size=4,
+        learning_rate=0.01,
+        iterations_ahead=num_ahead,
+        objective=ObjectiveConfig(sampler_correction="truncate"),
     )
-    trainer = GRPOTrainer(config=config, policy=policy, reward_model=low_numbers, engine=engine)
+    return GRPOTrainer(config=config, policy=policy, reward_model=low_numbers, engine=engine)
+
+
+def steps(trainer: GRPOTrainer, folder: Path, urls: list[str], num_iterations: int, pauses: tuple[int, ...]) -> Any:
+    """Iterations, with the versions of the servers after each."""
+    engine: Any = trainer.engine
     ratios, seen = [], []
-    for iteration in range(1, 7):
+    for iteration in range(1, num_iterations + 1):
         metrics = trainer.step(STATES[engine.rank :: engine.num_ranks])
         ratios.append(metrics["train/sampler_ratio_mean"])
         labels = versions(urls)
@@ -72,16 +77,29 @@ def main(model: str, folder: Path, urls: list[str]) -> None:
         engine.agree()
         if engine.rank == 0:
             print(f"iteration {iteration}", flush=True)
-        if iteration in (2, 4):
+        if iteration in pauses:
             wait_for_the_test(engine, folder)
-    found = hashlib.sha256()
-    for value in policy.get_parameters().values():
-        found.update(value.detach().numpy().tobytes())
-    result = {"ratios": ratios, "versions": seen, "weights": found.hexdigest()}
+    return {"ratios": ratios, "versions": seen}
+
+
+def main(kind: str, model: str, folder: Path, urls: list[str]) -> None:
+    dist.init_process_group("gloo")
+    engine = (Sharded if kind == "parts" else Replicated)(timeout=120)
+    trainer = make_trainer(model, folder, urls, engine, num_ahead=int(kind == "ahead"))
+    if kind == "ahead":
+        history = trainer.train(STATES, num_iterations=5, progress=False)
+        result = {"rewards": [metrics["rewards/mean"] for metrics in history]}
+    else:
+        result = steps(trainer, folder, urls, 6 if kind == "copies" else 2, (2, 4) if kind == "copies" else ())
+    weights = [
+        value.full_tensor() if isinstance(value, DTensor) else value
+        for value in trainer.policy.get_parameters().values()
+    ]
+    result["weights"] = torch.cat([value.detach().flatten() for value in weights]).tolist()
     (folder / f"rank{engine.rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4:])

@@ -173,17 +173,28 @@ def test_the_only_server_is_waited_for_and_samples_the_same_rows(
     assert sampler._version == VLLMWorker(servers[1].url, timeout=60).version()
 
 
+def start_ranks(kind: str, folder: Path, own: Path, servers: list[Any], **environment: str) -> Any:
+    """Two ranks that run `tests.support.ranks_with_vllm`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "tests.support.ranks_with_vllm", kind, str(folder), str(own), *(server.url for server in servers)]
+    all_variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=all_variables, **output)
+
+
+def results_of(ranks: Any, own: Path, printed: str = "") -> list[Any]:
+    printed += ranks.communicate()[0]
+    assert ranks.returncode == 0, printed[-4000:]
+    first, second = (json.loads((own / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first["weights"] == second["weights"]
+    return [first, second]
+
+
 def test_two_ranks_train_with_two_servers_of_which_one_dies(servers: list[Any], folder: Path, tmp_path: Path) -> None:
     """Each server gets each version once. After each iteration, the servers have the log-probs of the trainer."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "tests.support.ranks_with_vllm", str(folder), str(tmp_path), *(server.url for server in servers)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
+    ranks = start_ranks("copies", folder, tmp_path, servers)
     printed = []
-    for line in process.stdout:
+    for line in ranks.stdout:
         printed.append(line)
         if line.startswith("iteration 2"):
             servers[1].kill()
@@ -192,13 +203,28 @@ def test_two_ranks_train_with_two_servers_of_which_one_dies(servers: list[Any], 
             servers[1].start()
             servers[1].wait()
             (tmp_path / "go on").touch()
-    output = "".join(printed)
-    assert process.wait() == 0, output[-4000:]
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+            break
+    for found in results_of(ranks, tmp_path, "".join(printed)):
         assert found["ratios"] == pytest.approx([1.0] * 6, abs=1e-4)
         assert [number for number, _ in found["versions"]] == [2, 3, 4, 5, 6, 7]
         assert [num_servers for _, num_servers in found["versions"]] == [2, 2, 1, 1, 2, 2]
-    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
-    assert first["weights"] == second["weights"]
-    assert output.count(f"no vLLM server answers at {servers[1].url}") >= 1, output[-4000:]
+    assert f"no vLLM server answers at {servers[1].url}" in "".join(printed)
+
+
+def test_ranks_with_divided_weights_send_them_whole(servers: list[Any], folder: Path, tmp_path: Path) -> None:
+    for found in results_of(start_ranks("parts", folder, tmp_path, servers), tmp_path):
+        assert found["ratios"] == pytest.approx([1.0] * 2, abs=1e-4)
+        assert found["versions"] == [[2, 2], [3, 2]]
+
+
+def test_sampling_beside_the_updates_gives_what_sampling_in_order_gives(
+    servers: list[Any], folder: Path, tmp_path: Path
+) -> None:
+    """The tokens are the same, and so are the weights up to the rounding of vLLM's log-probs."""
+    found = []
+    for in_order in ("0", "1"):
+        ranks = start_ranks("ahead", folder, tmp_path, servers, GRPO_AHEAD_IN_ORDER=in_order)
+        found.append(results_of(ranks, tmp_path)[0])
+    assert found[0]["rewards"] == found[1]["rewards"]
+    assert len(set(found[0]["rewards"])) == 5
+    torch.testing.assert_close(*(torch.tensor(each["weights"]) for each in found), rtol=0, atol=1e-4)
