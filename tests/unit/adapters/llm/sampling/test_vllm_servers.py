@@ -4,6 +4,7 @@ import contextlib
 import re
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,9 @@ def test_a_dead_server_is_looked_for_again_while_others_work(
     assert_sampled(sampler, 1.0)
     assert loads_of(stands[1]) == 1
     assert len(seeds_of(stands[1])) == 4
+    stands[1].die()
+    with pytest.warns(GRPOWarning, match="The other servers sample its rows"):  # named again
+        assert_sampled(sampler, 1.0)
 
 
 def test_a_server_that_was_started_again_between_two_batches_gets_the_weights(
@@ -144,6 +148,16 @@ def test_a_server_that_was_started_again_between_two_batches_gets_the_weights(
     stands[0].start_again()
     assert_sampled(sampler, 1.0)
     assert loads_of(stands[0]) == 2
+
+
+def test_a_server_with_weights_of_an_earlier_sync_gets_those_of_the_last(stands: list[Stand], tmp_path: Path) -> None:
+    sampler = sampler_of(stands[:1], tmp_path)
+    sampler.sync(weights(1.0))
+    first = stands[0].version
+    sampler.sync(weights(2.0))
+    stands[0].version, stands[0].weights = first, 1.0  # it could not be reached for a while
+    assert_sampled(sampler, 2.0)
+    assert loads_of(stands[0]) == 3
 
 
 def test_the_only_server_is_waited_for_and_gets_the_weights_again(stands: list[Stand], tmp_path: Path) -> None:
@@ -194,8 +208,11 @@ def test_a_server_that_fails_again_and_again_ends_the_batch(stands: list[Stand],
     sampler.sync(weights(1.0))
     answer = stands[0].answer
     stands[0].answer = lambda path, body: None if "generate" in path else answer(path, body)  # type: ignore[method-assign]
-    with pytest.raises(SamplerError, match=rf"no vLLM server answers at {stands[0].url}"):
-        assert_sampled(sampler, 1.0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with pytest.raises(SamplerError, match=rf"no vLLM server answers at {stands[0].url}"):
+            assert_sampled(sampler, 1.0)
+    assert len(said) == vllm_server.MAX_LOSSES == 3
     stands[0].answer = lambda path, body: (500, "") if "generate" in path else answer(path, body)  # type: ignore[method-assign]
     with pytest.raises(SamplerError, match=r"answered /inference/v1/generate with 500.* Read the server's log"):
         assert_sampled(sampler, 1.0)
