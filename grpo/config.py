@@ -121,8 +121,9 @@ class ObjectiveConfig(Settings):
     [N, T]` of your own. A name becomes the object with its defaults."""
     sampler_correction: SamplerCorrection | str | None = None
     """Importance weights for actions that another distribution sampled (`behaviour_log_probs`): `Truncate(...)`, `Mask(...)`,
-    the name of one, or a callable of your own. The weights multiply the surrogate only. `"none"`: no correction. None:
-    `Truncate()` if `iterations_ahead` is above 0, else no correction."""
+    the name of one, or a callable of your own. The weights multiply the surrogate and the estimate of
+    `entropy_estimator="score_function"`. `"none"`: no correction. None: `Truncate()` if `iterations_ahead` is above 0, else no
+    correction."""
     top_entropy_fraction: float = setting(1.0, above=0.0, at_most=1.0)
     """The surrogate counts only this fraction of the update's steps, the steps with the highest entropy. Smaller learns from
     the most uncertain decisions only. The policy must return an exact entropy."""

@@ -162,7 +162,10 @@ def entropy_of(
             pass
         case _:
             assert_never(config.entropy_estimator)
-    return score_function_entropy(steps.log_probs, steps.ratio("step"))
+    estimate = score_function_entropy(steps.log_probs, steps.ratio("step"))
+    if steps.sampler_weights is None:
+        return estimate
+    return zero_outside(estimate * steps.sampler_weights, steps.mask)  # an expectation over the old policy's samples
 
 
 def value_error(inputs: ObjectiveInputs, clip: float | None) -> Float[Tensor, "N T"]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo import ConfigError, ObjectiveConfig, ObjectiveInputs, grpo_objective
+from grpo import ConfigError, ObjectiveConfig, ObjectiveInputs, Truncate, grpo_objective
 from grpo.surrogates import Dppo
 from tests.support.objective_inputs import objective_inputs
 
@@ -258,3 +258,31 @@ def test_steps_stopped_by_their_sampler_count_as_clipped_before_any_update():
     assert output.loss.item() == 0
     assert output.metrics["clip_fraction_high"].tolist() == [1, 1, 1]
     assert output.metrics["clip_fraction_low"].tolist() == [1, 0, 0]
+
+
+def test_the_sampler_correction_makes_the_estimated_entropy_that_of_the_policy():
+    # each of three actions once, with the probability b under the sampler as its weight: the sums are expectations under b
+    logits, b = double([1.0, 0.0, -2.0]).requires_grad_(), double([0.5, 0.25, 0.25])
+    log_probs = logits.log_softmax(0)
+    inputs = objective_inputs(
+        log_probs=log_probs.unsqueeze(1),
+        behaviour_log_probs=b.log().unsqueeze(1),
+        advantages=torch.zeros(3, dtype=torch.float64),
+        mask=torch.ones(3, 1, dtype=torch.bool),
+        weights=b.unsqueeze(1),
+    )
+    entropy = -(log_probs.exp() * log_probs).sum()
+    wanted = torch.autograd.grad(-0.1 * entropy, logits, retain_graph=True)[0]
+
+    def estimated(correction: Truncate | None) -> tuple[float, Tensor]:
+        config = ObjectiveConfig(
+            entropy_coef=0.1, entropy_estimator="score_function", sampler_correction=correction, kl_coef=0.0
+        )
+        output = grpo_objective(inputs, config)
+        return output.metrics["entropy_bonus"][1].item(), torch.autograd.grad(output.loss, logits, retain_graph=True)[0]
+
+    bonus, gradient = estimated(Truncate(high=10.0))
+    assert bonus == pytest.approx(0.1 * entropy.item(), rel=1e-12)
+    assert torch.allclose(gradient, wanted, rtol=1e-12, atol=0)
+    _, uncorrected = estimated(None)
+    assert not torch.allclose(uncorrected, wanted, rtol=0.1)

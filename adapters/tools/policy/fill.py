@@ -209,7 +209,7 @@ def _read(schema: Mapping[str, Any], name: str, one: Found, own: frozenset[str])
     if kind in ("integer", "number"):
         if one.kind != "number":
             return None, 0
-        fit = -1 if one.text.isalpha() else 1  # "one" is often no number
+        fit: float = -1 if one.text.isalpha() else 1  # "one" is often no number
         if kind == "integer":
             return int(one.value) if one.value % 1 == 0 else None, fit
         is_share = one.text.endswith("%") and "percent" not in schema.get("description", "").lower()
