@@ -24,6 +24,9 @@ from .tasks import ToolTask
 CallReward: TypeAlias = Callable[[Any, ToolCall, ToolResult], float]
 """A reward function: (task, call, result) -> reward."""
 
+InFolder: TypeAlias = tuple[ToolCall, str | None]
+"""A call, and the name of its folder."""
+
 RIGHT_TOOL, SAME_CATEGORY, RIGHT_PARAMETERS, EXECUTED = 0.5, 0.2, 0.3, 0.2
 
 
@@ -54,6 +57,8 @@ class ToolRewards(WeightedRewards):
         per_tool: Catalogue of the tools to log metrics for: `tools/TOOL/calls` is the number of calls, and `tools/TOOL/errors`,
             `tools/TOOL/seconds` and `tools/TOOL/cost` are the share of calls with an error, the mean duration and the mean
             `Tool.cost`. Tools that were not called are left out, and so are lost calls. None logs no metrics per tool.
+        folder_of: Maps a task to the name of a folder in `executor.root`, in which the calls for this task run; see
+            `ToolExecutor.run`. A group has one task, so its calls share a folder. None leaves the folder to the executor.
 
     An action of None is no call: nothing is executed, and the reward functions get None with an empty `ToolResult`.
 
@@ -76,6 +81,7 @@ class ToolRewards(WeightedRewards):
         reuse_results: bool = False,
         max_lost_in_a_row: int = 32,
         per_tool: ToolCatalogue | None = None,
+        folder_of: Callable[[Any], str | None] | None = None,
     ) -> None:
         what = "a mapping of names to functions (task, call, result) -> reward"
         require_type("ToolRewards", Mapping, what, functions=functions)
@@ -89,6 +95,7 @@ class ToolRewards(WeightedRewards):
         self.reuse_results = reuse_results
         self.max_lost_in_a_row = max_lost_in_a_row
         self.per_tool = per_tool
+        self.folder_of = folder_of
         self._lost_in_a_row: Counter[str | None] = Counter()
         self._executed: list[tuple[ToolCall | None, ToolResult]] = []
 
@@ -103,10 +110,11 @@ class ToolRewards(WeightedRewards):
             RuntimeError: A function raised. The message names the function and the call, and the cause is chained.
         """
         run = self._run_once if self.reuse_results else self._run
-        calls = [call for call in actions if call is not None]
-        results = run(calls)
+        folder_of = self.folder_of or (lambda _: None)
+        given = [(call, folder_of(task)) for task, call in zip(states, actions, strict=True) if call is not None]
+        results = run(given)
         while results and all(isinstance(result.error, LostCallError) for result in results):
-            results = run(calls)  # ends at `max_lost_in_a_row`
+            results = run(given)  # ends at `max_lost_in_a_row`
         left = iter(results)
         self._executed = [(call, ToolResult() if call is None else next(left)) for call in actions]
         return super().compute_components(states, self._executed)
@@ -130,9 +138,11 @@ class ToolRewards(WeightedRewards):
                 parts.append({f"tools/{tool.name}/calls": (0.0, 1.0)} | means)
         return add_call_metrics(parts)
 
-    def _run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+    def _run(self, given: Sequence[InFolder]) -> list[ToolResult]:
         """Execute all calls, and count for each tool how many calls were lost in a row."""
-        results = self.executor.run(calls)
+        calls, folders = [call for call, _ in given], [folder for _, folder in given]
+        run: Callable[..., list[ToolResult]] = self.executor.run
+        results = run(calls) if self.folder_of is None else run(calls, folders=folders)
         for call, result in zip(calls, results, strict=True):
             tool, error = plain_name(call.tool), result.error
             self._lost_in_a_row[tool] = self._lost_in_a_row[tool] + 1 if isinstance(error, LostCallError) else 0
@@ -143,10 +153,10 @@ class ToolRewards(WeightedRewards):
                 ) from error
         return results
 
-    def _run_once(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Execute equal calls once and share their result."""
-        keys = [call_key(call) or place for place, call in enumerate(calls)]
-        different = dict(zip(keys, calls, strict=True))
+    def _run_once(self, given: Sequence[InFolder]) -> list[ToolResult]:
+        """Execute equal calls in the same folder once, and share their result."""
+        keys = [(call_key(call) or place, folder) for place, (call, folder) in enumerate(given)]
+        different = dict(zip(keys, given, strict=True))
         results = dict(zip(different, self._run(list(different.values())), strict=True))
         return [results[key] for key in keys]
 

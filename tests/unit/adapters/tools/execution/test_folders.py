@@ -1,6 +1,7 @@
 """Folders of calls: one for all, a fresh one for each, or one for each group."""
 
 import asyncio
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from adapters.tools.catalogue.calls import ToolCall, ToolResult
 from adapters.tools.catalogue.tools import Tool, ToolCatalogue
 from adapters.tools.errors import PathOutsideRootError, ToolRaisedError, ToolTimeoutError, WorkerDiedError
 from adapters.tools.execution.executor import ToolExecutor
 from adapters.tools.execution.workers import WorkerLimits
+from adapters.tools.learning.rewards import ToolRewards
 from grpo.errors import ConfigError, GRPOWarning
 from tests.support import tool_functions
 from tests.support.tool_executors import CATALOGUE, CONFINEMENTS, LINUX, LONG, USERS, call, error_of, output_of, soon
@@ -104,6 +107,24 @@ def test_calls_with_the_same_name_of_a_folder_share_it(fresh_folder: bool) -> No
         shutil.rmtree(made.root / "g")
         [new] = made.run([call("leave", name="d")], folders=["g"])
         assert new.output == ["d"]
+
+
+def test_rewards_run_the_calls_of_a_group_in_its_folder() -> None:
+    def num_files(task: str, made: ToolCall, result: ToolResult) -> float:
+        return float(len(result.output))
+
+    calls = [call("leave", name="a"), call("leave", name="b"), call("leave", name="a")]
+    with ToolExecutor(MORE, num_workers=1, timeout=LONG, fresh_folder=True) as made:
+        rewards = ToolRewards(
+            made, {"files": num_files}, folder_of=lambda task: {"x": "group-x", "y": "group-y"}.get(task)
+        )
+        assert rewards.compute_rewards(["x", "x", "y"], calls).tolist() == [1, 2, 1]
+        assert rewards.compute_rewards(["none", "none", "x"], calls).tolist() == [1, 1, 2]
+        assert sorted(os.listdir(made.root / "group-x")) == ["a", "b"]
+        once = ToolRewards(made, {"files": num_files}, folder_of=str, reuse_results=True)
+        # equal calls share a result in the same folder only
+        assert once.compute_rewards(["p", "q", "p"], calls).tolist() == [1, 1, 1]
+        assert once.compute_rewards(["q", "q", "q"], calls).tolist() == [2, 2, 2]
 
 
 def test_remote_tools_have_no_folder_of_their_own() -> None:
