@@ -19,7 +19,9 @@ SamplerRatioLevel = Literal["step", "row"]
 
 @runtime_checkable
 class SamplerCorrection(Protocol):
-    """Importance weights from the sampler to the policy before this iteration's updates. The surrogate is multiplied by them.
+    """Importance weights from the sampler to the policy before this iteration's updates.
+
+    The surrogate is multiplied by them, and the score-function estimate of the entropy.
 
     u = exp(old_log_probs - behaviour_log_probs), so that E_behaviour[u f] = E_old[f]: with unbounded weights the
     expected gradient is the same as with actions that the policy itself sampled.

@@ -127,6 +127,8 @@ def row_loss(given: ObjectiveInputs, config: ObjectiveConfig, n: int, valid: Ten
     kl = {"k1": y, "k2": y**2 / 2, "k3": k3, "k3_weighted": rho * k3, "exact": here(given.kl)}[config.kl_estimator]
     loss = loss + config.kl_coef * (w * kl).sum()
     h = here(given.entropy) if config.entropy_estimator == "exact" else -exp20(x) * log_pi.detach()
+    if u is not None and config.entropy_estimator == "score_function":
+        h = u * h
     loss = loss - config.entropy_coef * (here(given.entropy_weights) * h).sum()
     v, v_old, r = here(given.values), here(given.old_values), here(given.returns)
     error = (v - r) ** 2

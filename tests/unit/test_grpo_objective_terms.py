@@ -286,3 +286,26 @@ def test_the_sampler_correction_makes_the_estimated_entropy_that_of_the_policy()
     assert torch.allclose(gradient, wanted, rtol=1e-12, atol=0)
     _, uncorrected = estimated(None)
     assert not torch.allclose(uncorrected, wanted, rtol=0.1)
+
+
+def test_the_sampled_entropy_is_an_expectation_over_the_old_policy() -> None:
+    """Behaviour log-probs log 1/4 and log 1/2, old and current ones -1 and -2: u = 4 / e = 1.4715 and 2 / e^2 = 0.2707."""
+    first, second = 4 / math.e, 2 / math.e**2
+    config = ObjectiveConfig(
+        kl_coef=0.0, entropy_coef=0.1, entropy_estimator="score_function", sampler_correction=Truncate(high=3.0)
+    )
+    log_probs = double([[-1.0, NAN, -2.0]]).requires_grad_()
+    behaviour = double([[math.log(0.25), NAN, math.log(0.5)]])
+    weights = double([[0.5, 0.0, 0.25]])
+    output = grpo_objective(
+        example(log_probs=log_probs, behaviour_log_probs=behaviour, entropy_weights=weights), config
+    )
+    # -log pi is 1 and 2: .1 (.5 u1 1 + .25 u2 2)
+    expected = 0.1 * (0.5 * first + 0.25 * second * 2)
+    assert output.loss.item() == pytest.approx(-expected, rel=1e-12)
+    # d(-u rho sg(log pi)) / d log pi = -u log pi at rho = 1
+    gradient = torch.autograd.grad(output.loss, log_probs)[0]
+    assert gradient.tolist() == [pytest.approx([-0.1 * 0.5 * first, 0.0, -0.1 * 0.25 * second * 2], rel=1e-12)]
+    plain = replace(config, sampler_correction="none")
+    output = grpo_objective(example(behaviour_log_probs=behaviour, entropy_weights=weights), plain)
+    assert output.loss.item() == pytest.approx(-0.1 * (0.5 + 0.25 * 2), rel=1e-12)

@@ -351,11 +351,10 @@ def test_a_reward_of_50_ms_beside_an_update_of_50_ms_takes_at_most_1_15_times_th
         policy = SlowPolicy(script=[[0, 1], [1, 0]])
         trainer, _ = by_hand(rewards=slow, policy=policy, config={"iterations_ahead": ahead})
         history = trainer.train(["a", "b"], num_iterations=30, progress=False)[ahead + 1 : -ahead - 1]
-        medians = {
-            name: statistics.median(metrics[f"time/{name}"] for metrics in history)
-            for name in ("iteration", "update", "reward")
-        }
-        ratios[ahead] = medians["iteration"] / max(medians["update"], medians["reward"])
+        of_iterations = [
+            metrics["time/iteration"] / max(metrics["time/update"], metrics["time/reward"]) for metrics in history
+        ]
+        ratios[ahead] = statistics.quantiles(of_iterations, n=4)[0]  # other programs slow some iterations down
     assert ratios[0] > 1.7
     assert max(ratios[1], ratios[4]) <= 1.15, ratios
 
