@@ -166,16 +166,7 @@ CASES: dict[str, dict[str, Any]] = {
         "reward": lambda seed: certain_reward,
         "evaluated": True,
     },
-    "ahead, replay, random rewards": {"iterations_ahead": 2, "exact": True, "replay_iterations": 1},
     "ahead, reward with a state": {"iterations_ahead": 2, "reward": NoisyModel},
-    "ahead, reference that follows, adaptive KL": {
-        "iterations_ahead": 2,
-        "with_reference": True,
-        "reference_sync_every": 2,
-        "num_epochs_per_update": 2,
-        "kl_control": KLControl(target=1e-3),
-        "objective": ObjectiveConfig(kl_coef=0.01),
-    },
     "reference that follows, adaptive KL": {
         "with_reference": True,
         "reference_sync_every": 2,
