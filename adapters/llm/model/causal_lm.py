@@ -73,7 +73,9 @@ class CausalLM:
     def layers(self) -> list[nn.Module]:
         """The decoder's layers, by the names of the classes that transformers keeps on one device."""
         kinds = set(getattr(self.plain, "_no_split_modules", None) or ())
-        return [module for module in self.decoder.modules() if type(module).__name__ in kinds]
+        found = [module for module in self.decoder.modules() if type(module).__name__ in kinds]
+        inside = {part for module in found for part in module.modules() if part is not module}
+        return [module for module in found if module not in inside]
 
     @property
     def head(self) -> nn.Module:

@@ -1,0 +1,66 @@
+"""What belongs to a rank and not to the run, when another number of ranks continues a run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo._training.other_ranks import for_other_ranks
+from grpo.checkpoint import Checkpoint
+from grpo.distributed import OneProcess
+from grpo.errors import CheckpointError, GRPOWarning
+from grpo.writing import capture_random_state, restore_random_state
+
+
+class Rank(OneProcess):
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+
+
+def written_by(num_ranks: int, iteration: int = 5, **state: Any) -> Checkpoint:
+    """A checkpoint in memory. Its files are not needed."""
+    checkpoint = object.__new__(Checkpoint)
+    counters = {"data_seed": 3, "iteration": iteration}
+    stateful = {"replay": {"rows": ["old"]}, "policy": {"calls": 2}}
+    whole = {"counters": counters, "random": {"torch": "saved"}, "stateful": stateful, "unfinished": None} | state
+    for name, value in {"path": Path("run"), "num_ranks": num_ranks, "state": whole}.items():
+        object.__setattr__(checkpoint, name, value)
+    return checkpoint
+
+
+def test_the_same_number_of_ranks_continues_exactly() -> None:
+    checkpoint = written_by(2, unfinished={"rows": 1})
+    assert for_other_ranks(checkpoint, Rank(1, 2)) is checkpoint.state
+
+
+def test_fewer_ranks_continue_their_own_states_and_say_what_is_left_out() -> None:
+    checkpoint = written_by(4)
+    with pytest.warns(
+        GRPOWarning, match=r"run was written by 4 ranks, and 2 load it.*of the ranks from 2 on are left out"
+    ):
+        assert for_other_ranks(checkpoint, Rank(1, 2)) == checkpoint.state
+
+
+def test_new_ranks_have_new_generators_and_nothing_to_replay() -> None:
+    drawn = set()
+    for iteration, rank in ((5, 2), (5, 3), (6, 2)):
+        checkpoint, before = written_by(2, iteration), capture_random_state()
+        with pytest.warns(GRPOWarning, match="the ranks from 2 on have new random generators and no replayed rows"):
+            state = for_other_ranks(checkpoint, Rank(rank, 4))
+        assert torch.equal(capture_random_state()["torch"], before["torch"])  # only the checkpoint's are replaced
+        assert state["stateful"] == {"replay": {"rows": []}, "policy": {"calls": 2}}
+        assert checkpoint.state["stateful"]["replay"] == {"rows": ["old"]}
+        restore_random_state(state["random"])
+        drawn.add(float(torch.rand(())))
+        restore_random_state(before)
+    assert len(drawn) == 3
+    with pytest.warns(GRPOWarning, match="the ranks from 2 on have new"):
+        assert for_other_ranks(written_by(2), Rank(1, 4))["random"] == {"torch": "saved"}
+
+
+def test_an_unfinished_iteration_needs_the_same_number_of_ranks() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"written by 2 ranks in the middle of an iteration, and 4 load it[.] Start 2 ranks"
+    ):
+        for_other_ranks(written_by(2, unfinished={"rows": 1}), Rank(0, 4))
