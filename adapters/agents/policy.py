@@ -218,8 +218,8 @@ class AgentPolicy:
         self.policy.sync_sampler()
 
     def shard_units(self) -> list[torch.nn.Module]:
-        """The units of the language model, for `grpo.distributed.Sharded`."""
-        return self.policy.shard_units()
+        """Refuse `grpo.distributed.Sharded`: the number of passes through the layers depends on the conversations."""
+        raise ConfigError("AgentPolicy: weights cannot be divided among ranks; got the engine Sharded. Use Replicated.")
 
     def get_parameters(self) -> dict[str, Tensor]:
         """The trained parameters by name."""

@@ -32,7 +32,7 @@ class OptimizerStep:
         meter: records the gradient norm and the learning rate of each update.
 
     Raises:
-        ConfigError: the optimizer holds none of the policy's parameters.
+        ConfigError: the optimizer holds none of the policy's parameters, or float16 is set and the engine divides weights.
     """
 
     def __init__(
@@ -66,6 +66,11 @@ class OptimizerStep:
         self.lr_scheduler = lr_scheduler(optimizer) if is_function(lr_scheduler) else lr_scheduler
         self._require_parameters_in_optimizer()
         use_scaler = config.autocast_dtype == "float16"
+        if use_scaler and self._sharding is not None:
+            raise ConfigError(
+                f"config.autocast_dtype='float16' cannot be used with {type(engine).__name__}, because torch's loss scale does not "
+                "work on divided weights. Use 'bfloat16'."
+            )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=use_scaler)
 
     @property

@@ -12,9 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run_on_ranks(*arguments: Any, **variables: str) -> Any:
+def run_on_ranks(*arguments: Any, engine: str = "Replicated", **variables: str) -> Any:
     command = [sys.executable, "-m", "tests.support.runs_on_ranks", *map(str, arguments)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ENGINE_OF_RANKS": engine} | variables
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
@@ -31,8 +31,9 @@ def assert_same_ends(ranks: list[dict[str, Any]], subtests: pytest.Subtests, num
 
 
 @pytest.mark.slow
-def test_a_run_stopped_on_one_rank_continues_on_both(subtests: pytest.Subtests, tmp_path: Path) -> None:
-    assert_same_ends(run_on_ranks("stops", tmp_path, 3, "reward", "loss"), subtests)
+@pytest.mark.parametrize("engine", ["Replicated", "Sharded"])
+def test_a_run_stopped_on_one_rank_continues_on_both(engine: str, subtests: pytest.Subtests, tmp_path: Path) -> None:
+    assert_same_ends(run_on_ranks("stops", tmp_path, 3, "reward", "loss", engine=engine), subtests)
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_what_cannot_be_divided_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
     beginnings = {
         "optimizer": "ConfigError: optimizer must be a function with Sharded, which replaces the policy's parameters",
+        "float16": "ConfigError: config.autocast_dtype='float16' cannot be used with Sharded, because torch's loss scale",
         "no module": "ConfigError: Sharded divides the weights of modules, and Holder is no torch.nn.Module.",
         "precision": "ConfigError: Sharded.mixed_precision must be a torch.distributed.fsdp.MixedPrecisionPolicy",
         "function": "ProtocolError: optimizer must implement torch.optim.Optimizer; int lacks step()",

@@ -326,6 +326,7 @@ def digest(*values: Any) -> str:
         sha.update(type(value).__name__.encode())
         if isinstance(value, Tensor):
             sha.update(f"{value.dtype}{list(value.shape)}".encode())
+            value = value.to_local() if hasattr(value, "to_local") else value  # the rows of this rank
             sha.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, np.ndarray):
             sha.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())

@@ -3,7 +3,8 @@
     python -m tests.support.runs_on_ranks stops FOLDER NUM_ITERATIONS PHASE PHASE ...
     python -m tests.support.runs_on_ranks kills FOLDER NUM_KILLS SEED NUM_ITERATIONS
 
-The process imports everything once, and forks the ranks. It prints one JSON line.
+The process imports everything once, and forks the ranks. It prints one JSON line. The environment variable ENGINE_OF_RANKS
+names the engine: `Replicated`, or `Sharded`.
 """
 
 import json
@@ -19,6 +20,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from grpo import GRPOConfig, GRPOTrainer, RankError, TrainingInterrupted
-from grpo.distributed import Replicated
+from grpo.distributed import Replicated, Sharded
 from tests.support.policies import VectorPolicy
 from tests.support.stopped_runs import Calls, by_exception, by_signal, end_of, without_times
 
@@ -220,13 +222,17 @@ def joined(rank: int, rendezvous: Path) -> Replicated:
     store = dist.FileStore(str(rendezvous), NUM_RANKS)
     wait = timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=wait)
-    return Replicated(timeout=LONGEST_WAIT)
+    return {"Replicated": Replicated, "Sharded": Sharded}[os.environ.get("ENGINE_OF_RANKS", "Replicated")](
+        timeout=LONGEST_WAIT
+    )
 
 
 def main(kind: str, folder: Path, *arguments: str) -> None:
     logging.disable(logging.CRITICAL)
     warnings.filterwarnings("ignore", message="The loaded run is at iteration")
     torch.set_num_threads(1)
+    if os.environ.get("ENGINE_OF_RANKS", "Replicated") == "Sharded":
+        import_module("torch.distributed.fsdp")  # slow, and each rank would do it
     if kind == "kills":
         num_kills, seed, num_iterations = map(int, arguments)
         print(json.dumps(kills(folder, num_kills, random.Random(seed), num_iterations)))

@@ -36,7 +36,7 @@ def message_of(call: Callable[[], Any]) -> str:
 
 
 def built(policy: Any, engine: Any, **options: Any) -> GRPOTrainer:
-    config = GRPOConfig(group_size=2, seed=0)
+    config = GRPOConfig(group_size=2, seed=0, autocast_dtype=options.pop("autocast_dtype", None))
     return GRPOTrainer(config=config, policy=policy, reward_model=lambda s, a: [0.0] * len(s), engine=engine, **options)
 
 
@@ -102,6 +102,7 @@ def refused(engine: Sharded) -> dict[str, str]:
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     messages = {
         "optimizer": message_of(lambda: built(policy, engine, optimizer=optimizer)),
+        "float16": message_of(lambda: built(Layered(), engine, autocast_dtype="float16")),
         "no module": message_of(lambda: built(Holder(), engine)),
         "precision": message_of(lambda: Sharded(mixed_precision=torch.bfloat16)),
         "function": message_of(lambda: built(Layered(), engine, optimizer=lambda tensors: len(tensors))),

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from adapters.agents import AgentPolicy
 from adapters.llm import HFPolicy
 from adapters.llm.model.value_head import ValueHead
+from grpo import ConfigError
 from tests.support.llm_models import FLOAT32_LOG_PROB, character_tokenizer, completion, tiny_model
 
 
@@ -72,3 +74,10 @@ def test_rows_that_fork_are_scored_without_sharing_what_follows_the_prompt() -> 
     found = policy.score_actions(["1", "1"], forked)
     assert calls == [(1, 1), (2, 2)]  # the prompt, and both rows but for their last token
     assert torch.allclose(found.log_probs, expected.log_probs, rtol=0, atol=FLOAT32_LOG_PROB)
+
+
+def test_an_agent_is_not_divided() -> None:
+    with pytest.raises(
+        ConfigError, match=r"AgentPolicy: weights cannot be divided among ranks; got the engine Sharded[.]"
+    ):
+        AgentPolicy.shard_units(object())
