@@ -68,8 +68,8 @@ class OptimizerStep:
         use_scaler = config.autocast_dtype == "float16"
         if use_scaler and self._sharding is not None:
             raise ConfigError(
-                f"config.autocast_dtype='float16' cannot be used with {type(engine).__name__}, because torch's loss scale does not "
-                "work on divided weights. Use 'bfloat16'."
+                f"config.autocast_dtype='float16' cannot be used with {type(engine).__name__}, because torch's loss scale does "
+                "not work on divided weights. Use 'bfloat16'."
             )
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=use_scaler)
 

@@ -1,4 +1,7 @@
-"""What ranks that divide the weights of a policy refuse, and what they do besides updates. One launch plays all cases."""
+"""What ranks that divide the weights of a policy make of it, and what they refuse. One launch plays all cases.
+
+`test_sharded.py` has language models and more ranks.
+"""
 
 import os
 import subprocess
@@ -9,6 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from grpo import load_weights
+from grpo.distributed import OneProcess
+from tests.support.layered import Layered
+from tests.support.sharded_extras import DAILY
+from tests.support.sharded_ranks import CASES, NUM_UPDATES, loaded
+from tests.support.sharded_results import assert_right
+from tests.support.tensor_hashes import hash_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,6 +36,29 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("extras")
     launched(folder)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_two_ranks_with_divided_weights_make_the_updates_of_one_process(
+    ranks: list[dict[str, Any]], subtests: pytest.Subtests
+) -> None:
+    assert_right([found["cases"] for found in ranks], DAILY, subtests)
+
+
+def test_one_process_loads_the_weights_and_moments_of_two_ranks(ranks: list[dict[str, Any]]) -> None:
+    first, second = (found["cases"] for found in ranks)
+    folder = Path(ranks[0]["folder"])
+    found = loaded(CASES[DAILY[0]], OneProcess(), folder / DAILY[0])
+    assert found["hashes"] == first[DAILY[0], "saved"] == second[DAILY[0], "saved"]
+    assert found["iteration"] == NUM_UPDATES
+    (said,) = found["said"]
+    assert said.startswith(
+        f"{folder / DAILY[0]} was written by 2 ranks, and 1 load it. Exact: weights, optimizer, learning"
+    )
+    assert "states of policy and reward model of the ranks from 1 on are left out" in said
+    policy = Layered()
+    load_weights(folder / DAILY[0], policy)
+    of_weights = {name: hash_of(value) for name, value in policy.get_parameters().items()}
+    assert of_weights.items() <= found["hashes"].items()
 
 
 def test_what_cannot_be_divided_is_refused_on_all_ranks(ranks: list[dict[str, Any]]) -> None:

@@ -22,9 +22,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.distributed import Replicated, Sharded
 from tests.support.layered import Layered
-from tests.support.sharded_ranks import CASES, result_of, rows_of, trained, whole_weights
+from tests.support.sharded_ranks import CASES, result_of, results_of, rows_of, trained, whole_weights
 
 NUM_RANKS = 2
+DAILY = ["module, a rank without rows", "module, sampling", "moving reference"]
+"""Cases that need no language model."""
 
 
 def message_of(call: Callable[[], Any]) -> str:
@@ -182,6 +184,8 @@ def main(rank: int, folder: Path, is_llm: bool) -> None:
         return
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found: dict[str, Any] = {
+        "folder": str(folder),
+        "cases": results_of(DAILY, engine, Replicated(), folder),
         "refused": refused(engine),
         "scheduled": scheduled(engine),
         "elsewhere": samples_elsewhere(engine),

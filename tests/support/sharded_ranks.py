@@ -234,6 +234,17 @@ def loaded(case: Case, engine: Any, folder: Path) -> dict[str, Any]:
     }
 
 
+def results_of(names: Sequence[str], sharded: Any, replicated: Any, folder: Path) -> dict[Any, Any]:
+    """The ends of cases with each engine, and the hashes of what some of them save in `folder`."""
+    results: dict[Any, Any] = {}
+    for name in names:
+        results[name, "sharded"] = result_of(CASES[name], sharded)
+        results[name, "replicated"] = result_of(CASES[name], replicated)
+        if name in KEPT:
+            results[name, "saved"] = saved(CASES[name], sharded, folder / name)
+    return results
+
+
 def main(rank: int, folder: Path, num_ranks: int, source: str, names: Sequence[str]) -> None:
     from grpo.distributed import Sharded
 
@@ -242,14 +253,11 @@ def main(rank: int, folder: Path, num_ranks: int, source: str, names: Sequence[s
     store = dist.FileStore(str(folder / "rendezvous"), num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=LONGEST_WAIT)
     engines = {"sharded": Sharded(), "replicated": Replicated()}
-    results: dict[Any, Any] = {}
-    for name in names:
-        if source == "-":
-            results |= {(name, kind): result_of(CASES[name], engine) for kind, engine in engines.items()}
-            if name in KEPT:
-                results[name, "saved"] = saved(CASES[name], engines["sharded"], folder / name)
-        else:
-            results[name, "loaded"] = loaded(CASES[name], engines["sharded"], Path(source) / name)
+    if source == "-":
+        results = results_of(names, engines["sharded"], engines["replicated"], folder)
+    else:
+        of_loaded = {name: loaded(CASES[name], engines["sharded"], Path(source) / name) for name in names}
+        results = {(name, "loaded"): found for name, found in of_loaded.items()}
     torch.save(results, folder / f"rank{rank}.pt")
 
 
