@@ -25,6 +25,7 @@ from .errors import (
 from .grpo_objective import grpo_objective, step_weights
 from .policy_base import (
     BeginsSampling,
+    HasShardUnits,
     HasState,
     KeysStates,
     PlansMicroBatches,
@@ -111,6 +112,7 @@ __all__ = [  # noqa: RUF022 - in groups, not in alphabetical order
     "SplitsSteps",
     "KeysStates",
     "HasState",
+    "HasShardUnits",
     "ComparesActions",
     # watch a run
     "MetricSink",

@@ -1,7 +1,6 @@
 """Folders of calls: one for all, a fresh one for each, or one for each group."""
 
 import asyncio
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -120,7 +119,7 @@ def test_rewards_run_the_calls_of_a_group_in_its_folder() -> None:
         )
         assert rewards.compute_rewards(["x", "x", "y"], calls).tolist() == [1, 2, 1]
         assert rewards.compute_rewards(["none", "none", "x"], calls).tolist() == [1, 1, 2]
-        assert sorted(os.listdir(made.root / "group-x")) == ["a", "b"]
+        assert sorted(path.name for path in (made.root / "group-x").iterdir()) == ["a", "b"]
         once = ToolRewards(made, {"files": num_files}, folder_of=str, reuse_results=True)
         # equal calls share a result in the same folder only
         assert once.compute_rewards(["p", "q", "p"], calls).tolist() == [1, 1, 1]
