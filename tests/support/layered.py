@@ -22,6 +22,7 @@ class Layered(nn.Module):
 
     def logits(self, states: Sequence[int]) -> Tensor:
         inputs = torch.stack([torch.randn(5, generator=torch.Generator().manual_seed(s)) for s in states])
+        inputs = inputs.to(self.temperature.dtype)
         hidden = self.layers[1](self.layers[0](inputs).tanh()).tanh()
         logits = self.layers[2](hidden)
         if any(state % 2 for state in states):  # some ranks never reach the branch

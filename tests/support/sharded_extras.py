@@ -25,7 +25,7 @@ from tests.support.layered import Layered
 from tests.support.sharded_ranks import CASES, result_of, results_of, rows_of, trained, whole_weights
 
 NUM_RANKS = 2
-DAILY = ["module, a rank without rows", "module, sampling", "moving reference"]
+DAILY = ["module, a rank without rows", "module, float64", "module, sampling", "moving reference"]
 """Cases that need no language model."""
 
 

@@ -124,6 +124,7 @@ CASES: dict[str, Case] = {
     "module, a rank without rows": Case(policy=Layered, config={"batch_size": 3, "micro_batch_size": 2}, share=uneven),
     "sampling": Case(policy=lambda: language_model("qwen3"), samples=True, config={"num_epochs_per_update": 2}),
     "sampling, lora": Case(policy=lambda: language_model(lora=True), samples=True, objective={"kl_coef": 0.1}),
+    "module, float64": Case(policy=lambda: Layered().double()),
     "module, sampling": Case(policy=Layered, samples=True, config={"autocast_dtype": "bfloat16"}),
 }
 KEPT = ["module, a rank without rows", "tied embeddings", "llama lora"]
