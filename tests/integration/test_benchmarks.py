@@ -73,7 +73,7 @@ TYPED = {
     "iterations_ahead": ["--seeds", "1", "--iterations", "20", "--timed", "15"],
     "objective": ["--rows", "64", "--steps", "32", "--repeats", "3"],
     "overhead": ["--rows", "64", "128", "--repeats", "3"],
-    "scale": ["--ranks", "1", "2", "--hidden-size", "64", "--layers", "2", "--iterations", "2"],
+    "scale": ["--ranks", "2", "--hidden-size", "64", "--layers", "2", "--iterations", "2"],
     "tool_fill": [],
     "tool_speed": ["--quick"],
     "tools_bfcl": ["--seeds", "1", "--iterations", "2"],

@@ -50,6 +50,8 @@ def test_the_exchange_of_copies_is_the_peak_where_activations_are_small() -> Non
     assert memory(MODEL, small, "replicated")["update"] == 4000 + 8000 + 3 * 4000
     alone = replace(small, num_ranks=1)
     assert memory(MODEL, alone, "replicated")["update"] == 4000 + 8000 + 4000 + 3680
+    two = replace(alone, forwards_per_update=2)
+    assert memory(MODEL, two, "replicated")["update"] == 4000 + 8000 + 4000 + 13 * 1840
     first = replace(alone, forwards_per_update=1, num_updates=26)
     assert memory(MODEL, first, "replicated")["update"] == 4000 + 8000 + max(3680, 4000)
 

@@ -189,6 +189,58 @@ def test_rows_from_other_weights_are_not_used(stands: list[Stand], tmp_path: Pat
     assert loads_of(stand) == 2
 
 
+@pytest.mark.parametrize("spans", [["{version}", "default"], ["default", "{version}"], None])
+def test_a_row_with_some_tokens_from_other_weights_is_not_used(
+    stands: list[Stand], tmp_path: Path, spans: list[str] | None
+) -> None:
+    stand = stands[0]
+    sampler = sampler_of([stand], tmp_path)
+    sampler.sync(weights(1.0))
+    answer, num_changed = stand.answer, 0
+
+    def mix_the_first(path: str, body: Any) -> Any:
+        nonlocal num_changed
+        status, found = answer(path, body)
+        if "generate" in path and num_changed == 0:
+            num_changed += 1
+            labels = None if spans is None else [{"version": span.format(version=stand.version)} for span in spans]
+            found["choices"][0]["weight_versions"] = labels
+        return status, found
+
+    stand.answer = mix_the_first  # type: ignore[method-assign]
+    with pytest.warns(GRPOWarning, match=r"sampled with other weights \(version (None|.*default.*)\)"):
+        assert_sampled(sampler, 1.0)
+
+
+def test_a_server_that_was_started_again_with_other_options_is_refused(stands: list[Stand], tmp_path: Path) -> None:
+    sampler = sampler_of(stands[:1], tmp_path)
+    sampler.sync(weights(1.0))
+    stands[0].start_again()
+    stands[0].options["logprobs_mode"] = "raw_logprobs"
+    with pytest.raises(ConfigError, match="it reports raw_logprobs"):
+        assert_sampled(sampler, 1.0)
+
+
+def test_a_server_that_hangs_is_lost(stands: list[Stand], tmp_path: Path) -> None:
+    """It answers neither the request nor the question for its version."""
+    sampler = sampler_of(stands[:2], tmp_path, timeout=0.2)
+    sampler.sync(weights(1.0))
+    answer, is_hanging = stands[1].answer, False
+
+    def hang(path: str, body: Any) -> Any:
+        nonlocal is_hanging
+        is_hanging = is_hanging or "generate" in path
+        if is_hanging:
+            time.sleep(0.3)
+            return None
+        return answer(path, body)
+
+    stands[1].answer = hang  # type: ignore[method-assign]
+    with pytest.warns(GRPOWarning, match=rf"{stands[1].url}.* Its 6 rows are sampled again"):
+        assert_sampled(sampler, 1.0)
+    assert len(seeds_of(stands[0])) == 12
+
+
 @pytest.mark.filterwarnings("ignore:VLLMServerSampler. no vLLM server answers")
 def test_if_no_server_answers_in_time_the_error_names_all(stands: list[Stand], tmp_path: Path) -> None:
     sampler = sampler_of(stands[:2], tmp_path, restart_timeout=0.05)
