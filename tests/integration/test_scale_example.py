@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from examples.scale import train
 from tests.support.example_runs import NUMBER, ROOT, STRICT, example_process, run_example
@@ -50,6 +51,31 @@ def test_one_process_trains_and_writes_checkpoints(
     ranks, _, _, iterations, hashes = figures(capsys.readouterr().out)
     assert (ranks, iterations, len(hashes)) == (1, 2, 1)
     assert (tmp_path / "runs" / "scale" / "iteration-00000002").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "variables", "device", "backend"),
+    [
+        (False, {}, "cpu", None),
+        (False, {"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "1"}, "cpu", "gloo"),
+        (True, {}, "cuda:0", None),
+        (True, {"LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "1"}, "cuda:1", "nccl"),
+    ],
+)
+def test_each_rank_takes_a_device_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, variables: dict[str, str], device: str, backend: str | None
+) -> None:
+    """What is asked of torch, with an imitated GPU."""
+    asked: list[str] = []
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(train.dist, "init_process_group", asked.append)
+    assert train.join_ranks() == device
+    assert asked == [*([device] if has_gpu else []), *([backend] if backend else [])]
 
 
 @pytest.mark.slow
