@@ -94,7 +94,7 @@ class VLLMServerSampler:
             raise ConfigError(
                 f"VLLMServerSampler: restart_timeout must be a number of seconds of at least 0; got {seconds!r}."
             )
-        urls = [base_url] if isinstance(base_url, str) else base_url
+        urls: Any = base_url if isinstance(base_url, list | tuple) else [base_url]
         self._workers = [VLLMWorker(url, timeout=timeout) for url in urls]
         addresses = [worker.url for worker in self._workers]
         if not addresses or len(set(addresses)) < len(addresses):
@@ -187,7 +187,7 @@ class VLLMServerSampler:
             failures = dict(zip(own, pool.map(self._load, own), strict=True))
         for worker, failure in failures.items():
             if failure is not None and worker not in self._next_probe:
-                self._lose(worker, failure, "It gets the weights when it answers again.")
+                self._lose(worker, failure, "It is left out until it answers again.")
         return {worker.url for worker, failure in failures.items() if failure is None}
 
     def _load(self, worker: VLLMWorker) -> ServerLostError | None:
@@ -264,7 +264,7 @@ class VLLMServerSampler:
                 if worker in self._next_probe:
                     self._next_probe[worker] = time.monotonic() + SECONDS_BETWEEN_PROBES
                 else:
-                    self._lose(worker, error, "The other servers sample its rows.")
+                    self._lose(worker, error, "It is left out until it answers again.")
                 continue
             if is_ready:
                 self._next_probe.pop(worker, None)
@@ -275,6 +275,8 @@ class VLLMServerSampler:
         """Whether a server has the weights of the last sync. If not, it gets them, unless another rank sends them now."""
         found = worker.version()
         if self._version is None or found == self._version:
+            if worker in self._next_probe:
+                worker.resume()  # it may have been lost while it was paused
             return True
         if found in map(self._label_while_loading, range(self._engine.num_ranks)):
             if found != self._label_while_loading(self._engine.rank):

@@ -86,6 +86,14 @@ class VLLMWorker:
                 "requests of other clients are running on it. Use a server for training only."
             )
         self._server.post("/update_weight_version", {"new_version": version})
+        self.resume()
+
+    def resume(self) -> None:
+        """Let requests run that were held back. Does nothing if the server is not paused.
+
+        Raises:
+            SamplerError: The server does not answer.
+        """
         self._server.post("/resume")
 
     def complete(self, body: dict[str, Any], version: str | None) -> Answer:

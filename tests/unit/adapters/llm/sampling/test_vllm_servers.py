@@ -96,7 +96,7 @@ def test_a_dead_server_joins_again_at_the_next_sync(stands: list[Stand], tmp_pat
     sampler = sampler_of(stands, tmp_path)
     sampler.sync(weights(1.0))
     stands[1].die()
-    with pytest.warns(GRPOWarning, match=rf"at {stands[1].url}.* The other servers sample its rows"):
+    with pytest.warns(GRPOWarning, match=rf"at {stands[1].url}.* It is left out until it answers again"):
         assert_sampled(sampler, 1.0)
     sampler.sync(weights(2.0))  # it is known to be dead, so nothing is said
     assert_sampled(sampler, 2.0)
@@ -116,9 +116,26 @@ def test_a_server_that_dies_while_weights_are_sent_is_named(
     stands[2].die()
     with pytest.warns(GRPOWarning) as said:
         sampler.sync(weights(1.0))
-    assert "It gets the weights when it answers again" in str(said[-1].message)
+    assert "It is left out until it answers again" in str(said[-1].message)
     assert stands[2].url in str(said[-1].message)
     assert_sampled(sampler, 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:VLLMServerSampler. the connection")
+def test_a_server_that_was_lost_while_it_was_paused_resumes(
+    stands: list[Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adapters.llm.sampling.vllm_http.time.sleep", lambda seconds: None)
+    sampler, answer = sampler_of(stands[:2], tmp_path), stands[1].answer
+    stands[1].answer = lambda path, body: None if path == "/resume" else answer(path, body)  # type: ignore[method-assign]
+    with pytest.warns(GRPOWarning, match="It is left out until it answers again"):
+        sampler.sync(weights(1.0))
+    assert stands[1].is_paused
+    assert sampler._version == stands[1].version
+    stands[1].answer = answer  # type: ignore[method-assign]
+    sampler._next_probe = dict.fromkeys(sampler._next_probe, 0.0)
+    assert_sampled(sampler, 1.0)
+    assert len(seeds_of(stands[1])) == 6
 
 
 def test_a_dead_server_is_looked_for_again_while_others_work(
@@ -128,7 +145,7 @@ def test_a_dead_server_is_looked_for_again_while_others_work(
     sampler.sync(weights(1.0))
     monkeypatch.setattr(vllm_server, "SECONDS_BETWEEN_PROBES", 0.0)
     stands[1].die()
-    with pytest.warns(GRPOWarning, match="The other servers sample its rows"):
+    with pytest.warns(GRPOWarning, match="It is left out until it answers again"):
         assert_sampled(sampler, 1.0)
     stands[1].start_again()
     stands[1].heard.clear()
@@ -136,7 +153,7 @@ def test_a_dead_server_is_looked_for_again_while_others_work(
     assert loads_of(stands[1]) == 1
     assert len(seeds_of(stands[1])) == 4
     stands[1].die()
-    with pytest.warns(GRPOWarning, match="The other servers sample its rows"):  # named again
+    with pytest.warns(GRPOWarning, match="It is left out until it answers again"):  # named again
         assert_sampled(sampler, 1.0)
 
 
