@@ -24,7 +24,7 @@ from .model.value_head import VALUE_HEAD_FILE, ValueHead
 from .prompts import Prompt, PromptEncoder, PromptState, prompt_of
 from .sampling.decoding import DecodingSampler
 from .sampling.kept_prefixes import KeptPrefixes
-from .sampling.samplers import SampledTokens, Sampler, SamplesBeside
+from .sampling.samplers import ReadsByUnit, SampledTokens, Sampler, SamplesBeside
 from .sampling.sampling_config import SamplingConfig
 from .scoring import check_scores, score_forked_rows, score_tokens
 
@@ -436,6 +436,11 @@ class HFPolicy:
             lm.has_equal_passes = True
         modules = [*self._trained_modules, *([] if self._reference is None else [self._reference.model])]
         return [layer for lm in models for layer in lm.layers] + modules
+
+    @property
+    def reads_by_unit(self) -> bool:
+        """Whether `sync_sampler` gathers divided weights layer by layer. Otherwise all are gathered for it."""
+        return isinstance(self._sampler, ReadsByUnit) and self._sampler.reads_by_unit
 
     def sync_sampler(self) -> None:
         """Send the model's weights to the sampler, if the sampler has its own copy of them."""

@@ -8,8 +8,8 @@ Source:
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any
@@ -26,7 +26,8 @@ SCORING = ("get_log_probabilities", "score_actions", "score_groups", "reference_
 SAMPLING = ("generate_actions", "sample_actions", "sample_tokens")
 """Methods of a policy that need all weights many times: all units are gathered first."""
 READING = ("sync_sampler",)
-"""Methods of a policy that read its weights."""
+"""Methods of a policy that read its weights. A policy with `reads_by_unit = True` gathers the innermost units itself, one after
+another, so that no rank ever has all weights."""
 WRITING = ("save_pretrained",)
 """Methods of a policy that write its weights to files, which only the first rank does."""
 
@@ -130,16 +131,25 @@ class ShardedModel:
                 if value.requires_grad:
                     value.register_post_accumulate_grad_hook(noting(parts[name]))
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole(self) -> AbstractContextManager[None]:
         """Inside the block, this rank has all weights. All ranks enter and leave the block together."""
+        return self._gathered(self._units)
+
+    def outer(self) -> AbstractContextManager[None]:
+        """Inside the block, this rank has the weights around the innermost units. A reader gathers each of these itself."""
+        units = {id(unit) for unit in self._units}
+        around = [u for u in self._units if any(id(part) in units for part in u.modules() if part is not u)]
+        return self._gathered(around)
+
+    @contextmanager
+    def _gathered(self, units: Sequence[Any]) -> Iterator[None]:
         if self._has_weights:
             yield
             return
         self._has_weights = True
         saved = [(module, module._state_dict_pre_hooks) for module in self._root.modules()]
         try:
-            for unit in self._units:
+            for unit in units:
                 unit.set_reshard_after_forward(False, recurse=False)
                 unit.unshard()
             for module, _ in saved:  # these hooks would drop the weights when somebody reads a state_dict
@@ -149,17 +159,20 @@ class ShardedModel:
             self._has_weights = False
             for module, hooks in saved:
                 module._state_dict_pre_hooks = hooks
-            for unit in self._units:
+            for unit in units:
                 unit.set_reshard_after_forward(True, recurse=False)
                 unit.reshard()
 
     def _replace_methods(self, policy: Any, is_first: bool) -> None:
         samples_itself = getattr(policy, "samples_itself", True)
         around = self.whole if samples_itself else nullcontext
+        while_reading = self.outer if getattr(policy, "reads_by_unit", False) else self.whole
+        if getattr(policy, "samples_itself", False):
+            while_reading = nullcontext  # nothing is copied
         for names, replaced in (
             (SCORING, self._scoring),
             (SAMPLING, lambda method: _inside(around, method)),
-            (READING, lambda method: _inside(self.whole, method)),
+            (READING, lambda method: _inside(while_reading, method)),
             (WRITING, lambda method: _inside(self.whole, method if is_first else _nothing)),
         ):
             for name in names:

@@ -95,7 +95,7 @@ def restore(trainer: Any, state: Mapping[str, Any], load: Load = lambda part: pa
     Raises:
         CheckpointError: names the item that is missing, has another type, or has another shape. The trainer is unchanged.
     """
-    present, state = capture(trainer), {"ahead": [], **state}  # older checkpoints have no iterations ahead
+    present = capture(trainer)
     _require_fit(trainer, present, state)
     saved = load({name: state[name] for name in ("parameters", "reference")})
     weights = [dict(saved["parameters"]), dict(saved["reference"].get("parameters", {}))]

@@ -121,9 +121,25 @@ def test_offloaded_parts_make_the_same_updates_and_half_precision_similar_ones(r
         )
 
 
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llm")
+    launched(folder, "llm")
+    return folder
+
+
 @pytest.mark.slow
-def test_a_language_model_is_saved_from_parts(tmp_path: Path) -> None:
-    launched(tmp_path, "llm")
+def test_a_sampler_that_reads_layer_by_layer_gets_all_weights_and_never_has_two_layers(language_model: Path) -> None:
+    for rank in range(2):
+        for found in torch.load(language_model / f"read {rank}.pt", weights_only=True).values():
+            assert found["is equal"]
+            assert found["most whole"] == 1
+            assert found["norm"] > 0
+
+
+@pytest.mark.slow
+def test_a_language_model_is_saved_from_parts(language_model: Path) -> None:
+    tmp_path = language_model
     first, second = (torch.load(tmp_path / f"llama {rank}.pt", weights_only=True) for rank in range(2))
     saved = load_file(tmp_path / "llama" / "model.safetensors")
     assert saved.keys() == first.keys()

@@ -8,6 +8,7 @@ The process forks two ranks, which write what they found to FOLDER. With "llm", 
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from grpo import GRPOConfig, GRPOTrainer
 from grpo.distributed import Replicated, Sharded
 from tests.support.layered import Layered
-from tests.support.sharded_ranks import CASES, result_of, results_of, rows_of, trained, whole_weights
+from tests.support.sharded_ranks import CASES, language_model, result_of, results_of, rows_of, trained, whole_weights
 
 NUM_RANKS = 2
 DAILY = ["module, a rank without rows", "module, float64", "module, sampling", "moving reference"]
@@ -172,6 +173,48 @@ def saved_language_model(engine: Sharded, folder: Path) -> None:
             torch.save(policy.model.state_dict(), folder / f"{name} {engine.rank}.pt")
 
 
+class ReadsLayers:
+    """A sampler that copies the weights one after another, and notes how many layers are whole at the same time."""
+
+    reads_by_unit = True
+
+    def __init__(self) -> None:
+        self.copied: dict[str, Tensor] = {}
+        self.most_whole = 0
+
+    def sync(self, model: Any) -> None:
+        from adapters.llm import merged_weights
+
+        layers = [module for name, module in model.named_modules() if name.endswith(("layers.0", "layers.1"))]
+        assert len(layers) == 2
+        for name, weight in merged_weights(model):
+            self.copied[name] = weight.clone()
+            whole = [not hasattr(next(layer.parameters()), "device_mesh") for layer in layers]
+            self.most_whole = max(self.most_whole, sum(whole))
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("nothing is sampled")
+
+
+def read_by_layers(engine: Sharded) -> dict[str, Any]:
+    """What a separate sampler copies after updates, and whether it has all weights, for a model with and without adapters."""
+    from adapters.llm import merged_weights
+
+    found = {}
+    for name, is_lora in (("all", False), ("lora", True)):
+        sampler = ReadsLayers()
+        case = replace(CASES["llama"], policy=partial(language_model, "qwen3", lora=is_lora, sampler=sampler))
+        trainer, _ = trained(case, engine)
+        with engine.whole(trainer.policy):
+            wanted = {key: value.clone() for key, value in merged_weights(trainer.policy.model)}
+        is_equal = sampler.copied.keys() == wanted.keys() and all(
+            torch.equal(sampler.copied[key], value) for key, value in wanted.items()
+        )
+        again = trainer.update(rows_of(case, trainer.policy, engine.rank, NUM_RANKS))["train/grad_norm"]
+        found[name] = {"is equal": is_equal, "most whole": sampler.most_whole, "norm": again}
+    return found
+
+
 def main(rank: int, folder: Path, is_llm: bool) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".*gradient_checkpointing")
@@ -180,6 +223,7 @@ def main(rank: int, folder: Path, is_llm: bool) -> None:
     engine = Sharded(timeout=20.0)
     if is_llm:
         saved_language_model(engine, folder)
+        torch.save(read_by_layers(engine), folder / f"read {rank}.pt")
         engine.agree()
         return
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -15,6 +15,9 @@ from grpo.errors import ConfigError
 def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and value of each weight, with the active adapters merged. The model does not change.
 
+    Weights that `Sharded` divides among the ranks are gathered layer by layer, if they are not gathered already: all ranks
+    iterate together, and a weight is gone when the next one is yielded.
+
     The names are those of the model's checkpoint. Each W + scale B A is computed when it is yielded, so the memory never holds
     a second model. Mixtures of experts are an exception, because their checkpoints divide the weights in another way.
     Quantised weights are dequantised. Tied weights are yielded under each of their names, because engines may store each of
@@ -39,13 +42,34 @@ def merged_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     if conversions is None:
         conversions = get_model_conversion_mapping(plain, add_legacy=False)
     if conversions:
-        yield from revert_weight_conversion(plain, dict(_weights(plain, ""))).items()
+        # copies of gathered weights, which are dropped when the next layer is gathered
+        kept = {name: weight.clone() if is_divided(plain) else weight for name, weight in _weights(plain, "")}
+        yield from revert_weight_conversion(plain, kept).items()
     else:
         yield from _weights(plain, "")
 
 
+def is_divided(module: nn.Module) -> bool:
+    """Whether this rank has only some rows of a module's weights."""
+    return any(hasattr(value, "device_mesh") for value in module.parameters())
+
+
 def _weights(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers of a module and its submodules, under the names of the model without an adapter."""
+    is_divided_unit = hasattr(module, "unshard") and all(
+        hasattr(value, "device_mesh") for value in module.parameters() if value.dim()
+    )
+    if not is_divided_unit:
+        yield from _gathered_weights(module, prefix)
+        return
+    module.unshard()
+    try:
+        yield from _gathered_weights(module, prefix)
+    finally:
+        module.reshard()
+
+
+def _gathered_weights(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.integrations import dequantize_bnb_weight
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper

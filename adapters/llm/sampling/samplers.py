@@ -93,3 +93,12 @@ class SamplesBeside(Protocol):
 
     samples_beside: bool
     """Whether this sampler reads neither the trained model nor the global random generators."""
+
+
+@runtime_checkable
+class ReadsByUnit(Protocol):
+    """A sampler whose `sync` reads the weights one after another with `merged_weights`, on all ranks."""
+
+    reads_by_unit: bool
+    """Whether layers that `Sharded` divides among the ranks may be gathered and dropped one after another. All ranks then call
+    `merged_weights` in `sync`, and no rank ever has all weights. Otherwise all weights are gathered for `sync`."""

@@ -3,15 +3,16 @@
 import time
 import uuid
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from torch import Tensor
 
-from adapters.llm.model.merged_weights import merged_weights
+from adapters.llm.model.merged_weights import is_divided, merged_weights
 from grpo.distributed import Engine, OneProcess, same_error
 from grpo.errors import ConfigError, GRPOWarning
 from grpo.writing import describe
@@ -72,6 +73,8 @@ class VLLMServerSampler:
 
     samples_beside = True
     """The server has its own weights, and each request its own seed."""
+    reads_by_unit = True
+    """All ranks read the weights layer by layer, if the ranks divide them."""
 
     def __init__(
         self,
@@ -154,9 +157,10 @@ class VLLMServerSampler:
         """
         engine = self._engine
         with same_error(engine, "sending weights to the vLLM servers"):
+            weights = self._gathered(model) if is_divided(model) else None
             if engine.rank == 0:
                 with engine.waiting(self._timeout, "it writes the weights for the vLLM servers"):
-                    self._write(model)
+                    self._write(_copies(model) if weights is None else weights)
             self._num_syncs += 1
             # when all ranks have met, the file is complete, and no rank waits for completions
             self._run = engine.gather_objects(self._run)[0]
@@ -170,14 +174,18 @@ class VLLMServerSampler:
                 self._ready_workers()
             engine.agree()
 
-    def _write(self, model: Any) -> None:
+    def _gathered(self, model: Any) -> dict[str, Tensor]:
+        """The weights that ranks divide, on the host of rank 0. All ranks gather one layer after another."""
+        if self._engine.rank == 0:
+            return _copies(model)
+        deque(merged_weights(model), maxlen=0)
+        return {}
+
+    def _write(self, weights: dict[str, Tensor]) -> None:
         """Write the weights to the folder. The file changes only when it is complete."""
         self._folder.mkdir(parents=True, exist_ok=True)
         unfinished = self._folder / "unfinished"
-        # copies, because the format does not allow tensors that share memory
-        save_file(
-            {name: weight.to("cpu", copy=True).contiguous() for name, weight in merged_weights(model)}, unfinished
-        )
+        save_file(weights, unfinished)
         unfinished.replace(self._folder / "model.safetensors")
 
     def _load_own(self) -> set[str]:
@@ -292,3 +300,8 @@ class VLLMServerSampler:
 
     def _label_while_loading(self, rank: int) -> str:
         return f"{self._version} is loaded by rank {rank}"
+
+
+def _copies(model: Any) -> dict[str, Tensor]:
+    """Weights on the host. They are copies, because the file's format does not allow tensors that share memory."""
+    return {name: weight.to("cpu", copy=True).contiguous() for name, weight in merged_weights(model)}
