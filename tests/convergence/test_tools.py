@@ -175,6 +175,7 @@ def test_an_added_tool_is_found_at_once_and_learned_without_harming_the_others()
     assert later.right_call >= before.right_call, learned.others
 
 
+@pytest.mark.slow
 def test_negated_rewards_teach_nothing() -> None:
     """After as many iterations as take the right sign beyond a half."""
     with as_users_run_it():
