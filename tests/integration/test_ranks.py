@@ -3,12 +3,7 @@
 One launch runs `on_each_rank.py` on both ranks; the tests look at what it wrote. A rank that waits for ever fails the launch.
 """
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +14,11 @@ from grpo.checkpoint import read_checkpoint
 from grpo.distributed import Engine, OneProcess, Replicated
 from tests.support import on_each_rank
 from tests.support.configs import EVERY, Rows, update
+from tests.support.launches import run_with_children
 from tests.support.objective_inputs import as_users_run_it
 from tests.support.on_each_rank import DIFFERENT, IDLE, PATTERNS, UNEQUAL
 
 pytestmark = pytest.mark.filterwarnings("ignore:objective.kl_estimator='k1'")
-ROOT = Path(__file__).parents[2]
 SECONDS = 240
 """Many times what the launch takes, and less than the time limit of a test."""
 COUNTED = ["rows/skipped_zero_advantage", "rows/dropped", "rows/replayed"]
@@ -38,23 +33,8 @@ def comparable(metrics: dict[str, float]) -> dict[str, float]:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank wrote."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch = [sys.executable, "-m", "tests.support.on_each_rank", str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with (folder / "output").open("w") as output:
-        process = subprocess.Popen(
-            launch, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            code = process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # the ranks too
-                process.wait()
-    said = (folder / "output").read_text()[-6000:]
-    assert code is not None, f"The ranks wait for one another after {SECONDS} seconds:\n{said}"
-    assert code == 0, said
+    launch = "-m", "tests.support.on_each_rank", str(folder)
+    run_with_children(*launch, output=folder / "output", seconds=SECONDS)
     results = [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     for rank, result in enumerate(results):
         result["checkpoints"] = (folder / f"checkpoints{rank}.txt").read_text(), folder / "checkpoints"

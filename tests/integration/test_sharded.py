@@ -4,10 +4,6 @@ One launch runs `sharded_ranks.py`; the tests look at what each rank wrote. A ra
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,32 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.launches import run_with_children
 from tests.support.sharded_ranks import CASES, KEPT
 from tests.support.sharded_results import assert_right
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")]
-ROOT = Path(__file__).parents[2]
 SECONDS = 200
 
 
 def launched(folder: Path, num_ranks: int, names: Sequence[str], source: str = "-") -> list[dict[Any, Any]]:
     """What each rank wrote."""
-    launch = [sys.executable, "-m", "tests.support.sharded_ranks", str(folder), str(num_ranks), source, *names]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with (folder / "output").open("w") as output:
-        process = subprocess.Popen(
-            launch, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            code = process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # the ranks too
-                process.wait()
-    said = (folder / "output").read_text()[-6000:]
-    assert code == 0, f"exit code {code} (None: the ranks wait for one another)\n{said}"
+    launch = "-m", "tests.support.sharded_ranks", str(folder), str(num_ranks), source, *names
+    run_with_children(*launch, output=folder / "output", seconds=SECONDS)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
 
@@ -78,19 +60,12 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed_and_ends_with_the_weights
     found = {}
     for name, kill_at in (("unbroken", 0), ("killed", 4)):
         (tmp_path / name).mkdir()
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
         launch += ["--monitor-interval", "0.2", "--standalone", "-m", "tests.support.restarted_run"]
         # a restart that shares the launcher's store would find the keys of the first start
-        environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }
-        command = [*launch, str(tmp_path / name), str(kill_at)]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        output = tmp_path / name / "output"
+        run_with_children(*launch, str(tmp_path / name), str(kill_at), output=output, seconds=SECONDS, **own_store)
         found[name] = json.loads((tmp_path / name / "hashes.json").read_text())
     assert found["killed"]["hashes"] == found["unbroken"]["hashes"]
     assert (found["unbroken"]["restarts"], found["killed"]["restarts"]) == (0, 1)
