@@ -105,7 +105,7 @@ def test_both_engines_end_with_the_same_weights(tmp_path: Path) -> None:
     assert of[0, "sharded"][-1] != of[1, "sharded"][-1]
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.parametrize("engine", ["replicated", "sharded"])
 def test_a_run_on_two_ranks_that_is_continued_ends_with_the_weights_of_an_unbroken_run(
     engine: str, tmp_path: Path

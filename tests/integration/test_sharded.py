@@ -15,7 +15,8 @@ from tests.support.launches import run_with_children
 from tests.support.sharded_ranks import CASES, KEPT
 from tests.support.sharded_results import assert_right
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+SLOW, LONG = pytest.mark.slow, pytest.mark.faults
 SECONDS = 200
 
 
@@ -26,14 +27,18 @@ def launched(folder: Path, num_ranks: int, names: Sequence[str], source: str = "
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=LONG), pytest.param(2, marks=SLOW), pytest.param(4, marks=SLOW)]
+)
 def test_divided_weights_make_the_updates_of_one_process(
     num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
     assert_right(launched(tmp_path, num_ranks, list(CASES)), list(CASES), subtests)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=SLOW), pytest.param(2, marks=LONG), pytest.param(4, marks=SLOW)]
+)
 def test_any_number_of_ranks_loads_the_weights_and_moments_of_two_ranks(
     num_ranks: int, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
@@ -54,6 +59,7 @@ def test_any_number_of_ranks_loads_the_weights_and_moments_of_two_ranks(
         assert "the ranks from 2 on have new random generators and no replayed rows" in said
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed_and_ends_with_the_weights_of_an_unbroken_run(
     tmp_path: Path,
 ) -> None:
