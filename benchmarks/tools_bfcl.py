@@ -67,6 +67,9 @@ REGULARISATION = (1.0, 10.0, 100.0, 1000.0)
 SHARE = 0.05
 """`share` of `ToolSelectionPolicy.calibrate`: its default."""
 
+MIN_QUESTIONS = {74: 4, 261: 2}
+"""Maps the number of tools of a table to the number of questions that each of them has at least."""
+
 PARTS = ("requests", "added", "no tool", "speed")
 
 
@@ -291,6 +294,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="number of splits (default 5)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="tables to print (default all)")
+    parser.add_argument(
+        "--tools", type=int, nargs="+", choices=MIN_QUESTIONS, default=[*MIN_QUESTIONS], help="of the part 'requests'"
+    )
     parser.add_argument("--iterations", type=int, default=NUM_ITERATIONS, help="of training (default 400)")
     parser.add_argument("--tune", action="store_true", help="search for the settings on the validation requests")
     options = parser.parse_args()
@@ -302,7 +308,8 @@ def main() -> None:
     for part in options.parts:
         match part:
             case "requests":
-                for least, num_tools in ((4, 74), (2, 261)):
+                for num_tools in options.tools:
+                    least = MIN_QUESTIONS[num_tools]
                     title = f"Right tool in % of held-out requests, {num_tools} tools, {512 * num_iterations:,} calls"
                     table(title, partial(on_held_out_requests, least, num_iterations), seeds)
             case "added":

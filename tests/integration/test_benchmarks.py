@@ -77,7 +77,7 @@ TYPED = {
     "sharded": [],
     "tool_fill": [],
     "tool_speed": ["--quick"],
-    "tools_bfcl": ["--seeds", "1", "--iterations", "2"],
+    "tools_bfcl": ["--seeds", "1", "--iterations", "2", "--tools", "74"],
     "tools": ["--seeds", "1", "--iterations", "3"],
     "tracking": ["--tasks", "bandit", "--sinks", "jsonl", "tensorboard", "--pairs", "2"],
 }
