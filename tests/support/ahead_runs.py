@@ -32,7 +32,7 @@ AHEAD = (1, 4, 16)
 LONGEST_REWARD = 0.02
 """Seconds that a reward takes at most."""
 LONGEST_LIFE = 0.6
-"""Seconds after which a process is stopped at the latest, counted from its start."""
+"""Share of an unbroken run's time after which a process is stopped at the latest, counted from its start."""
 
 CLOCK = random.SystemRandom()
 
@@ -112,8 +112,13 @@ def in_order(kind: str, ahead: int) -> str:
         del os.environ[IN_ORDER]
 
 
-def stopped_again_and_again(folder: Path, kind: str, ahead: int, generator: random.Random) -> tuple[str, int]:
-    """Run in processes that are stopped at random times. Returns a digest of the weights, and the number of stops."""
+def stopped_again_and_again(
+    folder: Path, kind: str, ahead: int, generator: random.Random, seconds: float
+) -> tuple[str, int]:
+    """Run in processes that are stopped at random times, before an unbroken run of so many seconds would end.
+
+    Returns a digest of the weights, and the number of stops.
+    """
 
     def train(report: int) -> None:
         every = {"checkpoint_every": generator.choice([1, 3])}
@@ -129,7 +134,7 @@ def stopped_again_and_again(folder: Path, kind: str, ahead: int, generator: rand
     num_stops = 0
     while True:
         patience = 1.0 + num_stops / 5  # a slow machine needs longer for its first checkpoint
-        lives = LONGEST_LIFE * patience * generator.random()
+        lives = LONGEST_LIFE * seconds * patience * generator.random()
         number = generator.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
         child, reading = in_a_child(train)
         deadline = time.monotonic() + lives
@@ -154,12 +159,15 @@ def main(root: Path, num_runs: int, seed: int) -> None:
     torch.set_num_threads(1)
     generator = random.Random(seed)
     expected: dict[tuple[str, int], str] = {}
+    seconds: dict[tuple[str, int], float] = {}
     counts = {"runs": 0, "stops": 0, "other weights": 0}
     for number in range(num_runs):
         ahead, kind = AHEAD[number % len(AHEAD)], [*KINDS][number // len(AHEAD) % len(KINDS)]
         if (kind, ahead) not in expected:
+            start = time.monotonic()
             expected[kind, ahead] = in_order(kind, ahead)
-        found, num_stops = stopped_again_and_again(root / f"run {number}", kind, ahead, generator)
+            seconds[kind, ahead] = time.monotonic() - start
+        found, num_stops = stopped_again_and_again(root / f"run {number}", kind, ahead, generator, seconds[kind, ahead])
         counts["runs"] += 1
         counts["stops"] += num_stops
         counts["other weights"] += found != expected[kind, ahead]
