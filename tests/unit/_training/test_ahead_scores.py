@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo import AdvantageConfig, ObjectiveConfig, ObjectiveOutput
+from grpo import AdvantageConfig, GRPOConfig, GRPOTrainer, KLControl, ObjectiveConfig, ObjectiveOutput
 from tests.support.objective_inputs import as_users_run_it
-from tests.support.policies import ExactSampling
+from tests.support.policies import ExactSampling, TablePolicy
 from tests.support.trainers import by_hand
 
 
@@ -92,3 +92,41 @@ def test_values_and_keys_are_those_at_the_start_of_the_iteration_that_uses_the_r
     trainer.train([0, 1], num_iterations=3, progress=False)
     assert now[0] != now[1] != now[2]
     assert [values.unique().tolist() for values in old_values] == [[value] for value in now]
+
+
+class NotesIteration(TablePolicy):
+    """A reference that notes in which iteration of its trainer it scores rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scored_in: list[int] = []
+        self.trainer: Any = None
+
+    def get_log_probabilities(self, states: Any, actions: Any) -> Any:
+        if self.trainer is not None:
+            self.scored_in.append(self.trainer.iteration)
+        return super().get_log_probabilities(states, actions)
+
+
+def test_reference_and_adaptive_coefficient_are_those_of_the_iteration_that_uses_the_rows() -> None:
+    reference = NotesIteration()
+    config = GRPOConfig(group_size=4, iterations_ahead=2, learning_rate=0.5, seed=0, kl_control=KLControl(target=1e-6))
+    trainer = GRPOTrainer(
+        config=config,
+        policy=TablePolicy(),
+        reward_model=lambda states, actions: [float(number % 2) for number in range(len(actions))],
+        reference_policy=reference,
+    )
+    reference.trainer = trainer
+    before: list[float] = []
+    objective = trainer.objective
+
+    def noting(inputs: Any) -> Any:
+        before.append(inputs.kl_coef)
+        return objective(inputs)
+
+    trainer.objective = noting  # type: ignore[assignment]
+    trainer.train(["a", "b"], num_iterations=4, progress=False)
+    assert reference.scored_in == [0, 1, 2, 3]  # at their sampling it would be 0, 0, 0, 1
+    # the KL is 0 at first: 0.04 / 1.5. Then it is above its target: times 1.5. At their sampling it would be 0.04 three times.
+    assert before == pytest.approx([0.04, 0.04 / 1.5, 0.04, 0.06], rel=1e-12)
