@@ -1,97 +1,82 @@
-"""Convert a function's annotations to the JSON Schema of its arguments, with pydantic."""
+"""Annotations of a tool's function. pydantic makes the JSON Schema of the arguments, and converts them to the annotated types.
+
+This module imports only `schemas` from this package, because worker processes load it without the package.
+"""
 
 import inspect
 import json
-from collections.abc import Callable
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from grpo.errors import ConfigError
+import pydantic
 
-from .calls import same_json
-from .hints import import_pydantic, named_hints
 from .schemas import parts_of
 
-_MUST_EXIST = ("file-path", "directory-path")
-"""pydantic's formats of paths that must exist. They are confined like other paths."""
 
-
-def schema_of(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the JSON Schema object for a function's arguments.
 
-    A default of None means that the parameter is omitted, so its `| None` adds no value. The titles that pydantic makes up
-    from names are left out, because a title is part of the text by which the policy chooses a value.
-
-    Args:
-        name: Tool name, used in error messages.
-        function: Function with an annotation on every parameter.
+    The titles that pydantic makes up from names are left out, because the policy chooses values by their titles.
 
     Raises:
-        ConfigError: A parameter has no annotation, or an annotation that cannot be converted to a schema.
-        ImportError: pydantic is not installed.
+        ValueError: A parameter has no annotation, or an annotation that has no JSON Schema.
     """
-    try:
-        hints = named_hints(function)
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}. Correct the function, or pass Tool(parameters=...).") from error
-    parameters = inspect.signature(function).parameters
-    for parameter in parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ConfigError(
-                f"{name}: it must be possible to pass every parameter by name; got {parameter}. Change the function, or pass "
-                "Tool(function=..., parameters=...)."
-            )
-    adapters = {key: _adapter(name, key, hints.get(key)) for key in parameters}
-    inputs = [(key, "validation", adapter) for key, adapter in adapters.items()]
-    found, definitions = import_pydantic().TypeAdapter.json_schemas(inputs)
-    for _, part in parts_of(definitions):
-        part.pop("title", None)
+    parameters = parameters_of(function)
+    adapters = {name: adapter_of(parameter) for name, parameter in parameters.items()}
+    found, definitions = pydantic.TypeAdapter.json_schemas(
+        [(name, "validation", adapter) for name, adapter in adapters.items()]
+    )
+    for part in parts_of(definitions):
+        if isinstance(part.get("title"), str):
+            del part["title"]
     properties = {
-        key: _with_default(found[key, "validation"], parameters[key].default, adapters[key]) for key in adapters
+        name: _with_default(found[name, "validation"], parameters[name].default, adapters[name]) for name in adapters
     }
-    for _, part in parts_of([*properties.values(), definitions]):
-        if part.get("format") in _MUST_EXIST:
-            part["format"] = "path"
-    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
+    required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
     schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     return schema | definitions
 
 
-def _adapter(name: str, key: str, hint: Any) -> Any:
-    """pydantic's converter of an annotation, which has a JSON Schema."""
-    advice = "Change the annotation, or write the schema yourself: Tool(parameters=...)."
-    if hint is None:
-        raise ConfigError(f"{name}: parameter {key} must have an annotation; it has none. {advice}")
-    if not _has_json_literals(hint):
-        raise ConfigError(
-            f"{name}: parameter {key}: a Literal must have values that JSON can represent; got {hint}. Annotate the parameter "
-            "with an Enum class itself. " + advice
-        )
-    type_adapter = import_pydantic().TypeAdapter
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The function's parameters, with annotations that are not texts.
+
+    Raises:
+        ValueError: The annotations cannot be read: the function is built in, or a name is defined under `TYPE_CHECKING`.
+    """
     try:
-        adapter = type_adapter(hint)
-        adapter.json_schema()
+        return inspect.signature(function, eval_str=True).parameters
+    except Exception as error:  # evaluating an annotation may raise anything
+        raise ValueError(f"the function's annotations cannot be read: {error}") from error
+
+
+def adapter_of(parameter: inspect.Parameter) -> pydantic.TypeAdapter[Any]:
+    """pydantic's converter from JSON to the parameter's annotation.
+
+    Raises:
+        ValueError: The parameter cannot be passed by name, or its annotation has no JSON Schema.
+    """
+    by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    if parameter.annotation is parameter.empty or not by_name:
+        raise ValueError(f"each parameter must have an annotation, and it must be passed by name; got {parameter}")
+    try:
+        adapter = pydantic.TypeAdapter(parameter.annotation)
+        schema = adapter.json_schema()
+        for value in schema.get("enum", [schema["const"]] if "const" in schema else []):
+            adapter.validate_json(json.dumps(value))  # a Literal can have values that JSON cannot represent
     except Exception as error:  # pydantic's errors, or what the annotated class raises
-        raise ConfigError(
-            f"{name}: parameter {key} must have an annotation that pydantic converts to JSON Schema; got {hint}. {advice} "
-            f"pydantic says: {error}"
+        raise ValueError(
+            f"each parameter must have an annotation that pydantic converts from JSON; got {parameter}: {error}"
         ) from error
     return adapter
 
 
-def _has_json_literals(hint: Any) -> bool:
-    if get_origin(hint) is Literal:
-        return all(same_json(value, value) and type(value).__module__ == "builtins" for value in get_args(hint))
-    return all(map(_has_json_literals, get_args(hint)))
-
-
-def _with_default(schema: dict[str, Any], default: Any, adapter: Any) -> dict[str, Any]:
-    """Schema of a parameter with its default, unless JSON cannot represent the default."""
-    if default is inspect.Parameter.empty:
+def _with_default(schema: dict[str, Any], default: Any, adapter: pydantic.TypeAdapter[Any]) -> dict[str, Any]:
+    """Schema of a parameter with its default. A default of None means that the parameter is omitted, so it removes `null`."""
+    if default is None and "anyOf" in schema:
+        rest = [part for part in schema.pop("anyOf") if part != {"type": "null"}]
+        return rest[0] | schema if len(rest) == 1 else {"anyOf": rest} | schema
+    if default is None or default is inspect.Parameter.empty:
         return schema
-    if default is None:
-        rest = [part for part in schema.get("anyOf", ()) if part != {"type": "null"}]
-        others = {key: part for key, part in schema.items() if key != "anyOf"}
-        return rest[0] | others if len(rest) == 1 else schema | ({"anyOf": rest} if rest else {})
     try:
         text = adapter.dump_json(default, warnings=False)
         adapter.validate_json(text)

@@ -1,37 +1,32 @@
 """Validation of tool arguments: JSON values that match the tool's schema, with paths confined to one folder.
 
-This module imports only `hints` and `schemas` from this package, because a worker process loads these files without it.
+This module imports only `annotations` and `schemas` from this package, because worker processes load it without the package.
 """
 
 import contextlib
 import json
-import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pydantic
 import referencing
 
-from .hints import are_json, import_pydantic, named_hints
-from .schemas import (
-    check_path_formats,
-    describing,
-    plain_schema,
-    schema_of_items,
-    schema_of_value,
-    slow_keyword,
-)
+from .annotations import adapter_of, parameters_of
+from .schemas import describing, describing_at, is_path, num_paths, plain_schema, slow_keyword
 
 MAX_BYTES = 100_000
 """Maximum size of one call's arguments as JSON."""
 MAX_DEPTH = 32
 """Maximum nesting depth of lists and objects in the arguments."""
-_MAX_MESSAGE = 500
+_LARGEST = sys.float_info.max
 _INTEGER: Any = ("integer", ["integer", "null"], ["null", "integer"])
 _ENCODE = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would build a new encoder per call
+_NAME = type.__dict__["__name__"].__get__
 
 
 class RefusedArgumentsError(ValueError):
@@ -47,22 +42,18 @@ def encode_arguments(arguments: Any) -> str:
 
     Raises:
         RefusedArgumentsError: The arguments are not an object with string keys, hold a value that JSON cannot represent, hold
-            NaN or infinity, are too large or too deeply nested, or raise while they are read.
+            a number that is not finite as a float, are too large or too deeply nested, or raise while they are read.
     """
     try:
         if not isinstance(arguments, Mapping):
             raise RefusedArgumentsError(f"arguments must be an object of values by parameter; got {_kind(arguments)}.")
-        plain = _plain(arguments, MAX_DEPTH, [MAX_BYTES])
+        text = _ENCODE(_plain(arguments, MAX_DEPTH, [MAX_BYTES]))
     except RefusedArgumentsError:
         raise
     except BaseException as error:  # a value's methods may raise anything; only the user's Ctrl-C passes
         if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
             raise
         raise RefusedArgumentsError(f"arguments cannot be read: reading them raises {_kind(error)}.") from error
-    try:
-        text = _ENCODE(plain)
-    except ValueError as error:  # an integer with more digits than Python converts to text
-        raise RefusedArgumentsError(str(error)) from error
     if len(text) > MAX_BYTES:
         raise RefusedArgumentsError(f"arguments must take at most {MAX_BYTES} bytes as JSON; got {len(text)}.")
     return text
@@ -82,46 +73,34 @@ def _plain(value: Any, depth: int, left: list[int]) -> Any:
     left[0] -= 1 + (len(value) if isinstance(value, str) else 0)
     if left[0] < 0:
         raise RefusedArgumentsError(f"arguments must take at most {MAX_BYTES} bytes as JSON; got more.")
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise RefusedArgumentsError(f"numbers in arguments must be finite; got {value}.")
+    if isinstance(value, int | float) and not -_LARGEST <= value <= _LARGEST:  # also NaN
+        raise RefusedArgumentsError(f"numbers in arguments must be finite, and at most {_LARGEST:.1e}.")
+    if value is None or isinstance(value, int | float | str):
         return value
     if not isinstance(value, Mapping | list | tuple):
         raise RefusedArgumentsError(f"arguments must be values that JSON can represent; got {_kind(value)}.")
     if depth == 0:
-        raise RefusedArgumentsError(
-            f"arguments must be nested at most {MAX_DEPTH} lists or objects deep; got more levels."
-        )
+        raise RefusedArgumentsError(f"arguments must be nested at most {MAX_DEPTH} lists or objects deep; got more.")
     if not isinstance(value, Mapping):
         return [_plain(item, depth - 1, left) for item in value]
-    return {_key(key, left): _plain(item, depth - 1, left) for key, item in value.items()}
-
-
-def _key(key: Any, left: list[int]) -> Any:
-    if not isinstance(key, str):
-        raise RefusedArgumentsError(f"keys of objects must be text; got {_kind(key)}.")
-    return _plain(key, 0, left)
+    plain = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise RefusedArgumentsError(f"keys of objects must be text; got {_kind(key)}.")
+        plain[_plain(key, 0, left)] = _plain(item, depth - 1, left)
+    return plain
 
 
 class ArgumentChecker:
-    """Validate arguments and convert them to the values that the tool's function receives.
+    """Validate arguments, and convert them to the values that the tool's function receives.
 
-    Schema: arguments are validated against JSON Schema draft 2020-12; a `$schema` keyword is ignored. Unknown keys are
-    rejected unless the schema sets `additionalProperties`. A `$ref` is never fetched. A `default` is not filled in; the
-    function's own default applies.
-
-    Paths: every string that the schema marks with `"format": "path"` is resolved relative to `root` with links followed. The
-    resolved path must lie in `root`, and it replaces the string.
-
-    Integers: where the schema allows integers and no other numbers, 2.0 is converted to 2, because JSON does not distinguish
-    the two and Python does.
-
-    Annotations: the function receives what its annotation says, for example a `Path`, an Enum member or a `date`. pydantic
-    converts the values. It is only imported for annotations that are not `Path` and not types of JSON.
-
-    A tool that can create links can change a path's target after the check. Such a tool has to be trusted.
+    1. They are validated against the schema (draft 2020-12). Unknown names are rejected unless the schema sets
+       `additionalProperties`. A `$ref` is never fetched, and a `default` is not filled in.
+    2. Each string with `"format": "path"` is resolved relative to `root`, with links followed, and must lie in `root`. A tool
+       that can create links can change a path's target after this check, so such a tool has to be trusted.
+    3. Where the schema allows integers and no other numbers, 2.0 becomes 2.
+    4. pydantic converts each value to its annotation, if the annotation has a JSON Schema, and if the tool's schema marks every
+       path of the annotation.
 
     Args:
         function: The tool's function. Its annotations are read.
@@ -129,20 +108,22 @@ class ArgumentChecker:
         root: Existing folder that paths are resolved against.
 
     Raises:
-        UncertainPathError: It is not certain which strings are paths (see `check_path_formats`).
+        ValueError: It is not certain which strings are paths (see `plain_schema`).
     """
 
     def __init__(self, function: Callable[..., Any], parameters: Mapping[str, Any], root: str) -> None:
-        check_path_formats(parameters)
         self._schema = {"additionalProperties": False} | plain_schema(parameters)
         self._root = os.path.realpath(root)
         self._validator = jsonschema.Draft202012Validator(self._schema, registry=referencing.Registry())
-        hints: dict[str, Any] = {}
-        with contextlib.suppress(ValueError):  # the function receives JSON values
-            hints = {name: hint for name, hint in named_hints(function).items() if not are_json(hint)}
-        self._paths = {name for name, hint in hints.items() if are_json(hint, Path)}
-        self._converters = {name: _converter(hint) for name, hint in hints.items() if name not in self._paths}
-        self.is_slow = slow_keyword(parameters) is not None
+        self._adapters: dict[str, pydantic.TypeAdapter[Any]] = {}
+        with contextlib.suppress(ValueError):  # the annotations cannot be read
+            for name, parameter in parameters_of(function).items():
+                with contextlib.suppress(ValueError):
+                    adapter = adapter_of(parameter)
+                    # A text that the schema does not mark, and that is not confined, must not become a `Path`.
+                    if num_paths(plain_schema(adapter.json_schema())) <= num_paths(describing_at(self._schema, name)):
+                        self._adapters[name] = adapter
+        self.is_slow = slow_keyword(self._schema) is not None
 
     def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Check and convert arguments, given as `json.loads` returns them.
@@ -152,11 +133,10 @@ class ArgumentChecker:
         """
         try:
             error = jsonschema.exceptions.best_match(self._validator.iter_errors(arguments))
-            where = "" if error is None else f"at {_cut(error.json_path)}: {_cut(error.message)}."
-        except Exception as problem:  # an unresolvable `$ref`, an invalid pattern, a number too large
-            raise RefusedArgumentsError(f"the tool's schema cannot be applied: {_cut(repr(problem))}") from problem
+        except Exception as problem:  # an unresolvable `$ref`, an invalid pattern
+            raise RefusedArgumentsError(f"the tool's schema cannot be applied: {problem!r:.500}") from problem
         if error is not None:
-            raise RefusedArgumentsError(where)
+            raise RefusedArgumentsError(f"at {error.json_path:.500}: {error.message:.500}.")
         return self.convert(arguments)
 
     def convert(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -165,54 +145,34 @@ class ArgumentChecker:
         Raises:
             RefusedArgumentsError: A path leaves `root`, or a value does not fit its annotation.
         """
-        for part in describing(self._schema, "object"):
-            arguments = {
-                name: self._confined(value, schema_of_value(part, name), Path if name in self._paths else str)
-                for name, value in arguments.items()
-            }
-        return {
-            name: self._converters[name](name, value) if name in self._converters else value
-            for name, value in arguments.items()
-        }
+        confined = self._confined(arguments, self._schema)
+        return {name: self._converted(name, value) for name, value in confined.items()}
 
-    def _confined(self, value: Any, schema: Any, path_type: type) -> Any:
+    def _confined(self, value: Any, schema: Any) -> Any:
         """Copy a value that matches a schema, with its paths confined and its integral numbers converted."""
-        if isinstance(value, str):
-            is_path = any(part.get("format") == "path" for part in describing(schema, "string"))
-            return path_type(confine(value, self._root)) if is_path else value
-        if isinstance(value, float):
-            is_integer = value.is_integer() and any(
-                part.get("type") in _INTEGER for part in describing(schema, "integer")
-            )
-            return int(value) if is_integer else value
-        if isinstance(value, list):
-            for items in map(schema_of_items, describing(schema, "array")):
-                value = [self._confined(item, items, path_type) for item in value]
-        if isinstance(value, dict):
-            for part in describing(schema, "object"):
-                value = {name: self._confined(v, schema_of_value(part, name), path_type) for name, v in value.items()}
+        if isinstance(value, dict | list):
+            copied: Any = value.copy()
+            for key in value if isinstance(value, dict) else range(len(value)):
+                for part in describing_at(schema, key):
+                    copied[key] = self._confined(copied[key], part)
+            return copied
+        if isinstance(value, str) and any(map(is_path, describing(schema, "string"))):
+            return str(confine(value, self._root))
+        if isinstance(value, float) and any(part.get("type") in _INTEGER for part in describing(schema, "integer")):
+            return int(value)
         return value
 
-
-def _converter(hint: Any) -> Callable[[str, Any], Any]:
-    """Function from a parameter's name and JSON value to the value of the annotated type."""
-    pydantic = import_pydantic()
-
-    def convert(name: str, value: Any) -> Any:
+    def _converted(self, name: str, value: Any) -> Any:
+        if name not in self._adapters:
+            return value
         try:
-            return validate(_ENCODE(value))
+            return self._adapters[name].validate_json(_ENCODE(value))
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             where = "".join(f"[{part!r}]" for part in first["loc"])
-            raise RefusedArgumentsError(f"at $.{name}{_cut(where)}: {_cut(first['msg'])}.") from error
+            raise RefusedArgumentsError(f"at $.{name}{where:.500}: {first['msg']:.500}.") from error
         except Exception as error:  # the annotated class may raise anything
-            raise RefusedArgumentsError(f"at $.{name}: the value cannot be converted: {_cut(repr(error))}.") from error
-
-    try:
-        validate = pydantic.TypeAdapter(hint).validate_json
-    except pydantic.PydanticUserError:  # not a type of JSON values; the schema was written by hand
-        validate = json.loads
-    return convert
+            raise RefusedArgumentsError(f"at $.{name}: the value cannot be converted: {error!r:.500}.") from error
 
 
 def confine(value: str, root: str) -> Path:
@@ -221,16 +181,12 @@ def confine(value: str, root: str) -> Path:
     Raises:
         RefusedArgumentsError: The path lies outside `root` (`PathOutsideRootError`), or cannot be resolved.
     """
-    if "\0" in value:
-        raise RefusedArgumentsError(f"a path must not contain the null character; got {_cut(ascii(value))}.")
     try:
         path = (Path(root) / value).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or text that is not a valid path
-        raise RefusedArgumentsError(f"the path {_cut(ascii(value))} cannot be resolved: {_cut(str(error))}.") from error
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or a text that is no path
+        raise RefusedArgumentsError(f"the path {value!a:.500} cannot be resolved: {error!s:.500}.") from error
     if not path.is_relative_to(root):
-        raise RefusedArgumentsError(
-            f"the path {_cut(ascii(value))} must lie in the tools' folder.", "PathOutsideRootError"
-        )
+        raise RefusedArgumentsError(f"the path {value!a:.500} must lie in the tools' folder.", "PathOutsideRootError")
     return path
 
 
@@ -245,11 +201,4 @@ def bounded_text(value: Any, max_length: int) -> str:
 
 def _kind(value: object) -> str:
     """Name of the value's type, read without calling a metaclass."""
-    return ascii(_cut(_NAME(type(value))))[1:-1]
-
-
-_NAME = type.__dict__["__name__"].__get__
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
+    return f"{ascii(_NAME(type(value)))[1:-1]:.500}"

@@ -1,6 +1,8 @@
 """Tools and the catalogue that holds them."""
 
+import functools
 import inspect
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -8,16 +10,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import jsonschema
+
 from grpo.errors import ConfigError
 
 from .annotations import schema_of
 from .calls import plain_name, same_json
-from .enumerations import enumerated_values
-from .hints import unwrapped
 from .inputs import is_finite, require_type
-from .schemas import UncertainPathError, check_path_formats, plain_schema, schema_problem
+from .schemas import plain_schema
 
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 
 
 class _Absent(Enum):
@@ -28,8 +30,6 @@ class _Absent(Enum):
 
 ABSENT = _Absent.ABSENT
 """The choice to omit an optional parameter."""
-
-_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +46,8 @@ class ParameterChoices:
 
     def index(self, arguments: Mapping[str, Any]) -> int | None:
         """Index of the value that `arguments` gives this parameter. None if that value is not enumerated."""
-        if self.name not in arguments:
-            return next((i for i, value in enumerate(self.values) if value is ABSENT), None)
-        given = arguments[self.name]
-        return next((i for i, value in enumerate(self.values) if same_json(value, given)), None)
+        given = arguments.get(self.name, ABSENT)
+        return next((i for i, value in enumerate(self.values) if value is given or same_json(value, given)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +55,7 @@ class Tool:
     """A tool that a policy can call.
 
     Raises:
-        ConfigError: The name is invalid, the description is empty, the schema is not the schema of an object, it is not certain
-            which of its strings are paths, or a number is out of range.
+        ConfigError: A field is invalid, or it is not certain which of the schema's strings are paths.
     """
 
     name: str
@@ -70,7 +67,7 @@ class Tool:
     the top level of a module). It may be `async def`. JSON must be able to represent its return value."""
     category: str = "general"
     """Group of similar tools. `right_tool` gives partial reward for another tool of the same category."""
-    parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMETERS)
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     """JSON Schema (draft 2020-12) of the arguments, with type object. Each `$ref` is replaced by the part that it points to,
     unless it is recursive. Strings with `"format": "path"` are confined to the executor's root."""
     remote: bool = False
@@ -84,52 +81,41 @@ class Tool:
         """Check the fields."""
         require_type("Tool", str, "a text", name=self.name, description=self.description, category=self.category)
         require_type("Tool", bool, "True or False", remote=self.remote)
-        if not NAME.fullmatch(self.name):
-            raise ConfigError(f"Tool.name must be 1 to 64 letters, digits, '_', '-' or '.'; got {self.name!r}.")
-        if not self.description.strip():
-            raise ConfigError(
-                f"Tool {self.name}: description must not be empty, because policies choose tools by their descriptions."
-            )
-        if not callable(self.function):
-            raise ConfigError(f"Tool {self.name}: function must be callable; got {self.function!r}.")
-        if self.remote and not inspect.iscoroutinefunction(self.function):
-            raise ConfigError(
-                f"Tool {self.name}: a remote tool's function must be `async def`, because this process awaits it; got "
-                f"{self.function!r}. Make the function async, or leave out remote=True."
-            )
-        if self.timeout is not None and not (is_finite(self.timeout) and self.timeout > 0):
-            raise ConfigError(
-                f"Tool {self.name}: timeout must be a positive, finite number of seconds, or None; got {self.timeout!r}."
-            )
-        if not is_finite(self.cost):
-            raise ConfigError(f"Tool {self.name}: cost must be a finite number; got {self.cost!r}.")
+        is_awaitable = not self.remote or inspect.iscoroutinefunction(self.function)
+        in_time = self.timeout is None or (is_finite(self.timeout) and self.timeout > 0)
+        for name, is_right, required in (
+            ("name", _NAME.fullmatch(self.name), "be 1 to 64 letters, digits, '_', '-' or '.'"),
+            ("description", self.description.strip(), "not be empty, because policies choose tools by it"),
+            ("function", callable(self.function), "be callable"),
+            ("function", is_awaitable, "be `async def` if the tool is remote, because this process awaits it"),
+            ("timeout", in_time, "be a positive, finite number of seconds, or None"),
+            ("cost", is_finite(self.cost), "be a finite number"),
+        ):
+            if not is_right:
+                raise ConfigError(f"Tool {self.name}: {name} must {required}; got {getattr(self, name)!r:.100}.")
         object.__setattr__(self, "parameters", self._checked_schema())
 
     def _checked_schema(self) -> dict[str, Any]:
         owner = f"Tool {self.name}: parameters"
-        schema: Any = self.parameters  # `true` is a schema too
-        require_type("Tool", (Mapping, bool), "a JSON Schema", parameters=schema)
+        schema: Any = self.parameters
+        if not isinstance(schema, Mapping) or schema.get("type") != "object":
+            raise ConfigError(f'{owner} must be a JSON Schema with "type": "object"; got {schema!r:.80}.')
         try:
-            problem = schema_problem(schema)
-            if problem is not None:
-                raise ConfigError(f"{owner} must be a valid JSON Schema; {problem}")
-            if not isinstance(schema, Mapping) or schema.get("type") != "object":
-                raise ConfigError(f'{owner} must be a JSON Schema with "type": "object"; got {str(schema)[:80]}.')
-            check_path_formats(schema)
+            jsonschema.Draft202012Validator.check_schema(schema)
             return plain_schema(schema)
-        except RecursionError as error:
-            raise ConfigError(f"{owner} are nested too deeply to be checked. Use a flatter schema.") from error
-        except UncertainPathError as error:
+        except jsonschema.SchemaError as error:
+            raise ConfigError(f"{owner} must be a valid JSON Schema; at {error.json_path}: {error.message}.") from error
+        except (ValueError, RecursionError) as error:  # an uncertain path, or many levels
             raise ConfigError(f"{owner}: {error}") from error
 
     @classmethod
     def from_function(cls, function: Callable[..., Any], **fields: Any) -> "Tool":
         """Create a tool from a Python function: its name, its docstring, and a schema built from its annotations.
 
-        An annotation may be any type that pydantic converts to JSON Schema: `str`, `int`, `float`, `bool`, `Literal`, Enum
-        classes, `date`, `datetime`, `Path` (confined to the executor's root), lists, dicts, TypedDicts, dataclasses, pydantic
-        models, unions, and `Annotated[..., pydantic.Field(description=...)]`. The function receives what its annotation says.
-        A parameter with a default is optional, and a default of None means that the parameter is omitted.
+        An annotation may be any type that pydantic converts to JSON Schema: `Literal`, an Enum class, `date`, a dataclass,
+        `Path` (confined to the executor's root), `Annotated[int, pydantic.Field(description=...)]`, and so on. The function
+        receives what its annotation says. A parameter with a default is optional. A default of None means that the parameter
+        is omitted.
 
         Args:
             function: Function with an annotation on every parameter. A `functools.partial` has no name and needs `name=`.
@@ -137,17 +123,20 @@ class Tool:
 
         Raises:
             ConfigError: A parameter has no annotation that can be converted, or the function has no name.
-            ImportError: pydantic is not installed.
         """
-        name = fields.get("name", getattr(function, "__name__", None))
-        if name is None:
-            raise ConfigError(
-                f"Tool.from_function: the function must have a name; {function!r} has none. Pass name=..."
-            )
-        described: dict[str, Any] = {"name": name, "description": inspect.getdoc(unwrapped(function)) or ""}
+        documented = function
+        while isinstance(documented, functools.partial):
+            documented = documented.func
+        name, about = getattr(function, "__name__", None), inspect.getdoc(documented) or ""
+        fields = {"name": name, "description": about, "function": function} | fields
         if "parameters" not in fields:
-            described["parameters"] = schema_of(name, function)
-        return cls(function=function, **described | fields)
+            try:
+                fields["parameters"] = schema_of(function)
+            except ValueError as error:
+                raise ConfigError(
+                    f"Tool {fields['name']}: {error}. Change the function, or pass Tool(parameters=...)."
+                ) from error
+        return cls(**fields)
 
     @property
     def properties(self) -> Mapping[str, Any]:
@@ -158,33 +147,24 @@ class Tool:
     @property
     def choices(self) -> tuple[ParameterChoices, ...]:
         """The enumerated parameters, in the schema's order. The policy decides them after it chooses the tool."""
-        required = self.parameters.get("required", ())
         found = []
         for name, schema in self.properties.items():
-            values = enumerated_values(schema)
-            if values is None:
-                continue
+            values = _enumerated(schema) or {}
+            is_optional = name not in self.parameters.get("required", ())
             # A default that is not among the values cannot be given in a call.
-            default_is_given = "default" in schema and any(same_json(schema["default"], value) for value, _ in values)
-            if name not in required and not default_is_given:
-                values.append((ABSENT, "left out"))
+            if values and is_optional and _json_key(schema.get("default", ABSENT)) not in values:
+                values[None] = (ABSENT, "left out")
             if len(values) > 1:
-                found.append(
-                    ParameterChoices(
-                        name=name,
-                        values=tuple(v for v, _ in values),
-                        texts=tuple(f"{text} {_words(name)}" for _, text in values),
-                    )
-                )
+                given, texts = zip(*values.values(), strict=True)
+                texts = tuple(f"{text} {_words(name)}" for text in texts)
+                found.append(ParameterChoices(name=name, values=given, texts=texts))
         return tuple(found)
 
     @property
     def constants(self) -> Mapping[str, Any]:
         """The only allowed value of each required parameter that has exactly one, by name."""
-        allowed = {
-            name: enumerated_values(self.properties.get(name, {})) for name in self.parameters.get("required", ())
-        }
-        return {name: values[0][0] for name, values in allowed.items() if values is not None and len(values) == 1}
+        allowed = {name: _enumerated(self.properties.get(name, {})) for name in self.parameters.get("required", ())}
+        return {name: next(iter(of.values()))[0] for name, of in allowed.items() if of and len(of) == 1}
 
     @property
     def free_parameters(self) -> tuple[str, ...]:
@@ -234,8 +214,7 @@ class ToolCatalogue(Mapping[str, Tool]):
             raise ConfigError(f"ToolCatalogue: tools must have different names; several have {', '.join(twice)}.")
 
     def __getitem__(self, name: object) -> Tool:
-        plain = plain_name(name)
-        if plain is None:  # a policy may ask for anything, even for something unhashable
+        if (plain := plain_name(name)) is None:  # a policy may ask for anything, even for something unhashable
             raise KeyError(name)
         return self._tools[plain]
 
@@ -261,3 +240,36 @@ class ToolCatalogue(Mapping[str, Tool]):
 
 def _words(name: str) -> str:
     return re.sub(r"[_.-]+", " ", name)
+
+
+def _enumerated(schema: Any) -> dict[str | None, tuple[Any, str]] | None:
+    """The values that a schema enumerates, each with its text, by `_json_key`. None if it enumerates no values.
+
+    A schema enumerates values by `enum`, `const`, type boolean or null, or `oneOf` or `anyOf` of constants. Each constant may
+    have a `title` and a `description`. Values that JSON cannot represent are left out.
+    """
+    if isinstance(schema, bool):
+        return None if schema else {}
+    for keyword in ("oneOf", "anyOf"):
+        branches = [_enumerated(branch) for branch in schema.get(keyword, ())]
+        pairs = [pair for branch in branches if branch is not None for pair in branch.items()]
+        if branches and None not in branches:
+            times = Counter(key for key, _ in pairs)
+            # `oneOf` rejects a value that two branches accept.
+            return {key: pair for key, pair in pairs if keyword == "anyOf" or times[key] == 1}
+    values = {"boolean": [False, True], "null": [None]}.get(str(schema.get("type")))
+    values = schema.get("enum", [schema["const"]] if "const" in schema else values)
+    if values is None:
+        return None
+    about = " ".join(str(schema[key]) for key in ("title", "description") if key in schema)
+    texts = ((value, value if isinstance(value, str) else _json_key(value)) for value in values)
+    return {_json_key(value): (value, f"{text} {about}".strip()) for value, text in texts if text is not None}
+
+
+def _json_key(value: Any) -> str | None:
+    """JSON text that is the same for equal values, except for 1 and 1.0 within lists. None if the value is not of JSON."""
+    try:
+        is_whole = isinstance(value, float) and value.is_integer()
+        return json.dumps(int(value) if is_whole else value, allow_nan=False, sort_keys=True)
+    except (TypeError, ValueError):
+        return None

@@ -110,7 +110,7 @@ def test_classes_dates_unions_and_descriptions_become_schemas_without_references
         "pages": whole | {"minimum": 1, "description": "Number of pages.", "title": "Pages"},
         "tags": {"type": "array", "items": text, "uniqueItems": True},
         "by_number": {"type": "object", "additionalProperties": text},
-        "folder": path,
+        "folder": text | {"format": "directory-path"},
         "shade": colour | {"description": "A shade."},
         "tint": colour | {"default": "blue"},
         "until": {"anyOf": [text | {"format": "date-time"}, text | {"format": "date"}]},
@@ -164,7 +164,7 @@ def test_annotations_that_leave_a_path_uncertain_are_refused(subtests: pytest.Su
 
         with (
             subtests.test(str(hint)),
-            pytest.raises(ConfigError, match='Tool read: parameters: "format": "path" must not be'),
+            pytest.raises(ConfigError, match='Tool read: parameters: "format": "path" must be'),
         ):
             Tool.from_function(read)
 
@@ -213,17 +213,12 @@ def test_annotations_without_a_json_schema_are_refused_by_name() -> None:
     def calls(c: Callable[[int], str]) -> None:
         """Take c."""
 
-    for function, name, message in (
-        (unannotated, "a", "must have an annotation; it has none"),
-        (
-            locked,
-            "b",
-            r"must have an annotation that pydantic converts to JSON Schema; got <.*>\. .* pydantic says: Unable to",
-        ),
-        (several, "b", r"must have an annotation .*; got list\[.*\]\. Change the annotation, or write the schema"),
-        (calls, "c", r"must have an annotation .*; got collections.*"),
-    ):
-        with pytest.raises(ConfigError, match=rf"(?s)^{function.__name__}: parameter {name} {message}"):
+    for function, shown in (
+        (unannotated, "a"), (locked, r"b: .*lock.*: Unable to"), (several, r"b: list\[.*\]"), (calls, r"c: .*Callable"),
+    ):  # fmt: skip
+        with pytest.raises(
+            ConfigError, match=rf"(?s)^Tool {function.__name__}: each parameter must have an annotation.*; got {shown}"
+        ):
             Tool.from_function(function)
 
 
@@ -231,24 +226,23 @@ class Tone(enum.StrEnum):
     LOUD = "loud"
 
 
-def test_literals_that_json_cannot_hold_are_refused_by_name() -> None:
+def test_literals_that_cannot_be_made_from_json_are_refused() -> None:
     def painted(colour: Literal[Colour.RED]) -> None:
         """Paint."""
-
-    def said(tone: Literal[Tone.LOUD, "soft"]) -> None:
-        """Say it."""
 
     def sent(what: Literal[b"x"]) -> None:
         """Send it."""
 
-    def listed(what: list[Literal[Colour.RED]]) -> None:
-        """List it."""
-
-    for function, name in ((painted, "colour"), (said, "tone"), (sent, "what"), (listed, "what")):
+    for function in (painted, sent):
         with pytest.raises(
-            ConfigError, match=rf"^{function.__name__}: parameter {name}: a Literal must have .*; got .* Enum"
+            ConfigError, match=rf"^Tool {function.__name__}: each .* got .*Literal.*: 1 validation error"
         ):
             Tool.from_function(function)
+
+    def said(tone: Literal[Tone.LOUD, "soft"]) -> None:
+        """Say it."""
+
+    assert Tool.from_function(said).choices[0].values == ("loud", "soft")
 
 
 def test_a_default_that_json_cannot_hold_leaves_the_parameter_optional() -> None:
@@ -280,9 +274,7 @@ class Adder:
 def test_a_function_without_a_name_requires_name() -> None:
     partly = functools.partial(functools.partial(add), b=3)
     for function in (partly, Adder()):
-        with pytest.raises(
-            ConfigError, match=r"^Tool\.from_function: the function must have a name; .* has none\. Pass name="
-        ):
+        with pytest.raises(ConfigError, match=r"^Tool\.name must be a text; got None"):
             Tool.from_function(function)
     made = Tool.from_function(partly, name="plus_three")
     assert (made.name, made.description) == ("plus_three", "Add two numbers.")
@@ -297,7 +289,7 @@ def test_annotations_that_cannot_be_resolved_are_refused() -> None:
         """Take a."""
 
     for function in (forward, dict.fromkeys):
-        with pytest.raises(ConfigError, match=rf"^{function.__name__}: "):
+        with pytest.raises(ConfigError, match=rf"^Tool {function.__name__}: "):
             Tool.from_function(function)
 
 
@@ -312,7 +304,7 @@ def test_parameters_that_cannot_be_passed_by_name_are_refused() -> None:
         """Take a."""
 
     for function, shown in ((several, r"\*numbers: int"), (named, r"\*\*numbers: int"), (by_position, "a: int")):
-        with pytest.raises(ConfigError, match=rf"^{function.__name__}: it must be possible .* by name; got {shown}\. "):
+        with pytest.raises(ConfigError, match=rf"^Tool {function.__name__}: each .* by name; got {shown}\. "):
             Tool.from_function(function)
 
 

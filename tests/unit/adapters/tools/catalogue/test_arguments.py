@@ -102,7 +102,7 @@ def test_links_are_followed_before_the_root_is_checked(tmp_path: Path) -> None:
         with pytest.raises(RefusedArgumentsError) as caught:
             confine(name, root)
         assert caught.value.error == "PathOutsideRootError"
-    for name, message in (("loop", "cannot be resolved"), ("a\0", "must not contain the null character")):
+    for name, message in (("loop", "cannot be resolved"), ("a\0", "cannot be resolved: embedded null")):
         with pytest.raises(RefusedArgumentsError, match=message) as caught:
             confine(name, root)
         assert caught.value.error == "InvalidArgumentsError"
@@ -158,7 +158,8 @@ def test_arguments_that_are_no_object_of_json_values_are_refused(subtests: pytes
         ("long text", {"a": "x" * 10**7}, "at most 100000 bytes"), ("long key", {"x" * 10**7: 1}, "at most 100000 bytes"),
         ("long list", {"a": [0] * 10**6}, "at most 100000 bytes"),
         ("wide characters", {"a": "\u20ac" * 20_000}, "at most 100000 bytes"),
-        ("text that lies", {"a": Sneaky("x" * 10**6)}, "at most 100000 bytes"), ("digits", {"a": 10**5000}, "digits"),
+        ("text that lies", {"a": Sneaky("x" * 10**6)}, "at most 100000 bytes"), ("digits", {"a": 10**5000}, "finite"),
+        ("large integer", {"a": 10**309}, "at most 1.8e.308"),
         ("circle", CIRCLE, "nested at most 32 lists or objects deep"), ("laughs", {"a": LAUGHS}, "32 lists or objects"),
         ("wide laughs", {"a": nested("ha", 20, 10)}, "at most 100000 bytes"),
     ):  # fmt: skip

@@ -2,8 +2,6 @@
 
 import datetime
 import functools
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,6 @@ from pydantic_core import core_schema
 from adapters.tools.catalogue.arguments import ArgumentChecker, RefusedArgumentsError
 from adapters.tools.catalogue.tools import Tool
 from tests.support.annotated import Colour, Row, Size, typed
-
-ROOT = Path(__file__).resolve().parents[5]
 
 
 def test_a_function_receives_what_its_annotation_says() -> None:
@@ -120,6 +116,25 @@ def test_a_function_with_a_schema_of_its_own_receives_what_its_annotations_say()
     )
 
 
+def test_only_texts_that_the_schema_marks_become_paths() -> None:
+    def read(paths: Path | list[Path]) -> None:
+        """Read paths."""
+
+    path, text = {"type": "string", "format": "path"}, {"type": "string"}
+    for of_one, of_list, expected in (
+        (path, path, Path("/a")),
+        (path, text, "/a"),
+        (text, path, "a"),
+        (text, text, "a"),
+    ):
+        schema = {"anyOf": [of_one, {"type": "array", "items": of_list}]}
+        check = ArgumentChecker(read, {"type": "object", "properties": {"paths": schema}}, "/")
+        assert check({"paths": "a"}) == {"paths": expected}
+        assert ArgumentChecker(read, {"type": "object", "additionalProperties": schema}, "/")({"paths": "a"}) == {
+            "paths": expected
+        }
+
+
 def test_paths_in_a_dict_are_confined(tmp_path: Path) -> None:
     def read(files: dict[str, Path]) -> str:
         """Read files."""
@@ -131,33 +146,3 @@ def test_paths_in_a_dict_are_confined(tmp_path: Path) -> None:
         check({"files": {"a": "b.txt", "c": "../../etc/passwd"}})
     with pytest.raises(RefusedArgumentsError, match="is not of type 'string'"):
         check({"files": {"a": 1}})
-
-
-def test_pydantic_is_imported_only_where_annotations_need_it() -> None:
-    code = """
-import sys
-import tests.support.light_packages
-from pathlib import Path
-from typing import Any, Dict, Literal
-from adapters.tools.catalogue.arguments import ArgumentChecker
-import tests.support.tool_functions as functions
-
-def plain(a: list[int] | None, b: dict[str, Any], c: Literal["x", 2], d: Dict, e: list[dict[str, Path]], f: object) -> None: ...
-
-path = {"type": "string", "format": "path"}
-schema = {"type": "object", "properties": {"e": {"type": "array", "items": {"type": "object", "additionalProperties": path}}}}
-assert ArgumentChecker(plain, schema, "/usr")({"e": [{"k": "lib"}]}) == {"e": [{"k": Path("/usr/lib").resolve()}]}
-assert "pydantic" not in sys.modules
-for hint in (set[int], dict[int, str], list[set[int]]):
-    plain.__annotations__ = {"a": hint}
-    ArgumentChecker(plain, schema, "/usr")
-    assert sys.modules.pop("pydantic")
-sys.modules["pydantic"] = None
-from adapters.tools.catalogue.annotations import schema_of
-try:
-    schema_of("add", functions.add)
-except ImportError as error:
-    print(error)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert run.stdout.strip() == 'Annotations of tools need pydantic: pip install "model-agnostic-grpo[tools]"'
